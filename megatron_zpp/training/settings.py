@@ -1,0 +1,311 @@
+"""Every setting of a run, once: its name, type, default, meaning and command-line flag.
+
+Each dataclass is one group of flags in ``--help``; the field ``num_layers`` is the flag ``--num-layers`` unless
+``flag(..., name=...)`` says otherwise. Names and defaults are Megatron-LM's wherever it has the setting.
+``arguments.parse_settings`` fills, checks and freezes them; everything downstream takes the group it needs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+from typing import Any
+
+
+def flag(
+    default: Any,
+    help: str,
+    *,
+    name: str | None = None,
+    choices: tuple[str, ...] | None = None,
+    nargs: int | str | None = None,
+    metavar: str | tuple[str, ...] | None = None,
+) -> Any:
+    """A dataclass field that is also a command-line flag. A ``bool`` field becomes a switch."""
+    return field(default=default, metadata=dict(help=help, name=name, choices=choices, nargs=nargs, metavar=metavar))
+
+
+@dataclass(frozen=True)
+class ModelSettings:
+    """The network."""
+
+    preset: str | None = flag(None, "published model whose shape to use, such as gpt-350m; other flags override it")
+    num_layers: int | None = flag(None, "number of transformer blocks")
+    hidden_size: int | None = flag(None, "width of the residual stream")
+    ffn_hidden_size: int | None = flag(None, "width of the MLP; default 4 * hidden (GPT), 8/3 * hidden (Llama)")
+    num_attention_heads: int | None = flag(None, "number of query heads")
+    kv_channels: int | None = flag(None, "width of one head; default hidden / heads")
+    group_query_attention: bool = flag(False, "share each key/value head among several query heads (Llama)")
+    num_query_groups: int | None = flag(None, "number of key/value heads with --group-query-attention")
+    max_position_embeddings: int | None = flag(None, "learned positions of GPT; default --seq-length")
+    rotary_base: int = flag(10000, "base of the rotary embedding (Llama)")
+    use_rope_scaling: bool = flag(False, "Llama-3.1's scaling of rotary frequencies")
+    rope_scaling_factor: float = flag(8.0, "factor of --use-rope-scaling")
+    make_vocab_size_divisible_by: int = flag(128, "pad the vocabulary up to a multiple of this")
+    norm_epsilon: float = flag(1e-5, "epsilon of LayerNorm and RMSNorm")
+    init_method_std: float = flag(0.02, "standard deviation of the initial weights")
+    attention_dropout: float | None = flag(None, "dropout of attention weights; default 0.1 (GPT), 0 (Llama)")
+    hidden_dropout: float | None = flag(None, "dropout of embeddings and residuals; default 0.1 (GPT), 0 (Llama)")
+    untie_embeddings_and_output_weights: bool = flag(False, "separate output layer (always so for Llama)")
+    # Flags that Megatron's scripts pass to describe the architecture: accepted where true of the script's model.
+    normalization: str | None = flag(None, "LayerNorm (GPT) or RMSNorm (Llama)", choices=("LayerNorm", "RMSNorm"))
+    position_embedding_type: str | None = flag(
+        None, "learned_absolute (GPT) or rope (Llama)", choices=("learned_absolute", "rope")
+    )
+    swiglu: bool = flag(False, "SwiGLU instead of GELU (always so for Llama)")
+    disable_bias_linear: bool = flag(False, "linear layers without bias (always so for Llama)")
+
+
+@dataclass(frozen=True)
+class TrainingSettings:
+    """Batches, length of the run, evaluation."""
+
+    micro_batch_size: int | None = flag(None, "samples per data-parallel rank and forward pass")
+    global_batch_size: int | None = flag(None, "samples per optimizer step; default micro-batch size * ranks")
+    rampup_batch_size: tuple[int, ...] | None = flag(
+        None,
+        "batch-size ramp-up: start size, increment, samples over which to ramp",
+        nargs=3,
+        metavar=("START", "INCREMENT", "SAMPLES"),
+    )
+    decrease_batch_size_if_needed: bool = flag(False, "round a batch size that does not divide down, not refuse it")
+    train_iters: int | None = flag(None, "optimizer steps to train")
+    train_samples: int | None = flag(None, "samples to train, instead of --train-iters")
+    seq_length: int | None = flag(None, "tokens per sample")
+    seed: int = flag(1234, "seed of initialisation, data order and dropout")
+    eval_iters: int = flag(100, "batches per evaluation")
+    eval_interval: int | None = flag(None, "optimizer steps between evaluations; default none but the last")
+    skip_train: bool = flag(False, "only evaluate")
+    exit_interval: int | None = flag(None, "save and exit at iterations divisible by this")
+    exit_duration_in_mins: float | None = flag(None, "save and exit after this many minutes")
+    exit_signal_handler: bool = flag(False, "save and exit on SIGTERM")
+    calculate_per_token_loss: bool = flag(
+        False, "average the loss over all tokens of the global batch, not per micro-batch first"
+    )
+    no_check_for_nan_in_loss_and_grad: bool = flag(False, "go on when the loss is NaN")
+    manual_gc: bool = flag(False, "collect Python garbage only every --manual-gc-interval steps")
+    manual_gc_interval: int = flag(0, "see --manual-gc; 0 = never")
+
+
+@dataclass(frozen=True)
+class OptimizerSettings:
+    """Optimizer and regularization."""
+
+    optimizer: str = flag("adam", "adam is AdamW, as in Megatron", choices=("adam", "sgd"))
+    lr: float | None = flag(None, "peak learning rate")
+    min_lr: float = flag(0.0, "learning rate at the end of the decay")
+    weight_decay: float = flag(0.01, "decoupled weight decay; not applied to biases and 1-D parameters")
+    start_weight_decay: float | None = flag(None, "weight decay at the start, with --weight-decay-incr-style")
+    end_weight_decay: float | None = flag(None, "weight decay at the end, with --weight-decay-incr-style")
+    weight_decay_incr_style: str = flag(
+        "constant", "how weight decay moves from start to end", choices=("constant", "linear", "cosine")
+    )
+    clip_grad: float = flag(1.0, "clip the global gradient norm to this; 0 = off")
+    adam_beta1: float = flag(0.9, "Adam's first-moment decay")
+    adam_beta2: float = flag(0.999, "Adam's second-moment decay")
+    adam_eps: float = flag(1e-8, "Adam's epsilon")
+    sgd_momentum: float = flag(0.9, "SGD's momentum")
+    use_apex: bool = flag(False, "NVIDIA Apex's fused optimizer, where it is installed")
+
+
+@dataclass(frozen=True)
+class ScheduleSettings:
+    """Learning-rate schedule, counted in samples as in Megatron."""
+
+    lr_decay_style: str = flag(
+        "linear", "shape of the decay", choices=("constant", "linear", "cosine", "inverse-square-root", "WSD")
+    )
+    lr_decay_iters: int | None = flag(None, "steps over which to decay; default the length of the run")
+    lr_decay_samples: int | None = flag(None, "samples over which to decay")
+    lr_warmup_iters: int = flag(0, "steps of linear warm-up")
+    lr_warmup_samples: int = flag(0, "samples of linear warm-up")
+    lr_warmup_fraction: float | None = flag(None, "warm-up as a fraction of the decay length")
+    lr_warmup_init: float = flag(0.0, "learning rate at the start of the warm-up")
+    lr_wsd_decay_style: str = flag(
+        "exponential", "shape of WSD's final decay", choices=("exponential", "linear", "cosine", "minus_sqrt")
+    )
+    lr_wsd_decay_iters: int | None = flag(None, "steps of WSD's final decay")
+    lr_wsd_decay_samples: int | None = flag(None, "samples of WSD's final decay")
+    override_opt_param_scheduler: bool = flag(
+        False, "on resume take the schedule from the flags, not the checkpoint", name="--override-opt_param-scheduler"
+    )
+    use_checkpoint_opt_param_scheduler: bool = flag(
+        False, "on resume take the schedule from the checkpoint", name="--use-checkpoint-opt_param-scheduler"
+    )
+
+
+@dataclass(frozen=True)
+class PrecisionSettings:
+    """Mixed precision. Parameters and optimizer state are always kept in fp32; this is what computes and travels."""
+
+    bf16: bool = flag(False, "compute in bfloat16")
+    fp16: bool = flag(False, "compute in float16, with loss scaling")
+    accumulate_allreduce_grads_in_fp32: bool = flag(False, "reduce gradients in fp32 (always so with --bf16)")
+    grad_reduce_in_bf16: bool = flag(False, "reduce gradients in bfloat16")
+    loss_scale: float | None = flag(None, "fixed loss scale of --fp16; default dynamic")
+    initial_loss_scale: float = flag(2.0**32, "first dynamic loss scale")
+    min_loss_scale: float = flag(1.0, "smallest dynamic loss scale")
+    loss_scale_window: int = flag(1000, "clean steps after which the loss scale doubles")
+    hysteresis: int = flag(2, "overflows before the loss scale is halved")
+
+
+@dataclass(frozen=True)
+class ActivationSettings:
+    """Activation checkpointing and compilation."""
+
+    recompute_activations: bool = flag(False, "the same as --recompute-granularity selective")
+    recompute_granularity: str | None = flag(
+        None, "full: whole blocks; selective: keep matrix products, recompute the rest", choices=("full", "selective")
+    )
+    recompute_method: str | None = flag(
+        None,
+        "uniform: every --recompute-num-layers blocks are one checkpoint; "
+        "block: the first --recompute-num-layers blocks are checkpointed",
+        choices=("uniform", "block"),
+    )
+    recompute_num_layers: int | None = flag(None, "see --recompute-method; default 1")
+    checkpoint_activations: bool = flag(False, "DeepSpeed's name for --recompute-granularity full")
+    compile: bool = flag(False, "torch.compile each block")
+
+
+@dataclass(frozen=True)
+class ZeroSettings:
+    """ZeRO, ZeRO++ and LoCo."""
+
+    zero_stage: int = flag(3, "what is sharded: 0 nothing, 1 optimizer state, 2 and gradients, 3 and parameters")
+    zero_quantized_weights: bool = flag(False, "qwZ: all-gather parameters as block-quantized integers")
+    zero_hpz_partition_size: int = flag(
+        1, "hpZ: ranks that hold one secondary copy of the parameters, normally the GPUs of a node; 1 = off"
+    )
+    zero_quantized_gradients: bool = flag(False, "qgZ: reduce gradients by a two-hop quantized all-to-all")
+    zero_ranks_per_node: int | None = flag(
+        None, "ranks that share a node; default from where the ranks run, or --zero-hpz-partition-size"
+    )
+    zero_weight_bits: int = flag(8, "bits of quantized weights between nodes: 2, 3, 4, 6 or 8")
+    zero_weight_intra_bits: int | None = flag(None, "bits of weights within a node; default unquantized")
+    zero_weight_block_size: int | None = flag(256, "elements per weight scale; 0 = one scale per tensor")
+    zero_gradient_bits: int = flag(4, "bits of quantized gradients between nodes: 2, 3, 4, 6 or 8")
+    zero_gradient_intra_bits: int | None = flag(8, "bits of quantized gradients within a node; 0 = unquantized")
+    zero_gradient_block_size: int | None = flag(128, "elements per gradient scale; 0 = one scale per tensor")
+    zeropp_loco: bool = flag(False, "LoCo: feed a moving average of compression errors back into the gradients")
+    zeropp_loco_beta: float = flag(0.8, "LoCo's weight of the old error; 0 = classic error feedback")
+    zeropp_loco_reset_interval: int | None = flag(1024, "optimizer steps after which LoCo's error is reset; 0 = never")
+    deepspeed_config: str | None = flag(
+        None,
+        "DeepSpeed JSON file with batch sizes, ZeRO, precision, optimizer and schedule",
+        name="--deepspeed_config",
+        metavar="FILE",
+    )
+
+
+@dataclass(frozen=True)
+class DataSettings:
+    """Training data."""
+
+    data_path: tuple[str, ...] | None = flag(None, "dataset prefixes, or weight prefix pairs", nargs="+")
+    split: str | None = flag(None, "shares of train, valid, test; default 969, 30, 1")
+    train_data_path: tuple[str, ...] | None = flag(None, "dataset(s) of the train split, instead of --split", nargs="+")
+    valid_data_path: tuple[str, ...] | None = flag(None, "dataset(s) of the validation split", nargs="+")
+    test_data_path: tuple[str, ...] | None = flag(None, "dataset(s) of the test split", nargs="+")
+    data_cache_path: str | None = flag(None, "folder of the index cache; default beside the data")
+    mock_data: bool = flag(False, "random tokens instead of data, to measure speed")
+    num_workers: int = flag(2, "loader processes per rank")
+    eod_mask_loss: bool = flag(False, "no loss where the input is the end-of-document token")
+
+
+@dataclass(frozen=True)
+class TokenizerSettings:
+    """Tokenizer."""
+
+    tokenizer_type: str | None = flag(
+        None,
+        "kind of tokenizer",
+        choices=(
+            "SentencePieceTokenizer",
+            "HuggingFaceTokenizer",
+            "GPT2BPETokenizer",
+            "ByteTokenizer",
+            "NullTokenizer",
+        ),
+    )
+    tokenizer_model: str | None = flag(None, "SentencePiece model, or tokenizer.json or its folder")
+    vocab_file: str | None = flag(None, "vocab.json of GPT2BPETokenizer")
+    merge_file: str | None = flag(None, "merges.txt of GPT2BPETokenizer")
+    vocab_size: int | None = flag(None, "vocabulary size of NullTokenizer")
+
+
+@dataclass(frozen=True)
+class CheckpointSettings:
+    """Checkpoints."""
+
+    save: str | None = flag(None, "folder to save checkpoints in")
+    save_interval: int | None = flag(None, "optimizer steps between checkpoints; required with --save")
+    load: str | None = flag(None, "folder to resume from; an empty or absent one starts from scratch")
+    ckpt_step: int | None = flag(None, "iteration to load; default the latest")
+    exit_on_missing_checkpoint: bool = flag(False, "fail when --load holds no checkpoint")
+    finetune: bool = flag(False, "load only the parameters and start at iteration 0")
+    no_save_optim: bool = flag(False, "leave the optimizer out of checkpoints")
+    no_save_rng: bool = flag(False, "leave random states out of checkpoints")
+    no_load_optim: bool = flag(False, "do not load the optimizer")
+    no_load_rng: bool = flag(False, "do not load random states")
+
+
+@dataclass(frozen=True)
+class LoggingSettings:
+    """Log, TensorBoard, wandb."""
+
+    log_interval: int = flag(100, "optimizer steps between log lines")
+    log_throughput: bool = flag(False, "log TFLOP/s per GPU")
+    log_params_norm: bool = flag(False, "log the parameters' norm")
+    log_num_zeros_in_grad: bool = flag(False, "log the number of zero gradients")
+    peak_tflops: float | None = flag(None, "peak TFLOP/s of one device, for MFU; default known for common GPUs")
+    tensorboard_dir: str | None = flag(None, "folder of TensorBoard events")
+    tensorboard_log_interval: int = flag(1, "optimizer steps between TensorBoard and wandb points")
+    tensorboard_queue_size: int = flag(1000, "TensorBoard's queue")
+    log_timers_to_tensorboard: bool = flag(False, "iteration time and throughput to TensorBoard and wandb")
+    log_validation_ppl_to_tensorboard: bool = flag(False, "validation perplexity to TensorBoard and wandb")
+    log_memory_to_tensorboard: bool = flag(False, "device memory to TensorBoard and wandb")
+    log_world_size_to_tensorboard: bool = flag(False, "world size to TensorBoard and wandb")
+    wandb_project: str | None = flag(None, "wandb project; no wandb without it")
+    wandb_exp_name: str | None = flag(None, "wandb run name")
+    wandb_entity: str | None = flag(None, "wandb entity")
+    wandb_save_dir: str | None = flag(None, "folder of wandb's files; default SAVE/wandb")
+
+
+@dataclass(frozen=True)
+class DistributedSettings:
+    """Ranks."""
+
+    distributed_backend: str | None = flag(None, "default nccl on GPUs, gloo on CPUs", choices=("nccl", "gloo"))
+    distributed_timeout_minutes: float = flag(10.0, "time after which a stuck collective ends the run")
+    tensor_model_parallel_size: int = flag(1, "only 1 so far")
+    pipeline_model_parallel_size: int = flag(1, "only 1 so far")
+    context_parallel_size: int = flag(1, "only 1 so far")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """All groups of one run."""
+
+    architecture: str  # "gpt" or "llama": which script was started
+    model: ModelSettings = ModelSettings()
+    training: TrainingSettings = TrainingSettings()
+    optimizer: OptimizerSettings = OptimizerSettings()
+    schedule: ScheduleSettings = ScheduleSettings()
+    precision: PrecisionSettings = PrecisionSettings()
+    activation: ActivationSettings = ActivationSettings()
+    zero: ZeroSettings = ZeroSettings()
+    data: DataSettings = DataSettings()
+    tokenizer: TokenizerSettings = TokenizerSettings()
+    checkpoint: CheckpointSettings = CheckpointSettings()
+    logging: LoggingSettings = LoggingSettings()
+    distributed: DistributedSettings = DistributedSettings()
+
+    def as_flat_dict(self) -> dict[str, Any]:
+        """Every setting by its field name, for logs, wandb's config and checkpoints' metadata."""
+        flat: dict[str, Any] = {"architecture": self.architecture}
+        for group in dataclasses.fields(self):
+            value = getattr(self, group.name)
+            if dataclasses.is_dataclass(value):
+                flat.update(dataclasses.asdict(value))
+        return flat

@@ -1,0 +1,129 @@
+"""ZeRO++ and LoCo under any FSDP2 model, in three lines.
+
+    for block in model.layers:
+        fully_shard(block)
+    fully_shard(model)
+    zeropp = apply_zeropp(model, ZeroPPConfig(quantized_weights=True, quantized_gradients=True, hpz_partition_size=8))
+
+and, with gradient accumulation, ``zeropp.set_is_last_micro_batch(i == last)`` before each backward pass.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from .all_gather import HierarchicalAllGather, QuantizedAllGather
+from .collectives import PlainAllGather, PlainReduceScatter
+from .config import ZeroPPConfig
+from .fsdp_unit import FSDPUnit, find_units, mark_changed_on_optimizer_step
+from .loco import ErrorFeedback
+from .reduce_scatter import HierarchicalReduceScatter, MicroBatch
+from .topology import Topology, build_topology
+from .traffic import Traffic
+
+logger = logging.getLogger(__name__)
+
+
+def apply_zeropp(model: nn.Module, config: ZeroPPConfig) -> ZeroPP:
+    """Replace the collectives of a ``fully_shard``-ed model by those that ``config`` asks for.
+
+    Call it once, after the last ``fully_shard``, on all ranks: it is collective over each FSDP group. Parts of ZeRO++
+    that are off leave FSDP2's own collectives in place, with their bytes counted.
+
+    Raises ValueError for models without FSDP2 units, HSDP meshes, unequal nodes, and sizes that do not divide.
+    """
+    units = find_units(model)
+    ranks_per_node = config.ranks_per_node
+    if ranks_per_node is None and config.hpz_partition_size > 1:
+        ranks_per_node = config.hpz_partition_size
+    topologies: dict[dist.ProcessGroup, Topology] = {}
+    for unit in units:
+        if unit.group not in topologies:
+            topologies[unit.group] = build_topology(unit.group, ranks_per_node)
+    _warn_of_settings_without_effect(config, topologies[units[0].group])
+
+    traffic, micro_batch = Traffic(), MicroBatch()
+    feedbacks: dict[str, ErrorFeedback] = {}
+    for unit in units:
+        topology = topologies[unit.group]
+        if config.hpz_partition_size > 1 and topology.num_nodes > 1:
+            unit.module.set_custom_all_gather(HierarchicalAllGather(unit, topology, config, traffic))
+        elif config.quantized_weights:
+            unit.module.set_custom_all_gather(QuantizedAllGather(unit, topology, config, traffic))
+        else:
+            unit.module.set_custom_all_gather(PlainAllGather(topology, traffic))
+        if config.quantized_gradients:
+            reduce_scatter = HierarchicalReduceScatter(unit, topology, config, traffic, micro_batch)
+            unit.module.set_custom_reduce_scatter(reduce_scatter)
+            if hasattr(unit.module, "set_reduce_scatter_unused_params"):
+                unit.module.set_reduce_scatter_unused_params(True)
+            if reduce_scatter.feedback is not None:
+                feedbacks[unit.name] = reduce_scatter.feedback
+        else:
+            unit.module.set_custom_reduce_scatter(PlainReduceScatter(topology, traffic))
+    mark_changed_on_optimizer_step(units)
+    return ZeroPP(config, units, topologies[units[0].group], traffic, micro_batch, feedbacks)
+
+
+class ZeroPP:
+    """What a training loop says to, and reads from, the collectives of one model."""
+
+    def __init__(
+        self,
+        config: ZeroPPConfig,
+        units: list[FSDPUnit],
+        topology: Topology,
+        traffic: Traffic,
+        micro_batch: MicroBatch,
+        feedbacks: dict[str, ErrorFeedback],
+    ) -> None:
+        self.config, self.units, self.topology, self.traffic = config, units, topology, traffic
+        self._micro_batch, self._feedbacks = micro_batch, feedbacks
+
+    def set_is_last_micro_batch(self, is_last: bool) -> None:
+        """Say before a backward pass whether it is the optimizer step's last; only that one crosses nodes."""
+        self._micro_batch.is_last = is_last
+
+    def invalidate(self) -> None:
+        """Say that parameters were changed by means that neither autograd nor a torch optimizer sees (``p.data``)."""
+        for unit in self.units:
+            unit.mark_changed()
+
+    def undo_step(self) -> None:
+        """Say that the last gradients were thrown away (an overflow): LoCo's errors return to what they were."""
+        for feedback in self._feedbacks.values():
+            feedback.undo_step()
+
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's LoCo errors, by unit; empty without LoCo."""
+        return {name: {"error": feedback.error, "steps": feedback.steps} for name, feedback in self._feedbacks.items()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take back what ``state_dict`` gave on the same rank of the same layout, and gather all weights anew.
+
+        Raises ValueError when the state is of other units.
+        """
+        if set(state) != set(self._feedbacks):
+            raise ValueError(f"LoCo state is of units {sorted(state)}, but the model has {sorted(self._feedbacks)}")
+        for name, feedback in self._feedbacks.items():
+            error: Tensor | None = state[name]["error"]
+            feedback.error, feedback.steps = error, state[name]["steps"]
+        self.invalidate()
+
+
+def _warn_of_settings_without_effect(config: ZeroPPConfig, topology: Topology) -> None:
+    if topology.rank != 0:
+        return
+    where = f"{topology.world_size} data-parallel ranks on one node"
+    if topology.world_size == 1:
+        if config.enabled:
+            logger.warning("ZeRO++ has no effect on one rank: there is nothing to gather or reduce")
+    elif topology.num_nodes == 1:
+        if config.hpz_partition_size > 1:
+            logger.warning("hpZ has no effect on %s: all gathers stay within it", where)
+        if config.loco is not None:
+            logger.warning("LoCo has no effect on %s: it corrects the hop between nodes", where)

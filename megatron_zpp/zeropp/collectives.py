@@ -1,0 +1,65 @@
+"""torch.distributed's flat collectives under one name for all supported versions, and the plain ones with counters."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
+
+from .topology import Topology
+from .traffic import Traffic
+
+# torch 2.13 renamed these two; the old names still work there but warn.
+all_gather = dist.all_gather_single if hasattr(dist, "all_gather_single") else dist.all_gather_into_tensor
+reduce_scatter = dist.reduce_scatter_single if hasattr(dist, "reduce_scatter_single") else dist.reduce_scatter_tensor
+
+
+class TorchAllocator:
+    """FSDP2 asks a collective for its buffers: plain allocations, made on the stream that uses them."""
+
+    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+
+class PlainAllGather(TorchAllocator, AllGather):
+    """FSDP2's own all-gather, counted."""
+
+    def __init__(self, topology: Topology, traffic: Traffic) -> None:
+        self.topology, self.traffic = topology, traffic
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
+    ) -> dist.Work | None:
+        count_flat_ring(self.traffic, self.topology, input_tensor.nbytes)
+        return all_gather(output_tensor, input_tensor, group=group, async_op=async_op)
+
+
+class PlainReduceScatter(TorchAllocator, ReduceScatter):
+    """FSDP2's own reduce-scatter, counted."""
+
+    def __init__(self, topology: Topology, traffic: Traffic) -> None:
+        self.topology, self.traffic = topology, traffic
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
+    ) -> dist.Work | None:
+        # gloo's reduce-scatter is an all-reduce, that is a ring's reduce-scatter and its all-gather.
+        passes = 2 if input_tensor.device.type == "cpu" else 1
+        count_flat_ring(self.traffic, self.topology, passes * output_tensor.nbytes)
+        return reduce_scatter(output_tensor, input_tensor, group=group, op=op, async_op=async_op)
+
+
+def count_flat_ring(traffic: Traffic, topology: Topology, nbytes: int) -> None:
+    """Count a ring over all W ranks in rank order, in which each rank passes W - 1 pieces of ``nbytes`` on.
+
+    Only the last rank of a node has its successor on another node.
+    """
+    sent = (topology.world_size - 1) * nbytes
+    if topology.num_nodes > 1 and topology.local_rank == topology.ranks_per_node - 1:
+        traffic.add(inter_node=sent)
+    else:
+        traffic.add(intra_node=sent)

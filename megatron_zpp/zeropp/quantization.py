@@ -1,0 +1,66 @@
+"""Symmetric block quantization and bit packing, in plain torch: the reference that faster kernels must equal.
+
+A block of B values shares one fp32 scale: scale = absmax / qmax with qmax = 2^(bits-1) - 1, and
+code = round_half_even(value / scale), so that both extremes are representable. A block of zeros has scale 0.
+A block that holds a NaN or an Inf has scale NaN and dequantizes to NaN, so that overflow checks still see it.
+All arithmetic is fp32.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+
+def quantize_blocks(blocks: Tensor, bits: int) -> tuple[Tensor, Tensor]:
+    """Quantize blocks [..., B] of any float type to codes int8 [..., B] and scales fp32 [...]."""
+    qmax = 2 ** (bits - 1) - 1
+    values = blocks.float()
+    scales = values.abs().amax(dim=-1) / qmax
+    scales = torch.where(scales.isfinite(), scales, torch.nan)
+    # 0 / 0 and NaN become code 0; the scale tells the two apart. Denormal scales are inexact, hence the clamp.
+    codes = (values / scales.unsqueeze(-1)).round().nan_to_num(0.0).clamp(-qmax, qmax).to(torch.int8)
+    return codes, scales
+
+
+def dequantize_blocks(codes: Tensor, scales: Tensor) -> Tensor:
+    """Turn codes int8 [..., B] and scales fp32 [...] back into fp32 values [..., B]."""
+    return codes.float() * scales.unsqueeze(-1)
+
+
+def pack_bits(codes: Tensor, bits: int) -> Tensor:
+    """Pack signed codes int8 [..., B] into bytes uint8 [..., B * bits / 8]; B is a multiple of 8.
+
+    The bytes are a little-endian bit stream: code i occupies the bits [bits * i, bits * (i + 1)), in two's complement.
+    """
+    if bits == 8:
+        return codes.view(torch.uint8)
+    codes_per_word, bytes_per_word = _word(bits)
+    unsigned = codes.int().bitwise_and(2**bits - 1).unflatten(-1, (-1, codes_per_word))
+    words = torch.zeros_like(unsigned[..., 0])  # [..., B / codes_per_word], at most 24 bits used
+    for i in range(codes_per_word):
+        words |= unsigned[..., i] << (bits * i)
+    packed = torch.stack([(words >> (8 * i)) & 255 for i in range(bytes_per_word)], dim=-1)
+    return packed.to(torch.uint8).flatten(-2)
+
+
+def unpack_bits(packed: Tensor, bits: int) -> Tensor:
+    """Unpack bytes uint8 [..., B * bits / 8] into signed codes int8 [..., B]."""
+    if bits == 8:
+        return packed.view(torch.int8)
+    codes_per_word, bytes_per_word = _word(bits)
+    parts = packed.int().unflatten(-1, (-1, bytes_per_word))
+    words = torch.zeros_like(parts[..., 0])
+    for i in range(bytes_per_word):
+        words |= parts[..., i] << (8 * i)
+    sign = 2 ** (bits - 1)
+    fields = torch.stack([(words >> (bits * i)) & (2**bits - 1) for i in range(codes_per_word)], dim=-1)
+    return ((fields ^ sign) - sign).to(torch.int8).flatten(-2)
+
+
+def _word(bits: int) -> tuple[int, int]:
+    """The smallest run of whole bytes that holds whole codes: (codes, bytes)."""
+    total = math.lcm(bits, 8)
+    return total // bits, total // 8

@@ -1,0 +1,96 @@
+"""Which data-parallel ranks share a node: N nodes x P ranks, rank r = n * P + p."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch.distributed as dist
+
+
+@dataclass(frozen=True)
+class Topology:
+    """The two levels of one FSDP process group, as this rank sees them.
+
+    ``intra_group`` holds the P ranks of this node, ``inter_group`` the N ranks with this rank's place p, in node order.
+    """
+
+    group: dist.ProcessGroup
+    num_nodes: int  # N
+    ranks_per_node: int  # P
+    intra_group: dist.ProcessGroup
+    inter_group: dist.ProcessGroup
+
+    @property
+    def world_size(self) -> int:
+        return self.num_nodes * self.ranks_per_node
+
+    @property
+    def rank(self) -> int:
+        return self.group.rank()
+
+    @property
+    def node(self) -> int:
+        """n of this rank."""
+        return self.rank // self.ranks_per_node
+
+    @property
+    def local_rank(self) -> int:
+        """p of this rank."""
+        return self.rank % self.ranks_per_node
+
+
+def build_topology(group: dist.ProcessGroup, ranks_per_node: int | None = None) -> Topology:
+    """Cut ``group`` into nodes of ``ranks_per_node`` consecutive ranks; None = find out from where the ranks run.
+
+    Collective over ``group``. Raises ValueError on every rank alike when the nodes are unequal or interleaved.
+    """
+    world_size = group.size()
+    if ranks_per_node is None:
+        ranks_per_node = _ranks_per_node_of(_gather_node_names(group))
+    if world_size % ranks_per_node:
+        raise ValueError(
+            f"{ranks_per_node} ranks per node do not divide the {world_size} data-parallel ranks; "
+            f"choose a divisor of {world_size}"
+        )
+    members = dist.get_process_group_ranks(group)  # global ranks, in group order
+    num_nodes, rank = world_size // ranks_per_node, group.rank()
+    node, place = divmod(rank, ranks_per_node)
+    return Topology(
+        group,
+        num_nodes,
+        ranks_per_node,
+        intra_group=_subgroup(group, members[node * ranks_per_node : (node + 1) * ranks_per_node]),
+        inter_group=_subgroup(group, members[place::ranks_per_node]),
+    )
+
+
+def _subgroup(group: dist.ProcessGroup, ranks: list[int]) -> dist.ProcessGroup:
+    if len(ranks) == group.size():
+        return group
+    # Only the members call: other FSDP groups (of other tensor- or pipeline-parallel ranks) know nothing of this one.
+    return dist.new_group(ranks, use_local_synchronization=True)
+
+
+def _gather_node_names(group: dist.ProcessGroup) -> list[str]:
+    # torchrun numbers its agents, one per node, in GROUP_RANK; other launchers (srun) leave the host's name.
+    name = f"{socket.gethostname()}/{os.environ.get('GROUP_RANK', '')}"
+    names: list[str] = [""] * group.size()
+    dist.all_gather_object(names, name, group=group)
+    return names
+
+
+def _ranks_per_node_of(names: Sequence[str]) -> int:
+    """P from the node name of each rank, in group order."""
+    per_node = names.count(names[0])
+    for start in range(0, len(names), per_node):
+        node = names[start : start + per_node]
+        if len(set(node)) > 1 or names.count(node[0]) != per_node:
+            sizes = {name: names.count(name) for name in names}
+            raise ValueError(
+                "the data-parallel ranks are not split evenly over nodes in consecutive runs "
+                f"(ranks on each node: {sizes}); start the same number on every node, or set the ranks per node"
+            )
+    return per_node

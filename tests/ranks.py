@@ -1,0 +1,76 @@
+"""Runs a function on W real gloo ranks, one process each, and returns what each rank returned.
+
+The processes are forked from a server that has imported torch once, so that starting eight of them takes a moment.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import pickle
+import tempfile
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+_context = multiprocessing.get_context("forkserver")
+_context.set_forkserver_preload(
+    ["torch", "torch.distributed.fsdp", "torch.distributed.checkpoint", "megatron_zpp.zeropp"]
+)
+
+
+def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, timeout: float = 120.0) -> list[Any]:
+    """Call ``function(*args)`` on every rank of a fresh gloo group; raise the first rank's error, or on a hang."""
+    with tempfile.TemporaryDirectory() as folder:
+        pipes, processes = [], []
+        for rank in range(world_size):
+            receiver, sender = _context.Pipe(duplex=False)
+            process = _context.Process(
+                target=_run_rank, args=(rank, world_size, folder, sender, function, args), daemon=True
+            )
+            process.start()
+            sender.close()
+            pipes.append(receiver)
+            processes.append(process)
+        try:
+            return [_result(rank, pipe, timeout) for rank, pipe in enumerate(pipes)]
+        finally:
+            for process in processes:
+                process.kill()
+                process.join()
+
+
+def _result(rank: int, pipe: Any, timeout: float) -> Any:
+    if not pipe.poll(timeout):
+        raise TimeoutError(f"rank {rank} did not answer within {timeout} s")
+    try:
+        value, error = pickle.loads(pipe.recv_bytes())
+    except EOFError:
+        raise RuntimeError(f"rank {rank} died without a message") from None
+    if error is not None:
+        raise RuntimeError(f"rank {rank} failed:\n{error}")
+    return value
+
+
+def _run_rank(rank: int, world_size: int, folder: str, sender: Any, function: Callable[..., Any], args: Any) -> None:
+    torch.set_num_threads(1)
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank))
+    try:
+        dist.init_process_group(
+            "gloo",
+            init_method=f"file://{folder}/store",
+            rank=rank,
+            world_size=world_size,
+            timeout=timedelta(seconds=60),
+        )
+        # Plain pickle: multiprocessing's own would share tensors by descriptors that die with the process.
+        sender.send_bytes(pickle.dumps((function(*args), None)))
+    except Exception:
+        sender.send_bytes(pickle.dumps((None, traceback.format_exc())))
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()

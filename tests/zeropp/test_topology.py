@@ -1,0 +1,45 @@
+"""Finding which ranks share a node."""
+
+import pytest
+import torch.distributed as dist
+
+from megatron_zpp.zeropp.topology import _ranks_per_node_of, build_topology
+from tests.ranks import run_ranks
+
+
+def test_equal_consecutive_nodes():
+    assert _ranks_per_node_of(["a", "a", "b", "b", "c", "c"]) == 2
+    assert _ranks_per_node_of(["a"] * 8) == 8
+    assert _ranks_per_node_of(["a", "b", "c"]) == 1
+
+
+@pytest.mark.parametrize(
+    "names", [["a", "a", "b"], ["a", "b", "a", "b"], ["a", "b", "b", "a"], ["a", "a", "b", "b", "a", "a"]]
+)
+def test_unequal_or_interleaved_nodes_are_refused(names):
+    with pytest.raises(ValueError, match="not split evenly"):
+        _ranks_per_node_of(names)
+
+
+def _groups(ranks_per_node):
+    topology = build_topology(dist.group.WORLD, ranks_per_node)
+    return (
+        topology.node,
+        topology.local_rank,
+        dist.get_process_group_ranks(topology.intra_group),
+        dist.get_process_group_ranks(topology.inter_group),
+    )
+
+
+def test_groups_of_three_nodes_of_two():
+    seen = run_ranks(6, _groups, 2)
+    for rank, (node, place, intra, inter) in enumerate(seen):
+        assert (node, place) == divmod(rank, 2)
+        assert intra == [2 * node, 2 * node + 1]
+        assert inter == [place, place + 2, place + 4]
+
+
+def test_ranks_of_one_host_are_one_node_and_a_wrong_size_is_refused():
+    assert [groups[2] for groups in run_ranks(2, _groups, None)] == [[0, 1], [0, 1]]
+    with pytest.raises(RuntimeError, match="3 ranks per node do not divide the 2 data-parallel ranks"):
+        run_ranks(2, _groups, 3)

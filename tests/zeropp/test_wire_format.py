@@ -1,0 +1,80 @@
+"""The wire buffer: what arrives equals the oracle, whatever the shapes."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_zpp.zeropp.oracle import Hop
+from megatron_zpp.zeropp.wire_format import ParameterShard, WireFormat
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+def shards_like(parameters, num_shards, dtype, seed=0):
+    numel = sum(parameter.numel for parameter in parameters)
+    return torch.randn(num_shards, numel, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+@settings(deadline=None, max_examples=150)
+@given(
+    numels=st.lists(st.tuples(st.integers(0, 700), st.booleans()), min_size=1, max_size=6),
+    bits=st.sampled_from([2, 3, 4, 6, 8, None]),
+    block_size=st.sampled_from([8, 32, 128, 256, None]),
+    dtype=st.sampled_from(DTYPES),
+    num_shards=st.integers(1, 3),
+)
+def test_decoding_gives_what_the_oracle_says_arrives(numels, bits, block_size, dtype, num_shards):
+    parameters = [ParameterShard(f"p{i}", numel, quantizable) for i, (numel, quantizable) in enumerate(numels)]
+    shards = shards_like(parameters, num_shards, dtype)
+    wire_format = WireFormat(parameters, bits, block_size, dtype)
+    wire = wire_format.encode(shards)
+    assert wire.shape == (num_shards, wire_format.nbytes)
+
+    arrived = wire_format.decode(wire, out=torch.full(shards.shape, torch.nan))
+    expected = torch.stack([Hop(bits, block_size, dtype).transmit(shard, parameters) for shard in shards])
+    assert arrived.equal(expected)
+
+
+def test_small_and_one_dimensional_parameters_are_exact():
+    parameters = [ParameterShard("weight", 512, True), ParameterShard("bias", 300, False), ParameterShard("w", 9, True)]
+    shards = shards_like(parameters, 2, torch.float32)
+    wire_format = WireFormat(parameters, 4, 128, torch.float32)
+    arrived = wire_format.decode(wire_format.encode(shards), out=torch.empty_like(shards))
+    assert not arrived[:, :512].equal(shards[:, :512])
+    assert arrived[:, 512:].equal(shards[:, 512:])
+
+
+def test_blocks_never_span_two_parameters():
+    """A huge parameter must not raise the scale of its small neighbour."""
+    parameters = [ParameterShard("huge", 130, True), ParameterShard("small", 130, True)]
+    shard = torch.cat([torch.full((130,), 1e6), torch.full((130,), 1e-3)]).unsqueeze(0)
+    wire_format = WireFormat(parameters, 4, 128, torch.float32)
+    torch.testing.assert_close(wire_format.decode(wire_format.encode(shard), out=torch.empty_like(shard)), shard)
+
+
+@pytest.mark.parametrize(
+    "bits, block_size, expected", [(8, 256, 1 + 4 / 256), (4, 128, 0.5 + 4 / 128), (2, 2048, 0.25 + 4 / 2048)]
+)
+def test_bytes_per_element_include_the_scales(bits, block_size, expected):
+    wire_format = WireFormat([ParameterShard("weight", 1 << 20, True)], bits, block_size, torch.bfloat16)
+    assert wire_format.nbytes / (1 << 20) == pytest.approx(expected, rel=1e-5)
+
+
+def test_strided_input_encodes_like_contiguous():
+    parameters = [ParameterShard("weight", 256, True), ParameterShard("bias", 5, False)]
+    gradients = torch.randn(3, 2, 261)  # [N, P, L]
+    wire_format = WireFormat(parameters, 4, 128, torch.float32)
+    assert wire_format.encode(gradients.transpose(0, 1)).equal(
+        wire_format.encode(gradients.transpose(0, 1).contiguous())
+    )
+
+
+def test_decode_sum_adds_in_peer_order():
+    parameters = [ParameterShard("weight", 64, True)]
+    wire_format = WireFormat(parameters, None, None, torch.float32)
+    peers = torch.randn(5, 2, 64)
+    expected = peers[0].clone()
+    for peer in peers[1:]:
+        expected += peer
+    assert wire_format.decode_sum(wire_format.encode(peers)).equal(expected)
