@@ -202,12 +202,18 @@ class ZeroSettings:
 class DataSettings:
     """Training data."""
 
-    data_path: tuple[str, ...] | None = flag(None, "dataset prefixes, or weight prefix pairs", nargs="+")
-    split: str | None = flag(None, "shares of train, valid, test; default 969, 30, 1")
-    train_data_path: tuple[str, ...] | None = flag(None, "dataset(s) of the train split, instead of --split", nargs="+")
-    valid_data_path: tuple[str, ...] | None = flag(None, "dataset(s) of the validation split", nargs="+")
-    test_data_path: tuple[str, ...] | None = flag(None, "dataset(s) of the test split", nargs="+")
-    data_cache_path: str | None = flag(None, "folder of the index cache; default beside the data")
+    data_path: tuple[str, ...] | None = flag(
+        None, "dataset prefixes, or weight prefix pairs", nargs="+", metavar="PREFIX"
+    )
+    split: str | None = flag(None, "shares of train, valid, test; default 969, 30, 1", metavar="A,B,C")
+    train_data_path: tuple[str, ...] | None = flag(
+        None, "dataset(s) of the train split, instead of --split", nargs="+", metavar="PREFIX"
+    )
+    valid_data_path: tuple[str, ...] | None = flag(
+        None, "dataset(s) of the validation split", nargs="+", metavar="PREFIX"
+    )
+    test_data_path: tuple[str, ...] | None = flag(None, "dataset(s) of the test split", nargs="+", metavar="PREFIX")
+    data_cache_path: str | None = flag(None, "folder of the index cache; default beside the data", metavar="DIR")
     mock_data: bool = flag(False, "random tokens instead of data, to measure speed")
     num_workers: int = flag(2, "loader processes per rank")
     eod_mask_loss: bool = flag(False, "no loss where the input is the end-of-document token")
@@ -228,9 +234,9 @@ class TokenizerSettings:
             "NullTokenizer",
         ),
     )
-    tokenizer_model: str | None = flag(None, "SentencePiece model, or tokenizer.json or its folder")
-    vocab_file: str | None = flag(None, "vocab.json of GPT2BPETokenizer")
-    merge_file: str | None = flag(None, "merges.txt of GPT2BPETokenizer")
+    tokenizer_model: str | None = flag(None, "SentencePiece model, or tokenizer.json or its folder", metavar="PATH")
+    vocab_file: str | None = flag(None, "vocab.json of GPT2BPETokenizer", metavar="FILE")
+    merge_file: str | None = flag(None, "merges.txt of GPT2BPETokenizer", metavar="FILE")
     vocab_size: int | None = flag(None, "vocabulary size of NullTokenizer")
 
 
@@ -238,9 +244,9 @@ class TokenizerSettings:
 class CheckpointSettings:
     """Checkpoints."""
 
-    save: str | None = flag(None, "folder to save checkpoints in")
+    save: str | None = flag(None, "folder to save checkpoints in", metavar="DIR")
     save_interval: int | None = flag(None, "optimizer steps between checkpoints; required with --save")
-    load: str | None = flag(None, "folder to resume from; an empty or absent one starts from scratch")
+    load: str | None = flag(None, "folder to resume from; an empty or absent one starts from scratch", metavar="DIR")
     ckpt_step: int | None = flag(None, "iteration to load; default the latest")
     exit_on_missing_checkpoint: bool = flag(False, "fail when --load holds no checkpoint")
     finetune: bool = flag(False, "load only the parameters and start at iteration 0")
@@ -259,7 +265,7 @@ class LoggingSettings:
     log_params_norm: bool = flag(False, "log the parameters' norm")
     log_num_zeros_in_grad: bool = flag(False, "log the number of zero gradients")
     peak_tflops: float | None = flag(None, "peak TFLOP/s of one device, for MFU; default known for common GPUs")
-    tensorboard_dir: str | None = flag(None, "folder of TensorBoard events")
+    tensorboard_dir: str | None = flag(None, "folder of TensorBoard events", metavar="DIR")
     tensorboard_log_interval: int = flag(1, "optimizer steps between TensorBoard and wandb points")
     tensorboard_queue_size: int = flag(1000, "TensorBoard's queue")
     log_timers_to_tensorboard: bool = flag(False, "iteration time and throughput to TensorBoard and wandb")
@@ -269,7 +275,7 @@ class LoggingSettings:
     wandb_project: str | None = flag(None, "wandb project; no wandb without it")
     wandb_exp_name: str | None = flag(None, "wandb run name")
     wandb_entity: str | None = flag(None, "wandb entity")
-    wandb_save_dir: str | None = flag(None, "folder of wandb's files; default SAVE/wandb")
+    wandb_save_dir: str | None = flag(None, "folder of wandb's files; default SAVE/wandb", metavar="DIR")
 
 
 @dataclass(frozen=True)
@@ -306,6 +312,6 @@ class Settings:
         flat: dict[str, Any] = {"architecture": self.architecture}
         for group in dataclasses.fields(self):
             value = getattr(self, group.name)
-            if dataclasses.is_dataclass(value):
+            if dataclasses.is_dataclass(value) and not isinstance(value, type):
                 flat.update(dataclasses.asdict(value))
         return flat

@@ -13,6 +13,7 @@ from __future__ import annotations
 import logging
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
@@ -84,6 +85,30 @@ class ZeroPP:
         self.config, self.units, self.topology, self.traffic = config, units, topology, traffic
         self._micro_batch, self._feedbacks = micro_batch, feedbacks
 
+    def describe(self) -> str:
+        """One line: the topology, and how weights and gradients travel."""
+        config, topology = self.config, self.topology
+        hpz = config.hpz_partition_size > 1 and topology.num_nodes > 1
+        weights = f"int{config.weight_bits}" if config.quantized_weights else "unquantized"
+        weights += ", between nodes once per step" if hpz else ", at every gather"
+        if config.quantized_gradients:
+            hops = [
+                f"int{bits}" if bits else "unquantized" for bits in (config.gradient_intra_bits, config.gradient_bits)
+            ]
+            gradients = f"{hops[0]} within a node, {hops[1]} between nodes once per step"
+            gradients += f" with LoCo (beta {config.loco.beta})" if config.loco is not None else ""
+        else:
+            gradients = "unquantized, at every micro-batch"
+        return (
+            f"{topology.num_nodes} node{'s' if topology.num_nodes > 1 else ''} of {topology.ranks_per_node} ranks; "
+            f"weights travel {weights}; gradients {gradients}"
+        )
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model's unsharded parameters and LoCo's errors live."""
+        return self.units[0].device
+
     def set_is_last_micro_batch(self, is_last: bool) -> None:
         """Say before a backward pass whether it is the optimizer step's last; only that one crosses nodes."""
         self._micro_batch.is_last = is_last
@@ -97,6 +122,11 @@ class ZeroPP:
         """Say that the last gradients were thrown away (an overflow): LoCo's errors return to what they were."""
         for feedback in self._feedbacks.values():
             feedback.undo_step()
+
+    def rescale_errors(self, factor: float) -> None:
+        """Say that the loss scale was multiplied by ``factor`` after the last backward pass."""
+        for feedback in self._feedbacks.values():
+            feedback.rescale(factor)
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's LoCo errors, by unit; empty without LoCo."""

@@ -33,6 +33,11 @@ class FSDPUnit:
         return self.name or "the root module"
 
     @property
+    def device(self) -> torch.device:
+        device: torch.device = self._param_group.device
+        return device
+
+    @property
     def group(self) -> dist.ProcessGroup:
         group: dist.ProcessGroup = self._param_group.mesh_info.shard_process_group
         return group

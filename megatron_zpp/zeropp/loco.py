@@ -28,13 +28,14 @@ class ErrorFeedback:
         self.error: Tensor | None = None  # uint8 [S, nbytes]; None = zero
         self.steps = 0  # since the last reset
         self._before_step: tuple[Tensor | None, int] = (None, 0)
+        self._format: WireFormat | None = None  # of ``error``
 
     def encode(
         self, gradients: Tensor, wire_format: WireFormat, parameters: Sequence[ParameterShard], block_size: int | None
     ) -> Tensor:
         """Compensate and encode fp32 gradients [S, L] into uint8 [S, nbytes], and update the error."""
         self._before_step = (self.error, self.steps)
-        errors = WireFormat(parameters, _ERROR_BITS, block_size, torch.float32)
+        self._format = errors = WireFormat(parameters, _ERROR_BITS, block_size, torch.float32)
         if self.error is None:
             error = torch.zeros_like(gradients)
         else:
@@ -52,3 +53,9 @@ class ErrorFeedback:
     def undo_step(self) -> None:
         """Take the error back to what it was before the last step: that step's gradients were thrown away."""
         self.error, self.steps = self._before_step
+
+    def rescale(self, factor: float) -> None:
+        """Multiply the error: the loss scale, and with it every gradient to come, changed by ``factor``."""
+        if self.error is not None and self._format is not None:
+            values = torch.empty(*self.error.shape[:-1], self._format.numel, device=self.error.device)
+            self.error = self._format.encode(self._format.decode(self.error, out=values).mul_(factor))

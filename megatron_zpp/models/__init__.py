@@ -1,0 +1,1 @@
+"""GPT and Llama: plain PyTorch modules, which know nothing of sharding or of the trainer."""

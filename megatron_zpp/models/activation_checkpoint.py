@@ -1,0 +1,84 @@
+"""Activation checkpointing: keep less of the forward pass, compute the rest again in the backward pass."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from .gpt import GPT
+from .llama import Llama
+
+# What "selective" keeps: results of matrix products and of fused attention, which are dear to compute for their size.
+# Attention that is not fused (on a CPU with dropout) uses bmm, whose results grow with the square of the sequence.
+_KEPT = {
+    torch.ops.aten.mm.default,
+    torch.ops.aten.addmm.default,
+    torch.ops.aten._scaled_dot_product_flash_attention.default,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
+    torch.ops.aten._scaled_dot_product_efficient_attention.default,
+    torch.ops.aten._scaled_dot_product_cudnn_attention.default,
+}
+
+
+def apply_activation_checkpointing(
+    model: GPT | Llama, granularity: str, method: str | None = None, num_layers: int | None = None
+) -> None:
+    """Checkpoint blocks of ``model`` in place; call it before ``fully_shard`` and ``compile``.
+
+    ``granularity``
+        - ``"full"``: of a checkpointed block only the input is kept.
+        - ``"selective"``: results of matrix products and fused attention are kept too, in every block.
+    ``method`` and ``num_layers`` k, for "full" only
+        - None: every block.
+        - ``"uniform"``: every k-th block, starting with the first. (Megatron makes k blocks one checkpoint; here each
+          block gathers its own parameters, so a checkpoint never spans two.)
+        - ``"block"``: the first k blocks.
+
+    ``forward`` of the block is replaced, not the block, so that modules and parameters keep their names.
+    Raises ValueError for any other combination.
+    """
+    blocks = list(model.layers)
+    if granularity == "selective":
+        if method is not None or num_layers is not None:
+            raise ValueError("recompute_method and recompute_num_layers need recompute_granularity full, not selective")
+        context = partial(create_selective_checkpoint_contexts, _keep_or_recompute)
+        for block in blocks:
+            block.forward = _checkpointed(block.forward, context_fn=context)
+        return
+    if granularity != "full":
+        raise ValueError(f"recompute_granularity is {granularity!r}; choose full or selective")
+
+    for block in _chosen(blocks, method, num_layers):
+        block.forward = _checkpointed(block.forward)
+
+
+def _checkpointed(forward: Callable[..., Tensor], **options: Any) -> Callable[..., Tensor]:
+    # A function, not a partial: torch.compile silently leaves a partial of checkpoint uncompiled.
+    def checkpointed_forward(*inputs: Tensor) -> Tensor:
+        return checkpoint(forward, *inputs, use_reentrant=False, **options)
+
+    return checkpointed_forward
+
+
+def _chosen(blocks: list[Any], method: str | None, num_layers: int | None) -> list[Any]:
+    if method is None:
+        if num_layers is not None:
+            raise ValueError("recompute_num_layers needs recompute_method uniform or block")
+        return blocks
+    k = 1 if num_layers is None else num_layers
+    if not 1 <= k <= len(blocks):
+        raise ValueError(f"recompute_num_layers is {k}; the model has {len(blocks)} layers")
+    if method == "uniform":
+        return blocks[::k]
+    if method == "block":
+        return blocks[:k]
+    raise ValueError(f"recompute_method is {method!r}; choose uniform or block")
+
+
+def _keep_or_recompute(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if operator in _KEPT else CheckpointPolicy.PREFER_RECOMPUTE

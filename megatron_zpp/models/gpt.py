@@ -1,0 +1,111 @@
+"""GPT: learned positions, LayerNorm before each sublayer, GELU, biases everywhere, tied embeddings."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from .layers import SelfAttention, head_size, linear_cross_entropy
+
+
+@dataclass(frozen=True)
+class GPTConfig:
+    """The shape of a GPT."""
+
+    num_layers: int
+    hidden_size: int
+    num_attention_heads: int
+    vocab_size: int  # padded
+    max_position_embeddings: int
+    ffn_hidden_size: int | None = None  # default 4 * hidden_size
+    kv_channels: int | None = None  # width of one head; default hidden_size / num_attention_heads
+    norm_epsilon: float = 1e-5
+    attention_dropout: float = 0.1
+    hidden_dropout: float = 0.1
+    init_method_std: float = 0.02
+    tie_embeddings: bool = True
+
+    @property
+    def num_groups(self) -> int:
+        """Key/value heads: GPT has one per query head."""
+        return self.num_attention_heads
+
+    @property
+    def head_dim(self) -> int:
+        return head_size(self.hidden_size, self.num_attention_heads, self.num_groups, self.kv_channels)
+
+    @property
+    def ffn_size(self) -> int:
+        return self.ffn_hidden_size or 4 * self.hidden_size
+
+
+class MLP(nn.Module):
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.linear_fc1 = nn.Linear(config.hidden_size, config.ffn_size)
+        self.linear_fc2 = nn.Linear(config.ffn_size, config.hidden_size)
+
+    def forward(self, x: Tensor) -> Tensor:
+        # Megatron's fused bias + GELU is the tanh approximation.
+        return self.linear_fc2(F.gelu(self.linear_fc1(x), approximate="tanh"))
+
+
+class GPTBlock(nn.Module):
+    """One transformer block, [B, S, H] -> [B, S, H]."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.input_norm = nn.LayerNorm(config.hidden_size, eps=config.norm_epsilon)
+        self.self_attention = SelfAttention(
+            config.hidden_size,
+            config.num_attention_heads,
+            config.num_groups,
+            config.head_dim,
+            bias=True,
+            dropout=config.attention_dropout,
+        )
+        self.pre_mlp_norm = nn.LayerNorm(config.hidden_size, eps=config.norm_epsilon)
+        self.mlp = MLP(config)
+        self.dropout = nn.Dropout(config.hidden_dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.dropout(self.self_attention(self.input_norm(x)))
+        return x + self.dropout(self.mlp(self.pre_mlp_norm(x)))
+
+
+class GPT(nn.Module):
+    """The whole model. Weights are garbage until ``init_weights`` has filled them."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.word_embeddings = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.position_embeddings = nn.Embedding(config.max_position_embeddings, config.hidden_size)
+        self.dropout = nn.Dropout(config.hidden_dropout)
+        self.layers = nn.ModuleList(GPTBlock(config) for _ in range(config.num_layers))
+        self.final_norm = nn.LayerNorm(config.hidden_size, eps=config.norm_epsilon)
+        if not config.tie_embeddings:
+            self.output_layer = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+
+    def forward(self, tokens: Tensor, labels: Tensor | None = None) -> Tensor:
+        """``tokens``, ``labels`` int64 [B, S] -> each token's loss, fp32 [B, S]; without labels: logits [B, S, V].
+
+        Raises ValueError when the sequence is longer than the learned positions.
+        """
+        length = tokens.shape[1]
+        if length > self.config.max_position_embeddings:
+            raise ValueError(
+                f"sequence of {length} tokens, but max_position_embeddings is {self.config.max_position_embeddings}"
+            )
+        positions = torch.arange(length, device=tokens.device)
+        x = self.dropout(self.word_embeddings(tokens) + self.position_embeddings(positions))  # [B, S, H]
+        for layer in self.layers:
+            x = layer(x)
+        x = self.final_norm(x)
+        output_weight = self.word_embeddings.weight if self.config.tie_embeddings else self.output_layer.weight
+        if labels is None:
+            return F.linear(x, output_weight)
+        return linear_cross_entropy(x, output_weight, labels)

@@ -1,0 +1,144 @@
+"""Layers that GPT and Llama share: attention, rotary embedding, and the loss that never holds all logits at once."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+# Rows of the vocabulary whose logits exist at one time: 8 KiB of fp32 per token, and large enough products.
+VOCABULARY_BLOCK = 2048
+
+
+class SelfAttention(nn.Module):
+    """Causal multi-head attention, with grouped key/value heads (GQA) when ``num_query_groups < num_heads``.
+
+    The rows of ``linear_qkv`` are packed as in Megatron, group by group: ``[q ... q, k, v]``, each ``head_dim`` rows.
+    """
+
+    def __init__(
+        self, hidden_size: int, num_heads: int, num_query_groups: int, head_dim: int, bias: bool, dropout: float
+    ) -> None:
+        super().__init__()
+        self.num_heads = num_heads
+        self.num_query_groups = num_query_groups
+        self.head_dim = head_dim
+        self.dropout = dropout
+        self.linear_qkv = nn.Linear(hidden_size, (num_heads + 2 * num_query_groups) * head_dim, bias=bias)
+        self.linear_proj = nn.Linear(num_heads * head_dim, hidden_size, bias=bias)
+
+    def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor] | None = None) -> Tensor:
+        """``x`` [B, S, H] -> [B, S, H]. ``rotary`` is the ``rotary_table``; without it there is no rotation."""
+        batch, length, _ = x.shape
+        queries_per_group = self.num_heads // self.num_query_groups
+        qkv = self.linear_qkv(x).view(batch, length, self.num_query_groups, queries_per_group + 2, self.head_dim)
+        q, k, v = qkv.split([queries_per_group, 1, 1], dim=3)
+        q = q.reshape(batch, length, self.num_heads, self.head_dim)
+        k, v = k.squeeze(3), v.squeeze(3)  # [B, S, groups, head_dim]
+        if rotary is not None:
+            q, k = rotate(q, *rotary), rotate(k, *rotary)
+        attended = F.scaled_dot_product_attention(
+            q.transpose(1, 2),  # [B, heads, S, head_dim]
+            k.transpose(1, 2),
+            v.transpose(1, 2),
+            dropout_p=self.dropout if self.training else 0.0,
+            is_causal=True,
+            enable_gqa=self.num_query_groups < self.num_heads,
+        )
+        return self.linear_proj(attended.transpose(1, 2).reshape(batch, length, -1))
+
+
+def head_size(hidden_size: int, num_heads: int, num_query_groups: int, kv_channels: int | None) -> int:
+    """Width of one attention head. Raises ValueError for heads that do not divide."""
+    if num_heads % num_query_groups:
+        raise ValueError(
+            f"num_attention_heads {num_heads} is not divisible by num_query_groups {num_query_groups}; "
+            "every group needs the same number of heads"
+        )
+    if kv_channels is None and hidden_size % num_heads:
+        raise ValueError(
+            f"hidden_size {hidden_size} is not divisible by num_attention_heads {num_heads}; "
+            "change one of them or set kv_channels"
+        )
+    return kv_channels or hidden_size // num_heads
+
+
+def rotary_table(
+    length: int, head_dim: int, base: float, scaling_factor: float | None, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """Cosine and sine [S, 1, head_dim / 2], fp32, of the angles position / base^(2i / head_dim).
+
+    ``scaling_factor`` applies Llama 3.1's scaling: wavelengths beyond the original context of 8192 tokens are
+    stretched by the factor, those below a quarter of it are kept, and those between are interpolated.
+    The table is cheap, so it is made anew in each forward pass; a buffer would have to survive ``to_empty``.
+    """
+    frequency = base ** (-torch.arange(0, head_dim, 2, dtype=torch.float32, device=device) / head_dim)
+    if scaling_factor is not None:
+        low, high, original_context = 1.0, 4.0, 8192
+        turns = original_context * frequency / (2 * math.pi)  # rotations within the original context
+        keep = ((turns - low) / (high - low)).clamp(0, 1)  # 1: high frequency, kept; 0: low frequency, stretched
+        frequency = keep * frequency + (1 - keep) * frequency / scaling_factor
+    angle = torch.outer(torch.arange(length, dtype=torch.float32, device=device), frequency)
+    return angle.cos().unsqueeze(1), angle.sin().unsqueeze(1)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotary embedding of ``x`` [B, S, heads, head_dim]; channel i forms a pair with channel i + head_dim / 2."""
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
+
+
+def linear_cross_entropy(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+    """Cross entropy of each token: ``hidden`` [..., H], ``weight`` [V, H], ``labels`` int64 [...] -> fp32 [...].
+
+    As in Megatron the products are taken in the inputs' dtype and the softmax in fp32. The logits [..., V] never exist
+    whole: forward and backward walk over blocks of the vocabulary, and backward computes each block's logits again.
+    The loss of a label outside [0, V) is NaN.
+
+    Not ``torch.nn.functional.linear_cross_entropy`` (torch 2.13), because that one returns the losses in the inputs'
+    dtype: in bf16 they keep two digits, and so do the gradients that come back for them.
+    """
+    return _LinearCrossEntropy.apply(hidden, weight, labels)
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    """Blocks are rows of ``weight``, not tokens: one product then completes a block's weight gradient, and only the
+    gradient of ``hidden``, which is small, needs an fp32 accumulator."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+        log_sum = torch.full(labels.shape, -torch.inf, dtype=torch.float32, device=hidden.device)
+        target = torch.full_like(log_sum, torch.nan)  # the label's logit
+        for start in range(0, weight.shape[0], VOCABULARY_BLOCK):
+            logits = F.linear(hidden, weight[start : start + VOCABULARY_BLOCK]).float()  # [..., block]
+            log_sum = torch.logaddexp(log_sum, logits.logsumexp(dim=-1))
+            column, inside = _columns(labels, start, logits.shape[-1])
+            target = torch.where(inside, logits.gather(-1, column.unsqueeze(-1)).squeeze(-1), target)
+        ctx.save_for_backward(hidden, weight, labels, log_sum)
+        return log_sum - target
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:  # type: ignore[override]
+        hidden, weight, labels, log_sum = ctx.saved_tensors
+        grad_hidden = torch.zeros(hidden.shape, dtype=torch.float32, device=hidden.device)
+        grad_weight = torch.empty_like(weight)
+        for start in range(0, weight.shape[0], VOCABULARY_BLOCK):
+            rows = weight[start : start + VOCABULARY_BLOCK]
+            # d loss / d logit = softmax - one_hot(label)
+            grad_logits = F.linear(hidden, rows).float().sub_(log_sum.unsqueeze(-1)).exp_()
+            column, inside = _columns(labels, start, rows.shape[0])
+            grad_logits.scatter_add_(-1, column.unsqueeze(-1), -inside.float().unsqueeze(-1))
+            grad_logits = grad_logits.mul_(grad.unsqueeze(-1)).to(hidden.dtype)
+            grad_hidden += grad_logits @ rows
+            tokens = grad_logits.flatten(0, -2), hidden.flatten(0, -2)  # [T, block], [T, H]
+            torch.mm(tokens[0].t(), tokens[1], out=grad_weight[start : start + VOCABULARY_BLOCK])
+        return grad_hidden.to(hidden.dtype), grad_weight, None
+
+
+def _columns(labels: Tensor, start: int, width: int) -> tuple[Tensor, Tensor]:
+    """Each label's column in the block of ``width`` columns from ``start`` on, and whether it is in there."""
+    column = labels - start
+    return column.clamp(0, width - 1), (column >= 0) & (column < width)

@@ -1,0 +1,110 @@
+"""Llama: rotary positions, RMSNorm before each sublayer, SwiGLU, grouped-query attention, no biases, untied output."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from .layers import SelfAttention, head_size, linear_cross_entropy, rotary_table
+
+
+@dataclass(frozen=True)
+class LlamaConfig:
+    """The shape of a Llama."""
+
+    num_layers: int
+    hidden_size: int
+    num_attention_heads: int
+    vocab_size: int  # padded
+    ffn_hidden_size: int | None = None  # default 8/3 * hidden_size, rounded down to a multiple of 64
+    num_query_groups: int | None = None  # key/value heads; default one per query head
+    kv_channels: int | None = None  # width of one head; default hidden_size / num_attention_heads
+    norm_epsilon: float = 1e-5
+    attention_dropout: float = 0.0
+    hidden_dropout: float = 0.0
+    rotary_base: float = 10000
+    rope_scaling_factor: float | None = None  # Llama 3.1's scaling of the rotary frequencies; it uses 8
+    init_method_std: float = 0.02
+    tie_embeddings: bool = False
+
+    @property
+    def num_groups(self) -> int:
+        """Key/value heads."""
+        return self.num_query_groups or self.num_attention_heads
+
+    @property
+    def head_dim(self) -> int:
+        return head_size(self.hidden_size, self.num_attention_heads, self.num_groups, self.kv_channels)
+
+    @property
+    def ffn_size(self) -> int:
+        return self.ffn_hidden_size or int(8 * self.hidden_size / 3 / 64) * 64
+
+
+class SwiGLU(nn.Module):
+    """``linear_fc1`` is [gate; up], stacked along its rows as in Megatron."""
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        self.linear_fc1 = nn.Linear(config.hidden_size, 2 * config.ffn_size, bias=False)
+        self.linear_fc2 = nn.Linear(config.ffn_size, config.hidden_size, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = self.linear_fc1(x).chunk(2, dim=-1)
+        return self.linear_fc2(F.silu(gate) * up)
+
+
+class LlamaBlock(nn.Module):
+    """One transformer block, [B, S, H] -> [B, S, H]; ``cos`` and ``sin`` are the ``rotary_table`` of the positions."""
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        self.input_norm = nn.RMSNorm(config.hidden_size, eps=config.norm_epsilon)
+        self.self_attention = SelfAttention(
+            config.hidden_size,
+            config.num_attention_heads,
+            config.num_groups,
+            config.head_dim,
+            bias=False,
+            dropout=config.attention_dropout,
+        )
+        self.pre_mlp_norm = nn.RMSNorm(config.hidden_size, eps=config.norm_epsilon)
+        self.mlp = SwiGLU(config)
+        self.dropout = nn.Dropout(config.hidden_dropout)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        x = x + self.dropout(self.self_attention(self.input_norm(x), rotary=(cos, sin)))
+        return x + self.dropout(self.mlp(self.pre_mlp_norm(x)))
+
+
+class Llama(nn.Module):
+    """The whole model. Weights are garbage until ``init_weights`` has filled them."""
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.word_embeddings = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.dropout = nn.Dropout(config.hidden_dropout)
+        self.layers = nn.ModuleList(LlamaBlock(config) for _ in range(config.num_layers))
+        self.final_norm = nn.RMSNorm(config.hidden_size, eps=config.norm_epsilon)
+        if not config.tie_embeddings:
+            self.output_layer = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+
+    def forward(self, tokens: Tensor, labels: Tensor | None = None) -> Tensor:
+        """``tokens``, ``labels`` int64 [B, S] -> each token's loss, fp32 [B, S]; without labels: logits [B, S, V]."""
+        config = self.config
+        x = self.dropout(self.word_embeddings(tokens))  # [B, S, H]
+        cos, sin = rotary_table(
+            tokens.shape[1], config.head_dim, config.rotary_base, config.rope_scaling_factor, tokens.device
+        )
+        # Megatron's rule: angles in fp32, their cosines and sines in the dtype of the activations.
+        cos, sin = cos.to(x.dtype), sin.to(x.dtype)
+        for layer in self.layers:
+            x = layer(x, cos, sin)
+        x = self.final_norm(x)
+        output_weight = self.word_embeddings.weight if config.tie_embeddings else self.output_layer.weight
+        if labels is None:
+            return F.linear(x, output_weight)
+        return linear_cross_entropy(x, output_weight, labels)

@@ -1,0 +1,36 @@
+"""How a model is cut over the data-parallel ranks: ZeRO stages 0 to 3 by PyTorch FSDP2."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+
+
+def shard_model(
+    model: nn.Module, device: torch.device, world_size: int, zero_stage: int, precision: MixedPrecisionPolicy
+) -> None:
+    """Shard ``model``, built on the meta device, in place: each of ``model.layers`` is a unit, the rest another.
+
+    Stage 3 shards parameters too: they are gathered for each forward and backward pass. Stages 2 and 1 keep them from
+    the first forward pass of an optimizer step to its last backward pass. Stage 0 shards nothing.
+    """
+    if zero_stage == 0:
+        # Replicas of shards of one rank: plain data parallelism with FSDP2's mixed precision.
+        mesh = init_device_mesh(device.type, (world_size, 1), mesh_dim_names=("replicate", "shard"))
+    else:
+        mesh = init_device_mesh(device.type, (world_size,), mesh_dim_names=("shard",))
+    for block in model.layers:  # type: ignore[union-attr]
+        fully_shard(block, mesh=mesh, mp_policy=precision, reshard_after_forward=zero_stage == 3)
+    fully_shard(model, mesh=mesh, mp_policy=precision, reshard_after_forward=False)
+
+
+def prepare_backward(model: nn.Module, zero_stage: int, is_last_micro_batch: bool) -> None:
+    """What a ZeRO stage keeps between the micro-batches of one optimizer step."""
+    assert isinstance(model, FSDPModule)
+    if zero_stage <= 1:
+        model.set_requires_gradient_sync(is_last_micro_batch)  # gradients stay whole until the last
+    if zero_stage <= 2:
+        model.set_reshard_after_backward(is_last_micro_batch)  # and so do parameters
+    model.set_is_last_backward(is_last_micro_batch)

@@ -1,0 +1,139 @@
+"""Global batch size and number of micro-batches as functions of the consumed samples, with Megatron's ramp-up."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+
+class BatchSchedule:
+    """How many samples each optimizer step takes.
+
+    Without ``rampup`` every step takes ``global_batch_size`` samples. With ``rampup=(start, increment, samples)``,
+    the batch grows from ``start`` to ``global_batch_size`` by ``increment``, in
+    ``(global_batch_size - start) / increment`` stages of equally many samples (Megatron's ``--rampup-batch-size``).
+
+    Everything is a pure function of the consumed samples, so a resumed run continues without any state of its own.
+
+    Args:
+        global_batch_size: samples per optimizer step over all ranks.
+        micro_batch_size: samples per rank and forward pass.
+        data_parallel_size: number of ranks that see different samples.
+        rampup: ``(start size, increment, samples over which to ramp)`` or None.
+        decrease_if_needed: round a batch size that no whole number of micro-batches makes up down to one that does.
+            The run then trains on the smaller batch; ``requested_batch_size`` tells what was asked for.
+
+    Raises:
+        ValueError: a size is not positive, a batch size of the run is not a multiple of
+            ``micro_batch_size * data_parallel_size``, or the ramp does not end at ``global_batch_size``.
+    """
+
+    def __init__(
+        self,
+        global_batch_size: int,
+        micro_batch_size: int,
+        data_parallel_size: int,
+        rampup: Sequence[int] | None = None,
+        decrease_if_needed: bool = False,
+    ) -> None:
+        for name, value in (
+            ("--global-batch-size", global_batch_size),
+            ("--micro-batch-size", micro_batch_size),
+            ("data-parallel size", data_parallel_size),
+        ):
+            if value < 1:
+                raise ValueError(f"{name} must be at least 1, not {value}")
+        self._final_size = global_batch_size
+        self._micro_batch_size = micro_batch_size
+        self._data_parallel_size = data_parallel_size
+        self._samples_per_micro_batch = micro_batch_size * data_parallel_size  # over all ranks
+        self._decrease_if_needed = decrease_if_needed
+
+        self._start_size, self._increment, self._ramp_samples = global_batch_size, 0, 0
+        self._num_increments = 0
+        if rampup is not None:
+            self._start_size, self._increment, self._ramp_samples = _checked_ramp(rampup, global_batch_size)
+            self._num_increments = (global_batch_size - self._start_size) // self._increment
+        for increments in range(self._num_increments + 1):
+            self._check_divisible(self._start_size + increments * self._increment)
+
+    def requested_batch_size(self, consumed_samples: int) -> int:
+        """The batch size asked for, before any rounding by ``decrease_if_needed``.
+
+        ``requested_batch_size - global_batch_size`` are the step's skipped samples in Megatron's log.
+        """
+        return self._start_size + self._increments_at(consumed_samples) * self._increment
+
+    def global_batch_size(self, consumed_samples: int) -> int:
+        """Samples that the step after ``consumed_samples`` trains on, over all ranks."""
+        return self.num_micro_batches(consumed_samples) * self._samples_per_micro_batch
+
+    def num_micro_batches(self, consumed_samples: int) -> int:
+        """Forward passes per rank in the step after ``consumed_samples``."""
+        return self.requested_batch_size(consumed_samples) // self._samples_per_micro_batch
+
+    def total_iterations(self, train_samples: int) -> int:
+        """Optimizer steps in a run of ``train_samples``. A last batch that would not be full is left out."""
+        consumed = iterations = 0
+        for size, steps in self._levels():
+            affordable = (train_samples - consumed) // size
+            if steps is None or affordable < steps:
+                return iterations + affordable
+            consumed += steps * size
+            iterations += steps
+        raise AssertionError("unreachable: the last level has no end")
+
+    def samples_after(self, iterations: int) -> int:
+        """Samples consumed by the first ``iterations`` optimizer steps."""
+        consumed = 0
+        for size, steps in self._levels():
+            if steps is None or iterations < steps:
+                return consumed + iterations * size
+            consumed += steps * size
+            iterations -= steps
+        raise AssertionError("unreachable: the last level has no end")
+
+    def _increments_at(self, consumed_samples: int) -> int:
+        if consumed_samples >= self._ramp_samples:
+            return self._num_increments
+        return consumed_samples * self._num_increments // self._ramp_samples
+
+    def _levels(self) -> Iterator[tuple[int, int | None]]:
+        """``(batch size, steps at it)`` in order; the last one goes on for ever and has None steps."""
+        consumed = 0
+        while (increments := self._increments_at(consumed)) < self._num_increments:
+            size = self.global_batch_size(consumed)
+            # The first sample count at which the next increment is due; steps that start before it use this size.
+            level_end = -(-(increments + 1) * self._ramp_samples // self._num_increments)
+            steps = -(-(level_end - consumed) // size)
+            yield size, steps
+            consumed += steps * size
+        yield self.global_batch_size(consumed), None
+
+    def _check_divisible(self, size: int) -> None:
+        unit = self._samples_per_micro_batch
+        if size % unit == 0 or (self._decrease_if_needed and size >= unit):
+            return
+        lower, upper = size // unit * unit, (size // unit + 1) * unit
+        suggestion = f"{lower} or {upper}" if lower else str(upper)
+        during = "" if size == self._final_size else " during --rampup-batch-size"
+        raise ValueError(
+            f"global batch size {size}{during} is not divisible by micro-batch size {self._micro_batch_size} * "
+            f"data-parallel size {self._data_parallel_size} = {unit}; use {suggestion}"
+            + (", or --decrease-batch-size-if-needed" if lower and not self._decrease_if_needed else "")
+        )
+
+
+def _checked_ramp(rampup: Sequence[int], global_batch_size: int) -> tuple[int, int, int]:
+    if len(rampup) != 3:
+        raise ValueError(f"--rampup-batch-size takes START INCREMENT SAMPLES, not {len(rampup)} values")
+    start, increment, samples = rampup
+    if min(start, increment, samples) < 1:
+        raise ValueError(f"--rampup-batch-size {start} {increment} {samples}: every value must be at least 1")
+    if start > global_batch_size:
+        raise ValueError(f"--rampup-batch-size starts at {start}, above --global-batch-size {global_batch_size}")
+    if (global_batch_size - start) % increment:
+        raise ValueError(
+            f"--rampup-batch-size: the increment {increment} does not divide --global-batch-size {global_batch_size} "
+            f"- start {start} = {global_batch_size - start}, so the ramp would not end at the global batch size"
+        )
+    return start, increment, samples

@@ -1,0 +1,427 @@
+"""Complete the settings of a run and check that they fit together, before anything is built.
+
+One function per group: it checks what the user gave, fills what was left open, and returns the completed group. After
+``resolve`` no field is None whose default can be derived: batch size, MLP width, dropout, recomputation, precision.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from megatron_zpp.training.batch_size import BatchSchedule
+from megatron_zpp.training.errors import SettingsError
+from megatron_zpp.training.schedule import Schedule
+from megatron_zpp.training.settings import (
+    ActivationSettings,
+    CheckpointSettings,
+    DataSettings,
+    DistributedSettings,
+    ModelSettings,
+    OptimizerSettings,
+    PrecisionSettings,
+    Settings,
+    TokenizerSettings,
+    TrainingSettings,
+    ZeroSettings,
+)
+from megatron_zpp.zeropp.config import LoCoConfig, ZeroPPConfig
+
+
+def resolve(
+    settings: Settings, given: Iterable[str], world_size: int, accumulation_steps: int | None = None
+) -> tuple[Settings, list[str]]:
+    """Completed settings, and one note for each given setting that has no effect in this run.
+
+    given: names of the fields that the user set. accumulation_steps: micro-batches per optimizer step, where a
+    DeepSpeed file says so. Raises SettingsError.
+    """
+    given = set(given)
+    _check_parallelism(settings.distributed)
+    _check_needs(settings, given)
+    training = _resolve_training(settings.training, world_size, accumulation_steps)
+    model = _resolve_model(settings.model, settings.architecture, training.seq_length)
+    settings = dataclasses.replace(
+        settings,
+        model=model,
+        training=training,
+        precision=_resolve_precision(settings.precision),
+        activation=_resolve_activation(settings.activation, model.num_layers),
+        zero=_resolve_zero(settings.zero, world_size),
+        tokenizer=_resolve_tokenizer(settings.tokenizer, settings.data),
+    )
+    _check_batches_and_schedule(settings, world_size)
+    _check_optimizer(settings.optimizer)
+    _check_data(settings.data)
+    _check_checkpoint(settings.checkpoint)
+    return settings, list(_notes(settings, given))
+
+
+def _require(condition: bool, message: str) -> None:
+    if not condition:
+        raise SettingsError(message)
+
+
+def _check_at_least(group: Any, minimum: float, *names: str) -> None:
+    for name in names:
+        value = getattr(group, name)
+        _require(value is None or value >= minimum, f"{_flag(name)} must be at least {minimum}, got {value}")
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+# Ranks and batches
+
+
+def _check_parallelism(distributed: DistributedSettings) -> None:
+    for name in ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"):
+        size = getattr(distributed, name)
+        _require(size == 1, f"{_flag(name)} {size} is not supported yet: leave it at 1; ZeRO-3 shards over all ranks")
+    _require(distributed.distributed_timeout_minutes > 0, "--distributed-timeout-minutes must be positive")
+
+
+def _resolve_training(training: TrainingSettings, world_size: int, accumulation_steps: int | None) -> TrainingSettings:
+    _require(training.seq_length is not None, "how long is a sample? give --seq-length")
+    _require(
+        accumulation_steps is None or accumulation_steps >= 1,
+        f"gradient_accumulation_steps must be at least 1, got {accumulation_steps}",
+    )
+    micro, total = training.micro_batch_size, training.global_batch_size
+    if micro is None and total is not None and accumulation_steps is not None:
+        micro, rest = divmod(total, accumulation_steps * world_size)
+        _require(
+            rest == 0 and micro > 0,
+            f"global batch size {total} is not divisible by {accumulation_steps} accumulation steps * "
+            f"{world_size} ranks",
+        )
+    if micro is None:
+        raise SettingsError("how many samples per rank and forward pass? give --micro-batch-size")
+    training = dataclasses.replace(training, micro_batch_size=micro)
+    _check_at_least(training, 1, "micro_batch_size", "global_batch_size", "seq_length", "train_iters", "train_samples")
+    _check_at_least(training, 1, "eval_interval", "exit_interval")
+    _check_at_least(training, 0, "eval_iters", "manual_gc_interval")
+    expected = micro * (accumulation_steps or 1) * world_size
+    if total is None:
+        total = expected
+    _require(
+        accumulation_steps is None or total == expected,
+        f"global batch size {total} is not micro-batch size {micro} * {accumulation_steps} accumulation steps * "
+        f"{world_size} ranks = {expected}; make them agree or leave one out",
+    )
+    return dataclasses.replace(training, global_batch_size=total)
+
+
+def _check_batches_and_schedule(settings: Settings, world_size: int) -> None:
+    """Build, and throw away, what the trainer will build: both refuse what they cannot do."""
+    training = settings.training
+    assert training.global_batch_size and training.micro_batch_size
+    try:
+        batches = BatchSchedule(
+            training.global_batch_size,
+            training.micro_batch_size,
+            world_size,
+            training.rampup_batch_size,
+            training.decrease_batch_size_if_needed,
+        )
+        if not training.skip_train:
+            Schedule.from_settings(settings.optimizer, settings.schedule, training, batches)
+    except ValueError as error:
+        raise SettingsError(str(error)) from error
+    _require(
+        not (settings.schedule.override_opt_param_scheduler and settings.schedule.use_checkpoint_opt_param_scheduler),
+        "--override-opt_param-scheduler and --use-checkpoint-opt_param-scheduler exclude each other; give one",
+    )
+
+
+# Network
+
+
+def _resolve_model(model: ModelSettings, architecture: str, seq_length: int | None) -> ModelSettings:
+    _check_architecture(model, architecture)
+    for name in ("num_layers", "hidden_size", "num_attention_heads"):
+        _require(getattr(model, name) is not None, f"{_flag(name)} is missing; give it, or a model with --preset")
+    _check_at_least(
+        model,
+        1,
+        "num_layers",
+        "hidden_size",
+        "num_attention_heads",
+        "ffn_hidden_size",
+        "kv_channels",
+        "num_query_groups",
+        "max_position_embeddings",
+        "rotary_base",
+        "make_vocab_size_divisible_by",
+    )
+    assert model.hidden_size and model.num_attention_heads and seq_length
+    hidden, heads = model.hidden_size, model.num_attention_heads
+    llama = architecture == "llama"
+
+    _require(
+        model.kv_channels is not None or hidden % heads == 0,
+        f"--hidden-size {hidden} is not divisible by --num-attention-heads {heads}; change one or give --kv-channels",
+    )
+    # Megatron's default of --num-query-groups is 1; without --group-query-attention every head has its own group.
+    groups = (model.num_query_groups or 1) if model.group_query_attention else heads
+    _require(heads % groups == 0, f"--num-attention-heads {heads} is not divisible by --num-query-groups {groups}")
+    kv_channels = model.kv_channels or hidden // heads
+    _require(
+        not llama or kv_channels % 2 == 0,
+        f"rotary embeddings need an even number of channels per head, got {kv_channels}",
+    )
+    positions = model.max_position_embeddings or seq_length
+    _require(
+        seq_length <= positions,
+        f"--seq-length {seq_length} is longer than --max-position-embeddings {positions}; raise the latter",
+    )
+    dropout = 0.0 if llama else 0.1
+    resolved = dataclasses.replace(
+        model,
+        ffn_hidden_size=model.ffn_hidden_size or (_swiglu_width(hidden) if llama else 4 * hidden),
+        kv_channels=kv_channels,
+        num_query_groups=groups,
+        max_position_embeddings=positions,
+        attention_dropout=dropout if model.attention_dropout is None else model.attention_dropout,
+        hidden_dropout=dropout if model.hidden_dropout is None else model.hidden_dropout,
+        untie_embeddings_and_output_weights=llama or model.untie_embeddings_and_output_weights,
+        normalization="RMSNorm" if llama else "LayerNorm",
+        position_embedding_type="rope" if llama else "learned_absolute",
+        swiglu=llama,
+        disable_bias_linear=llama,
+    )
+    for name in ("attention_dropout", "hidden_dropout"):
+        _require(0 <= getattr(resolved, name) < 1, f"{_flag(name)} must be in [0, 1), got {getattr(resolved, name)}")
+    return resolved
+
+
+def _swiglu_width(hidden: int) -> int:
+    """Megatron's MLP width for SwiGLU: 8/3 of the hidden size, rounded down to a multiple of 64."""
+    return int(hidden * 8 / 3 / 64) * 64 or 64
+
+
+def _check_architecture(model: ModelSettings, architecture: str) -> None:
+    """Refuse a flag that describes another network than the script's."""
+    expected = {"gpt": ("LayerNorm", "learned_absolute"), "llama": ("RMSNorm", "rope")}[architecture]
+    other = {"gpt": "llama", "llama": "gpt"}[architecture]
+    for name, value in zip(("normalization", "position_embedding_type"), expected, strict=True):
+        given = getattr(model, name)
+        _require(
+            given in (None, value),
+            f"{_flag(name)} {given} does not fit: pretrain_{architecture}.py has {value}; "
+            f"leave it out or use pretrain_{other}.py",
+        )
+    if architecture == "gpt":
+        for name in ("swiglu", "disable_bias_linear", "group_query_attention", "use_rope_scaling"):
+            _require(not getattr(model, name), f"{_flag(name)} is not for GPT: use pretrain_llama.py or leave it out")
+
+
+# Optimizer
+
+
+def _check_optimizer(optimizer: OptimizerSettings) -> None:
+    """What the learning-rate schedule does not check itself."""
+    _check_at_least(optimizer, 0, "weight_decay", "clip_grad", "adam_eps", "sgd_momentum")
+    for name in ("adam_beta1", "adam_beta2"):
+        _require(0 <= getattr(optimizer, name) < 1, f"{_flag(name)} must be in [0, 1), got {getattr(optimizer, name)}")
+
+
+# Precision and memory
+
+
+def _resolve_precision(precision: PrecisionSettings) -> PrecisionSettings:
+    _require(not (precision.fp16 and precision.bf16), "--fp16 and --bf16 exclude each other; give one")
+    _require(precision.bf16 or not precision.grad_reduce_in_bf16, "--grad-reduce-in-bf16 needs --bf16")
+    _require(
+        not (precision.grad_reduce_in_bf16 and precision.accumulate_allreduce_grads_in_fp32),
+        "--grad-reduce-in-bf16 and --accumulate-allreduce-grads-in-fp32 exclude each other; give one",
+    )
+    for name in ("loss_scale", "initial_loss_scale", "min_loss_scale"):
+        value = getattr(precision, name)
+        _require(value is None or value > 0, f"{_flag(name)} must be positive, got {value}")
+    _check_at_least(precision, 1, "loss_scale_window", "hysteresis")
+    # Megatron's rule: bf16 has too few digits to sum gradients in, so it is fp32 unless asked otherwise.
+    in_fp32 = precision.accumulate_allreduce_grads_in_fp32 or (precision.bf16 and not precision.grad_reduce_in_bf16)
+    return dataclasses.replace(precision, accumulate_allreduce_grads_in_fp32=in_fp32)
+
+
+def _resolve_activation(activation: ActivationSettings, num_layers: int | None) -> ActivationSettings:
+    asked = {
+        "--recompute-granularity": activation.recompute_granularity,
+        "--recompute-activations": "selective" if activation.recompute_activations else None,
+        "--checkpoint-activations": "full" if activation.checkpoint_activations else None,
+    }
+    asked = {flag: granularity for flag, granularity in asked.items() if granularity is not None}
+    _require(
+        len(set(asked.values())) <= 1,
+        f"{' and '.join(f'{flag} (= {granularity})' for flag, granularity in asked.items())} differ; give one",
+    )
+    granularity = next(iter(asked.values()), None)
+    method, layers = activation.recompute_method, activation.recompute_num_layers
+    if granularity != "full":
+        for name in ("recompute_method", "recompute_num_layers"):
+            _require(getattr(activation, name) is None, f"{_flag(name)} needs --recompute-granularity full")
+    else:
+        method, layers = method or "uniform", 1 if layers is None else layers
+        assert num_layers
+        _require(
+            1 <= layers <= num_layers,
+            f"--recompute-num-layers {layers} must be between 1 and --num-layers {num_layers}",
+        )
+    return dataclasses.replace(
+        activation, recompute_granularity=granularity, recompute_method=method, recompute_num_layers=layers
+    )
+
+
+# ZeRO
+
+
+def _resolve_zero(zero: ZeroSettings, world_size: int) -> ZeroSettings:
+    _require(zero.zero_stage in (0, 1, 2, 3), f"--zero-stage must be 0, 1, 2 or 3, got {zero.zero_stage}")
+    for name in ("zero_hpz_partition_size", "zero_ranks_per_node"):
+        size = getattr(zero, name)
+        _require(
+            size is None or (size >= 1 and world_size % size == 0),
+            f"{_flag(name)} {size} does not divide the {world_size} rank(s) of this run; "
+            f"choose one of {', '.join(map(str, _divisors(world_size)))}",
+        )
+    for name in ("zero_quantized_weights", "zero_quantized_gradients"):
+        _require_stage_3(zero, name, getattr(zero, name))
+    _require_stage_3(zero, "zero_hpz_partition_size", zero.zero_hpz_partition_size > 1)
+    zero = dataclasses.replace(
+        zero,
+        **{name: getattr(zero, name) or None for name in _ZERO_MEANS_NONE},  # type: ignore[arg-type]
+    )
+    zeropp_config(zero)
+    return zero
+
+
+_ZERO_MEANS_NONE = (
+    "zero_weight_intra_bits",
+    "zero_weight_block_size",
+    "zero_gradient_intra_bits",
+    "zero_gradient_block_size",
+    "zeropp_loco_reset_interval",
+)
+
+
+def _require_stage_3(zero: ZeroSettings, name: str, wanted: bool) -> None:
+    _require(
+        not wanted or zero.zero_stage == 3,
+        f"{_flag(name)} needs --zero-stage 3, got {zero.zero_stage}: ZeRO++ replaces the collectives of stage 3",
+    )
+
+
+def _divisors(number: int) -> list[int]:
+    return [divisor for divisor in range(1, number + 1) if number % divisor == 0]
+
+
+def zeropp_config(zero: ZeroSettings) -> ZeroPPConfig:
+    """The settings as ``megatron_zpp.zeropp`` takes them. Raises SettingsError where they do not fit together."""
+    try:
+        return ZeroPPConfig(
+            quantized_weights=zero.zero_quantized_weights,
+            hpz_partition_size=zero.zero_hpz_partition_size,
+            quantized_gradients=zero.zero_quantized_gradients,
+            loco=LoCoConfig(zero.zeropp_loco_beta, zero.zeropp_loco_reset_interval) if zero.zeropp_loco else None,
+            ranks_per_node=zero.zero_ranks_per_node,
+            weight_bits=zero.zero_weight_bits,
+            weight_intra_bits=zero.zero_weight_intra_bits,
+            weight_block_size=zero.zero_weight_block_size,
+            gradient_bits=zero.zero_gradient_bits,
+            gradient_intra_bits=zero.zero_gradient_intra_bits,
+            gradient_block_size=zero.zero_gradient_block_size,
+        )
+    except ValueError as error:
+        raise SettingsError(f"ZeRO++ settings: {error}") from error
+
+
+# Data and checkpoints
+
+
+def _check_data(data: DataSettings) -> None:
+    per_split = [name for name in ("train_data_path", "valid_data_path", "test_data_path") if getattr(data, name)]
+    sources = [
+        *(["--data-path"] if data.data_path else []),
+        *(["--mock-data"] if data.mock_data else []),
+        *([_flag(per_split[0])] if per_split else []),
+    ]
+    _require(len(sources) > 0, "what to train on? give --data-path PREFIX, --train-data-path PREFIX or --mock-data")
+    _require(len(sources) == 1, f"{' and '.join(sources)} both say where the data is; give one")
+    _require(
+        not per_split or data.split is None, "--split divides --data-path; --train-data-path and its kin need none"
+    )
+    _check_at_least(data, 0, "num_workers")
+
+
+def _resolve_tokenizer(tokenizer: TokenizerSettings, data: DataSettings) -> TokenizerSettings:
+    if tokenizer.tokenizer_type is None and data.mock_data and tokenizer.vocab_size is not None:
+        return dataclasses.replace(tokenizer, tokenizer_type="NullTokenizer")
+    _require(
+        tokenizer.tokenizer_type is not None,
+        "which vocabulary? give --vocab-size with --mock-data"
+        if data.mock_data
+        else "which tokenizer was the data made with? give --tokenizer-type and its files",
+    )
+    return tokenizer
+
+
+def _check_checkpoint(checkpoint: CheckpointSettings) -> None:
+    _require(
+        checkpoint.save is None or checkpoint.save_interval is not None,
+        "how often to save? --save needs --save-interval",
+    )
+    _check_at_least(checkpoint, 1, "save_interval", "ckpt_step")
+    for name in ("ckpt_step", "exit_on_missing_checkpoint", "finetune", "no_load_optim", "no_load_rng"):
+        _require(not getattr(checkpoint, name) or checkpoint.load is not None, f"{_flag(name)} needs --load")
+
+
+# Settings that mean something only beside another one
+
+
+# A ZeRO++ setting without its switch would leave the collectives unquantized unnoticed, and a head layout without
+# its switch would train another network: those are errors. The others are harmless left-overs of a script: a note.
+_NEEDED = {
+    "num_query_groups": "group_query_attention",
+    "zeropp_loco": "zero_quantized_gradients",
+    "zero_weight_bits": "zero_quantized_weights",
+    "zero_weight_intra_bits": "zero_quantized_weights",
+    "zero_weight_block_size": "zero_quantized_weights",
+    "zero_gradient_bits": "zero_quantized_gradients",
+    "zero_gradient_intra_bits": "zero_quantized_gradients",
+    "zero_gradient_block_size": "zero_quantized_gradients",
+    "zeropp_loco_beta": "zeropp_loco",
+    "zeropp_loco_reset_interval": "zeropp_loco",
+}
+_NO_EFFECT_WITHOUT = {
+    "rope_scaling_factor": "use_rope_scaling",
+    "loss_scale": "fp16",
+    "initial_loss_scale": "fp16",
+    "min_loss_scale": "fp16",
+    "loss_scale_window": "fp16",
+    "hysteresis": "fp16",
+    "manual_gc_interval": "manual_gc",
+    "save_interval": "save",
+    "no_save_optim": "save",
+    "no_save_rng": "save",
+    "wandb_exp_name": "wandb_project",
+    "wandb_entity": "wandb_project",
+    "wandb_save_dir": "wandb_project",
+}
+
+
+def _check_needs(settings: Settings, given: set[str]) -> None:
+    values = settings.as_flat_dict()
+    for name, needed in _NEEDED.items():
+        _require(name not in given or values[needed], f"{_flag(name)} needs {_flag(needed)}")
+
+
+def _notes(settings: Settings, given: set[str]) -> Iterator[str]:
+    values = settings.as_flat_dict()
+    for name, needed in _NO_EFFECT_WITHOUT.items():
+        if name in given and not values[needed]:
+            yield f"{_flag(name)} has no effect without {_flag(needed)}"
+    if "vocab_size" in given and settings.tokenizer.tokenizer_type != "NullTokenizer":
+        yield f"--vocab-size has no effect: {settings.tokenizer.tokenizer_type} knows its own"

@@ -1,0 +1,6 @@
+"""Pretrain a Llama. ``python pretrain_llama.py --help``, or under ``torchrun`` on several GPUs or nodes."""
+
+from megatron_zpp.training.pretrain import pretrain
+
+if __name__ == "__main__":
+    pretrain("llama")

@@ -1,0 +1,143 @@
+"""Activation checkpointing: equal gradients, less kept, the promised things computed again."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+
+import pytest
+import torch
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from megatron_zpp.models.activation_checkpoint import apply_activation_checkpointing
+from megatron_zpp.models.gpt import GPT, GPTConfig
+from megatron_zpp.models.init import init_weights
+from tests.models.test_models import CONFIGS, GPT_CONFIG, batch, build
+from tests.ranks import run_ranks
+
+CHOICES = pytest.mark.parametrize(
+    "choice",
+    [("full",), ("full", "uniform", 2), ("full", "block", 1), ("selective",)],
+    ids=lambda c: "-".join(map(str, c)),
+)
+
+
+def gradients(model) -> dict[str, torch.Tensor]:
+    torch.manual_seed(3)  # dropout
+    tokens, labels = batch()
+    model(tokens, labels).mean().backward()
+    return {name: parameter.grad for name, parameter in model.named_parameters()}
+
+
+@CHOICES
+@CONFIGS
+def test_gradients_and_names_stay(config, choice):
+    config = dataclasses.replace(config, hidden_dropout=0.2, attention_dropout=0.1)
+    expected = gradients(build(config))
+    model = build(config)
+    apply_activation_checkpointing(model, *choice)
+    result = gradients(model)
+    assert list(result) == list(expected)
+    for name, value in result.items():
+        torch.testing.assert_close(value, expected[name], msg=name)
+
+
+class OperatorCounts(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.counts[function.overloadpacket.__name__] += 1
+        return function(*args, **(kwargs or {}))
+
+
+def recomputed(*choice) -> tuple[int, int, int]:
+    """(linear layers, attentions, GELUs) that the backward pass of a GPT with 4 layers computes again."""
+    config = GPTConfig(4, 48, 4, 130, 24, attention_dropout=0.0, hidden_dropout=0.0)
+    model = build(config)
+    tokens, labels = batch()
+    if choice:
+        apply_activation_checkpointing(model, *choice)
+    loss = model(tokens, labels).mean()
+    with OperatorCounts() as operators:
+        loss.backward()
+    counts = operators.counts
+    return counts["addmm"], counts["_scaled_dot_product_flash_attention_for_cpu"], counts["gelu"]
+
+
+def test_what_is_computed_again():
+    assert recomputed() == (0, 0, 0)
+    # The very last product of a block is needed by nothing in backward, so it need not be computed again.
+    linears, attentions, gelus = recomputed("full")
+    assert linears in (12, 16) and (attentions, gelus) == (4, 4)
+    assert recomputed("full", "uniform", 2)[1:] == (2, 2)
+    assert recomputed("full", "uniform", 3)[1:] == (2, 2)  # layers 0 and 3
+    assert recomputed("full", "block", 3)[1:] == (3, 3)
+    assert recomputed("selective") == (0, 0, 4)
+
+
+@pytest.mark.parametrize(
+    "choice, message",
+    [
+        (("some",), "choose full or selective"),
+        (("full", "every", 1), "choose uniform or block"),
+        (("full", "block", 3), "the model has 2 layers"),
+        (("full", "block", 0), "recompute_num_layers is 0"),
+        (("full", None, 1), "needs recompute_method"),
+        (("selective", "uniform", 1), "not selective"),
+    ],
+)
+def test_refused(choice, message):
+    with pytest.raises(ValueError, match=message):
+        apply_activation_checkpointing(build(GPT_CONFIG), *choice)
+
+
+@pytest.mark.parametrize("choice", [("full",), ("selective",)], ids=lambda c: c[0])
+def test_composes_with_compile(choice):
+    expected = gradients(build(GPT_CONFIG))
+    model = build(GPT_CONFIG)
+    apply_activation_checkpointing(model, *choice)
+    torch._dynamo.reset()
+    compiled = CompileCounterWithBackend("aot_eager")
+    for block in model.layers:
+        block.compile(backend=compiled, fullgraph=True)
+    for name, value in gradients(model).items():
+        torch.testing.assert_close(value, expected[name], msg=name)
+    assert compiled.frame_count == 1  # one graph, which the second block reuses; 0 would mean not compiled at all
+
+
+def sharded_gradients(choice, dtype, reshard, compiled) -> dict[str, torch.Tensor]:
+    with torch.device("meta"):
+        model = GPT(GPT_CONFIG)
+    apply_activation_checkpointing(model, *choice)
+    for block in model.layers if compiled else ():
+        block.compile(backend="aot_eager", fullgraph=True)
+    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+    for block in model.layers:
+        fully_shard(block, mp_policy=policy, reshard_after_forward=reshard)
+    fully_shard(model, mp_policy=policy, reshard_after_forward=reshard)
+    model.to_empty(device="cpu")
+    init_weights(model, 1)
+    return {name: gradient.full_tensor() for name, gradient in gradients(model).items()}
+
+
+@pytest.mark.parametrize(
+    "choice, dtype, reshard, compiled, tolerance",
+    [
+        (("full",), torch.float32, True, False, 1e-5),
+        (("selective",), torch.float32, True, False, 1e-5),
+        (("full", "uniform", 2), torch.bfloat16, True, False, 3e-2),
+        (("full",), torch.float32, False, True, 1e-5),
+        (("selective",), torch.float32, True, True, 1e-5),
+    ],
+)
+def test_composes_with_fully_shard(choice, dtype, reshard, compiled, tolerance):
+    expected = gradients(build(GPT_CONFIG))
+    for result in run_ranks(2, sharded_gradients, choice, dtype, reshard, compiled):
+        assert result.keys() == expected.keys()
+        for name, value in result.items():
+            error = (value - expected[name]).norm() / expected[name].norm()
+            assert error < tolerance, name

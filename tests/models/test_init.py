@@ -1,0 +1,122 @@
+"""Initial weights: Megatron's rules, the same for every layout, never the whole model at once."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+from megatron_zpp.models import init
+from megatron_zpp.models.gpt import GPT, GPTConfig
+from megatron_zpp.models.llama import Llama, LlamaConfig
+from tests.models.test_layers import LargestTensor
+from tests.ranks import run_ranks
+
+# Three position embeddings over four ranks: one rank has an empty shard.
+GPT_CONFIG = GPTConfig(2, 36, 3, vocab_size=130, max_position_embeddings=3)
+LLAMA_CONFIG = LlamaConfig(2, 36, 6, vocab_size=131, num_query_groups=2, ffn_hidden_size=50)
+SMALL_BLOCK = 500  # several blocks per weight, whose edges are no shard's edges
+
+
+def on_meta(config: GPTConfig | LlamaConfig) -> GPT | Llama:
+    with torch.device("meta"):
+        return GPT(config) if isinstance(config, GPTConfig) else Llama(config)
+
+
+def initialised(config: GPTConfig | LlamaConfig, seed: int = 5) -> dict[str, torch.Tensor]:
+    model = on_meta(config).to_empty(device="cpu")
+    init.init_weights(model, seed)
+    return model.state_dict()
+
+
+def test_values_follow_megatrons_rules():
+    config = GPTConfig(8, 256, 4, vocab_size=1000, max_position_embeddings=128, init_method_std=0.05)
+    weights = initialised(config)
+    for name, value in weights.items():
+        if name.endswith("bias"):
+            assert (value == 0).all()
+        elif "norm" in name:
+            assert (value == 1).all()
+        else:
+            std = 0.05 / math.sqrt(16) if name.endswith(("linear_proj.weight", "linear_fc2.weight")) else 0.05
+            error = 5 / math.sqrt(value.numel())  # five standard errors
+            assert value.mean().abs() < error * std
+            assert value.std() == pytest.approx(std, rel=error)
+            assert value.unique().numel() > 0.95 * value.numel()  # no block repeats another
+    assert not torch.equal(weights["layers.0.mlp.linear_fc1.weight"], weights["layers.1.mlp.linear_fc1.weight"])
+
+
+def test_seed_decides():
+    first, again, other = initialised(GPT_CONFIG, 5), initialised(GPT_CONFIG, 5), initialised(GPT_CONFIG, 6)
+    name = "layers.1.self_attention.linear_qkv.weight"
+    assert torch.equal(first[name], again[name]) and not torch.equal(first[name], other[name])
+
+
+def test_global_random_state_is_left_alone():
+    before = torch.get_rng_state()
+    initialised(GPT_CONFIG)
+    assert torch.equal(before, torch.get_rng_state())
+
+
+def test_model_on_meta_is_refused():
+    with pytest.raises(ValueError, match=r"word_embeddings.weight is on the meta device"):
+        init.init_weights(on_meta(GPT_CONFIG), 1)
+
+
+def test_draws_one_block_at_a_time(monkeypatch):
+    monkeypatch.setattr(init, "BLOCK_ELEMENTS", SMALL_BLOCK)
+    model = on_meta(GPT_CONFIG).to_empty(device="cpu")
+    weights = {name: weight for name, weight in model.state_dict().items() if weight.dim() > 1}
+    with LargestTensor() as largest:
+        for name, weight in weights.items():
+            init.fill_normal(weight, 1.0, 1, name)
+    assert largest.numel <= SMALL_BLOCK
+
+
+def sharded_weights() -> list[dict[str, torch.Tensor]]:
+    """Runs on each rank: full tensors of both models, sharded by FSDP2 while still on the meta device."""
+    init.BLOCK_ELEMENTS = SMALL_BLOCK
+    result = []
+    for config in (GPT_CONFIG, LLAMA_CONFIG):
+        model = on_meta(config)
+        for block in model.layers:
+            fully_shard(block)
+        fully_shard(model)
+        model.to_empty(device="cpu")
+        init.init_weights(model, 5)
+        result.append({name: parameter.full_tensor().detach() for name, parameter in model.named_parameters()})
+    return result
+
+
+def test_fsdp_ranks_hold_the_weights_of_one_process(monkeypatch):
+    monkeypatch.setattr(init, "BLOCK_ELEMENTS", SMALL_BLOCK)
+    for result in run_ranks(4, sharded_weights):
+        for config, weights in zip((GPT_CONFIG, LLAMA_CONFIG), result, strict=True):
+            expected = initialised(config)
+            assert weights.keys() == expected.keys()
+            for name, value in weights.items():
+                assert torch.equal(value, expected[name]), name
+
+
+def weights_on_two_dimensions() -> list[torch.Tensor]:
+    init.BLOCK_ELEMENTS = SMALL_BLOCK
+    mesh = init_device_mesh("cpu", (2, 2))
+    result = []
+    for placements in ((Shard(0), Shard(1)), (Shard(1), Shard(0)), (Shard(0), Replicate()), (Shard(1), Shard(1))):
+        weight = distribute_tensor(torch.zeros(37, 23), mesh, placements)
+        init.fill_normal(weight, 0.02, 5, "weight")
+        result.append(weight.full_tensor())
+    return result
+
+
+def test_shards_in_two_dimensions_hold_the_weights_of_one_process(monkeypatch):
+    monkeypatch.setattr(init, "BLOCK_ELEMENTS", SMALL_BLOCK)
+    expected = torch.zeros(37, 23)
+    init.fill_normal(expected, 0.02, 5, "weight")
+    for weights in run_ranks(4, weights_on_two_dimensions):
+        for weight in weights:
+            assert torch.equal(weight, expected)

@@ -1,0 +1,177 @@
+"""Attention, rotary embedding and the blockwise loss against direct formulas."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from megatron_zpp.models.layers import (
+    VOCABULARY_BLOCK,
+    SelfAttention,
+    head_size,
+    linear_cross_entropy,
+    rotary_table,
+    rotate,
+)
+
+CPU = torch.device("cpu")
+
+
+def test_attention_equals_the_formula_on_megatrons_packed_rows():
+    torch.manual_seed(0)
+    heads, groups, dim = 4, 2, 8
+    attention = SelfAttention(32, heads, groups, dim, bias=True, dropout=0.0)
+    x = torch.randn(2, 6, 32)
+    # Group by group [q, q, k, v], each of 8 rows: q0 q1 k0 v0 q2 q3 k1 v1.
+    pieces = F.linear(x, attention.linear_qkv.weight, attention.linear_qkv.bias).split(dim, dim=-1)
+    q, k, v = [pieces[i] for i in (0, 1, 4, 5)], [pieces[i] for i in (2, 6)], [pieces[i] for i in (3, 7)]
+    mask = torch.ones(6, 6).triu(1).bool()
+    outputs = []
+    for head in range(heads):
+        scores = q[head] @ k[head // 2].transpose(1, 2) / math.sqrt(dim)
+        outputs.append(scores.masked_fill(mask, -torch.inf).softmax(-1) @ v[head // 2])
+    expected = attention.linear_proj(torch.cat(outputs, dim=-1))
+    torch.testing.assert_close(attention(x), expected)
+
+
+def test_grouped_queries_equal_repeated_keys_and_values():
+    torch.manual_seed(0)
+    dim = 8
+    grouped = SelfAttention(32, 4, 2, dim, bias=False, dropout=0.0)
+    full = SelfAttention(32, 4, 4, dim, bias=False, dropout=0.0)
+    q0, q1, k0, v0, q2, q3, k1, v1 = grouped.linear_qkv.weight.detach().split(dim)
+    rows = torch.cat([q0, k0, v0, q1, k0, v0, q2, k1, v1, q3, k1, v1])
+    full.linear_qkv.weight = torch.nn.Parameter(rows)
+    full.linear_proj = grouped.linear_proj
+    x = torch.randn(2, 6, 32)
+    table = rotary_table(6, dim, 10000, None, CPU)
+    torch.testing.assert_close(grouped(x, table), full(x, table))
+
+
+def test_attention_dropout_only_in_training():
+    torch.manual_seed(0)
+    attention = SelfAttention(32, 4, 4, 8, bias=False, dropout=0.5)
+    x = torch.randn(1, 6, 32)
+    assert not torch.equal(attention(x), attention(x))
+    attention.eval()
+    assert torch.equal(attention(x), attention(x))
+
+
+def test_rotation_is_a_complex_product():
+    torch.manual_seed(0)
+    x = torch.randn(2, 50, 3, 16)
+    cos, sin = rotary_table(50, 16, 10000, None, CPU)
+    assert cos.dtype == torch.float32
+    frequency = torch.tensor([10000 ** (-2 * i / 16) for i in range(8)], dtype=torch.float64)
+    angle = torch.arange(50, dtype=torch.float64)[:, None] * frequency
+    turned = (
+        torch.complex(x[..., :8].double(), x[..., 8:].double()) * torch.polar(torch.ones_like(angle), angle)[:, None]
+    )
+    expected = torch.cat([turned.real, turned.imag], dim=-1).float()
+    torch.testing.assert_close(rotate(x, cos, sin), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_llama3_scaling_of_rotary_frequencies():
+    # Position 1 has the frequency itself as its angle. Written with wavelengths, as the scaling was published.
+    cos, sin = rotary_table(2, 128, 500000, 8.0, CPU)
+    angles = torch.atan2(sin[1, 0], cos[1, 0])
+    kept = stretched = between = 0
+    for i, angle in enumerate(angles.tolist()):
+        frequency = 500000 ** (-2 * i / 128)
+        wavelength = 2 * math.pi / frequency
+        if wavelength < 8192 / 4:
+            expected, kept = frequency, kept + 1
+        elif wavelength > 8192:
+            expected, stretched = frequency / 8, stretched + 1
+        else:
+            smooth = (8192 / wavelength - 1) / (4 - 1)
+            expected, between = (1 - smooth) * frequency / 8 + smooth * frequency, between + 1
+        assert angle == pytest.approx(expected, rel=1e-4)
+    assert kept > 10 and stretched > 10 and between > 3
+
+
+def test_heads_that_do_not_divide():
+    assert head_size(64, 4, 2, None) == 16
+    assert head_size(65, 4, 2, 32) == 32
+    with pytest.raises(ValueError, match=r"hidden_size 65 .* num_attention_heads 4"):
+        head_size(65, 4, 2, None)
+    with pytest.raises(ValueError, match=r"num_attention_heads 4 .* num_query_groups 3"):
+        head_size(64, 4, 3, None)
+
+
+def loss_inputs(dtype: torch.dtype, tokens: int = 40, vocabulary: int = 2 * VOCABULARY_BLOCK + 123):
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(tokens, 32, generator=generator).to(dtype).requires_grad_()
+    weight = (0.06 * torch.randn(vocabulary, 32, generator=generator)).to(dtype).requires_grad_()
+    labels = torch.randint(0, vocabulary, (tokens,), generator=generator)
+    # Labels at the edges of blocks.
+    labels[:5] = torch.tensor([0, VOCABULARY_BLOCK - 1, VOCABULARY_BLOCK, 2 * VOCABULARY_BLOCK, vocabulary - 1])
+    grad = torch.randn(tokens, generator=generator)  # not uniform, one token without gradient
+    grad[7] = 0
+    return hidden, weight, labels, grad
+
+
+def exact_loss(hidden, weight, labels, grad):
+    hidden, weight = hidden.detach().double().requires_grad_(), weight.detach().double().requires_grad_()
+    loss = F.cross_entropy(hidden @ weight.T, labels, reduction="none")
+    loss.backward(grad.double())
+    return loss.detach(), hidden.grad, weight.grad
+
+
+def relative_error(value: torch.Tensor, exact: torch.Tensor) -> float:
+    return ((value.double() - exact).norm() / exact.norm()).item()
+
+
+# In bf16 the products' rounding of 2^-9 shows; a loss rounded to bf16, or gradients summed in it, would exceed these.
+@pytest.mark.parametrize("dtype, loss_error, grad_error", [(torch.float32, 1e-6, 1e-5), (torch.bfloat16, 5e-4, 3.5e-3)])
+def test_loss_and_gradients_equal_plain_cross_entropy(dtype, loss_error, grad_error):
+    hidden, weight, labels, grad = loss_inputs(dtype)
+    loss = linear_cross_entropy(hidden, weight, labels)
+    loss.backward(grad)
+    exact, exact_hidden_grad, exact_weight_grad = exact_loss(hidden, weight, labels, grad)
+    assert loss.dtype == torch.float32 and loss.shape == (40,)
+    assert hidden.grad.dtype == weight.grad.dtype == dtype
+    assert relative_error(loss, exact) < loss_error
+    assert relative_error(hidden.grad, exact_hidden_grad) < grad_error
+    assert relative_error(weight.grad, exact_weight_grad) < grad_error
+    assert hidden.grad[7].count_nonzero() == 0
+
+
+def test_loss_without_gradients_and_of_huge_logits():
+    hidden, weight, labels, _ = loss_inputs(torch.float32)
+    with torch.no_grad():
+        loss = linear_cross_entropy(hidden * 1e4, weight, labels)
+        expected = F.cross_entropy(F.linear(hidden * 1e4, weight), labels, reduction="none")
+    assert not loss.requires_grad and loss.isfinite().all()
+    torch.testing.assert_close(loss, expected)
+
+
+def test_loss_of_a_label_outside_the_vocabulary_is_nan():
+    hidden, weight, labels, _ = loss_inputs(torch.float32)
+    labels[3], labels[5] = weight.shape[0], -100
+    loss = linear_cross_entropy(hidden, weight, labels)
+    assert loss.isnan().nonzero().flatten().tolist() == [3, 5]
+
+
+class LargestTensor(TorchDispatchMode):
+    """Records the most elements of any operator's result."""
+
+    numel = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        for tensor in result if isinstance(result, (tuple, list)) else (result,):
+            if isinstance(tensor, torch.Tensor):
+                self.numel = max(self.numel, tensor.numel())
+        return result
+
+
+def test_logits_never_exist_whole():
+    hidden, weight, labels, grad = loss_inputs(torch.float32, tokens=100, vocabulary=4 * VOCABULARY_BLOCK)
+    with LargestTensor() as largest:
+        linear_cross_entropy(hidden, weight, labels).backward(grad)
+    assert largest.numel == max(100 * VOCABULARY_BLOCK, weight.numel())  # not 100 * 4 * VOCABULARY_BLOCK
