@@ -1,0 +1,241 @@
+"""Megatron's ``.bin/.idx`` token files: a memory-mapped reader and a writer of bounded memory.
+
+``PREFIX.bin`` holds the token ids of all sequences back to back. ``PREFIX.idx`` holds, all little-endian:
+magic, version, dtype code, number of sequences S, number of documents + 1 D, then the arrays
+lengths int32 [S], byte offsets int64 [S], documents int64 [D] (sequences before each document's end, from 0)
+and, in multimodal files only, one mode byte per sequence, which we tolerate and do not read.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import mmap
+import os
+import struct
+from collections.abc import Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import BinaryIO
+
+import numpy as np
+from numpy.typing import NDArray
+
+MAGIC = b"MMIDIDX\x00\x00"
+VERSION = 1
+HEADER = struct.Struct("<9sQBQQ")  # magic, version, dtype code, S, D
+DTYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 6: "<f8", 7: "<f4", 8: "<u2"}
+COPY_ROWS = 1 << 20  # rows per step when files are copied or summed
+
+
+def best_dtype(vocab_size: int) -> np.dtype:
+    """The dtype Megatron writes: uint16 for fewer than 65,500 ids (not 65,536), else int32."""
+    return np.dtype("<u2") if vocab_size < 65_500 else np.dtype("<i4")
+
+
+class IndexedDataset:
+    """The sequences of ``prefix.bin`` by number, memory-mapped.
+
+    Attributes: ``sequence_lengths`` int32 [S]; ``document_indices`` int64 [D], document d being the sequences
+    ``document_indices[d] : document_indices[d + 1]``; ``dtype`` of the tokens, as the file says (never inferred).
+
+    Raises FileNotFoundError if a file is missing, ValueError if one is truncated, foreign, or not the other's.
+    """
+
+    def __init__(self, prefix: str | os.PathLike[str]) -> None:
+        self.prefix = os.fspath(prefix)
+        self.index_path = Path(f"{self.prefix}.idx")
+        self.token_path = Path(f"{self.prefix}.bin")
+        for path in (self.index_path, self.token_path):
+            if not path.is_file():
+                hint = "leave out the file suffix" if self.prefix.endswith((".bin", ".idx")) else "check the path"
+                raise FileNotFoundError(f"no dataset at {self.prefix}: {path} does not exist ({hint})")
+
+        index = _map_file(self.index_path)
+        if len(index) < HEADER.size:
+            raise ValueError(f"{self.index_path} is truncated: {len(index)} bytes, shorter than its header")
+        magic, version, code, num_sequences, num_documents = HEADER.unpack_from(index)
+        if magic != MAGIC:
+            raise ValueError(f"{self.index_path} is not a Megatron .idx file; make it with tools/preprocess_data.py")
+        if version != VERSION or code not in DTYPES:
+            raise ValueError(f"{self.index_path} has version {version} and dtype code {code}; known: {VERSION}, 1 to 8")
+        size = HEADER.size + 12 * num_sequences + 8 * num_documents
+        if len(index) not in (size, size + num_sequences):
+            raise ValueError(
+                f"{self.index_path} is truncated or damaged: {len(index)} bytes, its header says {size}; make it again"
+            )
+
+        offset = HEADER.size
+        self.dtype = np.dtype(DTYPES[code])
+        self.sequence_lengths: NDArray[np.int32] = np.frombuffer(index, "<i4", num_sequences, offset)
+        self._byte_offsets: NDArray[np.int64] = np.frombuffer(index, "<i8", num_sequences, offset + 4 * num_sequences)
+        self.document_indices: NDArray[np.int64] = np.frombuffer(
+            index, "<i8", num_documents, offset + 12 * num_sequences
+        )
+        self.num_tokens = int(self.sequence_lengths.sum(dtype=np.int64))
+        if num_documents == 0 or self.document_indices[0] != 0 or self.document_indices[-1] != num_sequences:
+            raise ValueError(f"{self.index_path} is damaged: its documents do not cover its sequences; make it again")
+        expected, actual = self.num_tokens * self.dtype.itemsize, self.token_path.stat().st_size
+        if expected != actual:
+            raise ValueError(
+                f"{self.token_path} holds {actual} bytes, {self.index_path} describes {expected}: "
+                f"truncated, or not from the same run; make both again"
+            )
+        self._tokens: NDArray = np.frombuffer(_map_file(self.token_path), self.dtype)
+
+    def __len__(self) -> int:
+        return len(self.sequence_lengths)
+
+    def __getitem__(self, index: int) -> NDArray:
+        """Sequence ``index`` as a read-only view of the file, [length]."""
+        return self.get(index)
+
+    def get(self, index: int, offset: int = 0, length: int | None = None) -> NDArray:
+        """``length`` tokens (default: all that follow) of sequence ``index`` from token ``offset`` on, a view."""
+        if length is None:
+            length = int(self.sequence_lengths[index]) - offset
+        start = int(self._byte_offsets[index]) // self.dtype.itemsize + offset
+        return self._tokens[start : start + length]
+
+    @property
+    def num_documents(self) -> int:
+        return len(self.document_indices) - 1
+
+    @cached_property
+    def fingerprint(self) -> dict[str, int | str]:
+        """What tells this ``.idx`` from one rewritten under the same name: size, modification time, content."""
+        status = self.index_path.stat()
+        with open(self.index_path, "rb") as file:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+        return {"idx_bytes": status.st_size, "idx_mtime_ns": status.st_mtime_ns, "idx_sha256": digest}
+
+    def token_range(self, max_bytes: int = 32 << 30) -> tuple[int, int]:
+        """Smallest and largest token id; (0, 0) without tokens.
+
+        Reads all of a ``.bin`` below ``max_bytes``, and no more than that of a larger one, in evenly spaced pieces.
+        """
+        piece = 16 << 20  # tokens
+        step = 1 + self._tokens.nbytes // max_bytes
+        smallest = largest = 0
+        for start in range(0, self.num_tokens, piece * step):
+            tokens = self._tokens[start : start + piece]
+            smallest, largest = min(smallest, int(tokens.min())), max(largest, int(tokens.max()))
+        return smallest, largest
+
+    def __reduce__(self) -> tuple[type[IndexedDataset], tuple[str]]:
+        return IndexedDataset, (self.prefix,)  # loader processes map the files themselves
+
+
+class IndexedDatasetWriter:
+    """Writes a dataset document by document; memory does not grow with the corpus.
+
+    Everything goes to ``*.partial`` files beside the target; ``finalize`` moves them into place, ``.idx`` last, so that
+    ``prefix.idx`` exists only with its complete ``.bin``. As a context manager it finalizes on success and removes
+    the partial files on an exception.
+    """
+
+    def __init__(self, prefix: str | os.PathLike[str], dtype: np.dtype | type | str) -> None:
+        self.prefix = os.fspath(prefix)
+        self.dtype = np.dtype(dtype).newbyteorder("<")
+        self._code = next((code for code, name in DTYPES.items() if np.dtype(name) == self.dtype), None)
+        if self._code is None:
+            raise ValueError(f"the .bin/.idx format has no code for {self.dtype}")
+        Path(self.prefix).parent.mkdir(parents=True, exist_ok=True)
+        # The .idx holds its arrays one after the other, so each needs a file of its own until the end.
+        self._partial = {part: f"{self.prefix}.{part}.partial" for part in ("bin", "lengths", "documents", "idx")}
+        self._tokens, self._lengths, self._documents = (
+            open(self._partial[part], "wb")  # noqa: SIM115 (closed by finalize or abort)
+            for part in ("bin", "lengths", "documents")
+        )
+        self.num_sequences = self.num_documents = self.num_tokens = 0
+
+    def add_document(self, sequences: Sequence[Sequence[int] | NDArray]) -> None:
+        """One document of any number of sequences. None at all still leaves a document boundary, as in Megatron."""
+        arrays = [np.asarray(sequence) for sequence in sequences]
+        tokens = np.concatenate(arrays) if arrays else np.empty(0, self.dtype)
+        self.add_documents(tokens, [len(array) for array in arrays], [len(arrays)])
+
+    def add_documents(
+        self,
+        tokens: NDArray,
+        sequence_lengths: Sequence[int] | NDArray,
+        sequences_per_document: Sequence[int] | NDArray,
+    ) -> None:
+        """Many documents at once: all their tokens, the sequences' lengths, and how many of those each has.
+
+        Raises ValueError if an id does not fit the dtype.
+        """
+        lengths = np.asarray(sequence_lengths, dtype=np.int64)
+        counts = np.asarray(sequences_per_document, dtype=np.int64)
+        if lengths.sum() != len(tokens) or counts.sum() != len(lengths):
+            raise ValueError("tokens, sequence lengths and sequences per document do not add up")
+        if self.dtype.kind in "iu" and tokens.size and tokens.dtype != self.dtype:
+            limits = np.iinfo(self.dtype)
+            if tokens.min() < limits.min or tokens.max() > limits.max:
+                raise ValueError(f"token ids {tokens.min()} to {tokens.max()} do not fit {self.dtype}")
+        if lengths.size and lengths.max() > np.iinfo(np.int32).max:
+            raise ValueError(f"a sequence of {lengths.max()} tokens; the format holds fewer than 2**31")
+        self._tokens.write(tokens.astype(self.dtype, copy=False).tobytes())
+        self._lengths.write(lengths.astype("<i4").tobytes())
+        self._documents.write((self.num_sequences + np.cumsum(counts)).astype("<i8").tobytes())
+        self.num_tokens += len(tokens)
+        self.num_sequences += len(lengths)
+        self.num_documents += len(counts)
+
+    def finalize(self) -> None:
+        """Writes ``.idx`` and moves both files into place."""
+        for file in (self._tokens, self._lengths, self._documents):
+            file.close()
+        with open(self._partial["idx"], "wb") as index:
+            index.write(HEADER.pack(MAGIC, VERSION, self._code, self.num_sequences, self.num_documents + 1))
+            with open(self._partial["lengths"], "rb") as lengths:
+                while chunk := lengths.read(4 * COPY_ROWS):
+                    index.write(chunk)
+                lengths.seek(0)
+                self._write_byte_offsets(index, lengths)
+            index.write(np.zeros(1, "<i8").tobytes())
+            with open(self._partial["documents"], "rb") as documents:
+                while chunk := documents.read(8 * COPY_ROWS):
+                    index.write(chunk)
+            index.flush()
+            os.fsync(index.fileno())
+        with open(self._partial["bin"], "rb") as tokens:
+            os.fsync(tokens.fileno())
+        # An old .idx must not be seen beside the new .bin.
+        Path(f"{self.prefix}.idx").unlink(missing_ok=True)
+        os.replace(self._partial["bin"], f"{self.prefix}.bin")
+        os.replace(self._partial["idx"], f"{self.prefix}.idx")
+        self._remove_partial_files()
+
+    def abort(self) -> None:
+        """Gives up: removes what was written so far."""
+        for file in (self._tokens, self._lengths, self._documents):
+            file.close()
+        self._remove_partial_files()
+
+    def __enter__(self) -> IndexedDatasetWriter:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:
+            self.finalize()
+        else:
+            self.abort()
+
+    def _write_byte_offsets(self, index: BinaryIO, lengths: BinaryIO) -> None:
+        total = 0
+        while chunk := lengths.read(4 * COPY_ROWS):
+            sizes = np.frombuffer(chunk, "<i4").astype(np.int64) * self.dtype.itemsize
+            ends = total + np.cumsum(sizes)
+            index.write((ends - sizes).astype("<i8").tobytes())
+            total = int(ends[-1])
+
+    def _remove_partial_files(self) -> None:
+        for path in self._partial.values():
+            Path(path).unlink(missing_ok=True)
+
+
+def _map_file(path: Path) -> mmap.mmap | bytes:
+    with open(path, "rb") as file:
+        if os.fstat(file.fileno()).st_size == 0:
+            return b""  # mmap refuses empty files
+        return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)

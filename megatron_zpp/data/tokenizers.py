@@ -1,0 +1,212 @@
+"""Tokenizers: text to ids and back, and the end-of-document id.
+
+``build_tokenizer`` is the one entry; what it returns has ``vocab_size``, ``eod``, ``tokenize`` and ``detokenize``.
+No tokenizer adds ids of its own (such as a beginning-of-sequence id) to a text.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, Protocol
+
+TOKENIZER_TYPES = (
+    "SentencePieceTokenizer",
+    "HuggingFaceTokenizer",
+    "GPT2BPETokenizer",
+    "ByteTokenizer",
+    "NullTokenizer",
+)
+# Names of the end-of-document token in published tokenizer.json files that don't come with a tokenizer_config.json.
+KNOWN_EOD_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|end|>", "[EOS]", "<|eot_id|>")
+
+
+class Tokenizer(Protocol):
+    """What the data tools and the trainer need of a tokenizer."""
+
+    vocab_size: int  # ids are below it; not padded
+    eod: int  # the id that ends a document
+
+    def tokenize(self, text: str) -> list[int]: ...
+
+    def detokenize(self, ids: list[int]) -> str: ...
+
+
+def build_tokenizer(
+    tokenizer_type: str,
+    tokenizer_model: str | None = None,
+    vocab_file: str | None = None,
+    merge_file: str | None = None,
+    vocab_size: int | None = None,
+) -> Tokenizer:
+    """The tokenizer that Megatron's flags of the same names describe.
+
+    Raises ValueError for an unknown type, a missing flag or an unusable file, FileNotFoundError for a missing file,
+    ImportError if the package it needs is not installed.
+    """
+    match tokenizer_type:
+        case "SentencePieceTokenizer":
+            return SentencePieceTokenizer(_file(tokenizer_type, "--tokenizer-model", tokenizer_model))
+        case "HuggingFaceTokenizer":
+            return HuggingFaceTokenizer(_path(tokenizer_type, "--tokenizer-model", tokenizer_model))
+        case "GPT2BPETokenizer":
+            return GPT2BPETokenizer(
+                _file(tokenizer_type, "--vocab-file", vocab_file), _file(tokenizer_type, "--merge-file", merge_file)
+            )
+        case "ByteTokenizer":
+            return ByteTokenizer()
+        case "NullTokenizer":
+            if vocab_size is None:
+                raise ValueError("NullTokenizer needs --vocab-size, the number of ids in the data")
+            return NullTokenizer(vocab_size)
+    raise ValueError(f"unknown --tokenizer-type {tokenizer_type}; known: {', '.join(TOKENIZER_TYPES)}")
+
+
+class SentencePieceTokenizer:
+    """A SentencePiece model, as of ``tools/train_tokenizer.py``; documents end with its ``</s>``."""
+
+    def __init__(self, model: Path) -> None:
+        import sentencepiece
+
+        try:
+            self._processor = sentencepiece.SentencePieceProcessor(model_file=str(model))
+        except (RuntimeError, OSError) as error:
+            raise ValueError(f"{model} is not a SentencePiece model") from error
+        self.vocab_size: int = self._processor.get_piece_size()
+        self.eod: int = self._processor.eos_id()
+        if self.eod < 0:
+            raise ValueError(f"{model} has no end-of-sequence id to end documents with; train it with one")
+
+    def tokenize(self, text: str) -> list[int]:
+        return self._processor.encode(text)
+
+    def detokenize(self, ids: list[int]) -> str:
+        return self._processor.decode(ids)
+
+
+class HuggingFaceTokenizer:
+    """A ``tokenizer.json``, or a model folder that holds one.
+
+    Documents end with the ``eos_token`` of the ``tokenizer_config.json`` beside it, or else with the first of
+    ``KNOWN_EOD_TOKENS`` that it has. As in the library, a text that spells a special token becomes that token.
+    """
+
+    def __init__(self, path: Path) -> None:
+        file = path / "tokenizer.json" if path.is_dir() else path
+        if not file.is_file():
+            raise FileNotFoundError(f"{file} does not exist; HuggingFaceTokenizer reads a tokenizer.json")
+        library = _tokenizers_library("HuggingFaceTokenizer")
+        try:
+            self._tokenizer = library.Tokenizer.from_file(str(file))
+        except Exception as error:  # the library raises a bare Exception for whatever it can't read
+            raise ValueError(f"{file} is not a tokenizer.json: {error}") from error
+        # A saved tokenizer may cut or pad what it encodes; documents must stay whole.
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        vocabulary: dict[str, int] = self._tokenizer.get_vocab(with_added_tokens=True)
+        self.vocab_size = max(vocabulary.values()) + 1
+        self.eod = self._find_eod(file, vocabulary)
+
+    @staticmethod
+    def _find_eod(file: Path, vocabulary: dict[str, int]) -> int:
+        config_file = file.parent / "tokenizer_config.json"
+        if config_file.is_file():
+            token = json.loads(config_file.read_text(encoding="utf-8")).get("eos_token")
+            token = token.get("content") if isinstance(token, dict) else token
+            if token in vocabulary:
+                return vocabulary[token]
+        for token in KNOWN_EOD_TOKENS:
+            if token in vocabulary:
+                return vocabulary[token]
+        raise ValueError(
+            f'{file} has no known end-of-document token; name it in {config_file} as {{"eos_token": "..."}}'
+        )
+
+    def tokenize(self, text: str) -> list[int]:
+        return self._tokenizer.encode(text, add_special_tokens=False).ids
+
+    def detokenize(self, ids: list[int]) -> str:
+        return self._tokenizer.decode(ids)
+
+
+class GPT2BPETokenizer:
+    """GPT-2's byte-level BPE, of its ``vocab.json`` and ``merges.txt``; documents end with ``<|endoftext|>``.
+
+    That name inside a text is text, not the end of a document.
+    """
+
+    def __init__(self, vocab_file: Path, merge_file: Path) -> None:
+        library = _tokenizers_library("GPT2BPETokenizer")
+        from tokenizers import decoders, models, pre_tokenizers
+
+        try:
+            model = models.BPE.from_file(str(vocab_file), str(merge_file))
+        except Exception as error:
+            raise ValueError(f"{vocab_file} and {merge_file} are not GPT-2 BPE files: {error}") from error
+        self._tokenizer = library.Tokenizer(model)
+        self._tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        self._tokenizer.decoder = decoders.ByteLevel()
+        vocabulary: dict[str, int] = self._tokenizer.get_vocab()
+        if "<|endoftext|>" not in vocabulary:
+            raise ValueError(f"{vocab_file} has no <|endoftext|>; GPT-2's vocab.json has")
+        self.vocab_size = max(vocabulary.values()) + 1
+        self.eod = vocabulary["<|endoftext|>"]
+
+    def tokenize(self, text: str) -> list[int]:
+        return self._tokenizer.encode(text).ids
+
+    def detokenize(self, ids: list[int]) -> str:
+        return self._tokenizer.decode(ids)
+
+
+class ByteTokenizer:
+    """The 256 bytes of UTF-8, and 256 as the end of a document."""
+
+    vocab_size = 257
+    eod = 256
+
+    def tokenize(self, text: str) -> list[int]:
+        return list(text.encode("utf-8"))
+
+    def detokenize(self, ids: list[int]) -> str:
+        return bytes(i for i in ids if i < 256).decode("utf-8", errors="replace")
+
+
+class NullTokenizer:
+    """Texts that are already ids in decimal digits, separated by blanks; the id after the last ends a document."""
+
+    def __init__(self, vocab_size: int) -> None:
+        self.vocab_size = vocab_size + 1
+        self.eod = vocab_size
+
+    def tokenize(self, text: str) -> list[int]:
+        ids = [int(word) for word in text.split()]
+        if ids and not 0 <= min(ids) <= max(ids) < self.eod:
+            raise ValueError(f"ids {min(ids)} to {max(ids)} are not all below --vocab-size {self.eod}")
+        return ids
+
+    def detokenize(self, ids: list[int]) -> str:
+        return " ".join(map(str, ids))
+
+
+def _tokenizers_library(tokenizer_type: str) -> Any:
+    try:
+        import tokenizers
+    except ImportError as error:
+        raise ImportError(f"{tokenizer_type} needs the package tokenizers: pip install 'megatron_zpp[hf]'") from error
+    return tokenizers
+
+
+def _path(tokenizer_type: str, flag: str, value: str | None) -> Path:
+    if value is None:
+        raise ValueError(f"{tokenizer_type} needs {flag}")
+    if not Path(value).exists():
+        raise FileNotFoundError(f"{flag} {value} does not exist")
+    return Path(value)
+
+
+def _file(tokenizer_type: str, flag: str, value: str | None) -> Path:
+    path = _path(tokenizer_type, flag, value)
+    if not path.is_file():
+        raise FileNotFoundError(f"{flag} {value} is not a file")
+    return path

@@ -1,0 +1,131 @@
+"""The .bin/.idx format: bytes, round trips, and what happens to damaged files."""
+
+import hashlib
+import json
+import pickle
+import struct
+import tempfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_zpp.data.indexed_dataset import DTYPES, IndexedDataset, IndexedDatasetWriter, best_dtype
+
+GOLDEN = Path(__file__).parent / "golden"
+
+
+def write(prefix, documents, dtype="<u2"):
+    with IndexedDatasetWriter(prefix, dtype) as writer:
+        for document in documents:
+            writer.add_document(document)
+
+
+def test_bytes_on_disk(tmp_path):
+    write(tmp_path / "x", [[[1, 2, 3]], [], [[4], [5, 6]]])
+    assert (tmp_path / "x.bin").read_bytes() == struct.pack("<6H", 1, 2, 3, 4, 5, 6)
+    assert (tmp_path / "x.idx").read_bytes() == (
+        b"MMIDIDX\x00\x00" + struct.pack("<QBQQ", 1, 8, 3, 4) + struct.pack("<3i3q4q", 3, 1, 2, 0, 6, 8, 0, 1, 1, 3)
+    )
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["x.bin", "x.idx"]
+
+
+@pytest.mark.parametrize("name", ["a", "b"])
+def test_rewriting_megatrons_files_gives_the_same_bytes(tmp_path, name):
+    golden = json.loads((GOLDEN / "golden.json").read_text())["datasets"][name]
+    source = IndexedDataset(GOLDEN / name)
+    assert (source.num_documents, source.num_tokens) == (golden["documents"], golden["tokens"])
+    write(tmp_path / name, [[source[i]] for i in range(len(source))], source.dtype)
+    for suffix in ("bin", "idx"):
+        digest = hashlib.sha256((tmp_path / f"{name}.{suffix}").read_bytes()).hexdigest()
+        assert digest == golden[f"{suffix}_sha256"]
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    documents=st.lists(st.lists(st.lists(st.integers(0, 120), max_size=9), max_size=4), max_size=12),
+    code=st.sampled_from(sorted(DTYPES)),
+)
+def test_any_corpus_comes_back(documents, code):
+    with tempfile.TemporaryDirectory() as folder:
+        write(f"{folder}/x", documents, DTYPES[code])
+        dataset = IndexedDataset(f"{folder}/x")
+        assert dataset.dtype == np.dtype(DTYPES[code])
+        ends = dataset.document_indices
+        restored = [[dataset[i].tolist() for i in range(ends[d], ends[d + 1])] for d in range(dataset.num_documents)]
+        assert restored == documents
+        for i in range(len(dataset)):
+            assert dataset.get(i, 1, 2).tolist() == dataset[i].tolist()[1:3] or len(dataset[i]) < 3
+
+
+def test_many_documents_at_once_equal_one_by_one(tmp_path):
+    write(tmp_path / "one", [[[1, 2], [3]], [], [[4]]])
+    with IndexedDatasetWriter(tmp_path / "many", "<u2") as writer:
+        writer.add_documents(np.array([1, 2, 3, 4]), [2, 1, 1], [2, 0, 1])
+    for suffix in (".bin", ".idx"):
+        assert (tmp_path / f"one{suffix}").read_bytes() == (tmp_path / f"many{suffix}").read_bytes()
+
+
+def test_best_dtype_switches_at_65500():
+    assert best_dtype(65_499) == np.uint16
+    assert best_dtype(65_500) == np.int32
+
+
+def test_multimodal_mode_bytes_are_tolerated(tmp_path):
+    write(tmp_path / "x", [[[1, 2]], [[3]]])
+    with open(tmp_path / "x.idx", "ab") as file:
+        file.write(b"\x00\x01")
+    assert IndexedDataset(tmp_path / "x")[1].tolist() == [3]
+
+
+def test_pickles_as_its_name_alone():
+    dataset = IndexedDataset(GOLDEN / "a")
+    data = pickle.dumps(dataset)
+    assert len(data) < 500
+    assert np.array_equal(pickle.loads(data)[7], dataset[7])
+
+
+def test_token_range_reads_negative_ids(tmp_path):
+    write(tmp_path / "x", [[[5, -3, 70_000]]], "<i4")
+    assert IndexedDataset(tmp_path / "x").token_range() == (-3, 70_000)
+
+
+def cut(path, size):
+    path.write_bytes(path.read_bytes()[:size])
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda a, b: cut(a / "x.bin", -2), "x.bin holds .* bytes"),
+        (lambda a, b: cut(a / "x.idx", -8), "x.idx is truncated"),
+        (lambda a, b: cut(a / "x.idx", 20), "x.idx is truncated"),
+        (lambda a, b: cut(a / "x.idx", 0), "x.idx is truncated"),
+        (lambda a, b: (a / "x.idx").write_bytes(b"TNTIDX\x00\x00" * 9), "x.idx is not a Megatron .idx"),
+        (lambda a, b: (a / "x.bin").write_bytes((b / "y.bin").read_bytes()), "not from the same run"),
+    ],
+)
+def test_damaged_files_are_named(tmp_path, damage, message):
+    write(tmp_path / "x", [[[1, 2, 3]], [[4, 5]]])
+    write(tmp_path / "y", [[[1, 2, 3]], [[4, 5, 6]]])
+    damage(tmp_path, tmp_path)
+    with pytest.raises(ValueError, match=message):
+        IndexedDataset(tmp_path / "x")
+
+
+def test_missing_files_are_named(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"nothing\.idx does not exist"):
+        IndexedDataset(tmp_path / "nothing")
+    with pytest.raises(FileNotFoundError, match="leave out the file suffix"):
+        IndexedDataset(GOLDEN / "a.bin")
+
+
+def test_a_failed_writer_leaves_nothing_and_keeps_the_old_files(tmp_path):
+    write(tmp_path / "x", [[[1, 2, 3]]])
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    with pytest.raises(ValueError, match="do not fit uint16"), IndexedDatasetWriter(tmp_path / "x", "<u2") as writer:
+        writer.add_document([[1]])
+        writer.add_document([[65_536]])
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
