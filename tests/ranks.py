@@ -19,12 +19,12 @@ import torch.distributed as dist
 
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(
-    ["torch", "torch.distributed.fsdp", "torch.distributed.checkpoint", "megatron_zpp.zeropp"]
+    ["torch._dynamo", "torch.distributed.fsdp", "torch.distributed.checkpoint", "megatron_zpp.training.pretrain"]
 )
 
 
 def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, timeout: float = 120.0) -> list[Any]:
-    """Call ``function(*args)`` on every rank of a fresh gloo group; raise the first rank's error, or on a hang."""
+    """Call ``function(*args)`` on every rank of a fresh gloo group; raise RuntimeError on an error or a hang."""
     with tempfile.TemporaryDirectory() as folder:
         pipes, processes = [], []
         for rank in range(world_size):
@@ -37,23 +37,26 @@ def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, timeout
             pipes.append(receiver)
             processes.append(process)
         try:
-            return [_result(rank, pipe, timeout) for rank, pipe in enumerate(pipes)]
+            answers = [_answer(rank, pipe, timeout) for rank, pipe in enumerate(pipes)]
         finally:
             for process in processes:
                 process.kill()
                 process.join()
+    errors = [f"rank {rank} failed:\n{error}" for rank, (_, error) in enumerate(answers) if error is not None]
+    if errors:
+        # One rank's failure closes the others' connections: the cause is the one that is not about that.
+        raise RuntimeError(min(errors, key=lambda error: "Connection closed by peer" in error))
+    return [value for value, _ in answers]
 
 
-def _result(rank: int, pipe: Any, timeout: float) -> Any:
+def _answer(rank: int, pipe: Any, timeout: float) -> tuple[Any, str | None]:
+    """What a rank returned, or its error."""
     if not pipe.poll(timeout):
-        raise TimeoutError(f"rank {rank} did not answer within {timeout} s")
+        return None, f"rank {rank} did not answer within {timeout} s"
     try:
-        value, error = pickle.loads(pipe.recv_bytes())
+        return pickle.loads(pipe.recv_bytes())
     except EOFError:
-        raise RuntimeError(f"rank {rank} died without a message") from None
-    if error is not None:
-        raise RuntimeError(f"rank {rank} failed:\n{error}")
-    return value
+        return None, f"rank {rank} died without a message"
 
 
 def _run_rank(rank: int, world_size: int, folder: str, sender: Any, function: Callable[..., Any], args: Any) -> None:

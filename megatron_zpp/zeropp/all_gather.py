@@ -7,45 +7,66 @@ from __future__ import annotations
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather
 
 from .collectives import TorchAllocator, all_gather, count_flat_ring
 from .config import ZeroPPConfig
 from .fsdp_unit import FSDPUnit
+from .monitor import ErrorMonitor
+from .quantization import mix_seed
 from .topology import Topology
 from .traffic import Traffic
-from .wire_format import WireFormat
-
-
-def gather_encoded(shards: Tensor, wire_format: WireFormat, group: dist.ProcessGroup) -> Tensor:
-    """All-gather shards [S, L] of each of the group's G ranks as one encoded buffer: uint8 [G, S, nbytes]."""
-    wire = wire_format.encode(shards)
-    wires = torch.empty(group.size(), *wire.shape, dtype=torch.uint8, device=wire.device)
-    all_gather(wires.flatten(), wire.flatten(), group=group)
-    return wires
+from .wire_format import WireFormat, wire_format
 
 
 class QuantizedAllGather(TorchAllocator, AllGather):
     """qwZ alone (ZeRO++ section 3.1): one flat all-gather of quantized shards, each time."""
 
-    def __init__(self, unit: FSDPUnit, topology: Topology, config: ZeroPPConfig, traffic: Traffic) -> None:
-        self.unit, self.topology, self.config, self.traffic = unit, topology, config, traffic
+    def __init__(
+        self, unit: FSDPUnit, topology: Topology, config: ZeroPPConfig, traffic: Traffic, monitor: ErrorMonitor
+    ) -> None:
+        self.unit, self.topology, self.config = unit, topology, config
+        self.traffic, self.monitor = traffic, monitor
+        self.versions = 0  # of the parameters, so far
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> dist.Work | None:
         check_uniform_dtype(self.unit, input_tensor)
-        weights = WireFormat(
-            self.unit.parameter_shards(), self.config.weight_bits, self.config.weight_block_size, input_tensor.dtype
-        )
-        wires = gather_encoded(input_tensor.unsqueeze(0), weights, group)  # [W, 1, nbytes]
-        weights.decode(wires.squeeze(1), out=output_tensor.view(-1, weights.numel))
+        self.versions += self.unit.parameters_changed()
+        weights = self._format(self.config.weight_bits, self.config.weight_block_size, input_tensor.dtype)
+        wire = self._encode(input_tensor, weights, input_tensor)
+        weights.decode(gather_wires(wire, group), out=output_tensor.view(-1, weights.numel))
         count_flat_ring(self.traffic, self.topology, weights.nbytes)
         return None
 
+    def _encode(self, values: Tensor, weights: WireFormat, shard: Tensor) -> Tensor:
+        """Encode [L], which stands for the own ``shard`` or for its difference from a copy, and sample the error."""
+        # The noise depends on the version, so that every gather of one version gives the same weights.
+        wire = weights.encode(values, self._noise_seed("inter", self.topology.rank))
+        if self.monitor.is_due(self.versions):
+            lost = values.float() - weights.decode(wire, out=torch.empty_like(values, dtype=torch.float32))
+            self.monitor.record("weights", self.unit.name, shard, shard.float() - lost)
+        return wire
 
-class HierarchicalAllGather(TorchAllocator, AllGather):
+    def _format(self, bits: int | None, block_size: int | None, dtype: torch.dtype) -> WireFormat:
+        return wire_format(self.unit.parameter_shards(), bits, block_size, dtype)
+
+    def _noise_seed(self, hop: str, source: int) -> int | None:
+        if self.config.weight_rounding == "nearest":
+            return None
+        return mix_seed(self.config.seed, "weights", hop, self.unit.name, source, self.versions)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        return {"versions": torch.tensor(self.versions)} if self.config.weight_rounding == "stochastic" else {}
+
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        if "versions" in state:
+            self.versions = int(state["versions"])
+
+
+class HierarchicalAllGather(QuantizedAllGather):
     """hpZ (ZeRO++ section 3.2), with or without qwZ: parameters cross nodes once per optimizer step.
 
     When the parameters changed, the N ranks with this rank's place p gather their shards into the secondary partition
@@ -53,10 +74,17 @@ class HierarchicalAllGather(TorchAllocator, AllGather):
     shard goes through the same quantization.
     """
 
-    def __init__(self, unit: FSDPUnit, topology: Topology, config: ZeroPPConfig, traffic: Traffic) -> None:
-        self.unit, self.topology, self.config, self.traffic = unit, topology, config, traffic
-        self.secondary_partition: Tensor | None = None  # [N, L], in the dtype of the gather
+    def __init__(
+        self, unit: FSDPUnit, topology: Topology, config: ZeroPPConfig, traffic: Traffic, monitor: ErrorMonitor
+    ) -> None:
+        super().__init__(unit, topology, config, traffic, monitor)
+        # [N, L] in the gather's dtype; with hpz_secondary_dtype "int8" uint8 [N, nbytes], as it arrived.
+        self.secondary_partition: Tensor | None = None
+        self._keeps_wires = config.hpz_secondary_dtype == "int8"
         self._last_use: torch.Event | None = None
+        # Loaded parameters are further from the copies than low-bit differences can say.
+        assert isinstance(unit.module, nn.Module)
+        unit.module.register_load_state_dict_post_hook(lambda *_: self.forget_secondary_partition())
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
@@ -67,43 +95,85 @@ class HierarchicalAllGather(TorchAllocator, AllGather):
         if stream is not None and self._last_use is not None:
             stream.wait_event(self._last_use)
         if self.unit.parameters_changed() or self.secondary_partition is None:
-            self._refresh_secondary_partition(input_tensor)
-        self._gather_within_node(
-            output_tensor.view(self.topology.num_nodes, self.topology.ranks_per_node, input_tensor.numel())
-        )
+            self.versions += 1
+            if self.config.weight_difference_bits is not None and self.secondary_partition is not None:
+                self._add_differences(input_tensor, self.secondary_partition)
+            else:
+                self.secondary_partition = self._gather_in_full(input_tensor)
+        num_nodes, ranks_per_node = self.topology.num_nodes, self.topology.ranks_per_node
+        output = output_tensor.view(num_nodes, ranks_per_node, input_tensor.numel())
+        self._gather_within_node(self.secondary_partition, output)
         if stream is not None:
             self._last_use = stream.record_event()
         return None
 
-    def _refresh_secondary_partition(self, shard: Tensor) -> None:
-        """Inter-node stage: shards [L] of the N ranks with equal p into the secondary partition [N, L]."""
-        if self.secondary_partition is None or self.secondary_partition.dtype != shard.dtype:
-            self.secondary_partition = shard.new_empty(self.topology.num_nodes, shard.numel())
-        weights = self._wire_format(self.config.weight_bits if self.config.quantized_weights else None, shard.dtype)
-        wires = gather_encoded(shard.unsqueeze(0), weights, self.topology.inter_group)  # [N, 1, nbytes]
-        weights.decode(wires.squeeze(1), out=self.secondary_partition)
-        self.traffic.add(inter_node=(self.topology.num_nodes - 1) * weights.nbytes)
+    def forget_secondary_partition(self) -> None:
+        """Gather it in full next time."""
+        self.secondary_partition = None
 
-    def _gather_within_node(self, output: Tensor) -> None:
-        """Intra-node stage: the secondary partitions [N, L] of the node's P ranks into [N, P, L]."""
-        assert self.secondary_partition is not None
-        group, others = self.topology.intra_group, self.topology.ranks_per_node - 1
-        if self.config.weight_intra_bits is None:
+    def _gather_in_full(self, shard: Tensor) -> Tensor:
+        """Inter-node stage: the shards [L] of the N ranks with equal p into a new secondary partition."""
+        config = self.config
+        quantize = config.quantized_weights and config.weight_difference_bits is None
+        weights = self._format(config.weight_bits if quantize else None, config.weight_block_size, shard.dtype)
+        wires = self._gather_between_nodes(self._encode(shard, weights, shard))
+        if self._keeps_wires:
+            return wires
+        return weights.decode(wires, out=shard.new_empty(self.topology.num_nodes, shard.numel()))
+
+    def _add_differences(self, shard: Tensor, copies: Tensor) -> None:
+        """Inter-node stage with weight differences (SDP4Bit section 3.1): what changed since the copies [N, L].
+
+        All N ranks add the same dequantized differences in the same way, so their copies stay equal to the bit. What
+        rounding lost of the own shard is in its next difference.
+        """
+        config = self.config
+        differences = self._format(config.weight_difference_bits, config.weight_difference_block_size, shard.dtype)
+        difference = shard.float() - copies[self.topology.node].float()
+        wires = self._gather_between_nodes(self._encode(difference, differences, shard))
+        copies.copy_(copies.float() + differences.decode(wires, out=torch.empty_like(copies, dtype=torch.float32)))
+
+    def _gather_between_nodes(self, wire: Tensor) -> Tensor:
+        self.traffic.add(inter_node=(self.topology.num_nodes - 1) * wire.nbytes)
+        return gather_wires(wire, self.topology.inter_group)  # [N, nbytes]
+
+    def _gather_within_node(self, secondary_partition: Tensor, output: Tensor) -> None:
+        """Intra-node stage: the secondary partitions of the node's P ranks into [N, P, L]."""
+        config, group = self.config, self.topology.intra_group
+        if not self._keeps_wires and config.weight_intra_bits is None:
             works = [
-                all_gather(output[n].flatten(), self.secondary_partition[n], group=group, async_op=True)
+                all_gather(output[n].flatten(), secondary_partition[n], group=group, async_op=True)
                 for n in range(self.topology.num_nodes)
             ]
             for work in works:
                 work.wait()
-            self.traffic.add(intra_node=others * self.secondary_partition.nbytes)
+            sent = secondary_partition
         else:
-            weights = self._wire_format(self.config.weight_intra_bits, output.dtype)
-            wires = gather_encoded(self.secondary_partition, weights, group)  # [P, N, nbytes]
-            weights.decode(wires.transpose(0, 1), out=output)
-            self.traffic.add(intra_node=others * self.topology.num_nodes * weights.nbytes)
+            bits = config.weight_bits if self._keeps_wires else config.weight_intra_bits
+            weights = self._format(bits, config.weight_block_size, output.dtype)
+            sent = secondary_partition
+            if not self._keeps_wires:
+                # The same noise in every node, so that all ranks see the same weights.
+                sent = weights.encode(secondary_partition, self._noise_seed("intra", self.topology.local_rank))
+            weights.decode(gather_wires(sent, group).transpose(0, 1), out=output)
+        self.traffic.add(intra_node=(self.topology.ranks_per_node - 1) * sent.nbytes)
 
-    def _wire_format(self, bits: int | None, dtype: torch.dtype) -> WireFormat:
-        return WireFormat(self.unit.parameter_shards(), bits, self.config.weight_block_size, dtype)
+    def state_dict(self) -> dict[str, Tensor]:
+        state = super().state_dict()
+        if self.config.weight_difference_bits is not None and self.secondary_partition is not None:
+            state["copies"] = self.secondary_partition
+        return state
+
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        super().load_state_dict(state)
+        self.secondary_partition = state.get("copies")
+
+
+def gather_wires(wire: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """All-gather one buffer uint8 [...] of each of the group's G ranks: uint8 [G, ...]."""
+    wires = torch.empty(group.size(), *wire.shape, dtype=torch.uint8, device=wire.device)
+    all_gather(wires.flatten(), wire.flatten(), group=group)
+    return wires
 
 
 def check_uniform_dtype(unit: FSDPUnit, buffer: Tensor) -> None:

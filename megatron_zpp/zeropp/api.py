@@ -11,7 +11,7 @@ and, with gradient accumulation, ``zeropp.set_is_last_micro_batch(i == last)`` b
 from __future__ import annotations
 
 import logging
-from typing import Any
+from collections.abc import Mapping
 
 import torch
 import torch.distributed as dist
@@ -21,7 +21,7 @@ from .all_gather import HierarchicalAllGather, QuantizedAllGather
 from .collectives import PlainAllGather, PlainReduceScatter
 from .config import ZeroPPConfig
 from .fsdp_unit import FSDPUnit, find_units, mark_changed_on_optimizer_step
-from .loco import ErrorFeedback
+from .monitor import ErrorMonitor
 from .reduce_scatter import HierarchicalReduceScatter, MicroBatch
 from .topology import Topology, build_topology
 from .traffic import Traffic
@@ -47,27 +47,27 @@ def apply_zeropp(model: nn.Module, config: ZeroPPConfig) -> ZeroPP:
             topologies[unit.group] = build_topology(unit.group, ranks_per_node)
     _warn_of_settings_without_effect(config, topologies[units[0].group])
 
-    traffic, micro_batch = Traffic(), MicroBatch()
-    feedbacks: dict[str, ErrorFeedback] = {}
+    traffic, monitor, micro_batch = Traffic(), ErrorMonitor(), MicroBatch()
+    all_gathers: dict[str, QuantizedAllGather] = {}
+    reduce_scatters: dict[str, HierarchicalReduceScatter] = {}
     for unit in units:
         topology = topologies[unit.group]
         if config.hpz_partition_size > 1 and topology.num_nodes > 1:
-            unit.module.set_custom_all_gather(HierarchicalAllGather(unit, topology, config, traffic))
+            all_gathers[unit.name] = HierarchicalAllGather(unit, topology, config, traffic, monitor)
         elif config.quantized_weights:
-            unit.module.set_custom_all_gather(QuantizedAllGather(unit, topology, config, traffic))
-        else:
-            unit.module.set_custom_all_gather(PlainAllGather(topology, traffic))
+            all_gathers[unit.name] = QuantizedAllGather(unit, topology, config, traffic, monitor)
+        unit.module.set_custom_all_gather(all_gathers.get(unit.name) or PlainAllGather(topology, traffic))
         if config.quantized_gradients:
-            reduce_scatter = HierarchicalReduceScatter(unit, topology, config, traffic, micro_batch)
+            reduce_scatter = HierarchicalReduceScatter(unit, topology, config, traffic, monitor, micro_batch)
+            reduce_scatters[unit.name] = reduce_scatter
             unit.module.set_custom_reduce_scatter(reduce_scatter)
             if hasattr(unit.module, "set_reduce_scatter_unused_params"):
                 unit.module.set_reduce_scatter_unused_params(True)
-            if reduce_scatter.feedback is not None:
-                feedbacks[unit.name] = reduce_scatter.feedback
         else:
             unit.module.set_custom_reduce_scatter(PlainReduceScatter(topology, traffic))
     mark_changed_on_optimizer_step(units)
-    return ZeroPP(config, units, topologies[units[0].group], traffic, micro_batch, feedbacks)
+    topology = topologies[units[0].group]
+    return ZeroPP(config, topology, units, all_gathers, reduce_scatters, traffic, monitor, micro_batch)
 
 
 class ZeroPP:
@@ -76,14 +76,17 @@ class ZeroPP:
     def __init__(
         self,
         config: ZeroPPConfig,
-        units: list[FSDPUnit],
         topology: Topology,
+        units: list[FSDPUnit],
+        all_gathers: dict[str, QuantizedAllGather],
+        reduce_scatters: dict[str, HierarchicalReduceScatter],
         traffic: Traffic,
+        monitor: ErrorMonitor,
         micro_batch: MicroBatch,
-        feedbacks: dict[str, ErrorFeedback],
     ) -> None:
-        self.config, self.units, self.topology, self.traffic = config, units, topology, traffic
-        self._micro_batch, self._feedbacks = micro_batch, feedbacks
+        self.config, self.topology, self.units, self.traffic = config, topology, units, traffic
+        self._all_gathers, self._reduce_scatters = all_gathers, reduce_scatters
+        self._monitor, self._micro_batch = monitor, micro_batch
 
     def describe(self) -> str:
         """One line: the topology, and how weights and gradients travel."""
@@ -120,29 +123,59 @@ class ZeroPP:
 
     def undo_step(self) -> None:
         """Say that the last gradients were thrown away (an overflow): LoCo's errors return to what they were."""
-        for feedback in self._feedbacks.values():
-            feedback.undo_step()
+        for reduce_scatter in self._reduce_scatters.values():
+            reduce_scatter.undo_step()
 
     def rescale_errors(self, factor: float) -> None:
         """Say that the loss scale was multiplied by ``factor`` after the last backward pass."""
-        for feedback in self._feedbacks.values():
-            feedback.rescale(factor)
+        for reduce_scatter in self._reduce_scatters.values():
+            for feedback in reduce_scatter.feedback.values():
+                feedback.rescale(factor)
 
-    def state_dict(self) -> dict[str, Any]:
-        """This rank's LoCo errors, by unit; empty without LoCo."""
-        return {name: {"error": feedback.error, "steps": feedback.steps} for name, feedback in self._feedbacks.items()}
+    def monitor_errors(self, every: int | None) -> None:
+        """Measure quantization errors at every so many optimizer steps; None = never. Each costs one more decoding."""
+        self._monitor.every = every
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def quantization_errors(self) -> dict[str, float]:
+        """Relative errors (RMS error / RMS value) over all ranks since the last call; collective.
+
+        Keys: ``weights``, ``gradients/intra``, ``gradients/inter``, and each with ``/unit``.
+        """
+        return self._monitor.take(self.topology.group)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """What this rank must keep for an exact continuation: LoCo's errors, 4-bit weights' copies, noise counters."""
+        return {
+            f"{kind}/{unit or 'root'}/{key}": value
+            for kind, collectives in self._stateful().items()
+            for unit, collective in collectives.items()
+            for key, value in collective.state_dict().items()
+        }
+
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
         """Take back what ``state_dict`` gave on the same rank of the same layout, and gather all weights anew.
 
-        Raises ValueError when the state is of other units.
+        Raises ValueError when the state is of other units or other settings.
         """
-        if set(state) != set(self._feedbacks):
-            raise ValueError(f"LoCo state is of units {sorted(state)}, but the model has {sorted(self._feedbacks)}")
-        for name, feedback in self._feedbacks.items():
-            error: Tensor | None = state[name]["error"]
-            feedback.error, feedback.steps = error, state[name]["steps"]
+        # An error that was zero has no tensor, and copies that were never gathered have none: only counters must agree.
+        ours, theirs = (
+            {key for key in keys if not key.endswith((".error", "/copies"))} for keys in (self.state_dict(), state)
+        )
+        if ours != theirs:
+            raise ValueError(
+                f"this ZeRO++ state is of another model or other settings: {', '.join(sorted(ours ^ theirs)[:3])} "
+                "would have no counterpart"
+            )
+        for kind, collectives in self._stateful().items():
+            for unit, collective in collectives.items():
+                prefix = f"{kind}.{unit or 'root'}."
+                collective.load_state_dict(
+                    {k.removeprefix(prefix): v for k, v in state.items() if k.startswith(prefix)}
+                )
         self.invalidate()
+
+    def _stateful(self) -> dict[str, Mapping[str, QuantizedAllGather | HierarchicalReduceScatter]]:
+        return {"weights": self._all_gathers, "gradients": self._reduce_scatters}
 
 
 def _warn_of_settings_without_effect(config: ZeroPPConfig, topology: Topology) -> None:

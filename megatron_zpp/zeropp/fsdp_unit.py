@@ -42,9 +42,9 @@ class FSDPUnit:
         group: dist.ProcessGroup = self._param_group.mesh_info.shard_process_group
         return group
 
-    def parameter_shards(self, trainable_only: bool = False) -> list[ParameterShard]:
+    def parameter_shards(self, trainable_only: bool = False) -> tuple[ParameterShard, ...]:
         """The parts of a rank's flat shard, in the order in which FSDP2 concatenates them."""
-        return [
+        return tuple(
             ParameterShard(
                 param._param_fqn or f"parameter {index}",
                 numel=param.padded_sharded_param_size.numel(),
@@ -52,7 +52,7 @@ class FSDPUnit:
             )
             for index, param in enumerate(self._param_group.fsdp_params)
             if param.sharded_param.requires_grad or not trainable_only
-        ]
+        )
 
     def parameters_changed(self) -> bool:
         """Whether the sharded parameters may have changed since the last call; True at the first.

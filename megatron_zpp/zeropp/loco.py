@@ -2,52 +2,67 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
 from .config import LoCoConfig
-from .wire_format import ParameterShard, WireFormat
+from .wire_format import WireFormat, wire_format
 
-_ERROR_BITS = 8
+_ERROR_FORMATS = {"int8": (8, torch.float32), "bf16": (None, torch.bfloat16), "fp32": (None, torch.float32)}
 
 
 class ErrorFeedback:
     """The compression error e of one hop of one unit, and the encoder that uses it.
 
-    Per optimizer step, with gradients g [S, L] and the hop's quantizer Q:
+    With gradients g [..., L] and the hop's quantizer Q:
 
         h = g + e,  q = Q(h) is sent,  d = h - deq(q),  e <- beta * e + (1 - beta) * d
 
-    e starts at zero and is kept as 8-bit blocks in a wire buffer of its own.
+    e starts at zero and is kept in a wire buffer of its own. The hop between nodes runs once per optimizer step, that
+    within a node once per micro-batch.
     """
 
     def __init__(self, config: LoCoConfig) -> None:
         self.config = config
-        self.error: Tensor | None = None  # uint8 [S, nbytes]; None = zero
-        self.steps = 0  # since the last reset
+        self.error: Tensor | None = None  # uint8 [..., nbytes]; None = zero
+        self.steps = 0  # optimizer steps since the last reset
         self._before_step: tuple[Tensor | None, int] = (None, 0)
         self._format: WireFormat | None = None  # of ``error``
 
     def encode(
-        self, gradients: Tensor, wire_format: WireFormat, parameters: Sequence[ParameterShard], block_size: int | None
+        self,
+        gradients: Tensor,
+        hop: WireFormat,
+        noise_seed: int | None = None,
+        is_first: bool = True,
+        is_last: bool = True,
     ) -> Tensor:
-        """Compensate and encode fp32 gradients [S, L] into uint8 [S, nbytes], and update the error."""
-        self._before_step = (self.error, self.steps)
-        self._format = errors = WireFormat(parameters, _ERROR_BITS, block_size, torch.float32)
+        """Compensate and encode gradients [..., L] into uint8 [..., nbytes], and update the error.
+
+        is_first, is_last: whether this is the first and the last encoding of an optimizer step.
+        """
+        if is_first:
+            self._before_step = (self.error, self.steps)
+        bits, dtype = _ERROR_FORMATS[self.config.error_dtype]
+        self._format = wire_format(hop.parameters, bits, hop.block_size, dtype)
+        shape = (*gradients.shape[:-1], hop.numel)
         if self.error is None:
-            error = torch.zeros_like(gradients)
+            error = torch.zeros(shape, device=gradients.device)
         else:
-            error = errors.decode(self.error, out=torch.empty_like(gradients))
-        compensated = gradients + error
-        wire = wire_format.encode(compensated)
-        lost = compensated - wire_format.decode(wire, out=torch.empty_like(gradients))
-        self.steps += 1
-        if self.config.reset_interval is not None and self.steps >= self.config.reset_interval:
-            self.error, self.steps = None, 0
-        else:
-            self.error = errors.encode(self.config.beta * error + (1 - self.config.beta) * lost)
+            error = self._format.decode(self.error, out=torch.empty(shape, device=gradients.device))
+        compensated = gradients + error  # fp32
+        wire = hop.encode(compensated, noise_seed)
+        lost = compensated - hop.decode(wire, out=torch.empty(shape, device=gradients.device))
+        error = self.config.beta * error + (1 - self.config.beta) * lost
+        interval = self.config.reset_interval
+        if is_last:
+            self.steps += 1
+            if interval is not None and self.config.reset == "decay":
+                error *= 1 - 1 / interval
+            elif interval is not None and self.steps >= interval:
+                self.error, self.steps = None, 0
+                return wire
+        self.error = self._format.encode(error)
         return wire
 
     def undo_step(self) -> None:
@@ -59,3 +74,12 @@ class ErrorFeedback:
         if self.error is not None and self._format is not None:
             values = torch.empty(*self.error.shape[:-1], self._format.numel, device=self.error.device)
             self.error = self._format.encode(self._format.decode(self.error, out=values).mul_(factor))
+
+    def state_dict(self) -> dict[str, Tensor]:
+        state = {"steps": torch.tensor(self.steps)}
+        if self.error is not None:
+            state["error"] = self.error
+        return state
+
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        self.steps, self.error = int(state["steps"]), state.get("error")

@@ -1,7 +1,7 @@
 """The two-level collectives as pure functions over the inputs of all ranks: what the distributed code must equal.
 
 Written for clarity, parameter by parameter and without wire buffers, so that it shares no step with what it checks
-but the arithmetic of a block. Results are equal to the bit.
+but the arithmetic of a block. Results are equal to the bit. Rank r = n * P + p is the p-th of node n.
 """
 
 from __future__ import annotations
@@ -12,107 +12,187 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from .config import LoCoConfig
-from .quantization import dequantize_blocks, quantize_blocks
+from .config import ZeroPPConfig
+from .quantization import counter_uniform, dequantize_blocks, hadamard, mix_seed, quantize_blocks
 from .wire_format import ParameterShard
+
+_ERROR_HOPS = {"int8": (8, torch.float32), "bf16": (None, torch.bfloat16), "fp32": (None, torch.float32)}
 
 
 @dataclass(frozen=True)
 class Hop:
-    """How values travel: in which bits, blocks, and dtype where unquantized."""
+    """How shards of some parameters travel: in which bits, blocks, and dtype where unquantized."""
 
+    parameters: Sequence[ParameterShard]
     bits: int | None
     block_size: int | None
     dtype: torch.dtype
 
-    def transmit(self, shard: Tensor, parameters: Sequence[ParameterShard]) -> Tensor:
-        """What arrives, in fp32, of a shard [L] that is sent over this hop."""
+    def is_quantized(self, parameter: ParameterShard) -> bool:
+        return self.bits is not None and parameter.quantizable and parameter.numel >= (self.block_size or 8)
+
+    def transmit(self, shard: Tensor, uniform: Tensor | None = None) -> Tensor:
+        """What arrives, in fp32, of a shard [L] that is sent over this hop; ``uniform`` [L] rounds stochastically."""
         arrived, start = [], 0
-        for parameter in parameters:
-            values = shard[start : start + parameter.numel]
-            start += parameter.numel
-            if self.bits is None or not parameter.quantizable or parameter.numel < (self.block_size or 8):
-                arrived.append(values.to(self.dtype).float())
+        for parameter in self.parameters:
+            place = slice(start, start + parameter.numel)
+            start = place.stop
+            if not self.is_quantized(parameter):
+                arrived.append(shard[place].to(self.dtype).float())
                 continue
-            blocks = values.split(self.block_size or parameter.numel)
-            arrived += [dequantize_blocks(*quantize_blocks(block, self.bits)) for block in blocks]
+            assert self.bits is not None
+            size = self.block_size or parameter.numel
+            noise = [None] * len(shard[place].split(size)) if uniform is None else uniform[place].split(size)
+            for block, noise_of_block in zip(shard[place].split(size), noise, strict=True):
+                arrived.append(dequantize_blocks(*quantize_blocks(block, self.bits, noise_of_block)))
         return torch.cat(arrived)
+
+    def transmit_all(self, shards: Tensor, noise_seed: int | None) -> Tensor:
+        """``transmit`` for each of shards [..., L] of one rank."""
+        rows = shards.flatten(0, -2)
+        noise: Sequence[Tensor | None] = [None] * len(rows)
+        if noise_seed is not None:
+            noise = list(counter_uniform(rows.numel(), noise_seed, rows.device).view(rows.shape))
+        return torch.stack([self.transmit(row, u) for row, u in zip(rows, noise, strict=True)]).view(shards.shape)
+
+    def rotate(self, shards: Tensor) -> Tensor:
+        """Rotate each quantized parameter of shards [..., L], as far as it makes up groups of 32."""
+        rotated, start = shards.float().clone(), 0
+        for parameter in self.parameters:
+            for group in range(start, start + parameter.numel - 31, 32) if self.is_quantized(parameter) else ():
+                rotated[..., group : group + 32] = hadamard(rotated[..., group : group + 32])
+            start += parameter.numel
+        return rotated
+
+
+@dataclass
+class WeightState:
+    """What the ranks keep of the weights from one version of the parameters to the next."""
+
+    versions: int = 0
+    copies: list[Tensor] | None = None  # of each rank's shard [L], with weight differences
 
 
 def all_gather(
-    shards: Sequence[Tensor], parameters: Sequence[ParameterShard], inter: Hop, intra: Hop | None = None
+    shards: Sequence[Tensor],
+    config: ZeroPPConfig,
+    num_nodes: int,
+    parameters: Sequence[ParameterShard],
+    state: WeightState,
+    unit: str = "",
 ) -> Tensor:
-    """What every rank holds after an all-gather of the W ranks' shards [L]: [W, L].
-
-    intra: the hop from the secondary partition; None = one flat gather, as qwZ without hpZ.
-    """
+    """What every rank holds after the all-gather of a new version of the W ranks' shards [L]: [W, L]."""
     dtype = shards[0].dtype
-    gathered = [inter.transmit(shard, parameters).to(dtype) for shard in shards]
-    if intra is not None:
-        gathered = [intra.transmit(shard, parameters).to(dtype) for shard in gathered]
+    state.versions += 1
+
+    def noise_seed(hop: str, source: int) -> int | None:
+        if config.weight_rounding == "nearest":
+            return None
+        return mix_seed(config.seed, "weights", hop, unit, source, state.versions)
+
+    def send(values: Sequence[Tensor], bits: int | None, block_size: int | None) -> list[Tensor]:
+        hop = Hop(parameters, bits, block_size, dtype)
+        return [hop.transmit_all(v.unsqueeze(0), noise_seed("inter", r)).squeeze(0) for r, v in enumerate(values)]
+
+    has_secondary = config.hpz_partition_size > 1 and num_nodes > 1
+    if has_secondary and config.weight_difference_bits is not None:
+        if state.copies is None:
+            state.copies = [shard.clone() for shard in shards]
+        else:
+            differences = [s.float() - copy.float() for s, copy in zip(shards, state.copies, strict=True)]
+            arrived = send(differences, config.weight_difference_bits, config.weight_difference_block_size)
+            state.copies = [(c.float() + d).to(dtype) for c, d in zip(state.copies, arrived, strict=True)]
+        gathered = state.copies
+    else:
+        bits = config.weight_bits if config.quantized_weights else None
+        gathered = [arrived.to(dtype) for arrived in send(shards, bits, config.weight_block_size)]
+    if has_secondary and config.weight_intra_bits is not None:
+        hop = Hop(parameters, config.weight_intra_bits, config.weight_block_size, dtype)
+        # By place p: the shards [N, L] that the ranks with that place hold in their secondary partitions.
+        partitions = torch.stack(gathered).unflatten(0, (num_nodes, -1)).transpose(0, 1)
+        arrived = [hop.transmit_all(part, noise_seed("intra", place)) for place, part in enumerate(partitions)]
+        return torch.stack(arrived, dim=1).flatten(0, 1).to(dtype)
     return torch.stack(gathered)
 
 
 @dataclass
-class Feedback:
-    """LoCo's errors of all ranks and destination nodes; kept by the caller from step to step."""
+class GradientState:
+    """What the ranks keep of the gradients from step to step."""
 
-    config: LoCoConfig
-    block_size: int | None
-    errors: dict[tuple[int, int], Tensor] = field(default_factory=dict)  # (rank, destination node) -> [L]
     steps: int = 0
+    steps_since_reset: int = 0
+    errors: dict[tuple[str, int], Tensor] = field(default_factory=dict)  # LoCo's e by (hop, rank)
 
 
 def reduce_scatter(
     micro_batches: Sequence[Sequence[Tensor]],
-    ranks_per_node: int,
+    config: ZeroPPConfig,
+    num_nodes: int,
     parameters: Sequence[ParameterShard],
-    intra: Hop,
-    inter: Hop,
-    feedback: Feedback | None = None,
+    state: GradientState,
+    unit: str = "",
 ) -> list[Tensor]:
     """Each rank's sum over ranks and micro-batches, fp32 [L], from gradients [micro-batch][rank] of shape [W, L]."""
-    world_size = len(micro_batches[0])
-    num_nodes = world_size // ranks_per_node
+    world_size, dtype = len(micro_batches[0]), micro_batches[0][0].dtype
+    ranks_per_node = world_size // num_nodes
+    hops = {
+        "intra": Hop(parameters, config.gradient_intra_bits, config.gradient_block_size, dtype),
+        "inter": Hop(parameters, config.gradient_bits, config.gradient_block_size, dtype),
+    }
+    rotation = hops["inter"] if config.gradient_bits is not None else hops["intra"]
 
-    def node_sum(node: int, destination: int) -> Tensor:
-        """The sum over one node's ranks and all micro-batches of the gradients for the rank ``destination``."""
-        total: Tensor | None = None
-        for gradients in micro_batches:
-            micro_batch_sum: Tensor | None = None
-            for rank in range(node * ranks_per_node, (node + 1) * ranks_per_node):
-                piece = gradients[rank][destination]
-                arrived = piece.float() if ranks_per_node == 1 else intra.transmit(piece, parameters)
-                micro_batch_sum = arrived if micro_batch_sum is None else micro_batch_sum + arrived
-            assert micro_batch_sum is not None
-            total = micro_batch_sum if total is None else total + micro_batch_sum
-        assert total is not None
-        return total
-
-    def send_between_nodes(node: int, destination: int) -> Tensor:
-        gradient = node_sum(node, destination)
-        if num_nodes == 1:
-            return gradient
-        if feedback is None:
-            return inter.transmit(gradient, parameters)
-        sender = node * ranks_per_node + destination % ranks_per_node
-        key = (sender, destination // ranks_per_node)
-        error = feedback.errors.get(key, torch.zeros_like(gradient))
-        compensated = gradient + error
-        sent = inter.transmit(compensated, parameters)
-        beta = feedback.config.beta
-        moved = beta * error + (1 - beta) * (compensated - sent)
-        feedback.errors[key] = Hop(8, feedback.block_size, torch.float32).transmit(moved, parameters)
+    def send(hop: str, rank: int, pieces: Tensor, micro_batch: int) -> Tensor:
+        """What arrives of pieces [G, ..., L] that ``rank`` sends, in fp32."""
+        noise_seed, loco = None, config.loco
+        if config.gradient_rounding == "stochastic":
+            noise_seed = mix_seed(config.seed, "gradients", hop, unit, rank, state.steps, micro_batch)
+        if loco is None or (hop == "intra" and loco.hops == "inter"):
+            return hops[hop].transmit_all(pieces, noise_seed)
+        error = state.errors.get((hop, rank), torch.zeros_like(pieces, dtype=torch.float32))
+        compensated = pieces + error
+        sent = hops[hop].transmit_all(compensated, noise_seed)
+        error = loco.beta * error + (1 - loco.beta) * (compensated - sent)
+        if micro_batch == len(micro_batches) - 1 and loco.reset == "decay" and loco.reset_interval is not None:
+            error = error * (1 - 1 / loco.reset_interval)
+        bits, error_dtype = _ERROR_HOPS[loco.error_dtype]
+        kept = Hop(parameters, bits, config.gradient_block_size, error_dtype)
+        state.errors[hop, rank] = kept.transmit_all(error, None)
         return sent
 
+    node_sums: list[Tensor] = []  # by rank: [N, L], for the ranks with its p
+    for i, gradients in enumerate(micro_batches):
+        pieces = [g.view(num_nodes, ranks_per_node, -1).transpose(0, 1) for g in gradients]  # by rank: [P, N, L]
+        if config.hadamard:
+            pieces = [rotation.rotate(p) for p in pieces]
+        arrived = [p.float() if ranks_per_node == 1 else send("intra", rank, p, i) for rank, p in enumerate(pieces)]
+        for rank in range(world_size):
+            node, place = divmod(rank, ranks_per_node)
+            micro_batch_sum = _sum([arrived[node * ranks_per_node + peer][place] for peer in range(ranks_per_node)])
+            if i == 0:
+                node_sums.append(micro_batch_sum)
+            else:
+                node_sums[rank] = node_sums[rank] + micro_batch_sum
+
+    arrived = node_sums
+    if num_nodes > 1:
+        arrived = [send("inter", rank, node_sum, len(micro_batches) - 1) for rank, node_sum in enumerate(node_sums)]
     totals = []
-    for destination in range(world_size):
-        total = send_between_nodes(0, destination)
-        for node in range(1, num_nodes):
-            total = total + send_between_nodes(node, destination)
-        totals.append(total)
-    if feedback is not None:
-        feedback.steps += 1
-        if feedback.config.reset_interval is not None and feedback.steps >= feedback.config.reset_interval:
-            feedback.errors, feedback.steps = {}, 0
+    for rank in range(world_size):
+        node, place = divmod(rank, ranks_per_node)
+        total = _sum([arrived[peer * ranks_per_node + place][node] for peer in range(num_nodes)])
+        totals.append(rotation.rotate(total) if config.hadamard else total)
+
+    state.steps += 1
+    state.steps_since_reset += 1
+    loco = config.loco
+    if loco is not None and loco.reset == "hard" and state.steps_since_reset == loco.reset_interval:
+        state.errors, state.steps_since_reset = {}, 0
     return totals
+
+
+def _sum(terms: Sequence[Tensor]) -> Tensor:
+    """In order, so that rounding is the same."""
+    total = terms[0].clone()
+    for term in terms[1:]:
+        total += term
+    return total

@@ -9,25 +9,60 @@ All arithmetic is fp32.
 from __future__ import annotations
 
 import math
+import zlib
 
 import torch
 from torch import Tensor
 
 
-def quantize_blocks(blocks: Tensor, bits: int) -> tuple[Tensor, Tensor]:
-    """Quantize blocks [..., B] of any float type to codes int8 [..., B] and scales fp32 [...]."""
+def quantize_blocks(blocks: Tensor, bits: int, uniform: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Quantize blocks [..., B] of any float type to codes int8 [..., B] and scales fp32 [...].
+
+    uniform: numbers in [0, 1) [..., B] make the rounding stochastic: code = floor(value / scale + uniform).
+    """
     qmax = 2 ** (bits - 1) - 1
     values = blocks.float()
     scales = values.abs().amax(dim=-1) / qmax
     scales = torch.where(scales.isfinite(), scales, torch.nan)
     # 0 / 0 and NaN become code 0; the scale tells the two apart. Denormal scales are inexact, hence the clamp.
-    codes = (values / scales.unsqueeze(-1)).round().nan_to_num(0.0).clamp(-qmax, qmax).to(torch.int8)
-    return codes, scales
+    steps = values / scales.unsqueeze(-1)
+    steps = steps.round() if uniform is None else (steps + uniform).floor()
+    return steps.nan_to_num(0.0).clamp(-qmax, qmax).to(torch.int8), scales
 
 
 def dequantize_blocks(codes: Tensor, scales: Tensor) -> Tensor:
     """Turn codes int8 [..., B] and scales fp32 [...] back into fp32 values [..., B]."""
     return codes.float() * scales.unsqueeze(-1)
+
+
+def mix_seed(*parts: int | str) -> int:
+    """One 32-bit seed from whatever tells one draw from another."""
+    return zlib.crc32(repr(parts).encode())
+
+
+def counter_uniform(numel: int, seed: int, device: torch.device) -> Tensor:
+    """``numel`` fp32 numbers in [0, 1) that depend on ``seed`` and their index alone, on every device alike.
+
+    The low bias 32-bit integer hash of Chris Wellons, of index and seed.
+    """
+    word = 0xFFFFFFFF
+    x = torch.arange(numel, dtype=torch.int64, device=device).add_(seed * 0x9E3779B9 & word).bitwise_and_(word)
+    x = ((x ^ (x >> 16)) * 0x7FEB352D) & word
+    x = ((x ^ (x >> 15)) * 0x846CA68B) & word
+    x = x ^ (x >> 16)
+    return (x >> 8).to(torch.float32) * 2.0**-24  # 24 bits: what fp32 holds exactly
+
+
+def hadamard(values: Tensor) -> Tensor:
+    """Rotate fp32 values [..., 32] by the orthonormal 32 x 32 Hadamard matrix, which is its own inverse.
+
+    Five butterfly stages in a fixed order, then one multiplication, so that every implementation rounds alike.
+    """
+    for width in (1, 2, 4, 8, 16):
+        pairs = values.unflatten(-1, (-1, 2, width))
+        first, second = pairs[..., 0, :], pairs[..., 1, :]
+        values = torch.stack([first + second, first - second], dim=-2).flatten(-3)
+    return values * 32**-0.5
 
 
 def pack_bits(codes: Tensor, bits: int) -> Tensor:

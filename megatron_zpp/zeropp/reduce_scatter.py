@@ -17,9 +17,11 @@ from .collectives import TorchAllocator
 from .config import ZeroPPConfig
 from .fsdp_unit import FSDPUnit
 from .loco import ErrorFeedback
+from .monitor import ErrorMonitor
+from .quantization import mix_seed
 from .topology import Topology
 from .traffic import Traffic
-from .wire_format import ParameterShard, WireFormat
+from .wire_format import ParameterShard, WireFormat, wire_format
 
 
 @dataclass
@@ -38,60 +40,95 @@ class HierarchicalReduceScatter(TorchAllocator, ReduceScatter):
     """
 
     def __init__(
-        self, unit: FSDPUnit, topology: Topology, config: ZeroPPConfig, traffic: Traffic, micro_batch: MicroBatch
+        self,
+        unit: FSDPUnit,
+        topology: Topology,
+        config: ZeroPPConfig,
+        traffic: Traffic,
+        monitor: ErrorMonitor,
+        micro_batch: MicroBatch,
     ) -> None:
-        self.unit, self.topology, self.config, self.traffic = unit, topology, config, traffic
-        self.micro_batch = micro_batch
+        self.unit, self.topology, self.config = unit, topology, config
+        self.traffic, self.monitor, self.micro_batch = traffic, monitor, micro_batch
         self.node_sum: Tensor | None = None  # fp32 [N, L], of the micro-batches so far
-        self.feedback = ErrorFeedback(config.loco) if config.loco is not None and topology.num_nodes > 1 else None
+        self.steps = 0  # optimizer steps so far
+        self.micro_batches = 0  # of this step, so far
+        self.feedback: dict[str, ErrorFeedback] = {}  # by hop
+        if config.loco is not None and topology.num_nodes > 1:
+            self.feedback["inter"] = ErrorFeedback(config.loco)
+        if config.loco is not None and config.loco.hops == "both" and topology.ranks_per_node > 1:
+            self.feedback["intra"] = ErrorFeedback(config.loco)
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
     ) -> dist.Work | None:
         num_nodes, ranks_per_node = self.topology.num_nodes, self.topology.ranks_per_node
         parameters = self._reduced_parameters(output_tensor.numel())
-        gradients = input_tensor.view(num_nodes, ranks_per_node, output_tensor.numel())
+        intra = self._format(parameters, self.config.gradient_intra_bits, input_tensor.dtype)
+        inter = self._format(parameters, self.config.gradient_bits, input_tensor.dtype)
 
-        micro_batch_sum = self._reduce_within_node(gradients, parameters)
+        gradients = input_tensor.view(num_nodes, ranks_per_node, output_tensor.numel())
+        if self.config.hadamard:
+            # Sums of rotated gradients are rotated sums: rotate once before both hops and back once after them.
+            rotation = inter if inter.quantized else intra
+            gradients = rotation.rotate(gradients)
+        micro_batch_sum = self._reduce_within_node(gradients, intra)
         self.node_sum = micro_batch_sum if self.node_sum is None else self.node_sum.add_(micro_batch_sum)
         if not self.micro_batch.is_last:
+            self.micro_batches += 1
             output_tensor.zero_()
             return None
 
-        total = self._reduce_between_nodes(self.node_sum, parameters, dtype=input_tensor.dtype)
-        self.node_sum = None
-        self.unit.mark_changed()  # an optimizer step follows, and not every optimizer tells (see fsdp_unit)
+        total = self._reduce_between_nodes(self.node_sum, inter)
+        if self.config.hadamard:
+            total = rotation.rotate(total)
         output_tensor.copy_(scaled_as(op, total, group.size()))
+        self.node_sum, self.micro_batches = None, 0
+        self.steps += 1
+        self.unit.mark_changed()  # an optimizer step follows, and not every optimizer tells (see fsdp_unit)
         return None
 
-    def _reduce_within_node(self, gradients: Tensor, parameters: list[ParameterShard]) -> Tensor:
+    def _reduce_within_node(self, gradients: Tensor, intra: WireFormat) -> Tensor:
         """Intra-node hop: [N, P, L] of each of the node's P ranks into the node's sum fp32 [N, L] for this rank's p."""
         if self.topology.ranks_per_node == 1:
             return gradients.squeeze(1).to(torch.float32, copy=True)
-        bits = self.config.gradient_intra_bits
-        wire_format = WireFormat(parameters, bits, self.config.gradient_block_size, gradients.dtype)
-        wires = wire_format.encode(gradients.transpose(0, 1))  # [P, N, nbytes]: P pieces, one for each peer
-        received = torch.empty_like(wires)  # [P peers, N, nbytes]
-        dist.all_to_all_single(received, wires, group=self.topology.intra_group)
-        self.traffic.add(intra_node=wires.nbytes - wires[0].nbytes)
-        return wire_format.decode_sum(received)
+        pieces = gradients.transpose(0, 1)  # [P, N, L]: P pieces, one for each peer
+        received = self._exchange("intra", pieces, intra, self.topology.intra_group)  # [P peers, N, nbytes]
+        self.traffic.add(intra_node=received.nbytes - received[0].nbytes)
+        return intra.decode_sum(received)
 
-    def _reduce_between_nodes(self, node_sum: Tensor, parameters: list[ParameterShard], dtype: torch.dtype) -> Tensor:
+    def _reduce_between_nodes(self, node_sum: Tensor, inter: WireFormat) -> Tensor:
         """Inter-node hop: the N nodes' sums fp32 [N, L] into this rank's total fp32 [L]."""
         if self.topology.num_nodes == 1:
             return node_sum.squeeze(0)
-        block_size = self.config.gradient_block_size
-        wire_format = WireFormat(parameters, self.config.gradient_bits, block_size, dtype)
-        if self.feedback is None:
-            wires = wire_format.encode(node_sum)  # [N, nbytes], one for each node
-        else:
-            wires = self.feedback.encode(node_sum, wire_format, parameters, block_size)
-        received = torch.empty_like(wires)
-        dist.all_to_all_single(received, wires, group=self.topology.inter_group)
-        self.traffic.add(inter_node=wires.nbytes - wires[0].nbytes)
-        return wire_format.decode_sum(received.unsqueeze(1)).squeeze(0)
+        received = self._exchange("inter", node_sum, inter, self.topology.inter_group)  # [N nodes, nbytes]
+        self.traffic.add(inter_node=received.nbytes - received[0].nbytes)
+        return inter.decode_sum(received.unsqueeze(1)).squeeze(0)
 
-    def _reduced_parameters(self, shard_numel: int) -> list[ParameterShard]:
+    def _exchange(self, hop: str, pieces: Tensor, format: WireFormat, group: dist.ProcessGroup) -> Tensor:
+        """Encode pieces [G, ..., L], one for each of the group's G ranks, and swap them: uint8 [G, ..., nbytes]."""
+        noise_seed = None
+        if self.config.gradient_rounding == "stochastic":
+            place = (hop, self.unit.name, self.topology.rank, self.steps, self.micro_batches)
+            noise_seed = mix_seed(self.config.seed, "gradients", *place)
+        if hop in self.feedback:
+            # The hop between nodes runs once per step, that within a node once per micro-batch.
+            is_first = hop == "inter" or self.micro_batches == 0
+            is_last = self.micro_batch.is_last
+            wires = self.feedback[hop].encode(pieces, format, noise_seed, is_first, is_last)
+        else:
+            wires = format.encode(pieces, noise_seed)
+        if self.monitor.is_due(self.steps):
+            arrived = format.decode(wires, out=torch.empty_like(pieces, dtype=torch.float32))
+            self.monitor.record(f"gradients/{hop}", self.unit.name, pieces, arrived)
+        received = torch.empty_like(wires)
+        dist.all_to_all_single(received, wires, group=group)
+        return received
+
+    def _format(self, parameters: tuple[ParameterShard, ...], bits: int | None, dtype: torch.dtype) -> WireFormat:
+        return wire_format(parameters, bits, self.config.gradient_block_size, dtype)
+
+    def _reduced_parameters(self, shard_numel: int) -> tuple[ParameterShard, ...]:
         parameters = self.unit.parameter_shards(trainable_only=True)
         if sum(parameter.numel for parameter in parameters) != shard_numel:
             raise RuntimeError(
@@ -100,6 +137,25 @@ class HierarchicalReduceScatter(TorchAllocator, ReduceScatter):
                 "call model.set_reduce_scatter_unused_params(True), which newer torch releases have"
             )
         return parameters
+
+    def undo_step(self) -> None:
+        """The last step's gradients were thrown away, and what was left over of a broken-off one is, too."""
+        self.node_sum, self.micro_batches = None, 0
+        for feedback in self.feedback.values():
+            feedback.undo_step()
+
+    def state_dict(self) -> dict[str, Tensor]:
+        state = {f"{hop}.{k}": v for hop, feedback in self.feedback.items() for k, v in feedback.state_dict().items()}
+        if self.config.gradient_rounding == "stochastic":
+            state["steps"] = torch.tensor(self.steps)
+        return state
+
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        if "steps" in state:
+            self.steps = int(state["steps"])
+        for hop, feedback in self.feedback.items():
+            prefix = f"{hop}."
+            feedback.load_state_dict({k.removeprefix(prefix): v for k, v in state.items() if k.startswith(prefix)})
 
 
 def scaled_as(op: Any, total: Tensor, world_size: int) -> Tensor:

@@ -11,6 +11,7 @@ with less than a block in a shard travel unquantized.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -18,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .quantization import dequantize_blocks, pack_bits, quantize_blocks, unpack_bits
+from .quantization import counter_uniform, dequantize_blocks, hadamard, pack_bits, quantize_blocks, unpack_bits
 
 _ALIGNMENT = 16  # bytes; what a vectorized load wants
 
@@ -41,9 +42,11 @@ class _QuantizedSegment:
     codes: slice  # bytes of the wire
     scales: slice
 
-    @property
-    def padding(self) -> int:
-        return self.num_blocks * self.block_size - (self.stop - self.start)
+    def blocks_of(self, shards: Tensor) -> Tensor:
+        """This segment of shards [..., L] as blocks [..., num_blocks, block_size], the last one padded with zeros."""
+        padding = self.num_blocks * self.block_size - (self.stop - self.start)
+        values = F.pad(shards[..., self.start : self.stop], (0, padding))
+        return values.unflatten(-1, (self.num_blocks, self.block_size))
 
 
 @dataclass(frozen=True)
@@ -51,6 +54,14 @@ class _UnquantizedSegment:
     start: int
     stop: int
     values: slice  # bytes of the wire
+
+
+@functools.lru_cache(maxsize=4096)
+def wire_format(
+    parameters: tuple[ParameterShard, ...], bits: int | None, block_size: int | None, dtype: torch.dtype
+) -> WireFormat:
+    """The WireFormat of these arguments, made once."""
+    return WireFormat(parameters, bits, block_size, dtype)
 
 
 class WireFormat:
@@ -64,7 +75,7 @@ class WireFormat:
     def __init__(
         self, parameters: Sequence[ParameterShard], bits: int | None, block_size: int | None, dtype: torch.dtype
     ) -> None:
-        self.bits, self.dtype = bits, dtype
+        self.parameters, self.bits, self.block_size, self.dtype = tuple(parameters), bits, block_size, dtype
         self.numel = sum(parameter.numel for parameter in parameters)  # L
         self.quantized: list[_QuantizedSegment] = []
         self.unquantized: list[_UnquantizedSegment] = []
@@ -95,14 +106,20 @@ class WireFormat:
             self.unquantized.append(_UnquantizedSegment(start, stop, take((stop - start) * dtype.itemsize)))
         self.nbytes = offset
 
-    def encode(self, shards: Tensor) -> Tensor:
-        """Encode shards [..., L] of any float type and strides into wire buffers uint8 [..., nbytes]."""
+    def encode(self, shards: Tensor, noise_seed: int | None = None) -> Tensor:
+        """Encode shards [..., L] of any float type and strides into wire buffers uint8 [..., nbytes].
+
+        noise_seed: round stochastically, with noise that depends on the seed and an element's place alone.
+        """
         # Zeros, because the gaps of the alignment must not carry old memory.
         wire = torch.zeros(*shards.shape[:-1], self.nbytes, dtype=torch.uint8, device=shards.device)
+        noise = None
+        if noise_seed is not None:
+            noise = counter_uniform(shards.numel(), noise_seed, shards.device).view(shards.shape)
         for segment in self.quantized:
             assert self.bits is not None
-            values = F.pad(shards[..., segment.start : segment.stop], (0, segment.padding))
-            codes, scales = quantize_blocks(values.unflatten(-1, (segment.num_blocks, segment.block_size)), self.bits)
+            uniform = None if noise is None else segment.blocks_of(noise)
+            codes, scales = quantize_blocks(segment.blocks_of(shards), self.bits, uniform)
             wire[..., segment.codes] = pack_bits(codes, self.bits).flatten(-2)
             wire[..., segment.scales] = scales.view(torch.uint8)
         for plain in self.unquantized:
@@ -121,6 +138,18 @@ class WireFormat:
         for plain in self.unquantized:
             out[..., plain.start : plain.stop] = wire[..., plain.values].view(self.dtype)
         return out
+
+    def rotate(self, shards: Tensor) -> Tensor:
+        """Hadamard-rotate the quantized parameters of shards [..., L]: fp32 [..., L]. Its own inverse.
+
+        In groups of 32 elements; the last elements of a parameter that make up no whole group stay as they are.
+        """
+        rotated = shards.to(torch.float32, copy=True)
+        for segment in self.quantized:
+            whole = segment.start + (segment.stop - segment.start) // 32 * 32
+            groups = rotated[..., segment.start : whole].unflatten(-1, (-1, 32))
+            rotated[..., segment.start : whole] = hadamard(groups).flatten(-2)
+        return rotated
 
     def decode_sum(self, wires: Tensor) -> Tensor:
         """Decode the buffers uint8 [G, S, nbytes] of G peers and add them in fp32, in peer order: fp32 [S, L]."""

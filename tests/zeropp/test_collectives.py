@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import dataclass
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from megatron_zpp.zeropp import LoCoConfig, ZeroPPConfig, oracle
-from megatron_zpp.zeropp.oracle import Hop
 from tests.ranks import run_ranks
 from tests.zeropp.fsdp_model import (
     ChosenGradients,
@@ -37,74 +37,172 @@ def covering(*axes):
     return grid if len(grid) <= 24 else grid[:: len(grid) // 24 | 1]
 
 
-def _all_gather_grid():
-    """Rank 0 returns the first case in which what a forward pass sees differs from the oracle."""
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    parameters = parameters_of(world_size)
-    master = [p.detach() for p in ChosenGradients().weights]
-    for ranks_per_node, bits, intra_bits, block, dtype in covering(
-        divisors(world_size), ALL_BITS, [None, 8], BLOCKS, DTYPES
-    ):
-        hpz = ranks_per_node > 1
-        config = ZeroPPConfig(
-            quantized_weights=bits is not None,
-            hpz_partition_size=ranks_per_node,
-            weight_bits=bits,
-            weight_intra_bits=intra_bits if hpz else None,
-            weight_block_size=block,
-        )
-        model, _ = build(config, dtype)
-        shards = shards_of([p.to(dtype) for p in master], world_size)
-        inter = Hop(bits, block, dtype)
-        intra = Hop(config.weight_intra_bits, block, dtype)
-        if hpz and ranks_per_node == world_size:  # one node: no hop between nodes and so no secondary partition
-            intra = None
-        expected = oracle.all_gather(shards, parameters, inter, intra if hpz else None)
-        got = shards_of([p.to(dtype) for p in gathered(model)], world_size)
-        # FSDP2 leaves its padding out of what it hands on; the oracle keeps it as the zeros that were sent.
-        if not got.equal(expected):
-            return f"rank {rank}: P={ranks_per_node} {config} {dtype}: {(got.float() - expected.float()).abs().max()}"
-    return None
+@dataclass(frozen=True)
+class Case:
+    """One setting on ``num_nodes`` nodes, over some versions of the parameters or some optimizer steps."""
+
+    config: ZeroPPConfig
+    num_nodes: int
+    dtype: torch.dtype
+    num_steps: int = 1
+    num_micro_batches: int = 1
 
 
-def _reduce_scatter_grid():
+def _gather_on_ranks(cases):
+    """For each case and version of the parameters what a forward pass sees on this rank, as [W, L]."""
+    world_size = dist.get_world_size()
+    seen = []
+    for case in cases:
+        model, _ = build(case.config, case.dtype)
+        for _ in range(case.num_steps):
+            first, again = gathered(model), gathered(model)  # as in forward and backward
+            assert all(a.equal(b) for a, b in zip(first, again, strict=True)), f"two gathers differ: {case}"
+            seen.append(shards_of([p.to(case.dtype) for p in first], world_size))
+            with torch.no_grad():  # what an optimizer does
+                for weight in model.weights:
+                    weight.mul_(1.01)
+    return seen
+
+
+def _reduce_on_ranks(cases):
+    """For each case and optimizer step this rank's reduced gradients [L]."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    parameters = parameters_of(world_size)
-    for ranks_per_node, bits, intra_bits, block, dtype, num_micro_batches in covering(
-        divisors(world_size), ALL_BITS, [None, 4, 8], BLOCKS, DTYPES, [1, 3]
-    ):
-        config = ZeroPPConfig(
-            quantized_gradients=True,
-            ranks_per_node=ranks_per_node,
-            gradient_bits=bits,
-            gradient_intra_bits=intra_bits,
-            gradient_block_size=block,
-        )
-        model, zeropp = build(config, dtype)
-        for i in range(num_micro_batches):
-            zeropp.set_is_last_micro_batch(i == num_micro_batches - 1)
-            model(coefficients(rank, i)).backward()
-        micro_batches = [
-            [shards_of([c.to(dtype) for c in coefficients(r, i)], world_size) for r in range(world_size)]
-            for i in range(num_micro_batches)
-        ]
-        totals = oracle.reduce_scatter(
-            micro_batches, ranks_per_node, parameters, Hop(intra_bits, block, dtype), Hop(bits, block, dtype)
-        )
-        expected = (totals[rank] / world_size).to(dtype).float()
-        if not local_gradients(model, world_size).equal(expected):
-            return f"rank {rank}: P={ranks_per_node} {config} {dtype} {num_micro_batches} micro-batches"
-    return None
+    reduced = []
+    for case in cases:
+        model, zeropp = build(case.config, case.dtype)
+        for step in range(case.num_steps):
+            for i in range(case.num_micro_batches):
+                zeropp.set_is_last_micro_batch(i == case.num_micro_batches - 1)
+                model(coefficients(rank, step * case.num_micro_batches + i)).backward()
+            reduced.append(local_gradients(model, world_size))
+            model.zero_grad()
+    return reduced
+
+
+def check_all_gather(world_size, cases):
+    seen = run_ranks(world_size, _gather_on_ranks, cases)
+    step = iter(range(len(seen[0])))
+    for case in cases:
+        master = [p.detach() for p in ChosenGradients().weights]
+        state = oracle.WeightState()
+        for version in range(case.num_steps):
+            shards = shards_of([p.to(case.dtype) for p in master], world_size)
+            expected = oracle.all_gather(shards, case.config, case.num_nodes, parameters_of(world_size), state)
+            expected *= padding_mask(world_size)
+            index = next(step)
+            for rank in range(world_size):
+                assert seen[rank][index].equal(expected), f"rank {rank}, version {version}, {case}"
+            for p in master:
+                p.mul_(1.01)
+
+
+def check_reduce_scatter(world_size, cases):
+    reduced = run_ranks(world_size, _reduce_on_ranks, cases)
+    index = iter(range(len(reduced[0])))
+    for case in cases:
+        state = oracle.GradientState()
+        for step in range(case.num_steps):
+            draws = [step * case.num_micro_batches + i for i in range(case.num_micro_batches)]
+            gradients = [
+                [shards_of([c.to(case.dtype) for c in coefficients(r, draw)], world_size) for r in range(world_size)]
+                for draw in draws
+            ]
+            totals = oracle.reduce_scatter(gradients, case.config, case.num_nodes, parameters_of(world_size), state)
+            i = next(index)
+            for rank, total in enumerate(totals):
+                expected = (total / world_size).to(case.dtype).float() * padding_mask(world_size)[rank]
+                assert reduced[rank][i].equal(expected), f"rank {rank}, step {step}, {case}"
+
+
+def padding_mask(world_size):
+    """[W, L]: 0 where FSDP2 pads. It drops these values, into which a rotation may spread quantization errors."""
+    return shards_of([torch.ones_like(c) for c in coefficients(0)], world_size)
 
 
 @WORLD_SIZES
 def test_all_gather_equals_the_oracle(world_size):
-    assert run_ranks(world_size, _all_gather_grid) == [None] * world_size
+    grid = covering(divisors(world_size), ALL_BITS, [None, 8], BLOCKS, DTYPES)
+    check_all_gather(
+        world_size,
+        [
+            Case(
+                ZeroPPConfig(
+                    quantized_weights=bits is not None,
+                    hpz_partition_size=ranks_per_node,
+                    weight_bits=bits,
+                    weight_intra_bits=intra_bits if ranks_per_node > 1 else None,
+                    weight_block_size=block,
+                ),
+                world_size // ranks_per_node,
+                dtype,
+            )
+            for ranks_per_node, bits, intra_bits, block, dtype in grid
+        ],
+    )
 
 
 @WORLD_SIZES
 def test_reduce_scatter_equals_the_oracle(world_size):
-    assert run_ranks(world_size, _reduce_scatter_grid) == [None] * world_size
+    grid = covering(divisors(world_size), ALL_BITS, [None, 4, 8], BLOCKS, DTYPES, [1, 3])
+    check_reduce_scatter(
+        world_size,
+        [
+            Case(
+                ZeroPPConfig(
+                    quantized_gradients=True,
+                    ranks_per_node=ranks_per_node,
+                    gradient_bits=bits,
+                    gradient_intra_bits=intra_bits,
+                    gradient_block_size=block,
+                ),
+                world_size // ranks_per_node,
+                dtype,
+                num_micro_batches=num_micro_batches,
+            )
+            for ranks_per_node, bits, intra_bits, block, dtype, num_micro_batches in grid
+        ],
+    )
+
+
+WEIGHT_OPTIONS = {
+    "int8 secondary partition": dict(quantized_weights=True, hpz_secondary_dtype="int8"),
+    "4-bit differences": dict(weight_difference_bits=4, weight_difference_block_size=64),
+    "2-bit differences, int8 within a node": dict(weight_difference_bits=2, weight_intra_bits=8),
+    "stochastic": dict(quantized_weights=True, weight_bits=4, weight_rounding="stochastic"),
+    "stochastic on both hops": dict(
+        quantized_weights=True, weight_bits=6, weight_intra_bits=4, weight_rounding="stochastic", seed=5
+    ),
+}
+
+
+@pytest.mark.parametrize("world_size", [4, 6])
+def test_weight_options_equal_the_oracle_over_versions(world_size):
+    configs = [ZeroPPConfig(hpz_partition_size=2, **options) for options in WEIGHT_OPTIONS.values()]
+    cases = [Case(config, world_size // 2, dtype, num_steps=4) for config in configs for dtype in DTYPES]
+    flat = ZeroPPConfig(quantized_weights=True, weight_bits=4, weight_rounding="stochastic")
+    check_all_gather(world_size, [*cases, Case(flat, 1, torch.float32, num_steps=3)])
+
+
+GRADIENT_OPTIONS = {
+    "loco": dict(loco=LoCoConfig()),
+    "error feedback with hard resets": dict(loco=LoCoConfig(beta=0.0, reset_interval=3)),
+    "loco on both hops": dict(loco=LoCoConfig(hops="both", reset_interval=4), gradient_intra_bits=4),
+    "loco with decay, bf16 error": dict(loco=LoCoConfig(reset="decay", reset_interval=10, error_dtype="bf16")),
+    "fp32 error": dict(loco=LoCoConfig(error_dtype="fp32")),
+    "stochastic": dict(gradient_rounding="stochastic", loco=LoCoConfig()),
+    "hadamard": dict(hadamard=True),
+    "everything": dict(hadamard=True, gradient_rounding="stochastic", loco=LoCoConfig(hops="both"), seed=3),
+}
+
+
+@pytest.mark.parametrize("world_size", [4, 6])
+def test_gradient_options_equal_the_oracle_over_steps(world_size):
+    cases = []
+    for options in list(GRADIENT_OPTIONS.values())[-2 if world_size == 6 else 0 :]:
+        low_bit = dict(gradient_bits=2, gradient_block_size=32) | options
+        config = ZeroPPConfig(quantized_gradients=True, ranks_per_node=2, **low_bit)
+        cases += [Case(config, world_size // 2, dtype, num_steps=5, num_micro_batches=2) for dtype in DTYPES]
+    check_reduce_scatter(world_size, cases)
 
 
 def _constant_gradients(value):
@@ -148,35 +246,6 @@ def _scaled(factor):
 @pytest.mark.parametrize("factor, expected", [(None, 1.0), (1.0, 4.0), (10.0, 0.4)])
 def test_division_is_what_fsdp_asks_for(factor, expected):
     assert run_ranks(4, _scaled, factor) == pytest.approx([expected] * 4, rel=1e-6)
-
-
-def _loco_steps(loco, num_steps, bits, block):
-    """This rank's reduced gradients of each step, without a division by W."""
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    config = ZeroPPConfig(
-        quantized_gradients=True, ranks_per_node=2, gradient_bits=bits, gradient_block_size=block, loco=loco
-    )
-    model, _ = build(config)
-    model.set_gradient_divide_factor(1.0)
-    steps = []
-    for step in range(num_steps):
-        model(coefficients(rank, step)).backward()
-        steps.append(local_gradients(model, world_size))
-        model.zero_grad()
-    return steps
-
-
-@pytest.mark.parametrize("loco", [LoCoConfig(), LoCoConfig(beta=0.0, reset_interval=3)])
-def test_loco_equals_the_oracle_over_steps_and_resets(loco):
-    world_size, bits, block, num_steps = 4, 2, 32, 7
-    got = run_ranks(world_size, _loco_steps, loco, num_steps, bits, block)
-    feedback = oracle.Feedback(loco, block)
-    for step in range(num_steps):
-        gradients = [[shards_of(coefficients(r, step), world_size) for r in range(world_size)]]
-        hops = Hop(8, block, torch.float32), Hop(bits, block, torch.float32)
-        totals = oracle.reduce_scatter(gradients, 2, parameters_of(world_size), *hops, feedback)
-        for rank in range(world_size):
-            assert got[rank][step].equal(totals[rank]), f"rank {rank}, step {step}"
 
 
 @pytest.mark.parametrize("ranks_per_node, world_size", [(1, 1), (2, 2)])

@@ -32,7 +32,7 @@ def test_decoding_gives_what_the_oracle_says_arrives(numels, bits, block_size, d
     assert wire.shape == (num_shards, wire_format.nbytes)
 
     arrived = wire_format.decode(wire, out=torch.full(shards.shape, torch.nan))
-    expected = torch.stack([Hop(bits, block_size, dtype).transmit(shard, parameters) for shard in shards])
+    expected = torch.stack([Hop(parameters, bits, block_size, dtype).transmit(shard) for shard in shards])
     assert arrived.equal(expected)
 
 
