@@ -8,7 +8,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any
 
@@ -16,6 +16,8 @@ import torch.distributed as dist
 
 from megatron_zpp.training.settings import LoggingSettings
 from megatron_zpp.training.throughput import format_duration
+
+HOPS = ("weights", "gradients/intra", "gradients/inter")  # whose quantization errors the line shows
 
 
 @dataclass(frozen=True)
@@ -42,6 +44,7 @@ class TrainingReport:
     eta_seconds: float | None = None
     bytes_between_nodes: float | None = None  # sent per step, all ranks
     bytes_within_nodes: float | None = None
+    quantization_errors: Mapping[str, float] = field(default_factory=dict)  # relative; "weights", "weights/UNIT", ...
 
 
 def format_training_line(report: TrainingReport, now: datetime | None = None) -> str:
@@ -72,6 +75,7 @@ def format_training_line(report: TrainingReport, now: datetime | None = None) ->
         None if r.eta_seconds is None else f"ETA: {format_duration(r.eta_seconds)}",
         _field("sent between nodes per step (MB): {:.3f}", r.bytes_between_nodes, factor=1e-6),
         _field("sent within nodes per step (MB): {:.3f}", r.bytes_within_nodes, factor=1e-6),
+        *(f"error of {hop}: {r.quantization_errors[hop]:.4f}" for hop in HOPS if hop in r.quantization_errors),
     ]
     return f" [{now:%Y-%m-%d %H:%M:%S.%f}] " + " ".join(f"{field} |" for field in fields if field is not None)
 
@@ -108,6 +112,7 @@ def training_metrics(report: TrainingReport, settings: LoggingSettings) -> dict[
         "skipped-train-samples": r.skipped_samples if r.skipped_samples > 0 else None,
         "comm/bytes-between-nodes": r.bytes_between_nodes,
         "comm/bytes-within-nodes": r.bytes_within_nodes,
+        **{f"comm/error/{name}": error for name, error in r.quantization_errors.items()},
     }
     if settings.log_timers_to_tensorboard:
         metrics |= {

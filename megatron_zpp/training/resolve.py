@@ -288,8 +288,16 @@ def _resolve_zero(zero: ZeroSettings, world_size: int) -> ZeroSettings:
             f"choose one of {', '.join(map(str, _divisors(world_size)))}",
         )
     for name in ("zero_quantized_weights", "zero_quantized_gradients"):
-        _require_stage_3(zero, name, getattr(zero, name))
-    _require_stage_3(zero, "zero_hpz_partition_size", zero.zero_hpz_partition_size > 1)
+        _require(
+            not getattr(zero, name) or zero.zero_stage >= 1,
+            f"{_flag(name)} needs --zero-stage 1, 2 or 3: stage 0 shards nothing, so nothing is gathered or scattered",
+        )
+    _require(
+        zero.zero_hpz_partition_size == 1 or zero.zero_stage == 3,
+        f"--zero-hpz-partition-size needs --zero-stage 3, got {zero.zero_stage}: below it parameters are gathered once "
+        "per optimizer step anyway",
+    )
+    _check_at_least(zero, 1, "zero_monitor_interval")
     zero = dataclasses.replace(
         zero,
         **{name: getattr(zero, name) or None for name in _ZERO_MEANS_NONE},  # type: ignore[arg-type]
@@ -303,15 +311,10 @@ _ZERO_MEANS_NONE = (
     "zero_weight_block_size",
     "zero_gradient_intra_bits",
     "zero_gradient_block_size",
+    "zero_weight_difference_bits",
+    "zero_weight_difference_block_size",
     "zeropp_loco_reset_interval",
 )
-
-
-def _require_stage_3(zero: ZeroSettings, name: str, wanted: bool) -> None:
-    _require(
-        not wanted or zero.zero_stage == 3,
-        f"{_flag(name)} needs --zero-stage 3, got {zero.zero_stage}: ZeRO++ replaces the collectives of stage 3",
-    )
 
 
 def _divisors(number: int) -> list[int]:
@@ -321,11 +324,18 @@ def _divisors(number: int) -> list[int]:
 def zeropp_config(zero: ZeroSettings) -> ZeroPPConfig:
     """The settings as ``megatron_zpp.zeropp`` takes them. Raises SettingsError where they do not fit together."""
     try:
+        loco = LoCoConfig(
+            beta=zero.zeropp_loco_beta,
+            reset_interval=zero.zeropp_loco_reset_interval,
+            reset=zero.zeropp_loco_reset,
+            hops=zero.zeropp_loco_hops,
+            error_dtype=zero.zeropp_loco_error_dtype,
+        )
         return ZeroPPConfig(
             quantized_weights=zero.zero_quantized_weights,
             hpz_partition_size=zero.zero_hpz_partition_size,
             quantized_gradients=zero.zero_quantized_gradients,
-            loco=LoCoConfig(zero.zeropp_loco_beta, zero.zeropp_loco_reset_interval) if zero.zeropp_loco else None,
+            loco=loco if zero.zeropp_loco else None,
             ranks_per_node=zero.zero_ranks_per_node,
             weight_bits=zero.zero_weight_bits,
             weight_intra_bits=zero.zero_weight_intra_bits,
@@ -333,6 +343,12 @@ def zeropp_config(zero: ZeroSettings) -> ZeroPPConfig:
             gradient_bits=zero.zero_gradient_bits,
             gradient_intra_bits=zero.zero_gradient_intra_bits,
             gradient_block_size=zero.zero_gradient_block_size,
+            weight_rounding=zero.zero_weight_rounding,
+            gradient_rounding=zero.zero_gradient_rounding,
+            hpz_secondary_dtype=zero.hpz_secondary_dtype,
+            weight_difference_bits=zero.zero_weight_difference_bits,
+            weight_difference_block_size=zero.zero_weight_difference_block_size,
+            hadamard=zero.zero_hadamard,
         )
     except ValueError as error:
         raise SettingsError(f"ZeRO++ settings: {error}") from error
@@ -392,6 +408,13 @@ _NEEDED = {
     "zero_gradient_bits": "zero_quantized_gradients",
     "zero_gradient_intra_bits": "zero_quantized_gradients",
     "zero_gradient_block_size": "zero_quantized_gradients",
+    "zero_weight_rounding": "zero_quantized_weights",
+    "zero_gradient_rounding": "zero_quantized_gradients",
+    "zero_weight_difference_block_size": "zero_weight_difference_bits",
+    "zero_hadamard": "zero_quantized_gradients",
+    "zeropp_loco_reset": "zeropp_loco",
+    "zeropp_loco_hops": "zeropp_loco",
+    "zeropp_loco_error_dtype": "zeropp_loco",
     "zeropp_loco_beta": "zeropp_loco",
     "zeropp_loco_reset_interval": "zeropp_loco",
 }

@@ -187,9 +187,29 @@ class ZeroSettings:
     zero_gradient_bits: int = flag(4, "bits of quantized gradients between nodes: 2, 3, 4, 6 or 8")
     zero_gradient_intra_bits: int | None = flag(8, "bits of quantized gradients within a node; 0 = unquantized")
     zero_gradient_block_size: int | None = flag(128, "elements per gradient scale; 0 = one scale per tensor")
+    zero_weight_rounding: str = flag("nearest", "rounding of quantized weights", choices=("nearest", "stochastic"))
+    zero_gradient_rounding: str = flag("nearest", "rounding of quantized gradients", choices=("nearest", "stochastic"))
+    hpz_secondary_dtype: str = flag(
+        "16bit", "how hpZ keeps its copy: as the values, or as the int8 blocks that arrived", choices=("16bit", "int8")
+    )
+    zero_weight_difference_bits: int | None = flag(
+        None, "send between nodes only what changed since hpZ's copy, in so many bits, such as 4"
+    )
+    zero_weight_difference_block_size: int | None = flag(2048, "elements per scale of weight differences")
+    zero_hadamard: bool = flag(False, "rotate gradients by 32 x 32 Hadamard matrices before they are quantized")
+    zero_monitor_interval: int | None = flag(
+        None, "optimizer steps between samples of quantization errors, for the log"
+    )
     zeropp_loco: bool = flag(False, "LoCo: feed a moving average of compression errors back into the gradients")
     zeropp_loco_beta: float = flag(0.8, "LoCo's weight of the old error; 0 = classic error feedback")
     zeropp_loco_reset_interval: int | None = flag(1024, "optimizer steps after which LoCo's error is reset; 0 = never")
+    zeropp_loco_reset: str = flag(
+        "hard", "how LoCo's error is reset: all at once, or by a little each step", choices=("hard", "decay")
+    )
+    zeropp_loco_hops: str = flag(
+        "inter", "hops that LoCo corrects: between nodes, or within them too", choices=("inter", "both")
+    )
+    zeropp_loco_error_dtype: str = flag("int8", "how LoCo keeps its error", choices=("int8", "bf16", "fp32"))
     deepspeed_config: str | None = flag(
         None,
         "DeepSpeed JSON file with batch sizes, ZeRO, precision, optimizer and schedule",

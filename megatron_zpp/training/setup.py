@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,7 +26,7 @@ from megatron_zpp.training.model import build_model, mixed_precision
 from megatron_zpp.training.optimizer import build_optimizer
 from megatron_zpp.training.resolve import zeropp_config
 from megatron_zpp.training.schedule import Schedule, resume_schedule
-from megatron_zpp.training.settings import Settings
+from megatron_zpp.training.settings import CheckpointSettings, Settings
 from megatron_zpp.zeropp import ZeroPP, apply_zeropp
 
 
@@ -56,7 +57,8 @@ class Run:
     datasets: Datasets
     writers: MetricWriters
     train_iters: int
-    counters: Counters = field(default_factory=Counters)
+    num_eval_micro_batches: int  # per rank and evaluation
+    counters: Counters
 
     def meta(self) -> dict[str, Any]:
         """What a checkpoint keeps beside the tensors."""
@@ -83,13 +85,19 @@ def build_run(settings: Settings, device: torch.device) -> Run:
     train_iters = training.train_iters
     if train_iters is None:
         train_iters = batches.total_iterations(training.train_samples or 0)
+    with errors_on_all_ranks():
+        checkpoint = _find_checkpoint(settings.checkpoint)
+        meta = read_meta(checkpoint) if checkpoint is not None else None
+        counters = Counters()
+        if meta is not None and not settings.checkpoint.finetune:
+            counters = Counters(**meta["counters"])
+    samples = _samples_at_end(batches, counters, train_iters)
+    num_eval_micro_batches = training.eval_iters * batches.num_micro_batches(samples)
     with errors_on_all_ranks(), progress("building data"):
-        checkpoint = None
-        if settings.checkpoint.load is not None:
-            checkpoint = find_checkpoint(settings.checkpoint.load, settings.checkpoint.ckpt_step)
-            if checkpoint is None and settings.checkpoint.exit_on_missing_checkpoint:
-                raise CheckpointError(f"{settings.checkpoint.load} holds no checkpoint (--exit-on-missing-checkpoint)")
-        vocab_size, datasets = _build_data(settings, batches, train_iters)
+        if settings.checkpoint.save is not None:
+            Path(settings.checkpoint.save).mkdir(parents=True, exist_ok=True)
+        eval_samples = num_eval_micro_batches * training.micro_batch_size * dist.get_world_size()
+        vocab_size, datasets = _build_data(settings, counters, train_iters, samples, eval_samples)
         run_config = settings.as_flat_dict() | {"world_size": dist.get_world_size()}
         is_last_rank = dist.get_rank() == dist.get_world_size() - 1
         writers = MetricWriters(settings.logging, run_config, is_writer=is_last_rank, save=settings.checkpoint.save)
@@ -112,10 +120,12 @@ def build_run(settings: Settings, device: torch.device) -> Run:
         datasets,
         writers,
         train_iters,
+        num_eval_micro_batches,
+        counters,
     )
     torch.manual_seed(training.seed + dist.get_rank())  # from here on randomness is dropout's: its own on each rank
-    if checkpoint is not None:
-        _load(run, checkpoint)
+    if checkpoint is not None and meta is not None:
+        _load(run, checkpoint, meta)
     elif settings.checkpoint.load is not None:
         print_once(f"no checkpoint in {settings.checkpoint.load} yet: starting from scratch")
     return run
@@ -127,15 +137,36 @@ def print_once(text: str) -> None:
         print(text, flush=True)
 
 
-def _build_data(settings: Settings, batches: BatchSchedule, train_iters: int) -> tuple[int, Datasets]:
+def _find_checkpoint(settings: CheckpointSettings) -> Path | None:
+    if settings.load is None:
+        return None
+    checkpoint = find_checkpoint(settings.load, settings.ckpt_step)
+    if checkpoint is None and settings.exit_on_missing_checkpoint:
+        raise CheckpointError(f"{settings.load} holds no checkpoint (--exit-on-missing-checkpoint)")
+    return checkpoint
+
+
+def _samples_at_end(batches: BatchSchedule, counters: Counters, train_iters: int) -> int:
+    """Training samples that will have been consumed; the batch size may be another than before the checkpoint."""
+    samples = counters.consumed_train_samples
+    for _ in range(counters.iteration, train_iters):
+        samples += batches.global_batch_size(samples)
+    return samples
+
+
+def _build_data(
+    settings: Settings, counters: Counters, train_iters: int, train_samples: int, eval_samples: int
+) -> tuple[int, Datasets]:
+    """The vocabulary's size and the datasets. train_samples: of the whole run; eval_samples: of one evaluation."""
     training, data, names = settings.training, settings.data, settings.tokenizer
     assert training.seq_length and names.tokenizer_type
     tokenizer = build_tokenizer(
         names.tokenizer_type, names.tokenizer_model, names.vocab_file, names.merge_file, names.vocab_size
     )
-    train_samples = batches.samples_after(train_iters)
-    eval_samples = training.eval_iters * batches.global_batch_size(train_samples)
-    num_evaluations = train_iters // training.eval_interval + 1 if training.eval_interval else 1
+    evaluations_to_come = 1
+    if training.eval_interval:
+        evaluations_to_come += train_iters // training.eval_interval - counters.iteration // training.eval_interval
+    valid_samples = counters.consumed_valid_samples + max(1, evaluations_to_come) * eval_samples
     datasets = build_datasets(
         data_path=data.data_path,
         train_data_path=data.train_data_path,
@@ -144,7 +175,7 @@ def _build_data(settings: Settings, batches: BatchSchedule, train_iters: int) ->
         split=data.split,
         seq_length=training.seq_length,
         seed=training.seed,
-        num_samples=(0 if training.skip_train else train_samples, num_evaluations * eval_samples, eval_samples),
+        num_samples=(0 if training.skip_train else train_samples, valid_samples, eval_samples),
         vocab_size=tokenizer.vocab_size,
         cache_path=data.data_cache_path,
         eod=tokenizer.eod,
@@ -167,21 +198,22 @@ def _build_model(settings: Settings, vocab_size: int, device: torch.device) -> t
             block.forward = torch.compile(block.forward)
     shard_model(model, device, dist.get_world_size(), zero.zero_stage, mixed_precision(settings.precision))
     zeropp = apply_zeropp(model, zeropp_config(zero)) if zero.zero_stage > 0 else None
+    if zeropp is not None:
+        zeropp.monitor_errors(zero.zero_monitor_interval)
     model.to_empty(device=device)
     with progress("initializing weights"):
         init_weights(model, settings.training.seed)
     return model, zeropp
 
 
-def _load(run: Run, checkpoint: Any) -> None:
+def _load(run: Run, checkpoint: Path, meta: dict[str, Any]) -> None:
     settings = run.settings
     with errors_on_all_ranks():
-        meta = read_meta(checkpoint)
         ours = dataclasses.asdict(run.model.config)
         differing = [
             f"{k} {meta['model_config'].get(k)} there, {v} here"
             for k, v in ours.items()
-            if meta["model_config"].get(k) != v and not k.endswith("dropout")
+            if meta["model_config"].get(k) != v and not k.endswith("dropout") and k != "init_method_std"
         ]
         if differing:
             raise CheckpointError(f"{checkpoint} is of another model: {'; '.join(differing)}")
@@ -201,7 +233,6 @@ def _load(run: Run, checkpoint: Any) -> None:
         load_rng=not (finetune or settings.checkpoint.no_load_rng),
     )
     if not finetune:
-        run.counters = Counters(**meta["counters"])
         run.scaler.load_state_dict(meta["loss_scaler"])
     for note in notes:
         print_once(f"note: {note}")

@@ -168,10 +168,9 @@ class ZeroPP:
             )
         for kind, collectives in self._stateful().items():
             for unit, collective in collectives.items():
-                prefix = f"{kind}.{unit or 'root'}."
-                collective.load_state_dict(
-                    {k.removeprefix(prefix): v for k, v in state.items() if k.startswith(prefix)}
-                )
+                prefix = f"{kind}/{unit or 'root'}/"
+                own = {key.removeprefix(prefix): value for key, value in state.items() if key.startswith(prefix)}
+                collective.load_state_dict(own)
         self.invalidate()
 
     def _stateful(self) -> dict[str, Mapping[str, QuantizedAllGather | HierarchicalReduceScatter]]:

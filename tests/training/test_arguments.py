@@ -276,7 +276,7 @@ def test_reference_page_is_up_to_date():
         ("--zero-stage 4", "--zero-stage 4"),
         ("--zero-hpz-partition-size 3", "--zero-hpz-partition-size 3 4 1, 2, 4"),
         ("--zero-ranks-per-node 8", "--zero-ranks-per-node 8 4"),
-        ("--zero-stage 2 --zero-quantized-weights", "--zero-quantized-weights --zero-stage 3"),
+        ("--zero-stage 0 --zero-quantized-weights", "--zero-quantized-weights --zero-stage 1"),
         ("--zero-stage 1 --zero-hpz-partition-size 2", "--zero-hpz-partition-size --zero-stage 3"),
         ("--zeropp-loco", "--zeropp-loco --zero-quantized-gradients"),
         ("--zero-gradient-bits 4", "--zero-gradient-bits --zero-quantized-gradients"),

@@ -1,0 +1,310 @@
+"""ZeRO++ under real FSDP2 training: equal to plain FSDP2 without quantization, and right in every FSDP2 situation."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+
+from megatron_zpp.zeropp import LoCoConfig, ZeroPPConfig, apply_zeropp
+from tests.ranks import run_ranks
+
+HIERARCHY_ONLY = ZeroPPConfig(
+    hpz_partition_size=2, quantized_gradients=True, gradient_bits=None, gradient_intra_bits=None
+)
+ALL_FLAGS = ZeroPPConfig(
+    quantized_weights=True, hpz_partition_size=2, quantized_gradients=True, loco=LoCoConfig(), weight_block_size=64
+)
+
+
+class Net(nn.Module):
+    """Tied embeddings, an odd width, a bias of less than one element a rank, and a frozen layer if asked for."""
+
+    def __init__(self, frozen: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding = nn.Embedding(50, 33)
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(33, 70), nn.GELU(), nn.Linear(70, 33)) for _ in range(3))
+        self.head = nn.Linear(33, 50)
+        self.head.weight = self.embedding.weight
+        self.scale = nn.Parameter(torch.ones(1))
+        if frozen:
+            self.layers[1].requires_grad_(False)
+            self.layers[2][0].weight.requires_grad_(False)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens)
+        for layer in self.layers:
+            x = x + self.scale * layer(x)
+        return self.head(x)
+
+
+def train(config, num_steps=10, optimizer="fused", num_micro_batches=2, reshard=True, frozen=False, dtype=None):
+    """Losses of every step with an evaluation in between, and the full parameters at the end."""
+    rank, model = dist.get_rank(), Net(frozen)
+    policy = MixedPrecisionPolicy(param_dtype=dtype)
+    for layer in model.layers:
+        fully_shard(layer, reshard_after_forward=reshard, mp_policy=policy)
+    fully_shard(model, reshard_after_forward=reshard, mp_policy=policy)
+    zeropp = apply_zeropp(model, config) if config is not None else None
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    step_of = {
+        "fused": lambda: torch.optim.AdamW(parameters, lr=1e-2, eps=1e-4, fused=True),
+        "foreach": lambda: torch.optim.AdamW(parameters, lr=1e-2, eps=1e-4, foreach=True),
+        "sgd": lambda: torch.optim.SGD(parameters, lr=0.1),
+    }[optimizer]()
+    generator = torch.Generator().manual_seed(rank)
+    losses = []
+    for _ in range(num_steps):
+        for i in range(num_micro_batches):
+            tokens = torch.randint(50, (4, 9), generator=generator)
+            if zeropp is not None:
+                zeropp.set_is_last_micro_batch(i == num_micro_batches - 1)
+            loss = nn.functional.cross_entropy(model(tokens[:, :-1]).flatten(0, 1).float(), tokens[:, 1:].flatten())
+            (loss / num_micro_batches).backward()
+        step_of.step()
+        step_of.zero_grad()
+        with torch.no_grad():
+            losses.append(model(torch.arange(40).view(4, 10)).float().square().mean().item())
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()  # the evaluation leaves what it gathered
+    return losses, [p.full_tensor().detach() for p in model.parameters()]
+
+
+def _hierarchy_equals_plain(optimizer, reshard, frozen):
+    return train(None, optimizer=optimizer, reshard=reshard, frozen=frozen), train(
+        HIERARCHY_ONLY, optimizer=optimizer, reshard=reshard, frozen=frozen
+    )
+
+
+@pytest.mark.parametrize(
+    "optimizer, reshard, frozen", [("fused", True, False), ("foreach", True, True), ("sgd", False, False)]
+)
+def test_without_quantization_training_equals_fsdp2(optimizer, reshard, frozen):
+    """In fp32 sums are taken in another order, hence 1e-5; a stale or mixed-up weight would be off by percents."""
+    for (plain_losses, plain), (losses, ours) in run_ranks(4, _hierarchy_equals_plain, optimizer, reshard, frozen):
+        assert losses == pytest.approx(plain_losses, rel=1e-5)
+        for p, q in zip(plain, ours, strict=True):
+            torch.testing.assert_close(q, p, rtol=1e-4, atol=1e-5)
+
+
+def _all_flags_and_plain(dtype):
+    return train(None, num_steps=30, dtype=dtype), train(ALL_FLAGS, num_steps=30, dtype=dtype)
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+def test_all_flags_train_close_to_fsdp2_and_alike_on_all_ranks(dtype):
+    results = run_ranks(4, _all_flags_and_plain, dtype)
+    for (plain_losses, _), (losses, parameters) in results:
+        assert losses[-1] == pytest.approx(plain_losses[-1], rel=0.1)
+        assert losses == results[0][1][0]
+        assert all(p.equal(q) for p, q in zip(parameters, results[0][1][1], strict=True))
+
+
+def _changed_parameters():
+    """Outputs with the initial weights, with weights tripled behind autograd's back, and with loaded ones."""
+    torch.manual_seed(0)
+    model = nn.Linear(64, 64)
+    fully_shard(model)
+    zeropp = apply_zeropp(model, ZeroPPConfig(hpz_partition_size=2, weight_difference_bits=4))
+    x = torch.ones(1, 64)
+    with torch.no_grad():
+        initial = model(x).clone()
+        model.reshard()
+        for p in model.parameters():
+            p.to_local().data.mul_(3)
+        zeropp.invalidate()
+        tripled = model(x).clone()
+        model.reshard()
+        model.load_state_dict({name: p.detach() * 2 for name, p in model.named_parameters()})
+        return initial, tripled, model(x).clone()
+
+
+def test_changed_parameters_are_gathered_anew_and_loaded_ones_in_full():
+    initial, tripled, loaded = run_ranks(4, _changed_parameters)[0]
+    torch.testing.assert_close(tripled, 3 * initial, rtol=0.1, atol=0.5)  # 4-bit differences
+    torch.testing.assert_close(loaded, 6 * initial, rtol=1e-6, atol=1e-6)
+
+
+class SometimesUnused(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = nn.Linear(40, 40), nn.Linear(40, 40)
+
+    def forward(self, x: torch.Tensor, use_second: bool) -> torch.Tensor:
+        return self.second(self.first(x)) if use_second else self.first(x)
+
+
+def _sometimes_unused(config):
+    model = SometimesUnused()
+    fully_shard(model)
+    zeropp = apply_zeropp(model, config) if config is not None else None
+    for i, use_second in enumerate([True, False]):
+        if zeropp is not None:
+            zeropp.set_is_last_micro_batch(i == 1)
+        model(torch.full((2, 40), dist.get_rank() + 1.0), use_second).square().mean().backward()
+    return [p.grad.full_tensor() for p in model.parameters()]
+
+
+def test_a_parameter_unused_in_the_last_micro_batch_keeps_its_gradient():
+    plain, ours = run_ranks(4, _sometimes_unused, None)[0], run_ranks(4, _sometimes_unused, HIERARCHY_ONLY)[0]
+    for p, q in zip(plain, ours, strict=True):
+        torch.testing.assert_close(q, p, rtol=1e-5, atol=1e-6)
+
+
+def _refusals():
+    messages = []
+    for build in (_without_fsdp, _hsdp, _post_forward_mesh, _mixed_dtypes):
+        try:
+            build()
+        except ValueError as error:
+            messages.append(str(error))
+    return messages
+
+
+def _without_fsdp():
+    apply_zeropp(nn.Linear(4, 4), ALL_FLAGS)
+
+
+def _hsdp():
+    model = nn.Linear(4, 4)
+    fully_shard(model, mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")))
+    apply_zeropp(model, ALL_FLAGS)
+
+
+def _post_forward_mesh():
+    model = nn.Linear(4, 4)
+    fully_shard(model, reshard_after_forward=2)
+    apply_zeropp(model, ALL_FLAGS)
+
+
+def _mixed_dtypes():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4).to(torch.bfloat16).requires_grad_(False))
+    fully_shard(model)
+    apply_zeropp(model, ALL_FLAGS)
+    model(torch.ones(1, 4))
+
+
+def test_what_is_not_supported_is_refused_by_name():
+    no_units, hsdp, post_forward, dtypes = run_ranks(4, _refusals)[0]
+    assert "call torch.distributed.fsdp.fully_shard on it first" in no_units
+    assert "HSDP" in hsdp
+    assert "reshard_after_forward=<int>" in post_forward
+    assert "different dtypes" in dtypes
+
+
+def _traffic(config, num_micro_batches):
+    model = nn.Linear(512, 512, bias=False)
+    fully_shard(model, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16))
+    zeropp = apply_zeropp(model, config)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(2):
+        zeropp.traffic.take()
+        for i in range(num_micro_batches):
+            zeropp.set_is_last_micro_batch(i == num_micro_batches - 1)
+            model(torch.ones(1, 512)).sum().backward()
+        optimizer.step()
+    return zeropp.traffic.inter_node
+
+
+@pytest.mark.parametrize("num_micro_batches", [1, 8])
+def test_bytes_between_nodes_are_those_of_one_gather_and_one_reduction(num_micro_batches):
+    sent = run_ranks(4, _traffic, ALL_FLAGS, num_micro_batches)
+    per_node_and_parameter = (sent[0] + sent[1]) / 512**2
+    int8_and_int4_with_scales = (1 + 4 / 64) + (0.5 + 4 / 128)
+    assert per_node_and_parameter == pytest.approx(int8_and_int4_with_scales / 2, rel=1e-3)  # (N - 1) / N
+
+
+def _state_round_trip():
+    """Train 4 steps; and train 2, save, load into a new model, train 2."""
+
+    def build():
+        torch.manual_seed(1)
+        model = nn.Linear(128, 96)
+        fully_shard(model)
+        config = ZeroPPConfig(
+            hpz_partition_size=2,
+            weight_difference_bits=4,
+            quantized_gradients=True,
+            loco=LoCoConfig(),
+            gradient_bits=2,
+            gradient_rounding="stochastic",
+        )
+        return model, apply_zeropp(model, config), torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def steps(model, optimizer, first):
+        for step in range(first, first + 2):
+            generator = torch.Generator().manual_seed(10 * step + dist.get_rank())
+            model(torch.randn(8, 128, generator=generator)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    model, zeropp, optimizer = build()
+    steps(model, optimizer, 0)
+    state = {name: tensor.clone() for name, tensor in zeropp.state_dict().items()}
+    weights = copy.deepcopy({name: p.to_local().detach().clone() for name, p in model.named_parameters()})
+    steps(model, optimizer, 2)
+    again, zeropp_again, optimizer_again = build()
+    with torch.no_grad():
+        for name, p in again.named_parameters():
+            p.to_local().copy_(weights[name])
+    zeropp_again.load_state_dict(state)
+    steps(again, optimizer_again, 2)
+    same = all(p.to_local().equal(q.to_local()) for p, q in zip(model.parameters(), again.parameters(), strict=True))
+    return same, sorted(state)
+
+
+def test_state_restores_errors_copies_and_noise_exactly():
+    for same, names in run_ranks(4, _state_round_trip):
+        assert same
+        assert names == [
+            "gradients/root/inter.error",
+            "gradients/root/inter.steps",
+            "gradients/root/steps",
+            "weights/root/copies",
+        ]
+
+
+def _undone_step():
+    config = ZeroPPConfig(quantized_gradients=True, ranks_per_node=2, gradient_bits=2, loco=LoCoConfig())
+    model = nn.Linear(128, 96)
+    fully_shard(model)
+    zeropp = apply_zeropp(model, config)
+    model(torch.randn(8, 128)).sum().backward()
+    before = {k: v.clone() for k, v in zeropp.state_dict().items()}
+    model(torch.full((8, 128), torch.inf)).sum().backward()
+    poisoned = zeropp.state_dict()["gradients/root/inter.error"]
+    zeropp.undo_step()
+    after = zeropp.state_dict()
+    zeropp.rescale_errors(0.5)
+    return before, poisoned, after, zeropp.state_dict()
+
+
+def test_an_undone_step_leaves_no_trace_and_rescaling_is_exact():
+    before, poisoned, after, _ = run_ranks(4, _undone_step)[0]
+    assert not poisoned.equal(before["gradients/root/inter.error"])
+    assert all(before[name].equal(after[name]) for name in before)
+
+
+def _monitored():
+    model = nn.Linear(256, 256)
+    fully_shard(model)
+    zeropp = apply_zeropp(model, ZeroPPConfig(True, 2, True, weight_block_size=64, gradient_bits=3))
+    zeropp.monitor_errors(every=1)
+    model(torch.randn(8, 256)).square().sum().backward()
+    return zeropp.quantization_errors(), zeropp.quantization_errors()
+
+
+def test_monitored_errors_are_those_of_the_bits():
+    first, second = run_ranks(4, _monitored)[0]
+    assert first["weights"] == first["weights/root"]
+    assert 1e-3 < first["weights"] < 1e-2 and 1e-3 < first["gradients/intra"] < 2e-2
+    assert 0.05 < first["gradients/inter"] < 0.4
+    assert second == {}
