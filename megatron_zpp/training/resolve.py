@@ -307,6 +307,7 @@ def _resolve_zero(zero: ZeroSettings, world_size: int) -> ZeroSettings:
 
 
 _ZERO_MEANS_NONE = (
+    "zero_gradient_bits",
     "zero_weight_intra_bits",
     "zero_weight_block_size",
     "zero_gradient_intra_bits",

@@ -184,7 +184,9 @@ class ZeroSettings:
     zero_weight_bits: int = flag(8, "bits of quantized weights between nodes: 2, 3, 4, 6 or 8")
     zero_weight_intra_bits: int | None = flag(None, "bits of weights within a node; default unquantized")
     zero_weight_block_size: int | None = flag(256, "elements per weight scale; 0 = one scale per tensor")
-    zero_gradient_bits: int = flag(4, "bits of quantized gradients between nodes: 2, 3, 4, 6 or 8")
+    zero_gradient_bits: int | None = flag(
+        4, "bits of quantized gradients between nodes: 2, 3, 4, 6 or 8; 0 = unquantized"
+    )
     zero_gradient_intra_bits: int | None = flag(8, "bits of quantized gradients within a node; 0 = unquantized")
     zero_gradient_block_size: int | None = flag(128, "elements per gradient scale; 0 = one scale per tensor")
     zero_weight_rounding: str = flag("nearest", "rounding of quantized weights", choices=("nearest", "stochastic"))

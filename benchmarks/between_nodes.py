@@ -1,0 +1,151 @@
+"""What crosses between nodes, and what that costs: ZeRO-3 beside ZeRO++ on the cluster in a box.
+
+    sudo .venv/bin/python benchmarks/between_nodes.py bytes       # bytes per parameter and step, several settings
+    sudo .venv/bin/python benchmarks/between_nodes.py throughput  # tokens/s over link rates
+    .venv/bin/python benchmarks/between_nodes.py tables           # results/*.jsonl as Markdown, and the plot
+
+Results are appended to ``benchmarks/results/between_nodes_{bytes,throughput}.jsonl``, one line a run with its command;
+what is there already is not run again. Bytes are read from the nodes' interfaces; every rank runs the real trainer.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+from cluster_in_a_box import run
+
+RESULTS = Path(__file__).parent / "results"
+PROGRAM = Path(__file__).parent.parent / "pretrain_gpt.py"
+# 26M parameters, and hardly any tokens: the network is what is measured.
+MODEL = (
+    "--num-layers 8 --hidden-size 512 --num-attention-heads 8 --seq-length 32 --micro-batch-size 1 --mock-data "
+    "--vocab-size 1024 --attention-dropout 0 --hidden-dropout 0 --lr 1e-4 --eval-iters 0 --log-interval 1 "
+    "--num-workers 0 --bf16 --grad-reduce-in-bf16"
+)
+QUANTIZED = "--zero-quantized-weights --zero-quantized-gradients"
+SETTINGS = {
+    "ZeRO-3 bf16": "",
+    "hierarchy alone: hpZ, gradients once per step, bf16": "--zero-hpz-partition-size {P} --zero-quantized-gradients "
+    "--zero-gradient-bits 0 --zero-gradient-intra-bits 0",
+    "qwZ alone": "--zero-quantized-weights --zero-ranks-per-node {P}",
+    "hpZ alone": "--zero-hpz-partition-size {P}",
+    "qgZ alone": "--zero-quantized-gradients --zero-ranks-per-node {P}",
+    "all flags": f"{QUANTIZED} --zero-hpz-partition-size {{P}}",
+    "all flags, LoCo": f"{QUANTIZED} --zero-hpz-partition-size {{P}} --zeropp-loco",
+    "all flags, LoCo, 4-bit weight differences": f"{QUANTIZED} --zero-hpz-partition-size {{P}} --zeropp-loco "
+    "--zero-weight-difference-bits 4",
+}
+BYTES_SHAPES = {(2, 2): list(SETTINGS), (3, 2): list(SETTINGS)[-3:], (2, 3): list(SETTINGS)[-3:]}  # (nodes, P)
+THROUGHPUT_SETTINGS = ["ZeRO-3 bf16", "all flags, LoCo", "all flags, LoCo, 4-bit weight differences"]
+RATES = ["50mbit", "200mbit", "1gbit", "4gbit", None]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=("bytes", "throughput", "tables"))
+    what = parser.parse_args().what
+    RESULTS.mkdir(exist_ok=True)
+    if what == "bytes":
+        for (nodes, ranks_per_node), names in BYTES_SHAPES.items():
+            for name in names:
+                for micro_batches in (1, 8):
+                    measure("bytes", name, nodes, ranks_per_node, micro_batches, None, steps=6)
+    elif what == "throughput":
+        for rate in RATES:
+            for micro_batches in (1, 8):
+                for name in THROUGHPUT_SETTINGS:
+                    measure("throughput", name, 2, 2, micro_batches, rate, steps=4 if rate == RATES[0] else 7)
+    else:
+        print_tables()
+
+
+def measure(
+    kind: str, name: str, nodes: int, ranks_per_node: int, micro_batches: int, rate: str | None, steps: int
+) -> None:
+    """Run one setting and append what was measured, unless it is there already."""
+    path = RESULTS / f"between_nodes_{kind}.jsonl"
+    key = {"setting": name, "nodes": nodes, "ranks_per_node": ranks_per_node, "rate": rate}
+    key["micro_batches"] = micro_batches
+    if any(key.items() <= row.items() for row in read(path)):
+        return
+    flags = f"{MODEL} {SETTINGS[name].format(P=ranks_per_node)} --train-iters {steps}"
+    flags += f" --global-batch-size {nodes * ranks_per_node * micro_batches}"
+    command = [str(PROGRAM), *flags.split()]
+    print(f"{name}: {nodes} x {ranks_per_node}, {micro_batches} micro-batches, {rate or 'unlimited'}", file=sys.stderr)
+    measured = asdict(run(command, nodes, ranks_per_node, rate, warmup_steps=2, timeout=900, echo=False))
+    row = measured | key | {"parameters": count_parameters(), "command": f"{PROGRAM.name} {flags}"}
+    with path.open("a") as file:
+        file.write(json.dumps(row) + "\n")
+    print(f"    {per_parameter(row):.3f} bytes/parameter, {row['tokens_per_second']:.0f} tokens/s", file=sys.stderr)
+
+
+def count_parameters() -> int:
+    from megatron_zpp.models.flops import num_parameters
+    from megatron_zpp.models.gpt import GPTConfig
+
+    value = {flag: int(number) for flag, number in re.findall(r"--([a-z-]+) (\d+)", MODEL)}
+    return num_parameters(
+        GPTConfig(
+            value["num-layers"],
+            value["hidden-size"],
+            value["num-attention-heads"],
+            vocab_size=-(-value["vocab-size"] // 128) * 128 + 128,  # NullTokenizer's end-of-document, padded
+            max_position_embeddings=value["seq-length"],
+        )
+    )
+
+
+def read(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def per_parameter(row: dict) -> float:
+    return row["bytes_per_node_and_step"] / row["parameters"]
+
+
+def print_tables() -> None:
+    rows = read(RESULTS / "between_nodes_bytes.jsonl")
+    print("Bytes that leave one node, per parameter and optimizer step, read from its interface\n")
+    print("| nodes x ranks | setting | 1 micro-batch | 8 micro-batches | counted / interface |\n|---|---|---|---|---|")
+    for shape in BYTES_SHAPES:
+        for name in BYTES_SHAPES[shape]:
+            found = {
+                r["micro_batches"]: r
+                for r in rows
+                if (r["nodes"], r["ranks_per_node"]) == shape and r["setting"] == name
+            }
+            if len(found) == 2:
+                ratio = found[1]["counted_bytes_per_node_and_step"] / found[1]["bytes_per_node_and_step"]
+                print(
+                    f"| {shape[0]} x {shape[1]} | {name} | {per_parameter(found[1]):.3f} | "
+                    f"{per_parameter(found[8]):.3f} | {ratio:.3f} |"
+                )
+    rows = read(RESULTS / "between_nodes_throughput.jsonl")
+    print("\nTokens/s on 2 x 2 ranks over the links' rate\n")
+    for micro_batches in (1, 8):
+        print(
+            f"\n{micro_batches} micro-batch{'es' if micro_batches > 1 else ''}\n\n| rate | "
+            + " | ".join(THROUGHPUT_SETTINGS)
+            + " | gain |\n|---|---|---|---|---|"
+        )
+        for rate in RATES:
+            found = {
+                r["setting"]: r["tokens_per_second"]
+                for r in rows
+                if r["rate"] == rate and r["micro_batches"] == micro_batches
+            }
+            if len(found) == len(THROUGHPUT_SETTINGS):
+                plain, *ours = (found[name] for name in THROUGHPUT_SETTINGS)
+                gains = ", ".join(f"{tokens / plain:.2f} x" for tokens in ours)
+                print(
+                    f"| {rate or 'unlimited'} | {plain:.1f} | " + " | ".join(f"{t:.1f}" for t in ours) + f" | {gains} |"
+                )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,250 @@
+"""A small cluster on one Linux machine: nodes with their own network interface, joined by links of a chosen rate.
+
+    sudo .venv/bin/python benchmarks/cluster_in_a_box.py --nodes 2 --ranks-per-node 2 --rate 1gbit -- \\
+        pretrain_gpt.py --preset gpt-125m ... --log-interval 1
+
+Each node is a network namespace; ``torchrun`` starts in every one of them, and gloo's traffic between nodes crosses
+their interfaces, whose rate ``tc tbf`` limits in both directions. Reported per node and optimizer step: bytes that left
+its interface, with all transport overhead, beside those that the program counted itself; tokens/s; loss.
+
+Needs Linux, root, and the commands ``ip`` and ``tc`` (Debian package iproute2). Ends by itself after ``--timeout``
+seconds, and removes what it made, also after Ctrl-C; what a killed run left over is removed by the next one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+PREFIX = "mzpp"
+SUBNET = "10.213.77"
+LOG_FIELDS = {
+    "loss": r"lm loss: (\S+)",
+    "tokens_per_second": r"tokens per second: (\S+)",
+    "counted_megabytes": r"sent between nodes per step \(MB\): (\S+)",
+    "milliseconds": r"elapsed time per iteration \(ms\): (\S+)",
+}
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """Means over the steady-state steps of a run."""
+
+    nodes: int
+    ranks_per_node: int
+    rate: str | None
+    steps: int
+    bytes_per_node_and_step: float  # left a node's interface
+    counted_bytes_per_node_and_step: float  # by the program's own counters
+    tokens_per_second: float
+    seconds_per_step: float
+    loss: float  # of the last step
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--nodes", type=int, default=2)
+    parser.add_argument("--ranks-per-node", type=int, default=2)
+    parser.add_argument("--rate", help="of each node's link, as tc takes it: 100mbit, 1gbit; default unlimited")
+    parser.add_argument("--warmup-steps", type=int, default=2, help="steps left out of the means")
+    parser.add_argument("--timeout", type=float, default=600.0, help="seconds after which the run is ended")
+    parser.add_argument(
+        "command", nargs="+", metavar="-- PROGRAM ARGS", help="a training program with --log-interval 1"
+    )
+    arguments = parser.parse_args()
+    try:
+        measurement = run(
+            arguments.command,
+            arguments.nodes,
+            arguments.ranks_per_node,
+            arguments.rate,
+            arguments.warmup_steps,
+            arguments.timeout,
+        )
+    except (RuntimeError, TimeoutError) as error:
+        sys.exit(f"error: {error}")
+    except KeyboardInterrupt:
+        sys.exit("interrupted; the cluster is removed")
+    print(json.dumps(asdict(measurement)))
+
+
+def run(
+    command: Sequence[str],
+    nodes: int,
+    ranks_per_node: int,
+    rate: str | None = None,
+    warmup_steps: int = 2,
+    timeout: float = 600.0,
+    echo: bool = True,
+) -> Measurement:
+    """Run ``command``, a training program and its arguments, on a fresh cluster; raises RuntimeError if it fails."""
+    check_requirements()
+    with cluster(nodes, rate) as namespaces, programs(command, namespaces, ranks_per_node) as processes:
+        return measure(processes, namespaces, ranks_per_node, rate, warmup_steps, time.monotonic() + timeout, echo)
+
+
+def check_requirements() -> None:
+    """Raise RuntimeError that says what is missing."""
+    if sys.platform != "linux" or os.geteuid() != 0:
+        raise RuntimeError("network namespaces need Linux and root: run it with sudo")
+    missing = [tool for tool in ("ip", "tc") if shutil.which(tool) is None]
+    if missing:
+        raise RuntimeError(f"{' and '.join(missing)} not found: install iproute2 (apt-get install iproute2)")
+
+
+@contextmanager
+def cluster(nodes: int, rate: str | None) -> Iterator[list[str]]:
+    """Namespaces with an interface eth0 each, at SUBNET.1, .2, ..., joined by a bridge; removed at the end."""
+    remove_leftovers()
+    bridge = f"{PREFIX}br{os.getpid()}"
+    namespaces = [f"{PREFIX}-{os.getpid()}-{node}" for node in range(nodes)]
+    try:
+        sh(f"ip link add {bridge} type bridge")
+        sh(f"ip link set {bridge} up")
+        for node, namespace in enumerate(namespaces):
+            outside = f"{PREFIX}{os.getpid()}v{node}"
+            sh(f"ip netns add {namespace}")
+            sh(f"ip link add {outside} type veth peer name eth0 netns {namespace}")
+            sh(f"ip link set {outside} master {bridge} up")
+            sh(f"ip -n {namespace} addr add {SUBNET}.{node + 1}/24 dev eth0")
+            sh(f"ip -n {namespace} link set eth0 up")
+            sh(f"ip -n {namespace} link set lo up")
+            if rate is not None:
+                shape = f"root tbf rate {rate} burst 256kb latency 200ms"
+                sh(f"tc -n {namespace} qdisc add dev eth0 {shape}")  # what the node sends
+                sh(f"tc qdisc add dev {outside} {shape}")  # what it receives
+        yield namespaces
+    finally:
+        remove(os.getpid())
+
+
+def remove(pid: int) -> None:
+    """Remove the cluster that the process ``pid`` made: namespaces take their end of each link with them."""
+    for line in sh("ip netns list").splitlines():
+        name = line.split()[0] if line.split() else ""
+        if name.startswith(f"{PREFIX}-{pid}-"):
+            subprocess.run(f"ip netns pids {name} | xargs -r kill -9", shell=True, check=False, capture_output=True)
+            subprocess.run(["ip", "netns", "del", name], check=False, capture_output=True)
+    subprocess.run(["ip", "link", "del", f"{PREFIX}br{pid}"], check=False, capture_output=True)
+
+
+def remove_leftovers() -> None:
+    """Remove clusters whose maker was killed."""
+    makers = {int(found) for found in re.findall(rf"{PREFIX}-(\d+)-\d+", sh("ip netns list"))}
+    makers |= {int(found) for found in re.findall(rf"{PREFIX}br(\d+)", sh("ip -o link"))}
+    for pid in makers:
+        if not Path(f"/proc/{pid}").exists():
+            remove(pid)
+
+
+@contextmanager
+def programs(command: Sequence[str], namespaces: list[str], ranks_per_node: int) -> Iterator[list[subprocess.Popen]]:
+    """``torchrun`` on every node; all output goes to its stdout. Killed at the end."""
+    threads = max(1, (os.cpu_count() or 1) // (len(namespaces) * ranks_per_node))
+    environment = os.environ | {"GLOO_SOCKET_IFNAME": "eth0", "OMP_NUM_THREADS": str(threads), "PYTHONUNBUFFERED": "1"}
+    processes = []
+    try:
+        for node, namespace in enumerate(namespaces):
+            torchrun = f"-m torch.distributed.run --nnodes {len(namespaces)} --node-rank {node} --nproc-per-node "
+            torchrun += f"{ranks_per_node} --master-addr {SUBNET}.1 --master-port 29500"
+            processes.append(
+                subprocess.Popen(
+                    ["ip", "netns", "exec", namespace, sys.executable, *torchrun.split(), *command],
+                    env=environment,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.STDOUT,
+                    text=True,
+                    start_new_session=True,
+                )
+            )
+        yield processes
+    finally:
+        for process in processes:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+
+def measure(
+    processes: list[subprocess.Popen],
+    namespaces: list[str],
+    ranks_per_node: int,
+    rate: str | None,
+    warmup_steps: int,
+    deadline: float,
+    echo: bool,
+) -> Measurement:
+    """Read the log line of each step, which the last rank prints, and every node's interface at that moment."""
+    samples: list[tuple[list[int], dict[str, float]]] = []  # bytes sent so far by each node, and the line's fields
+    output = processes[-1].stdout
+    assert output is not None
+    os.set_blocking(output.fileno(), False)
+    lines: list[str] = []
+    while True:
+        line = output.readline()
+        if line:
+            lines.append(line)
+            if echo:
+                print(line, end="", file=sys.stderr)
+            if re.search(r"iteration +\d+/", line):
+                fields = {name: float(found[1]) for name, p in LOG_FIELDS.items() if (found := re.search(p, line))}
+                samples.append(([sent_bytes(namespace) for namespace in namespaces], fields))
+            continue
+        if any(process.poll() not in (None, 0) for process in processes):
+            time.sleep(2)  # for the last words
+            tails = [process.stdout.read() or "" for process in processes if process.stdout is not None]
+            raise RuntimeError(f"the program failed:\n{''.join(lines[-20:])}{''.join(tails)[-3000:]}")
+        if processes[-1].poll() == 0:
+            break
+        if time.monotonic() > deadline:
+            raise TimeoutError("the run took longer than --timeout")
+        time.sleep(0.01)
+    if len(samples) <= warmup_steps + 1:
+        raise RuntimeError(
+            f"{len(samples)} steps were logged: train more than {warmup_steps + 1}, with --log-interval 1"
+        )
+    (first, _), (last, last_fields), steps = samples[warmup_steps], samples[-1], len(samples) - warmup_steps - 1
+    steady = [fields for _, fields in samples[warmup_steps + 1 :]]
+    milliseconds = sum(fields["milliseconds"] for fields in steady) / steps
+    tokens = sum(fields["tokens_per_second"] * fields["milliseconds"] for fields in steady)
+    counted = sum(fields.get("counted_megabytes", 0.0) for fields in steady) / steps
+    return Measurement(
+        nodes=len(namespaces),
+        ranks_per_node=ranks_per_node,
+        rate=rate,
+        steps=steps,
+        bytes_per_node_and_step=(sum(last) - sum(first)) / steps / len(namespaces),
+        counted_bytes_per_node_and_step=counted * 1e6 / len(namespaces),
+        tokens_per_second=tokens / (milliseconds * steps),
+        seconds_per_step=milliseconds / 1000,
+        loss=last_fields["loss"],
+    )
+
+
+def sent_bytes(namespace: str) -> int:
+    """Bytes that left the node's interface since it was made."""
+    statistics = json.loads(sh(f"ip -n {namespace} -s -j link show dev eth0"))
+    return int(statistics[0]["stats64"]["tx"]["bytes"])
+
+
+def sh(command: str) -> str:
+    """Run a command, and return what it prints; raises RuntimeError with its words if it fails."""
+    done = subprocess.run(command.split(), capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        raise RuntimeError(f"`{command}` failed: {done.stderr.strip()}")
+    return done.stdout
+
+
+if __name__ == "__main__":
+    main()
