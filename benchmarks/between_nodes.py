@@ -2,7 +2,7 @@
 
     sudo .venv/bin/python benchmarks/between_nodes.py bytes       # bytes per parameter and step, several settings
     sudo .venv/bin/python benchmarks/between_nodes.py throughput  # tokens/s over link rates
-    .venv/bin/python benchmarks/between_nodes.py tables           # results/*.jsonl as Markdown, and the plot
+    .venv/bin/python benchmarks/between_nodes.py tables           # both as Markdown
 
 Results are appended to ``benchmarks/results/between_nodes_{bytes,throughput}.jsonl``, one line a run with its command;
 what is there already is not run again. Bytes are read from the nodes' interfaces; every rank runs the real trainer.
@@ -16,10 +16,12 @@ import re
 import sys
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from cluster_in_a_box import run
 
 RESULTS = Path(__file__).parent / "results"
+BYTES, THROUGHPUT = RESULTS / "between_nodes_bytes.jsonl", RESULTS / "between_nodes_throughput.jsonl"
 PROGRAM = Path(__file__).parent.parent / "pretrain_gpt.py"
 # 26M parameters, and hardly any tokens: the network is what is measured.
 MODEL = (
@@ -54,21 +56,20 @@ def main() -> None:
         for (nodes, ranks_per_node), names in BYTES_SHAPES.items():
             for name in names:
                 for micro_batches in (1, 8):
-                    measure("bytes", name, nodes, ranks_per_node, micro_batches, None, steps=6)
+                    measure(BYTES, name, nodes, ranks_per_node, micro_batches, None, steps=6)
     elif what == "throughput":
         for rate in RATES:
             for micro_batches in (1, 8):
                 for name in THROUGHPUT_SETTINGS:
-                    measure("throughput", name, 2, 2, micro_batches, rate, steps=4 if rate == RATES[0] else 7)
+                    measure(THROUGHPUT, name, 2, 2, micro_batches, rate, steps=4 if rate == RATES[0] else 7)
     else:
         print_tables()
 
 
 def measure(
-    kind: str, name: str, nodes: int, ranks_per_node: int, micro_batches: int, rate: str | None, steps: int
+    path: Path, name: str, nodes: int, ranks_per_node: int, micro_batches: int, rate: str | None, steps: int
 ) -> None:
     """Run one setting and append what was measured, unless it is there already."""
-    path = RESULTS / f"between_nodes_{kind}.jsonl"
     key = {"setting": name, "nodes": nodes, "ranks_per_node": ranks_per_node, "rate": rate}
     key["micro_batches"] = micro_batches
     if any(key.items() <= row.items() for row in read(path)):
@@ -100,51 +101,35 @@ def count_parameters() -> int:
     )
 
 
-def read(path: Path) -> list[dict]:
+def read(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
-def per_parameter(row: dict) -> float:
+def per_parameter(row: dict[str, Any]) -> float:
     return row["bytes_per_node_and_step"] / row["parameters"]
 
 
 def print_tables() -> None:
-    rows = read(RESULTS / "between_nodes_bytes.jsonl")
     print("Bytes that leave one node, per parameter and optimizer step, read from its interface\n")
     print("| nodes x ranks | setting | 1 micro-batch | 8 micro-batches | counted / interface |\n|---|---|---|---|---|")
-    for shape in BYTES_SHAPES:
-        for name in BYTES_SHAPES[shape]:
-            found = {
-                r["micro_batches"]: r
-                for r in rows
-                if (r["nodes"], r["ranks_per_node"]) == shape and r["setting"] == name
-            }
-            if len(found) == 2:
-                ratio = found[1]["counted_bytes_per_node_and_step"] / found[1]["bytes_per_node_and_step"]
-                print(
-                    f"| {shape[0]} x {shape[1]} | {name} | {per_parameter(found[1]):.3f} | "
-                    f"{per_parameter(found[8]):.3f} | {ratio:.3f} |"
-                )
-    rows = read(RESULTS / "between_nodes_throughput.jsonl")
-    print("\nTokens/s on 2 x 2 ranks over the links' rate\n")
+    rows = {(r["nodes"], r["ranks_per_node"], r["setting"], r["micro_batches"]): r for r in read(BYTES)}
+    for (nodes, ranks_per_node), names in BYTES_SHAPES.items():
+        for name in names:
+            one, eight = (rows.get((nodes, ranks_per_node, name, micro_batches)) for micro_batches in (1, 8))
+            if one and eight:
+                ratio = one["counted_bytes_per_node_and_step"] / one["bytes_per_node_and_step"]
+                shape = f"{nodes} x {ranks_per_node}"
+                print(f"| {shape} | {name} | {per_parameter(one):.3f} | {per_parameter(eight):.3f} | {ratio:.3f} |")
+    print("\nTokens/s of 2 x 2 ranks over the rate of the nodes' links; in brackets over ZeRO-3's")
+    tokens = {(r["micro_batches"], r["rate"], r["setting"]): r["tokens_per_second"] for r in read(THROUGHPUT)}
     for micro_batches in (1, 8):
-        print(
-            f"\n{micro_batches} micro-batch{'es' if micro_batches > 1 else ''}\n\n| rate | "
-            + " | ".join(THROUGHPUT_SETTINGS)
-            + " | gain |\n|---|---|---|---|---|"
-        )
+        print(f"\nMicro-batches per step: {micro_batches}\n\n| rate | {' | '.join(THROUGHPUT_SETTINGS)} |")
+        print("|---|---|---|---|")
         for rate in RATES:
-            found = {
-                r["setting"]: r["tokens_per_second"]
-                for r in rows
-                if r["rate"] == rate and r["micro_batches"] == micro_batches
-            }
-            if len(found) == len(THROUGHPUT_SETTINGS):
-                plain, *ours = (found[name] for name in THROUGHPUT_SETTINGS)
-                gains = ", ".join(f"{tokens / plain:.2f} x" for tokens in ours)
-                print(
-                    f"| {rate or 'unlimited'} | {plain:.1f} | " + " | ".join(f"{t:.1f}" for t in ours) + f" | {gains} |"
-                )
+            found = [tokens.get((micro_batches, rate, name)) for name in THROUGHPUT_SETTINGS]
+            if all(found):
+                cells = [f"{t:.1f} ({t / found[0]:.2f} x)" for t in found if t and found[0]]
+                print(f"| {rate or 'unlimited'} | {' | '.join(cells)} |")
 
 
 if __name__ == "__main__":

@@ -23,7 +23,8 @@ shape = LlamaConfig(
     num_key_value_heads=4,
     use_cache=False,
 )
-model = LlamaForCausalLM(shape).to(device)
+model = LlamaForCausalLM(shape)
+model.to(device)  # type: ignore[arg-type]
 
 policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
 for layer in model.model.layers:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+import signal
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -144,6 +145,7 @@ def build_loader(
         pin_memory=torch.device(device).type == "cuda",
         # The loader draws a seed for its workers: from a generator of its own, so that dropout's does not move.
         generator=torch.Generator(),
+        worker_init_fn=_outlive_sigterm,
     )
 
     def batches() -> Iterator[Batch]:
@@ -154,6 +156,11 @@ def build_loader(
         )
 
     return batches()
+
+
+def _outlive_sigterm(worker: int) -> None:
+    """SIGTERM to a whole job asks its ranks to save and exit; a rank still reads until then, and ends its workers."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
 def parse_blend(paths: Sequence[str]) -> tuple[list[str], list[float] | None]:

@@ -20,20 +20,28 @@ def init_distributed(backend: str | None, timeout_minutes: float) -> torch.devic
     """Join the process group that torchrun describes, or be its only rank without torchrun; returns the device.
 
     backend: default NCCL where this rank has a GPU, gloo elsewhere.
+    Raises ValueError where torchrun's variables are incomplete, and without enough GPUs.
     """
-    for name, alone in dict(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="localhost").items():
-        os.environ.setdefault(name, alone)
+    missing = [name for name in ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
+    world_size = int(os.environ.setdefault("WORLD_SIZE", "1"))
+    if world_size > 1 and missing:
+        raise ValueError(f"WORLD_SIZE is {world_size}, but {', '.join(missing)} not set: start the ranks with torchrun")
+    for name in ("RANK", "LOCAL_RANK"):
+        os.environ.setdefault(name, "0")
+    store = dist.HashStore() if world_size == 1 and missing else None  # alone: no port to collide on
+
     use_cuda = torch.cuda.is_available() and backend != "gloo"
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if use_cuda else torch.device("cpu")
-    if use_cuda:
-        torch.cuda.set_device(device)
     if backend == "nccl" and not use_cuda:
         raise ValueError("--distributed-backend nccl needs a GPU, and torch sees none; use gloo")
-    world_size = int(os.environ["WORLD_SIZE"])
-    if world_size == 1 and "MASTER_PORT" not in os.environ:
-        store = dist.HashStore()  # no port to collide on
-    else:
-        store = None
+    device = torch.device("cpu")
+    if use_cuda:
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        if device.index >= torch.cuda.device_count():
+            raise ValueError(
+                f"local rank {device.index} has no GPU, this machine has {torch.cuda.device_count()}: "
+                "start as many ranks as GPUs, or give --distributed-backend gloo"
+            )
+        torch.cuda.set_device(device)
     dist.init_process_group(
         backend or ("nccl" if use_cuda else "gloo"),
         store=store,

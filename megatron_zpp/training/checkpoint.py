@@ -2,7 +2,7 @@
 
     SAVE/latest_checkpointed_iteration.txt   the iteration, as in Megatron
     SAVE/iter_0000100/meta.json              readable: settings, counters, versions; written last
-    SAVE/iter_0000100/*.distcp, .metadata    tensors: parameters, optimizer, and per rank RNG and LoCo errors
+    SAVE/iter_0000100/*.distcp, .metadata    tensors: parameters, optimizer, and per rank RNG and ZeRO++ state
 
 A checkpoint is written beside, as ``iter_0000100.incomplete``, and renamed when it is complete; only then does the
 text file name it. The folder must be on storage that all nodes share.
@@ -10,9 +10,11 @@ text file name it. The folder must be on storage that all nodes share.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +32,10 @@ from torch.distributed.checkpoint.state_dict import (
 from megatron_zpp.zeropp import ZeroPP
 
 LATEST = "latest_checkpointed_iteration.txt"
+_META_KEYS = {
+    *("iteration", "world_size", "has_optimizer", "has_rng", "zeropp"),  # of save_checkpoint
+    *("settings", "model_config", "counters", "schedule", "loss_scaler"),  # of the run
+}
 
 
 class CheckpointError(ValueError):
@@ -48,7 +54,8 @@ def find_checkpoint(folder: str, iteration: int | None = None) -> Path | None:
         raise CheckpointError(f"{folder} is a file, not a folder of checkpoints: give --load what was given to --save")
     tracker = root / LATEST
     if not tracker.exists():
-        if any(entry for entry in root.iterdir() if not entry.name.endswith(".incomplete")):
+        # Folders of TensorBoard and wandb may be there before the first checkpoint is.
+        if any(path.is_file() or path.name.startswith("iter_") for path in root.iterdir() if not _is_incomplete(path)):
             raise CheckpointError(
                 f"{folder} holds no checkpoint (it has files, but no {LATEST}): give --load what was given to --save"
             )
@@ -71,12 +78,14 @@ def find_checkpoint(folder: str, iteration: int | None = None) -> Path | None:
 
 def read_meta(checkpoint: Path) -> dict[str, Any]:
     """The readable part of a checkpoint."""
+    path, remedy = checkpoint / "meta.json", "load another checkpoint with --ckpt-step"
     try:
-        meta = json.loads((checkpoint / "meta.json").read_text())
+        meta = json.loads(path.read_text())
     except (OSError, ValueError) as error:
-        raise CheckpointError(f"{checkpoint / 'meta.json'} cannot be read: {error}") from error
-    if not isinstance(meta, dict) or "iteration" not in meta or "settings" not in meta:
-        raise CheckpointError(f"{checkpoint / 'meta.json'} is not the meta data of a checkpoint")
+        raise CheckpointError(f"{path} is damaged ({error}): {remedy}") from error
+    missing = _META_KEYS - meta.keys() if isinstance(meta, dict) else _META_KEYS
+    if missing:
+        raise CheckpointError(f"{path} is damaged (it lacks {', '.join(sorted(missing))}): {remedy}")
     return meta
 
 
@@ -104,8 +113,11 @@ def save_checkpoint(
     if save_rng:
         state["rng"] = {str(rank): _rng_state()}
     if zeropp is not None:
-        state["loco"] = {str(rank): _loco_tensors(zeropp)}
-    dcp.save(state, checkpoint_id=incomplete)
+        state["zeropp"] = {str(rank): zeropp.state_dict()}
+    try:
+        dcp.save(state, checkpoint_id=incomplete)
+    except dcp.api.CheckpointException as error:
+        raise CheckpointError(f"{incomplete} cannot be written: {_root_cause(error)}") from error
     if rank == 0:
         meta = meta | {
             "iteration": iteration,
@@ -113,8 +125,7 @@ def save_checkpoint(
             "torch": torch.__version__,
             "has_optimizer": optimizer is not None,
             "has_rng": save_rng,
-            "loco": zeropp is not None and bool(zeropp.state_dict()),
-            "topology": [zeropp.topology.num_nodes, zeropp.topology.ranks_per_node] if zeropp is not None else None,
+            "zeropp": _zeropp_layout(zeropp),
         }
         (incomplete / "meta.json").write_text(json.dumps(meta, indent=1) + "\n")
         shutil.rmtree(final, ignore_errors=True)
@@ -151,28 +162,34 @@ def load_checkpoint(
         load_rng = False
     if load_rng:
         state["rng"] = {str(rank): _rng_state()}
-    has_loco = zeropp is not None and bool(zeropp.state_dict())
-    topology = [zeropp.topology.num_nodes, zeropp.topology.ranks_per_node] if zeropp is not None else None
-    load_loco = optimizer is not None and has_loco and meta["loco"] and same_ranks and meta["topology"] == topology
-    if optimizer is not None and has_loco and not load_loco:
-        notes.append("LoCo's errors start from zero: the checkpoint has none for this layout of ranks and nodes")
-    saved_loco = _saved_loco(checkpoint, rank) if load_loco else {}
-    if saved_loco:
-        state["loco"] = {str(rank): saved_loco}
+    load_zeropp = zeropp is not None and optimizer is not None and bool(zeropp.state_dict())
+    if load_zeropp and meta["zeropp"] != json.loads(json.dumps(_zeropp_layout(zeropp))):
+        notes.append("LoCo's errors and weight copies start anew: saved with other ranks, nodes or ZeRO++ settings")
+        load_zeropp = False
     try:
+        saved = dcp.FileSystemReader(checkpoint).read_metadata().state_dict_metadata
+        if load_zeropp:
+            state["zeropp"] = {str(rank): _tensors_to_fill(saved, f"zeropp.{rank}.")}
         dcp.load(state, checkpoint_id=checkpoint)
-    except (dcp.api.CheckpointException, RuntimeError, ValueError, OSError) as error:
-        raise CheckpointError(f"{checkpoint} cannot be loaded: {_root_cause(error)}") from error
+    except (dcp.api.CheckpointException, Exception) as error:  # damaged files fail in many ways
+        raise CheckpointError(
+            f"{checkpoint} cannot be loaded ({_root_cause(error)}): load another checkpoint with --ckpt-step"
+        ) from error
     set_model_state_dict(model, state["model"])
     if optimizer is not None:
         set_optimizer_state_dict(model, optimizer, state["optimizer"])
     if load_rng:
         _set_rng_state(state["rng"][str(rank)])
     if zeropp is not None:
-        if load_loco:
-            zeropp.load_state_dict(_loco_state(zeropp, state.get("loco", {}).get(str(rank), {})))
         zeropp.invalidate()
+        if load_zeropp:
+            tensors = state["zeropp"][str(rank)]
+            zeropp.load_state_dict({name: tensor.to(zeropp.device) for name, tensor in tensors.items()})
     return notes
+
+
+def _is_incomplete(path: Path) -> bool:
+    return path.name.endswith(".incomplete")
 
 
 def _rng_state() -> dict[str, torch.Tensor]:
@@ -188,42 +205,25 @@ def _set_rng_state(state: dict[str, torch.Tensor]) -> None:
         torch.cuda.set_rng_state(state["cuda"])
 
 
-def _loco_tensors(zeropp: ZeroPP) -> dict[str, torch.Tensor]:
-    """LoCo's errors as a flat dict of tensors; a unit whose error is zero has only its step count."""
-    tensors = {}
-    for unit, state in zeropp.state_dict().items():
-        tensors[f"{unit or 'root'}.steps"] = torch.tensor(state["steps"])
-        if state["error"] is not None:
-            tensors[f"{unit or 'root'}.error"] = state["error"]
-    return tensors
+def _zeropp_layout(zeropp: ZeroPP | None) -> dict[str, Any] | None:
+    """What must be the same for ZeRO++ state to be taken over, rank by rank."""
+    if zeropp is None:
+        return None
+    topology = [zeropp.topology.num_nodes, zeropp.topology.ranks_per_node]
+    return {"topology": topology, "config": dataclasses.asdict(zeropp.config)}
 
 
-def _saved_loco(checkpoint: Path, rank: int) -> dict[str, torch.Tensor]:
-    """Empty tensors of the shapes in which this rank's LoCo errors were saved, for DCP to fill."""
-    metadata = dcp.FileSystemReader(checkpoint).read_metadata().state_dict_metadata
-    prefix = f"loco.{rank}."
+def _tensors_to_fill(saved: Mapping[str, Any], prefix: str) -> dict[str, torch.Tensor]:
+    """Empty tensors for DCP, of the shapes in which those whose names begin with ``prefix`` were saved."""
     return {
-        name.removeprefix(prefix): torch.empty(entry.size, dtype=entry.properties.dtype)  # type: ignore[union-attr]
-        for name, entry in metadata.items()
+        name.removeprefix(prefix): torch.empty(entry.size, dtype=entry.properties.dtype)
+        for name, entry in saved.items()
         if name.startswith(prefix)
     }
 
 
-def _loco_state(zeropp: ZeroPP, tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
-    state = {}
-    for unit in zeropp.state_dict():
-        error = tensors.get(f"{unit or 'root'}.error")
-        state[unit] = {
-            "error": None if error is None else error.to(zeropp.device),
-            "steps": int(tensors[f"{unit or 'root'}.steps"]),
-        }
-    return state
-
-
 def _root_cause(error: BaseException) -> str:
-    """The innermost message: DCP wraps the one that matters in a report over all ranks."""
-    failures = getattr(error, "failures", None)
-    if failures:
-        _, (cause, _) = next(iter(sorted(failures.items()))) if isinstance(failures, dict) else (0, failures[0])
-        return f"{type(cause).__name__}: {cause}"
-    return str(error)
+    """The error itself: DCP wraps the ranks' errors, with their tracebacks, in one that all ranks raise."""
+    if isinstance(error, dcp.api.CheckpointException):
+        error, _ = error.failures[min(error.failures)]
+    return f"{type(error).__name__}: {error}"

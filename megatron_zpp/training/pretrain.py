@@ -15,12 +15,13 @@ import torch.distributed as dist
 
 from megatron_zpp.data.build import Batch, build_loader
 from megatron_zpp.models.flops import num_parameters
-from megatron_zpp.parallel.distributed import FailedTogether, init_distributed, report_error
-from megatron_zpp.training.arguments import parse_settings
+from megatron_zpp.parallel.distributed import FailedTogether, errors_on_all_ranks, init_distributed, report_error
+from megatron_zpp.training.arguments import SettingsError, parse_settings
 from megatron_zpp.training.checkpoint import save_checkpoint
 from megatron_zpp.training.evaluate import evaluate
 from megatron_zpp.training.logging import format_validation_lines, progress, validation_metrics
 from megatron_zpp.training.report import Reporter
+from megatron_zpp.training.settings import DistributedSettings
 from megatron_zpp.training.setup import Run, build_run, print_once
 from megatron_zpp.training.step import train_step
 
@@ -32,10 +33,18 @@ def pretrain(architecture: str) -> None:
     """Run what the command line says for a "gpt" or "llama"; ends the process with status 2 after a user's error."""
     start = time.monotonic()
     try:
-        settings = parse_settings(architecture, world_size=int(os.environ.get("WORLD_SIZE", "1")))
-        device = init_distributed(
-            settings.distributed.distributed_backend, settings.distributed.distributed_timeout_minutes
-        )
+        settings, mistake, ranks = None, None, DistributedSettings()
+        try:
+            settings = parse_settings(architecture, world_size=int(os.environ.get("WORLD_SIZE", "1")))
+            ranks = settings.distributed
+        except SettingsError as error:
+            mistake = error
+        # The ranks meet to report a mistake too: torchrun ends them all when the first one leaves.
+        device = init_distributed(ranks.distributed_backend, ranks.distributed_timeout_minutes)
+        with errors_on_all_ranks():
+            if mistake is not None:
+                raise mistake
+        assert settings is not None
         run = build_run(settings, device)
         _describe(run)
         train(run, start)
@@ -55,6 +64,8 @@ def train(run: Run, start: float) -> None:
     settings, counters = run.settings, run.counters
     training, checkpoint = settings.training, settings.checkpoint
     stop_signals = _catch_sigterm() if training.exit_signal_handler else []
+    has_dynamic_scale = settings.precision.fp16 and settings.precision.loss_scale is None  # which overflows to adapt
+    nan_is_an_error = not (training.no_check_for_nan_in_loss_and_grad or has_dynamic_scale)
     valid_batches = _batches(run, "valid", counters.consumed_valid_samples)
     if training.manual_gc:
         gc.disable()
@@ -80,6 +91,11 @@ def train(run: Run, start: float) -> None:
             reporter.step(result, batch_size)
 
             iteration = counters.iteration
+            if result.skipped and nan_is_an_error:
+                raise ValueError(
+                    f"NaN or Inf at iteration {iteration}: loss {result.loss:g}, gradient norm {result.grad_norm:g}; "
+                    "lower --lr, look at the data, or leave such steps out with --no-check-for-nan-in-loss-and-grad"
+                )
             skipped_in_a_row = skipped_in_a_row + 1 if result.skipped else 0
             if skipped_in_a_row == MAX_SKIPPED_IN_A_ROW:
                 raise ValueError(
@@ -108,7 +124,7 @@ def train(run: Run, start: float) -> None:
         _validate(run, valid_batches, "validation")
     test_batches = _batches(run, "test", 0)
     if test_batches is not None:
-        loss = evaluate(run, test_batches, _num_eval_micro_batches(run))
+        loss = evaluate(run, test_batches, run.num_eval_micro_batches)
         _print_losses(run, loss, "test")
 
 
@@ -140,19 +156,12 @@ def _batches(run: Run, split: str, consumed_samples: int) -> Iterator[Batch] | N
     )
 
 
-def _num_eval_micro_batches(run: Run) -> int:
-    """Micro-batches per rank and evaluation: ``--eval-iters`` global batches of full size."""
-    full = run.batches.samples_after(run.train_iters)
-    return run.settings.training.eval_iters * run.batches.num_micro_batches(full)
-
-
 def _validate(run: Run, batches: Iterator[Batch] | None, data_set: str | None = None) -> None:
     if batches is None:
         return
-    num_micro_batches = _num_eval_micro_batches(run)
     assert run.settings.training.micro_batch_size
-    loss = evaluate(run, batches, num_micro_batches)
-    samples = num_micro_batches * run.settings.training.micro_batch_size * dist.get_world_size()
+    loss = evaluate(run, batches, run.num_eval_micro_batches)
+    samples = run.num_eval_micro_batches * run.settings.training.micro_batch_size * dist.get_world_size()
     run.counters.consumed_valid_samples += samples
     _print_losses(run, loss, data_set)
     metrics = validation_metrics({"lm loss": loss}, run.settings.logging)

@@ -34,12 +34,19 @@ class QuantizedAllGather(TorchAllocator, AllGather):
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> dist.Work | None:
         check_uniform_dtype(self.unit, input_tensor)
-        self.versions += self.unit.parameters_changed()
+        self._count_version()
         weights = self._format(self.config.weight_bits, self.config.weight_block_size, input_tensor.dtype)
         wire = self._encode(input_tensor, weights, input_tensor)
         weights.decode(gather_wires(wire, group), out=output_tensor.view(-1, weights.numel))
         count_flat_ring(self.traffic, self.topology, weights.nbytes)
         return None
+
+    def _count_version(self) -> bool:
+        """Take notice of the parameters' present version; whether it is a new one."""
+        changed = self.unit.parameters_changed()
+        self.versions += changed
+        self.unit.mark_gathered()
+        return changed
 
     def _encode(self, values: Tensor, weights: WireFormat, shard: Tensor) -> Tensor:
         """Encode [L], which stands for the own ``shard`` or for its difference from a copy, and sample the error."""
@@ -59,11 +66,19 @@ class QuantizedAllGather(TorchAllocator, AllGather):
         return mix_seed(self.config.seed, "weights", hop, self.unit.name, source, self.versions)
 
     def state_dict(self) -> dict[str, Tensor]:
-        return {"versions": torch.tensor(self.versions)} if self.config.weight_rounding == "stochastic" else {}
+        """What the weights of the next gather depend on beside the parameters; nothing with the default settings."""
+        if self.config.weight_rounding == "nearest" and self.config.weight_difference_bits is None:
+            return {}
+        return {
+            "versions": torch.tensor(self.versions),
+            "is_current": torch.tensor(not self.unit.parameters_changed()),  # an evaluation may have gathered already
+        }
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        if "versions" in state:
+        if state:
             self.versions = int(state["versions"])
+            if state["is_current"]:
+                self.unit.mark_gathered()
 
 
 class HierarchicalAllGather(QuantizedAllGather):
@@ -94,8 +109,7 @@ class HierarchicalAllGather(QuantizedAllGather):
         stream = torch.accelerator.current_stream() if input_tensor.is_cuda else None
         if stream is not None and self._last_use is not None:
             stream.wait_event(self._last_use)
-        if self.unit.parameters_changed() or self.secondary_partition is None:
-            self.versions += 1
+        if self._count_version() or self.secondary_partition is None:
             if self.config.weight_difference_bits is not None and self.secondary_partition is not None:
                 self._add_differences(input_tensor, self.secondary_partition)
             else:

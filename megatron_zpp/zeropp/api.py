@@ -166,12 +166,12 @@ class ZeroPP:
                 f"this ZeRO++ state is of another model or other settings: {', '.join(sorted(ours ^ theirs)[:3])} "
                 "would have no counterpart"
             )
+        self.invalidate()
         for kind, collectives in self._stateful().items():
             for unit, collective in collectives.items():
                 prefix = f"{kind}/{unit or 'root'}/"
                 own = {key.removeprefix(prefix): value for key, value in state.items() if key.startswith(prefix)}
                 collective.load_state_dict(own)
-        self.invalidate()
 
     def _stateful(self) -> dict[str, Mapping[str, QuantizedAllGather | HierarchicalReduceScatter]]:
         return {"weights": self._all_gathers, "gradients": self._reduce_scatters}

@@ -25,7 +25,7 @@ class FSDPUnit:
     name: str  # the module's name in the model; "" is the root
     module: FSDPModule
     _param_group: Any = field(repr=False)
-    _seen_versions: list[tuple[int, int, int]] | None = field(default=None, repr=False)
+    _gathered_versions: list[tuple[int, int, int]] | None = field(default=None, repr=False)
 
     @property
     def label(self) -> str:
@@ -55,23 +55,24 @@ class FSDPUnit:
         )
 
     def parameters_changed(self) -> bool:
-        """Whether the sharded parameters may have changed since the last call; True at the first.
+        """Whether the sharded parameters may have changed since the last ``mark_gathered``.
 
         Sees in-place operations by autograd's version counters, of the DTensor and of its local tensor, and replaced
         tensors. Fused and foreach optimizers and writes to ``.data`` bump no counter: see ``mark_changed``.
         """
-        versions = []
-        for fsdp_param in self._param_group.fsdp_params:
-            sharded = fsdp_param.sharded_param
-            local = sharded._local_tensor
-            versions.append((local.data_ptr(), sharded._version, local._version))
-        changed = versions != self._seen_versions
-        self._seen_versions = versions
-        return changed
+        return self._versions() != self._gathered_versions
+
+    def mark_gathered(self) -> None:
+        """Say that the parameters as they are now have been gathered."""
+        self._gathered_versions = self._versions()
+
+    def _versions(self) -> list[tuple[int, int, int]]:
+        sharded = [fsdp_param.sharded_param for fsdp_param in self._param_group.fsdp_params]
+        return [(p._local_tensor.data_ptr(), p._version, p._local_tensor._version) for p in sharded]
 
     def mark_changed(self) -> None:
-        """Make the next ``parameters_changed`` return True."""
-        self._seen_versions = None
+        """Make ``parameters_changed`` True until the next ``mark_gathered``."""
+        self._gathered_versions = None
 
 
 def find_units(model: nn.Module) -> list[FSDPUnit]:
@@ -107,13 +108,11 @@ def mark_changed_on_optimizer_step(units: list[FSDPUnit]) -> None:
     Fused and foreach optimizers change DTensors without bumping a version counter, so counters alone would leave
     stale weights in the secondary partition.
     """
-    references = [weakref.ref(unit) for unit in units]
+    references = [weakref.ref(unit) for unit in units]  # the hook outlives the model, and then does nothing
 
     def after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        alive = [unit for unit in (reference() for reference in references) if unit is not None]
-        for unit in alive:
-            unit.mark_changed()
-        if not alive:
-            handle.remove()
+        for reference in references:
+            if (unit := reference()) is not None:
+                unit.mark_changed()
 
-    handle = register_optimizer_step_post_hook(after_step)
+    register_optimizer_step_post_hook(after_step)

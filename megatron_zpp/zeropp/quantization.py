@@ -25,14 +25,14 @@ def quantize_blocks(blocks: Tensor, bits: int, uniform: Tensor | None = None) ->
     scales = values.abs().amax(dim=-1) / qmax
     scales = torch.where(scales.isfinite(), scales, torch.nan)
     # 0 / 0 and NaN become code 0; the scale tells the two apart. Denormal scales are inexact, hence the clamp.
-    steps = values / scales.unsqueeze(-1)
-    steps = steps.round() if uniform is None else (steps + uniform).floor()
-    return steps.nan_to_num(0.0).clamp(-qmax, qmax).to(torch.int8), scales
+    steps = values / scales.unsqueeze(-1)  # and in place from here on: fresh memory is what costs on a CPU
+    steps = steps.round_() if uniform is None else steps.add_(uniform).floor_()
+    return steps.nan_to_num_(0.0).clamp_(-qmax, qmax).to(torch.int8), scales
 
 
 def dequantize_blocks(codes: Tensor, scales: Tensor) -> Tensor:
     """Turn codes int8 [..., B] and scales fp32 [...] back into fp32 values [..., B]."""
-    return codes.float() * scales.unsqueeze(-1)
+    return codes.float().mul_(scales.unsqueeze(-1))
 
 
 def mix_seed(*parts: int | str) -> int:
@@ -73,12 +73,13 @@ def pack_bits(codes: Tensor, bits: int) -> Tensor:
     if bits == 8:
         return codes.view(torch.uint8)
     codes_per_word, bytes_per_word = _word(bits)
-    unsigned = codes.int().bitwise_and(2**bits - 1).unflatten(-1, (-1, codes_per_word))
-    words = torch.zeros_like(unsigned[..., 0])  # [..., B / codes_per_word], at most 24 bits used
-    for i in range(codes_per_word):
+    unsigned = _as_words(codes.view(torch.uint8) & (2**bits - 1), bits).unflatten(-1, (-1, codes_per_word))
+    words = unsigned[..., 0].clone()  # [..., B / codes_per_word], at most 24 bits used
+    for i in range(1, codes_per_word):
         words |= unsigned[..., i] << (bits * i)
-    packed = torch.stack([(words >> (8 * i)) & 255 for i in range(bytes_per_word)], dim=-1)
-    return packed.to(torch.uint8).flatten(-2)
+    if bytes_per_word == 1:
+        return words
+    return torch.stack([(words >> (8 * i)) & 255 for i in range(bytes_per_word)], dim=-1).to(torch.uint8).flatten(-2)
 
 
 def unpack_bits(packed: Tensor, bits: int) -> Tensor:
@@ -86,13 +87,18 @@ def unpack_bits(packed: Tensor, bits: int) -> Tensor:
     if bits == 8:
         return packed.view(torch.int8)
     codes_per_word, bytes_per_word = _word(bits)
-    parts = packed.int().unflatten(-1, (-1, bytes_per_word))
-    words = torch.zeros_like(parts[..., 0])
-    for i in range(bytes_per_word):
+    parts = _as_words(packed, bits).unflatten(-1, (-1, bytes_per_word))
+    words = parts[..., 0].clone()
+    for i in range(1, bytes_per_word):
         words |= parts[..., i] << (8 * i)
-    sign = 2 ** (bits - 1)
     fields = torch.stack([(words >> (bits * i)) & (2**bits - 1) for i in range(codes_per_word)], dim=-1)
-    return ((fields ^ sign) - sign).to(torch.int8).flatten(-2)
+    sign = 2 ** (bits - 1)
+    return ((fields.to(torch.uint8) ^ sign) - sign).view(torch.int8).flatten(-2)  # wraps to the negative codes
+
+
+def _as_words(values: Tensor, bits: int) -> Tensor:
+    """uint8 in the type in which words are put together: 3 and 6 bits need 24, the others fit a byte."""
+    return values if 8 % bits == 0 else values.int()
 
 
 def _word(bits: int) -> tuple[int, int]:

@@ -1,0 +1,55 @@
+"""What each ZeRO stage keeps on a rank, and how often it communicates."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+from megatron_zpp.models.gpt import GPT, GPTConfig
+from megatron_zpp.models.init import init_weights
+from megatron_zpp.parallel.sharding import prepare_backward, shard_model
+from megatron_zpp.zeropp import ZeroPPConfig, apply_zeropp
+from tests.ranks import run_ranks
+
+
+def _sharded_gpt(stage: int) -> GPT:
+    with torch.device("meta"):
+        model = GPT(GPTConfig(2, 16, 2, 32, 8, attention_dropout=0.0, hidden_dropout=0.0))
+    shard_model(model, torch.device("cpu"), dist.get_world_size(), stage, MixedPrecisionPolicy())
+    model.to_empty(device="cpu")
+    init_weights(model, seed=1)
+    return model
+
+
+def _gathers_and_reductions(stage: int, num_micro_batches: int) -> tuple[int, int, int]:
+    """Bytes that a rank sends in one optimizer step, and bytes of its shards of all blocks and of the rest."""
+    model = _sharded_gpt(stage)
+    zeropp = apply_zeropp(model, ZeroPPConfig())
+    tokens = torch.full((1, 8), dist.get_rank())
+    for i in range(num_micro_batches):
+        prepare_backward(model, stage, is_last_micro_batch=i == num_micro_batches - 1)
+        model(tokens, tokens).mean().backward()
+    blocks = sum(p.to_local().nbytes for p in model.layers.parameters())
+    return zeropp.traffic.take().intra_node, blocks, sum(p.to_local().nbytes for p in model.parameters()) - blocks
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_how_often_a_stage_gathers_and_reduces(stage):
+    num_micro_batches = 3
+    for sent, blocks, rest in run_ranks(2, _gathers_and_reductions, stage, num_micro_batches):
+        gathers = num_micro_batches * (2 * blocks + rest) if stage == 3 else blocks + rest
+        reductions = (1 if stage == 1 else num_micro_batches) * (blocks + rest)
+        assert sent == gathers + 2 * reductions  # gloo's reduce-scatter sends twice
+
+
+def _elements_held(stage: int) -> tuple[int, int]:
+    parameters = list(_sharded_gpt(stage).parameters())
+    return sum(p.to_local().numel() for p in parameters), sum(p.numel() for p in parameters)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_parameters_and_so_the_optimizer_are_sharded_from_stage_1_on(stage):
+    for held, total in run_ranks(4, _elements_held, stage):
+        assert held == (total if stage == 0 else total // 4)

@@ -1,0 +1,110 @@
+"""A run small enough for a test: its data, its flags, and the trainer called in this process, its metrics recorded."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import gc
+import io
+import os
+import random
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from megatron_zpp.data.indexed_dataset import IndexedDatasetWriter
+from megatron_zpp.training.arguments import parse_settings
+from megatron_zpp.training.pretrain import pretrain, train
+from megatron_zpp.training.setup import Run, build_run
+
+ROOT = Path(__file__).parents[2]
+SHAPE = "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 32 --make-vocab-size-divisible-by 32"
+RUN = "--micro-batch-size 1 --global-batch-size 8 --lr 3e-3 --log-interval 1 --eval-iters 1"
+NO_DROPOUT = "--attention-dropout 0 --hidden-dropout 0"
+
+Metrics = dict[str, list[float]]  # every value that was written under a key, in order
+
+
+def write_text(folder: Path) -> str:
+    """Python sources in bytes, as a dataset for ByteTokenizer; returns its prefix."""
+    prefix = str(folder / "text")
+    sources = [Path(module.__file__).read_bytes() for module in (argparse, random, textwrap)]
+    with IndexedDatasetWriter(prefix, "<u2") as writer:
+        for paragraph in b"".join(sources).split(b"\n\n"):
+            writer.add_document([[*paragraph, 256]])
+    return prefix
+
+
+def flags(data: str, *more: str, length: str = "--train-iters 8") -> list[str]:
+    """A complete command line; what stands in ``more`` wins over what stands here."""
+    words = f"{SHAPE} {RUN} {length} --num-workers 0 --tokenizer-type ByteTokenizer --data-path {data}"
+    return f"{words} {' '.join(more)}".split()
+
+
+class Recorder:
+    """Stands where TensorBoard and wandb do, and keeps every metric exactly."""
+
+    def __init__(self) -> None:
+        self.metrics: Metrics = {}
+
+    def write(self, metrics, iteration, consumed_samples) -> None:
+        for key, value in metrics.items():
+            self.metrics.setdefault(key, []).append(value)
+
+    def close(self) -> None:
+        pass
+
+
+def start(argv: list[str], architecture: str = "gpt") -> tuple[Run, Metrics]:
+    """Build what ``argv`` describes in the process group at hand."""
+    settings = parse_settings(architecture, argv, dist.get_world_size(), note=lambda text: None)
+    run = build_run(settings, torch.device("cpu"))
+    run.writers = recorder = Recorder()
+    return run, recorder.metrics
+
+
+def train_each(runs: dict[str, list[str]], architecture: str = "gpt") -> dict[str, Metrics]:
+    """Train one command line after the other; each one's metrics, by its key. For ``run_ranks``."""
+    results = {}
+    for name, argv in runs.items():
+        run, results[name] = start(argv, architecture)
+        with contextlib.redirect_stdout(io.StringIO()):
+            train(run, time.monotonic())
+        del run
+        gc.collect()  # a model and its hooks hold each other
+    return results
+
+
+def torchrun(ranks: int, argv: list[str], script: str = "pretrain_gpt.py", **environment: str) -> subprocess.Popen:
+    """The program as a user starts it; ranks 0: by python alone."""
+    launcher = [sys.executable]
+    if ranks:
+        launcher += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    return subprocess.Popen(
+        [*launcher, str(ROOT / script), *argv],
+        env=os.environ | {"OMP_NUM_THREADS": "1"} | environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def call_pretrain(*argvs: list[str]) -> list[tuple[int, str, str]]:
+    """Exit code, stdout and stderr of the whole program on one rank, for each command line. For ``run_ranks``."""
+    dist.destroy_process_group()  # the program makes its own
+    results = []
+    for argv in argvs:
+        sys.argv = ["pretrain_gpt.py", *argv]
+        code = 0
+        with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()) as err:
+            try:
+                pretrain("gpt")
+            except SystemExit as exit_:
+                code = exit_.code
+        results.append((code, out.getvalue(), err.getvalue()))
+    return results

@@ -1,0 +1,100 @@
+"""A user's mistake on several ranks: one line on stderr that says what to do, a failing exit code, and no hang."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import re
+import shutil
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_zpp.parallel.distributed import FailedTogether
+from megatron_zpp.training.arguments import SettingsError, parse_settings
+from megatron_zpp.training.setup import build_run
+from tests.ranks import run_ranks
+from tests.training.small_run import flags, torchrun, write_text
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory) -> str:
+    return write_text(tmp_path_factory.mktemp("data"))
+
+
+# As torchrun runs it: all ranks start, one speaks, none is left
+
+
+def our_errors(err: str) -> list[str]:
+    return [line for line in err.splitlines() if line.startswith("error: ")]
+
+
+def test_torchrun_reports_a_mistake_once(data, tmp_path):
+    config = tmp_path / "ds_config.json"
+    config.write_text(json.dumps({"zero_optimization": {"stage": 3, "zero_quantised_weights": True}}))
+    cases = {
+        f"--deepspeed_config {config}": "zero_quantized_weights",  # before the ranks know each other
+        "--load /etc": "/etc holds no checkpoint",  # when they do
+    }
+    processes = [torchrun(4, flags(data, case)) for case in cases]
+    for process, expected in zip(processes, cases.values(), strict=True):
+        _, err = process.communicate(timeout=60)
+        (error,) = our_errors(err)
+        assert expected in error
+        assert process.returncode != 0
+
+
+def test_a_rank_that_dies_at_start_ends_the_job(data, tmp_path):
+    (tmp_path / "sitecustomize.py").write_text("import os\nif os.environ.get('RANK') == '2': os._exit(3)\n")
+    process = torchrun(3, flags(data, "--micro-batch-size 1 --global-batch-size 6"), PYTHONPATH=str(tmp_path))
+    _, err = process.communicate(timeout=60)
+    assert process.returncode != 0
+    assert "rank      : 2" in err and "exitcode  : 3" in err  # torchrun's own report
+
+
+# The same on ranks that are there already
+
+
+def _reports(argvs: list[list[str]]) -> list[str]:
+    """What this rank says to each command line; all ranks give up together, or this hangs."""
+    reports = []
+    for argv in argvs:
+        settings = parse_settings("gpt", argv, dist.get_world_size(), note=lambda text: None)
+        with contextlib.redirect_stderr(io.StringIO()) as err, pytest.raises(FailedTogether):
+            build_run(settings, torch.device("cpu"))
+        reports.append(err.getvalue())
+    return reports
+
+
+def test_what_is_wrong_with_files_is_said_once(data, tmp_path):
+    prefix = tmp_path / "text"
+    for suffix in (".bin", ".idx"):
+        shutil.copy(data + suffix, f"{prefix}{suffix}")
+    with open(f"{prefix}.bin", "r+b") as tokens:
+        tokens.truncate(1000)
+    null = "--tokenizer-type NullTokenizer --vocab-size 100"
+    cases = [
+        (flags(str(tmp_path / "nowhere")), "no dataset at"),
+        (flags(str(prefix)), "text.bin holds 1000 bytes"),
+        (flags(data, null), "holds token 256, but the vocabulary has 101"),
+        (flags(data, "--tokenizer-type SentencePieceTokenizer --tokenizer-model /none.model"), "/none.model"),
+        (flags(data, "--split 1000000,1,1"), "valid"),  # not one document
+        (flags(data, f"--load {prefix}.bin"), "is a file"),
+        (flags(data, f"--save {prefix}.bin --save-interval 1"), "File exists"),
+    ]
+    first, *others = run_ranks(4, _reports, [argv for argv, _ in cases])
+    for report, (_, expected) in zip(first, cases, strict=True):
+        assert report.startswith("error: ") and report.count("\n") == 1 and expected in report, report
+    assert others == [[""] * len(cases)] * 3
+
+
+def test_what_does_not_divide_is_refused_before_any_rank_is_started(data):
+    for more, expected in {
+        "--global-batch-size 6": "global batch size 6 is not divisible by micro-batch size 1 * data-parallel size 4",
+        "--zero-hpz-partition-size 3": "does not divide the 4 rank(s) of this run; choose one of 1, 2, 4",
+        "--zero-stge 3": "did you mean --zero-stage?",
+    }.items():
+        with pytest.raises(SettingsError, match=re.escape(expected)):
+            parse_settings("gpt", flags(data, more), world_size=4)

@@ -1,0 +1,314 @@
+"""Training as a user starts it, on one and several ranks, with every feature that changes how a step is computed."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.nn import functional as F
+
+from megatron_zpp.data.build import build_datasets, build_loader
+from megatron_zpp.models.init import init_weights
+from megatron_zpp.training.arguments import parse_settings
+from megatron_zpp.training.model import build_model
+from megatron_zpp.training.pretrain import train
+from megatron_zpp.training.step import train_step
+from tests.ranks import run_ranks
+from tests.training.small_run import NO_DROPOUT, flags, start, torchrun, train_each, write_text
+
+STEPS, BATCH = 8, 8
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory) -> str:
+    return write_text(tmp_path_factory.mktemp("data"))
+
+
+# The user's way
+
+
+@pytest.mark.parametrize(
+    "ranks, script, more",
+    [
+        (0, "pretrain_gpt.py", "--bf16"),
+        (
+            4,
+            "pretrain_llama.py",
+            "--zero-quantized-weights --zero-quantized-gradients --zero-hpz-partition-size 2 --zeropp-loco",
+        ),
+    ],
+)
+def test_learns(data, ranks, script, more):
+    argv = flags(data, more, "--train-iters 30 --lr 1e-2 --num-workers 1 --lr-decay-style cosine --log-interval 10")
+    out, err = (process := torchrun(ranks, argv, script)).communicate(timeout=120)
+    assert process.returncode == 0, err
+    losses = [float(loss) for loss in re.findall(r"\| lm loss: (\S+) \|", out)]
+    assert losses[0] > 5.3 and losses[-1] < 3.7  # ln 257 = 5.55
+    assert "iteration       30/      30 | consumed samples:          240 |" in out
+    assert re.search(r"validation loss at iteration 30 on test set \| lm loss value: 3\.", out)
+    if ranks:
+        assert float(re.search(r"between nodes per step \(MB\): (\S+)", out)[1]) > 0
+
+
+# Against plain PyTorch
+
+
+def plain_training(data: str, architecture: str, eod_mask_loss: bool) -> tuple[list[float], float]:
+    """The loss of each of STEPS steps and the validation loss after them, by the shortest loop that says the same."""
+    settings = parse_settings(architecture, flags(data, NO_DROPOUT))
+    model = build_model(architecture, settings.model, 257).to_empty(device="cpu")
+    init_weights(model, seed=1234)
+    train, valid, _ = build_datasets(
+        data_path=[data],
+        seq_length=32,
+        seed=1234,
+        num_samples=(STEPS * BATCH, BATCH, BATCH),
+        vocab_size=257,
+        eod=256,
+        eod_mask_loss=eod_mask_loss,
+    )
+
+    def loss_of(dataset, first):
+        samples = [dataset[i] for i in range(first, first + BATCH)]
+        batch = {key: torch.stack([sample[key] for sample in samples]) for key in samples[0]}
+        losses = F.cross_entropy(model(batch["tokens"]).flatten(0, 1), batch["labels"].flatten(), reduction="none")
+        return (losses * batch["loss_mask"].flatten()).sum() / batch["loss_mask"].sum()
+
+    matrices = [p for p in model.parameters() if p.ndim > 1]
+    others = [p for p in model.parameters() if p.ndim <= 1]
+    optimizer = torch.optim.AdamW([dict(params=matrices, weight_decay=0.1), dict(params=others, weight_decay=0.0)])
+    losses = []
+    for step in range(STEPS):
+        loss = loss_of(train, step * BATCH)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        for group in optimizer.param_groups:
+            group["lr"] = 3e-3 * (1 - step / STEPS)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    model.eval()
+    with torch.no_grad():
+        return losses, loss_of(valid, 0).item()
+
+
+@pytest.fixture(scope="module")
+def plain_gpt(data) -> tuple[list[float], float]:
+    return plain_training(data, "gpt", eod_mask_loss=False)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_every_stage_and_number_of_ranks_trains_like_a_plain_loop(data, plain_gpt, world_size):
+    losses, validation = plain_gpt
+    choices = [f"--zero-stage {stage}" for stage in ((0, 3) if world_size == 1 else range(4))]
+    choices.append(f"--micro-batch-size {BATCH // world_size}")  # no accumulation
+    runs = {choice: flags(data, NO_DROPOUT, "--weight-decay 0.1", choice) for choice in choices}
+    for metrics in run_ranks(world_size, train_each, runs):
+        for name, run in metrics.items():
+            assert run["lm loss"] == pytest.approx(losses, rel=1e-5), name
+            assert run["lm loss validation"] == pytest.approx([validation], rel=1e-5), name
+
+
+def test_llama_averages_over_the_unmasked_tokens_of_all_ranks(data):
+    losses, validation = plain_training(data, "llama", eod_mask_loss=True)
+    argv = flags(data, "--weight-decay 0.1 --eod-mask-loss --calculate-per-token-loss")
+    run = run_ranks(4, train_each, {"": argv}, "llama")[0][""]
+    assert run["lm loss"] == pytest.approx(losses, rel=1e-5)
+    assert run["lm loss validation"] == pytest.approx([validation], rel=1e-5)
+
+
+# ZeRO++
+
+
+HPZ = "--zero-hpz-partition-size"
+NODES = "--zero-ranks-per-node {per_node}"
+QUANTIZED = {
+    "qwZ": "--zero-quantized-weights",
+    "qgZ": f"--zero-quantized-gradients {NODES}",
+    "LoCo": f"--zero-quantized-gradients {NODES} --zeropp-loco",
+    "stage 1": f"--zero-stage 1 --zero-quantized-weights --zero-quantized-gradients {NODES}",
+    "stage 2": f"--zero-stage 2 --zero-quantized-weights --zero-quantized-gradients {NODES}",
+    "all": f"--zero-quantized-weights --zero-quantized-gradients --zeropp-loco {HPZ} {{per_node}}",
+}
+
+
+@pytest.mark.parametrize(
+    "world_size, per_node, names", [(1, 1, ["all"]), (2, 1, ["LoCo"]), (4, 2, QUANTIZED), (8, 4, ["all"])]
+)
+def test_zeropp_trains_like_zero_3(data, plain_gpt, world_size, per_node, names):
+    losses, validation = plain_gpt
+    common = f"{NO_DROPOUT} --weight-decay 0.1 --eval-interval 3"
+    runs = {name: flags(data, common, QUANTIZED[name].format(per_node=per_node)) for name in names}
+    if per_node > 1:
+        runs["hpZ"] = flags(data, common, f"{HPZ} {per_node}")
+    metrics = run_ranks(world_size, train_each, runs)[-1]
+    # Stale weights in hpZ's secondary partition, after an optimizer step or an evaluation, would show here.
+    exact = metrics.pop("hpZ", None)
+    if exact is not None:
+        assert exact["lm loss"] == pytest.approx(losses, rel=1e-6)
+        assert exact["lm loss validation"][-1] == pytest.approx(validation, rel=0.02)  # other samples than the loop's
+    for name, run in metrics.items():
+        assert run["lm loss"] == pytest.approx(losses, rel=5e-3), name
+        moved = losses[0] - losses[-1]
+        assert run["lm loss"][-1] == pytest.approx(losses[-1], abs=0.05 * moved), name
+        if world_size > 1:  # quantized indeed
+            assert run["lm loss"] != pytest.approx(losses, rel=1e-6), name
+
+
+# Memory and precision
+
+
+def test_activation_checkpointing_changes_nothing(data):
+    granularities = {
+        "none": "",
+        "full": "--recompute-granularity full",
+        "selective": "--recompute-activations",
+        "block": "--recompute-granularity full --recompute-method block --recompute-num-layers 1",
+        "uniform": "--recompute-granularity full --recompute-method uniform --recompute-num-layers 2",
+    }
+    runs = {name: flags(data, more, "--train-iters 3") for name, more in granularities.items()}  # with dropout
+    metrics = run_ranks(2, train_each, runs)[0]
+    for name, run in metrics.items():
+        assert run["lm loss"] == pytest.approx(metrics["none"]["lm loss"], rel=1e-6), name
+        assert run["grad-norm"] == pytest.approx(metrics["none"]["grad-norm"], rel=1e-5), name
+
+
+@pytest.mark.skipif(shutil.which("c++") is None, reason="torch.compile needs a C++ compiler")
+def test_compiled(data):
+    common = f"{NO_DROPOUT} --num-layers 1 --train-iters 3 --recompute-granularity full"
+    runs = {more: flags(data, common, more) for more in ("", "--compile")}
+    metrics = run_ranks(2, train_each, runs)[0]
+    assert metrics["--compile"]["lm loss"] == pytest.approx(metrics[""]["lm loss"], rel=1e-5)
+
+
+def test_half_precisions_train_like_fp32(data, plain_gpt):
+    runs = {
+        precision: flags(data, NO_DROPOUT, "--weight-decay 0.1", precision)
+        for precision in ("--bf16", "--bf16 --grad-reduce-in-bf16", "--fp16 --loss-scale 128")
+    }
+    for name, run in run_ranks(2, train_each, runs)[0].items():
+        assert run["lm loss"] == pytest.approx(plain_gpt[0], rel=5e-3), name
+        assert run["lm loss"] != pytest.approx(plain_gpt[0], rel=1e-6), name
+
+
+def test_dynamic_loss_scale(data, plain_gpt):
+    # Overflows at 2^32 and, after the tolerated one, at each power down to what fp16's gradients can hold.
+    argv = flags(data, NO_DROPOUT, "--weight-decay 0.1 --fp16 --micro-batch-size 4 --train-iters 40")
+    run = run_ranks(2, train_each, {"": argv})[0][""]
+    scales = run["loss-scale"]
+    skipped = sum(later < earlier for earlier, later in zip([2.0**32, *scales], scales, strict=False)) + 1
+    assert scales[0] == 2.0**32 and 5 < skipped < 30
+    assert run["lm loss"][: skipped + 1] == pytest.approx([run["lm loss"][0]] * (skipped + 1), rel=0.05)
+    assert run["learning-rate"][skipped - 1] == 3e-3  # the schedule did not move
+    assert run["lm loss"][-1] < 5
+
+
+def _parameters_after_two_steps(argv: list[str], overflow_between: bool) -> list[torch.Tensor]:
+    run, _ = start(argv)
+
+    def step(batch: int, overflow: bool = False) -> None:
+        batches = build_loader(
+            run.datasets.train,
+            consumed_samples=batch * BATCH,
+            micro_batch_size=1,
+            dp_rank=dist.get_rank(),
+            dp_size=dist.get_world_size(),
+            num_workers=0,
+            device="cpu",
+        )
+        if overflow:
+            batches = (batch | {"loss_mask": batch["loss_mask"] * torch.inf} for batch in batches)
+        assert train_step(run, batches, BATCH // dist.get_world_size(), stop=False).skipped == overflow
+
+    step(0)
+    if overflow_between:
+        step(2, overflow=True)
+        assert run.scaler.scale == 256
+    step(1)
+    return [parameter.detach().to_local() for parameter in run.model.parameters()]
+
+
+def test_an_overflow_changes_neither_parameters_nor_locos_errors(data):
+    argv = flags(
+        data,
+        NO_DROPOUT,
+        "--fp16 --initial-loss-scale 512 --hysteresis 1 --zero-quantized-gradients --zeropp-loco",
+        "--zero-ranks-per-node 1 --optimizer sgd --lr 1.0",  # Adam would hide a wrong scale
+    )
+    expected, result = (run_ranks(2, _parameters_after_two_steps, argv, overflow)[0] for overflow in (False, True))
+    for ours, theirs in zip(result, expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-5)  # fp16's rounding
+
+
+def _train_until_nan(argv: list[str]) -> str:
+    run, metrics = start(argv)
+    if dist.get_rank() == 1:
+        with torch.no_grad():
+            next(run.model.parameters()).to_local().fill_(float("nan"))
+    try:
+        train(run, time.monotonic())
+    except ValueError as error:
+        return f"{len(metrics['lm loss'])}: {error}"
+    raise AssertionError("trained on")
+
+
+def test_nan_ends_the_run(data):
+    for more, end in (("--bf16", "1: NaN or Inf at iteration 1: loss nan"), ("--fp16", "50: the gradients of the")):
+        argv = flags(data, more, "--micro-batch-size 4 --train-iters 60")
+        assert run_ranks(2, _train_until_nan, argv)[0].startswith(end)
+
+
+# Batch sizes and the end of a run
+
+
+def test_batch_sizes(data):
+    ramp = "--rampup-batch-size 2 2 24"
+    runs = {
+        "ramp": flags(data, ramp, length="--train-iters 10"),
+        "samples": flags(data, ramp, length="--train-samples 40"),
+        "constant": flags(data, length="--train-samples 39"),
+        "decreased": flags(data, "--global-batch-size 7 --decrease-batch-size-if-needed", length="--train-iters 2"),
+    }
+    metrics = run_ranks(2, train_each, runs)[0]
+    sizes = {name: run["batch-size"] for name, run in metrics.items()}
+    assert sizes["ramp"] == [2, 2, 2, 2, 4, 4, 6, 6, 8, 8]
+    assert sizes["samples"] == [2, 2, 2, 2, 4, 4, 6, 6, 8]  # 36, and the next batch would not be full
+    assert sizes["constant"] == [8] * 4
+    assert sizes["decreased"] == [6] * 2
+
+
+def test_exit_interval_and_duration(data, tmp_path):
+    save = f"--save {tmp_path} --save-interval 100"
+    runs = {
+        "interval": flags(data, save, "--exit-interval 3"),
+        "duration": flags(data, save, "--exit-duration-in-mins 0"),
+    }
+    metrics = run_ranks(2, train_each, runs)[0]
+    assert {name: len(run["lm loss"]) for name, run in metrics.items()} == {"interval": 3, "duration": 1}
+    assert all("lm loss validation" not in run for run in metrics.values())  # it exits at once
+    assert {path.name for path in tmp_path.glob("iter_*")} == {"iter_0000001", "iter_0000003"}
+
+
+def children_of(pid):
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def test_sigterm_on_one_rank_saves_and_ends_all(data, tmp_path):
+    asked = f"--exit-signal-handler --save {tmp_path} --save-interval 100000 --num-workers 1"
+    process = torchrun(2, flags(data, asked, length="--train-iters 100000"))
+    lines = iter(process.stdout.readline, "")
+    assert any("iteration        3/" in line for line in lines)
+    rank = children_of(process.pid)[-1]
+    for pid in [*children_of(rank), rank]:  # its loader's workers too, as Slurm does
+        os.kill(pid, signal.SIGTERM)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 0, err
+    iteration = int(re.search(r"exiting program at iteration (\d+), saved in", out)[1])
+    assert (tmp_path / "latest_checkpointed_iteration.txt").read_text() == f"{iteration}\n"
