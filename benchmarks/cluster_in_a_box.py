@@ -130,13 +130,13 @@ def cluster(nodes: int, rate: str | None) -> Iterator[list[str]]:
 
 
 def remove(pid: int) -> None:
-    """Remove the cluster that the process ``pid`` made: namespaces take their end of each link with them."""
-    for line in sh("ip netns list").splitlines():
-        name = line.split()[0] if line.split() else ""
-        if name.startswith(f"{PREFIX}-{pid}-"):
-            subprocess.run(f"ip netns pids {name} | xargs -r kill -9", shell=True, check=False, capture_output=True)
-            subprocess.run(["ip", "netns", "del", name], check=False, capture_output=True)
-    subprocess.run(["ip", "link", "del", f"{PREFIX}br{pid}"], check=False, capture_output=True)
+    """Remove the cluster that the process ``pid`` made."""
+    for name in re.findall(rf"{PREFIX}-{pid}-\d+", sh("ip netns list")):
+        subprocess.run(f"ip netns pids {name} | xargs -r kill -9", shell=True, check=False, capture_output=True)
+        subprocess.run(["ip", "netns", "del", name], check=False, capture_output=True)
+    # A namespace goes, and takes its end of the link along, only when its last process has; its name goes at once.
+    for link in re.findall(rf"{PREFIX}{pid}v\d+|{PREFIX}br{pid}", sh("ip -o link")):
+        subprocess.run(["ip", "link", "del", link], check=False, capture_output=True)
 
 
 def remove_leftovers() -> None:

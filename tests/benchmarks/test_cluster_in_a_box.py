@@ -1,0 +1,71 @@
+"""The cluster in a box: bytes read from real interfaces agree with the program's counters, and nothing is left over."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+PROGRAM = "benchmarks/cluster_in_a_box.py"
+TRAINING = (
+    "pretrain_gpt.py --num-layers 2 --hidden-size 128 --num-attention-heads 2 --seq-length 16 --micro-batch-size 1 "
+    "--mock-data --vocab-size 512 --attention-dropout 0 --hidden-dropout 0 --lr 1e-4 --eval-iters 0 --log-interval 1 "
+    "--num-workers 0 --bf16 --zero-quantized-weights --zero-quantized-gradients --zero-hpz-partition-size 2 "
+    "--zeropp-loco --global-batch-size 8 --train-iters"
+)
+needs_namespaces = pytest.mark.skipif(
+    sys.platform != "linux" or os.geteuid() != 0 or not (shutil.which("ip") and shutil.which("tc")),
+    reason="network namespaces need Linux, root and iproute2",
+)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def namespaces_allowed():
+    """Some containers forbid namespaces even to root."""
+    if sys.platform == "linux" and os.geteuid() == 0 and shutil.which("ip"):
+        made = subprocess.run(["ip", "netns", "add", "mzpp-probe"], capture_output=True, text=True, check=False)
+        subprocess.run(["ip", "netns", "del", "mzpp-probe"], capture_output=True, check=False)
+        if made.returncode != 0:
+            pytest.skip(f"this machine allows no network namespaces: {made.stderr.strip()}")
+
+
+def leftovers():
+    names = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True).stdout
+    links = subprocess.run(["ip", "-o", "link"], capture_output=True, text=True, check=True).stdout
+    return "mzpp" in names + links
+
+
+@needs_namespaces
+def test_counters_agree_with_the_interfaces():
+    command = [sys.executable, PROGRAM, "--rate", "1gbit", "--timeout", "100", "--", *TRAINING.split(), "8"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=150, check=False)
+    assert done.returncode == 0, done.stderr
+    measured = json.loads(done.stdout)
+    # The norm's and the log's small all-reduces and TCP headers weigh more here than under a model of real size.
+    assert measured["counted_bytes_per_node_and_step"] == pytest.approx(measured["bytes_per_node_and_step"], rel=0.15)
+    assert measured["steps"] == 5 and measured["nodes"] == 2
+    assert not leftovers()
+
+
+@needs_namespaces
+def test_ctrl_c_removes_the_cluster():
+    process = subprocess.Popen([sys.executable, PROGRAM, "--", *TRAINING.split(), "100000"], stderr=subprocess.PIPE)
+    while not leftovers():
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    assert process.wait(timeout=30) != 0
+    assert not leftovers()
+
+
+def test_without_root_it_says_so(tmp_path):
+    if sys.platform == "linux" and os.geteuid() != 0:
+        command = [sys.executable, PROGRAM, "--", "pretrain_gpt.py"]
+    else:  # as root, take the tools away instead
+        command = ["env", f"PATH={tmp_path}", sys.executable, PROGRAM, "--", "pretrain_gpt.py"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert done.stderr.startswith("error: ") and len(done.stderr.splitlines()) == 1
