@@ -1,0 +1,103 @@
+"""The identities that error feedback, rotation and weight differences rest on."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+
+from megatron_zpp.zeropp import LoCoConfig, ZeroPPConfig, apply_zeropp
+from megatron_zpp.zeropp.loco import ErrorFeedback
+from megatron_zpp.zeropp.quantization import hadamard
+from megatron_zpp.zeropp.wire_format import ParameterShard, wire_format
+from tests.ranks import run_ranks
+
+PARAMETERS = (ParameterShard("weight", 500, True), ParameterShard("bias", 20, False))
+
+
+def feed(loco, num_steps, bits=2):
+    """Gradients, what arrived of them, and the error after each step, fp32 [steps, 1, L]."""
+    hop = wire_format(PARAMETERS, bits, 64, torch.float32)
+    feedback, generator = ErrorFeedback(loco), torch.Generator().manual_seed(0)
+    gradients, arrived, errors = [], [], []
+    for _ in range(num_steps):
+        gradients.append(torch.randn(1, hop.numel, generator=generator))
+        wire = feedback.encode(gradients[-1], hop)
+        arrived.append(hop.decode(wire, out=torch.empty(1, hop.numel)))
+        errors.append(feedback.error.view(torch.float32)[:, : hop.numel].clone())
+    return torch.stack(gradients), torch.stack(arrived), torch.stack(errors)
+
+
+def test_beta_0_loses_nothing_from_step_to_step():
+    """g + e_old = deq(q) + e_new: classic error feedback."""
+    gradients, arrived, errors = feed(LoCoConfig(beta=0.0, reset_interval=None, error_dtype="fp32"), 20)
+    before = torch.cat([torch.zeros_like(errors[:1]), errors[:-1]])
+    torch.testing.assert_close(gradients + before, arrived + errors, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("beta", [0.2, 0.8, 0.95])
+def test_what_was_sent_telescopes(beta):
+    """With a fixed beta and an exact error, sum(sent) = sum(g) - e_T / (1 - beta): nothing is lost in the long run."""
+    gradients, arrived, errors = feed(LoCoConfig(beta=beta, reset_interval=None, error_dtype="fp32"), 200)
+    expected = gradients.double().sum(0) - errors[-1].double() / (1 - beta)
+    torch.testing.assert_close(arrived.double().sum(0), expected, rtol=0, atol=2e-3)
+    assert (arrived.sum(0) - gradients.sum(0)).abs().max() > 0.1  # what the error accounts for is not nothing
+
+
+def test_loco_brings_the_sum_closer_than_no_feedback():
+    hop = wire_format(PARAMETERS, 2, 64, torch.float32)
+    gradients, arrived, _ = feed(LoCoConfig(reset_interval=None, error_dtype="fp32"), 200)
+    without = torch.stack([hop.decode(hop.encode(g), out=torch.empty_like(g)) for g in gradients])
+    total = gradients.sum(0)
+    assert (arrived.sum(0) - total).norm() < 0.5 * (without.sum(0) - total).norm()
+
+
+def test_hadamard_is_orthonormal_and_its_own_inverse():
+    values = torch.randn(50, 32)
+    torch.testing.assert_close(hadamard(hadamard(values)), values, rtol=0, atol=1e-6)
+    torch.testing.assert_close(hadamard(values).norm(dim=1), values.norm(dim=1))
+    spike = torch.zeros(1, 32)
+    spike[0, 5] = 1.0
+    torch.testing.assert_close(hadamard(spike).abs(), torch.full((1, 32), 32**-0.5))
+
+
+def test_rotation_leaves_unquantized_parameters_and_remainders_alone():
+    shards = torch.randn(3, 520)
+    hop = wire_format(PARAMETERS, 4, 32, torch.float32)
+    rotated = hop.rotate(shards)
+    assert rotated[:, 480:].equal(shards[:, 480:])  # 500 = 15 * 32 + 20 elements, and the bias
+    assert not rotated[:, :480].equal(shards[:, :480])
+    torch.testing.assert_close(hop.rotate(rotated), shards, rtol=0, atol=1e-6)
+
+
+def _hundred_steps(bits):
+    """This rank's copies, and its own shard and copy of it, after 100 steps of training with weight differences."""
+    torch.manual_seed(0)
+    model = nn.Linear(96, 64, bias=False)
+    fully_shard(model)
+    zeropp = apply_zeropp(model, ZeroPPConfig(hpz_partition_size=2, weight_difference_bits=bits))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    for _ in range(100):
+        x = torch.randn(4, 96, generator=generator)
+        (model(x) - x[:, :64]).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    model.unshard()
+    copies = zeropp.state_dict()["weights/root/copies"].clone()
+    model.reshard()
+    own = copies[zeropp.topology.node]
+    return zeropp.topology.local_rank, copies, own, model.weight.to_local().flatten().detach().clone()
+
+
+@pytest.mark.parametrize("bits", [2, 4])
+def test_copies_of_weights_stay_equal_and_close(bits):
+    """All owners of a copy hold it alike to the bit, and it is off by one difference's rounding, not by a hundred."""
+    results = run_ranks(4, _hundred_steps, bits)
+    for place in (0, 1):
+        (_, first, *_), (_, second, *_) = [result for result in results if result[0] == place]
+        assert first.equal(second)
+    for _, _, copy, shard in results:
+        assert 0 < (copy - shard).abs().max() < 0.02 * shard.abs().max()
