@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather
 
 from .collectives import TorchAllocator, all_gather, count_flat_ring
@@ -33,20 +33,14 @@ class QuantizedAllGather(TorchAllocator, AllGather):
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> dist.Work | None:
-        check_uniform_dtype(self.unit, input_tensor)
-        self._count_version()
+        check_gathered(self.unit, input_tensor)
+        self.versions += self.unit.parameters_changed()
         weights = self._format(self.config.weight_bits, self.config.weight_block_size, input_tensor.dtype)
         wire = self._encode(input_tensor, weights, input_tensor)
         weights.decode(gather_wires(wire, group), out=output_tensor.view(-1, weights.numel))
+        self.unit.mark_gathered()
         count_flat_ring(self.traffic, self.topology, weights.nbytes)
         return None
-
-    def _count_version(self) -> bool:
-        """Take notice of the parameters' present version; whether it is a new one."""
-        changed = self.unit.parameters_changed()
-        self.versions += changed
-        self.unit.mark_gathered()
-        return changed
 
     def _encode(self, values: Tensor, weights: WireFormat, shard: Tensor) -> Tensor:
         """Encode [L], which stands for the own ``shard`` or for its difference from a copy, and sample the error."""
@@ -96,24 +90,28 @@ class HierarchicalAllGather(QuantizedAllGather):
         # [N, L] in the gather's dtype; with hpz_secondary_dtype "int8" uint8 [N, nbytes], as it arrived.
         self.secondary_partition: Tensor | None = None
         self._keeps_wires = config.hpz_secondary_dtype == "int8"
+        self._kept_as: tuple[torch.dtype, torch.device] | None = None
         self._last_use: torch.Event | None = None
         # Loaded parameters are further from the copies than low-bit differences can say.
-        assert isinstance(unit.module, nn.Module)
-        unit.module.register_load_state_dict_post_hook(lambda *_: self.forget_secondary_partition())
+        for module in unit.modules:
+            module.register_load_state_dict_post_hook(lambda *_: self.forget_secondary_partition())
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> dist.Work | None:
-        check_uniform_dtype(self.unit, input_tensor)
+        check_gathered(self.unit, input_tensor)
         # FSDP2 gathers on its own stream, but ``unshard()`` by hand on the current one: order the two by an event.
-        stream = torch.accelerator.current_stream() if input_tensor.is_cuda else None
+        stream = torch.accelerator.current_stream() if input_tensor.device.type != "cpu" else None
         if stream is not None and self._last_use is not None:
             stream.wait_event(self._last_use)
-        if self._count_version() or self.secondary_partition is None:
-            if self.config.weight_difference_bits is not None and self.secondary_partition is not None:
-                self._add_differences(input_tensor, self.secondary_partition)
-            else:
-                self.secondary_partition = self._gather_in_full(input_tensor)
+        kept_as = (input_tensor.dtype, input_tensor.device)
+        if kept_as != self._kept_as:  # the model was cast or moved
+            self.secondary_partition, self._kept_as = None, kept_as
+        changed = self.unit.parameters_changed()
+        if changed or self.secondary_partition is None:
+            self.versions += changed
+            self.secondary_partition = self._gather_between_nodes(input_tensor)
+            self.unit.mark_gathered()
         num_nodes, ranks_per_node = self.topology.num_nodes, self.topology.ranks_per_node
         output = output_tensor.view(num_nodes, ranks_per_node, input_tensor.numel())
         self._gather_within_node(self.secondary_partition, output)
@@ -125,18 +123,28 @@ class HierarchicalAllGather(QuantizedAllGather):
         """Gather it in full next time."""
         self.secondary_partition = None
 
+    # The partition outlives an evaluation in inference mode, and must not be an inference tensor.
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def _gather_between_nodes(self, shard: Tensor) -> Tensor:
+        """Inter-node stage: the shards [L] of the N ranks with equal p, as the new secondary partition."""
+        copies, self.secondary_partition = self.secondary_partition, None  # nothing half-done if this fails
+        if self.config.weight_difference_bits is not None and copies is not None:
+            return self._add_differences(shard, copies)
+        return self._gather_in_full(shard)
+
     def _gather_in_full(self, shard: Tensor) -> Tensor:
-        """Inter-node stage: the shards [L] of the N ranks with equal p into a new secondary partition."""
+        """The shards themselves, quantized with qwZ."""
         config = self.config
         quantize = config.quantized_weights and config.weight_difference_bits is None
         weights = self._format(config.weight_bits if quantize else None, config.weight_block_size, shard.dtype)
-        wires = self._gather_between_nodes(self._encode(shard, weights, shard))
+        wires = self._exchange(self._encode(shard, weights, shard))
         if self._keeps_wires:
             return wires
         return weights.decode(wires, out=shard.new_empty(self.topology.num_nodes, shard.numel()))
 
-    def _add_differences(self, shard: Tensor, copies: Tensor) -> None:
-        """Inter-node stage with weight differences (SDP4Bit section 3.1): what changed since the copies [N, L].
+    def _add_differences(self, shard: Tensor, copies: Tensor) -> Tensor:
+        """What changed since the copies [N, L] (SDP4Bit section 3.1).
 
         All N ranks add the same dequantized differences in the same way, so their copies stay equal to the bit. What
         rounding lost of the own shard is in its next difference.
@@ -144,10 +152,11 @@ class HierarchicalAllGather(QuantizedAllGather):
         config = self.config
         differences = self._format(config.weight_difference_bits, config.weight_difference_block_size, shard.dtype)
         difference = shard.float() - copies[self.topology.node].float()
-        wires = self._gather_between_nodes(self._encode(difference, differences, shard))
-        copies.copy_(copies.float() + differences.decode(wires, out=torch.empty_like(copies, dtype=torch.float32)))
+        wires = self._exchange(self._encode(difference, differences, shard))
+        arrived = differences.decode(wires, out=torch.empty_like(copies, dtype=torch.float32))
+        return copies.copy_(arrived.add_(copies))
 
-    def _gather_between_nodes(self, wire: Tensor) -> Tensor:
+    def _exchange(self, wire: Tensor) -> Tensor:
         self.traffic.add(inter_node=(self.topology.num_nodes - 1) * wire.nbytes)
         return gather_wires(wire, self.topology.inter_group)  # [N, nbytes]
 
@@ -175,12 +184,14 @@ class HierarchicalAllGather(QuantizedAllGather):
     def state_dict(self) -> dict[str, Tensor]:
         state = super().state_dict()
         if self.config.weight_difference_bits is not None and self.secondary_partition is not None:
-            state["copies"] = self.secondary_partition
+            state["copies"] = self.secondary_partition.clone()  # training goes on in place
         return state
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
         super().load_state_dict(state)
-        self.secondary_partition = state.get("copies")
+        if "copies" in state:
+            self.secondary_partition = state["copies"].to(self.unit.device, copy=True)
+            self._kept_as = (self.secondary_partition.dtype, self.secondary_partition.device)
 
 
 def gather_wires(wire: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -190,10 +201,15 @@ def gather_wires(wire: Tensor, group: dist.ProcessGroup) -> Tensor:
     return wires
 
 
-def check_uniform_dtype(unit: FSDPUnit, buffer: Tensor) -> None:
-    """FSDP2 gathers a unit of several dtypes as raw bytes, in which parameters can't be told apart."""
-    if buffer.dtype == torch.uint8:
+def check_gathered(unit: FSDPUnit, shard: Tensor) -> None:
+    """Raise ValueError for what FSDP2 gathers in another form than the parameters of one floating-point type."""
+    if not shard.is_floating_point():
         raise ValueError(
-            f"the parameters of {unit.label} are gathered in different dtypes; ZeRO++ needs one dtype per fully_shard "
-            "unit: set MixedPrecisionPolicy(param_dtype=...) or wrap them separately"
+            f"the parameters of {unit.label} are gathered in different dtypes, or as integers; ZeRO++ needs one "
+            "floating-point dtype per fully_shard unit: set MixedPrecisionPolicy(param_dtype=...) or wrap them apart"
+        )
+    if shard.numel() != sum(parameter.numel for parameter in unit.parameter_shards()):
+        raise ValueError(
+            f"the parameters of {unit.label} are gathered through an extension of their own (such as float8); ZeRO++ "
+            "quantizes by itself: leave that extension out"
         )

@@ -20,8 +20,9 @@ from torch import Tensor, nn
 from .all_gather import HierarchicalAllGather, QuantizedAllGather
 from .collectives import PlainAllGather, PlainReduceScatter
 from .config import ZeroPPConfig
-from .fsdp_unit import FSDPUnit, find_units, mark_changed_on_optimizer_step
+from .fsdp_unit import FSDPUnit, find_units, follow_optimizers
 from .monitor import ErrorMonitor
+from .quantization import mix_seed
 from .reduce_scatter import HierarchicalReduceScatter, MicroBatch
 from .topology import Topology, build_topology
 from .traffic import Traffic
@@ -65,7 +66,7 @@ def apply_zeropp(model: nn.Module, config: ZeroPPConfig) -> ZeroPP:
                 unit.module.set_reduce_scatter_unused_params(True)
         else:
             unit.module.set_custom_reduce_scatter(PlainReduceScatter(topology, traffic))
-    mark_changed_on_optimizer_step(units)
+    follow_optimizers(units)
     topology = topologies[units[0].group]
     return ZeroPP(config, topology, units, all_gathers, reduce_scatters, traffic, monitor, micro_batch)
 
@@ -93,6 +94,8 @@ class ZeroPP:
         config, topology = self.config, self.topology
         hpz = config.hpz_partition_size > 1 and topology.num_nodes > 1
         weights = f"int{config.weight_bits}" if config.quantized_weights else "unquantized"
+        if hpz and config.weight_difference_bits is not None:
+            weights = f"as int{config.weight_difference_bits} differences"
         weights += ", between nodes once per step" if hpz else ", at every gather"
         if config.quantized_gradients:
             hops = [
@@ -122,7 +125,10 @@ class ZeroPP:
             unit.mark_changed()
 
     def undo_step(self) -> None:
-        """Say that the last gradients were thrown away (an overflow): LoCo's errors return to what they were."""
+        """Say that the gradients since the last optimizer step are thrown away (an overflow, an exception).
+
+        LoCo's errors return to what they were, and micro-batches that wait for the last one are dropped.
+        """
         for reduce_scatter in self._reduce_scatters.values():
             reduce_scatter.undo_step()
 
@@ -145,26 +151,23 @@ class ZeroPP:
 
     def state_dict(self) -> dict[str, Tensor]:
         """What this rank must keep for an exact continuation: LoCo's errors, 4-bit weights' copies, noise counters."""
-        return {
+        state = {
             f"{kind}/{unit or 'root'}/{key}": value
             for kind, collectives in self._stateful().items()
             for unit, collective in collectives.items()
             for key, value in collective.state_dict().items()
         }
+        return state | {"fingerprint": torch.tensor(self._fingerprint())} if state else {}
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        """Take back what ``state_dict`` gave on the same rank of the same layout, and gather all weights anew.
+        """Take back what ``state_dict`` gave on the same rank of the same layout; without it, gather all weights anew.
 
-        Raises ValueError when the state is of other units or other settings.
+        Raises ValueError when the state is of another model, layout or config.
         """
-        # An error that was zero has no tensor, and copies that were never gathered have none: only counters must agree.
-        ours, theirs = (
-            {key for key in keys if not key.endswith((".error", "/copies"))} for keys in (self.state_dict(), state)
-        )
-        if ours != theirs:
+        if state and int(state["fingerprint"]) != self._fingerprint():
             raise ValueError(
-                f"this ZeRO++ state is of another model or other settings: {', '.join(sorted(ours ^ theirs)[:3])} "
-                "would have no counterpart"
+                "this ZeRO++ state was saved with another model, other ranks and nodes, or another ZeroPPConfig: start "
+                "without it, then LoCo's errors begin at zero and weights are sent in full"
             )
         self.invalidate()
         for kind, collectives in self._stateful().items():
@@ -172,6 +175,12 @@ class ZeroPP:
                 prefix = f"{kind}/{unit or 'root'}/"
                 own = {key.removeprefix(prefix): value for key, value in state.items() if key.startswith(prefix)}
                 collective.load_state_dict(own)
+
+    def _fingerprint(self) -> int:
+        """A number that tells one layout of state from another."""
+        shape = (self.topology.num_nodes, self.topology.ranks_per_node, self.topology.rank)
+        units = [(unit.name, [(p.numel, p.quantizable) for p in unit.parameter_shards()]) for unit in self.units]
+        return mix_seed(repr(self.config), repr(shape), repr(units))
 
     def _stateful(self) -> dict[str, Mapping[str, QuantizedAllGather | HierarchicalReduceScatter]]:
         return {"weights": self._all_gathers, "gradients": self._reduce_scatters}

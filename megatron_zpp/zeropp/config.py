@@ -103,6 +103,10 @@ class ZeroPPConfig:
                 f"hpz_partition_size {self.hpz_partition_size} and ranks_per_node {self.ranks_per_node} differ: "
                 "the secondary partition lives within a node, so set them equal or leave ranks_per_node out"
             )
+        if self.quantized_weights and self.weight_bits is None:
+            raise ValueError("quantized_weights with weight_bits None quantizes nothing: set the bits or leave it out")
+        if self.loco is not None and self.loco.hops == "both" and self.gradient_intra_bits is None:
+            raise ValueError('LoCo\'s hops "both" corrects the hop within a node, which is unquantized: set its bits')
         if self.loco is not None and not self.quantized_gradients:
             raise ValueError("LoCo corrects quantized gradients: set quantized_gradients too")
         if self.loco is not None and self.gradient_bits is None:

@@ -53,7 +53,8 @@ class ErrorFeedback:
         compensated = gradients + error  # fp32
         wire = hop.encode(compensated, noise_seed)
         lost = compensated - hop.decode(wire, out=torch.empty(shape, device=gradients.device))
-        error = self.config.beta * error + (1 - self.config.beta) * lost
+        moved = self.config.beta * error + (1 - self.config.beta) * lost
+        error = torch.where(moved.isfinite(), moved, error)  # a NaN or Inf is sent once, and not remembered
         interval = self.config.reset_interval
         if is_last:
             self.steps += 1
@@ -83,3 +84,4 @@ class ErrorFeedback:
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
         self.steps, self.error = int(state["steps"]), state.get("error")
+        self._before_step = (self.error, self.steps)

@@ -151,7 +151,8 @@ def reduce_scatter(
         error = state.errors.get((hop, rank), torch.zeros_like(pieces, dtype=torch.float32))
         compensated = pieces + error
         sent = hops[hop].transmit_all(compensated, noise_seed)
-        error = loco.beta * error + (1 - loco.beta) * (compensated - sent)
+        moved = loco.beta * error + (1 - loco.beta) * (compensated - sent)
+        error = torch.where(moved.isfinite(), moved, error)
         if micro_batch == len(micro_batches) - 1 and loco.reset == "decay" and loco.reset_interval is not None:
             error = error * (1 - 1 / loco.reset_interval)
         bits, error_dtype = _ERROR_HOPS[loco.error_dtype]

@@ -22,7 +22,8 @@ def quantize_blocks(blocks: Tensor, bits: int, uniform: Tensor | None = None) ->
     """
     qmax = 2 ** (bits - 1) - 1
     values = blocks.float()
-    scales = values.abs().amax(dim=-1) / qmax
+    absmax = values.abs().amax(dim=-1)
+    scales = absmax / absmax.new_full((), qmax)  # by a tensor: CUDA divides by a number through its reciprocal
     scales = torch.where(scales.isfinite(), scales, torch.nan)
     # 0 / 0 and NaN become code 0; the scale tells the two apart. Denormal scales are inexact, hence the clamp.
     steps = values / scales.unsqueeze(-1)  # and in place from here on: fresh memory is what costs on a CPU

@@ -51,7 +51,8 @@ class HierarchicalReduceScatter(TorchAllocator, ReduceScatter):
         self.unit, self.topology, self.config = unit, topology, config
         self.traffic, self.monitor, self.micro_batch = traffic, monitor, micro_batch
         self.node_sum: Tensor | None = None  # fp32 [N, L], of the micro-batches so far
-        self.steps = 0  # optimizer steps so far
+        self.begun_at = 0  # the unit's optimizer steps when this one's first micro-batch came
+        self.steps = 0  # reductions between nodes so far
         self.micro_batches = 0  # of this step, so far
         self.feedback: dict[str, ErrorFeedback] = {}  # by hop
         if config.loco is not None and topology.num_nodes > 1:
@@ -66,6 +67,14 @@ class HierarchicalReduceScatter(TorchAllocator, ReduceScatter):
         parameters = self._reduced_parameters(output_tensor.numel())
         intra = self._format(parameters, self.config.gradient_intra_bits, input_tensor.dtype)
         inter = self._format(parameters, self.config.gradient_bits, input_tensor.dtype)
+
+        if self.node_sum is None:
+            self.begun_at = self.unit.optimizer_steps
+        elif self.begun_at != self.unit.optimizer_steps:
+            raise RuntimeError(
+                f"an optimizer step was taken while {self.unit.label} held gradients that had not crossed nodes: say "
+                "set_is_last_micro_batch(True) before a step's last backward pass, or undo_step() to drop gradients"
+            )
 
         gradients = input_tensor.view(num_nodes, ranks_per_node, output_tensor.numel())
         if self.config.hadamard:
@@ -85,7 +94,7 @@ class HierarchicalReduceScatter(TorchAllocator, ReduceScatter):
         output_tensor.copy_(scaled_as(op, total, group.size()))
         self.node_sum, self.micro_batches = None, 0
         self.steps += 1
-        self.unit.mark_changed()  # an optimizer step follows, and not every optimizer tells (see fsdp_unit)
+        self.unit.mark_reduced()
         return None
 
     def _reduce_within_node(self, gradients: Tensor, intra: WireFormat) -> Tensor:
@@ -139,10 +148,11 @@ class HierarchicalReduceScatter(TorchAllocator, ReduceScatter):
         return parameters
 
     def undo_step(self) -> None:
-        """The last step's gradients were thrown away, and what was left over of a broken-off one is, too."""
+        """The gradients since the last optimizer step are thrown away."""
         self.node_sum, self.micro_batches = None, 0
-        for feedback in self.feedback.values():
-            feedback.undo_step()
+        if self.begun_at == self.unit.optimizer_steps:  # no optimizer has used what the errors went with
+            for feedback in self.feedback.values():
+                feedback.undo_step()
 
     def state_dict(self) -> dict[str, Tensor]:
         state = {f"{hop}.{k}": v for hop, feedback in self.feedback.items() for k, v in feedback.state_dict().items()}
@@ -151,17 +161,19 @@ class HierarchicalReduceScatter(TorchAllocator, ReduceScatter):
         return state
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        self.node_sum, self.micro_batches = None, 0
         if "steps" in state:
             self.steps = int(state["steps"])
         for hop, feedback in self.feedback.items():
             prefix = f"{hop}."
-            feedback.load_state_dict({k.removeprefix(prefix): v for k, v in state.items() if k.startswith(prefix)})
+            own = {k.removeprefix(prefix): v.to(self.unit.device) for k, v in state.items() if k.startswith(prefix)}
+            feedback.load_state_dict(own)
 
 
 def scaled_as(op: Any, total: Tensor, world_size: int) -> Tensor:
     """Scale the sum over all ranks as FSDP2's reduce operation asks: AVG, SUM or PREMUL_SUM."""
     if op == dist.ReduceOp.AVG:
-        return total / world_size
+        return total / total.new_full((), world_size)  # by a tensor: see quantize_blocks
     if op == dist.ReduceOp.SUM:
         return total
     kind, factor = op.__getstate__()  # the only way to read a PREMUL_SUM's factor

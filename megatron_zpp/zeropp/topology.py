@@ -7,6 +7,7 @@ import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
 import torch.distributed as dist
 
 
@@ -71,7 +72,9 @@ def _subgroup(group: dist.ProcessGroup, ranks: list[int]) -> dist.ProcessGroup:
     if len(ranks) == group.size():
         return group
     # Only the members call: other FSDP groups (of other tensor- or pipeline-parallel ranks) know nothing of this one.
-    return dist.new_group(ranks, use_local_synchronization=True)
+    device = "cuda" if dist.get_backend(group) == "nccl" else "cpu"
+    timeout = group._get_backend(torch.device(device)).options._timeout  # new_group would take the default's
+    return dist.new_group(ranks, timeout=timeout, backend=dist.get_backend(group), use_local_synchronization=True)
 
 
 def _gather_node_names(group: dist.ProcessGroup) -> list[str]:

@@ -268,6 +268,7 @@ def test_state_restores_errors_copies_and_noise_exactly():
     for same, names in run_ranks(4, _state_round_trip):
         assert same
         assert names == [
+            "fingerprint",
             "gradients/root/inter.error",
             "gradients/root/inter.steps",
             "gradients/root/steps",
@@ -284,18 +285,128 @@ def _undone_step():
     zeropp = apply_zeropp(model, config)
     model(torch.randn(8, 128)).sum().backward()
     before = {k: v.clone() for k, v in zeropp.state_dict().items()}
-    model(torch.full((8, 128), torch.inf)).sum().backward()
-    poisoned = zeropp.state_dict()["gradients/root/inter.error"]
+    model(torch.randn(8, 128)).square().sum().backward()
+    moved = zeropp.state_dict()["gradients/root/inter.error"]
     zeropp.undo_step()
     after = zeropp.state_dict()
     zeropp.rescale_errors(0.5)
-    return before, poisoned, after, zeropp.state_dict()
+    return before, moved, after, zeropp.state_dict()
 
 
 def test_an_undone_step_leaves_no_trace_and_rescaling_is_exact():
-    before, poisoned, after, _ = run_ranks(4, _undone_step)[0]
-    assert not poisoned.equal(before["gradients/root/inter.error"])
+    before, moved, after, _ = run_ranks(4, _undone_step)[0]
+    assert not moved.equal(before["gradients/root/inter.error"])
     assert all(before[name].equal(after[name]) for name in before)
+
+
+def _forgiving():
+    """What is left of an Inf in one step, of micro-batches that were dropped, and of an undo after a good step."""
+    model = nn.Linear(64, 64)
+    fully_shard(model)
+    zeropp = apply_zeropp(model, ALL_FLAGS)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    model(torch.full((8, 64), torch.inf)).sum().backward()
+    optimizer.zero_grad()
+    model(torch.ones(8, 64)).sum().backward()
+    after_inf = model.bias.grad.full_tensor()
+    optimizer.step()
+    optimizer.zero_grad()
+    before = zeropp.state_dict()["gradients/root/inter.error"].clone()
+    zeropp.undo_step()  # an exception before anything was reduced: the good step stays
+    untouched = zeropp.state_dict()["gradients/root/inter.error"].equal(before)
+
+    zeropp.set_is_last_micro_batch(False)
+    model(torch.full((8, 64), 1000.0)).sum().backward()
+    optimizer.zero_grad()
+    zeropp.undo_step()
+    zeropp.set_is_last_micro_batch(True)
+    model(torch.ones(8, 64)).sum().backward()
+    dropped = model.bias.grad.full_tensor()
+    optimizer.zero_grad()
+
+    zeropp.set_is_last_micro_batch(False)
+    model(torch.ones(8, 64)).sum().backward()
+    optimizer.step()
+    try:
+        model(torch.ones(8, 64)).sum().backward()
+        message = ""
+    except RuntimeError as error:
+        message = str(error)
+    return after_inf, untouched, dropped, message
+
+
+def test_an_inf_passes_and_dropped_gradients_are_gone():
+    after_inf, untouched, dropped, message = run_ranks(4, _forgiving)[0]
+    torch.testing.assert_close(after_inf, torch.full((64,), 8.0), rtol=1e-2, atol=0)
+    assert untouched
+    torch.testing.assert_close(dropped, torch.full((64,), 8.0), rtol=1e-2, atol=0)
+    assert "had not crossed nodes" in message
+
+
+def _changes_are_seen_alike():
+    """Whether the unit's parameters count as changed, after each of what programs do to models."""
+    model = nn.Linear(20000, 5)  # uneven: the last ranks' shards are padding or empty
+    fully_shard(model)
+    unit = apply_zeropp(model, ALL_FLAGS).units[0]
+    other = nn.Linear(2, 2)
+    seen = []
+    for _ in range(3):
+        model.to(torch.float64)
+        model.to(torch.float32)
+        seen.append(unit.parameters_changed())
+        unit.mark_gathered()
+    if dist.get_rank() == 0:
+        torch.optim.SGD(other.parameters(), lr=0.1).step()  # an optimizer that only one rank has, of another model
+    seen.append(unit.parameters_changed())
+    torch.optim.AdamW(model.parameters(), fused=True).step()
+    seen.append(unit.parameters_changed())
+    return seen
+
+
+def test_all_ranks_see_changes_alike():
+    results = run_ranks(4, _changes_are_seen_alike)
+    assert all(seen == results[0] for seen in results)
+    assert results[0][-2:] == [False, True]
+
+
+def _inference_then_training():
+    model = nn.Linear(64, 64)
+    fully_shard(model)
+    apply_zeropp(model, ZeroPPConfig(hpz_partition_size=2, weight_difference_bits=4))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    losses = []
+    for _ in range(3):  # FSDP2 itself wants to train before it infers
+        loss = model(torch.ones(1, 64)).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+        model.load_state_dict({name: p.detach().clone() for name, p in model.named_parameters()})
+        with torch.inference_mode():
+            model(torch.ones(1, 64))
+        model.reshard()
+    return losses
+
+
+def test_inference_mode_does_not_freeze_the_copies():
+    losses = run_ranks(4, _inference_then_training)[0]
+    assert losses[2] < losses[1] < losses[0]
+
+
+def _state_of_another_config():
+    model = nn.Linear(64, 64)
+    fully_shard(model)
+    zeropp = apply_zeropp(model, ALL_FLAGS)
+    other = nn.Linear(64, 64)
+    fully_shard(other)
+    try:
+        apply_zeropp(other, ZeroPPConfig(True, 2, True, LoCoConfig(beta=0.5))).load_state_dict(zeropp.state_dict())
+    except ValueError as error:
+        return str(error)
+
+
+def test_state_of_another_config_is_refused():
+    assert "another ZeroPPConfig" in run_ranks(4, _state_of_another_config)[0]
 
 
 def _monitored():
