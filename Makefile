@@ -1,0 +1,43 @@
+# make quickstart and make test set up .venv themselves. PYTHON=python3.12 chooses the Python that it is made from.
+
+PYTHON ?= python3
+VENV := .venv
+READY := $(VENV)/.ready
+
+# PyPI's torch for Linux brings the CUDA libraries, several GB. Without an NVIDIA GPU the CPU build is preferred.
+# TORCH_INDEX=URL takes torch from elsewhere (ROCm, another CUDA); TORCH_INDEX= takes PyPI's.
+TORCH_INDEX ?= $(shell [ "$$(uname)" != Linux ] || command -v nvidia-smi >/dev/null || echo https://download.pytorch.org/whl/cpu)
+
+.DEFAULT_GOAL := help
+.PHONY: help quickstart test format clean
+
+help:  ## show this list
+	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
+
+quickstart: $(READY)  ## train a small GPT on this machine with ZeRO-3 and with ZeRO++ and LoCo, and compare
+	PATH="$(CURDIR)/$(VENV)/bin:$$PATH" examples/quickstart/run.sh
+
+test: $(READY)  ## check formatting, lint and types, and run all tests
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/mypy
+	$(VENV)/bin/python -m pytest
+
+format: $(READY)  ## format the code and fix what ruff can fix
+	$(VENV)/bin/ruff check --fix .
+	$(VENV)/bin/ruff format .
+
+clean:  ## remove .venv, caches and everything that the quickstart made
+	rm -rf $(VENV) runs/quickstart build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+
+# torch comes before the rest and alone, so that only it is looked for in TORCH_INDEX; and the package is built without
+# isolation, against that torch, so that building it never downloads a second one.
+$(READY): constraints.txt pyproject.toml setup.py
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "error: $(PYTHON) is no Python 3.11 or newer; choose one with make PYTHON=/path/to/python3.12" >&2; exit 1; }
+	@$(PYTHON) -m venv $(VENV) || \
+		{ echo "error: $(PYTHON) can't make a virtual environment; on Debian and Ubuntu: apt-get install python3-venv" >&2; exit 1; }
+	$(VENV)/bin/python -m pip install --quiet -c constraints.txt setuptools wheel
+	$(VENV)/bin/python -m pip install --quiet --no-deps -c constraints.txt torch $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
+	$(VENV)/bin/python -m pip install --quiet -c constraints.txt --no-build-isolation -e '.[dev]'
+	@touch $@

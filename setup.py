@@ -1,0 +1,5 @@
+"""Metadata and dependencies are in pyproject.toml; compiled extensions are declared here."""
+
+from setuptools import setup
+
+setup()

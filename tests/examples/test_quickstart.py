@@ -1,0 +1,94 @@
+"""The quickstart from end to end, and its reading of logs."""
+
+import dataclasses
+import io
+import math
+import re
+import sys
+
+import pytest
+
+from examples.quickstart import report
+from megatron_zpp.data.indexed_dataset import IndexedDatasetWriter
+from megatron_zpp.training.logging import TrainingReport, format_training_line, format_validation_lines
+
+LINE = TrainingReport(
+    iteration=10,
+    train_iters=20,
+    consumed_samples=320,
+    learning_rate=1e-3,
+    global_batch_size=32,
+    losses={"lm loss": 5.25},
+    loss_scale=1.0,
+    grad_norm=math.inf,
+    seconds_per_iteration=0.5,
+    tokens_per_second=8000,
+    eta_seconds=5,
+    bytes_between_nodes=24e6,
+    bytes_within_nodes=12e6,
+)
+
+
+def write_log(path, *lines: TrainingReport, validation: float | None) -> None:
+    text = ["note: something else", *map(format_training_line, lines)]
+    if validation is not None:
+        text += format_validation_lines(20, {"lm loss": validation}, "validation")
+    path.write_text("\n".join(text) + "\n")
+
+
+def test_every_field_of_the_trainers_line_is_read():
+    fields = report.parse_line(format_training_line(LINE))
+    assert fields is not None
+    assert fields["iteration"] == 10 and fields["train iterations"] == 20
+    assert fields["lm loss"] == 5.25 and fields["grad norm"] == math.inf
+    assert fields["tokens per second"] == 8000 and fields["elapsed time per iteration (ms)"] == 500
+    assert fields[report.BETWEEN] == 24 and fields[report.WITHIN] == 12
+    assert report.parse_line("note: iteration 5 of something") is None
+
+
+def test_means_weigh_each_line_by_its_steps(tmp_path):
+    # One slow step at first, ten at 8000 tokens per second, two at half that speed.
+    first = dataclasses.replace(
+        LINE, iteration=1, seconds_per_iteration=9, tokens_per_second=1, bytes_between_nodes=50e6
+    )
+    last = dataclasses.replace(LINE, iteration=13, seconds_per_iteration=1.0, tokens_per_second=4000)
+    write_log(tmp_path / "log", first, dataclasses.replace(LINE, iteration=11), last, validation=4.5)
+    run = report.parse_log(tmp_path / "log")
+    assert run.validation_loss == 4.5
+    assert run.mean(report.BETWEEN) == pytest.approx((1 * 50 + 10 * 24 + 2 * 24) / 13)
+    assert run.tokens_per_second() == pytest.approx((10 * 0.5 * 8000 + 2 * 1.0 * 4000) / (10 * 0.5 + 2 * 1.0))
+
+
+def test_a_log_without_an_end_is_refused(tmp_path):
+    write_log(tmp_path / "log", LINE, validation=None)
+    with pytest.raises(ValueError, match="did the run finish"):
+        report.parse_log(tmp_path / "log")
+
+
+def test_unigram_entropy(tmp_path):
+    with IndexedDatasetWriter(str(tmp_path / "d"), "<u2") as writer:
+        writer.add_document([[3, 3, 7, 9]])
+    assert report.unigram_entropy(str(tmp_path / "d")) == pytest.approx(1.5 * math.log(2))
+
+
+def test_follow_shortens_training_lines_and_keeps_the_others(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "stdin", io.StringIO(f"error: no data\n{format_training_line(LINE)}\n"))
+    report.follow()
+    error, line = capsys.readouterr().out.splitlines()
+    assert error == "error: no data"
+    assert " ".join(line.split()) == (
+        "step 10/20 loss 5.250 8,000 tokens/s 24.00 MB between nodes per step 0:00:05 left"
+    )
+
+
+def test_quickstart_shows_loss_and_traffic_of_both_runs(quickstart):
+    results = quickstart.folder / "runs" / "quickstart"
+    assert (results / "loss.png").read_bytes().startswith(b"\x89PNG")
+    rows = {name: re.findall(rf"^{name}.*", quickstart.output, re.MULTILINE) for name in ("validation", "MB between")}
+    assert all(len(found) == 1 for found in rows.values()), quickstart.output
+    less = re.search(r"\(([\d.]+)x less\)", rows["MB between"][0])
+    assert less is not None and float(less[1]) > 4
+    zero3, zeropp = (report.parse_log(results / f"{name}.log") for name in ("zero3", "zeropp"))
+    assert [line["iteration"] for line in zeropp.lines] == [1]  # 3 steps, a line every 10
+    assert zeropp.validation_loss == pytest.approx(zero3.validation_loss, rel=0.02)
+    assert "\n    def test_" in quickstart.output  # the sample

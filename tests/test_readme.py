@@ -1,0 +1,167 @@
+"""Every command of README.md, CONTRIBUTING.md and docs/ works.
+
+Commands are the lines of blocks marked ``bash``. Each page's commands run in the page's order, in a folder where the
+quickstart has been run on little text:
+
+* the trainer: its flags are checked as they stand for its number of ranks; then, where these are at most 4, it runs on
+  so many real ranks, with flags put behind that make it small;
+* other programs run as they stand, or with what ``SMALL`` adds;
+* ``make`` targets must exist: continuous integration runs ``make test``, and the quickstart's test the quickstart;
+  pytest, ruff and mypy are parts of ``make test``;
+* what sets a machine up (``SETUP``) is what ``make`` does, and is not run.
+"""
+
+import contextlib
+import io
+import os
+import re
+import shlex
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from megatron_zpp.training.arguments import parse_settings
+from megatron_zpp.training.pretrain import pretrain
+from tests.conftest import ROOT, environment
+from tests.ranks import run_ranks
+
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+SETUP = ("git clone", "cd ", "source ", "pip install", ".venv/bin/pip install")
+PARTS_OF_MAKE_TEST = ("pytest", "ruff", "mypy")
+TINY_RUN = shlex.split("""--num-layers 1 --hidden-size 32 --ffn-hidden-size 32 --num-attention-heads 2 --seq-length 32
+    --max-position-embeddings 32 --eval-iters 1 --log-interval 1 --num-workers 0""")
+SMALL = {
+    "benchmarks/loop_overhead.py": ["--rounds", "1", "--steps", "3"],
+    "examples/quickstart/make_corpus.py": ["--max-megabytes", "0.3"],
+    "tools/train_tokenizer.py": ["--vocab-size", "400"],
+    "tools/generate_text.py": ["--num-tokens", "5"],
+}
+MAX_RANKS = 4
+
+
+def blocks(page: Path, language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", page.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+
+
+def commands(page: Path) -> list[str]:
+    text = "\n".join(blocks(page, "bash")).replace("\\\n", " ")
+    return [line for line in map(str.strip, text.splitlines()) if line and not line.startswith("#")]
+
+
+def trainer(command: str) -> tuple[int, str, list[str]] | None:
+    """Ranks, architecture and flags of a command that starts the trainer; None for another command."""
+    words = shlex.split(command, comments=True)
+    script = next((word for word in words if re.fullmatch(r"pretrain_\w+\.py", word)), None)
+    if script is None:
+        return None
+    launcher, flags = words[: words.index(script)], words[words.index(script) + 1 :]
+
+    def option(name: str) -> int:
+        return int(launcher[launcher.index(name) + 1]) if name in launcher else 1
+
+    return option("--nnodes") * option("--nproc-per-node"), script[len("pretrain_") : -len(".py")], flags
+
+
+def small_flags(flags: list[str]) -> list[str]:
+    """Flags to put behind ``flags`` so that the same run is small: the last of a flag counts."""
+    small = list(TINY_RUN)
+    if "--deepspeed_config" not in flags:  # its file may hold the batch sizes
+        small += ["--micro-batch-size", "1", "--global-batch-size", "8"]
+    for flag, value in {
+        "--train-iters": "3",
+        "--save-interval": "3",
+        "--lr-warmup-iters": "1",
+        "--lr-decay-iters": "3",
+        "--lr-wsd-decay-iters": "1",
+        "--eval-interval": "2",
+        "--train-samples": "24",
+        "--num-query-groups": "1",
+        "--recompute-num-layers": "1",
+    }.items():
+        small += [flag, value] if flag in flags else []
+    if "--rampup-batch-size" in flags:
+        small += ["--rampup-batch-size", "4", "4", "8"]
+    return small
+
+
+def train(architecture: str, argv: list[str], port: int, folder: str) -> tuple[object, str, str]:
+    """Exit code, stdout and stderr of the whole program on this rank. For ``run_ranks``."""
+    dist.barrier()  # nobody leaves while others still come
+    dist.destroy_process_group()  # the program makes its own
+    os.chdir(folder)
+    os.environ.update(MASTER_ADDR="localhost", MASTER_PORT=str(port))
+    sys.argv = [f"pretrain_{architecture}.py", *argv]
+    code: object = 0
+    with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()) as err:
+        try:
+            pretrain(architecture)
+        except SystemExit as exit_:
+            code = exit_.code
+    return code, out.getvalue(), err.getvalue()
+
+
+def free_port() -> int:
+    with socket.create_server(("localhost", 0)) as server:
+        return server.getsockname()[1]
+
+
+@pytest.fixture
+def folder(quickstart) -> Path:
+    """A folder that looks like the repository's root to a user who has run the quickstart."""
+    for name in ("tools", "examples", "benchmarks", "pretrain_gpt.py", "pretrain_llama.py", "tests", "docs"):
+        link = quickstart.folder / name
+        if not link.exists():
+            link.symlink_to(ROOT / name)
+    return quickstart.folder
+
+
+def test_pages_have_commands():
+    assert {"make quickstart", "make test"} <= set(commands(ROOT / "README.md"))
+    assert sum(len(commands(page)) for page in PAGES) > 10
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if commands(page)], ids=lambda page: page.stem)
+def test_commands_work(page, folder):
+    for name, content in re.findall(r"`([\w.]+\.json)`[^\n]*\n+```json\n(.*?)^```", page.read_text(), re.M | re.S):
+        (folder / name).write_text(content)
+    for command in commands(page):
+        training = trainer(command)
+        if training is not None:
+            run_trainer(*training, folder)
+        elif command.startswith("make "):
+            target = command.split()[1]
+            assert re.search(rf"^{target}:", (ROOT / "Makefile").read_text(), re.M), command
+        elif command.split()[0] in PARTS_OF_MAKE_TEST:
+            assert all((ROOT / word).exists() for word in command.split()[1:] if "/" in word), command
+        elif not command.startswith(SETUP):
+            run_program(command, folder)
+
+
+def run_trainer(ranks: int, architecture: str, flags: list[str], folder: Path) -> None:
+    if "--help" in flags:
+        return  # test_arguments reads it
+    with contextlib.chdir(folder):
+        parse_settings(architecture, flags, ranks, note=lambda text: None)
+    if ranks > MAX_RANKS:
+        return
+    argv = flags + small_flags(flags)
+    codes, outs, errs = zip(*run_ranks(ranks, train, architecture, argv, free_port(), str(folder)), strict=True)
+    assert set(codes) == {0}, f"{shlex.join(argv)}\n{''.join(errs)}"
+    assert "lm loss value" in outs[-1], shlex.join(argv)
+
+
+def run_program(command: str, folder: Path) -> None:
+    more = next((words for program, words in SMALL.items() if program in command), [])
+    full = f"{command} {shlex.join(more)}"
+    done = subprocess.run(["bash", "-c", full], cwd=folder, env=environment(), capture_output=True, text=True)
+    assert done.returncode == 0, f"{full}\n{done.stdout}{done.stderr}"
+
+
+def test_links_between_pages_lead_somewhere():
+    for page in PAGES:
+        for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text(encoding="utf-8")):
+            assert (page.parent / target).exists(), f"{page.name} links to {target}"
