@@ -59,6 +59,9 @@ class QuantizedAllGather(TorchAllocator, AllGather):
             return None
         return mix_seed(self.config.seed, "weights", hop, self.unit.name, source, self.versions)
 
+    def forget_secondary_partition(self) -> None:
+        """There is none; see HierarchicalAllGather."""
+
     def state_dict(self) -> dict[str, Tensor]:
         """What the weights of the next gather depend on beside the parameters; nothing with the default settings."""
         if self.config.weight_rounding == "nearest" and self.config.weight_difference_bits is None:

@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 def apply_zeropp(model: nn.Module, config: ZeroPPConfig) -> ZeroPP:
     """Replace the collectives of a ``fully_shard``-ed model by those that ``config`` asks for.
 
-    Call it once, after the last ``fully_shard``, on all ranks: it is collective over each FSDP group. Parts of ZeRO++
+    Call it once, after the last ``fully_shard``, on all ranks alike: it makes process groups. Parts of ZeRO++
     that are off leave FSDP2's own collectives in place, with their bytes counted.
 
     Raises ValueError for models without FSDP2 units, HSDP meshes, unequal nodes, and sizes that do not divide.
@@ -120,9 +120,14 @@ class ZeroPP:
         self._micro_batch.is_last = is_last
 
     def invalidate(self) -> None:
-        """Say that parameters were changed by means that neither autograd nor a torch optimizer sees (``p.data``)."""
+        """Say that parameters were changed by means that are not seen: ``p.data``, or in place in local tensors.
+
+        They are gathered anew, and in full where only differences travel. Call it on all ranks.
+        """
         for unit in self.units:
             unit.mark_changed()
+        for all_gather in self._all_gathers.values():
+            all_gather.forget_secondary_partition()
 
     def undo_step(self) -> None:
         """Say that the gradients since the last optimizer step are thrown away (an overflow, an exception).
