@@ -37,27 +37,33 @@ def checkpoint(tmp_path_factory) -> Path:
     return folder / "checkpoint"
 
 
-def sample(capsys, *argv: str) -> tuple[int, str, str]:
-    sys.argv = ["generate_text.py", *argv]
-    code = generate_text.main()
-    out, err = capsys.readouterr()
-    return code, out.removesuffix("\n"), err
+@pytest.fixture
+def sample(monkeypatch, capsys):
+    """Run the program: exit code, stdout and stderr."""
+
+    def run(*argv: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["generate_text.py", *argv])
+        code = generate_text.main()
+        out, err = capsys.readouterr()
+        return code, out.removesuffix("\n"), err
+
+    return run
 
 
-def test_greedy_continues_what_was_learned(checkpoint, capsys):
+def test_greedy_continues_what_was_learned(checkpoint, sample):
     code, text, err = sample(
-        capsys, "--load", str(checkpoint), "--prompt", "abcdefgh", "--num-tokens", "40", "--temperature", "0"
+        "--load", str(checkpoint), "--prompt", "abcdefgh", "--num-tokens", "40", "--temperature", "0"
     )
     assert (code, err) == (0, "")
     assert text == (ALPHABET * 3)[:48]  # beyond the model's 32 positions too
 
 
-def test_seed_decides_the_text_and_one_candidate_is_greedy(checkpoint, capsys):
+def test_seed_decides_the_text_and_one_candidate_is_greedy(checkpoint, sample):
     base = ["--load", str(checkpoint), "--prompt", "p", "--num-tokens", "20"]
-    texts = [sample(capsys, *base, "--temperature", "9", "--seed", seed)[1] for seed in ("1", "1", "2")]
+    texts = [sample(*base, "--temperature", "9", "--seed", seed)[1] for seed in ("1", "1", "2")]
     assert texts[0] == texts[1] != texts[2]
-    only = sample(capsys, *base, "--temperature", "9", "--top-k", "1")[1]
-    assert only == sample(capsys, *base, "--temperature", "0")[1]
+    only = sample(*base, "--temperature", "9", "--top-k", "1")[1]
+    assert only == sample(*base, "--temperature", "0")[1]
 
 
 def constant_model(likeliest: list[int], vocab_size: int) -> GPT:
@@ -92,12 +98,12 @@ def test_text_ends_with_the_document():
         (["--load", "checkpoint", "--ckpt-step", "5"], "iter_0000005 is not a complete checkpoint"),
     ],
 )
-def test_errors_are_one_line(checkpoint, tmp_path, monkeypatch, capsys, argv, message):
+def test_errors_are_one_line(checkpoint, tmp_path, monkeypatch, sample, argv, message):
     monkeypatch.chdir(tmp_path)
     shutil.copytree(checkpoint, "checkpoint")
     shutil.copytree(checkpoint, "damaged")
     for file in Path("damaged").glob("iter_*/*.distcp"):
         file.write_bytes(file.read_bytes()[:1000])
-    code, out, err = sample(capsys, *argv)
+    code, out, err = sample(*argv)
     assert (code, out) == (1, "")
     assert err.startswith("error: ") and err.count("\n") == 1 and message in err

@@ -96,6 +96,7 @@ def torchrun(ranks: int, argv: list[str], script: str = "pretrain_gpt.py", **env
 
 def call_pretrain(*argvs: list[str]) -> list[tuple[int, str, str]]:
     """Exit code, stdout and stderr of the whole program on one rank, for each command line. For ``run_ranks``."""
+    dist.barrier()  # a rank that leaves early would take the others' store along
     dist.destroy_process_group()  # the program makes its own
     results = []
     for argv in argvs:
