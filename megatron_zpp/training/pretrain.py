@@ -8,6 +8,7 @@ import signal
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import nullcontext
 from datetime import datetime
 
 import torch
@@ -81,7 +82,9 @@ def train(run: Run, start: float) -> None:
             out_of_time = training.exit_duration_in_mins is not None and (
                 time.monotonic() - start > training.exit_duration_in_mins * 60
             )
-            result = train_step(run, train_batches, num_micro_batches, stop=bool(stop_signals) or out_of_time)
+            compiles = settings.activation.compile and reporter.is_first_step
+            with progress("compiling") if compiles else nullcontext():
+                result = train_step(run, train_batches, num_micro_batches, stop=bool(stop_signals) or out_of_time)
 
             counters.iteration += 1
             counters.consumed_train_samples += batch_size

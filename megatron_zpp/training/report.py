@@ -26,6 +26,7 @@ class Reporter:
         given = run.settings.logging.peak_tflops
         self.peak = given if given is not None else peak_tflops(name)
         print_once(describe_mfu(name, self.peak, given=given is not None))
+        self.is_first_step = True
         self.timer = IntervalTimer(run.device)
         self._clear()
 
@@ -38,6 +39,7 @@ class Reporter:
     def step(self, result: StepResult, num_samples: int) -> None:
         """Take one step in; print and write what is due. Call it on every rank, after the counters moved."""
         run, logging = self.run, self.run.settings.logging
+        self.is_first_step = False
         self.num_steps += 1
         self.num_samples += num_samples
         self.skipped += result.skipped
