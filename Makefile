@@ -32,7 +32,7 @@ clean:  ## remove .venv, caches and everything that the quickstart made
 
 # torch comes before the rest and alone, so that only it is looked for in TORCH_INDEX; and the package is built without
 # isolation, against that torch, so that building it never downloads a second one.
-$(READY): constraints.txt pyproject.toml setup.py
+$(READY): constraints.txt pyproject.toml setup.py $(shell find csrc -name "*.h" -o -name "*.cpp" -o -name "*.cu")
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 		{ echo "error: $(PYTHON) is no Python 3.11 or newer; choose one with make PYTHON=/path/to/python3.12" >&2; exit 1; }
 	@$(PYTHON) -m venv $(VENV) || \

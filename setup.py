@@ -1,5 +1,47 @@
-"""Metadata and dependencies are in pyproject.toml; compiled extensions are declared here."""
+"""Builds csrc/ for whatever the installed torch supports; metadata and dependencies are in pyproject.toml."""
+
+import os
+import sys
+import sysconfig
+from pathlib import Path
 
 from setuptools import setup
 
-setup()
+
+def kernels() -> dict:
+    """The arguments of setup() that build the operators; none when there is no torch to build against."""
+    # pip hides the environment's packages from a build. A torch that the build brought itself would be another one than
+    # that which is to load the extension, so look where this interpreter keeps its packages.
+    sys.path += [sysconfig.get_path("platlib"), sysconfig.get_path("purelib")]
+    try:
+        import torch
+        from torch.utils import cpp_extension
+    except ImportError:
+        print("torch is not installed: the kernels of csrc/ are left out, and plain torch will quantize")
+        return {}
+
+    sources = ["csrc/operators.cpp", "csrc/cpu/kernels.cpp"]
+    compile_args = {"cxx": ["-std=c++20", "-O3", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"]}
+    macros: list = []
+    make_extension = cpp_extension.CppExtension
+    if torch.version.cuda is not None and cpp_extension.CUDA_HOME is not None:
+        os.environ.setdefault("TORCH_CUDA_ARCH_LIST", "8.0;9.0+PTX")  # PTX serves newer cards
+        sources.append("csrc/cuda/kernels.cu")
+        compile_args["nvcc"] = ["-std=c++20", "-O3", "--fmad=false"]
+        macros.append(("ZEROPP_WITH_CUDA", None))
+        make_extension = cpp_extension.CUDAExtension
+    extension = make_extension(
+        "megatron_zpp.zeropp._kernels",
+        sources,
+        depends=[str(path) for path in Path("csrc").rglob("*.h")],
+        define_macros=macros,
+        extra_compile_args=compile_args,
+    )
+    extension.optional = True  # without a compiler plain torch quantizes, after a warning
+    return {
+        "ext_modules": [extension],
+        "cmdclass": {"build_ext": cpp_extension.BuildExtension.with_options(no_python_abi_suffix=True)},
+    }
+
+
+setup(**kernels())

@@ -36,19 +36,19 @@ class QuantizedAllGather(TorchAllocator, AllGather):
         check_gathered(self.unit, input_tensor)
         self.versions += self.unit.parameters_changed()
         weights = self._format(self.config.weight_bits, self.config.weight_block_size, input_tensor.dtype)
-        wire = self._encode(input_tensor, weights, input_tensor)
+        wire = self._encode(input_tensor, weights)
         weights.decode(gather_wires(wire, group), out=output_tensor.view(-1, weights.numel))
         self.unit.mark_gathered()
         count_flat_ring(self.traffic, self.topology, weights.nbytes)
         return None
 
-    def _encode(self, values: Tensor, weights: WireFormat, shard: Tensor) -> Tensor:
-        """Encode [L], which stands for the own ``shard`` or for its difference from a copy, and sample the error."""
+    def _encode(self, shard: Tensor, weights: WireFormat, copy: Tensor | None = None) -> Tensor:
+        """Encode the own shard [L], or its difference from a copy of it, and sample the error."""
         # The noise depends on the version, so that every gather of one version gives the same weights.
-        wire = weights.encode(values, self._noise_seed("inter", self.topology.rank))
+        wire = weights.encode(shard, self._noise_seed("inter", self.topology.rank), minus=copy)
         if self.monitor.is_due(self.versions):
-            lost = values.float() - weights.decode(wire, out=torch.empty_like(values, dtype=torch.float32))
-            self.monitor.record("weights", self.unit.name, shard, shard.float() - lost)
+            arrived = weights.decode(wire, out=torch.empty_like(shard, dtype=torch.float32))
+            self.monitor.record("weights", self.unit.name, shard, arrived if copy is None else arrived.add_(copy))
         return wire
 
     def _format(self, bits: int | None, block_size: int | None, dtype: torch.dtype) -> WireFormat:
@@ -141,7 +141,7 @@ class HierarchicalAllGather(QuantizedAllGather):
         config = self.config
         quantize = config.quantized_weights and config.weight_difference_bits is None
         weights = self._format(config.weight_bits if quantize else None, config.weight_block_size, shard.dtype)
-        wires = self._exchange(self._encode(shard, weights, shard))
+        wires = self._exchange(self._encode(shard, weights))
         if self._keeps_wires:
             return wires
         return weights.decode(wires, out=shard.new_empty(self.topology.num_nodes, shard.numel()))
@@ -154,10 +154,8 @@ class HierarchicalAllGather(QuantizedAllGather):
         """
         config = self.config
         differences = self._format(config.weight_difference_bits, config.weight_difference_block_size, shard.dtype)
-        difference = shard.float() - copies[self.topology.node].float()
-        wires = self._exchange(self._encode(difference, differences, shard))
-        arrived = differences.decode(wires, out=torch.empty_like(copies, dtype=torch.float32))
-        return copies.copy_(arrived.add_(copies))
+        wires = self._exchange(self._encode(shard, differences, copies[self.topology.node]))
+        return differences.decode_sum(wires.unsqueeze(0), out=copies, accumulate=True)
 
     def _exchange(self, wire: Tensor) -> Tensor:
         self.traffic.add(inter_node=(self.topology.num_nodes - 1) * wire.nbytes)

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from . import kernels
 from .all_gather import HierarchicalAllGather, QuantizedAllGather
 from .collectives import PlainAllGather, PlainReduceScatter
 from .config import ZeroPPConfig
@@ -68,6 +69,8 @@ def apply_zeropp(model: nn.Module, config: ZeroPPConfig) -> ZeroPP:
             unit.module.set_custom_reduce_scatter(PlainReduceScatter(topology, traffic))
     follow_optimizers(units)
     topology = topologies[units[0].group]
+    if topology.rank == 0 and (config.quantized_weights or config.quantized_gradients):
+        kernels.warn_if_missing(units[0].device)
     return ZeroPP(config, topology, units, all_gathers, reduce_scatters, traffic, monitor, micro_batch)
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from .config import LoCoConfig
-from .wire_format import WireFormat, wire_format
+from .wire_format import Compensation, WireFormat, wire_format
 
 _ERROR_FORMATS = {"int8": (8, torch.float32), "bf16": (None, torch.bfloat16), "fp32": (None, torch.float32)}
 
@@ -36,34 +38,30 @@ class ErrorFeedback:
         noise_seed: int | None = None,
         is_first: bool = True,
         is_last: bool = True,
+        **source: Any,
     ) -> Tensor:
         """Compensate and encode gradients [..., L] into uint8 [..., nbytes], and update the error.
 
         is_first, is_last: whether this is the first and the last encoding of an optimizer step.
+        source: what else WireFormat.encode takes to make up the gradients.
         """
         if is_first:
             self._before_step = (self.error, self.steps)
-        bits, dtype = _ERROR_FORMATS[self.config.error_dtype]
+        config, interval = self.config, self.config.reset_interval
+        bits, dtype = _ERROR_FORMATS[config.error_dtype]
         self._format = wire_format(hop.parameters, bits, hop.block_size, dtype)
-        shape = (*gradients.shape[:-1], hop.numel)
-        if self.error is None:
-            error = torch.zeros(shape, device=gradients.device)
+        self.steps += is_last
+        decay, new_error = 1.0, None
+        if is_last and config.reset == "hard" and interval is not None and self.steps >= interval:
+            self.steps = 0
         else:
-            error = self._format.decode(self.error, out=torch.empty(shape, device=gradients.device))
-        compensated = gradients + error  # fp32
-        wire = hop.encode(compensated, noise_seed)
-        lost = compensated - hop.decode(wire, out=torch.empty(shape, device=gradients.device))
-        moved = self.config.beta * error + (1 - self.config.beta) * lost
-        error = torch.where(moved.isfinite(), moved, error)  # a NaN or Inf is sent once, and not remembered
-        interval = self.config.reset_interval
-        if is_last:
-            self.steps += 1
-            if interval is not None and self.config.reset == "decay":
-                error *= 1 - 1 / interval
-            elif interval is not None and self.steps >= interval:
-                self.error, self.steps = None, 0
-                return wire
-        self.error = self._format.encode(error)
+            rows = gradients.shape[1:-1] if source.get("source") is not None else gradients.shape[:-1]
+            new_error = torch.empty(*rows, self._format.nbytes, dtype=torch.uint8, device=gradients.device)
+        if is_last and config.reset == "decay" and interval is not None:
+            decay = 1 - 1 / interval
+        compensation = Compensation(self._format, self.error, new_error, config.beta, decay)
+        wire = hop.encode(gradients, noise_seed, compensation=compensation, **source)
+        self.error = new_error
         return wire
 
     def undo_step(self) -> None:

@@ -81,14 +81,14 @@ class HierarchicalReduceScatter(TorchAllocator, ReduceScatter):
             # Sums of rotated gradients are rotated sums: rotate once before both hops and back once after them.
             rotation = inter if inter.quantized else intra
             gradients = rotation.rotate(gradients)
-        micro_batch_sum = self._reduce_within_node(gradients, intra)
-        self.node_sum = micro_batch_sum if self.node_sum is None else self.node_sum.add_(micro_batch_sum)
+        summands, source = self._exchange_within_node(gradients, intra)
         if not self.micro_batch.is_last:
+            self.node_sum = self._add_to_node_sum(summands, source)
             self.micro_batches += 1
             output_tensor.zero_()
             return None
 
-        total = self._reduce_between_nodes(self.node_sum, inter)
+        total = self._reduce_between_nodes(summands, source, inter)
         if self.config.hadamard:
             total = rotation.rotate(total)
         output_tensor.copy_(scaled_as(op, total, group.size()))
@@ -97,25 +97,45 @@ class HierarchicalReduceScatter(TorchAllocator, ReduceScatter):
         self.unit.mark_reduced()
         return None
 
-    def _reduce_within_node(self, gradients: Tensor, intra: WireFormat) -> Tensor:
-        """Intra-node hop: [N, P, L] of each of the node's P ranks into the node's sum fp32 [N, L] for this rank's p."""
+    def _exchange_within_node(self, gradients: Tensor, intra: WireFormat) -> tuple[Tensor, WireFormat | None]:
+        """Intra-node hop of [N, P, L]: what adds up to the node's gradients for the N shards with this rank's p.
+
+        They are what P ranks sent, uint8 [P, N, nbytes] in the format that is returned with them, or [N, L] and None.
+        """
         if self.topology.ranks_per_node == 1:
-            return gradients.squeeze(1).to(torch.float32, copy=True)
-        pieces = gradients.transpose(0, 1)  # [P, N, L]: P pieces, one for each peer
-        received = self._exchange("intra", pieces, intra, self.topology.intra_group)  # [P peers, N, nbytes]
+            return gradients.squeeze(1), None
+        # [P, N, L]: P pieces, one for each peer
+        wires = self._encode("intra", gradients.transpose(0, 1), intra)
+        received = all_to_all(wires, self.topology.intra_group)
         self.traffic.add(intra_node=received.nbytes - received[0].nbytes)
-        return intra.decode_sum(received)
+        return received, intra
 
-    def _reduce_between_nodes(self, node_sum: Tensor, inter: WireFormat) -> Tensor:
+    def _add_to_node_sum(self, summands: Tensor, source: WireFormat | None) -> Tensor:
+        """The node's sum of the micro-batches so far: fp32 [N, L]."""
+        if source is None:
+            return summands.to(torch.float32, copy=True) if self.node_sum is None else self.node_sum.add_(summands)
+        if self.node_sum is not None:
+            return source.decode_sum(summands, out=self.node_sum, accumulate=True)
+        shape = (self.topology.num_nodes, source.numel)
+        return source.decode_sum(summands, out=torch.empty(shape, device=summands.device))
+
+    def _reduce_between_nodes(self, summands: Tensor, source: WireFormat | None, inter: WireFormat) -> Tensor:
         """Inter-node hop: the N nodes' sums fp32 [N, L] into this rank's total fp32 [L]."""
-        if self.topology.num_nodes == 1:
-            return node_sum.squeeze(0)
-        received = self._exchange("inter", node_sum, inter, self.topology.inter_group)  # [N nodes, nbytes]
+        # One pass adds up the node's gradients and encodes the sum, unless the sum itself is wanted.
+        same_blocks = source is None or source.bits is None or inter.bits is not None
+        if self.topology.num_nodes > 1 and same_blocks and not self.monitor.is_due(self.steps):
+            wires = self._encode("inter", summands, inter, source=source, plus=self.node_sum)
+        else:
+            node_sum = self._add_to_node_sum(summands, source)
+            if self.topology.num_nodes == 1:
+                return node_sum.squeeze(0)
+            wires = self._encode("inter", node_sum, inter)
+        received = all_to_all(wires, self.topology.inter_group)  # [N nodes, nbytes]
         self.traffic.add(inter_node=received.nbytes - received[0].nbytes)
-        return inter.decode_sum(received.unsqueeze(1)).squeeze(0)
+        return inter.decode_sum(received, out=torch.empty(inter.numel, device=received.device))
 
-    def _exchange(self, hop: str, pieces: Tensor, format: WireFormat, group: dist.ProcessGroup) -> Tensor:
-        """Encode pieces [G, ..., L], one for each of the group's G ranks, and swap them: uint8 [G, ..., nbytes]."""
+    def _encode(self, hop: str, pieces: Tensor, format: WireFormat, **source: Any) -> Tensor:
+        """Encode what is sent over a hop, one piece for each of its G ranks, with LoCo: uint8 [G, ..., nbytes]."""
         noise_seed = None
         if self.config.gradient_rounding == "stochastic":
             place = (hop, self.unit.name, self.topology.rank, self.steps, self.micro_batches)
@@ -124,15 +144,13 @@ class HierarchicalReduceScatter(TorchAllocator, ReduceScatter):
             # The hop between nodes runs once per step, that within a node once per micro-batch.
             is_first = hop == "inter" or self.micro_batches == 0
             is_last = self.micro_batch.is_last
-            wires = self.feedback[hop].encode(pieces, format, noise_seed, is_first, is_last)
+            wires = self.feedback[hop].encode(pieces, format, noise_seed, is_first, is_last, **source)
         else:
-            wires = format.encode(pieces, noise_seed)
+            wires = format.encode(pieces, noise_seed, **source)
         if self.monitor.is_due(self.steps):
             arrived = format.decode(wires, out=torch.empty_like(pieces, dtype=torch.float32))
             self.monitor.record(f"gradients/{hop}", self.unit.name, pieces, arrived)
-        received = torch.empty_like(wires)
-        dist.all_to_all_single(received, wires, group=group)
-        return received
+        return wires
 
     def _format(self, parameters: tuple[ParameterShard, ...], bits: int | None, dtype: torch.dtype) -> WireFormat:
         return wire_format(parameters, bits, self.config.gradient_block_size, dtype)
@@ -168,6 +186,13 @@ class HierarchicalReduceScatter(TorchAllocator, ReduceScatter):
             prefix = f"{hop}."
             own = {k.removeprefix(prefix): v.to(self.unit.device) for k, v in state.items() if k.startswith(prefix)}
             feedback.load_state_dict(own)
+
+
+def all_to_all(wires: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Send wires[g] to the group's rank g: what each of the G ranks sent here, uint8 [G, ...]."""
+    received = torch.empty_like(wires)
+    dist.all_to_all_single(received, wires, group=group)
+    return received
 
 
 def scaled_as(op: Any, total: Tensor, world_size: int) -> Tensor:

@@ -16,10 +16,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from .quantization import counter_uniform, dequantize_blocks, hadamard, pack_bits, quantize_blocks, unpack_bits
+from . import kernels, reference
 
 _ALIGNMENT = 16  # bytes; what a vectorized load wants
 
@@ -34,26 +33,32 @@ class ParameterShard:
 
 
 @dataclass(frozen=True)
-class _QuantizedSegment:
+class Segment:
+    """A run of elements of the shard that travels alike: one quantized parameter, or unquantized ones side by side."""
+
     start: int  # elements [start, stop) of the shard
     stop: int
-    num_blocks: int
-    block_size: int  # a multiple of 8
-    codes: slice  # bytes of the wire
+    block_size: int  # a multiple of 8; 0 = unquantized
+    codes: slice  # bytes of the wire, of packed codes or of the values themselves
     scales: slice
 
-    def blocks_of(self, shards: Tensor) -> Tensor:
-        """This segment of shards [..., L] as blocks [..., num_blocks, block_size], the last one padded with zeros."""
-        padding = self.num_blocks * self.block_size - (self.stop - self.start)
-        values = F.pad(shards[..., self.start : self.stop], (0, padding))
-        return values.unflatten(-1, (self.num_blocks, self.block_size))
+    @property
+    def num_blocks(self) -> int:
+        return -(-(self.stop - self.start) // self.block_size) if self.block_size else 0
 
 
-@dataclass(frozen=True)
-class _UnquantizedSegment:
-    start: int
-    stop: int
-    values: slice  # bytes of the wire
+@dataclass
+class Compensation:
+    """LoCo's part of an encoding: the error e that is added to the values, and where the new one goes.
+
+    e <- decay * (beta * e + (1 - beta) * (values + e - what was sent))
+    """
+
+    format: WireFormat  # of the errors
+    error: Tensor | None  # uint8 [..., nbytes]; None = zero
+    new_error: Tensor | None  # alike; None = it is not wanted
+    beta: float
+    decay: float
 
 
 @functools.lru_cache(maxsize=4096)
@@ -77,8 +82,8 @@ class WireFormat:
     ) -> None:
         self.parameters, self.bits, self.block_size, self.dtype = tuple(parameters), bits, block_size, dtype
         self.numel = sum(parameter.numel for parameter in parameters)  # L
-        self.quantized: list[_QuantizedSegment] = []
-        self.unquantized: list[_UnquantizedSegment] = []
+        self.quantized: list[Segment] = []
+        self.unquantized: list[Segment] = []
 
         spans, rest, start = [], [], 0  # (start, stop, block size) and (start, stop)
         for parameter in parameters:
@@ -100,65 +105,96 @@ class WireFormat:
         blocks = [-(-(stop - start) // size) for start, stop, size in spans]
         codes = [take(n * size * bits // 8) for n, (_, _, size) in zip(blocks, spans, strict=True)] if bits else []
         scales = [take(4 * n) for n in blocks]
-        for (start, stop, size), n, code, scale in zip(spans, blocks, codes, scales, strict=True):
-            self.quantized.append(_QuantizedSegment(start, stop, n, size, code, scale))
+        for (start, stop, size), code, scale in zip(spans, codes, scales, strict=True):
+            self.quantized.append(Segment(start, stop, size, code, scale))
         for start, stop in _merge_adjacent(rest):
-            self.unquantized.append(_UnquantizedSegment(start, stop, take((stop - start) * dtype.itemsize)))
+            self.unquantized.append(Segment(start, stop, 0, take((stop - start) * dtype.itemsize), slice(0)))
         self.nbytes = offset
+        self.table = self._table()
 
-    def encode(self, shards: Tensor, noise_seed: int | None = None) -> Tensor:
-        """Encode shards [..., L] of any float type and strides into wire buffers uint8 [..., nbytes].
+    def _table(self) -> list[int]:
+        """The format as the operators take it: bits, type, bytes of a wire, then five numbers for each segment."""
+        table = [self.bits or 0, kernels.TYPES.get(self.dtype, 0), self.nbytes]
+        for s in sorted(self.quantized + self.unquantized, key=lambda segment: segment.start):
+            table += [s.start, s.stop, s.block_size, s.codes.start, s.scales.start or 0]
+        return table
+
+    def encode(
+        self,
+        values: Tensor,
+        noise_seed: int | None = None,
+        *,
+        source: WireFormat | None = None,
+        plus: Tensor | None = None,
+        minus: Tensor | None = None,
+        compensation: Compensation | None = None,
+    ) -> Tensor:
+        """Encode values [..., L] of any float type into wire buffers uint8 [..., nbytes], in one pass.
 
         noise_seed: round stochastically, with noise that depends on the seed and an element's place alone.
+        source: ``values`` are what G peers sent in this format, uint8 [G, ..., nbytes]; their sum is encoded. It has
+            this format's parameters and blocks, or is unquantized.
+        plus, minus: [..., L] to add or to subtract, in fp32.
+        compensation: LoCo's error, added and replaced.
         """
-        # Zeros, because the gaps of the alignment must not carry old memory.
-        wire = torch.zeros(*shards.shape[:-1], self.nbytes, dtype=torch.uint8, device=shards.device)
-        noise = None
-        if noise_seed is not None:
-            noise = counter_uniform(shards.numel(), noise_seed, shards.device).view(shards.shape)
-        for segment in self.quantized:
-            assert self.bits is not None
-            uniform = None if noise is None else segment.blocks_of(noise)
-            codes, scales = quantize_blocks(segment.blocks_of(shards), self.bits, uniform)
-            wire[..., segment.codes] = pack_bits(codes, self.bits).flatten(-2)
-            wire[..., segment.scales] = scales.view(torch.uint8)
-        for plain in self.unquantized:
-            values = shards[..., plain.start : plain.stop].to(self.dtype)
-            wire[..., plain.values] = values.contiguous().view(torch.uint8)
+        addend, sign = (plus, 1) if minus is None else (minus, -1)
+        shape = values.shape[1:-1] if source is not None else values.shape[:-1]
+        wire = torch.empty(*shape, self.nbytes, dtype=torch.uint8, device=values.device)
+        if not self._has_kernels(values, addend, source):
+            if source is not None:
+                total = torch.empty(*shape, self.numel, device=values.device)
+                reference.decode(source, values, total, accumulate=False)
+                values = total
+            reference.encode(self, values, wire, addend, sign, compensation, noise_seed)
+            return wire
+        torch.ops.megatron_zpp.encode(
+            values if source is None else None,
+            values if source is not None else None,
+            source.table if source is not None else [],
+            addend,
+            sign,
+            wire,
+            self.table,
+            compensation.error if compensation is not None else None,
+            compensation.new_error if compensation is not None else None,
+            compensation.format.table if compensation is not None else [],
+            compensation.beta if compensation is not None else 0.0,
+            compensation.decay if compensation is not None else 1.0,
+            noise_seed,
+        )
         return wire
 
     def decode(self, wire: Tensor, out: Tensor) -> Tensor:
         """Decode wire buffers uint8 [..., nbytes] into ``out`` [..., L] of any float type; returns ``out``."""
-        for segment in self.quantized:
-            assert self.bits is not None
-            packed = wire[..., segment.codes].unflatten(-1, (segment.num_blocks, -1))
-            scales = wire[..., segment.scales].view(torch.float32)
-            values = dequantize_blocks(unpack_bits(packed, self.bits), scales).flatten(-2)
-            out[..., segment.start : segment.stop] = values[..., : segment.stop - segment.start]
-        for plain in self.unquantized:
-            out[..., plain.start : plain.stop] = wire[..., plain.values].view(self.dtype)
+        return self.decode_sum(wire.unsqueeze(0), out)
+
+    def decode_sum(self, peers: Tensor, out: Tensor, accumulate: bool = False) -> Tensor:
+        """Decode the buffers uint8 [G, ..., nbytes] of G peers and add them in fp32, in peer order.
+
+        accumulate: onto ``out`` [..., L], not into it. Returns ``out``.
+        """
+        if self._has_kernels(out):
+            torch.ops.megatron_zpp.decode(peers, self.table, out, accumulate)
+        else:
+            reference.decode(self, peers, out, accumulate)
         return out
 
-    def rotate(self, shards: Tensor) -> Tensor:
-        """Hadamard-rotate the quantized parameters of shards [..., L]: fp32 [..., L]. Its own inverse.
+    def rotate(self, values: Tensor) -> Tensor:
+        """Hadamard-rotate the quantized parameters of values [..., L]: fp32 [..., L]. Its own inverse.
 
         In groups of 32 elements; the last elements of a parameter that make up no whole group stay as they are.
         """
-        rotated = shards.to(torch.float32, copy=True)
-        for segment in self.quantized:
-            whole = segment.start + (segment.stop - segment.start) // 32 * 32
-            groups = rotated[..., segment.start : whole].unflatten(-1, (-1, 32))
-            rotated[..., segment.start : whole] = hadamard(groups).flatten(-2)
+        rotated = torch.empty(values.shape, dtype=torch.float32, device=values.device)
+        if self._has_kernels(values):
+            torch.ops.megatron_zpp.rotate(values, self.table, rotated)
+        else:
+            reference.rotate(self, values, rotated)
         return rotated
 
-    def decode_sum(self, wires: Tensor) -> Tensor:
-        """Decode the buffers uint8 [G, S, nbytes] of G peers and add them in fp32, in peer order: fp32 [S, L]."""
-        total = torch.empty(wires.size(1), self.numel, dtype=torch.float32, device=wires.device)
-        self.decode(wires[0], out=total)
-        addend = torch.empty_like(total)
-        for peer in wires[1:]:
-            total += self.decode(peer, out=addend)
-        return total
+    def _has_kernels(self, values: Tensor, addend: Tensor | None = None, source: WireFormat | None = None) -> bool:
+        dtypes = [self.dtype, source.dtype if source is not None else values.dtype]
+        dtypes += [addend.dtype] if addend is not None else []
+        return kernels.why_not_on(values.device) is None and all(dtype in kernels.TYPES for dtype in dtypes)
 
 
 def _round_up(n: int, multiple: int) -> int:

@@ -1,0 +1,214 @@
+// The arithmetic of one block, for the CPU and the CUDA kernels alike: what the former's tests check, the latter runs.
+//
+// Results equal megatron_zpp/zeropp/quantization.py to the bit. That needs IEEE single precision and no contraction of
+// a * b + c (compiled with -ffp-contract=off and --fmad=false).
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+
+#ifdef __CUDACC__
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#define ZEROPP_INLINE __host__ __device__ __forceinline__
+#define ZEROPP_UNROLL _Pragma("unroll")
+#else
+#define ZEROPP_INLINE inline __attribute__((always_inline))
+#define ZEROPP_UNROLL _Pragma("GCC unroll 32")
+#endif
+
+namespace zeropp {
+
+ZEROPP_INLINE uint32_t bits_of(float value) {
+  uint32_t bits;
+  memcpy(&bits, &value, sizeof bits);
+  return bits;
+}
+
+ZEROPP_INLINE float float_of(uint32_t bits) {
+  float value;
+  memcpy(&value, &bits, sizeof value);
+  return value;
+}
+
+// ---- Element types. Conversions round to nearest even, as torch's do.
+
+struct BFloat16 {
+  uint16_t bits;
+};
+struct Half {
+  uint16_t bits;
+};
+
+ZEROPP_INLINE float to_float(float value) { return value; }
+
+ZEROPP_INLINE float to_float(BFloat16 value) { return float_of(uint32_t(value.bits) << 16); }
+
+ZEROPP_INLINE float to_float(Half value) {
+#ifdef __CUDA_ARCH__
+  return __half2float(__ushort_as_half(value.bits));
+#else
+  uint32_t magnitude = value.bits & 0x7fffu;
+  // A multiplication moves the exponent's bias, and makes denormals normal on the way.
+  uint32_t finite = bits_of(float_of(magnitude << 13) * 0x1p112f);
+  uint32_t special = 0x7f800000u | magnitude << 13;
+  return float_of((magnitude >= 0x7c00u ? special : finite) | (value.bits & 0x8000u) << 16);
+#endif
+}
+
+ZEROPP_INLINE void from_float(float value, float& out) { out = value; }
+
+ZEROPP_INLINE void from_float(float value, BFloat16& out) {
+  uint32_t bits = bits_of(value);
+  uint32_t rounded = (bits + 0x7fffu + (bits >> 16 & 1u)) >> 16;
+  out.bits = (bits & 0x7fffffffu) > 0x7f800000u ? 0x7fc0u : rounded;
+}
+
+ZEROPP_INLINE void from_float(float value, Half& out) {
+#ifdef __CUDA_ARCH__
+  out.bits = __half_as_ushort(__float2half_rn(value));
+#else
+  uint32_t sign = bits_of(value) >> 16 & 0x8000u, magnitude = bits_of(value) & 0x7fffffffu;
+  uint32_t normal = (magnitude + 0xfffu + (magnitude >> 13 & 1u) - (112u << 23)) >> 13;
+  // 2^-24, the step of fp16's denormals, is also that of fp32 numbers just above 0.5: adding 0.5 rounds to it.
+  uint32_t denormal = bits_of(float_of(magnitude) + 0.5f) - bits_of(0.5f);
+  uint32_t half = magnitude < 0x38800000u ? denormal : normal;
+  half = magnitude >= 0x477ff000u ? 0x7c00u : half;  // from 65520 on, nearest is Inf
+  half = magnitude > 0x7f800000u ? 0x7e00u : half;
+  out.bits = uint16_t(sign | half);
+#endif
+}
+
+// ---- Scales and codes: scale = absmax / qmax, code = round_half_even(value / scale).
+
+constexpr int qmax_of(int bits) { return (1 << (bits - 1)) - 1; }
+
+// As an integer |value| keeps its order, and NaN and Inf come last: a maximum that never loses a NaN.
+ZEROPP_INLINE uint32_t magnitude_of(float value) { return bits_of(value) & 0x7fffffffu; }
+
+ZEROPP_INLINE float scale_of(uint32_t largest_magnitude, int qmax) {
+  return largest_magnitude < 0x7f800000u ? float_of(largest_magnitude) / float(qmax) : float_of(0x7fc00000u);
+}
+
+// Whether codes of this scale may be found through its reciprocal: not for 0, NaN, and the ends of fp32's range.
+ZEROPP_INLINE bool has_reciprocal(float scale) { return scale > 0x1p-100f && scale < 0x1p100f; }
+
+// value / scale by the reciprocal, rounded to an integer. Division costs most of a kernel's time; the product differs
+// from it by less than 2^-22 of its size, so both round alike unless the product is that close to a tie.
+struct RoundedProduct {
+  uint32_t code;      // its low 8 bits, in two's complement
+  uint32_t distance;  // |product - code|, as the bits of a float, which compare like it
+};
+
+ZEROPP_INLINE RoundedProduct round_product(float value, float reciprocal) {
+  const float magic = 12582912.f;  // 1.5 * 2^23: the sum's last bit is worth 1, so the addition rounds half to even
+  float product = value * reciprocal;
+  float shifted = product + magic;
+  return {bits_of(shifted), magnitude_of(product - (shifted - magic))};
+}
+
+// Whether a product this far from an integer cannot tell how the quotient rounds: divide.
+ZEROPP_INLINE bool is_near_tie(uint32_t distance, int qmax) { return distance > bits_of(0.5f - float(qmax) * 0x1p-22f); }
+
+// The definition. 0 / 0, NaN and Inf give 0; a denormal scale is inexact, hence the clamp.
+ZEROPP_INLINE int clamp_code(float rounded, int qmax) {
+  if (rounded != rounded) return 0;
+  return int(fminf(fmaxf(rounded, -float(qmax)), float(qmax)));
+}
+
+ZEROPP_INLINE int round_quotient(float value, float scale, int qmax) {
+  return clamp_code(rintf(value / scale), qmax);
+}
+
+// Stochastic rounding; uniform in [0, 1).
+ZEROPP_INLINE int round_quotient(float value, float scale, int qmax, float uniform) {
+  return clamp_code(floorf(value / scale + uniform), qmax);
+}
+
+// Numbers in [0, 1) that depend on index and seed alone: the low bias 32-bit integer hash of Chris Wellons.
+ZEROPP_INLINE float counter_uniform(uint32_t index, uint32_t seed) {
+  uint32_t x = index + seed * 0x9e3779b9u;
+  x = (x ^ x >> 16) * 0x7feb352du;
+  x = (x ^ x >> 15) * 0x846ca68bu;
+  return float((x ^ x >> 16) >> 8) * 0x1p-24f;
+}
+
+// ---- Packing: bytes become a little-endian stream of their low `bits` bits. Word: 4 or 8 bytes at a time.
+
+// Ones in the low `width` bits of every `pitch` bits.
+template <class Word>
+constexpr Word repeated_ones(int width, int pitch) {
+  Word ones = 0;
+  for (int at = 0; at < int(8 * sizeof(Word)); at += pitch) ones |= ((Word(1) << width) - 1) << at;
+  return ones;
+}
+
+// Fields of `width` bits, one in every `pitch`, move together in pairs, then in pairs of pairs.
+template <int width, int pitch, class Word>
+ZEROPP_INLINE Word pack_fields(Word fields) {
+  if constexpr (pitch == 8 * sizeof(Word)) {
+    return fields;
+  } else {
+    constexpr Word first = repeated_ones<Word>(width, 2 * pitch), second = first << width;
+    return pack_fields<2 * width, 2 * pitch>((fields & first) | (fields >> (pitch - width) & second));
+  }
+}
+
+template <int width, int pitch, class Word>
+ZEROPP_INLINE Word unpack_fields(Word fields) {
+  if constexpr (pitch < 8) {
+    return fields;
+  } else {
+    constexpr Word first = repeated_ones<Word>(width, 2 * pitch), second = first << width;
+    return unpack_fields<width / 2, pitch / 2>((fields & first) | (fields & second) << (pitch - width));
+  }
+}
+
+template <int bits, class Word>
+ZEROPP_INLINE Word pack(Word bytes) {
+  return bits == 8 ? bytes : pack_fields<bits, 8>(Word(bytes & repeated_ones<Word>(bits, 8)));
+}
+
+template <int bits, class Word>
+ZEROPP_INLINE Word unpack(Word stream) {
+  return bits == 8 ? stream : unpack_fields<bits * int(sizeof(Word)) / 2, 4 * int(sizeof(Word))>(stream);
+}
+
+// The code in an unpacked byte, whose upper bits are zero.
+template <int bits>
+ZEROPP_INLINE int code_of(uint8_t byte) {
+  const int sign = 1 << (bits - 1);
+  return (int(byte) ^ sign) - sign;
+}
+
+// ---- LoCo (arXiv 2407.04480): e <- beta * e + (1 - beta) * (compensated - sent). A NaN or Inf is not remembered.
+
+struct Averaging {
+  float beta, one_minus_beta;
+  float decay;  // what the new error is multiplied by
+};
+
+ZEROPP_INLINE float moved_error(float error, float compensated, float sent, Averaging averaging) {
+  float moved = averaging.beta * error + averaging.one_minus_beta * (compensated - sent);
+  return (magnitude_of(moved) < 0x7f800000u ? moved : error) * averaging.decay;
+}
+
+// ---- The orthonormal 32 x 32 Hadamard rotation, its own inverse.
+
+ZEROPP_INLINE void hadamard32(float* values) {
+  ZEROPP_UNROLL
+  for (int width = 1; width < 32; width *= 2) {
+    ZEROPP_UNROLL
+    for (int i = 0; i < 32; i++) {
+      if (i & width) continue;
+      float first = values[i], second = values[i + width];
+      values[i] = first + second;
+      values[i + width] = first - second;
+    }
+  }
+  ZEROPP_UNROLL
+  for (int i = 0; i < 32; i++) values[i] *= 0.17677669529663687f;  // 32^-0.5
+}
+
+}  // namespace zeropp

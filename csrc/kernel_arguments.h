@@ -1,0 +1,101 @@
+// What the operators hand to the kernels: tensors as pointers and strides, and the wire format of
+// megatron_zpp/zeropp/wire_format.py as a table of segments.
+//
+// Three kernels do everything. R rows (of two dimensions, so that a transposed tensor needs no copy) of L elements:
+//
+//   encode   values, or the sum of what several peers sent   -> + addend -> + error -> wire, new error
+//   decode   the sum of what several peers sent              -> + out    -> out
+//   rotate   values                                          -> out, Hadamard-rotated
+#pragma once
+
+#include <cstdint>
+
+#include "block_arithmetic.h"
+
+namespace zeropp {
+
+enum class Type : int { kFloat, kBFloat16, kHalf };
+
+inline int64_t size_of(Type type) { return type == Type::kFloat ? 4 : 2; }
+
+// A run of elements of a shard that travels alike.
+struct Segment {
+  int64_t start, stop;  // elements [start, stop) of the shard
+  int64_t block_size;   // elements that share a scale, a multiple of 8; 0: the values travel as they are
+  int64_t codes;        // where their packed codes, or their values, begin in the wire, in bytes
+  int64_t scales;       // where their scales begin
+};
+
+struct Format {
+  const Segment* segments = nullptr;
+  int num_segments = 0;
+  int bits = 0;             // of a code: 2, 3, 4, 6 or 8
+  Type type = Type::kFloat;  // of the values that travel as they are
+};
+
+// Tensors [R0, R1, L] with contiguous rows; strides in elements. data is null where there is none.
+struct Rows {
+  void* data = nullptr;
+  Type type = Type::kFloat;
+  int64_t stride0 = 0, stride1 = 0;
+};
+
+// Wire buffers [G peers, R0, R1, bytes]; strides in bytes.
+struct Wires {
+  uint8_t* data = nullptr;
+  int num_peers = 1;
+  int64_t peer_stride = 0, stride0 = 0, stride1 = 0;
+  Format format;
+};
+
+struct EncodeArguments {
+  int64_t rows0, rows1, numel;  // R0, R1, L
+  Rows values;                  // the source: these,
+  Wires peers;                  // or the sum of these
+  Rows addend;
+  float addend_sign = 1;  // -1 subtracts
+  Wires wire;
+  Wires error, new_error;  // LoCo; error.data is null at its first step, new_error.data when it is to be forgotten
+  Averaging averaging;
+  bool compensates = false;  // whether there is LoCo
+  bool stochastic = false;
+  uint32_t noise_seed = 0;
+};
+
+struct DecodeArguments {
+  int64_t rows0, rows1;
+  Wires peers;
+  Rows out;
+  bool accumulates = false;
+};
+
+struct RotateArguments {
+  int64_t rows0, rows1, numel;
+  Format format;  // only its quantized segments are rotated
+  Rows values;
+  Rows out;  // fp32
+};
+
+// The segment of a format that holds an element.
+inline const Segment& segment_at(const Format& format, int64_t element) {
+  const Segment* segment = format.segments;
+  while (segment->stop <= element) segment++;
+  return *segment;
+}
+
+inline int64_t round_up(int64_t n, int64_t multiple) { return (n + multiple - 1) / multiple * multiple; }
+
+namespace cpu {
+void encode(const EncodeArguments&);
+void decode(const DecodeArguments&);
+void rotate(const RotateArguments&);
+}  // namespace cpu
+
+namespace cuda {
+// stream: a cudaStream_t. Returns a cudaError_t.
+int encode(const EncodeArguments&, void* stream);
+int decode(const DecodeArguments&, void* stream);
+int rotate(const RotateArguments&, void* stream);
+}  // namespace cuda
+
+}  // namespace zeropp

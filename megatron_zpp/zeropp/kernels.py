@@ -1,0 +1,64 @@
+"""The compiled operators of csrc/: found, loaded, and described to torch.compile.
+
+    encode(values or peers, addend, error -> wire, new_error)   everything that is sent is written by this one
+    decode(peers -> out)                                        everything that arrives is read by this one
+    rotate(values -> out)
+
+Their arguments are those of WireFormat.encode, decode and rotate, with each format as its ``table``.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from pathlib import Path
+
+import torch
+
+logger = logging.getLogger(__name__)
+
+_LIBRARY = Path(__file__).with_name("_kernels.so")
+_REBUILD = "`pip install --no-build-isolation -e .` in the source tree builds it"
+TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # as in csrc/kernel_arguments.h
+
+
+def _load() -> str | None:
+    """Load the operators. Returns why they cannot be used, None if they can."""
+    if os.environ.get("ZEROPP_KERNELS") == "off":
+        return "switched off by ZEROPP_KERNELS=off"
+    if not _LIBRARY.exists():
+        return f"the extension is not built: {_REBUILD}"
+    try:
+        torch.ops.load_library(_LIBRARY)
+    except OSError as error:
+        return f"the extension was built for another torch ({error}): {_REBUILD}"
+    return None
+
+
+why_not_loaded = _load()
+# Built with a torch without CUDA, or without nvcc, the extension has no kernels for a GPU.
+has_cuda = why_not_loaded is None and torch.ops.megatron_zpp.has_cuda()
+
+
+def why_not_on(device: torch.device) -> str | None:
+    """Why tensors on this device are encoded in plain torch; None if the operators do it."""
+    if why_not_loaded is not None:
+        return why_not_loaded
+    if device.type == "cpu" or (device.type == "cuda" and has_cuda):
+        return None
+    if device.type == "cuda":
+        return f"the extension was built without CUDA: {_REBUILD} with nvcc at hand"
+    return f"there are no kernels for {device.type}"
+
+
+def warn_if_missing(device: torch.device) -> None:
+    """Say that quantization will be slow, and what to do."""
+    reason = why_not_on(device)
+    if reason is not None:
+        logger.warning("quantization runs in plain torch, several times slower: %s", reason)
+
+
+if why_not_loaded is None:
+    # All three write to their arguments and return nothing: all there is to say is that they may be traced.
+    for _name in ("encode", "decode", "rotate"):
+        torch.library.register_fake(f"megatron_zpp::{_name}", lambda *args: None)

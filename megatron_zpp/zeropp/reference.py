@@ -1,0 +1,103 @@
+"""Encoding and decoding of wire buffers in plain torch: what the operators of csrc/ compute, to the bit.
+
+It also runs where they are not built, and for types that they don't have (fp64).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .quantization import counter_uniform, dequantize_blocks, hadamard, pack_bits, quantize_blocks, unpack_bits
+
+if TYPE_CHECKING:
+    from .wire_format import Compensation, Segment, WireFormat
+
+
+def encode(
+    format: WireFormat,
+    values: Tensor,
+    wire: Tensor,
+    addend: Tensor | None,
+    addend_sign: int,
+    compensation: Compensation | None,
+    noise_seed: int | None,
+) -> None:
+    """Fill ``wire`` uint8 [..., nbytes] from values [..., L]; see WireFormat.encode."""
+    if addend is not None:
+        values = values.float() + addend_sign * addend.float()
+    if compensation is None:
+        _write(format, values, wire, noise_seed)
+        return
+    error = torch.zeros(values.shape, device=values.device)
+    if compensation.error is not None:
+        decode(compensation.format, compensation.error.unsqueeze(0), error, accumulate=False)
+    compensated = values + error  # fp32
+    _write(format, compensated, wire, noise_seed)
+    if compensation.new_error is not None:
+        sent = torch.empty_like(error)
+        decode(format, wire.unsqueeze(0), sent, accumulate=False)
+        moved = compensation.beta * error + (1 - compensation.beta) * (compensated - sent)
+        # A NaN or Inf is sent once, and not remembered.
+        new_error = torch.where(moved.isfinite(), moved, error) * compensation.decay
+        _write(compensation.format, new_error, compensation.new_error, None)
+
+
+def decode(format: WireFormat, peers: Tensor, out: Tensor, accumulate: bool) -> None:
+    """Add up the buffers uint8 [G, ..., nbytes] of G peers, in order and in fp32, into or onto ``out`` [..., L]."""
+    if len(peers) == 1 and not accumulate:
+        _read(format, peers[0], out)
+        return
+    total = torch.empty(out.shape, dtype=torch.float32, device=out.device)
+    addend = torch.empty_like(total)
+    _read(format, peers[0], total)
+    for peer in peers[1:]:
+        total += _read(format, peer, addend)
+    out.copy_(total.add_(out) if accumulate else total)
+
+
+def rotate(format: WireFormat, values: Tensor, out: Tensor) -> None:
+    """Fill ``out`` fp32 [..., L] with values whose quantized parameters are Hadamard-rotated in groups of 32."""
+    out.copy_(values)
+    for segment in format.quantized:
+        whole = segment.start + (segment.stop - segment.start) // 32 * 32
+        groups = out[..., segment.start : whole].unflatten(-1, (-1, 32))
+        out[..., segment.start : whole] = hadamard(groups).flatten(-2)
+
+
+def _write(format: WireFormat, values: Tensor, wire: Tensor, noise_seed: int | None) -> None:
+    wire.zero_()  # the gaps of the alignment must not carry old memory
+    noise = None
+    if noise_seed is not None:
+        noise = counter_uniform(values.numel(), noise_seed, values.device).view(values.shape)
+    for segment in format.quantized:
+        assert format.bits is not None
+        uniform = None if noise is None else _blocks(segment, noise)
+        codes, scales = quantize_blocks(_blocks(segment, values), format.bits, uniform)
+        wire[..., segment.codes] = pack_bits(codes, format.bits).flatten(-2)
+        wire[..., segment.scales] = scales.view(torch.uint8)
+    for segment in format.unquantized:
+        plain = values[..., segment.start : segment.stop].to(format.dtype)
+        wire[..., segment.codes] = plain.contiguous().view(torch.uint8)
+
+
+def _read(format: WireFormat, wire: Tensor, out: Tensor) -> Tensor:
+    for segment in format.quantized:
+        assert format.bits is not None
+        packed = wire[..., segment.codes].unflatten(-1, (segment.num_blocks, -1))
+        scales = wire[..., segment.scales].view(torch.float32)
+        values = dequantize_blocks(unpack_bits(packed, format.bits), scales).flatten(-2)
+        out[..., segment.start : segment.stop] = values[..., : segment.stop - segment.start]
+    for segment in format.unquantized:
+        out[..., segment.start : segment.stop] = wire[..., segment.codes].view(format.dtype)
+    return out
+
+
+def _blocks(segment: Segment, values: Tensor) -> Tensor:
+    """A segment of values [..., L] as blocks [..., num_blocks, block_size], the last one padded with zeros."""
+    padding = segment.num_blocks * segment.block_size - (segment.stop - segment.start)
+    padded = F.pad(values[..., segment.start : segment.stop], (0, padding))
+    return padded.unflatten(-1, (segment.num_blocks, segment.block_size))

@@ -1,0 +1,228 @@
+"""The compiled operators equal plain torch to the bit, on every device that there is."""
+
+import itertools
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_zpp.zeropp import kernels, reference
+from megatron_zpp.zeropp.wire_format import Compensation, ParameterShard, WireFormat
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+DEVICES = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
+ALL_BITS = [2, 3, 4, 6, 8, None]
+on_devices = pytest.mark.parametrize("device", DEVICES)
+# A matrix, a bias, another matrix with a remainder, one that is smaller than a block: every kind of segment.
+PARAMETERS = [
+    ParameterShard("weight", 2048, True),
+    ParameterShard("bias", 37, False),
+    ParameterShard("odd", 1999, True),
+    ParameterShard("tiny", 7, True),
+]
+NUMEL = sum(parameter.numel for parameter in PARAMETERS)
+
+
+def random(*shape, dtype=torch.float32, device="cpu", seed=0):
+    """Numbers of very different sizes, with some zeros, ties and blocks of nothing else."""
+    generator = torch.Generator().manual_seed(seed)
+    values = torch.randn(shape, generator=generator) * torch.logspace(-6, 3, shape[-1])
+    values[..., ::17] = 0.5 * torch.randint(-6, 7, values[..., ::17].shape, generator=generator)
+    values[..., 128:384] = 0
+    values[..., 5] = 7
+    return values.to(dtype).to(device)
+
+
+def identical(a, b):
+    """Equal to the bit, but that one NaN is as good as another."""
+    same_number = a.eq(b) & a.signbit().eq(b.signbit())
+    return bool((same_number | (a.isnan() & b.isnan())).all())
+
+
+def test_the_operators_are_built():
+    assert kernels.why_not_loaded is None
+
+
+@on_devices
+@pytest.mark.parametrize("bits", ALL_BITS)
+@pytest.mark.parametrize("block_size", [32, 128, 256, 2048, None])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_encode_and_decode_small(bits, block_size, dtype, device):
+    format = WireFormat(PARAMETERS, bits, block_size, dtype)
+    values = random(3, 2, NUMEL, dtype=dtype, device=device).transpose(0, 1)  # qgZ's permutation is a stride
+    wire, expected = format.encode(values), torch.empty(2, 3, format.nbytes, dtype=torch.uint8, device=device)
+    reference.encode(format, values, expected, None, 1, None, None)
+    assert wire.equal(expected)
+    for out_dtype, accumulate in itertools.product(DTYPES, [False, True]):
+        out = random(2, 3, NUMEL, dtype=out_dtype, device=device, seed=1)
+        expected_out = out.clone()
+        format.decode_sum(torch.stack([wire, wire.roll(1, 0), wire]), out, accumulate)
+        reference.decode(format, torch.stack([wire, wire.roll(1, 0), wire]), expected_out, accumulate)
+        assert identical(out, expected_out), (out_dtype, accumulate)
+
+
+@on_devices
+@pytest.mark.parametrize("source_bits, bits, block_size", [(8, 4, 128), (4, 4, 32), (None, 4, 128), (6, 3, None)])
+@pytest.mark.parametrize("error_bits, error_dtype", [(8, torch.float32), (None, torch.bfloat16), (None, torch.float32)])
+@pytest.mark.parametrize("decay", [1.0, 0.99])
+def test_sum_compensate_encode_in_one_pass_small(source_bits, bits, block_size, error_bits, error_dtype, decay, device):
+    source = WireFormat(PARAMETERS, source_bits, block_size, torch.bfloat16)
+    format = WireFormat(PARAMETERS, bits, block_size, torch.bfloat16)
+    error_format = WireFormat(PARAMETERS, error_bits, block_size, error_dtype)
+    error = None
+    for step in range(3):
+        peers = source.encode(random(4, 2, NUMEL, device=device, seed=step))  # [G, N, nbytes]
+        node_sum = random(2, NUMEL, device=device, seed=step + 10) if step else None
+        new = torch.empty(2, 2, error_format.nbytes, dtype=torch.uint8, device=device)  # ours and the expected one
+        compensation = Compensation(error_format, error, new[0], beta=0.8, decay=decay)
+        wire = format.encode(peers, source=source, plus=node_sum, compensation=compensation)
+
+        total = torch.empty(2, NUMEL, device=device)
+        reference.decode(source, peers, total, accumulate=False)
+        expected = torch.empty_like(wire)
+        compensation = replace(compensation, new_error=new[1])
+        reference.encode(format, total, expected, node_sum, 1, compensation, None)
+        assert wire.equal(expected) and new[0].equal(new[1]), step
+        error = new[0]
+
+
+@on_devices
+@pytest.mark.parametrize("bits", [2, 4, 8])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_weight_differences_small(bits, dtype, device):
+    format = WireFormat(PARAMETERS, bits, 2048, dtype)
+    shard, copy = (random(NUMEL, dtype=dtype, device=device, seed=seed) for seed in (0, 1))
+    wire, expected = format.encode(shard, minus=copy), torch.empty(format.nbytes, dtype=torch.uint8, device=device)
+    reference.encode(format, shard, expected, copy, -1, None, None)
+    assert wire.equal(expected)
+    moved, expected_copy = copy.clone(), copy.clone()
+    format.decode_sum(wire.unsqueeze(0), moved, accumulate=True)
+    reference.decode(format, wire.unsqueeze(0), expected_copy, accumulate=True)
+    assert identical(moved, expected_copy)
+
+
+@on_devices
+@pytest.mark.parametrize("bits", [2, 3, 4, 6, 8])
+@pytest.mark.parametrize("block_size", [32, 2048, None])
+def test_stochastic_rounding_small(bits, block_size, device):
+    format = WireFormat(PARAMETERS, bits, block_size, torch.float32)
+    values = random(2, 3, NUMEL, device=device)
+    expected = torch.empty(2, 3, format.nbytes, dtype=torch.uint8, device=device)
+    reference.encode(format, values, expected, None, 1, None, 12345)
+    assert format.encode(values, 12345).equal(expected)
+
+
+@on_devices
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("block_size", [8, 40, 128])
+def test_rotation_small(dtype, block_size, device):
+    format = WireFormat(PARAMETERS, 4, block_size, dtype)
+    values = random(2, 3, NUMEL, dtype=dtype, device=device)
+    expected = torch.empty(values.shape, device=device)
+    reference.rotate(format, values, expected)
+    assert identical(format.rotate(values), expected)
+
+
+@on_devices
+@pytest.mark.parametrize("bits", [2, 4, 8])
+@pytest.mark.parametrize("exponent", [-149, -140, -127, -110, -101, -100, -99, 0, 99, 100, 101, 120, 127])
+def test_the_ends_of_fp32(bits, exponent, device):
+    """Denormal and huge scales have no useful reciprocal."""
+    format = WireFormat([ParameterShard("weight", 512, True)], bits, 128, torch.float32)
+    values = random(512, device=device).div_(7).clamp_(-1, 1).double().mul_(2.0**exponent).float()
+    expected = torch.empty(format.nbytes, dtype=torch.uint8, device=device)
+    reference.encode(format, values, expected, None, 1, None, None)
+    assert format.encode(values).equal(expected)
+
+
+@on_devices
+@pytest.mark.parametrize("poison", [float("nan"), float("inf"), -float("inf")])
+def test_nan_and_inf_reach_the_other_side_and_are_not_remembered(poison, device):
+    format = WireFormat([ParameterShard("weight", 512, True)], 4, 128, torch.float32)
+    error_format = WireFormat(format.parameters, 8, 128, torch.float32)
+    values = random(512, device=device, seed=3)
+    values[300] = poison
+    error = error_format.encode(random(512, device=device, seed=4))
+    new_error = torch.empty_like(error)
+    wire = format.encode(values, compensation=Compensation(error_format, error, new_error, 0.8, 1.0))
+    arrived = format.decode(wire, torch.empty(512, device=device))
+    assert arrived[256:384].isnan().all() and arrived[:256].isfinite().all() and arrived[384:].isfinite().all()
+    assert error_format.decode(new_error, torch.empty(512, device=device)).isfinite().all()
+
+
+@on_devices
+@settings(deadline=None, max_examples=100)
+@given(bits=st.sampled_from([2, 3, 4, 6, 8]), dtype=st.sampled_from(DTYPES), data=st.data())
+def test_ties_and_their_neighbours(bits, dtype, device, data):
+    """The product with the reciprocal must never round otherwise than the quotient."""
+    qmax = 2 ** (bits - 1) - 1
+    largest = torch.tensor(data.draw(st.floats(2**-10, 2**10, width=32)))
+    scale = largest / torch.tensor(float(qmax))
+    ties = (torch.arange(2 * qmax).float() + 0.5 - qmax) * scale
+    inf = torch.tensor(torch.inf)
+    values = torch.cat([ties, ties.nextafter(inf), ties.nextafter(-inf), ties.nextafter(inf).nextafter(inf)])
+    values = torch.cat([values, largest.view(1), torch.zeros(-(len(values) + 1) % 8)]).to(dtype).to(device)
+    format = WireFormat([ParameterShard("weight", len(values), True)], bits, None, dtype)
+    expected = torch.empty(format.nbytes, dtype=torch.uint8, device=device)
+    reference.encode(format, values, expected, None, 1, None, None)
+    assert format.encode(values).equal(expected)
+
+
+def test_conversions_of_every_16_bit_number_and_between():
+    """fp32 to bf16 and fp16 and back, through the unquantized part of a wire."""
+    every = torch.arange(2**16, dtype=torch.int32).to(torch.int16)
+    for dtype in (torch.bfloat16, torch.float16):
+        exact = every.view(dtype).float()
+        finite = exact[exact.isfinite()]
+        halfway = (finite.double() + finite.double().roll(1)).div(2).float()
+        inf = torch.tensor(torch.inf)
+        values = torch.cat([exact, halfway, halfway.nextafter(inf), halfway.nextafter(-inf), torch.tensor([3.4e38])])
+        format = WireFormat([ParameterShard("norm", len(values), False)], None, None, dtype)
+        arrived = format.decode(format.encode(values), torch.empty_like(values))
+        assert identical(arrived, values.to(dtype).float())
+
+
+@on_devices
+def test_opcheck(device):
+    format = WireFormat(PARAMETERS, 4, 128, torch.bfloat16)
+    values = random(2, NUMEL, device=device)
+    wire, out = format.encode(values), torch.empty(2, NUMEL, device=device)
+    error_format = WireFormat(PARAMETERS, 8, 128, torch.float32)
+    error = error_format.encode(values)
+    ops, table = torch.ops.megatron_zpp, format.table
+    torch.library.opcheck(
+        ops.encode,
+        (values, None, [], out, 1.0, wire, table, error, error.clone(), error_format.table, 0.8, 1.0, None),
+    )
+    torch.library.opcheck(ops.decode, (wire.unsqueeze(0), table, out, True))
+    torch.library.opcheck(ops.rotate, (values, table, out))
+
+
+@on_devices
+def test_torch_compile_keeps_the_operators_in_one_graph(device):
+    format = WireFormat(PARAMETERS, 4, 128, torch.bfloat16)
+
+    def there_and_back(values):
+        return format.decode(format.encode(values * 2), torch.empty_like(values))
+
+    values = random(2, NUMEL, device=device)
+    assert torch.compile(there_and_back, fullgraph=True, backend="aot_eager")(values).equal(there_and_back(values))
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (dict(values=torch.zeros(2, NUMEL + 1)), "a shape"),
+        (dict(values=torch.zeros(2, NUMEL, dtype=torch.float64)), "fp32, bf16 or fp16"),
+        (dict(values=torch.zeros(NUMEL, 2).t()), "must be contiguous"),
+        (dict(values=None), "either values or peers"),
+    ],
+)
+def test_wrong_arguments_are_refused(change, message):
+    format = WireFormat(PARAMETERS, 4, 128, torch.bfloat16)
+    wire = torch.empty(2, format.nbytes, dtype=torch.uint8)
+    values = change["values"]
+    with pytest.raises((ValueError, TypeError), match=message):
+        torch.ops.megatron_zpp.encode(values, None, [], None, 1.0, wire, format.table, None, None, [], 0.0, 1.0, None)
