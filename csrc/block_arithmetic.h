@@ -82,7 +82,7 @@ ZEROPP_INLINE void from_float(float value, Half& out) {
 
 // ---- Scales and codes: scale = absmax / qmax, code = round_half_even(value / scale).
 
-constexpr int qmax_of(int bits) { return (1 << (bits - 1)) - 1; }
+ZEROPP_INLINE constexpr int qmax_of(int bits) { return (1 << (bits - 1)) - 1; }
 
 // As an integer |value| keeps its order, and NaN and Inf come last: a maximum that never loses a NaN.
 ZEROPP_INLINE uint32_t magnitude_of(float value) { return bits_of(value) & 0x7fffffffu; }
@@ -97,19 +97,19 @@ ZEROPP_INLINE bool has_reciprocal(float scale) { return scale > 0x1p-100f && sca
 // value / scale by the reciprocal, rounded to an integer. Division costs most of a kernel's time; the product differs
 // from it by less than 2^-22 of its size, so both round alike unless the product is that close to a tie.
 struct RoundedProduct {
-  uint32_t code;      // its low 8 bits, in two's complement
-  uint32_t distance;  // |product - code|, as the bits of a float, which compare like it
+  uint32_t code;   // its low 8 bits, in two's complement
+  float distance;  // |product - code|
 };
 
 ZEROPP_INLINE RoundedProduct round_product(float value, float reciprocal) {
   const float magic = 12582912.f;  // 1.5 * 2^23: the sum's last bit is worth 1, so the addition rounds half to even
   float product = value * reciprocal;
   float shifted = product + magic;
-  return {bits_of(shifted), magnitude_of(product - (shifted - magic))};
+  return {bits_of(shifted), fabsf(product - (shifted - magic))};
 }
 
 // Whether a product this far from an integer cannot tell how the quotient rounds: divide.
-ZEROPP_INLINE bool is_near_tie(uint32_t distance, int qmax) { return distance > bits_of(0.5f - float(qmax) * 0x1p-22f); }
+ZEROPP_INLINE bool is_near_tie(float distance, int qmax) { return distance > 0.5f - float(qmax) * 0x1p-22f; }
 
 // The definition. 0 / 0, NaN and Inf give 0; a denormal scale is inexact, hence the clamp.
 ZEROPP_INLINE int clamp_code(float rounded, int qmax) {
@@ -138,7 +138,7 @@ ZEROPP_INLINE float counter_uniform(uint32_t index, uint32_t seed) {
 
 // Ones in the low `width` bits of every `pitch` bits.
 template <class Word>
-constexpr Word repeated_ones(int width, int pitch) {
+ZEROPP_INLINE constexpr Word repeated_ones(int width, int pitch) {
   Word ones = 0;
   for (int at = 0; at < int(8 * sizeof(Word)); at += pitch) ones |= ((Word(1) << width) - 1) << at;
   return ones;
@@ -175,11 +175,12 @@ ZEROPP_INLINE Word unpack(Word stream) {
   return bits == 8 ? stream : unpack_fields<bits * int(sizeof(Word)) / 2, 4 * int(sizeof(Word))>(stream);
 }
 
-// The code in an unpacked byte, whose upper bits are zero.
+// The code in a field of `bits` bits whose upper bits are zero, exactly: without a conversion from integers, of which a
+// GPU makes few at a time.
 template <int bits>
-ZEROPP_INLINE int code_of(uint8_t byte) {
-  const int sign = 1 << (bits - 1);
-  return (int(byte) ^ sign) - sign;
+ZEROPP_INLINE float code_value(uint32_t field) {
+  constexpr uint32_t sign = 1u << (bits - 1);
+  return float_of(0x4b000000u | (field ^ sign)) - float(0x800000u + sign);  // 2^23 + field - (2^23 + sign)
 }
 
 // ---- LoCo (arXiv 2407.04480): e <- beta * e + (1 - beta) * (compensated - sent). A NaN or Inf is not remembered.
@@ -196,6 +197,8 @@ ZEROPP_INLINE float moved_error(float error, float compensated, float sent, Aver
 
 // ---- The orthonormal 32 x 32 Hadamard rotation, its own inverse.
 
+constexpr float kHadamardScale = 0.17677669529663687f;  // 32^-0.5
+
 ZEROPP_INLINE void hadamard32(float* values) {
   ZEROPP_UNROLL
   for (int width = 1; width < 32; width *= 2) {
@@ -208,7 +211,7 @@ ZEROPP_INLINE void hadamard32(float* values) {
     }
   }
   ZEROPP_UNROLL
-  for (int i = 0; i < 32; i++) values[i] *= 0.17677669529663687f;  // 32^-0.5
+  for (int i = 0; i < 32; i++) values[i] *= kHadamardScale;
 }
 
 }  // namespace zeropp

@@ -153,7 +153,7 @@ ZEROPP_INLINE void dequantize(const uint8_t* codes, const uint8_t* scales, int64
     memcpy(&scale, scales + first / block * 4, 4);
     const int64_t stop = std::min(first + block, count);
     for (int64_t i = first; i < stop; i++) {
-      const float value = float(code_of<bits>(codes[i])) * scale;
+      const float value = code_value<bits>(codes[i]) * scale;
       values[i] = adds ? values[i] + value : value;
     }
   }
@@ -214,15 +214,15 @@ ZEROPP_INLINE uint32_t largest_magnitude(const float* __restrict values, int64_t
 }
 
 // Codes, a byte each, of one block; returns the largest distance of a product from its code.
-ZEROPP_INLINE uint32_t quantize_by_product(
+ZEROPP_INLINE float quantize_by_product(
     const float* __restrict values, int64_t count, float reciprocal, uint8_t* __restrict codes) {
-  uint32_t distance = 0;
+  uint32_t largest = 0;  // as an integer, of which the compiler may reorder the maximum
   for (int64_t i = 0; i < count; i++) {
     const RoundedProduct rounded = round_product(values[i], reciprocal);
     codes[i] = uint8_t(rounded.code);
-    distance = std::max(distance, rounded.distance);
+    largest = std::max(largest, bits_of(rounded.distance));
   }
-  return distance;
+  return float_of(largest);
 }
 
 ZEROPP_INLINE void quantize_by_quotient(
@@ -253,7 +253,7 @@ ZEROPP_INLINE void quantize(const float* values, int64_t count, int64_t block, i
   for (int64_t first = 0; first < count; first += block) {
     const float scale = scales[first / block], reciprocal = 1 / scale;
     for (int64_t s = first; s < first + block; s += strip) {
-      const uint32_t distance = quantize_by_product(values + s, strip, reciprocal, codes + s);
+      const float distance = quantize_by_product(values + s, strip, reciprocal, codes + s);
       if (!has_reciprocal(scale) || is_near_tie(distance, qmax)) {
         quantize_by_quotient(values + s, strip, scale, qmax, codes + s);
       }
@@ -272,7 +272,7 @@ ZEROPP_INLINE void write_blocks(const Segment& segment, uint8_t* wire, const Til
   if (block % 128 == 0) quantize(values, tile.padded, block, 128, qmax_of(bits), noise, scales, codes);
   else quantize(values, tile.padded, block, block, qmax_of(bits), noise, scales, codes);
   for (int64_t b = 0; sent && b < tile.padded / block; b++) {
-    for (int64_t i = b * block; i < (b + 1) * block; i++) sent[i] = float(int8_t(codes[i])) * scales[b];
+    for (int64_t i = b * block; i < (b + 1) * block; i++) sent[i] = code_value<8>(codes[i]) * scales[b];
   }
   if (bits != 8) pack_codes<bits>(codes, tile.padded, stream);
 }

@@ -17,21 +17,23 @@ import torch
 
 logger = logging.getLogger(__name__)
 
-_LIBRARY = Path(__file__).with_name("_kernels.so")
+# ZEROPP_KERNELS=off quantizes in plain torch; ZEROPP_KERNELS=file.so takes another build of csrc/.
+_CHOICE = os.environ.get("ZEROPP_KERNELS")
+_LIBRARY = Path(_CHOICE or Path(__file__).with_name("_kernels.so"))
 _REBUILD = "`pip install --no-build-isolation -e .` in the source tree builds it"
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # as in csrc/kernel_arguments.h
 
 
 def _load() -> str | None:
     """Load the operators. Returns why they cannot be used, None if they can."""
-    if os.environ.get("ZEROPP_KERNELS") == "off":
+    if _CHOICE == "off":
         return "switched off by ZEROPP_KERNELS=off"
     if not _LIBRARY.exists():
-        return f"the extension is not built: {_REBUILD}"
+        return f"there is no {_LIBRARY}: {_REBUILD}"
     try:
         torch.ops.load_library(_LIBRARY)
     except OSError as error:
-        return f"the extension was built for another torch ({error}): {_REBUILD}"
+        return f"the extension was built for another torch ({error.__cause__ or error}): {_REBUILD}"
     return None
 
 

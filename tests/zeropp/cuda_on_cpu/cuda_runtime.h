@@ -1,0 +1,151 @@
+// As much of CUDA as csrc/cuda/kernels.cu uses, for a C++ compiler: its kernels then run on a CPU, thread by thread, and
+// their logic is tested where there is no GPU. Nothing here says how fast they are, or what nvcc makes of them.
+//
+// The threads of a block are coroutines of one operating-system thread. A coroutine runs until a barrier, of its warp or
+// of its block, where it waits for the others; so a kernel that not all threads follow to a barrier is found as well.
+#pragma once
+
+#include <ucontext.h>
+
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <memory>
+#include <vector>
+
+#define __host__
+#define __device__
+#define __global__
+#define __forceinline__ inline
+#define __grid_constant__
+#define __launch_bounds__(...)
+#define __shared__ static  // blocks run one after the other
+
+struct dim3 {
+  unsigned x = 1, y = 1, z = 1;
+  explicit dim3(unsigned x, unsigned y = 1, unsigned z = 1) : x(x), y(y), z(z) {}
+};
+struct uint2 {
+  uint32_t x, y;
+};
+struct alignas(16) uint4 {
+  uint32_t x, y, z, w;
+};
+inline uint2 make_uint2(uint32_t x, uint32_t y) { return {x, y}; }
+
+using cudaStream_t = void*;
+using cudaError_t = int;
+constexpr cudaError_t cudaSuccess = 0;
+
+namespace cuda_on_cpu {
+
+struct Index {
+  unsigned x = 0, y = 0, z = 0;
+};
+
+struct Coroutine {
+  ucontext_t context;
+  std::vector<char> stack = std::vector<char>(64 << 10);
+  bool is_done = false;
+};
+
+struct Barrier {
+  int size, arrived = 0, generation = 0;
+};
+
+inline Index thread_index, block_index;
+inline std::vector<std::unique_ptr<Coroutine>> coroutines;
+inline std::vector<Barrier> warp_barriers;
+inline Barrier block_barrier{0};
+inline std::vector<float> shuffled;  // one value of each thread
+inline ucontext_t scheduler;
+inline void (*body)(void*);
+inline void* body_argument;
+
+inline void wait_at(Barrier& barrier) {
+  const int generation = barrier.generation;
+  if (++barrier.arrived == barrier.size) {
+    barrier.arrived = 0;
+    barrier.generation++;
+  }
+  const Index own = thread_index;
+  while (barrier.generation == generation) swapcontext(&coroutines[own.x]->context, &scheduler);
+}
+
+inline void run_coroutine() {
+  body(body_argument);
+  coroutines[thread_index.x]->is_done = true;
+}
+
+inline void run_block(unsigned threads) {
+  while (coroutines.size() < threads) coroutines.push_back(std::make_unique<Coroutine>());
+  warp_barriers.assign(threads / 32, Barrier{32});
+  block_barrier = Barrier{int(threads)};
+  shuffled.assign(threads, 0);
+  for (unsigned t = 0; t < threads; t++) {
+    Coroutine& coroutine = *coroutines[t];
+    coroutine.is_done = false;
+    getcontext(&coroutine.context);
+    coroutine.context.uc_stack.ss_sp = coroutine.stack.data();
+    coroutine.context.uc_stack.ss_size = coroutine.stack.size();
+    coroutine.context.uc_link = &scheduler;
+    makecontext(&coroutine.context, run_coroutine, 0);
+  }
+  for (unsigned left = threads, rounds = 0; left > 0; rounds++) {
+    left = 0;
+    for (unsigned t = 0; t < threads; t++) {
+      if (coroutines[t]->is_done) continue;
+      thread_index.x = t;
+      swapcontext(&scheduler, &coroutines[t]->context);
+      left += !coroutines[t]->is_done;
+    }
+    if (rounds > 1000000) {
+      std::fprintf(stderr, "threads wait at a barrier that the others of block %u do not reach\n", block_index.x);
+      std::abort();
+    }
+  }
+}
+
+}  // namespace cuda_on_cpu
+
+#define threadIdx cuda_on_cpu::thread_index
+#define blockIdx cuda_on_cpu::block_index
+
+inline void __syncthreads() { cuda_on_cpu::wait_at(cuda_on_cpu::block_barrier); }
+
+inline float __shfl_xor_sync(unsigned, float value, int mask) {
+  const unsigned own = threadIdx.x;
+  cuda_on_cpu::shuffled[own] = value;
+  cuda_on_cpu::wait_at(cuda_on_cpu::warp_barriers[own / 32]);
+  const float other = cuda_on_cpu::shuffled[own ^ unsigned(mask)];
+  cuda_on_cpu::wait_at(cuda_on_cpu::warp_barriers[own / 32]);  // all have read before any writes again
+  return other;
+}
+
+inline uint32_t __byte_perm(uint32_t a, uint32_t b, uint32_t selector) {
+  const uint64_t bytes = uint64_t(b) << 32 | a;
+  uint32_t result = 0;
+  for (int i = 0; i < 4; i++) result |= uint32_t(bytes >> (8 * (selector >> (4 * i) & 7)) & 0xff) << (8 * i);
+  return result;
+}
+
+template <class Parameters>
+cudaError_t cudaLaunchKernel(
+    void (*kernel)(Parameters), dim3 grid, dim3 threads, void** parameters, std::size_t, cudaStream_t) {
+  struct Call {
+    void (*kernel)(Parameters);
+    const Parameters* parameters;
+  } call{kernel, static_cast<const Parameters*>(parameters[0])};
+  cuda_on_cpu::body = [](void* argument) {
+    const Call& called = *static_cast<Call*>(argument);
+    called.kernel(*called.parameters);
+  };
+  cuda_on_cpu::body_argument = &call;
+  for (unsigned y = 0; y < grid.y; y++) {
+    for (unsigned x = 0; x < grid.x; x++) {
+      blockIdx = {x, y, 0};
+      cuda_on_cpu::run_block(threads.x);
+    }
+  }
+  return cudaSuccess;
+}

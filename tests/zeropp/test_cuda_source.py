@@ -1,0 +1,51 @@
+"""csrc/cuda/kernels.cu where there is no GPU: its logic, run by a C++ compiler, and what nvcc makes of it."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from torch.utils import cpp_extension
+
+ROOT = Path(__file__).parents[2]
+HERE = Path(__file__).parent
+
+
+@pytest.fixture(scope="module")
+def cuda_on_cpu(tmp_path_factory):
+    """The operators with the CUDA kernels, compiled for the CPU; see cuda_on_cpu/cuda_runtime.h."""
+    library = tmp_path_factory.mktemp("cuda_on_cpu") / "kernels.so"
+    sources = [ROOT / "csrc" / "operators.cpp", HERE / "cuda_on_cpu" / "kernels.cpp"]
+    includes = [f"-I{path}" for path in [HERE / "cuda_on_cpu", *cpp_extension.include_paths()]]
+    flags = ["-std=c++20", "-O1", "-ffp-contract=off", "-fno-math-errno", "-fPIC", "-shared", "-Wno-unknown-pragmas"]
+    libraries = [f"-L{path}" for path in cpp_extension.library_paths()] + ["-lc10", "-ltorch", "-ltorch_cpu"]
+    compiler = os.environ.get("CXX", "c++")
+    subprocess.run([compiler, *flags, *includes, *map(str, sources), *libraries, "-o", str(library)], check=True)
+    return library
+
+
+def test_the_kernels_logic_equals_plain_torch(cuda_on_cpu):
+    environment = os.environ | {"ZEROPP_KERNELS": str(cuda_on_cpu)}
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "--no-header", str(HERE / "test_kernels.py")]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stdout[-3000:]
+
+
+@pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc, of the CUDA toolkit")
+def test_nvcc_compiles_for_all_architectures_without_spills(tmp_path):
+    architectures = ["80", "90", "100"]
+    targets = [f"-gencode=arch=compute_{a},code=sm_{a}" for a in architectures]
+    flags = ["-std=c++20", "-O3", "--fmad=false", "-Werror=all-warnings", "-Xptxas=-v", "--threads=2"]
+    source = ROOT / "csrc" / "cuda" / "kernels.cu"
+    command = ["nvcc", *flags, *targets, "-c", str(source), "-o", str(tmp_path / "kernels.o")]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    stacks = re.findall(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", done.stderr)
+    kernels = re.findall(r"Compiling entry function '(\w+)' for 'sm_(\d+)'", done.stderr)
+    assert {architecture for _, architecture in kernels} == set(architectures)
+    assert len(stacks) == len(kernels)
+    for (name, architecture), stack in zip(kernels, stacks, strict=True):
+        assert stack == ("0", "0", "0"), f"{name} for sm_{architecture} uses local memory: {stack}"
