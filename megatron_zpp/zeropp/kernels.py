@@ -19,8 +19,9 @@ logger = logging.getLogger(__name__)
 
 # ZEROPP_KERNELS=off quantizes in plain torch; ZEROPP_KERNELS=file.so takes another build of csrc/.
 _CHOICE = os.environ.get("ZEROPP_KERNELS")
-_LIBRARY = Path(_CHOICE or Path(__file__).with_name("_kernels.so"))
+LIBRARY = Path(_CHOICE or Path(__file__).with_name("_kernels.so"))
 _REBUILD = "`pip install --no-build-isolation -e .` in the source tree builds it"
+OPERATORS = ("encode", "decode", "rotate")
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # as in csrc/kernel_arguments.h
 
 
@@ -28,10 +29,10 @@ def _load() -> str | None:
     """Load the operators. Returns why they cannot be used, None if they can."""
     if _CHOICE == "off":
         return "switched off by ZEROPP_KERNELS=off"
-    if not _LIBRARY.exists():
-        return f"there is no {_LIBRARY}: {_REBUILD}"
+    if not LIBRARY.exists():
+        return f"there is no {LIBRARY}: {_REBUILD}"
     try:
-        torch.ops.load_library(_LIBRARY)
+        torch.ops.load_library(LIBRARY)
     except OSError as error:
         return f"the extension was built for another torch ({error.__cause__ or error}): {_REBUILD}"
     return None
@@ -62,5 +63,5 @@ def warn_if_missing(device: torch.device) -> None:
 
 if why_not_loaded is None:
     # All three write to their arguments and return nothing: all there is to say is that they may be traced.
-    for _name in ("encode", "decode", "rotate"):
+    for _name in OPERATORS:
         torch.library.register_fake(f"megatron_zpp::{_name}", lambda *args: None)

@@ -1,0 +1,270 @@
+"""Our trainer and plain single-file PyTorch on the same weights and batches, for benchmarks that compare the two."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import math
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megatron_zpp.data.indexed_dataset import IndexedDatasetWriter
+from megatron_zpp.data.loader import build_loader
+from megatron_zpp.models.gpt import GPTConfig
+from megatron_zpp.models.layers import rotary_table
+from megatron_zpp.models.llama import LlamaConfig
+from megatron_zpp.training.arguments import parse_settings
+from megatron_zpp.training.pretrain import train
+from megatron_zpp.training.setup import Run, build_run
+
+LR, MIN_LR, WARMUP, CLIP, DECAY = 1e-3, 1e-4, 5, 1.0, 0.1
+
+
+# The plain side: models of torch.nn layers, and a loop in the style of nanoGPT
+
+
+class PlainAttention(nn.Module):
+    def __init__(self, hidden: int, heads: int, bias: bool) -> None:
+        super().__init__()
+        self.heads = heads
+        self.qkv, self.proj = nn.Linear(hidden, 3 * hidden, bias=bias), nn.Linear(hidden, hidden, bias=bias)
+
+    def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor] | None = None) -> Tensor:
+        q, k, v = (
+            part.unflatten(2, (self.heads, -1)).transpose(1, 2)  # [B, heads, S, head_dim]
+            for part in self.qkv(x).chunk(3, dim=2)
+        )
+        if rotary is not None:
+            cos, sin = (table.to(q.dtype) for table in rotary)  # [S, head_dim]
+            q, k = (x * cos + torch.cat([-x.chunk(2, -1)[1], x.chunk(2, -1)[0]], -1) * sin for x in (q, k))
+        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.proj(attended.transpose(1, 2).flatten(2))
+
+
+class PlainGPTBlock(nn.Module):
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        hidden, ffn = config.hidden_size, config.ffn_size
+        self.norm1, self.norm2 = nn.LayerNorm(hidden), nn.LayerNorm(hidden)
+        self.attention = PlainAttention(hidden, config.num_attention_heads, bias=True)
+        self.up, self.down = nn.Linear(hidden, ffn), nn.Linear(ffn, hidden)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attention(self.norm1(x))
+        return x + self.down(F.gelu(self.up(self.norm2(x)), approximate="tanh"))
+
+
+class PlainGPT(nn.Module):
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.positions = nn.Embedding(config.max_position_embeddings, config.hidden_size)
+        self.blocks = nn.ModuleList(PlainGPTBlock(config) for _ in range(config.num_layers))
+        self.norm = nn.LayerNorm(config.hidden_size)
+        self.output = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.output.weight = self.tokens.weight
+
+    def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
+        x = self.tokens(tokens) + self.positions(torch.arange(tokens.shape[1], device=tokens.device))
+        for block in self.blocks:
+            x = block(x)
+        return self.loss(x, labels)
+
+    def loss(self, x: Tensor, labels: Tensor) -> Tensor:
+        logits = self.output(self.norm(x))  # [B, S, V]
+        return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
+class PlainLlamaBlock(nn.Module):
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        hidden, ffn, eps = config.hidden_size, config.ffn_size, config.norm_epsilon
+        self.norm1, self.norm2 = nn.RMSNorm(hidden, eps=eps), nn.RMSNorm(hidden, eps=eps)
+        self.attention = PlainAttention(hidden, config.num_attention_heads, bias=False)
+        self.up, self.down = nn.Linear(hidden, 2 * ffn, bias=False), nn.Linear(ffn, hidden, bias=False)
+
+    def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
+        x = x + self.attention(self.norm1(x), rotary)
+        gate, up = self.up(self.norm2(x)).chunk(2, dim=-1)
+        return x + self.down(F.silu(gate) * up)
+
+
+class PlainLlama(nn.Module):
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.blocks = nn.ModuleList(PlainLlamaBlock(config) for _ in range(config.num_layers))
+        self.norm = nn.RMSNorm(config.hidden_size, eps=config.norm_epsilon)
+        self.output = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+
+    def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
+        tables = rotary_table(tokens.shape[1], self.config.head_dim, self.config.rotary_base, None, tokens.device)
+        rotary = tuple(table.squeeze(1).repeat(1, 2) for table in tables)  # [S, head_dim]
+        x = self.tokens(tokens)
+        for block in self.blocks:
+            x = block(x, rotary)
+        return self.loss(x, labels)
+
+    def loss(self, x: Tensor, labels: Tensor) -> Tensor:
+        logits = self.output(self.norm(x))  # [B, S, V]
+        return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
+class PlainTraining:
+    """A training loop; ``step`` is all of it. ``batches``: tokens and labels of each step, on the device."""
+
+    def __init__(
+        self,
+        model: PlainGPT | PlainLlama,
+        batches: list[tuple[Tensor, Tensor]],
+        num_steps: int,
+        bf16: bool,
+        compiled: bool,
+    ) -> None:
+        self.batches, self.num_steps, self.bf16, self.done = batches, num_steps, bf16, 0
+        self.model, self.device = model, batches[0][0].device
+        if compiled:  # in parts, which takes seconds where the whole would take minutes
+            for block in model.blocks:
+                block.compile()
+            model.loss = torch.compile(model.loss)  # type: ignore[method-assign]
+        matrices = [p for p in model.parameters() if p.dim() > 1]
+        vectors = [p for p in model.parameters() if p.dim() == 1]
+        groups: list[dict[str, Any]] = [
+            {"params": matrices, "weight_decay": DECAY},
+            {"params": vectors, "weight_decay": 0.0},
+        ]
+        self.optimizer = torch.optim.AdamW(groups, lr=LR, betas=(0.9, 0.999), eps=1e-8, fused=True)
+        self.losses: list[float] = []
+
+    def step(self) -> None:
+        warm = min(1.0, self.done / WARMUP)
+        progress = max(0.0, self.done - WARMUP) / (self.num_steps - WARMUP)
+        cosine = MIN_LR + 0.5 * (LR - MIN_LR) * (1 + math.cos(math.pi * progress))
+        for group in self.optimizer.param_groups:
+            group["lr"] = LR * warm if warm < 1 else cosine
+        tokens, labels = self.batches[self.done]
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.bf16):
+            loss = self.model(tokens, labels)
+        loss.backward()
+        nn.utils.clip_grad_norm_(self.model.parameters(), CLIP)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.losses.append(loss.item())
+        self.done += 1
+
+
+PLAIN_NAMES = {
+    "tokens": "word_embeddings",
+    "positions": "position_embeddings",
+    "blocks": "layers",
+    "norm1": "input_norm",
+    "attention": "self_attention",
+    "qkv": "linear_qkv",
+    "proj": "linear_proj",
+    "norm2": "pre_mlp_norm",
+    "up": "mlp.linear_fc1",
+    "down": "mlp.linear_fc2",
+    "norm": "final_norm",
+    "output": "output_layer",
+}
+
+
+@torch.no_grad()
+def plain_model(
+    config: GPTConfig | LlamaConfig, weights: Mapping[str, Tensor], device: torch.device
+) -> PlainGPT | PlainLlama:
+    """The plain model with our ``weights``. Ours packs q, k, v head by head, the plain one part by part."""
+    with device:
+        plain = PlainGPT(config) if isinstance(config, GPTConfig) else PlainLlama(config)
+    for name, parameter in plain.named_parameters():
+        value = weights[".".join(PLAIN_NAMES.get(part, part) for part in name.split("."))]
+        if "qkv" in name:
+            by_head = value.view(config.num_attention_heads, 3, config.head_dim, -1)
+            value = by_head.transpose(0, 1).reshape(value.shape)
+        parameter.copy_(value)
+    return plain
+
+
+# Our side
+
+
+def our_run(
+    architecture: str,
+    prefix: str,
+    *,
+    vocab_size: int,
+    micro_batch_size: int,
+    num_steps: int,
+    log_interval: int,
+    device: torch.device,
+    flags: str,
+) -> Run:
+    """The trainer, as ``pretrain_gpt.py`` or ``pretrain_llama.py`` builds it; ``flags``: the model's shape and more."""
+    common = f"""
+        --attention-dropout 0 --hidden-dropout 0 --micro-batch-size {micro_batch_size} --train-iters {num_steps}
+        --lr {LR} --min-lr {MIN_LR} --lr-decay-style cosine --lr-warmup-iters {WARMUP}
+        --clip-grad {CLIP} --weight-decay {DECAY} --data-path {prefix} --split 100,0,0 --eval-iters 0
+        --tokenizer-type NullTokenizer --vocab-size {vocab_size - 1} --log-interval {log_interval}
+        --log-timers-to-tensorboard
+    """
+    settings = parse_settings(architecture, [*common.split(), *flags.split()], dist.get_world_size())
+    return build_run(settings, device)
+
+
+def write_tokens(prefix: str, num_tokens: int, vocab_size: int) -> None:
+    """A dataset of ``num_tokens`` tokens or a few more."""
+    random = np.random.default_rng(0)
+    with IndexedDatasetWriter(prefix, "<u2") as writer:
+        for _ in range(20):
+            # Frequencies as in text, so that there is something to learn.
+            tokens = np.minimum(random.zipf(1.3, size=num_tokens // 20 + 1), vocab_size - 2)
+            writer.add_document([tokens])
+
+
+def same_batches(run: Run, num_steps: int) -> list[tuple[Tensor, Tensor]]:
+    """What our loop will read, in its order, on the device."""
+    assert run.datasets.train is not None and run.settings.training.micro_batch_size
+    loader = build_loader(
+        run.datasets.train,
+        consumed_samples=0,
+        micro_batch_size=run.settings.training.micro_batch_size,
+        dp_rank=0,
+        dp_size=1,
+        num_workers=0,
+        device="cpu",
+    )
+    batches = [batch for batch, _ in zip(loader, range(num_steps), strict=False)]
+    return [(batch["tokens"].to(run.device), batch["labels"].to(run.device)) for batch in batches]
+
+
+def full_weights(run: Run) -> dict[str, Tensor]:
+    """A copy of the whole model's weights in host memory; collective."""
+    return {name: p.full_tensor().cpu().clone() for name, p in run.model.state_dict().items()}
+
+
+class OurTraining:
+    """The trainer's loop, some steps at a time, its metrics kept by key."""
+
+    def __init__(self, run: Run) -> None:
+        self.run = run
+        self.metrics: dict[str, list[float]] = {}
+        run.train_iters = 0
+        run.writers = self  # type: ignore[assignment]
+
+    def steps(self, count: int) -> None:
+        self.run.train_iters += count
+        with contextlib.redirect_stdout(io.StringIO()):
+            train(self.run, time.monotonic())
+
+    def write(self, metrics: Mapping[str, float], iteration: int, consumed_samples: int) -> None:
+        """Called by the trainer, where it writes to TensorBoard and wandb."""
+        for key, value in metrics.items():
+            self.metrics.setdefault(key, []).append(value)

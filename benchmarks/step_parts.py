@@ -1,0 +1,167 @@
+"""Where a training step's time goes, from torch.profiler: forward, backward, optimizer, collectives, quantizers, data.
+
+Every operation belongs to the innermost range around it that names a part. PyTorch names some by itself (FSDP2's
+collectives with their copies and casts, the optimizer, the loader); the others are wrapped here, for the profiled
+steps alone. Two times are kept: the host's is the main thread's, which on a GPU runs ahead and waits; the device's is
+that of the kernels, by the part that launched them.
+"""
+
+from __future__ import annotations
+
+import bisect
+import functools
+import statistics
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from side_by_side import OurTraining
+from torch.autograd import DeviceType
+from torch.autograd.profiler_util import FunctionEvent
+from torch.profiler import ProfilerActivity, profile, record_function, schedule
+
+from megatron_zpp.training import pretrain, step
+from megatron_zpp.training.setup import Run
+from megatron_zpp.zeropp.all_gather import HierarchicalAllGather, QuantizedAllGather
+from megatron_zpp.zeropp.reduce_scatter import HierarchicalReduceScatter
+
+PARTS = ("forward", "backward", "optimizer", "collectives", "quantizers", "data", "other")
+STEP = "training step"
+WRAPPED: tuple[tuple[Any, str, str], ...] = (
+    (step, "summed_loss", "forward"),
+    (torch.Tensor, "backward", "backward"),
+    (step, "scale_gradients", "optimizer"),
+    (step, "clip_gradients", "optimizer"),
+    (QuantizedAllGather, "__call__", "quantizers"),  # what ZeRO++ does, but for the collectives inside
+    (HierarchicalAllGather, "__call__", "quantizers"),
+    (HierarchicalReduceScatter, "__call__", "quantizers"),
+    (dist.Work, "wait", "collectives"),
+)
+NAMED_BY_PYTORCH = {
+    "FSDP::": "collectives",
+    "c10d::": "collectives",
+    "nccl:": "collectives",
+    "gloo:": "collectives",
+    "Optimizer.": "optimizer",
+    "enumerate(DataLoader)": "data",
+}
+WARM_UP_STEPS = 3  # the loader's workers start, the profiler too
+TOP_KERNELS = 10
+
+
+def profile_steps(run: Run, training: OurTraining, num_steps: int) -> dict[str, Any]:
+    """Milliseconds per step of each part, of the step, and of the longest kernels; the run goes on meanwhile."""
+    activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (run.device.type == "cuda")
+    plan = schedule(wait=0, warmup=WARM_UP_STEPS, active=num_steps, repeat=1)
+    with profile(activities=activities, schedule=plan, acc_events=True) as profiler, _parts_named():
+
+        def profiled_step(*args: Any, **options: Any) -> Any:
+            with record_function(STEP):
+                result = train_step(*args, **options)
+            profiler.step()
+            return result
+
+        train_step = pretrain.train_step
+        with patch.object(pretrain, "train_step", profiled_step):
+            training.steps(WARM_UP_STEPS + num_steps)
+    return sum_up(list(profiler.events()), num_steps)
+
+
+def sum_up(events: list[FunctionEvent], num_steps: int) -> dict[str, Any]:
+    """The result of ``profile_steps`` from the profiler's events."""
+    events = [event for event in events if event.device_type == DeviceType.CPU and not event.is_async]
+    steps = [event for event in events if event.name == STEP]
+    main_thread = steps[0].thread
+
+    def named_part_of(event: FunctionEvent) -> str | None:
+        """By the ranges of its own thread; on the main thread None outside of the steps, such as logging."""
+        part: str | None = None
+        ancestor: FunctionEvent | None = event
+        while ancestor is not None:
+            part = part or _named_part(ancestor)
+            if ancestor.name == STEP:
+                return part
+            ancestor = ancestor.cpu_parent
+        return None if event.thread == main_thread else part
+
+    ranges = sorted(
+        (event.time_range.start, event.time_range.end, part)
+        for event in events
+        if event.thread == main_thread and _named_part(event) and (part := named_part_of(event)) is not None
+    )
+    starts = [start for start, _, _ in ranges]
+
+    def part_of(event: FunctionEvent) -> str | None:
+        part = named_part_of(event)
+        if part is not None or event.thread == main_thread:
+            return part
+        # Autograd's thread, while the main one waits inside of backward(): what the main thread is in then.
+        now = event.time_range.start
+        before = range(bisect.bisect_right(starts, now) - 1, -1, -1)
+        return next((ranges[i][2] for i in before if ranges[i][1] >= now), None)
+
+    host: dict[str | None, float] = defaultdict(float)
+    device: dict[str | None, float] = defaultdict(float)
+    kernels: dict[str, float] = defaultdict(float)
+    for event in events:
+        part = part_of(event)
+        if event.thread == main_thread:
+            host[part] += event.self_cpu_time_total
+        for kernel in event.kernels:
+            device[part] += kernel.duration
+            kernels[kernel.name] += kernel.duration
+
+    def per_step(microseconds: float) -> float:
+        return round(microseconds / 1000 / num_steps, 3)
+
+    longest = sorted(kernels.items(), key=lambda item: -item[1])[:TOP_KERNELS]
+    wall = statistics.mean(event.time_range.elapsed_us() for event in steps)
+    return {
+        "profiled_steps": num_steps,
+        "step_ms": round(wall / 1000, 3),
+        "host_ms": {part: per_step(host[part]) for part in PARTS},
+        "device_ms": {part: per_step(device[part]) for part in PARTS} if kernels else None,
+        "device_idle_ms": round(wall / 1000 - per_step(sum(device.values())), 3) if kernels else None,
+        "longest_kernels_ms": {name: per_step(duration) for name, duration in longest},
+    }
+
+
+def format_parts(parts: dict[str, Any]) -> str:
+    """The result of ``profile_steps`` as a table."""
+    host, device = parts["host_ms"], parts["device_ms"]
+    lines = [f"| part of a step of {parts['step_ms']:.2f} ms | host, ms | device, ms |", "|---|---|---|"]
+    lines += [f"| {part} | {host[part]:.2f} | {f'{device[part]:.2f}' if device else '-'} |" for part in PARTS]
+    if device:
+        lines.append(f"| idle |  | {parts['device_idle_ms']:.2f} |")
+        lines += ["", "| longest kernels | ms |", "|---|---|"]
+        lines += [f"| {name[:80]} | {duration:.2f} |" for name, duration in parts["longest_kernels_ms"].items()]
+    return "\n".join(lines)
+
+
+def _named_part(event: FunctionEvent) -> str | None:
+    if event.name == STEP:
+        return "other"
+    if event.name in PARTS:
+        return event.name
+    return next((part for prefix, part in NAMED_BY_PYTORCH.items() if event.name.startswith(prefix)), None)
+
+
+@contextmanager
+def _parts_named() -> Iterator[None]:
+    with ExitStack() as stack:
+        for owner, name, part in WRAPPED:
+            stack.enter_context(patch.object(owner, name, _in_range(part, getattr(owner, name))))
+        yield
+
+
+def _in_range(part: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def wrapped(*args: Any, **options: Any) -> Any:
+        with record_function(part):
+            return function(*args, **options)
+
+    return wrapped

@@ -1,0 +1,69 @@
+"""benchmarks/trainer.py and benchmarks/gpu.sh, as far as a machine without a GPU goes."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from tests.conftest import ROOT, environment
+
+SMALL = ["--no-compile", "--steps", "2", "--rounds", "1", "--profiled-steps", "2"]
+PARTS = {"forward", "backward", "optimizer", "collectives", "quantizers", "data", "other"}
+
+
+def measure(folder, *arguments, ranks=0):
+    launcher = [sys.executable]
+    if ranks:
+        launcher += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    output = folder / "new" / "trainer.jsonl"
+    command = [*launcher, "benchmarks/trainer.py", *SMALL, *arguments, "--output", output]
+    # On the CPU also where there is a GPU: what is tested here is the program.
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment(CUDA_VISIBLE_DEVICES=""), capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return [json.loads(line) for line in output.read_text().splitlines()], done.stdout
+
+
+def check_parts(result):
+    host = result["parts"]["host_ms"]
+    assert set(host) == PARTS
+    assert sum(host.values()) == pytest.approx(result["parts"]["step_ms"], rel=0.01)  # none missing, none counted twice
+    assert all(host[part] > 0 for part in PARTS - {"quantizers"}), host
+    return host
+
+
+def test_both_sides_do_the_same_work(tmp_path):
+    results, printed = measure(tmp_path, "--model", "tiny-gpt", "--model", "tiny-llama", "--micro-batch-size", "3")
+    assert [result["model"] for result in results] == ["tiny-gpt", "tiny-llama"]
+    for result in results:
+        ours, plain = result["ours"], result["plain"]
+        # bf16 in both, but plain PyTorch's residual stream is fp32.
+        assert ours["loss_of_first_step"] == pytest.approx(plain["loss_of_first_step"], abs=2e-3)
+        assert ours["loss_of_last_step"] == pytest.approx(plain["loss_of_last_step"], abs=1e-2)
+        assert ours["loss_of_last_step"] < ours["loss_of_first_step"]
+        assert result["micro_batch_size"] == plain["micro_batch_size"] == 3
+        assert ours["mfu"] is None and ours["peak_memory_gb"] is None  # a CPU has neither
+        assert check_parts(result)["quantizers"] == 0
+    assert printed.count("| quantizers | 0.00 | - |") == 2
+
+
+def test_quantizers_are_a_part_of_their_own(tmp_path):
+    flags = "--zero-quantized-weights --zero-quantized-gradients --zero-ranks-per-node 1 --num-workers 0"
+    (result,), _ = measure(tmp_path, "--model", "tiny-gpt", "--flags", flags, ranks=2)
+    assert result["ranks"] == 2 and result["plain"] is None
+    assert check_parts(result)["quantizers"] > 0
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_gpu_script_says_what_it_needs(tmp_path):
+    command = ["benchmarks/gpu.sh", tmp_path / "results"]
+    done = subprocess.run(
+        command, cwd=ROOT, env=os.environ | {"PYTHON": sys.executable}, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: ") and len(done.stderr.splitlines()) == 1
+    assert not (tmp_path / "results").exists()

@@ -1,0 +1,98 @@
+"""The whole training path with four ranks on one device, through the staging backend, beside the same runs on gloo."""
+
+import contextlib
+import gc
+import io
+import os
+import re
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_zpp.training.arguments import parse_settings
+from megatron_zpp.training.pretrain import train
+from megatron_zpp.training.setup import build_run
+from tests.gpu.staged_backend import NAME, register
+from tests.gpu.test_staged_backend import DEVICES
+from tests.ranks import run_ranks
+from tests.training.small_run import ROOT, Recorder, flags, torchrun, write_text
+
+ALL_FLAGS = "--zero-quantized-weights --zero-hpz-partition-size 2 --zero-quantized-gradients"
+RECIPES = {
+    "plain": "",
+    "plain, stage 1": "--zero-stage 1",
+    "all flags": ALL_FLAGS,
+    "LoCo": f"{ALL_FLAGS} --zeropp-loco",
+    "4-bit differences": f"{ALL_FLAGS} --zeropp-loco --zero-weight-difference-bits 4",
+    "all flags, bf16": f"{ALL_FLAGS} --bf16",
+}
+
+
+def train_each(runs, device, store=None):
+    """Each run's losses and gradient norms, step by step; with a ``store`` (a file) through the staging backend."""
+    if store is not None:
+        rank, world_size = dist.get_rank(), dist.get_world_size()
+        dist.barrier()  # a rank that leaves early would take the others' store along
+        dist.destroy_process_group()
+        register()
+        dist.init_process_group(NAME, init_method=f"file://{store}", rank=rank, world_size=world_size)
+    else:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # where DeviceMesh sees a GPU it brings NCCL into gloo's groups
+    results = {}
+    for name, argv in runs.items():
+        run = build_run(
+            parse_settings("gpt", argv, dist.get_world_size(), note=lambda text: None), torch.device(device)
+        )
+        run.writers = recorder = Recorder()
+        with contextlib.redirect_stdout(io.StringIO()):
+            train(run, time.monotonic())
+        results[name] = recorder.metrics["lm loss"], recorder.metrics["grad-norm"]
+        del run
+        gc.collect()  # a model and its hooks hold each other
+    return results
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    data = write_text(tmp_path_factory.mktemp("data"))
+    return {name: flags(data, recipe) for name, recipe in RECIPES.items()}
+
+
+@pytest.fixture(scope="module")
+def on_gloo(runs):
+    return run_ranks(4, train_each, runs, "cpu")[0]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_training_equals_gloo(device, runs, on_gloo, tmp_path):
+    """On CPU tensors to the bit. A GPU adds up in another order, and a value may be rounded to the next level."""
+    results = run_ranks(4, train_each, runs, device, str(tmp_path / "store"), timeout=300)
+    assert all(result == results[0] for result in results)
+    if device == "cpu":
+        assert results[0] == on_gloo
+    for name, (losses, norms) in on_gloo.items():
+        assert results[0][name][0] == pytest.approx(losses, rel=1e-3), name
+        assert results[0][name][1] == pytest.approx(norms, rel=2e-2), name
+
+
+def logged_losses(output):
+    return [float(loss) for loss in re.findall(r"lm loss: (\S+)", output)]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_the_program_resumes(device, runs, tmp_path):
+    """pretrain_gpt.py under torchrun: what it saves and loads on the device continues as if it had not stopped."""
+
+    def losses(*more):
+        argv = [device, str(ROOT / "pretrain_gpt.py"), *runs["4-bit differences"], *more]
+        process = torchrun(4, argv, script="tests/gpu/share_device.py")
+        output, errors = process.communicate(timeout=240)
+        assert process.returncode == 0, errors
+        return logged_losses(output)
+
+    whole = losses("--save", str(tmp_path), "--save-interval", "4", "--train-iters", "8")
+    resumed = losses("--load", str(tmp_path), "--ckpt-step", "4", "--train-iters", "8")
+    assert len(whole) == 8
+    assert resumed == (whole[4:] if device == "cpu" else pytest.approx(whole[4:], rel=1e-3))

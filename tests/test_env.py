@@ -1,0 +1,30 @@
+"""``python -m megatron_zpp.env``."""
+
+import os
+import subprocess
+import sys
+
+import torch
+
+from megatron_zpp.zeropp import kernels
+
+
+def run_env(**environment):
+    command = [sys.executable, "-m", "megatron_zpp.env"]
+    return subprocess.run(command, env=os.environ | environment, capture_output=True, text=True, check=True).stdout
+
+
+def test_it_reports_versions_devices_and_the_path_of_each_operator():
+    lines = dict(line.split("  ", 1) for line in run_env().splitlines())
+    assert torch.__version__ in lines["torch"]
+    assert "lo" in lines["interfaces"].split()[0]
+    assert all("compiled" in lines[f"{operator} on cpu"] for operator in kernels.OPERATORS)
+
+
+def test_it_says_why_plain_torch_runs(tmp_path):
+    assert "encode on cpu  " in run_env(ZEROPP_KERNELS="off")
+    assert "plain torch: switched off by ZEROPP_KERNELS=off" in run_env(ZEROPP_KERNELS="off")
+    missing = tmp_path / "missing.so"
+    assert f"there is no {missing}" in run_env(ZEROPP_KERNELS=str(missing))
+    missing.write_bytes(b"not a library")
+    assert "was built for another torch" in run_env(ZEROPP_KERNELS=str(missing))
