@@ -170,17 +170,25 @@ ZEROPP_INLINE Word pack(Word bytes) {
   return bits == 8 ? bytes : pack_fields<bits, 8>(Word(bytes & repeated_ones<Word>(bits, 8)));
 }
 
+// Bytes with the code's sign in all upper bits.
 template <int bits, class Word>
 ZEROPP_INLINE Word unpack(Word stream) {
-  return bits == 8 ? stream : unpack_fields<bits * int(sizeof(Word)) / 2, 4 * int(sizeof(Word))>(stream);
+  if constexpr (bits == 8) {
+    return stream;
+  } else {
+    constexpr Word signs = repeated_ones<Word>(1, 8) << (bits - 1);
+    const Word fields = unpack_fields<bits * int(sizeof(Word)) / 2, 4 * int(sizeof(Word))>(stream);
+    return fields | (fields & signs) * Word((1 << (9 - bits)) - 2);
+  }
 }
 
-// The code in a field of `bits` bits whose upper bits are zero, exactly: without a conversion from integers, of which a
-// GPU makes few at a time.
-template <int bits>
-ZEROPP_INLINE float code_value(uint32_t field) {
-  constexpr uint32_t sign = 1u << (bits - 1);
-  return float_of(0x4b000000u | (field ^ sign)) - float(0x800000u + sign);  // 2^23 + field - (2^23 + sign)
+// A code in a byte, as a float. Exactly, either way: a GPU converts few integers at a time, but adds many floats.
+ZEROPP_INLINE float code_value(uint8_t byte) {
+#ifdef ZEROPP_CUDA
+  return float_of(0x4b000000u | (byte ^ 0x80u)) - float(0x800000 + 0x80);  // 2^23 + code + 128 - (2^23 + 128)
+#else
+  return float(int8_t(byte));
+#endif
 }
 
 // ---- LoCo (arXiv 2407.04480): e <- beta * e + (1 - beta) * (compensated - sent). A NaN or Inf is not remembered.
@@ -195,23 +203,9 @@ ZEROPP_INLINE float moved_error(float error, float compensated, float sent, Aver
   return (magnitude_of(moved) < 0x7f800000u ? moved : error) * averaging.decay;
 }
 
-// ---- The orthonormal 32 x 32 Hadamard rotation, its own inverse.
+// ---- The orthonormal 32 x 32 Hadamard rotation, its own inverse: for each width of 1, 2, 4, 8 and 16, elements i and
+// i + width become their sum and difference; then all are multiplied.
 
 constexpr float kHadamardScale = 0.17677669529663687f;  // 32^-0.5
-
-ZEROPP_INLINE void hadamard32(float* values) {
-  ZEROPP_UNROLL
-  for (int width = 1; width < 32; width *= 2) {
-    ZEROPP_UNROLL
-    for (int i = 0; i < 32; i++) {
-      if (i & width) continue;
-      float first = values[i], second = values[i + width];
-      values[i] = first + second;
-      values[i + width] = first - second;
-    }
-  }
-  ZEROPP_UNROLL
-  for (int i = 0; i < 32; i++) values[i] *= kHadamardScale;
-}
 
 }  // namespace zeropp

@@ -146,14 +146,14 @@ ZEROPP_INLINE void unpack_codes(const uint8_t* stream, int64_t count, uint8_t* c
   }
 }
 
-template <int bits, bool adds>
+template <bool adds>
 ZEROPP_INLINE void dequantize(const uint8_t* codes, const uint8_t* scales, int64_t block, int64_t count, float* values) {
   for (int64_t first = 0; first < count; first += block) {
     float scale;
     memcpy(&scale, scales + first / block * 4, 4);
     const int64_t stop = std::min(first + block, count);
     for (int64_t i = first; i < stop; i++) {
-      const float value = code_value<bits>(codes[i]) * scale;
+      const float value = code_value(codes[i]) * scale;
       values[i] = adds ? values[i] + value : value;
     }
   }
@@ -168,7 +168,7 @@ ZEROPP_INLINE void read_blocks(
     codes = scratch;
   }
   const uint8_t* scales = wire + segment.scales + tile.first / segment.block_size * 4;
-  dequantize<bits, adds>(codes, scales, segment.block_size, tile.count, values);
+  dequantize<adds>(codes, scales, segment.block_size, tile.count, values);
 }
 
 // What one wire buffer says of a tile, set or added. The tile is of another format, with the same blocks if any.
@@ -272,7 +272,7 @@ ZEROPP_INLINE void write_blocks(const Segment& segment, uint8_t* wire, const Til
   if (block % 128 == 0) quantize(values, tile.padded, block, 128, qmax_of(bits), noise, scales, codes);
   else quantize(values, tile.padded, block, block, qmax_of(bits), noise, scales, codes);
   for (int64_t b = 0; sent && b < tile.padded / block; b++) {
-    for (int64_t i = b * block; i < (b + 1) * block; i++) sent[i] = code_value<8>(codes[i]) * scales[b];
+    for (int64_t i = b * block; i < (b + 1) * block; i++) sent[i] = code_value(codes[i]) * scales[b];
   }
   if (bits != 8) pack_codes<bits>(codes, tile.padded, stream);
 }
@@ -347,13 +347,31 @@ ZEROPP_VERSIONS void decode_tiles(const DecodeArguments& a, int64_t begin, int64
   });
 }
 
+template <int width>
+ZEROPP_INLINE void rotate_pairs(float* values, int64_t count) {
+  for (int64_t pair = 0; pair < count; pair += 2 * width) {
+    ZEROPP_UNROLL
+    for (int i = 0; i < width; i++) {
+      const float first = values[pair + i], second = values[pair + i + width];
+      values[pair + i] = first + second;
+      values[pair + i + width] = first - second;
+    }
+  }
+}
+
 ZEROPP_VERSIONS void rotate_tiles(const RotateArguments& a, int64_t begin, int64_t end) {
   for_each_tile(a.format, a.rows1, begin, end, [&](const Segment& segment, const Tile& tile) __attribute__((always_inline)) {
     const int64_t element = segment.start + tile.first;
     float* out = reinterpret_cast<float*>(at(a.out, tile, element));
     load(at(a.values, tile, element), a.values.type, tile.count, out);
     if (segment.block_size == 0) return;
-    for (int64_t group = 0; group + 32 <= tile.count; group += 32) hadamard32(out + group);
+    const int64_t whole = tile.count / 32 * 32;
+    rotate_pairs<1>(out, whole);
+    rotate_pairs<2>(out, whole);
+    rotate_pairs<4>(out, whole);
+    rotate_pairs<8>(out, whole);
+    rotate_pairs<16>(out, whole);
+    for (int64_t i = 0; i < whole; i++) out[i] *= kHadamardScale;
   });
 }
 

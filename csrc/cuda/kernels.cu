@@ -8,6 +8,7 @@
 #include <algorithm>
 #include <vector>
 
+#define ZEROPP_CUDA
 #include "../kernel_arguments.h"
 
 namespace zeropp::cuda {
@@ -144,7 +145,7 @@ __device__ void load_codes_as(const uint8_t* from, float (&codes)[kGroup]) {
     low = unpack<bits>(uint32_t(stream) & half), high = unpack<bits>(uint32_t(stream >> (4 * bits)) & half);
   }
 #pragma unroll
-  for (int i = 0; i < kGroup; i++) codes[i] = code_value<bits>((i < 4 ? low : high) >> (8 * (i % 4)) & 0xff);
+  for (int i = 0; i < kGroup; i++) codes[i] = code_value((i < 4 ? low : high) >> (8 * (i % 4)) & 0xff);
 }
 
 template <int kBits>
@@ -334,7 +335,7 @@ __device__ void add(float (&values)[kGroup], const float (&addend)[kGroup]) {
 __device__ void dequantize(uint32_t low, uint32_t high, float scale, float (&values)[kGroup]) {
 #pragma unroll
   for (int i = 0; i < kGroup; i++) {
-    values[i] = code_value<8>((i < 4 ? low : high) >> (8 * (i % 4)) & 0xff) * scale;
+    values[i] = code_value((i < 4 ? low : high) >> (8 * (i % 4)) & 0xff) * scale;
   }
 }
 

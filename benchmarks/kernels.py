@@ -1,0 +1,264 @@
+"""Bytes per second of every quantization kernel, as a share of a copy's in the same run, and beside plain torch.
+
+    python benchmarks/kernels.py [--device cuda] [--megabytes 64 4] [--threads 1 2] [--output kernels.json]
+
+Bytes are what a kernel must read and write once: its inputs and outputs. The measure is a copy of as many bytes, in
+turns with the kernel. Plain torch is megatron_zpp/zeropp/reference.py, eager and (``--compile``) compiled.
+``--deepspeed PATH`` measures DeepSpeed's quantizer kernels, of a source tree of its, on the same tensors (CUDA only).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from megatron_zpp.zeropp import kernels, reference
+from megatron_zpp.zeropp.wire_format import Compensation, ParameterShard, WireFormat
+
+DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16"}
+PEERS = 4
+
+
+@dataclass
+class Kernel:
+    """One kernel on tensors of its own: what it does, the bytes it must move, and the same in plain torch."""
+
+    name: str
+    nbytes: int
+    run: Callable[[], object]
+    plain: Callable[[], object]
+
+
+def weight_format(numel: int, bits: int | None, block_size: int, dtype: torch.dtype) -> WireFormat:
+    return WireFormat([ParameterShard("weight", numel, True)], bits, block_size, dtype)
+
+
+def kernels_on(device: torch.device, megabytes: int) -> Iterator[Kernel]:
+    """All kernels, each with tensors of about so many MB of values."""
+    for dtype, label in DTYPES.items():
+        numel = megabytes * 2**20 // dtype.itemsize
+        values = torch.randn(numel, device=device).to(dtype)
+        for bits, block_size in [(8, 256), (4, 128)]:
+            format = weight_format(numel, bits, block_size, dtype)
+            yield from encode_and_decode(f"{label}, int{bits}/{block_size}", format, values)
+        yield from weight_differences(f"{label}, int4/2048", weight_format(numel, 4, 2048, dtype), values)
+        yield permuted(f"{label}, int8/128", values)
+    yield from reductions(device, megabytes * 2**20 // 4)
+
+
+def encode_and_decode(what: str, format: WireFormat, values: Tensor) -> Iterator[Kernel]:
+    wire, out = format.encode(values), torch.empty_like(values)
+    expected = torch.empty_like(wire)
+    nbytes = values.nbytes + wire.nbytes
+    yield Kernel(
+        f"quantize {what}",
+        nbytes,
+        lambda: format.encode(values),
+        lambda: reference.encode(format, values, expected, None, 1, None, None),
+    )
+    yield Kernel(
+        f"dequantize {what}",
+        nbytes,
+        lambda: format.decode(wire, out),
+        lambda: reference.decode(format, wire.unsqueeze(0), out, False),
+    )
+
+
+def permuted(what: str, values: Tensor) -> Kernel:
+    """qgZ's first hop: [N, P, L] is encoded as [P, N, L]."""
+    gradients = values.view(2, 4, -1)
+    format = weight_format(gradients.size(-1), 8, 128, values.dtype)
+    expected = torch.empty_like(format.encode(gradients.transpose(0, 1)))
+    return Kernel(
+        f"quantize permuted {what}",
+        values.nbytes + expected.nbytes,
+        lambda: format.encode(gradients.transpose(0, 1)),
+        lambda: reference.encode(format, gradients.transpose(0, 1), expected, None, 1, None, None),
+    )
+
+
+def weight_differences(what: str, format: WireFormat, values: Tensor) -> Iterator[Kernel]:
+    copy = values * 1.01
+    wire = format.encode(values, minus=copy)
+    expected = torch.empty_like(wire)
+    yield Kernel(
+        f"quantize difference {what}",
+        values.nbytes + copy.nbytes + wire.nbytes,
+        lambda: format.encode(values, minus=copy),
+        lambda: reference.encode(format, values, expected, copy, -1, None, None),
+    )
+    yield Kernel(
+        f"apply difference {what}",
+        2 * copy.nbytes + wire.nbytes,
+        lambda: format.decode_sum(wire.unsqueeze(0), copy, accumulate=True),
+        lambda: reference.decode(format, wire.unsqueeze(0), copy, True),
+    )
+
+
+def reductions(device: torch.device, numel: int) -> Iterator[Kernel]:
+    """What happens to gradients between the hops and after them; ``numel`` fp32 values."""
+    intra, inter = (weight_format(numel, bits, 128, torch.bfloat16) for bits in (8, 4))
+    errors = weight_format(numel, 8, 128, torch.float32)
+    gradients = torch.randn(numel, device=device)
+    total, expected_total = torch.empty_like(gradients), torch.empty_like(gradients)
+    error = errors.encode(torch.randn(numel, device=device) * 0.01)
+    wire, new_error = inter.encode(gradients), torch.empty_like(error)
+    compensation = Compensation(errors, error, new_error, 0.8, 1.0)
+    for format, bits in [(intra, 8), (inter, 4)]:
+        peers = torch.stack([format.encode(torch.randn(numel, device=device)) for _ in range(PEERS)])
+        yield Kernel(
+            f"dequantize and add {PEERS} peers, int{bits}/128",
+            peers.nbytes + total.nbytes,
+            lambda format=format, peers=peers: format.decode_sum(peers, total),
+            lambda format=format, peers=peers: reference.decode(format, peers, expected_total, False),
+        )
+    yield Kernel(
+        "LoCo: compensate, quantize, move the error, fp32, int4/128",
+        gradients.nbytes + wire.nbytes + 2 * error.nbytes,
+        lambda: inter.encode(gradients, compensation=compensation),
+        lambda: reference.encode(inter, gradients, wire, None, 1, compensation, None),
+    )
+    peers = torch.stack([intra.encode(torch.randn(numel, device=device)) for _ in range(PEERS)])
+
+    def in_plain_torch() -> None:
+        reference.decode(intra, peers, expected_total, False)
+        reference.encode(inter, expected_total, wire, None, 1, compensation, None)
+
+    yield Kernel(
+        f"add {PEERS} peers int8, LoCo, quantize int4/128",
+        peers.nbytes + wire.nbytes + 2 * error.nbytes,
+        lambda: inter.encode(peers, source=intra, compensation=compensation),
+        in_plain_torch,
+    )
+    yield Kernel(
+        "Hadamard rotation, fp32",
+        gradients.nbytes + total.nbytes,
+        lambda: inter.rotate(gradients),
+        lambda: reference.rotate(inter, gradients, expected_total),
+    )
+
+
+def seconds_of(run: Callable[[], object], device: torch.device, repeat: int = 1) -> float:
+    """The time of one run."""
+    if device.type == "cpu":
+        start = time.perf_counter()
+        for _ in range(repeat):
+            run()
+        return (time.perf_counter() - start) / repeat
+    start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    start.record()
+    for _ in range(repeat):
+        run()
+    stop.record()
+    stop.synchronize()
+    return start.elapsed_time(stop) / 1e3 / repeat
+
+
+def measure(kernel: Kernel, device: torch.device, rounds: int, with_compile: bool) -> dict[str, float]:
+    """Medians of seconds, in turns with a copy of as many bytes."""
+    source = torch.empty(kernel.nbytes // 2, dtype=torch.uint8, device=device)
+    source.random_()
+    target = torch.empty_like(source)
+    runs: dict[str, Callable[[], object]] = {
+        "copy": lambda: target.copy_(source),
+        "kernel": kernel.run,
+        "plain": kernel.plain,
+    }
+    if with_compile:
+        torch._dynamo.reset()
+        runs["compiled"] = torch.compile(kernel.plain)
+    repeat = 20 if device.type == "cuda" else 1
+    times: dict[str, list[float]] = {name: [] for name in runs}
+    for run in runs.values():
+        run()  # warm up, and compile
+    for _ in range(rounds):
+        for name, run in runs.items():
+            times[name].append(seconds_of(run, device, 1 if name == "plain" else repeat))
+    return {name: statistics.median(seconds) for name, seconds in times.items()}
+
+
+def deepspeed_kernels(path: Path, device: torch.device, megabytes: int) -> Iterator[Kernel]:
+    """DeepSpeed's symmetric quantization kernels, fp16, in groups of 2048, its default for weights."""
+    sys.path.insert(0, str(path))
+    from deepspeed.ops.op_builder import QuantizerBuilder  # type: ignore[import-not-found]
+
+    module = QuantizerBuilder().load()
+    values = torch.randn(megabytes * 2**20 // 2, device=device).half()
+    groups = values.numel() // 2048
+    for bits in (8, 4):
+        codes, scales = module.quantize(values, groups, bits, module.Symmetric)
+        nbytes = values.nbytes + codes.nbytes + scales.nbytes
+        quantize = lambda bits=bits: module.quantize(values, groups, bits, module.Symmetric)  # noqa: E731
+        yield Kernel(f"DeepSpeed quantize fp16, int{bits}/2048", nbytes, quantize, quantize)
+        dequantize = lambda codes=codes, scales=scales, bits=bits: module.dequantize(  # noqa: E731
+            codes, scales, groups, bits, module.Symmetric
+        )
+        yield Kernel(f"DeepSpeed dequantize fp16, int{bits}/2048", nbytes, dequantize, dequantize)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--megabytes", type=int, nargs="+", default=[64, 4], help="of values in a tensor")
+    parser.add_argument("--threads", type=int, nargs="+", help="on a CPU; default 1 and all")
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--compile", action="store_true", help="measure torch.compile of plain torch, too")
+    parser.add_argument("--deepspeed", type=Path, metavar="PATH", help="a source tree of DeepSpeed")
+    parser.add_argument("--output", type=Path, metavar="FILE", help="write the results there as JSON")
+    args = parser.parse_args()
+    device = torch.device(args.device)
+    reason = kernels.why_not_on(device)
+    if reason is not None:
+        parser.error(f"there are no kernels to measure: {reason}")
+    if args.deepspeed is not None and (device.type != "cuda" or not (args.deepspeed / "deepspeed").is_dir()):
+        parser.error("--deepspeed needs a CUDA device and the folder that holds DeepSpeed's setup.py")
+    all_threads = sorted({1, os.cpu_count() or 1})
+    hardware = torch.cuda.get_device_name(device) if device.type == "cuda" else torch.backends.cpu.get_cpu_capability()
+
+    rows = []
+    for threads in (args.threads or all_threads) if device.type == "cpu" else [1]:
+        torch.set_num_threads(threads)
+        for megabytes in args.megabytes:
+            where = hardware if device.type == "cuda" else f"{threads} thread{'s' if threads > 1 else ''}, {hardware}"
+            print(f"\n{megabytes} MB of values, {where}\n")
+            compiled = f" {'x compiled':>10}" if args.compile else ""
+            print(f"{'kernel':58} {'GB/s':>8} {'of a copy':>9} {'x plain':>8}{compiled}")
+            ours = kernels_on(device, megabytes)
+            theirs = deepspeed_kernels(args.deepspeed, device, megabytes) if args.deepspeed is not None else ()
+            for kernel in [*ours, *theirs]:
+                seconds = measure(kernel, device, args.rounds, args.compile)
+                row = {
+                    "kernel": kernel.name,
+                    "hardware": hardware,
+                    "threads": threads if device.type == "cpu" else None,
+                    "megabytes": megabytes,
+                    "gigabytes_per_second": kernel.nbytes / seconds["kernel"] / 1e9,
+                    "of_a_copy": seconds["copy"] / seconds["kernel"],
+                    **{f"times_{other}": seconds[other] / seconds["kernel"] for other in seconds if other != "kernel"},
+                }
+                rows.append(row)
+                compiled = f" {row['times_compiled']:10.1f}" if args.compile else ""
+                print(
+                    f"{kernel.name:58} {row['gigabytes_per_second']:8.1f} {row['of_a_copy']:9.0%} "
+                    f"{row['times_plain']:8.1f}{compiled}",
+                    flush=True,
+                )
+    if args.output is not None:
+        args.output.parent.mkdir(parents=True, exist_ok=True)
+        result = {"command": " ".join(sys.argv), "torch": torch.__version__, "kernels": rows}
+        args.output.write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
