@@ -21,7 +21,7 @@ def kernels() -> dict:
         return {}
 
     sources = ["csrc/operators.cpp", "csrc/cpu/kernels.cpp"]
-    compile_args = {"cxx": ["-std=c++20", "-O3", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"]}
+    compile_args = {"cxx": ["-std=c++20", "-O3", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-g0"]}
     macros: list = []
     make_extension = cpp_extension.CppExtension
     if torch.version.cuda is not None and cpp_extension.CUDA_HOME is not None:
