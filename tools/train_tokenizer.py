@@ -1,45 +1,54 @@
-"""Trains a SentencePiece tokenizer on JSON lines.
+"""Trains a SentencePiece tokenizer on JSON lines, Parquet or text.
 
     python tools/train_tokenizer.py --input corpus.jsonl --vocab-size 8192 --output tokenizer.model
 
-The model is byte-level safe BPE that keeps every blank and line break, so texts and source code come back as they
-were. Use it with ``--tokenizer-type SentencePieceTokenizer --tokenizer-model tokenizer.model``; documents end with its
-``</s>``.
+The model is BPE with a fallback to bytes that keeps every blank and line break, so texts and source code come back as
+they were. Use it with ``--tokenizer-type SentencePieceTokenizer --tokenizer-model tokenizer.model``; documents end with
+its ``</s>``.
 """
 
 from __future__ import annotations
 
 import argparse
 import io
-import json
 import os
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import sentencepiece
 from rich.console import Console
 
+from megatron_zpp.data.corpus import FORMATS, CorpusFile, Reading, find_files, read_blocks, records, texts_of
+
 CHUNK = 2000  # characters that the trainer sees as one sentence: it cuts at line breaks only if we do
 
 
-def train(input_path: Path, json_key: str, vocab_size: int, output: Path, max_megabytes: float) -> int:
-    """Trains on at most about ``max_megabytes`` of the input, spread evenly over it, and returns the vocabulary size.
+def train(
+    inputs: list[str],
+    input_format: str | None,
+    reading: Reading,
+    vocab_size: int,
+    model_type: str,
+    output: Path,
+    max_megabytes: float,
+) -> int:
+    """Trains on at most ``max_megabytes`` of the input, spread evenly over it, and returns the vocabulary size.
 
     Raises ValueError for bad input, or if the text does not support that many pieces.
     """
-    if not input_path.is_file():
-        raise FileNotFoundError(f"--input {input_path} does not exist")
     if vocab_size < 300:
         raise ValueError(f"--vocab-size {vocab_size} leaves no room beside the 256 bytes; give at least 300")
-    stride = max(1, round(input_path.stat().st_size / (max_megabytes * 1e6)))
-    chunks = list(read_chunks(input_path, json_key, stride))
+    chunks = [
+        text[start : start + CHUNK]
+        for text in sample(find_files(inputs, input_format), reading, max_megabytes * 1e6)
+        for start in range(0, len(text), CHUNK)
+    ]
     model = io.BytesIO()
     try:
         sentencepiece.SentencePieceTrainer.train(
             sentence_iterator=iter(chunks),
             model_writer=model,
-            model_type="bpe",
+            model_type=model_type,
             vocab_size=vocab_size,
             byte_fallback=True,  # no text is unknown
             character_coverage=0.9999,
@@ -53,7 +62,7 @@ def train(input_path: Path, json_key: str, vocab_size: int, output: Path, max_me
             minloglevel=2,
         )
     except RuntimeError as error:
-        raise ValueError(f"can't train {vocab_size} pieces on {input_path}: {error}") from error
+        raise ValueError(f"can't train {vocab_size} pieces on {', '.join(inputs)}: {error}") from error
     output.parent.mkdir(parents=True, exist_ok=True)
     partial = output.with_name(output.name + ".partial")
     partial.write_bytes(model.getvalue())
@@ -61,37 +70,57 @@ def train(input_path: Path, json_key: str, vocab_size: int, output: Path, max_me
     return sentencepiece.SentencePieceProcessor(model_file=str(output)).get_piece_size()
 
 
-def read_chunks(path: Path, json_key: str, stride: int) -> Iterator[str]:
-    """The texts of every ``stride``-th line, in pieces."""
-    with open(path, "rb") as file:
-        for number, line in enumerate(file, start=1):
-            if (number - 1) % stride or line.isspace():
-                continue
-            try:
-                value = json.loads(line)[json_key]
-            except (ValueError, KeyError, TypeError):
-                raise ValueError(f"{path}:{number}: not a JSON object with a key {json_key!r}") from None
-            for text in value if isinstance(value, list) else [value]:
-                for start in range(0, len(text), CHUNK):
-                    yield text[start : start + CHUNK]
+def sample(files: list[CorpusFile], reading: Reading, max_bytes: float) -> list[str]:
+    """The texts of every n-th record, n the smallest power of 2 for which they fit; without those that are too long."""
+    kept: list[list[str]] = []
+    size = number = 0
+    stride = 1
+    for block in read_blocks(files, reading):
+        for place, record in records(block):
+            if number % stride == 0:
+                try:
+                    texts = texts_of(record, block.format, reading)[reading.keys[0]]
+                except ValueError as error:
+                    raise ValueError(f"{place}: {error}") from None
+                kept.append(texts)
+                size += sum(map(len, texts))
+            number += 1
+            while size > max_bytes and len(kept) > 1:
+                kept, stride = kept[::2], 2 * stride
+                size = sum(len(text) for texts in kept for text in texts)
+    return [text for texts in kept for text in texts]
 
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Train a SentencePiece tokenizer on JSON lines.", allow_abbrev=False)
-    parser.add_argument("--input", type=Path, required=True, metavar="FILE", help="file of JSON objects, one a line")
-    parser.add_argument("--json-key", default="text", metavar="KEY", help="key of the text; default text")
-    parser.add_argument("--vocab-size", type=int, required=True, metavar="N", help="number of pieces")
-    parser.add_argument("--output", type=Path, required=True, metavar="FILE", help="the model to write")
-    parser.add_argument("--max-megabytes", type=float, default=100.0, metavar="N", help="text to train on; default 100")
+    parser = argparse.ArgumentParser(description="Train a SentencePiece tokenizer.", allow_abbrev=False)
+    add = parser.add_argument
+    add("--input", nargs="+", required=True, metavar="PATH", help="files, or folders of files")
+    add("--input-format", choices=FORMATS, help="of all files; default: by suffix, JSON lines where that says nothing")
+    add("--json-key", default="text", metavar="KEY", help="key or column of the text; default text")
+    add("--text-documents", choices=("file", "line"), default="file", help="documents of text files; default file")
+    add("--vocab-size", type=int, required=True, metavar="N", help="number of pieces")
+    add("--model-type", choices=("bpe", "unigram"), default="bpe", help="default bpe")
+    add("--output", type=Path, required=True, metavar="FILE", help="the model to write")
+    add("--max-megabytes", type=float, default=100.0, metavar="N", help="text to train on; default 100")
     return parser.parse_args(argv)
 
 
 def main() -> int:
     args = parse_arguments()
+    reading = Reading((args.json_key,), args.text_documents)
+    arguments = (
+        args.input,
+        args.input_format,
+        reading,
+        args.vocab_size,
+        args.model_type,
+        args.output,
+        args.max_megabytes,
+    )
     try:
-        with Console(stderr=True).status(f"training a tokenizer on {args.input}"):  # drawn on a terminal only
-            size = train(args.input, args.json_key, args.vocab_size, args.output, args.max_megabytes)
-    except (ValueError, OSError) as error:
+        with Console(stderr=True).status("training a tokenizer"):  # drawn on a terminal only
+            size = train(*arguments)
+    except (ValueError, OSError, ImportError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     print(f"{args.output}: {size:,} pieces")

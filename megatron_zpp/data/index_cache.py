@@ -15,20 +15,35 @@ import shutil
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
-Arrays = dict[str, NDArray]
+from megatron_zpp.data.indices import Advance, Arrays
+
+# What shows a long build: takes a description and the rows to build, gives the function to tell of rows done.
+Progress = Callable[[str, int], AbstractContextManager[Advance]]
 
 
-def cached_arrays(folder: Path, name: str, key: dict[str, Any], build: Callable[[], Arrays]) -> Arrays:
-    """The arrays of ``build()``, from ``folder/name-DIGEST/`` if they are there, else built and saved there.
+def no_progress(description: str, rows: int) -> AbstractContextManager[Advance]:
+    return nullcontext(lambda done: None)
+
+
+def cached_arrays(
+    folder: Path,
+    name: str,
+    key: dict[str, Any],
+    build: Callable[[Advance], Arrays],
+    progress: Progress = no_progress,
+    rows: int = 1,
+) -> Arrays:
+    """The arrays of ``build(advance)``, from ``folder/name-DIGEST/`` if they are there, else built and saved there.
 
     ``key`` must hold everything that the result depends on (JSON-serializable); it is kept as description.json.
-    Where the folder can't be written the arrays stay in memory, after a warning.
+    Where the folder can't be written the arrays stay in memory, after a warning. ``advance`` is to be called with the
+    number of rows done, of ``rows`` in all.
     """
     description = json.dumps(key, indent=2, sort_keys=True)
     entry = folder / f"{name}-{hashlib.sha256(description.encode()).hexdigest()[:16]}"
@@ -39,7 +54,7 @@ def cached_arrays(folder: Path, name: str, key: dict[str, Any], build: Callable[
         folder.mkdir(parents=True, exist_ok=True)
         with _lock(folder / ".lock"):
             if not entry.is_dir():
-                arrays = build()
+                arrays = _build(name, build, progress, rows)
                 _save(entry, description, arrays)
         return _load(entry)
     except OSError as error:
@@ -48,11 +63,17 @@ def cached_arrays(folder: Path, name: str, key: dict[str, Any], build: Callable[
             f"--data-cache-path chooses another folder",
             stacklevel=2,
         )
-        return build() if arrays is None else arrays
+        return _build(name, build, progress, rows) if arrays is None else arrays
+
+
+def _build(name: str, build: Callable[[Advance], Arrays], progress: Progress, rows: int) -> Arrays:
+    with progress(f"building the index {name}", rows) as advance:
+        return build(advance)
 
 
 def _load(entry: Path) -> Arrays:
-    return {path.stem: np.load(path, mmap_mode="r") for path in entry.glob("*.npy")}
+    # Plain arrays over the mapping: numpy's own class for it is slow to index.
+    return {path.stem: np.load(path, mmap_mode="r").view(np.ndarray) for path in entry.glob("*.npy")}
 
 
 def _save(entry: Path, description: str, arrays: Arrays) -> None:

@@ -20,6 +20,8 @@ from typing import BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
+from megatron_zpp.data.indices import Advance
+
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1
 HEADER = struct.Struct("<9sQBQQ")  # magic, version, dtype code, S, D
@@ -33,7 +35,7 @@ def best_dtype(vocab_size: int) -> np.dtype:
 
 
 class IndexedDataset:
-    """The sequences of ``prefix.bin`` by number, memory-mapped.
+    """The sequences of ``prefix.bin`` by number, memory-mapped or, with ``mmap_tokens=False``, read from the file.
 
     Attributes: ``sequence_lengths`` int32 [S]; ``document_indices`` int64 [D], document d being the sequences
     ``document_indices[d] : document_indices[d + 1]``; ``dtype`` of the tokens, as the file says (never inferred).
@@ -41,8 +43,9 @@ class IndexedDataset:
     Raises FileNotFoundError if a file is missing, ValueError if one is truncated, foreign, or not the other's.
     """
 
-    def __init__(self, prefix: str | os.PathLike[str]) -> None:
+    def __init__(self, prefix: str | os.PathLike[str], mmap_tokens: bool = True) -> None:
         self.prefix = os.fspath(prefix)
+        self.mmap_tokens = mmap_tokens
         self.index_path = Path(f"{self.prefix}.idx")
         self.token_path = Path(f"{self.prefix}.bin")
         for path in (self.index_path, self.token_path):
@@ -80,21 +83,34 @@ class IndexedDataset:
                 f"{self.token_path} holds {actual} bytes, {self.index_path} describes {expected}: "
                 f"truncated, or not from the same run; make both again"
             )
-        self._tokens: NDArray = np.frombuffer(_map_file(self.token_path), self.dtype)
+        end_of_last = (
+            int(self._byte_offsets[-1]) + int(self.sequence_lengths[-1]) * self.dtype.itemsize if expected else 0
+        )
+        if end_of_last != expected:
+            raise ValueError(f"{self.index_path} is damaged: its sequences do not cover the tokens; make it again")
+        self._tokens: NDArray = np.frombuffer(_map_file(self.token_path) if mmap_tokens else b"", self.dtype)
+        self._file = None if mmap_tokens else open(self.token_path, "rb")  # noqa: SIM115 (as long as the dataset lives)
 
     def __len__(self) -> int:
         return len(self.sequence_lengths)
 
     def __getitem__(self, index: int) -> NDArray:
-        """Sequence ``index`` as a read-only view of the file, [length]."""
+        """Sequence ``index``, [length], read-only."""
         return self.get(index)
 
     def get(self, index: int, offset: int = 0, length: int | None = None) -> NDArray:
-        """``length`` tokens (default: all that follow) of sequence ``index`` from token ``offset`` on, a view."""
+        """``length`` tokens (default: all that follow) of sequence ``index`` from token ``offset`` on, read-only."""
         if length is None:
             length = int(self.sequence_lengths[index]) - offset
-        start = int(self._byte_offsets[index]) // self.dtype.itemsize + offset
-        return self._tokens[start : start + length]
+        return self._read(int(self._byte_offsets[index]) // self.dtype.itemsize + offset, length)
+
+    def _read(self, start: int, length: int) -> NDArray:
+        """Tokens ``start`` to ``start + length`` of the file, as far as there are any."""
+        if self._file is None:
+            return self._tokens[start : start + length]
+        # Unlike seek and read, pread is safe in loader processes that share the open file.
+        size = self.dtype.itemsize
+        return np.frombuffer(os.pread(self._file.fileno(), length * size, start * size), self.dtype)
 
     @property
     def num_documents(self) -> int:
@@ -108,21 +124,23 @@ class IndexedDataset:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
         return {"idx_bytes": status.st_size, "idx_mtime_ns": status.st_mtime_ns, "idx_sha256": digest}
 
-    def token_range(self, max_bytes: int = 32 << 30) -> tuple[int, int]:
-        """Smallest and largest token id; (0, 0) without tokens.
+    def token_range(self, advance: Advance = lambda tokens: None, max_bytes: int = 32 << 30) -> tuple[int, int]:
+        """Smallest and largest token id; (0, 0) without tokens. Tells ``advance`` how many tokens it is past.
 
         Reads all of a ``.bin`` below ``max_bytes``, and no more than that of a larger one, in evenly spaced pieces.
         """
         piece = 16 << 20  # tokens
-        step = 1 + self._tokens.nbytes // max_bytes
-        smallest = largest = 0
-        for start in range(0, self.num_tokens, piece * step):
-            tokens = self._tokens[start : start + piece]
-            smallest, largest = min(smallest, int(tokens.min())), max(largest, int(tokens.max()))
-        return smallest, largest
+        step = piece * (1 + self.num_tokens * self.dtype.itemsize // max_bytes)
+        smallest, largest = [], []
+        for start in range(0, self.num_tokens, step):
+            tokens = self._read(start, piece)
+            smallest.append(int(tokens.min()))
+            largest.append(int(tokens.max()))
+            advance(min(step, self.num_tokens - start))
+        return min(smallest, default=0), max(largest, default=0)
 
-    def __reduce__(self) -> tuple[type[IndexedDataset], tuple[str]]:
-        return IndexedDataset, (self.prefix,)  # loader processes map the files themselves
+    def __reduce__(self) -> tuple[type[IndexedDataset], tuple[str, bool]]:
+        return IndexedDataset, (self.prefix, self.mmap_tokens)  # loader processes map the files themselves
 
 
 class IndexedDatasetWriter:
@@ -131,9 +149,17 @@ class IndexedDatasetWriter:
     Everything goes to ``*.partial`` files beside the target; ``finalize`` moves them into place, ``.idx`` last, so that
     ``prefix.idx`` exists only with its complete ``.bin``. As a context manager it finalizes on success and removes
     the partial files on an exception.
+
+    ``resume_from``, counts that ``sync`` returned, goes on from there with the partial files of a writer that was
+    killed or closed; ValueError if they are not there.
     """
 
-    def __init__(self, prefix: str | os.PathLike[str], dtype: np.dtype | type | str) -> None:
+    def __init__(
+        self,
+        prefix: str | os.PathLike[str],
+        dtype: np.dtype | type | str,
+        resume_from: tuple[int, int, int] | None = None,
+    ) -> None:
         self.prefix = os.fspath(prefix)
         self.dtype = np.dtype(dtype).newbyteorder("<")
         self._code = next((code for code, name in DTYPES.items() if np.dtype(name) == self.dtype), None)
@@ -141,12 +167,15 @@ class IndexedDatasetWriter:
             raise ValueError(f"the .bin/.idx format has no code for {self.dtype}")
         Path(self.prefix).parent.mkdir(parents=True, exist_ok=True)
         # The .idx holds its arrays one after the other, so each needs a file of its own until the end.
-        self._partial = {part: f"{self.prefix}.{part}.partial" for part in ("bin", "lengths", "documents", "idx")}
+        self._partial = _partial_files(self.prefix)
+        self.num_tokens, self.num_sequences, self.num_documents = resume_from or (0, 0, 0)
+        sizes = (self.num_tokens * self.dtype.itemsize, 4 * self.num_sequences, 8 * self.num_documents)
+        if resume_from and not Path(self._partial["bin"]).exists() and not Path(f"{self.prefix}.idx").exists():
+            os.replace(f"{self.prefix}.bin", self._partial["bin"])  # killed amid finalize
         self._tokens, self._lengths, self._documents = (
-            open(self._partial[part], "wb")  # noqa: SIM115 (closed by finalize or abort)
-            for part in ("bin", "lengths", "documents")
+            self._open(part, size if resume_from else None)
+            for part, size in zip(("bin", "lengths", "documents"), sizes, strict=True)
         )
-        self.num_sequences = self.num_documents = self.num_tokens = 0
 
     def add_document(self, sequences: Sequence[Sequence[int] | NDArray]) -> None:
         """One document of any number of sequences. None at all still leaves a document boundary, as in Megatron."""
@@ -180,6 +209,18 @@ class IndexedDatasetWriter:
         self.num_tokens += len(tokens)
         self.num_sequences += len(lengths)
         self.num_documents += len(counts)
+
+    def sync(self) -> tuple[int, int, int]:
+        """Brings everything to the disk; returns the counts of tokens, sequences and documents, to resume from."""
+        for file in (self._tokens, self._lengths, self._documents):
+            file.flush()
+            os.fsync(file.fileno())
+        return self.num_tokens, self.num_sequences, self.num_documents
+
+    def close(self) -> None:
+        """Leaves the partial files for a writer that resumes."""
+        for file in (self._tokens, self._lengths, self._documents):
+            file.close()
 
     def finalize(self) -> None:
         """Writes ``.idx`` and moves both files into place."""
@@ -229,9 +270,32 @@ class IndexedDatasetWriter:
             index.write((ends - sizes).astype("<i8").tobytes())
             total = int(ends[-1])
 
+    def _open(self, part: str, resume_size: int | None) -> BinaryIO:
+        path = self._partial[part]
+        if resume_size is None:
+            return open(path, "wb")
+        if not Path(path).is_file() or Path(path).stat().st_size < resume_size:
+            raise ValueError(f"{path} is missing or too short to go on from")
+        os.truncate(path, resume_size)  # what was written after the last sync
+        return open(path, "ab")
+
     def _remove_partial_files(self) -> None:
         for path in self._partial.values():
             Path(path).unlink(missing_ok=True)
+
+
+def finish_finalizing(prefix: str | os.PathLike[str]) -> bool:
+    """Whether a writer that was killed in ``finalize`` had moved both files into place; if so, removes what it left."""
+    partial = _partial_files(os.fspath(prefix))
+    if Path(partial["bin"]).exists() or not Path(f"{prefix}.idx").exists():
+        return False
+    for path in partial.values():
+        Path(path).unlink(missing_ok=True)
+    return True
+
+
+def _partial_files(prefix: str) -> dict[str, str]:
+    return {part: f"{prefix}.{part}.partial" for part in ("bin", "lengths", "documents", "idx")}
 
 
 def _map_file(path: Path) -> mmap.mmap | bytes:

@@ -6,19 +6,62 @@ No tokenizer adds ids of its own (such as a beginning-of-sequence id) to a text.
 
 from __future__ import annotations
 
+import base64
+import binascii
 import json
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, Required, TypedDict
+
+import numpy as np
+from numpy.typing import NDArray
 
 TOKENIZER_TYPES = (
     "SentencePieceTokenizer",
     "HuggingFaceTokenizer",
     "GPT2BPETokenizer",
+    "TikTokenizer",
     "ByteTokenizer",
     "NullTokenizer",
 )
 # Names of the end-of-document token in published tokenizer.json files that don't come with a tokenizer_config.json.
 KNOWN_EOD_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|end|>", "[EOS]", "<|eot_id|>")
+
+
+Ids = Sequence[int] | NDArray
+
+
+class TokenizerFlags(TypedDict, total=False):
+    """The arguments of ``build_tokenizer``."""
+
+    tokenizer_type: Required[str]
+    tokenizer_model: str | None
+    vocab_file: str | None
+    merge_file: str | None
+    vocab_size: int | None
+    tiktoken_pattern: str | None
+
+
+# How published vocabularies cut a text into words before they merge bytes: part of a vocabulary, yet not in its file.
+_GPT2_WORDS = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"
+_CL100K_WORDS = (
+    r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,3}+"
+    r"| ?[^\s\p{L}\p{N}]++[\r\n]*+|\s++$|\s*[\r\n]|\s+(?!\S)|\s"
+)
+_O200K_WORDS = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+    r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+TIKTOKEN_PATTERNS = {"gpt2": _GPT2_WORDS, "cl100k_base": _CL100K_WORDS, "o200k_base": _O200K_WORDS}
+# Published files by their number of tokens: pattern, end of document, number of ids with all special ones.
+TIKTOKEN_FILES = {
+    50_256: ("gpt2", 50_256, 50_257),  # r50k_base
+    50_280: ("gpt2", 50_256, 50_281),  # p50k_base, whose end of document is amid the others
+    100_256: ("cl100k_base", 100_257, 100_277),
+    199_998: ("o200k_base", 199_999, 200_019),
+    128_000: ("cl100k_base", 128_001, 128_256),  # Llama 3's tokenizer.model
+}
 
 
 class Tokenizer(Protocol):
@@ -29,6 +72,10 @@ class Tokenizer(Protocol):
 
     def tokenize(self, text: str) -> list[int]: ...
 
+    def tokenize_batch(self, texts: list[str]) -> Sequence[Ids]:
+        """The same for many texts, faster; in one thread, so that several processes don't fight for the cores."""
+        ...
+
     def detokenize(self, ids: list[int]) -> str: ...
 
 
@@ -38,6 +85,7 @@ def build_tokenizer(
     vocab_file: str | None = None,
     merge_file: str | None = None,
     vocab_size: int | None = None,
+    tiktoken_pattern: str | None = None,
 ) -> Tokenizer:
     """The tokenizer that Megatron's flags of the same names describe.
 
@@ -53,6 +101,8 @@ def build_tokenizer(
             return GPT2BPETokenizer(
                 _file(tokenizer_type, "--vocab-file", vocab_file), _file(tokenizer_type, "--merge-file", merge_file)
             )
+        case "TikTokenizer":
+            return TikTokenizer(_file(tokenizer_type, "--tokenizer-model", tokenizer_model), tiktoken_pattern)
         case "ByteTokenizer":
             return ByteTokenizer()
         case "NullTokenizer":
@@ -80,6 +130,9 @@ class SentencePieceTokenizer:
     def tokenize(self, text: str) -> list[int]:
         return self._processor.encode(text)
 
+    def tokenize_batch(self, texts: list[str]) -> Sequence[Ids]:
+        return self._processor.encode(texts, num_threads=1)
+
     def detokenize(self, ids: list[int]) -> str:
         return self._processor.decode(ids)
 
@@ -106,6 +159,17 @@ class HuggingFaceTokenizer:
         vocabulary: dict[str, int] = self._tokenizer.get_vocab(with_added_tokens=True)
         self.vocab_size = max(vocabulary.values()) + 1
         self.eod = self._find_eod(file, vocabulary)
+        self._check_model(file)
+
+    def _check_model(self, file: Path) -> None:
+        """A model beside the tokenizer must have a place for each of its ids."""
+        config_file = file.parent / "config.json"
+        if config_file.is_file():
+            size = json.loads(config_file.read_text(encoding="utf-8")).get("vocab_size")
+            if isinstance(size, int) and size < self.vocab_size:
+                raise ValueError(
+                    f"{file} has ids up to {self.vocab_size - 1}, but the model of {config_file} only {size} ids"
+                )
 
     @staticmethod
     def _find_eod(file: Path, vocabulary: dict[str, int]) -> int:
@@ -125,8 +189,12 @@ class HuggingFaceTokenizer:
     def tokenize(self, text: str) -> list[int]:
         return self._tokenizer.encode(text, add_special_tokens=False).ids
 
+    def tokenize_batch(self, texts: list[str]) -> Sequence[Ids]:
+        # One thread where the environment says TOKENIZERS_PARALLELISM=false, which the library reads.
+        return [encoding.ids for encoding in self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
+
     def detokenize(self, ids: list[int]) -> str:
-        return self._tokenizer.decode(ids)
+        return self._tokenizer.decode(ids, skip_special_tokens=False)
 
 
 class GPT2BPETokenizer:
@@ -147,6 +215,11 @@ class GPT2BPETokenizer:
         self._tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
         self._tokenizer.decoder = decoders.ByteLevel()
         vocabulary: dict[str, int] = self._tokenizer.get_vocab()
+        missing = [byte for byte in pre_tokenizers.ByteLevel.alphabet() if byte not in vocabulary]
+        if missing:
+            raise ValueError(
+                f"{vocab_file} lacks {len(missing)} of the 256 bytes: texts that hold them would lose them"
+            )
         if "<|endoftext|>" not in vocabulary:
             raise ValueError(f"{vocab_file} has no <|endoftext|>; GPT-2's vocab.json has")
         self.vocab_size = max(vocabulary.values()) + 1
@@ -155,8 +228,62 @@ class GPT2BPETokenizer:
     def tokenize(self, text: str) -> list[int]:
         return self._tokenizer.encode(text).ids
 
+    def tokenize_batch(self, texts: list[str]) -> Sequence[Ids]:
+        return [encoding.ids for encoding in self._tokenizer.encode_batch_fast(texts)]
+
     def detokenize(self, ids: list[int]) -> str:
         return self._tokenizer.decode(ids)
+
+
+class TikTokenizer:
+    """A ``.tiktoken`` file: a line per token, its bytes in base64 and its id.
+
+    The file says neither how texts are cut into words nor which special ids there are. Published files are known by
+    their size; with another one ``pattern`` is a name of ``TIKTOKEN_PATTERNS`` or a regular expression, and the id
+    after the last ends a document. Special tokens inside a text are text.
+    """
+
+    def __init__(self, file: Path, pattern: str | None = None) -> None:
+        try:
+            import tiktoken
+        except ImportError as error:
+            raise ImportError("TikTokenizer needs the package tiktoken: pip install 'megatron_zpp[data]'") from error
+        try:
+            lines = [line.split() for line in file.read_bytes().splitlines() if line]
+            ranks = {base64.b64decode(token, validate=True): int(rank) for token, rank in lines}
+        except (ValueError, binascii.Error) as error:
+            raise ValueError(f"{file} is not a tiktoken file: {error}") from error
+        if len(set(ranks.values())) < len(lines) or not all(bytes([byte]) in ranks for byte in range(256)):
+            raise ValueError(f"{file} is not a tiktoken file: it must hold each of the 256 bytes, and no id twice")
+        after = max(ranks.values()) + 1
+        known_pattern, self.eod, self.vocab_size = TIKTOKEN_FILES.get(len(ranks), (None, after, after + 1))
+        pattern = pattern or known_pattern
+        if pattern is None:
+            raise ValueError(
+                f"{file} is none of the published files; how does it cut texts into words? give --tiktoken-pattern, "
+                f"{', '.join(TIKTOKEN_PATTERNS)} or a regular expression"
+            )
+        if self.eod in ranks.values() or self.vocab_size < after:
+            raise ValueError(f"{file} has as many tokens as a published file, but other ids")
+        try:
+            self._encoding = tiktoken.Encoding(
+                file.name,
+                pat_str=TIKTOKEN_PATTERNS.get(pattern, pattern),
+                mergeable_ranks=ranks,
+                special_tokens={"<|endoftext|>": self.eod},
+            )
+        except ValueError as error:
+            raise ValueError(f"--tiktoken-pattern {pattern}: {error}") from error
+        self._known = {*ranks.values(), self.eod}
+
+    def tokenize(self, text: str) -> list[int]:
+        return self._encoding.encode_ordinary(text)
+
+    def tokenize_batch(self, texts: list[str]) -> Sequence[Ids]:
+        return [self._encoding.encode_to_numpy(text, disallowed_special=()) for text in texts]
+
+    def detokenize(self, ids: list[int]) -> str:
+        return self._encoding.decode([i for i in ids if i in self._known])  # other special ids have no text
 
 
 class ByteTokenizer:
@@ -167,6 +294,9 @@ class ByteTokenizer:
 
     def tokenize(self, text: str) -> list[int]:
         return list(text.encode("utf-8"))
+
+    def tokenize_batch(self, texts: list[str]) -> Sequence[Ids]:
+        return [np.frombuffer(text.encode("utf-8"), np.uint8) for text in texts]
 
     def detokenize(self, ids: list[int]) -> str:
         return bytes(i for i in ids if i < 256).decode("utf-8", errors="replace")
@@ -184,6 +314,9 @@ class NullTokenizer:
         if ids and not 0 <= min(ids) <= max(ids) < self.eod:
             raise ValueError(f"ids {min(ids)} to {max(ids)} are not all below --vocab-size {self.eod}")
         return ids
+
+    def tokenize_batch(self, texts: list[str]) -> Sequence[Ids]:
+        return [self.tokenize(text) for text in texts]
 
     def detokenize(self, ids: list[int]) -> str:
         return " ".join(map(str, ids))

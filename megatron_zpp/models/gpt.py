@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .layers import SelfAttention, head_size, linear_cross_entropy
+from .layers import SelfAttention, document_attention, head_size, linear_cross_entropy
 
 
 @dataclass(frozen=True)
@@ -71,8 +71,8 @@ class GPTBlock(nn.Module):
         self.mlp = MLP(config)
         self.dropout = nn.Dropout(config.hidden_dropout)
 
-    def forward(self, x: Tensor) -> Tensor:
-        x = x + self.dropout(self.self_attention(self.input_norm(x)))
+    def forward(self, x: Tensor, documents: Tensor | None = None) -> Tensor:
+        x = x + self.dropout(self.self_attention(self.input_norm(x), documents=documents))
         return x + self.dropout(self.mlp(self.pre_mlp_norm(x)))
 
 
@@ -90,9 +90,17 @@ class GPT(nn.Module):
         if not config.tie_embeddings:
             self.output_layer = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
 
-    def forward(self, tokens: Tensor, labels: Tensor | None = None) -> Tensor:
+    def forward(
+        self,
+        tokens: Tensor,
+        labels: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+    ) -> Tensor:
         """``tokens``, ``labels`` int64 [B, S] -> each token's loss, fp32 [B, S]; without labels: logits [B, S, V].
 
+        ``position_ids`` int64 [B, S]: default 0 to S - 1. ``cu_seqlens`` int32 [D + 1]: where documents begin in the
+        flattened batch, and B * S, for attention within documents.
         Raises ValueError when the sequence is longer than the learned positions.
         """
         length = tokens.shape[1]
@@ -100,10 +108,12 @@ class GPT(nn.Module):
             raise ValueError(
                 f"sequence of {length} tokens, but max_position_embeddings is {self.config.max_position_embeddings}"
             )
-        positions = torch.arange(length, device=tokens.device)
-        x = self.dropout(self.word_embeddings(tokens) + self.position_embeddings(positions))  # [B, S, H]
+        if position_ids is None:
+            position_ids = torch.arange(length, device=tokens.device)
+        x = self.dropout(self.word_embeddings(tokens) + self.position_embeddings(position_ids))  # [B, S, H]
+        documents = document_attention(cu_seqlens, x, self.training and self.config.attention_dropout > 0)
         for layer in self.layers:
-            x = layer(x)
+            x = layer(x, documents)
         x = self.final_norm(x)
         output_weight = self.word_embeddings.weight if self.config.tie_embeddings else self.output_layer.weight
         if labels is None:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention.varlen import varlen_attn
 
 # Rows of the vocabulary whose logits exist at one time: 8 KiB of fp32 per token, and large enough products.
 VOCABULARY_BLOCK = 2048
@@ -30,8 +31,13 @@ class SelfAttention(nn.Module):
         self.linear_qkv = nn.Linear(hidden_size, (num_heads + 2 * num_query_groups) * head_dim, bias=bias)
         self.linear_proj = nn.Linear(num_heads * head_dim, hidden_size, bias=bias)
 
-    def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor] | None = None) -> Tensor:
-        """``x`` [B, S, H] -> [B, S, H]. ``rotary`` is the ``rotary_table``; without it there is no rotation."""
+    def forward(
+        self, x: Tensor, rotary: tuple[Tensor, Tensor] | None = None, documents: Tensor | None = None
+    ) -> Tensor:
+        """``x`` [B, S, H] -> [B, S, H]. ``rotary`` is the ``rotary_table``; without it there is no rotation.
+
+        ``documents``, of ``document_attention``, keeps tokens from attending to another document than their own.
+        """
         batch, length, _ = x.shape
         queries_per_group = self.num_heads // self.num_query_groups
         qkv = self.linear_qkv(x).view(batch, length, self.num_query_groups, queries_per_group + 2, self.head_dim)
@@ -40,15 +46,38 @@ class SelfAttention(nn.Module):
         k, v = k.squeeze(3), v.squeeze(3)  # [B, S, groups, head_dim]
         if rotary is not None:
             q, k = rotate(q, *rotary), rotate(k, *rotary)
+        grouped: dict[str, Any] = {"enable_gqa": True} if self.num_query_groups < self.num_heads else {}
+        if documents is not None and documents.dim() == 1:
+            # All documents of the batch side by side, [B * S, heads, head_dim]; the right edge of the window is causal.
+            q, k, v = (tensor.flatten(0, 1) for tensor in (q, k, v))
+            attended = varlen_attn(q, k, v, documents, documents, length, length, window_size=(-1, 0), **grouped)
+            assert isinstance(attended, Tensor)
+            return self.linear_proj(attended.view(batch, length, -1))
         attended = F.scaled_dot_product_attention(
             q.transpose(1, 2),  # [B, heads, S, head_dim]
             k.transpose(1, 2),
             v.transpose(1, 2),
+            attn_mask=documents,
             dropout_p=self.dropout if self.training else 0.0,
-            is_causal=True,
-            enable_gqa=self.num_query_groups < self.num_heads,
+            is_causal=documents is None,
+            **grouped,
         )
         return self.linear_proj(attended.transpose(1, 2).reshape(batch, length, -1))
+
+
+def document_attention(cu_seqlens: Tensor | None, x: Tensor, dropout: bool) -> Tensor | None:
+    """What ``SelfAttention`` takes as ``documents``, made once for all layers; None without ``cu_seqlens``.
+
+    ``cu_seqlens`` int32 [D + 1] says where the documents of the flattened batch ``x`` [B, S, H] begin. It is itself
+    what PyTorch's kernel for variable lengths takes, on GPUs in 16 bit and without dropout of attention weights;
+    elsewhere a mask bool [B, 1, S, S], True where a token attends, does the same with ``scaled_dot_product_attention``.
+    """
+    if cu_seqlens is None or (x.is_cuda and x.dtype in (torch.bfloat16, torch.float16) and not dropout):
+        return cu_seqlens
+    batch, length, _ = x.shape
+    position = torch.arange(batch * length, device=x.device, dtype=cu_seqlens.dtype)
+    document = torch.bucketize(position, cu_seqlens, right=True).view(batch, 1, length)
+    return (document.unsqueeze(-1) == document.unsqueeze(-2)).tril()
 
 
 def head_size(hidden_size: int, num_heads: int, num_query_groups: int, kv_channels: int | None) -> int:
@@ -67,9 +96,16 @@ def head_size(hidden_size: int, num_heads: int, num_query_groups: int, kv_channe
 
 
 def rotary_table(
-    length: int, head_dim: int, base: float, scaling_factor: float | None, device: torch.device
+    length: int,
+    head_dim: int,
+    base: float,
+    scaling_factor: float | None,
+    device: torch.device,
+    positions: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Cosine and sine [S, 1, head_dim / 2], fp32, of the angles position / base^(2i / head_dim).
+
+    ``positions`` int [B, S] instead of 0 to S - 1 make these [B, S, 1, head_dim / 2].
 
     ``scaling_factor`` applies Llama 3.1's scaling: wavelengths beyond the original context of 8192 tokens are
     stretched by the factor, those below a quarter of it are kept, and those between are interpolated.
@@ -81,8 +117,10 @@ def rotary_table(
         turns = original_context * frequency / (2 * math.pi)  # rotations within the original context
         keep = ((turns - low) / (high - low)).clamp(0, 1)  # 1: high frequency, kept; 0: low frequency, stretched
         frequency = keep * frequency + (1 - keep) * frequency / scaling_factor
-    angle = torch.outer(torch.arange(length, dtype=torch.float32, device=device), frequency)
-    return angle.cos().unsqueeze(1), angle.sin().unsqueeze(1)
+    if positions is None:
+        positions = torch.arange(length, device=device)
+    angle = positions.float().unsqueeze(-1) * frequency  # [..., S, head_dim / 2]
+    return angle.cos().unsqueeze(-2), angle.sin().unsqueeze(-2)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .layers import SelfAttention, head_size, linear_cross_entropy, rotary_table
+from .layers import SelfAttention, document_attention, head_size, linear_cross_entropy, rotary_table
 
 
 @dataclass(frozen=True)
@@ -74,8 +74,8 @@ class LlamaBlock(nn.Module):
         self.mlp = SwiGLU(config)
         self.dropout = nn.Dropout(config.hidden_dropout)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        x = x + self.dropout(self.self_attention(self.input_norm(x), rotary=(cos, sin)))
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, documents: Tensor | None = None) -> Tensor:
+        x = x + self.dropout(self.self_attention(self.input_norm(x), (cos, sin), documents))
         return x + self.dropout(self.mlp(self.pre_mlp_norm(x)))
 
 
@@ -92,17 +92,29 @@ class Llama(nn.Module):
         if not config.tie_embeddings:
             self.output_layer = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
 
-    def forward(self, tokens: Tensor, labels: Tensor | None = None) -> Tensor:
-        """``tokens``, ``labels`` int64 [B, S] -> each token's loss, fp32 [B, S]; without labels: logits [B, S, V]."""
+    def forward(
+        self,
+        tokens: Tensor,
+        labels: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+    ) -> Tensor:
+        """``tokens``, ``labels`` int64 [B, S] -> each token's loss, fp32 [B, S]; without labels: logits [B, S, V].
+
+        ``position_ids`` int64 [B, S]: default 0 to S - 1. ``cu_seqlens`` int32 [D + 1]: where documents begin in the
+        flattened batch, and B * S, for attention within documents.
+        """
         config = self.config
         x = self.dropout(self.word_embeddings(tokens))  # [B, S, H]
+        length, device = tokens.shape[1], tokens.device
         cos, sin = rotary_table(
-            tokens.shape[1], config.head_dim, config.rotary_base, config.rope_scaling_factor, tokens.device
+            length, config.head_dim, config.rotary_base, config.rope_scaling_factor, device, position_ids
         )
         # Megatron's rule: angles in fp32, their cosines and sines in the dtype of the activations.
         cos, sin = cos.to(x.dtype), sin.to(x.dtype)
+        documents = document_attention(cu_seqlens, x, self.training and config.attention_dropout > 0)
         for layer in self.layers:
-            x = layer(x, cos, sin)
+            x = layer(x, cos, sin, documents)
         x = self.final_norm(x)
         output_weight = self.word_embeddings.weight if config.tie_embeddings else self.output_layer.weight
         if labels is None:

@@ -87,13 +87,30 @@ def test_pickles_as_its_name_alone():
     assert np.array_equal(pickle.loads(data)[7], dataset[7])
 
 
+def test_reading_by_file_handle_equals_mapping():
+    mapped, read = IndexedDataset(GOLDEN / "a"), IndexedDataset(GOLDEN / "a", mmap_tokens=False)
+    assert all(np.array_equal(mapped[i], read[i]) for i in range(len(mapped)))
+    assert np.array_equal(mapped.get(7, 5, 20), pickle.loads(pickle.dumps(read)).get(7, 5, 20))
+    assert mapped.token_range() == read.token_range()
+
+
 def test_token_range_reads_negative_ids(tmp_path):
     write(tmp_path / "x", [[[5, -3, 70_000]]], "<i4")
-    assert IndexedDataset(tmp_path / "x").token_range() == (-3, 70_000)
+    passed = []
+    assert IndexedDataset(tmp_path / "x").token_range(passed.append) == (-3, 70_000)
+    assert sum(passed) == 3
+    write(tmp_path / "y", [])
+    assert IndexedDataset(tmp_path / "y").token_range() == (0, 0)
 
 
 def cut(path, size):
     path.write_bytes(path.read_bytes()[:size])
+
+
+def put(path, offset, number):
+    data = bytearray(path.read_bytes())
+    data[offset : offset + 8] = struct.pack("<q", number)
+    path.write_bytes(data)
 
 
 @pytest.mark.parametrize(
@@ -101,6 +118,8 @@ def cut(path, size):
     [
         (lambda a, b: cut(a / "x.bin", -2), "x.bin holds .* bytes"),
         (lambda a, b: cut(a / "x.idx", -8), "x.idx is truncated"),
+        (lambda a, b: put(a / "x.idx", 34 + 2 * 4 + 8, 999), "x.idx is damaged: its sequences do not cover the tokens"),
+        (lambda a, b: put(a / "x.idx", 34 + 2 * 12 + 16, 7), "x.idx is damaged: its documents do not cover"),
         (lambda a, b: cut(a / "x.idx", 20), "x.idx is truncated"),
         (lambda a, b: cut(a / "x.idx", 0), "x.idx is truncated"),
         (lambda a, b: (a / "x.idx").write_bytes(b"TNTIDX\x00\x00" * 9), "x.idx is not a Megatron .idx"),

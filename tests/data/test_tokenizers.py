@@ -1,15 +1,19 @@
 """Every tokenizer gives texts back, ends documents with an id of its own, and names what it misses."""
 
+import base64
 import io
 import json
 import sys
 
 import pytest
 import sentencepiece
+import tiktoken
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from tokenizers.processors import TemplateProcessing
 
-from megatron_zpp.data.tokenizers import build_tokenizer
+from megatron_zpp.data.tokenizers import TIKTOKEN_FILES, TIKTOKEN_PATTERNS, build_tokenizer
 
 TEXTS = ["the cat sat on the mat\n", "größe naïve 東京 🙂", "  indented\n\n\ttext  ", "a<|endoftext|>b </s>"]
 
@@ -78,12 +82,27 @@ def hf_tokenizer(hf_file):
     return build_tokenizer("HuggingFaceTokenizer", str(hf_file.parent))
 
 
+def write_ranks(path, tokens):
+    path.write_bytes(b"".join(base64.b64encode(token) + b" %d\n" % rank for rank, token in enumerate(tokens)))
+    return str(path)
+
+
+BYTES = [bytes([byte]) for byte in range(256)]
+
+
+@pytest.fixture
+def tiktoken_tokenizer(tmp_path):
+    tokens = [*BYTES, b"th", b"the", b" c", b"at", b" cat"]
+    file = write_ranks(tmp_path / "own.tiktoken", tokens)
+    return build_tokenizer("TikTokenizer", file, tiktoken_pattern="gpt2")
+
+
 @pytest.fixture
 def byte_tokenizer():
     return build_tokenizer("ByteTokenizer")
 
 
-@pytest.mark.parametrize("name", ["sentencepiece", "gpt2", "hf", "byte"])
+@pytest.mark.parametrize("name", ["sentencepiece", "gpt2", "hf", "tiktoken", "byte"])
 def test_texts_come_back(request, name):
     tokenizer = request.getfixturevalue(f"{name}_tokenizer")
     for text in TEXTS:
@@ -92,6 +111,78 @@ def test_texts_come_back(request, name):
         assert all(0 <= i < tokenizer.vocab_size for i in ids)
         assert tokenizer.eod not in ids  # spelling another tokenizer's token ends nothing
     assert 0 <= tokenizer.eod < tokenizer.vocab_size
+
+
+# Not in SentencePiece's: its own letter for a blank, which comes back as a blank.
+TEXT = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\u2581"), max_size=60)
+
+
+@pytest.mark.parametrize("name", ["sentencepiece", "gpt2", "hf", "tiktoken", "byte"])
+@given(texts=st.lists(TEXT, max_size=5))
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_any_texts_come_back_and_a_batch_is_no_other_than_its_texts(request, name, texts):
+    tokenizer = request.getfixturevalue(f"{name}_tokenizer")
+    batch = [list(map(int, ids)) for ids in tokenizer.tokenize_batch(texts)]
+    assert batch == [tokenizer.tokenize(text) for text in texts]
+    assert [tokenizer.detokenize(ids) for ids in batch] == texts
+
+
+def test_tiktoken_merges_what_the_file_says(tiktoken_tokenizer):
+    assert tiktoken_tokenizer.tokenize("the cat") == [257, 260]
+    assert (tiktoken_tokenizer.eod, tiktoken_tokenizer.vocab_size) == (261, 262)
+    assert tiktoken_tokenizer.detokenize([257, 261]) == "the<|endoftext|>"
+
+
+@pytest.mark.parametrize("size", [50_256, 128_000])
+def test_published_tiktoken_files_are_known_by_their_size(tmp_path, size):
+    tokens = [*BYTES, *(b"%06d" % number for number in range(size - 256))]
+    tokenizer = build_tokenizer("TikTokenizer", write_ranks(tmp_path / "t.tiktoken", tokens))
+    pattern, eod, vocab_size = TIKTOKEN_FILES[size]
+    assert (tokenizer.eod, tokenizer.vocab_size) == (eod, vocab_size)
+    text = "it's 12345 größe\n\n  Über-all"
+    own = tiktoken.Encoding(
+        "own",
+        pat_str=TIKTOKEN_PATTERNS[pattern],
+        mergeable_ranks=dict(zip(tokens, range(size), strict=True)),
+        special_tokens={},
+    )
+    assert tokenizer.tokenize(text) == own.encode(text)
+    assert tokenizer.detokenize([*tokenizer.tokenize(text), vocab_size - 1]).startswith(text)
+
+
+def test_the_names_of_patterns_are_patterns(tmp_path):
+    file = write_ranks(tmp_path / "t.tiktoken", BYTES)
+    for name, pattern in TIKTOKEN_PATTERNS.items():
+        for given_as in (name, pattern):
+            tokenizer = build_tokenizer("TikTokenizer", file, tiktoken_pattern=given_as)
+            assert tokenizer.detokenize(tokenizer.tokenize(TEXTS[1])) == TEXTS[1]
+
+
+def test_tiktoken_files_that_are_not_whole_are_refused(tmp_path):
+    with pytest.raises(ValueError, match="give --tiktoken-pattern, gpt2, cl100k_base, o200k_base or a regular"):
+        build_tokenizer("TikTokenizer", write_ranks(tmp_path / "a", BYTES))
+    with pytest.raises(ValueError, match="must hold each of the 256 bytes"):
+        build_tokenizer("TikTokenizer", write_ranks(tmp_path / "a", BYTES[1:]), tiktoken_pattern="gpt2")
+    with pytest.raises(ValueError, match=r"--tiktoken-pattern \(: "):
+        build_tokenizer("TikTokenizer", write_ranks(tmp_path / "a", BYTES), tiktoken_pattern="(")
+
+
+def test_gpt2_files_without_some_bytes_are_refused(gpt2_tokenizer, tmp_path):
+    vocabulary = json.loads((tmp_path / "vocab.json").read_text())
+    del vocabulary["A"], vocabulary["B"]
+    (tmp_path / "vocab.json").write_text(json.dumps(vocabulary))
+    files = {"vocab_file": str(tmp_path / "vocab.json"), "merge_file": str(tmp_path / "merges.txt")}
+    with pytest.raises(ValueError, match="lacks 2 of the 256 bytes"):
+        build_tokenizer("GPT2BPETokenizer", **files)
+
+
+def test_a_model_with_too_few_ids_for_its_tokenizer_is_refused(hf_tokenizer, hf_file):
+    config = hf_file.parent / "config.json"
+    config.write_text(json.dumps({"vocab_size": hf_tokenizer.vocab_size}))
+    build_tokenizer("HuggingFaceTokenizer", str(hf_file.parent))
+    config.write_text(json.dumps({"vocab_size": hf_tokenizer.vocab_size - 1}))
+    with pytest.raises(ValueError, match=f"but the model of .*config.json only {hf_tokenizer.vocab_size - 1} ids"):
+        build_tokenizer("HuggingFaceTokenizer", str(hf_file.parent))
 
 
 def test_byte_tokenizer_ids(byte_tokenizer):
@@ -134,6 +225,7 @@ def test_hf_without_a_known_end_says_what_to_do(hf_file):
         ({"tokenizer_type": "SentencePieceTokenizer", "tokenizer_model": __file__}, ValueError, "not a SentencePiece"),
         ({"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": __file__}, ValueError, "not a tokenizer.json"),
         ({"tokenizer_type": "GPT2BPETokenizer", "vocab_file": __file__}, ValueError, "needs --merge-file"),
+        ({"tokenizer_type": "TikTokenizer", "tokenizer_model": __file__}, ValueError, "not a tiktoken file"),
         (
             {"tokenizer_type": "GPT2BPETokenizer", "vocab_file": __file__, "merge_file": __file__},
             ValueError,
@@ -150,3 +242,9 @@ def test_missing_package_names_the_extra(monkeypatch, hf_file):
     monkeypatch.setitem(sys.modules, "tokenizers", None)
     with pytest.raises(ImportError, match=r"pip install 'megatron_zpp\[hf\]'"):
         build_tokenizer("HuggingFaceTokenizer", str(hf_file))
+
+
+def test_missing_tiktoken_names_the_extra(monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, "tiktoken", None)
+    with pytest.raises(ImportError, match=r"pip install 'megatron_zpp\[data\]'"):
+        build_tokenizer("TikTokenizer", write_ranks(tmp_path / "a", BYTES), tiktoken_pattern="gpt2")

@@ -1,0 +1,369 @@
+"""How fast tools/preprocess_data.py is beside the tokenizers themselves and beside plain multiprocessing; and kills.
+
+    python benchmarks/preprocessing.py speed --output benchmarks/results/preprocessing.jsonl
+    python benchmarks/preprocessing.py kills --output benchmarks/results/preprocessing_kills.jsonl
+
+The text is real: sources and documentation of this Python and its packages. ``speed`` takes turns between
+
+* batch: one process that calls the tokenizer's own batch function on texts in memory, in one thread: the measure;
+* the tool, from start to exit: read, parse, tokenize, write, with one and two workers;
+* plain multiprocessing, with one and two workers: ``pool.imap`` over the lines, one text at a time, lengths in a list.
+
+``efficiency`` is tool / (batch x workers), the median over the turns; what more workers than free cores can't do shows
+in ``batch_together``: as many batch processes at once, all their speeds added up. ``cpu_efficiency`` compares processor
+seconds, which other programs on the machine disturb less. ``kills`` ends the tool by SIGKILL at random times, runs the
+same command again, and compares the output with that of an undisturbed run, byte for byte.
+"""
+
+from __future__ import annotations
+
+import argparse
+import base64
+import hashlib
+import json
+import multiprocessing
+import os
+import platform
+import random
+import shlex
+import signal
+import statistics
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import time
+from collections.abc import Iterator
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megatron_zpp.data.indexed_dataset import IndexedDataset, IndexedDatasetWriter
+from megatron_zpp.data.tokenizers import TokenizerFlags, build_tokenizer
+
+ROOT = Path(__file__).parents[1]
+TOKENIZERS = ("SentencePiece", "tokenizers", "tiktoken")
+
+
+# Text and tokenizers
+
+
+def make_corpus(path: Path, max_megabytes: float) -> int:
+    """One source or documentation file a line, in an order that is shuffled and always the same. Bytes of the texts."""
+    folders = {Path(sysconfig.get_path(name)) for name in ("stdlib", "purelib")}
+    files = {
+        file for folder in folders for suffix in ("py", "md", "rst", "txt") for file in folder.rglob(f"*.{suffix}")
+    }
+    size = 0
+    with open(path, "w", encoding="utf-8") as output:
+        for file in sorted(files, key=lambda file: hashlib.sha256(file.name.encode() + str(file).encode()).digest()):
+            try:
+                text = file.read_text(encoding="utf-8")
+            except (UnicodeDecodeError, OSError):
+                continue
+            if not text or len(text) > 1 << 20:
+                continue
+            output.write(json.dumps({"text": text}) + "\n")
+            size += len(text.encode())
+            if size >= max_megabytes * 1e6:
+                break
+    return size
+
+
+def read_texts(path: Path, max_bytes: float) -> Iterator[str]:
+    size = 0
+    with open(path, "rb") as file:
+        for line in file:
+            text = json.loads(line)["text"]
+            size += len(text.encode())
+            yield text
+            if size >= max_bytes:
+                return
+
+
+def make_tokenizers(folder: Path, corpus: Path) -> dict[str, TokenizerFlags]:
+    """Trained on the corpus: SentencePiece of 8,192 pieces, byte-level BPE of 32,000 for tokenizers and tiktoken."""
+    from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+
+    model = folder / "tokenizer.model"
+    words = f"tools/train_tokenizer.py --input {corpus} --vocab-size 8192 --max-megabytes 10 --output {model}"
+    subprocess.run([sys.executable, *words.split()], cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=32_000, initial_alphabet=alphabet, show_progress=False)
+    tokenizer.train_from_iterator(read_texts(corpus, 10e6), trainer)
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]  # GPT-2's letters of the bytes
+    others = [byte for byte in range(256) if byte not in printable]
+    byte_of = {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
+    with open(folder / "own.tiktoken", "wb") as file:
+        for token, rank in sorted(tokenizer.get_vocab().items(), key=lambda item: item[1]):
+            file.write(base64.b64encode(bytes(byte_of[letter] for letter in token)) + b" %d\n" % rank)
+    tokenizer.add_special_tokens(["<|endoftext|>"])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    return {
+        "SentencePiece": {"tokenizer_type": "SentencePieceTokenizer", "tokenizer_model": str(model)},
+        "tokenizers": {
+            "tokenizer_type": "HuggingFaceTokenizer",
+            "tokenizer_model": str(folder / "tokenizer.json"),
+        },
+        "tiktoken": {
+            "tokenizer_type": "TikTokenizer",
+            "tokenizer_model": str(folder / "own.tiktoken"),
+            "tiktoken_pattern": "gpt2",
+        },
+    }
+
+
+# What is compared
+
+
+def batch_speed(tokenizer: TokenizerFlags, corpus: Path, max_bytes: float) -> tuple[float, float]:
+    """MB per second and processor seconds per MB of the tokenizer's own batch function."""
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    built = build_tokenizer(**tokenizer)
+    library: Any = getattr(built, "_processor", None) or getattr(built, "_tokenizer", None) or built._encoding  # type: ignore[attr-defined]
+    match tokenizer["tokenizer_type"]:
+        case "SentencePieceTokenizer":
+            encode = lambda texts: library.encode(texts, num_threads=1)  # noqa: E731
+        case "HuggingFaceTokenizer":
+            encode = lambda texts: [e.ids for e in library.encode_batch_fast(texts, add_special_tokens=False)]  # noqa: E731
+        case _:
+            encode = lambda texts: library.encode_ordinary_batch(texts, num_threads=1)  # noqa: E731
+    texts = list(read_texts(corpus, max_bytes))
+    megabytes = sum(len(text.encode()) for text in texts) / 1e6
+    encode(texts[:10])
+    wall, cpu = time.perf_counter(), time.process_time()
+    for first in range(0, len(texts), 32):
+        encode(texts[first : first + 32])
+    return megabytes / (time.perf_counter() - wall), (time.process_time() - cpu) / megabytes
+
+
+_plain: Any
+
+
+def _start_plain(tokenizer: TokenizerFlags) -> None:
+    global _plain
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    _plain = build_tokenizer(**tokenizer)
+
+
+def _encode_plain(line: bytes) -> list[int]:
+    return [*_plain.tokenize(json.loads(line)["text"]), _plain.eod]
+
+
+def run_plain(tokenizer: TokenizerFlags, corpus: Path, prefix: Path, workers: int) -> None:
+    """The plain multiprocessing version: lines dealt out one by one in chunks of 32, lengths kept until the end."""
+    lengths = []
+    with open(corpus, "rb") as lines, open(f"{prefix}.bin", "wb") as tokens:
+        with multiprocessing.get_context("spawn").Pool(workers, _start_plain, (tokenizer,)) as pool:
+            for ids in pool.imap(_encode_plain, lines, chunksize=32):
+                tokens.write(np.array(ids, np.uint16).tobytes())
+                lengths.append(len(ids))
+    with IndexedDatasetWriter(f"{prefix}_index", np.uint16) as writer:
+        writer.add_documents(np.fromfile(f"{prefix}.bin", np.uint16), lengths, [1] * len(lengths))
+
+
+def tool_command(tokenizer: TokenizerFlags, corpus: Path, prefix: Path, workers: int) -> list[str]:
+    flags = [word for name, value in tokenizer.items() for word in (f"--{name.replace('_', '-')}", str(value))]
+    words = f"tools/preprocess_data.py --input {corpus} --output-prefix {prefix} --append-eod --workers {workers}"
+    return [sys.executable, *words.split(), "--log-interval", "1000000", *flags]
+
+
+def watched(command: list[str]) -> dict[str, Any]:
+    """Wall and processor seconds of a command with its children, and the peak memory of each of its processes."""
+    began = time.perf_counter()
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    peaks: dict[int, float] = {}
+    while True:
+        pid, status, usage = os.wait4(process.pid, os.WNOHANG)
+        if pid:
+            break
+        for each in [process.pid, *children(process.pid)]:
+            peaks[each] = max(peak_megabytes(each), peaks.get(each, 0.0))
+        time.sleep(0.02)
+    seconds = time.perf_counter() - began
+    if status:
+        raise RuntimeError(f"{' '.join(command)} failed")
+    main = peaks.pop(process.pid)
+    workers = sorted((round(peak) for peak in peaks.values() if peak > 20), reverse=True)
+    cpu = usage.ru_utime + usage.ru_stime
+    return {"seconds": seconds, "cpu": cpu, "main_peak_mb": round(main), "worker_peaks_mb": workers}
+
+
+def children(pid: int) -> list[int]:
+    try:
+        return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    except OSError:
+        return []
+
+
+def peak_megabytes(pid: int) -> float:
+    try:
+        status = Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return 0.0
+    return next((int(line.split()[1]) * 1024 / 1e6 for line in status.splitlines() if line.startswith("VmHWM")), 0.0)
+
+
+# The two measurements
+
+
+def measure_speed(args: argparse.Namespace, folder: Path) -> Iterator[dict[str, Any]]:
+    corpus = folder / "corpus.jsonl"
+    megabytes = make_corpus(corpus, args.megabytes) / 1e6
+    part = args.megabytes * 1e6 / 8  # enough for a batch measurement
+    spawn = multiprocessing.get_context("spawn")
+    tokenizers = make_tokenizers(folder, corpus)
+    for name in args.tokenizers:
+        tokenizer = tokenizers[name]
+        rows: dict[int, list[dict[str, Any]]] = {workers: [] for workers in args.workers}
+        for _ in range(args.rounds):
+            for workers in args.workers:
+                with spawn.Pool(workers) as pool:
+                    before = pool.apply(batch_speed, (tokenizer, corpus, part))
+                    together = pool.starmap(batch_speed, [(tokenizer, corpus, part)] * workers, chunksize=1)
+                tool = watched(tool_command(tokenizer, corpus, folder / "tool", workers))
+                plain_words = [
+                    sys.executable,
+                    __file__,
+                    "plain",
+                    json.dumps(tokenizer),
+                    corpus,
+                    folder / "plain",
+                    workers,
+                ]
+                with spawn.Pool(1) as pool:  # on both sides of the tool's run: the machine's speed drifts
+                    after = pool.apply(batch_speed, (tokenizer, corpus, part))
+                batch, batch_cpu = ((a + b) / 2 for a, b in zip(before, after, strict=True))
+                plain = watched([str(word) for word in plain_words])
+                ours, theirs = (IndexedDataset(folder / prefix) for prefix in ("tool_text_document", "plain_index"))
+                if not (
+                    np.array_equal(ours.sequence_lengths, theirs.sequence_lengths)
+                    and np.array_equal(
+                        np.fromfile(ours.token_path, ours.dtype), np.fromfile(theirs.token_path, ours.dtype)
+                    )
+                ):
+                    raise RuntimeError(f"{name}: the tool's tokens are not those of plain multiprocessing")
+                rows[workers].append(
+                    {
+                        "batch_mb_s": batch,
+                        "batch_together_mb_s": sum(speed for speed, _ in together),
+                        "tool_mb_s": megabytes / tool["seconds"],
+                        "plain_mb_s": megabytes / plain["seconds"],
+                        "cpu_efficiency": batch_cpu * megabytes / tool["cpu"],
+                        "plain_cpu_efficiency": batch_cpu * megabytes / plain["cpu"],
+                        "tool": tool,
+                        "plain": plain,
+                    }
+                )
+        for workers, rounds in rows.items():
+            yield summary(name, workers, megabytes, rounds)
+
+
+def summary(name: str, workers: int, megabytes: float, rounds: list[dict[str, Any]]) -> dict[str, Any]:
+    def median(key: str) -> float:
+        return round(statistics.median(row[key] for row in rounds), 3)
+
+    efficiencies = [row["tool_mb_s"] / (row["batch_mb_s"] * workers) for row in rounds]
+    together = [row["tool_mb_s"] / row["batch_together_mb_s"] for row in rounds]
+    return {
+        "tokenizer": name,
+        "workers": workers,
+        "corpus_mb": round(megabytes, 1),
+        "batch_mb_s": median("batch_mb_s"),
+        "batch_together_mb_s": median("batch_together_mb_s"),
+        "tool_mb_s": median("tool_mb_s"),
+        "plain_multiprocessing_mb_s": median("plain_mb_s"),
+        "efficiency": round(statistics.median(efficiencies), 3),
+        "efficiency_of_each_turn": [round(value, 3) for value in efficiencies],
+        "efficiency_beside_batch_together": round(statistics.median(together), 3),
+        "cpu_efficiency": median("cpu_efficiency"),
+        "plain_cpu_efficiency": median("plain_cpu_efficiency"),
+        "tool_main_peak_mb": max(row["tool"]["main_peak_mb"] for row in rounds),
+        "tool_worker_peaks_mb": max(row["tool"]["worker_peaks_mb"] for row in rounds),
+        "plain_main_peak_mb": max(row["plain"]["main_peak_mb"] for row in rounds),
+        "plain_worker_peaks_mb": max(row["plain"]["worker_peaks_mb"] for row in rounds),
+        "load_of_machine": round(os.getloadavg()[0], 1),
+    }
+
+
+def measure_kills(args: argparse.Namespace, folder: Path) -> Iterator[dict[str, Any]]:
+    corpus, prefix = folder / "corpus.jsonl", folder / "out"
+    megabytes = make_corpus(corpus, args.megabytes) / 1e6
+    tokenizer = make_tokenizers(folder, corpus)["SentencePiece"]
+    command = [*tool_command(tokenizer, corpus, prefix, 2), "--save-seconds", "0.5"]
+
+    def digests() -> dict[str, str]:
+        files = sorted(folder.glob("out_text_document.*"))
+        return {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
+
+    began = time.perf_counter()
+    subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    seconds = time.perf_counter() - began
+    undisturbed = digests()
+    yield {"corpus_mb": round(megabytes, 1), "undisturbed_seconds": round(seconds, 2), "output_sha256": undisturbed}
+    draw = random.Random(args.seed)
+    number = 0
+    while number < args.kills:
+        for file in folder.glob("out*"):
+            file.unlink()
+        process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        at = draw.uniform(0, seconds)
+        time.sleep(at)
+        workers = children(process.pid)
+        process.send_signal(signal.SIGKILL)
+        if process.wait() != -signal.SIGKILL:
+            continue  # it had come to its end: faster than the first time
+        number += 1
+        left_over = sorted(file.name for file in folder.glob("out*"))
+        time.sleep(0.5)
+        alive = [pid for pid in workers if Path(f"/proc/{pid}/stat").exists() and peak_megabytes(pid)]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+        yield {
+            "kill": number,
+            "after_seconds": round(at, 3),
+            "final_names_then": [name for name in left_over if name.endswith((".bin", ".idx"))],
+            "workers_alive_then": len(alive),
+            "documents_kept": next((line.split()[3] for line in done.stderr.splitlines() if "going on" in line), "0"),
+            "output_equals_undisturbed": done.returncode == 0 and digests() == undisturbed,
+        }
+
+
+def versions() -> dict[str, str]:
+    return {name: version(name) for name in ("sentencepiece", "tokenizers", "tiktoken")}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=("speed", "kills"))
+    parser.add_argument("--megabytes", type=float, default=60.0, metavar="N", help="size of the corpus; default 60")
+    parser.add_argument("--workers", type=int, nargs="+", default=[1, 2], metavar="N", help="default 1 2")
+    parser.add_argument("--tokenizers", nargs="+", choices=TOKENIZERS, default=TOKENIZERS, help="default all")
+    parser.add_argument("--rounds", type=int, default=3, metavar="N", help="turns of the speed measurement; default 3")
+    parser.add_argument("--kills", type=int, default=20, metavar="N", help="default 20")
+    parser.add_argument("--seed", type=int, default=1, metavar="N", help="of the times of kills; default 1")
+    parser.add_argument("--output", type=Path, metavar="FILE", help="JSON lines to write")
+    args = parser.parse_args()
+    machine = f"{platform.machine()}, {os.cpu_count()} CPUs, Python {platform.python_version()}"
+    rows: list[dict[str, Any]] = [
+        {"command": shlex.join(["python", *sys.argv]), "machine": machine, "priority": os.nice(0), **versions()}
+    ]
+    print(json.dumps(rows[0]))
+    with tempfile.TemporaryDirectory() as folder:
+        for row in (measure_speed if args.what == "speed" else measure_kills)(args, Path(folder)):
+            print(json.dumps(row), flush=True)
+            rows.append(row)
+    if args.output:
+        args.output.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    return 0
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["plain"]:  # a process of the measurement
+        run_plain(json.loads(sys.argv[2]), Path(sys.argv[3]), Path(sys.argv[4]), int(sys.argv[5]))
+    else:
+        sys.exit(main())

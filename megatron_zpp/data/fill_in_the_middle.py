@@ -1,0 +1,65 @@
+"""Fill-in-the-middle (FIM): documents cut in three, so that a model learns to write the middle from both ends."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_zpp.data.tokenizers import Tokenizer
+
+
+@dataclass(frozen=True)
+class FillInTheMiddle:
+    """Ids of the sentinels, and how often documents are permuted.
+
+    Each document of a sample is permuted with probability ``rate``, cut at two random places between its tokens:
+
+    - prefix-suffix-middle: PREFIX prefix SUFFIX suffix MIDDLE middle
+    - suffix-prefix-middle, ``spm_rate`` of these: PREFIX SUFFIX suffix MIDDLE prefix middle
+
+    Tokens are moved, never decoded, so nothing of the text is lost or spelled anew.
+    """
+
+    prefix: int
+    middle: int
+    suffix: int
+    rate: float = 0.5
+    spm_rate: float = 0.5
+
+    def __post_init__(self) -> None:
+        for name in ("rate", "spm_rate"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ValueError(f"--fim-{name.replace('_', '-')} must be between 0 and 1, got {getattr(self, name)}")
+        if len({self.prefix, self.middle, self.suffix}) < 3:
+            raise ValueError("--fim-prefix-token, --fim-middle-token and --fim-suffix-token must be three tokens")
+
+    def __call__(self, ids: NDArray[np.int64], eod: int, random: np.random.Generator) -> NDArray[np.int64]:
+        """``ids`` [n] with its documents permuted; the three more tokens of each push as many off the end."""
+        ends = np.flatnonzero(ids == eod)
+        documents = np.split(ids, np.unique(np.concatenate([ends, ends + 1])))  # each eod is a part of its own
+        permuted = [self._permute(part, random) if len(part) and part[0] != eod else part for part in documents]
+        return np.concatenate(permuted)[: len(ids)]
+
+    def _permute(self, document: NDArray[np.int64], random: np.random.Generator) -> NDArray[np.int64]:
+        if random.random() >= self.rate:
+            return document
+        first, second = sorted(random.integers(len(document) + 1, size=2).tolist())
+        prefix, middle, suffix = document[:first], document[first:second], document[second:]
+        if random.random() < self.spm_rate:
+            return np.concatenate([[self.prefix, self.suffix], suffix, [self.middle], prefix, middle])
+        return np.concatenate([[self.prefix], prefix, [self.suffix], suffix, [self.middle], middle])
+
+
+def find_token(tokenizer: Tokenizer, name: str) -> int:
+    """The id of the token that is spelled ``name``, or ``name`` itself if it is a number. ValueError if it has none."""
+    if name.isdecimal():
+        ids = [int(name)]
+    else:
+        ids = tokenizer.tokenize(name)
+        if len(ids) > 1 and tokenizer.detokenize(ids[-1:]).strip() == name:  # SentencePiece puts a blank before it
+            ids = ids[-1:]
+    if len(ids) != 1 or ids[0] >= tokenizer.vocab_size:
+        raise ValueError(f"{name} is no token of this tokenizer: name another with --fim-...-token, or give its id")
+    return ids[0]

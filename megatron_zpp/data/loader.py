@@ -1,0 +1,109 @@
+"""From a dataset to micro-batches of one data-parallel rank."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator, Sequence
+from functools import partial
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+
+from megatron_zpp.data.gpt_dataset import SampleOptions
+from megatron_zpp.data.samplers import CyclicSampler, MicroBatchSampler, ShardedCyclicSampler
+
+# tokens int64 [B, L], labels int64 [B, L], loss_mask float32 [B, L]; where asked for, position_ids int64 [B, L] and
+# cu_seqlens int32 [D + 1]: where the D documents of the flattened batch begin, and B * L.
+Batch = dict[str, Tensor]
+
+PADDING = np.iinfo(np.int64).min  # no id, not even in files of signed integers
+PREFETCHED_BATCHES = 4  # of each worker: enough to ride out a slow read
+
+
+def build_loader(
+    dataset: Dataset,  # of megatron_zpp.data.build
+    *,
+    consumed_samples: int,
+    micro_batch_size: int,
+    dp_rank: int,
+    dp_size: int,
+    num_workers: int,
+    device: torch.device | str,
+    dataloader_type: str = "single",
+    data_sharding: bool = False,
+) -> Iterator[Batch]:
+    """Batches of one data-parallel rank from ``consumed_samples`` on, in pinned memory where ``device`` is CUDA.
+
+    Which samples a batch holds depends on the arguments alone, so any run resumes anywhere. ``num_workers`` processes
+    read ahead; 0 reads when asked. The iterator does not stop: it raises ValueError when the dataset has no further
+    full batch.
+    """
+    total = len(dataset)  # type: ignore[arg-type]
+    options: SampleOptions = dataset.options  # type: ignore[attr-defined]
+    pin_memory = torch.device(device).type == "cuda"
+    sampler = MicroBatchSampler
+    if dataloader_type == "cyclic":
+        sampler = ShardedCyclicSampler if data_sharding else CyclicSampler
+    loader = DataLoader(
+        dataset,
+        batch_sampler=sampler(total, consumed_samples, micro_batch_size, dp_rank, dp_size),
+        num_workers=num_workers,
+        prefetch_factor=PREFETCHED_BATCHES if num_workers else None,
+        # Workers send arrays, through a pipe: tensors would each travel as a shared-memory file, ten times slower.
+        collate_fn=partial(stack_samples, length=options.seq_length + 1),
+        # The loader draws a seed for its workers: from a generator of its own, so that dropout's does not move.
+        generator=torch.Generator(),
+        worker_init_fn=_outlive_sigterm,
+    )
+
+    def batches() -> Iterator[Batch]:
+        for ids in loader:  # its workers start with the first batch
+            batch = make_batch(ids, options)
+            yield {name: tensor.pin_memory() for name, tensor in batch.items()} if pin_memory else batch
+        raise ValueError(
+            f"out of data: the dataset has {total} samples and the run asks for more, "
+            f"having started from sample {consumed_samples}; shorten the run or give more data"
+        )
+
+    return batches()
+
+
+def stack_samples(samples: Sequence[NDArray[np.int64]], length: int) -> NDArray[np.int64]:
+    """Samples of ``length`` ids or fewer as rows, int64 [B, length], filled up with ``PADDING``."""
+    ids = np.full((len(samples), length), PADDING)
+    for row, sample in zip(ids, samples, strict=True):
+        row[: len(sample)] = sample
+    return ids
+
+
+def make_batch(ids: NDArray[np.int64], options: SampleOptions) -> Batch:
+    """Samples [B, L + 1] as the model takes them; ``PADDING`` becomes a token 0 without loss.
+
+    The end-of-document token belongs to the document that it ends.
+    """
+    is_token = ids != PADDING
+    ids = np.where(is_token, ids, 0)
+    tokens, labels, loss_mask = (np.ascontiguousarray(part) for part in (ids[:, :-1], ids[:, 1:], is_token[:, 1:]))
+    batch = {"tokens": torch.from_numpy(tokens), "labels": torch.from_numpy(labels)}
+    if options.eod_mask_loss:
+        loss_mask &= tokens != options.eod  # what follows an end is no one's to predict
+    batch["loss_mask"] = torch.from_numpy(loss_mask.astype(np.float32))
+    if options.reset_position_ids or options.reset_attention_mask:
+        begins = np.ones(tokens.shape, dtype=bool)  # [B, L]: a document, or the sample, begins here
+        begins[:, 1:] = tokens[:, :-1] == options.eod
+        if options.reset_position_ids:
+            positions = np.arange(options.seq_length)
+            last_begin = np.maximum.accumulate(np.where(begins, positions, 0), axis=1)
+            batch["position_ids"] = torch.from_numpy(positions - last_begin)
+        if options.reset_attention_mask:
+            cu_seqlens = np.append(np.flatnonzero(begins), begins.size)
+            batch["cu_seqlens"] = torch.from_numpy(cu_seqlens.astype(np.int32))
+    return batch
+
+
+def _outlive_sigterm(worker: int) -> None:
+    """SIGTERM to a whole job asks its ranks to save and exit; a rank still reads until then, and ends its workers."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)

@@ -1,0 +1,51 @@
+"""Is the order of the training data the one that a run has followed so far?"""
+
+from __future__ import annotations
+
+from typing import Any
+
+Order = dict[str, Any]  # of GPTDataset.order or BlendedDataset.order, also after a trip through JSON
+
+
+def check_order(saved: Order, order: Order, other_data: bool = False) -> None:
+    """Raise ValueError where going on in ``order`` would read samples again, or leave some out, unasked.
+
+    other_data: data, weights or seed may be others than before; an epoch more of the same data may not, unless the
+    new order is a stable one.
+    """
+    if saved == order:
+        return
+    before, now = saved.get("datasets", [saved]), order.get("datasets", [order])
+    if saved.get("weights") != order.get("weights") or len(before) != len(now):
+        if other_data:
+            return
+        raise ValueError(
+            "the training data is blended otherwise than before the checkpoint: give the same weights, or "
+            "--override-opt_param-scheduler to go on with these"
+        )
+    for number, (old, new) in enumerate(zip(before, now, strict=True), start=1):
+        name = f"dataset {number} of the blend" if len(now) > 1 else "the training data"
+        if _data(old) != _data(new):
+            if other_data:
+                continue
+            raise ValueError(
+                f"{name} is not what it was before the checkpoint: its .idx file, --split, --seq-length or --seed "
+                f"differ ({old} there, {new} here). Give what was given before, or --override-opt_param-scheduler to "
+                "go on with this"
+            )
+        if _shuffles(old) != _shuffles(new) and not (other_data and new["epochs"] == "any"):
+            raise ValueError(
+                f"the run's new length takes {new['epochs']} epochs of {name}, not {old['epochs']}, or another part of "
+                "the last. Megatron shuffles across epochs, so the order would be another and data read already would "
+                "come again. Keep the length of the run, or give --data-order-stable: that goes on where the first "
+                "epoch ends, or with --override-opt_param-scheduler in an order of its own from here on"
+            )
+
+
+def _data(order: Order) -> Order:
+    return {name: value for name, value in order.items() if name not in ("epochs", "separate_last_epoch")}
+
+
+def _shuffles(order: Order) -> tuple[Any, Any]:
+    """What is shuffled together. A single epoch is in the same order in a stable order, which any number continues."""
+    return 1 if order.get("epochs") == "any" else order.get("epochs"), order.get("separate_last_epoch")

@@ -1,0 +1,158 @@
+"""Batches: masks, positions, document boundaries, padding, workers, resuming."""
+
+from itertools import islice
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_zpp.data.build import build_datasets
+from megatron_zpp.data.gpt_dataset import SampleOptions
+from megatron_zpp.data.loader import build_loader, make_batch, stack_samples
+from megatron_zpp.training.batch_size import BatchSchedule
+
+A = str(Path(__file__).parent / "golden" / "a")
+EOD = 256
+
+
+@pytest.fixture(scope="module")
+def dataset(tmp_path_factory):
+    return dataset_of(tmp_path_factory.mktemp("cache"))
+
+
+@pytest.fixture(scope="module")
+def long_dataset(tmp_path_factory):
+    return dataset_of(tmp_path_factory.mktemp("cache"), num_samples=600)
+
+
+def dataset_of(cache, num_samples=100, **options):
+    options = SampleOptions(**({"seq_length": 128, "seed": 1234} | options))
+    return build_datasets(
+        options, data_path=[A], split="1", num_samples=(num_samples, 0, 0), cache_path=str(cache)
+    ).train
+
+
+def loader_of(dataset, consumed_samples=0, rank=0, ranks=1, micro_batch_size=2, num_workers=0, **options):
+    return build_loader(
+        dataset,
+        consumed_samples=consumed_samples,
+        micro_batch_size=micro_batch_size,
+        dp_rank=rank,
+        dp_size=ranks,
+        num_workers=num_workers,
+        device="cpu",
+        **options,
+    )
+
+
+def batch_of(*samples, **options):
+    length = max(map(len, samples))
+    ids = stack_samples([np.array(sample) for sample in samples], length)
+    return make_batch(ids, SampleOptions(seq_length=length - 1, seed=1, eod=9, **options))
+
+
+def test_labels_are_the_next_tokens():
+    batch = batch_of([1, 2, 9, 3], [4, 9, 9, 5])
+    assert batch.keys() == {"tokens", "labels", "loss_mask"}
+    assert batch["tokens"].tolist() == [[1, 2, 9], [4, 9, 9]]
+    assert batch["labels"].tolist() == [[2, 9, 3], [9, 9, 5]]
+    assert batch["loss_mask"].tolist() == [[1, 1, 1], [1, 1, 1]]
+    assert (batch["tokens"].dtype, batch["loss_mask"].dtype) == (torch.int64, torch.float32)
+
+
+def test_masks_restart_behind_an_end_of_document():
+    batch = batch_of(
+        [1, 2, 9, 3, 4], [9, 9, 5, 6, 9], eod_mask_loss=True, reset_position_ids=True, reset_attention_mask=True
+    )
+    assert batch["loss_mask"].tolist() == [[1, 1, 0, 1], [0, 0, 1, 1]]  # predicting the end itself still counts
+    assert batch["position_ids"].tolist() == [[0, 1, 2, 0], [0, 0, 0, 1]]
+    assert batch["cu_seqlens"].tolist() == [0, 3, 4, 5, 6, 8]
+    assert (batch["position_ids"].dtype, batch["cu_seqlens"].dtype) == (torch.int64, torch.int32)
+
+
+def test_padding_has_no_loss_and_spoils_no_other_sample():
+    batch = batch_of([1, 2, 3], [4, 5, 6, 7, 9])
+    assert batch["tokens"].tolist() == [[1, 2, 3, 0], [4, 5, 6, 7]]
+    assert batch["labels"].tolist() == [[2, 3, 0, 0], [5, 6, 7, 9]]
+    assert batch["loss_mask"].tolist() == [[1, 1, 0, 0], [1, 1, 1, 1]]
+    first, second = batch_of([1, 2, 3, 0, 0]), batch_of([1, 2, 3], [0] * 5)
+    assert first["loss_mask"].tolist() == [[1, 1, 1, 1]]  # a real token 0 is no padding
+    assert batch_of([-3, 2, -1])["tokens"].tolist() == [[-3, 2]]  # nor is what a file of signed integers may hold
+    second["loss_mask"][0] = 7
+    assert second["loss_mask"][1].tolist() == [1, 1, 1, 1]  # masks are not shared
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    ranks=st.integers(1, 4),
+    micro_batch_size=st.integers(1, 3),
+    start=st.integers(1, 3),
+    stages=st.integers(0, 3),
+    consumed_steps=st.integers(0, 4),
+    dataloader_type=st.sampled_from(["single", "cyclic"]),
+)
+def test_any_layout_and_ramp_up_serves_the_same_global_batches(
+    long_dataset, ranks, micro_batch_size, start, stages, consumed_steps, dataloader_type
+):
+    """Batch sizes grow by units of 12 samples, which every layout divides; a resumed run begins anywhere."""
+    unit = 12
+    ramp = (start * unit, unit, stages * 3 * unit) if stages else None
+    # 4 ranks of 2 or 3 samples take more than a unit at a time: then half or a third as many micro-batches of 1.
+    micro_batch_size = micro_batch_size if unit % (ranks * micro_batch_size) == 0 else 1
+    schedule = BatchSchedule((start + stages) * unit, micro_batch_size, ranks, ramp)
+    alone = BatchSchedule((start + stages) * unit, unit, 1, ramp)
+    first = schedule.samples_after(consumed_steps)
+    assert first == alone.samples_after(consumed_steps)
+    options = {"dataloader_type": dataloader_type}
+    loaders = [loader_of(long_dataset, first, rank, ranks, micro_batch_size, **options) for rank in range(ranks)]
+    whole = loader_of(long_dataset, 0, micro_batch_size=unit, **options)
+    for _ in range(first // unit):
+        next(whole)
+    consumed = first
+    for _ in range(2):
+        expected = [next(whole)["tokens"] for _ in range(alone.num_micro_batches(consumed))]
+        parts = [next(loader)["tokens"] for loader in loaders for _ in range(schedule.num_micro_batches(consumed))]
+        assert sorted(torch.cat(parts).tolist()) == sorted(torch.cat(expected).tolist())
+        consumed += schedule.global_batch_size(consumed)
+
+
+def test_single_order_is_the_datasets(dataset):
+    tokens = torch.cat([batch["tokens"] for batch in islice(loader_of(dataset), 12)])  # [24, 128]
+    assert np.array_equal(tokens, np.stack([dataset[i][:-1] for i in range(24)]))
+    parts = [next(loader_of(dataset, consumed_samples=8, rank=rank, ranks=4))["tokens"] for rank in range(4)]
+    assert torch.equal(torch.cat(parts), tokens[8:16])
+
+
+def test_workers_give_the_same_batches_and_leave_random_state_alone(dataset):
+    state = torch.get_rng_state()
+    with_workers = list(islice(loader_of(dataset, num_workers=2), 5))
+    assert torch.equal(torch.get_rng_state(), state)  # or a resumed run would have other dropout
+    for expected, batch in zip(loader_of(dataset), with_workers, strict=False):
+        assert batch.keys() == {"tokens", "labels", "loss_mask"}
+        assert all(torch.equal(batch[key], expected[key]) for key in batch)
+
+
+def test_running_out_of_samples_is_an_error(dataset):
+    batches = loader_of(dataset, consumed_samples=250)  # of 257
+    assert len(list(islice(batches, 3))) == 3
+    with pytest.raises(ValueError, match="out of data: the dataset has 257 samples"):
+        next(batches)
+
+
+def test_the_last_validation_sample_is_padded_where_asked(tmp_path):
+    valid = build_datasets(
+        SampleOptions(seq_length=128, seed=1234),
+        valid_data_path=[A],
+        num_samples=(0, 1, 0),
+        keep_last_valid=True,
+        cache_path=str(tmp_path),
+    ).valid
+    batches = [make_batch(stack_samples([valid[i]], 129), valid.options) for i in range(len(valid))]
+    assert len(valid) == 258
+    assert (
+        sum(int(batch["loss_mask"].sum()) for batch in batches) == 32_965 - 1
+    )  # each token but the first is predicted
+    assert sorted(int(batch["loss_mask"].sum()) for batch in batches)[:2] == [(32_965 - 1) % 128, 128]

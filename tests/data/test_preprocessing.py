@@ -1,0 +1,143 @@
+"""A job goes on wherever it was killed, and its output is that of an undisturbed one."""
+
+import json
+import os
+import random
+import signal
+from pathlib import Path
+
+import pytest
+
+from megatron_zpp.data.build import check_end_of_document
+from megatron_zpp.data.corpus import Reading
+from megatron_zpp.data.gpt_dataset import SampleOptions
+from megatron_zpp.data.indexed_dataset import IndexedDataset
+from megatron_zpp.data.preprocessing import Job, preprocess
+
+KEYS = ("text", "title")
+LINES = [
+    json.dumps({"text": f"document {i} " + "words " * (i % 97), "title": f"title {i}"}) for i in range(1200)
+]  # two blocks
+CHANGES = ("replace", "fsync", "truncate", "unlink")  # of files
+
+
+def job_in(folder: Path, **more) -> Job:
+    source = folder / "in.jsonl"
+    if not source.exists():
+        source.write_text("\n".join(LINES) + "\n")
+    settings = {"reading": Reading(KEYS), "append_eod": True, "save_seconds": 0} | more
+    return Job((str(source),), str(folder / "out"), {"tokenizer_type": "ByteTokenizer"}, **settings)
+
+
+def run(job: Job):
+    return preprocess(job, lambda state, total: None, lambda note: None)
+
+
+def run_killed(job: Job, fatal: int) -> int | None:
+    """Runs the job in a process that is killed before its ``fatal``-th change of files; None if it came to its end."""
+    pid = os.fork()
+    if pid == 0:
+        calls = 0
+
+        def counted(function):
+            def call(*args, **more):
+                nonlocal calls
+                calls += 1
+                if calls == fatal:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                return function(*args, **more)
+
+            return call
+
+        for name in CHANGES:
+            setattr(os, name, counted(getattr(os, name)))
+        try:
+            run(job)
+        finally:
+            os._exit(0)
+    status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    return status if status else None
+
+
+def output(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir() if path.name != "in.jsonl"}
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("undisturbed")
+    run(job_in(folder))
+    files = output(folder)
+    assert set(files) == {f"out_{key}_document.{suffix}" for key in KEYS for suffix in ("bin", "idx")}
+    titles = IndexedDataset(folder / "out_title_document")
+    assert bytes(titles[1199][:-1].tolist()) == b"title 1199"
+    return files
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_a_job_goes_on_from_every_change_of_files_at_which_it_is_killed(tmp_path, undisturbed):
+    folder, fatal, kills = tmp_path, 1, 0
+    while True:
+        for path in list(output(folder)):
+            (folder / path).unlink()
+        status = run_killed(job_in(folder, save_seconds=1e9), fatal)  # saved once, before the end
+        if status is None:
+            break
+        assert status == -signal.SIGKILL
+        kills += 1
+        files = output(folder)
+        for name in files.keys() & undisturbed.keys():  # nothing half done has a final name
+            assert files[name] == undisturbed[name]
+        run(job_in(folder))
+        assert output(folder) == undisturbed, fatal
+        fatal += 1
+    assert kills > 20
+    assert output(folder) == undisturbed
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_a_job_that_is_killed_again_and_again_comes_to_its_end(tmp_path, undisturbed):
+    draw = random.Random(5)
+    kills = 0
+    while run_killed(job_in(tmp_path), draw.randrange(2, 24)) is not None:
+        kills += 1
+    assert kills > 3
+    assert output(tmp_path) == undisturbed
+
+
+def test_an_old_output_stays_until_the_new_one_is_whole(tmp_path, undisturbed):
+    run(job_in(tmp_path))
+    old = output(tmp_path)
+    (tmp_path / "in.jsonl").write_text("\n".join([*LINES[:1100], "{"]) + "\n")
+    with pytest.raises(ValueError, match=r"in\.jsonl:1101"):
+        run(job_in(tmp_path))
+    assert {name: content for name, content in output(tmp_path).items() if name in old} == old
+    run(job_in(tmp_path, skip_bad=True))
+    assert IndexedDataset(tmp_path / "out_text_document").num_documents == 1100
+
+
+def test_a_full_disk_loses_nothing(tmp_path, undisturbed):
+    resource = pytest.importorskip("resource")
+    job = job_in(tmp_path)
+    pid = os.fork()
+    if pid == 0:
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # writing beyond the limit is an error then, as on a full disk
+        resource.setrlimit(resource.RLIMIT_FSIZE, (600_000, 600_000))  # one block of two
+        try:
+            run(job)
+        except OSError:
+            os._exit(3)
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 3
+    assert (tmp_path / "out.unfinished.json").exists()
+    run(job_in(tmp_path))
+    assert output(tmp_path) == undisturbed
+
+
+def test_training_sees_that_data_were_made_without_the_end_that_it_looks_for(tmp_path):
+    run(job_in(tmp_path))
+    data = IndexedDataset(tmp_path / "out_text_document")
+    check_end_of_document(data, SampleOptions(8, 1, eod=256, eod_mask_loss=True))
+    check_end_of_document(data, SampleOptions(8, 1, eod=50256))  # nothing looks for it
+    with pytest.raises(ValueError, match=r"no document of .*out_text_document ends with 50256"):
+        check_end_of_document(data, SampleOptions(8, 1, eod=50256, reset_position_ids=True))

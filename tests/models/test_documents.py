@@ -1,0 +1,95 @@
+"""Attention within documents: a packed batch gives what each document gives alone."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megatron_zpp.models.activation_checkpoint import apply_activation_checkpointing
+from megatron_zpp.models.gpt import GPT, GPTConfig
+from megatron_zpp.models.init import init_weights
+from megatron_zpp.models.layers import document_attention
+from megatron_zpp.models.llama import Llama, LlamaConfig
+
+LENGTHS = [[5, 1, 10], [16], [1, 8, 7]]  # documents of each row
+CU_SEQLENS = torch.tensor([0, 5, 6, 16, 32, 33, 41, 48], dtype=torch.int32)
+POSITIONS = torch.stack([torch.cat([torch.arange(n) for n in row]) for row in LENGTHS])
+SHAPE = dict(num_layers=2, hidden_size=32, num_attention_heads=4, vocab_size=50)
+
+
+def build(architecture, dtype=torch.float32, device="cpu", **options):
+    torch.manual_seed(0)
+    if architecture == "gpt":
+        options = dict(attention_dropout=0.0, hidden_dropout=0.0) | options
+        model = GPT(GPTConfig(**SHAPE, max_position_embeddings=16, **options))
+    else:
+        model = Llama(LlamaConfig(**SHAPE, num_query_groups=2, **options))
+    init_weights(model, seed=1)
+    for parameter in model.parameters():  # far from the initial weights, which hardly attend
+        parameter.data += 0.1 * torch.randn_like(parameter)
+    return model.to(device, dtype)
+
+
+def batch(device="cpu"):
+    generator = torch.Generator().manual_seed(2)
+    tokens, labels = (torch.randint(50, (3, 16), generator=generator).to(device) for _ in range(2))
+    return tokens, labels
+
+
+def gradients(model, loss):
+    model.zero_grad()
+    loss.sum().backward()
+    return [parameter.grad.clone() for parameter in model.parameters()]
+
+
+@pytest.mark.parametrize("architecture", ["gpt", "llama"])
+@pytest.mark.parametrize("recompute", [None, "selective", "full"])
+def test_packed_documents_equal_documents_alone(architecture, recompute):
+    model = build(architecture)
+    tokens, labels = batch()
+    alone = [
+        model(document.unsqueeze(0), label.unsqueeze(0)).squeeze(0)
+        for row, row_labels, lengths in zip(tokens, labels, LENGTHS, strict=True)
+        for document, label in zip(row.split(lengths), row_labels.split(lengths), strict=True)
+    ]
+    expected = torch.cat(alone).view(3, 16)
+    expected_gradients = gradients(model, expected)
+    if recompute is not None:
+        apply_activation_checkpointing(model, recompute)
+    packed = model(tokens, labels, POSITIONS, CU_SEQLENS)
+    torch.testing.assert_close(packed, expected)
+    for actual, wanted in zip(gradients(model, packed), expected_gradients, strict=True):
+        torch.testing.assert_close(actual, wanted, rtol=1e-4, atol=1e-5)
+    assert (model(tokens, labels) - expected).abs().max() > 1e-2  # or the test would show nothing
+
+
+def test_positions_and_attention_are_reset_apart():
+    model = build("gpt")
+    tokens, labels = batch()
+    losses = [model(tokens, labels, p, c) for p in (None, POSITIONS) for c in (None, CU_SEQLENS)]
+    for i in range(4):
+        for j in range(i):
+            assert not torch.allclose(losses[i], losses[j], atol=1e-3)
+    whole_rows = torch.arange(4, dtype=torch.int32) * 16
+    torch.testing.assert_close(model(tokens, labels, torch.arange(16).expand(3, 16), whole_rows), losses[0])
+
+
+def test_mask_is_causal_and_within_documents():
+    x = torch.zeros(2, 4, 8)
+    mask = document_attention(torch.tensor([0, 3, 4, 8], dtype=torch.int32), x, dropout=False)
+    first = [[1, 0, 0, 0], [1, 1, 0, 0], [1, 1, 1, 0], [0, 0, 0, 1]]
+    assert mask.int().tolist() == [[first], [torch.ones(4, 4).tril().int().tolist()]]
+    assert document_attention(None, x, dropout=False) is None
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="PyTorch's kernel for variable lengths needs a GPU")
+@pytest.mark.parametrize("architecture", ["gpt", "llama"])
+def test_kernel_for_variable_lengths_equals_the_mask(architecture):
+    tokens, labels = batch("cuda")
+    positions, cu_seqlens = POSITIONS.cuda(), CU_SEQLENS.cuda()
+    exact = build(architecture, device="cuda")(tokens, labels, positions, cu_seqlens)
+    model = build(architecture, torch.bfloat16, "cuda")
+    assert document_attention(cu_seqlens, torch.zeros(3, 16, 32, device="cuda", dtype=torch.bfloat16), False).dim() == 1
+    packed = model(tokens, labels, positions, cu_seqlens)
+    torch.testing.assert_close(packed, exact, rtol=0.05, atol=0.05)
+    assert all(gradient.isfinite().all() for gradient in gradients(model, packed))
