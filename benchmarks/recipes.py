@@ -28,6 +28,7 @@ RUN = (
 )
 ALL_FLAGS = "--zero-quantized-weights --zero-hpz-partition-size 2 --zero-quantized-gradients"
 TWO_BITS = "--zero-gradient-bits 2"
+LARGE_BLOCKS = f"{TWO_BITS} --zero-gradient-block-size 2048"
 RECIPES = {
     "ZeRO-3 in bf16": "--grad-reduce-in-bf16 --zero-ranks-per-node 2",
     "all flags": ALL_FLAGS,
@@ -36,6 +37,9 @@ RECIPES = {
     "2-bit gradients": f"{ALL_FLAGS} {TWO_BITS}",
     "2-bit gradients, error feedback (beta 0)": f"{ALL_FLAGS} {TWO_BITS} --zeropp-loco --zeropp-loco-beta 0",
     "2-bit gradients, LoCo": f"{ALL_FLAGS} {TWO_BITS} --zeropp-loco",
+    "2-bit gradients in blocks of 2048": f"{ALL_FLAGS} {LARGE_BLOCKS}",
+    "2-bit gradients in blocks of 2048, error feedback": f"{ALL_FLAGS} {LARGE_BLOCKS} --zeropp-loco --zeropp-loco-beta 0",
+    "2-bit gradients in blocks of 2048, LoCo": f"{ALL_FLAGS} {LARGE_BLOCKS} --zeropp-loco",
 }
 
 

@@ -2,8 +2,13 @@
 
 import hashlib
 import json
+import os
+import random
+import re
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -17,12 +22,20 @@ WORDS = (  # noqa: SIM905
 ).split()
 
 
+def command(folder, *arguments):
+    """Output prefix: folder/out."""
+    words = [sys.executable, "tools/preprocess_data.py", "--input", str(folder / "in.jsonl"), *arguments]
+    return [*words, "--output-prefix", str(folder / "out"), "--tokenizer-type", "ByteTokenizer"]
+
+
+def run(words):
+    return subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=60)
+
+
 def preprocess(folder, lines, *arguments):
-    """Runs the tool on ``lines``; returns the process. Output prefix: folder/out."""
+    """Runs the tool on ``lines``; returns the process."""
     (folder / "in.jsonl").write_text("\n".join(lines) + "\n")
-    command = [sys.executable, "tools/preprocess_data.py", "--input", str(folder / "in.jsonl"), *arguments]
-    command += ["--output-prefix", str(folder / "out"), "--tokenizer-type", "ByteTokenizer"]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    return run(command(folder, *arguments))
 
 
 def documents(prefix):
@@ -81,6 +94,9 @@ def test_bad_lines_can_be_skipped(tmp_path):
     process = preprocess(tmp_path, ['{"text": "a"}', *BAD_LINES, '{"text": "b"}'], "--skip-bad-lines")
     assert process.returncode == 0, process.stderr
     assert f"2 documents, 2 tokens in {tmp_path}/out_text_document.bin; 6 bad lines skipped" in process.stdout
+    listed = (tmp_path / "out.bad_lines.txt").read_text().splitlines()
+    assert [line.split(": ")[0] for line in listed] == [f"{tmp_path}/in.jsonl:{number}" for number in range(2, 8)]
+    assert process.stderr.splitlines() == [f"skipped {line}" for line in listed]
     assert documents(tmp_path / "out_text_document") == [["a"], ["b"]]
 
 
@@ -99,3 +115,148 @@ def test_input_without_text_is_an_error(tmp_path):
     process = preprocess(tmp_path, ['{"text": ""}'])
     assert process.returncode == 1
     assert "holds no text under 'text'" in process.stderr
+
+
+# A job that ends before its end
+
+LINES = [json.dumps({"text": f"document {i} " + "words " * (i % 971)}) for i in range(1500)]  # 4 MB, 17 blocks
+
+
+def output(folder):
+    """Content of all files but the input."""
+    return {path.name: path.read_bytes() for path in folder.iterdir() if path.name != "in.jsonl"}
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("undisturbed")
+    assert preprocess(folder, LINES, "--append-eod").returncode == 0
+    files = output(folder)
+    assert set(files) == {"out_text_document.bin", "out_text_document.idx"}
+    return files
+
+
+def children(pid):
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def is_running(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def start_and_signal(words, folder, sent, documents):
+    """Starts the tool and sends the signal when the saved state counts so many documents; returns its exit status."""
+    process = subprocess.Popen(words, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    state = folder / "out.unfinished.json"
+    while process.poll() is None:
+        if state.exists() and json.loads(state.read_text())["state"]["documents"] >= documents:
+            workers = children(process.pid)
+            process.send_signal(sent)
+            status = process.wait(60)
+            while any(map(is_running, workers)):  # they see that their parent is gone
+                time.sleep(0.02)
+            return status
+        time.sleep(0.001)
+    return process.returncode
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="watches processes through /proc")
+@pytest.mark.parametrize(("sent", "seed"), [(signal.SIGKILL, 1), (signal.SIGKILL, 2), (signal.SIGTERM, 3)])
+def test_a_job_that_is_killed_goes_on_and_its_workers_end(tmp_path, undisturbed, sent, seed):
+    (tmp_path / "in.jsonl").write_text("\n".join(LINES) + "\n")
+    words = command(tmp_path, "--append-eod", "--workers", "2", "--save-seconds", "0")
+    status = start_and_signal(words, tmp_path, sent, random.Random(seed).randrange(len(LINES) - 300))
+    assert status == (-sent if sent == signal.SIGKILL else 128 + sent)
+    assert not any(name.endswith((".bin", ".idx")) for name in output(tmp_path))
+    process = run(words)
+    assert process.returncode == 0, process.stderr
+    assert "going on after" in process.stderr
+    assert output(tmp_path) == undisturbed
+
+
+def test_documents_in_any_order_are_all_there_after_a_kill(tmp_path, undisturbed):
+    (tmp_path / "in.jsonl").write_text("\n".join(LINES) + "\n")
+    words = command(tmp_path, "--unordered", "--workers", "2", "--save-seconds", "0")
+    assert start_and_signal(words, tmp_path, signal.SIGKILL, 500) == -signal.SIGKILL
+    process = run(words)
+    assert process.returncode == 0, process.stderr
+    found = documents(tmp_path / "out_text_document")
+    assert sorted(found) == sorted([json.loads(line)["text"]] for line in LINES)
+
+
+def test_a_worker_that_dies_is_an_error_and_nothing_is_lost(tmp_path, undisturbed):
+    (tmp_path / "in.jsonl").write_text("\n".join(LINES) + "\n")
+    words = command(tmp_path, "--append-eod", "--workers", "2", "--save-seconds", "0")
+    process = subprocess.Popen(words, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    while not (tmp_path / "out.unfinished.json").exists():
+        time.sleep(0.001)
+    # Two workers, and multiprocessing's resource tracker.
+    is_worker = {pid: b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes() for pid in children(process.pid)}
+    assert sum(is_worker.values()) == 2
+    os.kill(next(pid for pid, worker in is_worker.items() if worker), signal.SIGKILL)
+    assert "error: a worker process died" in process.communicate()[1]
+    assert process.returncode == 1
+    assert run(words).returncode == 0
+    assert output(tmp_path) == undisturbed
+
+
+def test_another_job_does_not_go_on_with_what_it_finds(tmp_path):
+    bad = [*LINES[:900], "{", *LINES[900:]]
+    process = preprocess(tmp_path, bad, "--append-eod")
+    assert f"error: {tmp_path}/in.jsonl:901: " in process.stderr
+    process = preprocess_again(tmp_path)
+    assert process.returncode == 1
+    assert "out.unfinished.json is of an unfinished job with another append_eod: " in process.stderr
+    process = preprocess_again(tmp_path, "--append-eod", "--skip-bad-lines")  # goes on
+    assert "going on after" in process.stderr
+    assert process.stdout.startswith("1,500 documents, ")
+    process = preprocess_again(tmp_path, "--restart", "--skip-bad-lines")
+    assert "going on after" not in process.stderr
+    assert "1 bad lines skipped" in process.stdout
+
+
+def preprocess_again(folder, *arguments):
+    return run(command(folder, *arguments))
+
+
+# Flags
+
+
+def test_progress_tells_rates_and_the_time_left(tmp_path):
+    process = preprocess(tmp_path, LINES, "--log-interval", "100")
+    lines = process.stderr.splitlines()
+    pattern = r"[\d.]+ %, [\d,]+ documents, [\d,]+ documents/s, [\d.,]+ MB/s, \d+:\d\d:\d\d left"
+    assert len([line for line in lines if re.fullmatch(pattern, line)]) >= 5
+    assert 80 < float(lines[-1].split(" %")[0]) <= 100
+
+
+def test_megatrons_other_flags(tmp_path):
+    process = preprocess(tmp_path, LINES, "--partitions", "2", "--keep-sequential-samples")
+    assert process.returncode == 0
+    assert "note: --partitions has no effect" in process.stderr
+    process = preprocess(tmp_path, LINES, "--split-sentences")
+    assert process.returncode == 2
+    assert "a JSON list of texts makes one sequence of each text" in process.stderr
+    flags = ("--find-optimal-num-workers", "--workers-to-check", "1", "2", "--max-documents", "300")
+    process = preprocess(tmp_path, LINES, *flags)
+    assert re.findall(r"(\d) workers: [\d,]+ documents/s, [\d.,]+ MB/s\n", process.stdout) == ["1", "2"]
+
+
+def test_two_runs_of_one_output_are_refused(tmp_path):
+    fcntl = pytest.importorskip("fcntl")
+    with open(tmp_path / "out.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        process = preprocess(tmp_path, LINES[:10])
+    assert process.returncode == 1
+    assert "another process is writing" in process.stderr
+
+
+def test_one_text_that_its_tokenizer_refuses_does_not_harm_its_neighbours(tmp_path):
+    (tmp_path / "in.jsonl").write_text('{"text": "5 9 5"}\n{"text": "7"}\n')
+    words = [*command(tmp_path, "--append-eod")[:-1], "NullTokenizer", "--vocab-size", "9"]
+    process = run([*words, "--skip-bad-lines"])
+    assert "ids 5 to 9 are not all below --vocab-size 9" in process.stderr
+    assert "1 documents, 2 tokens" in process.stdout

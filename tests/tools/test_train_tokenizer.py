@@ -38,4 +38,4 @@ def test_bad_input_is_named(tmp_path):
     (tmp_path / "in.jsonl").write_text('{"text": "a"}\n{"title": "b"}\n')
     process = run("tools/train_tokenizer.py", "--input", tmp_path / "in.jsonl", "--vocab-size", 1000, "--output", "t")
     assert process.returncode == 1
-    assert process.stderr == f"error: {tmp_path}/in.jsonl:2: not a JSON object with a key 'text'\n"
+    assert process.stderr == f"error: {tmp_path}/in.jsonl:2: no key 'text'; it has 'title'\n"
