@@ -3,6 +3,7 @@
     sudo .venv/bin/python benchmarks/between_nodes.py bytes       # bytes per parameter and step, several settings
     sudo .venv/bin/python benchmarks/between_nodes.py throughput  # tokens/s over link rates
     .venv/bin/python benchmarks/between_nodes.py tables           # both as Markdown
+    .venv/bin/python benchmarks/between_nodes.py plot             # throughput, as results/between_nodes_throughput.png
 
 Results are appended to ``benchmarks/results/between_nodes_{bytes,throughput}.jsonl``, one line a run with its command;
 what is there already is not run again. Bytes are read from the nodes' interfaces; every rank runs the real trainer.
@@ -44,12 +45,12 @@ SETTINGS = {
 }
 BYTES_SHAPES = {(2, 2): list(SETTINGS), (3, 2): list(SETTINGS)[-3:], (2, 3): list(SETTINGS)[-3:]}  # (nodes, P)
 THROUGHPUT_SETTINGS = ["ZeRO-3 bf16", "all flags, LoCo", "all flags, LoCo, 4-bit weight differences"]
-RATES = ["200mbit", "1gbit", "4gbit", None]  # at the first, ZeRO-3 does little but communicate
+RATES = ["100mbit", "300mbit", "1gbit", "4gbit", None]  # at the first, ZeRO-3 does little but communicate
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("bytes", "throughput", "tables"))
+    parser.add_argument("what", choices=("bytes", "throughput", "tables", "plot"))
     what = parser.parse_args().what
     RESULTS.mkdir(exist_ok=True)
     if what == "bytes":
@@ -61,9 +62,11 @@ def main() -> None:
         for rate in RATES:
             for micro_batches in (1, 8):
                 for name in THROUGHPUT_SETTINGS:
-                    measure(THROUGHPUT, name, 2, 2, micro_batches, rate, steps=4 if rate == RATES[0] else 6)
-    else:
+                    measure(THROUGHPUT, name, 2, 2, micro_batches, rate, steps=3 if rate == RATES[0] else 5)
+    elif what == "tables":
         print_tables()
+    else:
+        plot_throughput()
 
 
 def measure(
@@ -130,6 +133,23 @@ def print_tables() -> None:
             if all(found):
                 cells = [f"{t:.1f} ({t / found[0]:.2f} x)" for t in found if t and found[0]]
                 print(f"| {rate or 'unlimited'} | {' | '.join(cells)} |")
+
+
+def plot_throughput() -> None:
+    import matplotlib.pyplot as plt
+
+    labels = [rate or "unlimited" for rate in RATES]
+    tokens = {(r["micro_batches"], r["rate"], r["setting"]): r["tokens_per_second"] for r in read(THROUGHPUT)}
+    figure, axes = plt.subplots(1, 2, figsize=(10, 4), sharex=True)
+    for micro_batches, axis in zip((1, 8), axes, strict=True):
+        for name in THROUGHPUT_SETTINGS:
+            axis.plot(labels, [tokens[micro_batches, rate, name] for rate in RATES], marker="o", label=name)
+        axis.set(title=f"{micro_batches} micro-batch{'es' if micro_batches > 1 else ''} per step", yscale="log")
+        axis.set(xlabel="rate of a node's link", ylabel="tokens per second")
+        axis.grid(alpha=0.3)
+    axes[0].legend()
+    figure.tight_layout()
+    figure.savefig(THROUGHPUT.with_suffix(".png"), dpi=120)
 
 
 if __name__ == "__main__":

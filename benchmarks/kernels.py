@@ -17,6 +17,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -64,7 +65,7 @@ def encode_and_decode(what: str, format: WireFormat, values: Tensor) -> Iterator
     yield Kernel(
         f"quantize {what}",
         nbytes,
-        lambda: format.encode(values),
+        lambda: format.encode(values, out=wire),
         lambda: reference.encode(format, values, expected, None, 1, None, None),
     )
     yield Kernel(
@@ -79,11 +80,12 @@ def permuted(what: str, values: Tensor) -> Kernel:
     """qgZ's first hop: [N, P, L] is encoded as [P, N, L]."""
     gradients = values.view(2, 4, -1)
     format = weight_format(gradients.size(-1), 8, 128, values.dtype)
-    expected = torch.empty_like(format.encode(gradients.transpose(0, 1)))
+    wire = format.encode(gradients.transpose(0, 1))
+    expected = torch.empty_like(wire)
     return Kernel(
         f"quantize permuted {what}",
         values.nbytes + expected.nbytes,
-        lambda: format.encode(gradients.transpose(0, 1)),
+        lambda: format.encode(gradients.transpose(0, 1), out=wire),
         lambda: reference.encode(format, gradients.transpose(0, 1), expected, None, 1, None, None),
     )
 
@@ -95,7 +97,7 @@ def weight_differences(what: str, format: WireFormat, values: Tensor) -> Iterato
     yield Kernel(
         f"quantize difference {what}",
         values.nbytes + copy.nbytes + wire.nbytes,
-        lambda: format.encode(values, minus=copy),
+        lambda: format.encode(values, minus=copy, out=wire),
         lambda: reference.encode(format, values, expected, copy, -1, None, None),
     )
     yield Kernel(
@@ -120,13 +122,13 @@ def reductions(device: torch.device, numel: int) -> Iterator[Kernel]:
         yield Kernel(
             f"dequantize and add {PEERS} peers, int{bits}/128",
             peers.nbytes + total.nbytes,
-            lambda format=format, peers=peers: format.decode_sum(peers, total),
-            lambda format=format, peers=peers: reference.decode(format, peers, expected_total, False),
+            partial(format.decode_sum, peers, total),
+            partial(reference.decode, format, peers, expected_total, False),
         )
     yield Kernel(
         "LoCo: compensate, quantize, move the error, fp32, int4/128",
         gradients.nbytes + wire.nbytes + 2 * error.nbytes,
-        lambda: inter.encode(gradients, compensation=compensation),
+        lambda: inter.encode(gradients, compensation=compensation, out=wire),
         lambda: reference.encode(inter, gradients, wire, None, 1, compensation, None),
     )
     peers = torch.stack([intra.encode(torch.randn(numel, device=device)) for _ in range(PEERS)])
@@ -138,7 +140,7 @@ def reductions(device: torch.device, numel: int) -> Iterator[Kernel]:
     yield Kernel(
         f"add {PEERS} peers int8, LoCo, quantize int4/128",
         peers.nbytes + wire.nbytes + 2 * error.nbytes,
-        lambda: inter.encode(peers, source=intra, compensation=compensation),
+        lambda: inter.encode(peers, source=intra, compensation=compensation, out=wire),
         in_plain_torch,
     )
     yield Kernel(
@@ -156,13 +158,13 @@ def seconds_of(run: Callable[[], object], device: torch.device, repeat: int = 1)
         for _ in range(repeat):
             run()
         return (time.perf_counter() - start) / repeat
-    start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    start.record()
+    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    begin.record()
     for _ in range(repeat):
         run()
-    stop.record()
-    stop.synchronize()
-    return start.elapsed_time(stop) / 1e3 / repeat
+    end.record()
+    end.synchronize()
+    return begin.elapsed_time(end) / 1e3 / repeat
 
 
 def measure(kernel: Kernel, device: torch.device, rounds: int, with_compile: bool) -> dict[str, float]:
@@ -199,11 +201,9 @@ def deepspeed_kernels(path: Path, device: torch.device, megabytes: int) -> Itera
     for bits in (8, 4):
         codes, scales = module.quantize(values, groups, bits, module.Symmetric)
         nbytes = values.nbytes + codes.nbytes + scales.nbytes
-        quantize = lambda bits=bits: module.quantize(values, groups, bits, module.Symmetric)  # noqa: E731
+        quantize = partial(module.quantize, values, groups, bits, module.Symmetric)
         yield Kernel(f"DeepSpeed quantize fp16, int{bits}/2048", nbytes, quantize, quantize)
-        dequantize = lambda codes=codes, scales=scales, bits=bits: module.dequantize(  # noqa: E731
-            codes, scales, groups, bits, module.Symmetric
-        )
+        dequantize = partial(module.dequantize, codes, scales, groups, bits, module.Symmetric)
         yield Kernel(f"DeepSpeed dequantize fp16, int{bits}/2048", nbytes, dequantize, dequantize)
 
 

@@ -128,6 +128,7 @@ class WireFormat:
         plus: Tensor | None = None,
         minus: Tensor | None = None,
         compensation: Compensation | None = None,
+        out: Tensor | None = None,
     ) -> Tensor:
         """Encode values [..., L] of any float type into wire buffers uint8 [..., nbytes], in one pass.
 
@@ -136,10 +137,11 @@ class WireFormat:
             this format's parameters and blocks, or is unquantized.
         plus, minus: [..., L] to add or to subtract, in fp32.
         compensation: LoCo's error, added and replaced.
+        out: the buffers to fill, if they are there already.
         """
         addend, sign = (plus, 1) if minus is None else (minus, -1)
         shape = values.shape[1:-1] if source is not None else values.shape[:-1]
-        wire = torch.empty(*shape, self.nbytes, dtype=torch.uint8, device=values.device)
+        wire = torch.empty(*shape, self.nbytes, dtype=torch.uint8, device=values.device) if out is None else out
         if not self._has_kernels(values, addend, source):
             if source is not None:
                 total = torch.empty(*shape, self.numel, device=values.device)
