@@ -38,7 +38,8 @@ RECIPES = {
     "2-bit gradients, error feedback (beta 0)": f"{ALL_FLAGS} {TWO_BITS} --zeropp-loco --zeropp-loco-beta 0",
     "2-bit gradients, LoCo": f"{ALL_FLAGS} {TWO_BITS} --zeropp-loco",
     "2-bit gradients in blocks of 2048": f"{ALL_FLAGS} {LARGE_BLOCKS}",
-    "2-bit gradients in blocks of 2048, error feedback": f"{ALL_FLAGS} {LARGE_BLOCKS} --zeropp-loco --zeropp-loco-beta 0",
+    "2-bit gradients in blocks of 2048, error feedback": f"{ALL_FLAGS} {LARGE_BLOCKS} --zeropp-loco "
+    "--zeropp-loco-beta 0",
     "2-bit gradients in blocks of 2048, LoCo": f"{ALL_FLAGS} {LARGE_BLOCKS} --zeropp-loco",
 }
 

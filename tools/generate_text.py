@@ -11,24 +11,23 @@ from __future__ import annotations
 
 import argparse
 import sys
-import warnings
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
 from megatron_zpp.data.tokenizers import Tokenizer, build_tokenizer
 from megatron_zpp.models.gpt import GPT, GPTConfig
 from megatron_zpp.models.llama import Llama, LlamaConfig
-from megatron_zpp.training.checkpoint import CheckpointError, find_checkpoint, read_meta
+from megatron_zpp.training.checkpoint import CheckpointError, find_checkpoint, iterate_parameters, problems, read_meta
 
 
 def load_model(checkpoint: Path, meta: dict[str, Any], device: torch.device) -> GPT | Llama:
     """The checkpoint's model on one device, in fp32 and in evaluation mode. Raises CheckpointError."""
-    if not (checkpoint / ".metadata").exists():
-        raise CheckpointError(f"{checkpoint} is damaged: its file .metadata is missing")
+    wrong = problems(checkpoint)
+    if wrong:
+        raise CheckpointError(f"{checkpoint} is damaged: {'; '.join(wrong)}")
     with torch.device("meta"):
         model: GPT | Llama
         if meta["settings"]["architecture"] == "gpt":
@@ -36,13 +35,9 @@ def load_model(checkpoint: Path, meta: dict[str, Any], device: torch.device) -> 
         else:
             model = Llama(LlamaConfig(**meta["model_config"]))
     model.to_empty(device=device)
-    try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "torch.distributed is disabled")  # no_dist says that we know
-            dcp.load({"model": model.state_dict()}, checkpoint_id=checkpoint, no_dist=True)
-    except (dcp.api.CheckpointException, RuntimeError, ValueError, OSError) as error:
-        cause = str(error).strip().splitlines()[-1].partition(". ")[0]
-        raise CheckpointError(f"{checkpoint} is damaged and cannot be loaded: {cause}") from error
+    state = model.state_dict()
+    for name, tensor in iterate_parameters(checkpoint, meta):
+        state[name].copy_(tensor)
     return model.eval()
 
 
@@ -54,6 +49,7 @@ def load_tokenizer(settings: dict[str, Any], args: argparse.Namespace) -> Tokeni
         args.vocab_file or settings["vocab_file"],
         args.merge_file or settings["merge_file"],
         settings["vocab_size"],
+        settings.get("tiktoken_pattern"),  # checkpoints of earlier versions have none
     )
 
 

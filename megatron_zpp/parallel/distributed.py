@@ -3,13 +3,24 @@
 from __future__ import annotations
 
 import os
+import re
+import signal
+import socket
 import sys
+import time
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
+from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
+from megatron_zpp.parallel.rendezvous import fresh_store
+
+SECONDS_FOR_THE_CAUSE = 3.0  # that ranks which lost a peer wait, so that torchrun sees first who died
 
 
 class FailedTogether(Exception):  # noqa: N818 - not an error of its own: it carries one that was reported already
@@ -28,7 +39,6 @@ def init_distributed(backend: str | None, timeout_minutes: float) -> torch.devic
         raise ValueError(f"WORLD_SIZE is {world_size}, but {', '.join(missing)} not set: start the ranks with torchrun")
     for name in ("RANK", "LOCAL_RANK"):
         os.environ.setdefault(name, "0")
-    store = dist.HashStore() if world_size == 1 and missing else None  # alone: no port to collide on
 
     use_cuda = torch.cuda.is_available() and backend != "gloo"
     if backend == "nccl" and not use_cuda:
@@ -42,12 +52,18 @@ def init_distributed(backend: str | None, timeout_minutes: float) -> torch.devic
                 "start as many ranks as GPUs, or give --distributed-backend gloo"
             )
         torch.cuda.set_device(device)
+    timeout = timedelta(minutes=timeout_minutes)
+    store: dist.Store
+    if world_size == 1 and missing:
+        store, rank = dist.HashStore(), 0  # alone: no port to collide on
+    else:
+        store, rank, world_size = fresh_store(timeout)
     dist.init_process_group(
         backend or ("nccl" if use_cuda else "gloo"),
         store=store,
-        rank=0 if store is not None else -1,
-        world_size=1 if store is not None else -1,
-        timeout=timedelta(minutes=timeout_minutes),
+        rank=rank,
+        world_size=world_size,
+        timeout=timeout,
         device_id=device if use_cuda else None,
     )
     return device
@@ -78,3 +94,49 @@ def report_error(text: str) -> None:
     """Print an error as one line on stderr, on rank 0 alone."""
     if os.environ.get("RANK", "0") == "0":
         print("error: " + " ".join(text.split()), file=sys.stderr, flush=True)
+
+
+def die(error: BaseException) -> NoReturn:
+    """End this process after an error that is no user's, on whatever rank it came first: status 1, and no hang.
+
+    Says which rank and host, in which collective of which FSDP unit; torchrun repeats that at the end of the log.
+    """
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # nothing is left to save: go when torchrun says so
+    rank, where = os.environ.get("RANK", "0"), collective_of(error)
+    text = f"rank {rank} on {socket.gethostname()} failed" + (f" in {where}" if where else "")
+    # At once, so that it stands in the log even if this process is ended while it waits.
+    print(f"error: {text}: {type(error).__name__}: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
+    if re.search(r"[Cc]onnection|Broken pipe|[Ss]ocket|gloo|NCCL", str(error)) and "imed out" not in str(error):
+        time.sleep(SECONDS_FOR_THE_CAUSE)
+    error.add_note(text)
+    traceback.print_exception(error)
+    try:
+        get_error_handler().record_exception(error)  # for torchrun's summary
+    except OSError:
+        traceback.print_exc()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(1)  # threads that wait for a dead peer would keep sys.exit waiting
+
+
+_FSDP_COLLECTIVES = {
+    "unshard": "all-gather",
+    "wait_for_unshard": "all-gather",
+    "post_backward": "reduce-scatter",
+    "finalize_backward": "reduce-scatter",
+}
+
+
+def collective_of(error: BaseException) -> str | None:
+    """Where an error came from: "the all-gather of layers.3", or another collective and who called it; else None."""
+    caller = collective = None
+    for frame, line in traceback.walk_tb(error.__traceback__):
+        name, file = frame.f_code.co_name, frame.f_code.co_filename
+        owner: Any = frame.f_locals.get("self")
+        if type(owner).__name__ == "FSDPParamGroup" and name in _FSDP_COLLECTIVES:
+            return f"the {_FSDP_COLLECTIVES[name]} of {owner._module_fqn or 'the root module'}"
+        if file.endswith("distributed_c10d.py") and name != "wrapper":
+            collective = collective or name
+        elif collective is None and "megatron_zpp" in file:
+            caller = f"{name} ({os.path.basename(file)}:{line})"
+    return f"{collective} of {caller}" if collective else None

@@ -54,7 +54,8 @@ def _title(group: type[Any]) -> str:
 
 
 def _default(field: dataclasses.Field[Any]) -> str:
-    return "-" if field.default is None else "off" if field.default is False else f"{field.default}"
+    text = "-" if field.default is None else "off" if field.default is False else f"{field.default}"
+    return f"`{text}`" if "<" in text else text  # or Markdown takes it for HTML
 
 
 def _meaning(field: dataclasses.Field[Any]) -> str:

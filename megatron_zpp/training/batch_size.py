@@ -71,13 +71,13 @@ class BatchSchedule:
         """Forward passes per rank in the step after ``consumed_samples``."""
         return self.requested_batch_size(consumed_samples) // self._samples_per_micro_batch
 
-    def total_iterations(self, train_samples: int) -> int:
-        """Optimizer steps in a run of ``train_samples``. A last batch that would not be full is left out."""
-        consumed = iterations = 0
-        for size, steps in self._levels():
+    def total_iterations(self, train_samples: int, consumed: int = 0) -> int:
+        """Optimizer steps from ``consumed`` samples to ``train_samples``. A last batch that is not full is left out."""
+        iterations = 0
+        for size, steps in self._levels(consumed):
             affordable = (train_samples - consumed) // size
             if steps is None or affordable < steps:
-                return iterations + affordable
+                return iterations + max(0, affordable)
             consumed += steps * size
             iterations += steps
         raise AssertionError("unreachable: the last level has no end")
@@ -97,9 +97,8 @@ class BatchSchedule:
             return self._num_increments
         return consumed_samples * self._num_increments // self._ramp_samples
 
-    def _levels(self) -> Iterator[tuple[int, int | None]]:
+    def _levels(self, consumed: int = 0) -> Iterator[tuple[int, int | None]]:
         """``(batch size, steps at it)`` in order; the last one goes on for ever and has None steps."""
-        consumed = 0
         while (increments := self._increments_at(consumed)) < self._num_increments:
             size = self.global_batch_size(consumed)
             # The first sample count at which the next increment is due; steps that start before it use this size.

@@ -91,13 +91,19 @@ NOT_NEEDED: dict[str, NotNeeded] = {
         "--deepspeed-activation-checkpointing",
     ),
     "--empty-unused-memory-level": NotNeeded("the allocator's cache is kept", ("0",)),
-    "--exit-signal": NotNeeded("--exit-signal-handler waits for SIGTERM", ("SIGTERM",)),
+    "--exit-signal": NotNeeded("--exit-signal-handler waits for both", ("SIGTERM", "SIGUSR1")),
     "--timing-log-level": NotNeeded("times of single operations are not logged", ("0",)),
     "--timing-log-option": NotNeeded("times of single operations are not logged", ("minmax", "max", "all")),
     # Data and checkpoints
     "--data-impl": NotNeeded("data files are always memory-mapped", ("mmap",)),
-    "--dataloader-type": NotNeeded("samples are always read in order, once", ("single",)),
+    "--no-data-sharding": NotNeeded(
+        "ranks share the data unless --data-sharding", holds=lambda settings: not settings.data.data_sharding
+    ),
     "--num-dataset-builder-threads": NotNeeded("data sets are built by one thread", ("1",)),
+    "--async-save": NotNeeded(
+        "checkpoints are written while training goes on, unless --no-async-save",
+        holds=lambda settings: not settings.checkpoint.no_async_save,
+    ),
     "--ckpt-format": NotNeeded(_ONE_FORMAT, ("torch_dist", "torch_dcp")),
     **_same(
         _ONE_FORMAT,
@@ -200,13 +206,14 @@ REFUSED: dict[str, str] = {
     "--use-flash-attn-triton": "use none: attention is torch's scaled_dot_product_attention",
     **_refused("use --lr and --min-lr, which hold for all parameters", "--decoupled-lr", "--decoupled-min-lr"),
     # Data, checkpoints, logging
-    "--data-args-path": "give the data by --data-path or --train-data-path",
-    "--per-split-data-args-path": "give the data by --train-data-path, --valid-data-path and --test-data-path",
-    **_refused(_LATER, "--reset-position-ids", "--reset-attention-mask", "--fim-data", "--no-mmap-bin-files"),
+    "--dataloader-inter-document-masking": "use --reset-attention-mask --reset-position-ids",
     **_refused(
-        "checkpoints are saved before training goes on; leave it out", "--async-save", "--non-persistent-save-interval"
+        "fill-in-the-middle permutes whole documents between their tokens; leave it out",
+        "--fim-split-sample",
+        "--fim-fragment-rate",
+        "--fim-no-prefix",
     ),
-    "--save-retain-interval": "all checkpoints are kept; leave it out",
+    "--non-persistent-save-interval": "saving does not stop training: use a shorter --save-interval",
     "--no-ckpt-fully-parallel-save": "each rank saves its own part; leave it out",
     "--universal-checkpoint": "checkpoints are not DeepSpeed's; they load on any number of ranks",
     **_refused(_LATER, "--ckpt-convert-format", "--ckpt-convert-save", "--dist-ckpt-strictness"),

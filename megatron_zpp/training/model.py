@@ -25,6 +25,7 @@ def build_model(architecture: str, settings: ModelSettings, vocab_size: int) -> 
         attention_dropout=settings.attention_dropout,
         hidden_dropout=settings.hidden_dropout,
         init_method_std=settings.init_method_std,
+        tie_embeddings=settings.tie_embeddings_and_output_weights,
     )
     with torch.device("meta"):
         if architecture == "gpt":
@@ -33,7 +34,6 @@ def build_model(architecture: str, settings: ModelSettings, vocab_size: int) -> 
                 GPTConfig(
                     **shape,  # type: ignore[arg-type]
                     max_position_embeddings=settings.max_position_embeddings,
-                    tie_embeddings=not settings.untie_embeddings_and_output_weights,
                 )
             )
         return Llama(

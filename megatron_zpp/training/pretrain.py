@@ -9,29 +9,35 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import nullcontext
-from datetime import datetime
 
 import torch
 import torch.distributed as dist
 
-from megatron_zpp.data.build import Batch, build_loader
+from megatron_zpp.data.loader import Batch, build_loader
 from megatron_zpp.models.flops import num_parameters
-from megatron_zpp.parallel.distributed import FailedTogether, errors_on_all_ranks, init_distributed, report_error
+from megatron_zpp.parallel.distributed import FailedTogether, die, errors_on_all_ranks, init_distributed, report_error
 from megatron_zpp.training.arguments import SettingsError, parse_settings
-from megatron_zpp.training.checkpoint import save_checkpoint
+from megatron_zpp.training.checkpoint import CheckpointError, CheckpointSaver
 from megatron_zpp.training.evaluate import evaluate
 from megatron_zpp.training.logging import format_validation_lines, progress, validation_metrics
+from megatron_zpp.training.nonfinite import NonfiniteSteps
 from megatron_zpp.training.report import Reporter
 from megatron_zpp.training.settings import DistributedSettings
 from megatron_zpp.training.setup import Run, build_run, print_once
 from megatron_zpp.training.step import train_step
 
+# docs/reliability.md lists them: 0 trained to the end, or saved and stopped as asked; 1 crashed.
 EXIT_USER_ERROR = 2
-MAX_SKIPPED_IN_A_ROW = 50  # fp16's first loss scale, 2^32, may take 30 halvings to come down
+EXIT_NOT_FINITE = 3
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+
+
+class NotFiniteError(ValueError):
+    """Too many steps in a row had NaN or Inf. The state before them is saved."""
 
 
 def pretrain(architecture: str) -> None:
-    """Run what the command line says for a "gpt" or "llama"; ends the process with status 2 after a user's error."""
+    """Run what the command line says for a "gpt" or "llama"; ends the process with a status unless all went well."""
     start = time.monotonic()
     try:
         settings, mistake, ranks = None, None, DistributedSettings()
@@ -52,9 +58,14 @@ def pretrain(architecture: str) -> None:
         run.writers.close()
     except FailedTogether:
         sys.exit(EXIT_USER_ERROR)
+    except NotFiniteError as error:  # on all ranks
+        report_error(str(error))
+        sys.exit(EXIT_NOT_FINITE)
     except (ValueError, OSError, ImportError) as error:
         _report_alone_or_together(error)
         sys.exit(EXIT_USER_ERROR)
+    except Exception as error:
+        die(error)
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
@@ -64,9 +75,9 @@ def train(run: Run, start: float) -> None:
     """The loop: step, log, evaluate, save, until the last iteration or a wish to stop. ``start``: monotonic seconds."""
     settings, counters = run.settings, run.counters
     training, checkpoint = settings.training, settings.checkpoint
-    stop_signals = _catch_sigterm() if training.exit_signal_handler else []
-    has_dynamic_scale = settings.precision.fp16 and settings.precision.loss_scale is None  # which overflows to adapt
-    nan_is_an_error = not (training.no_check_for_nan_in_loss_and_grad or has_dynamic_scale)
+    saver = _build_saver(run) if checkpoint.save is not None else None
+    # Not earlier: before the first step there is nothing to save, and a signal ends a rank that waits for dead ones.
+    stop_signals = _catch_stop_signals() if training.exit_signal_handler else []
     valid_batches = _batches(run, "valid", counters.consumed_valid_samples)
     if training.manual_gc:
         gc.disable()
@@ -75,7 +86,7 @@ def train(run: Run, start: float) -> None:
         train_batches = _batches(run, "train", counters.consumed_train_samples)
         assert train_batches is not None
         reporter = Reporter(run)
-        saved_at, skipped_in_a_row = counters.iteration, 0
+        nonfinite = NonfiniteSteps(run)
         while counters.iteration < run.train_iters:
             num_micro_batches = run.batches.num_micro_batches(counters.consumed_train_samples)
             batch_size = run.batches.global_batch_size(counters.consumed_train_samples)
@@ -92,35 +103,33 @@ def train(run: Run, start: float) -> None:
             counters.skipped_iterations += result.skipped
             counters.nan_iterations += result.loss != result.loss
             reporter.step(result, batch_size)
+            run.last_loss = result.loss
+            if saver is not None:
+                saver.poll()
 
             iteration = counters.iteration
-            if result.skipped and nan_is_an_error:
-                raise ValueError(
-                    f"NaN or Inf at iteration {iteration}: loss {result.loss:g}, gradient norm {result.grad_norm:g}; "
-                    "lower --lr, look at the data, or leave such steps out with --no-check-for-nan-in-loss-and-grad"
-                )
-            skipped_in_a_row = skipped_in_a_row + 1 if result.skipped else 0
-            if skipped_in_a_row == MAX_SKIPPED_IN_A_ROW:
-                raise ValueError(
-                    f"the gradients of the last {MAX_SKIPPED_IN_A_ROW} steps were NaN or Inf (loss {result.loss}, loss "
-                    f"scale {run.scaler.scale:g}), so the parameters did not move: lower --lr or look at the data"
-                )
+            too_many = nonfinite.step(result)
             if training.eval_interval and iteration % training.eval_interval == 0 and iteration < run.train_iters:
                 reporter.pause()
                 _validate(run, valid_batches)
                 reporter.resume()
             stop = result.stop or (training.exit_interval is not None and iteration % training.exit_interval == 0)
             save_is_due = checkpoint.save_interval is not None and iteration % checkpoint.save_interval == 0
-            if checkpoint.save is not None and (save_is_due or stop or iteration == run.train_iters):
+            ends = stop or too_many or iteration == run.train_iters
+            if saver is not None and (save_is_due or ends):
                 reporter.pause()
-                _save(run)
+                with progress("saving checkpoint"):
+                    _save(run, saver, and_wait=ends)
                 reporter.resume()
-                saved_at = iteration
             if training.manual_gc_interval and iteration % training.manual_gc_interval == 0:
                 gc.collect()
+            if too_many:
+                raise NotFiniteError(f"{nonfinite.report()}. {_where_saved(run, saver)}")
+            if ends:
+                if iteration < run.train_iters:
+                    print_once(f"exiting program at iteration {iteration}, {_where_saved(run, saver)}")
+                _check_last_save(run, saver)
             if stop and iteration < run.train_iters:
-                saved = f", saved in {checkpoint.save}" if saved_at == iteration else ", not saved: there is no --save"
-                print_once(f"exiting program at iteration {iteration}{saved}")
                 return
 
     if valid_batches is not None:
@@ -156,6 +165,8 @@ def _batches(run: Run, split: str, consumed_samples: int) -> Iterator[Batch] | N
         dp_size=dist.get_world_size(),
         num_workers=run.settings.data.num_workers,
         device=run.device,
+        dataloader_type=run.settings.data.dataloader_type,
+        data_sharding=run.settings.data.data_sharding,
     )
 
 
@@ -176,28 +187,50 @@ def _print_losses(run: Run, loss: float, data_set: str | None) -> None:
         print(*format_validation_lines(run.counters.iteration, {"lm loss": loss}, data_set), sep="\n", flush=True)
 
 
-def _save(run: Run) -> None:
-    checkpoint, iteration = run.settings.checkpoint, run.counters.iteration
+def _build_saver(run: Run) -> CheckpointSaver:
+    checkpoint = run.settings.checkpoint
     assert checkpoint.save is not None
-    with progress("saving checkpoint"):
-        optimizer = None if checkpoint.no_save_optim else run.optimizer
-        save_checkpoint(
-            checkpoint.save,
-            iteration,
-            run.model,
-            optimizer,
-            run.zeropp,
-            run.meta(),
-            save_rng=not checkpoint.no_save_rng,
-        )
-    now = datetime.now().strftime("%Y-%m-%d %H:%M:%S")
-    print_once(f"  [{now}] successfully saved checkpoint from iteration {iteration:7d} to {checkpoint.save}")
+    keep_last = checkpoint.save_keep_last
+    if keep_last is None and checkpoint.save_retain_interval is not None:
+        keep_last = 2  # one to go back to if the last is damaged
+    return CheckpointSaver(
+        checkpoint.save,
+        asynchronous=not checkpoint.no_async_save,
+        keep_last=keep_last,
+        retain_interval=checkpoint.save_retain_interval,
+        timeout_minutes=run.settings.distributed.distributed_timeout_minutes,
+    )
 
 
-def _catch_sigterm() -> list[int]:
-    """A list that is empty until SIGTERM arrives."""
+def _save(run: Run, saver: CheckpointSaver, and_wait: bool) -> None:
+    checkpoint = run.settings.checkpoint
+    optimizer = None if checkpoint.no_save_optim else run.optimizer
+    save_rng = not checkpoint.no_save_rng
+    saver.save(run.counters.iteration, run.model, optimizer, run.zeropp, run.meta(), save_rng)
+    if and_wait:
+        saver.wait()
+
+
+def _where_saved(run: Run, saver: CheckpointSaver | None) -> str:
+    if saver is None:
+        return "not saved: there is no --save"
+    return f"saved in {saver.folder}" if saver.saved_iteration == run.counters.iteration else "NOT SAVED"
+
+
+def _check_last_save(run: Run, saver: CheckpointSaver | None) -> None:
+    with errors_on_all_ranks():
+        if saver is not None and saver.saved_iteration != run.counters.iteration:
+            raise CheckpointError(
+                f"the checkpoint of the last iteration, {run.counters.iteration}, was not saved, for the reason above; "
+                f"the latest one in {saver.folder} is older, and the same command goes on from there"
+            )
+
+
+def _catch_stop_signals() -> list[int]:
+    """A list that is empty until a signal asks to save and stop."""
     received: list[int] = []
-    signal.signal(signal.SIGTERM, lambda number, frame: received.append(number))
+    for number in STOP_SIGNALS:
+        signal.signal(number, lambda number, frame: received.append(number))
     return received
 
 

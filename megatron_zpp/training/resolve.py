@@ -101,7 +101,7 @@ def _resolve_training(training: TrainingSettings, world_size: int, accumulation_
         raise SettingsError("how many samples per rank and forward pass? give --micro-batch-size")
     training = dataclasses.replace(training, micro_batch_size=micro)
     _check_at_least(training, 1, "micro_batch_size", "global_batch_size", "seq_length", "train_iters", "train_samples")
-    _check_at_least(training, 1, "eval_interval", "exit_interval")
+    _check_at_least(training, 1, "eval_interval", "exit_interval", "max_nonfinite_steps")
     _check_at_least(training, 0, "eval_iters", "manual_gc_interval")
     expected = micro * (accumulation_steps or 1) * world_size
     if total is None:
@@ -177,6 +177,12 @@ def _resolve_model(model: ModelSettings, architecture: str, seq_length: int | No
         seq_length <= positions,
         f"--seq-length {seq_length} is longer than --max-position-embeddings {positions}; raise the latter",
     )
+    tie, untie = model.tie_embeddings_and_output_weights, model.untie_embeddings_and_output_weights
+    _require(
+        not (tie and untie),
+        "--tie-embeddings-and-output-weights and --untie-embeddings-and-output-weights exclude each other; give one",
+    )
+    tied = tie or not (untie or llama)
     dropout = 0.0 if llama else 0.1
     resolved = dataclasses.replace(
         model,
@@ -186,7 +192,8 @@ def _resolve_model(model: ModelSettings, architecture: str, seq_length: int | No
         max_position_embeddings=positions,
         attention_dropout=dropout if model.attention_dropout is None else model.attention_dropout,
         hidden_dropout=dropout if model.hidden_dropout is None else model.hidden_dropout,
-        untie_embeddings_and_output_weights=llama or model.untie_embeddings_and_output_weights,
+        untie_embeddings_and_output_weights=not tied,
+        tie_embeddings_and_output_weights=tied,
         normalization="RMSNorm" if llama else "LayerNorm",
         position_embedding_type="rope" if llama else "learned_absolute",
         swiglu=llama,
@@ -360,17 +367,21 @@ def zeropp_config(zero: ZeroSettings) -> ZeroPPConfig:
 
 def _check_data(data: DataSettings) -> None:
     per_split = [name for name in ("train_data_path", "valid_data_path", "test_data_path") if getattr(data, name)]
-    sources = [
-        *(["--data-path"] if data.data_path else []),
-        *(["--mock-data"] if data.mock_data else []),
-        *([_flag(per_split[0])] if per_split else []),
-    ]
+    whole = [name for name in ("data_path", "data_args_path") if getattr(data, name)]
+    others = [name for name in ("mock_data", "per_split_data_args_path") if getattr(data, name)]
+    sources = [_flag(name) for name in (*whole, *others, *per_split[:1])]
     _require(len(sources) > 0, "what to train on? give --data-path PREFIX, --train-data-path PREFIX or --mock-data")
     _require(len(sources) == 1, f"{' and '.join(sources)} both say where the data is; give one")
     _require(
-        not per_split or data.split is None, "--split divides --data-path; --train-data-path and its kin need none"
+        not (per_split or data.per_split_data_args_path) or data.split is None,
+        "--split divides --data-path; --train-data-path and its kin need none",
     )
-    _check_at_least(data, 0, "num_workers")
+    _check_at_least(data, 0, "num_workers", "mid_level_dataset_surplus")
+    for name in ("fim_rate", "fim_spm_rate"):
+        _require(0 <= getattr(data, name) <= 1, f"{_flag(name)} must be in [0, 1], got {getattr(data, name)}")
+    _require(
+        data.dataloader_type == "cyclic" or not data.data_sharding, "--data-sharding needs --dataloader-type cyclic"
+    )
 
 
 def _resolve_tokenizer(tokenizer: TokenizerSettings, data: DataSettings) -> TokenizerSettings:
@@ -390,9 +401,14 @@ def _check_checkpoint(checkpoint: CheckpointSettings) -> None:
         checkpoint.save is None or checkpoint.save_interval is not None,
         "how often to save? --save needs --save-interval",
     )
-    _check_at_least(checkpoint, 1, "save_interval", "ckpt_step")
-    for name in ("ckpt_step", "exit_on_missing_checkpoint", "finetune", "no_load_optim", "no_load_rng"):
+    _check_at_least(checkpoint, 1, "save_interval", "ckpt_step", "save_retain_interval", "save_keep_last")
+    needs_load = ("ckpt_step", "exit_on_missing_checkpoint", "finetune", "no_load_optim", "no_load_rng")
+    for name in (*needs_load, "load_latest_good"):
         _require(not getattr(checkpoint, name) or checkpoint.load is not None, f"{_flag(name)} needs --load")
+    _require(
+        not (checkpoint.load_latest_good and checkpoint.ckpt_step is not None),
+        "--load-latest-good and --ckpt-step both say which checkpoint to load; give one",
+    )
 
 
 # Settings that mean something only beside another one
@@ -421,6 +437,11 @@ _NEEDED = {
 }
 _NO_EFFECT_WITHOUT = {
     "rope_scaling_factor": "use_rope_scaling",
+    "fim_rate": "fim_data",
+    "fim_spm_rate": "fim_data",
+    "fim_prefix_token": "fim_data",
+    "fim_middle_token": "fim_data",
+    "fim_suffix_token": "fim_data",
     "loss_scale": "fp16",
     "initial_loss_scale": "fp16",
     "min_loss_scale": "fp16",
@@ -430,6 +451,10 @@ _NO_EFFECT_WITHOUT = {
     "save_interval": "save",
     "no_save_optim": "save",
     "no_save_rng": "save",
+    "no_async_save": "save",
+    "save_retain_interval": "save",
+    "save_keep_last": "save",
+    "verify_checkpoint": "load",
     "wandb_exp_name": "wandb_project",
     "wandb_entity": "wandb_project",
     "wandb_save_dir": "wandb_project",

@@ -46,7 +46,10 @@ class ModelSettings:
     init_method_std: float = flag(0.02, "standard deviation of the initial weights")
     attention_dropout: float | None = flag(None, "dropout of attention weights; default 0.1 (GPT), 0 (Llama)")
     hidden_dropout: float | None = flag(None, "dropout of embeddings and residuals; default 0.1 (GPT), 0 (Llama)")
-    untie_embeddings_and_output_weights: bool = flag(False, "separate output layer (always so for Llama)")
+    untie_embeddings_and_output_weights: bool = flag(False, "separate output layer (Llama's default)")
+    tie_embeddings_and_output_weights: bool = flag(
+        False, "the embeddings are the output layer too, as in Llama 3.2 (GPT's default)"
+    )
     # Flags that Megatron's scripts pass to describe the architecture: accepted where true of the script's model.
     normalization: str | None = flag(None, "LayerNorm (GPT) or RMSNorm (Llama)", choices=("LayerNorm", "RMSNorm"))
     position_embedding_type: str | None = flag(
@@ -78,11 +81,14 @@ class TrainingSettings:
     skip_train: bool = flag(False, "only evaluate")
     exit_interval: int | None = flag(None, "save and exit at iterations divisible by this")
     exit_duration_in_mins: float | None = flag(None, "save and exit after this many minutes")
-    exit_signal_handler: bool = flag(False, "save and exit on SIGTERM")
+    exit_signal_handler: bool = flag(False, "save and exit on SIGTERM or SIGUSR1")
     calculate_per_token_loss: bool = flag(
         False, "average the loss over all tokens of the global batch, not per micro-batch first"
     )
-    no_check_for_nan_in_loss_and_grad: bool = flag(False, "go on when the loss is NaN")
+    no_check_for_nan_in_loss_and_grad: bool = flag(False, "never stop because of NaN or Inf, whose steps are skipped")
+    max_nonfinite_steps: int | None = flag(
+        None, "save and stop after so many steps in a row with NaN or Inf; default 10, or 50 while a loss scale adapts"
+    )
     manual_gc: bool = flag(False, "collect Python garbage only every --manual-gc-interval steps")
     manual_gc_interval: int = flag(0, "see --manual-gc; 0 = never")
 
@@ -127,7 +133,9 @@ class ScheduleSettings:
     lr_wsd_decay_iters: int | None = flag(None, "steps of WSD's final decay")
     lr_wsd_decay_samples: int | None = flag(None, "samples of WSD's final decay")
     override_opt_param_scheduler: bool = flag(
-        False, "on resume take the schedule from the flags, not the checkpoint", name="--override-opt_param-scheduler"
+        False,
+        "on resume take schedule, batch and data from the flags, though the checkpoint's differ",
+        name="--override-opt_param-scheduler",
     )
     use_checkpoint_opt_param_scheduler: bool = flag(
         False, "on resume take the schedule from the checkpoint", name="--use-checkpoint-opt_param-scheduler"
@@ -235,10 +243,32 @@ class DataSettings:
         None, "dataset(s) of the validation split", nargs="+", metavar="PREFIX"
     )
     test_data_path: tuple[str, ...] | None = flag(None, "dataset(s) of the test split", nargs="+", metavar="PREFIX")
+    data_args_path: str | None = flag(None, "file that holds what --data-path takes", metavar="FILE")
+    per_split_data_args_path: str | None = flag(
+        None, "JSON file of what --train-data-path and its kin take: keys train, valid, test", metavar="FILE"
+    )
     data_cache_path: str | None = flag(None, "folder of the index cache; default beside the data", metavar="DIR")
+    no_mmap_bin_files: bool = flag(False, "read tokens from the file instead of mapping it into memory")
+    data_order_stable: bool = flag(
+        False, "an order of samples that does not depend on the length of the run: each epoch is shuffled by itself"
+    )
+    mid_level_dataset_surplus: float = flag(0.005, "how much more of each dataset of a blend to index than its share")
+    dataloader_type: str = flag(
+        "single", "the order of samples: once through, or round and round", choices=("single", "cyclic")
+    )
+    data_sharding: bool = flag(False, "with --dataloader-type cyclic: each rank keeps to its own part of the data")
+    pad_last_valid_sample: bool = flag(False, "validate on the last, incomplete sample too, padded without loss")
     mock_data: bool = flag(False, "random tokens instead of data, to measure speed")
     num_workers: int = flag(2, "loader processes per rank")
     eod_mask_loss: bool = flag(False, "no loss where the input is the end-of-document token")
+    reset_position_ids: bool = flag(False, "positions begin again behind an end-of-document token")
+    reset_attention_mask: bool = flag(False, "tokens attend to their own document alone")
+    fim_data: bool = flag(False, "fill-in-the-middle: move the middle of documents to their end")
+    fim_rate: float = flag(0.5, "share of documents that --fim-data permutes")
+    fim_spm_rate: float = flag(0.5, "share of these in the order suffix, prefix, middle")
+    fim_prefix_token: str = flag("<fim_prefix>", "token before the prefix, or its id")
+    fim_middle_token: str = flag("<fim_middle>", "token before the middle, or its id")
+    fim_suffix_token: str = flag("<fim_suffix>", "token before the suffix, or its id")
 
 
 @dataclass(frozen=True)
@@ -252,14 +282,20 @@ class TokenizerSettings:
             "SentencePieceTokenizer",
             "HuggingFaceTokenizer",
             "GPT2BPETokenizer",
+            "TikTokenizer",
             "ByteTokenizer",
             "NullTokenizer",
         ),
     )
-    tokenizer_model: str | None = flag(None, "SentencePiece model, or tokenizer.json or its folder", metavar="PATH")
+    tokenizer_model: str | None = flag(
+        None, "SentencePiece model, .tiktoken file, or tokenizer.json or its folder", metavar="PATH"
+    )
     vocab_file: str | None = flag(None, "vocab.json of GPT2BPETokenizer", metavar="FILE")
     merge_file: str | None = flag(None, "merges.txt of GPT2BPETokenizer", metavar="FILE")
     vocab_size: int | None = flag(None, "vocabulary size of NullTokenizer")
+    tiktoken_pattern: str | None = flag(
+        None, "how TikTokenizer cuts words: gpt2, cl100k_base, o200k_base or a regular expression", metavar="P"
+    )
 
 
 @dataclass(frozen=True)
@@ -268,9 +304,22 @@ class CheckpointSettings:
 
     save: str | None = flag(None, "folder to save checkpoints in", metavar="DIR")
     save_interval: int | None = flag(None, "optimizer steps between checkpoints; required with --save")
+    no_async_save: bool = flag(False, "write each checkpoint before training goes on, without a copy in host memory")
+    save_retain_interval: int | None = flag(
+        None, "keep the checkpoints at iterations divisible by this, and the last --save-keep-last; default keep all"
+    )
+    save_keep_last: int | None = flag(
+        None, "keep so many of the latest checkpoints; default all, or 2 with --save-retain-interval"
+    )
     load: str | None = flag(None, "folder to resume from; an empty or absent one starts from scratch", metavar="DIR")
     ckpt_step: int | None = flag(None, "iteration to load; default the latest")
     exit_on_missing_checkpoint: bool = flag(False, "fail when --load holds no checkpoint")
+    verify_checkpoint: str = flag(
+        "all",
+        "files whose digests are checked before loading: all, about one in eight, or none",
+        choices=("all", "sample", "none"),
+    )
+    load_latest_good: bool = flag(False, "pass over damaged checkpoints and load the newest good one")
     finetune: bool = flag(False, "load only the parameters and start at iteration 0")
     no_save_optim: bool = flag(False, "leave the optimizer out of checkpoints")
     no_save_rng: bool = flag(False, "leave random states out of checkpoints")

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +15,10 @@ import torch
 import torch.distributed as dist
 
 from megatron_zpp.data.build import Datasets, build_datasets
-from megatron_zpp.data.tokenizers import build_tokenizer
+from megatron_zpp.data.fill_in_the_middle import FillInTheMiddle, find_token
+from megatron_zpp.data.gpt_dataset import SampleOptions
+from megatron_zpp.data.order import check_order
+from megatron_zpp.data.tokenizers import Tokenizer, build_tokenizer
 from megatron_zpp.models.activation_checkpoint import apply_activation_checkpointing
 from megatron_zpp.models.gpt import GPT
 from megatron_zpp.models.init import init_weights
@@ -19,14 +26,22 @@ from megatron_zpp.models.llama import Llama
 from megatron_zpp.parallel.distributed import errors_on_all_ranks
 from megatron_zpp.parallel.sharding import shard_model
 from megatron_zpp.training.batch_size import BatchSchedule
-from megatron_zpp.training.checkpoint import CheckpointError, find_checkpoint, load_checkpoint, read_meta
+from megatron_zpp.training.checkpoint import (
+    CheckpointError,
+    FolderLock,
+    find_checkpoint,
+    latest_good,
+    load_checkpoint,
+    problems_on_all_ranks,
+    read_meta,
+)
 from megatron_zpp.training.logging import MetricWriters, progress
 from megatron_zpp.training.loss_scaler import LossScaler
 from megatron_zpp.training.model import build_model, mixed_precision
 from megatron_zpp.training.optimizer import build_optimizer
 from megatron_zpp.training.resolve import zeropp_config
 from megatron_zpp.training.schedule import Schedule, resume_schedule
-from megatron_zpp.training.settings import CheckpointSettings, Settings
+from megatron_zpp.training.settings import CheckpointSettings, DataSettings, Settings
 from megatron_zpp.zeropp import ZeroPP, apply_zeropp
 
 
@@ -59,6 +74,8 @@ class Run:
     train_iters: int
     num_eval_micro_batches: int  # per rank and evaluation
     counters: Counters
+    lock: FolderLock | None = None  # on --save, held by rank 0
+    last_loss: float | None = None
 
     def meta(self) -> dict[str, Any]:
         """What a checkpoint keeps beside the tensors."""
@@ -68,6 +85,9 @@ class Run:
             "counters": dataclasses.asdict(self.counters),
             "schedule": self.schedule.state_dict() if self.schedule is not None else None,
             "loss_scaler": self.scaler.state_dict(),
+            "loss": self.last_loss if self.last_loss is not None and math.isfinite(self.last_loss) else None,
+            "data_order": self.datasets.train.order if self.datasets.train is not None else None,
+            "tokens": self.counters.consumed_train_samples * (self.settings.training.seq_length or 0),
         }
 
 
@@ -82,22 +102,29 @@ def build_run(settings: Settings, device: torch.device) -> Run:
         training.rampup_batch_size,
         training.decrease_batch_size_if_needed,
     )
-    train_iters = training.train_iters
-    if train_iters is None:
-        train_iters = batches.total_iterations(training.train_samples or 0)
     with errors_on_all_ranks():
-        checkpoint = _find_checkpoint(settings.checkpoint)
+        lock = None
+        if settings.checkpoint.save is not None and dist.get_rank() == 0:
+            lock = FolderLock(settings.checkpoint.save)
+    checkpoint = _find_checkpoint(settings.checkpoint)
+    with errors_on_all_ranks():
         meta = read_meta(checkpoint) if checkpoint is not None else None
         counters = Counters()
         if meta is not None and not settings.checkpoint.finetune:
-            counters = Counters(**meta["counters"])
+            counters = _saved_counters(meta)
+            _check_same_batches_and_data(settings, meta)
+    train_iters = training.train_iters
+    if train_iters is None:  # the batch size may be another than before the checkpoint
+        to_come = batches.total_iterations(training.train_samples or 0, counters.consumed_train_samples)
+        train_iters = counters.iteration + to_come
     samples = _samples_at_end(batches, counters, train_iters)
     num_eval_micro_batches = training.eval_iters * batches.num_micro_batches(samples)
-    with errors_on_all_ranks(), progress("building data"):
-        if settings.checkpoint.save is not None:
-            Path(settings.checkpoint.save).mkdir(parents=True, exist_ok=True)
+    with errors_on_all_ranks():
         eval_samples = num_eval_micro_batches * training.micro_batch_size * dist.get_world_size()
+        samples = max(samples, training.train_samples or 0)
         vocab_size, datasets = _build_data(settings, counters, train_iters, samples, eval_samples)
+        if meta is not None and not settings.checkpoint.finetune:
+            _check_same_order(settings, meta, datasets)
         run_config = settings.as_flat_dict() | {"world_size": dist.get_world_size()}
         is_last_rank = dist.get_rank() == dist.get_world_size() - 1
         writers = MetricWriters(settings.logging, run_config, is_writer=is_last_rank, save=settings.checkpoint.save)
@@ -105,6 +132,7 @@ def build_run(settings: Settings, device: torch.device) -> Run:
         if not training.skip_train:
             schedule = Schedule.from_settings(settings.optimizer, settings.schedule, training, batches)
 
+    _check_same_data_on_all_ranks(datasets)
     model, zeropp = _build_model(settings, vocab_size, device)
     with errors_on_all_ranks():
         optimizer = build_optimizer(model, settings.optimizer)
@@ -122,6 +150,7 @@ def build_run(settings: Settings, device: torch.device) -> Run:
         train_iters,
         num_eval_micro_batches,
         counters,
+        lock,
     )
     torch.manual_seed(training.seed + dist.get_rank())  # from here on randomness is dropout's: its own on each rank
     if checkpoint is not None and meta is not None:
@@ -138,12 +167,82 @@ def print_once(text: str) -> None:
 
 
 def _find_checkpoint(settings: CheckpointSettings) -> Path | None:
+    """The checkpoint to load, the same on every rank, verified as the settings ask; None to start from scratch."""
     if settings.load is None:
         return None
-    checkpoint = find_checkpoint(settings.load, settings.ckpt_step)
-    if checkpoint is None and settings.exit_on_missing_checkpoint:
-        raise CheckpointError(f"{settings.load} holds no checkpoint (--exit-on-missing-checkpoint)")
+    if settings.load_latest_good:
+        with progress("verifying checkpoints"):
+            checkpoint, passed_over = latest_good(settings.load, settings.verify_checkpoint)
+        for problem in passed_over:
+            print_once(f"note: damaged, passed over: {problem}")
+        with errors_on_all_ranks():
+            if checkpoint is None and passed_over:
+                raise CheckpointError(f"{settings.load} holds no good checkpoint: {'; '.join(passed_over)}")
+            if checkpoint is None and dist.get_rank() == 0:
+                find_checkpoint(settings.load)  # raises if this is no place for checkpoints
+    else:
+        found: list[Path | None] = [None]
+        with errors_on_all_ranks():
+            if dist.get_rank() == 0:  # alone: ranks that look at different moments may see different ones
+                found = [find_checkpoint(settings.load, settings.ckpt_step)]
+        dist.broadcast_object_list(found)
+        checkpoint = found[0]
+        if checkpoint is not None:
+            with progress("verifying the checkpoint"):
+                wrong = problems_on_all_ranks(checkpoint, settings.verify_checkpoint)
+            with errors_on_all_ranks():
+                if wrong:
+                    raise CheckpointError(
+                        f"{checkpoint} is damaged: {'; '.join(wrong)}. Load another one with --ckpt-step, or the "
+                        "newest good one with --load-latest-good"
+                    )
+    with errors_on_all_ranks():
+        if checkpoint is None and settings.exit_on_missing_checkpoint:
+            raise CheckpointError(f"{settings.load} holds no checkpoint (--exit-on-missing-checkpoint)")
     return checkpoint
+
+
+def _saved_counters(meta: Mapping[str, Any]) -> Counters:
+    try:
+        return Counters(**meta["counters"])
+    except TypeError as error:
+        raise CheckpointError(f"the checkpoint's counters are of another version of megatron_zpp ({error})") from error
+
+
+_BATCH_SETTINGS = ("global_batch_size", "rampup_batch_size", "decrease_batch_size_if_needed", "seq_length", "seed")
+# On what is read in which order; of data_order_stable and the surplus, check_order knows where they have some.
+_WITHOUT_INFLUENCE = (
+    "num_workers",
+    "data_cache_path",
+    "no_mmap_bin_files",
+    "pad_last_valid_sample",
+    "data_order_stable",
+    "mid_level_dataset_surplus",
+)
+
+
+def _check_same_batches_and_data(settings: Settings, meta: Mapping[str, Any]) -> None:
+    """Raise CheckpointError where going on would read other data, or in other batches, than the run did so far."""
+    if settings.schedule.override_opt_param_scheduler:
+        return
+    ours, saved = json.loads(json.dumps(settings.as_flat_dict())), meta["settings"]
+    of_data = [field.name for field in dataclasses.fields(settings.data) if field.name not in _WITHOUT_INFLUENCE]
+    differing = []
+    for name in (*_BATCH_SETTINGS, *of_data, "tokenizer_type"):
+        here, there = ours[name], saved.get(name, ours[name])
+        if name.endswith("_path"):  # the files may have moved to another folder
+            here, there = (_file_names(value) for value in (here, there))
+        if here != there:
+            differing.append(f"{name} {there} there, {here} here")
+    if differing:
+        raise CheckpointError(
+            f"batches or data are not the checkpoint's: {'; '.join(differing)}. Give what was given before, or "
+            "--override-opt_param-scheduler to go on with these"
+        )
+
+
+def _file_names(paths: str | list[str] | None) -> list[str]:
+    return [Path(path).name for path in ([paths] if isinstance(paths, str) else paths or ())]
 
 
 def _samples_at_end(batches: BatchSchedule, counters: Counters, train_iters: int) -> int:
@@ -161,28 +260,73 @@ def _build_data(
     training, data, names = settings.training, settings.data, settings.tokenizer
     assert training.seq_length and names.tokenizer_type
     tokenizer = build_tokenizer(
-        names.tokenizer_type, names.tokenizer_model, names.vocab_file, names.merge_file, names.vocab_size
+        names.tokenizer_type,
+        names.tokenizer_model,
+        names.vocab_file,
+        names.merge_file,
+        names.vocab_size,
+        names.tiktoken_pattern,
     )
     evaluations_to_come = 1
     if training.eval_interval:
         evaluations_to_come += train_iters // training.eval_interval - counters.iteration // training.eval_interval
     valid_samples = counters.consumed_valid_samples + max(1, evaluations_to_come) * eval_samples
+    options = SampleOptions(
+        seq_length=training.seq_length,
+        seed=training.seed,
+        stable_order=data.data_order_stable,
+        eod=tokenizer.eod,
+        eod_mask_loss=data.eod_mask_loss,
+        reset_position_ids=data.reset_position_ids,
+        reset_attention_mask=data.reset_attention_mask,
+        fill_in_the_middle=_fill_in_the_middle(data, tokenizer) if data.fim_data else None,
+    )
     datasets = build_datasets(
+        options,
         data_path=data.data_path,
+        data_args_path=data.data_args_path,
         train_data_path=data.train_data_path,
         valid_data_path=data.valid_data_path,
         test_data_path=data.test_data_path,
+        per_split_data_args_path=data.per_split_data_args_path,
         split=data.split,
-        seq_length=training.seq_length,
-        seed=training.seed,
+        mock_data=data.mock_data,
         num_samples=(0 if training.skip_train else train_samples, valid_samples, eval_samples),
         vocab_size=tokenizer.vocab_size,
         cache_path=data.data_cache_path,
-        eod=tokenizer.eod,
-        eod_mask_loss=data.eod_mask_loss,
-        mock_data=data.mock_data,
+        surplus=data.mid_level_dataset_surplus,
+        keep_last_valid=data.pad_last_valid_sample,
+        mmap_tokens=not data.no_mmap_bin_files,
+        # The rank that builds shows it: the others of its node wait for it.
+        progress=partial(progress, any_rank=True, line_every=10.0),
     )
     return tokenizer.vocab_size, datasets
+
+
+def _fill_in_the_middle(data: DataSettings, tokenizer: Tokenizer) -> FillInTheMiddle:
+    names = (data.fim_prefix_token, data.fim_middle_token, data.fim_suffix_token)
+    prefix, middle, suffix = (find_token(tokenizer, name) for name in names)
+    return FillInTheMiddle(prefix, middle, suffix, data.fim_rate, data.fim_spm_rate)
+
+
+def _check_same_order(settings: Settings, meta: Mapping[str, Any], datasets: Datasets) -> None:
+    saved = meta.get("data_order")
+    if datasets.train is not None and saved is not None:
+        check_order(saved, datasets.train.order, other_data=settings.schedule.override_opt_param_scheduler)
+
+
+def _check_same_data_on_all_ranks(datasets: Datasets) -> None:
+    """Each node reads its own copy of the data: refuse copies that differ."""
+    ours = json.dumps([split.order for split in datasets if split is not None])
+    orders: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(orders, ours)
+    with errors_on_all_ranks():
+        others = [rank for rank, order in enumerate(orders) if order != orders[0]]
+        if others:
+            raise ValueError(
+                f"ranks {', '.join(map(str, others))} read other data than rank 0: the files differ between nodes; "
+                "copy the .bin and .idx files of one node to all"
+            )
 
 
 def _build_model(settings: Settings, vocab_size: int, device: torch.device) -> tuple[GPT | Llama, ZeroPP | None]:
@@ -227,6 +371,7 @@ def _load(run: Run, checkpoint: Path, meta: dict[str, Any]) -> None:
     finetune = settings.checkpoint.finetune
     notes = load_checkpoint(
         checkpoint,
+        meta,
         run.model,
         None if finetune or settings.checkpoint.no_load_optim else run.optimizer,
         run.zeropp,

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megatron_zpp.data.build import Batch
+from megatron_zpp.data.loader import Batch
 from megatron_zpp.parallel.sharding import prepare_backward
 from megatron_zpp.training.optimizer import clip_gradients, count_zeros, scale_gradients, set_lr_and_weight_decay
 from megatron_zpp.training.setup import Run
@@ -22,36 +22,28 @@ class StepResult:
 
     loss: float  # mean over the tokens of the global batch
     grad_norm: float  # before clipping
-    skipped: bool  # the gradients were not finite
+    skipped: bool  # loss or gradients were not finite
     stop: bool  # some rank wants to save and exit
     num_zeros: int | None
+    micro_batches: list[Batch] = field(repr=False)  # this rank's
 
 
 def train_step(run: Run, batches: Iterator[Batch], num_micro_batches: int, stop: bool) -> StepResult:
     """Accumulate gradients over the micro-batches, clip, and let the optimizer step, unless they are not finite."""
-    settings, model = run.settings, run.model
-    per_token, scale = settings.training.calculate_per_token_loss, run.scaler.scale
-    totals = torch.zeros(3, dtype=torch.float64, device=run.device)  # loss, tokens, wish to stop
-    for i in range(num_micro_batches):
-        is_last = i == num_micro_batches - 1
-        prepare_backward(model, settings.zero.zero_stage, is_last)
-        if run.zeropp is not None:
-            run.zeropp.set_is_last_micro_batch(is_last)
-        loss_sum, num_tokens = summed_loss(model, next(batches), run.device)
-        # Megatron's average: over the micro-batch's tokens, then over micro-batches, then (FSDP2) over ranks.
-        loss = loss_sum if per_token else loss_sum / num_tokens.clamp(min=1) / num_micro_batches
-        (loss * scale).backward()
-        totals[:2] += torch.stack([loss_sum.detach(), num_tokens])
+    settings, model, scale = run.settings, run.model, run.scaler.scale
+    micro_batches: list[Batch] = []
+    totals = accumulate_gradients(run, _remember(batches, micro_batches), num_micro_batches, scale)
     totals[2] = float(stop)
     dist.all_reduce(totals)
     loss_sum_all, num_tokens_all, wishes = totals.tolist()
 
     parameters = list(model.parameters())
+    per_token = settings.training.calculate_per_token_loss
     per_token_factor = dist.get_world_size() / max(1.0, num_tokens_all) if per_token else 1.0
     scale_gradients(parameters, per_token_factor / scale)
     grad_norm = clip_gradients(parameters, settings.optimizer.clip_grad)
     num_zeros = count_zeros(parameters) if settings.logging.log_num_zeros_in_grad else None
-    skipped = not math.isfinite(grad_norm)
+    skipped = not (math.isfinite(grad_norm) and math.isfinite(loss_sum_all))
     if not skipped:
         assert run.schedule is not None
         samples = run.counters.scheduled_samples
@@ -64,11 +56,40 @@ def train_step(run: Run, batches: Iterator[Batch], num_micro_batches: int, stop:
             run.zeropp.undo_step()
         if run.scaler.scale != scale:
             run.zeropp.rescale_errors(run.scaler.scale / scale)
-    return StepResult(loss_sum_all / max(1.0, num_tokens_all), grad_norm, skipped, wishes > 0, num_zeros)
+    loss = loss_sum_all / max(1.0, num_tokens_all)
+    return StepResult(loss, grad_norm, skipped, wishes > 0, num_zeros, micro_batches)
+
+
+def accumulate_gradients(run: Run, batches: Iterator[Batch], num_micro_batches: int, scale: float) -> Tensor:
+    """Forward and backward passes of one step, gradients reduced but not scaled back.
+
+    Returns fp64 [3]: this rank's summed loss, its tokens, and a 0 to fill in.
+    """
+    settings, model = run.settings, run.model
+    totals = torch.zeros(3, dtype=torch.float64, device=run.device)
+    for i in range(num_micro_batches):
+        is_last = i == num_micro_batches - 1
+        prepare_backward(model, settings.zero.zero_stage, is_last)
+        if run.zeropp is not None:
+            run.zeropp.set_is_last_micro_batch(is_last)
+        loss_sum, num_tokens = summed_loss(model, next(batches), run.device)
+        # Megatron's average: over the micro-batch's tokens, then over micro-batches, then (FSDP2) over ranks.
+        per_token = settings.training.calculate_per_token_loss
+        loss = loss_sum if per_token else loss_sum / num_tokens.clamp(min=1) / num_micro_batches
+        (loss * scale).backward()
+        totals[:2] += torch.stack([loss_sum.detach(), num_tokens])
+    return totals
+
+
+def _remember(batches: Iterator[Batch], seen: list[Batch]) -> Iterator[Batch]:
+    for batch in batches:
+        seen.append(batch)
+        yield batch
 
 
 def summed_loss(model: nn.Module, batch: Batch, device: torch.device) -> tuple[Tensor, Tensor]:
     """The sum of the loss over a micro-batch's unmasked tokens, and their number, both fp32 scalars."""
-    tokens, labels, loss_mask = (batch[k].to(device, non_blocking=True) for k in ("tokens", "labels", "loss_mask"))
-    losses = model(tokens, labels)  # [B, S]
+    inputs = {name: tensor.to(device, non_blocking=True) for name, tensor in batch.items()}
+    loss_mask = inputs.pop("loss_mask")
+    losses = model(**inputs)  # [B, S]
     return (losses * loss_mask).sum(), loss_mask.sum()

@@ -94,7 +94,7 @@ def test_text_ends_with_the_document():
     ("argv", "message"),
     [
         (["--load", "nowhere"], "nowhere holds no checkpoint"),
-        (["--load", "damaged"], "damaged and cannot be loaded"),
+        (["--load", "damaged"], "rank_00000.safetensors has 1000 bytes instead of"),
         (["--load", "checkpoint", "--ckpt-step", "5"], "iter_0000005 is not a complete checkpoint"),
     ],
 )
@@ -102,7 +102,7 @@ def test_errors_are_one_line(checkpoint, tmp_path, monkeypatch, sample, argv, me
     monkeypatch.chdir(tmp_path)
     shutil.copytree(checkpoint, "checkpoint")
     shutil.copytree(checkpoint, "damaged")
-    for file in Path("damaged").glob("iter_*/*.distcp"):
+    for file in Path("damaged").glob("iter_*/*.safetensors"):
         file.write_bytes(file.read_bytes()[:1000])
     code, out, err = sample(*argv)
     assert (code, out) == (1, "")

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import textwrap
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -80,13 +81,15 @@ def train_each(runs: dict[str, list[str]], architecture: str = "gpt") -> dict[st
     return results
 
 
-def torchrun(ranks: int, argv: list[str], script: str = "pretrain_gpt.py", **environment: str) -> subprocess.Popen:
-    """The program as a user starts it; ranks 0: by python alone."""
-    launcher = [sys.executable]
+def torchrun(
+    ranks: int, argv: list[str], script: str = "pretrain_gpt.py", launcher: Sequence[str] = (), **environment: str
+) -> subprocess.Popen:
+    """The program as a user starts it; ranks 0: by python alone. ``launcher``: more flags of torchrun."""
+    command = [sys.executable]
     if ranks:
-        launcher += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+        command += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), *launcher]
     return subprocess.Popen(
-        [*launcher, str(ROOT / script), *argv],
+        [*command, str(ROOT / script), *argv],
         env=os.environ | {"OMP_NUM_THREADS": "1"} | environment,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

@@ -17,6 +17,7 @@ from megatron_zpp.training.arguments import (
 )
 from megatron_zpp.training.arguments_page import render_reference
 from megatron_zpp.training.foreign_flags import NOT_NEEDED, REFUSED
+from megatron_zpp.training.model import build_model
 from megatron_zpp.training.settings import Settings
 
 SMALL = (
@@ -118,6 +119,14 @@ def test_derived_llama():
     assert model.num_query_groups == 4
     assert model.swiglu and model.disable_bias_linear and model.untie_embeddings_and_output_weights
     assert (model.normalization, model.position_embedding_type) == ("RMSNorm", "rope")
+
+
+@pytest.mark.parametrize("architecture", ["gpt", "llama"])
+def test_embeddings_are_tied_as_asked(architecture):
+    for ask, tied in {"": architecture == "gpt", "--tie": True, "--untie": False}.items():
+        model = parse(f"{SMALL} {ask and f'{ask}-embeddings-and-output-weights'}", architecture)[0].model
+        assert build_model(architecture, model, 100).config.tie_embeddings == tied
+        assert model.tie_embeddings_and_output_weights != model.untie_embeddings_and_output_weights
 
 
 @pytest.mark.parametrize("name", PRESETS)
@@ -238,7 +247,7 @@ def test_reference_page_is_up_to_date():
         ("--local_rank=0", "torchrun"),
         ("--num-experts 8", "--num-experts"),
         ("--transformer-impl transformer_engine", "transformer_engine local"),
-        ("--dataloader-type cyclic", "cyclic single"),
+        ("--dataloader-type external", "external single cyclic"),
         ("--use-distributed-optimizer --zero-stage 0", "--use-distributed-optimizer --zero-stage 1"),
         ("--optimizer lion", "--optimizer lion adam sgd"),
         ("--seed x", "--seed x"),
@@ -323,6 +332,7 @@ def test_missing(left_out, words):
         ("--group-query-attention --num-query-groups 3", "--num-attention-heads 4 --num-query-groups 3"),
         ("--kv-channels 15", "even 15"),
         ("--position-embedding-type learned_absolute", "learned_absolute rope pretrain_gpt.py"),
+        ("--tie-embeddings-and-output-weights --untie-embeddings-and-output-weights", "--untie- --tie- give one"),
     ],
 )
 def test_refused_for_llama(extra, words):

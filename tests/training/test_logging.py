@@ -176,3 +176,15 @@ def test_progress_shows_on_a_terminal_only(monkeypatch: pytest.MonkeyPatch, capf
         print("end", file=terminal, flush=True)
         assert b"elsewhere" not in os.read(master, 10000)
     os.close(master)
+
+
+def test_progress_in_a_log_is_a_line_now_and_then(capsys):
+    with progress("building", 200, line_every=0.0) as advance:
+        advance(50)
+        advance(100)
+        advance(50)
+    with progress("evaluating", 200) as advance:
+        advance(50)
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.partition(",")[0] for line in lines] == ["building: 25 %", "building: 75 %"]
+    assert all(line.endswith(" s left") for line in lines)

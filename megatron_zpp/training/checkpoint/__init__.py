@@ -1,0 +1,24 @@
+"""Checkpoints on torch.distributed.checkpoint: exact, atomic, verified, without pickle."""
+
+from .folder import CheckpointError, FolderLock, candidates, find_checkpoint, is_complete, read_meta
+from .saver import CheckpointSaver
+from .state import iterate_parameters, load_checkpoint
+from .storage import iterate_tensors, save_parameters
+from .verify import latest_good, problems, problems_on_all_ranks
+
+__all__ = [
+    "CheckpointError",
+    "CheckpointSaver",
+    "FolderLock",
+    "candidates",
+    "find_checkpoint",
+    "is_complete",
+    "iterate_parameters",
+    "iterate_tensors",
+    "latest_good",
+    "load_checkpoint",
+    "problems",
+    "problems_on_all_ranks",
+    "read_meta",
+    "save_parameters",
+]

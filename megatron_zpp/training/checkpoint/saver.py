@@ -1,0 +1,142 @@
+"""Saves checkpoints while training goes on."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+import time
+from concurrent.futures import Future
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+
+from megatron_zpp.zeropp import ZeroPP
+
+from .folder import INCOMPLETE, checkpoint_path, retain
+from .state import checkpoint_state, describe_state, root_cause
+from .storage import CheckpointWriter
+
+
+@dataclass
+class _Pending:
+    iteration: int
+    begun: float  # monotonic seconds
+    stopped: float  # seconds that training waited, so far
+    future: Future[Any]
+    finished: float | None = None
+
+
+class CheckpointSaver:
+    """Saves in one folder, in the background (``asynchronous``) or at once. All its methods are collective.
+
+    A save that fails is reported, cleaned up, and otherwise changes nothing: the one before it stays the latest.
+    """
+
+    def __init__(
+        self,
+        folder: str,
+        asynchronous: bool = True,
+        keep_last: int | None = None,
+        retain_interval: int | None = None,
+        timeout_minutes: float = 10.0,
+    ) -> None:
+        self.folder, self.asynchronous = folder, asynchronous
+        self.keep_last, self.retain_interval = keep_last, retain_interval
+        self.saved_iteration: int | None = None  # the last one that is on the disk
+        self.failures = 0
+        self.seconds_stopped = 0.0  # that training waited for saves, in all
+        self._pending: _Pending | None = None
+        # A group of its own: its collectives run in another thread than training's, and on the CPU.
+        self._group = dist.new_group(backend="gloo", timeout=timedelta(minutes=timeout_minutes))
+
+    def save(
+        self,
+        iteration: int,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | None,
+        zeropp: ZeroPP | None,
+        meta: dict[str, Any],
+        save_rng: bool = True,
+    ) -> None:
+        """Begin to save; training may go on when this returns. Waits for the save before, if that is not done."""
+        begun = time.monotonic()
+        self.wait()
+        meta = meta | describe_state(optimizer, zeropp, save_rng)
+        meta |= {"iteration": iteration, "torch": str(torch.__version__), "saved_at": _now()}
+        writer = CheckpointWriter(
+            self.folder, iteration, meta, after=lambda: retain(self.folder, self.keep_last, self.retain_interval)
+        )
+        arguments: dict[str, Any] = dict(
+            storage_writer=writer,
+            planner=dcp.DefaultSavePlanner(flatten_state_dict=False),
+            process_group=self._group,
+        )
+        state = checkpoint_state(model, optimizer, zeropp, save_rng)
+        if self.asynchronous:
+            future = dcp.async_save(state, **arguments)  # returns when it has copied the state
+            assert isinstance(future, Future)
+            pending = self._pending = _Pending(iteration, begun, time.monotonic() - begun, future)
+            future.add_done_callback(lambda _: setattr(pending, "finished", time.monotonic()))
+            self._print(f"saving checkpoint of iteration {iteration} to {self.folder} while training goes on")
+        else:
+            future = Future()
+            try:
+                future.set_result(dcp.save(state, **arguments))
+            except dcp.api.CheckpointException as error:
+                future.set_exception(error)
+            stopped = time.monotonic() - begun
+            self._pending = _Pending(iteration, begun, stopped, future, finished=time.monotonic())
+            self._settle()
+
+    def poll(self) -> None:
+        """Report a save that has come to its end meanwhile; call it at every step."""
+        if self._pending is not None and self._pending.future.done():
+            self._settle()
+
+    def wait(self) -> None:
+        """Return when nothing is being saved any more."""
+        if self._pending is not None:
+            begun = time.monotonic()
+            self._pending.future.exception()  # waits
+            self._pending.stopped += time.monotonic() - begun
+            self._settle()
+
+    def _settle(self) -> None:
+        pending, self._pending = self._pending, None
+        assert pending is not None
+        self.seconds_stopped += pending.stopped
+        error = pending.future.exception()
+        if error is None:
+            self.saved_iteration = pending.iteration
+            written = (pending.finished or time.monotonic()) - pending.begun
+            self._print(
+                f"successfully saved checkpoint from iteration {pending.iteration:7d} to {self.folder} "
+                f"(written in {written:.2f} s, training stopped for {pending.stopped:.2f} s)"
+            )
+            return
+        if not isinstance(error, dcp.api.CheckpointException):
+            raise error
+        self.failures += 1
+        if dist.get_rank() == 0:
+            incomplete = checkpoint_path(self.folder, pending.iteration)
+            shutil.rmtree(incomplete.with_name(incomplete.name + INCOMPLETE), ignore_errors=True)  # makes room
+            cause = " ".join(root_cause(error).split())
+            print(
+                f"ERROR: the checkpoint of iteration {pending.iteration} was NOT SAVED: {cause}. Training goes on; the "
+                f"latest checkpoint in {self.folder} stays what it was. Make room, or make it writable",
+                file=sys.stderr,
+                flush=True,
+            )
+
+    def _print(self, text: str) -> None:
+        if dist.get_rank() == 0:
+            print(f"  [{_now()}] {text}", flush=True)
+
+
+def _now() -> str:
+    return datetime.now().strftime("%Y-%m-%d %H:%M:%S")

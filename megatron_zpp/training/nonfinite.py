@@ -1,0 +1,120 @@
+"""Where did NaN or Inf begin? The step is computed again, with every module's output and gradient looked at."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from megatron_zpp.data.loader import Batch
+from megatron_zpp.training.setup import Run, print_once
+from megatron_zpp.training.step import StepResult, accumulate_gradients
+
+SHOWN = 3  # findings in one line
+
+
+class NonfiniteSteps:
+    """Counts the steps in a row that were skipped for NaN or Inf, and says where they began."""
+
+    def __init__(self, run: Run) -> None:
+        precision, training = run.settings.precision, run.settings.training
+        self.run = run
+        self.scale_adapts = precision.fp16 and precision.loss_scale is None  # which overflows to adapt
+        # fp16's first loss scale, 2^32, may take 30 halvings to come down.
+        self.limit = training.max_nonfinite_steps or (50 if self.scale_adapts else 10)
+        self.is_checked = not training.no_check_for_nan_in_loss_and_grad
+        self.in_a_row = 0
+        self.where = ""
+
+    def step(self, result: StepResult) -> bool:
+        """Take a step in; True if it is the last one of too many. Collective."""
+        self.in_a_row = self.in_a_row + 1 if result.skipped else 0
+        if not result.skipped or not self.is_checked:
+            return False
+        is_last = self.in_a_row == self.limit
+        if is_last if self.scale_adapts else self.in_a_row == 1:
+            self.where = locate_nonfinite(self.run, result.micro_batches)
+            print_once(
+                f"note: NaN or Inf at iteration {self.run.counters.iteration} (loss {result.loss:g}, gradient norm "
+                f"{result.grad_norm:g}), the step was skipped: {self.where}"
+            )
+        return is_last
+
+    def report(self) -> str:
+        iteration, scale = self.run.counters.iteration, self.run.scaler.scale
+        return (
+            f"the last {self.in_a_row} steps, up to iteration {iteration}, had NaN or Inf (loss scale {scale:g}), so "
+            f"the parameters did not move: {self.where}; lower --lr or look at the data, or go on with "
+            "--no-check-for-nan-in-loss-and-grad"
+        )
+
+
+def locate_nonfinite(run: Run, micro_batches: list[Batch]) -> str:
+    """One line: where the NaN or Inf of a step began, and on which rank. Collective; changes nothing.
+
+    micro_batches: this rank's of the step. Costs one more step.
+    """
+    where = f"rank {dist.get_rank()} on {socket.gethostname()}"
+    shards = ((name, p.to_local() if isinstance(p, DTensor) else p) for name, p in run.model.named_parameters())
+    parameters = [f"the parameter {name} (the part of {where})" for name, p in shards if not p.isfinite().all()]
+    with _watch(run.model, compiled=run.settings.activation.compile) as found:
+        with torch.random.fork_rng([run.device] if run.device.type == "cuda" else []):
+            accumulate_gradients(run, iter(micro_batches), len(micro_batches), run.scaler.scale)
+    run.optimizer.zero_grad()
+    if run.zeropp is not None:
+        run.zeropp.undo_step()
+        run.zeropp.traffic.take()  # none of the run's own steps
+    mine = parameters[:1], [f"{event} on {where}" for event in found]
+    of_ranks: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(of_ranks, mine)
+
+    # A parameter explains outputs, and the first output (or else gradient) of a rank what comes after it.
+    causes = [text for parameters, _ in of_ranks for text in parameters]
+    for kind in ("output", "gradient"):
+        causes = causes or [next(text for text in texts if kind in text) for _, texts in of_ranks
+                            if any(kind in text for text in texts)]  # fmt: skip
+    if not causes:
+        return (
+            "computed again, the step is finite: a fault that passed (dropout's draw, overflow while gradients were "
+            "added up over ranks, or hardware)"
+        )
+    more = f", and {len(causes) - SHOWN} more" if len(causes) > SHOWN else ""
+    return f"it began in {'; '.join(causes[:SHOWN])}{more}"
+
+
+@contextmanager
+def _watch(model: nn.Module, compiled: bool) -> Iterator[list[str]]:
+    """The first module whose output is not finite, and the first whose output's gradient is not, in that order."""
+    found: list[str] = []
+    handles = []
+
+    def note(kind: str, name: str, tensor: Tensor) -> None:
+        if not any(kind in event for event in found) and not tensor.isfinite().all():
+            found.append(f"the {kind} of {name}")
+
+    def after_forward(name: str) -> Any:
+        def hook(module: nn.Module, inputs: Any, output: Any) -> None:
+            if isinstance(output, Tensor) and output.is_floating_point():
+                note("output", name, output.detach())
+                if output.requires_grad:
+                    output.register_hook(lambda gradient: note("gradient of the output", name, gradient))
+
+        return hook
+
+    for name, module in model.named_modules():
+        is_leaf, is_child = not any(True for _ in module.children()), name.count(".") <= 1
+        # Compiled blocks do not call hooks inside.
+        if name and (is_child if compiled else is_leaf):
+            handles.append(module.register_forward_hook(after_forward(name)))
+    handles.append(model.register_forward_hook(after_forward("the loss")))
+    try:
+        yield found
+    finally:
+        for handle in handles:
+            handle.remove()

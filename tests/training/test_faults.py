@@ -1,0 +1,233 @@
+"""What happens to a job when a rank dies, hangs, or computes NaN: real processes, real signals."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_zpp.parallel.distributed import FailedTogether
+from megatron_zpp.training.checkpoint import read_meta
+from megatron_zpp.training.pretrain import NotFiniteError, train
+from tests.ranks import run_ranks
+from tests.training.small_run import NO_DROPOUT, ROOT, flags, start, torchrun, train_each, write_text
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory) -> str:
+    return write_text(tmp_path_factory.mktemp("data"))
+
+
+def _ranks(torchrun: subprocess.Popen) -> list[int]:
+    """Process ids of the ranks that ``torchrun`` runs, in order."""
+    children = Path(f"/proc/{torchrun.pid}/task/{torchrun.pid}/children").read_text().split()
+    found = {}
+    for child in map(int, children):
+        with contextlib.suppress(OSError):
+            environment = dict(
+                entry.split("=", 1) for entry in Path(f"/proc/{child}/environ").read_text().split("\0") if "=" in entry
+            )
+            if "LOCAL_RANK" in environment:
+                found[int(environment["LOCAL_RANK"])] = child
+    return [found[rank] for rank in sorted(found)]
+
+
+def _wait_for_iteration(process: subprocess.Popen, iteration: int) -> None:
+    assert any(f"iteration {iteration:8d}/" in line for line in iter(process.stdout.readline, ""))
+
+
+# A rank dies
+
+
+def test_a_killed_rank_ends_the_job_and_is_named_at_the_end(data):
+    process = torchrun(3, flags(data, "--global-batch-size 3 --exit-signal-handler", length="--train-iters 100000"))
+    _wait_for_iteration(process, 3)
+    os.kill(_ranks(process)[1], signal.SIGKILL)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 1
+    report = err[err.index("Root Cause (first observed failure)") :]
+    assert "rank      : 1 (local_rank: 1)" in report and "host      : " in report and "Signal 9" in report
+
+
+def test_a_bug_on_one_rank_is_named_with_its_traceback(data, tmp_path):
+    (tmp_path / "sitecustomize.py").write_text(
+        "import os\n"
+        "if os.environ.get('RANK') == '1':\n"
+        "    import megatron_zpp.training.batch_size as b\n"
+        "    def broken(self, consumed):\n"
+        "        raise AssertionError('planted')\n"
+        "    b.BatchSchedule.num_micro_batches = broken\n"
+    )
+    process = torchrun(2, flags(data), PYTHONPATH=f"{tmp_path}:{ROOT}")
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 1
+    report = err[err.index("Root Cause (first observed failure)") :]
+    assert "rank      : 1 (local_rank: 1)" in report and f"rank 1 on {socket.gethostname()} failed" in report
+    assert "in broken" in report and "AssertionError: planted" in report  # the traceback
+
+
+def test_torchrun_brings_the_job_back_from_its_last_checkpoint(data, tmp_path):
+    argv = flags(data, "--eval-iters 0", length="--train-iters 30")
+    expected = run_ranks(2, train_each, {"": argv})[0][""]["lm loss"]
+    save = f"--save {tmp_path / 'run'} --load {tmp_path / 'run'} --save-interval 3 --tensorboard-dir {tmp_path / 'log'}"
+    process = torchrun(2, [*argv, *save.split()], launcher=["--max-restarts", "3"])
+    _wait_for_iteration(process, 7)
+    os.kill(_ranks(process)[0], signal.SIGKILL)
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == 0, err
+    assert re.search(r"successfully loaded checkpoint \S+ at iteration [369]", out)
+    last = re.findall(r"iteration +30/ +30 .* lm loss: (\S+)", out)
+    assert last == [f"{expected[-1]:.6E}"]
+
+
+def test_a_lost_node_is_left_behind(data, tmp_path):
+    """--nnodes 1:2: the job goes on with the ranks of the node that is left."""
+    with socket.create_server(("localhost", 0)) as server:
+        port = server.getsockname()[1]
+    argv = flags(data, NO_DROPOUT, "--eval-iters 0 --global-batch-size 4", length="--train-iters 40")
+    argv += f"--save {tmp_path / 'run'} --load {tmp_path / 'run'} --save-interval 2 --save-keep-last 2".split()
+    launcher = "-m torch.distributed.run --nnodes 1:2 --nproc-per-node 1 --max-restarts 3 --rdzv-backend c10d "
+    launcher += f"--rdzv-endpoint localhost:{port} --rdzv-id test --local-addr localhost "
+    launcher += "--rdzv-conf last_call_timeout=3,keep_alive_interval=1"
+    nodes: list[subprocess.Popen] = []
+    tracker = tmp_path / "run" / "latest_checkpointed_iteration.txt"
+    try:
+        for node in range(2):
+            with (tmp_path / f"out{node}").open("w") as out:
+                nodes.append(
+                    subprocess.Popen(
+                        [sys.executable, *launcher.split(), str(ROOT / "pretrain_gpt.py"), *argv],
+                        env=os.environ | {"OMP_NUM_THREADS": "1"},
+                        stdout=out,
+                        stderr=subprocess.STDOUT,
+                    )
+                )
+            time.sleep(2 if node == 0 else 0)  # the first one keeps the rendezvous
+        deadline = time.monotonic() + 120
+        while not (tracker.exists() and int(tracker.read_text()) >= 4):
+            assert time.monotonic() < deadline, (tmp_path / "out0").read_text()
+            time.sleep(0.05)
+        for pid in [nodes[1].pid, *_ranks(nodes[1])]:
+            os.kill(pid, signal.SIGKILL)
+        assert nodes[0].wait(timeout=120) == 0, (tmp_path / "out0").read_text()
+    finally:
+        for process in nodes:
+            process.terminate()  # its ranks too
+            process.wait()
+    out = (tmp_path / "out0").read_text()
+    assert "ZeRO stage 3 on 2 ranks" in out and "ZeRO stage 3 on 1 rank " in out
+    assert "note: random states start anew: 2 ranks saved, 1 load" in out
+    assert re.search(r"iteration +40/ +40", out)
+
+
+# A rank hangs
+
+
+def test_a_stuck_collective_is_named(data):
+    argv = flags(data, "--distributed-timeout-minutes 0.1", length="--train-iters 100000")
+    process = torchrun(2, argv)
+    _wait_for_iteration(process, 3)
+    stopped = _ranks(process)[1]
+    os.kill(stopped, signal.SIGSTOP)
+    try:
+        lines = iter(process.stderr.readline, "")
+        error = next(line for line in lines if line.startswith("error: rank 0"))
+    finally:
+        os.kill(stopped, signal.SIGKILL)
+    process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert re.search(
+        r"failed in (the (all-gather|reduce-scatter) of (layers\.\d|the root module)|\w+ of \w+ \(\w+.py)", error
+    )
+    assert "imed out" in error
+
+
+# NaN and Inf
+
+
+def _train_with_nan(argv: list[str], plant) -> tuple[str, str, int]:
+    """What was printed, the error, and the number of steps; ``plant`` spoils the model or the data of a rank."""
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        run, metrics = start(argv)
+        plant(run)
+        error = ""
+        try:
+            train(run, time.monotonic())
+        except (NotFiniteError, FailedTogether) as caught:
+            error = str(caught)
+    return out.getvalue(), error, len(metrics["lm loss"])
+
+
+def _spoil_parameter(run) -> None:
+    if dist.get_rank() == 1:
+        with torch.no_grad():
+            run.model.layers[1].mlp.linear_fc1.weight.to_local()[0, 0] = float("nan")
+
+
+def _spoil_output(run) -> None:
+    """Inf in one sample of rank 1, from the second block on."""
+    if dist.get_rank() == 1:
+        run.model.layers[1].mlp.linear_fc2.register_forward_hook(lambda module, inputs, output: output / 0)
+
+
+def _spoil_gradient(run) -> None:
+    if dist.get_rank() == 0:
+
+        def hook(module, inputs, output):
+            output.register_hook(lambda gradient: gradient * float("inf"))
+
+        run.model.layers[0].mlp.linear_fc1.register_forward_hook(hook)
+
+
+def _spoil_steps_2_and_4(run) -> None:
+    calls = []
+
+    def hook(module, inputs, output):
+        calls.append(1)
+        return output * float("nan") if len(calls) in (2, 5) and dist.get_rank() == 0 else None
+
+    run.model.layers[0].register_forward_hook(hook)
+
+
+@pytest.mark.parametrize(
+    "plant, where",
+    [
+        (_spoil_parameter, "it began in the parameter layers.1.mlp.linear_fc1.weight (the part of rank 1 on"),
+        (_spoil_output, "it began in the output of layers.1.mlp.linear_fc2 on rank 1 on"),
+        (_spoil_gradient, "it began in the gradient of the output of layers.0.mlp.linear_fc1 on rank 0 on"),
+    ],
+)
+def test_nan_stops_after_some_steps_with_a_saved_state_and_its_origin(data, tmp_path, plant, where):
+    argv = flags(data, f"--global-batch-size 2 --max-nonfinite-steps 3 --save {tmp_path} --save-interval 100")
+    out, error, steps = run_ranks(2, _train_with_nan, argv, plant)[0]
+    assert steps == 3 and "the last 3 steps, up to iteration 3, had NaN or Inf" in error and where in error
+    assert f"saved in {tmp_path}" in error
+    assert out.count("the step was skipped") == 1
+    counters = read_meta(tmp_path / "iter_0000003")["counters"]
+    assert counters["skipped_iterations"] == 3 and counters["consumed_train_samples"] == 6
+    assert counters["scheduled_samples"] == 0
+
+
+def test_single_nan_steps_are_skipped_and_counted(data):
+    argv = flags(data, NO_DROPOUT, "--global-batch-size 2 --max-nonfinite-steps 2")
+    (out, error, steps), _ = run_ranks(2, _train_with_nan, argv, _spoil_steps_2_and_4)
+    assert steps == 8 and error == ""
+    assert out.count("the step was skipped") == 2
+    assert "computed again, the step is finite: a fault that passed" in out
+
+
+def test_an_adapting_loss_scale_has_more_patience(data):
+    argv = flags(data, "--fp16 --micro-batch-size 4", length="--train-iters 60")
+    _, error, steps = run_ranks(2, _train_with_nan, argv, _spoil_parameter)[0]
+    assert steps == 50 and "the parameter layers.1.mlp.linear_fc1.weight" in error
