@@ -34,8 +34,9 @@ class NonfiniteSteps:
 
     def step(self, result: StepResult) -> bool:
         """Take a step in; True if it is the last one of too many. Collective."""
-        self.in_a_row = self.in_a_row + 1 if result.skipped else 0
-        if not result.skipped or not self.is_checked:
+        is_nonfinite = result.skipped and not result.spiked
+        self.in_a_row = self.in_a_row + 1 if is_nonfinite else 0
+        if not is_nonfinite or not self.is_checked:
             return False
         is_last = self.in_a_row == self.limit
         if is_last if self.scale_adapts else self.in_a_row == 1:

@@ -103,6 +103,8 @@ def train(run: Run, start: float) -> None:
             counters.skipped_iterations += result.skipped
             counters.nan_iterations += result.loss != result.loss
             reporter.step(result, batch_size)
+            if result.spiked:
+                print_once(f"note: the loss at iteration {counters.iteration} spiked to {result.loss:g}: step skipped")
             run.last_loss = result.loss
             if saver is not None:
                 saver.poll()

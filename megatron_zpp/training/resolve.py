@@ -103,6 +103,8 @@ def _resolve_training(training: TrainingSettings, world_size: int, accumulation_
     _check_at_least(training, 1, "micro_batch_size", "global_batch_size", "seq_length", "train_iters", "train_samples")
     _check_at_least(training, 1, "eval_interval", "exit_interval", "max_nonfinite_steps")
     _check_at_least(training, 0, "eval_iters", "manual_gc_interval")
+    factor = training.loss_spike_factor
+    _require(factor is None or factor > 1, f"--loss-spike-factor must be more than 1, got {factor}")
     expected = micro * (accumulation_steps or 1) * world_size
     if total is None:
         total = expected

@@ -89,6 +89,9 @@ class TrainingSettings:
     max_nonfinite_steps: int | None = flag(
         None, "save and stop after so many steps in a row with NaN or Inf; default 10, or 50 while a loss scale adapts"
     )
+    loss_spike_factor: float | None = flag(
+        None, "skip a step whose loss is more than so many times the average of the last steps' (about 50), as 2"
+    )
     manual_gc: bool = flag(False, "collect Python garbage only every --manual-gc-interval steps")
     manual_gc_interval: int = flag(0, "see --manual-gc; 0 = never")
 

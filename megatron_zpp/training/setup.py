@@ -55,6 +55,7 @@ class Counters:
     scheduled_samples: int = 0  # as the learning-rate schedule counts: skipped steps left out
     skipped_iterations: int = 0
     nan_iterations: int = 0
+    average_loss: float | None = None  # of the steps so far, moving; see is_loss_spike
 
 
 @dataclass

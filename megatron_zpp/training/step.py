@@ -22,7 +22,8 @@ class StepResult:
 
     loss: float  # mean over the tokens of the global batch
     grad_norm: float  # before clipping
-    skipped: bool  # loss or gradients were not finite
+    skipped: bool  # the parameters did not move, because loss or gradients were not finite, or
+    spiked: bool  # the loss was far above that of the steps before
     stop: bool  # some rank wants to save and exit
     num_zeros: int | None
     micro_batches: list[Batch] = field(repr=False)  # this rank's
@@ -43,21 +44,36 @@ def train_step(run: Run, batches: Iterator[Batch], num_micro_batches: int, stop:
     scale_gradients(parameters, per_token_factor / scale)
     grad_norm = clip_gradients(parameters, settings.optimizer.clip_grad)
     num_zeros = count_zeros(parameters) if settings.logging.log_num_zeros_in_grad else None
-    skipped = not (math.isfinite(grad_norm) and math.isfinite(loss_sum_all))
+    loss = loss_sum_all / max(1.0, num_tokens_all)
+    finite = math.isfinite(grad_norm) and math.isfinite(loss)
+    spiked = finite and is_loss_spike(run, loss)
+    skipped = not finite or spiked
     if not skipped:
         assert run.schedule is not None
         samples = run.counters.scheduled_samples
         set_lr_and_weight_decay(run.optimizer, run.schedule.lr(samples), run.schedule.weight_decay(samples))
         run.optimizer.step()
     run.optimizer.zero_grad()
-    run.scaler.update(overflow=skipped)
+    run.scaler.update(overflow=not finite)
     if run.zeropp is not None:
         if skipped:
             run.zeropp.undo_step()
         if run.scaler.scale != scale:
             run.zeropp.rescale_errors(run.scaler.scale / scale)
-    loss = loss_sum_all / max(1.0, num_tokens_all)
-    return StepResult(loss, grad_norm, skipped, wishes > 0, num_zeros, micro_batches)
+    return StepResult(loss, grad_norm, skipped, spiked, wishes > 0, num_zeros, micro_batches)
+
+
+def is_loss_spike(run: Run, loss: float) -> bool:
+    """Whether a finite loss is more than --loss-spike-factor times the average, which then moves towards it.
+
+    A spike moves the average no further than its own limit does, so that a loss that stays high is soon believed.
+    """
+    factor, average = run.settings.training.loss_spike_factor, run.counters.average_loss
+    if factor is None:
+        return False
+    average = loss if average is None else average
+    run.counters.average_loss = 0.98 * average + 0.02 * min(loss, factor * average)
+    return loss > factor * average
 
 
 def accumulate_gradients(run: Run, batches: Iterator[Batch], num_micro_batches: int, scale: float) -> Tensor:

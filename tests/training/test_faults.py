@@ -17,6 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megatron_zpp.data.indexed_dataset import IndexedDatasetWriter
 from megatron_zpp.parallel.distributed import FailedTogether
 from megatron_zpp.training.checkpoint import read_meta
 from megatron_zpp.training.pretrain import NotFiniteError, train
@@ -231,3 +232,34 @@ def test_an_adapting_loss_scale_has_more_patience(data):
     argv = flags(data, "--fp16 --micro-batch-size 4", length="--train-iters 60")
     _, error, steps = run_ranks(2, _train_with_nan, argv, _spoil_parameter)[0]
     assert steps == 50 and "the parameter layers.1.mlp.linear_fc1.weight" in error
+
+
+# A batch that makes the loss spike
+
+
+def _train_over_a_spike(data):
+    """Skipped steps and what was printed, with and without the guard."""
+    results = {}
+    for name, guard in {"guarded": "--loss-spike-factor 1.5", "not guarded": ""}.items():
+        argv = flags(data, f"{NO_DROPOUT} --split 1,0,0 --global-batch-size 2 {guard}", length="--train-iters 120")
+        run, _ = start(argv)
+        with contextlib.redirect_stdout(io.StringIO()) as out:
+            train(run, time.monotonic())
+        results[name] = run.counters.skipped_iterations, out.getvalue().count("spiked to")
+    return results
+
+
+def test_a_step_whose_loss_spikes_is_skipped_if_asked(tmp_path):
+    prefix = str(tmp_path / "spiky")
+    generator = torch.Generator().manual_seed(0)
+    with IndexedDatasetWriter(prefix, "<u2") as writer:
+        for document in range(60):  # of 4 samples; all alike but a few, which are noise
+            tokens = torch.full((128,), 97)
+            if document % 15 == 7:
+                tokens = torch.randint(0, 256, (128,), generator=generator)
+            writer.add_document([tokens.tolist()])
+    results = run_ranks(2, _train_over_a_spike, prefix)
+    skipped, notes = results[0]["guarded"]
+    assert skipped == notes >= 3
+    assert results[1]["guarded"][0] == skipped  # the last rank prints none of the notes
+    assert all(of_rank["not guarded"] == (0, 0) for of_rank in results)
