@@ -1,6 +1,6 @@
 """Pretrain a GPT. ``python pretrain_gpt.py --help``, or under ``torchrun`` on several GPUs or nodes."""
 
-from megatron_zpp.training.pretrain import pretrain
+from megatron_zpp.training.pretrain import main
 
 if __name__ == "__main__":
-    pretrain("gpt")
+    main("gpt")

@@ -22,6 +22,8 @@ def kernels() -> dict:
 
     sources = ["csrc/operators.cpp", "csrc/cpu/kernels.cpp"]
     compile_args = {"cxx": ["-std=c++20", "-O3", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-g0"]}
+    if sys.platform == "linux":  # at::parallel_for is OpenMP's, of the library that torch brings
+        compile_args["cxx"].append("-fopenmp")
     macros: list = []
     make_extension = cpp_extension.CppExtension
     if torch.version.cuda is not None and cpp_extension.CUDA_HOME is not None:
@@ -36,6 +38,7 @@ def kernels() -> dict:
         depends=[str(path) for path in Path("csrc").rglob("*.h")],
         define_macros=macros,
         extra_compile_args=compile_args,
+        extra_link_args=["-fopenmp"] if sys.platform == "linux" else [],
     )
     extension.optional = True  # without a compiler plain torch quantizes, after a warning
     return {

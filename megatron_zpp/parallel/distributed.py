@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import re
 import signal
@@ -94,6 +95,17 @@ def report_error(text: str) -> None:
     """Print an error as one line on stderr, on rank 0 alone."""
     if os.environ.get("RANK", "0") == "0":
         print("error: " + " ".join(text.split()), file=sys.stderr, flush=True)
+
+
+def leave(status: int) -> NoReturn:
+    """End a program whose ranks communicated, with what ``sys.exit`` does but for taking the interpreter down.
+
+    A thread of gloo that frees a last tensor while the interpreter goes down aborts the process (seen in torch 2.13).
+    """
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
 
 
 def die(error: BaseException) -> NoReturn:

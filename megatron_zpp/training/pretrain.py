@@ -9,13 +9,21 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import nullcontext
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
 
 from megatron_zpp.data.loader import Batch, build_loader
 from megatron_zpp.models.flops import num_parameters
-from megatron_zpp.parallel.distributed import FailedTogether, die, errors_on_all_ranks, init_distributed, report_error
+from megatron_zpp.parallel.distributed import (
+    FailedTogether,
+    die,
+    errors_on_all_ranks,
+    init_distributed,
+    leave,
+    report_error,
+)
 from megatron_zpp.training.arguments import SettingsError, parse_settings
 from megatron_zpp.training.checkpoint import CheckpointError, CheckpointSaver
 from megatron_zpp.training.evaluate import evaluate
@@ -34,6 +42,15 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 
 class NotFiniteError(ValueError):
     """Too many steps in a row had NaN or Inf. The state before them is saved."""
+
+
+def main(architecture: str) -> NoReturn:
+    """``pretrain`` as a program."""
+    try:
+        pretrain(architecture)
+    except SystemExit as exit_:
+        leave(exit_.code if isinstance(exit_.code, int) else int(exit_.code is not None))
+    leave(0)
 
 
 def pretrain(architecture: str) -> None:
