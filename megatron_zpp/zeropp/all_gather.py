@@ -131,20 +131,21 @@ class HierarchicalAllGather(QuantizedAllGather):
     @torch.no_grad()
     def _gather_between_nodes(self, shard: Tensor) -> Tensor:
         """Inter-node stage: the shards [L] of the N ranks with equal p, as the new secondary partition."""
-        copies, self.secondary_partition = self.secondary_partition, None  # nothing half-done if this fails
-        if self.config.weight_difference_bits is not None and copies is not None:
-            return self._add_differences(shard, copies)
-        return self._gather_in_full(shard)
+        old, self.secondary_partition = self.secondary_partition, None  # nothing half-done if this fails
+        if self.config.weight_difference_bits is not None and old is not None:
+            return self._add_differences(shard, old)
+        return self._gather_in_full(shard, old)
 
-    def _gather_in_full(self, shard: Tensor) -> Tensor:
-        """The shards themselves, quantized with qwZ."""
+    def _gather_in_full(self, shard: Tensor, old: Tensor | None) -> Tensor:
+        """The shards themselves, quantized with qwZ, in the place of the old ones: fresh memory is slow on a CPU."""
         config = self.config
         quantize = config.quantized_weights and config.weight_difference_bits is None
         weights = self._format(config.weight_bits if quantize else None, config.weight_block_size, shard.dtype)
         wires = self._exchange(self._encode(shard, weights))
         if self._keeps_wires:
             return wires
-        return weights.decode(wires, out=shard.new_empty(self.topology.num_nodes, shard.numel()))
+        out = shard.new_empty(self.topology.num_nodes, shard.numel()) if old is None else old
+        return weights.decode(wires, out)
 
     def _add_differences(self, shard: Tensor, copies: Tensor) -> Tensor:
         """What changed since the copies [N, L] (SDP4Bit section 3.1).
