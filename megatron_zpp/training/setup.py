@@ -55,7 +55,7 @@ class Counters:
     scheduled_samples: int = 0  # as the learning-rate schedule counts: skipped steps left out
     skipped_iterations: int = 0
     nan_iterations: int = 0
-    average_loss: float | None = None  # of the steps so far, moving; see is_loss_spike
+    average_loss: float = 0.0  # of the steps so far, moving; 0 = not asked for; see is_loss_spike
 
 
 @dataclass

@@ -71,7 +71,7 @@ def is_loss_spike(run: Run, loss: float) -> bool:
     factor, average = run.settings.training.loss_spike_factor, run.counters.average_loss
     if factor is None:
         return False
-    average = loss if average is None else average
+    average = average or loss
     run.counters.average_loss = 0.98 * average + 0.02 * min(loss, factor * average)
     return loss > factor * average
 

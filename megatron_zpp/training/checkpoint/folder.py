@@ -17,6 +17,7 @@ import errno
 import fcntl
 import hashlib
 import json
+import math
 import os
 import re
 import shutil
@@ -153,7 +154,7 @@ def _check_meta(meta: Any) -> None:
         if not isinstance(meta[key], kind):
             raise ValueError(f"{key} is {meta[key]!r}"[:200])
     for key, value in meta["counters"].items():
-        if type(value) is not int or value < 0:
+        if type(value) not in (int, float) or not 0 <= value < math.inf:
             raise ValueError(f"the counter {key} is {value!r}"[:200])
     for name, entry in meta["files"].items():
         if not is_plain_name(name):
