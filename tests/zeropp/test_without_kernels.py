@@ -1,0 +1,28 @@
+"""Where the operators are not built, plain torch does the same, and says so once."""
+
+import logging
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+
+from megatron_zpp.zeropp import kernels
+
+HERE = Path(__file__).parent
+
+
+def test_wires_and_loco_work_in_plain_torch():
+    command = [sys.executable, "-m", "pytest", "-q", "--no-header", "test_wire_format.py", "test_identities.py"]
+    environment = os.environ | {"ZEROPP_KERNELS": "off"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=HERE)
+    assert done.returncode == 0, done.stdout[-3000:]
+
+
+def test_a_device_without_kernels_is_named(caplog):
+    with caplog.at_level(logging.WARNING):
+        kernels.warn_if_missing(torch.device("cpu"))
+        assert caplog.messages == []
+        kernels.warn_if_missing(torch.device("xpu"))
+    assert caplog.messages == ["quantization runs in plain torch, several times slower: there are no kernels for xpu"]
