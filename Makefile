@@ -39,5 +39,6 @@ $(READY): constraints.txt pyproject.toml setup.py $(shell find csrc -name "*.h" 
 		{ echo "error: $(PYTHON) can't make a virtual environment; on Debian and Ubuntu: apt-get install python3-venv" >&2; exit 1; }
 	$(VENV)/bin/python -m pip install --quiet -c constraints.txt setuptools wheel
 	$(VENV)/bin/python -m pip install --quiet --no-deps -c constraints.txt torch $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
+	$(VENV)/bin/python -m pip install --quiet -c constraints.txt torch  # what it needs, from PyPI
 	$(VENV)/bin/python -m pip install --quiet -c constraints.txt --no-build-isolation -e '.[dev]'
 	@touch $@

@@ -16,8 +16,8 @@ def kernels() -> dict:
     try:
         import torch
         from torch.utils import cpp_extension
-    except ImportError:
-        print("torch is not installed: the kernels of csrc/ are left out, and plain torch will quantize")
+    except ImportError as error:
+        print(f"no torch to build against ({error}): the kernels of csrc/ are left out, and plain torch will quantize")
         return {}
 
     sources = ["csrc/operators.cpp", "csrc/cpu/kernels.cpp"]
