@@ -116,7 +116,9 @@ def encode_blocks(
 
         def take() -> tuple[Block, EncodedBlock]:
             nonlocal size
-            future = next(iter(under_way)) if ordered else next(iter(wait(under_way, None, FIRST_COMPLETED).done))
+            future = next(iter(under_way)) if ordered else _first_done(under_way, pool)
+            while not wait([future], timeout=1).done:
+                _check_alive(pool)
             block = under_way.pop(future)
             size -= block.num_bytes
             return block, future.result()
@@ -134,6 +136,22 @@ def encode_blocks(
                 yield take()
         except BrokenProcessPool:
             raise RuntimeError("a worker process died, perhaps for want of memory: try fewer --workers") from None
+
+
+def _first_done(under_way: Iterable[Future[EncodedBlock]], pool: Executor) -> Future[EncodedBlock]:
+    while not (done := wait(under_way, 1, FIRST_COMPLETED).done):
+        _check_alive(pool)
+    return next(iter(done))
+
+
+def _check_alive(pool: Executor) -> None:
+    """Raise BrokenProcessPool if a worker died, be it amid an answer, whose rest the pool would await forever."""
+    processes = list((getattr(pool, "_processes", None) or {}).values())
+    if isinstance(pool, ProcessPoolExecutor) and any(process.exitcode is not None for process in processes):
+        for process in processes:
+            process.kill()
+        pool._result_queue._writer.close()  # type: ignore[attr-defined]
+        raise BrokenProcessPool
 
 
 @contextlib.contextmanager

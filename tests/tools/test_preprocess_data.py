@@ -197,7 +197,7 @@ def test_a_worker_that_dies_is_an_error_and_nothing_is_lost(tmp_path, undisturbe
     is_worker = {pid: b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes() for pid in children(process.pid)}
     assert sum(is_worker.values()) == 2
     os.kill(next(pid for pid, worker in is_worker.items() if worker), signal.SIGKILL)
-    assert "error: a worker process died" in process.communicate()[1]
+    assert "error: a worker process died" in process.communicate(timeout=60)[1]
     assert process.returncode == 1
     assert run(words).returncode == 0
     assert output(tmp_path) == undisturbed
