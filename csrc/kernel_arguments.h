@@ -16,7 +16,7 @@ namespace zeropp {
 
 enum class Type : int { kFloat, kBFloat16, kHalf };
 
-inline int64_t size_of(Type type) { return type == Type::kFloat ? 4 : 2; }
+ZEROPP_INLINE int64_t size_of(Type type) { return type == Type::kFloat ? 4 : 2; }
 
 // A run of elements of a shard that travels alike.
 struct Segment {

@@ -8,6 +8,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import pickle
+import signal
 import tempfile
 import traceback
 from collections.abc import Callable
@@ -74,6 +75,5 @@ def _run_rank(rank: int, world_size: int, folder: str, sender: Any, function: Ca
         sender.send_bytes(pickle.dumps((function(*args), None)))
     except Exception:
         sender.send_bytes(pickle.dumps((None, traceback.format_exc())))
-    finally:
-        if dist.is_initialized():
-            dist.destroy_process_group()
+        return  # closes this rank's connections, which fails the others at once
+    signal.pause()  # until killed: another rank may still be connecting to this one

@@ -107,7 +107,7 @@ __device__ void store(const float (&values)[kGroup], Type type, int valid, void*
 
 __device__ uint8_t* at(const Rows& rows, const Row& row, int64_t element) {
   const int64_t offset = row.row0 * rows.stride0 + row.row1 * rows.stride1 + element;
-  return static_cast<uint8_t*>(rows.data) + offset * (rows.type == Type::kFloat ? 4 : 2);
+  return static_cast<uint8_t*>(rows.data) + offset * size_of(rows.type);
 }
 
 // ---- Codes of a group, a byte each in the two words; `bits` bytes on the wire. kBits = 0: bits known at run time only.
@@ -186,7 +186,7 @@ __device__ void read_wire(const uint8_t* wire, const Format& format, const Segme
                           float (&values)[kGroup]) {
   const int64_t offset = element - segment.start;
   if (segment.block_size == 0) {
-    return load(wire + segment.codes + offset * (format.type == Type::kFloat ? 4 : 2), format.type, valid, values);
+    return load(wire + segment.codes + offset * size_of(format.type), format.type, valid, values);
   }
   const uint32_t group = uint32_t(offset / kGroup), groups_per_block = uint32_t(segment.block_size) / kGroup;
   const float scale = reinterpret_cast<const float*>(wire + segment.scales)[group / groups_per_block];
@@ -218,7 +218,7 @@ __device__ void zero_gap(uint8_t* wire, int64_t offset) {
 __device__ void zero_gaps(uint8_t* wire, const Format& format, const Segment& segment) {
   const int64_t numel = segment.stop - segment.start;
   if (segment.block_size == 0) {
-    zero_gap(wire, segment.codes + numel * (format.type == Type::kFloat ? 4 : 2));
+    zero_gap(wire, segment.codes + numel * size_of(format.type));
   } else {
     const int64_t blocks = (numel + segment.block_size - 1) / segment.block_size;
     zero_gap(wire, segment.codes + blocks * segment.block_size / kGroup * format.bits);
@@ -339,21 +339,25 @@ __device__ void dequantize(uint32_t low, uint32_t high, float scale, float (&val
   }
 }
 
-// Values that travel as they are.
+// Writes values that travel as they are; returns where.
+__device__ uint8_t* store_plain(const float (&values)[kGroup], const Wires& wires, const Segment& segment,
+                                const Row& row, int64_t element, int valid) {
+  const Type type = wires.format.type;
+  uint8_t* to = at(wires, row) + segment.codes + (element - segment.start) * size_of(type);
+  store(values, type, valid, to);
+  return to;
+}
+
 template <bool kCompensates>
 __device__ void write_plain(const EncodeArguments& a, const Item& item, const Row& row, int64_t element, int valid,
                             const float (&values)[kGroup], float (&error)[kGroup]) {
-  const Type type = a.wire.format.type;
-  uint8_t* to = at(a.wire, row) + item.own.codes + (element - item.own.start) * (type == Type::kFloat ? 4 : 2);
-  store(values, type, valid, to);
+  const uint8_t* to = store_plain(values, a.wire, item.own, row, element, valid);
   if constexpr (kCompensates) {
     if (a.new_error.data == nullptr) return;
     float sent[kGroup];
-    load(to, type, valid, sent);
+    load(to, a.wire.format.type, valid, sent);
     move_error(a, values, sent, error);
-    const Type error_type = a.new_error.format.type;
-    const int64_t offset = (element - item.error.start) * (error_type == Type::kFloat ? 4 : 2);
-    store(error, error_type, valid, at(a.new_error, row) + item.error.codes + offset);
+    store_plain(error, a.new_error, item.error, row, element, valid);
   }
 }
 
@@ -438,9 +442,7 @@ __global__ void __launch_bounds__(kThreads) encode_tiles(const __grid_constant__
 #pragma unroll
       for (int i = 0; i < kGroup; i++) error[j][i] = i < valid ? error[j][i] : 0.f;
       if (item.error.block_size == 0) {
-        const Type type = a.new_error.format.type;
-        const int64_t bytes = (element - item.error.start) * (type == Type::kFloat ? 4 : 2);
-        if (valid > 0) store(error[j], type, valid, at(a.new_error, row) + item.error.codes + bytes);
+        if (valid > 0) store_plain(error[j], a.new_error, item.error, row, element, valid);
         continue;
       }
       const float error_scale = scale_of_team(error[j], qmax_of(8));
@@ -503,9 +505,7 @@ __global__ void __launch_bounds__(kThreads, 1) encode_blocks(const __grid_consta
       for (int i = 0; i < kGroup; i++) error[i] = i < valid ? error[i] : 0.f;
       largest = max_nan(largest, largest_magnitude(error));
       if (a.new_error.data != nullptr && item.error.block_size == 0 && valid > 0) {
-        const Type type = a.new_error.format.type;
-        const int64_t bytes = (element - item.error.start) * (type == Type::kFloat ? 4 : 2);
-        store(error, type, valid, at(a.new_error, row) + item.error.codes + bytes);
+        store_plain(error, a.new_error, item.error, row, element, valid);
       }
     }
   }
