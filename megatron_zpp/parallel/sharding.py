@@ -2,28 +2,28 @@
 
 from __future__ import annotations
 
-import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
+from megatron_zpp.parallel.mesh import Mesh
 
-def shard_model(
-    model: nn.Module, device: torch.device, world_size: int, zero_stage: int, precision: MixedPrecisionPolicy
-) -> None:
+
+def shard_model(model: nn.Module, mesh: Mesh, zero_stage: int, precision: MixedPrecisionPolicy) -> None:
     """Shard ``model``, built on the meta device, in place: each of ``model.layers`` is a unit, the rest another.
 
     Stage 3 shards parameters too: they are gathered for each forward and backward pass. Stages 2 and 1 keep them from
-    the first forward pass of an optimizer step to its last backward pass. Stage 0 shards nothing.
+    the first forward pass of an optimizer step to its last backward pass. Stage 0 shards nothing, and
+    needs all ranks to be data-parallel.
     """
+    fsdp_mesh = mesh.fsdp
     if zero_stage == 0:
         # Replicas of shards of one rank: plain data parallelism with FSDP2's mixed precision.
-        mesh = init_device_mesh(device.type, (world_size, 1), mesh_dim_names=("replicate", "shard"))
-    else:
-        mesh = init_device_mesh(device.type, (world_size,), mesh_dim_names=("shard",))
+        names = ("replicate", "shard")
+        fsdp_mesh = init_device_mesh(mesh.fsdp.device_type, (mesh.fsdp.size(), 1), mesh_dim_names=names)
     for block in model.layers:  # type: ignore[union-attr]
-        fully_shard(block, mesh=mesh, mp_policy=precision, reshard_after_forward=zero_stage == 3)
-    fully_shard(model, mesh=mesh, mp_policy=precision, reshard_after_forward=False)
+        fully_shard(block, mesh=fsdp_mesh, mp_policy=precision, reshard_after_forward=zero_stage == 3)
+    fully_shard(model, mesh=fsdp_mesh, mp_policy=precision, reshard_after_forward=False)
 
 
 def prepare_backward(model: nn.Module, zero_stage: int, is_last_micro_batch: bool) -> None:

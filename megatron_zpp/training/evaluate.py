@@ -15,13 +15,15 @@ from megatron_zpp.training.step import summed_loss
 
 @torch.no_grad()
 def evaluate(run: Run, batches: Iterator[Batch], num_micro_batches: int) -> float:
-    """Mean loss per token over ``num_micro_batches`` of every rank; the model ends in training mode."""
+    """Mean loss per token over ``num_micro_batches`` of every data-parallel rank; the model ends in training mode."""
     run.model.eval()
     totals = torch.zeros(2, dtype=torch.float64, device=run.device)  # loss, tokens
     with progress("evaluating", num_micro_batches) as advance:
         for _ in range(num_micro_batches):
             totals += torch.stack(summed_loss(run.model, next(batches), run.device))
             advance(1)
+    if run.mesh.tp_rank > 0:
+        totals.zero_()  # as in train_step
     dist.all_reduce(totals)
     run.model.train()
     if run.zeropp is not None:

@@ -180,8 +180,8 @@ def _batches(run: Run, split: str, consumed_samples: int) -> Iterator[Batch] | N
         dataset,
         consumed_samples=consumed_samples,
         micro_batch_size=run.settings.training.micro_batch_size,
-        dp_rank=dist.get_rank(),
-        dp_size=dist.get_world_size(),
+        dp_rank=run.mesh.dp_rank,
+        dp_size=run.mesh.dp_size,
         num_workers=run.settings.data.num_workers,
         device=run.device,
         dataloader_type=run.settings.data.dataloader_type,
@@ -194,7 +194,7 @@ def _validate(run: Run, batches: Iterator[Batch] | None, data_set: str | None = 
         return
     assert run.settings.training.micro_batch_size
     loss = evaluate(run, batches, run.num_eval_micro_batches)
-    samples = run.num_eval_micro_batches * run.settings.training.micro_batch_size * dist.get_world_size()
+    samples = run.num_eval_micro_batches * run.settings.training.micro_batch_size * run.mesh.dp_size
     run.counters.consumed_valid_samples += samples
     _print_losses(run, loss, data_set)
     metrics = validation_metrics({"lm loss": loss}, run.settings.logging)

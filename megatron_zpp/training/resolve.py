@@ -8,25 +8,23 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Iterator
-from typing import Any
 
 from megatron_zpp.training.batch_size import BatchSchedule
-from megatron_zpp.training.errors import SettingsError
+from megatron_zpp.training.errors import SettingsError, check_at_least, flag_of, require
+from megatron_zpp.training.resolve_parallel import check_parallel
+from megatron_zpp.training.resolve_zero import resolve_zero
 from megatron_zpp.training.schedule import Schedule
 from megatron_zpp.training.settings import (
     ActivationSettings,
     CheckpointSettings,
     DataSettings,
-    DistributedSettings,
     ModelSettings,
     OptimizerSettings,
     PrecisionSettings,
     Settings,
     TokenizerSettings,
     TrainingSettings,
-    ZeroSettings,
 )
-from megatron_zpp.zeropp.config import LoCoConfig, ZeroPPConfig
 
 
 def resolve(
@@ -38,9 +36,10 @@ def resolve(
     DeepSpeed file says so. Raises SettingsError.
     """
     given = set(given)
-    _check_parallelism(settings.distributed)
+    check_parallel(settings.distributed, settings.zero.zero_stage, world_size)
+    dp_size = world_size // settings.distributed.ranks_per_model_copy
     _check_needs(settings, given)
-    training = _resolve_training(settings.training, world_size, accumulation_steps)
+    training = _resolve_training(settings.training, dp_size, accumulation_steps)
     model = _resolve_model(settings.model, settings.architecture, training.seq_length)
     settings = dataclasses.replace(
         settings,
@@ -48,75 +47,53 @@ def resolve(
         training=training,
         precision=_resolve_precision(settings.precision),
         activation=_resolve_activation(settings.activation, model.num_layers),
-        zero=_resolve_zero(settings.zero, world_size),
+        zero=resolve_zero(settings.zero, dp_size),
         tokenizer=_resolve_tokenizer(settings.tokenizer, settings.data),
     )
-    _check_batches_and_schedule(settings, world_size)
+    _check_batches_and_schedule(settings, dp_size)
     _check_optimizer(settings.optimizer)
     _check_data(settings.data)
     _check_checkpoint(settings.checkpoint)
     return settings, list(_notes(settings, given))
 
 
-def _require(condition: bool, message: str) -> None:
-    if not condition:
-        raise SettingsError(message)
-
-
-def _check_at_least(group: Any, minimum: float, *names: str) -> None:
-    for name in names:
-        value = getattr(group, name)
-        _require(value is None or value >= minimum, f"{_flag(name)} must be at least {minimum}, got {value}")
-
-
-def _flag(name: str) -> str:
-    return "--" + name.replace("_", "-")
-
-
 # Ranks and batches
 
 
-def _check_parallelism(distributed: DistributedSettings) -> None:
-    for name in ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"):
-        size = getattr(distributed, name)
-        _require(size == 1, f"{_flag(name)} {size} is not supported yet: leave it at 1; ZeRO-3 shards over all ranks")
-    _require(distributed.distributed_timeout_minutes > 0, "--distributed-timeout-minutes must be positive")
-
-
-def _resolve_training(training: TrainingSettings, world_size: int, accumulation_steps: int | None) -> TrainingSettings:
-    _require(training.seq_length is not None, "how long is a sample? give --seq-length")
-    _require(
+def _resolve_training(training: TrainingSettings, dp_size: int, accumulation_steps: int | None) -> TrainingSettings:
+    require(training.seq_length is not None, "how long is a sample? give --seq-length")
+    require(
         accumulation_steps is None or accumulation_steps >= 1,
         f"gradient_accumulation_steps must be at least 1, got {accumulation_steps}",
     )
     micro, total = training.micro_batch_size, training.global_batch_size
     if micro is None and total is not None and accumulation_steps is not None:
-        micro, rest = divmod(total, accumulation_steps * world_size)
-        _require(
+        micro, rest = divmod(total, accumulation_steps * dp_size)
+        require(
             rest == 0 and micro > 0,
             f"global batch size {total} is not divisible by {accumulation_steps} accumulation steps * "
-            f"{world_size} ranks",
+            f"{dp_size} data-parallel ranks",
         )
     if micro is None:
         raise SettingsError("how many samples per rank and forward pass? give --micro-batch-size")
     training = dataclasses.replace(training, micro_batch_size=micro)
-    _check_at_least(training, 1, "micro_batch_size", "global_batch_size", "seq_length", "train_iters", "train_samples")
-    _check_at_least(training, 1, "eval_interval", "exit_interval", "max_nonfinite_steps")
-    _check_at_least(training, 0, "eval_iters", "manual_gc_interval")
+    check_at_least(training, 1, "micro_batch_size", "global_batch_size", "seq_length", "train_iters", "train_samples")
+    check_at_least(training, 1, "eval_interval", "exit_interval", "max_nonfinite_steps")
+    check_at_least(training, 0, "eval_iters", "manual_gc_interval")
     factor = training.loss_spike_factor
-    _require(factor is None or factor > 1, f"--loss-spike-factor must be more than 1, got {factor}")
-    expected = micro * (accumulation_steps or 1) * world_size
+    require(factor is None or factor > 1, f"--loss-spike-factor must be more than 1, got {factor}")
+    expected = micro * (accumulation_steps or 1) * dp_size
     if total is None:
         total = expected
-    _require(
+    require(
         accumulation_steps is None or total == expected,
         f"global batch size {total} is not micro-batch size {micro} * {accumulation_steps} accumulation steps * "
-        f"{world_size} ranks = {expected}; make them agree or leave one out",
+        f"{dp_size} data-parallel ranks = {expected}; make them agree or leave one out",
     )
     return dataclasses.replace(training, global_batch_size=total)
 
 
-def _check_batches_and_schedule(settings: Settings, world_size: int) -> None:
+def _check_batches_and_schedule(settings: Settings, dp_size: int) -> None:
     """Build, and throw away, what the trainer will build: both refuse what they cannot do."""
     training = settings.training
     assert training.global_batch_size and training.micro_batch_size
@@ -124,7 +101,7 @@ def _check_batches_and_schedule(settings: Settings, world_size: int) -> None:
         batches = BatchSchedule(
             training.global_batch_size,
             training.micro_batch_size,
-            world_size,
+            dp_size,
             training.rampup_batch_size,
             training.decrease_batch_size_if_needed,
         )
@@ -132,7 +109,7 @@ def _check_batches_and_schedule(settings: Settings, world_size: int) -> None:
             Schedule.from_settings(settings.optimizer, settings.schedule, training, batches)
     except ValueError as error:
         raise SettingsError(str(error)) from error
-    _require(
+    require(
         not (settings.schedule.override_opt_param_scheduler and settings.schedule.use_checkpoint_opt_param_scheduler),
         "--override-opt_param-scheduler and --use-checkpoint-opt_param-scheduler exclude each other; give one",
     )
@@ -144,8 +121,8 @@ def _check_batches_and_schedule(settings: Settings, world_size: int) -> None:
 def _resolve_model(model: ModelSettings, architecture: str, seq_length: int | None) -> ModelSettings:
     _check_architecture(model, architecture)
     for name in ("num_layers", "hidden_size", "num_attention_heads"):
-        _require(getattr(model, name) is not None, f"{_flag(name)} is missing; give it, or a model with --preset")
-    _check_at_least(
+        require(getattr(model, name) is not None, f"{flag_of(name)} is missing; give it, or a model with --preset")
+    check_at_least(
         model,
         1,
         "num_layers",
@@ -162,25 +139,25 @@ def _resolve_model(model: ModelSettings, architecture: str, seq_length: int | No
     hidden, heads = model.hidden_size, model.num_attention_heads
     llama = architecture == "llama"
 
-    _require(
+    require(
         model.kv_channels is not None or hidden % heads == 0,
         f"--hidden-size {hidden} is not divisible by --num-attention-heads {heads}; change one or give --kv-channels",
     )
     # Megatron's default of --num-query-groups is 1; without --group-query-attention every head has its own group.
     groups = (model.num_query_groups or 1) if model.group_query_attention else heads
-    _require(heads % groups == 0, f"--num-attention-heads {heads} is not divisible by --num-query-groups {groups}")
+    require(heads % groups == 0, f"--num-attention-heads {heads} is not divisible by --num-query-groups {groups}")
     kv_channels = model.kv_channels or hidden // heads
-    _require(
+    require(
         not llama or kv_channels % 2 == 0,
         f"rotary embeddings need an even number of channels per head, got {kv_channels}",
     )
     positions = model.max_position_embeddings or seq_length
-    _require(
+    require(
         seq_length <= positions,
         f"--seq-length {seq_length} is longer than --max-position-embeddings {positions}; raise the latter",
     )
     tie, untie = model.tie_embeddings_and_output_weights, model.untie_embeddings_and_output_weights
-    _require(
+    require(
         not (tie and untie),
         "--tie-embeddings-and-output-weights and --untie-embeddings-and-output-weights exclude each other; give one",
     )
@@ -202,7 +179,7 @@ def _resolve_model(model: ModelSettings, architecture: str, seq_length: int | No
         disable_bias_linear=llama,
     )
     for name in ("attention_dropout", "hidden_dropout"):
-        _require(0 <= getattr(resolved, name) < 1, f"{_flag(name)} must be in [0, 1), got {getattr(resolved, name)}")
+        require(0 <= getattr(resolved, name) < 1, f"{flag_of(name)} must be in [0, 1), got {getattr(resolved, name)}")
     return resolved
 
 
@@ -217,14 +194,14 @@ def _check_architecture(model: ModelSettings, architecture: str) -> None:
     other = {"gpt": "llama", "llama": "gpt"}[architecture]
     for name, value in zip(("normalization", "position_embedding_type"), expected, strict=True):
         given = getattr(model, name)
-        _require(
+        require(
             given in (None, value),
-            f"{_flag(name)} {given} does not fit: pretrain_{architecture}.py has {value}; "
+            f"{flag_of(name)} {given} does not fit: pretrain_{architecture}.py has {value}; "
             f"leave it out or use pretrain_{other}.py",
         )
     if architecture == "gpt":
         for name in ("swiglu", "disable_bias_linear", "group_query_attention", "use_rope_scaling"):
-            _require(not getattr(model, name), f"{_flag(name)} is not for GPT: use pretrain_llama.py or leave it out")
+            require(not getattr(model, name), f"{flag_of(name)} is not for GPT: use pretrain_llama.py or leave it out")
 
 
 # Optimizer
@@ -232,25 +209,25 @@ def _check_architecture(model: ModelSettings, architecture: str) -> None:
 
 def _check_optimizer(optimizer: OptimizerSettings) -> None:
     """What the learning-rate schedule does not check itself."""
-    _check_at_least(optimizer, 0, "weight_decay", "clip_grad", "adam_eps", "sgd_momentum")
+    check_at_least(optimizer, 0, "weight_decay", "clip_grad", "adam_eps", "sgd_momentum")
     for name in ("adam_beta1", "adam_beta2"):
-        _require(0 <= getattr(optimizer, name) < 1, f"{_flag(name)} must be in [0, 1), got {getattr(optimizer, name)}")
+        require(0 <= getattr(optimizer, name) < 1, f"{flag_of(name)} must be in [0, 1), got {getattr(optimizer, name)}")
 
 
 # Precision and memory
 
 
 def _resolve_precision(precision: PrecisionSettings) -> PrecisionSettings:
-    _require(not (precision.fp16 and precision.bf16), "--fp16 and --bf16 exclude each other; give one")
-    _require(precision.bf16 or not precision.grad_reduce_in_bf16, "--grad-reduce-in-bf16 needs --bf16")
-    _require(
+    require(not (precision.fp16 and precision.bf16), "--fp16 and --bf16 exclude each other; give one")
+    require(precision.bf16 or not precision.grad_reduce_in_bf16, "--grad-reduce-in-bf16 needs --bf16")
+    require(
         not (precision.grad_reduce_in_bf16 and precision.accumulate_allreduce_grads_in_fp32),
         "--grad-reduce-in-bf16 and --accumulate-allreduce-grads-in-fp32 exclude each other; give one",
     )
     for name in ("loss_scale", "initial_loss_scale", "min_loss_scale"):
         value = getattr(precision, name)
-        _require(value is None or value > 0, f"{_flag(name)} must be positive, got {value}")
-    _check_at_least(precision, 1, "loss_scale_window", "hysteresis")
+        require(value is None or value > 0, f"{flag_of(name)} must be positive, got {value}")
+    check_at_least(precision, 1, "loss_scale_window", "hysteresis")
     # Megatron's rule: bf16 has too few digits to sum gradients in, so it is fp32 unless asked otherwise.
     in_fp32 = precision.accumulate_allreduce_grads_in_fp32 or (precision.bf16 and not precision.grad_reduce_in_bf16)
     return dataclasses.replace(precision, accumulate_allreduce_grads_in_fp32=in_fp32)
@@ -263,7 +240,7 @@ def _resolve_activation(activation: ActivationSettings, num_layers: int | None) 
         "--checkpoint-activations": "full" if activation.checkpoint_activations else None,
     }
     asked = {flag: granularity for flag, granularity in asked.items() if granularity is not None}
-    _require(
+    require(
         len(set(asked.values())) <= 1,
         f"{' and '.join(f'{flag} (= {granularity})' for flag, granularity in asked.items())} differ; give one",
     )
@@ -271,97 +248,17 @@ def _resolve_activation(activation: ActivationSettings, num_layers: int | None) 
     method, layers = activation.recompute_method, activation.recompute_num_layers
     if granularity != "full":
         for name in ("recompute_method", "recompute_num_layers"):
-            _require(getattr(activation, name) is None, f"{_flag(name)} needs --recompute-granularity full")
+            require(getattr(activation, name) is None, f"{flag_of(name)} needs --recompute-granularity full")
     else:
         method, layers = method or "uniform", 1 if layers is None else layers
         assert num_layers
-        _require(
+        require(
             1 <= layers <= num_layers,
             f"--recompute-num-layers {layers} must be between 1 and --num-layers {num_layers}",
         )
     return dataclasses.replace(
         activation, recompute_granularity=granularity, recompute_method=method, recompute_num_layers=layers
     )
-
-
-# ZeRO
-
-
-def _resolve_zero(zero: ZeroSettings, world_size: int) -> ZeroSettings:
-    _require(zero.zero_stage in (0, 1, 2, 3), f"--zero-stage must be 0, 1, 2 or 3, got {zero.zero_stage}")
-    for name in ("zero_hpz_partition_size", "zero_ranks_per_node"):
-        size = getattr(zero, name)
-        _require(
-            size is None or (size >= 1 and world_size % size == 0),
-            f"{_flag(name)} {size} does not divide the {world_size} rank(s) of this run; "
-            f"choose one of {', '.join(map(str, _divisors(world_size)))}",
-        )
-    for name in ("zero_quantized_weights", "zero_quantized_gradients"):
-        _require(
-            not getattr(zero, name) or zero.zero_stage >= 1,
-            f"{_flag(name)} needs --zero-stage 1, 2 or 3: stage 0 shards nothing, so nothing is gathered or scattered",
-        )
-    _require(
-        zero.zero_hpz_partition_size == 1 or zero.zero_stage == 3,
-        f"--zero-hpz-partition-size needs --zero-stage 3, got {zero.zero_stage}: below it parameters are gathered once "
-        "per optimizer step anyway",
-    )
-    _check_at_least(zero, 1, "zero_monitor_interval")
-    zero = dataclasses.replace(
-        zero,
-        **{name: getattr(zero, name) or None for name in _ZERO_MEANS_NONE},  # type: ignore[arg-type]
-    )
-    zeropp_config(zero)
-    return zero
-
-
-_ZERO_MEANS_NONE = (
-    "zero_gradient_bits",
-    "zero_weight_intra_bits",
-    "zero_weight_block_size",
-    "zero_gradient_intra_bits",
-    "zero_gradient_block_size",
-    "zero_weight_difference_bits",
-    "zero_weight_difference_block_size",
-    "zeropp_loco_reset_interval",
-)
-
-
-def _divisors(number: int) -> list[int]:
-    return [divisor for divisor in range(1, number + 1) if number % divisor == 0]
-
-
-def zeropp_config(zero: ZeroSettings) -> ZeroPPConfig:
-    """The settings as ``megatron_zpp.zeropp`` takes them. Raises SettingsError where they do not fit together."""
-    try:
-        loco = LoCoConfig(
-            beta=zero.zeropp_loco_beta,
-            reset_interval=zero.zeropp_loco_reset_interval,
-            reset=zero.zeropp_loco_reset,
-            hops=zero.zeropp_loco_hops,
-            error_dtype=zero.zeropp_loco_error_dtype,
-        )
-        return ZeroPPConfig(
-            quantized_weights=zero.zero_quantized_weights,
-            hpz_partition_size=zero.zero_hpz_partition_size,
-            quantized_gradients=zero.zero_quantized_gradients,
-            loco=loco if zero.zeropp_loco else None,
-            ranks_per_node=zero.zero_ranks_per_node,
-            weight_bits=zero.zero_weight_bits,
-            weight_intra_bits=zero.zero_weight_intra_bits,
-            weight_block_size=zero.zero_weight_block_size,
-            gradient_bits=zero.zero_gradient_bits,
-            gradient_intra_bits=zero.zero_gradient_intra_bits,
-            gradient_block_size=zero.zero_gradient_block_size,
-            weight_rounding=zero.zero_weight_rounding,
-            gradient_rounding=zero.zero_gradient_rounding,
-            hpz_secondary_dtype=zero.hpz_secondary_dtype,
-            weight_difference_bits=zero.zero_weight_difference_bits,
-            weight_difference_block_size=zero.zero_weight_difference_block_size,
-            hadamard=zero.zero_hadamard,
-        )
-    except ValueError as error:
-        raise SettingsError(f"ZeRO++ settings: {error}") from error
 
 
 # Data and checkpoints
@@ -371,17 +268,17 @@ def _check_data(data: DataSettings) -> None:
     per_split = [name for name in ("train_data_path", "valid_data_path", "test_data_path") if getattr(data, name)]
     whole = [name for name in ("data_path", "data_args_path") if getattr(data, name)]
     others = [name for name in ("mock_data", "per_split_data_args_path") if getattr(data, name)]
-    sources = [_flag(name) for name in (*whole, *others, *per_split[:1])]
-    _require(len(sources) > 0, "what to train on? give --data-path PREFIX, --train-data-path PREFIX or --mock-data")
-    _require(len(sources) == 1, f"{' and '.join(sources)} both say where the data is; give one")
-    _require(
+    sources = [flag_of(name) for name in (*whole, *others, *per_split[:1])]
+    require(len(sources) > 0, "what to train on? give --data-path PREFIX, --train-data-path PREFIX or --mock-data")
+    require(len(sources) == 1, f"{' and '.join(sources)} both say where the data is; give one")
+    require(
         not (per_split or data.per_split_data_args_path) or data.split is None,
         "--split divides --data-path; --train-data-path and its kin need none",
     )
-    _check_at_least(data, 0, "num_workers", "mid_level_dataset_surplus")
+    check_at_least(data, 0, "num_workers", "mid_level_dataset_surplus")
     for name in ("fim_rate", "fim_spm_rate"):
-        _require(0 <= getattr(data, name) <= 1, f"{_flag(name)} must be in [0, 1], got {getattr(data, name)}")
-    _require(
+        require(0 <= getattr(data, name) <= 1, f"{flag_of(name)} must be in [0, 1], got {getattr(data, name)}")
+    require(
         data.dataloader_type == "cyclic" or not data.data_sharding, "--data-sharding needs --dataloader-type cyclic"
     )
 
@@ -389,7 +286,7 @@ def _check_data(data: DataSettings) -> None:
 def _resolve_tokenizer(tokenizer: TokenizerSettings, data: DataSettings) -> TokenizerSettings:
     if tokenizer.tokenizer_type is None and data.mock_data and tokenizer.vocab_size is not None:
         return dataclasses.replace(tokenizer, tokenizer_type="NullTokenizer")
-    _require(
+    require(
         tokenizer.tokenizer_type is not None,
         "which vocabulary? give --vocab-size with --mock-data"
         if data.mock_data
@@ -399,15 +296,15 @@ def _resolve_tokenizer(tokenizer: TokenizerSettings, data: DataSettings) -> Toke
 
 
 def _check_checkpoint(checkpoint: CheckpointSettings) -> None:
-    _require(
+    require(
         checkpoint.save is None or checkpoint.save_interval is not None,
         "how often to save? --save needs --save-interval",
     )
-    _check_at_least(checkpoint, 1, "save_interval", "ckpt_step", "save_retain_interval", "save_keep_last")
+    check_at_least(checkpoint, 1, "save_interval", "ckpt_step", "save_retain_interval", "save_keep_last")
     needs_load = ("ckpt_step", "exit_on_missing_checkpoint", "finetune", "no_load_optim", "no_load_rng")
     for name in (*needs_load, "load_latest_good"):
-        _require(not getattr(checkpoint, name) or checkpoint.load is not None, f"{_flag(name)} needs --load")
-    _require(
+        require(not getattr(checkpoint, name) or checkpoint.load is not None, f"{flag_of(name)} needs --load")
+    require(
         not (checkpoint.load_latest_good and checkpoint.ckpt_step is not None),
         "--load-latest-good and --ckpt-step both say which checkpoint to load; give one",
     )
@@ -466,13 +363,13 @@ _NO_EFFECT_WITHOUT = {
 def _check_needs(settings: Settings, given: set[str]) -> None:
     values = settings.as_flat_dict()
     for name, needed in _NEEDED.items():
-        _require(name not in given or values[needed], f"{_flag(name)} needs {_flag(needed)}")
+        require(name not in given or values[needed], f"{flag_of(name)} needs {flag_of(needed)}")
 
 
 def _notes(settings: Settings, given: set[str]) -> Iterator[str]:
     values = settings.as_flat_dict()
     for name, needed in _NO_EFFECT_WITHOUT.items():
         if name in given and not values[needed]:
-            yield f"{_flag(name)} has no effect without {_flag(needed)}"
+            yield f"{flag_of(name)} has no effect without {flag_of(needed)}"
     if "vocab_size" in given and settings.tokenizer.tokenizer_type != "NullTokenizer":
         yield f"--vocab-size has no effect: {settings.tokenizer.tokenizer_type} knows its own"

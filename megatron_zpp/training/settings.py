@@ -362,6 +362,11 @@ class DistributedSettings:
     pipeline_model_parallel_size: int = flag(1, "only 1 so far")
     context_parallel_size: int = flag(1, "only 1 so far")
 
+    @property
+    def ranks_per_model_copy(self) -> int:
+        """Ranks that hold one copy of the model and read the same samples; the rest of the ranks is data-parallel."""
+        return self.tensor_model_parallel_size * self.pipeline_model_parallel_size * self.context_parallel_size
+
 
 @dataclass(frozen=True)
 class Settings:

@@ -24,6 +24,7 @@ from megatron_zpp.models.gpt import GPT
 from megatron_zpp.models.init import init_weights
 from megatron_zpp.models.llama import Llama
 from megatron_zpp.parallel.distributed import errors_on_all_ranks
+from megatron_zpp.parallel.mesh import Mesh, build_mesh
 from megatron_zpp.parallel.sharding import shard_model
 from megatron_zpp.training.batch_size import BatchSchedule
 from megatron_zpp.training.checkpoint import (
@@ -39,7 +40,7 @@ from megatron_zpp.training.logging import MetricWriters, progress
 from megatron_zpp.training.loss_scaler import LossScaler
 from megatron_zpp.training.model import build_model, mixed_precision
 from megatron_zpp.training.optimizer import build_optimizer
-from megatron_zpp.training.resolve import zeropp_config
+from megatron_zpp.training.resolve_zero import zeropp_config
 from megatron_zpp.training.schedule import Schedule, resume_schedule
 from megatron_zpp.training.settings import CheckpointSettings, DataSettings, Settings
 from megatron_zpp.zeropp import ZeroPP, apply_zeropp
@@ -64,6 +65,7 @@ class Run:
 
     settings: Settings
     device: torch.device
+    mesh: Mesh
     model: GPT | Llama
     optimizer: torch.optim.Optimizer
     zeropp: ZeroPP | None  # None at ZeRO stage 0, which has no sharded collectives
@@ -73,7 +75,7 @@ class Run:
     datasets: Datasets
     writers: MetricWriters
     train_iters: int
-    num_eval_micro_batches: int  # per rank and evaluation
+    num_eval_micro_batches: int  # per data-parallel rank and evaluation
     counters: Counters
     lock: FolderLock | None = None  # on --save, held by rank 0
     last_loss: float | None = None
@@ -94,12 +96,18 @@ class Run:
 
 def build_run(settings: Settings, device: torch.device) -> Run:
     """Build, on all ranks together, and load the checkpoint of ``--load`` if there is one."""
-    training = settings.training
+    training, ranks = settings.training, settings.distributed
     assert training.global_batch_size and training.micro_batch_size and training.seq_length  # by parse_settings
+    mesh = build_mesh(
+        device.type,
+        tp_size=ranks.tensor_model_parallel_size,
+        pp_size=ranks.pipeline_model_parallel_size,
+        cp_size=ranks.context_parallel_size,
+    )
     batches = BatchSchedule(
         training.global_batch_size,
         training.micro_batch_size,
-        dist.get_world_size(),
+        mesh.dp_size,
         training.rampup_batch_size,
         training.decrease_batch_size_if_needed,
     )
@@ -121,7 +129,7 @@ def build_run(settings: Settings, device: torch.device) -> Run:
     samples = _samples_at_end(batches, counters, train_iters)
     num_eval_micro_batches = training.eval_iters * batches.num_micro_batches(samples)
     with errors_on_all_ranks():
-        eval_samples = num_eval_micro_batches * training.micro_batch_size * dist.get_world_size()
+        eval_samples = num_eval_micro_batches * training.micro_batch_size * mesh.dp_size
         samples = max(samples, training.train_samples or 0)
         vocab_size, datasets = _build_data(settings, counters, train_iters, samples, eval_samples)
         if meta is not None and not settings.checkpoint.finetune:
@@ -134,12 +142,13 @@ def build_run(settings: Settings, device: torch.device) -> Run:
             schedule = Schedule.from_settings(settings.optimizer, settings.schedule, training, batches)
 
     _check_same_data_on_all_ranks(datasets)
-    model, zeropp = _build_model(settings, vocab_size, device)
+    model, zeropp = _build_model(settings, vocab_size, device, mesh)
     with errors_on_all_ranks():
         optimizer = build_optimizer(model, settings.optimizer)
     run = Run(
         settings,
         device,
+        mesh,
         model,
         optimizer,
         zeropp,
@@ -330,7 +339,9 @@ def _check_same_data_on_all_ranks(datasets: Datasets) -> None:
             )
 
 
-def _build_model(settings: Settings, vocab_size: int, device: torch.device) -> tuple[GPT | Llama, ZeroPP | None]:
+def _build_model(
+    settings: Settings, vocab_size: int, device: torch.device, mesh: Mesh
+) -> tuple[GPT | Llama, ZeroPP | None]:
     """The model, sharded before it has storage, so that it never exists whole on one rank."""
     model = build_model(settings.architecture, settings.model, vocab_size)
     activation, zero = settings.activation, settings.zero
@@ -341,7 +352,7 @@ def _build_model(settings: Settings, vocab_size: int, device: torch.device) -> t
     if activation.compile:
         for block in model.layers:
             block.forward = torch.compile(block.forward)
-    shard_model(model, device, dist.get_world_size(), zero.zero_stage, mixed_precision(settings.precision))
+    shard_model(model, mesh, zero.zero_stage, mixed_precision(settings.precision))
     zeropp = apply_zeropp(model, zeropp_config(zero)) if zero.zero_stage > 0 else None
     if zeropp is not None:
         zeropp.monitor_errors(zero.zero_monitor_interval)

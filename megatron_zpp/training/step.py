@@ -34,13 +34,15 @@ def train_step(run: Run, batches: Iterator[Batch], num_micro_batches: int, stop:
     settings, model, scale = run.settings, run.model, run.scaler.scale
     micro_batches: list[Batch] = []
     totals = accumulate_gradients(run, _remember(batches, micro_batches), num_micro_batches, scale)
+    if run.mesh.tp_rank > 0:
+        totals.zero_()  # all ranks of a tensor-parallel group have the same loss: count it once
     totals[2] = float(stop)
     dist.all_reduce(totals)
     loss_sum_all, num_tokens_all, wishes = totals.tolist()
 
     parameters = list(model.parameters())
     per_token = settings.training.calculate_per_token_loss
-    per_token_factor = dist.get_world_size() / max(1.0, num_tokens_all) if per_token else 1.0
+    per_token_factor = run.mesh.fsdp.size() / max(1.0, num_tokens_all) if per_token else 1.0
     scale_gradients(parameters, per_token_factor / scale)
     grad_norm = clip_gradients(parameters, settings.optimizer.clip_grad)
     num_zeros = count_zeros(parameters) if settings.logging.log_num_zeros_in_grad else None

@@ -9,6 +9,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from megatron_zpp.models.gpt import GPT, GPTConfig
 from megatron_zpp.models.init import init_weights
+from megatron_zpp.parallel.mesh import build_mesh
 from megatron_zpp.parallel.sharding import prepare_backward, shard_model
 from megatron_zpp.zeropp import ZeroPPConfig, apply_zeropp
 from tests.ranks import run_ranks
@@ -17,7 +18,7 @@ from tests.ranks import run_ranks
 def _sharded_gpt(stage: int) -> GPT:
     with torch.device("meta"):
         model = GPT(GPTConfig(2, 16, 2, 32, 8, attention_dropout=0.0, hidden_dropout=0.0))
-    shard_model(model, torch.device("cpu"), dist.get_world_size(), stage, MixedPrecisionPolicy())
+    shard_model(model, build_mesh("cpu"), stage, MixedPrecisionPolicy())
     model.to_empty(device="cpu")
     init_weights(model, seed=1)
     return model

@@ -1,0 +1,28 @@
+"""Check how a run's ranks are divided among the kinds of parallelism."""
+
+from __future__ import annotations
+
+from megatron_zpp.training.errors import check_at_least, divisors, flag_of, require
+from megatron_zpp.training.settings import DistributedSettings
+
+_MODEL_PARALLEL = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
+
+
+def check_parallel(distributed: DistributedSettings, zero_stage: int, world_size: int) -> None:
+    """Raise SettingsError unless the parallel sizes divide the ranks, and fit together."""
+    check_at_least(distributed, 1, *_MODEL_PARALLEL)
+    for name in _MODEL_PARALLEL:
+        size = getattr(distributed, name)
+        require(size == 1, f"{flag_of(name)} {size} is not supported yet: leave it at 1; ZeRO-3 shards over all ranks")
+    product = distributed.ranks_per_model_copy
+    sizes = " * ".join(f"{flag_of(name)} {getattr(distributed, name)}" for name in _MODEL_PARALLEL)
+    require(
+        world_size % product == 0,
+        f"{sizes} = {product} does not divide the {world_size} rank(s) of this run; choose sizes whose product is one "
+        f"of {', '.join(map(str, divisors(world_size)))}",
+    )
+    require(
+        product == 1 or zero_stage > 0,
+        f"--zero-stage 0 keeps the whole model on every rank, and {sizes} divides it; use --zero-stage 1",
+    )
+    require(distributed.distributed_timeout_minutes > 0, "--distributed-timeout-minutes must be positive")
