@@ -22,27 +22,38 @@ class Scale:
     eval_iters: int
     lr: float
     vocab_size: int
-    jobs: int  # runs side by side
+    corpus: str  # flags of make_corpus.py
+    jobs: int = 1  # runs side by side
 
 
 SCALES = {
-    "cpu": Scale(  # 1.3M parameters, 0.4M tokens
+    "cpu": Scale(  # 1.3M parameters, 0.3M tokens
         "--num-layers 2 --hidden-size 192 --num-attention-heads 4 --seq-length 128",
         micro_batch_size=1,
-        train_iters=400,
+        train_iters=300,
         eval_iters=32,
         lr=2e-3,
         vocab_size=2048,
+        corpus="--packages torch --max-megabytes 70",
         jobs=2,
     ),
     "gpu": Scale(  # 30M parameters, 66M tokens
         "--num-layers 8 --hidden-size 512 --num-attention-heads 8 --seq-length 512",
         micro_batch_size=4,
-        train_iters=4000,
+        train_iters=3000,
         eval_iters=32,
         lr=1e-3,
         vocab_size=8192,
-        jobs=1,
+        corpus="--packages torch --max-megabytes 70",
+    ),
+    "tiny": Scale(  # to see that everything runs
+        "--num-layers 1 --hidden-size 32 --num-attention-heads 2 --seq-length 32",
+        micro_batch_size=1,
+        train_iters=3,
+        eval_iters=1,
+        lr=2e-3,
+        vocab_size=400,
+        corpus="--max-megabytes 0.3",
     ),
 }
 
