@@ -197,3 +197,28 @@ def _own_parameters(module: nn.Module, heads: set[int], is_head: bool = True) ->
     for child in module.children():
         yield from _own_parameters(child, heads, is_head=False)
     yield from (parameter for parameter in module._parameters.values() if parameter is not None)
+
+
+def step_by_shards(optimizer: torch.optim.Optimizer, world_size: int) -> None:
+    """Let torch's AdamW move each of ``world_size`` shards of a parameter by itself, as the ranks do.
+
+    Its fused kernel for CPUs rounds the last elements of a tensor, less than a vector, differently from the others.
+    The optimizer's state stays whole. Other optimizers of torch need none of this.
+    """
+    if not isinstance(optimizer, torch.optim.AdamW):
+        return
+    whole_group = optimizer._init_group
+
+    def init_group(group: dict[str, Any], *lists: list[Tensor]) -> bool:
+        has_complex = whole_group(group, *lists)
+        *moved, steps = lists  # parameters, gradients and moments; counters
+        shapes = [parameter.shape for parameter in lists[0]]
+        rows = [math.ceil(shape[0] / world_size) * math.prod(shape[1:]) for shape in shapes]
+        cuts = [-(-shape.numel() // max(1, n)) for shape, n in zip(shapes, rows, strict=True)]
+        for tensors in moved:
+            tensors[:] = [s for t, n in zip(tensors, rows, strict=False) for s in t.view(-1).split(max(1, n))]
+        # Every counter in the list is increased: the shards after the first get copies.
+        steps[:] = [step if i == 0 else step.clone() for step, n in zip(steps, cuts, strict=True) for i in range(n)]
+        return bool(has_complex)
+
+    optimizer._init_group = init_group  # type: ignore[method-assign]

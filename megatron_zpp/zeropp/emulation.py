@@ -23,7 +23,7 @@ from . import kernels
 from .collectives import count_flat_ring, count_reduce_scatter
 from .config import ZeroPPConfig
 from .description import describe, fingerprint
-from .emulated_unit import EmulatedUnit, find_emulated_units
+from .emulated_unit import EmulatedUnit, find_emulated_units, step_by_shards
 from .gradient_hops import GradientHops, MicroBatch
 from .monitor import ErrorMonitor
 from .random_states import RandomStates
@@ -129,6 +129,10 @@ class EmulatedZeroPP:
         self._next_rank = (rank + 1) % len(self.places)
         for reduce_scatter in self._gradients:
             reduce_scatter.add(rank)
+
+    def step_by_shards(self, optimizer: torch.optim.Optimizer) -> None:
+        """Needed for equality to the bit on a CPU with torch's fused AdamW; see the function."""
+        step_by_shards(optimizer, len(self.places))
 
     def describe(self) -> str:
         """One line: the topology, and how weights and gradients travel."""

@@ -157,6 +157,7 @@ def train_emulated(kind, config, dtype, num_nodes, ranks_per_node):
         reduce_dtype=mp.reduce_dtype,
     )
     optimizer = optimizer_of(model)
+    emulated.step_by_shards(optimizer)
     emulated.random_states.seed(100)
     losses, outputs, traffic = [[] for _ in range(world_size)], [], []
     for step in range(STEPS):
