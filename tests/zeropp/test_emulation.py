@@ -56,12 +56,11 @@ CASES = {
     "fp16": ("llama", ZeroPPConfig(**ALL_FLAGS, **BLOCKS, loco=LoCoConfig()), torch.float16),
     "GPT": ("gpt", ZeroPPConfig(**ALL_FLAGS, **BLOCKS, loco=LoCoConfig()), None),
     "Llama": ("llama", ZeroPPConfig(**ALL_FLAGS, **BLOCKS, loco=LoCoConfig()), None),
-}
-UNQUANTIZED_GRADIENTS = {
     "qwZ alone": ("gpt", ZeroPPConfig(quantized_weights=True, ranks_per_node=2, weight_rounding="stochastic"), None),
     "hpZ alone": ("net", ZeroPPConfig(hpz_partition_size=2), None),
     "ZeRO-3": ("net", ZeroPPConfig(ranks_per_node=2), None),
 }
+UNQUANTIZED_GRADIENTS = ("qwZ alone", "hpZ alone", "ZeRO-3")
 
 
 class Net(nn.Module):
@@ -181,9 +180,27 @@ def train_emulated(kind, config, dtype, num_nodes, ranks_per_node):
     return losses, outputs, traffic, [p.detach() for p in model.parameters()]
 
 
-def both(case, num_nodes, ranks_per_node):
-    real = run_ranks(num_nodes * ranks_per_node, train_ranks, *case)
-    return real, run_ranks(1, train_emulated, *case, num_nodes, ranks_per_node)[0]
+LAYOUTS = {4: (2, 2), 6: (3, 2)}  # nodes and ranks per node
+
+
+def train_ranks_on(names):
+    return {name: train_ranks(*CASES[name]) for name in names}
+
+
+def train_emulated_on(names, num_nodes, ranks_per_node):
+    return {name: train_emulated(*CASES[name], num_nodes, ranks_per_node) for name in names}
+
+
+def both(names, world_size):
+    """What each real rank returned, and the emulation of all, by case."""
+    real = run_ranks(world_size, train_ranks_on, names)
+    emulated = run_ranks(1, train_emulated_on, names, *LAYOUTS[world_size])[0]
+    return {name: ([rank[name] for rank in real], emulated[name]) for name in names}
+
+
+@pytest.fixture(scope="module")
+def on_four_ranks():
+    return both(list(CASES), 4)
 
 
 def check_traffic(real, traffic):
@@ -192,9 +209,8 @@ def check_traffic(real, traffic):
         assert sent.intra_node == sum(rank[2][step].intra_node for rank in real)
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_equals_real_ranks_to_the_bit(name):
-    real, (losses, outputs, traffic, parameters) = both(CASES[name], num_nodes=2, ranks_per_node=2)
+def check_equal(real, emulated):
+    losses, outputs, traffic, parameters = emulated
     assert losses == [rank[0] for rank in real]
     assert all(mine.equal(its) for mine, its in zip(outputs, real[0][1], strict=True))
     for mine, its in zip(parameters, real[0][3], strict=True):
@@ -202,19 +218,67 @@ def test_equals_real_ranks_to_the_bit(name):
     check_traffic(real, traffic)
 
 
+@pytest.mark.parametrize("name", [name for name in CASES if name not in UNQUANTIZED_GRADIENTS])
+def test_equals_real_ranks_to_the_bit(on_four_ranks, name):
+    check_equal(*on_four_ranks[name])
+
+
 def test_equals_six_ranks_on_three_nodes():
-    real, (losses, _, traffic, parameters) = both(CASES["noise"], num_nodes=3, ranks_per_node=2)
-    assert losses == [rank[0] for rank in real]
-    assert all(mine.equal(its) for mine, its in zip(parameters, real[0][3], strict=True))
-    check_traffic(real, traffic)
+    check_equal(*both(["noise"], 6)["noise"])
 
 
 @pytest.mark.parametrize("name", UNQUANTIZED_GRADIENTS)
-def test_unquantized_gradients_differ_by_the_order_of_sums_alone(name):
-    real, (losses, _, traffic, parameters) = both(UNQUANTIZED_GRADIENTS[name], num_nodes=2, ranks_per_node=2)
+def test_unquantized_gradients_differ_by_the_order_of_sums_alone(on_four_ranks, name):
+    real, (losses, _, traffic, parameters) = on_four_ranks[name]
     for mine, its in zip(losses, (rank[0] for rank in real), strict=True):
         assert mine[:2] == its[:2]  # before the first step nothing was summed
         assert mine == pytest.approx(its, rel=1e-6)
     for mine, its in zip(parameters, real[0][3], strict=True):
         torch.testing.assert_close(mine, its, rtol=1e-5, atol=1e-6)
     check_traffic(real, traffic)
+
+
+def _undone(every_rank: bool):
+    """LoCo's state and the gradients of a step, without and with another one thrown away before it."""
+    states = []
+    for disturbed in (False, True):
+        model = build("net")
+        emulated = emulate_zeropp(model, CASES["all flags"][1], 2, 2, units=list(model.layers))
+        for step in [0, 8, 1] if disturbed else [0, 1]:
+            for rank in range(4 if step != 8 or every_rank else 3):
+                with emulated.as_rank(rank):
+                    model(*micro_batch(step, 0, rank)).mean().backward()
+            if step == 8:
+                emulated.undo_step()
+            if step != 1:
+                model.zero_grad()
+        states.append(emulated.state_dict() | {n: p.grad for n, p in model.named_parameters() if p.grad is not None})
+    return states
+
+
+@pytest.mark.parametrize("every_rank", [True, False])
+def test_an_undone_step_leaves_no_trace(every_rank):
+    expected, state = run_ranks(1, _undone, every_rank)[0]
+    assert any("inter.error" in name for name in state) and any("weight" in name for name in state)
+    assert state.keys() == expected.keys()
+    assert all(value.equal(expected[name]) for name, value in state.items())
+
+
+def test_wrong_use_is_refused():
+    model = build("net")
+    config = CASES["all flags"][1]
+    with pytest.raises(ValueError, match="hpz_partition_size 2 must be"):
+        emulate_zeropp(model, config, 2, 4)
+    with pytest.raises(ValueError, match="not stage 1"):
+        emulate_zeropp(model, config, 2, 2, zero_stage=1)
+    with pytest.raises(ValueError, match="has no storage yet"):
+        emulate_zeropp(nn.Linear(4, 4, device="meta"), config, 2, 2)
+    with pytest.raises(ValueError, match="shares a parameter with another unit"):
+        emulate_zeropp(model, config, 2, 2, units=[model.embedding])
+    emulated = emulate_zeropp(model, config, 2, 2, units=list(model.layers))
+    with pytest.raises(RuntimeError, match="in turn: this is rank 1, it is rank 0's"), emulated.as_rank(1):
+        model(*micro_batch(0, 0, 1)).mean().backward()
+    assert all(type(p) is nn.Parameter and p.grad is None for p in model.parameters())
+    other = emulate_zeropp(build("net"), CASES["noise"][1], 2, 2)
+    with pytest.raises(ValueError, match="another ZeroPPConfig"):
+        emulated.load_state_dict(other.state_dict())
