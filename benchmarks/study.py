@@ -105,7 +105,7 @@ def train(results: Path, scale_name: str, text: str, arm: Arm, seed: int) -> dic
         f"{scale.shape} --emulate-ranks {RANKS} --emulate-nodes {NODES} --attention-dropout 0 "
         f"--hidden-dropout 0 --micro-batch-size {scale.micro_batch_size} --train-iters {scale.train_iters} "
         f"--eval-iters {scale.eval_iters} --eval-interval {scale.train_iters} --log-interval 20 --lr {scale.lr} "
-        f"--min-lr {scale.lr / 10} --lr-decay-style cosine --lr-warmup-fraction 0.1 --adam-beta2 0.95 "
+        f"--min-lr {scale.lr / 10} --lr-decay-style cosine --lr-warmup-fraction 0.1 --adam-beta2 {scale.adam_beta2} "
         f"--weight-decay 0.1 --num-workers 0 --seed {seed} {text} {arm.flags}"
     )
     threads = str(max(1, (os.cpu_count() or 1) // scale.jobs))
