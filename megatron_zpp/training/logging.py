@@ -45,7 +45,7 @@ class TrainingReport:
     eta_seconds: float | None = None
     bytes_between_nodes: float | None = None  # sent per step, all ranks
     bytes_within_nodes: float | None = None
-    quantization_errors: Mapping[str, float] = field(default_factory=dict)  # relative; "weights", "weights/UNIT", ...
+    quantization_errors: Mapping[str, float] = field(default_factory=dict)  # of ZeroPP.quantization_errors
 
 
 def format_training_line(report: TrainingReport, now: datetime | None = None) -> str:
@@ -76,7 +76,7 @@ def format_training_line(report: TrainingReport, now: datetime | None = None) ->
         None if r.eta_seconds is None else f"ETA: {format_duration(r.eta_seconds)}",
         _field("sent between nodes per step (MB): {:.3f}", r.bytes_between_nodes, factor=1e-6),
         _field("sent within nodes per step (MB): {:.3f}", r.bytes_within_nodes, factor=1e-6),
-        *(f"error of {hop}: {r.quantization_errors[hop]:.4f}" for hop in HOPS if hop in r.quantization_errors),
+        *(_field(f"error of {hop}: {{:.4f}}", r.quantization_errors.get(f"error/{hop}")) for hop in HOPS),
     ]
     return f" [{now:%Y-%m-%d %H:%M:%S.%f}] " + " ".join(f"{field} |" for field in fields if field is not None)
 
@@ -113,7 +113,7 @@ def training_metrics(report: TrainingReport, settings: LoggingSettings) -> dict[
         "skipped-train-samples": r.skipped_samples if r.skipped_samples > 0 else None,
         "comm/bytes-between-nodes": r.bytes_between_nodes,
         "comm/bytes-within-nodes": r.bytes_within_nodes,
-        **{f"comm/error/{name}": error for name, error in r.quantization_errors.items()},
+        **{f"comm/{name}": value for name, value in r.quantization_errors.items()},
     }
     if settings.log_timers_to_tensorboard:
         metrics |= {
