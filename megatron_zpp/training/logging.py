@@ -15,6 +15,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from megatron_zpp.training.dashboard import tensorboard_layout
 from megatron_zpp.training.settings import LoggingSettings
 from megatron_zpp.training.throughput import format_duration
 
@@ -111,6 +112,7 @@ def training_metrics(report: TrainingReport, settings: LoggingSettings) -> dict[
         "num-zeros": r.num_zeros,
         "params-norm": r.params_norm,
         "skipped-train-samples": r.skipped_samples if r.skipped_samples > 0 else None,
+        "tokens-per-second": r.tokens_per_second,
         "comm/bytes-between-nodes": r.bytes_between_nodes,
         "comm/bytes-within-nodes": r.bytes_within_nodes,
         **{f"comm/{name}": value for name, value in r.quantization_errors.items()},
@@ -119,7 +121,6 @@ def training_metrics(report: TrainingReport, settings: LoggingSettings) -> dict[
         metrics |= {
             "iteration-time": r.seconds_per_iteration,
             "throughput": r.tflops_per_device,
-            "tokens-per-second": r.tokens_per_second,
             "mfu": r.mfu,
         }
     return {key: value for key, value in metrics.items() if value is not None}
@@ -172,6 +173,7 @@ class MetricWriters:
             self._tensorboard = SummaryWriter(settings.tensorboard_dir, max_queue=settings.tensorboard_queue_size)
             for name, value in run_config.items():
                 self._tensorboard.add_text(name, str(value))
+            self._tensorboard.add_custom_scalars(tensorboard_layout())
         if settings.wandb_project is not None:
             import wandb
 
