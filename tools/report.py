@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_zpp.training.dashboard import DASHBOARD
-from megatron_zpp.training.run_history import RunHistory, find_runs, read_run
+from megatron_zpp.training.tensorboard_reader import RunHistory, find_runs, read_run
 
 Curve = list[tuple[float, float]]
 BETWEEN, WITHIN = "comm/bytes-between-nodes", "comm/bytes-within-nodes"

@@ -18,9 +18,9 @@ from megatron_zpp.training.arguments import parse_settings
 from megatron_zpp.training.dashboard import DASHBOARD
 from megatron_zpp.training.logging import MetricWriters
 from megatron_zpp.training.pretrain import train
-from megatron_zpp.training.run_history import find_runs, read_run
 from megatron_zpp.training.settings import LoggingSettings
 from megatron_zpp.training.setup import build_run
+from megatron_zpp.training.tensorboard_reader import find_runs, read_run
 from tests.ranks import run_ranks
 from tests.training.small_run import flags, write_text
 from tools.report import charts, differing_settings, main, summary
