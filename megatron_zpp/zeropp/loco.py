@@ -71,8 +71,13 @@ class ErrorFeedback:
     def rescale(self, factor: float) -> None:
         """Multiply the error: the loss scale, and with it every gradient to come, changed by ``factor``."""
         if self.error is not None and self._format is not None:
-            values = torch.empty(*self.error.shape[:-1], self._format.numel, device=self.error.device)
-            self.error = self._format.encode(self._format.decode(self.error, out=values).mul_(factor))
+            self.error = self._format.encode(self.decode(self.error).mul_(factor))
+
+    def decode(self, error: Tensor) -> Tensor:
+        """An error as numbers, fp32 [..., L], once something was encoded."""
+        assert self._format is not None
+        out = torch.empty(*error.shape[:-1], self._format.numel, device=error.device)
+        return self._format.decode(error, out)
 
     def state_dict(self) -> dict[str, Tensor]:
         state = {"steps": torch.tensor(self.steps)}
