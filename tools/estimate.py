@@ -102,14 +102,14 @@ def short(number: float) -> str:
     return f"{number:.2g}" if number < 10 else f"{number:.0f}"
 
 
-def units_of(model: GPT | Llama) -> list[list[tuple[str, torch.Tensor]]]:
+def units_of(model: GPT | Llama) -> list[list[tuple[str, nn.Parameter]]]:
     """The parameters of each FSDP2 unit as the trainer makes them: the root, then each block."""
     in_blocks = {id(p) for block in model.layers for p in block.parameters()}
     root = [(name, p) for name, p in model.named_parameters() if id(p) not in in_blocks]
-    return [root, *(list(block.named_parameters()) for block in model.layers if isinstance(block, nn.Module))]
+    return [root, *(list(block.named_parameters()) for block in model.layers)]
 
 
-def shards_of(parameters: list[tuple[str, torch.Tensor]], world_size: int) -> Shards:
+def shards_of(parameters: list[tuple[str, nn.Parameter]], world_size: int) -> Shards:
     """One rank's shards as FSDP2 cuts them: rows, padded to the same number on every rank."""
     return tuple(
         ParameterShard(name, numel=-(-p.shape[0] // world_size) * (p.numel() // p.shape[0]), quantizable=p.dim() >= 2)
@@ -298,8 +298,8 @@ def report(settings: Settings, found: Estimate, gpu: str) -> str:
     lines += [f"  {size / cluster.nodes / 1e9:9.3g}  {name}" for name, size in found.sent_between_nodes.items()]
     lines += [
         "",
-        f"computing {short(found.compute_seconds)} s per step, at {cluster.mfu:.0%} (assumed) of {cluster.peak_tflops:g} "
-        "TFLOP/s",
+        f"computing {short(found.compute_seconds)} s per step, at {cluster.mfu:.0%} (assumed) of "
+        f"{cluster.peak_tflops:g} TFLOP/s",
         f"network   {short(found.network_seconds)} s per step, at {cluster.link_gbps:g} Gbit/s out of each node",
         f"in all    {found.duration()}: from all communication hidden behind computing to none",
         "",

@@ -100,7 +100,8 @@ case $RECIPE in
             --zeropp-loco-reset-interval 1024)
         ;;
     recommended)
-        COMMUNICATION=("${ZEROPP[@]}" --zero-weight-difference-bits 4 --zero-gradient-intra-bits 8 --zeropp-loco)
+        COMMUNICATION=("${ZEROPP[@]}" --zero-gradient-intra-bits 8 --zeropp-loco)
+        [ "$RANKS_PER_NODE" = 1 ] || COMMUNICATION+=(--zero-weight-difference-bits 4) # which needs hpZ
         ;;
 esac
 
