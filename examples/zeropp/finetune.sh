@@ -67,7 +67,7 @@ case $SCALE in
         corpus 60 8192
         MODEL=(--num-layers 12 --hidden-size 768 --num-attention-heads 12 --seq-length 512)
         PRETRAINING=(--micro-batch-size 16 --global-batch-size 128 --train-iters 1000 --lr 6e-4 --lr-warmup-iters 100)
-        LENGTH=(--micro-batch-size 8 --global-batch-size 16 --train-iters 50 --lr 5e-5 --lr-warmup-iters 5)
+        LENGTH=(--micro-batch-size 2 --global-batch-size 16 --train-iters 50 --lr 5e-5 --lr-warmup-iters 5)
         OFTEN=(--log-interval 10 --eval-iters 4 --save-interval 500)
         ;;
     full)

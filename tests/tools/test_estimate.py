@@ -69,7 +69,7 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
 def test_memory_and_bytes_are_those_of_real_ranks(tmp_path):
     data = write_text(tmp_path)
     runs = {name: flags(data, SHAPE, recipe, length="--train-iters 3") for name, recipe in RECIPES.items()}
-    ranks = run_ranks(4, _measured, runs)
+    ranks = run_ranks(4, _measured, runs, timeout=300)
     for name, argv in runs.items():
         plan = planned(argv)
         parameters, sent, _ = ranks[0][name]
@@ -99,7 +99,7 @@ def test_steps_tokens_and_time():
     assert plan.network_seconds == pytest.approx(sum(plan.sent_between_nodes.values()) / 2 * 8 / 100e9)
     assert of_base("--global-batch-size 64 --train-samples 64000") == plan
     ramp = of_base("--global-batch-size 64 --rampup-batch-size 32 16 96 --train-iters 10")
-    assert ramp.tokens == (2 * 32 + 2 * 48 + 6 * 64) * 2048
+    assert ramp.tokens == (2 * 32 + 1 * 48 + 7 * 64) * 2048
 
 
 def test_it_prints_what_it_counts(capsys, monkeypatch):
