@@ -16,10 +16,10 @@ from pathlib import Path
 
 import pytest
 
-from examples.quickstart import report
 from megatron_zpp.huggingface.config import from_hf_config
 from megatron_zpp.huggingface.files import read_config
 from megatron_zpp.training.arguments import parse_settings
+from megatron_zpp.training.log_reader import BETWEEN, RunLog, read_log
 from megatron_zpp.training.model import build_model
 from tests.conftest import ROOT, environment
 from tools import estimate, preprocess_data
@@ -132,7 +132,7 @@ def folder(tmp_path_factory) -> Path:
     return tmp_path_factory.mktemp("published")
 
 
-def run_laptop(script: Path, variant: str, folder: Path) -> tuple[report.Run, list[str]]:
+def run_laptop(script: Path, variant: str, folder: Path) -> tuple[RunLog, list[str]]:
     """What the script logged, and its command."""
     name = f"{script.stem}-{variant.replace(' ', '-')}"
     places = dict(OUT=str(folder / name), BASE=str(folder / "base"), CORPUS=str(folder / "corpus"))
@@ -141,7 +141,7 @@ def run_laptop(script: Path, variant: str, folder: Path) -> tuple[report.Run, li
         [script], env=clean(**assignments(variant), **places), capture_output=True, text=True, timeout=300
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    return report.parse_log(folder / name / "log.txt"), words
+    return read_log(folder / name / "log.txt"), words
 
 
 @pytest.mark.parametrize(
@@ -162,7 +162,7 @@ def test_laptop_scale_trains_and_sends_what_its_flags_say(name, variant, folder)
     first, last = run.lines[0], run.lines[-1]
     assert last["iteration"] == 10
     assert last["lm loss"] < 0.97 * first["lm loss"]
-    sent = last[report.BETWEEN]
+    sent = last[BETWEEN]
     planned = sum(plan(words, 2, 2, "A100", 512).sent_between_nodes.values()) / 1e6
     assert sent == pytest.approx(planned, abs=6e-4)
     if variant != "RECIPE=zero3":
