@@ -10,7 +10,7 @@ from torch import Tensor
 from .config import LoCoConfig
 from .wire_format import Compensation, WireFormat, wire_format
 
-_ERROR_FORMATS = {"int8": (8, torch.float32), "bf16": (None, torch.bfloat16), "fp32": (None, torch.float32)}
+ERROR_FORMATS = {"int8": (8, torch.float32), "bf16": (None, torch.bfloat16), "fp32": (None, torch.float32)}
 
 
 class ErrorFeedback:
@@ -48,7 +48,7 @@ class ErrorFeedback:
         if is_first:
             self._before_step = (self.error, self.steps)
         config, interval = self.config, self.config.reset_interval
-        bits, dtype = _ERROR_FORMATS[config.error_dtype]
+        bits, dtype = ERROR_FORMATS[config.error_dtype]
         self._format = wire_format(hop.parameters, bits, hop.block_size, dtype)
         self.steps += is_last
         decay, new_error = 1.0, None
