@@ -52,6 +52,8 @@ class GradientHops:
         """Encode gradients [N, P, L] for the P ranks of the node: uint8 [P, N, nbytes]; P = 1: [N, L]."""
         if self.node_sum is None:
             self.begun_at = self.unit.optimizer_steps
+            for feedback in self.feedback.values():
+                feedback.begin_step()
         elif self.begun_at != self.unit.optimizer_steps:
             raise RuntimeError(
                 f"an optimizer step was taken while {self.unit.label} held gradients that had not crossed nodes: say "
@@ -120,9 +122,7 @@ class GradientHops:
         error = feedback.error if feedback is not None else None  # what is added to these gradients
         if feedback is not None:
             # The hop between nodes runs once per step, that within a node once per micro-batch.
-            is_first = hop == "inter" or self.micro_batches == 0
-            is_last = self.micro_batch.is_last
-            wires = feedback.encode(pieces, format, noise_seed, is_first, is_last, **source)
+            wires = feedback.encode(pieces, format, noise_seed, self.micro_batch.is_last, **source)
         else:
             wires = format.encode(pieces, noise_seed, **source)
         if self.monitor.is_due(self.steps):

@@ -31,22 +31,23 @@ class ErrorFeedback:
         self._before_step: tuple[Tensor | None, int] = (None, 0)
         self._format: WireFormat | None = None  # of ``error``
 
+    def begin_step(self) -> None:
+        """Say that the gradients to come are another optimizer step's: ``undo_step`` returns here."""
+        self._before_step = (self.error, self.steps)
+
     def encode(
         self,
         gradients: Tensor,
         hop: WireFormat,
         noise_seed: int | None = None,
-        is_first: bool = True,
         is_last: bool = True,
         **source: Any,
     ) -> Tensor:
         """Compensate and encode gradients [..., L] into uint8 [..., nbytes], and update the error.
 
-        is_first, is_last: whether this is the first and the last encoding of an optimizer step.
+        is_last: whether this is the last encoding of an optimizer step.
         source: what else WireFormat.encode takes to make up the gradients.
         """
-        if is_first:
-            self._before_step = (self.error, self.steps)
         config, interval = self.config, self.config.reset_interval
         bits, dtype = ERROR_FORMATS[config.error_dtype]
         self._format = wire_format(hop.parameters, bits, hop.block_size, dtype)
