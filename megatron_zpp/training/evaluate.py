@@ -10,22 +10,32 @@ import torch.distributed as dist
 from megatron_zpp.data.loader import Batch
 from megatron_zpp.training.logging import progress
 from megatron_zpp.training.setup import Run
-from megatron_zpp.training.step import summed_loss
+from megatron_zpp.training.step import to_inputs
 
 
 @torch.no_grad()
 def evaluate(run: Run, batches: Iterator[Batch], num_micro_batches: int) -> float:
     """Mean loss per token over ``num_micro_batches`` of every data-parallel rank; the model ends in training mode."""
-    run.model.eval()
     totals = torch.zeros(2, dtype=torch.float64, device=run.device)  # loss, tokens
+    run.set_training(False)
+    # A pipeline is full when it has as many micro-batches as ranks.
+    at_once = run.mesh.pp_size
     with progress("evaluating", num_micro_batches) as advance:
-        for _ in range(num_micro_batches):
-            totals += torch.stack(summed_loss(run.model, next(batches), run.device))
-            advance(1)
+        for start in range(0, num_micro_batches, at_once):
+            count = min(at_once, num_micro_batches - start)
+            micro_batches = [to_inputs(next(batches), run.device) for _ in range(count)]
+            masks = [inputs.pop("loss_mask") for inputs in micro_batches]
+            if run.pipeline is not None:
+                of_tokens = run.pipeline.forward(micro_batches)  # none but on the last stage
+            else:
+                of_tokens = [run.model(**inputs) for inputs in micro_batches]
+            for losses, mask in zip(of_tokens, masks, strict=False):
+                totals += torch.stack([(losses * mask).sum(), mask.sum()])
+            advance(count)
     if run.mesh.tp_rank > 0:
         totals.zero_()  # as in train_step
     dist.all_reduce(totals)
-    run.model.train()
+    run.set_training(True)
     if run.zeropp is not None:
         run.zeropp.traffic.take()  # the log counts training's traffic
     loss_sum, num_tokens = totals.tolist()

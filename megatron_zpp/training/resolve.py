@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 
 from megatron_zpp.training.batch_size import BatchSchedule
 from megatron_zpp.training.errors import SettingsError, check_at_least, flag_of, require
-from megatron_zpp.training.resolve_parallel import check_parallel
+from megatron_zpp.training.resolve_parallel import check_parallel, check_pipeline_batches, resolve_pipeline
 from megatron_zpp.training.resolve_zero import resolve_zero
 from megatron_zpp.training.schedule import Schedule
 from megatron_zpp.training.settings import (
@@ -50,6 +50,7 @@ def resolve(
         zero=resolve_zero(settings.zero, dp_size),
         tokenizer=_resolve_tokenizer(settings.tokenizer, settings.data),
     )
+    settings = dataclasses.replace(settings, distributed=resolve_pipeline(settings))
     _check_batches_and_schedule(settings, dp_size)
     _check_optimizer(settings.optimizer)
     _check_data(settings.data)
@@ -107,6 +108,7 @@ def _check_batches_and_schedule(settings: Settings, dp_size: int) -> None:
         )
         if not training.skip_train:
             Schedule.from_settings(settings.optimizer, settings.schedule, training, batches)
+            check_pipeline_batches(settings.distributed, batches)
     except ValueError as error:
         raise SettingsError(str(error)) from error
     require(

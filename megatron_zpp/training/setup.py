@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
 
 from megatron_zpp.data.build import Datasets, build_datasets
 from megatron_zpp.data.fill_in_the_middle import FillInTheMiddle, find_token
@@ -25,7 +26,9 @@ from megatron_zpp.models.init import init_weights
 from megatron_zpp.models.llama import Llama
 from megatron_zpp.parallel.distributed import errors_on_all_ranks
 from megatron_zpp.parallel.mesh import Mesh, build_mesh
+from megatron_zpp.parallel.pipeline import SPLITS_BACKWARD, Pipeline
 from megatron_zpp.parallel.sharding import shard_model
+from megatron_zpp.parallel.stages import Placement, join_stages, keep_stage
 from megatron_zpp.training.batch_size import BatchSchedule
 from megatron_zpp.training.checkpoint import (
     CheckpointError,
@@ -40,6 +43,7 @@ from megatron_zpp.training.logging import MetricWriters, progress
 from megatron_zpp.training.loss_scaler import LossScaler
 from megatron_zpp.training.model import build_model, mixed_precision
 from megatron_zpp.training.optimizer import build_optimizer
+from megatron_zpp.training.resolve_parallel import placement_of
 from megatron_zpp.training.resolve_zero import zeropp_config
 from megatron_zpp.training.schedule import Schedule, resume_schedule
 from megatron_zpp.training.settings import CheckpointSettings, DataSettings, Settings
@@ -66,7 +70,8 @@ class Run:
     settings: Settings
     device: torch.device
     mesh: Mesh
-    model: GPT | Llama
+    model: GPT | Llama  # this rank's part of it
+    pipeline: Pipeline | None  # None with one stage
     optimizer: torch.optim.Optimizer
     zeropp: ZeroPP | None  # None at ZeRO stage 0, which has no sharded collectives
     schedule: Schedule | None  # None with --skip-train
@@ -79,6 +84,14 @@ class Run:
     counters: Counters
     lock: FolderLock | None = None  # on --save, held by rank 0
     last_loss: float | None = None
+
+    def set_training(self, mode: bool) -> None:
+        """Training mode, or evaluation mode."""
+        (self.model if self.pipeline is None else self.pipeline).train(mode)
+
+    def norm_scope(self) -> tuple[dist.ProcessGroup | None, Sequence[Tensor]]:
+        """What ``clip_gradients`` has to know of a pipeline: its group, and parameters that are counted elsewhere."""
+        return (None, ()) if self.pipeline is None else (self.pipeline.group, self.pipeline.copies)
 
     def meta(self) -> dict[str, Any]:
         """What a checkpoint keeps beside the tensors."""
@@ -142,7 +155,7 @@ def build_run(settings: Settings, device: torch.device) -> Run:
             schedule = Schedule.from_settings(settings.optimizer, settings.schedule, training, batches)
 
     _check_same_data_on_all_ranks(datasets)
-    model, zeropp = _build_model(settings, vocab_size, device, mesh)
+    model, pipeline, zeropp = _build_model(settings, vocab_size, device, mesh)
     with errors_on_all_ranks():
         optimizer = build_optimizer(model, settings.optimizer)
     run = Run(
@@ -150,6 +163,7 @@ def build_run(settings: Settings, device: torch.device) -> Run:
         device,
         mesh,
         model,
+        pipeline,
         optimizer,
         zeropp,
         schedule,
@@ -341,10 +355,38 @@ def _check_same_data_on_all_ranks(datasets: Datasets) -> None:
 
 def _build_model(
     settings: Settings, vocab_size: int, device: torch.device, mesh: Mesh
-) -> tuple[GPT | Llama, ZeroPP | None]:
+) -> tuple[GPT | Llama, Pipeline | None, ZeroPP | None]:
     """The model, sharded before it has storage, so that it never exists whole on one rank."""
-    model = build_model(settings.architecture, settings.model, vocab_size)
-    activation, zero = settings.activation, settings.zero
+    zero = settings.zero
+    build = partial(build_model, settings.architecture, settings.model, vocab_size)
+    model, pipeline, zeropp = build(), None, None
+    if mesh.pp_size == 1:
+        _shard(model, settings, mesh)
+        if zero.zero_stage > 0:
+            zeropp = apply_zeropp(model, zeropp_config(zero))
+        model.to_empty(device=device)
+    else:
+        assert settings.model.num_layers
+        placement = placement_of(settings.distributed, settings.model.num_layers)
+        stages = {number: build() for number in placement.stages_of(mesh.pp_rank)}
+        for number, stage in stages.items():
+            keep_stage(stage, placement, number)
+            _shard(stage, settings, mesh)
+        zeropp = apply_zeropp(nn.ModuleDict({f"stage{n}": stage for n, stage in stages.items()}), zeropp_config(zero))
+        for stage in stages.values():
+            stage.to_empty(device=device)
+        model = join_stages(model, stages)
+        pipeline = _build_pipeline(settings, mesh, stages, placement, zeropp)
+    if zeropp is not None:
+        zeropp.monitor_errors(zero.zero_monitor_interval)
+    with progress("initializing weights"):
+        init_weights(model, settings.training.seed)
+    return model, pipeline, zeropp
+
+
+def _shard(model: GPT | Llama, settings: Settings, mesh: Mesh) -> None:
+    """What is done to a model, or to one stage of it, before it has storage."""
+    activation, zero_stage = settings.activation, settings.zero.zero_stage
     if activation.recompute_granularity is not None:
         apply_activation_checkpointing(
             model, activation.recompute_granularity, activation.recompute_method, activation.recompute_num_layers
@@ -352,14 +394,33 @@ def _build_model(
     if activation.compile:
         for block in model.layers:
             block.forward = torch.compile(block.forward)
-    shard_model(model, mesh, zero.zero_stage, mixed_precision(settings.precision))
-    zeropp = apply_zeropp(model, zeropp_config(zero)) if zero.zero_stage > 0 else None
-    if zeropp is not None:
-        zeropp.monitor_errors(zero.zero_monitor_interval)
-    model.to_empty(device=device)
-    with progress("initializing weights"):
-        init_weights(model, settings.training.seed)
-    return model, zeropp
+    if settings.distributed.pipeline_schedule in SPLITS_BACKWARD:
+        zero_stage = 1  # within a step: parameters are gathered once, and gradients reduced once
+    shard_model(model, mesh, zero_stage, mixed_precision(settings.precision))
+
+
+def _build_pipeline(
+    settings: Settings, mesh: Mesh, stages: dict[int, GPT | Llama], placement: Placement, zeropp: ZeroPP
+) -> Pipeline:
+    training, schedule = settings.training, settings.distributed.pipeline_schedule
+    assert training.micro_batch_size and training.seq_length and schedule
+    config = next(iter(stages.values())).config
+    hidden = torch.empty(
+        (training.micro_batch_size, training.seq_length, config.hidden_size),
+        dtype=mixed_precision(settings.precision).param_dtype or torch.float32,
+        device="meta",
+        requires_grad=True,
+    )
+    return Pipeline(
+        stages,
+        placement,
+        mesh,
+        schedule,
+        hidden,
+        zero_stage=settings.zero.zero_stage,
+        zeropp=zeropp,
+        tied_embeddings=config.tie_embeddings,
+    )
 
 
 def _load(run: Run, checkpoint: Path, meta: dict[str, Any]) -> None:
