@@ -50,7 +50,7 @@ class Pipeline:
         zeropp: ZeroPP,
         tied_embeddings: bool,
     ) -> None:
-        """``stages``: by their number, built by ``keep_stage``. ``hidden``: what travels for one micro-batch, on meta."""
+        """``stages``: by number, of ``keep_stage``. ``hidden``: what travels for a micro-batch, on the meta device."""
         self.stages, self.placement, self.schedule, self.hidden = stages, placement, schedule, hidden
         self.zero_stage, self.zeropp = zero_stage, zeropp
         self.rank, self.group = mesh.pp_rank, mesh.grid["pp"].get_group()

@@ -1,11 +1,9 @@
-"""How a model is cut into pipeline stages: consecutive layers, the embeddings with the first, the loss with the last."""
+"""How a model is cut into pipeline stages: consecutive layers, embeddings with the first, the loss with the last."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-
-from torch import nn
 
 from megatron_zpp.models.gpt import GPT
 from megatron_zpp.models.llama import Llama
@@ -86,19 +84,19 @@ def keep_stage(model: GPT | Llama, placement: Placement, stage: int) -> None:
             delattr(model, name)
 
 
-def join_stages(model: GPT | Llama, stages: Mapping[int, nn.Module]) -> GPT | Llama:
+def join_stages(model: GPT | Llama, stages: Mapping[int, GPT | Llama]) -> GPT | Llama:
     """``model``, another one of the kind, as a view of all stages of a rank: it shares their modules and parameters.
 
     For what goes by a parameter's name in the whole model; it cannot run.
     """
-    for child in [*model.layers._modules]:
-        delattr(model.layers, child)
-    for child in [name for name, _ in model.named_children() if name != "layers"]:
-        delattr(model, child)
+    for layer in [*model.layers._modules]:
+        delattr(model.layers, layer)
+    for name in [name for name in model._modules if name != "layers"]:
+        delattr(model, name)
     for stage in stages.values():
+        for layer in stage.layers._modules:
+            model.layers.add_module(layer, stage.layers.get_submodule(layer))
         for name, child in stage.named_children():
             if name != "layers":
                 model.add_module(name, child)
-        for name, layer in stage.layers.named_children():  # type: ignore[union-attr,operator]
-            model.layers.add_module(name, layer)
     return model

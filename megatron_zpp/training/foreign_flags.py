@@ -168,7 +168,7 @@ REFUSED: dict[str, str] = {
         "--distribute-saved-activations",
     ),
     "--num-virtual-stages-per-pipeline-rank": "use --num-layers-per-virtual-pipeline-stage",
-    "--pipeline-model-parallel-layout": "use --decoder-first-pipeline-num-layers and --decoder-last-pipeline-num-layers",
+    "--pipeline-model-parallel-layout": "use --decoder-first-pipeline-num-layers and its like for the last",
     "--enable-zbh1-pipeline": "use --pipeline-schedule zero-bubble",
     **_refused(_NO_OFFLOAD, "--cpu-optimizer", "--use-pin-memory", "--cpu-offloading", "--optimizer-cpu-offload"),
     # Models that do not exist here

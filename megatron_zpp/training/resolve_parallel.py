@@ -87,8 +87,8 @@ def resolve_pipeline(settings: Settings) -> DistributedSettings:
     smallest = min(len(layers) for layers in placement.layers)
     require(
         activation.recompute_num_layers is None or activation.recompute_num_layers <= smallest,
-        f"--recompute-num-layers {activation.recompute_num_layers} counts the layers of one stage, and the smallest has "
-        f"{smallest}",
+        f"--recompute-num-layers {activation.recompute_num_layers} counts layers of one stage, and the smallest stage "
+        f"has {smallest}",
     )
     require(
         not (activation.compile and schedule in SPLITS_BACKWARD),
