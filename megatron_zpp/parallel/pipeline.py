@@ -22,6 +22,7 @@ from megatron_zpp.parallel.mesh import Mesh
 from megatron_zpp.parallel.sharding import prepare_backward
 from megatron_zpp.parallel.stages import Placement
 from megatron_zpp.zeropp import ZeroPP
+from megatron_zpp.zeropp.topology import gather_node_names
 
 SCHEDULES: dict[str, Any] = {
     "gpipe": ScheduleGPipe,
@@ -54,6 +55,7 @@ class Pipeline:
         self.stages, self.placement, self.schedule, self.hidden = stages, placement, schedule, hidden
         self.zero_stage, self.zeropp = zero_stage, zeropp
         self.rank, self.group = mesh.pp_rank, mesh.grid["pp"].get_group()
+        self._nodes = gather_node_names(self.group)  # where each pipeline rank runs
         self.last = placement.num_stages - 1
         self._built: Any = None  # the schedule for as many micro-batches as were run last
         self._losses: Callable[[Tensor, Tensor], Tensor] | None = None
@@ -68,6 +70,14 @@ class Pipeline:
             if self.last in stages:
                 self.copies = [stages[self.last].word_embeddings.weight]  # type: ignore[union-attr,list-item]
 
+    def describe(self) -> str:
+        """One line: which layers each stage has, and the schedule."""
+        layers = ", ".join(f"{layers[0]}-{layers[-1]}" for layers in self.placement.layers)
+        return (
+            f"pipeline of {self.placement.num_stages} stages on {self.group.size()} ranks, schedule {self.schedule}; "
+            f"layers {layers}"
+        )
+
     # Training
 
     def forward_backward(
@@ -78,6 +88,16 @@ class Pipeline:
         ``loss``, of tokens' losses [B, S] and their mask, is what the last stage's backward pass begins with.
         """
         self._losses = loss
+        try:
+            self._run_schedule(micro_batches, masks)
+        except RuntimeError as error:
+            raise error.__cause__ or error from None  # PipelineStage wraps what went wrong
+        self._losses = None
+        if self._ends is not None:
+            self._add_up_tied_gradients(self._ends)
+        self._count_hidden(len(micro_batches))
+
+    def _run_schedule(self, micro_batches: Sequence[Inputs], masks: Sequence[Tensor]) -> None:
         if self._built is None or self._built._n_microbatches != len(micro_batches):
             self._built = self._build_schedule(len(micro_batches))
         for stage in self._stages_of(self._built):
@@ -91,9 +111,6 @@ class Pipeline:
             list(masks),
             return_outputs=False,
         )
-        self._losses = None
-        if self._ends is not None:
-            self._add_up_tied_gradients(self._ends)
 
     def _build_schedule(self, num_micro_batches: int) -> Any:
         stages = [self._stage(number, module) for number, module in self.stages.items()]
@@ -135,6 +152,20 @@ class Pipeline:
         gradient = stage.word_embeddings.weight.grad  # type: ignore[union-attr]
         assert isinstance(gradient, DTensor)
         dist.all_reduce(gradient.to_local(), group=ends)
+        self._count(0 if self.last in self.stages else self.last, gradient.to_local().nbytes)
+
+    def _count_hidden(self, num_micro_batches: int) -> None:
+        """Each stage sends hidden states to the next one and, of the same size, their gradients to the one before."""
+        for number in self.stages:
+            for neighbour in (number - 1, number + 1):
+                if 0 <= neighbour <= self.last:
+                    self._count(neighbour, num_micro_batches * self.hidden.nbytes)
+
+    def _count(self, to_stage: int, nbytes: int) -> None:
+        rank = self.placement.ranks[to_stage]
+        if rank != self.rank:
+            is_near = self._nodes[rank] == self._nodes[self.rank]
+            self.zeropp.traffic.add(intra_node=nbytes * is_near, inter_node=nbytes * (not is_near))
 
     # Evaluation
 
@@ -152,16 +183,15 @@ class Pipeline:
                 arrivals = [dist.irecv(x, group=self.group, group_src=ranks[number - 1]) for x in inputs]
             outputs = []
             for i, micro_batch in enumerate(micro_batches):
-                if arrivals and (arrival := arrivals[i]) is not None:
-                    arrival.wait()
+                if arrivals:
+                    wait_for_neighbour(arrivals[i])
                 more = {name: tensor for name, tensor in micro_batch.items() if name != "tokens"}
                 outputs.append(module(inputs[i], **more))
                 if number < self.last and ranks[number + 1] != self.rank:
                     x = outputs[-1]
                     sends.append((dist.isend(x, group=self.group, group_dst=ranks[number + 1]), x))
         for send, _ in sends:
-            if send is not None:
-                send.wait()
+            wait_for_neighbour(send)
         return outputs if self.last in self.stages else []
 
     def train(self, mode: bool = True) -> None:
@@ -190,6 +220,11 @@ class _Call(nn.Module):
 
     def forward(self, *args: Tensor, **kwargs: Tensor) -> Tensor:
         return self.module(*args, **kwargs)
+
+
+def wait_for_neighbour(work: dist.Work | None) -> None:
+    if work is not None:
+        work.wait()
 
 
 def check_micro_batches(schedule: str, num_ranks: int, num_micro_batches: int) -> None:

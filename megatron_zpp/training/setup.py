@@ -46,7 +46,7 @@ from megatron_zpp.training.optimizer import build_optimizer
 from megatron_zpp.training.resolve_parallel import placement_of
 from megatron_zpp.training.resolve_zero import zeropp_config
 from megatron_zpp.training.schedule import Schedule, resume_schedule
-from megatron_zpp.training.settings import CheckpointSettings, DataSettings, Settings
+from megatron_zpp.training.settings import CheckpointSettings, DataSettings, DistributedSettings, Settings
 from megatron_zpp.zeropp import ZeroPP, apply_zeropp
 
 
@@ -243,6 +243,13 @@ _WITHOUT_INFLUENCE = (
     "data_order_stable",
     "mid_level_dataset_surplus",
 )
+
+# Settings, with their defaults, that say which part of the model a rank has.
+LAYOUT = {
+    field.name: field.default
+    for field in dataclasses.fields(DistributedSettings)
+    if field.name not in ("distributed_backend", "distributed_timeout_minutes")
+}
 
 
 def _check_same_batches_and_data(settings: Settings, meta: Mapping[str, Any]) -> None:
@@ -442,6 +449,7 @@ def _load(run: Run, checkpoint: Path, meta: dict[str, Any]) -> None:
                 use_checkpoint=settings.schedule.use_checkpoint_opt_param_scheduler,
             )
     finetune = settings.checkpoint.finetune
+    here, there = settings.as_flat_dict(), meta["settings"]
     notes = load_checkpoint(
         checkpoint,
         meta,
@@ -449,6 +457,7 @@ def _load(run: Run, checkpoint: Path, meta: dict[str, Any]) -> None:
         None if finetune or settings.checkpoint.no_load_optim else run.optimizer,
         run.zeropp,
         load_rng=not (finetune or settings.checkpoint.no_load_rng),
+        same_layout=all(here[name] == there.get(name, default) for name, default in LAYOUT.items()),
     )
     if not finetune:
         run.scaler.load_state_dict(meta["loss_scaler"])

@@ -150,12 +150,13 @@ class ZeroPP:
         """Measure quantization errors at every so many optimizer steps; None = never. Each costs one more decoding."""
         self._monitor.every = every
 
-    def quantization_errors(self) -> dict[str, float]:
+    def quantization_errors(self, pipeline: dist.ProcessGroup | None = None) -> dict[str, float]:
         """Relative errors (RMS error / RMS value) over all ranks since the last call; collective.
 
+        ``pipeline``: the group of ranks that have the other stages of the model, each with a ``ZeroPP`` of its own.
         Keys: ``weights``, ``gradients/intra``, ``gradients/inter``, and each with ``/unit``.
         """
-        return self._monitor.take(self.topology.group)
+        return self._monitor.take(self.topology.group, pipeline)
 
     def state_dict(self) -> dict[str, Tensor]:
         """What this rank must keep for an exact continuation: LoCo's errors, 4-bit weights' copies, noise counters."""

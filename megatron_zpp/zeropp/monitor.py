@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -23,9 +25,10 @@ class ErrorMonitor:
         key = (what, unit)
         self._sums[key] = self._sums[key] + error if key in self._sums else error
 
-    def take(self, group: dist.ProcessGroup) -> dict[str, float]:
+    def take(self, group: dist.ProcessGroup, pipeline: dist.ProcessGroup | None = None) -> dict[str, float]:
         """Root-mean-square errors over root-mean-square values of all ranks since the last call; collective.
 
+        ``group`` has the ranks with the same units, ``pipeline`` those with the model's other ones.
         Keys: ``weights``, ``gradients/intra`` and ``gradients/inter`` over all units, and ``what/unit`` for each.
         """
         keys = sorted(self._sums)
@@ -34,6 +37,11 @@ class ErrorMonitor:
         sums = torch.stack([self._sums[key] for key in keys])  # [K, 2]
         self._sums = {}
         dist.all_reduce(sums, group=group)
+        if pipeline is not None:
+            of_stages: list[Any] = [None] * pipeline.size()
+            dist.all_gather_object(of_stages, (keys, sums.tolist()), group=pipeline)
+            keys = [key for stage_keys, _ in of_stages for key in stage_keys]
+            sums = torch.tensor([row for _, rows in of_stages for row in rows])
         errors: dict[str, float] = {}
         for what in sorted({what for what, _ in keys}):
             rows = [i for i, key in enumerate(keys) if key[0] == what]
