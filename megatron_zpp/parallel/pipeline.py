@@ -58,7 +58,7 @@ class Pipeline:
         self._nodes = gather_node_names(self.group)  # where each pipeline rank runs
         self.last = placement.num_stages - 1
         self._built: Any = None  # the schedule for as many micro-batches as were run last
-        self._losses: Callable[[Tensor, Tensor], Tensor] | None = None
+        self._loss: Callable[[Tensor, Any], Tensor] | None = None
         self._ends: dist.ProcessGroup | None = None  # of the first and the last stage, if both have the embeddings
         self.copies: list[nn.Parameter] = []  # parameters that another rank of the pipeline has too, and counts
         if tied_embeddings and (0 in stages or self.last in stages):
@@ -81,23 +81,24 @@ class Pipeline:
     # Training
 
     def forward_backward(
-        self, micro_batches: Sequence[Inputs], masks: Sequence[Tensor], loss: Callable[[Tensor, Tensor], Tensor]
+        self, micro_batches: Sequence[tuple[Inputs, Any]], loss: Callable[[Tensor, Any], Tensor]
     ) -> None:
         """One optimizer step's forward and backward passes; gradients are reduced at the end.
 
-        ``loss``, of tokens' losses [B, S] and their mask, is what the last stage's backward pass begins with.
+        ``micro_batches``: what the model takes, and what ``loss`` does beside the tokens' losses [B, S]; the last
+        stage's backward pass begins with what it returns.
         """
-        self._losses = loss
+        self._loss = loss
         try:
-            self._run_schedule(micro_batches, masks)
+            self._run_schedule(micro_batches)
         except RuntimeError as error:
             raise error.__cause__ or error from None  # PipelineStage wraps what went wrong
-        self._losses = None
+        self._loss = None
         if self._ends is not None:
             self._add_up_tied_gradients(self._ends)
         self._count_hidden(len(micro_batches))
 
-    def _run_schedule(self, micro_batches: Sequence[Inputs], masks: Sequence[Tensor]) -> None:
+    def _run_schedule(self, micro_batches: Sequence[tuple[Inputs, Any]]) -> None:
         if self._built is None or self._built._n_microbatches != len(micro_batches):
             self._built = self._build_schedule(len(micro_batches))
         for stage in self._stages_of(self._built):
@@ -106,9 +107,9 @@ class Pipeline:
         self.zeropp.set_is_last_micro_batch(True)
         # Not step(), which cuts one batch into pieces: offsets of documents cannot be cut.
         self._built._step_microbatches(
-            [(inputs["tokens"],) if 0 in self.stages else () for inputs in micro_batches],
-            [{name: tensor for name, tensor in inputs.items() if name != "tokens"} for inputs in micro_batches],
-            list(masks),
+            [(inputs["tokens"],) if 0 in self.stages else () for inputs, _ in micro_batches],
+            [{name: tensor for name, tensor in inputs.items() if name != "tokens"} for inputs, _ in micro_batches],
+            [target for _, target in micro_batches],
             return_outputs=False,
         )
 
@@ -117,7 +118,7 @@ class Pipeline:
         return SCHEDULES[self.schedule](
             stages[0] if self.schedule in _ONE_STAGE else stages,
             n_microbatches=num_micro_batches,
-            loss_fn=lambda losses, mask: self._losses(losses, mask),  # type: ignore[misc]
+            loss_fn=lambda losses, target: self._loss(losses, target),  # type: ignore[misc]
             scale_grads=False,
         )
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from megatron_zpp.data.loader import Batch
 from megatron_zpp.training.logging import progress
 from megatron_zpp.training.setup import Run
-from megatron_zpp.training.step import to_inputs
+from megatron_zpp.training.step import as_each_rank, masked_sum, to_inputs
 
 
 @torch.no_grad()
@@ -23,14 +23,16 @@ def evaluate(run: Run, batches: Iterator[Batch], num_micro_batches: int) -> floa
     with progress("evaluating", num_micro_batches) as advance:
         for start in range(0, num_micro_batches, at_once):
             count = min(at_once, num_micro_batches - start)
-            micro_batches = [to_inputs(next(batches), run.device) for _ in range(count)]
-            masks = [inputs.pop("loss_mask") for inputs in micro_batches]
-            if run.pipeline is not None:
-                of_tokens = run.pipeline.forward(micro_batches)  # none but on the last stage
-            else:
-                of_tokens = [run.model(**inputs) for inputs in micro_batches]
-            for losses, mask in zip(of_tokens, masks, strict=False):
-                totals += torch.stack([(losses * mask).sum(), mask.sum()])
+            for as_rank in as_each_rank(run):
+                with as_rank:
+                    micro_batches = [to_inputs(next(batches), run.device) for _ in range(count)]
+                    inputs, targets = zip(*micro_batches, strict=True)
+                    if run.pipeline is not None:
+                        of_tokens = run.pipeline.forward(inputs)  # none but on the last stage
+                    else:
+                        of_tokens = [run.model(**of_micro_batch) for of_micro_batch in inputs]
+                    for losses, target in zip(of_tokens, targets, strict=False):
+                        totals += torch.stack(masked_sum(losses, target))
             advance(count)
     if run.mesh.tp_rank > 0:
         totals.zero_()  # as in train_step

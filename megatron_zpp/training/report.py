@@ -99,7 +99,7 @@ class Reporter:
             eta_seconds=seconds * (run.train_iters - counters.iteration),
             bytes_between_nodes=between_nodes if run.zeropp is not None else None,
             bytes_within_nodes=within_nodes if run.zeropp is not None else None,
-            quantization_errors=run.zeropp.quantization_errors(run.norm_scope()[0]) if run.zeropp is not None else {},
+            quantization_errors=run.zeropp.quantization_errors() if run.zeropp is not None else {},
         )
 
     def _write_point(self, result: StepResult, num_samples: int, interval: TrainingReport | None) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import json
 import math
@@ -28,7 +29,7 @@ from megatron_zpp.parallel.distributed import errors_on_all_ranks
 from megatron_zpp.parallel.mesh import Mesh, build_mesh
 from megatron_zpp.parallel.pipeline import SPLITS_BACKWARD, Pipeline
 from megatron_zpp.parallel.sharding import shard_model
-from megatron_zpp.parallel.stages import Placement, join_stages, keep_stage
+from megatron_zpp.parallel.stages import join_stages, keep_stage
 from megatron_zpp.training.batch_size import BatchSchedule
 from megatron_zpp.training.checkpoint import (
     CheckpointError,
@@ -47,7 +48,7 @@ from megatron_zpp.training.resolve_parallel import placement_of
 from megatron_zpp.training.resolve_zero import zeropp_config
 from megatron_zpp.training.schedule import Schedule, resume_schedule
 from megatron_zpp.training.settings import CheckpointSettings, DataSettings, DistributedSettings, Settings
-from megatron_zpp.zeropp import ZeroPP, apply_zeropp
+from megatron_zpp.zeropp import EmulatedZeroPP, ZeroPP, apply_zeropp, emulate_zeropp
 
 
 @dataclass
@@ -73,7 +74,7 @@ class Run:
     model: GPT | Llama  # this rank's part of it
     pipeline: Pipeline | None  # None with one stage
     optimizer: torch.optim.Optimizer
-    zeropp: ZeroPP | None  # None at ZeRO stage 0, which has no sharded collectives
+    zeropp: ZeroPP | EmulatedZeroPP | None  # None at ZeRO stage 0, which has no sharded collectives
     schedule: Schedule | None  # None with --skip-train
     batches: BatchSchedule
     scaler: LossScaler
@@ -116,6 +117,7 @@ def build_run(settings: Settings, device: torch.device) -> Run:
         tp_size=ranks.tensor_model_parallel_size,
         pp_size=ranks.pipeline_model_parallel_size,
         cp_size=ranks.context_parallel_size,
+        emulated_ranks=ranks.emulate_ranks or 1,
     )
     batches = BatchSchedule(
         training.global_batch_size,
@@ -158,6 +160,8 @@ def build_run(settings: Settings, device: torch.device) -> Run:
     model, pipeline, zeropp = _build_model(settings, vocab_size, device, mesh)
     with errors_on_all_ranks():
         optimizer = build_optimizer(model, settings.optimizer)
+        if isinstance(zeropp, EmulatedZeroPP):
+            zeropp.step_by_shards(optimizer)
     run = Run(
         settings,
         device,
@@ -177,6 +181,8 @@ def build_run(settings: Settings, device: torch.device) -> Run:
         lock,
     )
     torch.manual_seed(training.seed + dist.get_rank())  # from here on randomness is dropout's: its own on each rank
+    if isinstance(zeropp, EmulatedZeroPP):
+        zeropp.random_states.seed(training.seed)
     if checkpoint is not None and meta is not None:
         _load(run, checkpoint, meta)
     elif settings.checkpoint.load is not None:
@@ -362,38 +368,40 @@ def _check_same_data_on_all_ranks(datasets: Datasets) -> None:
 
 def _build_model(
     settings: Settings, vocab_size: int, device: torch.device, mesh: Mesh
-) -> tuple[GPT | Llama, Pipeline | None, ZeroPP | None]:
-    """The model, sharded before it has storage, so that it never exists whole on one rank."""
-    zero = settings.zero
-    build = partial(build_model, settings.architecture, settings.model, vocab_size)
-    model, pipeline, zeropp = build(), None, None
-    if mesh.pp_size == 1:
-        _shard(model, settings, mesh)
-        if zero.zero_stage > 0:
-            zeropp = apply_zeropp(model, zeropp_config(zero))
-        model.to_empty(device=device)
+) -> tuple[GPT | Llama, Pipeline | None, ZeroPP | EmulatedZeroPP | None]:
+    """The model, sharded before it has storage, so that it never exists whole on one rank; whole if it emulates."""
+    zero, ranks, precision = settings.zero, settings.distributed, mixed_precision(settings.precision)
+    model, pipeline = build_model(settings.architecture, settings.model, vocab_size), None
+    zeropp: ZeroPP | EmulatedZeroPP | None = None
+    if mesh.pp_size > 1:
+        model, pipeline, zeropp = _build_stages(settings, model, device, mesh)
     else:
-        assert settings.model.num_layers
-        placement = placement_of(settings.distributed, settings.model.num_layers)
-        stages = {number: build() for number in placement.stages_of(mesh.pp_rank)}
-        for number, stage in stages.items():
-            keep_stage(stage, placement, number)
-            _shard(stage, settings, mesh)
-        zeropp = apply_zeropp(nn.ModuleDict({f"stage{n}": stage for n, stage in stages.items()}), zeropp_config(zero))
-        for stage in stages.values():
-            stage.to_empty(device=device)
-        model = join_stages(model, stages)
-        pipeline = _build_pipeline(settings, mesh, stages, placement, zeropp)
-    if zeropp is not None:
-        zeropp.monitor_errors(zero.zero_monitor_interval)
+        _prepare_model(model, settings)
+        if ranks.emulate_ranks is None:
+            shard_model(model, mesh, zero.zero_stage, precision)
+            zeropp = apply_zeropp(model, zeropp_config(zero)) if zero.zero_stage > 0 else None
+        model.to_empty(device=device)
     with progress("initializing weights"):
         init_weights(model, settings.training.seed)
+    if ranks.emulate_ranks is not None:
+        zeropp = emulate_zeropp(
+            model,
+            zeropp_config(zero),
+            ranks.emulate_nodes,
+            ranks.emulate_ranks // ranks.emulate_nodes,
+            units=list(model.layers),
+            param_dtype=precision.param_dtype,
+            reduce_dtype=precision.reduce_dtype,
+            zero_stage=zero.zero_stage,
+        )
+    if zeropp is not None:
+        zeropp.monitor_errors(zero.zero_monitor_interval)
     return model, pipeline, zeropp
 
 
-def _shard(model: GPT | Llama, settings: Settings, mesh: Mesh) -> None:
-    """What is done to a model, or to one stage of it, before it has storage."""
-    activation, zero_stage = settings.activation, settings.zero.zero_stage
+def _prepare_model(model: GPT | Llama, settings: Settings) -> None:
+    """What is done to a model, or to one stage of it, before it is sharded."""
+    activation = settings.activation
     if activation.recompute_granularity is not None:
         apply_activation_checkpointing(
             model, activation.recompute_granularity, activation.recompute_method, activation.recompute_num_layers
@@ -401,33 +409,37 @@ def _shard(model: GPT | Llama, settings: Settings, mesh: Mesh) -> None:
     if activation.compile:
         for block in model.layers:
             block.forward = torch.compile(block.forward)
-    if settings.distributed.pipeline_schedule in SPLITS_BACKWARD:
-        zero_stage = 1  # within a step: parameters are gathered once, and gradients reduced once
-    shard_model(model, mesh, zero_stage, mixed_precision(settings.precision))
 
 
-def _build_pipeline(
-    settings: Settings, mesh: Mesh, stages: dict[int, GPT | Llama], placement: Placement, zeropp: ZeroPP
-) -> Pipeline:
-    training, schedule = settings.training, settings.distributed.pipeline_schedule
+def _build_stages(
+    settings: Settings, model: GPT | Llama, device: torch.device, mesh: Mesh
+) -> tuple[GPT | Llama, Pipeline, ZeroPP]:
+    """This rank's stages of ``model``, which is on the meta device: as one model, and as a pipeline."""
+    training, config, precision = settings.training, model.config, mixed_precision(settings.precision)
+    schedule = settings.distributed.pipeline_schedule
     assert training.micro_batch_size and training.seq_length and schedule
-    config = next(iter(stages.values())).config
+    # Where FSDP2's hooks cannot follow the backward pass, a step gathers parameters once and reduces gradients once.
+    zero_stage = 1 if schedule in SPLITS_BACKWARD else settings.zero.zero_stage
+    placement = placement_of(settings.distributed, config.num_layers)
+    stages = {number: copy.deepcopy(model) for number in placement.stages_of(mesh.pp_rank)}
+    for number, stage in stages.items():
+        keep_stage(stage, placement, number)
+        _prepare_model(stage, settings)
+        shard_model(stage, mesh, zero_stage, precision)
+    units = nn.ModuleDict({f"stage{number}": stage for number, stage in stages.items()})
+    zeropp = apply_zeropp(units, zeropp_config(settings.zero), mesh.grid["pp"].get_group())
+    for stage in stages.values():
+        stage.to_empty(device=device)
     hidden = torch.empty(
         (training.micro_batch_size, training.seq_length, config.hidden_size),
-        dtype=mixed_precision(settings.precision).param_dtype or torch.float32,
+        dtype=precision.param_dtype or torch.float32,
         device="meta",
         requires_grad=True,
     )
-    return Pipeline(
-        stages,
-        placement,
-        mesh,
-        schedule,
-        hidden,
-        zero_stage=settings.zero.zero_stage,
-        zeropp=zeropp,
-        tied_embeddings=config.tie_embeddings,
+    pipeline = Pipeline(
+        stages, placement, mesh, schedule, hidden, zero_stage, zeropp, tied_embeddings=config.tie_embeddings
     )
+    return join_stages(model, stages), pipeline, zeropp
 
 
 def _load(run: Run, checkpoint: Path, meta: dict[str, Any]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
 import torch
@@ -14,6 +15,9 @@ from megatron_zpp.data.loader import Batch
 from megatron_zpp.parallel.sharding import prepare_backward
 from megatron_zpp.training.optimizer import clip_gradients, count_zeros, scale_gradients, set_lr_and_weight_decay
 from megatron_zpp.training.setup import Run
+from megatron_zpp.zeropp import EmulatedZeroPP
+
+Target = Tensor  # a micro-batch's loss mask [B, S]
 
 
 @dataclass(frozen=True)
@@ -26,7 +30,7 @@ class StepResult:
     spiked: bool  # the loss was far above that of the steps before
     stop: bool  # some rank wants to save and exit
     num_zeros: int | None
-    micro_batches: list[Batch] = field(repr=False)  # this rank's
+    micro_batches: list[Batch] = field(repr=False)  # this rank's, or in turn those of all that it emulates
 
 
 def train_step(run: Run, batches: Iterator[Batch], num_micro_batches: int, stop: bool) -> StepResult:
@@ -42,7 +46,7 @@ def train_step(run: Run, batches: Iterator[Batch], num_micro_batches: int, stop:
 
     parameters = list(model.parameters())
     per_token = settings.training.calculate_per_token_loss
-    per_token_factor = run.mesh.fsdp.size() / max(1.0, num_tokens_all) if per_token else 1.0
+    per_token_factor = run.mesh.fsdp_size / max(1.0, num_tokens_all) if per_token else 1.0
     scale_gradients(parameters, per_token_factor / scale)
     scope = run.norm_scope()
     grad_norm = clip_gradients(parameters, settings.optimizer.clip_grad, *scope)
@@ -88,8 +92,8 @@ def accumulate_gradients(run: Run, batches: Iterator[Batch], num_micro_batches: 
     per_token = settings.training.calculate_per_token_loss
     totals = torch.zeros(3, dtype=torch.float64, device=run.device)
 
-    def scaled_loss(losses: Tensor, loss_mask: Tensor) -> Tensor:
-        loss_sum, num_tokens = (losses * loss_mask).sum(), loss_mask.sum()
+    def scaled_loss(losses: Tensor, target: Target) -> Tensor:
+        loss_sum, num_tokens = masked_sum(losses, target)
         totals[:2] += torch.stack([loss_sum.detach(), num_tokens])
         # Megatron's average: over the micro-batch's tokens, then over micro-batches, then (FSDP2) over ranks.
         loss = loss_sum if per_token else loss_sum / num_tokens.clamp(min=1) / num_micro_batches
@@ -97,18 +101,28 @@ def accumulate_gradients(run: Run, batches: Iterator[Batch], num_micro_batches: 
 
     if run.pipeline is not None:
         micro_batches = [to_inputs(next(batches), run.device) for _ in range(num_micro_batches)]
-        masks = [inputs.pop("loss_mask") for inputs in micro_batches]
-        run.pipeline.forward_backward(micro_batches, masks, scaled_loss)
+        run.pipeline.forward_backward(micro_batches, scaled_loss)
         return totals
     for i in range(num_micro_batches):
         is_last = i == num_micro_batches - 1
-        prepare_backward(model, settings.zero.zero_stage, is_last)
+        if not isinstance(run.zeropp, EmulatedZeroPP):
+            prepare_backward(model, settings.zero.zero_stage, is_last)
         if run.zeropp is not None:
             run.zeropp.set_is_last_micro_batch(is_last)
-        inputs = to_inputs(next(batches), run.device)
-        loss_mask = inputs.pop("loss_mask")
-        scaled_loss(model(**inputs), loss_mask).backward()
+        for as_rank in as_each_rank(run):
+            with as_rank:
+                inputs, target = to_inputs(next(batches), run.device)
+                scaled_loss(model(**inputs), target).backward()
     return totals
+
+
+def as_each_rank(run: Run) -> Iterator[AbstractContextManager[None]]:
+    """A context for each data-parallel rank that this process computes for: its own, or all that it emulates."""
+    if not isinstance(run.zeropp, EmulatedZeroPP):
+        yield nullcontext()
+        return
+    for rank in range(run.mesh.emulated_ranks):
+        yield run.zeropp.as_rank(rank)
 
 
 def _remember(batches: Iterator[Batch], seen: list[Batch]) -> Iterator[Batch]:
@@ -117,6 +131,12 @@ def _remember(batches: Iterator[Batch], seen: list[Batch]) -> Iterator[Batch]:
         yield batch
 
 
-def to_inputs(batch: Batch, device: torch.device) -> Batch:
-    """A micro-batch on the device: what the model takes, and ``loss_mask``."""
-    return {name: tensor.to(device, non_blocking=True) for name, tensor in batch.items()}
+def to_inputs(batch: Batch, device: torch.device) -> tuple[Batch, Target]:
+    """A micro-batch on the device: what the model takes, and what ``masked_sum`` does."""
+    inputs = {name: tensor.to(device, non_blocking=True) for name, tensor in batch.items()}
+    return inputs, inputs.pop("loss_mask")
+
+
+def masked_sum(losses: Tensor, loss_mask: Target) -> tuple[Tensor, Tensor]:
+    """The sum of the tokens' ``losses`` [B, S] that are not masked, and the number of these tokens, fp32 scalars."""
+    return (losses * loss_mask).sum(), loss_mask.sum()

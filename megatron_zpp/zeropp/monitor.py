@@ -25,10 +25,11 @@ class ErrorMonitor:
         key = (what, unit)
         self._sums[key] = self._sums[key] + error if key in self._sums else error
 
-    def take(self, group: dist.ProcessGroup, pipeline: dist.ProcessGroup | None = None) -> dict[str, float]:
+    def take(self, group: dist.ProcessGroup | None, pipeline: dist.ProcessGroup | None = None) -> dict[str, float]:
         """Root-mean-square errors over root-mean-square values of all ranks since the last call; collective.
 
-        ``group`` has the ranks with the same units, ``pipeline`` those with the model's other ones.
+        ``group`` has the ranks with the same units; None = every rank's samples are here. ``pipeline`` has those with
+        the model's other units.
         Keys: ``weights``, ``gradients/intra`` and ``gradients/inter`` over all units, and ``what/unit`` for each.
         """
         keys = sorted(self._sums)
@@ -36,7 +37,8 @@ class ErrorMonitor:
             return {}
         sums = torch.stack([self._sums[key] for key in keys])  # [K, 2]
         self._sums = {}
-        dist.all_reduce(sums, group=group)
+        if group is not None:
+            dist.all_reduce(sums, group=group)
         if pipeline is not None:
             of_stages: list[Any] = [None] * pipeline.size()
             dist.all_gather_object(of_stages, (keys, sums.tolist()), group=pipeline)
