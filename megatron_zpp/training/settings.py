@@ -358,7 +358,10 @@ class DistributedSettings:
 
     distributed_backend: str | None = flag(None, "default nccl on GPUs, gloo on CPUs", choices=("nccl", "gloo"))
     distributed_timeout_minutes: float = flag(10.0, "time after which a stuck collective ends the run")
-    tensor_model_parallel_size: int = flag(1, "only 1 so far")
+    tensor_model_parallel_size: int = flag(1, "ranks among which each layer's products are cut")
+    sequence_parallel: bool = flag(
+        False, "cut activations between products along the sequence too; with --tensor-model-parallel-size"
+    )
     pipeline_model_parallel_size: int = flag(1, "only 1 so far")
     context_parallel_size: int = flag(1, "only 1 so far")
 
