@@ -93,7 +93,13 @@ class Run:
             "loss": self.last_loss if self.last_loss is not None and math.isfinite(self.last_loss) else None,
             "data_order": self.datasets.train.order if self.datasets.train is not None else None,
             "tokens": self.counters.consumed_train_samples * (self.settings.training.seq_length or 0),
+            "layout": self.layout(),
         }
+
+    def layout(self) -> dict[str, int]:
+        """How the ranks are divided, and whether those of a tensor-parallel group draw random numbers alike."""
+        sizes = dict(zip(self.mesh.grid.mesh_dim_names or (), self.mesh.grid.shape, strict=True))
+        return sizes | {"sp": int(self.settings.distributed.sequence_parallel and self.mesh.tp_size > 1)}
 
 
 def build_run(settings: Settings, device: torch.device) -> Run:
@@ -394,6 +400,7 @@ def _load(run: Run, checkpoint: Path, meta: dict[str, Any]) -> None:
         run.model,
         None if finetune or settings.checkpoint.no_load_optim else run.optimizer,
         run.zeropp,
+        run.layout(),
         load_rng=not (finetune or settings.checkpoint.no_load_rng),
     )
     if not finetune:
