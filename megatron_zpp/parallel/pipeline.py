@@ -126,9 +126,8 @@ class Pipeline:
         return [schedule._stage] if self.schedule in _ONE_STAGE else schedule._stages
 
     def _stage(self, number: int, module: nn.Module) -> PipelineStage:
-        batch, length, _ = self.hidden.shape
-        tokens = torch.empty(batch, length, dtype=torch.int64, device="meta")
-        losses = torch.empty(batch, length, device="meta")
+        # Of what the first stage takes and the last returns nothing is sent: any shape goes.
+        tokens, losses = torch.empty(1, dtype=torch.int64, device="meta"), torch.empty(1, device="meta")
         arguments: Any = dict(
             stage_index=number,
             num_stages=self.placement.num_stages,

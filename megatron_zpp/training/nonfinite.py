@@ -106,6 +106,7 @@ def _watch(stages: Mapping[int, nn.Module], compiled: bool) -> Iterator[dict[tup
     handles = []
 
     def note(kind: str, stage: int, name: str, tensor: Tensor) -> None:
+        tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
         if (kind, stage) not in found and not tensor.isfinite().all():
             found[kind, stage] = name
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 
 from megatron_zpp.parallel.pipeline import SPLITS_BACKWARD, check_micro_batches
 from megatron_zpp.parallel.stages import Placement, place_stages
 from megatron_zpp.training.batch_size import BatchSchedule
 from megatron_zpp.training.errors import SettingsError, check_at_least, divisors, flag_of, require
-from megatron_zpp.training.settings import DistributedSettings, Settings
+from megatron_zpp.training.settings import DistributedSettings, ModelSettings, Settings
 
 _MODEL_PARALLEL = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
 
@@ -16,7 +17,7 @@ _MODEL_PARALLEL = ("tensor_model_parallel_size", "pipeline_model_parallel_size",
 def check_parallel(distributed: DistributedSettings, zero_stage: int, world_size: int) -> None:
     """Raise SettingsError unless the parallel sizes divide the ranks, and fit together."""
     check_at_least(distributed, 1, *_MODEL_PARALLEL)
-    for name in ("tensor_model_parallel_size", "context_parallel_size"):
+    for name in _MODEL_PARALLEL[2:]:
         size = getattr(distributed, name)
         require(size == 1, f"{flag_of(name)} {size} is not supported yet: leave it at 1; ZeRO-3 shards over all ranks")
     product = distributed.ranks_per_model_copy
@@ -142,3 +143,39 @@ def check_pipeline_batches(ranks: DistributedSettings, batches: BatchSchedule) -
     if ranks.pipeline_schedule is not None:
         for count in sorted(batches.micro_batch_counts()):
             check_micro_batches(ranks.pipeline_schedule, ranks.pipeline_model_parallel_size, count)
+
+
+def check_tensor_parallel(distributed: DistributedSettings, model: ModelSettings, seq_length: int) -> None:
+    """Raise SettingsError unless heads, MLP and, with sequence parallelism, the sequence can be cut evenly.
+
+    model: completed. The vocabulary waits for the tokenizer: ``check_vocabulary``.
+    """
+    size = distributed.tensor_model_parallel_size
+    cut = {
+        "--num-attention-heads": model.num_attention_heads,
+        "--num-query-groups": model.num_query_groups,
+        "--ffn-hidden-size": model.ffn_hidden_size,
+    }
+    if distributed.sequence_parallel:
+        cut["--seq-length (cut by --sequence-parallel)"] = seq_length
+    numbers = {what: number or 0 for what, number in cut.items()}
+    uneven = [f"{what} {number}" for what, number in numbers.items() if number % size]
+    require(
+        not uneven,
+        f"--tensor-model-parallel-size {size} does not divide {', '.join(uneven)}; choose one of "
+        f"{', '.join(map(str, divisors(math.gcd(*numbers.values()))))}",
+    )
+
+
+def check_vocabulary(distributed: DistributedSettings, padded_size: int, multiple: int) -> None:
+    """Raise SettingsError unless the vocabulary, padded to ``multiple``, can be cut over the tensor-parallel ranks.
+
+    The padding does not depend on their number, as Megatron's does: checkpoints load under any.
+    """
+    size = distributed.tensor_model_parallel_size
+    require(
+        padded_size % size == 0,
+        f"--tensor-model-parallel-size {size} does not divide the vocabulary of {padded_size}, padded to a multiple of "
+        f"{multiple}; give --make-vocab-size-divisible-by {math.lcm(multiple, size)}, or a size that is one of "
+        f"{', '.join(map(str, divisors(padded_size)))}",
+    )

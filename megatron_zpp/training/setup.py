@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -30,6 +29,7 @@ from megatron_zpp.parallel.mesh import Mesh, build_mesh
 from megatron_zpp.parallel.pipeline import SPLITS_BACKWARD, Pipeline
 from megatron_zpp.parallel.sharding import shard_model
 from megatron_zpp.parallel.stages import join_stages, keep_stage
+from megatron_zpp.parallel.tensor import apply_tensor_parallelism, dropout_seed
 from megatron_zpp.training.batch_size import BatchSchedule
 from megatron_zpp.training.checkpoint import (
     CheckpointError,
@@ -42,12 +42,12 @@ from megatron_zpp.training.checkpoint import (
 )
 from megatron_zpp.training.logging import MetricWriters, progress
 from megatron_zpp.training.loss_scaler import LossScaler
-from megatron_zpp.training.model import build_model, mixed_precision
+from megatron_zpp.training.model import build_model, mixed_precision, padded_vocab_size
 from megatron_zpp.training.optimizer import build_optimizer
-from megatron_zpp.training.resolve_parallel import placement_of
+from megatron_zpp.training.resolve_parallel import check_vocabulary, placement_of
 from megatron_zpp.training.resolve_zero import zeropp_config
 from megatron_zpp.training.schedule import Schedule, resume_schedule
-from megatron_zpp.training.settings import CheckpointSettings, DataSettings, DistributedSettings, Settings
+from megatron_zpp.training.settings import CheckpointSettings, DataSettings, Settings
 from megatron_zpp.zeropp import EmulatedZeroPP, ZeroPP, apply_zeropp, emulate_zeropp
 
 
@@ -105,7 +105,15 @@ class Run:
             "loss": self.last_loss if self.last_loss is not None and math.isfinite(self.last_loss) else None,
             "data_order": self.datasets.train.order if self.datasets.train is not None else None,
             "tokens": self.counters.consumed_train_samples * (self.settings.training.seq_length or 0),
+            "layout": self.layout(),
         }
+
+    def layout(self) -> dict[str, int | str]:
+        """How the ranks are divided, and whether those of a tensor-parallel group draw random numbers alike."""
+        sizes: dict[str, int | str] = dict(zip(self.mesh.grid.mesh_dim_names or (), self.mesh.grid.shape, strict=True))
+        if self.pipeline is not None:
+            sizes["stages"] = str(self.pipeline.placement)
+        return sizes | {"sp": int(self.settings.distributed.sequence_parallel and self.mesh.tp_size > 1)}
 
 
 def build_run(settings: Settings, device: torch.device) -> Run:
@@ -147,6 +155,8 @@ def build_run(settings: Settings, device: torch.device) -> Run:
         eval_samples = num_eval_micro_batches * training.micro_batch_size * mesh.dp_size
         samples = max(samples, training.train_samples or 0)
         vocab_size, datasets = _build_data(settings, counters, train_iters, samples, eval_samples)
+        multiple = settings.model.make_vocab_size_divisible_by
+        check_vocabulary(ranks, padded_vocab_size(vocab_size, multiple), multiple)
         if meta is not None and not settings.checkpoint.finetune:
             _check_same_order(settings, meta, datasets)
         run_config = settings.as_flat_dict() | {"world_size": dist.get_world_size()}
@@ -180,7 +190,8 @@ def build_run(settings: Settings, device: torch.device) -> Run:
         counters,
         lock,
     )
-    torch.manual_seed(training.seed + dist.get_rank())  # from here on randomness is dropout's: its own on each rank
+    # From here on randomness is dropout's.
+    torch.manual_seed(dropout_seed(training.seed, dist.get_rank(), mesh.tp_size, ranks.sequence_parallel))
     if isinstance(zeropp, EmulatedZeroPP):
         zeropp.random_states.seed(training.seed)
     if checkpoint is not None and meta is not None:
@@ -249,13 +260,6 @@ _WITHOUT_INFLUENCE = (
     "data_order_stable",
     "mid_level_dataset_surplus",
 )
-
-# Settings, with their defaults, that say which part of the model a rank has.
-LAYOUT = {
-    field.name: field.default
-    for field in dataclasses.fields(DistributedSettings)
-    if field.name not in ("distributed_backend", "distributed_timeout_minutes")
-}
 
 
 def _check_same_batches_and_data(settings: Settings, meta: Mapping[str, Any]) -> None:
@@ -371,11 +375,13 @@ def _build_model(
 ) -> tuple[GPT | Llama, Pipeline | None, ZeroPP | EmulatedZeroPP | None]:
     """The model, sharded before it has storage, so that it never exists whole on one rank; whole if it emulates."""
     zero, ranks, precision = settings.zero, settings.distributed, mixed_precision(settings.precision)
-    model, pipeline = build_model(settings.architecture, settings.model, vocab_size), None
+    build = partial(_build_whole, settings, vocab_size, mesh)
+    pipeline: Pipeline | None = None
     zeropp: ZeroPP | EmulatedZeroPP | None = None
     if mesh.pp_size > 1:
-        model, pipeline, zeropp = _build_stages(settings, model, device, mesh)
+        model, pipeline, zeropp = _build_stages(settings, build, device, mesh)
     else:
+        model = build()
         _prepare_model(model, settings)
         if ranks.emulate_ranks is None:
             shard_model(model, mesh, zero.zero_stage, precision)
@@ -399,6 +405,14 @@ def _build_model(
     return model, pipeline, zeropp
 
 
+def _build_whole(settings: Settings, vocab_size: int, mesh: Mesh) -> GPT | Llama:
+    """The whole model on the meta device, cut over the tensor-parallel ranks."""
+    model = build_model(settings.architecture, settings.model, vocab_size)
+    if mesh.tp_size > 1:
+        apply_tensor_parallelism(model, mesh, settings.distributed.sequence_parallel)
+    return model
+
+
 def _prepare_model(model: GPT | Llama, settings: Settings) -> None:
     """What is done to a model, or to one stage of it, before it is sharded."""
     activation = settings.activation
@@ -412,16 +426,17 @@ def _prepare_model(model: GPT | Llama, settings: Settings) -> None:
 
 
 def _build_stages(
-    settings: Settings, model: GPT | Llama, device: torch.device, mesh: Mesh
+    settings: Settings, build: Callable[[], GPT | Llama], device: torch.device, mesh: Mesh
 ) -> tuple[GPT | Llama, Pipeline, ZeroPP]:
-    """This rank's stages of ``model``, which is on the meta device: as one model, and as a pipeline."""
-    training, config, precision = settings.training, model.config, mixed_precision(settings.precision)
+    """This rank's stages, cut out of the model that ``build`` makes: as one model, and as a pipeline."""
+    training, model, precision = settings.training, build(), mixed_precision(settings.precision)
+    config = model.config
     schedule = settings.distributed.pipeline_schedule
     assert training.micro_batch_size and training.seq_length and schedule
     # Where FSDP2's hooks cannot follow the backward pass, a step gathers parameters once and reduces gradients once.
     zero_stage = 1 if schedule in SPLITS_BACKWARD else settings.zero.zero_stage
     placement = placement_of(settings.distributed, config.num_layers)
-    stages = {number: copy.deepcopy(model) for number in placement.stages_of(mesh.pp_rank)}
+    stages = {number: build() for number in placement.stages_of(mesh.pp_rank)}
     for number, stage in stages.items():
         keep_stage(stage, placement, number)
         _prepare_model(stage, settings)
@@ -430,8 +445,9 @@ def _build_stages(
     zeropp = apply_zeropp(units, zeropp_config(settings.zero), mesh.grid["pp"].get_group())
     for stage in stages.values():
         stage.to_empty(device=device)
+    length = training.seq_length // (mesh.tp_size if settings.distributed.sequence_parallel else 1)
     hidden = torch.empty(
-        (training.micro_batch_size, training.seq_length, config.hidden_size),
+        (training.micro_batch_size, length, config.hidden_size),
         dtype=precision.param_dtype or torch.float32,
         device="meta",
         requires_grad=True,
@@ -461,15 +477,14 @@ def _load(run: Run, checkpoint: Path, meta: dict[str, Any]) -> None:
                 use_checkpoint=settings.schedule.use_checkpoint_opt_param_scheduler,
             )
     finetune = settings.checkpoint.finetune
-    here, there = settings.as_flat_dict(), meta["settings"]
     notes = load_checkpoint(
         checkpoint,
         meta,
         run.model,
         None if finetune or settings.checkpoint.no_load_optim else run.optimizer,
         run.zeropp,
+        run.layout(),
         load_rng=not (finetune or settings.checkpoint.no_load_rng),
-        same_layout=all(here[name] == there.get(name, default) for name, default in LAYOUT.items()),
     )
     if not finetune:
         run.scaler.load_state_dict(meta["loss_scaler"])
