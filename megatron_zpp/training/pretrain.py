@@ -167,6 +167,8 @@ def _describe(run: Run) -> None:
         f"{run.settings.zero.zero_stage} on {world_size} {ranks} ({run.device.type}, torch "
         f"{torch.__version__})"
     )
+    if run.pipeline is not None:
+        print_once(run.pipeline.describe())
     if zeropp is not None and world_size > 1:
         print_once(zeropp.describe())
 

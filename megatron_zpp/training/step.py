@@ -1,4 +1,4 @@
-"""One optimizer step, and the loss of one micro-batch."""
+"""One optimizer step."""
 
 from __future__ import annotations
 
@@ -9,13 +9,15 @@ from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from megatron_zpp.data.loader import Batch
 from megatron_zpp.parallel.sharding import prepare_backward
 from megatron_zpp.training.optimizer import clip_gradients, count_zeros, scale_gradients, set_lr_and_weight_decay
 from megatron_zpp.training.setup import Run
 from megatron_zpp.zeropp import EmulatedZeroPP
+
+Target = Tensor  # a micro-batch's loss mask [B, S]
 
 
 @dataclass(frozen=True)
@@ -46,8 +48,9 @@ def train_step(run: Run, batches: Iterator[Batch], num_micro_batches: int, stop:
     per_token = settings.training.calculate_per_token_loss
     per_token_factor = run.mesh.fsdp_size / max(1.0, num_tokens_all) if per_token else 1.0
     scale_gradients(parameters, per_token_factor / scale)
-    grad_norm = clip_gradients(parameters, settings.optimizer.clip_grad)
-    num_zeros = count_zeros(parameters) if settings.logging.log_num_zeros_in_grad else None
+    scope = run.norm_scope()
+    grad_norm = clip_gradients(parameters, settings.optimizer.clip_grad, *scope)
+    num_zeros = count_zeros(parameters, *scope) if settings.logging.log_num_zeros_in_grad else None
     loss = loss_sum_all / max(1.0, num_tokens_all)
     finite = math.isfinite(grad_norm) and math.isfinite(loss)
     spiked = finite and is_loss_spike(run, loss)
@@ -86,7 +89,20 @@ def accumulate_gradients(run: Run, batches: Iterator[Batch], num_micro_batches: 
     Returns fp64 [3]: this rank's summed loss, its tokens, and a 0 to fill in.
     """
     settings, model = run.settings, run.model
+    per_token = settings.training.calculate_per_token_loss
     totals = torch.zeros(3, dtype=torch.float64, device=run.device)
+
+    def scaled_loss(losses: Tensor, target: Target) -> Tensor:
+        loss_sum, num_tokens = masked_sum(losses, target)
+        totals[:2] += torch.stack([loss_sum.detach(), num_tokens])
+        # Megatron's average: over the micro-batch's tokens, then over micro-batches, then (FSDP2) over ranks.
+        loss = loss_sum if per_token else loss_sum / num_tokens.clamp(min=1) / num_micro_batches
+        return loss * scale
+
+    if run.pipeline is not None:
+        micro_batches = [to_inputs(next(batches), run.device) for _ in range(num_micro_batches)]
+        run.pipeline.forward_backward(micro_batches, scaled_loss)
+        return totals
     for i in range(num_micro_batches):
         is_last = i == num_micro_batches - 1
         if not isinstance(run.zeropp, EmulatedZeroPP):
@@ -95,12 +111,8 @@ def accumulate_gradients(run: Run, batches: Iterator[Batch], num_micro_batches: 
             run.zeropp.set_is_last_micro_batch(is_last)
         for as_rank in as_each_rank(run):
             with as_rank:
-                loss_sum, num_tokens = summed_loss(model, next(batches), run.device)
-                # Megatron's average: over the micro-batch's tokens, then over micro-batches, then (FSDP2) over ranks.
-                per_token = settings.training.calculate_per_token_loss
-                loss = loss_sum if per_token else loss_sum / num_tokens.clamp(min=1) / num_micro_batches
-                (loss * scale).backward()
-            totals[:2] += torch.stack([loss_sum.detach(), num_tokens])
+                inputs, target = to_inputs(next(batches), run.device)
+                scaled_loss(model(**inputs), target).backward()
     return totals
 
 
@@ -119,9 +131,12 @@ def _remember(batches: Iterator[Batch], seen: list[Batch]) -> Iterator[Batch]:
         yield batch
 
 
-def summed_loss(model: nn.Module, batch: Batch, device: torch.device) -> tuple[Tensor, Tensor]:
-    """The sum of the loss over a micro-batch's unmasked tokens, and their number, both fp32 scalars."""
+def to_inputs(batch: Batch, device: torch.device) -> tuple[Batch, Target]:
+    """A micro-batch on the device: what the model takes, and what ``masked_sum`` does."""
     inputs = {name: tensor.to(device, non_blocking=True) for name, tensor in batch.items()}
-    loss_mask = inputs.pop("loss_mask")
-    losses = model(**inputs)  # [B, S]
+    return inputs, inputs.pop("loss_mask")
+
+
+def masked_sum(losses: Tensor, loss_mask: Target) -> tuple[Tensor, Tensor]:
+    """The sum of the tokens' ``losses`` [B, S] that are not masked, and the number of these tokens, fp32 scalars."""
     return (losses * loss_mask).sum(), loss_mask.sum()

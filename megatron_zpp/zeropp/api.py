@@ -33,12 +33,13 @@ from .unit import follow_optimizers
 logger = logging.getLogger(__name__)
 
 
-def apply_zeropp(model: nn.Module, config: ZeroPPConfig) -> ZeroPP:
+def apply_zeropp(model: nn.Module, config: ZeroPPConfig, pipeline: dist.ProcessGroup | None = None) -> ZeroPP:
     """Replace the collectives of a ``fully_shard``-ed model by those that ``config`` asks for.
 
     Call it once, after the last ``fully_shard``, on all ranks alike: it makes process groups. Parts of ZeRO++
     that are off leave FSDP2's own collectives in place, with their bytes counted.
 
+    ``pipeline``: the group of ranks that have the other stages of the model, each with a ``ZeroPP`` of its own.
     Raises ValueError for models without FSDP2 units, HSDP meshes, unequal nodes, and sizes that do not divide.
     """
     units = find_units(model)
@@ -73,7 +74,7 @@ def apply_zeropp(model: nn.Module, config: ZeroPPConfig) -> ZeroPP:
     topology = topologies[units[0].group]
     if topology.rank == 0 and (config.quantized_weights or config.quantized_gradients):
         kernels.warn_if_missing(units[0].device)
-    return ZeroPP(config, topology, units, all_gathers, reduce_scatters, traffic, monitor, micro_batch)
+    return ZeroPP(config, topology, units, all_gathers, reduce_scatters, traffic, monitor, micro_batch, pipeline)
 
 
 class ZeroPP:
@@ -89,10 +90,11 @@ class ZeroPP:
         traffic: Traffic,
         monitor: ErrorMonitor,
         micro_batch: MicroBatch,
+        pipeline: dist.ProcessGroup | None,
     ) -> None:
         self.config, self.topology, self.units, self.traffic = config, topology, units, traffic
         self._all_gathers, self._reduce_scatters = all_gathers, reduce_scatters
-        self._monitor, self._micro_batch = monitor, micro_batch
+        self._monitor, self._micro_batch, self._pipeline = monitor, micro_batch, pipeline
 
     def describe(self) -> str:
         """One line: the topology, and how weights and gradients travel."""
@@ -142,7 +144,7 @@ class ZeroPP:
         ``error-state``, RMS of LoCo's error / RMS of the gradients it is added to; ``largest-codes``, the share of
         codes +-qmax in blocks that are not zero; ``nonfinite-blocks``, the number of blocks with a NaN or Inf.
         """
-        return self._monitor.take(self.topology.group)
+        return self._monitor.take(self.topology.group, self._pipeline)
 
     def state_dict(self) -> dict[str, Tensor]:
         """What this rank must keep for an exact continuation: LoCo's errors, 4-bit weights' copies, noise counters."""

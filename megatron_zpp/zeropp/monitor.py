@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -41,10 +43,11 @@ class ErrorMonitor:
         sums = torch.stack([first, second])
         self._sums[key] = self._sums[key] + sums if key in self._sums else sums
 
-    def take(self, group: dist.ProcessGroup | None) -> dict[str, float]:
+    def take(self, group: dist.ProcessGroup | None, pipeline: dist.ProcessGroup | None = None) -> dict[str, float]:
         """The statistics of all ranks since the last call; collective.
 
-        group: None = every rank's samples are here.
+        ``group`` has the ranks with the same units; None = every rank's samples are here. ``pipeline`` has those with
+        the model's other units.
 
         Keys: ``STATISTIC/WHAT`` over all units, and ``STATISTIC/WHAT/UNIT`` for each.
         """
@@ -55,6 +58,11 @@ class ErrorMonitor:
         self._sums = {}
         if group is not None:
             dist.all_reduce(sums, group=group)
+        if pipeline is not None:
+            of_stages: list[Any] = [None] * pipeline.size()
+            dist.all_gather_object(of_stages, (keys, sums.tolist()), group=pipeline)
+            keys = [key for stage_keys, _ in of_stages for key in stage_keys]
+            sums = torch.tensor([row for _, rows in of_stages for row in rows])
         sums = sums.cpu()
         values: dict[str, float] = {}
         for statistic, what in sorted({key[:2] for key in keys}):

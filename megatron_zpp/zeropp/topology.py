@@ -53,7 +53,7 @@ def build_topology(group: dist.ProcessGroup, ranks_per_node: int | None = None) 
     """
     world_size = group.size()
     if ranks_per_node is None:
-        ranks_per_node = _ranks_per_node_of(_gather_node_names(group))
+        ranks_per_node = _ranks_per_node_of(gather_node_names(group))
     if world_size % ranks_per_node:
         raise ValueError(
             f"{ranks_per_node} ranks per node do not divide the {world_size} data-parallel ranks; "
@@ -81,7 +81,8 @@ def _subgroup(group: dist.ProcessGroup, ranks: list[int]) -> dist.ProcessGroup:
     return dist.new_group(ranks, timeout=timeout, backend=dist.get_backend(group), use_local_synchronization=True)
 
 
-def _gather_node_names(group: dist.ProcessGroup) -> list[str]:
+def gather_node_names(group: dist.ProcessGroup) -> list[str]:
+    """Where each rank of ``group`` runs; equal for ranks of one node. Collective."""
     # torchrun numbers its agents, one per node, in GROUP_RANK; other launchers (srun) leave the host's name.
     name = f"{socket.gethostname()}/{os.environ.get('GROUP_RANK', '')}"
     names: list[str] = [""] * group.size()
