@@ -101,11 +101,11 @@ def gradients(intra: int, inter: int, block_size: int = 128) -> str:
     )
 
 
-def loco(beta: float, hops: str, error: str = "int8", reset: str = "") -> str:
-    """Error feedback; without ``reset`` none takes place in the study's runs."""
-    reset = reset or "--zeropp-loco-reset-interval 0"
+def loco(beta: float, hops: str, error: str = "int8", reset_interval: int = 0, reset: str = "hard") -> str:
+    """Error feedback; reset_interval 0: never."""
     return (
-        f"--zeropp-loco --zeropp-loco-beta {beta} --zeropp-loco-hops {hops} --zeropp-loco-error-dtype {error} {reset}"
+        f"--zeropp-loco --zeropp-loco-beta {beta} --zeropp-loco-hops {hops} --zeropp-loco-error-dtype {error} "
+        f"--zeropp-loco-reset-interval {reset_interval} --zeropp-loco-reset {reset}"
     )
 
 
