@@ -193,8 +193,8 @@ def train_emulated_on(names, num_nodes, ranks_per_node):
 
 def both(names, world_size):
     """What each real rank returned, and the emulation of all, by case."""
-    real = run_ranks(world_size, train_ranks_on, names)
-    emulated = run_ranks(1, train_emulated_on, names, *LAYOUTS[world_size])[0]
+    real = run_ranks(world_size, train_ranks_on, names, timeout=400.0)
+    emulated = run_ranks(1, train_emulated_on, names, *LAYOUTS[world_size], timeout=400.0)[0]
     return {name: ([rank[name] for rank in real], emulated[name]) for name in names}
 
 
