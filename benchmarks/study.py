@@ -1,4 +1,4 @@
-"""Trains the experiments of docs/experiments.md: 8 ranks on 2 nodes, emulated in one process, several seeds.
+"""Trains the experiments of docs/experiments.md: 4 ranks on 2 nodes, emulated in one process, several seeds.
 
     python benchmarks/study.py run                        # trains what benchmarks/results/study.jsonl lacks
     python benchmarks/study.py run E4 E5 --seeds 1 2      # some of it; --scale gpu: a larger model, for one GPU
@@ -15,6 +15,7 @@ import json
 import math
 import os
 import platform
+import re
 import subprocess
 import sys
 import time
@@ -37,6 +38,7 @@ def main() -> None:
     commands = parser.add_subparsers(dest="command", required=True)
     run = commands.add_parser("run", help="train what is not in the results yet")
     run.add_argument("experiments", nargs="*", metavar="E1…E5", help="default: all")
+    run.add_argument("--match", default="", metavar="REGEX", help="only arms whose name or flags hold it")
     run.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
     run.add_argument("--scale", choices=SCALES, default="cpu", help="size of model and run")
     run.add_argument("--results", type=Path, default=RESULTS, metavar="FILE", help="JSON lines to add to")
@@ -54,7 +56,8 @@ def main() -> None:
     scale = SCALES[args.scale]
     text = make_text(args.scale, scale)
     done = {(row["flags"], row["seed"]) for row in read_results(args.results, args.scale)}
-    to_do = [(arm, seed) for seed in args.seeds for arm in arms(args.experiments or list(EXPERIMENTS))]
+    chosen = [a for a in arms(args.experiments or list(EXPERIMENTS)) if re.search(args.match, f"{a.name} {a.flags}")]
+    to_do = [(arm, seed) for seed in args.seeds for arm in chosen]
     to_do = [(arm, seed) for arm, seed in to_do if (arm.flags, seed) not in done]
     print(f"{len(to_do)} runs to do, {len(done)} done", flush=True)
     with ThreadPoolExecutor(args.jobs or scale.jobs) as pool:
@@ -105,7 +108,7 @@ def train(results: Path, scale_name: str, text: str, arm: Arm, seed: int) -> dic
         f"{scale.shape} --emulate-ranks {RANKS} --emulate-nodes {NODES} --attention-dropout 0 "
         f"--hidden-dropout 0 --micro-batch-size {scale.micro_batch_size} --train-iters {scale.train_iters} "
         f"--eval-iters {scale.eval_iters} --eval-interval {scale.train_iters} --log-interval 20 --lr {scale.lr} "
-        f"--min-lr {scale.lr / 10} --lr-decay-style cosine --lr-warmup-fraction 0.1 --adam-beta2 0.95 "
+        f"--min-lr {scale.lr / 10} --lr-decay-style cosine --lr-warmup-fraction 0.1 --adam-beta2 {scale.adam_beta2} "
         f"--weight-decay 0.1 --num-workers 0 --seed {seed} {text} {arm.flags}"
     )
     threads = str(max(1, (os.cpu_count() or 1) // scale.jobs))

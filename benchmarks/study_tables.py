@@ -136,13 +136,13 @@ def plot_feedback(rows: Rows) -> None:
     bars.set_xticklabels([group.title.replace(", ", ",\n") for group in E4_BITS_AND_BLOCKS], fontsize=7)
     bars.set_ylabel("validation loss over the fp32 wire, %")
     bars.legend(fontsize=8)
-    betas = [(float(re.match(r"beta ([\d.]+)", arm.name)[1]), arm) for arm in E4_SENSITIVITY.arms[1:6]]  # type: ignore[index]
+    betas = [(float(re.match(r"beta ([\d.]+)", arm.name)[1]), arm) for arm in E4_SENSITIVITY.arms[1:5]]  # type: ignore[index]
     betas = [(beta, arm) for beta, arm in betas if arm.flags in rows]
     if betas:
         means = [statistics.mean(excesses(arm, rows)) for _, arm in betas]
         curve.plot([beta for beta, _ in betas], means, "o-")
         curve.axhline(statistics.mean(excesses(E4_SENSITIVITY.arms[0], rows)), color="grey", ls="--", label="nothing")
-        curve.set_xlabel("beta, 2 bits on both hops, blocks of 128")
+        curve.set_xlabel("beta, 8 bits within and 2 between nodes, blocks of 128")
         curve.legend(fontsize=8)
     for axes in (bars, curve):
         axes.grid(alpha=0.3, axis="y")

@@ -4,8 +4,10 @@ some settings, emulated in one process, and ranks them by loss against bytes.
     python tools/suggest_settings.py gpt --emulate-ranks 16 --emulate-nodes 4 --link-gbps 25 -- \\
         --num-layers 12 --hidden-size 768 ... --data-path PREFIX
 
+or your own settings: ``--try "--zero-quantized-weights --zero-weight-bits 6"``, as often as you like.
+
 What follows ``--`` are the flags of pretrain_gpt.py or pretrain_llama.py as they would be given on the cluster. All
-settings see the same data in the same order. The first one, ZeRO-3 in 16 bit, is trained again with other initial
+settings see the same data in the same order. The first one, plain ZeRO-3, is trained again with other initial
 weights: what differs between the two is noise.
 """
 
@@ -29,9 +31,8 @@ ROOT = Path(__file__).parents[1]
 ALL = "--zero-quantized-weights --zero-quantized-gradients"
 LOCO = "--zeropp-loco"
 DIFFERENCES = "--zero-weight-difference-bits 4"
-CONTROL = "ZeRO-3 in 16 bit"
-SETTINGS = {  # from what sends most to what sends least; hpZ is added to all but the first
-    CONTROL: "--zero-ranks-per-node {ranks_per_node}",
+CONTROL = "ZeRO-3"
+SETTINGS = {  # from what sends most to what sends least; hpZ is added to all
     "8-bit weights, 8-bit gradients": f"{ALL} --zero-gradient-bits 8",
     "8-bit weights, 4-bit gradients": ALL,
     "8-bit weights, 4-bit gradients, LoCo": f"{ALL} {LOCO}",
@@ -65,13 +66,12 @@ def main() -> int:
     parser.add_argument(
         "--link-gbps", type=float, metavar="R", help="a node's link, for seconds instead of bytes alone"
     )
-    parser.add_argument("flags", nargs="+", metavar="FLAG", help=argparse.SUPPRESS)
+    parser.add_argument("--try", action="append", dest="tried", metavar="FLAGS", help="a setting, instead of ours")
     words = sys.argv[1:]
-    if "--" not in words:
+    separator = words.index("--") if "--" in words else len(words)
+    args, flags = parser.parse_args(words[:separator]), words[separator + 1 :]
+    if not flags:
         parser.error("give the flags of the run after --")
-    separator = words.index("--")
-    args = parser.parse_args([*words[:separator], "placeholder"])
-    flags = words[separator + 1 :]
     try:
         outcomes, noise = measure(args, flags)
     except (ValueError, RuntimeError) as error:
@@ -95,12 +95,9 @@ def measure(args: argparse.Namespace, flags: list[str]) -> tuple[list[Outcome], 
     common = ["--emulate-ranks", str(ranks), "--emulate-nodes", str(nodes)]
     common += f"--train-iters {args.iterations} --log-interval 1 --eval-iters 0 --zero-stage 3".split()
     per_node = ranks // nodes
-    all_flags = {
-        name: (setting if name == CONTROL else f"--zero-hpz-partition-size {per_node} {setting}").format(
-            ranks_per_node=per_node
-        )
-        for name, setting in SETTINGS.items()
-    }
+    settings = {setting: setting for setting in args.tried} if args.tried else SETTINGS
+    all_flags = {CONTROL: f"--zero-ranks-per-node {per_node}"}
+    all_flags |= {name: f"--zero-hpz-partition-size {per_node} {setting}" for name, setting in settings.items()}
     for setting in all_flags.values():  # a mistake comes to light before anything is trained
         seed = parse_settings(args.architecture, [*flags, *common, *setting.split()], note=lambda _: None).training.seed
     outcomes = []

@@ -134,13 +134,15 @@ class ZeroPP:
                 feedback.rescale(factor)
 
     def monitor_errors(self, every: int | None) -> None:
-        """Measure quantization errors at every so many optimizer steps; None = never. Each costs one more decoding."""
+        """Sample quantization errors at every so many optimizer steps; None = never. A sample costs some decodings."""
         self._monitor.every = every
 
     def quantization_errors(self) -> dict[str, float]:
-        """Relative errors (RMS error / RMS value) over all ranks since the last call; collective.
+        """What all ranks sampled since the last call, by ``STATISTIC/WHAT`` and ``STATISTIC/WHAT/UNIT``; collective.
 
-        Keys: ``weights``, ``gradients/intra``, ``gradients/inter``, and each with ``/unit``.
+        WHAT: ``weights``, ``gradients/intra``, ``gradients/inter``. STATISTIC: ``error``, RMS error / RMS value;
+        ``error-state``, RMS of LoCo's error / RMS of the gradients it is added to; ``largest-codes``, the share of
+        codes +-qmax in blocks that are not zero; ``nonfinite-blocks``, the number of blocks with a NaN or Inf.
         """
         return self._monitor.take(self.topology.group, self._pipeline)
 

@@ -170,7 +170,7 @@ class EmulatedZeroPP:
         self._monitor.every = every
 
     def quantization_errors(self) -> dict[str, float]:
-        """Relative errors (RMS error / RMS value) over all ranks since the last call; keys as those of ZeroPP."""
+        """What ZeroPP.quantization_errors says, of all virtual ranks."""
         return self._monitor.take(group=None)
 
     def state_dict(self) -> dict[str, Tensor]:

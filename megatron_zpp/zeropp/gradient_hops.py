@@ -52,6 +52,8 @@ class GradientHops:
         """Encode gradients [N, P, L] for the P ranks of the node: uint8 [P, N, nbytes]; P = 1: [N, L]."""
         if self.node_sum is None:
             self.begun_at = self.unit.optimizer_steps
+            for feedback in self.feedback.values():
+                feedback.begin_step()
         elif self.begun_at != self.unit.optimizer_steps:
             raise RuntimeError(
                 f"an optimizer step was taken while {self.unit.label} held gradients that had not crossed nodes: say "
@@ -116,16 +118,21 @@ class GradientHops:
         if self.config.gradient_rounding == "stochastic":
             place = (hop, self.unit.name, self.place.rank, self.steps, self.micro_batches)
             noise_seed = mix_seed(self.config.seed, "gradients", *place)
-        if hop in self.feedback:
+        feedback = self.feedback.get(hop)
+        error = feedback.error if feedback is not None else None  # what is added to these gradients
+        if feedback is not None:
             # The hop between nodes runs once per step, that within a node once per micro-batch.
-            is_first = hop == "inter" or self.micro_batches == 0
-            is_last = self.micro_batch.is_last
-            wires = self.feedback[hop].encode(pieces, format, noise_seed, is_first, is_last, **source)
+            wires = feedback.encode(pieces, format, noise_seed, self.micro_batch.is_last, **source)
         else:
             wires = format.encode(pieces, noise_seed, **source)
         if self.monitor.is_due(self.steps):
             arrived = format.decode(wires, out=torch.empty_like(pieces, dtype=torch.float32))
-            self.monitor.record(f"gradients/{hop}", self.unit.name, pieces, arrived)
+            what, unit = f"gradients/{hop}", self.unit.name
+            self.monitor.record(what, unit, pieces, arrived)
+            self.monitor.record_codes(what, unit, format, wires)
+            if feedback is not None:
+                old = feedback.decode(error) if error is not None else arrived.new_zeros(())
+                self.monitor.record_error_state(what, unit, pieces, old)
         return wires
 
     def undo_step(self) -> None:

@@ -42,6 +42,7 @@ class WeightEncoder:
         if self.monitor.is_due(self.versions):
             arrived = format.decode(wire, out=torch.empty_like(shard, dtype=torch.float32))
             self.monitor.record("weights", self.unit.name, shard, arrived if minus is None else arrived.add_(minus))
+            self.monitor.record_codes("weights", self.unit.name, format, wire)
         return wire
 
     def encode_within_node(self, partition: Tensor, format: WireFormat, local_rank: int) -> Tensor:

@@ -242,14 +242,17 @@ def _undone(every_rank: bool):
     """LoCo's state and the gradients of a step, without and with another one thrown away before it."""
     states = []
     for disturbed in (False, True):
-        model = build("net")
+        model = build("net").eval()  # dropout would draw on
         emulated = emulate_zeropp(model, CASES["all flags"][1], 2, 2, units=list(model.layers))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
         for step in [0, 8, 1] if disturbed else [0, 1]:
             for rank in range(4 if step != 8 or every_rank else 3):
                 with emulated.as_rank(rank):
                     model(*micro_batch(step, 0, rank)).mean().backward()
             if step == 8:
                 emulated.undo_step()
+            if step == 0:
+                optimizer.step()
             if step != 1:
                 model.zero_grad()
         states.append(emulated.state_dict() | {n: p.grad for n, p in model.named_parameters() if p.grad is not None})
