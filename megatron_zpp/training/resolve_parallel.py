@@ -30,12 +30,18 @@ def check_parallel(distributed: DistributedSettings, zero_stage: int, world_size
     require(distributed.distributed_timeout_minutes > 0, "--distributed-timeout-minutes must be positive")
 
 
-def check_tensor_parallel(distributed: DistributedSettings, model: ModelSettings, seq_length: int) -> None:
+def check_tensor_parallel(
+    distributed: DistributedSettings, model: ModelSettings, seq_length: int, compiles: bool
+) -> None:
     """Raise SettingsError unless heads, MLP and, with sequence parallelism, the sequence can be cut evenly.
 
     model: completed. The vocabulary waits for the tokenizer: ``check_vocabulary``.
     """
     size = distributed.tensor_model_parallel_size
+    require(
+        size == 1 or not compiles,
+        f"--compile is not supported with --tensor-model-parallel-size {size} yet: leave one of them out",
+    )
     cut = {
         "--num-attention-heads": model.num_attention_heads,
         "--num-query-groups": model.num_query_groups,
