@@ -38,7 +38,9 @@ SMALL = {
     "benchmarks/loop_overhead.py": ["--rounds", "1", "--steps", "3"],
     "benchmarks/kernels.py": ["--rounds", "1", "--megabytes", "1"],
     "benchmarks/trainer.py": ["--rounds", "1", "--steps", "2", "--no-compile"],
+    "benchmarks/study.py": ["E2", "--scale", "tiny", "--seeds", "1", "--results", "study.jsonl"],
     "examples/quickstart/make_corpus.py": ["--max-megabytes", "0.3"],
+    "tools/suggest_settings.py": ["--iterations", "20", "--try", "--zero-quantized-gradients"],
     "tools/train_tokenizer.py": ["--vocab-size", "400"],
     "tools/generate_text.py": ["--num-tokens", "5"],
 }
@@ -158,7 +160,8 @@ def run_trainer(ranks: int, architecture: str, flags: list[str], folder: Path) -
 
 def run_program(command: str, folder: Path) -> None:
     more = next((words for program, words in SMALL.items() if program in command), [])
-    full = f"{command} {shlex.join(more)}"
+    before, dashes, after = command.partition(" -- ")  # what follows is another program's
+    full = f"{before} {shlex.join(more)}{dashes}{after}"
     done = subprocess.run(["bash", "-c", full], cwd=folder, env=environment(), capture_output=True, text=True)
     assert done.returncode == 0, f"{full}\n{done.stdout}{done.stderr}"
 

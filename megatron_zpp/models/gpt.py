@@ -105,8 +105,26 @@ class GPT(nn.Module):
 
         ``position_ids`` int64 [B, S]: default 0 to S - 1. ``cu_seqlens`` int32 [D + 1]: where documents begin in the
         flattened batch, and B * S, for attention within documents.
+
+        A model that is one stage of a pipeline takes the hidden states [B, S, H] of the stage before it in place of
+        ``tokens``, and returns its own unless it is the last.
         Raises ValueError when the sequence is longer than the learned positions.
         """
+        x = tokens if tokens.is_floating_point() else self.embed(tokens, position_ids)
+        ids = tokens if labels is None else labels  # [B, S], which hidden states may have a part of
+        documents = document_attention(cu_seqlens, ids, x.dtype, self.training and self.config.attention_dropout > 0)
+        for layer in self.layers:
+            x = layer(x, documents)
+        if not hasattr(self, "final_norm"):
+            return x
+        x = self.final_norm(x)
+        output_weight = self.word_embeddings.weight if self.config.tie_embeddings else self.output_layer.weight
+        if labels is None:
+            return output_logits(x, output_weight)
+        return linear_cross_entropy(x, output_weight, labels)
+
+    def embed(self, tokens: Tensor, position_ids: Tensor | None = None) -> Tensor:
+        """``tokens`` int64 [B, S] -> [B, S, H]."""
         length = tokens.shape[1]
         if length > self.config.max_position_embeddings:
             raise ValueError(
@@ -114,15 +132,7 @@ class GPT(nn.Module):
             )
         if position_ids is None:
             position_ids = torch.arange(length, device=tokens.device).unsqueeze(0)  # [1, S]
-        x = self.dropout(self.word_embeddings(tokens) + self.position_embeddings(position_ids))  # [B, S, H]
-        documents = document_attention(cu_seqlens, tokens, x.dtype, self.training and self.config.attention_dropout > 0)
-        for layer in self.layers:
-            x = layer(x, documents)
-        x = self.final_norm(x)
-        output_weight = self.word_embeddings.weight if self.config.tie_embeddings else self.output_layer.weight
-        if labels is None:
-            return output_logits(x, output_weight)
-        return linear_cross_entropy(x, output_weight, labels)
+        return self.dropout(self.word_embeddings(tokens) + self.position_embeddings(position_ids))
 
     def tensor_parallel_plan(self, sequence_parallel: bool) -> dict[str, ParallelStyle]:
         """How ``parallelize_module`` cuts heads, MLP and vocabulary; see ``megatron_zpp.parallel.tensor``."""

@@ -114,18 +114,24 @@ class Llama(nn.Module):
 
         ``position_ids`` int64 [B, S]: default 0 to S - 1. ``cu_seqlens`` int32 [D + 1]: where documents begin in the
         flattened batch, and B * S, for attention within documents.
+
+        A model that is one stage of a pipeline takes the hidden states [B, S, H] of the stage before it in place of
+        ``tokens``, and returns its own unless it is the last.
         """
         config = self.config
-        x = self.dropout(self.word_embeddings(tokens))  # [B, S, H]
-        length, device = tokens.shape[1], tokens.device
+        x = tokens if tokens.is_floating_point() else self.dropout(self.word_embeddings(tokens))  # [B, S, H]
+        ids = tokens if labels is None else labels  # [B, S], which hidden states may have a part of
+        length, device = ids.shape[1], ids.device
         cos, sin = rotary_table(
             length, config.head_dim, config.rotary_base, config.rope_scaling_factor, device, position_ids
         )
         # Megatron's rule: angles in fp32, their cosines and sines in the dtype of the activations.
         cos, sin = cos.to(x.dtype), sin.to(x.dtype)
-        documents = document_attention(cu_seqlens, tokens, x.dtype, self.training and config.attention_dropout > 0)
+        documents = document_attention(cu_seqlens, ids, x.dtype, self.training and config.attention_dropout > 0)
         for layer in self.layers:
             x = layer(x, cos, sin, documents)
+        if not hasattr(self, "final_norm"):
+            return x
         x = self.final_norm(x)
         output_weight = self.word_embeddings.weight if config.tie_embeddings else self.output_layer.weight
         if labels is None:

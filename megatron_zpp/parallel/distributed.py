@@ -147,6 +147,8 @@ def collective_of(error: BaseException) -> str | None:
         owner: Any = frame.f_locals.get("self")
         if type(owner).__name__ == "FSDPParamGroup" and name in _FSDP_COLLECTIVES:
             return f"the {_FSDP_COLLECTIVES[name]} of {owner._module_fqn or 'the root module'}"
+        if name in ("_wait_batch_p2p", "wait_for_neighbour"):  # torch's, and the evaluation's
+            return "the exchange with a neighbouring pipeline stage"
         if file.endswith("distributed_c10d.py") and name != "wrapper":
             collective = collective or name
         elif collective is None and "megatron_zpp" in file:

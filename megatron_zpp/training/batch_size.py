@@ -92,6 +92,10 @@ class BatchSchedule:
             iterations -= steps
         raise AssertionError("unreachable: the last level has no end")
 
+    def micro_batch_counts(self) -> set[int]:
+        """Every number of micro-batches that a step of the run may have."""
+        return {size // self._samples_per_micro_batch for size, _ in self._levels()}
+
     def _increments_at(self, consumed_samples: int) -> int:
         if consumed_samples >= self._ramp_samples:
             return self._num_increments

@@ -10,22 +10,34 @@ import torch.distributed as dist
 from megatron_zpp.data.loader import Batch
 from megatron_zpp.training.logging import progress
 from megatron_zpp.training.setup import Run
-from megatron_zpp.training.step import summed_loss
+from megatron_zpp.training.step import as_each_rank, masked_sum, to_inputs
 
 
 @torch.no_grad()
 def evaluate(run: Run, batches: Iterator[Batch], num_micro_batches: int) -> float:
     """Mean loss per token over ``num_micro_batches`` of every data-parallel rank; the model ends in training mode."""
-    run.model.eval()
     totals = torch.zeros(2, dtype=torch.float64, device=run.device)  # loss, tokens
+    run.set_training(False)
+    # A pipeline is full when it has as many micro-batches as ranks.
+    at_once = run.mesh.pp_size
     with progress("evaluating", num_micro_batches) as advance:
-        for _ in range(num_micro_batches):
-            totals += torch.stack(summed_loss(run.model, next(batches), run.device))
-            advance(1)
+        for start in range(0, num_micro_batches, at_once):
+            count = min(at_once, num_micro_batches - start)
+            for as_rank in as_each_rank(run):
+                with as_rank:
+                    micro_batches = [to_inputs(next(batches), run.device) for _ in range(count)]
+                    inputs, targets = zip(*micro_batches, strict=True)
+                    if run.pipeline is not None:
+                        of_tokens = run.pipeline.forward(inputs)  # none but on the last stage
+                    else:
+                        of_tokens = [run.model(**of_micro_batch) for of_micro_batch in inputs]
+                    for losses, target in zip(of_tokens, targets, strict=False):
+                        totals += torch.stack(masked_sum(losses, target))
+            advance(count)
     if run.mesh.tp_rank > 0:
         totals.zero_()  # as in train_step
     dist.all_reduce(totals)
-    run.model.train()
+    run.set_training(True)
     if run.zeropp is not None:
         run.zeropp.traffic.take()  # the log counts training's traffic
     loss_sum, num_tokens = totals.tolist()

@@ -77,7 +77,10 @@ NOT_NEEDED: dict[str, NotNeeded] = {
         "tensor-parallel collectives are not overlapped with products",
         "--no-async-tensor-model-parallel-allreduce",
     ),
-    **_same("there is no pipeline parallelism", "--no-pipeline-parallel"),
+    "--no-pipeline-parallel": NotNeeded(
+        "the pipeline has one stage unless --pipeline-model-parallel-size",
+        holds=lambda settings: settings.distributed.pipeline_model_parallel_size == 1,
+    ),
     "--cp-comm-type": NotNeeded("there is no context parallelism", ("p2p",)),
     "--ds-sequence-parallel-size": NotNeeded("there is no sequence parallelism", ("1",)),
     "--expert-model-parallel-size": NotNeeded(_NO_MOE, ("1",)),
@@ -159,14 +162,13 @@ REFUSED: dict[str, str] = {
     ),
     **_refused(
         "parallelism other than ZeRO is not supported yet; leave it out",
-        "--num-layers-per-virtual-pipeline-stage",
-        "--num-virtual-stages-per-pipeline-rank",
-        "--pipeline-model-parallel-layout",
         "--tp-comm-overlap",
-        "--enable-zbh1-pipeline",
         "--partition-activations",
         "--distribute-saved-activations",
     ),
+    "--num-virtual-stages-per-pipeline-rank": "use --num-layers-per-virtual-pipeline-stage",
+    "--pipeline-model-parallel-layout": "use --decoder-first-pipeline-num-layers and its like for the last",
+    "--enable-zbh1-pipeline": "use --pipeline-schedule zero-bubble",
     **_refused(_NO_OFFLOAD, "--cpu-optimizer", "--use-pin-memory", "--cpu-offloading", "--optimizer-cpu-offload"),
     # Models that do not exist here
     **_refused(

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from megatron_zpp.training.dashboard import tensorboard_layout
 from megatron_zpp.training.settings import LoggingSettings
 from megatron_zpp.training.throughput import format_duration
 
@@ -45,7 +46,7 @@ class TrainingReport:
     eta_seconds: float | None = None
     bytes_between_nodes: float | None = None  # sent per step, all ranks
     bytes_within_nodes: float | None = None
-    quantization_errors: Mapping[str, float] = field(default_factory=dict)  # relative; "weights", "weights/UNIT", ...
+    quantization_errors: Mapping[str, float] = field(default_factory=dict)  # of ZeroPP.quantization_errors
 
 
 def format_training_line(report: TrainingReport, now: datetime | None = None) -> str:
@@ -76,7 +77,7 @@ def format_training_line(report: TrainingReport, now: datetime | None = None) ->
         None if r.eta_seconds is None else f"ETA: {format_duration(r.eta_seconds)}",
         _field("sent between nodes per step (MB): {:.3f}", r.bytes_between_nodes, factor=1e-6),
         _field("sent within nodes per step (MB): {:.3f}", r.bytes_within_nodes, factor=1e-6),
-        *(f"error of {hop}: {r.quantization_errors[hop]:.4f}" for hop in HOPS if hop in r.quantization_errors),
+        *(_field(f"error of {hop}: {{:.4f}}", r.quantization_errors.get(f"error/{hop}")) for hop in HOPS),
     ]
     return f" [{now:%Y-%m-%d %H:%M:%S.%f}] " + " ".join(f"{field} |" for field in fields if field is not None)
 
@@ -111,15 +112,15 @@ def training_metrics(report: TrainingReport, settings: LoggingSettings) -> dict[
         "num-zeros": r.num_zeros,
         "params-norm": r.params_norm,
         "skipped-train-samples": r.skipped_samples if r.skipped_samples > 0 else None,
+        "tokens-per-second": r.tokens_per_second,
         "comm/bytes-between-nodes": r.bytes_between_nodes,
         "comm/bytes-within-nodes": r.bytes_within_nodes,
-        **{f"comm/error/{name}": error for name, error in r.quantization_errors.items()},
+        **{f"comm/{name}": value for name, value in r.quantization_errors.items()},
     }
     if settings.log_timers_to_tensorboard:
         metrics |= {
             "iteration-time": r.seconds_per_iteration,
             "throughput": r.tflops_per_device,
-            "tokens-per-second": r.tokens_per_second,
             "mfu": r.mfu,
         }
     return {key: value for key, value in metrics.items() if value is not None}
@@ -172,6 +173,7 @@ class MetricWriters:
             self._tensorboard = SummaryWriter(settings.tensorboard_dir, max_queue=settings.tensorboard_queue_size)
             for name, value in run_config.items():
                 self._tensorboard.add_text(name, str(value))
+            self._tensorboard.add_custom_scalars(tensorboard_layout())
         if settings.wandb_project is not None:
             import wandb
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -15,8 +15,10 @@ from torch.distributed.tensor import DTensor
 from megatron_zpp.data.loader import Batch
 from megatron_zpp.training.setup import Run, print_once
 from megatron_zpp.training.step import StepResult, accumulate_gradients
+from megatron_zpp.zeropp import EmulatedZeroPP
 
 SHOWN = 3  # findings in one line
+_OUTPUT, _GRADIENT = "output", "gradient of the output"
 
 
 class NonfiniteSteps:
@@ -64,22 +66,26 @@ def locate_nonfinite(run: Run, micro_batches: list[Batch]) -> str:
     where = f"rank {dist.get_rank()} on {socket.gethostname()}"
     shards = ((name, p.to_local() if isinstance(p, DTensor) else p) for name, p in run.model.named_parameters())
     parameters = [f"the parameter {name} (the part of {where})" for name, p in shards if not p.isfinite().all()]
-    with _watch(run.model, compiled=run.settings.activation.compile) as found:
-        with torch.random.fork_rng([run.device] if run.device.type == "cuda" else []):
-            accumulate_gradients(run, iter(micro_batches), len(micro_batches), run.scaler.scale)
+    stages: Mapping[int, nn.Module] = {0: run.model} if run.pipeline is None else run.pipeline.stages
+    with _watch(stages, compiled=run.settings.activation.compile) as found:
+        with torch.random.fork_rng([run.device] if run.device.type == "cuda" else []), _ranks_unmoved(run):
+            num_micro_batches = len(micro_batches) // run.mesh.emulated_ranks
+            accumulate_gradients(run, iter(micro_batches), num_micro_batches, run.scaler.scale)
     run.optimizer.zero_grad()
     if run.zeropp is not None:
         run.zeropp.undo_step()
         run.zeropp.traffic.take()  # none of the run's own steps
-    mine = parameters[:1], [f"{event} on {where}" for event in found]
+    mine = parameters[:1], [(*event, f"the {event[0]} of {name} on {where}") for event, name in found.items()]
     of_ranks: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(of_ranks, mine)
 
-    # A parameter explains outputs, and the first output (or else gradient) of a rank what comes after it.
+    # A parameter explains outputs, and the first output (or else gradient) of a rank what comes after it. Outputs go
+    # from stage to stage of a pipeline, and gradients back.
     causes = [text for parameters, _ in of_ranks for text in parameters]
-    for kind in ("output", "gradient"):
-        causes = causes or [next(text for text in texts if kind in text) for _, texts in of_ranks
-                            if any(kind in text for text in texts)]  # fmt: skip
+    for kind, first in ((_OUTPUT, min), (_GRADIENT, max)):
+        events = [(stage, text) for _, of_rank in of_ranks for of_kind, stage, text in of_rank if of_kind == kind]
+        if events and not causes:
+            causes = [text for stage, text in events if stage == first(stage for stage, _ in events)]
     if not causes:
         return (
             "computed again, the step is finite: a fault that passed (dropout's draw, overflow while gradients were "
@@ -89,32 +95,38 @@ def locate_nonfinite(run: Run, micro_batches: list[Batch]) -> str:
     return f"it began in {'; '.join(causes[:SHOWN])}{more}"
 
 
+def _ranks_unmoved(run: Run) -> AbstractContextManager[None]:
+    return run.zeropp.random_states.unmoved() if isinstance(run.zeropp, EmulatedZeroPP) else nullcontext()
+
+
 @contextmanager
-def _watch(model: nn.Module, compiled: bool) -> Iterator[list[str]]:
-    """The first module whose output is not finite, and the first whose output's gradient is not, in that order."""
-    found: list[str] = []
+def _watch(stages: Mapping[int, nn.Module], compiled: bool) -> Iterator[dict[tuple[str, int], str]]:
+    """Of each stage, the first module whose output is not finite, and the first whose output's gradient is not."""
+    found: dict[tuple[str, int], str] = {}
     handles = []
 
-    def note(kind: str, name: str, tensor: Tensor) -> None:
+    def note(kind: str, stage: int, name: str, tensor: Tensor) -> None:
         tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-        if not any(kind in event for event in found) and not tensor.isfinite().all():
-            found.append(f"the {kind} of {name}")
+        if (kind, stage) not in found and not tensor.isfinite().all():
+            found[kind, stage] = name
 
-    def after_forward(name: str) -> Any:
+    def after_forward(stage: int, name: str) -> Any:
         def hook(module: nn.Module, inputs: Any, output: Any) -> None:
             if isinstance(output, Tensor) and output.is_floating_point():
-                note("output", name, output.detach())
+                note(_OUTPUT, stage, name, output.detach())
                 if output.requires_grad:
-                    output.register_hook(lambda gradient: note("gradient of the output", name, gradient))
+                    output.register_hook(lambda gradient: note(_GRADIENT, stage, name, gradient))
 
         return hook
 
-    for name, module in model.named_modules():
-        is_leaf, is_child = not any(True for _ in module.children()), name.count(".") <= 1
-        # Compiled blocks do not call hooks inside.
-        if name and (is_child if compiled else is_leaf):
-            handles.append(module.register_forward_hook(after_forward(name)))
-    handles.append(model.register_forward_hook(after_forward("the loss")))
+    for stage, model in stages.items():
+        for name, module in model.named_modules():
+            is_leaf, is_child = not any(True for _ in module.children()), name.count(".") <= 1
+            # Compiled blocks do not call hooks inside.
+            if name and (is_child if compiled else is_leaf):
+                handles.append(module.register_forward_hook(after_forward(stage, name)))
+        last = "the loss" if hasattr(model, "final_norm") else "the last layer"
+        handles.append(model.register_forward_hook(after_forward(stage, last)))
     try:
         yield found
     finally:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -59,29 +60,44 @@ def scale_gradients(parameters: Iterable[Tensor], factor: float) -> None:
         torch._foreach_mul_(gradients, factor)
 
 
-def clip_gradients(parameters: Iterable[Tensor], max_norm: float) -> float:
+def clip_gradients(
+    parameters: Iterable[Tensor],
+    max_norm: float,
+    pipeline: dist.ProcessGroup | None = None,
+    copies: Sequence[Tensor] = (),
+) -> float:
     """Scale gradients so that their global L2 norm is at most ``max_norm``; 0 only measures.
+
+    pipeline: the group of ranks that hold the model's other parameters. copies: parameters that another of them has
+    too, and counts.
 
     Returns:
         The norm before clipping, over all parameters and shards, the same on every rank. Inf or NaN if any gradient
         is; the gradients are then left alone, and the caller must not step.
     """
     parameters = [parameter for parameter in parameters if parameter.grad is not None]
-    norm = _global_norm(_gradients(parameters))
+    norm = _global_norm(_gradients(_without(parameters, copies)), pipeline)
     if max_norm > 0 and torch.isfinite(norm):
         torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
     return norm.item()
 
 
-def params_norm(parameters: Iterable[Tensor]) -> float:
-    """Global L2 norm of the parameters."""
-    return _global_norm([parameter.detach() for parameter in parameters]).item()
+def params_norm(
+    parameters: Iterable[Tensor], pipeline: dist.ProcessGroup | None = None, copies: Sequence[Tensor] = ()
+) -> float:
+    """Global L2 norm of the parameters; ``pipeline`` and ``copies`` as in ``clip_gradients``."""
+    return _global_norm([parameter.detach() for parameter in _without(parameters, copies)], pipeline).item()
 
 
-def count_zeros(parameters: Iterable[Tensor]) -> int:
-    """Number of gradient elements that are exactly zero, over all shards."""
-    zeros = [(gradient == 0).sum() for gradient in _gradients(parameters)]
-    return int(_full(torch.stack(zeros).sum()).item()) if zeros else 0
+def count_zeros(
+    parameters: Iterable[Tensor], pipeline: dist.ProcessGroup | None = None, copies: Sequence[Tensor] = ()
+) -> int:
+    """Number of gradient elements that are exactly zero, over all shards; arguments as in ``clip_gradients``."""
+    zeros = [(gradient == 0).sum() for gradient in _gradients(_without(parameters, copies))]
+    total = _full(torch.stack(zeros).sum()) if zeros else torch.zeros((), dtype=torch.int64)
+    if pipeline is not None:
+        dist.all_reduce(total, group=pipeline)
+    return int(total.item())
 
 
 def _parameter_groups(model: nn.Module) -> list[dict[str, Any]]:
@@ -135,9 +151,19 @@ def _gradients(parameters: Iterable[Tensor]) -> list[Tensor]:
     return [parameter.grad for parameter in parameters if parameter.grad is not None]
 
 
-def _global_norm(tensors: list[Tensor]) -> Tensor:
+def _without(parameters: Iterable[Tensor], copies: Sequence[Tensor]) -> list[Tensor]:
+    left_out = {id(parameter) for parameter in copies}
+    return [parameter for parameter in parameters if id(parameter) not in left_out]
+
+
+def _global_norm(tensors: list[Tensor], pipeline: dist.ProcessGroup | None = None) -> Tensor:
     """L2 norm over all tensors and all their shards, as a plain fp32 scalar."""
-    return _full(torch.nn.utils.get_total_norm(tensors)) if tensors else torch.zeros(())
+    norm = _full(torch.nn.utils.get_total_norm(tensors)) if tensors else torch.zeros(())
+    if pipeline is None:
+        return norm
+    squared = norm.double().square()
+    dist.all_reduce(squared, group=pipeline)
+    return squared.sqrt().float()
 
 
 def _full(tensor: Tensor) -> Tensor:

@@ -89,7 +89,7 @@ class Reporter:
             loss_scale=run.scaler.scale,
             grad_norm=result.grad_norm,
             num_zeros=result.num_zeros,
-            params_norm=params_norm(run.model.parameters()) if logging.log_params_norm else None,
+            params_norm=params_norm(run.model.parameters(), *run.norm_scope()) if logging.log_params_norm else None,
             skipped_iterations=self.skipped,
             nan_iterations=self.nan,
             seconds_per_iteration=seconds,

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
-from megatron_zpp.training.errors import check_at_least, divisors, flag_of, require
-from megatron_zpp.training.settings import DistributedSettings, ModelSettings
+from megatron_zpp.parallel.pipeline import SPLITS_BACKWARD, check_micro_batches
+from megatron_zpp.parallel.stages import Placement, place_stages
+from megatron_zpp.training.batch_size import BatchSchedule
+from megatron_zpp.training.errors import SettingsError, check_at_least, divisors, flag_of, require
+from megatron_zpp.training.settings import DistributedSettings, ModelSettings, Settings
 
 _MODEL_PARALLEL = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
 
@@ -13,7 +17,7 @@ _MODEL_PARALLEL = ("tensor_model_parallel_size", "pipeline_model_parallel_size",
 def check_parallel(distributed: DistributedSettings, zero_stage: int, world_size: int) -> None:
     """Raise SettingsError unless the parallel sizes divide the ranks, and fit together."""
     check_at_least(distributed, 1, *_MODEL_PARALLEL)
-    for name in _MODEL_PARALLEL[1:]:
+    for name in _MODEL_PARALLEL[2:]:
         size = getattr(distributed, name)
         require(size == 1, f"{flag_of(name)} {size} is not supported yet: leave it at 1; ZeRO-3 shards over all ranks")
     product = distributed.ranks_per_model_copy
@@ -27,7 +31,118 @@ def check_parallel(distributed: DistributedSettings, zero_stage: int, world_size
         product == 1 or zero_stage > 0,
         f"--zero-stage 0 keeps the whole model on every rank, and {sizes} divides it; use --zero-stage 1",
     )
+    _check_emulation(distributed, zero_stage, world_size)
     require(distributed.distributed_timeout_minutes > 0, "--distributed-timeout-minutes must be positive")
+
+
+def _check_emulation(distributed: DistributedSettings, zero_stage: int, world_size: int) -> None:
+    check_at_least(distributed, 1, "emulate_ranks", "emulate_nodes")
+    ranks, nodes = distributed.emulate_ranks, distributed.emulate_nodes
+    if ranks is None:
+        return
+    require(world_size == 1, f"--emulate-ranks {ranks} needs one process, this run has {world_size}: start it alone")
+    require(
+        ranks % nodes == 0,
+        f"--emulate-nodes {nodes} does not divide --emulate-ranks {ranks}; choose one of "
+        f"{', '.join(map(str, divisors(ranks)))}",
+    )
+    require(
+        zero_stage in (2, 3),
+        f"--emulate-ranks emulates --zero-stage 2 and 3, got {zero_stage}: below 2 each rank keeps its own gradients",
+    )
+
+
+def data_parallel_size(distributed: DistributedSettings, world_size: int) -> int:
+    """The number of data-parallel ranks, real or emulated."""
+    return (distributed.emulate_ranks or 1) * world_size // distributed.ranks_per_model_copy
+
+
+_PIPELINE_ONLY = (
+    "pipeline_schedule",
+    "num_layers_per_virtual_pipeline_stage",
+    "decoder_first_pipeline_num_layers",
+    "decoder_last_pipeline_num_layers",
+)
+
+
+def resolve_pipeline(settings: Settings) -> DistributedSettings:
+    """Check how layers are cut into stages and what the schedule needs, and fill the schedule in."""
+    ranks = settings.distributed
+    if ranks.pipeline_model_parallel_size == 1:
+        for name in _PIPELINE_ONLY:
+            require(getattr(ranks, name) is None, f"{flag_of(name)} needs --pipeline-model-parallel-size above 1")
+        return ranks
+    check_at_least(ranks, 1, *_PIPELINE_ONLY[1:])
+    is_virtual = ranks.num_layers_per_virtual_pipeline_stage is not None
+    schedule = ranks.pipeline_schedule or ("interleaved" if is_virtual else "1f1b")
+    ranks = dataclasses.replace(ranks, pipeline_schedule=schedule)
+    virtual = "--num-layers-per-virtual-pipeline-stage"
+    for name in _PIPELINE_ONLY[2:]:
+        require(
+            not is_virtual or getattr(ranks, name) is None,
+            f"{flag_of(name)} and {virtual} exclude each other: virtual stages are equal; give one",
+        )
+    require(
+        not is_virtual or schedule not in ("gpipe", "1f1b"),
+        f"--pipeline-schedule {schedule} has one stage on each rank; leave {virtual} out, or use interleaved",
+    )
+    require(
+        is_virtual or schedule not in ("interleaved", "zbv"),
+        f"--pipeline-schedule {schedule} has several stages on each rank: say how many layers each has by {virtual}",
+    )
+    assert settings.model.num_layers
+    num_layers, num_ranks = settings.model.num_layers, ranks.pipeline_model_parallel_size
+    per_stage = ranks.num_layers_per_virtual_pipeline_stage
+    require(
+        schedule != "zbv" or num_layers == 2 * num_ranks * (per_stage or 0),
+        f"--pipeline-schedule zbv has two stages on each rank: {virtual} must be --num-layers {num_layers} / (2 * "
+        f"{num_ranks} pipeline ranks)",
+    )
+    try:
+        placement = placement_of(ranks, num_layers)
+    except ValueError as error:
+        sizes = [size for size in divisors(num_layers) if size > 1]
+        raise SettingsError(
+            f"--num-layers {num_layers} cannot be cut for --pipeline-model-parallel-size {num_ranks}: {error}; "
+            f"{num_layers} is divisible by {', '.join(map(str, sizes)) or 'nothing'}, and "
+            "--decoder-first-pipeline-num-layers and --decoder-last-pipeline-num-layers make stages uneven"
+        ) from error
+    activation = settings.activation
+    smallest = min(len(layers) for layers in placement.layers)
+    require(
+        activation.recompute_num_layers is None or activation.recompute_num_layers <= smallest,
+        f"--recompute-num-layers {activation.recompute_num_layers} counts layers of one stage, and the smallest stage "
+        f"has {smallest}",
+    )
+    require(
+        not (activation.compile and schedule in SPLITS_BACKWARD),
+        f"--pipeline-schedule {schedule} runs a backward pass in two parts, which --compile makes one; leave one out",
+    )
+    require(
+        not (schedule == "zbv" and settings.model.tie_embeddings_and_output_weights),
+        "--pipeline-schedule zbv puts the first and the last stage on one rank, which cannot share tied embeddings; "
+        "use --pipeline-schedule zero-bubble, or --untie-embeddings-and-output-weights",
+    )
+    return ranks
+
+
+def placement_of(ranks: DistributedSettings, num_layers: int) -> Placement:
+    """The stages that the settings ask for. Raises ValueError where layers do not divide."""
+    return place_stages(
+        num_layers,
+        ranks.pipeline_model_parallel_size,
+        ranks.num_layers_per_virtual_pipeline_stage,
+        ranks.decoder_first_pipeline_num_layers,
+        ranks.decoder_last_pipeline_num_layers,
+        v_shaped=ranks.pipeline_schedule == "zbv",
+    )
+
+
+def check_pipeline_batches(ranks: DistributedSettings, batches: BatchSchedule) -> None:
+    """Raise ValueError if a step may have a number of micro-batches that the pipeline's schedule cannot run."""
+    if ranks.pipeline_schedule is not None:
+        for count in sorted(batches.micro_batch_counts()):
+            check_micro_batches(ranks.pipeline_schedule, ranks.pipeline_model_parallel_size, count)
 
 
 def check_tensor_parallel(

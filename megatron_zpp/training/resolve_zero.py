@@ -5,11 +5,11 @@ from __future__ import annotations
 import dataclasses
 
 from megatron_zpp.training.errors import SettingsError, check_at_least, divisors, flag_of, require
-from megatron_zpp.training.settings import ZeroSettings
+from megatron_zpp.training.settings import DistributedSettings, ZeroSettings
 from megatron_zpp.zeropp.config import LoCoConfig, ZeroPPConfig
 
 
-def resolve_zero(zero: ZeroSettings, dp_size: int) -> ZeroSettings:
+def resolve_zero(zero: ZeroSettings, dp_size: int, distributed: DistributedSettings) -> ZeroSettings:
     """Completed settings for ``dp_size`` data-parallel ranks. Raises SettingsError."""
     require(zero.zero_stage in (0, 1, 2, 3), f"--zero-stage must be 0, 1, 2 or 3, got {zero.zero_stage}")
     for name in ("zero_hpz_partition_size", "zero_ranks_per_node"):
@@ -18,6 +18,13 @@ def resolve_zero(zero: ZeroSettings, dp_size: int) -> ZeroSettings:
             size is None or (size >= 1 and dp_size % size == 0),
             f"{flag_of(name)} {size} does not divide the {dp_size} data-parallel rank(s) of this run; "
             f"choose one of {', '.join(map(str, divisors(dp_size)))}",
+        )
+    if distributed.emulate_ranks is not None:
+        per_node = dp_size // distributed.emulate_nodes
+        require(
+            zero.zero_hpz_partition_size in (1, per_node) and zero.zero_ranks_per_node in (None, per_node),
+            f"--emulate-ranks {dp_size} on --emulate-nodes {distributed.emulate_nodes} are {per_node} ranks per node: "
+            f"--zero-hpz-partition-size must be {per_node} or 1, and --zero-ranks-per-node {per_node} or left out",
         )
     for name in ("zero_quantized_weights", "zero_quantized_gradients"):
         require(

@@ -358,11 +358,25 @@ class DistributedSettings:
 
     distributed_backend: str | None = flag(None, "default nccl on GPUs, gloo on CPUs", choices=("nccl", "gloo"))
     distributed_timeout_minutes: float = flag(10.0, "time after which a stuck collective ends the run")
+    emulate_ranks: int | None = flag(
+        None, "compute in this one process what so many data-parallel ranks would, bit for bit: docs/emulation.md"
+    )
+    emulate_nodes: int = flag(1, "nodes that the ranks of --emulate-ranks are on")
     tensor_model_parallel_size: int = flag(1, "ranks among which each layer's products are cut")
     sequence_parallel: bool = flag(
         False, "cut activations between products along the sequence too; with --tensor-model-parallel-size"
     )
-    pipeline_model_parallel_size: int = flag(1, "only 1 so far")
+    pipeline_model_parallel_size: int = flag(1, "ranks among which the layers are divided, as stages of a pipeline")
+    pipeline_schedule: str | None = flag(
+        None,
+        "order of forward and backward passes of the micro-batches; default 1f1b, or interleaved with virtual stages",
+        choices=("gpipe", "1f1b", "interleaved", "zero-bubble", "zbv"),
+    )
+    num_layers_per_virtual_pipeline_stage: int | None = flag(
+        None, "layers of one stage, where a pipeline rank has several stages; default one stage a rank"
+    )
+    decoder_first_pipeline_num_layers: int | None = flag(None, "layers of the first pipeline rank; default its share")
+    decoder_last_pipeline_num_layers: int | None = flag(None, "layers of the last pipeline rank; default its share")
     context_parallel_size: int = flag(1, "only 1 so far")
 
     @property

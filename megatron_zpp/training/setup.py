@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
 
 from megatron_zpp.data.build import Datasets, build_datasets
 from megatron_zpp.data.fill_in_the_middle import FillInTheMiddle, find_token
@@ -25,7 +26,9 @@ from megatron_zpp.models.init import init_weights
 from megatron_zpp.models.llama import Llama
 from megatron_zpp.parallel.distributed import errors_on_all_ranks
 from megatron_zpp.parallel.mesh import Mesh, build_mesh
+from megatron_zpp.parallel.pipeline import SPLITS_BACKWARD, Pipeline
 from megatron_zpp.parallel.sharding import shard_model
+from megatron_zpp.parallel.stages import join_stages, keep_stage
 from megatron_zpp.parallel.tensor import apply_tensor_parallelism, dropout_seed
 from megatron_zpp.training.batch_size import BatchSchedule
 from megatron_zpp.training.checkpoint import (
@@ -41,11 +44,11 @@ from megatron_zpp.training.logging import MetricWriters, progress
 from megatron_zpp.training.loss_scaler import LossScaler
 from megatron_zpp.training.model import build_model, mixed_precision, padded_vocab_size
 from megatron_zpp.training.optimizer import build_optimizer
-from megatron_zpp.training.resolve_parallel import check_vocabulary
+from megatron_zpp.training.resolve_parallel import check_vocabulary, placement_of
 from megatron_zpp.training.resolve_zero import zeropp_config
 from megatron_zpp.training.schedule import Schedule, resume_schedule
 from megatron_zpp.training.settings import CheckpointSettings, DataSettings, Settings
-from megatron_zpp.zeropp import ZeroPP, apply_zeropp
+from megatron_zpp.zeropp import EmulatedZeroPP, ZeroPP, apply_zeropp, emulate_zeropp
 
 
 @dataclass
@@ -68,9 +71,10 @@ class Run:
     settings: Settings
     device: torch.device
     mesh: Mesh
-    model: GPT | Llama
+    model: GPT | Llama  # this rank's part of it
+    pipeline: Pipeline | None  # None with one stage
     optimizer: torch.optim.Optimizer
-    zeropp: ZeroPP | None  # None at ZeRO stage 0, which has no sharded collectives
+    zeropp: ZeroPP | EmulatedZeroPP | None  # None at ZeRO stage 0, which has no sharded collectives
     schedule: Schedule | None  # None with --skip-train
     batches: BatchSchedule
     scaler: LossScaler
@@ -81,6 +85,14 @@ class Run:
     counters: Counters
     lock: FolderLock | None = None  # on --save, held by rank 0
     last_loss: float | None = None
+
+    def set_training(self, mode: bool) -> None:
+        """Training mode, or evaluation mode."""
+        (self.model if self.pipeline is None else self.pipeline).train(mode)
+
+    def norm_scope(self) -> tuple[dist.ProcessGroup | None, Sequence[Tensor]]:
+        """What ``clip_gradients`` has to know of a pipeline: its group, and parameters that are counted elsewhere."""
+        return (None, ()) if self.pipeline is None else (self.pipeline.group, self.pipeline.copies)
 
     def meta(self) -> dict[str, Any]:
         """What a checkpoint keeps beside the tensors."""
@@ -96,9 +108,11 @@ class Run:
             "layout": self.layout(),
         }
 
-    def layout(self) -> dict[str, int]:
+    def layout(self) -> dict[str, int | str]:
         """How the ranks are divided, and whether those of a tensor-parallel group draw random numbers alike."""
-        sizes = dict(zip(self.mesh.grid.mesh_dim_names or (), self.mesh.grid.shape, strict=True))
+        sizes: dict[str, int | str] = dict(zip(self.mesh.grid.mesh_dim_names or (), self.mesh.grid.shape, strict=True))
+        if self.pipeline is not None:
+            sizes["stages"] = str(self.pipeline.placement)
         return sizes | {"sp": int(self.settings.distributed.sequence_parallel and self.mesh.tp_size > 1)}
 
 
@@ -111,6 +125,7 @@ def build_run(settings: Settings, device: torch.device) -> Run:
         tp_size=ranks.tensor_model_parallel_size,
         pp_size=ranks.pipeline_model_parallel_size,
         cp_size=ranks.context_parallel_size,
+        emulated_ranks=ranks.emulate_ranks or 1,
     )
     batches = BatchSchedule(
         training.global_batch_size,
@@ -152,14 +167,17 @@ def build_run(settings: Settings, device: torch.device) -> Run:
             schedule = Schedule.from_settings(settings.optimizer, settings.schedule, training, batches)
 
     _check_same_data_on_all_ranks(datasets)
-    model, zeropp = _build_model(settings, vocab_size, device, mesh)
+    model, pipeline, zeropp = _build_model(settings, vocab_size, device, mesh)
     with errors_on_all_ranks():
         optimizer = build_optimizer(model, settings.optimizer)
+        if isinstance(zeropp, EmulatedZeroPP):
+            zeropp.step_by_shards(optimizer)
     run = Run(
         settings,
         device,
         mesh,
         model,
+        pipeline,
         optimizer,
         zeropp,
         schedule,
@@ -174,6 +192,8 @@ def build_run(settings: Settings, device: torch.device) -> Run:
     )
     # From here on randomness is dropout's.
     torch.manual_seed(dropout_seed(training.seed, dist.get_rank(), mesh.tp_size, ranks.sequence_parallel))
+    if isinstance(zeropp, EmulatedZeroPP):
+        zeropp.random_states.seed(training.seed)
     if checkpoint is not None and meta is not None:
         _load(run, checkpoint, meta)
     elif settings.checkpoint.load is not None:
@@ -352,12 +372,50 @@ def _check_same_data_on_all_ranks(datasets: Datasets) -> None:
 
 def _build_model(
     settings: Settings, vocab_size: int, device: torch.device, mesh: Mesh
-) -> tuple[GPT | Llama, ZeroPP | None]:
-    """The model, sharded before it has storage, so that it never exists whole on one rank."""
+) -> tuple[GPT | Llama, Pipeline | None, ZeroPP | EmulatedZeroPP | None]:
+    """The model, sharded before it has storage, so that it never exists whole on one rank; whole if it emulates."""
+    zero, ranks, precision = settings.zero, settings.distributed, mixed_precision(settings.precision)
+    build = partial(_build_whole, settings, vocab_size, mesh)
+    pipeline: Pipeline | None = None
+    zeropp: ZeroPP | EmulatedZeroPP | None = None
+    if mesh.pp_size > 1:
+        model, pipeline, zeropp = _build_stages(settings, build, device, mesh)
+    else:
+        model = build()
+        _prepare_model(model, settings)
+        if ranks.emulate_ranks is None:
+            shard_model(model, mesh, zero.zero_stage, precision)
+            zeropp = apply_zeropp(model, zeropp_config(zero)) if zero.zero_stage > 0 else None
+        model.to_empty(device=device)
+    with progress("initializing weights"):
+        init_weights(model, settings.training.seed)
+    if ranks.emulate_ranks is not None:
+        zeropp = emulate_zeropp(
+            model,
+            zeropp_config(zero),
+            ranks.emulate_nodes,
+            ranks.emulate_ranks // ranks.emulate_nodes,
+            units=list(model.layers),
+            param_dtype=precision.param_dtype,
+            reduce_dtype=precision.reduce_dtype,
+            zero_stage=zero.zero_stage,
+        )
+    if zeropp is not None:
+        zeropp.monitor_errors(zero.zero_monitor_interval)
+    return model, pipeline, zeropp
+
+
+def _build_whole(settings: Settings, vocab_size: int, mesh: Mesh) -> GPT | Llama:
+    """The whole model on the meta device, cut over the tensor-parallel ranks."""
     model = build_model(settings.architecture, settings.model, vocab_size)
-    activation, zero = settings.activation, settings.zero
     if mesh.tp_size > 1:
         apply_tensor_parallelism(model, mesh, settings.distributed.sequence_parallel)
+    return model
+
+
+def _prepare_model(model: GPT | Llama, settings: Settings) -> None:
+    """What is done to a model, or to one stage of it, before it is sharded."""
+    activation = settings.activation
     if activation.recompute_granularity is not None:
         apply_activation_checkpointing(
             model, activation.recompute_granularity, activation.recompute_method, activation.recompute_num_layers
@@ -365,14 +423,39 @@ def _build_model(
     if activation.compile:
         for block in model.layers:
             block.forward = torch.compile(block.forward)
-    shard_model(model, mesh, zero.zero_stage, mixed_precision(settings.precision))
-    zeropp = apply_zeropp(model, zeropp_config(zero)) if zero.zero_stage > 0 else None
-    if zeropp is not None:
-        zeropp.monitor_errors(zero.zero_monitor_interval)
-    model.to_empty(device=device)
-    with progress("initializing weights"):
-        init_weights(model, settings.training.seed)
-    return model, zeropp
+
+
+def _build_stages(
+    settings: Settings, build: Callable[[], GPT | Llama], device: torch.device, mesh: Mesh
+) -> tuple[GPT | Llama, Pipeline, ZeroPP]:
+    """This rank's stages, cut out of the model that ``build`` makes: as one model, and as a pipeline."""
+    training, model, precision = settings.training, build(), mixed_precision(settings.precision)
+    config = model.config
+    schedule = settings.distributed.pipeline_schedule
+    assert training.micro_batch_size and training.seq_length and schedule
+    # Where FSDP2's hooks cannot follow the backward pass, a step gathers parameters once and reduces gradients once.
+    zero_stage = 1 if schedule in SPLITS_BACKWARD else settings.zero.zero_stage
+    placement = placement_of(settings.distributed, config.num_layers)
+    stages = {number: build() for number in placement.stages_of(mesh.pp_rank)}
+    for number, stage in stages.items():
+        keep_stage(stage, placement, number)
+        _prepare_model(stage, settings)
+        shard_model(stage, mesh, zero_stage, precision)
+    units = nn.ModuleDict({f"stage{number}": stage for number, stage in stages.items()})
+    zeropp = apply_zeropp(units, zeropp_config(settings.zero), mesh.grid["pp"].get_group())
+    for stage in stages.values():
+        stage.to_empty(device=device)
+    length = training.seq_length // (mesh.tp_size if settings.distributed.sequence_parallel else 1)
+    hidden = torch.empty(
+        (training.micro_batch_size, length, config.hidden_size),
+        dtype=precision.param_dtype or torch.float32,
+        device="meta",
+        requires_grad=True,
+    )
+    pipeline = Pipeline(
+        stages, placement, mesh, schedule, hidden, zero_stage, zeropp, tied_embeddings=config.tie_embeddings
+    )
+    return join_stages(model, stages), pipeline, zeropp
 
 
 def _load(run: Run, checkpoint: Path, meta: dict[str, Any]) -> None:

@@ -1,19 +1,23 @@
-"""One optimizer step, and the loss of one micro-batch."""
+"""One optimizer step."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from megatron_zpp.data.loader import Batch
 from megatron_zpp.parallel.sharding import prepare_backward
 from megatron_zpp.training.optimizer import clip_gradients, count_zeros, scale_gradients, set_lr_and_weight_decay
 from megatron_zpp.training.setup import Run
+from megatron_zpp.zeropp import EmulatedZeroPP
+
+Target = Tensor  # a micro-batch's loss mask [B, S]
 
 
 @dataclass(frozen=True)
@@ -26,7 +30,7 @@ class StepResult:
     spiked: bool  # the loss was far above that of the steps before
     stop: bool  # some rank wants to save and exit
     num_zeros: int | None
-    micro_batches: list[Batch] = field(repr=False)  # this rank's
+    micro_batches: list[Batch] = field(repr=False)  # this rank's, or in turn those of all that it emulates
 
 
 def train_step(run: Run, batches: Iterator[Batch], num_micro_batches: int, stop: bool) -> StepResult:
@@ -42,10 +46,11 @@ def train_step(run: Run, batches: Iterator[Batch], num_micro_batches: int, stop:
 
     parameters = list(model.parameters())
     per_token = settings.training.calculate_per_token_loss
-    per_token_factor = run.mesh.fsdp.size() / max(1.0, num_tokens_all) if per_token else 1.0
+    per_token_factor = run.mesh.fsdp_size / max(1.0, num_tokens_all) if per_token else 1.0
     scale_gradients(parameters, per_token_factor / scale)
-    grad_norm = clip_gradients(parameters, settings.optimizer.clip_grad)
-    num_zeros = count_zeros(parameters) if settings.logging.log_num_zeros_in_grad else None
+    scope = run.norm_scope()
+    grad_norm = clip_gradients(parameters, settings.optimizer.clip_grad, *scope)
+    num_zeros = count_zeros(parameters, *scope) if settings.logging.log_num_zeros_in_grad else None
     loss = loss_sum_all / max(1.0, num_tokens_all)
     finite = math.isfinite(grad_norm) and math.isfinite(loss)
     spiked = finite and is_loss_spike(run, loss)
@@ -84,19 +89,40 @@ def accumulate_gradients(run: Run, batches: Iterator[Batch], num_micro_batches: 
     Returns fp64 [3]: this rank's summed loss, its tokens, and a 0 to fill in.
     """
     settings, model = run.settings, run.model
+    per_token = settings.training.calculate_per_token_loss
     totals = torch.zeros(3, dtype=torch.float64, device=run.device)
+
+    def scaled_loss(losses: Tensor, target: Target) -> Tensor:
+        loss_sum, num_tokens = masked_sum(losses, target)
+        totals[:2] += torch.stack([loss_sum.detach(), num_tokens])
+        # Megatron's average: over the micro-batch's tokens, then over micro-batches, then (FSDP2) over ranks.
+        loss = loss_sum if per_token else loss_sum / num_tokens.clamp(min=1) / num_micro_batches
+        return loss * scale
+
+    if run.pipeline is not None:
+        micro_batches = [to_inputs(next(batches), run.device) for _ in range(num_micro_batches)]
+        run.pipeline.forward_backward(micro_batches, scaled_loss)
+        return totals
     for i in range(num_micro_batches):
         is_last = i == num_micro_batches - 1
-        prepare_backward(model, settings.zero.zero_stage, is_last)
+        if not isinstance(run.zeropp, EmulatedZeroPP):
+            prepare_backward(model, settings.zero.zero_stage, is_last)
         if run.zeropp is not None:
             run.zeropp.set_is_last_micro_batch(is_last)
-        loss_sum, num_tokens = summed_loss(model, next(batches), run.device)
-        # Megatron's average: over the micro-batch's tokens, then over micro-batches, then (FSDP2) over ranks.
-        per_token = settings.training.calculate_per_token_loss
-        loss = loss_sum if per_token else loss_sum / num_tokens.clamp(min=1) / num_micro_batches
-        (loss * scale).backward()
-        totals[:2] += torch.stack([loss_sum.detach(), num_tokens])
+        for as_rank in as_each_rank(run):
+            with as_rank:
+                inputs, target = to_inputs(next(batches), run.device)
+                scaled_loss(model(**inputs), target).backward()
     return totals
+
+
+def as_each_rank(run: Run) -> Iterator[AbstractContextManager[None]]:
+    """A context for each data-parallel rank that this process computes for: its own, or all that it emulates."""
+    if not isinstance(run.zeropp, EmulatedZeroPP):
+        yield nullcontext()
+        return
+    for rank in range(run.mesh.emulated_ranks):
+        yield run.zeropp.as_rank(rank)
 
 
 def _remember(batches: Iterator[Batch], seen: list[Batch]) -> Iterator[Batch]:
@@ -105,9 +131,12 @@ def _remember(batches: Iterator[Batch], seen: list[Batch]) -> Iterator[Batch]:
         yield batch
 
 
-def summed_loss(model: nn.Module, batch: Batch, device: torch.device) -> tuple[Tensor, Tensor]:
-    """The sum of the loss over a micro-batch's unmasked tokens, and their number, both fp32 scalars."""
+def to_inputs(batch: Batch, device: torch.device) -> tuple[Batch, Target]:
+    """A micro-batch on the device: what the model takes, and what ``masked_sum`` does."""
     inputs = {name: tensor.to(device, non_blocking=True) for name, tensor in batch.items()}
-    loss_mask = inputs.pop("loss_mask")
-    losses = model(**inputs)  # [B, S]
+    return inputs, inputs.pop("loss_mask")
+
+
+def masked_sum(losses: Tensor, loss_mask: Target) -> tuple[Tensor, Tensor]:
+    """The sum of the tokens' ``losses`` [B, S] that are not masked, and the number of these tokens, fp32 scalars."""
     return (losses * loss_mask).sum(), loss_mask.sum()

@@ -10,7 +10,7 @@ from torch import Tensor
 from .config import LoCoConfig
 from .wire_format import Compensation, WireFormat, wire_format
 
-_ERROR_FORMATS = {"int8": (8, torch.float32), "bf16": (None, torch.bfloat16), "fp32": (None, torch.float32)}
+ERROR_FORMATS = {"int8": (8, torch.float32), "bf16": (None, torch.bfloat16), "fp32": (None, torch.float32)}
 
 
 class ErrorFeedback:
@@ -31,24 +31,25 @@ class ErrorFeedback:
         self._before_step: tuple[Tensor | None, int] = (None, 0)
         self._format: WireFormat | None = None  # of ``error``
 
+    def begin_step(self) -> None:
+        """Say that the gradients to come are another optimizer step's: ``undo_step`` returns here."""
+        self._before_step = (self.error, self.steps)
+
     def encode(
         self,
         gradients: Tensor,
         hop: WireFormat,
         noise_seed: int | None = None,
-        is_first: bool = True,
         is_last: bool = True,
         **source: Any,
     ) -> Tensor:
         """Compensate and encode gradients [..., L] into uint8 [..., nbytes], and update the error.
 
-        is_first, is_last: whether this is the first and the last encoding of an optimizer step.
+        is_last: whether this is the last encoding of an optimizer step.
         source: what else WireFormat.encode takes to make up the gradients.
         """
-        if is_first:
-            self._before_step = (self.error, self.steps)
         config, interval = self.config, self.config.reset_interval
-        bits, dtype = _ERROR_FORMATS[config.error_dtype]
+        bits, dtype = ERROR_FORMATS[config.error_dtype]
         self._format = wire_format(hop.parameters, bits, hop.block_size, dtype)
         self.steps += is_last
         decay, new_error = 1.0, None
@@ -71,8 +72,13 @@ class ErrorFeedback:
     def rescale(self, factor: float) -> None:
         """Multiply the error: the loss scale, and with it every gradient to come, changed by ``factor``."""
         if self.error is not None and self._format is not None:
-            values = torch.empty(*self.error.shape[:-1], self._format.numel, device=self.error.device)
-            self.error = self._format.encode(self._format.decode(self.error, out=values).mul_(factor))
+            self.error = self._format.encode(self.decode(self.error).mul_(factor))
+
+    def decode(self, error: Tensor) -> Tensor:
+        """An error as numbers, fp32 [..., L], once something was encoded."""
+        assert self._format is not None
+        out = torch.empty(*error.shape[:-1], self._format.numel, device=error.device)
+        return self._format.decode(error, out)
 
     def state_dict(self) -> dict[str, Tensor]:
         state = {"steps": torch.tensor(self.steps)}

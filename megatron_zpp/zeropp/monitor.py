@@ -1,47 +1,84 @@
-"""Relative quantization errors, sampled every few steps."""
+"""Statistics of what travels, sampled every few steps: docs/monitors.md says how to read them."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from . import reference
+from .wire_format import WireFormat
+
 
 class ErrorMonitor:
-    """Sums of squared errors and squared values by (what was sent, unit). Off until ``every`` is set."""
+    """Two sums for each (statistic, what was sent, unit). Off until ``every`` is set."""
 
     def __init__(self) -> None:
         self.every: int | None = None  # optimizer steps between samples
-        self._sums: dict[tuple[str, str], Tensor] = {}  # fp32 [2]
+        self._sums: dict[tuple[str, str, str], Tensor] = {}  # fp32 [2]
 
     def is_due(self, step: int) -> bool:
         return self.every is not None and step % self.every == 0
 
+    # Samples stay on the device: nothing here synchronizes.
+
     def record(self, what: str, unit: str, sent: Tensor, arrived: Tensor) -> None:
-        """Add one sample. Stays on the device: no synchronization."""
-        error = torch.stack([(sent.float() - arrived.float()).square().sum(), sent.float().square().sum()])
-        key = (what, unit)
-        self._sums[key] = self._sums[key] + error if key in self._sums else error
+        """Add a sample of the relative error."""
+        self._add(("error", what, unit), _square(sent.float() - arrived.float()), _square(sent))
 
-    def take(self, group: dist.ProcessGroup) -> dict[str, float]:
-        """Root-mean-square errors over root-mean-square values of all ranks since the last call; collective.
+    def record_error_state(self, what: str, unit: str, gradients: Tensor, error: Tensor) -> None:
+        """Add a sample of LoCo's error, relative to the gradients that it was added to."""
+        self._add(("error-state", what, unit), _square(error), _square(gradients))
 
-        Keys: ``weights``, ``gradients/intra`` and ``gradients/inter`` over all units, and ``what/unit`` for each.
+    def record_codes(self, what: str, unit: str, format: WireFormat, wires: Tensor) -> None:
+        """Count the largest codes, and the blocks with a NaN or Inf, in wire buffers uint8 [..., nbytes]."""
+        if format.quantized:
+            largest, codes, nonfinite = reference.count_codes(format, wires)
+            self._add(("largest-codes", what, unit), largest, codes)
+            self._add(("nonfinite-blocks", what, unit), nonfinite, torch.ones_like(nonfinite))
+
+    def _add(self, key: tuple[str, str, str], first: Tensor, second: Tensor) -> None:
+        sums = torch.stack([first, second])
+        self._sums[key] = self._sums[key] + sums if key in self._sums else sums
+
+    def take(self, group: dist.ProcessGroup | None, pipeline: dist.ProcessGroup | None = None) -> dict[str, float]:
+        """The statistics of all ranks since the last call; collective.
+
+        ``group`` has the ranks with the same units; None = every rank's samples are here. ``pipeline`` has those with
+        the model's other units.
+
+        Keys: ``STATISTIC/WHAT`` over all units, and ``STATISTIC/WHAT/UNIT`` for each.
         """
         keys = sorted(self._sums)
         if not keys:
             return {}
         sums = torch.stack([self._sums[key] for key in keys])  # [K, 2]
         self._sums = {}
-        dist.all_reduce(sums, group=group)
-        errors: dict[str, float] = {}
-        for what in sorted({what for what, _ in keys}):
-            rows = [i for i, key in enumerate(keys) if key[0] == what]
-            errors[what] = _ratio(sums[rows].sum(dim=0))
-            errors |= {f"{what}/{keys[i][1] or 'root'}": _ratio(sums[i]) for i in rows}
-        return errors
+        if group is not None:
+            dist.all_reduce(sums, group=group)
+        if pipeline is not None:
+            of_stages: list[Any] = [None] * pipeline.size()
+            dist.all_gather_object(of_stages, (keys, sums.tolist()), group=pipeline)
+            keys = [key for stage_keys, _ in of_stages for key in stage_keys]
+            sums = torch.tensor([row for _, rows in of_stages for row in rows])
+        sums = sums.cpu()
+        values: dict[str, float] = {}
+        for statistic, what in sorted({key[:2] for key in keys}):
+            rows = [i for i, key in enumerate(keys) if key[:2] == (statistic, what)]
+            values[f"{statistic}/{what}"] = _value(statistic, sums[rows].sum(dim=0))
+            values |= {f"{statistic}/{what}/{keys[i][2] or 'root'}": _value(statistic, sums[i]) for i in rows}
+        return values
 
 
-def _ratio(error_and_value: Tensor) -> float:
-    error, value = error_and_value.tolist()
-    return (error / value) ** 0.5 if value else 0.0
+def _square(values: Tensor) -> Tensor:
+    return values.float().square().sum()
+
+
+def _value(statistic: str, sums: Tensor) -> float:
+    first, second = sums.tolist()
+    if statistic == "nonfinite-blocks":
+        return first
+    ratio = first / second if second else 0.0
+    return ratio if statistic == "largest-codes" else ratio**0.5

@@ -59,6 +59,18 @@ def decode(format: WireFormat, peers: Tensor, out: Tensor, accumulate: bool) -> 
     out.copy_(total.add_(out) if accumulate else total)
 
 
+def count_codes(format: WireFormat, wire: Tensor) -> Tensor:
+    """Count in buffers uint8 [..., nbytes]: fp32 [3] codes +-qmax, codes in blocks with a scale above 0, NaN blocks."""
+    assert format.bits is not None
+    counts = torch.zeros(3, device=wire.device)
+    for segment in format.quantized:
+        codes = unpack_bits(wire[..., segment.codes], format.bits)
+        scales = wire[..., segment.scales].view(torch.float32)
+        largest = (codes.abs() == 2 ** (format.bits - 1) - 1).sum()
+        counts += torch.stack([largest, (scales > 0).sum() * segment.block_size, scales.isnan().sum()])
+    return counts
+
+
 def rotate(format: WireFormat, values: Tensor, out: Tensor) -> None:
     """Fill ``out`` fp32 [..., L] with values whose quantized parameters are Hadamard-rotated in groups of 32."""
     out.copy_(values)

@@ -12,25 +12,16 @@ import torch.distributed as dist
 
 
 @dataclass(frozen=True)
-class Topology:
-    """The two levels of one FSDP process group, as this rank sees them.
+class Place:
+    """Where one data-parallel rank stands in the two levels."""
 
-    ``intra_group`` holds the P ranks of this node, ``inter_group`` the N ranks with this rank's place p, in node order.
-    """
-
-    group: dist.ProcessGroup
     num_nodes: int  # N
     ranks_per_node: int  # P
-    intra_group: dist.ProcessGroup
-    inter_group: dist.ProcessGroup
+    rank: int
 
     @property
     def world_size(self) -> int:
         return self.num_nodes * self.ranks_per_node
-
-    @property
-    def rank(self) -> int:
-        return self.group.rank()
 
     @property
     def node(self) -> int:
@@ -43,6 +34,18 @@ class Topology:
         return self.rank % self.ranks_per_node
 
 
+@dataclass(frozen=True)
+class Topology(Place):
+    """The two levels of one FSDP process group, as this rank sees them.
+
+    ``intra_group`` holds the P ranks of this node, ``inter_group`` the N ranks with this rank's place p, in node order.
+    """
+
+    group: dist.ProcessGroup
+    intra_group: dist.ProcessGroup
+    inter_group: dist.ProcessGroup
+
+
 def build_topology(group: dist.ProcessGroup, ranks_per_node: int | None = None) -> Topology:
     """Cut ``group`` into nodes of ``ranks_per_node`` consecutive ranks; None = find out from where the ranks run.
 
@@ -50,7 +53,7 @@ def build_topology(group: dist.ProcessGroup, ranks_per_node: int | None = None) 
     """
     world_size = group.size()
     if ranks_per_node is None:
-        ranks_per_node = _ranks_per_node_of(_gather_node_names(group))
+        ranks_per_node = _ranks_per_node_of(gather_node_names(group))
     if world_size % ranks_per_node:
         raise ValueError(
             f"{ranks_per_node} ranks per node do not divide the {world_size} data-parallel ranks; "
@@ -60,9 +63,10 @@ def build_topology(group: dist.ProcessGroup, ranks_per_node: int | None = None) 
     num_nodes, rank = world_size // ranks_per_node, group.rank()
     node, place = divmod(rank, ranks_per_node)
     return Topology(
-        group,
         num_nodes,
         ranks_per_node,
+        rank,
+        group,
         intra_group=_subgroup(group, members[node * ranks_per_node : (node + 1) * ranks_per_node]),
         inter_group=_subgroup(group, members[place::ranks_per_node]),
     )
@@ -77,7 +81,8 @@ def _subgroup(group: dist.ProcessGroup, ranks: list[int]) -> dist.ProcessGroup:
     return dist.new_group(ranks, timeout=timeout, backend=dist.get_backend(group), use_local_synchronization=True)
 
 
-def _gather_node_names(group: dist.ProcessGroup) -> list[str]:
+def gather_node_names(group: dist.ProcessGroup) -> list[str]:
+    """Where each rank of ``group`` runs; equal for ranks of one node. Collective."""
     # torchrun numbers its agents, one per node, in GROUP_RANK; other launchers (srun) leave the host's name.
     name = f"{socket.gethostname()}/{os.environ.get('GROUP_RANK', '')}"
     names: list[str] = [""] * group.size()

@@ -97,6 +97,24 @@ def torchrun(
     )
 
 
+def ranks_of(torchrun: subprocess.Popen) -> list[int]:
+    """Process ids of the ranks that ``torchrun`` runs, in order."""
+    children = Path(f"/proc/{torchrun.pid}/task/{torchrun.pid}/children").read_text().split()
+    found = {}
+    for child in map(int, children):
+        with contextlib.suppress(OSError):
+            environment = dict(
+                entry.split("=", 1) for entry in Path(f"/proc/{child}/environ").read_text().split("\0") if "=" in entry
+            )
+            if "LOCAL_RANK" in environment:
+                found[int(environment["LOCAL_RANK"])] = child
+    return [found[rank] for rank in sorted(found)]
+
+
+def wait_for_iteration(process: subprocess.Popen, iteration: int) -> None:
+    assert any(f"iteration {iteration:8d}/" in line for line in iter(process.stdout.readline, ""))
+
+
 def call_pretrain(*argvs: list[str]) -> list[tuple[int, str, str]]:
     """Exit code, stdout and stderr of the whole program on one rank, for each command line. For ``run_ranks``."""
     dist.barrier()  # a rank that leaves early would take the others' store along

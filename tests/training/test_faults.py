@@ -11,7 +11,6 @@ import socket
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 import torch
@@ -22,7 +21,17 @@ from megatron_zpp.parallel.distributed import FailedTogether
 from megatron_zpp.training.checkpoint import read_meta
 from megatron_zpp.training.pretrain import NotFiniteError, train
 from tests.ranks import run_ranks
-from tests.training.small_run import NO_DROPOUT, ROOT, flags, start, torchrun, train_each, write_text
+from tests.training.small_run import (
+    NO_DROPOUT,
+    ROOT,
+    flags,
+    ranks_of,
+    start,
+    torchrun,
+    train_each,
+    wait_for_iteration,
+    write_text,
+)
 
 
 @pytest.fixture(scope="module")
@@ -30,31 +39,13 @@ def data(tmp_path_factory) -> str:
     return write_text(tmp_path_factory.mktemp("data"))
 
 
-def _ranks(torchrun: subprocess.Popen) -> list[int]:
-    """Process ids of the ranks that ``torchrun`` runs, in order."""
-    children = Path(f"/proc/{torchrun.pid}/task/{torchrun.pid}/children").read_text().split()
-    found = {}
-    for child in map(int, children):
-        with contextlib.suppress(OSError):
-            environment = dict(
-                entry.split("=", 1) for entry in Path(f"/proc/{child}/environ").read_text().split("\0") if "=" in entry
-            )
-            if "LOCAL_RANK" in environment:
-                found[int(environment["LOCAL_RANK"])] = child
-    return [found[rank] for rank in sorted(found)]
-
-
-def _wait_for_iteration(process: subprocess.Popen, iteration: int) -> None:
-    assert any(f"iteration {iteration:8d}/" in line for line in iter(process.stdout.readline, ""))
-
-
 # A rank dies
 
 
 def test_a_killed_rank_ends_the_job_and_is_named_at_the_end(data):
     process = torchrun(3, flags(data, "--global-batch-size 3 --exit-signal-handler", length="--train-iters 100000"))
-    _wait_for_iteration(process, 3)
-    os.kill(_ranks(process)[1], signal.SIGKILL)
+    wait_for_iteration(process, 3)
+    os.kill(ranks_of(process)[1], signal.SIGKILL)
     _, err = process.communicate(timeout=60)
     assert process.returncode == 1
     report = err[err.index("Root Cause (first observed failure)") :]
@@ -83,8 +74,8 @@ def test_torchrun_brings_the_job_back_from_its_last_checkpoint(data, tmp_path):
     expected = run_ranks(2, train_each, {"": argv})[0][""]["lm loss"]
     save = f"--save {tmp_path / 'run'} --load {tmp_path / 'run'} --save-interval 3 --tensorboard-dir {tmp_path / 'log'}"
     process = torchrun(2, [*argv, *save.split()], launcher=["--max-restarts", "3"])
-    _wait_for_iteration(process, 7)
-    os.kill(_ranks(process)[0], signal.SIGKILL)
+    wait_for_iteration(process, 7)
+    os.kill(ranks_of(process)[0], signal.SIGKILL)
     out, err = process.communicate(timeout=120)
     assert process.returncode == 0, err
     assert re.search(r"successfully loaded checkpoint \S+ at iteration [369]", out)
@@ -119,7 +110,7 @@ def test_a_lost_node_is_left_behind(data, tmp_path):
         while not (tracker.exists() and int(tracker.read_text()) >= 4):
             assert time.monotonic() < deadline, (tmp_path / "out0").read_text()
             time.sleep(0.05)
-        for pid in [nodes[1].pid, *_ranks(nodes[1])]:
+        for pid in [nodes[1].pid, *ranks_of(nodes[1])]:
             os.kill(pid, signal.SIGKILL)
         assert nodes[0].wait(timeout=120) == 0, (tmp_path / "out0").read_text()
     finally:
@@ -138,8 +129,8 @@ def test_a_lost_node_is_left_behind(data, tmp_path):
 def test_a_stuck_collective_is_named(data):
     argv = flags(data, "--distributed-timeout-minutes 0.1", length="--train-iters 100000")
     process = torchrun(2, argv)
-    _wait_for_iteration(process, 3)
-    stopped = _ranks(process)[1]
+    wait_for_iteration(process, 3)
+    stopped = ranks_of(process)[1]
     os.kill(stopped, signal.SIGSTOP)
     try:
         lines = iter(process.stderr.readline, "")

@@ -121,7 +121,9 @@ def test_tensorboard_receives_megatrons_keys(tmp_path: Path) -> None:
 
 
 def test_timers_reach_the_metrics_only_on_request() -> None:
-    assert "iteration-time" not in training_metrics(REPORT, LoggingSettings())
+    report = dataclasses.replace(REPORT, tokens_per_second=8000.0)
+    without = training_metrics(report, LoggingSettings())
+    assert "iteration-time" not in without and without["tokens-per-second"] == 8000
     metrics = training_metrics(REPORT, LoggingSettings(log_timers_to_tensorboard=True))
     assert (metrics["iteration-time"], metrics["throughput"]) == (5.5809, 234.0)
 

@@ -1,0 +1,120 @@
+"""What the quality monitors show for each setting: the quickstart's model and text, 200 steps on 2 nodes x 2 ranks.
+
+    make quickstart                                 # makes the text and its tokens
+    .venv/bin/python benchmarks/monitors.py         # trains what benchmarks/results/monitors.jsonl lacks
+    .venv/bin/python benchmarks/monitors.py table   # as Markdown, and what normally distributed values would show
+
+Figures are means over the samples of the last 100 steps, of all units together.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron_zpp.training.tensorboard_reader import find_runs, read_run
+from megatron_zpp.zeropp.quantization import dequantize_blocks, quantize_blocks
+
+ROOT = Path(__file__).parents[1]
+RESULTS = Path(__file__).parent / "results" / "monitors.jsonl"
+RUN = (
+    "--num-layers 2 --hidden-size 128 --num-attention-heads 2 --seq-length 128 --attention-dropout 0 "
+    "--hidden-dropout 0 --micro-batch-size 8 --train-iters 200 --lr 2e-3 --min-lr 2e-4 --lr-decay-style cosine "
+    "--lr-warmup-fraction 0.1 --adam-beta2 0.95 --weight-decay 0.1 --num-workers 0 --log-interval 10 "
+    "--data-path runs/quickstart/python_text_document --split 97,3,0 --eval-iters 10 "
+    "--tokenizer-type SentencePieceTokenizer --tokenizer-model runs/quickstart/tokenizer.model "
+    "--zero-quantized-weights --zero-hpz-partition-size 2 --zero-quantized-gradients --zero-monitor-interval 10"
+)
+SETTINGS = {
+    "8 bits, blocks of 128": "--zero-gradient-bits 8",
+    "4 bits, blocks of 128": "",
+    "4 bits, blocks of 128, LoCo": "--zeropp-loco",
+    "4 bits, blocks of 2048": "--zero-gradient-block-size 2048",
+    "4 bits, blocks of 2048, LoCo": "--zero-gradient-block-size 2048 --zeropp-loco",
+    "2 bits, blocks of 128": "--zero-gradient-bits 2",
+    "2 bits, blocks of 128, LoCo": "--zero-gradient-bits 2 --zeropp-loco",
+    "2 bits, blocks of 2048": "--zero-gradient-bits 2 --zero-gradient-block-size 2048",
+    "2 bits, blocks of 2048, LoCo": "--zero-gradient-bits 2 --zero-gradient-block-size 2048 --zeropp-loco",
+    "4-bit weights in blocks of 256": "--zero-weight-bits 4",
+    "4-bit weight differences in blocks of 2048": "--zero-weight-difference-bits 4",
+}
+SHOWN = ("comm/error/", "comm/error-state/", "comm/largest-codes/")
+
+
+def main() -> None:
+    if sys.argv[1:] == ["table"]:
+        print_table()
+        print_gaussian_table()
+        return
+    if not (ROOT / "runs/quickstart/python_text_document.bin").exists():
+        sys.exit("error: no text yet: run make quickstart first")
+    done = {row["setting"] for row in read()}
+    for name, flags in SETTINGS.items():
+        if name not in done:
+            row = train(name, flags)
+            with RESULTS.open("a") as file:
+                file.write(json.dumps(row) + "\n")
+            print(row, flush=True)
+
+
+def train(name: str, flags: str) -> dict[str, Any]:
+    command = f"pretrain_gpt.py {RUN} {flags}".strip()
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    with tempfile.TemporaryDirectory() as folder:
+        words = [*launcher, *command.split(), "--tensorboard-dir", folder]
+        ran = subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True)
+        if ran.returncode != 0:
+            sys.exit(f"{name} failed:\n{ran.stderr[-3000:]}")
+        ((_, files),) = find_runs([Path(folder)]).items()
+        run = read_run(name, files)
+    means = {
+        key.removeprefix("comm/"): statistics.fmean(value for i, value in points.items() if i > 100)
+        for key, points in run.metrics.items()
+        if key.startswith(SHOWN)
+    }
+    (validation_loss,) = run.metrics["lm loss validation"].values()
+    command = f"torchrun --nproc-per-node 4 {command} --tensorboard-dir DIR"
+    return {"setting": name, "validation_loss": validation_loss, **means, "command": command, "hardware": "CPU, gloo"}
+
+
+def read() -> list[dict[str, Any]]:
+    return [json.loads(line) for line in RESULTS.read_text().splitlines()] if RESULTS.exists() else []
+
+
+def print_table() -> None:
+    columns = {
+        "validation loss": "validation_loss",
+        "weights: error": "error/weights",
+        "within nodes: error": "error/gradients/intra",
+        "between nodes: error": "error/gradients/inter",
+        "largest codes": "largest-codes/gradients/inter",
+        "LoCo's error state": "error-state/gradients/inter",
+    }
+    print(f"| setting | {' | '.join(columns)} |\n|{'---|' * (len(columns) + 1)}")
+    for row in read():
+        cells = [f"{row[key]:.4f}" if key in row else "" for key in columns.values()]
+        print(f"| {row['setting']} | {' | '.join(cells)} |")
+
+
+def print_gaussian_table() -> None:
+    """The same statistics for independent normally distributed values."""
+    print("\n| bits | block | error | largest codes |\n|---|---|---|---|")
+    for bits, block in ((8, 128), (6, 128), (4, 128), (3, 128), (2, 128), (8, 2048), (4, 2048), (2, 2048)):
+        blocks = torch.randn(2**20 // block, block, generator=torch.Generator().manual_seed(0))
+        codes, scales = quantize_blocks(blocks, bits)
+        error = (dequantize_blocks(codes, scales) - blocks).norm() / blocks.norm()
+        largest = (codes.abs() == 2 ** (bits - 1) - 1).float().mean()
+        print(f"| {bits} | {block} | {error:.4f} | {largest:.4f} |")
+
+
+if __name__ == "__main__":
+    main()

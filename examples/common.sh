@@ -1,0 +1,126 @@
+# Shared by the scripts in examples/zeropp and examples/loco, which source it from the repository's root: where a run
+# takes place, text for the small scales, and how its ranks are started. The training commands stand in the scripts.
+#
+# From the environment, for all of them:
+#   SCALE=laptop|gpu|full   default: full in a Slurm job, laptop elsewhere
+#   OUT=FOLDER              of the run's log and checkpoints; default runs/SCRIPT/SCALE-VARIANT
+#   DRY_RUN=1               print the command, start nothing
+#   ESTIMATE=1              print what the run needs, by tools/estimate.py, and start nothing
+#   NODES, RANKS_PER_NODE   another cluster than the script's, at full scale without Slurm; HEAD=node0:29400 there
+#   GPUS                    how many of this machine's GPUs to use with SCALE=gpu; default all
+# shellcheck shell=bash disable=SC2034  # variables are the sourcing script's
+
+SCALE=${SCALE:-$([ -n "${SLURM_JOB_ID:-}" ] && echo full || echo laptop)}
+
+fail() {
+    echo "error: $*" >&2
+    exit 2
+}
+
+starts() { [ -z "${DRY_RUN:-}${ESTIMATE:-}" ]; }
+
+# one_of NAME CHOICE...: refuses another value of the variable NAME.
+one_of() {
+    local choice name=$1
+    shift
+    for choice in "$@"; do [ "$choice" != "${!name}" ] || return 0; done
+    fail "$name=${!name} does not exist; choose one of: $*"
+}
+one_of SCALE laptop gpu full
+
+# cluster NODES RANKS_PER_NODE: sets these two for the chosen scale; the arguments are the full scale's.
+cluster() {
+    MACHINES=1
+    case $SCALE in
+        laptop) # 4 ranks on the processor, as if they were 2 nodes of 2
+            NODES=2 RANKS_PER_NODE=2
+            export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
+            ;;
+        gpu) # one machine; an even number of GPUs as if they were 2 nodes
+            GPUS=${GPUS:-$(nvidia-smi --list-gpus 2>/dev/null | wc -l)}
+            [ "$GPUS" -gt 0 ] || fail "SCALE=gpu needs a GPU, and nvidia-smi shows none; SCALE=laptop needs none"
+            NODES=$((GPUS % 2 ? 1 : 2))
+            RANKS_PER_NODE=$((GPUS / NODES))
+            ;;
+        full)
+            NODES=${SLURM_JOB_NUM_NODES:-${NODES:-$1}}
+            RANKS_PER_NODE=${SLURM_NTASKS_PER_NODE:-${RANKS_PER_NODE:-$2}}
+            MACHINES=$NODES
+            ;;
+    esac
+}
+
+# corpus MEGABYTES VOCABULARY: text that every machine has, the sources of Python's standard library, with a tokenizer
+# of its own, as $CORPUS/python_text_document and $CORPUS/tokenizer.model; made once.
+corpus() {
+    VOCABULARY=$2
+    CORPUS=${CORPUS:-runs/corpus-$1MB}
+    starts || return 0
+    [ -f "$CORPUS/corpus.jsonl" ] ||
+        python examples/quickstart/make_corpus.py --output "$CORPUS/corpus.jsonl" --max-megabytes "$1"
+    [ "$CORPUS/tokenizer.model" -nt "$CORPUS/corpus.jsonl" ] ||
+        python tools/train_tokenizer.py --input "$CORPUS/corpus.jsonl" --vocab-size "$2" --output "$CORPUS/tokenizer.model"
+    [ "$CORPUS/python_text_document.idx" -nt "$CORPUS/tokenizer.model" ] ||
+        python tools/preprocess_data.py --input "$CORPUS/corpus.jsonl" --output-prefix "$CORPUS/python" --append-eod \
+            --workers 2 --tokenizer-type SentencePieceTokenizer --tokenizer-model "$CORPUS/tokenizer.model"
+}
+
+# launch pretrain_X.py FLAGS...: starts the ranks: by srun in a Slurm job that has as many tasks, by torchrun elsewhere.
+launch() {
+    local world=$((NODES * RANKS_PER_NODE)) launcher=(torchrun --standalone --nproc-per-node)
+    launcher+=($((world / MACHINES)))
+    if [ "$MACHINES" -gt 1 ]; then # the same command on every machine
+        launcher=(torchrun --nnodes "$MACHINES" --nproc-per-node "$RANKS_PER_NODE" --rdzv-backend c10d)
+        launcher+=(--rdzv-endpoint "${HEAD:-node0:29400}")
+    fi
+    [ "${SLURM_NTASKS:-}" != "$world" ] || launcher=(srun --kill-on-bad-exit=1 python)
+
+    if [ -n "${ESTIMATE:-}" ]; then
+        python tools/estimate.py --nodes "$NODES" --ranks-per-node "$RANKS_PER_NODE" --gpu "$GPU" \
+            --vocabulary "$VOCABULARY" "$@"
+        return
+    fi
+    printf '%q ' "${launcher[@]}" "$@"
+    echo
+    starts || return 0
+    [ "$MACHINES" = 1 ] || [ "${launcher[0]}" = srun ] || [ -n "${HEAD:-}" ] ||
+        fail "$MACHINES machines and no Slurm: run this on each of them, with HEAD=NAME_OF_ONE_OF_THEM:29400"
+    mkdir -p "$OUT"
+    [ -z "$(saved_iteration)" ] || echo "goes on from iteration $(saved_iteration) in $OUT; remove it to start anew"
+    if [ "${launcher[0]}" = srun ]; then
+        launch_in_slurm "$@"
+    else
+        "${launcher[@]}" "$@" 2>&1 | tee -a "$OUT/log.txt"
+    fi
+}
+
+saved_iteration() { cat "$OUT/checkpoints/latest_checkpointed_iteration.txt" 2>/dev/null || true; }
+
+# One task per GPU, each a rank, without torchrun in between: it would allow ranks 30 seconds to save. Before the time
+# limit Slurm signals this script (--signal=B:USR1@...), which has the ranks save and stop, and puts the job back in the
+# queue. It does so after a crash, too, and never when the job got no further than the one before.
+launch_in_slurm() {
+    local before status=0 ranks stopped=
+    before=$(saved_iteration)
+    MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+    MASTER_PORT=$((20000 + SLURM_JOB_ID % 10000))
+    export MASTER_ADDR MASTER_PORT
+    # shellcheck disable=SC2016  # expanded in each task
+    srun --kill-on-bad-exit=1 bash -c \
+        'RANK=$SLURM_PROCID LOCAL_RANK=$SLURM_LOCALID WORLD_SIZE=$SLURM_NTASKS exec python "$@"' rank "$@" &
+    ranks=$!
+    trap 'stopped=1; kill -USR1 "$ranks"' USR1 # srun passes it on to all ranks
+    wait "$ranks" || status=$?
+    while kill -0 "$ranks" 2>/dev/null; do # the signal ended the wait, not the ranks
+        status=0
+        wait "$ranks" || status=$?
+    done
+    trap - USR1
+    case ${stopped:-$status} in
+        0 | 2 | 3) return "$status" ;; # finished; a mistake in flags or files; NaN: docs/reliability.md
+    esac
+    [ "$(saved_iteration)" != "$before" ] ||
+        fail "ended with status $status and saved nothing new: not started again. The reason is above"
+    echo "saved at iteration $(saved_iteration) (status $status): back in the queue"
+    scontrol requeue "$SLURM_JOB_ID"
+}

@@ -1,0 +1,243 @@
+"""Pipeline parallelism by torch.distributed.pipelining: a rank's stages, and the schedule that runs micro-batches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.pipelining import (
+    PipelineStage,
+    Schedule1F1B,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+    ScheduleInterleavedZeroBubble,
+    ScheduleZBVZeroBubble,
+)
+from torch.distributed.tensor import DTensor
+
+from megatron_zpp.parallel.mesh import Mesh
+from megatron_zpp.parallel.sharding import prepare_backward
+from megatron_zpp.parallel.stages import Placement
+from megatron_zpp.zeropp import ZeroPP
+from megatron_zpp.zeropp.topology import gather_node_names
+
+SCHEDULES: dict[str, Any] = {
+    "gpipe": ScheduleGPipe,
+    "1f1b": Schedule1F1B,
+    "interleaved": ScheduleInterleaved1F1B,
+    "zero-bubble": ScheduleInterleavedZeroBubble,
+    "zbv": ScheduleZBVZeroBubble,
+}
+SPLITS_BACKWARD = ("zero-bubble", "zbv")  # gradients of inputs first, and those of weights when there is time
+_ONE_STAGE = ("gpipe", "1f1b")
+
+Inputs = dict[str, Tensor]  # what the model takes, by name; every rank of a pipeline has those of its own samples
+
+
+class Pipeline:
+    """The stages of this rank, each an FSDP2 root, and what a training loop says to them."""
+
+    def __init__(
+        self,
+        stages: Mapping[int, nn.Module],
+        placement: Placement,
+        mesh: Mesh,
+        schedule: str,
+        hidden: Tensor,
+        zero_stage: int,
+        zeropp: ZeroPP,
+        tied_embeddings: bool,
+    ) -> None:
+        """``stages``: by number, of ``keep_stage``. ``hidden``: what travels for a micro-batch, on the meta device."""
+        self.stages, self.placement, self.schedule, self.hidden = stages, placement, schedule, hidden
+        self.zero_stage, self.zeropp = zero_stage, zeropp
+        self.rank, self.group = mesh.pp_rank, mesh.grid["pp"].get_group()
+        self._nodes = gather_node_names(self.group)  # where each pipeline rank runs
+        self.last = placement.num_stages - 1
+        self._built: Any = None  # the schedule for as many micro-batches as were run last
+        self._loss: Callable[[Tensor, Any], Tensor] | None = None
+        self._ends: dist.ProcessGroup | None = None  # of the first and the last stage, if both have the embeddings
+        self.copies: list[nn.Parameter] = []  # parameters that another rank of the pipeline has too, and counts
+        if tied_embeddings and (0 in stages or self.last in stages):
+            members = dist.get_process_group_ranks(self.group)
+            self._ends = self.group
+            if len(members) > 2:
+                ends = [members[placement.ranks[0]], members[placement.ranks[-1]]]
+                self._ends = dist.new_group(ends, use_local_synchronization=True)
+            if self.last in stages:
+                self.copies = [stages[self.last].word_embeddings.weight]  # type: ignore[union-attr,list-item]
+
+    def describe(self) -> str:
+        """One line: which layers each stage has, and the schedule."""
+        layers = ", ".join(f"{layers[0]}-{layers[-1]}" for layers in self.placement.layers)
+        return (
+            f"pipeline of {self.placement.num_stages} stages on {self.group.size()} ranks, schedule {self.schedule}; "
+            f"layers {layers}"
+        )
+
+    # Training
+
+    def forward_backward(
+        self, micro_batches: Sequence[tuple[Inputs, Any]], loss: Callable[[Tensor, Any], Tensor]
+    ) -> None:
+        """One optimizer step's forward and backward passes; gradients are reduced at the end.
+
+        ``micro_batches``: what the model takes, and what ``loss`` does beside the tokens' losses [B, S]; the last
+        stage's backward pass begins with what it returns.
+        """
+        self._loss = loss
+        try:
+            self._run_schedule(micro_batches)
+        except RuntimeError as error:
+            raise error.__cause__ or error from None  # PipelineStage wraps what went wrong
+        self._loss = None
+        if self._ends is not None:
+            self._add_up_tied_gradients(self._ends)
+        self._count_hidden(len(micro_batches))
+
+    def _run_schedule(self, micro_batches: Sequence[tuple[Inputs, Any]]) -> None:
+        if self._built is None or self._built._n_microbatches != len(micro_batches):
+            self._built = self._build_schedule(len(micro_batches))
+        for stage in self._stages_of(self._built):
+            stage.has_backward = True
+            stage.clear_runtime_states()
+        self.zeropp.set_is_last_micro_batch(True)
+        # Not step(), which cuts one batch into pieces: offsets of documents cannot be cut.
+        self._built._step_microbatches(
+            [(inputs["tokens"],) if 0 in self.stages else () for inputs, _ in micro_batches],
+            [{name: tensor for name, tensor in inputs.items() if name != "tokens"} for inputs, _ in micro_batches],
+            [target for _, target in micro_batches],
+            return_outputs=False,
+        )
+
+    def _build_schedule(self, num_micro_batches: int) -> Any:
+        stages = [self._stage(number, module) for number, module in self.stages.items()]
+        return SCHEDULES[self.schedule](
+            stages[0] if self.schedule in _ONE_STAGE else stages,
+            n_microbatches=num_micro_batches,
+            loss_fn=lambda losses, target: self._loss(losses, target),  # type: ignore[misc]
+            scale_grads=False,
+        )
+
+    def _stages_of(self, schedule: Any) -> list[PipelineStage]:
+        return [schedule._stage] if self.schedule in _ONE_STAGE else schedule._stages
+
+    def _stage(self, number: int, module: nn.Module) -> PipelineStage:
+        # Of what the first stage takes and the last returns nothing is sent: any shape goes.
+        tokens, losses = torch.empty(1, dtype=torch.int64, device="meta"), torch.empty(1, device="meta")
+        arguments: Any = dict(
+            stage_index=number,
+            num_stages=self.placement.num_stages,
+            device=self.zeropp.device,
+            input_args=tokens if number == 0 else self.hidden,
+            output_args=losses if number == self.last else self.hidden,
+            group=self.group,
+        )
+        if self.schedule in SPLITS_BACKWARD:
+            # FSDP2's hooks cannot tell when the weights' gradients are there: parameters and gradients stay whole
+            # until the schedule ends, when PipelineStage calls FSDP2.
+            return PipelineStage(module, **arguments)
+        return _ShardedStage(module, self._prepare_backward, **arguments)
+
+    def _prepare_backward(self, module: nn.Module, is_last: bool) -> None:
+        prepare_backward(module, self.zero_stage, is_last)
+        self.zeropp.set_is_last_micro_batch(is_last)
+
+    def _add_up_tied_gradients(self, ends: dist.ProcessGroup) -> None:
+        """The embeddings of the first and those of the last stage are one parameter: give both the whole gradient."""
+        stage = self.stages[0] if 0 in self.stages else self.stages[self.last]
+        gradient = stage.word_embeddings.weight.grad  # type: ignore[union-attr]
+        assert isinstance(gradient, DTensor)
+        dist.all_reduce(gradient.to_local(), group=ends)
+        self._count(0 if self.last in self.stages else self.last, gradient.to_local().nbytes)
+
+    def _count_hidden(self, num_micro_batches: int) -> None:
+        """Each stage sends hidden states to the next one and, of the same size, their gradients to the one before."""
+        for number in self.stages:
+            for neighbour in (number - 1, number + 1):
+                if 0 <= neighbour <= self.last:
+                    self._count(neighbour, num_micro_batches * self.hidden.nbytes)
+
+    def _count(self, to_stage: int, nbytes: int) -> None:
+        rank = self.placement.ranks[to_stage]
+        if rank != self.rank:
+            is_near = self._nodes[rank] == self._nodes[self.rank]
+            self.zeropp.traffic.add(intra_node=nbytes * is_near, inter_node=nbytes * (not is_near))
+
+    # Evaluation
+
+    @torch.no_grad()
+    def forward(self, micro_batches: Sequence[Inputs]) -> list[Tensor]:
+        """Tokens' losses [B, S] of each micro-batch, on the rank of the last stage; elsewhere none. Any number goes."""
+        ranks, outputs = self.placement.ranks, list[Tensor]()
+        sends: list[tuple[dist.Work | None, Tensor]] = []
+        for number, module in self.stages.items():
+            inputs, arrivals = outputs, list[dist.Work | None]()
+            if number == 0:
+                inputs = [micro_batch["tokens"] for micro_batch in micro_batches]
+            elif ranks[number - 1] != self.rank:
+                inputs = [torch.empty_like(self.hidden, device=self.zeropp.device) for _ in micro_batches]
+                arrivals = [dist.irecv(x, group=self.group, group_src=ranks[number - 1]) for x in inputs]
+            outputs = []
+            for i, micro_batch in enumerate(micro_batches):
+                if arrivals:
+                    wait_for_neighbour(arrivals[i])
+                more = {name: tensor for name, tensor in micro_batch.items() if name != "tokens"}
+                outputs.append(module(inputs[i], **more))
+                if number < self.last and ranks[number + 1] != self.rank:
+                    x = outputs[-1]
+                    sends.append((dist.isend(x, group=self.group, group_dst=ranks[number + 1]), x))
+        for send, _ in sends:
+            wait_for_neighbour(send)
+        return outputs if self.last in self.stages else []
+
+    def train(self, mode: bool = True) -> None:
+        """As ``nn.Module.train``, for all stages."""
+        for stage in self.stages.values():
+            stage.train(mode)
+
+
+class _ShardedStage(PipelineStage):
+    """A stage whose FSDP2 units gather parameters and reduce gradients as they would without a pipeline."""
+
+    def __init__(self, module: nn.Module, prepare: Callable[[nn.Module, bool], None], **arguments: Any) -> None:
+        # Not the FSDP2 module itself, whose parameters and gradients PipelineStage would keep whole.
+        super().__init__(_Call(module), **arguments)
+        self.module, self.prepare = module, prepare
+
+    def backward_maybe_with_nosync(self, backward_type: Any, bwd_kwargs: dict, last_backward: bool = False) -> Any:
+        self.prepare(self.module, last_backward)
+        return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
+
+
+class _Call(nn.Module):
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, *args: Tensor, **kwargs: Tensor) -> Tensor:
+        return self.module(*args, **kwargs)
+
+
+def wait_for_neighbour(work: dist.Work | None) -> None:
+    if work is not None:
+        work.wait()
+
+
+def check_micro_batches(schedule: str, num_ranks: int, num_micro_batches: int) -> None:
+    """Raise ValueError for a number of micro-batches that ``schedule`` cannot run on so many pipeline ranks."""
+    if schedule == "1f1b" and num_micro_batches < num_ranks:
+        raise ValueError(
+            f"--pipeline-schedule 1f1b needs at least as many micro-batches as its {num_ranks} stages, got "
+            f"{num_micro_batches}; use a larger --global-batch-size, a smaller --micro-batch-size, or gpipe"
+        )
+    rounds = max(1, num_micro_batches // num_ranks)
+    if schedule in ("interleaved", "zero-bubble") and num_micro_batches % rounds:
+        raise ValueError(
+            f"--pipeline-schedule {schedule} runs micro-batches in rounds of {num_ranks} or more, one for each "
+            f"pipeline rank, and {num_micro_batches} do not divide into {rounds} rounds; use a --global-batch-size "
+            f"that makes a multiple of {num_ranks} micro-batches"
+        )

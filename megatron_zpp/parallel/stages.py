@@ -1,0 +1,102 @@
+"""How a model is cut into pipeline stages: consecutive layers, embeddings with the first, the loss with the last."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from megatron_zpp.models.gpt import GPT
+from megatron_zpp.models.llama import Llama
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Which layers a stage has, and which pipeline rank has the stage."""
+
+    layers: tuple[range, ...]  # of each stage, in order
+    ranks: tuple[int, ...]  # of each stage
+
+    @property
+    def num_stages(self) -> int:
+        return len(self.layers)
+
+    def stages_of(self, rank: int) -> list[int]:
+        return [stage for stage, owner in enumerate(self.ranks) if owner == rank]
+
+
+def place_stages(
+    num_layers: int,
+    num_ranks: int,
+    layers_per_stage: int | None = None,
+    first_rank_layers: int | None = None,
+    last_rank_layers: int | None = None,
+    v_shaped: bool = False,
+) -> Placement:
+    """Cut ``num_layers`` for ``num_ranks`` pipeline ranks, evenly but for what is said of the first and last rank.
+
+    ``layers_per_stage`` makes virtual stages: more than one on a rank, dealt round (stage s on rank s modulo ranks),
+    or ``v_shaped``: there and back, two on a rank. Raises ValueError for what does not divide.
+    """
+    if layers_per_stage is None:
+        sizes = _layers_of_ranks(num_layers, num_ranks, first_rank_layers, last_rank_layers)
+    elif num_layers % (layers_per_stage * num_ranks):
+        raise ValueError(
+            f"{num_layers} layers are not divisible by {layers_per_stage} layers per stage * {num_ranks} pipeline ranks"
+        )
+    else:
+        sizes = [layers_per_stage] * (num_layers // layers_per_stage)
+    ends = [sum(sizes[: stage + 1]) for stage in range(len(sizes))]
+    ranks = [stage % num_ranks for stage in range(len(sizes))]
+    if v_shaped:
+        ranks = [*range(num_ranks), *reversed(range(num_ranks))]
+        assert len(ranks) == len(sizes)
+    return Placement(tuple(range(end - size, end) for size, end in zip(sizes, ends, strict=True)), tuple(ranks))
+
+
+def _layers_of_ranks(num_layers: int, num_ranks: int, first: int | None, last: int | None) -> list[int]:
+    rest = num_layers - (first or 0) - (last or 0)
+    others = num_ranks - (first is not None) - (last is not None)
+    if rest < others or (rest % others if others else rest):
+        raise ValueError(
+            f"{rest} layers are not divisible by {others} pipeline ranks"
+            if others
+            else f"{num_layers} layers are not the sum of those of the first and last pipeline rank"
+        )
+    middle = [rest // others] * others if others else []
+    return [*([first] if first is not None else []), *middle, *([last] if last is not None else [])]
+
+
+def keep_stage(model: GPT | Llama, placement: Placement, stage: int) -> None:
+    """Remove from ``model``, still on the meta device, what belongs to other stages; what stays keeps its name.
+
+    With tied embeddings the first and the last stage have a copy each.
+    """
+    for layer in range(model.config.num_layers):
+        if layer not in placement.layers[stage]:
+            delattr(model.layers, str(layer))
+    is_last = stage == placement.num_stages - 1
+    removed = [] if is_last else ["final_norm", "output_layer"]
+    if stage > 0:
+        removed += ["position_embeddings"]
+        removed += [] if is_last and model.config.tie_embeddings else ["word_embeddings"]
+    for name in removed:
+        if hasattr(model, name):
+            delattr(model, name)
+
+
+def join_stages(model: GPT | Llama, stages: Mapping[int, GPT | Llama]) -> GPT | Llama:
+    """``model``, another one of the kind, as a view of all stages of a rank: it shares their modules and parameters.
+
+    For what goes by a parameter's name in the whole model; it cannot run.
+    """
+    for layer in [*model.layers._modules]:
+        delattr(model.layers, layer)
+    for name in [name for name in model._modules if name != "layers"]:
+        delattr(model, name)
+    for stage in stages.values():
+        for layer in stage.layers._modules:
+            model.layers.add_module(layer, stage.layers.get_submodule(layer))
+        for name, child in stage.named_children():
+            if name != "layers":
+                model.add_module(name, child)
+    return model

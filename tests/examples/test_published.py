@@ -1,0 +1,304 @@
+"""The scripts of examples/zeropp and examples/loco: as printed at laptop scale, checked without starting at the others.
+
+Each script's comment lists its variants and what they need, as "#   RECIPE=zeropp WEIGHT_BITS=6: 14 GB a GPU; ...".
+"""
+
+import io
+import json
+import os
+import re
+import shlex
+import signal
+import subprocess
+import time
+from contextlib import redirect_stdout
+from pathlib import Path
+
+import pytest
+
+from megatron_zpp.huggingface.config import from_hf_config
+from megatron_zpp.huggingface.files import read_config
+from megatron_zpp.training.arguments import parse_settings
+from megatron_zpp.training.log_reader import BETWEEN, RunLog, read_log
+from megatron_zpp.training.model import build_model
+from tests.conftest import ROOT, environment
+from tools import estimate, preprocess_data
+
+SCRIPTS = sorted([*(ROOT / "examples/zeropp").glob("*.sh"), *(ROOT / "examples/loco").glob("*.sh")])
+OURS = ("SCALE", "RECIPE", "BITS", "WEIGHT_BITS", "OPTIMIZER", "DATA", "PRECISION", "OUT", "BASE", "CORPUS", "NODES")
+GB_OF_GPU = {"A100": 80, "V100": 32}
+
+
+def variants(script: Path) -> dict[str, str]:
+    """{a variant's variables as typed: what the comment says that it needs}."""
+    return dict(re.findall(r"^#   ((?:[A-Z_]+=[\w-]+ ?)+): (.* GB a GPU; .*)$", script.read_text(), re.MULTILINE))
+
+
+def sbatch(script: Path, option: str) -> str:
+    return re.findall(rf"^#SBATCH --{option}=(.*)$", script.read_text(), re.MULTILINE)[0]
+
+
+def clean(**more: str) -> dict[str, str]:
+    """A user's environment, in which this checkout is the one that is installed."""
+    inherited = {k: v for k, v in environment().items() if k not in OURS and not k.startswith("SLURM")}
+    return inherited | {"PYTHONPATH": str(ROOT)} | more
+
+
+def assignments(variant: str) -> dict[str, str]:
+    return dict(word.split("=") for word in variant.split())
+
+
+def command(script: Path, variant: str = "", **more: str) -> list[str]:
+    """The words of the command that the script would start, of its last one where it has two."""
+    wanted = clean(**assignments(variant), DRY_RUN="1", **more)
+    done = subprocess.run([script], env=wanted, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    return shlex.split(done.stdout.strip().splitlines()[-1])
+
+
+def trainer_of(words: list[str]) -> tuple[list[str], str, list[str]]:
+    """Launcher, architecture and flags."""
+    place = next(i for i, word in enumerate(words) if word.startswith("pretrain_"))
+    return words[:place], words[place][len("pretrain_") : -len(".py")], words[place + 1 :]
+
+
+def plan(words: list[str], nodes: int, ranks_per_node: int, gpu: str, vocabulary: int) -> estimate.Estimate:
+    _, architecture, flags = trainer_of(words)
+    where = f"--nodes {nodes} --ranks-per-node {ranks_per_node} --gpu {gpu} --vocabulary {vocabulary}"
+    program = f"pretrain_{architecture}.py"
+    return estimate.run(estimate.parse_arguments([*where.split(), program, *flags]))[1]
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.stem)
+def test_every_choice_is_among_the_variants(script):
+    text, listed = script.read_text(), [assignments(variant) for variant in variants(script)]
+    subprocess.run(["bash", "-n", script], check=True)
+    for name, choices in re.findall(r"^one_of (RECIPE|BITS|WEIGHT_BITS|OPTIMIZER) (.*)$", text, re.MULTILINE):
+        default = re.search(rf"\b{name}=\$\{{{name}:-([\w-]+)\}}", text)
+        assert default is not None
+        assert set(choices.split()) == {values.get(name, default[1]) for values in listed}, name
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.stem)
+def test_full_scale_is_accepted_and_needs_what_the_comment_says(script):
+    nodes, ranks_per_node = int(sbatch(script, "nodes")), int(sbatch(script, "ntasks-per-node"))
+    assert sbatch(script, "gpus-per-node") == str(ranks_per_node)
+    gpu, *_ = re.findall(r"GPU=\$\{GPU:-(\w+)\}", script.read_text())
+    vocabulary = int(re.findall(r"VOCABULARY=(\d+)", script.read_text())[0])
+    assert f"for {nodes} nodes of {ranks_per_node} {gpu}" in script.read_text()
+    job = dict(SLURM_JOB_ID="7", SLURM_JOB_NUM_NODES=str(nodes), SLURM_NTASKS_PER_NODE=str(ranks_per_node))
+    for variant, needs in variants(script).items():
+        in_slurm = command(script, variant, SLURM_NTASKS=str(nodes * ranks_per_node), **job)
+        launcher, architecture, flags = trainer_of(in_slurm)
+        assert launcher[0] == "srun"
+        parse_settings(architecture, flags, nodes * ranks_per_node, note=unexpected_note)
+        found = plan(in_slurm, nodes, ranks_per_node, gpu, vocabulary)
+        assert found.brief() == needs, variant
+        assert found.memory < 0.95e9 * GB_OF_GPU[gpu]
+        if "save-interval" in script.read_text():
+            assert "--exit-signal-handler" in flags and "#SBATCH --requeue" in script.read_text()
+    by_torchrun = command(script, variant, SCALE="full")
+    assert trainer_of(by_torchrun)[1:] == (architecture, flags)
+    assert by_torchrun[:5] == ["torchrun", "--nnodes", str(nodes), "--nproc-per-node", str(ranks_per_node)]
+
+
+def unexpected_note(text: str) -> None:
+    raise AssertionError(text)
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.stem)
+def test_gpu_scale_is_accepted(script):
+    for gpus in (1, 3, 8):
+        for variant in variants(script):
+            launcher, architecture, flags = trainer_of(command(script, variant, SCALE="gpu", GPUS=str(gpus)))
+            assert launcher[-2:] == ["--nproc-per-node", str(gpus)]
+            nodes = 2 if gpus == 8 else 1
+            if "--global-batch-size" not in flags or gpus != 3:  # 3 GPUs divide no power of two
+                settings = parse_settings(architecture, flags, gpus, note=unexpected_note)
+                assert settings.zero.zero_ranks_per_node == gpus // nodes
+
+
+def test_a_wrong_choice_is_refused_by_name():
+    done = subprocess.run([SCRIPTS[0]], env=clean(RECIPE="zeroplus"), capture_output=True, text=True)
+    assert done.returncode == 2
+    assert done.stderr == "error: RECIPE=zeroplus does not exist; choose one of: zero3 zeropp loco recommended\n"
+
+
+# Laptop scale
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("published")
+
+
+def run_laptop(script: Path, variant: str, folder: Path) -> tuple[RunLog, list[str]]:
+    """What the script logged, and its command."""
+    name = f"{script.stem}-{variant.replace(' ', '-')}"
+    places = dict(OUT=str(folder / name), BASE=str(folder / "base"), CORPUS=str(folder / "corpus"))
+    words = command(script, variant, **places)
+    done = subprocess.run(
+        [script], env=clean(**assignments(variant), **places), capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return read_log(folder / name / "log.txt"), words
+
+
+@pytest.mark.parametrize(
+    "name, variant",
+    [
+        ("zeropp/gpt_350m", "RECIPE=zeropp-nonblocked WEIGHT_BITS=6"),
+        ("zeropp/gpt_13b", "RECIPE=zero3"),
+        ("zeropp/gpt_18b", "RECIPE=qwz"),
+        ("zeropp/finetune", "BITS=2"),
+        ("zeropp/finetune", "BITS=8"),
+        ("loco/llama_0.8b", "RECIPE=loco"),
+        ("loco/llama_8b", "RECIPE=recommended"),
+        ("loco/gpt_345m", "RECIPE=zeropp OPTIMIZER=sgd"),
+    ],
+)
+def test_laptop_scale_trains_and_sends_what_its_flags_say(name, variant, folder):
+    run, words = run_laptop(ROOT / "examples" / f"{name}.sh", variant, folder)
+    first, last = run.lines[0], run.lines[-1]
+    assert last["iteration"] == 10
+    assert last["lm loss"] < 0.97 * first["lm loss"]
+    sent = last[BETWEEN]
+    planned = sum(plan(words, 2, 2, "A100", 512).sent_between_nodes.values()) / 1e6
+    assert sent == pytest.approx(planned, abs=6e-4)
+    if variant != "RECIPE=zero3":
+        _, architecture, flags = trainer_of(words)
+        plain = [word for word in flags if not word.startswith(("--zero-quantized", "--zeropp-loco"))]
+        assert architecture and plain != flags
+        as_zero3 = command(ROOT / "examples" / "zeropp" / "gpt_13b.sh", "RECIPE=zero3")
+        if architecture == "gpt":
+            zero3 = sum(plan(as_zero3, 2, 2, "A100", 512).sent_between_nodes.values()) / 1e6
+            assert sent < 0.8 * zero3
+    if name == "zeropp/finetune":
+        assert first["lm loss"] < 5.9  # of ln(512) = 6.24: it does not begin from scratch
+
+
+SRUN = """#!/usr/bin/env bash
+# Slurm's srun, as far as the scripts need it: 4 tasks, which get the signals that it gets.
+tasks=()
+for i in 0 1 2 3; do SLURM_PROCID=$i SLURM_LOCALID=$i "${@:2}" & tasks+=($!); done
+trap 'kill -USR1 "${tasks[@]}"' USR1
+worst=0
+for task in "${tasks[@]}"; do
+    while :; do
+        status=0
+        wait "$task" || status=$?
+        kill -0 "$task" 2>/dev/null || break
+    done
+    [ "$status" -le "$worst" ] || worst=$status
+done
+exit "$worst"
+"""
+SCONTROL = """#!/usr/bin/env bash
+case $1 in
+    show) echo localhost ;;
+    requeue) echo "$2" >>"$REQUEUED" ;;
+esac
+"""
+
+
+@pytest.fixture
+def slurm(tmp_path, folder) -> dict[str, str]:
+    """The environment of a job of 4 tasks on one node. Slurm's programs are stood in for: they need a cluster."""
+    for program, text in (("srun", SRUN), ("scontrol", SCONTROL)):
+        (tmp_path / "bin").mkdir(exist_ok=True)
+        (tmp_path / "bin" / program).write_text(text)
+        (tmp_path / "bin" / program).chmod(0o755)
+    job = dict(
+        SLURM_JOB_ID=str(os.getpid()), SLURM_JOB_NODELIST="localhost", SLURM_NTASKS="4", SLURM_SUBMIT_DIR=str(ROOT)
+    )
+    where = clean(
+        SCALE="laptop", OUT=str(tmp_path / "run"), CORPUS=str(folder / "corpus"), REQUEUED=str(tmp_path / "q")
+    )
+    return where | job | {"PATH": f"{tmp_path / 'bin'}{os.pathsep}{where['PATH']}"}
+
+
+def test_slurm_job_saves_requeues_and_goes_on(slurm, tmp_path):
+    script = ROOT / "examples/loco/llama_0.8b.sh"
+    job = [script, "--train-iters", "60"]
+    with open(tmp_path / "log", "w") as log:
+        batch = subprocess.Popen(job, env=slurm, stdout=log, stderr=subprocess.STDOUT)
+        deadline = time.monotonic() + 120
+        while not re.search(r"iteration +3/", (tmp_path / "log").read_text()):
+            assert batch.poll() is None and time.monotonic() < deadline, (tmp_path / "log").read_text()
+            time.sleep(0.05)
+        batch.send_signal(signal.SIGUSR1)  # as Slurm does before the time limit
+        assert batch.wait(timeout=120) == 0, (tmp_path / "log").read_text()
+    assert (tmp_path / "q").read_text().split() == [slurm["SLURM_JOB_ID"]]
+    saved = int((tmp_path / "run/checkpoints/latest_checkpointed_iteration.txt").read_text())
+    assert 3 <= saved < 60
+
+    again = subprocess.run(job, env=slurm, capture_output=True, text=True, timeout=300)
+    assert again.returncode == 0, again.stdout + again.stderr
+    assert f"goes on from iteration {saved}" in again.stdout
+    assert re.findall(r"iteration +(\d+)/ +60 ", again.stdout)[0] == str(saved + 1)
+    assert (tmp_path / "q").read_text().split() == [slurm["SLURM_JOB_ID"]]  # finished: not again
+
+
+def test_slurm_job_that_gets_nowhere_is_not_started_again(slurm, tmp_path):
+    script, refused = ROOT / "examples/loco/llama_0.8b.sh", tmp_path / "bin" / "srun"
+    refused.write_text("#!/usr/bin/env bash\nexit 1\n")
+    done = subprocess.run([script], env=slurm, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 2 and "saved nothing new: not started again" in done.stderr
+    saves = "mkdir $OUT/checkpoints; echo 5 >$OUT/checkpoints/latest_checkpointed_iteration.txt"
+    refused.write_text(f"#!/usr/bin/env bash\n{saves}; exit 137\n")
+    done = subprocess.run([script], env=slurm, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0 and "saved at iteration 5 (status 137): back in the queue" in done.stdout
+    assert (tmp_path / "q").exists()
+    refused.write_text("#!/usr/bin/env bash\nexit 3\n")
+    assert subprocess.run([script], env=slurm, capture_output=True, timeout=300).returncode == 3
+
+
+# What stands beside the scripts
+
+
+def test_commands_that_prepare_data_are_accepted():
+    pages = [ROOT / "examples" / "README.md", ROOT / "examples" / "zeropp" / "finetune.sh"]
+    text = "\n".join(re.sub(r"\\\n#? *", " ", page.read_text()) for page in pages)
+    commands = re.findall(r"^#? *python tools/preprocess_data\.py (.*)$", text, re.MULTILINE)
+    assert len(commands) >= 4
+    made = set()
+    for words in map(shlex.split, commands):
+        with redirect_stdout(io.StringIO()):
+            args = preprocess_data.parse_arguments(words)
+        made |= {f"{args.output_prefix}_{key}_document" for key in args.json_keys}
+    wanted = {prefix for s in SCRIPTS for prefix in re.findall(r"data/\w+_document", s.read_text())}
+    assert wanted == made
+
+
+def test_the_fine_tuned_model_is_llama_2_13b(tmp_path):
+    published = dict(
+        model_type="llama",
+        architectures=["LlamaForCausalLM"],
+        hidden_size=5120,
+        intermediate_size=13824,
+        num_hidden_layers=40,
+        num_attention_heads=40,
+        num_key_value_heads=40,
+        vocab_size=32000,
+        max_position_embeddings=4096,
+        rms_norm_eps=1e-5,
+        hidden_act="silu",
+        tie_word_embeddings=False,
+    )
+    _, architecture, flags = trainer_of(command(ROOT / "examples/zeropp/finetune.sh", SCALE="full"))
+    settings = parse_settings(architecture, flags, 16, note=lambda text: None)
+    (tmp_path / "config.json").write_text(json.dumps(published))
+    imported, positions = from_hf_config(read_config(tmp_path))
+    ours = build_model(architecture, settings.model, 32000).config
+    assert (ours, settings.training.seq_length) == (imported, positions)
+
+
+def test_every_script_is_in_its_folder_s_table():
+    for script in SCRIPTS:
+        page = (script.parent / "README.md").read_text()
+        assert f"]({script.name})" in page, script.name
+    listed = (ROOT / "examples" / "README.md").read_text()
+    assert "(zeropp/README.md)" in listed and "(loco/README.md)" in listed
+    for page in [ROOT / "examples" / "README.md", *(ROOT / "examples").glob("*/README.md")]:
+        for target in re.findall(r"\]\(([^)#:]+)\)", page.read_text()):
+            assert (page.parent / target).exists(), f"{page}: {target}"

@@ -1,0 +1,290 @@
+"""Pipeline parallelism through the trainer: every layout trains as one rank does."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import io
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_model_state_dict
+
+from megatron_zpp.parallel.stages import place_stages
+from megatron_zpp.training.arguments import parse_settings
+from megatron_zpp.training.checkpoint import find_checkpoint, iterate_parameters, read_meta
+from megatron_zpp.training.errors import SettingsError
+from megatron_zpp.training.pretrain import train
+from tests.ranks import run_ranks
+from tests.training.small_run import (
+    NO_DROPOUT,
+    ROOT,
+    Metrics,
+    flags,
+    ranks_of,
+    start,
+    torchrun,
+    wait_for_iteration,
+    write_text,
+)
+
+FOUR_LAYERS = f"--num-layers 4 --eval-interval 11 --log-params-norm {NO_DROPOUT}"
+TWENTY = "--train-iters 20"
+PP2, PP4 = "--pipeline-model-parallel-size 2", "--pipeline-model-parallel-size 4"
+VIRTUAL = "--num-layers-per-virtual-pipeline-stage 1"
+COMPARED = ("lm loss", "lm loss validation", "grad-norm", "params-norm")
+
+Result = tuple[Metrics, dict[str, torch.Tensor]]
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory) -> str:
+    return write_text(tmp_path_factory.mktemp("data"))
+
+
+def _train_each(runs: dict[str, list[str]], architecture: str = "gpt") -> dict[str, Result]:
+    """For ``run_ranks``: each run's metrics, and this rank's parameters in full by their name in the whole model."""
+    results = {}
+    for name, argv in runs.items():
+        run, metrics = start(argv, architecture)
+        with contextlib.redirect_stdout(io.StringIO()):
+            train(run, time.monotonic())
+        results[name] = metrics, _parameters(run.model)
+        del run
+        gc.collect()
+    return results
+
+
+def _parameters(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {key: value.full_tensor() for key, value in get_model_state_dict(model).items()}
+
+
+def _results(world_size: int, runs: dict[str, list[str]], architecture: str = "gpt") -> dict[str, Result]:
+    """Each run's metrics of the rank that logs, and all parameters; ranks that share one must agree to the bit."""
+    of_ranks: list[dict[str, Any]] = run_ranks(world_size, _train_each, runs, architecture)
+    merged: dict[str, Result] = {}
+    for name in runs:
+        parameters: dict[str, torch.Tensor] = {}
+        for results in of_ranks:
+            for key, value in results[name][1].items():
+                assert torch.equal(parameters.setdefault(key, value), value), f"{name}: {key} differs between ranks"
+        merged[name] = of_ranks[-1][name][0], parameters
+    return merged
+
+
+def _assert_same(result: Result, expected: Result, name: str, tolerance: float = 1e-5) -> None:
+    for key in COMPARED:
+        torch.testing.assert_close(
+            result[0][key], expected[0][key], rtol=tolerance, atol=0, msg=lambda text, key=key: f"{name}, {key}: {text}"
+        )
+    assert result[1].keys() == expected[1].keys()
+    for key, value in expected[1].items():
+        torch.testing.assert_close(
+            result[1][key], value, rtol=0, atol=tolerance, msg=lambda text, key=key: f"{name}, {key}: {text}"
+        )
+
+
+# Two ranks, GPT: its embeddings are tied, so the first and the last stage have a copy each.
+TWO = {
+    "1f1b": "",
+    "gpipe, stages of 3 and 1": "--pipeline-schedule gpipe --decoder-first-pipeline-num-layers 3 --zero-stage 2",
+    "interleaved": VIRTUAL,
+    "zero-bubble": "--pipeline-schedule zero-bubble",
+    "zero-bubble, virtual": f"--pipeline-schedule zero-bubble {VIRTUAL} --zero-stage 1",
+    "token mean, recomputed": "--calculate-per-token-loss --recompute-granularity full --reset-attention-mask",
+    "recomputed, zero-bubble": "--pipeline-schedule zero-bubble --recompute-granularity full",
+}
+
+
+def test_two_stages_train_as_one_rank(data):
+    alone = {"": "", "token mean, recomputed": TWO["token mean, recomputed"]}
+    expected = _results(1, {name: flags(data, FOUR_LAYERS, more, length=TWENTY) for name, more in alone.items()})
+    results = _results(2, {name: flags(data, FOUR_LAYERS, PP2, more, length=TWENTY) for name, more in TWO.items()})
+    for name, result in results.items():
+        _assert_same(result, expected[name if name in expected else ""], name)
+
+
+FOUR = {
+    "1f1b": PP4,
+    "gpipe": f"{PP4} --pipeline-schedule gpipe",
+    "zero-bubble": f"{PP4} --pipeline-schedule zero-bubble",
+    "pp 2 * dp 2": PP2,
+    "pp 2 * dp 2, interleaved": f"{PP2} {VIRTUAL} --zero-stage 2",
+    "pp 2 * dp 2, zbv": f"{PP2} {VIRTUAL} --pipeline-schedule zbv",
+    "pp 2 * dp 2, stages of 1 and 3": f"{PP2} --decoder-last-pipeline-num-layers 3 --zero-stage 1",
+}
+
+
+def test_four_ranks_train_as_one_rank(data):
+    llama = f"{FOUR_LAYERS} --group-query-attention --num-query-groups 2"
+    expected = _results(1, {"": flags(data, llama, length=TWENTY)}, "llama")
+    results = _results(4, {name: flags(data, llama, more, length=TWENTY) for name, more in FOUR.items()}, "llama")
+    for name, result in results.items():
+        _assert_same(result, expected[""], name)
+
+
+# ZeRO++ inside each stage
+
+ALL_FLAGS = (
+    "--zero-quantized-weights --zero-hpz-partition-size 2 --zero-quantized-gradients --zeropp-loco "
+    "--zero-weight-block-size 32 --zero-gradient-block-size 32 --zero-monitor-interval 1"
+)
+TWO_NODES = "--zero-ranks-per-node 2"
+
+
+def test_weights_and_gradients_cross_nodes_once_per_step(data):
+    """Four micro-batches on pp 2 * dp 4 against two on dp 4, both on two nodes."""
+    common = f"--num-layers 4 --global-batch-size 16 --eval-iters 0 --lr 1e-3 {NO_DROPOUT} {TWO_NODES}"
+    runs = {"plain": "", "all flags": ALL_FLAGS, "zero-bubble": f"{ALL_FLAGS} --pipeline-schedule zero-bubble"}
+    argvs = {name: flags(data, common, PP2, more, length="--train-iters 6") for name, more in runs.items()}
+    results = {name: metrics for name, (metrics, _) in _results(8, argvs, "llama").items()}
+    del runs["zero-bubble"]
+    argvs = {name: flags(data, common, more, length="--train-iters 6") for name, more in runs.items()}
+    expected = {name: metrics for name, (metrics, _) in _results(4, argvs, "llama").items()}
+
+    # The first stage and the last: hidden states there and gradients back, between processes of one machine.
+    hidden = 4 * 4 * 2 * (1 * 32 * 32 * 4)  # dp ranks * micro-batches * directions * [B, S, H] in fp32
+    for name in ("all flags", "zero-bubble"):
+        assert results[name]["lm loss"] == pytest.approx(expected["all flags"]["lm loss"], rel=1e-3)
+        assert results[name]["comm/bytes-between-nodes"] == expected["all flags"]["comm/bytes-between-nodes"]
+        assert results[name]["comm/error/gradients/inter"] == pytest.approx(
+            expected["all flags"]["comm/error/gradients/inter"], rel=0.1
+        )
+        assert {"comm/error/weights/stage0.layers.0", "comm/error/weights/stage1.layers.3"} <= results[name].keys()
+    sent = [of["all flags"]["comm/bytes-within-nodes"][-1] - hidden * (of is results) for of in (results, expected)]
+    assert sent[0] == sent[1]
+    assert results["plain"]["lm loss"] == pytest.approx(expected["plain"]["lm loss"], rel=1e-5)
+
+
+# Checkpoints
+
+
+def _save_and_go_on(steps: list[tuple[str, list[str]]]) -> dict[str, list[float]]:
+    """For ``run_ranks``: the losses of one run after the other, each of which may load what one before it saved."""
+    losses = {}
+    for name, argv in steps:
+        run, metrics = start(argv)
+        with contextlib.redirect_stdout(io.StringIO()):
+            train(run, time.monotonic())
+        losses[name] = metrics["lm loss"]
+        if run.lock is not None:
+            run.lock.release()
+        del run
+        gc.collect()
+    return losses
+
+
+def test_checkpoints_load_under_other_layouts(data, tmp_path):
+    common = f"--num-layers 4 --eval-iters 0 --save-interval 5 {NO_DROPOUT}"
+
+    def argv(layout: str, save: str | None = None, load: str | None = None, step: int = 5, length: int = 15):
+        words = f"--save {tmp_path / save}" if save else ""
+        words += f" --load {tmp_path / load} --ckpt-step {step}" if load else ""
+        return flags(data, common, layout, words, length=f"--train-iters {length}")
+
+    losses = run_ranks(
+        4,
+        _save_and_go_on,
+        [
+            ("dp 4", argv("", save="dp")),
+            ("dp 4 -> pp 4", argv(PP4, load="dp")),
+            ("dp 4 -> pp 2, virtual", argv(f"{PP2} {VIRTUAL}", load="dp", save="virtual")),
+            ("pp 2, virtual -> pp 2", argv(f"{PP2} --zero-stage 1", load="virtual", step=10)),
+            ("pp 2, virtual -> dp 4", argv("", load="virtual", step=10)),
+        ],
+    )[-1]
+    expected = losses.pop("dp 4")
+    for name, of_run in losses.items():
+        assert of_run == pytest.approx(expected[-len(of_run) :], rel=1e-5), name
+        assert len(of_run) == (5 if name.startswith("pp") else 10)
+
+    # The tools read it as any other.
+    saved = find_checkpoint(str(tmp_path / "virtual"), 15)
+    assert saved is not None
+    ours = dict(iterate_parameters(saved, read_meta(saved)))
+    theirs = find_checkpoint(str(tmp_path / "dp"), 15)
+    assert theirs is not None
+    for name, value in iterate_parameters(theirs, read_meta(theirs)):
+        torch.testing.assert_close(ours.pop(name), value, rtol=0, atol=1e-5)
+    assert not ours
+    command = f"tools/export_hf.py --load {tmp_path / 'virtual'} --output {tmp_path / 'hf'}"
+    subprocess.run([sys.executable, *command.split()], cwd=ROOT, check=True)
+    assert (tmp_path / "hf" / "model.safetensors").exists()
+
+
+# Faults
+
+
+def _train_with_nan(argv: list[str]) -> tuple[str, int]:
+    """What was printed, and the skipped steps; a layer of the second stage spoils the second step."""
+    calls = []
+
+    def hook(module: nn.Module, inputs: Any, output: torch.Tensor) -> torch.Tensor | None:
+        calls.append(1)
+        return output * float("nan") if 8 < len(calls) <= 16 + 8 else None  # the step, and when it is computed again
+
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        run, _ = start(argv)
+        if run.mesh.pp_rank == 1:
+            run.model.get_submodule("layers.1.mlp.linear_fc1").register_forward_hook(hook)
+        train(run, time.monotonic())
+    return out.getvalue(), run.counters.skipped_iterations
+
+
+def test_nan_on_one_stage_is_skipped_by_all_and_found(data):
+    argv = flags(data, FOUR_LAYERS, PP4, "--eval-iters 0 --clip-grad 0", length="--train-iters 4")
+    results = run_ranks(4, _train_with_nan, argv)
+    assert [skipped for _, skipped in results] == [1] * 4
+    assert "it began in the output of layers.1.mlp.linear_fc1 on rank 1 on" in results[0][0]
+    assert "layers.2" not in results[0][0]
+
+
+def test_a_killed_stage_ends_the_job_and_is_named(data):
+    process = torchrun(4, flags(data, FOUR_LAYERS, PP4, length="--train-iters 100000"))
+    wait_for_iteration(process, 3)
+    os.kill(ranks_of(process)[2], signal.SIGKILL)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 1
+    report = err[err.index("Root Cause (first observed failure)") :]
+    assert "rank      : 2 (local_rank: 2)" in report and "Signal 9" in report
+    assert "failed in the exchange with a neighbouring pipeline stage" in err
+
+
+# What does not fit
+
+
+@pytest.mark.parametrize(
+    "more, said",
+    [
+        ("", "--num-layers 6 cannot be cut for --pipeline-model-parallel-size 4: 6 layers are not divisible by 4"),
+        ("--decoder-first-pipeline-num-layers 5", "1 layers are not divisible by 3 pipeline ranks"),
+        ("--pipeline-schedule interleaved", "say how many layers each has by --num-layers-per-virtual"),
+        ("--num-layers 8 --global-batch-size 3", "1f1b needs at least as many micro-batches as its 4 stages, got 3"),
+        (f"--num-layers 8 {VIRTUAL} --global-batch-size 9", "9 do not divide into 2 rounds"),
+        (f"{VIRTUAL} --decoder-last-pipeline-num-layers 2", "exclude each other"),
+        (f"--num-layers 8 {VIRTUAL} --pipeline-schedule gpipe", "has one stage on each rank"),
+        (f"--num-layers 8 {VIRTUAL} --pipeline-schedule zbv", "cannot share tied embeddings"),
+        (f"--num-layers 12 {VIRTUAL} --pipeline-schedule zbv", "--num-layers 12 / (2 * 4 pipeline ranks)"),
+        ("--num-layers 8 --pipeline-schedule zero-bubble --compile", "leave one out"),
+        ("--num-layers 4 --recompute-granularity full --recompute-num-layers 2", "the smallest stage has 1"),
+        ("--pipeline-model-parallel-size 1 --pipeline-schedule gpipe", "needs --pipeline-model-parallel-size above 1"),
+        ("--pipeline-model-parallel-size 3", "choose sizes whose product is one of 1, 2, 4"),
+    ],
+)
+def test_what_does_not_divide_is_refused(more, said):
+    with pytest.raises(SettingsError, match=re.escape(said)):
+        parse_settings("gpt", flags("data", f"--num-layers 6 {PP4} {more}"), 4)
+
+
+def test_stages_are_dealt_to_ranks():
+    assert [len(layers) for layers in place_stages(7, 3, None, 1, 2).layers] == [1, 4, 2]
+    assert place_stages(8, 2, 2).stages_of(1) == [1, 3]
+    assert place_stages(8, 2, 2, v_shaped=True).stages_of(0) == [0, 3]

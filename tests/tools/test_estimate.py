@@ -1,0 +1,134 @@
+"""What tools/estimate.py says a run needs is what real ranks then have and send."""
+
+import contextlib
+import io
+import re
+import shlex
+import time
+
+import pytest
+import torch
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from megatron_zpp.training.pretrain import train
+from tests.ranks import run_ranks
+from tests.training.small_run import flags, start, write_text
+from tools import estimate
+
+SHAPE = "--hidden-size 72 --num-attention-heads 3 --micro-batch-size 1 --bf16 --distributed-backend gloo"
+ALL_FLAGS = "--zero-quantized-weights --zero-hpz-partition-size 2 --zero-quantized-gradients"
+RECIPES = {
+    "ZeRO-3": "--zero-ranks-per-node 2 --grad-reduce-in-bf16",
+    "ZeRO-2": "--zero-stage 2 --zero-ranks-per-node 2",
+    "ZeRO-1": "--zero-stage 1 --zero-ranks-per-node 2 --optimizer sgd",
+    "qwZ": "--zero-quantized-weights --zero-weight-bits 6 --zero-ranks-per-node 2",
+    "hpZ": "--zero-hpz-partition-size 2",
+    "all": f"{ALL_FLAGS} --zero-weight-block-size 0",
+    "LoCo, both hops": f"{ALL_FLAGS} --zeropp-loco --zeropp-loco-hops both --hpz-secondary-dtype int8",
+    "differences": f"{ALL_FLAGS} --zeropp-loco --zeropp-loco-error-dtype bf16 --zero-weight-difference-bits 4",
+}
+
+
+def planned(argv: list[str], *more: str) -> estimate.Estimate:
+    cluster = ["--nodes", "2", "--ranks-per-node", "2", "--vocabulary", "257", *more]
+    return estimate.run(estimate.parse_arguments([*cluster, "pretrain_gpt.py", *argv]))[1]
+
+
+def _measured(runs: dict[str, list[str]]) -> dict[str, tuple[int, float, dict[str, int]]]:
+    """Of each run: parameters, bytes between nodes in its last step, and bytes that this rank keeps, by their kind."""
+    found = {}
+    for name, argv in runs.items():
+        run, metrics = start(argv)
+        with contextlib.redirect_stdout(io.StringIO()):
+            train(run, time.monotonic())
+        zeropp = run.zeropp
+        assert zeropp is not None
+        for module in run.model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()  # the evaluation at the end leaves the root gathered, and below stage 3 all
+        feedbacks = [f for r in zeropp._reduce_scatters.values() for f in r.feedback.values()]
+        copies = [getattr(gather, "secondary_partition", None) for gather in zeropp._all_gathers.values()]
+        moments = [
+            _local(value)
+            for state in run.optimizer.state.values()
+            for value in state.values()
+            if torch.is_tensor(value) and value.dim() > 0
+        ]
+        kept = {
+            "parameters": sum(_local(p).nbytes for p in run.model.parameters()),
+            "state": sum(moment.nbytes for moment in moments),
+            "secondary": sum(copy.nbytes for copy in copies if copy is not None),
+            "LoCo": sum(tensor.nbytes for f in feedbacks for tensor in (f.error, f._before_step[0])),
+        }
+        found[name] = (sum(p.numel() for p in run.model.parameters()), metrics["comm/bytes-between-nodes"][-1], kept)
+    return found
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def test_memory_and_bytes_are_those_of_real_ranks(tmp_path):
+    data = write_text(tmp_path)
+    runs = {name: flags(data, SHAPE, recipe, length="--train-iters 3") for name, recipe in RECIPES.items()}
+    ranks = run_ranks(4, _measured, runs, timeout=300)
+    for name, argv in runs.items():
+        plan = planned(argv)
+        parameters, sent, _ = ranks[0][name]
+        assert plan.parameters == parameters
+        assert sum(plan.sent_between_nodes.values()) == pytest.approx(sent, rel=1e-6), name
+        kept = ranks[0][name][2]
+        expected = dict.fromkeys(kept, 0)
+        for state, size in plan.states.items():
+            for kind in kept:
+                expected[kind] += size * (kind in state and not state.startswith("all"))
+        assert expected == kept, name
+
+
+BASE = "--preset gpt-350m --micro-batch-size 4 --bf16 --lr 1e-3 --mock-data --vocab-size 50257"
+
+
+def of_base(words: str, *more: str) -> estimate.Estimate:
+    return planned(shlex.split(f"{BASE} {words}"), "--vocabulary", "50257", *more)
+
+
+def test_steps_tokens_and_time():
+    plan = of_base("--global-batch-size 64 --train-iters 1000")
+    assert (plan.steps, plan.micro_batches, plan.tokens) == (1000, 4, 1000 * 64 * 2048)
+    rate = 4 * 312e12 * 0.4
+    assert plan.compute_seconds == pytest.approx(64 * 2048 * plan.flops_per_token / rate)
+    assert plan.network_seconds == pytest.approx(sum(plan.sent_between_nodes.values()) / 2 * 8 / 100e9)
+    assert of_base("--global-batch-size 64 --train-samples 64000") == plan
+    ramp = of_base("--global-batch-size 64 --rampup-batch-size 32 16 96 --train-iters 10")
+    assert ramp.tokens == (2 * 32 + 1 * 48 + 7 * 64) * 2048
+
+
+def test_it_prints_what_it_counts(capsys, monkeypatch):
+    words = "--nodes 2 --gpu H100 --vocabulary 32000 pretrain_llama.py --preset llama-0.8b --micro-batch-size 1 --bf16"
+    words += " --lr 1 --train-iters 9 --mock-data --vocab-size 32000"
+    monkeypatch.setattr("sys.argv", ["estimate.py", *words.split()])
+    assert estimate.main() == 0
+    out = capsys.readouterr().out
+    assert "0.778 billion parameters, on 2 x 8 H100" in out and "989 TFLOP/s" in out
+    assert out.splitlines()[-1].endswith("minutes")
+
+
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        ("--zero-stage 0", "--zero-stage 0 shards nothing"),
+        ("--zero-hpz-partition-size 4", "make them agree"),
+        ("--skip-train", "no training to estimate"),
+        ("--num-layer 3", "unknown flag --num-layer; did you mean --num-layers?"),
+    ],
+)
+def test_what_it_refuses(words, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        of_base(f"--train-iters 1 {words}")
+
+
+def test_an_unknown_gpu_needs_its_peak():
+    with pytest.raises(ValueError, match="--peak-tflops"):
+        of_base("--train-iters 1", "--gpu", "Z80")
+    assert of_base("--train-iters 1 --peak-tflops 0.001", "--gpu", "Z80").cluster.peak_tflops == 0.001

@@ -1,0 +1,172 @@
+"""tools/report.py on what real runs wrote."""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import importlib.util
+import io
+import re
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_zpp.training.arguments import parse_settings
+from megatron_zpp.training.dashboard import DASHBOARD
+from megatron_zpp.training.logging import MetricWriters
+from megatron_zpp.training.pretrain import train
+from megatron_zpp.training.settings import LoggingSettings
+from megatron_zpp.training.setup import build_run
+from megatron_zpp.training.tensorboard_reader import find_runs, read_run
+from tests.ranks import run_ranks
+from tests.training.small_run import flags, write_text
+from tools.report import charts, differing_settings, main, summary
+
+ZEROPP = "--zero-quantized-weights --zero-hpz-partition-size 2 --zero-quantized-gradients --zero-monitor-interval 2"
+SHOWN = "--log-throughput --log-timers-to-tensorboard --peak-tflops 1 --eval-interval 4"
+KEYS = [key for of_group in DASHBOARD.values() for key in of_group.values()]
+
+
+def _train_and_write(*argvs):
+    """What the trainer prints of each command line, on this rank; it writes what it is asked to."""
+    outputs = []
+    for argv in argvs:
+        settings = parse_settings("gpt", argv, dist.get_world_size(), note=lambda text: None)
+        with contextlib.redirect_stdout(io.StringIO()) as out:
+            run = build_run(settings, torch.device("cpu"))
+            train(run, time.monotonic())
+            run.writers.close()
+        outputs.append(out.getvalue())
+    return outputs
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A folder of two runs, ``loco`` and ``coarse``, and what the trainer printed of each."""
+    data, folder = write_text(tmp_path_factory.mktemp("data")), tmp_path_factory.mktemp("runs")
+    runs = {"loco": "--zeropp-loco", "coarse": "--zero-gradient-bits 2"}
+    argvs = [flags(data, ZEROPP, SHOWN, more, f"--tensorboard-dir {folder / name}") for name, more in runs.items()]
+    return folder, dict(zip(runs, run_ranks(4, _train_and_write, *argvs)[-1], strict=True))
+
+
+@pytest.fixture(scope="module")
+def runs(trained):
+    return {Path(name).name: read_run(Path(name).name, files) for name, files in find_runs([trained[0]]).items()}
+
+
+def printed(field: str, log: str) -> list[float]:
+    return [float(value) for value in re.findall(rf"{re.escape(field)}: (\S+)", log)]
+
+
+def test_page_compares_the_runs(trained, runs, tmp_path, capsys):
+    folder, logs = trained
+    page = tmp_path / "page.html"
+    assert main([str(folder), "--output", str(page)]) == 0
+    assert capsys.readouterr().out == f"2 runs: {page}\n"
+    text = page.read_text()
+    images = re.findall(r'src="data:image/svg\+xml;base64,([^"]+)"', text)
+    assert all(b"</svg>" in base64.b64decode(image) for image in images)
+    assert len(images) == text.count("<img") == len(KEYS) + 4  # both losses also over tokens and bytes
+    assert "http" not in text
+    rows = {row[0]: row[1:] for row in re.findall(r"<tr><th>([^<]*)</th><td>([^<]*)</td><td>([^<]*)</td></tr>", text)}
+    names = rows[""]
+    assert set(names) == {"loco", "coarse"}
+    assert rows["tokens"] == ("2,048", "2,048")
+    # Validation at 4 and 8, then the test set, is what the log has.
+    for name, loss, megabytes in zip(
+        names, rows["validation loss (last)"], rows["MB between nodes per step (mean)"], strict=True
+    ):
+        assert float(loss) == pytest.approx(printed("lm loss value", logs[name])[1], abs=1e-4)
+        sent = printed("sent between nodes per step (MB)", logs[name])
+        assert float(megabytes) == pytest.approx(sum(sent) / len(sent), abs=2e-3)
+    loco = names.index("loco")
+    assert (rows["zeropp_loco"][loco], rows["zero_gradient_bits"][1 - loco]) == ("True", "2")
+    assert "tensorboard_dir" not in rows and "seq_length" not in rows
+
+
+def test_a_run_reads_back_as_it_was_printed(trained, runs):
+    run, log = runs["loco"], trained[1]["loco"]
+    assert set(KEYS) <= set(run.metrics)  # every chart of the dashboard has its key from the trainer
+    assert list(run.metrics["lm loss"]) == list(range(1, 9))
+    assert list(run.metrics["lm loss"].values()) == pytest.approx(printed("lm loss", log), rel=1e-6)
+    assert [tokens for tokens, _ in run.over_tokens("lm loss")] == [8 * 32 * i for i in range(1, 9)]
+    sent = [1e6 * value for value in printed("sent between nodes per step (MB)", log)]
+    curve = run.over_bytes_between_nodes("lm loss validation")
+    assert [nbytes for nbytes, _ in curve] == pytest.approx([sum(sent[:4]), sum(sent)], rel=1e-2)
+    errors = list(run.metrics["comm/error/gradients/inter"].values())
+    assert errors == pytest.approx(printed("error of gradients/inter", log), abs=1e-4) and len(errors) == 4
+    assert (
+        run.metrics["comm/error/gradients/inter/layers.0"].keys()
+        == run.metrics["comm/error-state/gradients/inter"].keys()
+    )
+
+
+def test_coarse_gradients_show(runs):
+    groups = charts(list(runs.values()))
+    assert list(groups) == list(DASHBOARD)
+    assert list(groups["Quantization error"]["LoCo's error over gradients, between nodes", "iteration"]) == ["loco"]
+    error = "relative error of gradients between nodes (mean)"
+    assert float(summary(runs["coarse"])[error]) > 3 * float(summary(runs["loco"])[error])
+    assert summary(runs["coarse"])["LoCo's error over gradients, between nodes (mean)"] == ""
+    assert set(differing_settings(list(runs.values()))) == {"zeropp_loco", "zero_gradient_bits"}
+
+
+def test_tensorboard_has_the_dashboard(trained):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    from tensorboard.plugins.custom_scalar import layout_pb2
+
+    events = EventAccumulator(str(trained[0] / "loco")).Reload()
+    (event,) = events.Tensors("custom_scalars__config__")
+    layout = layout_pb2.Layout.FromString(event.tensor_proto.string_val[0])
+    assert [category.title for category in layout.category] == list(DASHBOARD)
+    found = []
+    for chart in (chart for category in layout.category for chart in category.chart):
+        (pattern,) = chart.multiline.tag
+        tags = [tag for tag in events.Tags()["scalars"] if re.compile(pattern).match(tag)]  # as TensorBoard does
+        assert len(tags) == 1, f"{chart.title} shows {tags}"
+        found += tags
+    assert found == KEYS
+
+
+def write(folder: Path, points: dict[int, float], number: int) -> None:
+    writers = MetricWriters(LoggingSettings(tensorboard_dir=str(folder)), {"seq_length": 4}, is_writer=True)
+    for iteration, loss in points.items():
+        writers.write({"lm loss": loss, "comm/bytes-between-nodes": 10.0}, iteration, 2 * iteration)
+    writers.close()
+    (new,) = (path for path in folder.iterdir() if not path.name.startswith("0"))
+    new.rename(folder / f"0{number}.{new.name}")  # files are told apart by the second in which they were begun
+
+
+def test_a_resumed_run_is_one_curve(tmp_path):
+    write(tmp_path, {1: 9, 2: 8, 3: 7, 4: 6, 6: 5}, 1)  # died after 6, the last checkpoint was of 2
+    write(tmp_path, {3: 7.5, 4: 6.5, 5: 5.5}, 2)
+    ((name, files),) = find_runs([tmp_path]).items()
+    run = read_run(name, files)
+    assert run.metrics["lm loss"] == {1: 9, 2: 8, 3: 7.5, 4: 6.5, 5: 5.5}
+    assert run.over_tokens("lm loss")[-1] == (5 * 2 * 4, 5.5)
+    assert run.over_bytes_between_nodes("lm loss")[-1] == (50, 5.5)
+
+
+def test_bad_input_gets_one_line(tmp_path, capsys):
+    (tmp_path / "empty").mkdir()
+    MetricWriters(LoggingSettings(tensorboard_dir=str(tmp_path / "nothing")), {}, is_writer=True).close()
+    for folder, message in {
+        "missing": "there is no folder",
+        "empty": "holds no TensorBoard events: give what a run was given as --tensorboard-dir",
+        "nothing": "holds no training losses",
+    }.items():
+        assert main([str(tmp_path / folder), "--output", str(tmp_path / "page.html")]) == 1
+        error = capsys.readouterr().err
+        assert error.startswith("error: ") and message in error and error.count("\n") == 1
+    assert not (tmp_path / "page.html").exists()
+    with pytest.raises(SystemExit):
+        main([])
+
+
+@pytest.mark.skipif(importlib.util.find_spec("wandb_workspaces") is not None, reason="wandb_workspaces is installed")
+def test_missing_wandb_workspaces_is_named(capsys):
+    assert main(["--wandb", "project"]) == 1
+    assert capsys.readouterr().err == "error: --wandb needs two packages: pip install wandb wandb-workspaces\n"

@@ -1,0 +1,158 @@
+"""The monitor's statistics are those of the oracle's quantizer on the same gradients, over all ranks."""
+
+from __future__ import annotations
+
+import functools
+import math
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+
+from megatron_zpp.zeropp import LoCoConfig, ZeroPPConfig, apply_zeropp
+from megatron_zpp.zeropp.oracle import Hop
+from megatron_zpp.zeropp.quantization import quantize_blocks
+from tests.ranks import run_ranks
+from tests.zeropp.fsdp_model import build, coefficients, local_gradients, parameters_of, shards_of
+
+RANKS, NODES, BLOCK, STEPS, BETA = 4, 2, 32, 2, 0.75
+CONFIG = ZeroPPConfig(
+    quantized_weights=True,
+    hpz_partition_size=RANKS // NODES,
+    quantized_gradients=True,
+    gradient_bits=3,
+    gradient_intra_bits=6,
+    gradient_block_size=BLOCK,
+    loco=LoCoConfig(beta=BETA, error_dtype="fp32", hops="both"),
+)
+
+
+def _train(every):
+    """Two steps: what the monitor says of each, and the last one's gradients."""
+    model, zeropp = build(CONFIG)
+    zeropp.monitor_errors(every)
+    statistics = []
+    for step in range(STEPS):
+        model.zero_grad()
+        model(coefficients(dist.get_rank(), step)).backward()
+        statistics.append(zeropp.quantization_errors())
+    return statistics, local_gradients(model, RANKS)
+
+
+@functools.cache
+def trained(every):
+    return run_ranks(RANKS, _train, every)
+
+
+def rms_ratio(numerators, denominators) -> float:
+    def square(tensors):
+        return sum(tensor.double().square().sum().item() for tensor in tensors)
+
+    return math.sqrt(square(numerators) / square(denominators))
+
+
+def share_of_largest(hop: Hop, shards: list[Tensor]) -> float:
+    """Codes +-qmax over all codes of the quantized parameters, block by block, for shards [..., L]."""
+    largest = total = start = 0
+    for parameter in hop.parameters:
+        place = slice(start, start + parameter.numel)
+        start = place.stop
+        for row in torch.cat([shard.reshape(-1, shard.shape[-1]) for shard in shards])[:, place]:
+            for block in row.split(BLOCK) if hop.is_quantized(parameter) else ():
+                codes, scale = quantize_blocks(block, hop.bits)
+                largest += int((codes.abs() == 2 ** (hop.bits - 1) - 1).sum())
+                total += BLOCK * bool(scale > 0)
+    return largest / total
+
+
+def expected() -> dict[str, float]:
+    """Statistics of the second step, from the formulas: h = g + e, sent = Q(h), e <- beta e + (1 - beta)(h - sent)."""
+    parameters = parameters_of(RANKS)
+    hops = {name: Hop(parameters, bits, BLOCK, torch.float32) for name, bits in (("intra", 6), ("inter", 3))}
+    errors: dict[tuple[str, int], Tensor | float] = {}
+    numel = sum(parameter.numel for parameter in parameters)
+    for step in range(STEPS):
+        gradients = {"intra": {}, "inter": {}}
+        for rank in range(RANKS):
+            shards = shards_of(coefficients(rank, step), RANKS).view(NODES, -1, numel)
+            gradients["intra"][rank] = shards.transpose(0, 1)  # [P, N, L]
+        before, compensated, sent = {}, {"intra": {}, "inter": {}}, {"intra": {}, "inter": {}}
+        for name, hop in hops.items():
+            for rank in range(RANKS):
+                if name == "inter":
+                    node, place = divmod(rank, RANKS // NODES)
+                    peers = range(node * RANKS // NODES, (node + 1) * RANKS // NODES)
+                    gradients["inter"][rank] = sum(sent["intra"][peer][place] for peer in peers)  # [N, L]
+                before[name, rank] = errors.get((name, rank), torch.zeros(()))
+                compensated[name][rank] = gradients[name][rank] + before[name, rank]
+                sent[name][rank] = hop.transmit_all(compensated[name][rank], None)
+                lost = compensated[name][rank] - sent[name][rank]
+                errors[name, rank] = BETA * before[name, rank] + (1 - BETA) * lost
+    values = {}
+    for name, hop in hops.items():
+        g = [gradients[name][rank] for rank in range(RANKS)]
+        values[f"error/gradients/{name}"] = rms_ratio([sent[name][r] - g[r] for r in range(RANKS)], g)
+        values[f"error-state/gradients/{name}"] = rms_ratio([before[name, r] for r in range(RANKS)], g)
+        values[f"largest-codes/gradients/{name}"] = share_of_largest(hop, list(compensated[name].values()))
+        values[f"nonfinite-blocks/gradients/{name}"] = 0
+    return values
+
+
+def test_statistics_are_those_of_the_formulas():
+    statistics = [of_rank[0] for of_rank in trained(1)]
+    assert all(of_rank == statistics[0] for of_rank in statistics)  # they are of all ranks together
+    first, second = statistics[0]
+    assert first["error-state/gradients/inter"] == first["error-state/gradients/intra"] == 0  # nothing to add yet
+    for name, value in expected().items():
+        assert second[name] == second[f"{name}/root"] == pytest.approx(value, rel=1e-5), name
+    assert 1e-3 < second["error/weights"] < 1e-2 and 1 / 256 <= second["largest-codes/weights"] < 1.1 / 256
+
+
+def test_steps_in_between_are_not_sampled_and_nothing_depends_on_sampling():
+    (first, second), _ = trained(3)[0]
+    assert first and second == {}
+    for (statistics, never), (_, always) in zip(trained(None), trained(1), strict=True):
+        assert statistics == [{}, {}]
+        assert torch.equal(never, always)
+
+
+def _with_an_infinite_gradient_and_a_block_of_zeros():
+    model, zeropp = build(CONFIG)
+    zeropp.monitor_errors(1)
+    chosen = coefficients(dist.get_rank())
+    chosen[2].zero_()
+    chosen[2][0, 0] = math.inf if dist.get_rank() == 3 else 0
+    model(chosen).backward()
+    return zeropp.quantization_errors()
+
+
+def test_blocks_with_an_inf_are_counted_and_zeros_are_not_saturated():
+    statistics = run_ranks(RANKS, _with_an_infinite_gradient_and_a_block_of_zeros)[0]
+    assert statistics["nonfinite-blocks/gradients/intra"] == 1
+    assert statistics["nonfinite-blocks/gradients/inter"] == 1  # in the sum of one node
+    assert statistics["nonfinite-blocks/weights"] == 0
+    assert math.isnan(statistics["error/gradients/inter"])
+    assert 1 / BLOCK < statistics["largest-codes/gradients/inter"] < 1  # neither NaN nor zeros count
+
+
+def _unit_by_unit():
+    model = nn.Sequential(nn.Linear(256, 256), nn.Linear(256, 256))
+    fully_shard(model[0])
+    fully_shard(model)
+    zeropp = apply_zeropp(model, ZeroPPConfig(True, 2, True, weight_block_size=64, gradient_bits=3))
+    zeropp.monitor_errors(every=1)
+    model(torch.randn(8, 256)).square().sum().backward()
+    return zeropp.quantization_errors()
+
+
+def test_units_are_told_apart_and_add_up():
+    values = run_ranks(RANKS, _unit_by_unit)[0]
+    units = {key.removeprefix("error/gradients/inter/") for key in values if key.startswith("error/gradients/inter/")}
+    assert units == {"0", "root"}
+    for hop in ("weights", "gradients/intra", "gradients/inter"):
+        low, high = sorted(values[f"error/{hop}/{unit}"] for unit in units)
+        assert low < values[f"error/{hop}"] < high
+    assert 0.05 < values["error/gradients/inter"] < 0.4  # of 3 bits
+    assert not any(key.startswith("error-state") for key in values)  # no LoCo

@@ -1,0 +1,1 @@
+"""Programs run by hand. A package, since `report` is also a program of examples/quickstart."""
