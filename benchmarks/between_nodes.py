@@ -48,12 +48,17 @@ SETTINGS |= {
     f"{name}, tensor parallel 2": f"{SETTINGS[name]} --tensor-model-parallel-size 2 --sequence-parallel"
     for name in ("all flags", "all flags, LoCo")
 }
+# One stage on each node: only hidden states cross, large enough that messages' own bytes hardly count. The output layer
+# is apart from the embeddings, whose gradients would cross too.
+STAGES = "pipeline of 2, one stage a node"
+SETTINGS[STAGES] = "--pipeline-model-parallel-size 2 --untie-embeddings-and-output-weights --seq-length 256"
 BYTES_SHAPES = {  # (nodes, ranks of a node)
     (2, 2): WITHOUT_TENSOR_PARALLELISM,
     (3, 2): WITHOUT_TENSOR_PARALLELISM[-3:],
     (2, 3): WITHOUT_TENSOR_PARALLELISM[-3:],
     (2, 4): ["all flags, tensor parallel 2", "all flags, LoCo, tensor parallel 2"],
 }
+PIPELINE_MICRO_BATCHES = (2, 8)
 THROUGHPUT_SETTINGS = ["ZeRO-3 bf16", "all flags, LoCo", "all flags, LoCo, 4-bit weight differences"]
 RATES = ["100mbit", "300mbit", "1gbit", "4gbit", None]  # at the first, ZeRO-3 does little but communicate
 
@@ -68,6 +73,8 @@ def main() -> None:
             for name in names:
                 for micro_batches in (1, 8):
                     measure(BYTES, name, nodes, ranks_per_node, micro_batches, None, steps=6)
+        for micro_batches in PIPELINE_MICRO_BATCHES:
+            measure(BYTES, STAGES, 2, 2, micro_batches, None, steps=6)
     elif what == "throughput":
         for rate in RATES:
             for micro_batches in (1, 8):
@@ -92,7 +99,8 @@ def measure(
     tp_size = 2 if "tensor parallel 2" in name else 1
     data_parallel = ranks_per_node // tp_size  # of a node
     flags = f"{MODEL} {SETTINGS[name].format(P=data_parallel)} --train-iters {steps}"
-    flags += f" --global-batch-size {nodes * data_parallel * micro_batches}"
+    copies = nodes * data_parallel // (2 if name == STAGES else 1)  # of the model
+    flags += f" --global-batch-size {copies * micro_batches}"
     command = [str(PROGRAM), *flags.split()]
     print(f"{name}: {nodes} x {ranks_per_node}, {micro_batches} micro-batches, {rate or 'unlimited'}", file=sys.stderr)
     measured = asdict(run(command, nodes, ranks_per_node, rate, warmup_steps=1, timeout=900, echo=False))
@@ -137,6 +145,13 @@ def print_tables() -> None:
                 ratio = one["counted_bytes_per_node_and_step"] / one["bytes_per_node_and_step"]
                 shape = f"{nodes} x {ranks_per_node}"
                 print(f"| {shape} | {name} | {per_parameter(one):.3f} | {per_parameter(eight):.3f} | {ratio:.3f} |")
+    print(f"\n{STAGES}, on 2 x 2 ranks: bytes that leave a node per step\n")
+    print("| micro-batches | hidden states or their gradients | counted | interface |\n|---|---|---|---|")
+    for micro_batches in PIPELINE_MICRO_BATCHES:
+        if row := rows.get((2, 2, STAGES, micro_batches)):
+            hidden = 2 * micro_batches * 256 * 512 * 2  # data-parallel ranks * micro-batches * S * H, in bf16
+            counted, measured = row["counted_bytes_per_node_and_step"], row["bytes_per_node_and_step"]
+            print(f"| {micro_batches} | {hidden} | {counted:.0f} | {measured:.0f} ({measured / hidden:.3f} x) |")
     print("\nTokens/s of 2 x 2 ranks over the rate of the nodes' links; in brackets over ZeRO-3's")
     tokens = {(r["micro_batches"], r["rate"], r["setting"]): r["tokens_per_second"] for r in read(THROUGHPUT)}
     for micro_batches in (1, 8):

@@ -48,7 +48,7 @@ def resolve(
     training = _resolve_training(settings.training, dp_size, accumulation_steps)
     model = _resolve_model(settings.model, settings.architecture, training.seq_length)
     assert training.seq_length
-    check_tensor_parallel(settings.distributed, model, training.seq_length)
+    check_tensor_parallel(settings.distributed, model, training.seq_length, settings.activation.compile)
     settings = dataclasses.replace(
         settings,
         model=model,

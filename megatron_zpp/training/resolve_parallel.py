@@ -145,12 +145,18 @@ def check_pipeline_batches(ranks: DistributedSettings, batches: BatchSchedule) -
             check_micro_batches(ranks.pipeline_schedule, ranks.pipeline_model_parallel_size, count)
 
 
-def check_tensor_parallel(distributed: DistributedSettings, model: ModelSettings, seq_length: int) -> None:
+def check_tensor_parallel(
+    distributed: DistributedSettings, model: ModelSettings, seq_length: int, compiles: bool
+) -> None:
     """Raise SettingsError unless heads, MLP and, with sequence parallelism, the sequence can be cut evenly.
 
     model: completed. The vocabulary waits for the tokenizer: ``check_vocabulary``.
     """
     size = distributed.tensor_model_parallel_size
+    require(
+        size == 1 or not compiles,
+        f"--compile is not supported with --tensor-model-parallel-size {size} yet: leave one of them out",
+    )
     cut = {
         "--num-attention-heads": model.num_attention_heads,
         "--num-query-groups": model.num_query_groups,

@@ -272,6 +272,7 @@ def test_reference_page_is_up_to_date():
         ("--tensor-model-parallel-size 4 --ffn-hidden-size 6", "--ffn-hidden-size 1, 2"),
         ("--tensor-model-parallel-size 4 --sequence-parallel --seq-length 34", "--seq-length 1, 2"),
         ("--tensor-model-parallel-size 2 --zero-stage 0", "--zero-stage 1"),
+        ("--tensor-model-parallel-size 2 --compile", "--compile --tensor-model-parallel-size"),
         # optimizer, schedule, precision, recomputation
         ("--min-lr 1", "--min-lr --lr"),
         ("--lr-warmup-samples 5", "--lr-warmup-samples --lr-warmup-iters"),
