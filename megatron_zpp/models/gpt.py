@@ -87,6 +87,7 @@ class GPT(nn.Module):
         self.dropout = nn.Dropout(config.hidden_dropout)
         self.layers = nn.ModuleList(GPTBlock(config) for _ in range(config.num_layers))
         self.final_norm = nn.LayerNorm(config.hidden_size, eps=config.norm_epsilon)
+        self.document_attention = document_attention  # parallel.context has another one
         if not config.tie_embeddings:
             self.output_layer = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
 
@@ -99,8 +100,8 @@ class GPT(nn.Module):
     ) -> Tensor:
         """``tokens``, ``labels`` int64 [B, S] -> each token's loss, fp32 [B, S]; without labels: logits [B, S, V].
 
-        ``position_ids`` int64 [B, S]: default 0 to S - 1. ``cu_seqlens`` int32 [D + 1]: where documents begin in the
-        flattened batch, and B * S, for attention within documents.
+        ``position_ids`` int64 [B, S] or [S]: default 0 to S - 1. ``cu_seqlens`` int32 [D + 1]: where documents
+        begin in the flattened batch, and B * S, for attention within documents.
         Raises ValueError when the sequence is longer than the learned positions.
         """
         length = tokens.shape[1]
@@ -111,7 +112,7 @@ class GPT(nn.Module):
         if position_ids is None:
             position_ids = torch.arange(length, device=tokens.device)
         x = self.dropout(self.word_embeddings(tokens) + self.position_embeddings(position_ids))  # [B, S, H]
-        documents = document_attention(cu_seqlens, x, self.training and self.config.attention_dropout > 0)
+        documents = self.document_attention(cu_seqlens, x, self.training and self.config.attention_dropout > 0)
         for layer in self.layers:
             x = layer(x, documents)
         x = self.final_norm(x)

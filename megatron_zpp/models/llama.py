@@ -89,6 +89,7 @@ class Llama(nn.Module):
         self.dropout = nn.Dropout(config.hidden_dropout)
         self.layers = nn.ModuleList(LlamaBlock(config) for _ in range(config.num_layers))
         self.final_norm = nn.RMSNorm(config.hidden_size, eps=config.norm_epsilon)
+        self.document_attention = document_attention  # parallel.context has another one
         if not config.tie_embeddings:
             self.output_layer = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
 
@@ -101,8 +102,8 @@ class Llama(nn.Module):
     ) -> Tensor:
         """``tokens``, ``labels`` int64 [B, S] -> each token's loss, fp32 [B, S]; without labels: logits [B, S, V].
 
-        ``position_ids`` int64 [B, S]: default 0 to S - 1. ``cu_seqlens`` int32 [D + 1]: where documents begin in the
-        flattened batch, and B * S, for attention within documents.
+        ``position_ids`` int64 [B, S] or [S]: default 0 to S - 1. ``cu_seqlens`` int32 [D + 1]: where documents
+        begin in the flattened batch, and B * S, for attention within documents.
         """
         config = self.config
         x = self.dropout(self.word_embeddings(tokens))  # [B, S, H]
@@ -112,7 +113,7 @@ class Llama(nn.Module):
         )
         # Megatron's rule: angles in fp32, their cosines and sines in the dtype of the activations.
         cos, sin = cos.to(x.dtype), sin.to(x.dtype)
-        documents = document_attention(cu_seqlens, x, self.training and config.attention_dropout > 0)
+        documents = self.document_attention(cu_seqlens, x, self.training and config.attention_dropout > 0)
         for layer in self.layers:
             x = layer(x, cos, sin, documents)
         x = self.final_norm(x)

@@ -79,7 +79,7 @@ NOT_NEEDED: dict[str, NotNeeded] = {
         "--no-async-tensor-model-parallel-allreduce",
     ),
     **_same("there is no pipeline parallelism", "--no-pipeline-parallel"),
-    "--cp-comm-type": NotNeeded("there is no context parallelism", ("p2p",)),
+    "--cp-comm-type": NotNeeded("keys and values are gathered over a context-parallel group", ("p2p", "all_gather")),
     "--ds-sequence-parallel-size": NotNeeded("there is no sequence parallelism", ("1",)),
     "--expert-model-parallel-size": NotNeeded(_NO_MOE, ("1",)),
     "--expert-tensor-parallel-size": NotNeeded(_NO_MOE, ("1",)),

@@ -36,7 +36,7 @@ def resolve(
     DeepSpeed file says so. Raises SettingsError.
     """
     given = set(given)
-    check_parallel(settings.distributed, settings.zero.zero_stage, world_size)
+    check_parallel(settings.distributed, settings.zero.zero_stage, settings.training.seq_length, world_size)
     dp_size = world_size // settings.distributed.ranks_per_model_copy
     _check_needs(settings, given)
     training = _resolve_training(settings.training, dp_size, accumulation_steps)
@@ -47,7 +47,7 @@ def resolve(
         training=training,
         precision=_resolve_precision(settings.precision),
         activation=_resolve_activation(settings.activation, model.num_layers),
-        zero=resolve_zero(settings.zero, dp_size),
+        zero=resolve_zero(settings.zero, dp_size * settings.distributed.context_parallel_size),
         tokenizer=_resolve_tokenizer(settings.tokenizer, settings.data),
     )
     _check_batches_and_schedule(settings, dp_size)

@@ -8,12 +8,12 @@ from megatron_zpp.training.settings import DistributedSettings
 _MODEL_PARALLEL = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
 
 
-def check_parallel(distributed: DistributedSettings, zero_stage: int, world_size: int) -> None:
+def check_parallel(distributed: DistributedSettings, zero_stage: int, seq_length: int | None, world_size: int) -> None:
     """Raise SettingsError unless the parallel sizes divide the ranks, and fit together."""
     check_at_least(distributed, 1, *_MODEL_PARALLEL)
-    for name in _MODEL_PARALLEL:
+    for name in ("tensor_model_parallel_size", "pipeline_model_parallel_size"):
         size = getattr(distributed, name)
-        require(size == 1, f"{flag_of(name)} {size} is not supported yet: leave it at 1; ZeRO-3 shards over all ranks")
+        require(size == 1, f"{flag_of(name)} {size} is not supported yet: leave it at 1")
     product = distributed.ranks_per_model_copy
     sizes = " * ".join(f"{flag_of(name)} {getattr(distributed, name)}" for name in _MODEL_PARALLEL)
     require(
@@ -25,4 +25,17 @@ def check_parallel(distributed: DistributedSettings, zero_stage: int, world_size
         product == 1 or zero_stage > 0,
         f"--zero-stage 0 keeps the whole model on every rank, and {sizes} divides it; use --zero-stage 1",
     )
+    _check_context_parallel(distributed.context_parallel_size, seq_length)
     require(distributed.distributed_timeout_minutes > 0, "--distributed-timeout-minutes must be positive")
+
+
+def _check_context_parallel(size: int, seq_length: int | None) -> None:
+    if size == 1 or seq_length is None:
+        return
+    fitting = [divisor for divisor in divisors(seq_length) if seq_length % (2 * divisor) == 0] or [1]
+    require(
+        seq_length % (2 * size) == 0,
+        f"--seq-length {seq_length} is not a multiple of 2 * --context-parallel-size {size}: each rank takes two "
+        f"of 2 * {size} chunks of a sequence; choose another length, or a --context-parallel-size of "
+        f"{', '.join(map(str, fitting))}",
+    )

@@ -360,7 +360,7 @@ class DistributedSettings:
     distributed_timeout_minutes: float = flag(10.0, "time after which a stuck collective ends the run")
     tensor_model_parallel_size: int = flag(1, "only 1 so far")
     pipeline_model_parallel_size: int = flag(1, "only 1 so far")
-    context_parallel_size: int = flag(1, "only 1 so far")
+    context_parallel_size: int = flag(1, "ranks that share each sequence, whose length 2 * so many must divide")
 
     @property
     def ranks_per_model_copy(self) -> int:

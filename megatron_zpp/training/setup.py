@@ -23,6 +23,7 @@ from megatron_zpp.models.activation_checkpoint import apply_activation_checkpoin
 from megatron_zpp.models.gpt import GPT
 from megatron_zpp.models.init import init_weights
 from megatron_zpp.models.llama import Llama
+from megatron_zpp.parallel.context import apply_context_parallel
 from megatron_zpp.parallel.distributed import errors_on_all_ranks
 from megatron_zpp.parallel.mesh import Mesh, build_mesh
 from megatron_zpp.parallel.sharding import shard_model
@@ -345,6 +346,8 @@ def _build_model(
     """The model, sharded before it has storage, so that it never exists whole on one rank."""
     model = build_model(settings.architecture, settings.model, vocab_size)
     activation, zero = settings.activation, settings.zero
+    if mesh.cp_size > 1:
+        apply_context_parallel(model, mesh.grid["cp"])
     if activation.recompute_granularity is not None:
         apply_activation_checkpointing(
             model, activation.recompute_granularity, activation.recompute_method, activation.recompute_num_layers

@@ -8,9 +8,10 @@ from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from megatron_zpp.data.loader import Batch
+from megatron_zpp.parallel.context import cut_batch
 from megatron_zpp.parallel.sharding import prepare_backward
 from megatron_zpp.training.optimizer import clip_gradients, count_zeros, scale_gradients, set_lr_and_weight_decay
 from megatron_zpp.training.setup import Run
@@ -34,8 +35,6 @@ def train_step(run: Run, batches: Iterator[Batch], num_micro_batches: int, stop:
     settings, model, scale = run.settings, run.model, run.scaler.scale
     micro_batches: list[Batch] = []
     totals = accumulate_gradients(run, _remember(batches, micro_batches), num_micro_batches, scale)
-    if run.mesh.tp_rank > 0:
-        totals.zero_()  # all ranks of a tensor-parallel group have the same loss: count it once
     totals[2] = float(stop)
     dist.all_reduce(totals)
     loss_sum_all, num_tokens_all, wishes = totals.tolist()
@@ -81,7 +80,7 @@ def is_loss_spike(run: Run, loss: float) -> bool:
 def accumulate_gradients(run: Run, batches: Iterator[Batch], num_micro_batches: int, scale: float) -> Tensor:
     """Forward and backward passes of one step, gradients reduced but not scaled back.
 
-    Returns fp64 [3]: this rank's summed loss, its tokens, and a 0 to fill in.
+    Returns fp64 [3]: this rank's summed loss, its tokens, and a 0 to fill in; the sums over all ranks are right.
     """
     settings, model = run.settings, run.model
     totals = torch.zeros(3, dtype=torch.float64, device=run.device)
@@ -90,12 +89,22 @@ def accumulate_gradients(run: Run, batches: Iterator[Batch], num_micro_batches: 
         prepare_backward(model, settings.zero.zero_stage, is_last)
         if run.zeropp is not None:
             run.zeropp.set_is_last_micro_batch(is_last)
-        loss_sum, num_tokens = summed_loss(model, next(batches), run.device)
-        # Megatron's average: over the micro-batch's tokens, then over micro-batches, then (FSDP2) over ranks.
+        loss_sum, num_tokens = summed_loss(run, next(batches))
+        # Megatron's average: over the micro-batch's tokens, then over micro-batches, then (FSDP2) over ranks. FSDP2
+        # averages over a context-parallel group too, whose parts of the loss are to be added.
         per_token = settings.training.calculate_per_token_loss
-        loss = loss_sum if per_token else loss_sum / num_tokens.clamp(min=1) / num_micro_batches
+        loss = loss_sum if per_token else loss_sum * run.mesh.cp_size / num_tokens.clamp(min=1) / num_micro_batches
         (loss * scale).backward()
         totals[:2] += torch.stack([loss_sum.detach(), num_tokens])
+    return count_once(run, totals)
+
+
+def count_once(run: Run, totals: Tensor) -> Tensor:
+    """``totals`` [loss, tokens, ...] of ``summed_loss`` without what other ranks count: for a sum over all ranks."""
+    if run.mesh.tp_rank > 0:
+        totals.zero_()  # all ranks of a tensor-parallel group have the same loss
+    if run.mesh.cp_rank > 0:
+        totals[1] = 0  # each rank of a context-parallel group has a part of the loss, but the tokens of all
     return totals
 
 
@@ -105,9 +114,13 @@ def _remember(batches: Iterator[Batch], seen: list[Batch]) -> Iterator[Batch]:
         yield batch
 
 
-def summed_loss(model: nn.Module, batch: Batch, device: torch.device) -> tuple[Tensor, Tensor]:
-    """The sum of the loss over a micro-batch's unmasked tokens, and their number, both fp32 scalars."""
-    inputs = {name: tensor.to(device, non_blocking=True) for name, tensor in batch.items()}
+def summed_loss(run: Run, batch: Batch) -> tuple[Tensor, Tensor]:
+    """The sum of the loss over this rank's unmasked tokens of a micro-batch, and the number of those of all ranks that
+    share its sequences, both fp32 scalars."""
+    inputs = {name: tensor.to(run.device, non_blocking=True) for name, tensor in batch.items()}
+    num_tokens = inputs["loss_mask"].sum()
+    if run.mesh.cp_size > 1:
+        inputs = cut_batch(inputs, run.mesh.cp_rank, run.mesh.cp_size)
     loss_mask = inputs.pop("loss_mask")
-    losses = model(**inputs)  # [B, S]
-    return (losses * loss_mask).sum(), loss_mask.sum()
+    losses = run.model(**inputs)  # [B, S], or [B, S / cp]
+    return (losses * loss_mask).sum(), num_tokens
