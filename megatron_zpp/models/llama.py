@@ -102,7 +102,7 @@ class Llama(nn.Module):
     ) -> Tensor:
         """``tokens``, ``labels`` int64 [B, S] -> each token's loss, fp32 [B, S]; without labels: logits [B, S, V].
 
-        ``position_ids`` int64 [B, S] or [S]: default 0 to S - 1. ``cu_seqlens`` int32 [D + 1]: where documents
+        ``position_ids`` int64 [B, S] or [1, S]: default 0 to S - 1. ``cu_seqlens`` int32 [D + 1]: where documents
         begin in the flattened batch, and B * S, for attention within documents.
         """
         config = self.config

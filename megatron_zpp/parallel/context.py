@@ -32,7 +32,7 @@ def cut_batch(batch: Mapping[str, Tensor], rank: int, size: int) -> dict[str, Te
     ``cu_seqlens`` still speaks of the whole sequences.
     """
     length = batch["tokens"].shape[1]
-    positions = {"position_ids": torch.arange(length, device=batch["tokens"].device)}
+    positions = {"position_ids": torch.arange(length, device=batch["tokens"].device).unsqueeze(0)}  # [1, S]
     batch = positions | dict(batch)
     return {name: value if name == "cu_seqlens" else cut(value, rank, size) for name, value in batch.items()}
 

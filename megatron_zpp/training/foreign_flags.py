@@ -79,7 +79,9 @@ NOT_NEEDED: dict[str, NotNeeded] = {
         "--no-async-tensor-model-parallel-allreduce",
     ),
     **_same("there is no pipeline parallelism", "--no-pipeline-parallel"),
-    "--cp-comm-type": NotNeeded("keys and values are gathered over a context-parallel group", ("p2p", "all_gather")),
+    "--cp-comm-type": NotNeeded(
+        "context-parallel ranks all-gather keys and values, whose result is that of p2p", ("p2p", "all_gather")
+    ),
     "--ds-sequence-parallel-size": NotNeeded("there is no sequence parallelism", ("1",)),
     "--expert-model-parallel-size": NotNeeded(_NO_MOE, ("1",)),
     "--expert-tensor-parallel-size": NotNeeded(_NO_MOE, ("1",)),

@@ -9,15 +9,18 @@ from megatron_zpp.training.settings import ZeroSettings
 from megatron_zpp.zeropp.config import LoCoConfig, ZeroPPConfig
 
 
-def resolve_zero(zero: ZeroSettings, dp_size: int) -> ZeroSettings:
-    """Completed settings for ``dp_size`` data-parallel ranks. Raises SettingsError."""
+def resolve_zero(zero: ZeroSettings, fsdp_size: int) -> ZeroSettings:
+    """Completed settings where ``fsdp_size`` ranks, data-parallel * context-parallel ones, shard a model.
+
+    Raises SettingsError.
+    """
     require(zero.zero_stage in (0, 1, 2, 3), f"--zero-stage must be 0, 1, 2 or 3, got {zero.zero_stage}")
     for name in ("zero_hpz_partition_size", "zero_ranks_per_node"):
         size = getattr(zero, name)
         require(
-            size is None or (size >= 1 and dp_size % size == 0),
-            f"{flag_of(name)} {size} does not divide the {dp_size} data-parallel rank(s) of this run; "
-            f"choose one of {', '.join(map(str, divisors(dp_size)))}",
+            size is None or (size >= 1 and fsdp_size % size == 0),
+            f"{flag_of(name)} {size} does not divide the {fsdp_size} rank(s) that shard the model; "
+            f"choose one of {', '.join(map(str, divisors(fsdp_size)))}",
         )
     for name in ("zero_quantized_weights", "zero_quantized_gradients"):
         require(
