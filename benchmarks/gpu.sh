@@ -93,6 +93,8 @@ for tool in memcheck racecheck; do
 done
 part trainer-llama 200 numpy \
     "$PYTHON" benchmarks/trainer.py --model llama-0.8b --steps 4 --rounds 2 --output "$OUT/trainer.jsonl"
+part emulation 120 "file:$KERNELS,numpy" \
+    "$PYTHON" benchmarks/emulation.py --model gpt-350m --bf16 --rounds 2 --output "$OUT/emulation.jsonl"
 
 echo
 cat "$SUMMARY"

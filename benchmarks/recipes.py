@@ -11,11 +11,12 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+
+from megatron_zpp.training.log_reader import BETWEEN, parse_log
 
 ROOT = Path(__file__).parents[1]
 RESULTS = Path(__file__).parent / "results" / "recipes.jsonl"
@@ -66,10 +67,9 @@ def train(name: str, flags: str) -> dict[str, Any]:
     ran = subprocess.run([*launcher, *command.split()], cwd=ROOT, env=environment, capture_output=True, text=True)
     if ran.returncode != 0:
         sys.exit(f"{name} failed:\n{ran.stderr[-3000:]}")
-    loss = re.search(r"on validation set \| lm loss value: (\S+)", ran.stdout)
-    megabytes = re.findall(r"sent between nodes per step \(MB\): (\S+)", ran.stdout)
-    assert loss is not None
-    row = {"recipe": name, "validation_loss": float(loss[1]), "megabytes_between_nodes_per_step": float(megabytes[-1])}
+    log = parse_log(ran.stdout)
+    megabytes = log.lines[-1][BETWEEN]
+    row = {"recipe": name, "validation_loss": log.validation_loss, "megabytes_between_nodes_per_step": megabytes}
     return row | {"command": f"torchrun --nproc-per-node 4 {command}"}
 
 

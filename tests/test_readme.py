@@ -38,6 +38,7 @@ SMALL = {
     "benchmarks/loop_overhead.py": ["--rounds", "1", "--steps", "3"],
     "benchmarks/kernels.py": ["--rounds", "1", "--megabytes", "1"],
     "benchmarks/trainer.py": ["--rounds", "1", "--steps", "2", "--no-compile"],
+    "benchmarks/study.py": ["E2", "--scale", "tiny", "--seeds", "1", "--results", "study.jsonl"],
     "examples/quickstart/make_corpus.py": ["--max-megabytes", "0.3"],
     "tools/train_tokenizer.py": ["--vocab-size", "400"],
     "tools/generate_text.py": ["--num-tokens", "5"],

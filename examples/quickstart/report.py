@@ -7,63 +7,14 @@ python examples/quickstart/report.py compare --data-path PREFIX --plot loss.png 
 from __future__ import annotations
 
 import argparse
-import math
 import re
 import sys
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 
 from megatron_zpp.data.indexed_dataset import IndexedDataset
-
-BETWEEN, WITHIN = "sent between nodes per step (MB)", "sent within nodes per step (MB)"
-VALIDATION = re.compile(r"validation loss at iteration \d+ on validation set \| lm loss value: (\S+)")
-
-
-@dataclass
-class Run:
-    """What one log says. ``lines``: the fields of each training line by name, as numbers."""
-
-    lines: list[dict[str, float]] = field(default_factory=list)
-    validation_loss: float = math.nan  # of the evaluation after training
-
-    def mean(self, name: str) -> float:
-        """A field's mean over the run, each line weighted by the steps that it stands for."""
-        steps = np.diff([0.0, *(line["iteration"] for line in self.lines)])
-        return float(np.average([line[name] for line in self.lines], weights=steps))
-
-    def tokens_per_second(self) -> float:
-        """Of the whole run but the first line, whose step warms everything up."""
-        lines = self.lines[1:] or self.lines
-        steps = np.diff([line["iteration"] for line in self.lines]) if len(self.lines) > 1 else np.ones(1)
-        seconds = np.array([line["elapsed time per iteration (ms)"] for line in lines]) / 1000 * steps
-        return float(np.average([line["tokens per second"] for line in lines], weights=seconds))
-
-
-def parse_line(line: str) -> dict[str, float] | None:
-    """The fields of a training line by name, as far as they are numbers; None if the line is another."""
-    start = re.search(r"iteration +(\d+)/ *(\d+) \|", line)
-    if start is None:
-        return None
-    fields = {"iteration": float(start[1]), "train iterations": float(start[2])}
-    for name, value in re.findall(r"([^|:]+): +([-+.\deE]+|nan|inf) \|", line[start.end() - 1 :]):
-        fields[name.strip(" |")] = float(value)
-    return fields
-
-
-def parse_log(path: Path) -> Run:
-    """Raises ValueError if the log is not one of a run that came to its end."""
-    run = Run()
-    for text in path.read_text(encoding="utf-8", errors="replace").splitlines():
-        line, validation = parse_line(text), VALIDATION.search(text)
-        if line is not None:
-            run.lines.append(line)
-        if validation is not None:
-            run.validation_loss = float(validation[1])
-    if not run.lines or math.isnan(run.validation_loss):
-        raise ValueError(f"{path} has no training lines, or no validation loss at its end: did the run finish?")
-    return run
+from megatron_zpp.training.log_reader import BETWEEN, WITHIN, RunLog, parse_line, read_log
 
 
 def unigram_entropy(prefix: str) -> float:
@@ -74,7 +25,7 @@ def unigram_entropy(prefix: str) -> float:
     return float(-(shares * np.log(shares)).sum())
 
 
-def table(runs: dict[str, Run], entropy: float) -> str:
+def table(runs: dict[str, RunLog], entropy: float) -> str:
     """Runs side by side; differences are to the first."""
     first, *others = runs.values()
 
@@ -101,7 +52,7 @@ def table(runs: dict[str, Run], entropy: float) -> str:
     )
 
 
-def plot(runs: dict[str, Run], entropy: float, path: Path) -> None:
+def plot(runs: dict[str, RunLog], entropy: float, path: Path) -> None:
     """Loss curves, and bytes between nodes, as a PNG."""
     try:
         import matplotlib
@@ -162,7 +113,7 @@ def main() -> int:
         follow()
         return 0
     try:
-        runs = {name: parse_log(Path(log)) for name, _, log in (run.rpartition("=") for run in args.runs)}
+        runs = {name: read_log(Path(log)) for name, _, log in (run.rpartition("=") for run in args.runs)}
         entropy = unigram_entropy(args.data_path)
         print(table(runs, entropy))
         if args.plot is not None:

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from megatron_zpp.data.gpt_dataset import SampleOptions
-from megatron_zpp.data.samplers import CyclicSampler, MicroBatchSampler, ShardedCyclicSampler
+from megatron_zpp.data.samplers import CyclicSampler, InTurn, MicroBatchSampler, ShardedCyclicSampler
 
 # tokens int64 [B, L], labels int64 [B, L], loss_mask float32 [B, L]; where asked for, position_ids int64 [B, L] and
 # cu_seqlens int32 [D + 1]: where the D documents of the flattened batch begin, and B * L.
@@ -28,15 +28,16 @@ def build_loader(
     *,
     consumed_samples: int,
     micro_batch_size: int,
-    dp_rank: int,
+    dp_rank: int | None,
     dp_size: int,
     num_workers: int,
     device: torch.device | str,
     dataloader_type: str = "single",
     data_sharding: bool = False,
 ) -> Iterator[Batch]:
-    """Batches of one data-parallel rank from ``consumed_samples`` on, in pinned memory where ``device`` is CUDA.
+    """Batches of one data-parallel rank, or of all in turn, in pinned memory where ``device`` is CUDA.
 
+    They begin at ``consumed_samples``; ``dp_rank`` None asks for those of all ranks.
     Which samples a batch holds depends on the arguments alone, so any run resumes anywhere. ``num_workers`` processes
     read ahead; 0 reads when asked. The iterator does not stop: it raises ValueError when the dataset has no further
     full batch.
@@ -47,9 +48,11 @@ def build_loader(
     sampler = MicroBatchSampler
     if dataloader_type == "cyclic":
         sampler = ShardedCyclicSampler if data_sharding else CyclicSampler
+    ranks = range(dp_size) if dp_rank is None else [dp_rank]
+    samplers = [sampler(total, consumed_samples, micro_batch_size, rank, dp_size) for rank in ranks]
     loader = DataLoader(
         dataset,
-        batch_sampler=sampler(total, consumed_samples, micro_batch_size, dp_rank, dp_size),
+        batch_sampler=samplers[0] if dp_rank is not None else InTurn(samplers),
         num_workers=num_workers,
         prefetch_factor=PREFETCHED_BATCHES if num_workers else None,
         # Workers send arrays, through a pipe: tensors would each travel as a shared-memory file, ten times slower.

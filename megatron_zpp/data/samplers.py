@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch.utils.data import Sampler
@@ -84,6 +84,17 @@ class ShardedCyclicSampler(MicroBatchSampler):
             for start in range(first, bucket - self.micro_batch_size + 1, self.micro_batch_size):
                 yield (order[start : start + self.micro_batch_size] + self.rank * bucket).tolist()
             epoch, first = epoch + 1, 0
+
+
+class InTurn(Sampler[list[int]]):
+    """A micro-batch of each of several ranks in turn, for one process that computes for all of them."""
+
+    def __init__(self, samplers: Sequence[MicroBatchSampler]) -> None:
+        self.samplers = samplers
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for of_each_rank in zip(*self.samplers, strict=True):
+            yield from of_each_rank
 
 
 def _permutation(size: int, epoch: int) -> torch.Tensor:

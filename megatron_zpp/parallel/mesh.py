@@ -17,6 +17,7 @@ class Mesh:
 
     grid: DeviceMesh  # four dimensions, of sizes from 1 on
     fsdp: DeviceMesh  # dp x cp as one dimension: the ranks among which FSDP shards parameters
+    emulated_ranks: int = 1  # data-parallel ranks that this process computes for, if it is the only one
 
     @property
     def pp_size(self) -> int:
@@ -24,7 +25,12 @@ class Mesh:
 
     @property
     def dp_size(self) -> int:
-        return self.grid["dp"].size()
+        return self.grid["dp"].size() * self.emulated_ranks
+
+    @property
+    def fsdp_size(self) -> int:
+        """Shards of a parameter."""
+        return self.fsdp.size() * self.emulated_ranks
 
     @property
     def cp_size(self) -> int:
@@ -52,9 +58,9 @@ class Mesh:
         return self.grid.get_local_rank("tp")
 
 
-def build_mesh(device_type: str, tp_size: int = 1, pp_size: int = 1, cp_size: int = 1) -> Mesh:
+def build_mesh(device_type: str, tp_size: int = 1, pp_size: int = 1, cp_size: int = 1, emulated_ranks: int = 1) -> Mesh:
     """Cut all ranks of the default process group; their number must be a multiple of the product. Collective."""
     dp_size = dist.get_world_size() // (pp_size * cp_size * tp_size)
     names = ("pp", "dp", "cp", "tp")
     grid = init_device_mesh(device_type, (pp_size, dp_size, cp_size, tp_size), mesh_dim_names=names)
-    return Mesh(grid, grid["dp", "cp"]._flatten("fsdp"))
+    return Mesh(grid, grid["dp", "cp"]._flatten("fsdp"), emulated_ranks)

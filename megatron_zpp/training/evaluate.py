@@ -10,7 +10,7 @@ import torch.distributed as dist
 from megatron_zpp.data.loader import Batch
 from megatron_zpp.training.logging import progress
 from megatron_zpp.training.setup import Run
-from megatron_zpp.training.step import count_once, summed_loss
+from megatron_zpp.training.step import as_each_rank, count_once, summed_loss
 
 
 @torch.no_grad()
@@ -20,7 +20,9 @@ def evaluate(run: Run, batches: Iterator[Batch], num_micro_batches: int) -> floa
     totals = torch.zeros(2, dtype=torch.float64, device=run.device)  # loss, tokens
     with progress("evaluating", num_micro_batches) as advance:
         for _ in range(num_micro_batches):
-            totals += torch.stack(summed_loss(run, next(batches)))
+            for as_rank in as_each_rank(run):
+                with as_rank:
+                    totals += torch.stack(summed_loss(run, next(batches)))
             advance(1)
     dist.all_reduce(count_once(run, totals))
     run.model.train()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from megatron_zpp.data.loader import Batch
 from megatron_zpp.training.setup import Run, print_once
 from megatron_zpp.training.step import StepResult, accumulate_gradients
+from megatron_zpp.zeropp import EmulatedZeroPP
 
 SHOWN = 3  # findings in one line
 
@@ -65,8 +66,9 @@ def locate_nonfinite(run: Run, micro_batches: list[Batch]) -> str:
     shards = ((name, p.to_local() if isinstance(p, DTensor) else p) for name, p in run.model.named_parameters())
     parameters = [f"the parameter {name} (the part of {where})" for name, p in shards if not p.isfinite().all()]
     with _watch(run.model, compiled=run.settings.activation.compile) as found:
-        with torch.random.fork_rng([run.device] if run.device.type == "cuda" else []):
-            accumulate_gradients(run, iter(micro_batches), len(micro_batches), run.scaler.scale)
+        with torch.random.fork_rng([run.device] if run.device.type == "cuda" else []), _ranks_unmoved(run):
+            num_micro_batches = len(micro_batches) // run.mesh.emulated_ranks
+            accumulate_gradients(run, iter(micro_batches), num_micro_batches, run.scaler.scale)
     run.optimizer.zero_grad()
     if run.zeropp is not None:
         run.zeropp.undo_step()
@@ -87,6 +89,10 @@ def locate_nonfinite(run: Run, micro_batches: list[Batch]) -> str:
         )
     more = f", and {len(causes) - SHOWN} more" if len(causes) > SHOWN else ""
     return f"it began in {'; '.join(causes[:SHOWN])}{more}"
+
+
+def _ranks_unmoved(run: Run) -> AbstractContextManager[None]:
+    return run.zeropp.random_states.unmoved() if isinstance(run.zeropp, EmulatedZeroPP) else nullcontext()
 
 
 @contextmanager

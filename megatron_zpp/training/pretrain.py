@@ -160,10 +160,11 @@ def train(run: Run, start: float) -> None:
 
 
 def _describe(run: Run) -> None:
-    zeropp, world_size = run.zeropp, dist.get_world_size()
+    zeropp, world_size = run.zeropp, dist.get_world_size() * run.mesh.emulated_ranks
+    ranks = ("emulated rank" if run.mesh.emulated_ranks > 1 else "rank") + ("s" if world_size > 1 else "")
     print_once(
         f"{run.settings.architecture} with {num_parameters(run.model.config):,} parameters, ZeRO stage "
-        f"{run.settings.zero.zero_stage} on {world_size} rank{'s' if world_size > 1 else ''} ({run.device.type}, torch "
+        f"{run.settings.zero.zero_stage} on {world_size} {ranks} ({run.device.type}, torch "
         f"{torch.__version__})"
     )
     if zeropp is not None and world_size > 1:
@@ -180,7 +181,7 @@ def _batches(run: Run, split: str, consumed_samples: int) -> Iterator[Batch] | N
         dataset,
         consumed_samples=consumed_samples,
         micro_batch_size=run.settings.training.micro_batch_size,
-        dp_rank=run.mesh.dp_rank,
+        dp_rank=run.mesh.dp_rank if run.mesh.emulated_ranks == 1 else None,
         dp_size=run.mesh.dp_size,
         num_workers=run.settings.data.num_workers,
         device=run.device,

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 
 from megatron_zpp.training.batch_size import BatchSchedule
 from megatron_zpp.training.errors import SettingsError, check_at_least, flag_of, require
-from megatron_zpp.training.resolve_parallel import check_parallel
+from megatron_zpp.training.resolve_parallel import check_parallel, data_parallel_size
 from megatron_zpp.training.resolve_zero import resolve_zero
 from megatron_zpp.training.schedule import Schedule
 from megatron_zpp.training.settings import (
@@ -37,7 +37,7 @@ def resolve(
     """
     given = set(given)
     check_parallel(settings.distributed, settings.zero.zero_stage, settings.training.seq_length, world_size)
-    dp_size = world_size // settings.distributed.ranks_per_model_copy
+    dp_size = data_parallel_size(settings.distributed, world_size)
     _check_needs(settings, given)
     training = _resolve_training(settings.training, dp_size, accumulation_steps)
     model = _resolve_model(settings.model, settings.architecture, training.seq_length)
@@ -47,7 +47,7 @@ def resolve(
         training=training,
         precision=_resolve_precision(settings.precision),
         activation=_resolve_activation(settings.activation, model.num_layers),
-        zero=resolve_zero(settings.zero, dp_size * settings.distributed.context_parallel_size),
+        zero=resolve_zero(settings.zero, dp_size * settings.distributed.context_parallel_size, settings.distributed),
         tokenizer=_resolve_tokenizer(settings.tokenizer, settings.data),
     )
     _check_batches_and_schedule(settings, dp_size)
@@ -347,6 +347,7 @@ _NO_EFFECT_WITHOUT = {
     "loss_scale_window": "fp16",
     "hysteresis": "fp16",
     "manual_gc_interval": "manual_gc",
+    "emulate_nodes": "emulate_ranks",
     "save_interval": "save",
     "no_save_optim": "save",
     "no_save_rng": "save",

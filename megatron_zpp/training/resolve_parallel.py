@@ -26,7 +26,30 @@ def check_parallel(distributed: DistributedSettings, zero_stage: int, seq_length
         f"--zero-stage 0 keeps the whole model on every rank, and {sizes} divides it; use --zero-stage 1",
     )
     _check_context_parallel(distributed.context_parallel_size, seq_length)
+    _check_emulation(distributed, zero_stage, world_size)
     require(distributed.distributed_timeout_minutes > 0, "--distributed-timeout-minutes must be positive")
+
+
+def _check_emulation(distributed: DistributedSettings, zero_stage: int, world_size: int) -> None:
+    check_at_least(distributed, 1, "emulate_ranks", "emulate_nodes")
+    ranks, nodes = distributed.emulate_ranks, distributed.emulate_nodes
+    if ranks is None:
+        return
+    require(world_size == 1, f"--emulate-ranks {ranks} needs one process, this run has {world_size}: start it alone")
+    require(
+        ranks % nodes == 0,
+        f"--emulate-nodes {nodes} does not divide --emulate-ranks {ranks}; choose one of "
+        f"{', '.join(map(str, divisors(ranks)))}",
+    )
+    require(
+        zero_stage in (2, 3),
+        f"--emulate-ranks emulates --zero-stage 2 and 3, got {zero_stage}: below 2 each rank keeps its own gradients",
+    )
+
+
+def data_parallel_size(distributed: DistributedSettings, world_size: int) -> int:
+    """The number of data-parallel ranks, real or emulated."""
+    return (distributed.emulate_ranks or 1) * world_size // distributed.ranks_per_model_copy
 
 
 def _check_context_parallel(size: int, seq_length: int | None) -> None:

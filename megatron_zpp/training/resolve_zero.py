@@ -5,11 +5,11 @@ from __future__ import annotations
 import dataclasses
 
 from megatron_zpp.training.errors import SettingsError, check_at_least, divisors, flag_of, require
-from megatron_zpp.training.settings import ZeroSettings
+from megatron_zpp.training.settings import DistributedSettings, ZeroSettings
 from megatron_zpp.zeropp.config import LoCoConfig, ZeroPPConfig
 
 
-def resolve_zero(zero: ZeroSettings, fsdp_size: int) -> ZeroSettings:
+def resolve_zero(zero: ZeroSettings, fsdp_size: int, distributed: DistributedSettings) -> ZeroSettings:
     """Completed settings where ``fsdp_size`` ranks, data-parallel * context-parallel ones, shard a model.
 
     Raises SettingsError.
@@ -21,6 +21,13 @@ def resolve_zero(zero: ZeroSettings, fsdp_size: int) -> ZeroSettings:
             size is None or (size >= 1 and fsdp_size % size == 0),
             f"{flag_of(name)} {size} does not divide the {fsdp_size} rank(s) that shard the model; "
             f"choose one of {', '.join(map(str, divisors(fsdp_size)))}",
+        )
+    if distributed.emulate_ranks is not None:
+        per_node = fsdp_size // distributed.emulate_nodes
+        require(
+            zero.zero_hpz_partition_size in (1, per_node) and zero.zero_ranks_per_node in (None, per_node),
+            f"--emulate-ranks {distributed.emulate_ranks} on --emulate-nodes {distributed.emulate_nodes} are {per_node} ranks per "
+            f"node: --zero-hpz-partition-size must be {per_node} or 1, and --zero-ranks-per-node {per_node} or left out",
         )
     for name in ("zero_quantized_weights", "zero_quantized_gradients"):
         require(

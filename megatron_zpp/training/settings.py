@@ -358,6 +358,10 @@ class DistributedSettings:
 
     distributed_backend: str | None = flag(None, "default nccl on GPUs, gloo on CPUs", choices=("nccl", "gloo"))
     distributed_timeout_minutes: float = flag(10.0, "time after which a stuck collective ends the run")
+    emulate_ranks: int | None = flag(
+        None, "compute in this one process what so many data-parallel ranks would, bit for bit: docs/emulation.md"
+    )
+    emulate_nodes: int = flag(1, "nodes that the ranks of --emulate-ranks are on")
     tensor_model_parallel_size: int = flag(1, "only 1 so far")
     pipeline_model_parallel_size: int = flag(1, "only 1 so far")
     context_parallel_size: int = flag(1, "ranks that share each sequence, whose length 2 * so many must divide")

@@ -44,7 +44,7 @@ from megatron_zpp.training.optimizer import build_optimizer
 from megatron_zpp.training.resolve_zero import zeropp_config
 from megatron_zpp.training.schedule import Schedule, resume_schedule
 from megatron_zpp.training.settings import CheckpointSettings, DataSettings, Settings
-from megatron_zpp.zeropp import ZeroPP, apply_zeropp
+from megatron_zpp.zeropp import EmulatedZeroPP, ZeroPP, apply_zeropp, emulate_zeropp
 
 
 @dataclass
@@ -69,7 +69,7 @@ class Run:
     mesh: Mesh
     model: GPT | Llama
     optimizer: torch.optim.Optimizer
-    zeropp: ZeroPP | None  # None at ZeRO stage 0, which has no sharded collectives
+    zeropp: ZeroPP | EmulatedZeroPP | None  # None at ZeRO stage 0, which has no sharded collectives
     schedule: Schedule | None  # None with --skip-train
     batches: BatchSchedule
     scaler: LossScaler
@@ -104,6 +104,7 @@ def build_run(settings: Settings, device: torch.device) -> Run:
         tp_size=ranks.tensor_model_parallel_size,
         pp_size=ranks.pipeline_model_parallel_size,
         cp_size=ranks.context_parallel_size,
+        emulated_ranks=ranks.emulate_ranks or 1,
     )
     batches = BatchSchedule(
         training.global_batch_size,
@@ -146,6 +147,8 @@ def build_run(settings: Settings, device: torch.device) -> Run:
     model, zeropp = _build_model(settings, vocab_size, device, mesh)
     with errors_on_all_ranks():
         optimizer = build_optimizer(model, settings.optimizer)
+        if isinstance(zeropp, EmulatedZeroPP):
+            zeropp.step_by_shards(optimizer)
     run = Run(
         settings,
         device,
@@ -164,6 +167,8 @@ def build_run(settings: Settings, device: torch.device) -> Run:
         lock,
     )
     torch.manual_seed(training.seed + dist.get_rank())  # from here on randomness is dropout's: its own on each rank
+    if isinstance(zeropp, EmulatedZeroPP):
+        zeropp.random_states.seed(training.seed)
     if checkpoint is not None and meta is not None:
         _load(run, checkpoint, meta)
     elif settings.checkpoint.load is not None:
@@ -342,8 +347,8 @@ def _check_same_data_on_all_ranks(datasets: Datasets) -> None:
 
 def _build_model(
     settings: Settings, vocab_size: int, device: torch.device, mesh: Mesh
-) -> tuple[GPT | Llama, ZeroPP | None]:
-    """The model, sharded before it has storage, so that it never exists whole on one rank."""
+) -> tuple[GPT | Llama, ZeroPP | EmulatedZeroPP | None]:
+    """The model, sharded before it has storage, so that it never exists whole on one rank; whole if it emulates."""
     model = build_model(settings.architecture, settings.model, vocab_size)
     activation, zero = settings.activation, settings.zero
     if mesh.cp_size > 1:
@@ -355,13 +360,27 @@ def _build_model(
     if activation.compile:
         for block in model.layers:
             block.forward = torch.compile(block.forward)
-    shard_model(model, mesh, zero.zero_stage, mixed_precision(settings.precision))
-    zeropp = apply_zeropp(model, zeropp_config(zero)) if zero.zero_stage > 0 else None
-    if zeropp is not None:
-        zeropp.monitor_errors(zero.zero_monitor_interval)
+    precision, ranks = mixed_precision(settings.precision), settings.distributed
+    zeropp: ZeroPP | EmulatedZeroPP | None = None
+    if ranks.emulate_ranks is None:
+        shard_model(model, mesh, zero.zero_stage, precision)
+        zeropp = apply_zeropp(model, zeropp_config(zero)) if zero.zero_stage > 0 else None
     model.to_empty(device=device)
     with progress("initializing weights"):
         init_weights(model, settings.training.seed)
+    if ranks.emulate_ranks is not None:
+        zeropp = emulate_zeropp(
+            model,
+            zeropp_config(zero),
+            ranks.emulate_nodes,
+            ranks.emulate_ranks // ranks.emulate_nodes,
+            units=list(model.layers),
+            param_dtype=precision.param_dtype,
+            reduce_dtype=precision.reduce_dtype,
+            zero_stage=zero.zero_stage,
+        )
+    if zeropp is not None:
+        zeropp.monitor_errors(zero.zero_monitor_interval)
     return model, zeropp
 
 

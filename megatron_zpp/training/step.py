@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
 import torch
@@ -15,6 +16,7 @@ from megatron_zpp.parallel.context import cut_batch
 from megatron_zpp.parallel.sharding import prepare_backward
 from megatron_zpp.training.optimizer import clip_gradients, count_zeros, scale_gradients, set_lr_and_weight_decay
 from megatron_zpp.training.setup import Run
+from megatron_zpp.zeropp import EmulatedZeroPP
 
 
 @dataclass(frozen=True)
@@ -27,7 +29,7 @@ class StepResult:
     spiked: bool  # the loss was far above that of the steps before
     stop: bool  # some rank wants to save and exit
     num_zeros: int | None
-    micro_batches: list[Batch] = field(repr=False)  # this rank's
+    micro_batches: list[Batch] = field(repr=False)  # this rank's, or in turn those of all that it emulates
 
 
 def train_step(run: Run, batches: Iterator[Batch], num_micro_batches: int, stop: bool) -> StepResult:
@@ -41,7 +43,7 @@ def train_step(run: Run, batches: Iterator[Batch], num_micro_batches: int, stop:
 
     parameters = list(model.parameters())
     per_token = settings.training.calculate_per_token_loss
-    per_token_factor = run.mesh.fsdp.size() / max(1.0, num_tokens_all) if per_token else 1.0
+    per_token_factor = run.mesh.fsdp_size / max(1.0, num_tokens_all) if per_token else 1.0
     scale_gradients(parameters, per_token_factor / scale)
     grad_norm = clip_gradients(parameters, settings.optimizer.clip_grad)
     num_zeros = count_zeros(parameters) if settings.logging.log_num_zeros_in_grad else None
@@ -86,16 +88,20 @@ def accumulate_gradients(run: Run, batches: Iterator[Batch], num_micro_batches: 
     totals = torch.zeros(3, dtype=torch.float64, device=run.device)
     for i in range(num_micro_batches):
         is_last = i == num_micro_batches - 1
-        prepare_backward(model, settings.zero.zero_stage, is_last)
+        if not isinstance(run.zeropp, EmulatedZeroPP):
+            prepare_backward(model, settings.zero.zero_stage, is_last)
         if run.zeropp is not None:
             run.zeropp.set_is_last_micro_batch(is_last)
-        loss_sum, num_tokens = summed_loss(run, next(batches))
-        # Megatron's average: over the micro-batch's tokens, then over micro-batches, then (FSDP2) over ranks. FSDP2
-        # averages over a context-parallel group too, whose parts of the loss are to be added.
-        per_token = settings.training.calculate_per_token_loss
-        loss = loss_sum if per_token else loss_sum * run.mesh.cp_size / num_tokens.clamp(min=1) / num_micro_batches
-        (loss * scale).backward()
-        totals[:2] += torch.stack([loss_sum.detach(), num_tokens])
+        for as_rank in as_each_rank(run):
+            with as_rank:
+                loss_sum, num_tokens = summed_loss(run, next(batches))
+                # Megatron's average: over the micro-batch's tokens, then over micro-batches, then (FSDP2) over ranks.
+                # FSDP2 averages over a context-parallel group too, whose parts of the loss are to be added.
+                per_token = settings.training.calculate_per_token_loss
+                mean = loss_sum * run.mesh.cp_size / num_tokens.clamp(min=1)
+                loss = loss_sum if per_token else mean / num_micro_batches
+                (loss * scale).backward()
+            totals[:2] += torch.stack([loss_sum.detach(), num_tokens])
     return count_once(run, totals)
 
 
@@ -106,6 +112,15 @@ def count_once(run: Run, totals: Tensor) -> Tensor:
     if run.mesh.cp_rank > 0:
         totals[1] = 0  # each rank of a context-parallel group has a part of the loss, but the tokens of all
     return totals
+
+
+def as_each_rank(run: Run) -> Iterator[AbstractContextManager[None]]:
+    """A context for each data-parallel rank that this process computes for: its own, or all that it emulates."""
+    if not isinstance(run.zeropp, EmulatedZeroPP):
+        yield nullcontext()
+        return
+    for rank in range(run.mesh.emulated_ranks):
+        yield run.zeropp.as_rank(rank)
 
 
 def _remember(batches: Iterator[Batch], seen: list[Batch]) -> Iterator[Batch]:

@@ -2,7 +2,18 @@
 
 from .api import ZeroPP, apply_zeropp
 from .config import LoCoConfig, ZeroPPConfig
+from .emulation import EmulatedZeroPP, emulate_zeropp
 from .topology import Topology, build_topology
 from .traffic import Traffic
 
-__all__ = ["LoCoConfig", "Topology", "Traffic", "ZeroPP", "ZeroPPConfig", "apply_zeropp", "build_topology"]
+__all__ = [
+    "EmulatedZeroPP",
+    "LoCoConfig",
+    "Topology",
+    "Traffic",
+    "ZeroPP",
+    "ZeroPPConfig",
+    "apply_zeropp",
+    "build_topology",
+    "emulate_zeropp",
+]

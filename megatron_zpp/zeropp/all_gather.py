@@ -14,10 +14,9 @@ from .collectives import TorchAllocator, all_gather, count_flat_ring
 from .config import ZeroPPConfig
 from .fsdp_unit import FSDPUnit
 from .monitor import ErrorMonitor
-from .quantization import mix_seed
 from .topology import Topology
 from .traffic import Traffic
-from .wire_format import WireFormat, wire_format
+from .weight_encoder import WeightEncoder
 
 
 class QuantizedAllGather(TorchAllocator, AllGather):
@@ -26,56 +25,30 @@ class QuantizedAllGather(TorchAllocator, AllGather):
     def __init__(
         self, unit: FSDPUnit, topology: Topology, config: ZeroPPConfig, traffic: Traffic, monitor: ErrorMonitor
     ) -> None:
-        self.unit, self.topology, self.config = unit, topology, config
-        self.traffic, self.monitor = traffic, monitor
-        self.versions = 0  # of the parameters, so far
+        self.unit, self.topology, self.config, self.traffic = unit, topology, config, traffic
+        self.encoder = WeightEncoder(unit, config, monitor)
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> dist.Work | None:
         check_gathered(self.unit, input_tensor)
-        self.versions += self.unit.parameters_changed()
-        weights = self._format(self.config.weight_bits, self.config.weight_block_size, input_tensor.dtype)
-        wire = self._encode(input_tensor, weights)
+        self.encoder.versions += self.unit.parameters_changed()
+        weights = self.encoder.in_full(input_tensor.dtype)
+        wire = self.encoder.encode(input_tensor, weights, self.topology.rank)
         weights.decode(gather_wires(wire, group), out=output_tensor.view(-1, weights.numel))
         self.unit.mark_gathered()
         count_flat_ring(self.traffic, self.topology, weights.nbytes)
         return None
-
-    def _encode(self, shard: Tensor, weights: WireFormat, copy: Tensor | None = None) -> Tensor:
-        """Encode the own shard [L], or its difference from a copy of it, and sample the error."""
-        # The noise depends on the version, so that every gather of one version gives the same weights.
-        wire = weights.encode(shard, self._noise_seed("inter", self.topology.rank), minus=copy)
-        if self.monitor.is_due(self.versions):
-            arrived = weights.decode(wire, out=torch.empty_like(shard, dtype=torch.float32))
-            self.monitor.record("weights", self.unit.name, shard, arrived if copy is None else arrived.add_(copy))
-        return wire
-
-    def _format(self, bits: int | None, block_size: int | None, dtype: torch.dtype) -> WireFormat:
-        return wire_format(self.unit.parameter_shards(), bits, block_size, dtype)
-
-    def _noise_seed(self, hop: str, source: int) -> int | None:
-        if self.config.weight_rounding == "nearest":
-            return None
-        return mix_seed(self.config.seed, "weights", hop, self.unit.name, source, self.versions)
 
     def forget_secondary_partition(self) -> None:
         """There is none; see HierarchicalAllGather."""
 
     def state_dict(self) -> dict[str, Tensor]:
         """What the weights of the next gather depend on beside the parameters; nothing with the default settings."""
-        if self.config.weight_rounding == "nearest" and self.config.weight_difference_bits is None:
-            return {}
-        return {
-            "versions": torch.tensor(self.versions),
-            "is_current": torch.tensor(not self.unit.parameters_changed()),  # an evaluation may have gathered already
-        }
+        return self.encoder.state_dict()
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        if state:
-            self.versions = int(state["versions"])
-            if state["is_current"]:
-                self.unit.mark_gathered()
+        self.encoder.load_state_dict(state)
 
 
 class HierarchicalAllGather(QuantizedAllGather):
@@ -112,7 +85,7 @@ class HierarchicalAllGather(QuantizedAllGather):
             self.secondary_partition, self._kept_as = None, kept_as
         changed = self.unit.parameters_changed()
         if changed or self.secondary_partition is None:
-            self.versions += changed
+            self.encoder.versions += changed
             self.secondary_partition = self._gather_between_nodes(input_tensor)
             self.unit.mark_gathered()
         num_nodes, ranks_per_node = self.topology.num_nodes, self.topology.ranks_per_node
@@ -138,10 +111,8 @@ class HierarchicalAllGather(QuantizedAllGather):
 
     def _gather_in_full(self, shard: Tensor, old: Tensor | None) -> Tensor:
         """The shards themselves, quantized with qwZ, in the place of the old ones: fresh memory is slow on a CPU."""
-        config = self.config
-        quantize = config.quantized_weights and config.weight_difference_bits is None
-        weights = self._format(config.weight_bits if quantize else None, config.weight_block_size, shard.dtype)
-        wires = self._exchange(self._encode(shard, weights))
+        weights = self.encoder.in_full(shard.dtype)
+        wires = self._exchange(self.encoder.encode(shard, weights, self.topology.rank))
         if self._keeps_wires:
             return wires
         out = shard.new_empty(self.topology.num_nodes, shard.numel()) if old is None else old
@@ -153,9 +124,9 @@ class HierarchicalAllGather(QuantizedAllGather):
         All N ranks add the same dequantized differences in the same way, so their copies stay equal to the bit. What
         rounding lost of the own shard is in its next difference.
         """
-        config = self.config
-        differences = self._format(config.weight_difference_bits, config.weight_difference_block_size, shard.dtype)
-        wires = self._exchange(self._encode(shard, differences, copies[self.topology.node]))
+        differences = self.encoder.differences(shard.dtype)
+        wire = self.encoder.encode(shard, differences, self.topology.rank, minus=copies[self.topology.node])
+        wires = self._exchange(wire)
         return differences.decode_sum(wires.unsqueeze(0), out=copies, accumulate=True)
 
     def _exchange(self, wire: Tensor) -> Tensor:
@@ -164,22 +135,18 @@ class HierarchicalAllGather(QuantizedAllGather):
 
     def _gather_within_node(self, secondary_partition: Tensor, output: Tensor) -> None:
         """Intra-node stage: the secondary partitions of the node's P ranks into [N, P, L]."""
-        config, group = self.config, self.topology.intra_group
-        if not self._keeps_wires and config.weight_intra_bits is None:
+        group, weights = self.topology.intra_group, self.encoder.within_node(output.dtype)
+        sent = secondary_partition
+        if weights is None:
             works = [
                 all_gather(output[n].flatten(), secondary_partition[n], group=group, async_op=True)
                 for n in range(self.topology.num_nodes)
             ]
             for work in works:
                 work.wait()
-            sent = secondary_partition
         else:
-            bits = config.weight_bits if self._keeps_wires else config.weight_intra_bits
-            weights = self._format(bits, config.weight_block_size, output.dtype)
-            sent = secondary_partition
             if not self._keeps_wires:
-                # The same noise in every node, so that all ranks see the same weights.
-                sent = weights.encode(secondary_partition, self._noise_seed("intra", self.topology.local_rank))
+                sent = self.encoder.encode_within_node(secondary_partition, weights, self.topology.local_rank)
             weights.decode(gather_wires(sent, group).transpose(0, 1), out=output)
         self.traffic.add(intra_node=(self.topology.ranks_per_node - 1) * sent.nbytes)
 

@@ -21,12 +21,14 @@ from . import kernels
 from .all_gather import HierarchicalAllGather, QuantizedAllGather
 from .collectives import PlainAllGather, PlainReduceScatter
 from .config import ZeroPPConfig
-from .fsdp_unit import FSDPUnit, find_units, follow_optimizers
+from .description import describe, fingerprint
+from .fsdp_unit import FSDPUnit, find_units
+from .gradient_hops import GradientHops, MicroBatch
 from .monitor import ErrorMonitor
-from .quantization import mix_seed
-from .reduce_scatter import HierarchicalReduceScatter, MicroBatch
+from .reduce_scatter import HierarchicalReduceScatter
 from .topology import Topology, build_topology
 from .traffic import Traffic
+from .unit import follow_optimizers
 
 logger = logging.getLogger(__name__)
 
@@ -94,24 +96,7 @@ class ZeroPP:
 
     def describe(self) -> str:
         """One line: the topology, and how weights and gradients travel."""
-        config, topology = self.config, self.topology
-        hpz = config.hpz_partition_size > 1 and topology.num_nodes > 1
-        weights = f"int{config.weight_bits}" if config.quantized_weights else "unquantized"
-        if hpz and config.weight_difference_bits is not None:
-            weights = f"as int{config.weight_difference_bits} differences"
-        weights += ", between nodes once per step" if hpz else ", at every gather"
-        if config.quantized_gradients:
-            hops = [
-                f"int{bits}" if bits else "unquantized" for bits in (config.gradient_intra_bits, config.gradient_bits)
-            ]
-            gradients = f"{hops[0]} within a node, {hops[1]} between nodes once per step"
-            gradients += f" with LoCo (beta {config.loco.beta})" if config.loco is not None else ""
-        else:
-            gradients = "unquantized, at every micro-batch"
-        return (
-            f"{topology.num_nodes} node{'s' if topology.num_nodes > 1 else ''} of {topology.ranks_per_node} ranks; "
-            f"weights travel {weights}; gradients {gradients}"
-        )
+        return describe(self.config, self.topology)
 
     @property
     def device(self) -> torch.device:
@@ -138,12 +123,12 @@ class ZeroPP:
         LoCo's errors return to what they were, and micro-batches that wait for the last one are dropped.
         """
         for reduce_scatter in self._reduce_scatters.values():
-            reduce_scatter.undo_step()
+            reduce_scatter.hops.undo_step()
 
     def rescale_errors(self, factor: float) -> None:
         """Say that the loss scale was multiplied by ``factor`` after the last backward pass."""
         for reduce_scatter in self._reduce_scatters.values():
-            for feedback in reduce_scatter.feedback.values():
+            for feedback in reduce_scatter.hops.feedback.values():
                 feedback.rescale(factor)
 
     def monitor_errors(self, every: int | None) -> None:
@@ -165,14 +150,16 @@ class ZeroPP:
             for unit, collective in collectives.items()
             for key, value in collective.state_dict().items()
         }
-        return state | {"fingerprint": torch.tensor(self._fingerprint())} if state else {}
+        return (
+            state | {"fingerprint": torch.tensor(fingerprint(self.config, self.topology, self.units))} if state else {}
+        )
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
         """Take back what ``state_dict`` gave on the same rank of the same layout; without it, gather all weights anew.
 
         Raises ValueError when the state is of another model, layout or config.
         """
-        if state and int(state["fingerprint"]) != self._fingerprint():
+        if state and int(state["fingerprint"]) != fingerprint(self.config, self.topology, self.units):
             raise ValueError(
                 "this ZeRO++ state was saved with another model, other ranks and nodes, or another ZeroPPConfig: start "
                 "without it, then LoCo's errors begin at zero and weights are sent in full"
@@ -184,14 +171,9 @@ class ZeroPP:
                 own = {key.removeprefix(prefix): value for key, value in state.items() if key.startswith(prefix)}
                 collective.load_state_dict(own)
 
-    def _fingerprint(self) -> int:
-        """A number that tells one layout of state from another."""
-        shape = (self.topology.num_nodes, self.topology.ranks_per_node, self.topology.rank)
-        units = [(unit.name, [(p.numel, p.quantizable) for p in unit.parameter_shards()]) for unit in self.units]
-        return mix_seed(repr(self.config), repr(shape), repr(units))
-
-    def _stateful(self) -> dict[str, Mapping[str, QuantizedAllGather | HierarchicalReduceScatter]]:
-        return {"weights": self._all_gathers, "gradients": self._reduce_scatters}
+    def _stateful(self) -> dict[str, Mapping[str, QuantizedAllGather | GradientHops]]:
+        hops = {unit: reduce_scatter.hops for unit, reduce_scatter in self._reduce_scatters.items()}
+        return {"weights": self._all_gathers, "gradients": hops}
 
 
 def _warn_of_settings_without_effect(config: ZeroPPConfig, topology: Topology) -> None:

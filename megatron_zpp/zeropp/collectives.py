@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 
-from .topology import Topology
+from .topology import Place, Topology
 from .traffic import Traffic
 
 # torch 2.13 renamed these two; the old names still work there but warn.
@@ -47,19 +47,24 @@ class PlainReduceScatter(TorchAllocator, ReduceScatter):
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
     ) -> dist.Work | None:
-        # gloo's reduce-scatter is an all-reduce, that is a ring's reduce-scatter and its all-gather.
-        passes = 2 if input_tensor.device.type == "cpu" else 1
-        count_flat_ring(self.traffic, self.topology, passes * output_tensor.nbytes)
+        count_reduce_scatter(self.traffic, self.topology, output_tensor)
         return reduce_scatter(output_tensor, input_tensor, group=group, op=op, async_op=async_op)
 
 
-def count_flat_ring(traffic: Traffic, topology: Topology, nbytes: int) -> None:
+def count_reduce_scatter(traffic: Traffic, place: Place, output: Tensor) -> None:
+    """Count the plain reduce-scatter to ``output`` [L]."""
+    # gloo's is an all-reduce, that is a ring's reduce-scatter and its all-gather.
+    passes = 2 if output.device.type == "cpu" else 1
+    count_flat_ring(traffic, place, passes * output.nbytes)
+
+
+def count_flat_ring(traffic: Traffic, place: Place, nbytes: int) -> None:
     """Count a ring over all W ranks in rank order, in which each rank passes W - 1 pieces of ``nbytes`` on.
 
     Only the last rank of a node has its successor on another node.
     """
-    sent = (topology.world_size - 1) * nbytes
-    if topology.num_nodes > 1 and topology.local_rank == topology.ranks_per_node - 1:
+    sent = (place.world_size - 1) * nbytes
+    if place.num_nodes > 1 and place.local_rank == place.ranks_per_node - 1:
         traffic.add(inter_node=sent)
     else:
         traffic.add(intra_node=sent)

@@ -23,8 +23,10 @@ class ErrorMonitor:
         key = (what, unit)
         self._sums[key] = self._sums[key] + error if key in self._sums else error
 
-    def take(self, group: dist.ProcessGroup) -> dict[str, float]:
+    def take(self, group: dist.ProcessGroup | None) -> dict[str, float]:
         """Root-mean-square errors over root-mean-square values of all ranks since the last call; collective.
+
+        group: None = every rank's samples are here.
 
         Keys: ``weights``, ``gradients/intra`` and ``gradients/inter`` over all units, and ``what/unit`` for each.
         """
@@ -33,7 +35,8 @@ class ErrorMonitor:
             return {}
         sums = torch.stack([self._sums[key] for key in keys])  # [K, 2]
         self._sums = {}
-        dist.all_reduce(sums, group=group)
+        if group is not None:
+            dist.all_reduce(sums, group=group)
         errors: dict[str, float] = {}
         for what in sorted({what for what, _ in keys}):
             rows = [i for i, key in enumerate(keys) if key[0] == what]

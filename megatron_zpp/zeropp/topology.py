@@ -12,25 +12,16 @@ import torch.distributed as dist
 
 
 @dataclass(frozen=True)
-class Topology:
-    """The two levels of one FSDP process group, as this rank sees them.
+class Place:
+    """Where one data-parallel rank stands in the two levels."""
 
-    ``intra_group`` holds the P ranks of this node, ``inter_group`` the N ranks with this rank's place p, in node order.
-    """
-
-    group: dist.ProcessGroup
     num_nodes: int  # N
     ranks_per_node: int  # P
-    intra_group: dist.ProcessGroup
-    inter_group: dist.ProcessGroup
+    rank: int
 
     @property
     def world_size(self) -> int:
         return self.num_nodes * self.ranks_per_node
-
-    @property
-    def rank(self) -> int:
-        return self.group.rank()
 
     @property
     def node(self) -> int:
@@ -41,6 +32,18 @@ class Topology:
     def local_rank(self) -> int:
         """p of this rank."""
         return self.rank % self.ranks_per_node
+
+
+@dataclass(frozen=True)
+class Topology(Place):
+    """The two levels of one FSDP process group, as this rank sees them.
+
+    ``intra_group`` holds the P ranks of this node, ``inter_group`` the N ranks with this rank's place p, in node order.
+    """
+
+    group: dist.ProcessGroup
+    intra_group: dist.ProcessGroup
+    inter_group: dist.ProcessGroup
 
 
 def build_topology(group: dist.ProcessGroup, ranks_per_node: int | None = None) -> Topology:
@@ -60,9 +63,10 @@ def build_topology(group: dist.ProcessGroup, ranks_per_node: int | None = None) 
     num_nodes, rank = world_size // ranks_per_node, group.rank()
     node, place = divmod(rank, ranks_per_node)
     return Topology(
-        group,
         num_nodes,
         ranks_per_node,
+        rank,
+        group,
         intra_group=_subgroup(group, members[node * ranks_per_node : (node + 1) * ranks_per_node]),
         inter_group=_subgroup(group, members[place::ranks_per_node]),
     )

@@ -10,6 +10,7 @@ import pytest
 
 from examples.quickstart import report
 from megatron_zpp.data.indexed_dataset import IndexedDatasetWriter
+from megatron_zpp.training import log_reader
 from megatron_zpp.training.logging import TrainingReport, format_training_line, format_validation_lines
 
 LINE = TrainingReport(
@@ -37,13 +38,13 @@ def write_log(path, *lines: TrainingReport, validation: float | None) -> None:
 
 
 def test_every_field_of_the_trainers_line_is_read():
-    fields = report.parse_line(format_training_line(LINE))
+    fields = log_reader.parse_line(format_training_line(LINE))
     assert fields is not None
     assert fields["iteration"] == 10 and fields["train iterations"] == 20
     assert fields["lm loss"] == 5.25 and fields["grad norm"] == math.inf
     assert fields["tokens per second"] == 8000 and fields["elapsed time per iteration (ms)"] == 500
-    assert fields[report.BETWEEN] == 24 and fields[report.WITHIN] == 12
-    assert report.parse_line("note: iteration 5 of something") is None
+    assert fields[log_reader.BETWEEN] == 24 and fields[log_reader.WITHIN] == 12
+    assert log_reader.parse_line("note: iteration 5 of something") is None
 
 
 def test_means_weigh_each_line_by_its_steps(tmp_path):
@@ -53,16 +54,16 @@ def test_means_weigh_each_line_by_its_steps(tmp_path):
     )
     last = dataclasses.replace(LINE, iteration=13, seconds_per_iteration=1.0, tokens_per_second=4000)
     write_log(tmp_path / "log", first, dataclasses.replace(LINE, iteration=11), last, validation=4.5)
-    run = report.parse_log(tmp_path / "log")
+    run = log_reader.read_log(tmp_path / "log")
     assert run.validation_loss == 4.5
-    assert run.mean(report.BETWEEN) == pytest.approx((1 * 50 + 10 * 24 + 2 * 24) / 13)
+    assert run.mean(log_reader.BETWEEN) == pytest.approx((1 * 50 + 10 * 24 + 2 * 24) / 13)
     assert run.tokens_per_second() == pytest.approx((10 * 0.5 * 8000 + 2 * 1.0 * 4000) / (10 * 0.5 + 2 * 1.0))
 
 
 def test_a_log_without_an_end_is_refused(tmp_path):
     write_log(tmp_path / "log", LINE, validation=None)
     with pytest.raises(ValueError, match="did the run finish"):
-        report.parse_log(tmp_path / "log")
+        log_reader.read_log(tmp_path / "log")
 
 
 def test_unigram_entropy(tmp_path):
@@ -88,7 +89,7 @@ def test_quickstart_shows_loss_and_traffic_of_both_runs(quickstart):
     assert all(len(found) == 1 for found in rows.values()), quickstart.output
     less = re.search(r"\(([\d.]+)x less\)", rows["MB between"][0])
     assert less is not None and float(less[1]) > 4
-    zero3, zeropp = (report.parse_log(results / f"{name}.log") for name in ("zero3", "zeropp"))
+    zero3, zeropp = (log_reader.read_log(results / f"{name}.log") for name in ("zero3", "zeropp"))
     assert [line["iteration"] for line in zeropp.lines] == [1]  # 3 steps, a line every 10
     assert zeropp.validation_loss == pytest.approx(zero3.validation_loss, rel=0.02)
     assert "\n    def test_" in quickstart.output  # the sample

@@ -89,11 +89,11 @@ def _memory():
     zeropp = apply_zeropp(model, ALL_FLAGS)
     zeropp.set_is_last_micro_batch(False)
     model(torch.ones(1, 512)).sum().backward()
-    reduce_scatter, gather = zeropp._reduce_scatters[""], zeropp._all_gathers[""]
-    partial = reduce_scatter.node_sum.nbytes
+    hops, gather = zeropp._reduce_scatters[""].hops, zeropp._all_gathers[""]
+    partial = hops.node_sum.nbytes
     zeropp.set_is_last_micro_batch(True)
     model(torch.ones(1, 512)).sum().backward()
-    return gather.secondary_partition.nbytes, partial, reduce_scatter.feedback["inter"].error.nbytes
+    return gather.secondary_partition.nbytes, partial, hops.feedback["inter"].error.nbytes
 
 
 def test_memory_is_what_the_documentation_says():

@@ -27,33 +27,34 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from megatron_zpp.parallel.distributed import errors_on_all_ranks
-from megatron_zpp.zeropp import ZeroPP
+from megatron_zpp.zeropp import EmulatedZeroPP, ZeroPP
 
 from .folder import CheckpointError
 from .storage import CheckpointReader, iterate_tensors, read_index
 
 
 def checkpoint_state(
-    model: nn.Module, optimizer: torch.optim.Optimizer | None, zeropp: ZeroPP | None, save_rng: bool
+    model: nn.Module, optimizer: torch.optim.Optimizer | None, zeropp: ZeroPP | EmulatedZeroPP | None, save_rng: bool
 ) -> dict[str, Tensor]:
-    """This rank's part of a checkpoint, by name."""
-    rank = dist.get_rank()
+    """This rank's part of a checkpoint, by name; with emulated ranks all of them."""
     state: dict[str, Tensor] = {f"model.{name}": value for name, value in _model_state(model).items()}
     # Asked for the state of one that has made no step (fp16 skips its first ones), torch makes a step of zeros first,
     # and every later step would count as one more.
     if optimizer is not None and optimizer.state:
         state |= _optimizer_tensors(get_optimizer_state_dict(model, optimizer))
     if save_rng:
-        state |= {f"rng.{rank}.{device}": tensor for device, tensor in _rng_state().items()}
+        state |= {f"rng.{name}": tensor for name, tensor in _rng_state(zeropp).items()}
     if zeropp is not None:
-        state |= {f"zeropp.{rank}.{name}": tensor for name, tensor in zeropp.state_dict().items()}
+        state |= {f"{_prefix(zeropp)}{name}": tensor for name, tensor in zeropp.state_dict().items()}
     return state
 
 
-def describe_state(optimizer: torch.optim.Optimizer | None, zeropp: ZeroPP | None, save_rng: bool) -> dict[str, Any]:
+def describe_state(
+    optimizer: torch.optim.Optimizer | None, zeropp: ZeroPP | EmulatedZeroPP | None, save_rng: bool
+) -> dict[str, Any]:
     """What meta.json says about the tensors."""
     return {
-        "world_size": dist.get_world_size(),
+        "world_size": _num_ranks(zeropp),
         "has_optimizer": optimizer is not None,
         "optimizer_has_stepped": optimizer is not None and bool(optimizer.state),
         "has_rng": save_rng,
@@ -74,7 +75,7 @@ def load_checkpoint(
     meta: Mapping[str, Any],
     model: nn.Module,
     optimizer: torch.optim.Optimizer | None,
-    zeropp: ZeroPP | None,
+    zeropp: ZeroPP | EmulatedZeroPP | None,
     load_rng: bool = True,
 ) -> list[str]:
     """Load tensors in place; collective. Returns notes about what was not taken over and why.
@@ -82,20 +83,20 @@ def load_checkpoint(
     optimizer None: the parameters alone. The number of ranks may differ from the one that saved; random states and
     LoCo's errors belong to a layout and start anew on another. Raises FailedTogether when it has said why.
     """
-    rank, optimizer_state, zeropp_state = dist.get_rank(), dict[str, Any](), dict[str, Tensor]()
+    optimizer_state, zeropp_state = dict[str, Any](), dict[str, Tensor]()
     notes: list[str] = []
-    model_state, rng = _model_state(model), _rng_state()
+    model_state, rng = _model_state(model), _rng_state(zeropp)
     load_optimizer = optimizer is not None and meta.get("optimizer_has_stepped", True)
     state: dict[str, Tensor] = {f"model.{name}": tensor for name, tensor in model_state.items()}
     if optimizer is not None and load_optimizer:
         optimizer_state = get_optimizer_state_dict(model, optimizer)
         state |= _optimizer_tensors(optimizer_state)
     load_rng = load_rng and meta["has_rng"]
-    if load_rng and meta["world_size"] != dist.get_world_size():
-        notes.append(f"random states start anew: {meta['world_size']} ranks saved, {dist.get_world_size()} load")
+    if load_rng and meta["world_size"] != _num_ranks(zeropp):
+        notes.append(f"random states start anew: {meta['world_size']} ranks saved, {_num_ranks(zeropp)} load")
         load_rng = False
     if load_rng:
-        state |= {f"rng.{rank}.{device}": tensor for device, tensor in rng.items()}
+        state |= {f"rng.{name}": tensor for name, tensor in rng.items()}
     load_zeropp = zeropp is not None and optimizer is not None and bool(zeropp.state_dict())
     if load_zeropp and meta["zeropp"] != json.loads(json.dumps(_zeropp_layout(zeropp))):
         notes.append("LoCo's errors and weight copies start anew: saved with other ranks, nodes or ZeRO++ settings")
@@ -106,8 +107,8 @@ def load_checkpoint(
             raise CheckpointError(f"{checkpoint} was saved without its optimizer: load it with --no-load-optim")
         metadata, places = read_index(checkpoint, meta)
         if load_zeropp:
-            zeropp_state = _tensors_to_fill(metadata.state_dict_metadata, f"zeropp.{rank}.")
-            state |= {f"zeropp.{rank}.{name}": tensor for name, tensor in zeropp_state.items()}
+            zeropp_state = _tensors_to_fill(metadata.state_dict_metadata, _prefix(zeropp))
+            state |= {f"{_prefix(zeropp)}{name}": tensor for name, tensor in zeropp_state.items()}
         _check_shapes(checkpoint, state, metadata.state_dict_metadata)
     failure = None
     try:
@@ -124,10 +125,11 @@ def load_checkpoint(
     set_model_state_dict(model, model_state)
     if optimizer is not None and load_optimizer:
         set_optimizer_state_dict(model, optimizer, optimizer_state)
-    if load_rng:
-        torch.set_rng_state(rng["cpu"])
-        if "cuda" in rng:
-            torch.cuda.set_rng_state(rng["cuda"])
+    if load_rng and not isinstance(zeropp, EmulatedZeroPP):  # whose states were loaded in place
+        rank = dist.get_rank()
+        torch.set_rng_state(rng[f"{rank}.cpu"])
+        if f"{rank}.cuda" in rng:
+            torch.cuda.set_rng_state(rng[f"{rank}.cuda"])
     if zeropp is not None:
         zeropp.invalidate()
         if load_zeropp:
@@ -158,14 +160,27 @@ def _optimizer_tensors(state: dict[str, Any]) -> dict[str, Tensor]:
     }
 
 
-def _rng_state() -> dict[str, Tensor]:
-    state = {"cpu": torch.get_rng_state()}
+def _num_ranks(zeropp: ZeroPP | EmulatedZeroPP | None) -> int:
+    return zeropp.topology.world_size if isinstance(zeropp, EmulatedZeroPP) else dist.get_world_size()
+
+
+def _prefix(zeropp: ZeroPP | EmulatedZeroPP | None) -> str:
+    """Of the names of this rank's ZeRO++ state; emulated ranks' keys begin with theirs."""
+    return "zeropp." if isinstance(zeropp, EmulatedZeroPP) else f"zeropp.{dist.get_rank()}."
+
+
+def _rng_state(zeropp: ZeroPP | EmulatedZeroPP | None) -> dict[str, Tensor]:
+    """Random states by RANK.DEVICE: this rank's, or those of all emulated ranks."""
+    if isinstance(zeropp, EmulatedZeroPP):
+        states = enumerate(zeropp.random_states.states)
+        return {f"{rank}.{device}": state for rank, of_rank in states for device, state in of_rank.items()}
+    state = {f"{dist.get_rank()}.cpu": torch.get_rng_state()}
     if torch.cuda.is_available():
-        state["cuda"] = torch.cuda.get_rng_state()
+        state[f"{dist.get_rank()}.cuda"] = torch.cuda.get_rng_state()
     return state
 
 
-def _zeropp_layout(zeropp: ZeroPP | None) -> dict[str, Any] | None:
+def _zeropp_layout(zeropp: ZeroPP | EmulatedZeroPP | None) -> dict[str, Any] | None:
     """What must be the same for ZeRO++ state to be taken over, rank by rank."""
     if zeropp is None:
         return None

@@ -1,0 +1,145 @@
+"""Trains the experiments of docs/experiments.md: 8 ranks on 2 nodes, emulated in one process, several seeds.
+
+    python benchmarks/study.py run                        # trains what benchmarks/results/study.jsonl lacks
+    python benchmarks/study.py run E4 E5 --seeds 1 2      # some of it; --scale gpu: a larger model, for one GPU
+    python benchmarks/study.py tables                     # writes tables and plots into docs/experiments.md
+
+A killed study goes on where it was. benchmarks/study_experiments.py says what is trained; the text is 70 MB of Python
+sources, made on the first run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import platform
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from study_experiments import EXPERIMENTS, NODES, RANKS, SCALES, Arm, Scale
+from study_tables import write_tables
+from torch import __version__ as torch_version
+
+from megatron_zpp.training.log_reader import BETWEEN, parse_log
+
+ROOT = Path(__file__).parents[1]
+RESULTS = Path(__file__).parent / "results" / "study.jsonl"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="The study of docs/experiments.md.")
+    commands = parser.add_subparsers(dest="command", required=True)
+    run = commands.add_parser("run", help="train what is not in the results yet")
+    run.add_argument("experiments", nargs="*", metavar="E1…E5", help="default: all")
+    run.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
+    run.add_argument("--scale", choices=SCALES, default="cpu", help="size of model and run")
+    run.add_argument("--results", type=Path, default=RESULTS, metavar="FILE", help="JSON lines to add to")
+    run.add_argument("--jobs", type=int, help="runs side by side; default as the scale says")
+    commands.add_parser("tables", help="write tables and plots of the results into docs/experiments.md")
+    args = parser.parse_args()
+    if args.command == "tables":
+        rows = read_results(RESULTS, "cpu")
+        if not rows:
+            sys.exit("error: no results yet: python benchmarks/study.py run")
+        write_tables(rows)
+        return
+    if unknown := set(args.experiments) - set(EXPERIMENTS):
+        parser.error(f"there is no experiment {', '.join(sorted(unknown))}; choose of {', '.join(EXPERIMENTS)}")
+    scale = SCALES[args.scale]
+    text = make_text(args.scale, scale)
+    done = {(row["flags"], row["seed"]) for row in read_results(args.results, args.scale)}
+    to_do = [(arm, seed) for seed in args.seeds for arm in arms(args.experiments or list(EXPERIMENTS))]
+    to_do = [(arm, seed) for arm, seed in to_do if (arm.flags, seed) not in done]
+    print(f"{len(to_do)} runs to do, {len(done)} done", flush=True)
+    with ThreadPoolExecutor(args.jobs or scale.jobs) as pool:
+        futures = [pool.submit(train, args.results, args.scale, text, arm, seed) for arm, seed in to_do]
+        for (arm, seed), future in zip(to_do, futures, strict=True):
+            try:
+                loss = future.result()["validation_loss"]
+            except RuntimeError as error:
+                pool.shutdown(cancel_futures=True)
+                sys.exit(f"error: {arm.name}, seed {seed}: {error}")
+            print(f"{loss:.4f}  seed {seed}  {arm.name}  [{arm.flags}]", flush=True)
+
+
+def arms(experiments: list[str]) -> list[Arm]:
+    """Every arm of these experiments once."""
+    found: dict[str, Arm] = {}
+    for name in experiments:
+        for group in EXPERIMENTS[name].groups:
+            for arm in group.arms:
+                found.setdefault(arm.flags, arm)
+    return list(found.values())
+
+
+def make_text(name: str, scale: Scale) -> str:
+    """Corpus, tokenizer and tokens under runs/study, made once; the flags that name them."""
+    folder = Path("runs/study")
+    corpus, model, prefix = folder / f"{name}.jsonl", folder / f"{name}.model", folder / name
+    commands = {
+        corpus: f"examples/quickstart/make_corpus.py --output {corpus} {scale.corpus}",
+        model: f"tools/train_tokenizer.py --input {corpus} --vocab-size {scale.vocab_size} --output {model}",
+        Path(f"{prefix}_text_document.idx"): f"tools/preprocess_data.py --input {corpus} --output-prefix {prefix} "
+        f"--append-eod --tokenizer-type SentencePieceTokenizer --tokenizer-model {model} --workers 2",
+    }
+    for made, command in commands.items():
+        if not made.exists():
+            program, *arguments = command.split()
+            subprocess.run([sys.executable, str(ROOT / program), *arguments], check=True)
+    return (
+        f"--data-path {prefix}_text_document --split 98,2,0 --tokenizer-type SentencePieceTokenizer "
+        f"--tokenizer-model {model}"
+    )
+
+
+def train(results: Path, scale_name: str, text: str, arm: Arm, seed: int) -> dict[str, Any]:
+    """One run; its row, which is also appended to the results. Raises RuntimeError when it fails."""
+    scale = SCALES[scale_name]
+    flags = (
+        f"{scale.shape} --emulate-ranks {RANKS} --emulate-nodes {NODES} --attention-dropout 0 "
+        f"--hidden-dropout 0 --micro-batch-size {scale.micro_batch_size} --train-iters {scale.train_iters} "
+        f"--eval-iters {scale.eval_iters} --eval-interval {scale.train_iters} --log-interval 20 --lr {scale.lr} "
+        f"--min-lr {scale.lr / 10} --lr-decay-style cosine --lr-warmup-fraction 0.1 --adam-beta2 0.95 "
+        f"--weight-decay 0.1 --num-workers 0 --seed {seed} {text} {arm.flags}"
+    )
+    threads = str(max(1, (os.cpu_count() or 1) // scale.jobs))
+    start = time.monotonic()
+    ran = subprocess.run(
+        [sys.executable, str(ROOT / "pretrain_gpt.py"), *flags.split()],
+        env=os.environ | {"OMP_NUM_THREADS": threads},
+        capture_output=True,
+        text=True,
+    )
+    log = parse_log(ran.stdout)
+    if ran.returncode != 0 or math.isnan(log.validation_loss):
+        raise RuntimeError(f"exit code {ran.returncode}\n{ran.stderr[-3000:]}")
+    row = {
+        "scale": scale_name,
+        "flags": arm.flags,
+        "seed": seed,
+        "validation_loss": log.validation_loss,
+        # All nodes together send what the log shows; the last interval has no step that sends weights in full.
+        "bytes_per_parameter": round(log.lines[-1][BETWEEN] * 1e6 / NODES / log.num_parameters, 4),
+        "train_losses": [line["lm loss"] for line in log.lines],
+        "seconds": round(time.monotonic() - start, 1),
+        "command": f"python pretrain_gpt.py {flags}",
+        "machine": f"{platform.machine()}, torch {torch_version}",
+    }
+    with results.open("a") as file:
+        file.write(json.dumps(row) + "\n")
+    return row
+
+
+def read_results(results: Path, scale: str) -> list[dict[str, Any]]:
+    rows = [json.loads(line) for line in results.read_text().splitlines()] if results.exists() else []
+    return [row for row in rows if row["scale"] == scale]
+
+
+if __name__ == "__main__":
+    main()

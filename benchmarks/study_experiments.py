@@ -1,0 +1,246 @@
+"""What the study trains: experiments as lists of arms, each an arm of training with other flags for what travels.
+
+An arm that two experiments share is trained once. W = 8 ranks on N = 2 nodes are emulated in one process.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+RANKS, NODES = 8, 2
+BF16 = "--bf16"  # computing in bf16, fp32 masters: what all arms but the fp32 wire have
+HPZ = f"--zero-hpz-partition-size {RANKS // NODES}"
+
+
+@dataclass(frozen=True)
+class Scale:
+    """A model and how long it is trained; it sees every token once."""
+
+    shape: str
+    micro_batch_size: int  # of each emulated rank
+    train_iters: int
+    eval_iters: int
+    lr: float
+    vocab_size: int
+    corpus: str  # flags of make_corpus.py
+    jobs: int = 1  # runs side by side
+
+
+SCALES = {
+    "cpu": Scale(  # 1.3M parameters, 0.3M tokens
+        "--num-layers 2 --hidden-size 192 --num-attention-heads 4 --seq-length 128",
+        micro_batch_size=1,
+        train_iters=300,
+        eval_iters=32,
+        lr=2e-3,
+        vocab_size=2048,
+        corpus="--packages torch --max-megabytes 70",
+        jobs=2,
+    ),
+    "gpu": Scale(  # 30M parameters, 66M tokens
+        "--num-layers 8 --hidden-size 512 --num-attention-heads 8 --seq-length 512",
+        micro_batch_size=4,
+        train_iters=3000,
+        eval_iters=32,
+        lr=1e-3,
+        vocab_size=8192,
+        corpus="--packages torch --max-megabytes 70",
+    ),
+    "tiny": Scale(  # to see that everything runs
+        "--num-layers 1 --hidden-size 32 --num-attention-heads 2 --seq-length 32",
+        micro_batch_size=1,
+        train_iters=3,
+        eval_iters=1,
+        lr=2e-3,
+        vocab_size=400,
+        corpus="--max-megabytes 0.3",
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One way to travel: its name in the tables, and its flags."""
+
+    name: str
+    flags: str
+
+
+@dataclass(frozen=True)
+class Group:
+    """Arms that differ in one thing. ``recovers``: shares of the first arm's excess loss are worth a column."""
+
+    title: str
+    arms: tuple[Arm, ...]
+    recovers: bool = False
+
+
+@dataclass(frozen=True)
+class Experiment:
+    title: str
+    groups: tuple[Group, ...]
+
+
+def weights(bits: int, block_size: int) -> str:
+    """qwZ through hpZ; block size 0: one scale per parameter and rank."""
+    return f"{BF16} {HPZ} --zero-quantized-weights --zero-weight-bits {bits} --zero-weight-block-size {block_size}"
+
+
+def differences(bits: int, block_size: int = 2048) -> str:
+    return f"{HPZ} --zero-weight-difference-bits {bits} --zero-weight-difference-block-size {block_size}"
+
+
+def gradients(intra: int, inter: int, block_size: int = 128) -> str:
+    return (
+        f"--zero-quantized-gradients --zero-gradient-intra-bits {intra} --zero-gradient-bits {inter} "
+        f"--zero-gradient-block-size {block_size}"
+    )
+
+
+def loco(beta: float, hops: str = "both", error: str = "int8", reset: str = "") -> str:
+    """Error feedback; without ``reset`` none takes place in the study's runs."""
+    reset = reset or "--zeropp-loco-reset-interval 0"
+    return (
+        f"--zeropp-loco --zeropp-loco-beta {beta} --zeropp-loco-hops {hops} --zeropp-loco-error-dtype {error} {reset}"
+    )
+
+
+UNBIASED = "--zero-gradient-rounding stochastic"
+HADAMARD = "--zero-hadamard"
+
+FP32 = Arm("fp32 wire", "")
+BF16_WIRE = Arm("bf16 wire (ZeRO-3 in 16 bit)", f"{BF16} --grad-reduce-in-bf16")
+CONTROLS = Group("Controls", (FP32, BF16_WIRE, Arm("bf16 weights, fp32 gradients", BF16)))
+
+
+def feedback_group(title: str, wire: str, hops: str) -> Group:
+    """Nothing, classic error feedback (beta 0), and LoCo, over one gradient wire."""
+    arms = [Arm("nothing", f"{BF16} {wire}")]
+    arms += [Arm("error feedback", f"{BF16} {wire} {loco(0.0, hops)}"), Arm("LoCo", f"{BF16} {wire} {loco(0.8, hops)}")]
+    return Group(title, tuple(arms), recovers=True)
+
+
+TWO = gradients(2, 2)
+E4_BITS_AND_BLOCKS = (
+    feedback_group("4 bits on both hops, blocks of 4096", gradients(4, 4, 4096), "both"),
+    feedback_group("8 bits within, 4 between nodes, blocks of 4096", gradients(8, 4, 4096), "inter"),
+    feedback_group("2 bits on both hops, blocks of 128", TWO, "both"),
+    feedback_group("8 bits within, 2 between nodes, blocks of 128", gradients(8, 2), "inter"),
+)
+E4_SENSITIVITY = Group(
+    "Sensitivity of LoCo: 2 bits on both hops, blocks of 128",
+    (
+        Arm("nothing", f"{BF16} {TWO}"),
+        Arm("beta 0 (error feedback)", f"{BF16} {TWO} {loco(0.0)}"),
+        Arm("beta 0.2", f"{BF16} {TWO} {loco(0.2)}"),
+        Arm("beta 0.5", f"{BF16} {TWO} {loco(0.5)}"),
+        Arm("beta 0.8", f"{BF16} {TWO} {loco(0.8)}"),
+        Arm("beta 0.95", f"{BF16} {TWO} {loco(0.95)}"),
+        Arm("beta 0.8, error in fp32", f"{BF16} {TWO} {loco(0.8, error='fp32')}"),
+        Arm(
+            "beta 0.8, hard reset every 100 steps",
+            f"{BF16} {TWO} {loco(0.8, reset='--zeropp-loco-reset-interval 100')}",
+        ),
+        Arm(
+            "beta 0.8, decay over 100 steps",
+            f"{BF16} {TWO} {loco(0.8, reset='--zeropp-loco-reset-interval 100 --zeropp-loco-reset decay')}",
+        ),
+        Arm("beta 0.8, on the hop between nodes only", f"{BF16} {TWO} {loco(0.8, 'inter')}"),
+    ),
+    recovers=True,
+)
+
+EXPERIMENTS = {
+    "E1": Experiment(
+        "Weights as low-bit integers (qwZ)",
+        (
+            CONTROLS,
+            Group(
+                "Weights through hpZ, gradients in fp32",
+                (
+                    Arm("int8, blocks of 256", weights(8, 256)),
+                    Arm("int8, one scale", weights(8, 0)),
+                    Arm("int6, blocks of 256", weights(6, 256)),
+                    Arm("int6, one scale", weights(6, 0)),
+                    Arm("int4, blocks of 256", weights(4, 256)),
+                    Arm("int4, blocks of 2048", weights(4, 2048)),
+                    Arm("int4, one scale", weights(4, 0)),
+                ),
+            ),
+        ),
+    ),
+    "E2": Experiment(
+        "Weight differences",
+        (
+            CONTROLS,
+            Group(
+                "Weights through hpZ, gradients in fp32",
+                (
+                    Arm("int4 themselves, blocks of 2048", weights(4, 2048)),
+                    Arm("int4 differences, blocks of 2048", f"{BF16} {differences(4)}"),
+                    Arm("int2 differences, blocks of 256", f"{BF16} {differences(2, 256)}"),
+                ),
+            ),
+        ),
+    ),
+    "E3": Experiment(
+        "Gradients as low-bit integers, no state (qgZ)",
+        (
+            CONTROLS,
+            Group(
+                "Bits within a node - between nodes",
+                (
+                    Arm("4-4, blocks of 128", f"{BF16} {gradients(4, 4)}"),
+                    Arm("8-4, blocks of 128", f"{BF16} {gradients(8, 4)}"),
+                    Arm("4-4, blocks of 512", f"{BF16} {gradients(4, 4, 512)}"),
+                    Arm("4-4, blocks of 4096", f"{BF16} {gradients(4, 4, 4096)}"),
+                    Arm("8-4, blocks of 4096", f"{BF16} {gradients(8, 4, 4096)}"),
+                    Arm("4-4, blocks of 4096, stochastic", f"{BF16} {gradients(4, 4, 4096)} {UNBIASED}"),
+                    Arm(
+                        "4-4, blocks of 4096, stochastic, Hadamard",
+                        f"{BF16} {gradients(4, 4, 4096)} {UNBIASED} {HADAMARD}",
+                    ),
+                    Arm("4-4, blocks of 4096, Hadamard", f"{BF16} {gradients(4, 4, 4096)} {HADAMARD}"),
+                    Arm("4-4, one scale (non-blocked)", f"{BF16} {gradients(4, 4, 0)}"),
+                ),
+            ),
+        ),
+    ),
+    "E4": Experiment("Error feedback (LoCo)", (CONTROLS, *E4_BITS_AND_BLOCKS, E4_SENSITIVITY)),
+    "E5": Experiment(
+        "Whole recipes",
+        (
+            CONTROLS,
+            Group(
+                "4 bits between nodes",
+                (
+                    Arm("ZeRO++ (int8 weights, 4-4 gradients)", f"{weights(8, 256)} {gradients(4, 4)}"),
+                    Arm("ZeRO++ with LoCo", f"{weights(8, 256)} {gradients(4, 4)} {loco(0.8)}"),
+                    Arm(
+                        "SDP4Bit (int4 differences, 8-4 gradients, Hadamard, stochastic)",
+                        f"{BF16} {differences(4)} {gradients(8, 4)} {UNBIASED} {HADAMARD}",
+                    ),
+                    Arm(
+                        "int4 differences, 8-4 gradients, LoCo between nodes",
+                        f"{BF16} {differences(4)} {gradients(8, 4)} {loco(0.8, 'inter')}",
+                    ),
+                ),
+            ),
+            Group(
+                "2 bits between nodes",
+                (
+                    Arm("ZeRO++ (int8 weights, 4-2 gradients)", f"{weights(8, 256)} {gradients(4, 2)}"),
+                    Arm("ZeRO++ with LoCo, 4-2 gradients", f"{weights(8, 256)} {gradients(4, 2)} {loco(0.8)}"),
+                    Arm(
+                        "SDP4Bit, 8-2 gradients",
+                        f"{BF16} {differences(4)} {gradients(8, 2)} {UNBIASED} {HADAMARD}",
+                    ),
+                    Arm(
+                        "int4 differences, 8-2 gradients, LoCo between nodes",
+                        f"{BF16} {differences(4)} {gradients(8, 2)} {loco(0.8, 'inter')}",
+                    ),
+                ),
+            ),
+        ),
+    ),
+}

@@ -1,0 +1,154 @@
+"""Tables and plots of the study's results, written into docs/experiments.md."""
+
+from __future__ import annotations
+
+import re
+import statistics
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+from study_experiments import E4_BITS_AND_BLOCKS, E4_SENSITIVITY, EXPERIMENTS, FP32, Arm, Experiment, Group
+
+ROOT = Path(__file__).parents[1]
+PAGE = ROOT / "docs" / "experiments.md"
+PLOTS = Path(__file__).parent / "results"
+
+Rows = dict[str, dict[int, dict[str, Any]]]  # by flags, then by seed
+
+
+def write_tables(rows: list[dict[str, Any]]) -> None:
+    """Replace what stands between the page's markers, and draw the plots anew."""
+    by_flags = by_flags_and_seed(rows)
+    page = PAGE.read_text()
+    for name, experiment in EXPERIMENTS.items():
+        page = replace_table(page, name, table(experiment, by_flags))
+    PAGE.write_text(page)
+    plot_loss_over_bytes(by_flags)
+    plot_feedback(by_flags)
+
+
+def by_flags_and_seed(rows: list[dict[str, Any]]) -> Rows:
+    by_flags: Rows = defaultdict(dict)
+    for row in rows:
+        by_flags[row["flags"]][row["seed"]] = row
+    return by_flags
+
+
+def replace_table(page: str, name: str, text: str) -> str:
+    """``page`` with ``text`` between <!-- NAME --> and <!-- end of NAME -->."""
+    begin, end = f"<!-- {name} -->\n", f"<!-- end of {name} -->"
+    assert begin in page and end in page, f"{PAGE} has no place for {name}"
+    return re.sub(f"{begin}.*?{end}", lambda _: f"{begin}{text}{end}", page, flags=re.DOTALL)
+
+
+def table(experiment: Experiment, rows: Rows) -> str:
+    """One Markdown table: the groups one below the other."""
+    recovers = any(group.recovers for group in experiment.groups)
+    columns = ["on the wire", "validation loss", "over the fp32 wire", *["recovered"] * recovers, "bytes"]
+    lines = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
+    for group in experiment.groups:
+        lines.append(f"| **{group.title}** " + "| " * (len(columns) - 1) + "|")
+        for arm in group.arms:
+            if arm.flags in rows:
+                lines.append(_line(group, arm, rows, recovers))
+    return "\n".join(lines) + "\n"
+
+
+def _line(group: Group, arm: Arm, rows: Rows, recovers: bool) -> str:
+    losses = [row["validation_loss"] for row in rows[arm.flags].values()]
+    cells = [arm.name, mean_and_spread(losses, "{:.4f}")]
+    cells.append("" if arm == FP32 else mean_and_spread(excesses(arm, rows), "{:+.2f}", " %"))
+    if recovers:
+        first = group.arms[0]
+        cells.append(f"{recovered(first, arm, rows):.0%}" if group.recovers and arm != first else "")
+    cells.append(f"{next(iter(rows[arm.flags].values()))['bytes_per_parameter']:.2f}")
+    return f"| {' | '.join(cells)} |"
+
+
+def excesses(arm: Arm, rows: Rows) -> list[float]:
+    """Percent of loss over the fp32 wire's, seed by seed: both saw the same data in the same order."""
+    control = rows[FP32.flags]
+    return [
+        100 * (row["validation_loss"] / control[seed]["validation_loss"] - 1)
+        for seed, row in sorted(rows[arm.flags].items())
+        if seed in control
+    ]
+
+
+def recovered(first: Arm, arm: Arm, rows: Rows) -> float:
+    """The share of the first arm's mean excess over the fp32 wire that ``arm`` does not have."""
+    return 1 - statistics.mean(excesses(arm, rows)) / statistics.mean(excesses(first, rows))
+
+
+def mean_and_spread(values: list[float], form: str, unit: str = "") -> str:
+    """ "mean ± standard deviation"; the mean alone of one value."""
+    mean = form.format(statistics.mean(values)) if values else "-"
+    return f"{mean} ± {statistics.stdev(values):.2g}{unit}" if len(values) > 1 else f"{mean}{unit}"
+
+
+def plot_loss_over_bytes(rows: Rows) -> None:
+    """Every arm as a point, the whole recipes by name."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(9, 5.5))
+    for name, experiment in EXPERIMENTS.items():
+        arms = [arm for group in experiment.groups for arm in group.arms if arm.flags in rows and arm != FP32]
+        points = [(_bytes(arm, rows), statistics.mean(excesses(arm, rows))) for arm in arms]
+        spread = [statistics.stdev(e) if len(e := excesses(arm, rows)) > 1 else 0.0 for arm in arms]
+        x, y = zip(*points, strict=True)
+        style: dict[str, Any] = dict(
+            fmt="o", ms=7 if name == "E5" else 4, alpha=1.0 if name == "E5" else 0.5, capsize=2
+        )
+        axes.errorbar(x, y, spread, label=f"{name}: {experiment.title}", zorder=3 if name == "E5" else 2, **style)
+        for arm, point in zip(arms, points, strict=True):
+            if name == "E5":
+                axes.annotate(arm.name, point, textcoords="offset points", xytext=(6, 3), fontsize=6)
+    axes.set_xlabel("bytes that a node sends per parameter and step")
+    axes.set_ylabel("validation loss over the fp32 wire, %")
+    axes.set_xscale("log")
+    axes.set_yscale("symlog", linthresh=1)
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize=7)
+    figure.tight_layout()
+    figure.savefig(PLOTS / "study_loss_over_bytes.png", dpi=130)
+
+
+def plot_feedback(rows: Rows) -> None:
+    """What error feedback and LoCo do to the excess, and how it depends on beta."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, (bars, curve) = plt.subplots(1, 2, figsize=(11, 4.2), width_ratios=[3, 2])
+    for i, group in enumerate(E4_BITS_AND_BLOCKS):
+        for j, arm in enumerate(group.arms):
+            if arm.flags in rows:
+                values = excesses(arm, rows)
+                spread = statistics.stdev(values) if len(values) > 1 else 0.0
+                label = arm.name if i == 0 else None
+                bars.bar(i + 0.27 * (j - 1), statistics.mean(values), 0.25, yerr=spread, color=f"C{j}", label=label)
+    bars.set_xticks(range(len(E4_BITS_AND_BLOCKS)))
+    bars.set_xticklabels([group.title.replace(", ", ",\n") for group in E4_BITS_AND_BLOCKS], fontsize=7)
+    bars.set_ylabel("validation loss over the fp32 wire, %")
+    bars.legend(fontsize=8)
+    betas = [(float(re.match(r"beta ([\d.]+)", arm.name)[1]), arm) for arm in E4_SENSITIVITY.arms[1:6]]  # type: ignore[index]
+    betas = [(beta, arm) for beta, arm in betas if arm.flags in rows]
+    if betas:
+        means = [statistics.mean(excesses(arm, rows)) for _, arm in betas]
+        curve.plot([beta for beta, _ in betas], means, "o-")
+        curve.axhline(statistics.mean(excesses(E4_SENSITIVITY.arms[0], rows)), color="grey", ls="--", label="nothing")
+        curve.set_xlabel("beta, 2 bits on both hops, blocks of 128")
+        curve.legend(fontsize=8)
+    for axes in (bars, curve):
+        axes.grid(alpha=0.3, axis="y")
+    figure.tight_layout()
+    figure.savefig(PLOTS / "study_feedback.png", dpi=130)
+
+
+def _bytes(arm: Arm, rows: Rows) -> float:
+    return float(next(iter(rows[arm.flags].values()))["bytes_per_parameter"])

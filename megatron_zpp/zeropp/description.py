@@ -1,0 +1,36 @@
+"""What is said of a configuration on some ranks, to people and to checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from .config import ZeroPPConfig
+from .quantization import mix_seed
+from .topology import Place
+from .unit import Unit
+
+
+def describe(config: ZeroPPConfig, place: Place) -> str:
+    """One line: the topology, and how weights and gradients travel."""
+    hpz = config.hpz_partition_size > 1 and place.num_nodes > 1
+    weights = f"int{config.weight_bits}" if config.quantized_weights else "unquantized"
+    if hpz and config.weight_difference_bits is not None:
+        weights = f"as int{config.weight_difference_bits} differences"
+    weights += ", between nodes once per step" if hpz else ", at every gather"
+    if config.quantized_gradients:
+        hops = [f"int{bits}" if bits else "unquantized" for bits in (config.gradient_intra_bits, config.gradient_bits)]
+        gradients = f"{hops[0]} within a node, {hops[1]} between nodes once per step"
+        gradients += f" with LoCo (beta {config.loco.beta})" if config.loco is not None else ""
+    else:
+        gradients = "unquantized, at every micro-batch"
+    return (
+        f"{place.num_nodes} node{'s' if place.num_nodes > 1 else ''} of {place.ranks_per_node} ranks; "
+        f"weights travel {weights}; gradients {gradients}"
+    )
+
+
+def fingerprint(config: ZeroPPConfig, place: Place, units: Sequence[Unit]) -> int:
+    """A number that tells one layout of a rank's state from another."""
+    shape = (place.num_nodes, place.ranks_per_node, place.rank)
+    shards = [(unit.name, [(p.numel, p.quantizable) for p in unit.parameter_shards()]) for unit in units]
+    return mix_seed(repr(config), repr(shape), repr(shards))

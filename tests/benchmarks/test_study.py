@@ -1,0 +1,51 @@
+"""The study's page says what its results say."""
+
+from __future__ import annotations
+
+import re
+import sys
+
+import pytest
+
+from tests.conftest import ROOT
+
+sys.path.insert(0, str(ROOT / "benchmarks"))
+import study
+import study_tables
+from study_experiments import EXPERIMENTS, FP32, Arm, Experiment, Group
+
+
+def _row(flags: str, seed: int, loss: float) -> dict:
+    return {"flags": flags, "seed": seed, "validation_loss": loss, "bytes_per_parameter": 1.5}
+
+
+def test_the_page_has_the_tables_of_the_results():
+    rows = study_tables.by_flags_and_seed(study.read_results(study.RESULTS, "cpu"))
+    page = study_tables.PAGE.read_text()
+    for name, experiment in EXPERIMENTS.items():
+        assert f"<!-- {name} -->\n{study_tables.table(experiment, rows)}<!-- end of {name} -->" in page
+
+
+def test_excess_is_seed_by_seed_and_recovery_is_of_the_groups_first_arm():
+    nothing, feedback = Arm("nothing", "--a"), Arm("feedback", "--b")
+    rows = study_tables.by_flags_and_seed(
+        [
+            *(_row(FP32.flags, seed, loss) for seed, loss in ((1, 4.0), (2, 5.0))),
+            *(_row("--a", seed, loss) for seed, loss in ((1, 4.4), (2, 5.5))),  # both +10 %
+            *(_row("--b", seed, loss) for seed, loss in ((1, 4.2), (2, 5.0))),  # +5 % and 0
+        ]
+    )
+    assert study_tables.excesses(nothing, rows) == pytest.approx([10, 10])
+    assert study_tables.recovered(nothing, feedback, rows) == pytest.approx(0.75)
+    table = study_tables.table(Experiment("x", (Group("y", (nothing, feedback), recovers=True),)), rows)
+    assert re.search(r"\| feedback \| 4\.6000 ± 0\.57 \| \+2\.50 ± 3\.5 % \| 75% \| 1\.50 \|", table)
+
+
+def test_every_arm_has_flags_of_its_own():
+    named: dict[str, set[str]] = {}
+    for experiment in EXPERIMENTS.values():
+        for group in experiment.groups:
+            assert len({arm.flags for arm in group.arms}) == len(group.arms)
+            for arm in group.arms:
+                named.setdefault(arm.name + group.title, set()).add(arm.flags)
+    assert all(len(flags) == 1 for flags in named.values())

@@ -1,0 +1,94 @@
+"""--emulate-ranks through the trainer: the same command line in one process and on real ranks."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron_zpp.training.arguments import SettingsError, parse_settings
+from tests.ranks import run_ranks
+from tests.training.small_run import flags, train_each, write_text
+
+EMULATE = ["--emulate-ranks", "4", "--emulate-nodes", "2"]
+ALL_FLAGS = (
+    "--zero-quantized-weights --zero-quantized-gradients --zero-hpz-partition-size 2 --zeropp-loco "
+    "--zero-weight-block-size 64 --zero-gradient-block-size 32 --zero-monitor-interval 1"
+)
+NOISE = "--zero-weight-rounding stochastic --zero-gradient-rounding stochastic --zero-weight-difference-bits 4"
+# Six steps of two micro-batches a rank with dropout; without clipping, as the gradient norm is added up otherwise.
+RUNS = {
+    "all flags": f"{ALL_FLAGS} --eval-interval 2",
+    "noise": f"{ALL_FLAGS} {NOISE} --recompute-activations --dataloader-type cyclic",
+    "fp16": f"{ALL_FLAGS} --fp16 --initial-loss-scale 33554432 --hysteresis 1 --loss-scale-window 2",
+    "stage 2": "--zero-stage 2 --zero-quantized-gradients --zero-ranks-per-node 2 --bf16 --calculate-per-token-loss",
+}
+# What is added up over ranks or shards in another order.
+ROUNDED = ("grad-norm", "comm/error")
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory) -> str:
+    return write_text(tmp_path_factory.mktemp("data"))
+
+
+def command(data: str, *more: str) -> list[str]:
+    return flags(data, "--clip-grad 0", *more, length="--train-iters 6")
+
+
+@pytest.mark.parametrize("architecture", ["gpt", "llama"])
+def test_logs_what_real_ranks_log(data, architecture):
+    names = RUNS if architecture == "gpt" else ["noise"]
+    real = run_ranks(4, train_each, {name: command(data, RUNS[name]) for name in names}, architecture)[3]
+    argv = {name: command(data, RUNS[name]) + EMULATE for name in names}
+    emulated = run_ranks(1, train_each, argv, architecture)[0]
+    for name in names:
+        assert real[name].keys() == emulated[name].keys()
+        assert len(real[name]["lm loss"]) == 6 and "comm/bytes-between-nodes" in real[name]
+        for key, values in real[name].items():
+            if key.startswith(ROUNDED):
+                assert emulated[name][key] == pytest.approx(values, rel=1e-4, nan_ok=True), (name, key)
+            else:
+                assert emulated[name][key] == values, (name, key)
+    if architecture == "gpt":
+        scales = real["fp16"]["loss-scale"]
+        assert min(scales) < max(scales) and len(set(scales)) > 2
+
+
+def _saved_and_resumed(data, folder, first, second):
+    """Three steps and a checkpoint, then from there to the end."""
+    save = ["--save", folder, "--save-interval", "3", "--load", folder]
+    run = command(data, ALL_FLAGS, NOISE)
+    if first:
+        train_each({"": [*run, *save, "--exit-interval", "3", *first]})
+    return train_each({"": [*run, *save, *second]})[""]["lm loss"] if second else None
+
+
+@pytest.mark.parametrize("saves, loads", [("emulated", "emulated"), ("emulated", "real"), ("real", "emulated")])
+def test_checkpoints_pass_between_emulated_and_real_ranks(data, tmp_path, saves, loads):
+    def ranks(kind):
+        return 1 if kind == "emulated" else 4
+
+    def more(kind):
+        return EMULATE if kind == "emulated" else ["--zero-stage", "3"]
+
+    folder = str(tmp_path / "run")
+    whole = run_ranks(1, train_each, {"": command(data, ALL_FLAGS, NOISE) + EMULATE})[0][""]["lm loss"]
+    run_ranks(ranks(saves), _saved_and_resumed, data, folder, more(saves), None)
+    rest = run_ranks(ranks(loads), _saved_and_resumed, data, folder, None, more(loads))[-1]
+    assert len(rest) == 3
+    assert rest == whole[3:]
+
+
+@pytest.mark.parametrize(
+    "more, world_size, message",
+    [
+        ("--emulate-ranks 4", 2, "--emulate-ranks 4 needs one process, this run has 2"),
+        ("--emulate-ranks 4 --emulate-nodes 3", 1, "--emulate-nodes 3 does not divide --emulate-ranks 4"),
+        ("--emulate-ranks 4 --zero-stage 1", 1, "emulates --zero-stage 2 and 3, got 1"),
+        ("--emulate-ranks 8 --emulate-nodes 2 --zero-hpz-partition-size 2", 1, "must be 4 or 1"),
+        ("--emulate-ranks 8 --emulate-nodes 2 --zero-ranks-per-node 2", 1, "4 or left out"),
+        ("--emulate-ranks 3", 1, "global batch size 8 is not divisible"),
+    ],
+)
+def test_what_cannot_be_emulated_is_refused(data, more, world_size, message):
+    with pytest.raises(SettingsError, match=message):
+        parse_settings("gpt", command(data, more), world_size)

@@ -1,0 +1,284 @@
+"""One process against real gloo ranks: losses, weights and traffic of training are equal, to the last bit in fp32."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+from megatron_zpp.models.gpt import GPT, GPTConfig
+from megatron_zpp.models.init import init_weights
+from megatron_zpp.models.llama import Llama, LlamaConfig
+from megatron_zpp.zeropp import LoCoConfig, ZeroPPConfig, apply_zeropp, emulate_zeropp
+from tests.ranks import run_ranks
+
+STEPS, MICRO_BATCHES = 4, 2
+
+ALL_FLAGS = dict(quantized_weights=True, hpz_partition_size=2, quantized_gradients=True)
+BLOCKS = dict(weight_block_size=64, gradient_block_size=32)
+CASES = {
+    # name: (model, config, dtype)
+    "all flags": ("net", ZeroPPConfig(**ALL_FLAGS, loco=LoCoConfig(), **BLOCKS), None),
+    "LoCo on both hops": (
+        "net",
+        ZeroPPConfig(**ALL_FLAGS, **BLOCKS, loco=LoCoConfig(hops="both", error_dtype="bf16", reset_interval=2)),
+        None,
+    ),
+    "differences": (
+        "net",
+        ZeroPPConfig(
+            **ALL_FLAGS, **BLOCKS, loco=LoCoConfig(), weight_difference_bits=4, weight_difference_block_size=64
+        ),
+        None,
+    ),
+    "noise": (
+        "net",
+        ZeroPPConfig(
+            **ALL_FLAGS,
+            **BLOCKS,
+            weight_intra_bits=6,
+            hadamard=True,
+            weight_rounding="stochastic",
+            gradient_rounding="stochastic",
+            loco=LoCoConfig(reset="decay", reset_interval=4),
+        ),
+        None,
+    ),
+    "int8 copies": ("net", ZeroPPConfig(**ALL_FLAGS, **BLOCKS, hpz_secondary_dtype="int8", gradient_bits=None), None),
+    "no blocks": (
+        "net",
+        ZeroPPConfig(**ALL_FLAGS, weight_block_size=None, gradient_block_size=None, gradient_intra_bits=None),
+        None,
+    ),
+    "bf16": ("gpt", ZeroPPConfig(**ALL_FLAGS, **BLOCKS, loco=LoCoConfig()), torch.bfloat16),
+    "fp16": ("llama", ZeroPPConfig(**ALL_FLAGS, **BLOCKS, loco=LoCoConfig()), torch.float16),
+    "GPT": ("gpt", ZeroPPConfig(**ALL_FLAGS, **BLOCKS, loco=LoCoConfig()), None),
+    "Llama": ("llama", ZeroPPConfig(**ALL_FLAGS, **BLOCKS, loco=LoCoConfig()), None),
+    "qwZ alone": ("gpt", ZeroPPConfig(quantized_weights=True, ranks_per_node=2, weight_rounding="stochastic"), None),
+    "hpZ alone": ("net", ZeroPPConfig(hpz_partition_size=2), None),
+    "ZeRO-3": ("net", ZeroPPConfig(ranks_per_node=2), None),
+}
+UNQUANTIZED_GRADIENTS = ("qwZ alone", "hpZ alone", "ZeRO-3")
+
+
+class Net(nn.Module):
+    """Tied embeddings, odd widths, a bias of less than one element a rank, a frozen layer, one that is seldom used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(50, 33)
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(33, 70), nn.GELU(), nn.Linear(70, 33)) for _ in range(3))
+        self.head = nn.Linear(33, 50)
+        self.head.weight = self.embedding.weight
+        self.scale = nn.Parameter(torch.ones(1))
+        self.dropout = nn.Dropout(0.1)
+        self.extra = nn.Linear(33, 33)
+        self.layers[1].requires_grad_(False)
+        self.layers[2][0].weight.requires_grad_(False)
+
+    def forward(self, tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens)
+        for layer in self.layers:
+            x = x + self.scale * self.dropout(layer(x))
+        if tokens[0, 0] % 2 == 0:
+            x = x + self.extra(x)
+        return nn.functional.cross_entropy(self.head(x).flatten(0, 1).float(), labels.flatten(), reduction="none")
+
+
+def build(kind: str) -> nn.Module:
+    torch.manual_seed(0)
+    if kind == "net":
+        return Net()
+    shape = dict(num_layers=2, hidden_size=36, num_attention_heads=2, vocab_size=50)
+    dropout = dict(attention_dropout=0.1, hidden_dropout=0.1)
+    model = (
+        GPT(GPTConfig(**shape, **dropout, max_position_embeddings=16)) if kind == "gpt" else Llama(LlamaConfig(**shape))
+    )
+    init_weights(model, seed=1)
+    return model
+
+
+def micro_batch(step: int, i: int, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(10000 * step + 100 * i + rank)
+    tokens = torch.randint(50, (2, 10), generator=generator)
+    return tokens[:, :-1], tokens[:, 1:]
+
+
+def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2, eps=1e-4, fused=True)
+
+
+def policy(dtype: torch.dtype | None) -> MixedPrecisionPolicy:
+    return MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32 if dtype is torch.bfloat16 else None)
+
+
+def train_ranks(kind, config, dtype):
+    """One real rank: losses of its micro-batches, evaluation's outputs, bytes by step, the parameters at the end."""
+    model, rank = build(kind), dist.get_rank()
+    for layer in model.layers:
+        fully_shard(layer, mp_policy=policy(dtype))
+    fully_shard(model, mp_policy=policy(dtype))
+    zeropp = apply_zeropp(model, config)
+    if not config.quantized_gradients and kind == "net":
+        model.set_reduce_scatter_unused_params(True)
+    optimizer = optimizer_of(model)
+    torch.manual_seed(100 + rank)
+    losses, outputs, traffic = [], [], []
+    for step in range(STEPS):
+        for i in range(MICRO_BATCHES):
+            zeropp.set_is_last_micro_batch(i == MICRO_BATCHES - 1)
+            loss = model(*micro_batch(step, i, rank)).mean() / MICRO_BATCHES
+            loss.backward()
+            losses.append(loss.item())
+        optimizer.step()
+        optimizer.zero_grad()
+        if step == 1:
+            with torch.no_grad():
+                outputs.append(model.eval()(*micro_batch(9, 9, 9)).clone())
+            model.train()
+        traffic.append(zeropp.traffic.take())
+    return losses, outputs, traffic, [p.full_tensor().detach() for p in model.parameters()]
+
+
+def train_emulated(kind, config, dtype, num_nodes, ranks_per_node):
+    """All ranks in this process: what ``train_ranks`` returns on each, and one sum of the bytes."""
+    model, world_size = build(kind), num_nodes * ranks_per_node
+    mp = policy(dtype)
+    emulated = emulate_zeropp(
+        model,
+        config,
+        num_nodes,
+        ranks_per_node,
+        units=list(model.layers),
+        param_dtype=mp.param_dtype,
+        reduce_dtype=mp.reduce_dtype,
+    )
+    optimizer = optimizer_of(model)
+    emulated.step_by_shards(optimizer)
+    emulated.random_states.seed(100)
+    losses, outputs, traffic = [[] for _ in range(world_size)], [], []
+    for step in range(STEPS):
+        for i in range(MICRO_BATCHES):
+            emulated.set_is_last_micro_batch(i == MICRO_BATCHES - 1)
+            for rank in range(world_size):
+                with emulated.as_rank(rank):
+                    loss = model(*micro_batch(step, i, rank)).mean() / MICRO_BATCHES
+                    loss.backward()
+                losses[rank].append(loss.item())
+        optimizer.step()
+        optimizer.zero_grad()
+        if step == 1:
+            model.eval()
+            for rank in range(world_size):
+                with torch.no_grad(), emulated.as_rank(rank):
+                    output = model(*micro_batch(9, 9, 9))
+            outputs.append(output)
+            model.train()
+        traffic.append(emulated.traffic.take())
+    return losses, outputs, traffic, [p.detach() for p in model.parameters()]
+
+
+LAYOUTS = {4: (2, 2), 6: (3, 2)}  # nodes and ranks per node
+
+
+def train_ranks_on(names):
+    return {name: train_ranks(*CASES[name]) for name in names}
+
+
+def train_emulated_on(names, num_nodes, ranks_per_node):
+    return {name: train_emulated(*CASES[name], num_nodes, ranks_per_node) for name in names}
+
+
+def both(names, world_size):
+    """What each real rank returned, and the emulation of all, by case."""
+    real = run_ranks(world_size, train_ranks_on, names)
+    emulated = run_ranks(1, train_emulated_on, names, *LAYOUTS[world_size])[0]
+    return {name: ([rank[name] for rank in real], emulated[name]) for name in names}
+
+
+@pytest.fixture(scope="module")
+def on_four_ranks():
+    return both(list(CASES), 4)
+
+
+def check_traffic(real, traffic):
+    for step, sent in enumerate(traffic):
+        assert sent.inter_node == sum(rank[2][step].inter_node for rank in real)
+        assert sent.intra_node == sum(rank[2][step].intra_node for rank in real)
+
+
+def check_equal(real, emulated):
+    losses, outputs, traffic, parameters = emulated
+    assert losses == [rank[0] for rank in real]
+    assert all(mine.equal(its) for mine, its in zip(outputs, real[0][1], strict=True))
+    for mine, its in zip(parameters, real[0][3], strict=True):
+        assert mine.equal(its)
+    check_traffic(real, traffic)
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if name not in UNQUANTIZED_GRADIENTS])
+def test_equals_real_ranks_to_the_bit(on_four_ranks, name):
+    check_equal(*on_four_ranks[name])
+
+
+def test_equals_six_ranks_on_three_nodes():
+    check_equal(*both(["noise"], 6)["noise"])
+
+
+@pytest.mark.parametrize("name", UNQUANTIZED_GRADIENTS)
+def test_unquantized_gradients_differ_by_the_order_of_sums_alone(on_four_ranks, name):
+    real, (losses, _, traffic, parameters) = on_four_ranks[name]
+    for mine, its in zip(losses, (rank[0] for rank in real), strict=True):
+        assert mine[:2] == its[:2]  # before the first step nothing was summed
+        assert mine == pytest.approx(its, rel=1e-6)
+    for mine, its in zip(parameters, real[0][3], strict=True):
+        torch.testing.assert_close(mine, its, rtol=1e-5, atol=1e-6)
+    check_traffic(real, traffic)
+
+
+def _undone(every_rank: bool):
+    """LoCo's state and the gradients of a step, without and with another one thrown away before it."""
+    states = []
+    for disturbed in (False, True):
+        model = build("net")
+        emulated = emulate_zeropp(model, CASES["all flags"][1], 2, 2, units=list(model.layers))
+        for step in [0, 8, 1] if disturbed else [0, 1]:
+            for rank in range(4 if step != 8 or every_rank else 3):
+                with emulated.as_rank(rank):
+                    model(*micro_batch(step, 0, rank)).mean().backward()
+            if step == 8:
+                emulated.undo_step()
+            if step != 1:
+                model.zero_grad()
+        states.append(emulated.state_dict() | {n: p.grad for n, p in model.named_parameters() if p.grad is not None})
+    return states
+
+
+@pytest.mark.parametrize("every_rank", [True, False])
+def test_an_undone_step_leaves_no_trace(every_rank):
+    expected, state = run_ranks(1, _undone, every_rank)[0]
+    assert any("inter.error" in name for name in state) and any("weight" in name for name in state)
+    assert state.keys() == expected.keys()
+    assert all(value.equal(expected[name]) for name, value in state.items())
+
+
+def test_wrong_use_is_refused():
+    model = build("net")
+    config = CASES["all flags"][1]
+    with pytest.raises(ValueError, match="hpz_partition_size 2 must be"):
+        emulate_zeropp(model, config, 2, 4)
+    with pytest.raises(ValueError, match="not stage 1"):
+        emulate_zeropp(model, config, 2, 2, zero_stage=1)
+    with pytest.raises(ValueError, match="has no storage yet"):
+        emulate_zeropp(nn.Linear(4, 4, device="meta"), config, 2, 2)
+    with pytest.raises(ValueError, match="shares a parameter with another unit"):
+        emulate_zeropp(model, config, 2, 2, units=[model.embedding])
+    emulated = emulate_zeropp(model, config, 2, 2, units=list(model.layers))
+    with pytest.raises(RuntimeError, match="in turn: this is rank 1, it is rank 0's"), emulated.as_rank(1):
+        model(*micro_batch(0, 0, 1)).mean().backward()
+    assert all(type(p) is nn.Parameter and p.grad is None for p in model.parameters())
+    other = emulate_zeropp(build("net"), CASES["noise"][1], 2, 2)
+    with pytest.raises(ValueError, match="another ZeroPPConfig"):
+        emulated.load_state_dict(other.state_dict())
