@@ -43,7 +43,17 @@ SETTINGS = {
     "all flags, LoCo, 4-bit weight differences": f"{QUANTIZED} --zero-hpz-partition-size {{P}} --zeropp-loco "
     "--zero-weight-difference-bits 4",
 }
-BYTES_SHAPES = {(2, 2): list(SETTINGS), (3, 2): list(SETTINGS)[-3:], (2, 3): list(SETTINGS)[-3:]}  # (nodes, P)
+WITHOUT_TENSOR_PARALLELISM = list(SETTINGS)
+SETTINGS |= {
+    f"{name}, tensor parallel 2": f"{SETTINGS[name]} --tensor-model-parallel-size 2 --sequence-parallel"
+    for name in ("all flags", "all flags, LoCo")
+}
+BYTES_SHAPES = {  # (nodes, ranks of a node)
+    (2, 2): WITHOUT_TENSOR_PARALLELISM,
+    (3, 2): WITHOUT_TENSOR_PARALLELISM[-3:],
+    (2, 3): WITHOUT_TENSOR_PARALLELISM[-3:],
+    (2, 4): ["all flags, tensor parallel 2", "all flags, LoCo, tensor parallel 2"],
+}
 THROUGHPUT_SETTINGS = ["ZeRO-3 bf16", "all flags, LoCo", "all flags, LoCo, 4-bit weight differences"]
 RATES = ["100mbit", "300mbit", "1gbit", "4gbit", None]  # at the first, ZeRO-3 does little but communicate
 
@@ -79,8 +89,10 @@ def measure(
     key["micro_batches"] = micro_batches
     if any(key.items() <= row.items() for row in read(path)):
         return
-    flags = f"{MODEL} {SETTINGS[name].format(P=ranks_per_node)} --train-iters {steps}"
-    flags += f" --global-batch-size {nodes * ranks_per_node * micro_batches}"
+    tp_size = 2 if "tensor parallel 2" in name else 1
+    data_parallel = ranks_per_node // tp_size  # of a node
+    flags = f"{MODEL} {SETTINGS[name].format(P=data_parallel)} --train-iters {steps}"
+    flags += f" --global-batch-size {nodes * data_parallel * micro_batches}"
     command = [str(PROGRAM), *flags.split()]
     print(f"{name}: {nodes} x {ranks_per_node}, {micro_batches} micro-batches, {rate or 'unlimited'}", file=sys.stderr)
     measured = asdict(run(command, nodes, ranks_per_node, rate, warmup_steps=1, timeout=900, echo=False))

@@ -184,6 +184,10 @@ def plain_model(
     """The plain model with our ``weights``. Ours packs q, k, v head by head, the plain one part by part."""
     with device:
         plain = PlainGPT(config) if isinstance(config, GPTConfig) else PlainLlama(config)
+    weights = dict(weights)
+    for name in [name for name in weights if "linear_fc1_gate" in name]:  # the plain Llama has both in one product
+        gate, up = weights.pop(name), weights.pop(name.replace("_gate", "_up"))
+        weights[name.replace("_gate", "")] = torch.cat([gate, up])
     for name, parameter in plain.named_parameters():
         value = weights[".".join(PLAIN_NAMES.get(part, part) for part in name.split("."))]
         if "qkv" in name:

@@ -100,12 +100,8 @@ def _llama_weights(config: LlamaConfig) -> Iterator[Weight]:
         )
         yield _same(f"{ours}.self_attention.linear_proj.weight", f"{attention}.o_proj.weight")
         yield _same(f"{ours}.pre_mlp_norm.weight", f"{theirs}.post_attention_layernorm.weight")
-        yield Weight(
-            f"{ours}.mlp.linear_fc1.weight",
-            (f"{mlp}.gate_proj.weight", f"{mlp}.up_proj.weight"),
-            lambda x: x.chunk(2),
-            lambda gate, up: torch.cat([gate, up]),
-        )
+        yield _same(f"{ours}.mlp.linear_fc1_gate.weight", f"{mlp}.gate_proj.weight")
+        yield _same(f"{ours}.mlp.linear_fc1_up.weight", f"{mlp}.up_proj.weight")
         yield _same(f"{ours}.mlp.linear_fc2.weight", f"{mlp}.down_proj.weight")
     yield _same("final_norm.weight", "model.norm.weight")
     if not config.tie_embeddings:

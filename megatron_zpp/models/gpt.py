@@ -7,8 +7,12 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
 
-from .layers import SelfAttention, document_attention, head_size, linear_cross_entropy
+from megatron_zpp.parallel.tensor import Replicated, norm_style
+
+from .layers import SelfAttention, document_attention, head_size, linear_cross_entropy, output_logits
 
 
 @dataclass(frozen=True)
@@ -110,13 +114,30 @@ class GPT(nn.Module):
                 f"sequence of {length} tokens, but max_position_embeddings is {self.config.max_position_embeddings}"
             )
         if position_ids is None:
-            position_ids = torch.arange(length, device=tokens.device)
+            position_ids = torch.arange(length, device=tokens.device).unsqueeze(0)  # [1, S]
         x = self.dropout(self.word_embeddings(tokens) + self.position_embeddings(position_ids))  # [B, S, H]
-        documents = self.document_attention(cu_seqlens, x, self.training and self.config.attention_dropout > 0)
+        dropout = self.training and self.config.attention_dropout > 0
+        documents = self.document_attention(cu_seqlens, tokens, x.dtype, dropout)
         for layer in self.layers:
             x = layer(x, documents)
         x = self.final_norm(x)
         output_weight = self.word_embeddings.weight if self.config.tie_embeddings else self.output_layer.weight
         if labels is None:
-            return F.linear(x, output_weight)
+            return output_logits(x, output_weight)
         return linear_cross_entropy(x, output_weight, labels)
+
+    def tensor_parallel_plan(self, sequence_parallel: bool) -> dict[str, ParallelStyle]:
+        """How ``parallelize_module`` cuts heads, MLP and vocabulary; see ``megatron_zpp.parallel.tensor``."""
+        between = Shard(1) if sequence_parallel else Replicate()  # blocks' activations [B, S, H]
+        norm = norm_style(sequence_parallel)
+        return {
+            "word_embeddings": RowwiseParallel(input_layouts=Replicate(), output_layouts=between),
+            "position_embeddings": Replicated(between, use_local_output=True),
+            "layers.*.input_norm": norm,
+            "layers.*.self_attention.linear_qkv": ColwiseParallel(input_layouts=between),
+            "layers.*.self_attention.linear_proj": RowwiseParallel(output_layouts=between),
+            "layers.*.pre_mlp_norm": norm,
+            "layers.*.mlp.linear_fc1": ColwiseParallel(input_layouts=between),
+            "layers.*.mlp.linear_fc2": RowwiseParallel(output_layouts=between),
+            "final_norm": norm,
+        } | ({} if self.config.tie_embeddings else {"output_layer": ColwiseParallel()})

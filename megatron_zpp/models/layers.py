@@ -6,8 +6,10 @@ import math
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.nn.attention.varlen import varlen_attn
 
 # Rows of the vocabulary whose logits exist at one time: 8 KiB of fp32 per token, and large enough products.
@@ -39,11 +41,12 @@ class SelfAttention(nn.Module):
 
         ``documents``, of ``document_attention``, keeps tokens from attending to another document than their own.
         """
-        batch, length, _ = x.shape
         queries_per_group = self.num_heads // self.num_query_groups
-        qkv = self.linear_qkv(x).view(batch, length, self.num_query_groups, queries_per_group + 2, self.head_dim)
+        qkv = self.linear_qkv(x)  # under tensor parallelism of this rank's heads alone
+        batch, length, _ = qkv.shape
+        qkv = qkv.view(batch, length, -1, queries_per_group + 2, self.head_dim)
         q, k, v = qkv.split([queries_per_group, 1, 1], dim=3)
-        q = q.reshape(batch, length, self.num_heads, self.head_dim)
+        q = q.reshape(batch, length, -1, self.head_dim)  # [B, S, heads, head_dim]
         k, v = k.squeeze(3), v.squeeze(3)  # [B, S, groups, head_dim]
         if rotary is not None:
             q, k = rotate(q, *rotary), rotate(k, *rotary)
@@ -81,24 +84,24 @@ def attention(
     ).transpose(1, 2)
 
 
-def document_attention(cu_seqlens: Tensor | None, x: Tensor, dropout: bool) -> Tensor | None:
+def document_attention(cu_seqlens: Tensor | None, tokens: Tensor, dtype: torch.dtype, dropout: bool) -> Tensor | None:
     """What ``SelfAttention`` takes as ``documents``, made once for all layers; None without ``cu_seqlens``.
 
-    ``cu_seqlens`` int32 [D + 1] says where the documents of the flattened batch ``x`` [B, S, H] begin. It is itself
+    ``cu_seqlens`` int32 [D + 1] says where the documents of the flattened batch ``tokens`` [B, S] begin. It is itself
     what PyTorch's kernel for variable lengths takes, on GPUs in 16 bit and without dropout of attention weights;
     elsewhere a mask bool [B, 1, S, S], True where a token attends, does the same with ``scaled_dot_product_attention``.
     """
-    if cu_seqlens is None or takes_variable_lengths(x, dropout):
+    if cu_seqlens is None or takes_variable_lengths(tokens.device, dtype, dropout):
         return cu_seqlens
-    batch, length, _ = x.shape
-    position = torch.arange(batch * length, device=x.device, dtype=cu_seqlens.dtype)
+    batch, length = tokens.shape
+    position = torch.arange(batch * length, device=tokens.device, dtype=cu_seqlens.dtype)
     document = torch.bucketize(position, cu_seqlens, right=True).view(batch, 1, length)
     return (document.unsqueeze(-1) == document.unsqueeze(-2)).tril()
 
 
-def takes_variable_lengths(x: Tensor, dropout: bool) -> bool:
+def takes_variable_lengths(device: torch.device, dtype: torch.dtype, dropout: bool) -> bool:
     """Whether PyTorch's kernel for variable lengths can be used."""
-    return x.is_cuda and x.dtype in (torch.bfloat16, torch.float16) and not dropout
+    return device.type == "cuda" and dtype in (torch.bfloat16, torch.float16) and not dropout
 
 
 def head_size(hidden_size: int, num_heads: int, num_query_groups: int, kv_channels: int | None) -> int:
@@ -159,8 +162,27 @@ def linear_cross_entropy(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tens
 
     Not ``torch.nn.functional.linear_cross_entropy`` (torch 2.13), because that one returns the losses in the inputs'
     dtype: in bf16 they keep two digits, and so do the gradients that come back for them.
+
+    Under tensor parallelism ``weight`` is a DTensor and each rank has its rows; ``hidden`` is one too, whole or cut
+    along the sequence. Ranks exchange two numbers per token, never logits.
     """
-    return _LinearCrossEntropy.apply(hidden, weight, labels)
+    if isinstance(weight, DTensor):
+        return _LinearCrossEntropy.apply(_whole(hidden), weight.to_local(), labels, weight.device_mesh.get_group())
+    return _LinearCrossEntropy.apply(hidden, weight, labels, None)
+
+
+def output_logits(hidden: Tensor, weight: Tensor) -> Tensor:
+    """Logits [..., V] of ``hidden`` [..., H], whole on every rank."""
+    if isinstance(weight, DTensor):
+        mine = F.linear(_whole(hidden), weight.to_local())
+        return DTensor.from_local(mine, weight.device_mesh, [Shard(mine.dim() - 1)], run_check=False).full_tensor()
+    return F.linear(hidden, weight)
+
+
+def _whole(hidden: Tensor) -> Tensor:
+    """All tokens of a DTensor [..., H]; each rank's gradient of it is one of its own rows, to be summed."""
+    assert isinstance(hidden, DTensor)
+    return hidden.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -168,7 +190,11 @@ class _LinearCrossEntropy(torch.autograd.Function):
     gradient of ``hidden``, which is small, needs an fp32 accumulator."""
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+        """``group``: the ranks that hold the rows of the whole weight, ``weight`` of each, in their order."""
+        whole_labels = labels
+        if group is not None:
+            labels = labels - group.rank() * weight.shape[0]
         log_sum = torch.full(labels.shape, -torch.inf, dtype=torch.float32, device=hidden.device)
         target = torch.full_like(log_sum, torch.nan)  # the label's logit
         for start in range(0, weight.shape[0], VOCABULARY_BLOCK):
@@ -176,11 +202,13 @@ class _LinearCrossEntropy(torch.autograd.Function):
             log_sum = torch.logaddexp(log_sum, logits.logsumexp(dim=-1))
             column, inside = _columns(labels, start, logits.shape[-1])
             target = torch.where(inside, logits.gather(-1, column.unsqueeze(-1)).squeeze(-1), target)
+        if group is not None:
+            log_sum, target = _combine(log_sum, target, whole_labels // weight.shape[0], group)
         ctx.save_for_backward(hidden, weight, labels, log_sum)
         return log_sum - target
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:  # type: ignore[override]
         hidden, weight, labels, log_sum = ctx.saved_tensors
         grad_hidden = torch.zeros(hidden.shape, dtype=torch.float32, device=hidden.device)
         grad_weight = torch.empty_like(weight)
@@ -194,7 +222,17 @@ class _LinearCrossEntropy(torch.autograd.Function):
             grad_hidden += grad_logits @ rows
             tokens = grad_logits.flatten(0, -2), hidden.flatten(0, -2)  # [T, block], [T, H]
             torch.mm(tokens[0].t(), tokens[1], out=grad_weight[start : start + VOCABULARY_BLOCK])
-        return grad_hidden.to(hidden.dtype), grad_weight, None
+        return grad_hidden.to(hidden.dtype), grad_weight, None, None
+
+
+def _combine(log_sum: Tensor, target: Tensor, owner: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
+    """Of each rank's rows -> of all rows. ``owner`` int64 [...]: the rank that has the label's row."""
+    mine = torch.stack([log_sum, target])  # [2, ...]
+    of_ranks = [torch.empty_like(mine) for _ in range(group.size())]
+    dist.all_gather(of_ranks, mine, group)
+    log_sums, targets = torch.stack(of_ranks, dim=1)  # [tp, ...] each
+    owner = owner.clamp(0, group.size() - 1).unsqueeze(0)
+    return log_sums.logsumexp(dim=0), targets.gather(0, owner).squeeze(0)
 
 
 def _columns(labels: Tensor, start: int, width: int) -> tuple[Tensor, Tensor]:

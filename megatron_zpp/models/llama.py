@@ -6,8 +6,19 @@ from dataclasses import dataclass
 
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, PrepareModuleInput, RowwiseParallel
 
-from .layers import SelfAttention, document_attention, head_size, linear_cross_entropy, rotary_table
+from megatron_zpp.parallel.tensor import norm_style
+
+from .layers import (
+    SelfAttention,
+    document_attention,
+    head_size,
+    linear_cross_entropy,
+    output_logits,
+    rotary_table,
+)
 
 
 @dataclass(frozen=True)
@@ -44,16 +55,16 @@ class LlamaConfig:
 
 
 class SwiGLU(nn.Module):
-    """``linear_fc1`` is [gate; up], stacked along its rows as in Megatron."""
+    """Megatron's stacked ``linear_fc1`` is two products here, so that a tensor-parallel rank has its rows of both."""
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
-        self.linear_fc1 = nn.Linear(config.hidden_size, 2 * config.ffn_size, bias=False)
+        self.linear_fc1_gate = nn.Linear(config.hidden_size, config.ffn_size, bias=False)
+        self.linear_fc1_up = nn.Linear(config.hidden_size, config.ffn_size, bias=False)
         self.linear_fc2 = nn.Linear(config.ffn_size, config.hidden_size, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        gate, up = self.linear_fc1(x).chunk(2, dim=-1)
-        return self.linear_fc2(F.silu(gate) * up)
+        return self.linear_fc2(F.silu(self.linear_fc1_gate(x)) * self.linear_fc1_up(x))
 
 
 class LlamaBlock(nn.Module):
@@ -113,11 +124,30 @@ class Llama(nn.Module):
         )
         # Megatron's rule: angles in fp32, their cosines and sines in the dtype of the activations.
         cos, sin = cos.to(x.dtype), sin.to(x.dtype)
-        documents = self.document_attention(cu_seqlens, x, self.training and config.attention_dropout > 0)
+        dropout = self.training and config.attention_dropout > 0
+        documents = self.document_attention(cu_seqlens, tokens, x.dtype, dropout)
         for layer in self.layers:
             x = layer(x, cos, sin, documents)
         x = self.final_norm(x)
         output_weight = self.word_embeddings.weight if config.tie_embeddings else self.output_layer.weight
         if labels is None:
-            return F.linear(x, output_weight)
+            return output_logits(x, output_weight)
         return linear_cross_entropy(x, output_weight, labels)
+
+    def tensor_parallel_plan(self, sequence_parallel: bool) -> dict[str, ParallelStyle]:
+        """How ``parallelize_module`` cuts heads, MLP and vocabulary; see ``megatron_zpp.parallel.tensor``."""
+        between = Shard(1) if sequence_parallel else Replicate()  # blocks' activations [B, S, H]
+        norm = norm_style(sequence_parallel)
+        return {
+            "word_embeddings": RowwiseParallel(input_layouts=Replicate(), output_layouts=between),
+            "layers.*.input_norm": norm,
+            "layers.*.self_attention.linear_qkv": ColwiseParallel(input_layouts=between),
+            "layers.*.self_attention.linear_proj": RowwiseParallel(output_layouts=between),
+            "layers.*.pre_mlp_norm": norm,
+            # Gathered once for both products.
+            "layers.*.mlp": PrepareModuleInput(input_layouts=between, desired_input_layouts=Replicate()),
+            "layers.*.mlp.linear_fc1_gate": ColwiseParallel(),
+            "layers.*.mlp.linear_fc1_up": ColwiseParallel(),
+            "layers.*.mlp.linear_fc2": RowwiseParallel(output_layouts=between),
+            "final_norm": norm,
+        } | ({} if self.config.tie_embeddings else {"output_layer": ColwiseParallel()})

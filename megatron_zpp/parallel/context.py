@@ -62,18 +62,20 @@ class ContextParallel:
     rank: int
     size: int
 
-    def document_attention(self, cu_seqlens: Tensor | None, x: Tensor, dropout: bool) -> Tensor:
-        """As ``layers.document_attention``, for ``x`` [B, S / cp, H]; the mask is bool [B or 1, 1, S / cp, S].
+    def document_attention(
+        self, cu_seqlens: Tensor | None, tokens: Tensor, dtype: torch.dtype, dropout: bool
+    ) -> Tensor:
+        """As ``layers.document_attention``, for ``tokens`` [B, S / cp]; the mask is bool [B or 1, 1, S / cp, S].
 
         Also without documents: then each sequence is one.
         """
-        batch, length = x.shape[0], x.shape[1] * self.size
-        whole = torch.arange(0, (batch + 1) * length, length, device=x.device, dtype=torch.int32)
-        if takes_variable_lengths(x, dropout):
+        batch, length, device = tokens.shape[0], tokens.shape[1] * self.size, tokens.device
+        whole = torch.arange(0, (batch + 1) * length, length, device=device, dtype=torch.int32)
+        if takes_variable_lengths(device, dtype, dropout):
             return whole if cu_seqlens is None else cu_seqlens
         if cu_seqlens is None:
             batch, cu_seqlens = 1, whole[:2]  # the same mask for all
-        position = torch.arange(batch * length, device=x.device, dtype=torch.int32).view(batch, 1, length)
+        position = torch.arange(batch * length, device=device, dtype=torch.int32).view(batch, 1, length)
         document = torch.bucketize(position, cu_seqlens, right=True)
         of_queries = [cut(tensor, self.rank, self.size).unsqueeze(-1) for tensor in (document, position)]
         return (of_queries[0] == document.unsqueeze(-2)) & (of_queries[1] >= position.unsqueeze(-2))

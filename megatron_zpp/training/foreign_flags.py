@@ -74,8 +74,7 @@ NOT_NEEDED: dict[str, NotNeeded] = {
         "--zero-contigious-gradients",
     ),
     **_same(
-        "there is no tensor parallelism",
-        "--sequence-parallel",
+        "tensor-parallel collectives are not overlapped with products",
         "--no-async-tensor-model-parallel-allreduce",
     ),
     **_same("there is no pipeline parallelism", "--no-pipeline-parallel"),

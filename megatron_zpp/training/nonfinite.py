@@ -102,6 +102,7 @@ def _watch(model: nn.Module, compiled: bool) -> Iterator[list[str]]:
     handles = []
 
     def note(kind: str, name: str, tensor: Tensor) -> None:
+        tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
         if not any(kind in event for event in found) and not tensor.isfinite().all():
             found.append(f"the {kind} of {name}")
 

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 
 from megatron_zpp.training.batch_size import BatchSchedule
 from megatron_zpp.training.errors import SettingsError, check_at_least, flag_of, require
-from megatron_zpp.training.resolve_parallel import check_parallel, data_parallel_size
+from megatron_zpp.training.resolve_parallel import check_parallel, check_tensor_parallel, data_parallel_size
 from megatron_zpp.training.resolve_zero import resolve_zero
 from megatron_zpp.training.schedule import Schedule
 from megatron_zpp.training.settings import (
@@ -41,6 +41,8 @@ def resolve(
     _check_needs(settings, given)
     training = _resolve_training(settings.training, dp_size, accumulation_steps)
     model = _resolve_model(settings.model, settings.architecture, training.seq_length)
+    assert training.seq_length
+    check_tensor_parallel(settings.distributed, model, training.seq_length)
     settings = dataclasses.replace(
         settings,
         model=model,
@@ -372,5 +374,7 @@ def _notes(settings: Settings, given: set[str]) -> Iterator[str]:
     for name, needed in _NO_EFFECT_WITHOUT.items():
         if name in given and not values[needed]:
             yield f"{flag_of(name)} has no effect without {flag_of(needed)}"
+    if settings.distributed.sequence_parallel and settings.distributed.tensor_model_parallel_size == 1:
+        yield "--sequence-parallel has no effect without --tensor-model-parallel-size"
     if "vocab_size" in given and settings.tokenizer.tokenizer_type != "NullTokenizer":
         yield f"--vocab-size has no effect: {settings.tokenizer.tokenizer_type} knows its own"

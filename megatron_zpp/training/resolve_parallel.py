@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
+
 from megatron_zpp.training.errors import check_at_least, divisors, flag_of, require
-from megatron_zpp.training.settings import DistributedSettings
+from megatron_zpp.training.settings import DistributedSettings, ModelSettings
 
 _MODEL_PARALLEL = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
 
@@ -11,9 +13,8 @@ _MODEL_PARALLEL = ("tensor_model_parallel_size", "pipeline_model_parallel_size",
 def check_parallel(distributed: DistributedSettings, zero_stage: int, seq_length: int | None, world_size: int) -> None:
     """Raise SettingsError unless the parallel sizes divide the ranks, and fit together."""
     check_at_least(distributed, 1, *_MODEL_PARALLEL)
-    for name in ("tensor_model_parallel_size", "pipeline_model_parallel_size"):
-        size = getattr(distributed, name)
-        require(size == 1, f"{flag_of(name)} {size} is not supported yet: leave it at 1")
+    size = distributed.pipeline_model_parallel_size
+    require(size == 1, f"--pipeline-model-parallel-size {size} is not supported yet: leave it at 1")
     product = distributed.ranks_per_model_copy
     sizes = " * ".join(f"{flag_of(name)} {getattr(distributed, name)}" for name in _MODEL_PARALLEL)
     require(
@@ -61,4 +62,41 @@ def _check_context_parallel(size: int, seq_length: int | None) -> None:
         f"--seq-length {seq_length} is not a multiple of 2 * --context-parallel-size {size}: each rank takes two "
         f"of 2 * {size} chunks of a sequence; choose another length, or a --context-parallel-size of "
         f"{', '.join(map(str, fitting))}",
+    )
+
+
+def check_tensor_parallel(distributed: DistributedSettings, model: ModelSettings, seq_length: int) -> None:
+    """Raise SettingsError unless heads, MLP and, with sequence parallelism, the sequence can be cut evenly.
+
+    model: completed. The vocabulary waits for the tokenizer: ``check_vocabulary``.
+    """
+    size = distributed.tensor_model_parallel_size
+    cut = {
+        "--num-attention-heads": model.num_attention_heads,
+        "--num-query-groups": model.num_query_groups,
+        "--ffn-hidden-size": model.ffn_hidden_size,
+    }
+    if distributed.sequence_parallel:
+        shared = " / --context-parallel-size" if distributed.context_parallel_size > 1 else ""
+        cut[f"--seq-length{shared} (cut by --sequence-parallel)"] = seq_length // distributed.context_parallel_size
+    numbers = {what: number or 0 for what, number in cut.items()}
+    uneven = [f"{what} {number}" for what, number in numbers.items() if number % size]
+    require(
+        not uneven,
+        f"--tensor-model-parallel-size {size} does not divide {', '.join(uneven)}; choose one of "
+        f"{', '.join(map(str, divisors(math.gcd(*numbers.values()))))}",
+    )
+
+
+def check_vocabulary(distributed: DistributedSettings, padded_size: int, multiple: int) -> None:
+    """Raise SettingsError unless the vocabulary, padded to ``multiple``, can be cut over the tensor-parallel ranks.
+
+    The padding does not depend on their number, as Megatron's does: checkpoints load under any.
+    """
+    size = distributed.tensor_model_parallel_size
+    require(
+        padded_size % size == 0,
+        f"--tensor-model-parallel-size {size} does not divide the vocabulary of {padded_size}, padded to a multiple of "
+        f"{multiple}; give --make-vocab-size-divisible-by {math.lcm(multiple, size)}, or a size that is one of "
+        f"{', '.join(map(str, divisors(padded_size)))}",
     )

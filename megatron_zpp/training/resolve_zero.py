@@ -26,8 +26,8 @@ def resolve_zero(zero: ZeroSettings, fsdp_size: int, distributed: DistributedSet
         per_node = fsdp_size // distributed.emulate_nodes
         require(
             zero.zero_hpz_partition_size in (1, per_node) and zero.zero_ranks_per_node in (None, per_node),
-            f"--emulate-ranks {distributed.emulate_ranks} on --emulate-nodes {distributed.emulate_nodes} are {per_node} ranks per "
-            f"node: --zero-hpz-partition-size must be {per_node} or 1, and --zero-ranks-per-node {per_node} or left out",
+            f"--emulate-ranks {fsdp_size} on --emulate-nodes {distributed.emulate_nodes} are {per_node} a node: "
+            f"--zero-hpz-partition-size must be {per_node} or 1, and --zero-ranks-per-node {per_node} or left out",
         )
     for name in ("zero_quantized_weights", "zero_quantized_gradients"):
         require(

@@ -362,7 +362,10 @@ class DistributedSettings:
         None, "compute in this one process what so many data-parallel ranks would, bit for bit: docs/emulation.md"
     )
     emulate_nodes: int = flag(1, "nodes that the ranks of --emulate-ranks are on")
-    tensor_model_parallel_size: int = flag(1, "only 1 so far")
+    tensor_model_parallel_size: int = flag(1, "ranks among which each layer's products are cut")
+    sequence_parallel: bool = flag(
+        False, "cut activations between products along the sequence too; with --tensor-model-parallel-size"
+    )
     pipeline_model_parallel_size: int = flag(1, "only 1 so far")
     context_parallel_size: int = flag(1, "ranks that share each sequence, whose length 2 * so many must divide")
 

@@ -27,6 +27,7 @@ from megatron_zpp.parallel.context import apply_context_parallel
 from megatron_zpp.parallel.distributed import errors_on_all_ranks
 from megatron_zpp.parallel.mesh import Mesh, build_mesh
 from megatron_zpp.parallel.sharding import shard_model
+from megatron_zpp.parallel.tensor import apply_tensor_parallelism, dropout_seed
 from megatron_zpp.training.batch_size import BatchSchedule
 from megatron_zpp.training.checkpoint import (
     CheckpointError,
@@ -39,8 +40,9 @@ from megatron_zpp.training.checkpoint import (
 )
 from megatron_zpp.training.logging import MetricWriters, progress
 from megatron_zpp.training.loss_scaler import LossScaler
-from megatron_zpp.training.model import build_model, mixed_precision
+from megatron_zpp.training.model import build_model, mixed_precision, padded_vocab_size
 from megatron_zpp.training.optimizer import build_optimizer
+from megatron_zpp.training.resolve_parallel import check_vocabulary
 from megatron_zpp.training.resolve_zero import zeropp_config
 from megatron_zpp.training.schedule import Schedule, resume_schedule
 from megatron_zpp.training.settings import CheckpointSettings, DataSettings, Settings
@@ -92,7 +94,14 @@ class Run:
             "loss": self.last_loss if self.last_loss is not None and math.isfinite(self.last_loss) else None,
             "data_order": self.datasets.train.order if self.datasets.train is not None else None,
             "tokens": self.counters.consumed_train_samples * (self.settings.training.seq_length or 0),
+            "layout": self.layout(),
         }
+
+    def layout(self) -> dict[str, int]:
+        """How the ranks are divided, and whether those of a tensor-parallel group draw random numbers alike."""
+        mesh = self.mesh
+        sizes = {"pp": mesh.pp_size, "dp": mesh.dp_size, "cp": mesh.cp_size, "tp": mesh.tp_size}
+        return sizes | {"sp": int(self.settings.distributed.sequence_parallel and self.mesh.tp_size > 1)}
 
 
 def build_run(settings: Settings, device: torch.device) -> Run:
@@ -134,6 +143,8 @@ def build_run(settings: Settings, device: torch.device) -> Run:
         eval_samples = num_eval_micro_batches * training.micro_batch_size * mesh.dp_size
         samples = max(samples, training.train_samples or 0)
         vocab_size, datasets = _build_data(settings, counters, train_iters, samples, eval_samples)
+        multiple = settings.model.make_vocab_size_divisible_by
+        check_vocabulary(ranks, padded_vocab_size(vocab_size, multiple), multiple)
         if meta is not None and not settings.checkpoint.finetune:
             _check_same_order(settings, meta, datasets)
         run_config = settings.as_flat_dict() | {"world_size": dist.get_world_size()}
@@ -166,7 +177,8 @@ def build_run(settings: Settings, device: torch.device) -> Run:
         counters,
         lock,
     )
-    torch.manual_seed(training.seed + dist.get_rank())  # from here on randomness is dropout's: its own on each rank
+    # From here on randomness is dropout's.
+    torch.manual_seed(dropout_seed(training.seed, dist.get_rank(), mesh.tp_size, ranks.sequence_parallel))
     if isinstance(zeropp, EmulatedZeroPP):
         zeropp.random_states.seed(training.seed)
     if checkpoint is not None and meta is not None:
@@ -353,6 +365,8 @@ def _build_model(
     activation, zero = settings.activation, settings.zero
     if mesh.cp_size > 1:
         apply_context_parallel(model, mesh.grid["cp"])
+    if mesh.tp_size > 1:
+        apply_tensor_parallelism(model, mesh, settings.distributed.sequence_parallel)
     if activation.recompute_granularity is not None:
         apply_activation_checkpointing(
             model, activation.recompute_granularity, activation.recompute_method, activation.recompute_num_layers
@@ -409,6 +423,7 @@ def _load(run: Run, checkpoint: Path, meta: dict[str, Any]) -> None:
         run.model,
         None if finetune or settings.checkpoint.no_load_optim else run.optimizer,
         run.zeropp,
+        run.layout(),
         load_rng=not (finetune or settings.checkpoint.no_load_rng),
     )
     if not finetune:

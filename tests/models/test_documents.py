@@ -75,11 +75,11 @@ def test_positions_and_attention_are_reset_apart():
 
 
 def test_mask_is_causal_and_within_documents():
-    x = torch.zeros(2, 4, 8)
-    mask = document_attention(torch.tensor([0, 3, 4, 8], dtype=torch.int32), x, dropout=False)
+    tokens = torch.zeros(2, 4, dtype=torch.int64)
+    mask = document_attention(torch.tensor([0, 3, 4, 8], dtype=torch.int32), tokens, torch.float32, dropout=False)
     first = [[1, 0, 0, 0], [1, 1, 0, 0], [1, 1, 1, 0], [0, 0, 0, 1]]
     assert mask.int().tolist() == [[first], [torch.ones(4, 4).tril().int().tolist()]]
-    assert document_attention(None, x, dropout=False) is None
+    assert document_attention(None, tokens, torch.float32, dropout=False) is None
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="PyTorch's kernel for variable lengths needs a GPU")
@@ -89,7 +89,7 @@ def test_kernel_for_variable_lengths_equals_the_mask(architecture):
     positions, cu_seqlens = POSITIONS.cuda(), CU_SEQLENS.cuda()
     exact = build(architecture, device="cuda")(tokens, labels, positions, cu_seqlens)
     model = build(architecture, torch.bfloat16, "cuda")
-    assert document_attention(cu_seqlens, torch.zeros(3, 16, 32, device="cuda", dtype=torch.bfloat16), False).dim() == 1
+    assert document_attention(cu_seqlens, tokens, torch.bfloat16, False).dim() == 1
     packed = model(tokens, labels, positions, cu_seqlens)
     torch.testing.assert_close(packed, exact, rtol=0.05, atol=0.05)
     assert all(gradient.isfinite().all() for gradient in gradients(model, packed))

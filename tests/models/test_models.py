@@ -96,7 +96,7 @@ def test_llama_mlp_and_norm_equal_the_formulas():
     model = build(LLAMA_CONFIG)
     block = model.layers[0]
     x = torch.randn(2, 5, 48)
-    gate, up = block.mlp.linear_fc1.weight[:96], block.mlp.linear_fc1.weight[96:]
+    gate, up = block.mlp.linear_fc1_gate.weight, block.mlp.linear_fc1_up.weight
     expected = (F.silu(x @ gate.T) * (x @ up.T)) @ block.mlp.linear_fc2.weight.T
     torch.testing.assert_close(block.mlp(x), expected)
     torch.nn.init.normal_(block.input_norm.weight)
@@ -106,12 +106,14 @@ def test_llama_mlp_and_norm_equal_the_formulas():
 
 def test_parameter_names_are_megatrons():
     common = ["input_norm", "self_attention.linear_proj", "self_attention.linear_qkv"]
-    common += ["mlp.linear_fc1", "mlp.linear_fc2", "pre_mlp_norm"]
+    common += ["mlp.linear_fc2", "pre_mlp_norm"]
     names = {name for name, _ in build(GPT_CONFIG).named_parameters()}
-    layer_names = {f"layers.{i}.{name}.{kind}" for i in range(2) for name in common for kind in ("weight", "bias")}
+    layer_names = {f"layers.{i}.{name}.{kind}" for i in range(2)
+                   for name in [*common, "mlp.linear_fc1"] for kind in ("weight", "bias")}  # fmt: skip
     root_names = {"word_embeddings.weight", "position_embeddings.weight", "final_norm.weight", "final_norm.bias"}
     assert names == layer_names | root_names  # the tied output layer is no parameter of its own
     names = {name for name, _ in build(LLAMA_CONFIG).named_parameters()}
+    common += ["mlp.linear_fc1_gate", "mlp.linear_fc1_up"]  # Megatron's linear_fc1
     layer_names = {f"layers.{i}.{name}.weight" for i in range(2) for name in common}
     assert names == layer_names | {"word_embeddings.weight", "final_norm.weight", "output_layer.weight"}
 

@@ -56,14 +56,14 @@ def _attend(groups: int, dtype: torch.dtype):
 
         for cu_seqlens in (None, CU_SEQLENS):
             whole = [tensor.clone().requires_grad_() for tensor in (q, k, v)]
-            documents = document_attention(cu_seqlens, q.flatten(2), dropout=False)
+            documents = document_attention(cu_seqlens, q[:, :, 0, 0], dtype, dropout=False)
             expected = F.scaled_dot_product_attention(
                 *(tensor.transpose(1, 2) for tensor in whole), documents, is_causal=documents is None, enable_gqa=True
             ).transpose(1, 2)
             (expected * weight).sum().backward()
 
             parts = [mine(tensor).clone().requires_grad_() for tensor in (q, k, v)]
-            documents = context.document_attention(cu_seqlens, mine(q).flatten(2), dropout=False)
+            documents = context.document_attention(cu_seqlens, mine(q)[:, :, 0, 0], dtype, dropout=False)
             actual = context.attention(*parts, documents, 0.0)
             (actual * mine(weight)).sum().backward()
             pairs = [(actual, mine(expected)), *((a.grad, mine(b.grad)) for a, b in zip(parts, whole, strict=True))]
@@ -91,7 +91,7 @@ def test_documents_of_a_chunk(begin, end):
             for key in keys[: len(keys) - (queries[-1] - query)]:  # causal from the lower right corner
                 assert key // end == query // width  # of the same row
                 allowed[query // width, query % width, key % end] = True
-    mask = document_attention(CU_SEQLENS, torch.zeros(3, 16, 8), dropout=False)
+    mask = document_attention(CU_SEQLENS, torch.zeros(3, 16), torch.float32, dropout=False)
     assert torch.equal(allowed, mask[:, 0, begin:end])
 
 

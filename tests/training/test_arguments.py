@@ -267,7 +267,11 @@ def test_reference_page_is_up_to_date():
         ("--normalization RMSNorm", "--normalization RMSNorm LayerNorm pretrain_llama.py"),
         ("--preset gpt-9t", "--preset gpt-9t gpt-125m"),
         ("--preset llama-8b", "pretrain_llama.py"),
-        ("--tensor-model-parallel-size 2", "--tensor-model-parallel-size 2"),
+        ("--tensor-model-parallel-size 3", "--tensor-model-parallel-size 1, 2, 4"),
+        ("--tensor-model-parallel-size 4 --num-attention-heads 2", "--num-attention-heads 1, 2"),
+        ("--tensor-model-parallel-size 4 --ffn-hidden-size 6", "--ffn-hidden-size 1, 2"),
+        ("--tensor-model-parallel-size 4 --sequence-parallel --seq-length 34", "--seq-length 1, 2"),
+        ("--tensor-model-parallel-size 2 --zero-stage 0", "--zero-stage 1"),
         # optimizer, schedule, precision, recomputation
         ("--min-lr 1", "--min-lr --lr"),
         ("--lr-warmup-samples 5", "--lr-warmup-samples --lr-warmup-iters"),

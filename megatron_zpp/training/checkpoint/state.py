@@ -76,12 +76,14 @@ def load_checkpoint(
     model: nn.Module,
     optimizer: torch.optim.Optimizer | None,
     zeropp: ZeroPP | EmulatedZeroPP | None,
+    layout: Mapping[str, int],
     load_rng: bool = True,
 ) -> list[str]:
     """Load tensors in place; collective. Returns notes about what was not taken over and why.
 
-    optimizer None: the parameters alone. The number of ranks may differ from the one that saved; random states and
-    LoCo's errors belong to a layout and start anew on another. Raises FailedTogether when it has said why.
+    optimizer None: the parameters alone. The ranks, and their ``layout`` (of ``Run.layout``), may be others than those
+    that saved; random states and LoCo's errors belong to a layout and start anew on another. Raises FailedTogether when
+    it has said why.
     """
     optimizer_state, zeropp_state = dict[str, Any](), dict[str, Tensor]()
     notes: list[str] = []
@@ -92,13 +94,16 @@ def load_checkpoint(
         optimizer_state = get_optimizer_state_dict(model, optimizer)
         state |= _optimizer_tensors(optimizer_state)
     load_rng = load_rng and meta["has_rng"]
-    if load_rng and meta["world_size"] != _num_ranks(zeropp):
-        notes.append(f"random states start anew: {meta['world_size']} ranks saved, {_num_ranks(zeropp)} load")
+    same_layout = meta.get("layout") == layout
+    if load_rng and not same_layout:
+        others = f"{meta['world_size']} ranks saved, {_num_ranks(zeropp)} load"
+        otherwise = ", divided otherwise" if meta["world_size"] == _num_ranks(zeropp) else ""
+        notes.append(f"random states start anew: {others}{otherwise}")
         load_rng = False
     if load_rng:
         state |= {f"rng.{name}": tensor for name, tensor in rng.items()}
     load_zeropp = zeropp is not None and optimizer is not None and bool(zeropp.state_dict())
-    if load_zeropp and meta["zeropp"] != json.loads(json.dumps(_zeropp_layout(zeropp))):
+    if load_zeropp and (not same_layout or meta["zeropp"] != json.loads(json.dumps(_zeropp_layout(zeropp)))):
         notes.append("LoCo's errors and weight copies start anew: saved with other ranks, nodes or ZeRO++ settings")
         load_zeropp = False
 

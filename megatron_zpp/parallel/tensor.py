@@ -1,0 +1,79 @@
+"""Tensor and sequence parallelism: a model's products, heads and vocabulary are cut over the tensor-parallel ranks.
+
+The models say where each module is cut (``tensor_parallel_plan``); PyTorch's DTensor does it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, distribute_module
+from torch.distributed.tensor.parallel import ParallelStyle, SequenceParallel, parallelize_module
+
+from megatron_zpp.parallel.mesh import Mesh
+
+
+def apply_tensor_parallelism(model: nn.Module, mesh: Mesh, sequence_parallel: bool) -> None:
+    """Cut ``model``, built on the meta device, in place; before activation checkpointing, compile and sharding.
+
+    sequence_parallel: between the products, activations are cut along the sequence: norms, dropout and residuals work
+    on S / tp tokens a rank. Otherwise all ranks of a group hold them whole, and alike.
+    """
+    parallelize_module(model, mesh.grid["tp"], model.tensor_parallel_plan(sequence_parallel))  # type: ignore[operator]
+    for block in model.layers:  # type: ignore[union-attr]
+        attention = block.self_attention
+        if attention.dropout > 0 and not sequence_parallel:
+            attention.forward = _with_own_randomness(attention.forward, mesh.tp_rank)
+
+
+def dropout_seed(seed: int, rank: int, tp_size: int, sequence_parallel: bool) -> int:
+    """What a rank's random numbers start from.
+
+    Without sequence parallelism the ranks of a tensor-parallel group must draw alike for the activations that all of
+    them hold; with it each has its own part of the sequence.
+    """
+    return seed + (rank if sequence_parallel else rank // tp_size)
+
+
+class Replicated(ParallelStyle):
+    """A module whose parameters every rank holds, and which all compute alike; its output is laid out as asked."""
+
+    def __init__(self, output_layouts: Placement | None = None, use_local_output: bool = False) -> None:
+        super().__init__()
+        self.output_layouts, self.use_local_output = output_layouts or Replicate(), use_local_output
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        return distribute_module(module, device_mesh, None, self._prepare_input, self._prepare_output)
+
+    def _prepare_input(self, module: nn.Module, inputs: Any, mesh: DeviceMesh) -> Any:
+        (x,) = inputs
+        return x if isinstance(x, DTensor) else DTensor.from_local(x, mesh, [Replicate()], run_check=False)
+
+    def _prepare_output(self, module: nn.Module, output: Any, mesh: DeviceMesh) -> Any:
+        output = output.redistribute(placements=[self.output_layouts])
+        return output.to_local() if self.use_local_output else output
+
+
+def norm_style(sequence_parallel: bool) -> ParallelStyle:
+    """Of norms: each rank its part of the sequence, or all the whole of it. The output is a DTensor."""
+    return SequenceParallel() if sequence_parallel else Replicated()
+
+
+def _with_own_randomness(forward: Callable[..., Tensor], tp_rank: int) -> Callable[..., Tensor]:
+    """``forward`` with random numbers of this rank's own: each rank has other heads, and drops other weights.
+
+    They start from a number drawn where all ranks of the group draw alike; so activation checkpointing, which restores
+    what numbers are drawn from, gets the same ones again.
+    """
+
+    def own_forward(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        own_seed = int(torch.randint(2**62, ())) + tp_rank  # drawn on the CPU: no wait for a GPU
+        with torch.random.fork_rng([x.device] if x.is_cuda else []):
+            torch.manual_seed(own_seed)
+            return forward(x, *args, **kwargs)
+
+    return own_forward

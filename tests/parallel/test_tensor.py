@@ -1,0 +1,272 @@
+"""Tensor and sequence parallelism: training equals one rank's, whatever the layout."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import io
+import time
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
+from torch.distributed.tensor import Shard, distribute_tensor
+
+from megatron_zpp.models import init, layers
+from megatron_zpp.models.gpt import GPT, GPTConfig
+from megatron_zpp.models.llama import Llama, LlamaConfig
+from megatron_zpp.parallel.distributed import FailedTogether
+from megatron_zpp.parallel.mesh import build_mesh
+from megatron_zpp.parallel.sharding import shard_model
+from megatron_zpp.parallel.tensor import apply_tensor_parallelism, dropout_seed
+from megatron_zpp.training.pretrain import train
+from tests.ranks import run_ranks
+from tests.training.small_run import NO_DROPOUT, Metrics, flags, start, write_text
+
+# Adam's eps: a key's bias has no gradient but rounding errors, which Adam would blow up to whole steps.
+LENGTH = "--train-iters 20 --adam-eps 1e-5 --global-batch-size 4 --micro-batch-size 2"
+OURS = [
+    ("gpt", ""),
+    (
+        "llama",
+        "--group-query-attention --num-query-groups 4 --num-attention-heads 8 --ffn-hidden-size 64 "
+        "--reset-attention-mask --reset-position-ids",
+    ),
+]
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory) -> str:
+    return write_text(tmp_path_factory.mktemp("data"))
+
+
+def train_runs(runs: dict[str, list[str]], architecture: str) -> dict[str, tuple[Metrics, dict[str, Tensor], str]]:
+    """Runs on each rank: train each command line; metrics, whole parameters at the end, and what was printed."""
+    results = {}
+    for name, argv in runs.items():
+        with contextlib.redirect_stdout(io.StringIO()) as out:
+            run, metrics = start(argv, architecture)
+            train(run, time.monotonic())
+        parameters = get_model_state_dict(run.model, options=StateDictOptions(full_state_dict=True))
+        results[name] = metrics, parameters, out.getvalue()
+    return results
+
+
+def train_on(world_size: int, architecture: str, data: str, *common: str, **runs: str) -> dict[str, Any]:
+    """What each run was, as rank 0 knows it; the others' losses are the same."""
+    argvs = {name: flags(data, NO_DROPOUT, *common, more, length=LENGTH) for name, more in runs.items()}
+    results = run_ranks(world_size, train_runs, argvs, architecture, timeout=600)
+    for name, (metrics, _, _) in results[-1].items():
+        assert metrics["lm loss"] == results[0][name][0]["lm loss"]
+        assert metrics["grad-norm"] == results[0][name][0]["grad-norm"]
+    return results[0]
+
+
+def assert_equal(result: Any, expected: Any) -> None:
+    (metrics, parameters, _), (expected_metrics, expected_parameters, _) = result, expected
+    for curve in ("lm loss", "lm loss validation", "grad-norm"):
+        steps = len(metrics[curve])
+        assert metrics[curve] == pytest.approx(expected_metrics[curve][-steps:], rel=1e-5), curve
+    assert parameters.keys() == expected_parameters.keys()
+    for name, value in parameters.items():
+        torch.testing.assert_close(value, expected_parameters[name], rtol=0, atol=1e-5, msg=name)
+
+
+@pytest.mark.parametrize("architecture, shape", OURS)
+def test_training_equals_one_rank(data, architecture, shape):
+    expected = train_on(1, architecture, data, alone=shape)["alone"]
+    tp = "--tensor-model-parallel-size"
+    of_two = train_on(2, architecture, data, tp=f"{shape} {tp} 2", sp=f"{shape} {tp} 2 --sequence-parallel")
+    of_four = train_on(
+        4,
+        architecture,
+        data,
+        tp=f"{shape} {tp} 4 --recompute-granularity full",
+        sp=f"{shape} {tp} 4 --sequence-parallel --recompute-granularity selective --log-params-norm",
+        beside_dp=f"{shape} {tp} 2 --sequence-parallel --zero-stage 1 --calculate-per-token-loss",
+    )
+    for result in (*of_two.values(), *of_four.values()):
+        assert_equal(result, expected)
+
+
+@pytest.mark.parametrize("architecture, shape", OURS)
+def test_checkpoints_load_under_any_layout(data, tmp_path, architecture, shape):
+    """From data-parallel ranks to tensor-parallel ones, between those, and back: ten more losses after each."""
+    tp = "--tensor-model-parallel-size"
+    plain, cut = tmp_path / "plain", tmp_path / "cut"
+    expected = train_on(1, architecture, data, shape, alone="")["alone"]
+    half = "--save-interval 100 --exit-interval 10"
+    train_on(4, architecture, data, shape, saves=f"--micro-batch-size 1 --save {plain} {half}")
+    more = train_on(
+        4,
+        architecture,
+        data,
+        shape,
+        of_four=f"{tp} 4 --load {plain}",
+        saves=f"{tp} 2 --sequence-parallel --load {plain} --save {cut} --save-interval 5",
+        of_two=f"{tp} 4 --load {cut} --ckpt-step 15",
+        data_parallel=f"--micro-batch-size 1 --load {cut} --ckpt-step 15",
+    )
+    for result in more.values():
+        assert_equal(result, expected)
+    assert "random states start anew: 4 ranks saved, 4 load, divided otherwise" in more["of_four"][2]
+
+
+def train_and_look(argv: list[str]) -> dict[str, Any]:
+    """Runs on each rank: states of random numbers, in attention and outside; parameters that all ranks hold; losses."""
+    run, metrics = start(argv)
+    seen: dict[str, list[bytes]] = {"attention": [], "mlp": []}
+    block = run.model.layers[0]
+
+    def look(where: str) -> Any:
+        return lambda module, inputs: seen[where].append(hashlib.sha256(torch.get_rng_state().numpy()).digest())
+
+    block.self_attention.linear_proj.register_forward_pre_hook(look("attention"))
+    block.mlp.register_forward_pre_hook(look("mlp"))
+    with contextlib.redirect_stdout(io.StringIO()):
+        train(run, time.monotonic())
+    for module in reversed(list(run.model.modules())):
+        if isinstance(module, FSDPModule):
+            module.reshard()
+    kept_by_all = {
+        name: p.to_local().detach().clone()
+        for name, p in run.model.named_parameters()
+        if p.placements[-1].is_replicate()
+    }
+    return seen | {"loss": metrics["lm loss"], "kept_by_all": kept_by_all}
+
+
+@pytest.mark.parametrize("more", ["", "--sequence-parallel"])
+def test_dropout_and_parameters_that_all_ranks_hold(data, more):
+    """tp 2 x dp 2, dropout of 0.1 everywhere: what the two ranks of a group have alike, and what not."""
+    few = flags(data, f"--tensor-model-parallel-size 2 --micro-batch-size 2 {more}", length="--train-iters 3")
+    ranks = run_ranks(4, train_and_look, few, timeout=600)
+    for dp in (0, 1):
+        ours, theirs = ranks[2 * dp], ranks[2 * dp + 1]
+        assert len(ours["attention"]) >= 6 and len(set(ours["attention"])) == len(ours["attention"])
+        assert set(ours["attention"]).isdisjoint(theirs["attention"])
+        assert (ours["mlp"] == theirs["mlp"]) == (not more)
+        assert len(ours["kept_by_all"]) == 16 + 1
+        for name, value in ours["kept_by_all"].items():
+            assert torch.equal(value, theirs["kept_by_all"][name]), name
+    assert set(ranks[0]["mlp"]).isdisjoint(ranks[2]["mlp"])  # other samples, other draws
+    if not more:  # recomputation draws what was drawn before
+        again = run_ranks(4, train_and_look, [*few, "--recompute-granularity", "full"], timeout=600)
+        assert again[0]["loss"] == pytest.approx(ranks[0]["loss"], rel=1e-6)
+
+
+def test_one_tensor_parallel_rank_draws_as_before():
+    assert [dropout_seed(7, rank, 1, False) for rank in range(4)] == [7, 8, 9, 10]
+
+
+def losses_by_rows(dtype: torch.dtype) -> tuple[list[Tensor], list[Tensor]]:
+    """Runs on each rank: losses and gradients of the whole vocabulary, and of its rows on the ranks."""
+    generator = torch.Generator().manual_seed(1)
+    weight = torch.randn(24, 16, generator=generator).to(dtype).requires_grad_()
+    hidden = torch.randn(2, 8, 16, generator=generator).to(dtype).requires_grad_()
+    labels = torch.randint(24, (2, 8), generator=generator)
+    labels[0, 0], labels[1, 3] = 24, -1  # no such rows
+    factors = torch.randn(2, 8, generator=generator)
+    layers.VOCABULARY_BLOCK = 5
+
+    def results(hidden: Tensor, weight: Tensor) -> list[Tensor]:
+        loss = layers.linear_cross_entropy(hidden, weight, labels)
+        gradients = torch.autograd.grad((loss * factors).nansum(), [hidden, weight])
+        return [loss.detach(), *gradients]
+
+    expected = results(hidden, weight)
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    cut = distribute_tensor(weight.detach(), mesh, [Shard(0)]).requires_grad_()
+    sequence = distribute_tensor(hidden.detach(), mesh, [Shard(1)]).requires_grad_()
+    result = results(sequence, cut)
+    return expected, [result[0], *(gradient.full_tensor() for gradient in result[1:])]
+
+
+@pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-6), (torch.bfloat16, 2e-2)])
+def test_the_loss_over_cut_vocabulary_and_sequence(dtype, tolerance):
+    for expected, result in run_ranks(4, losses_by_rows, dtype):
+        assert result[0].dtype == torch.float32 and result[0].isnan().sum() == 2
+        for ours, theirs in zip(result, expected, strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance, equal_nan=True)
+
+
+def initial_weights(config: GPTConfig | LlamaConfig, tp_size: int) -> dict[str, Tensor]:
+    """Runs on each rank: whole initial weights, put together from the ranks' parts."""
+    init.BLOCK_ELEMENTS = 500
+    with torch.device("meta"):
+        model = GPT(config) if isinstance(config, GPTConfig) else Llama(config)
+    mesh = build_mesh("cpu", tp_size=tp_size)
+    if tp_size > 1:
+        apply_tensor_parallelism(model, mesh, sequence_parallel=False)
+    shard_model(model, mesh, 3, MixedPrecisionPolicy())
+    model.to_empty(device="cpu")
+    init.init_weights(model, seed=5)
+    return {name: p.full_tensor().detach() for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        GPTConfig(2, 36, 4, vocab_size=130, max_position_embeddings=3, tie_embeddings=False),
+        LlamaConfig(2, 36, 12, vocab_size=132, num_query_groups=2, ffn_hidden_size=50),
+    ],
+    ids=["gpt", "llama"],
+)
+def test_initial_weights_do_not_depend_on_the_layout(config):
+    """tp 2 x dp 3: rows that neither divides evenly, and shards without any."""
+    expected = run_ranks(1, initial_weights, config, 1)[0]
+    for weights in run_ranks(6, initial_weights, config, 2):
+        for name, value in expected.items():
+            assert torch.equal(weights[name], value), name
+
+
+def error_of(argv: list[str]) -> str:
+    """Runs on each rank: why a run was refused."""
+    with contextlib.redirect_stderr(io.StringIO()) as err, pytest.raises(FailedTogether):
+        start(argv)
+    return err.getvalue()
+
+
+def test_a_vocabulary_that_does_not_divide_is_refused(data):
+    argv = flags(data, "--tensor-model-parallel-size 2 --make-vocab-size-divisible-by 1")
+    refused = run_ranks(2, error_of, argv)[0]
+    assert "size 2 does not divide the vocabulary of 257" in refused
+    assert "--make-vocab-size-divisible-by 2" in refused and "1, 257" in refused
+
+
+ALL_FLAGS = (
+    "--zero-quantized-weights --zero-hpz-partition-size 2 --zero-quantized-gradients --zeropp-loco "
+    "--zero-weight-block-size 32 --zero-gradient-block-size 32"
+)
+
+
+def topology_of(argv: list[str]) -> tuple[list[int], list[int], list[float]]:
+    """Runs on each rank: its node's ranks, the ranks of its place on all nodes, and the losses of a run."""
+    run, metrics = start(argv)
+    with contextlib.redirect_stdout(io.StringIO()):
+        train(run, time.monotonic())
+    topology = run.zeropp.topology
+    groups = (topology.intra_group, topology.inter_group)
+    return *(dist.get_process_group_ranks(group) for group in groups), metrics["lm loss"]
+
+
+def test_zeropp_works_inside_each_data_parallel_group(data):
+    """tp 2 x dp 4 on two nodes of 4 ranks: P = 2; losses close to those of plain ZeRO-3 on one rank."""
+    small = ("--lr 1e-3 --micro-batch-size 2", NO_DROPOUT)
+    alone = run_ranks(1, topology_of, flags(data, *small, "--zero-ranks-per-node 1"))[0][2]
+    argv = flags(data, *small, f"--tensor-model-parallel-size 2 --sequence-parallel {ALL_FLAGS}")
+    ranks = run_ranks(8, topology_of, argv, timeout=600)
+    assert [ranks[r][:2] for r in (0, 1, 6, 7)] == [
+        ([0, 2], [0, 4]),
+        ([1, 3], [1, 5]),
+        ([4, 6], [2, 6]),
+        ([5, 7], [3, 7]),
+    ]
+    for _, _, losses in ranks:
+        assert losses == pytest.approx(alone, rel=2e-3)
+        assert losses[-1] < losses[0] - 0.5
