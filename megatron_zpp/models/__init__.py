@@ -1,1 +1,1 @@
-"""GPT and Llama: plain PyTorch modules, which know nothing of sharding or of the trainer."""
+"""GPT and Llama: plain PyTorch modules that know nothing of the trainer, each with a plan to cut it over ranks."""

