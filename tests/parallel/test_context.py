@@ -161,16 +161,16 @@ RUNS = {
     "llama": ("llama", "--group-query-attention --num-query-groups 2 --recompute-activations"),
     "llama, documents": (
         "llama",
-        f"{DOCUMENTS} --group-query-attention --num-query-groups 1 --calculate-per-token-loss --zero-stage 2",
+        f"{DOCUMENTS} --group-query-attention --num-query-groups 2 --calculate-per-token-loss --zero-stage 2",
     ),
 }
 
 
-def _runs(data: str, context_parallel_size: int):
+def _runs(data: str, context_parallel_size: int, ranks: str = ""):
     # Adam's eps: a key's bias has no gradient but rounding errors, which Adam would blow up to whole steps.
     more = f"{NO_DROPOUT} --micro-batch-size 2 --adam-eps 1e-5 --context-parallel-size {context_parallel_size}"
     return {
-        name: (architecture, flags(data, more, options, length="--train-iters 20"))
+        name: (architecture, flags(data, more, options, ranks, length="--train-iters 20"))
         for name, (architecture, options) in RUNS.items()
     }
 
@@ -180,9 +180,12 @@ def on_one_rank(data):
     return run_ranks(1, _train_with_parameters, _runs(data, 1))[0]
 
 
-@pytest.mark.parametrize("world_size, size", [(2, 2), (4, 2), (4, 4)])
-def test_training_equals_one_rank(data, on_one_rank, world_size, size):
-    results = run_ranks(world_size, _train_with_parameters, _runs(data, size))
+TENSOR_PARALLEL = "--tensor-model-parallel-size 2 --sequence-parallel"
+
+
+@pytest.mark.parametrize("world_size, size, more", [(2, 2, ""), (4, 2, ""), (4, 4, ""), (4, 2, TENSOR_PARALLEL)])
+def test_training_equals_one_rank(data, on_one_rank, world_size, size, more):
+    results = run_ranks(world_size, _train_with_parameters, _runs(data, size, more))
     for name, (metrics, parameters) in on_one_rank.items():
         for rank in results:
             for curve in ("lm loss", "grad-norm", "lm loss validation"):
