@@ -91,6 +91,7 @@ class GPT(nn.Module):
         self.dropout = nn.Dropout(config.hidden_dropout)
         self.layers = nn.ModuleList(GPTBlock(config) for _ in range(config.num_layers))
         self.final_norm = nn.LayerNorm(config.hidden_size, eps=config.norm_epsilon)
+        self.document_attention = document_attention  # parallel.context has another one
         if not config.tie_embeddings:
             self.output_layer = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
 
@@ -103,8 +104,8 @@ class GPT(nn.Module):
     ) -> Tensor:
         """``tokens``, ``labels`` int64 [B, S] -> each token's loss, fp32 [B, S]; without labels: logits [B, S, V].
 
-        ``position_ids`` int64 [B, S]: default 0 to S - 1. ``cu_seqlens`` int32 [D + 1]: where documents begin in the
-        flattened batch, and B * S, for attention within documents.
+        ``position_ids`` int64 [B, S] or [1, S]: default 0 to S - 1. ``cu_seqlens`` int32 [D + 1]: where documents
+        begin in the flattened batch, and B * S, for attention within documents.
 
         A model that is one stage of a pipeline takes the hidden states [B, S, H] of the stage before it in place of
         ``tokens``, and returns its own unless it is the last.
@@ -112,7 +113,8 @@ class GPT(nn.Module):
         """
         x = tokens if tokens.is_floating_point() else self.embed(tokens, position_ids)
         ids = tokens if labels is None else labels  # [B, S], which hidden states may have a part of
-        documents = document_attention(cu_seqlens, ids, x.dtype, self.training and self.config.attention_dropout > 0)
+        dropout = self.training and self.config.attention_dropout > 0
+        documents = self.document_attention(cu_seqlens, ids, x.dtype, dropout)
         for layer in self.layers:
             x = layer(x, documents)
         if not hasattr(self, "final_norm"):

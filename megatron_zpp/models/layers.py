@@ -32,6 +32,7 @@ class SelfAttention(nn.Module):
         self.dropout = dropout
         self.linear_qkv = nn.Linear(hidden_size, (num_heads + 2 * num_query_groups) * head_dim, bias=bias)
         self.linear_proj = nn.Linear(num_heads * head_dim, hidden_size, bias=bias)
+        self.attention = attention  # parallel.context has another one
 
     def forward(
         self, x: Tensor, rotary: tuple[Tensor, Tensor] | None = None, documents: Tensor | None = None
@@ -49,23 +50,38 @@ class SelfAttention(nn.Module):
         k, v = k.squeeze(3), v.squeeze(3)  # [B, S, groups, head_dim]
         if rotary is not None:
             q, k = rotate(q, *rotary), rotate(k, *rotary)
-        grouped: dict[str, Any] = {"enable_gqa": True} if self.num_query_groups < self.num_heads else {}
-        if documents is not None and documents.dim() == 1:
-            # All documents of the batch side by side, [B * S, heads, head_dim]; the right edge of the window is causal.
-            q, k, v = (tensor.flatten(0, 1) for tensor in (q, k, v))
-            attended = varlen_attn(q, k, v, documents, documents, length, length, window_size=(-1, 0), **grouped)
-            assert isinstance(attended, Tensor)
-            return self.linear_proj(attended.view(batch, length, -1))
-        attended = F.scaled_dot_product_attention(
-            q.transpose(1, 2),  # [B, heads, S, head_dim]
-            k.transpose(1, 2),
-            v.transpose(1, 2),
-            attn_mask=documents,
-            dropout_p=self.dropout if self.training else 0.0,
-            is_causal=documents is None,
-            **grouped,
+        attended = self.attention(q, k, v, documents, self.dropout if self.training else 0.0)
+        return self.linear_proj(attended.flatten(2))
+
+
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, dropout: float, key_documents: Tensor | None = None
+) -> Tensor:
+    """Causal attention of q [B, Q, heads, head_dim] to k, v [B, K, groups, head_dim] -> [B, Q, heads, head_dim].
+
+    ``documents`` is what ``document_attention`` returns; None only for Q = K. Where it is a cu_seqlens and K is not Q,
+    ``key_documents`` is that of the keys: the last query of a document attends to all its keys, the one before it to
+    one key less.
+    """
+    grouped: dict[str, Any] = {"enable_gqa": True} if k.shape[2] < q.shape[2] else {}
+    if documents is not None and documents.dim() == 1:
+        # All documents of the batch side by side, [B * Q, heads, head_dim]; the right edge of the window is causal.
+        queries, keys, values = (tensor.flatten(0, 1) for tensor in (q, k, v))
+        key_documents = documents if key_documents is None else key_documents
+        attended = varlen_attn(
+            queries, keys, values, documents, key_documents, q.shape[1], k.shape[1], window_size=(-1, 0), **grouped
         )
-        return self.linear_proj(attended.transpose(1, 2).reshape(batch, length, -1))
+        assert isinstance(attended, Tensor)
+        return attended.view(q.shape)
+    return F.scaled_dot_product_attention(
+        q.transpose(1, 2),  # [B, heads, Q, head_dim]
+        k.transpose(1, 2),
+        v.transpose(1, 2),
+        attn_mask=documents,
+        dropout_p=dropout,
+        is_causal=documents is None,
+        **grouped,
+    ).transpose(1, 2)
 
 
 def document_attention(cu_seqlens: Tensor | None, tokens: Tensor, dtype: torch.dtype, dropout: bool) -> Tensor | None:
@@ -75,12 +91,17 @@ def document_attention(cu_seqlens: Tensor | None, tokens: Tensor, dtype: torch.d
     what PyTorch's kernel for variable lengths takes, on GPUs in 16 bit and without dropout of attention weights;
     elsewhere a mask bool [B, 1, S, S], True where a token attends, does the same with ``scaled_dot_product_attention``.
     """
-    if cu_seqlens is None or (tokens.is_cuda and dtype in (torch.bfloat16, torch.float16) and not dropout):
+    if cu_seqlens is None or takes_variable_lengths(tokens.device, dtype, dropout):
         return cu_seqlens
     batch, length = tokens.shape
     position = torch.arange(batch * length, device=tokens.device, dtype=cu_seqlens.dtype)
     document = torch.bucketize(position, cu_seqlens, right=True).view(batch, 1, length)
     return (document.unsqueeze(-1) == document.unsqueeze(-2)).tril()
+
+
+def takes_variable_lengths(device: torch.device, dtype: torch.dtype, dropout: bool) -> bool:
+    """Whether PyTorch's kernel for variable lengths can be used."""
+    return device.type == "cuda" and dtype in (torch.bfloat16, torch.float16) and not dropout
 
 
 def head_size(hidden_size: int, num_heads: int, num_query_groups: int, kv_channels: int | None) -> int:

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from megatron_zpp.data.loader import Batch
 from megatron_zpp.training.logging import progress
 from megatron_zpp.training.setup import Run
-from megatron_zpp.training.step import as_each_rank, masked_sum, to_inputs
+from megatron_zpp.training.step import as_each_rank, count_once, masked_sum, to_inputs
 
 
 @torch.no_grad()
@@ -25,7 +25,7 @@ def evaluate(run: Run, batches: Iterator[Batch], num_micro_batches: int) -> floa
             count = min(at_once, num_micro_batches - start)
             for as_rank in as_each_rank(run):
                 with as_rank:
-                    micro_batches = [to_inputs(next(batches), run.device) for _ in range(count)]
+                    micro_batches = [to_inputs(run, next(batches)) for _ in range(count)]
                     inputs, targets = zip(*micro_batches, strict=True)
                     if run.pipeline is not None:
                         of_tokens = run.pipeline.forward(inputs)  # none but on the last stage
@@ -34,9 +34,7 @@ def evaluate(run: Run, batches: Iterator[Batch], num_micro_batches: int) -> floa
                     for losses, target in zip(of_tokens, targets, strict=False):
                         totals += torch.stack(masked_sum(losses, target))
             advance(count)
-    if run.mesh.tp_rank > 0:
-        totals.zero_()  # as in train_step
-    dist.all_reduce(totals)
+    dist.all_reduce(count_once(run, totals))
     run.set_training(True)
     if run.zeropp is not None:
         run.zeropp.traffic.take()  # the log counts training's traffic

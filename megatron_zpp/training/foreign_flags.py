@@ -81,7 +81,9 @@ NOT_NEEDED: dict[str, NotNeeded] = {
         "the pipeline has one stage unless --pipeline-model-parallel-size",
         holds=lambda settings: settings.distributed.pipeline_model_parallel_size == 1,
     ),
-    "--cp-comm-type": NotNeeded("there is no context parallelism", ("p2p",)),
+    "--cp-comm-type": NotNeeded(
+        "context-parallel ranks all-gather keys and values, whose result is that of p2p", ("p2p", "all_gather")
+    ),
     "--ds-sequence-parallel-size": NotNeeded("there is no sequence parallelism", ("1",)),
     "--expert-model-parallel-size": NotNeeded(_NO_MOE, ("1",)),
     "--expert-tensor-parallel-size": NotNeeded(_NO_MOE, ("1",)),

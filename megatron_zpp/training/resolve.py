@@ -42,7 +42,7 @@ def resolve(
     DeepSpeed file says so. Raises SettingsError.
     """
     given = set(given)
-    check_parallel(settings.distributed, settings.zero.zero_stage, world_size)
+    check_parallel(settings.distributed, settings.zero.zero_stage, settings.training.seq_length, world_size)
     dp_size = data_parallel_size(settings.distributed, world_size)
     _check_needs(settings, given)
     training = _resolve_training(settings.training, dp_size, accumulation_steps)
@@ -55,7 +55,7 @@ def resolve(
         training=training,
         precision=_resolve_precision(settings.precision),
         activation=_resolve_activation(settings.activation, model.num_layers),
-        zero=resolve_zero(settings.zero, dp_size, settings.distributed),
+        zero=resolve_zero(settings.zero, dp_size * settings.distributed.context_parallel_size, settings.distributed),
         tokenizer=_resolve_tokenizer(settings.tokenizer, settings.data),
     )
     settings = dataclasses.replace(settings, distributed=resolve_pipeline(settings))

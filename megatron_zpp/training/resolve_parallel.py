@@ -14,12 +14,9 @@ from megatron_zpp.training.settings import DistributedSettings, ModelSettings, S
 _MODEL_PARALLEL = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
 
 
-def check_parallel(distributed: DistributedSettings, zero_stage: int, world_size: int) -> None:
+def check_parallel(distributed: DistributedSettings, zero_stage: int, seq_length: int | None, world_size: int) -> None:
     """Raise SettingsError unless the parallel sizes divide the ranks, and fit together."""
     check_at_least(distributed, 1, *_MODEL_PARALLEL)
-    for name in _MODEL_PARALLEL[2:]:
-        size = getattr(distributed, name)
-        require(size == 1, f"{flag_of(name)} {size} is not supported yet: leave it at 1; ZeRO-3 shards over all ranks")
     product = distributed.ranks_per_model_copy
     sizes = " * ".join(f"{flag_of(name)} {getattr(distributed, name)}" for name in _MODEL_PARALLEL)
     require(
@@ -31,6 +28,7 @@ def check_parallel(distributed: DistributedSettings, zero_stage: int, world_size
         product == 1 or zero_stage > 0,
         f"--zero-stage 0 keeps the whole model on every rank, and {sizes} divides it; use --zero-stage 1",
     )
+    _check_context_parallel(distributed.context_parallel_size, seq_length)
     _check_emulation(distributed, zero_stage, world_size)
     require(distributed.distributed_timeout_minutes > 0, "--distributed-timeout-minutes must be positive")
 
@@ -55,6 +53,18 @@ def _check_emulation(distributed: DistributedSettings, zero_stage: int, world_si
 def data_parallel_size(distributed: DistributedSettings, world_size: int) -> int:
     """The number of data-parallel ranks, real or emulated."""
     return (distributed.emulate_ranks or 1) * world_size // distributed.ranks_per_model_copy
+
+
+def _check_context_parallel(size: int, seq_length: int | None) -> None:
+    if size == 1 or seq_length is None:
+        return
+    fitting = [divisor for divisor in divisors(seq_length) if seq_length % (2 * divisor) == 0] or [1]
+    require(
+        seq_length % (2 * size) == 0,
+        f"--seq-length {seq_length} is not a multiple of 2 * --context-parallel-size {size}: each rank takes two "
+        f"of 2 * {size} chunks of a sequence; choose another length, or a --context-parallel-size of "
+        f"{', '.join(map(str, fitting))}",
+    )
 
 
 _PIPELINE_ONLY = (
@@ -163,7 +173,8 @@ def check_tensor_parallel(
         "--ffn-hidden-size": model.ffn_hidden_size,
     }
     if distributed.sequence_parallel:
-        cut["--seq-length (cut by --sequence-parallel)"] = seq_length
+        shared = " / --context-parallel-size" if distributed.context_parallel_size > 1 else ""
+        cut[f"--seq-length{shared} (cut by --sequence-parallel)"] = seq_length // distributed.context_parallel_size
     numbers = {what: number or 0 for what, number in cut.items()}
     uneven = [f"{what} {number}" for what, number in numbers.items() if number % size]
     require(

@@ -9,21 +9,24 @@ from megatron_zpp.training.settings import DistributedSettings, ZeroSettings
 from megatron_zpp.zeropp.config import LoCoConfig, ZeroPPConfig
 
 
-def resolve_zero(zero: ZeroSettings, dp_size: int, distributed: DistributedSettings) -> ZeroSettings:
-    """Completed settings for ``dp_size`` data-parallel ranks. Raises SettingsError."""
+def resolve_zero(zero: ZeroSettings, fsdp_size: int, distributed: DistributedSettings) -> ZeroSettings:
+    """Completed settings where ``fsdp_size`` ranks, data-parallel * context-parallel ones, shard a model.
+
+    Raises SettingsError.
+    """
     require(zero.zero_stage in (0, 1, 2, 3), f"--zero-stage must be 0, 1, 2 or 3, got {zero.zero_stage}")
     for name in ("zero_hpz_partition_size", "zero_ranks_per_node"):
         size = getattr(zero, name)
         require(
-            size is None or (size >= 1 and dp_size % size == 0),
-            f"{flag_of(name)} {size} does not divide the {dp_size} data-parallel rank(s) of this run; "
-            f"choose one of {', '.join(map(str, divisors(dp_size)))}",
+            size is None or (size >= 1 and fsdp_size % size == 0),
+            f"{flag_of(name)} {size} does not divide the {fsdp_size} rank(s) that shard the model; "
+            f"choose one of {', '.join(map(str, divisors(fsdp_size)))}",
         )
     if distributed.emulate_ranks is not None:
-        per_node = dp_size // distributed.emulate_nodes
+        per_node = fsdp_size // distributed.emulate_nodes
         require(
             zero.zero_hpz_partition_size in (1, per_node) and zero.zero_ranks_per_node in (None, per_node),
-            f"--emulate-ranks {dp_size} on --emulate-nodes {distributed.emulate_nodes} are {per_node} ranks per node: "
+            f"--emulate-ranks {fsdp_size} on --emulate-nodes {distributed.emulate_nodes} are {per_node} a node: "
             f"--zero-hpz-partition-size must be {per_node} or 1, and --zero-ranks-per-node {per_node} or left out",
         )
     for name in ("zero_quantized_weights", "zero_quantized_gradients"):

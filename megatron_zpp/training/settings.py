@@ -377,7 +377,7 @@ class DistributedSettings:
     )
     decoder_first_pipeline_num_layers: int | None = flag(None, "layers of the first pipeline rank; default its share")
     decoder_last_pipeline_num_layers: int | None = flag(None, "layers of the last pipeline rank; default its share")
-    context_parallel_size: int = flag(1, "only 1 so far")
+    context_parallel_size: int = flag(1, "ranks that share each sequence, whose length 2 * so many must divide")
 
     @property
     def ranks_per_model_copy(self) -> int:

@@ -24,6 +24,7 @@ from megatron_zpp.models.activation_checkpoint import apply_activation_checkpoin
 from megatron_zpp.models.gpt import GPT
 from megatron_zpp.models.init import init_weights
 from megatron_zpp.models.llama import Llama
+from megatron_zpp.parallel.context import apply_context_parallel
 from megatron_zpp.parallel.distributed import errors_on_all_ranks
 from megatron_zpp.parallel.mesh import Mesh, build_mesh
 from megatron_zpp.parallel.pipeline import SPLITS_BACKWARD, Pipeline
@@ -110,7 +111,8 @@ class Run:
 
     def layout(self) -> dict[str, int | str]:
         """How the ranks are divided, and whether those of a tensor-parallel group draw random numbers alike."""
-        sizes: dict[str, int | str] = dict(zip(self.mesh.grid.mesh_dim_names or (), self.mesh.grid.shape, strict=True))
+        mesh = self.mesh
+        sizes: dict[str, int | str] = {"pp": mesh.pp_size, "dp": mesh.dp_size, "cp": mesh.cp_size, "tp": mesh.tp_size}
         if self.pipeline is not None:
             sizes["stages"] = str(self.pipeline.placement)
         return sizes | {"sp": int(self.settings.distributed.sequence_parallel and self.mesh.tp_size > 1)}
@@ -406,8 +408,10 @@ def _build_model(
 
 
 def _build_whole(settings: Settings, vocab_size: int, mesh: Mesh) -> GPT | Llama:
-    """The whole model on the meta device, cut over the tensor-parallel ranks."""
+    """The whole model on the meta device, as the context- and tensor-parallel ranks have it."""
     model = build_model(settings.architecture, settings.model, vocab_size)
+    if mesh.cp_size > 1:
+        apply_context_parallel(model, mesh.grid["cp"])
     if mesh.tp_size > 1:
         apply_tensor_parallelism(model, mesh, settings.distributed.sequence_parallel)
     return model
@@ -445,7 +449,7 @@ def _build_stages(
     zeropp = apply_zeropp(units, zeropp_config(settings.zero), mesh.grid["pp"].get_group())
     for stage in stages.values():
         stage.to_empty(device=device)
-    length = training.seq_length // (mesh.tp_size if settings.distributed.sequence_parallel else 1)
+    length = training.seq_length // mesh.cp_size // (mesh.tp_size if settings.distributed.sequence_parallel else 1)
     hidden = torch.empty(
         (training.micro_batch_size, length, config.hidden_size),
         dtype=precision.param_dtype or torch.float32,

@@ -12,12 +12,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_zpp.data.loader import Batch
+from megatron_zpp.parallel.context import cut_batch
 from megatron_zpp.parallel.sharding import prepare_backward
 from megatron_zpp.training.optimizer import clip_gradients, count_zeros, scale_gradients, set_lr_and_weight_decay
 from megatron_zpp.training.setup import Run
 from megatron_zpp.zeropp import EmulatedZeroPP
 
-Target = Tensor  # a micro-batch's loss mask [B, S]
+# Of a micro-batch: the loss mask of this rank's tokens [B, S / cp], and the number of unmasked tokens of all ranks that
+# share its sequences.
+Target = tuple[Tensor, Tensor]
 
 
 @dataclass(frozen=True)
@@ -38,8 +41,6 @@ def train_step(run: Run, batches: Iterator[Batch], num_micro_batches: int, stop:
     settings, model, scale = run.settings, run.model, run.scaler.scale
     micro_batches: list[Batch] = []
     totals = accumulate_gradients(run, _remember(batches, micro_batches), num_micro_batches, scale)
-    if run.mesh.tp_rank > 0:
-        totals.zero_()  # all ranks of a tensor-parallel group have the same loss: count it once
     totals[2] = float(stop)
     dist.all_reduce(totals)
     loss_sum_all, num_tokens_all, wishes = totals.tolist()
@@ -86,7 +87,7 @@ def is_loss_spike(run: Run, loss: float) -> bool:
 def accumulate_gradients(run: Run, batches: Iterator[Batch], num_micro_batches: int, scale: float) -> Tensor:
     """Forward and backward passes of one step, gradients reduced but not scaled back.
 
-    Returns fp64 [3]: this rank's summed loss, its tokens, and a 0 to fill in.
+    Returns fp64 [3]: this rank's summed loss, its tokens, and a 0 to fill in; the sums over all ranks are right.
     """
     settings, model = run.settings, run.model
     per_token = settings.training.calculate_per_token_loss
@@ -95,14 +96,15 @@ def accumulate_gradients(run: Run, batches: Iterator[Batch], num_micro_batches: 
     def scaled_loss(losses: Tensor, target: Target) -> Tensor:
         loss_sum, num_tokens = masked_sum(losses, target)
         totals[:2] += torch.stack([loss_sum.detach(), num_tokens])
-        # Megatron's average: over the micro-batch's tokens, then over micro-batches, then (FSDP2) over ranks.
-        loss = loss_sum if per_token else loss_sum / num_tokens.clamp(min=1) / num_micro_batches
-        return loss * scale
+        # Megatron's average: over the micro-batch's tokens, then over micro-batches, then (FSDP2) over ranks. FSDP2
+        # averages over a context-parallel group too, whose parts of the loss are to be added.
+        mean = loss_sum * run.mesh.cp_size / num_tokens.clamp(min=1)
+        return (loss_sum if per_token else mean / num_micro_batches) * scale
 
     if run.pipeline is not None:
-        micro_batches = [to_inputs(next(batches), run.device) for _ in range(num_micro_batches)]
+        micro_batches = [to_inputs(run, next(batches)) for _ in range(num_micro_batches)]
         run.pipeline.forward_backward(micro_batches, scaled_loss)
-        return totals
+        return count_once(run, totals)
     for i in range(num_micro_batches):
         is_last = i == num_micro_batches - 1
         if not isinstance(run.zeropp, EmulatedZeroPP):
@@ -111,8 +113,17 @@ def accumulate_gradients(run: Run, batches: Iterator[Batch], num_micro_batches: 
             run.zeropp.set_is_last_micro_batch(is_last)
         for as_rank in as_each_rank(run):
             with as_rank:
-                inputs, target = to_inputs(next(batches), run.device)
+                inputs, target = to_inputs(run, next(batches))
                 scaled_loss(model(**inputs), target).backward()
+    return count_once(run, totals)
+
+
+def count_once(run: Run, totals: Tensor) -> Tensor:
+    """``totals`` [loss, tokens, ...] of ``masked_sum`` without what other ranks count: for a sum over all ranks."""
+    if run.mesh.tp_rank > 0:
+        totals.zero_()  # all ranks of a tensor-parallel group have the same loss
+    if run.mesh.cp_rank > 0:
+        totals[1] = 0  # each rank of a context-parallel group has a part of the loss, but the tokens of all
     return totals
 
 
@@ -131,12 +142,17 @@ def _remember(batches: Iterator[Batch], seen: list[Batch]) -> Iterator[Batch]:
         yield batch
 
 
-def to_inputs(batch: Batch, device: torch.device) -> tuple[Batch, Target]:
-    """A micro-batch on the device: what the model takes, and what ``masked_sum`` does."""
-    inputs = {name: tensor.to(device, non_blocking=True) for name, tensor in batch.items()}
-    return inputs, inputs.pop("loss_mask")
+def to_inputs(run: Run, batch: Batch) -> tuple[Batch, Target]:
+    """A micro-batch on the device, this rank's part of its sequences: what the model takes, and what ``masked_sum``."""
+    inputs = {name: tensor.to(run.device, non_blocking=True) for name, tensor in batch.items()}
+    num_tokens = inputs["loss_mask"].sum()
+    if run.mesh.cp_size > 1:
+        inputs = cut_batch(inputs, run.mesh.cp_rank, run.mesh.cp_size)
+    return inputs, (inputs.pop("loss_mask"), num_tokens)
 
 
-def masked_sum(losses: Tensor, loss_mask: Target) -> tuple[Tensor, Tensor]:
-    """The sum of the tokens' ``losses`` [B, S] that are not masked, and the number of these tokens, fp32 scalars."""
-    return (losses * loss_mask).sum(), loss_mask.sum()
+def masked_sum(losses: Tensor, target: Target) -> tuple[Tensor, Tensor]:
+    """The sum of the ``losses`` [B, S / cp] of this rank's tokens that are not masked, and the target's number of
+    tokens, fp32 scalars."""
+    loss_mask, num_tokens = target
+    return (losses * loss_mask).sum(), num_tokens

@@ -93,7 +93,7 @@ def test_what_is_wrong_with_files_is_said_once(data, tmp_path):
 def test_what_does_not_divide_is_refused_before_any_rank_is_started(data):
     for more, expected in {
         "--global-batch-size 6": "global batch size 6 is not divisible by micro-batch size 1 * data-parallel size 4",
-        "--zero-hpz-partition-size 3": "does not divide the 4 data-parallel rank(s) of this run; choose one of 1, 2, 4",
+        "--zero-hpz-partition-size 3": "does not divide the 4 rank(s) that shard the model; choose one of 1, 2, 4",
         "--zero-stge 3": "did you mean --zero-stage?",
     }.items():
         with pytest.raises(SettingsError, match=re.escape(expected)):

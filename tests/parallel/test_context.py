@@ -1,0 +1,279 @@
+"""Context parallelism: every layout of ranks trains as one rank does, and attention over ranks is plain attention."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import io
+import os
+import re
+import signal
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch.distributed.device_mesh import init_device_mesh
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from megatron_zpp.models.activation_checkpoint import apply_activation_checkpointing
+from megatron_zpp.models.init import init_weights
+from megatron_zpp.models.layers import document_attention
+from megatron_zpp.models.llama import Llama, LlamaConfig
+from megatron_zpp.parallel.context import ContextParallel, apply_context_parallel, cut, cut_batch, cut_cu_seqlens
+from megatron_zpp.training.arguments import SettingsError, parse_settings
+from megatron_zpp.training.pretrain import train
+from tests.ranks import run_ranks
+from tests.training.small_run import NO_DROPOUT, flags, start, torchrun, train_each, write_text
+from tests.training.test_faults import _ranks, _wait_for_iteration
+
+DOCUMENTS = "--reset-attention-mask --reset-position-ids --eod-mask-loss"
+CU_SEQLENS = torch.tensor([0, 5, 6, 16, 32, 33, 41, 48], dtype=torch.int32)  # of 3 rows of 16
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory) -> str:
+    return write_text(tmp_path_factory.mktemp("data"))
+
+
+# Attention alone
+
+
+def _attend(groups: int, dtype: torch.dtype):
+    """Largest errors of this rank's outputs and gradients, for cp 2 and 4 with and without documents."""
+    generator = torch.Generator().manual_seed(0)
+    q = torch.randn(3, 16, 4, 8, generator=generator, dtype=dtype)
+    k, v = (torch.randn(3, 16, groups, 8, generator=generator, dtype=dtype) for _ in range(2))
+    weight = torch.randn(q.shape, generator=generator, dtype=dtype)
+    errors = []
+    for size in (2, 4):
+        mesh = init_device_mesh("cpu", (dist.get_world_size() // size, size), mesh_dim_names=("dp", "cp"))["cp"]
+        context = ContextParallel(mesh, mesh.get_local_rank(), size)
+
+        def mine(tensor, context=context):
+            return cut(tensor.movedim(1, -1), context.rank, context.size).movedim(-1, 1)
+
+        for cu_seqlens in (None, CU_SEQLENS):
+            whole = [tensor.clone().requires_grad_() for tensor in (q, k, v)]
+            documents = document_attention(cu_seqlens, q[:, :, 0, 0], dtype, dropout=False)
+            expected = F.scaled_dot_product_attention(
+                *(tensor.transpose(1, 2) for tensor in whole), documents, is_causal=documents is None, enable_gqa=True
+            ).transpose(1, 2)
+            (expected * weight).sum().backward()
+
+            parts = [mine(tensor).clone().requires_grad_() for tensor in (q, k, v)]
+            documents = context.document_attention(cu_seqlens, mine(q)[:, :, 0, 0], dtype, dropout=False)
+            actual = context.attention(*parts, documents, 0.0)
+            (actual * mine(weight)).sum().backward()
+            pairs = [(actual, mine(expected)), *((a.grad, mine(b.grad)) for a, b in zip(parts, whole, strict=True))]
+            errors.append([(a - b).abs().max().item() for a, b in pairs])
+    return errors
+
+
+@pytest.mark.parametrize("groups", [1, 4])
+def test_attention_and_gradients_equal_plain_attention(groups):
+    for errors in run_ranks(4, _attend, groups, torch.float64):
+        assert torch.tensor(errors).max() < 1e-14
+        assert len(errors) == 4
+
+
+@pytest.mark.parametrize("begin, end", [(0, 4), (4, 8), (12, 16)])
+def test_documents_of_a_chunk(begin, end):
+    """What PyTorch's kernel for variable lengths is given on a GPU: its documents hold the same pairs as the mask."""
+    of_queries, of_keys = cut_cu_seqlens(CU_SEQLENS, 16, begin, end)
+    width = end - begin
+    allowed = torch.zeros(3, width, 16, dtype=torch.bool)
+    for document in range(len(CU_SEQLENS) - 1):
+        queries = range(of_queries[document], of_queries[document + 1])
+        keys = range(of_keys[document], of_keys[document + 1])
+        for query in queries:
+            for key in keys[: len(keys) - (queries[-1] - query)]:  # causal from the lower right corner
+                assert key // end == query // width  # of the same row
+                allowed[query // width, query % width, key % end] = True
+    mask = document_attention(CU_SEQLENS, torch.zeros(3, 16), torch.float32, dropout=False)
+    assert torch.equal(allowed, mask[:, 0, begin:end])
+
+
+class _Collectives(TorchDispatchMode):
+    """Counts collectives, and the elements that they return."""
+
+    def __init__(self):
+        super().__init__()
+        self.elements: dict[str, list[int]] = {}
+
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+        result = operator(*args, **(kwargs or {}))
+        if operator.namespace == "_c10d_functional" and "wait" not in operator.name() and "wrap" not in operator.name():
+            self.elements.setdefault(operator.name().split("::")[1], []).append(result.numel())
+        return result
+
+
+def _count_gathers():
+    """Collectives of one forward and of one backward pass, without and with recomputation."""
+    mesh = init_device_mesh("cpu", (2,))
+    counts = []
+    for recompute in (None, "selective", "full"):
+        config = LlamaConfig(
+            num_layers=3, hidden_size=32, num_attention_heads=4, num_query_groups=2, vocab_size=50, ffn_hidden_size=64
+        )
+        model = Llama(config)
+        init_weights(model, seed=1)
+        apply_context_parallel(model, mesh)
+        if recompute is not None:
+            apply_activation_checkpointing(model, recompute)
+        tokens = torch.arange(32).view(2, 16)
+        batch = cut_batch({"tokens": tokens, "labels": tokens}, mesh.get_local_rank(), 2)
+        with _Collectives() as forward:
+            loss = model(**batch).sum()
+        with _Collectives() as backward:
+            loss.backward()
+        counts.append([forward.elements, backward.elements])
+    return counts
+
+
+def test_keys_are_gathered_again_where_activations_are_recomputed():
+    """One all-gather and one reduce-scatter a layer; recomputation does not keep the gathered keys and values."""
+    size = 2 * 2 * 16 * 2 * 8  # keys and values, B, S, groups, head_dim
+    forward, scatter = {"all_gather_into_tensor": [size] * 3}, {"reduce_scatter_tensor": [size // 2] * 3}
+    assert run_ranks(2, _count_gathers) == [[[forward, scatter], *[[forward, forward | scatter]] * 2]] * 2
+
+
+# Training
+
+
+def _train_with_parameters(runs: dict[str, tuple[str, list[str]]]):
+    """Each run's metrics and last parameters, whole."""
+    results = {}
+    for name, (architecture, argv) in runs.items():
+        run, metrics = start(argv, architecture)
+        with contextlib.redirect_stdout(io.StringIO()):
+            train(run, time.monotonic())
+        results[name] = metrics, {key: value.full_tensor() for key, value in run.model.state_dict().items()}
+        del run
+        gc.collect()  # a model and its hooks hold each other
+    return results
+
+
+RUNS = {
+    "gpt": ("gpt", ""),
+    "gpt, documents": ("gpt", f"{DOCUMENTS} --recompute-granularity full"),
+    "llama": ("llama", "--group-query-attention --num-query-groups 2 --recompute-activations"),
+    "llama, documents": (
+        "llama",
+        f"{DOCUMENTS} --group-query-attention --num-query-groups 2 --calculate-per-token-loss --zero-stage 2",
+    ),
+}
+
+
+def _runs(data: str, context_parallel_size: int, ranks: str = ""):
+    # Adam's eps: a key's bias has no gradient but rounding errors, which Adam would blow up to whole steps.
+    more = f"{NO_DROPOUT} --micro-batch-size 2 --adam-eps 1e-5 --context-parallel-size {context_parallel_size}"
+    return {
+        name: (architecture, flags(data, more, options, ranks, length="--train-iters 20"))
+        for name, (architecture, options) in RUNS.items()
+    }
+
+
+@pytest.fixture(scope="module")
+def on_one_rank(data):
+    return run_ranks(1, _train_with_parameters, _runs(data, 1))[0]
+
+
+TENSOR_PARALLEL = "--tensor-model-parallel-size 2 --sequence-parallel"
+
+
+@pytest.mark.parametrize("world_size, size, more", [(2, 2, ""), (4, 2, ""), (4, 4, ""), (4, 2, TENSOR_PARALLEL)])
+def test_training_equals_one_rank(data, on_one_rank, world_size, size, more):
+    results = run_ranks(world_size, _train_with_parameters, _runs(data, size, more))
+    for name, (metrics, parameters) in on_one_rank.items():
+        for rank in results:
+            for curve in ("lm loss", "grad-norm", "lm loss validation"):
+                assert rank[name][0][curve] == pytest.approx(metrics[curve], rel=1e-5), (name, curve)
+            for key, expected in parameters.items():
+                torch.testing.assert_close(rank[name][1][key], expected, rtol=1e-5, atol=1e-5, msg=f"{name}: {key}")
+        assert len(metrics["lm loss"]) == 20 and metrics["lm loss"][-1] < metrics["lm loss"][0] - 0.5
+
+
+def test_documents_make_a_difference(on_one_rank):
+    """Or the test above would show nothing of them."""
+    for architecture in ("gpt", "llama"):
+        plain, documents = (on_one_rank[name][0]["lm loss"] for name in (architecture, f"{architecture}, documents"))
+        assert abs(plain[-1] - documents[-1]) > 1e-3
+
+
+def test_checkpoints_move_between_layouts(data, tmp_path):
+    """(dp 4) to (cp 2, dp 2), and back: the next 10 losses."""
+    common = f"{NO_DROPOUT} --eval-iters 0 --micro-batch-size 1"
+    uninterrupted = run_ranks(4, train_each, {"": flags(data, common, length="--train-iters 30")})[0][""]["lm loss"]
+    losses = []
+    for size, until in ((1, 10), (2, 20), (1, 30)):
+        save = f"--save {tmp_path} --load {tmp_path} --save-interval 100 --exit-interval {until}"
+        argv = flags(data, common, save, f"--context-parallel-size {size}", length="--train-iters 30")
+        losses += run_ranks(4, train_each, {"": argv})[0][""]["lm loss"]
+    assert losses == pytest.approx(uninterrupted, rel=1e-5)
+
+
+ALL_FLAGS = (
+    "--zero-quantized-weights --zero-hpz-partition-size 4 --zero-quantized-gradients --zeropp-loco "
+    "--global-batch-size 8 --eval-iters 0"
+)
+
+
+def test_zeropp_over_data_and_context_parallel_ranks(data):
+    """Two nodes of four ranks: the traffic is that of eight data-parallel ranks, the loss about that without ZeRO++."""
+    more = {
+        "dp 8": ALL_FLAGS,
+        "dp 4, cp 2": f"{ALL_FLAGS} --context-parallel-size 2",
+        "unquantized": "--eval-iters 0 --context-parallel-size 2",
+    }
+    argvs = {name: flags(data, NO_DROPOUT, options, length="--train-iters 20") for name, options in more.items()}
+    results = run_ranks(8, train_each, argvs)[-1]
+    between_nodes = "comm/bytes-between-nodes"
+    assert results["dp 4, cp 2"][between_nodes] == results["dp 8"][between_nodes]
+    assert results["dp 8"][between_nodes][-1] > 0
+    quantized, exact = (results[name]["lm loss"] for name in ("dp 4, cp 2", "unquantized"))
+    assert quantized == pytest.approx(exact, rel=0.01)
+    assert quantized != exact
+
+
+def _seed(argv: list[str]) -> int:
+    start(argv)
+    return torch.initial_seed()
+
+
+def test_every_rank_draws_its_own_dropout(data):
+    assert len(set(run_ranks(4, _seed, flags(data, "--context-parallel-size 2")))) == 4
+
+
+# Mistakes and faults
+
+
+@pytest.mark.parametrize(
+    "more, message",
+    [
+        (
+            "--seq-length 36 --context-parallel-size 4",
+            "--seq-length 36 is not a multiple of 2 * --context-parallel-size 4: each rank takes two of 2 * 4 chunks "
+            "of a sequence; choose another length, or a --context-parallel-size of 1, 2, 3, 6, 9, 18",
+        ),
+        ("--context-parallel-size 3", "does not divide the 8 rank(s) of this run"),
+        ("--context-parallel-size 2 --zero-stage 0", "use --zero-stage 1"),
+        ("--context-parallel-size 2 --global-batch-size 6", "micro-batch size 1 * data-parallel size 4"),
+        ("--context-parallel-size 0", "--context-parallel-size must be at least 1"),
+    ],
+)
+def test_what_does_not_fit_is_refused(data, more, message):
+    with pytest.raises(SettingsError, match=re.escape(message)):
+        parse_settings("gpt", flags(data, more), world_size=8)
+
+
+def test_a_killed_rank_ends_the_job_and_is_named(data):
+    argv = flags(data, "--context-parallel-size 2 --global-batch-size 2", length="--train-iters 100000")
+    process = torchrun(4, argv)
+    _wait_for_iteration(process, 3)
+    os.kill(_ranks(process)[1], signal.SIGKILL)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 1
+    report = err[err.index("Root Cause (first observed failure)") :]
+    assert "rank      : 1 (local_rank: 1)" in report and "Signal 9" in report
