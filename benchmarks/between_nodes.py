@@ -104,17 +104,17 @@ def measure(
     command = [str(PROGRAM), *flags.split()]
     print(f"{name}: {nodes} x {ranks_per_node}, {micro_batches} micro-batches, {rate or 'unlimited'}", file=sys.stderr)
     measured = asdict(run(command, nodes, ranks_per_node, rate, warmup_steps=1, timeout=900, echo=False))
-    row = measured | key | {"parameters": count_parameters(), "command": f"{PROGRAM.name} {flags}"}
+    row = measured | key | {"parameters": count_parameters(flags), "command": f"{PROGRAM.name} {flags}"}
     with path.open("a") as file:
         file.write(json.dumps(row) + "\n")
     print(f"    {per_parameter(row):.3f} bytes/parameter, {row['tokens_per_second']:.0f} tokens/s", file=sys.stderr)
 
 
-def count_parameters() -> int:
+def count_parameters(flags: str) -> int:
     from megatron_zpp.models.flops import num_parameters
     from megatron_zpp.models.gpt import GPTConfig
 
-    value = {flag: int(number) for flag, number in re.findall(r"--([a-z-]+) (\d+)", MODEL)}
+    value = {flag: int(number) for flag, number in re.findall(r"--([a-z-]+) (\d+)", flags)}
     return num_parameters(
         GPTConfig(
             value["num-layers"],
@@ -122,6 +122,7 @@ def count_parameters() -> int:
             value["num-attention-heads"],
             vocab_size=-(-value["vocab-size"] // 128) * 128 + 128,  # NullTokenizer's end-of-document, padded
             max_position_embeddings=value["seq-length"],
+            tie_embeddings="--untie-embeddings-and-output-weights" not in flags,
         )
     )
 

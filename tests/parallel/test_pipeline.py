@@ -38,8 +38,10 @@ from tests.training.small_run import (
 
 FOUR_LAYERS = f"--num-layers 4 --eval-interval 11 --log-params-norm {NO_DROPOUT}"
 TWENTY = "--train-iters 20"
+TP2 = "--tensor-model-parallel-size 2"
 PP2, PP4 = "--pipeline-model-parallel-size 2", "--pipeline-model-parallel-size 4"
 VIRTUAL = "--num-layers-per-virtual-pipeline-stage 1"
+TIMEOUT = 600.0  # several runs in one call
 COMPARED = ("lm loss", "lm loss validation", "grad-norm", "params-norm")
 
 Result = tuple[Metrics, dict[str, torch.Tensor]]
@@ -69,7 +71,7 @@ def _parameters(model: nn.Module) -> dict[str, torch.Tensor]:
 
 def _results(world_size: int, runs: dict[str, list[str]], architecture: str = "gpt") -> dict[str, Result]:
     """Each run's metrics of the rank that logs, and all parameters; ranks that share one must agree to the bit."""
-    of_ranks: list[dict[str, Any]] = run_ranks(world_size, _train_each, runs, architecture)
+    of_ranks: list[dict[str, Any]] = run_ranks(world_size, _train_each, runs, architecture, timeout=TIMEOUT)
     merged: dict[str, Result] = {}
     for name in runs:
         parameters: dict[str, torch.Tensor] = {}
@@ -120,6 +122,8 @@ FOUR = {
     "pp 2 * dp 2, interleaved": f"{PP2} {VIRTUAL} --zero-stage 2",
     "pp 2 * dp 2, zbv": f"{PP2} {VIRTUAL} --pipeline-schedule zbv",
     "pp 2 * dp 2, stages of 1 and 3": f"{PP2} --decoder-last-pipeline-num-layers 3 --zero-stage 1",
+    "pp 2 * tp 2, sequence parallel, interleaved": f"{PP2} {VIRTUAL} {TP2} --sequence-parallel",
+    "pp 2 * tp 2, zero-bubble": f"{PP2} {TP2} --pipeline-schedule zero-bubble",
 }
 
 
@@ -199,7 +203,9 @@ def test_checkpoints_load_under_other_layouts(data, tmp_path):
             ("dp 4 -> pp 2, virtual", argv(f"{PP2} {VIRTUAL}", load="dp", save="virtual")),
             ("pp 2, virtual -> pp 2", argv(f"{PP2} --zero-stage 1", load="virtual", step=10)),
             ("pp 2, virtual -> dp 4", argv("", load="virtual", step=10)),
+            ("pp 2, virtual -> pp 2 * tp 2", argv(f"{PP2} {TP2}", load="virtual", step=10)),
         ],
+        timeout=TIMEOUT,
     )[-1]
     expected = losses.pop("dp 4")
     for name, of_run in losses.items():
