@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
-import gc
-import io
 import os
 import re
 import signal
-import time
 
 import pytest
 import torch
@@ -23,7 +19,7 @@ from megatron_zpp.models.layers import document_attention
 from megatron_zpp.models.llama import Llama, LlamaConfig
 from megatron_zpp.parallel.context import ContextParallel, apply_context_parallel, cut, cut_batch, cut_cu_seqlens
 from megatron_zpp.training.arguments import SettingsError, parse_settings
-from megatron_zpp.training.pretrain import train
+from tests.parallel.layouts import EPS, assert_same, results_on
 from tests.ranks import run_ranks
 from tests.training.small_run import NO_DROPOUT, flags, start, torchrun, train_each, write_text
 from tests.training.test_faults import _ranks, _wait_for_iteration
@@ -142,19 +138,6 @@ def test_keys_are_gathered_again_where_activations_are_recomputed():
 # Training
 
 
-def _train_with_parameters(runs: dict[str, tuple[str, list[str]]]):
-    """Each run's metrics and last parameters, whole."""
-    results = {}
-    for name, (architecture, argv) in runs.items():
-        run, metrics = start(argv, architecture)
-        with contextlib.redirect_stdout(io.StringIO()):
-            train(run, time.monotonic())
-        results[name] = metrics, {key: value.full_tensor() for key, value in run.model.state_dict().items()}
-        del run
-        gc.collect()  # a model and its hooks hold each other
-    return results
-
-
 RUNS = {
     "gpt": ("gpt", ""),
     "gpt, documents": ("gpt", f"{DOCUMENTS} --recompute-granularity full"),
@@ -167,8 +150,7 @@ RUNS = {
 
 
 def _runs(data: str, context_parallel_size: int, ranks: str = ""):
-    # Adam's eps: a key's bias has no gradient but rounding errors, which Adam would blow up to whole steps.
-    more = f"{NO_DROPOUT} --micro-batch-size 2 --adam-eps 1e-5 --context-parallel-size {context_parallel_size}"
+    more = f"{NO_DROPOUT} --micro-batch-size 2 {EPS} --context-parallel-size {context_parallel_size}"
     return {
         name: (architecture, flags(data, more, options, ranks, length="--train-iters 20"))
         for name, (architecture, options) in RUNS.items()
@@ -177,7 +159,7 @@ def _runs(data: str, context_parallel_size: int, ranks: str = ""):
 
 @pytest.fixture(scope="module")
 def on_one_rank(data):
-    return run_ranks(1, _train_with_parameters, _runs(data, 1))[0]
+    return results_on(1, _runs(data, 1))
 
 
 TENSOR_PARALLEL = "--tensor-model-parallel-size 2 --sequence-parallel"
@@ -185,14 +167,10 @@ TENSOR_PARALLEL = "--tensor-model-parallel-size 2 --sequence-parallel"
 
 @pytest.mark.parametrize("world_size, size, more", [(2, 2, ""), (4, 2, ""), (4, 4, ""), (4, 2, TENSOR_PARALLEL)])
 def test_training_equals_one_rank(data, on_one_rank, world_size, size, more):
-    results = run_ranks(world_size, _train_with_parameters, _runs(data, size, more))
-    for name, (metrics, parameters) in on_one_rank.items():
-        for rank in results:
-            for curve in ("lm loss", "grad-norm", "lm loss validation"):
-                assert rank[name][0][curve] == pytest.approx(metrics[curve], rel=1e-5), (name, curve)
-            for key, expected in parameters.items():
-                torch.testing.assert_close(rank[name][1][key], expected, rtol=1e-5, atol=1e-5, msg=f"{name}: {key}")
-        assert len(metrics["lm loss"]) == 20 and metrics["lm loss"][-1] < metrics["lm loss"][0] - 0.5
+    results = results_on(world_size, _runs(data, size, more))
+    for name, expected in on_one_rank.items():
+        assert_same(results[name], expected, name)
+        assert len(expected[0]["lm loss"]) == 20 and expected[0]["lm loss"][-1] < expected[0]["lm loss"][0] - 0.5
 
 
 def test_documents_make_a_difference(on_one_rank):

@@ -16,18 +16,17 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
 from megatron_zpp.parallel.stages import place_stages
 from megatron_zpp.training.arguments import parse_settings
 from megatron_zpp.training.checkpoint import find_checkpoint, iterate_parameters, read_meta
 from megatron_zpp.training.errors import SettingsError
 from megatron_zpp.training.pretrain import train
+from tests.parallel.layouts import TIMEOUT, assert_same, results_on
 from tests.ranks import run_ranks
 from tests.training.small_run import (
     NO_DROPOUT,
     ROOT,
-    Metrics,
     flags,
     ranks_of,
     start,
@@ -41,57 +40,11 @@ TWENTY = "--train-iters 20"
 TP2 = "--tensor-model-parallel-size 2"
 PP2, PP4 = "--pipeline-model-parallel-size 2", "--pipeline-model-parallel-size 4"
 VIRTUAL = "--num-layers-per-virtual-pipeline-stage 1"
-TIMEOUT = 600.0  # several runs in one call
-COMPARED = ("lm loss", "lm loss validation", "grad-norm", "params-norm")
-
-Result = tuple[Metrics, dict[str, torch.Tensor]]
 
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory) -> str:
     return write_text(tmp_path_factory.mktemp("data"))
-
-
-def _train_each(runs: dict[str, list[str]], architecture: str = "gpt") -> dict[str, Result]:
-    """For ``run_ranks``: each run's metrics, and this rank's parameters in full by their name in the whole model."""
-    results = {}
-    for name, argv in runs.items():
-        run, metrics = start(argv, architecture)
-        with contextlib.redirect_stdout(io.StringIO()):
-            train(run, time.monotonic())
-        results[name] = metrics, _parameters(run.model)
-        del run
-        gc.collect()
-    return results
-
-
-def _parameters(model: nn.Module) -> dict[str, torch.Tensor]:
-    return {key: value.full_tensor() for key, value in get_model_state_dict(model).items()}
-
-
-def _results(world_size: int, runs: dict[str, list[str]], architecture: str = "gpt") -> dict[str, Result]:
-    """Each run's metrics of the rank that logs, and all parameters; ranks that share one must agree to the bit."""
-    of_ranks: list[dict[str, Any]] = run_ranks(world_size, _train_each, runs, architecture, timeout=TIMEOUT)
-    merged: dict[str, Result] = {}
-    for name in runs:
-        parameters: dict[str, torch.Tensor] = {}
-        for results in of_ranks:
-            for key, value in results[name][1].items():
-                assert torch.equal(parameters.setdefault(key, value), value), f"{name}: {key} differs between ranks"
-        merged[name] = of_ranks[-1][name][0], parameters
-    return merged
-
-
-def _assert_same(result: Result, expected: Result, name: str, tolerance: float = 1e-5) -> None:
-    for key in COMPARED:
-        torch.testing.assert_close(
-            result[0][key], expected[0][key], rtol=tolerance, atol=0, msg=lambda text, key=key: f"{name}, {key}: {text}"
-        )
-    assert result[1].keys() == expected[1].keys()
-    for key, value in expected[1].items():
-        torch.testing.assert_close(
-            result[1][key], value, rtol=0, atol=tolerance, msg=lambda text, key=key: f"{name}, {key}: {text}"
-        )
 
 
 # Two ranks, GPT: its embeddings are tied, so the first and the last stage have a copy each.
@@ -108,10 +61,14 @@ TWO = {
 
 def test_two_stages_train_as_one_rank(data):
     alone = {"": "", "token mean, recomputed": TWO["token mean, recomputed"]}
-    expected = _results(1, {name: flags(data, FOUR_LAYERS, more, length=TWENTY) for name, more in alone.items()})
-    results = _results(2, {name: flags(data, FOUR_LAYERS, PP2, more, length=TWENTY) for name, more in TWO.items()})
+    expected = results_on(
+        1, {name: ("gpt", flags(data, FOUR_LAYERS, more, length=TWENTY)) for name, more in alone.items()}
+    )
+    results = results_on(
+        2, {name: ("gpt", flags(data, FOUR_LAYERS, PP2, more, length=TWENTY)) for name, more in TWO.items()}
+    )
     for name, result in results.items():
-        _assert_same(result, expected[name if name in expected else ""], name)
+        assert_same(result, expected[name if name in expected else ""], name)
 
 
 FOUR = {
@@ -129,10 +86,10 @@ FOUR = {
 
 def test_four_ranks_train_as_one_rank(data):
     llama = f"{FOUR_LAYERS} --group-query-attention --num-query-groups 2"
-    expected = _results(1, {"": flags(data, llama, length=TWENTY)}, "llama")
-    results = _results(4, {name: flags(data, llama, more, length=TWENTY) for name, more in FOUR.items()}, "llama")
+    expected = results_on(1, {"": ("llama", flags(data, llama, length=TWENTY))})
+    results = results_on(4, {name: ("llama", flags(data, llama, more, length=TWENTY)) for name, more in FOUR.items()})
     for name, result in results.items():
-        _assert_same(result, expected[""], name)
+        assert_same(result, expected[""], name)
 
 
 # ZeRO++ inside each stage
@@ -148,11 +105,11 @@ def test_weights_and_gradients_cross_nodes_once_per_step(data):
     """Four micro-batches on pp 2 * dp 4 against two on dp 4, both on two nodes."""
     common = f"--num-layers 4 --global-batch-size 16 --eval-iters 0 --lr 1e-3 {NO_DROPOUT} {TWO_NODES}"
     runs = {"plain": "", "all flags": ALL_FLAGS, "zero-bubble": f"{ALL_FLAGS} --pipeline-schedule zero-bubble"}
-    argvs = {name: flags(data, common, PP2, more, length="--train-iters 6") for name, more in runs.items()}
-    results = {name: metrics for name, (metrics, _) in _results(8, argvs, "llama").items()}
+    argvs = {name: ("llama", flags(data, common, PP2, more, length="--train-iters 6")) for name, more in runs.items()}
+    results = {name: metrics for name, (metrics, _, _) in results_on(8, argvs).items()}
     del runs["zero-bubble"]
-    argvs = {name: flags(data, common, more, length="--train-iters 6") for name, more in runs.items()}
-    expected = {name: metrics for name, (metrics, _) in _results(4, argvs, "llama").items()}
+    argvs = {name: ("llama", flags(data, common, more, length="--train-iters 6")) for name, more in runs.items()}
+    expected = {name: metrics for name, (metrics, _, _) in results_on(4, argvs).items()}
 
     # The first stage and the last: hidden states there and gradients back, between processes of one machine.
     hidden = 4 * 4 * 2 * (1 * 32 * 32 * 4)  # dp ranks * micro-batches * directions * [B, S, H] in fp32

@@ -12,7 +12,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import Shard, distribute_tensor
@@ -25,11 +24,11 @@ from megatron_zpp.parallel.mesh import build_mesh
 from megatron_zpp.parallel.sharding import shard_model
 from megatron_zpp.parallel.tensor import apply_tensor_parallelism, dropout_seed
 from megatron_zpp.training.pretrain import train
+from tests.parallel.layouts import EPS, Result, assert_same, results_on
 from tests.ranks import run_ranks
-from tests.training.small_run import NO_DROPOUT, Metrics, flags, start, write_text
+from tests.training.small_run import NO_DROPOUT, flags, start, write_text
 
-# Adam's eps: a key's bias has no gradient but rounding errors, which Adam would blow up to whole steps.
-LENGTH = "--train-iters 20 --adam-eps 1e-5 --global-batch-size 4 --micro-batch-size 2"
+LENGTH = f"--train-iters 20 {EPS} --global-batch-size 4 --micro-batch-size 2"
 OURS = [
     ("gpt", ""),
     (
@@ -45,36 +44,9 @@ def data(tmp_path_factory) -> str:
     return write_text(tmp_path_factory.mktemp("data"))
 
 
-def train_runs(runs: dict[str, list[str]], architecture: str) -> dict[str, tuple[Metrics, dict[str, Tensor], str]]:
-    """Runs on each rank: train each command line; metrics, whole parameters at the end, and what was printed."""
-    results = {}
-    for name, argv in runs.items():
-        with contextlib.redirect_stdout(io.StringIO()) as out:
-            run, metrics = start(argv, architecture)
-            train(run, time.monotonic())
-        parameters = get_model_state_dict(run.model, options=StateDictOptions(full_state_dict=True))
-        results[name] = metrics, parameters, out.getvalue()
-    return results
-
-
-def train_on(world_size: int, architecture: str, data: str, *common: str, **runs: str) -> dict[str, Any]:
-    """What each run was, as rank 0 knows it; the others' losses are the same."""
-    argvs = {name: flags(data, NO_DROPOUT, *common, more, length=LENGTH) for name, more in runs.items()}
-    results = run_ranks(world_size, train_runs, argvs, architecture, timeout=600)
-    for name, (metrics, _, _) in results[-1].items():
-        assert metrics["lm loss"] == results[0][name][0]["lm loss"]
-        assert metrics["grad-norm"] == results[0][name][0]["grad-norm"]
-    return results[0]
-
-
-def assert_equal(result: Any, expected: Any) -> None:
-    (metrics, parameters, _), (expected_metrics, expected_parameters, _) = result, expected
-    for curve in ("lm loss", "lm loss validation", "grad-norm"):
-        steps = len(metrics[curve])
-        assert metrics[curve] == pytest.approx(expected_metrics[curve][-steps:], rel=1e-5), curve
-    assert parameters.keys() == expected_parameters.keys()
-    for name, value in parameters.items():
-        torch.testing.assert_close(value, expected_parameters[name], rtol=0, atol=1e-5, msg=name)
+def train_on(world_size: int, architecture: str, data: str, *common: str, **runs: str) -> dict[str, Result]:
+    argvs = {name: (architecture, flags(data, NO_DROPOUT, *common, more, length=LENGTH)) for name, more in runs.items()}
+    return results_on(world_size, argvs)
 
 
 @pytest.mark.parametrize("architecture, shape", OURS)
@@ -90,8 +62,8 @@ def test_training_equals_one_rank(data, architecture, shape):
         sp=f"{shape} {tp} 4 --sequence-parallel --recompute-granularity selective --log-params-norm",
         beside_dp=f"{shape} {tp} 2 --sequence-parallel --zero-stage 1 --calculate-per-token-loss",
     )
-    for result in (*of_two.values(), *of_four.values()):
-        assert_equal(result, expected)
+    for name, result in (*of_two.items(), *of_four.items()):
+        assert_same(result, expected, name)
 
 
 @pytest.mark.parametrize("architecture, shape", OURS)
@@ -112,8 +84,8 @@ def test_checkpoints_load_under_any_layout(data, tmp_path, architecture, shape):
         of_two=f"{tp} 4 --load {cut} --ckpt-step 15",
         data_parallel=f"--micro-batch-size 1 --load {cut} --ckpt-step 15",
     )
-    for result in more.values():
-        assert_equal(result, expected)
+    for name, result in more.items():
+        assert_same(result, expected, name)
     assert "random states start anew: 4 ranks saved, 4 load, divided otherwise" in more["of_four"][2]
 
 

@@ -1,0 +1,78 @@
+"""Training on real ranks in some layout, and comparing it with one rank's."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import io
+import time
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.state_dict import get_model_state_dict
+
+from megatron_zpp.training.pretrain import train
+from tests.ranks import run_ranks
+from tests.training.small_run import Metrics, start
+
+TIMEOUT = 600.0  # of one call with several runs of several ranks
+# Adam's eps: a key's bias has no gradient but rounding errors, which Adam would blow up to whole steps.
+EPS = "--adam-eps 1e-5"
+COMPARED = ("lm loss", "lm loss validation", "grad-norm", "params-norm")
+
+Run = tuple[str, list[str]]  # architecture and command line
+Result = tuple[Metrics, dict[str, Tensor], str]  # metrics, whole parameters by their names in the model, printed text
+
+
+def train_runs(runs: dict[str, Run]) -> dict[str, Result]:
+    """For ``run_ranks``: each run's result, as far as this rank knows it."""
+    results = {}
+    for name, (architecture, argv) in runs.items():
+        with contextlib.redirect_stdout(io.StringIO()) as out:
+            run, metrics = start(argv, architecture)
+            train(run, time.monotonic())
+        parameters = {key: value.full_tensor() for key, value in get_model_state_dict(run.model).items()}
+        results[name] = metrics, parameters, out.getvalue()
+        if run.lock is not None:
+            run.lock.release()
+        del run
+        gc.collect()  # a model and its hooks hold each other
+    return results
+
+
+def results_on(world_size: int, runs: dict[str, Run]) -> dict[str, Result]:
+    """Each run's metrics and text of the rank that logs, and all parameters.
+
+    All ranks must know the same losses, and those that share a parameter agree on it to the bit.
+    """
+    of_ranks: list[dict[str, Any]] = run_ranks(world_size, train_runs, runs, timeout=TIMEOUT)
+    merged: dict[str, Result] = {}
+    for name in runs:
+        parameters: dict[str, Tensor] = {}
+        metrics, _, out = of_ranks[-1][name]
+        for results in of_ranks:
+            assert results[name][0]["lm loss"] == metrics["lm loss"], f"{name}: losses differ between ranks"
+            for key, value in results[name][1].items():
+                assert torch.equal(parameters.setdefault(key, value), value), f"{name}: {key} differs between ranks"
+        merged[name] = metrics, parameters, of_ranks[0][name][2] + out
+    return merged
+
+
+def assert_same(result: Result, expected: Result, name: str, tolerance: float = 1e-5) -> None:
+    """Metrics of the same steps, relatively, and parameters at the end, absolutely."""
+    for key in COMPARED:
+        ours = result[0].get(key, [])
+        torch.testing.assert_close(
+            ours,
+            expected[0].get(key, [])[len(expected[0].get(key, [])) - len(ours) :],
+            rtol=tolerance,
+            atol=0,
+            msg=lambda text, key=key: f"{name}, {key}: {text}",
+        )
+    assert len(result[0]["lm loss"]) > 0
+    assert result[1].keys() == expected[1].keys()
+    for key, value in expected[1].items():
+        torch.testing.assert_close(
+            result[1][key], value, rtol=0, atol=tolerance, msg=lambda text, key=key: f"{name}, {key}: {text}"
+        )
