@@ -30,17 +30,18 @@ one_of SCALE laptop gpu full
 
 # cluster NODES RANKS_PER_NODE: sets these two for the chosen scale; the arguments are the full scale's.
 cluster() {
-    MACHINES=1
+    MACHINES=1 EMULATION=()
     case $SCALE in
         laptop) # 4 ranks on the processor, as if they were 2 nodes of 2
             NODES=2 RANKS_PER_NODE=2
             export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
             ;;
-        gpu) # one machine; an even number of GPUs as if they were 2 nodes
+        gpu) # one machine; an even number of GPUs as if they were 2 nodes, one GPU emulates 2 nodes of 4
             GPUS=${GPUS:-$(nvidia-smi --list-gpus 2>/dev/null | wc -l)}
             [ "$GPUS" -gt 0 ] || fail "SCALE=gpu needs a GPU, and nvidia-smi shows none; SCALE=laptop needs none"
             NODES=$((GPUS % 2 ? 1 : 2))
             RANKS_PER_NODE=$((GPUS / NODES))
+            [ "$GPUS" != 1 ] || NODES=2 RANKS_PER_NODE=4 EMULATION=(--emulate-ranks 8 --emulate-nodes 2)
             ;;
         full)
             NODES=${SLURM_JOB_NUM_NODES:-${NODES:-$1}}
@@ -74,6 +75,8 @@ launch() {
         launcher+=(--rdzv-endpoint "${HEAD:-node0:29400}")
     fi
     [ "${SLURM_NTASKS:-}" != "$world" ] || launcher=(srun --kill-on-bad-exit=1 python)
+    [ "${#EMULATION[@]}" = 0 ] || launcher=(python)
+    set -- "$@" "${EMULATION[@]}"
 
     if [ -n "${ESTIMATE:-}" ]; then
         python tools/estimate.py --nodes "$NODES" --ranks-per-node "$RANKS_PER_NODE" --gpu "$GPU" \

@@ -111,6 +111,12 @@ def test_gpu_scale_is_accepted(script):
     for gpus in (1, 3, 8):
         for variant in variants(script):
             launcher, architecture, flags = trainer_of(command(script, variant, SCALE="gpu", GPUS=str(gpus)))
+            if gpus == 1:
+                assert launcher == ["python"]
+                settings = parse_settings(architecture, flags, 1, note=unexpected_note)
+                assert (settings.distributed.emulate_ranks, settings.distributed.emulate_nodes) == (8, 2)
+                assert settings.zero.zero_ranks_per_node == 4
+                continue
             assert launcher[-2:] == ["--nproc-per-node", str(gpus)]
             nodes = 2 if gpus == 8 else 1
             if "--global-batch-size" not in flags or gpus != 3:  # 3 GPUs divide no power of two
