@@ -21,8 +21,16 @@ from megatron_zpp.parallel.context import ContextParallel, apply_context_paralle
 from megatron_zpp.training.arguments import SettingsError, parse_settings
 from tests.parallel.layouts import EPS, assert_same, results_on
 from tests.ranks import run_ranks
-from tests.training.small_run import NO_DROPOUT, flags, start, torchrun, train_each, write_text
-from tests.training.test_faults import _ranks, _wait_for_iteration
+from tests.training.small_run import (
+    NO_DROPOUT,
+    flags,
+    ranks_of,
+    start,
+    torchrun,
+    train_each,
+    wait_for_iteration,
+    write_text,
+)
 
 DOCUMENTS = "--reset-attention-mask --reset-position-ids --eod-mask-loss"
 CU_SEQLENS = torch.tensor([0, 5, 6, 16, 32, 33, 41, 48], dtype=torch.int32)  # of 3 rows of 16
@@ -249,8 +257,8 @@ def test_what_does_not_fit_is_refused(data, more, message):
 def test_a_killed_rank_ends_the_job_and_is_named(data):
     argv = flags(data, "--context-parallel-size 2 --global-batch-size 2", length="--train-iters 100000")
     process = torchrun(4, argv)
-    _wait_for_iteration(process, 3)
-    os.kill(_ranks(process)[1], signal.SIGKILL)
+    wait_for_iteration(process, 3)
+    os.kill(ranks_of(process)[1], signal.SIGKILL)
     _, err = process.communicate(timeout=60)
     assert process.returncode == 1
     report = err[err.index("Root Cause (first observed failure)") :]
