@@ -40,6 +40,10 @@ class Mesh:
     def tp_size(self) -> int:
         return self.grid["tp"].size()
 
+    def tensor_parallel_group(self) -> dist.ProcessGroup | None:
+        """The ranks with the other parts of this rank's layers; None if it has them whole."""
+        return self.grid["tp"].get_group() if self.tp_size > 1 else None
+
     @property
     def pp_rank(self) -> int:
         return self.grid.get_local_rank("pp")

@@ -387,7 +387,8 @@ def _build_model(
         _prepare_model(model, settings)
         if ranks.emulate_ranks is None:
             shard_model(model, mesh, zero.zero_stage, precision)
-            zeropp = apply_zeropp(model, zeropp_config(zero)) if zero.zero_stage > 0 else None
+            if zero.zero_stage > 0:
+                zeropp = apply_zeropp(model, zeropp_config(zero), tensor_parallel=mesh.tensor_parallel_group())
         model.to_empty(device=device)
     with progress("initializing weights"):
         init_weights(model, settings.training.seed)
@@ -446,7 +447,9 @@ def _build_stages(
         _prepare_model(stage, settings)
         shard_model(stage, mesh, zero_stage, precision)
     units = nn.ModuleDict({f"stage{number}": stage for number, stage in stages.items()})
-    zeropp = apply_zeropp(units, zeropp_config(settings.zero), mesh.grid["pp"].get_group())
+    zeropp = apply_zeropp(
+        units, zeropp_config(settings.zero), mesh.grid["pp"].get_group(), mesh.tensor_parallel_group()
+    )
     for stage in stages.values():
         stage.to_empty(device=device)
     length = training.seq_length // mesh.cp_size // (mesh.tp_size if settings.distributed.sequence_parallel else 1)

@@ -26,7 +26,7 @@ class QuantizedAllGather(TorchAllocator, AllGather):
         self, unit: FSDPUnit, topology: Topology, config: ZeroPPConfig, traffic: Traffic, monitor: ErrorMonitor
     ) -> None:
         self.unit, self.topology, self.config, self.traffic = unit, topology, config, traffic
-        self.encoder = WeightEncoder(unit, config, monitor)
+        self.encoder = WeightEncoder(unit, topology, config, monitor)
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False

@@ -10,7 +10,6 @@ and, with gradient accumulation, ``zeropp.set_is_last_micro_batch(i == last)`` b
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping
 
 import torch
@@ -21,7 +20,7 @@ from . import kernels
 from .all_gather import HierarchicalAllGather, QuantizedAllGather
 from .collectives import PlainAllGather, PlainReduceScatter
 from .config import ZeroPPConfig
-from .description import describe, fingerprint
+from .description import describe, fingerprint, warn_of_settings_without_effect
 from .fsdp_unit import FSDPUnit, find_units
 from .gradient_hops import GradientHops, MicroBatch
 from .monitor import ErrorMonitor
@@ -30,16 +29,20 @@ from .topology import Topology, build_topology
 from .traffic import Traffic
 from .unit import follow_optimizers
 
-logger = logging.getLogger(__name__)
 
-
-def apply_zeropp(model: nn.Module, config: ZeroPPConfig, pipeline: dist.ProcessGroup | None = None) -> ZeroPP:
+def apply_zeropp(
+    model: nn.Module,
+    config: ZeroPPConfig,
+    pipeline: dist.ProcessGroup | None = None,
+    tensor_parallel: dist.ProcessGroup | None = None,
+) -> ZeroPP:
     """Replace the collectives of a ``fully_shard``-ed model by those that ``config`` asks for.
 
     Call it once, after the last ``fully_shard``, on all ranks alike: it makes process groups. Parts of ZeRO++
     that are off leave FSDP2's own collectives in place, with their bytes counted.
 
     ``pipeline``: the group of ranks that have the other stages of the model, each with a ``ZeroPP`` of its own.
+    ``tensor_parallel``: the group of ranks that have the other parts of the same parameters. Both are for statistics.
     Raises ValueError for models without FSDP2 units, HSDP meshes, unequal nodes, and sizes that do not divide.
     """
     units = find_units(model)
@@ -50,7 +53,7 @@ def apply_zeropp(model: nn.Module, config: ZeroPPConfig, pipeline: dist.ProcessG
     for unit in units:
         if unit.group not in topologies:
             topologies[unit.group] = build_topology(unit.group, ranks_per_node)
-    _warn_of_settings_without_effect(config, topologies[units[0].group])
+    warn_of_settings_without_effect(config, topologies[units[0].group])
 
     traffic, monitor, micro_batch = Traffic(), ErrorMonitor(), MicroBatch()
     all_gathers: dict[str, QuantizedAllGather] = {}
@@ -74,7 +77,9 @@ def apply_zeropp(model: nn.Module, config: ZeroPPConfig, pipeline: dist.ProcessG
     topology = topologies[units[0].group]
     if topology.rank == 0 and (config.quantized_weights or config.quantized_gradients):
         kernels.warn_if_missing(units[0].device)
-    return ZeroPP(config, topology, units, all_gathers, reduce_scatters, traffic, monitor, micro_batch, pipeline)
+    return ZeroPP(
+        config, topology, units, all_gathers, reduce_scatters, traffic, monitor, micro_batch, pipeline, tensor_parallel
+    )
 
 
 class ZeroPP:
@@ -91,10 +96,12 @@ class ZeroPP:
         monitor: ErrorMonitor,
         micro_batch: MicroBatch,
         pipeline: dist.ProcessGroup | None,
+        tensor_parallel: dist.ProcessGroup | None,
     ) -> None:
         self.config, self.topology, self.units, self.traffic = config, topology, units, traffic
         self._all_gathers, self._reduce_scatters = all_gathers, reduce_scatters
-        self._monitor, self._micro_batch, self._pipeline = monitor, micro_batch, pipeline
+        self._monitor, self._micro_batch = monitor, micro_batch
+        self._pipeline, self._tensor_parallel = pipeline, tensor_parallel
 
     def describe(self) -> str:
         """One line: the topology, and how weights and gradients travel."""
@@ -144,7 +151,7 @@ class ZeroPP:
         ``error-state``, RMS of LoCo's error / RMS of the gradients it is added to; ``largest-codes``, the share of
         codes +-qmax in blocks that are not zero; ``nonfinite-blocks``, the number of blocks with a NaN or Inf.
         """
-        return self._monitor.take(self.topology.group, self._pipeline)
+        return self._monitor.take(self.topology.group, self._pipeline, self._tensor_parallel)
 
     def state_dict(self) -> dict[str, Tensor]:
         """What this rank must keep for an exact continuation: LoCo's errors, 4-bit weights' copies, noise counters."""
@@ -178,17 +185,3 @@ class ZeroPP:
     def _stateful(self) -> dict[str, Mapping[str, QuantizedAllGather | GradientHops]]:
         hops = {unit: reduce_scatter.hops for unit, reduce_scatter in self._reduce_scatters.items()}
         return {"weights": self._all_gathers, "gradients": hops}
-
-
-def _warn_of_settings_without_effect(config: ZeroPPConfig, topology: Topology) -> None:
-    if topology.rank != 0:
-        return
-    where = f"{topology.world_size} data-parallel ranks on one node"
-    if topology.world_size == 1:
-        if config.enabled:
-            logger.warning("ZeRO++ has no effect on one rank: there is nothing to gather or reduce")
-    elif topology.num_nodes == 1:
-        if config.hpz_partition_size > 1:
-            logger.warning("hpZ has no effect on %s: all gathers stay within it", where)
-        if config.loco is not None:
-            logger.warning("LoCo has no effect on %s: it corrects the hop between nodes", where)

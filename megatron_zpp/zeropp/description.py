@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 
 from .config import ZeroPPConfig
 from .quantization import mix_seed
 from .topology import Place
 from .unit import Unit
+
+logger = logging.getLogger(__name__)
 
 
 def describe(config: ZeroPPConfig, place: Place) -> str:
@@ -34,3 +37,18 @@ def fingerprint(config: ZeroPPConfig, place: Place, units: Sequence[Unit]) -> in
     shape = (place.num_nodes, place.ranks_per_node, place.rank)
     shards = [(unit.name, [(p.numel, p.quantizable) for p in unit.parameter_shards()]) for unit in units]
     return mix_seed(repr(config), repr(shape), repr(shards))
+
+
+def warn_of_settings_without_effect(config: ZeroPPConfig, place: Place) -> None:
+    """Once, on rank 0."""
+    if place.rank != 0:
+        return
+    where = f"{place.world_size} data-parallel ranks on one node"
+    if place.world_size == 1:
+        if config.enabled:
+            logger.warning("ZeRO++ has no effect on one rank: there is nothing to gather or reduce")
+    elif place.num_nodes == 1:
+        if config.hpz_partition_size > 1:
+            logger.warning("hpZ has no effect on %s: all gathers stay within it", where)
+        if config.loco is not None:
+            logger.warning("LoCo has no effect on %s: it corrects the hop between nodes", where)

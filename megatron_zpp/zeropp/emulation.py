@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from . import kernels
 from .collectives import count_flat_ring, count_reduce_scatter
 from .config import ZeroPPConfig
-from .description import describe, fingerprint
+from .description import describe, fingerprint, warn_of_settings_without_effect
 from .emulated_unit import EmulatedUnit, find_emulated_units, step_by_shards
 from .gradient_hops import GradientHops, MicroBatch
 from .monitor import ErrorMonitor
@@ -61,6 +61,7 @@ def emulate_zeropp(
         )
     if zero_stage not in (2, 3):
         raise ValueError(f"stages 2 and 3 of ZeRO can be emulated, not stage {zero_stage}")
+    warn_of_settings_without_effect(config, Place(num_nodes, ranks_per_node, 0))
     return EmulatedZeroPP(
         find_emulated_units(model, units, num_nodes * ranks_per_node, param_dtype),
         config,
@@ -220,7 +221,7 @@ class EmulatedAllGather:
         zero_stage: int,
     ) -> None:
         self.unit, self.config, self.places, self.traffic = unit, config, places, traffic
-        self.encoder = WeightEncoder(unit, config, monitor)
+        self.encoder = WeightEncoder(unit, places[0], config, monitor)
         self.copies: Tensor | None = None  # [W, L], of the ranks' shards, with weight differences
         self._has_secondary = config.hpz_partition_size > 1 and places[0].num_nodes > 1
         self._is_encoded = self._has_secondary or config.quantized_weights

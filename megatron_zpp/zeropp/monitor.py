@@ -43,11 +43,16 @@ class ErrorMonitor:
         sums = torch.stack([first, second])
         self._sums[key] = self._sums[key] + sums if key in self._sums else sums
 
-    def take(self, group: dist.ProcessGroup | None, pipeline: dist.ProcessGroup | None = None) -> dict[str, float]:
+    def take(
+        self,
+        group: dist.ProcessGroup | None,
+        pipeline: dist.ProcessGroup | None = None,
+        tensor_parallel: dist.ProcessGroup | None = None,
+    ) -> dict[str, float]:
         """The statistics of all ranks since the last call; collective.
 
         ``group`` has the ranks with the same units; None = every rank's samples are here. ``pipeline`` has those with
-        the model's other units.
+        the model's other units, ``tensor_parallel`` those with other parts of the same ones.
 
         Keys: ``STATISTIC/WHAT`` over all units, and ``STATISTIC/WHAT/UNIT`` for each.
         """
@@ -56,8 +61,9 @@ class ErrorMonitor:
             return {}
         sums = torch.stack([self._sums[key] for key in keys])  # [K, 2]
         self._sums = {}
-        if group is not None:
-            dist.all_reduce(sums, group=group)
+        for of_same_units in (group, tensor_parallel):
+            if of_same_units is not None:
+                dist.all_reduce(sums, group=of_same_units)
         if pipeline is not None:
             of_stages: list[Any] = [None] * pipeline.size()
             dist.all_gather_object(of_stages, (keys, sums.tolist()), group=pipeline)

@@ -8,6 +8,7 @@ from torch import Tensor
 from .config import ZeroPPConfig
 from .monitor import ErrorMonitor
 from .quantization import mix_seed
+from .topology import Place
 from .unit import Unit
 from .wire_format import WireFormat, wire_format
 
@@ -15,15 +16,18 @@ from .wire_format import WireFormat, wire_format
 class WeightEncoder:
     """The encoder of one unit's shards [L]. ``versions`` counts those of the parameters, so far."""
 
-    def __init__(self, unit: Unit, config: ZeroPPConfig, monitor: ErrorMonitor) -> None:
+    def __init__(self, unit: Unit, place: Place, config: ZeroPPConfig, monitor: ErrorMonitor) -> None:
         self.unit, self.config, self.monitor = unit, config, monitor
+        # On one node there is no secondary partition to be different from.
+        self.sends_differences = config.weight_difference_bits is not None and place.num_nodes > 1
         self.versions = 0
+        self._sampled = -1  # the version whose error the monitor has
 
     def in_full(self, dtype: torch.dtype) -> WireFormat:
         """Of shards themselves, as they go to other nodes, or to all ranks."""
         config = self.config
-        quantize = config.quantized_weights and config.weight_difference_bits is None
-        return self._format(config.weight_bits if quantize else None, config.weight_block_size, dtype)
+        bits = config.weight_bits if config.quantized_weights and not self.sends_differences else None
+        return self._format(bits, config.weight_block_size, dtype)
 
     def differences(self, dtype: torch.dtype) -> WireFormat:
         """Of what changed since the secondary partition."""
@@ -39,7 +43,8 @@ class WeightEncoder:
         """Encode the shard [L] of ``rank``, or its difference from a copy of it, and sample the error."""
         # The noise depends on the version, so that every gather of one version gives the same weights.
         wire = format.encode(shard, self._noise_seed("inter", rank), minus=minus)
-        if self.monitor.is_due(self.versions):
+        if self.monitor.is_due(self.versions) and self._sampled != self.versions:  # qwZ alone gathers a version again
+            self._sampled = self.versions
             arrived = format.decode(wire, out=torch.empty_like(shard, dtype=torch.float32))
             self.monitor.record("weights", self.unit.name, shard, arrived if minus is None else arrived.add_(minus))
             self.monitor.record_codes("weights", self.unit.name, format, wire)

@@ -285,3 +285,9 @@ def test_wrong_use_is_refused():
     other = emulate_zeropp(build("net"), CASES["noise"][1], 2, 2)
     with pytest.raises(ValueError, match="another ZeroPPConfig"):
         emulated.load_state_dict(other.state_dict())
+
+
+def test_settings_without_effect_are_named(caplog):
+    model = nn.Sequential(nn.Linear(8, 8))
+    emulate_zeropp(model, ZeroPPConfig(True, 4, True, LoCoConfig()), num_nodes=1, ranks_per_node=4)
+    assert "hpZ has no effect" in caplog.text and "LoCo has no effect" in caplog.text

@@ -407,3 +407,19 @@ def _state_of_another_config():
 
 def test_state_of_another_config_is_refused():
     assert "another ZeroPPConfig" in run_ranks(4, _state_of_another_config)[0]
+
+
+def _bytes_on_one_node():
+    sent = []
+    for config in (ZeroPPConfig(True, 4, weight_difference_bits=4), ZeroPPConfig(True, 4), ZeroPPConfig()):
+        model = nn.Linear(256, 256)
+        fully_shard(model)
+        zeropp = apply_zeropp(model, config)
+        model(torch.ones(1, 256)).sum().backward()
+        sent.append(zeropp.traffic.take().intra_node)
+    return sent
+
+
+def test_weights_travel_in_full_but_quantized_where_there_is_one_node():
+    differences, quantized, plain = run_ranks(4, _bytes_on_one_node)[0]
+    assert differences == quantized < plain
