@@ -49,8 +49,8 @@ def summary(run: RunHistory) -> dict[str, str]:
         "validation loss (last)": _mean(list(metrics.get("lm loss validation", {}).values())[-1:], "{:.4f}"),
         # The first point's step warms everything up.
         "tokens per second (median)": _median(list(metrics.get("tokens-per-second", {}).values()), "{:,.0f}"),
-        "MB between nodes per step (mean)": _mean(metrics.get(BETWEEN, {}).values(), "{:.3f}", 1e-6),
-        "MB within nodes per step (mean)": _mean(metrics.get(WITHIN, {}).values(), "{:.3f}", 1e-6),
+        "MB between nodes per step (mean)": _megabytes_per_step(run, BETWEEN),
+        "MB within nodes per step (mean)": _megabytes_per_step(run, WITHIN),
     }
     for chart, key in DASHBOARD["Quantization error"].items():
         values = metrics.get(key, {}).values()
@@ -61,9 +61,14 @@ def summary(run: RunHistory) -> dict[str, str]:
     return rows
 
 
-def _mean(values: Iterable[float], template: str, factor: float = 1) -> str:
+def _mean(values: Iterable[float], template: str) -> str:
     values = list(values)
-    return template.format(statistics.fmean(values) * factor) if values else ""
+    return template.format(statistics.fmean(values)) if values else ""
+
+
+def _megabytes_per_step(run: RunHistory, key: str) -> str:
+    sent = run.bytes_so_far(key)
+    return f"{sent[max(sent)] / max(sent) / 1e6:.3f}" if sent else ""
 
 
 def _median(values: list[float], template: str) -> str:

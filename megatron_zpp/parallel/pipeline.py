@@ -46,29 +46,26 @@ class Pipeline:
         placement: Placement,
         mesh: Mesh,
         schedule: str,
+        tokens: Tensor,
         hidden: Tensor,
         zero_stage: int,
         zeropp: ZeroPP,
         tied_embeddings: bool,
     ) -> None:
-        """``stages``: by number, of ``keep_stage``. ``hidden``: what travels for a micro-batch, on the meta device."""
-        self.stages, self.placement, self.schedule, self.hidden = stages, placement, schedule, hidden
+        """``stages``: by number, of ``keep_stage``. ``tokens``, ``hidden``: of a micro-batch, on the meta device."""
+        self.stages, self.placement, self.schedule = stages, placement, schedule
+        self.tokens, self.hidden = tokens, hidden
         self.zero_stage, self.zeropp = zero_stage, zeropp
         self.rank, self.group = mesh.pp_rank, mesh.grid["pp"].get_group()
         self._nodes = gather_node_names(self.group)  # where each pipeline rank runs
         self.last = placement.num_stages - 1
         self._built: Any = None  # the schedule for as many micro-batches as were run last
         self._loss: Callable[[Tensor, Any], Tensor] | None = None
-        self._ends: dist.ProcessGroup | None = None  # of the first and the last stage, if both have the embeddings
-        self.copies: list[nn.Parameter] = []  # parameters that another rank of the pipeline has too, and counts
-        if tied_embeddings and (0 in stages or self.last in stages):
-            members = dist.get_process_group_ranks(self.group)
-            self._ends = self.group
-            if len(members) > 2:
-                ends = [members[placement.ranks[0]], members[placement.ranks[-1]]]
-                self._ends = dist.new_group(ends, use_local_synchronization=True)
-            if self.last in stages:
-                self.copies = [stages[self.last].word_embeddings.weight]  # type: ignore[union-attr,list-item]
+        # The first and the last stage both have tied embeddings; which the last one has are copies, not to be counted.
+        self._shares_embeddings = tied_embeddings and (0 in stages or self.last in stages)
+        self.copies: list[nn.Parameter] = []
+        if self._shares_embeddings and self.last in stages:
+            self.copies = [stages[self.last].word_embeddings.weight]  # type: ignore[union-attr,list-item]
 
     def describe(self) -> str:
         """One line: which layers each stage has, and the schedule."""
@@ -94,8 +91,8 @@ class Pipeline:
         except RuntimeError as error:
             raise error.__cause__ or error from None  # PipelineStage wraps what went wrong
         self._loss = None
-        if self._ends is not None:
-            self._add_up_tied_gradients(self._ends)
+        if self._shares_embeddings:
+            self._add_up_tied_gradients()
         self._count_hidden(len(micro_batches))
 
     def _run_schedule(self, micro_batches: Sequence[tuple[Inputs, Any]]) -> None:
@@ -126,13 +123,12 @@ class Pipeline:
         return [schedule._stage] if self.schedule in _ONE_STAGE else schedule._stages
 
     def _stage(self, number: int, module: nn.Module) -> PipelineStage:
-        # Of what the first stage takes and the last returns nothing is sent: any shape goes.
-        tokens, losses = torch.empty(1, dtype=torch.int64, device="meta"), torch.empty(1, device="meta")
+        losses = torch.empty(self.tokens.shape, device="meta")
         arguments: Any = dict(
             stage_index=number,
             num_stages=self.placement.num_stages,
             device=self.zeropp.device,
-            input_args=tokens if number == 0 else self.hidden,
+            input_args=self.tokens if number == 0 else self.hidden,
             output_args=losses if number == self.last else self.hidden,
             group=self.group,
         )
@@ -146,13 +142,22 @@ class Pipeline:
         prepare_backward(module, self.zero_stage, is_last)
         self.zeropp.set_is_last_micro_batch(is_last)
 
-    def _add_up_tied_gradients(self, ends: dist.ProcessGroup) -> None:
+    def _add_up_tied_gradients(self) -> None:
         """The embeddings of the first and those of the last stage are one parameter: give both the whole gradient."""
-        stage = self.stages[0] if 0 in self.stages else self.stages[self.last]
+        stage, other = (self.stages[0], self.last) if 0 in self.stages else (self.stages[self.last], 0)
         gradient = stage.word_embeddings.weight.grad  # type: ignore[union-attr]
         assert isinstance(gradient, DTensor)
-        dist.all_reduce(gradient.to_local(), group=ends)
-        self._count(0 if self.last in self.stages else self.last, gradient.to_local().nbytes)
+        mine, peer = gradient.to_local(), self.placement.ranks[other]
+        theirs = torch.empty_like(mine)
+        # Not over a group of the two: making one would need all ranks of a NCCL world.
+        exchange = [
+            dist.P2POp(dist.isend, mine, group=self.group, group_peer=peer),
+            dist.P2POp(dist.irecv, theirs, group=self.group, group_peer=peer),
+        ]
+        for work in dist.batch_isend_irecv(exchange):
+            wait_for_neighbour(work)
+        mine.add_(theirs)
+        self._count(other, mine.nbytes)
 
     def _count_hidden(self, num_micro_batches: int) -> None:
         """Each stage sends hidden states to the next one and, of the same size, their gradients to the one before."""

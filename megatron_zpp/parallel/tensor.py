@@ -27,7 +27,7 @@ def apply_tensor_parallelism(model: nn.Module, mesh: Mesh, sequence_parallel: bo
     for block in model.layers:  # type: ignore[union-attr]
         attention = block.self_attention
         if attention.dropout > 0 and not sequence_parallel:
-            attention.forward = _with_own_randomness(attention.forward, mesh.tp_rank)
+            attention.forward = _with_own_randomness(attention, mesh.tp_rank)
 
 
 def dropout_seed(seed: int, rank: int, tp_size: int, sequence_parallel: bool) -> int:
@@ -63,14 +63,17 @@ def norm_style(sequence_parallel: bool) -> ParallelStyle:
     return SequenceParallel() if sequence_parallel else Replicated()
 
 
-def _with_own_randomness(forward: Callable[..., Tensor], tp_rank: int) -> Callable[..., Tensor]:
-    """``forward`` with random numbers of this rank's own: each rank has other heads, and drops other weights.
+def _with_own_randomness(attention: nn.Module, tp_rank: int) -> Callable[..., Tensor]:
+    """Its ``forward`` with random numbers of this rank's own: each rank has other heads, and drops other weights.
 
     They start from a number drawn where all ranks of the group draw alike; so activation checkpointing, which restores
-    what numbers are drawn from, gets the same ones again.
+    what numbers are drawn from, gets the same ones again. An evaluation draws nothing.
     """
+    forward = attention.forward
 
     def own_forward(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if not attention.training:
+            return forward(x, *args, **kwargs)
         own_seed = int(torch.randint(2**62, ())) + tp_rank  # drawn on the CPU: no wait for a GPU
         with torch.random.fork_rng([x.device] if x.is_cuda else []):
             torch.manual_seed(own_seed)

@@ -266,7 +266,7 @@ _SCHEDULER = ByType(
 
 _ACTIVATIONS = Section(
     {
-        "partition_activations": Only((False,), "it needs tensor parallelism; leave it out"),
+        "partition_activations": Only((False,), "activations are not divided over ranks; use --sequence-parallel"),
         "cpu_checkpointing": Only((False,), "offloading is not supported; leave it out"),
         "number_checkpoints": NotNeeded("which blocks are checkpointed is --recompute-method, --recompute-num-layers"),
         "contiguous_memory_optimization": _MEMORY_BY_FSDP2,

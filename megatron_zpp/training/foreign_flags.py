@@ -84,7 +84,7 @@ NOT_NEEDED: dict[str, NotNeeded] = {
     "--cp-comm-type": NotNeeded(
         "context-parallel ranks all-gather keys and values, whose result is that of p2p", ("p2p", "all_gather")
     ),
-    "--ds-sequence-parallel-size": NotNeeded("there is no sequence parallelism", ("1",)),
+    "--ds-sequence-parallel-size": NotNeeded("sequences are shared by --context-parallel-size", ("1",)),
     "--expert-model-parallel-size": NotNeeded(_NO_MOE, ("1",)),
     "--expert-tensor-parallel-size": NotNeeded(_NO_MOE, ("1",)),
     "--moe-expert-parallel-size": NotNeeded(_NO_MOE, ("1",)),
@@ -162,9 +162,9 @@ REFUSED: dict[str, str] = {
         "--zero-reduce-bucket-size",
         "--zero-allgather-bucket-size",
     ),
+    "--tp-comm-overlap": "tensor-parallel collectives are not overlapped with products; leave it out",
     **_refused(
-        "parallelism other than ZeRO is not supported yet; leave it out",
-        "--tp-comm-overlap",
+        "what is kept for recomputation is not divided over ranks; use --sequence-parallel",
         "--partition-activations",
         "--distribute-saved-activations",
     ),

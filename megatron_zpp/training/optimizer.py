@@ -93,11 +93,12 @@ def count_zeros(
     parameters: Iterable[Tensor], pipeline: dist.ProcessGroup | None = None, copies: Sequence[Tensor] = ()
 ) -> int:
     """Number of gradient elements that are exactly zero, over all shards; arguments as in ``clip_gradients``."""
-    zeros = [(gradient == 0).sum() for gradient in _gradients(_without(parameters, copies))]
-    total = _full(torch.stack(zeros).sum()) if zeros else torch.zeros((), dtype=torch.int64)
+    # In fp64, which DTensor may divide and add up again: a count over replicas is one over each, summed.
+    zeros = [(gradient == 0).sum(dtype=torch.float64) for gradient in _gradients(_without(parameters, copies))]
+    total = _full(torch.stack(zeros).sum()) if zeros else torch.zeros((), dtype=torch.float64)
     if pipeline is not None:
         dist.all_reduce(total, group=pipeline)
-    return int(total.item())
+    return round(total.item())
 
 
 def _parameter_groups(model: nn.Module) -> list[dict[str, Any]]:

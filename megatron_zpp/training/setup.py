@@ -50,6 +50,7 @@ from megatron_zpp.training.resolve_zero import zeropp_config
 from megatron_zpp.training.schedule import Schedule, resume_schedule
 from megatron_zpp.training.settings import CheckpointSettings, DataSettings, Settings
 from megatron_zpp.zeropp import EmulatedZeroPP, ZeroPP, apply_zeropp, emulate_zeropp
+from megatron_zpp.zeropp.topology import gather_node_names
 
 
 @dataclass
@@ -377,6 +378,7 @@ def _build_model(
 ) -> tuple[GPT | Llama, Pipeline | None, ZeroPP | EmulatedZeroPP | None]:
     """The model, sharded before it has storage, so that it never exists whole on one rank; whole if it emulates."""
     zero, ranks, precision = settings.zero, settings.distributed, mixed_precision(settings.precision)
+    _check_nodes_alike(settings, mesh)
     build = partial(_build_whole, settings, vocab_size, mesh)
     pipeline: Pipeline | None = None
     zeropp: ZeroPP | EmulatedZeroPP | None = None
@@ -406,6 +408,25 @@ def _build_model(
     if zeropp is not None:
         zeropp.monitor_errors(zero.zero_monitor_interval)
     return model, pipeline, zeropp
+
+
+def _check_nodes_alike(settings: Settings, mesh: Mesh) -> None:
+    """Refuse data-parallel groups that are split over nodes in different ways, each of which would be fine alone."""
+    zero = settings.zero
+    if mesh.pp_size * mesh.tp_size == 1 or zero.zero_ranks_per_node is not None or zero.zero_hpz_partition_size > 1:
+        return
+    names = gather_node_names(mesh.fsdp.get_group())
+    mine = [names.count(name) for name in dict.fromkeys(names)]  # ranks on each node
+    of_all: list[list[int]] = [[]] * dist.get_world_size()
+    dist.all_gather_object(of_all, mine)
+    with errors_on_all_ranks():
+        others = next((ranks for ranks in of_all if ranks != of_all[0]), None)
+        if others is not None:
+            raise ValueError(
+                f"some data-parallel groups have {of_all[0]} ranks on their nodes, others {others}: choose "
+                "--tensor-model-parallel-size and --pipeline-model-parallel-size so that all are alike, or give "
+                "--zero-ranks-per-node"
+            )
 
 
 def _build_whole(settings: Settings, vocab_size: int, mesh: Mesh) -> GPT | Llama:
@@ -452,7 +473,9 @@ def _build_stages(
     )
     for stage in stages.values():
         stage.to_empty(device=device)
-    length = training.seq_length // mesh.cp_size // (mesh.tp_size if settings.distributed.sequence_parallel else 1)
+    length = training.seq_length // mesh.cp_size
+    tokens = torch.empty((training.micro_batch_size, length), dtype=torch.int64, device="meta")
+    length //= mesh.tp_size if settings.distributed.sequence_parallel else 1
     hidden = torch.empty(
         (training.micro_batch_size, length, config.hidden_size),
         dtype=precision.param_dtype or torch.float32,
@@ -460,7 +483,7 @@ def _build_stages(
         requires_grad=True,
     )
     pipeline = Pipeline(
-        stages, placement, mesh, schedule, hidden, zero_stage, zeropp, tied_embeddings=config.tie_embeddings
+        stages, placement, mesh, schedule, tokens, hidden, zero_stage, zeropp, tied_embeddings=config.tie_embeddings
     )
     return join_stages(model, stages), pipeline, zeropp
 

@@ -25,15 +25,17 @@ class RunHistory:
         return [(self.samples[i] * length, value) for i, value in points.items() if i in self.samples]
 
     def over_bytes_between_nodes(self, key: str) -> list[tuple[float, float]]:
-        """(bytes sent between nodes so far, value) of a key, where bytes were written.
+        """(bytes sent between nodes so far, value) of a key, where bytes were written."""
+        sent = self.bytes_so_far("comm/bytes-between-nodes")
+        return [(sent[i], value) for i, value in self.metrics.get(key, {}).items() if i in sent]
 
-        The bytes per step that stand at an iteration are those of every step since the iteration before.
-        """
+    def bytes_so_far(self, key: str) -> Points:
+        """The sum of a key of bytes per step: those at an iteration are of every step since the iteration before."""
         total, last, sent = 0.0, 0, {}
-        for iteration, nbytes in self.metrics.get("comm/bytes-between-nodes", {}).items():
+        for iteration, nbytes in self.metrics.get(key, {}).items():
             total += nbytes * (iteration - last)
             sent[iteration], last = total, iteration
-        return [(sent[i], value) for i, value in self.metrics.get(key, {}).items() if i in sent]
+        return sent
 
 
 def find_runs(folders: list[Path]) -> dict[str, list[Path]]:
@@ -77,12 +79,14 @@ def read_run(name: str, files: list[Path]) -> RunHistory:
         first = min((points[0].step for points in scalars.values()), default=None)
         if first is None:
             continue
+        if "lm loss" in scalars:  # one that only evaluated leaves what was trained as it is
+            # Written pairwise; the last of a killed run may be alone.
+            samples = events.Scalars("lm loss vs samples") if "lm loss vs samples" in tags["scalars"] else []
+            pairs = zip(scalars["lm loss"], samples, strict=False)
+            _replace_from(first, run.samples, {loss.step: over_samples.step for loss, over_samples in pairs})
+            scalars = {key: scalars.get(key, []) for key in run.metrics | scalars}
         for key, points in scalars.items():
             _replace_from(first, run.metrics.setdefault(key, {}), {point.step: point.value for point in points})
-        # Written pairwise; the last of a killed run may be alone.
-        samples = events.Scalars("lm loss vs samples") if "lm loss vs samples" in tags["scalars"] else []
-        pairs = zip(scalars.get("lm loss", []), samples, strict=False)
-        _replace_from(first, run.samples, {loss.step: over_samples.step for loss, over_samples in pairs})
     if "lm loss" not in run.metrics:
         raise ValueError(f"{name} holds no training losses: did its run get to --tensorboard-log-interval iterations?")
     return run

@@ -53,7 +53,10 @@ def apply_zeropp(
     for unit in units:
         if unit.group not in topologies:
             topologies[unit.group] = build_topology(unit.group, ranks_per_node)
-    warn_of_settings_without_effect(config, topologies[units[0].group])
+    groups = (units[0].group, pipeline, tensor_parallel)
+    speaks = all(group is None or group.rank() == 0 for group in groups)  # for all groups of the job
+    if speaks:
+        warn_of_settings_without_effect(config, topologies[units[0].group])
 
     traffic, monitor, micro_batch = Traffic(), ErrorMonitor(), MicroBatch()
     all_gathers: dict[str, QuantizedAllGather] = {}
@@ -75,7 +78,7 @@ def apply_zeropp(
             unit.module.set_custom_reduce_scatter(PlainReduceScatter(topology, traffic))
     follow_optimizers(units)
     topology = topologies[units[0].group]
-    if topology.rank == 0 and (config.quantized_weights or config.quantized_gradients):
+    if speaks and (config.quantized_weights or config.quantized_gradients):
         kernels.warn_if_missing(units[0].device)
     return ZeroPP(
         config, topology, units, all_gathers, reduce_scatters, traffic, monitor, micro_batch, pipeline, tensor_parallel

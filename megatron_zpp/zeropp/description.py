@@ -40,9 +40,7 @@ def fingerprint(config: ZeroPPConfig, place: Place, units: Sequence[Unit]) -> in
 
 
 def warn_of_settings_without_effect(config: ZeroPPConfig, place: Place) -> None:
-    """Once, on rank 0."""
-    if place.rank != 0:
-        return
+    """To be called on one rank."""
     where = f"{place.world_size} data-parallel ranks on one node"
     if place.world_size == 1:
         if config.enabled:

@@ -49,16 +49,25 @@ class Topology(Place):
 def build_topology(group: dist.ProcessGroup, ranks_per_node: int | None = None) -> Topology:
     """Cut ``group`` into nodes of ``ranks_per_node`` consecutive ranks; None = find out from where the ranks run.
 
-    Collective over ``group``. Raises ValueError on every rank alike when the nodes are unequal or interleaved.
+    Collective over ``group``. Raises ValueError on every rank alike when the nodes are unequal, interleaved, or smaller
+    than ``ranks_per_node``.
     """
     world_size = group.size()
+    names = gather_node_names(group)
     if ranks_per_node is None:
-        ranks_per_node = _ranks_per_node_of(gather_node_names(group))
+        ranks_per_node = _ranks_per_node_of(names)
     if world_size % ranks_per_node:
         raise ValueError(
             f"{ranks_per_node} ranks per node do not divide the {world_size} data-parallel ranks; "
             f"choose a divisor of {world_size}"
         )
+    for start in range(0, world_size, ranks_per_node):
+        if len(set(names[start : start + ranks_per_node])) > 1:
+            raise ValueError(
+                f"{ranks_per_node} data-parallel ranks per node, but those from {start} on run on several: "
+                f"{', '.join(dict.fromkeys(names[start : start + ranks_per_node]))}; give what a node has, its GPUs "
+                "divided by the tensor-parallel size"
+            )
     members = dist.get_process_group_ranks(group)  # global ranks, in group order
     num_nodes, rank = world_size // ranks_per_node, group.rank()
     node, place = divmod(rank, ranks_per_node)

@@ -20,10 +20,10 @@ from megatron_zpp.training.logging import MetricWriters
 from megatron_zpp.training.pretrain import train
 from megatron_zpp.training.settings import LoggingSettings
 from megatron_zpp.training.setup import build_run
-from megatron_zpp.training.tensorboard_reader import find_runs, read_run
+from megatron_zpp.training.tensorboard_reader import RunHistory, find_runs, read_run
 from tests.ranks import run_ranks
 from tests.training.small_run import flags, write_text
-from tools.report import charts, differing_settings, main, summary
+from tools.report import BETWEEN, WITHIN, charts, differing_settings, main, summary
 
 ZEROPP = "--zero-quantized-weights --zero-hpz-partition-size 2 --zero-quantized-gradients --zero-monitor-interval 2"
 SHOWN = "--log-throughput --log-timers-to-tensorboard --peak-tflops 1 --eval-interval 4"
@@ -131,10 +131,23 @@ def test_tensorboard_has_the_dashboard(trained):
     assert found == KEYS
 
 
-def write(folder: Path, points: dict[int, float], number: int) -> None:
+def test_megabytes_are_means_over_steps_not_points():
+    points = {1: 10e6, 5: 20e6, 8: 30e6}  # 1, 4 and 3 steps
+    losses = dict.fromkeys(points, 2.0)
+    run = RunHistory("run", {}, {"lm loss": losses, BETWEEN: points, WITHIN: {4: 1e6, 5: 6e6}})
+    of_run = summary(run)
+    assert of_run["MB between nodes per step (mean)"] == f"{(10 + 4 * 20 + 3 * 30) / 8:.3f}"
+    assert of_run["MB within nodes per step (mean)"] == f"{(4 * 1 + 6) / 5:.3f}"
+    del run.metrics[BETWEEN]
+    assert summary(run)["MB between nodes per step (mean)"] == ""
+
+
+def write(folder: Path, points: dict[int, float], number: int, validation: dict[int, float] | None = None) -> None:
     writers = MetricWriters(LoggingSettings(tensorboard_dir=str(folder)), {"seq_length": 4}, is_writer=True)
     for iteration, loss in points.items():
         writers.write({"lm loss": loss, "comm/bytes-between-nodes": 10.0}, iteration, 2 * iteration)
+    for iteration, loss in (validation or {}).items():
+        writers.write({"lm loss validation": loss}, iteration, 2 * iteration)
     writers.close()
     (new,) = (path for path in folder.iterdir() if not path.name.startswith("0"))
     new.rename(folder / f"0{number}.{new.name}")  # files are told apart by the second in which they were begun
@@ -148,6 +161,25 @@ def test_a_resumed_run_is_one_curve(tmp_path):
     assert run.metrics["lm loss"] == {1: 9, 2: 8, 3: 7.5, 4: 6.5, 5: 5.5}
     assert run.over_tokens("lm loss")[-1] == (5 * 2 * 4, 5.5)
     assert run.over_bytes_between_nodes("lm loss")[-1] == (50, 5.5)
+
+
+def test_a_resumed_run_has_no_validation_loss_of_the_one_that_died(tmp_path):
+    write(tmp_path, {1: 9, 2: 8, 3: 7, 4: 6}, 1, validation={2: 8.5, 4: 6.5})
+    write(tmp_path, {3: 7.5}, 2)
+    ((name, files),) = find_runs([tmp_path]).items()
+    run = read_run(name, files)
+    assert run.metrics["lm loss validation"] == {2: 8.5}
+    assert run.metrics["lm loss"] == {1: 9, 2: 8, 3: 7.5}
+    assert summary(run)["validation loss (last)"] == "8.5000"
+
+
+def test_an_evaluation_alone_leaves_what_was_trained(tmp_path):
+    write(tmp_path, {1: 9, 2: 8}, 1, validation={2: 8.5})
+    write(tmp_path, {}, 2, validation={2: 8.25})  # as --skip-train does
+    ((name, files),) = find_runs([tmp_path]).items()
+    run = read_run(name, files)
+    assert run.metrics["lm loss validation"] == {2: 8.25}
+    assert run.over_tokens("lm loss") == [(2 * 4, 9), (4 * 4, 8)]
 
 
 def test_bad_input_gets_one_line(tmp_path, capsys):

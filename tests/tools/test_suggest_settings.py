@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import argparse
 import re
 import subprocess
 import sys
 
 import pytest
 
+from megatron_zpp.training.arguments import parse_settings
+from megatron_zpp.training.log_reader import BETWEEN, RunLog
 from tests.conftest import ROOT
 from tests.training.small_run import SHAPE, write_text
-from tools.suggest_settings import Outcome, suggest
+from tools import suggest_settings
+from tools.suggest_settings import Outcome, measure, suggest, table
 
 RUN = f"{SHAPE} --micro-batch-size 1 --lr 3e-3 --num-workers 0 --tokenizer-type ByteTokenizer"
 
@@ -39,6 +43,41 @@ def test_settings_are_trained_and_ranked_by_bytes(tmp_path):
     assert re.search(r"Suggested: .+\n  --", result.stdout)
 
 
+@pytest.fixture
+def trained(monkeypatch) -> list[list[str]]:
+    """The flags of each run that ``measure`` starts; the n-th's loss is n."""
+    runs: list[list[str]] = []
+
+    def train(architecture: str, flags: list[str]) -> RunLog:
+        runs.append(flags)
+        return RunLog([{"lm loss": float(len(runs)), BETWEEN: 1.0}])
+
+    monkeypatch.setattr(suggest_settings, "train", train)
+    return runs
+
+
+ARGS = argparse.Namespace(
+    architecture="gpt", emulate_ranks=4, emulate_nodes=2, iterations=20, tried=["--zero-quantized-gradients"]
+)
+
+
+@pytest.mark.parametrize(("given", "std"), [("", 0.02), ("--init-method-std 0.01", 0.01)])
+def test_noise_is_the_first_setting_again_on_the_same_data_with_larger_weights(trained, given, std):
+    outcomes, noise = measure(ARGS, [*RUN.split(), "--mock-data", *given.split()])
+    assert len(trained) == 3 and noise == 3 - 1
+    first, again = (parse_settings("gpt", flags, note=lambda _: None).as_flat_dict() for flags in trained[::2])
+    assert again.pop("init_method_std") == pytest.approx(1.001 * std) and first.pop("init_method_std") == std
+    assert first == again  # the seed too: it also decides the order of samples
+    assert table(outcomes, noise, 2, None).endswith("0.1 % larger move the first one's loss by 200.00 %.")
+
+
+def test_finetuning_has_no_initial_weights_to_change(trained):
+    outcomes, noise = measure(ARGS, [*RUN.split(), "--mock-data", "--load", "checkpoints", "--finetune"])
+    assert len(trained) == 2 and noise is None
+    assert "Noise: not measured" in table(outcomes, noise, 2, None)
+    assert suggest(outcomes, noise) == outcomes[0]
+
+
 def outcome(name: str, loss: float, nbytes: float) -> Outcome:
     return Outcome(name, "", loss, nbytes)
 
@@ -57,6 +96,15 @@ def test_the_fewest_bytes_within_the_noise_are_suggested():
         (["--emulate-nodes", "3", "--", *RUN.split(), "--mock-data"], "give 2 nodes or more that divide the ranks"),
         (["--iterations", "3", "--", *RUN.split(), "--mock-data"], "too short"),
         ([], "after --"),
+        *(
+            (["--", *RUN.split(), "--mock-data", *more.split()], "error: every setting starts anew: leave --save,")
+            for more in (
+                "--save checkpoints --save-interval 10",
+                "--load checkpoints",
+                "--tensorboard-dir events",
+                "--wandb-project project",
+            )
+        ),
     ],
 )
 def test_mistakes_come_to_light_before_anything_is_trained(words, message):

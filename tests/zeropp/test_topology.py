@@ -1,5 +1,7 @@
 """Finding which ranks share a node."""
 
+import os
+
 import pytest
 import torch.distributed as dist
 
@@ -43,3 +45,14 @@ def test_ranks_of_one_host_are_one_node_and_a_wrong_size_is_refused():
     assert [groups[2] for groups in run_ranks(2, _groups, None)] == [[0, 1], [0, 1]]
     with pytest.raises(RuntimeError, match="3 ranks per node do not divide the 2 data-parallel ranks"):
         run_ranks(2, _groups, 3)
+
+
+def _groups_on_two_nodes(ranks_per_node):
+    os.environ["GROUP_RANK"] = str(dist.get_rank() // 2)  # as torchrun's agents number themselves
+    return _groups(ranks_per_node)
+
+
+def test_a_node_size_beyond_the_node_is_refused():
+    assert [groups[2] for groups in run_ranks(4, _groups_on_two_nodes, 1)] == [[0], [1], [2], [3]]
+    with pytest.raises(RuntimeError, match="4 data-parallel ranks per node, but those from 0 on run on several"):
+        run_ranks(4, _groups_on_two_nodes, 4)
