@@ -27,14 +27,10 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from megatron_zpp.training.log_reader import BETWEEN, parse_line
+
 PREFIX = "mzpp"
 SUBNET = "10.213.77"
-LOG_FIELDS = {
-    "loss": r"lm loss: (\S+)",
-    "tokens_per_second": r"tokens per second: (\S+)",
-    "counted_megabytes": r"sent between nodes per step \(MB\): (\S+)",
-    "milliseconds": r"elapsed time per iteration \(ms\): (\S+)",
-}
 
 
 @dataclass(frozen=True)
@@ -197,8 +193,8 @@ def measure(
             lines.append(line)
             if echo:
                 print(line, end="", file=sys.stderr)
-            if re.search(r"iteration +\d+/", line):
-                fields = {name: float(found[1]) for name, p in LOG_FIELDS.items() if (found := re.search(p, line))}
+            fields = parse_line(line)
+            if fields is not None:
                 samples.append(([sent_bytes(namespace) for namespace in namespaces], fields))
             continue
         if any(process.poll() not in (None, 0) for process in processes):
@@ -216,9 +212,9 @@ def measure(
         )
     (first, _), (last, last_fields), steps = samples[warmup_steps], samples[-1], len(samples) - warmup_steps - 1
     steady = [fields for _, fields in samples[warmup_steps + 1 :]]
-    milliseconds = sum(fields["milliseconds"] for fields in steady) / steps
-    tokens = sum(fields["tokens_per_second"] * fields["milliseconds"] for fields in steady)
-    counted = sum(fields.get("counted_megabytes", 0.0) for fields in steady) / steps
+    milliseconds = sum(fields["elapsed time per iteration (ms)"] for fields in steady) / steps
+    tokens = sum(fields["tokens per second"] * fields["elapsed time per iteration (ms)"] for fields in steady)
+    counted = sum(fields.get(BETWEEN, 0.0) for fields in steady) / steps
     return Measurement(
         nodes=len(namespaces),
         ranks_per_node=ranks_per_node,
@@ -228,7 +224,7 @@ def measure(
         counted_bytes_per_node_and_step=counted * 1e6 / len(namespaces),
         tokens_per_second=tokens / (milliseconds * steps),
         seconds_per_step=milliseconds / 1000,
-        loss=last_fields["loss"],
+        loss=last_fields["lm loss"],
     )
 
 

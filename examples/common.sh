@@ -10,6 +10,9 @@
 #   GPUS                    how many of this machine's GPUs to use with SCALE=gpu; default all
 # shellcheck shell=bash disable=SC2034  # variables are the sourcing script's
 
+# Slurm's signal before the time limit would end this script; launch_in_slurm acts on it. Children inherit '', not this.
+[ -z "${SLURM_JOB_ID:-}" ] || trap : USR1
+
 SCALE=${SCALE:-$([ -n "${SLURM_JOB_ID:-}" ] && echo full || echo laptop)}
 
 fail() {
@@ -76,13 +79,14 @@ launch() {
     fi
     [ "${SLURM_NTASKS:-}" != "$world" ] || launcher=(srun --kill-on-bad-exit=1 python)
     [ "${#EMULATION[@]}" = 0 ] || launcher=(python)
-    set -- "$@" "${EMULATION[@]}"
 
     if [ -n "${ESTIMATE:-}" ]; then
+        [ "${#EMULATION[@]}" = 0 ] || echo "for the $world GPUs that one emulates, not for that one:"
         python tools/estimate.py --nodes "$NODES" --ranks-per-node "$RANKS_PER_NODE" --gpu "$GPU" \
             --vocabulary "$VOCABULARY" "$@"
         return
     fi
+    set -- "$@" "${EMULATION[@]}"
     printf '%q ' "${launcher[@]}" "$@"
     echo
     starts || return 0
@@ -107,7 +111,9 @@ launch_in_slurm() {
     before=$(saved_iteration)
     MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
     MASTER_PORT=$((20000 + SLURM_JOB_ID % 10000))
-    export MASTER_ADDR MASTER_PORT
+    # From 22.05 on, srun no longer takes over the job's --cpus-per-task: all workers of a rank would share one core.
+    SRUN_CPUS_PER_TASK=${SRUN_CPUS_PER_TASK:-${SLURM_CPUS_PER_TASK:-1}}
+    export MASTER_ADDR MASTER_PORT SRUN_CPUS_PER_TASK
     # shellcheck disable=SC2016  # expanded in each task
     srun --kill-on-bad-exit=1 bash -c \
         'RANK=$SLURM_PROCID LOCAL_RANK=$SLURM_LOCALID WORLD_SIZE=$SLURM_NTASKS exec python "$@"' rank "$@" &
@@ -118,7 +124,7 @@ launch_in_slurm() {
         status=0
         wait "$ranks" || status=$?
     done
-    trap - USR1
+    trap : USR1
     case ${stopped:-$status} in
         0 | 2 | 3) return "$status" ;; # finished; a mistake in flags or files; NaN: docs/reliability.md
     esac
@@ -126,4 +132,5 @@ launch_in_slurm() {
         fail "ended with status $status and saved nothing new: not started again. The reason is above"
     echo "saved at iteration $(saved_iteration) (status $status): back in the queue"
     scontrol requeue "$SLURM_JOB_ID"
+    exit 0 # what the script does after this run is not for now
 }

@@ -15,7 +15,7 @@
 #
 #   examples/loco/llama_0.8b.sh                  a tiny Llama on this machine's processor, half a minute
 #   SCALE=gpu examples/loco/llama_0.8b.sh        a Llama of 125M on this machine's GPUs
-#   RECIPE=loco sbatch examples/loco/llama_0.8b.shfull scale; requeues itself, and goes on
+#   RECIPE=loco sbatch examples/loco/llama_0.8b.sh  full scale; requeues itself, and goes on
 #
 # More flags of the trainer may follow, and win: examples/loco/llama_0.8b.sh --train-iters 20. See ../common.sh for OUT,
 # DRY_RUN, ESTIMATE and their kin, and ../README.md for the data.

@@ -26,16 +26,17 @@
 #      16        ZeRO-3: weights and gradients in 16 bit, by PyTorch FSDP2's own collectives
 # HF_MODEL       folder of the model to start from at full scale: config.json, safetensors, tokenizer.model. To fetch it:
 #                hf download meta-llama/Llama-2-13b-hf --local-dir data/Llama-2-13b-hf
-# BASE           folder of the checkpoint to start from; made, if it is not there, from HF_MODEL or by pretraining
+# BASE           folder of the checkpoint to start from; made, if it is not there, from HF_MODEL or by pretraining, which
+#                goes on where it was stopped until BASE/done says that it ended
 #
 # Your own text at full scale, as JSON lines, becomes what --data-path names by
 #   python tools/preprocess_data.py --input my.jsonl --output-prefix data/finetune --append-eod --workers 16 \
 #       --tokenizer-type SentencePieceTokenizer --tokenizer-model data/Llama-2-13b-hf/tokenizer.model
 #
-# What the paper reports: a reviewer quotes its section 4.3 on 6-, 4- and 2-bit weights with 8-bit gradients. Its perplexities we
-# have not read and do not quote; reviewers found them always slightly above the baseline's. The model, data, batch (64 x
-# 4096 tokens), learning rate (2e-5, cosine) and length (1,000 steps) are ours. 4- and 2-bit differences, which
-# --zero-weight-difference-bits sends instead, keep the loss: docs/zeropp.md.
+# What the paper reports: a reviewer quotes its section 4.3 on FP6, 4- and 2-bit weights with 8-bit gradients; the 6 bits
+# here are integers. Its perplexities we have not read and do not quote; one reviewer found them always slightly above
+# the baseline's. The model, data, batch (64 x 4096 tokens), learning rate (2e-5, cosine) and length (1,000 steps) are
+# ours. 4- and 2-bit differences, which --zero-weight-difference-bits sends instead, keep the loss: docs/zeropp.md.
 #
 # What the full scale needs, as estimated by ESTIMATE=1 for 2 nodes of 8 A100 and 100 Gbit/s out of each node
 # (an MFU of 40 % is assumed, activations are about right, and nothing of it was measured on GPUs):
@@ -81,20 +82,25 @@ esac
 if [ "$SCALE" = full ]; then
     TOKENIZER=(--tokenizer-type SentencePieceTokenizer --tokenizer-model "$HF_MODEL/tokenizer.model")
     TEXT=data/finetune_text_document
+    # It makes the folder when all went well, or not at all.
     [ -d "$BASE/checkpoints" ] || ! starts || python tools/import_hf.py --input "$HF_MODEL" --save "$BASE/checkpoints"
 else
     TOKENIZER=(--tokenizer-type SentencePieceTokenizer --tokenizer-model "$CORPUS/tokenizer.model")
     TEXT=$CORPUS/pages_text_document
     [ -f "$TEXT.idx" ] || ! starts || python tools/preprocess_data.py --input docs README.md CONTRIBUTING.md \
         --output-prefix "$CORPUS/pages" --append-eod "${TOKENIZER[@]}"
-    [ -d "$BASE/checkpoints" ] || OUT=$BASE launch pretrain_llama.py "${MODEL[@]}" --bf16 \
-        "${PRETRAINING[@]}" --lr-decay-style cosine --adam-beta1 0.9 --adam-beta2 0.95 --weight-decay 0.1 --clip-grad 1.0 \
-        --data-path "$CORPUS/python_text_document" --split 95,5,0 "${TOKENIZER[@]}" "${OFTEN[@]}" \
-        --zero-ranks-per-node "$RANKS_PER_NODE" --save "$BASE/checkpoints"
+    if [ ! -f "$BASE/done" ]; then
+        OUT=$BASE launch pretrain_llama.py "${MODEL[@]}" --bf16 \
+            "${PRETRAINING[@]}" --lr-decay-style cosine --adam-beta1 0.9 --adam-beta2 0.95 --weight-decay 0.1 \
+            --clip-grad 1.0 --data-path "$CORPUS/python_text_document" --split 95,5,0 "${TOKENIZER[@]}" "${OFTEN[@]}" \
+            --zero-ranks-per-node "$RANKS_PER_NODE" \
+            --save "$BASE/checkpoints" --load "$BASE/checkpoints" --load-latest-good --exit-signal-handler
+        ! starts || touch "$BASE/done"
+    fi
 fi
 
 # From the base at first, with a new optimizer; from the run's own checkpoint when it was stopped.
-START=(--load "$BASE/checkpoints" --finetune)
+START=(--load "$BASE/checkpoints" --finetune --exit-on-missing-checkpoint)
 [ -z "$(saved_iteration)" ] || START=(--load "$OUT/checkpoints" --load-latest-good)
 
 case $BITS in

@@ -28,8 +28,8 @@
 # What the paper reports: the abstract, that 13B trains on par with 8-bit and 6-bit gathers of the weights; curves for
 # ZeRO-3 and for ZeRO++ with blocked and non-blocked quantization, no table of losses. Batch, learning rate and tokens:
 # not stated in what we read of it. Batch (1024 x 2048 tokens), learning rate (1e-4, cosine to a tenth), its warm-up
-# (375 million tokens), AdamW (0.9, 0.95), weight decay and clipping are those of the 13B model in the GPT-3 paper
-# (arXiv 2005.14165); the tokens (42 billion, as for gpt_350m.sh) and no dropout are ours.
+# (375 million tokens), AdamW (0.9, 0.95), weight decay and clipping are ours, in the range that the GPT-3 paper (arXiv
+# 2005.14165) states; the tokens (42 billion, as for gpt_350m.sh) and no dropout are ours alone.
 #
 # What the full scale needs, as estimated by ESTIMATE=1 for 8 nodes of 8 A100 and 100 Gbit/s out of each node
 # (an MFU of 40 % is assumed, activations are about right, and nothing of it was measured on GPUs):

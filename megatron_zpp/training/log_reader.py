@@ -55,11 +55,16 @@ def read_log(path: Path) -> RunLog:
 
 
 def parse_log(log: str) -> RunLog:
-    """What the text of a log says, however far the run came."""
+    """What the text of a log says, however far the run came.
+
+    A run that was stopped and went on from its last checkpoint repeats iterations: the later lines count.
+    """
     run = RunLog()
     for text in log.splitlines():
         line, validation, model = parse_line(text), VALIDATION.search(text), MODEL.search(text)
         if line is not None:
+            while run.lines and run.lines[-1]["iteration"] >= line["iteration"]:
+                run.lines.pop()
             run.lines.append(line)
         if validation is not None:
             run.validation_loss = float(validation[1])

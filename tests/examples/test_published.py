@@ -124,6 +124,15 @@ def test_gpu_scale_is_accepted(script):
                 assert settings.zero.zero_ranks_per_node == gpus // nodes
 
 
+def test_estimate_of_an_emulation_is_that_of_the_emulated_gpus():
+    script = ROOT / "examples/loco/llama_0.8b.sh"
+    wanted = clean(SCALE="gpu", GPUS="1", ESTIMATE="1")
+    done = subprocess.run([script], env=wanted, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("for the 8 GPUs that one emulates, not for that one:\n")
+    assert "2 x 4 A100" in done.stdout and " GB a GPU; a node sends " in done.stdout.splitlines()[-1]
+
+
 def test_a_wrong_choice_is_refused_by_name():
     done = subprocess.run([SCRIPTS[0]], env=clean(RECIPE="zeroplus"), capture_output=True, text=True)
     assert done.returncode == 2

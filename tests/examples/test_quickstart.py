@@ -60,6 +60,16 @@ def test_means_weigh_each_line_by_its_steps(tmp_path):
     assert run.tokens_per_second() == pytest.approx((10 * 0.5 * 8000 + 2 * 1.0 * 4000) / (10 * 0.5 + 2 * 1.0))
 
 
+def test_of_iterations_that_a_resumed_run_repeats_the_later_lines_count(tmp_path):
+    first = [dataclasses.replace(LINE, iteration=i) for i in (10, 20, 30)]  # saved at 20, stopped after 30
+    again = [dataclasses.replace(LINE, iteration=i, tokens_per_second=4000) for i in (30, 40)]
+    write_log(tmp_path / "log", *first, *again, validation=4.5)
+    run = log_reader.read_log(tmp_path / "log")
+    assert [line["iteration"] for line in run.lines] == [10, 20, 30, 40]
+    assert run.mean("tokens per second") == pytest.approx((2 * 8000 + 2 * 4000) / 4)
+    assert run.tokens_per_second() == pytest.approx((8000 + 2 * 4000) / 3)
+
+
 def test_a_log_without_an_end_is_refused(tmp_path):
     write_log(tmp_path / "log", LINE, validation=None)
     with pytest.raises(ValueError, match="did the run finish"):

@@ -51,7 +51,7 @@ def train_on(world_size: int, architecture: str, data: str, *common: str, **runs
 
 @pytest.mark.parametrize("architecture, shape", OURS)
 def test_training_equals_one_rank(data, architecture, shape):
-    expected = train_on(1, architecture, data, alone=shape)["alone"]
+    expected = train_on(1, architecture, data, alone=f"{shape} --log-params-norm")["alone"]
     tp = "--tensor-model-parallel-size"
     of_two = train_on(2, architecture, data, tp=f"{shape} {tp} 2", sp=f"{shape} {tp} 2 --sequence-parallel")
     of_four = train_on(

@@ -47,7 +47,7 @@ def _measured(runs: dict[str, list[str]]) -> dict[str, tuple[int, float, dict[st
         for module in run.model.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()  # the evaluation at the end leaves the root gathered, and below stage 3 all
-        feedbacks = [f for r in zeropp._reduce_scatters.values() for f in r.feedback.values()]
+        feedbacks = [f for r in zeropp._reduce_scatters.values() for f in r.hops.feedback.values()]
         copies = [getattr(gather, "secondary_partition", None) for gather in zeropp._all_gathers.values()]
         moments = [
             _local(value)
