@@ -13,6 +13,7 @@ from study_experiments import E4_BITS_AND_BLOCKS, E4_SENSITIVITY, EXPERIMENTS, F
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "experiments.md"
 PLOTS = Path(__file__).parent / "results"
+SEEDS = 3  # that an arm needs to be shown
 
 Rows = dict[str, dict[int, dict[str, Any]]]  # by flags, then by seed
 
@@ -29,10 +30,11 @@ def write_tables(rows: list[dict[str, Any]]) -> None:
 
 
 def by_flags_and_seed(rows: list[dict[str, Any]]) -> Rows:
+    """Of the arms that were trained with enough seeds."""
     by_flags: Rows = defaultdict(dict)
     for row in rows:
         by_flags[row["flags"]][row["seed"]] = row
-    return by_flags
+    return {flags: of_seeds for flags, of_seeds in by_flags.items() if len(of_seeds) >= SEEDS}
 
 
 def replace_table(page: str, name: str, text: str) -> str:
@@ -48,10 +50,10 @@ def table(experiment: Experiment, rows: Rows) -> str:
     columns = ["on the wire", "validation loss", "over the fp32 wire", *["recovered"] * recovers, "bytes"]
     lines = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
     for group in experiment.groups:
-        lines.append(f"| **{group.title}** " + "| " * (len(columns) - 1) + "|")
-        for arm in group.arms:
-            if arm.flags in rows:
-                lines.append(_line(group, arm, rows, recovers))
+        trained = [arm for arm in group.arms if arm.flags in rows]
+        if trained:
+            lines.append(f"| **{group.title}** " + "| " * (len(columns) - 1) + "|")
+        lines += [_line(group, arm, rows, recovers) for arm in trained]
     return "\n".join(lines) + "\n"
 
 
@@ -88,29 +90,25 @@ def mean_and_spread(values: list[float], form: str, unit: str = "") -> str:
 
 
 def plot_loss_over_bytes(rows: Rows) -> None:
-    """Every arm as a point, the whole recipes by name."""
+    """The whole recipes, by name."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    figure, axes = plt.subplots(figsize=(9, 5.5))
-    for name, experiment in EXPERIMENTS.items():
-        arms = [arm for group in experiment.groups for arm in group.arms if arm.flags in rows and arm != FP32]
-        points = [(_bytes(arm, rows), statistics.mean(excesses(arm, rows))) for arm in arms]
-        spread = [statistics.stdev(e) if len(e := excesses(arm, rows)) > 1 else 0.0 for arm in arms]
-        x, y = zip(*points, strict=True)
-        style: dict[str, Any] = dict(
-            fmt="o", ms=7 if name == "E5" else 4, alpha=1.0 if name == "E5" else 0.5, capsize=2
-        )
-        axes.errorbar(x, y, spread, label=f"{name}: {experiment.title}", zorder=3 if name == "E5" else 2, **style)
-        for arm, point in zip(arms, points, strict=True):
-            if name == "E5":
-                axes.annotate(arm.name, point, textcoords="offset points", xytext=(6, 3), fontsize=6)
+    figure, axes = plt.subplots(figsize=(9, 4.5))
+    arms = [arm for group in EXPERIMENTS["E5"].groups for arm in group.arms if arm.flags in rows and arm != FP32]
+    for i, arm in enumerate(arms):
+        values = excesses(arm, rows)
+        spread = statistics.stdev(values) if len(values) > 1 else 0.0
+        point = float(next(iter(rows[arm.flags].values()))["bytes_per_parameter"]), statistics.mean(values)
+        axes.errorbar(*point, spread, fmt="o", capsize=3, label=f"{i + 1}: {arm.name}")
+        axes.annotate(str(i + 1), point, textcoords="offset points", xytext=(6, 4), fontsize=9)
     axes.set_xlabel("bytes that a node sends per parameter and step")
     axes.set_ylabel("validation loss over the fp32 wire, %")
     axes.set_xscale("log")
-    axes.set_yscale("symlog", linthresh=1)
+    axes.xaxis.set_major_formatter("{x:g}")
+    axes.xaxis.set_minor_formatter("{x:g}")
     axes.grid(alpha=0.3)
     axes.legend(fontsize=7)
     figure.tight_layout()
@@ -148,7 +146,3 @@ def plot_feedback(rows: Rows) -> None:
         axes.grid(alpha=0.3, axis="y")
     figure.tight_layout()
     figure.savefig(PLOTS / "study_feedback.png", dpi=130)
-
-
-def _bytes(arm: Arm, rows: Rows) -> float:
-    return float(next(iter(rows[arm.flags].values()))["bytes_per_parameter"])

@@ -132,5 +132,5 @@ launch_in_slurm() {
         fail "ended with status $status and saved nothing new: not started again. The reason is above"
     echo "saved at iteration $(saved_iteration) (status $status): back in the queue"
     scontrol requeue "$SLURM_JOB_ID"
-    exit 0 # what the script does after this run is not for now
+    exit 0 # and not on to what follows this run
 }

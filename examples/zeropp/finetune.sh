@@ -26,14 +26,14 @@
 #      16        ZeRO-3: weights and gradients in 16 bit, by PyTorch FSDP2's own collectives
 # HF_MODEL       folder of the model to start from at full scale: config.json, safetensors, tokenizer.model. To fetch it:
 #                hf download meta-llama/Llama-2-13b-hf --local-dir data/Llama-2-13b-hf
-# BASE           folder of the checkpoint to start from; made, if it is not there, from HF_MODEL or by pretraining, which
+# BASE           folder of the checkpoint to start from; made, if it is not there, from HF_MODEL or by pretraining; that
 #                goes on where it was stopped until BASE/done says that it ended
 #
 # Your own text at full scale, as JSON lines, becomes what --data-path names by
 #   python tools/preprocess_data.py --input my.jsonl --output-prefix data/finetune --append-eod --workers 16 \
 #       --tokenizer-type SentencePieceTokenizer --tokenizer-model data/Llama-2-13b-hf/tokenizer.model
 #
-# What the paper reports: a reviewer quotes its section 4.3 on FP6, 4- and 2-bit weights with 8-bit gradients; the 6 bits
+# What the paper reports: a reviewer quotes its section 4.3 on FP6, 4- and 2-bit weights with 8-bit gradients; 6 bits
 # here are integers. Its perplexities we have not read and do not quote; one reviewer found them always slightly above
 # the baseline's. The model, data, batch (64 x 4096 tokens), learning rate (2e-5, cosine) and length (1,000 steps) are
 # ours. 4- and 2-bit differences, which --zero-weight-difference-bits sends instead, keep the loss: docs/zeropp.md.

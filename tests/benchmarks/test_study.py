@@ -30,15 +30,15 @@ def test_excess_is_seed_by_seed_and_recovery_is_of_the_groups_first_arm():
     nothing, feedback = Arm("nothing", "--a"), Arm("feedback", "--b")
     rows = study_tables.by_flags_and_seed(
         [
-            *(_row(FP32.flags, seed, loss) for seed, loss in ((1, 4.0), (2, 5.0))),
-            *(_row("--a", seed, loss) for seed, loss in ((1, 4.4), (2, 5.5))),  # both +10 %
-            *(_row("--b", seed, loss) for seed, loss in ((1, 4.2), (2, 5.0))),  # +5 % and 0
+            *(_row(FP32.flags, seed, loss) for seed, loss in ((1, 4.0), (2, 5.0), (3, 4.0))),
+            *(_row("--a", seed, loss) for seed, loss in ((1, 4.4), (2, 5.5), (3, 4.4))),  # all +10 %
+            *(_row("--b", seed, loss) for seed, loss in ((1, 4.2), (2, 5.0), (3, 4.1))),  # +5 %, 0, +2.5 %
         ]
     )
-    assert study_tables.excesses(nothing, rows) == pytest.approx([10, 10])
+    assert study_tables.excesses(nothing, rows) == pytest.approx([10, 10, 10])
     assert study_tables.recovered(nothing, feedback, rows) == pytest.approx(0.75)
     table = study_tables.table(Experiment("x", (Group("y", (nothing, feedback), recovers=True),)), rows)
-    assert re.search(r"\| feedback \| 4\.6000 ± 0\.57 \| \+2\.50 ± 3\.5 % \| 75% \| 1\.50 \|", table)
+    assert re.search(r"\| feedback \| 4\.4333 ± 0\.49 \| \+2\.50 ± 2\.5 % \| 75% \| 1\.50 \|", table)
 
 
 def test_every_arm_has_flags_of_its_own():
