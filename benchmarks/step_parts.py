@@ -24,6 +24,8 @@ from torch.autograd import DeviceType
 from torch.autograd.profiler_util import FunctionEvent
 from torch.profiler import ProfilerActivity, profile, record_function, schedule
 
+from megatron_zpp.models.gpt import GPT
+from megatron_zpp.models.llama import Llama
 from megatron_zpp.training import pretrain, step
 from megatron_zpp.training.setup import Run
 from megatron_zpp.zeropp.all_gather import HierarchicalAllGather, QuantizedAllGather
@@ -32,7 +34,9 @@ from megatron_zpp.zeropp.reduce_scatter import HierarchicalReduceScatter
 PARTS = ("forward", "backward", "optimizer", "collectives", "quantizers", "data", "other")
 STEP = "training step"
 WRAPPED: tuple[tuple[Any, str, str], ...] = (
-    (step, "summed_loss", "forward"),
+    (GPT, "forward", "forward"),
+    (Llama, "forward", "forward"),
+    (step, "masked_sum", "forward"),
     (torch.Tensor, "backward", "backward"),
     (step, "scale_gradients", "optimizer"),
     (step, "clip_gradients", "optimizer"),
