@@ -173,7 +173,10 @@ def on_one_rank(data):
 TENSOR_PARALLEL = "--tensor-model-parallel-size 2 --sequence-parallel"
 
 
-@pytest.mark.parametrize("world_size, size, more", [(2, 2, ""), (4, 2, ""), (4, 4, ""), (4, 2, TENSOR_PARALLEL)])
+LONG = [pytest.param(*case, marks=pytest.mark.long) for case in ((4, 2, ""), (4, 4, ""), (4, 2, TENSOR_PARALLEL))]
+
+
+@pytest.mark.parametrize("world_size, size, more", [(2, 2, ""), *LONG])
 def test_training_equals_one_rank(data, on_one_rank, world_size, size, more):
     results = results_on(world_size, _runs(data, size, more))
     for name, expected in on_one_rank.items():
@@ -188,6 +191,7 @@ def test_documents_make_a_difference(on_one_rank):
         assert abs(plain[-1] - documents[-1]) > 1e-3
 
 
+@pytest.mark.long
 def test_checkpoints_move_between_layouts(data, tmp_path):
     """(dp 4) to (cp 2, dp 2), and back: the next 10 losses."""
     common = f"{NO_DROPOUT} --eval-iters 0 --micro-batch-size 1"
@@ -206,6 +210,7 @@ ALL_FLAGS = (
 )
 
 
+@pytest.mark.long
 def test_zeropp_over_data_and_context_parallel_ranks(data):
     """Two nodes of four ranks: the traffic is that of eight data-parallel ranks, the loss about that without ZeRO++."""
     more = {

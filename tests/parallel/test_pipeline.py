@@ -84,6 +84,7 @@ FOUR = {
 }
 
 
+@pytest.mark.long
 def test_four_ranks_train_as_one_rank(data):
     llama = f"{FOUR_LAYERS} --group-query-attention --num-query-groups 2"
     expected = results_on(1, {"": ("llama", flags(data, llama, length=TWENTY))})
@@ -101,6 +102,7 @@ ALL_FLAGS = (
 TWO_NODES = "--zero-ranks-per-node 2"
 
 
+@pytest.mark.long
 def test_weights_and_gradients_cross_nodes_once_per_step(data):
     """Four micro-batches on pp 2 * dp 4 against two on dp 4, both on two nodes."""
     common = f"--num-layers 4 --global-batch-size 16 --eval-iters 0 --lr 1e-3 {NO_DROPOUT} {TWO_NODES}"
@@ -143,6 +145,7 @@ def _save_and_go_on(steps: list[tuple[str, list[str]]]) -> dict[str, list[float]
     return losses
 
 
+@pytest.mark.long
 def test_checkpoints_load_under_other_layouts(data, tmp_path):
     common = f"--num-layers 4 --eval-iters 0 --save-interval 5 {NO_DROPOUT}"
 

@@ -49,7 +49,7 @@ def train_on(world_size: int, architecture: str, data: str, *common: str, **runs
     return results_on(world_size, argvs)
 
 
-@pytest.mark.parametrize("architecture, shape", OURS)
+@pytest.mark.parametrize("architecture, shape", [pytest.param(*OURS[0], marks=pytest.mark.long), OURS[1]])
 def test_training_equals_one_rank(data, architecture, shape):
     expected = train_on(1, architecture, data, alone=f"{shape} --log-params-norm")["alone"]
     tp = "--tensor-model-parallel-size"
@@ -66,6 +66,7 @@ def test_training_equals_one_rank(data, architecture, shape):
         assert_same(result, expected, name)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("architecture, shape", OURS)
 def test_checkpoints_load_under_any_layout(data, tmp_path, architecture, shape):
     """From data-parallel ranks to tensor-parallel ones, between those, and back: ten more losses after each."""
@@ -117,7 +118,7 @@ def train_and_look(argv: list[str]) -> dict[str, Any]:
     return seen | {"loss": metrics["lm loss"], "kept_by_all": kept_by_all}
 
 
-@pytest.mark.parametrize("more", ["", "--sequence-parallel"])
+@pytest.mark.parametrize("more", ["", pytest.param("--sequence-parallel", marks=pytest.mark.long)])
 def test_dropout_and_parameters_that_all_ranks_hold(data, more):
     """tp 2 x dp 2, dropout of 0.1 everywhere: what the two ranks of a group have alike, and what not."""
     few = flags(data, f"--tensor-model-parallel-size 2 --micro-batch-size 2 {more}", length="--train-iters 3")
@@ -231,6 +232,7 @@ def topology_of(argv: list[str]) -> tuple[list[int], list[int], list[float]]:
     return *(dist.get_process_group_ranks(group) for group in groups), metrics["lm loss"]
 
 
+@pytest.mark.long
 def test_zeropp_works_inside_each_data_parallel_group(data):
     """tp 2 x dp 4 on two nodes of 4 ranks: P = 2; losses close to those of plain ZeRO-3 on one rank."""
     small = ("--lr 1e-3 --micro-batch-size 2", NO_DROPOUT)
