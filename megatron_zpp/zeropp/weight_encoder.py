@@ -21,7 +21,7 @@ class WeightEncoder:
         # On one node there is no secondary partition to be different from.
         self.sends_differences = config.weight_difference_bits is not None and place.num_nodes > 1
         self.versions = 0
-        self._sampled = -1  # the version whose error the monitor has
+        self._sampled: dict[int, int] = {}  # by rank, the version whose error the monitor has
 
     def in_full(self, dtype: torch.dtype) -> WireFormat:
         """Of shards themselves, as they go to other nodes, or to all ranks."""
@@ -43,8 +43,9 @@ class WeightEncoder:
         """Encode the shard [L] of ``rank``, or its difference from a copy of it, and sample the error."""
         # The noise depends on the version, so that every gather of one version gives the same weights.
         wire = format.encode(shard, self._noise_seed("inter", rank), minus=minus)
-        if self.monitor.is_due(self.versions) and self._sampled != self.versions:  # qwZ alone gathers a version again
-            self._sampled = self.versions
+        # qwZ alone gathers a version several times.
+        if self.monitor.is_due(self.versions) and self._sampled.get(rank) != self.versions:
+            self._sampled[rank] = self.versions
             arrived = format.decode(wire, out=torch.empty_like(shard, dtype=torch.float32))
             self.monitor.record("weights", self.unit.name, shard, arrived if minus is None else arrived.add_(minus))
             self.monitor.record_codes("weights", self.unit.name, format, wire)

@@ -44,6 +44,8 @@ def test_logs_what_real_ranks_log(data, architecture):
         assert real[name].keys() == emulated[name].keys()
         assert len(real[name]["lm loss"]) == 6 and "comm/bytes-between-nodes" in real[name]
         for key, values in real[name].items():
+            if key.startswith("tokens-per-second"):
+                continue  # of this machine
             if key.startswith(ROUNDED):
                 assert emulated[name][key] == pytest.approx(values, rel=1e-4, nan_ok=True), (name, key)
             else:
