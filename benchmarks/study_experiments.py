@@ -57,7 +57,7 @@ SCALES = {
         lr=1e-3,
         adam_beta2=0.95,
         vocab_size=400,
-        corpus="--max-megabytes 0.3",
+        corpus="--max-megabytes 3",
     ),
 }
 

@@ -63,6 +63,8 @@ def trainer(command: str) -> tuple[int, str, list[str]] | None:
     if script is None:
         return None
     launcher, flags = words[: words.index(script)], words[words.index(script) + 1 :]
+    if any(word.startswith("tools/") for word in launcher):
+        return None  # a program that takes the trainer's command
 
     def option(name: str) -> int:
         return int(launcher[launcher.index(name) + 1]) if name in launcher else 1
@@ -83,10 +85,12 @@ def small_flags(flags: list[str]) -> list[str]:
         "--lr-wsd-decay-iters": "1",
         "--eval-interval": "2",
         "--train-samples": "24",
-        "--num-query-groups": "1",
+        "--num-query-groups": "2",
+        "--num-layers-per-virtual-pipeline-stage": "1",
         "--recompute-num-layers": "1",
     }.items():
         small += [flag, value] if flag in flags else []
+    small += ["--num-layers", "4"] if "--pipeline-model-parallel-size" in flags else []
     if "--rampup-batch-size" in flags:
         small += ["--rampup-batch-size", "4", "4", "8"]
     return small
