@@ -91,6 +91,12 @@ def errors_on_all_ranks() -> Iterator[None]:
         raise FailedTogether
 
 
+def print_once(text: str) -> None:
+    """Print on rank 0."""
+    if dist.get_rank() == 0:
+        print(text, flush=True)
+
+
 def report_error(text: str) -> None:
     """Print an error as one line on stderr, on rank 0 alone."""
     if os.environ.get("RANK", "0") == "0":

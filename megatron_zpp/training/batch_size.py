@@ -82,10 +82,9 @@ class BatchSchedule:
             iterations += steps
         raise AssertionError("unreachable: the last level has no end")
 
-    def samples_after(self, iterations: int) -> int:
-        """Samples consumed by the first ``iterations`` optimizer steps."""
-        consumed = 0
-        for size, steps in self._levels():
+    def samples_after(self, iterations: int, consumed: int = 0) -> int:
+        """Samples consumed when ``iterations`` optimizer steps have followed on ``consumed`` samples."""
+        for size, steps in self._levels(consumed):
             if steps is None or iterations < steps:
                 return consumed + iterations * size
             consumed += steps * size

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from megatron_zpp.data.loader import Batch
-from megatron_zpp.training.setup import Run, print_once
+from megatron_zpp.parallel.distributed import print_once
+from megatron_zpp.training.setup import Run
 from megatron_zpp.training.step import StepResult, accumulate_gradients
 from megatron_zpp.zeropp import EmulatedZeroPP
 

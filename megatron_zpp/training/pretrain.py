@@ -22,6 +22,7 @@ from megatron_zpp.parallel.distributed import (
     errors_on_all_ranks,
     init_distributed,
     leave,
+    print_once,
     report_error,
 )
 from megatron_zpp.training.arguments import SettingsError, parse_settings
@@ -31,7 +32,7 @@ from megatron_zpp.training.logging import format_validation_lines, progress, val
 from megatron_zpp.training.nonfinite import NonfiniteSteps
 from megatron_zpp.training.report import Reporter
 from megatron_zpp.training.settings import DistributedSettings
-from megatron_zpp.training.setup import Run, build_run, print_once
+from megatron_zpp.training.setup import Run, build_run
 from megatron_zpp.training.step import train_step
 
 # docs/reliability.md lists them: 0 trained to the end, or saved and stopped as asked; 1 crashed.

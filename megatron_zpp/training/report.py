@@ -6,9 +6,10 @@ import torch
 import torch.distributed as dist
 
 from megatron_zpp.models.flops import flops_per_token
+from megatron_zpp.parallel.distributed import print_once
 from megatron_zpp.training.logging import TrainingReport, format_training_line, training_metrics
 from megatron_zpp.training.optimizer import params_norm
-from megatron_zpp.training.setup import Run, print_once
+from megatron_zpp.training.setup import Run
 from megatron_zpp.training.step import StepResult
 from megatron_zpp.training.throughput import IntervalTimer, describe_mfu, mfu, model_tflops, peak_tflops
 from megatron_zpp.zeropp import Traffic

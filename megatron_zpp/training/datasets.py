@@ -1,0 +1,80 @@
+"""From settings to datasets."""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+
+import torch.distributed as dist
+
+from megatron_zpp.data.build import Datasets, build_datasets
+from megatron_zpp.data.fill_in_the_middle import FillInTheMiddle, find_token
+from megatron_zpp.data.gpt_dataset import SampleOptions
+from megatron_zpp.data.tokenizers import Tokenizer, build_tokenizer
+from megatron_zpp.parallel.distributed import errors_on_all_ranks
+from megatron_zpp.training.logging import progress
+from megatron_zpp.training.settings import DataSettings, Settings
+
+
+def build_data(settings: Settings, num_samples: tuple[int, int, int]) -> tuple[int, Datasets]:
+    """The vocabulary's size and the datasets. ``num_samples``: that the whole run reads to train, validate and test."""
+    training, data, names = settings.training, settings.data, settings.tokenizer
+    assert training.seq_length and names.tokenizer_type
+    tokenizer = build_tokenizer(
+        names.tokenizer_type,
+        names.tokenizer_model,
+        names.vocab_file,
+        names.merge_file,
+        names.vocab_size,
+        names.tiktoken_pattern,
+    )
+    options = SampleOptions(
+        seq_length=training.seq_length,
+        seed=training.seed,
+        stable_order=data.data_order_stable,
+        eod=tokenizer.eod,
+        eod_mask_loss=data.eod_mask_loss,
+        reset_position_ids=data.reset_position_ids,
+        reset_attention_mask=data.reset_attention_mask,
+        fill_in_the_middle=_fill_in_the_middle(data, tokenizer) if data.fim_data else None,
+    )
+    datasets = build_datasets(
+        options,
+        data_path=data.data_path,
+        data_args_path=data.data_args_path,
+        train_data_path=data.train_data_path,
+        valid_data_path=data.valid_data_path,
+        test_data_path=data.test_data_path,
+        per_split_data_args_path=data.per_split_data_args_path,
+        split=data.split,
+        mock_data=data.mock_data,
+        num_samples=num_samples,
+        vocab_size=tokenizer.vocab_size,
+        cache_path=data.data_cache_path,
+        surplus=data.mid_level_dataset_surplus,
+        keep_last_valid=data.pad_last_valid_sample,
+        mmap_tokens=not data.no_mmap_bin_files,
+        # The rank that builds shows it: the others of its node wait for it.
+        progress=partial(progress, any_rank=True, line_every=10.0),
+    )
+    return tokenizer.vocab_size, datasets
+
+
+def _fill_in_the_middle(data: DataSettings, tokenizer: Tokenizer) -> FillInTheMiddle:
+    names = (data.fim_prefix_token, data.fim_middle_token, data.fim_suffix_token)
+    prefix, middle, suffix = (find_token(tokenizer, name) for name in names)
+    return FillInTheMiddle(prefix, middle, suffix, data.fim_rate, data.fim_spm_rate)
+
+
+def check_same_data_on_all_ranks(datasets: Datasets) -> None:
+    """Each node reads its own copy of the data: refuse copies that differ."""
+    ours = json.dumps([split.order for split in datasets if split is not None])
+    orders: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(orders, ours)
+    with errors_on_all_ranks():
+        others = [rank for rank, order in enumerate(orders) if order != orders[0]]
+        if others:
+            raise ValueError(
+                f"ranks {', '.join(map(str, others))} read other data than rank 0: the files differ between nodes; "
+                "copy the .bin and .idx files of one node to all"
+            )
