@@ -9,28 +9,21 @@ Figures are means over the samples of the last 100 steps, of all units together.
 
 from __future__ import annotations
 
-import json
-import os
 import statistics
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
 import torch
+from quickstart_model import FLAGS, measure_missing, read_rows, train_on_4_ranks
 
 from megatron_zpp.training.tensorboard_reader import find_runs, read_run
 from megatron_zpp.zeropp.quantization import dequantize_blocks, quantize_blocks
 
-ROOT = Path(__file__).parents[1]
 RESULTS = Path(__file__).parent / "results" / "monitors.jsonl"
 RUN = (
-    "--num-layers 2 --hidden-size 128 --num-attention-heads 2 --seq-length 128 --attention-dropout 0 "
-    "--hidden-dropout 0 --micro-batch-size 8 --train-iters 200 --lr 2e-3 --min-lr 2e-4 --lr-decay-style cosine "
-    "--lr-warmup-fraction 0.1 --adam-beta2 0.95 --weight-decay 0.1 --num-workers 0 --log-interval 10 "
-    "--data-path runs/quickstart/python_text_document --split 97,3,0 --eval-iters 10 "
-    "--tokenizer-type SentencePieceTokenizer --tokenizer-model runs/quickstart/tokenizer.model "
+    f"{FLAGS} --train-iters 200 --log-interval 10 --eval-iters 10 "
     "--zero-quantized-weights --zero-hpz-partition-size 2 --zero-quantized-gradients --zero-monitor-interval 10"
 )
 SETTINGS = {
@@ -54,27 +47,14 @@ def main() -> None:
         print_table()
         print_gaussian_table()
         return
-    if not (ROOT / "runs/quickstart/python_text_document.bin").exists():
-        sys.exit("error: no text yet: run make quickstart first")
-    done = {row["setting"] for row in read()}
-    for name, flags in SETTINGS.items():
-        if name not in done:
-            row = train(name, flags)
-            with RESULTS.open("a") as file:
-                file.write(json.dumps(row) + "\n")
-            print(row, flush=True)
+    measure_missing(RESULTS, SETTINGS, measure)
 
 
-def train(name: str, flags: str) -> dict[str, Any]:
-    command = f"pretrain_gpt.py {RUN} {flags}".strip()
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+def measure(flags: str) -> dict[str, Any]:
+    command = f"{RUN} {flags}".strip()
     with tempfile.TemporaryDirectory() as folder:
-        words = [*launcher, *command.split(), "--tensorboard-dir", folder]
-        ran = subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True)
-        if ran.returncode != 0:
-            sys.exit(f"{name} failed:\n{ran.stderr[-3000:]}")
-        ((_, files),) = find_runs([Path(folder)]).items()
+        train_on_4_ranks(f"{command} --tensorboard-dir {folder}")
+        ((name, files),) = find_runs([Path(folder)]).items()
         run = read_run(name, files)
     means = {
         key.removeprefix("comm/"): statistics.fmean(value for i, value in points.items() if i > 100)
@@ -82,12 +62,8 @@ def train(name: str, flags: str) -> dict[str, Any]:
         if key.startswith(SHOWN)
     }
     (validation_loss,) = run.metrics["lm loss validation"].values()
-    command = f"torchrun --nproc-per-node 4 {command} --tensorboard-dir DIR"
-    return {"setting": name, "validation_loss": validation_loss, **means, "command": command, "hardware": "CPU, gloo"}
-
-
-def read() -> list[dict[str, Any]]:
-    return [json.loads(line) for line in RESULTS.read_text().splitlines()] if RESULTS.exists() else []
+    command = f"torchrun --nproc-per-node 4 pretrain_gpt.py {command} --tensorboard-dir DIR"
+    return {"validation_loss": validation_loss, **means, "command": command, "hardware": "CPU, gloo"}
 
 
 def print_table() -> None:
@@ -100,7 +76,7 @@ def print_table() -> None:
         "LoCo's error state": "error-state/gradients/inter",
     }
     print(f"| setting | {' | '.join(columns)} |\n|{'---|' * (len(columns) + 1)}")
-    for row in read():
+    for row in read_rows(RESULTS):
         cells = [f"{row[key]:.4f}" if key in row else "" for key in columns.values()]
         print(f"| {row['setting']} | {' | '.join(cells)} |")
 

@@ -126,6 +126,7 @@ def feedback_group(title: str, wire: str, hops: str) -> Group:
 
 TWO = f"{BF16} {gradients(8, 2)}"
 E4_BITS_AND_BLOCKS = (
+    feedback_group("4 bits on both hops, blocks of 128", gradients(4, 4), "both"),
     feedback_group("4 bits on both hops, blocks of 4096", gradients(4, 4, 4096), "both"),
     feedback_group("8 bits within, 4 between nodes, blocks of 4096", gradients(8, 4, 4096), "inter"),
     feedback_group("2 bits on both hops, blocks of 128", gradients(2, 2), "both"),
@@ -136,9 +137,11 @@ E4_SENSITIVITY = Group(
     (
         Arm("nothing", TWO),
         Arm("beta 0 (error feedback)", f"{TWO} {loco(0.0, 'inter')}"),
+        Arm("beta 0.2", f"{TWO} {loco(0.2, 'inter')}"),
         Arm("beta 0.5", f"{TWO} {loco(0.5, 'inter')}"),
         Arm("beta 0.8", f"{TWO} {loco(0.8, 'inter')}"),
         Arm("beta 0.95", f"{TWO} {loco(0.95, 'inter')}"),
+        Arm("beta 0.8 on both hops", f"{TWO} {loco(0.8, 'both')}"),
         Arm("beta 0.8, error in fp32", f"{TWO} {loco(0.8, 'inter', error='fp32')}"),
         Arm("beta 0.8, hard reset every 100 steps", f"{TWO} {loco(0.8, 'inter', reset_interval=100)}"),
         Arm("beta 0.8, decay over 100 steps", f"{TWO} {loco(0.8, 'inter', reset_interval=100, reset='decay')}"),
@@ -155,6 +158,7 @@ EXPERIMENTS = {
                 "Weights through hpZ, gradients in fp32",
                 (
                     Arm("int8, blocks of 256", weights(8, 256)),
+                    Arm("int8, blocks of 2048", weights(8, 2048)),
                     Arm("int8, one scale", weights(8, 0)),
                     Arm("int6, blocks of 256", weights(6, 256)),
                     Arm("int6, one scale", weights(6, 0)),
@@ -174,6 +178,10 @@ EXPERIMENTS = {
                 (
                     Arm("int4 themselves, blocks of 2048", weights(4, 2048)),
                     Arm("int4 differences, blocks of 2048", f"{BF16} {differences(4)}"),
+                    Arm(
+                        "int4 differences, blocks of 2048, two micro-batches",
+                        f"{BF16} {differences(4)} --micro-batch-size 1 --global-batch-size {2 * RANKS}",
+                    ),
                     Arm("int2 differences, blocks of 256", f"{BF16} {differences(2, 256)}"),
                 ),
             ),
@@ -189,6 +197,7 @@ EXPERIMENTS = {
                     Arm("4-4, blocks of 128", f"{BF16} {gradients(4, 4)}"),
                     Arm("8-4, blocks of 128", f"{BF16} {gradients(8, 4)}"),
                     Arm("4-4, blocks of 512", f"{BF16} {gradients(4, 4, 512)}"),
+                    Arm("8-4, blocks of 512", f"{BF16} {gradients(8, 4, 512)}"),
                     Arm("4-4, blocks of 4096", f"{BF16} {gradients(4, 4, 4096)}"),
                     Arm("8-4, blocks of 4096", f"{BF16} {gradients(8, 4, 4096)}"),
                     Arm("4-4, blocks of 4096, stochastic", f"{BF16} {gradients(4, 4, 4096)} {UNBIASED}"),

@@ -134,8 +134,8 @@ def plot_feedback(rows: Rows) -> None:
     bars.set_xticklabels([group.title.replace(", ", ",\n") for group in E4_BITS_AND_BLOCKS], fontsize=7)
     bars.set_ylabel("validation loss over the fp32 wire, %")
     bars.legend(fontsize=8)
-    betas = [(float(re.match(r"beta ([\d.]+)", arm.name)[1]), arm) for arm in E4_SENSITIVITY.arms[1:5]]  # type: ignore[index]
-    betas = [(beta, arm) for beta, arm in betas if arm.flags in rows]
+    named = [(re.fullmatch(r"beta ([\d.]+)( \(error feedback\))?", arm.name), arm) for arm in E4_SENSITIVITY.arms]
+    betas = [(float(match[1]), arm) for match, arm in named if match and arm.flags in rows]
     if betas:
         means = [statistics.mean(excesses(arm, rows)) for _, arm in betas]
         curve.plot([beta for beta, _ in betas], means, "o-")
