@@ -93,7 +93,8 @@ def preprocess(job: Job, report: Callable[[State, int], None], note: Callable[[s
             if not (state.complete and finish_finalizing(job.prefix(key)))
         }
         if not state.complete:
-            _write_tokens(job, identity, files, state, writers, report, note)
+            with _Output(job, identity, state, writers, note) as output:
+                _write_tokens(job, files, output, report)
         for writer in writers.values():
             writer.finalize()
         job.state_file.unlink()
@@ -102,91 +103,106 @@ def preprocess(job: Job, report: Callable[[State, int], None], note: Callable[[s
     return state
 
 
-def _write_tokens(
-    job: Job,
-    identity: dict[str, Any],
-    files: list[CorpusFile],
-    state: State,
-    writers: dict[str, IndexedDatasetWriter],
-    report: Callable[[State, int], None],
-    note: Callable[[str], None],
-) -> None:
+def _write_tokens(job: Job, files: list[CorpusFile], output: _Output, report: Callable[[State, int], None]) -> None:
     total = sum(file.num_bytes for file in files)
-    numbers: dict[Position, int] = {}  # of the blocks under way
-    ends: dict[int, Position] = {}
-    whole = True  # no block is half written
+    saved_at = time.monotonic()
+    blocks = output.blocks_to_do(read_blocks(files, job.reading, output.state.position))
+    for block, encoded in encode_blocks(blocks, job.tokenizer, job.reading, job.append_eod, job.workers, job.ordered):
+        if encoded.bad_records and not job.skip_bad:
+            raise ValueError(f"{encoded.bad_records[0]} (--skip-bad-lines leaves such lines out)")
+        output.write(block, encoded)
+        report(output.state, total)
+        if time.monotonic() - saved_at >= job.save_seconds:
+            output.save()
+            saved_at = time.monotonic()
+    for key, writer in output.writers.items():
+        if writer.num_tokens == 0:
+            output.state.documents = 0  # nothing to go on with
+            raise ValueError(f"{', '.join(job.inputs)} holds no text under {key!r}: nothing to write")
+    output.state.complete = True
+    output.save()
 
-    def blocks_to_do(blocks: Iterable[Block]) -> Iterator[Block]:
-        for number, block in enumerate(blocks, state.block):
-            ends[number] = block.end
-            if number not in state.done:
-                numbers[block.start] = number
+
+class _Output:
+    """A job's unfinished files, and the state that says how far they are."""
+
+    def __init__(
+        self,
+        job: Job,
+        identity: dict[str, Any],
+        state: State,
+        writers: dict[str, IndexedDatasetWriter],
+        note: Callable[[str], None],
+    ) -> None:
+        self.job, self.identity, self.state, self.writers, self.note = job, identity, state, writers, note
+        self._numbers: dict[Position, int] = {}  # of the blocks under way
+        self._ends: dict[int, Position] = {}
+        self._whole = True  # no block is half written
+        self._bad_file = open(job.bad_file, "a", encoding="utf-8")  # noqa: SIM115 - closed by __exit__
+        self._bad_file.truncate(state.bad_file_bytes)
+        self._bad_file.seek(0, os.SEEK_END)
+
+    def __enter__(self) -> _Output:
+        return self
+
+    def __exit__(self, error_type: type[BaseException] | None, *_: object) -> None:
+        try:
+            if error_type is not None:
+                self._stop()
+        finally:
+            self._bad_file.close()
+
+    def blocks_to_do(self, blocks: Iterable[Block]) -> Iterator[Block]:
+        """Those that are not written yet, of the blocks from the state's position on."""
+        for number, block in enumerate(blocks, self.state.block):
+            self._ends[number] = block.end
+            if number not in self.state.done:
+                self._numbers[block.start] = number
                 yield block
 
-    def write(block: Block, encoded: EncodedBlock) -> None:
+    def write(self, block: Block, encoded: EncodedBlock) -> None:
+        """Append a block's documents, and say so in the state."""
+        self._whole, state = False, self.state
         for record in encoded.bad_records[: max(0, PRINTED_BAD_RECORDS - state.bad)]:
-            note(f"skipped {record}")
-        bad_file.write("".join(f"{record}\n" for record in encoded.bad_records))
+            self.note(f"skipped {record}")
+        self._bad_file.write("".join(f"{record}\n" for record in encoded.bad_records))
         for key, column in encoded.columns.items():
-            writers[key].add_documents(column.tokens, column.sequence_lengths, column.sequences_per_document)
+            self.writers[key].add_documents(column.tokens, column.sequence_lengths, column.sequences_per_document)
         state.documents += encoded.num_documents
         state.num_bytes += block.num_bytes
         state.disk_bytes += block.disk_bytes
         state.bad += len(encoded.bad_records)
         state.eods_in_text += encoded.num_eods
-        state.done.add(numbers.pop(block.start))
+        state.done.add(self._numbers.pop(block.start))
         while state.block in state.done:
             state.done.remove(state.block)
-            state.position = ends.pop(state.block)
+            state.position = self._ends.pop(state.block)
             state.block += 1
+        self._whole = True
 
-    def save() -> None:
-        bad_file.flush()
-        os.fsync(bad_file.fileno())
-        state.bad_file_bytes = bad_file.tell()
-        state.written = {key: writer.sync() for key, writer in writers.items()}
-        _save(job, identity, state)
+    def save(self) -> None:
+        """Bring the files to the disk, then the state that speaks of them."""
+        self._bad_file.flush()
+        os.fsync(self._bad_file.fileno())
+        self.state.bad_file_bytes = self._bad_file.tell()
+        self.state.written = {key: writer.sync() for key, writer in self.writers.items()}
+        _save(self.job, self.identity, self.state)
 
-    with open(job.bad_file, "a", encoding="utf-8") as bad_file:
-        bad_file.truncate(state.bad_file_bytes)
-        bad_file.seek(0, os.SEEK_END)
-        try:
-            saved_at = time.monotonic()
-            blocks = blocks_to_do(read_blocks(files, job.reading, state.position))
-            for block, encoded in encode_blocks(
-                blocks, job.tokenizer, job.reading, job.append_eod, job.workers, job.ordered
-            ):
-                if encoded.bad_records and not job.skip_bad:
-                    raise ValueError(f"{encoded.bad_records[0]} (--skip-bad-lines leaves such lines out)")
-                whole = False
-                write(block, encoded)
-                whole = True
-                report(state, total)
-                if time.monotonic() - saved_at >= job.save_seconds:
-                    save()
-                    saved_at = time.monotonic()
-            for key, writer in writers.items():
-                if writer.num_tokens == 0:
-                    state.documents = 0  # nothing to go on with
-                    raise ValueError(f"{', '.join(job.inputs)} holds no text under {key!r}: nothing to write")
-            state.complete = True
-            save()
-        except BaseException:
-            # Every end but this leaves what there is; a half written block is cut off, as after a kill.
-            with contextlib.suppress(OSError):  # the disk may be full
-                if whole and state.documents:
-                    save()
-            kept = state.documents and job.state_file.exists()
-            for writer in writers.values():
-                with contextlib.suppress(OSError):
-                    if kept:
-                        writer.close()
-                    else:
-                        writer.abort()
-            if not kept:
-                job.state_file.unlink(missing_ok=True)
-                job.bad_file.unlink(missing_ok=True)
-            raise
+    def _stop(self) -> None:
+        """Before the end: leave what a later run can go on with. It cuts off a half written block, as after a kill."""
+        with contextlib.suppress(OSError):  # the disk may be full
+            if self._whole and self.state.documents:
+                self.save()
+        kept = self.state.documents and self.job.state_file.exists()
+        for writer in self.writers.values():
+            with contextlib.suppress(OSError):
+                if kept:
+                    writer.close()
+                else:
+                    writer.abort()
+        if not kept:
+            self.job.state_file.unlink(missing_ok=True)
+            self.job.bad_file.unlink(missing_ok=True)
 
 
 def _identity(job: Job, files: list[CorpusFile]) -> dict[str, Any]:

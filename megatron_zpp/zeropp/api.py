@@ -20,7 +20,7 @@ from . import kernels
 from .all_gather import HierarchicalAllGather, QuantizedAllGather
 from .collectives import PlainAllGather, PlainReduceScatter
 from .config import ZeroPPConfig
-from .description import describe, fingerprint, warn_of_settings_without_effect
+from .description import check_fingerprint, describe, fingerprint, warn_of_settings_without_effect
 from .fsdp_unit import FSDPUnit, find_units
 from .gradient_hops import GradientHops, MicroBatch
 from .monitor import ErrorMonitor
@@ -173,11 +173,7 @@ class ZeroPP:
 
         Raises ValueError when the state is of another model, layout or config.
         """
-        if state and int(state["fingerprint"]) != fingerprint(self.config, self.topology, self.units):
-            raise ValueError(
-                "this ZeRO++ state was saved with another model, other ranks and nodes, or another ZeroPPConfig: start "
-                "without it, then LoCo's errors begin at zero and weights are sent in full"
-            )
+        check_fingerprint(state, self.config, self.topology, self.units)
         self.invalidate()
         for kind, collectives in self._stateful().items():
             for unit, collective in collectives.items():

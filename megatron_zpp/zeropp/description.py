@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+
+from torch import Tensor
 
 from .config import ZeroPPConfig
 from .quantization import mix_seed
@@ -37,6 +39,15 @@ def fingerprint(config: ZeroPPConfig, place: Place, units: Sequence[Unit]) -> in
     shape = (place.num_nodes, place.ranks_per_node, place.rank)
     shards = [(unit.name, [(p.numel, p.quantizable) for p in unit.parameter_shards()]) for unit in units]
     return mix_seed(repr(config), repr(shape), repr(shards))
+
+
+def check_fingerprint(state: Mapping[str, Tensor], config: ZeroPPConfig, place: Place, units: Sequence[Unit]) -> None:
+    """Raise ValueError if a rank's saved ``state`` is of another layout."""
+    if state and int(state["fingerprint"]) != fingerprint(config, place, units):
+        raise ValueError(
+            "this ZeRO++ state was saved with another model, other ranks and nodes, or another ZeroPPConfig: start "
+            "without it, then LoCo's errors begin at zero and weights are sent in full"
+        )
 
 
 def warn_of_settings_without_effect(config: ZeroPPConfig, place: Place) -> None:

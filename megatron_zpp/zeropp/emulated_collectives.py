@@ -1,0 +1,240 @@
+"""What all emulated ranks' collectives make of one unit's weights and gradients, in one process."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .collectives import count_flat_ring, count_reduce_scatter
+from .config import ZeroPPConfig
+from .emulated_unit import EmulatedUnit
+from .gradient_hops import GradientHops, MicroBatch
+from .monitor import ErrorMonitor
+from .topology import Place
+from .traffic import Traffic
+from .weight_encoder import WeightEncoder
+
+
+class EmulatedAllGather:
+    """What all ranks' all-gathers make of one unit's weights, as QuantizedAllGather and HierarchicalAllGather do."""
+
+    def __init__(
+        self,
+        unit: EmulatedUnit,
+        config: ZeroPPConfig,
+        places: list[Place],
+        traffic: Traffic,
+        monitor: ErrorMonitor,
+        zero_stage: int,
+    ) -> None:
+        self.unit, self.config, self.places, self.traffic = unit, config, places, traffic
+        self.encoder = WeightEncoder(unit, places[0], config, monitor)
+        self.copies: Tensor | None = None  # [W, L], of the ranks' shards, with weight differences
+        self._has_secondary = config.hpz_partition_size > 1 and places[0].num_nodes > 1
+        self._is_encoded = self._has_secondary or config.quantized_weights
+        self._arrived = False  # the weights of the last refresh are in unit.arrived
+        self._reshards_after_forward = zero_stage == 3 and unit.name != ""  # FSDP2 keeps the root for backward
+        self._reshards_after_backward = zero_stage == 3
+        self._unsharded = [False] * len(places)
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def refresh(self) -> None:
+        """Let the weights arrive anew, if they changed."""
+        changed = self.unit.parameters_changed()
+        if self._arrived and not changed:
+            return
+        self.encoder.versions += changed
+        if self._is_encoded:
+            self.unit.receive(self._gather(changed))
+        else:
+            for arrived, master in zip(self.unit.arrived, self.unit.masters, strict=True):
+                arrived.copy_(master)
+        self.unit.mark_gathered()
+        self._arrived = True
+
+    def _gather(self, changed: bool) -> Tensor:
+        """What every rank holds after the gather, [W, L]."""
+        place, dtype = self.places[0], self.unit.dtype
+        if self.copies is None or changed:
+            arrived = self._gather_between_nodes(self.unit.shards_of(self.unit.masters, dtype))
+        else:
+            arrived = self.copies
+        within_node = self.encoder.within_node(dtype)
+        if within_node is None or not self._has_secondary or self.config.hpz_secondary_dtype == "int8":
+            return arrived
+        partitions = arrived.view(place.num_nodes, place.ranks_per_node, -1)  # [N, P, L]
+        sent = [self.encoder.encode_within_node(partitions[:, p], within_node, p) for p in range(place.ranks_per_node)]
+        wires = torch.stack(sent, dim=1)  # [N, P, nbytes]
+        return within_node.decode(wires, out=torch.empty_like(partitions)).flatten(0, 1)
+
+    def _gather_between_nodes(self, shards: Tensor) -> Tensor:
+        """All ranks' shards [W, L] as they arrive on other nodes; with weight differences the copies themselves."""
+        by_differences = self._has_secondary and self.config.weight_difference_bits is not None
+        if by_differences and self.copies is not None:
+            format = self.encoder.differences(shards.dtype)
+            minus: list[Tensor | None] = list(self.copies)
+        else:
+            format, minus = self.encoder.in_full(shards.dtype), [None] * len(shards)
+        wires = torch.stack([self.encoder.encode(s, format, r, minus=minus[r]) for r, s in enumerate(shards)])
+        if self._has_secondary:
+            self.traffic.add(inter_node=(self.places[0].num_nodes - 1) * wires.nbytes)
+        if self.copies is not None:
+            return format.decode_sum(wires.unsqueeze(0), out=self.copies, accumulate=True)
+        arrived = format.decode(wires, out=shards)
+        self.copies = arrived if by_differences else None
+        return arrived
+
+    def count(self, rank: int, trained: bool, is_last_micro_batch: bool) -> None:
+        """Count the gathers of one rank's forward pass and, if it ``trained``, its backward pass."""
+        gathers = int(not self._unsharded[rank]) + int(trained and self._reshards_after_forward)
+        for _ in range(gathers):
+            self._count_gather(self.places[rank])
+        if trained:
+            self._unsharded[rank] = not (self._reshards_after_backward or is_last_micro_batch)
+        else:
+            self._unsharded[rank] = not self._reshards_after_forward
+
+    def _count_gather(self, place: Place) -> None:
+        nbytes = sum(parameter.numel for parameter in self.unit.parameter_shards()) * self.unit.dtype.itemsize
+        if self._has_secondary:
+            within_node = self.encoder.within_node(self.unit.dtype)
+            sent = place.num_nodes * (within_node.nbytes if within_node is not None else nbytes)
+            self.traffic.add(intra_node=(place.ranks_per_node - 1) * sent)
+        else:
+            full = self.encoder.in_full(self.unit.dtype).nbytes if self._is_encoded else nbytes
+            count_flat_ring(self.traffic, place, full)
+
+    def forget_secondary_partition(self) -> None:
+        """Let the weights arrive anew, and in full."""
+        self.copies, self._arrived = None, False
+
+    def after_loading(self, *_: object) -> None:
+        self.forget_secondary_partition()
+
+    def state_dict(self, place: Place) -> dict[str, Tensor]:
+        state = self.encoder.state_dict() if self._is_encoded else {}
+        if self.copies is not None:
+            state["copies"] = self._copies_of(place).clone()
+        return state
+
+    def load_state_dict(self, place: Place, state: dict[str, Tensor]) -> None:
+        self.encoder.load_state_dict(state)
+        if "copies" in state:
+            if self.copies is None:
+                num_shards = len(self.places)
+                self.copies = state["copies"].new_zeros(num_shards, state["copies"].shape[-1], device=self.unit.device)
+            self._copies_of(place).copy_(state["copies"])
+
+    def _copies_of(self, place: Place) -> Tensor:
+        """The rank's secondary partition [N, L]: the shards of the ranks with its place p."""
+        assert self.copies is not None
+        return self.copies.view(place.num_nodes, place.ranks_per_node, -1)[:, place.local_rank]
+
+
+class EmulatedReduceScatter:
+    """All ranks' reduce-scatters of one unit's gradients, as HierarchicalReduceScatter and FSDP2's own do."""
+
+    def __init__(
+        self,
+        unit: EmulatedUnit,
+        config: ZeroPPConfig,
+        places: list[Place],
+        traffic: Traffic,
+        monitor: ErrorMonitor,
+        micro_batch: MicroBatch,
+        reduce_dtype: torch.dtype | None,
+    ) -> None:
+        self.unit, self.config, self.places, self.traffic = unit, config, places, traffic
+        self.micro_batch = micro_batch
+        self.dtype = reduce_dtype or unit.dtype
+        self.hops: list[GradientHops] = []  # of each rank
+        if config.quantized_gradients:
+            self.hops = [GradientHops(unit, place, config, monitor, micro_batch) for place in places]
+        self._within_node: list[Tensor] = []  # what the ranks of one node have sent so far
+        self._between_nodes: list[Tensor] = []  # what all ranks have sent so far
+        self._sum: Tensor | None = None  # fp32 [W, L], of unquantized gradients so far
+
+    @torch.no_grad()
+    def add(self, rank: int) -> None:
+        """Reduce the gradients that ``rank`` left in the unit's arrived weights; those of the last rank complete it."""
+        gradients = self.unit.take_gradients(self.dtype)  # [W, L]
+        if gradients.shape[1] == 0:
+            return
+        before, after = divisors(self.dtype, len(self.places))
+        if before is not None:
+            gradients.div_(before)
+        totals = self._add_quantized(rank, gradients) if self.hops else self._add_unquantized(rank, gradients)
+        if totals is not None:
+            if after is None:
+                totals = totals / totals.new_full((), len(self.places))
+                after = 1.0
+            self.unit.accumulate_gradients(totals.to(self.dtype).div_(after))
+
+    def _add_quantized(self, rank: int, gradients: Tensor) -> Tensor | None:
+        """The sums over all ranks fp32 [W, L], when all have sent their last gradients [W, L]."""
+        place = self.places[rank]
+        num_nodes, ranks_per_node = place.num_nodes, place.ranks_per_node
+        sent = self.hops[rank].send_within_node(gradients.view(num_nodes, ranks_per_node, -1))
+        if ranks_per_node > 1:
+            self.traffic.add(intra_node=sent.nbytes - sent[0].nbytes)
+        self._within_node.append(sent)
+        if place.local_rank < ranks_per_node - 1:
+            return None
+        from_node, self._within_node = self._within_node, []
+        for hops in self.hops[rank + 1 - ranks_per_node : rank + 1]:
+            received = from_node[0]
+            if ranks_per_node > 1:
+                received = torch.stack([wires[hops.place.local_rank] for wires in from_node])  # [P, N, nbytes]
+            if not self.micro_batch.is_last:
+                hops.keep(received)
+                continue
+            sent = hops.send_between_nodes(received)  # [N, nbytes]
+            if num_nodes > 1:
+                self.traffic.add(inter_node=sent.nbytes - sent[0].nbytes)
+            hops.node_sum = None
+            self._between_nodes.append(sent)
+        if len(self._between_nodes) < len(self.places):
+            return None
+        from_all, self._between_nodes = self._between_nodes, []
+        totals = []
+        for hops in self.hops:
+            received = from_all[hops.place.rank]
+            if num_nodes > 1:
+                of_place = from_all[hops.place.local_rank :: ranks_per_node]
+                received = torch.stack([wires[hops.place.node] for wires in of_place])
+            totals.append(hops.total(received))
+        self.unit.mark_reduced()
+        return torch.stack(totals)
+
+    def _add_unquantized(self, rank: int, gradients: Tensor) -> Tensor | None:
+        count_reduce_scatter(self.traffic, self.places[rank], gradients[0])
+        if self._sum is None:
+            self._sum = torch.zeros(gradients.shape, device=gradients.device)
+        self._sum += gradients
+        if rank < len(self.places) - 1:
+            return None
+        total, self._sum = self._sum, None
+        return total
+
+    def undo_step(self) -> None:
+        self._within_node, self._between_nodes, self._sum = [], [], None
+        for hops in self.hops:
+            hops.undo_step()
+
+    def state_dict(self, place: Place) -> dict[str, Tensor]:
+        return self.hops[place.rank].state_dict() if self.hops else {}
+
+    def load_state_dict(self, place: Place, state: dict[str, Tensor]) -> None:
+        if self.hops:
+            self.hops[place.rank].load_state_dict(state)
+
+
+def divisors(reduce_dtype: torch.dtype, world_size: int) -> tuple[float | None, float | None]:
+    """What FSDP2 divides gradients by before and after it adds them up; None, None: the sum is averaged at once."""
+    if reduce_dtype in (torch.float32, torch.bfloat16):
+        return None, None
+    before = 1.0  # about the root of the number of ranks, so that fp16 neither overflows nor underflows
+    while world_size % before == 0 and world_size / before > before:
+        before *= 2
+    return before, world_size / before
