@@ -1,6 +1,6 @@
 """What the study trains: experiments as lists of arms, each an arm of training with other flags for what travels.
 
-An arm that two experiments share is trained once. W = 4 ranks on N = 2 nodes are emulated in one process.
+An arm that two experiments share is trained once. W = 4 ranks on N = 2 nodes are emulated in one process, or 8 ranks.
 """
 
 from __future__ import annotations
@@ -124,6 +124,14 @@ def feedback_group(title: str, wire: str, hops: str) -> Group:
     return Group(title, tuple(arms), recovers=True)
 
 
+def on_8_ranks(group: Group) -> Group:
+    """The same batches on nodes of four ranks: each rank has half of the samples."""
+    eight = f"--emulate-ranks 8 --emulate-nodes {NODES} --micro-batch-size 1"
+    hpz = f"--zero-hpz-partition-size {8 // NODES}"
+    arms = tuple(Arm(arm.name, f"{arm.flags.replace(HPZ, hpz)} {eight}") for arm in group.arms)
+    return Group(f"{group.title}, {NODES} nodes of {8 // NODES} ranks", arms, group.recovers)
+
+
 TWO = f"{BF16} {gradients(8, 2)}"
 E4_BITS_AND_BLOCKS = (
     feedback_group("4 bits on both hops, blocks of 128", gradients(4, 4), "both"),
@@ -131,6 +139,10 @@ E4_BITS_AND_BLOCKS = (
     feedback_group("8 bits within, 4 between nodes, blocks of 4096", gradients(8, 4, 4096), "inter"),
     feedback_group("2 bits on both hops, blocks of 128", gradients(2, 2), "both"),
     feedback_group("8 bits within, 2 between nodes, blocks of 128", gradients(8, 2), "inter"),
+)
+E4_EIGHT_RANKS = (
+    on_8_ranks(feedback_group("4 bits on both hops, blocks of 4096", gradients(4, 4, 4096), "both")),
+    on_8_ranks(feedback_group("2 bits on both hops, blocks of 128", gradients(2, 2), "both")),
 )
 E4_SENSITIVITY = Group(
     "Sensitivity of LoCo: 8 bits within, 2 between nodes, blocks of 128",
@@ -210,7 +222,7 @@ EXPERIMENTS = {
             ),
         ),
     ),
-    "E4": Experiment("Error feedback (LoCo)", (CONTROLS, *E4_BITS_AND_BLOCKS, E4_SENSITIVITY)),
+    "E4": Experiment("Error feedback (LoCo)", (CONTROLS, *E4_BITS_AND_BLOCKS, *E4_EIGHT_RANKS, E4_SENSITIVITY)),
     "E5": Experiment(
         "Whole recipes",
         (
@@ -229,6 +241,17 @@ EXPERIMENTS = {
                         f"{BF16} {differences(4)} {gradients(8, 4)} {loco(0.8, 'inter')}",
                     ),
                 ),
+            ),
+            on_8_ranks(
+                Group(
+                    "4 bits between nodes",
+                    (
+                        Arm(
+                            "int4 differences, 8-4 gradients, LoCo between nodes",
+                            f"{BF16} {differences(4)} {gradients(8, 4)} {loco(0.8, 'inter')}",
+                        ),
+                    ),
+                )
             ),
             Group(
                 "2 bits between nodes",
