@@ -153,6 +153,7 @@ E4_SENSITIVITY = Group(
         Arm("beta 0.5", f"{TWO} {loco(0.5, 'inter')}"),
         Arm("beta 0.8", f"{TWO} {loco(0.8, 'inter')}"),
         Arm("beta 0.95", f"{TWO} {loco(0.95, 'inter')}"),
+        Arm("beta 0.98", f"{TWO} {loco(0.98, 'inter')}"),
         Arm("beta 0.8 on both hops", f"{TWO} {loco(0.8, 'both')}"),
         Arm("beta 0.8, error in fp32", f"{TWO} {loco(0.8, 'inter', error='fp32')}"),
         Arm("beta 0.8, hard reset every 100 steps", f"{TWO} {loco(0.8, 'inter', reset_interval=100)}"),
