@@ -83,7 +83,10 @@ def measure(args: argparse.Namespace, device: torch.device) -> dict[str, Any]:
     common = f"{shape} --micro-batch-size {args.micro_batch_size} --global-batch-size {batch}"
     common += (" --bf16" if args.bf16 else "") + (" --compile" if args.compile else "")
     zero = ZERO.format(ranks=args.ranks, nodes=args.nodes, per_node=args.ranks // args.nodes)
-    sides = {"plain": Side(f"{common} --zero-stage 0", vocab_size, device), "emulated": Side(f"{common} {zero}", vocab_size, device)}
+    sides = {
+        "plain": Side(f"{common} --zero-stage 0", vocab_size, device),
+        "emulated": Side(f"{common} {zero}", vocab_size, device),
+    }
     for turn in range(args.rounds + 1):
         # Who begins alternates, lest one side always meets the machine as the other left it.
         for side in ("plain", "emulated") if turn % 2 else ("emulated", "plain"):

@@ -3,6 +3,7 @@
     python benchmarks/study.py run                        # trains what benchmarks/results/study.jsonl lacks
     python benchmarks/study.py run E4 E5 --seeds 1 2      # some of it; --scale gpu: a larger model, for one GPU
     python benchmarks/study.py tables                     # writes tables and plots into docs/experiments.md
+    python benchmarks/study.py tables --scale gpu         # prints the tables of another scale
 
 A killed study goes on where it was. benchmarks/study_experiments.py says what is trained; the text is 70 MB of Python
 sources, made on the first run.
@@ -23,8 +24,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from study_experiments import EXPERIMENTS, NODES, RANKS, SCALES, Arm, Scale
-from study_tables import write_tables
+from study_experiments import EXPERIMENTS, FP32, NODES, RANKS, SCALES, Arm, Scale
+from study_tables import SEEDS, by_flags_and_seed, table, write_page
 from torch import __version__ as torch_version
 
 from megatron_zpp.training.log_reader import BETWEEN, parse_log
@@ -39,17 +40,24 @@ def main() -> None:
     run = commands.add_parser("run", help="train what is not in the results yet")
     run.add_argument("experiments", nargs="*", metavar="E1…E5", help="default: all")
     run.add_argument("--match", default="", metavar="REGEX", help="only arms whose name or flags hold it")
-    run.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
-    run.add_argument("--scale", choices=SCALES, default="cpu", help="size of model and run")
-    run.add_argument("--results", type=Path, default=RESULTS, metavar="FILE", help="JSON lines to add to")
+    run.add_argument("--seeds", type=int, nargs="+", default=SEEDS)
     run.add_argument("--jobs", type=int, help="runs side by side; default as the scale says")
-    commands.add_parser("tables", help="write tables and plots of the results into docs/experiments.md")
+    tables = commands.add_parser("tables", help="write tables and plots of the results into docs/experiments.md")
+    for command in (run, tables):
+        command.add_argument("--scale", choices=SCALES, default="cpu", help="size of model and run")
+        command.add_argument("--results", type=Path, default=RESULTS, metavar="FILE", help="of JSON lines")
     args = parser.parse_args()
     if args.command == "tables":
-        rows = read_results(RESULTS, "cpu")
-        if not rows:
-            sys.exit("error: no results yet: python benchmarks/study.py run")
-        write_tables(rows)
+        rows = by_flags_and_seed(read_results(args.results, args.scale))
+        if FP32.flags not in rows:
+            sys.exit(
+                f"error: {args.results} lacks seeds of the fp32 wire, which all others are compared with: "
+                f"python benchmarks/study.py run E1 --match 'fp32 wire' --scale {args.scale} --results {args.results}"
+            )
+        if (args.scale, args.results) == ("cpu", RESULTS):
+            write_page(rows)
+        else:
+            print(*(f"{name}: {e.title}\n\n{table(e, rows)}" for name, e in EXPERIMENTS.items()), sep="\n")
         return
     if unknown := set(args.experiments) - set(EXPERIMENTS):
         parser.error(f"there is no experiment {', '.join(sorted(unknown))}; choose of {', '.join(EXPERIMENTS)}")
@@ -101,16 +109,22 @@ def make_text(name: str, scale: Scale) -> str:
     )
 
 
-def train(results: Path, scale_name: str, text: str, arm: Arm, seed: int) -> dict[str, Any]:
-    """One run; its row, which is also appended to the results. Raises RuntimeError when it fails."""
-    scale = SCALES[scale_name]
-    flags = (
+def flags_of(scale: Scale, arm: Arm) -> str:
+    """Of the trainer, without text and seed."""
+    batch = scale.micro_batch_size * RANKS
+    return (
         f"{scale.shape} --emulate-ranks {RANKS} --emulate-nodes {NODES} --attention-dropout 0 "
         f"--hidden-dropout 0 --micro-batch-size {scale.micro_batch_size} --train-iters {scale.train_iters} "
         f"--eval-iters {scale.eval_iters} --eval-interval {scale.train_iters} --log-interval 20 --lr {scale.lr} "
         f"--min-lr {scale.lr / 10} --lr-decay-style cosine --lr-warmup-fraction 0.1 --adam-beta2 {scale.adam_beta2} "
-        f"--weight-decay 0.1 --num-workers 0 --seed {seed} {text} {arm.flags}"
+        f"--weight-decay 0.1 --num-workers 0 {arm.flags.format(half=scale.micro_batch_size // 2, batch=batch)}"
     )
+
+
+def train(results: Path, scale_name: str, text: str, arm: Arm, seed: int) -> dict[str, Any]:
+    """One run; its row, which is also appended to the results. Raises RuntimeError when it fails."""
+    scale = SCALES[scale_name]
+    flags = f"{flags_of(scale, arm)} {text} --seed {seed}"
     threads = str(max(1, (os.cpu_count() or 1) // scale.jobs))
     start = time.monotonic()
     ran = subprocess.run(

@@ -1,6 +1,7 @@
 """What the study trains: experiments as lists of arms, each an arm of training with other flags for what travels.
 
-An arm that two experiments share is trained once. W = 4 ranks on N = 2 nodes are emulated in one process, or 8 ranks.
+An arm that two experiments share is trained once. W = 4 ranks on N = 2 nodes are emulated in one process; in some groups
+8 ranks.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ SCALES = {
     ),
     "tiny": Scale(  # to see that everything runs
         "--num-layers 1 --hidden-size 32 --num-attention-heads 2 --seq-length 32",
-        micro_batch_size=1,
+        micro_batch_size=2,
         train_iters=3,
         eval_iters=1,
         lr=1e-3,
@@ -64,7 +65,10 @@ SCALES = {
 
 @dataclass(frozen=True)
 class Arm:
-    """One way to travel: its name in the tables, and its flags."""
+    """One way to travel: its name in the tables, and its flags.
+
+    ``{half}`` stands for half of the scale's micro-batch size, ``{batch}`` for the samples of a step.
+    """
 
     name: str
     flags: str
@@ -124,12 +128,12 @@ def feedback_group(title: str, wire: str, hops: str) -> Group:
     return Group(title, tuple(arms), recovers=True)
 
 
-def on_8_ranks(group: Group) -> Group:
-    """The same batches on nodes of four ranks: each rank has half of the samples."""
-    eight = f"--emulate-ranks 8 --emulate-nodes {NODES} --micro-batch-size 1"
-    hpz = f"--zero-hpz-partition-size {8 // NODES}"
+def on_twice_the_ranks(group: Group) -> Group:
+    """The same batches on nodes of twice the ranks, each of which has half of the samples."""
+    eight = f"--emulate-ranks {2 * RANKS} --emulate-nodes {NODES} --micro-batch-size {{half}}"
+    hpz = f"--zero-hpz-partition-size {2 * RANKS // NODES}"
     arms = tuple(Arm(arm.name, f"{arm.flags.replace(HPZ, hpz)} {eight}") for arm in group.arms)
-    return Group(f"{group.title}, {NODES} nodes of {8 // NODES} ranks", arms, group.recovers)
+    return Group(f"{group.title}, {NODES} nodes of {2 * RANKS // NODES} ranks", arms, group.recovers)
 
 
 TWO = f"{BF16} {gradients(8, 2)}"
@@ -141,8 +145,8 @@ E4_BITS_AND_BLOCKS = (
     feedback_group("8 bits within, 2 between nodes, blocks of 128", gradients(8, 2), "inter"),
 )
 E4_EIGHT_RANKS = (
-    on_8_ranks(feedback_group("4 bits on both hops, blocks of 4096", gradients(4, 4, 4096), "both")),
-    on_8_ranks(feedback_group("2 bits on both hops, blocks of 128", gradients(2, 2), "both")),
+    on_twice_the_ranks(feedback_group("4 bits on both hops, blocks of 4096", gradients(4, 4, 4096), "both")),
+    on_twice_the_ranks(feedback_group("2 bits on both hops, blocks of 128", gradients(2, 2), "both")),
 )
 E4_SENSITIVITY = Group(
     "Sensitivity of LoCo: 8 bits within, 2 between nodes, blocks of 128",
@@ -193,7 +197,7 @@ EXPERIMENTS = {
                     Arm("int4 differences, blocks of 2048", f"{BF16} {differences(4)}"),
                     Arm(
                         "int4 differences, blocks of 2048, two micro-batches",
-                        f"{BF16} {differences(4)} --micro-batch-size 1 --global-batch-size {2 * RANKS}",
+                        f"{BF16} {differences(4)} --micro-batch-size {{half}} --global-batch-size {{batch}}",
                     ),
                     Arm("int2 differences, blocks of 256", f"{BF16} {differences(2, 256)}"),
                 ),
@@ -243,7 +247,7 @@ EXPERIMENTS = {
                     ),
                 ),
             ),
-            on_8_ranks(
+            on_twice_the_ranks(
                 Group(
                     "4 bits between nodes",
                     (

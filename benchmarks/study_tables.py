@@ -13,28 +13,28 @@ from study_experiments import E4_BITS_AND_BLOCKS, E4_SENSITIVITY, EXPERIMENTS, F
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "experiments.md"
 PLOTS = Path(__file__).parent / "results"
-SEEDS = 3  # that an arm needs to be shown
+SEEDS = (1, 2, 3)  # that an arm needs to be shown
 
 Rows = dict[str, dict[int, dict[str, Any]]]  # by flags, then by seed
 
 
-def write_tables(rows: list[dict[str, Any]]) -> None:
+def write_page(rows: Rows) -> None:
     """Replace what stands between the page's markers, and draw the plots anew."""
-    by_flags = by_flags_and_seed(rows)
     page = PAGE.read_text()
     for name, experiment in EXPERIMENTS.items():
-        page = replace_table(page, name, table(experiment, by_flags))
+        page = replace_table(page, name, table(experiment, rows))
     PAGE.write_text(page)
-    plot_loss_over_bytes(by_flags)
-    plot_feedback(by_flags)
+    plot_loss_over_bytes(rows)
+    plot_feedback(rows)
 
 
 def by_flags_and_seed(rows: list[dict[str, Any]]) -> Rows:
-    """Of the arms that were trained with enough seeds."""
+    """Of the arms that were trained with all SEEDS."""
     by_flags: Rows = defaultdict(dict)
     for row in rows:
-        by_flags[row["flags"]][row["seed"]] = row
-    return {flags: of_seeds for flags, of_seeds in by_flags.items() if len(of_seeds) >= SEEDS}
+        if row["seed"] in SEEDS:
+            by_flags[row["flags"]][row["seed"]] = row
+    return {flags: of_seeds for flags, of_seeds in by_flags.items() if len(of_seeds) == len(SEEDS)}
 
 
 def replace_table(page: str, name: str, text: str) -> str:
@@ -62,8 +62,8 @@ def _line(group: Group, arm: Arm, rows: Rows, recovers: bool) -> str:
     cells = [arm.name, mean_and_spread(losses, "{:.4f}")]
     cells.append("" if arm == FP32 else mean_and_spread(excesses(arm, rows), "{:+.2f}", " %"))
     if recovers:
-        first = group.arms[0]
-        cells.append(f"{recovered(first, arm, rows):.0%}" if group.recovers and arm != first else "")
+        shares = recovered(group.arms[0], arm, rows) if group.recovers and arm != group.arms[0] else []
+        cells.append(mean_and_spread(shares, "{:.0f}", " %") if shares else "")
     cells.append(f"{next(iter(rows[arm.flags].values()))['bytes_per_parameter']:.2f}")
     return f"| {' | '.join(cells)} |"
 
@@ -74,35 +74,43 @@ def excesses(arm: Arm, rows: Rows) -> list[float]:
     return [
         100 * (row["validation_loss"] / control[seed]["validation_loss"] - 1)
         for seed, row in sorted(rows[arm.flags].items())
-        if seed in control
     ]
 
 
-def recovered(first: Arm, arm: Arm, rows: Rows) -> float:
-    """The share of the first arm's mean excess over the fp32 wire that ``arm`` does not have."""
-    return 1 - statistics.mean(excesses(arm, rows)) / statistics.mean(excesses(first, rows))
+def recovered(first: Arm, arm: Arm, rows: Rows) -> list[float]:
+    """Percent of the first arm's excess over the fp32 wire that ``arm`` does not have, seed by seed.
+
+    Nothing where the first arm's excess is not twice its spread: there is no loss to win back.
+    """
+    lost = excesses(first, rows)
+    if statistics.mean(lost) < 2 * statistics.stdev(lost):
+        return []
+    return [100 * (1 - ours / theirs) for ours, theirs in zip(excesses(arm, rows), lost, strict=True)]
 
 
 def mean_and_spread(values: list[float], form: str, unit: str = "") -> str:
-    """ "mean ± standard deviation"; the mean alone of one value."""
-    mean = form.format(statistics.mean(values)) if values else "-"
-    return f"{mean} ± {statistics.stdev(values):.2g}{unit}" if len(values) > 1 else f"{mean}{unit}"
+    """ "mean ± standard deviation"."""
+    return f"{form.format(statistics.mean(values))} ± {statistics.stdev(values):.2g}{unit}"
 
 
-def plot_loss_over_bytes(rows: Rows) -> None:
-    """The whole recipes, by name."""
+def _pyplot() -> Any:
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
+    return plt
+
+
+def plot_loss_over_bytes(rows: Rows) -> None:
+    """The whole recipes, by name."""
+    plt = _pyplot()
     figure, axes = plt.subplots(figsize=(9, 4.5))
     arms = [arm for group in EXPERIMENTS["E5"].groups for arm in group.arms if arm.flags in rows and arm != FP32]
     for i, arm in enumerate(arms):
         values = excesses(arm, rows)
-        spread = statistics.stdev(values) if len(values) > 1 else 0.0
         point = float(next(iter(rows[arm.flags].values()))["bytes_per_parameter"]), statistics.mean(values)
-        axes.errorbar(*point, spread, fmt="o", capsize=3, label=f"{i + 1}: {arm.name}")
+        axes.errorbar(*point, statistics.stdev(values), fmt="o", capsize=3, label=f"{i + 1}: {arm.name}")
         axes.annotate(str(i + 1), point, textcoords="offset points", xytext=(6, 4), fontsize=9)
     axes.set_xlabel("bytes that a node sends per parameter and step")
     axes.set_ylabel("validation loss over the fp32 wire, %")
@@ -117,28 +125,23 @@ def plot_loss_over_bytes(rows: Rows) -> None:
 
 def plot_feedback(rows: Rows) -> None:
     """What error feedback and LoCo do to the excess, and how it depends on beta."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, (bars, curve) = plt.subplots(1, 2, figsize=(11, 4.2), width_ratios=[3, 2])
-    for i, group in enumerate(E4_BITS_AND_BLOCKS):
-        for j, arm in enumerate(group.arms):
-            if arm.flags in rows:
-                values = excesses(arm, rows)
-                spread = statistics.stdev(values) if len(values) > 1 else 0.0
-                label = arm.name if i == 0 else None
-                bars.bar(i + 0.27 * (j - 1), statistics.mean(values), 0.25, yerr=spread, color=f"C{j}", label=label)
+    plt = _pyplot()
+    figure, (bars, curve) = plt.subplots(1, 2, figsize=(12, 4.2), width_ratios=[3, 2])
+    for j, name in enumerate(("nothing", "error feedback", "LoCo")):
+        drawn = [(i, group.arms[j]) for i, group in enumerate(E4_BITS_AND_BLOCKS) if group.arms[j].flags in rows]
+        of_arms = [excesses(arm, rows) for _, arm in drawn]
+        heights, spreads = map(statistics.mean, of_arms), map(statistics.stdev, of_arms)
+        places = [i + 0.27 * (j - 1) for i, _ in drawn]
+        bars.bar(places, [*heights], 0.25, yerr=[*spreads], color=f"C{j}", label=name)
     bars.set_xticks(range(len(E4_BITS_AND_BLOCKS)))
     bars.set_xticklabels([group.title.replace(", ", ",\n") for group in E4_BITS_AND_BLOCKS], fontsize=7)
     bars.set_ylabel("validation loss over the fp32 wire, %")
     bars.legend(fontsize=8)
     named = [(re.fullmatch(r"beta ([\d.]+)( \(error feedback\))?", arm.name), arm) for arm in E4_SENSITIVITY.arms]
-    betas = [(float(match[1]), arm) for match, arm in named if match and arm.flags in rows]
-    if betas:
-        means = [statistics.mean(excesses(arm, rows)) for _, arm in betas]
-        curve.plot([beta for beta, _ in betas], means, "o-")
+    betas = {float(match[1]): excesses(arm, rows) for match, arm in named if match and arm.flags in rows}
+    if betas and E4_SENSITIVITY.arms[0].flags in rows:
+        means, spreads = map(statistics.mean, betas.values()), map(statistics.stdev, betas.values())
+        curve.errorbar([*betas], [*means], [*spreads], fmt="o-", capsize=3)
         curve.axhline(statistics.mean(excesses(E4_SENSITIVITY.arms[0], rows)), color="grey", ls="--", label="nothing")
         curve.set_xlabel("beta, 8 bits within and 2 between nodes, blocks of 128")
         curve.legend(fontsize=8)

@@ -12,7 +12,7 @@ from tests.conftest import ROOT
 sys.path.insert(0, str(ROOT / "benchmarks"))
 import study
 import study_tables
-from study_experiments import EXPERIMENTS, FP32, Arm, Experiment, Group
+from study_experiments import EXPERIMENTS, FP32, RANKS, SCALES, Arm, Experiment, Group
 
 
 def _row(flags: str, seed: int, loss: float) -> dict:
@@ -36,9 +36,29 @@ def test_excess_is_seed_by_seed_and_recovery_is_of_the_groups_first_arm():
         ]
     )
     assert study_tables.excesses(nothing, rows) == pytest.approx([10, 10, 10])
-    assert study_tables.recovered(nothing, feedback, rows) == pytest.approx(0.75)
+    assert study_tables.recovered(nothing, feedback, rows) == pytest.approx([50, 100, 75])
     table = study_tables.table(Experiment("x", (Group("y", (nothing, feedback), recovers=True),)), rows)
-    assert re.search(r"\| feedback \| 4\.4333 ± 0\.49 \| \+2\.50 ± 2\.5 % \| 75% \| 1\.50 \|", table)
+    assert re.search(r"\| feedback \| 4\.4333 ± 0\.49 \| \+2\.50 ± 2\.5 % \| 75 ± 25 % \| 1\.50 \|", table)
+
+
+def test_nothing_is_recovered_of_a_loss_within_its_spread():
+    nothing, feedback = Arm("nothing", "--a"), Arm("feedback", "--b")
+    losses = {FP32.flags: (4.0, 4.0, 4.0), "--a": (4.01, 3.99, 4.02), "--b": (4.0, 4.0, 4.0)}
+    rows = study_tables.by_flags_and_seed(
+        [_row(flags, seed, loss) for flags, of_seeds in losses.items() for seed, loss in enumerate(of_seeds, 1)]
+    )
+    assert study_tables.recovered(nothing, feedback, rows) == []
+
+
+def test_every_scale_fills_in_the_arms_flags():
+    for scale in SCALES.values():
+        for arm in study.arms(list(EXPERIMENTS)):
+            flags = study.flags_of(scale, arm)
+            words = flags.split()
+            sizes = [int(words[i + 1]) for i, word in enumerate(words) if word == "--micro-batch-size"]
+            ranks = [int(words[i + 1]) for i, word in enumerate(words) if word == "--emulate-ranks"]
+            batch = int(words[words.index("--global-batch-size") + 1]) if "--global-batch-size" in words else None
+            assert (batch or sizes[-1] * ranks[-1]) == scale.micro_batch_size * RANKS
 
 
 def test_every_arm_has_flags_of_its_own():
