@@ -1,7 +1,6 @@
 """What the study trains: experiments as lists of arms, each an arm of training with other flags for what travels.
 
-An arm that two experiments share is trained once. W = 4 ranks on N = 2 nodes are emulated in one process; in some groups
-8 ranks.
+An arm that two experiments share is trained once. 4 ranks on 2 nodes are emulated in one process; in some arms 8 ranks.
 """
 
 from __future__ import annotations

@@ -197,12 +197,13 @@ def _states(
         states[f"hpZ's secondary partition, {config.hpz_secondary_dtype}"] = nodes * copy
     if config.quantized_gradients and micro_batches > 1:
         states["gradients of earlier micro-batches, summed within the node, fp32"] = 4 * nodes * shard
-    if config.loco is not None and nodes > 1:
+    hops = {"inter": nodes * (nodes > 1)}
+    hops["both"] = hops["inter"] + cluster.world_size * (cluster.ranks_per_node > 1)
+    if config.loco is not None and hops[config.loco.hops]:
         bits, dtype = ERROR_FORMATS[config.loco.error_dtype]
         error = sum(wire_format(unit, bits, config.gradient_block_size, dtype).nbytes for unit in units)
-        hops = {"inter": nodes, "both": nodes + cluster.world_size}[config.loco.hops]
         # One to go on with, one to return to when a step is undone.
-        states[f"LoCo's errors, {config.loco.error_dtype}, and those before the step"] = 2 * hops * error
+        states[f"LoCo's errors, {config.loco.error_dtype}, and those before the step"] = 2 * hops[config.loco.hops] * error
     if settings.zero.zero_stage < 3:
         states["all parameters, gathered"] = weights.itemsize * cluster.world_size * shard
     if settings.zero.zero_stage == 1 and micro_batches > 1:

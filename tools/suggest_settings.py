@@ -6,15 +6,15 @@ some settings, emulated in one process, and ranks them by loss against bytes.
 
 or your own settings: ``--try "--zero-quantized-weights --zero-weight-bits 6"``, as often as you like.
 
-What follows ``--`` are the flags of pretrain_gpt.py or pretrain_llama.py as they would be given on the cluster. All
-settings see the same data in the same order. The first one, plain ZeRO-3, is trained again on the same data with
-initial weights that are 0.1 % larger: what differs between the two is noise. Without a GPU, ZeRO-3's bytes are those of
-gloo, whose reduce-scatter is an all-reduce: its gradients count twice what NCCL sends of them.
+What follows ``--`` are the flags of pretrain_gpt.py or pretrain_llama.py as they would be given on the cluster, without
+those of ZeRO++. All settings see the same data in the same order. The first one, plain ZeRO-3, is trained again on the
+same data with initial weights that are 0.1 % larger: what differs between the two is noise.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import math
 import statistics
 import subprocess
@@ -22,11 +22,15 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
 from rich.console import Console
 from rich.progress import Progress
 
 from megatron_zpp.training.arguments import parse_settings
+from megatron_zpp.training.errors import flag_of
 from megatron_zpp.training.log_reader import BETWEEN, RunLog, parse_log
+from megatron_zpp.training.resolve_zero import resolve_zero
+from megatron_zpp.training.settings import DistributedSettings, Settings, ZeroSettings
 
 ROOT = Path(__file__).parents[1]
 ALL = "--zero-quantized-weights --zero-quantized-gradients"
@@ -50,8 +54,9 @@ class Outcome:
 
     name: str
     flags: str
-    loss: float  # training loss, mean over the last quarter of the run
-    bytes_per_step: float  # that a node sends
+    loss: float  # training loss, mean over the last quarter of the run; NaN: see failure
+    bytes_per_step: float  # that a node sends; NaN if it failed
+    failure: str | None = None
 
 
 def main() -> int:
@@ -63,7 +68,7 @@ def main() -> int:
     parser.add_argument("architecture", choices=("gpt", "llama"))
     parser.add_argument("--emulate-ranks", type=int, default=8, metavar="W", help="GPUs of the cluster; default 8")
     parser.add_argument("--emulate-nodes", type=int, default=2, metavar="N", help="its nodes; default 2")
-    parser.add_argument("--iterations", type=int, default=200, metavar="K", help="steps of each setting; default 200")
+    parser.add_argument("--iterations", type=int, default=400, metavar="K", help="steps of each setting; default 400")
     parser.add_argument(
         "--link-gbps", type=float, metavar="R", help="a node's link, for seconds instead of bytes alone"
     )
@@ -79,8 +84,8 @@ def main() -> int:
         print(f"error: {error}", file=sys.stderr)
         return 1
     print(table(outcomes, noise, args.emulate_nodes, args.link_gbps))
-    best = suggest(outcomes, noise)
-    print(f"\nSuggested: {best.name}, the fewest bytes of those whose loss is within the noise:\n  {best.flags}")
+    best, limit = suggest(outcomes, noise), 100 * allowed_loss(outcomes, noise)
+    print(f"\nSuggested: {best.name}, the fewest bytes of those that lose at most {limit:.2f} %:\n  {best.flags}")
     return 0
 
 
@@ -100,30 +105,67 @@ def measure(args: argparse.Namespace, flags: list[str]) -> tuple[list[Outcome], 
     common += f"--train-iters {args.iterations} --log-interval 1 --eval-iters 0 --zero-stage 3".split()
     per_node = ranks // nodes
     settings = {setting: setting for setting in args.tried} if args.tried else SETTINGS
+    if per_node == 1 and not args.tried:  # differences need hpZ, which needs ranks that share a node
+        settings = {name: setting for name, setting in settings.items() if DIFFERENCES not in setting}
     all_flags = {CONTROL: f"--zero-ranks-per-node {per_node}"}
     all_flags |= {name: f"--zero-hpz-partition-size {per_node} {setting}" for name, setting in settings.items()}
-    for setting in all_flags.values():  # a mistake comes to light before anything is trained
-        parsed = parse_settings(args.architecture, [*flags, *common, *setting.split()], note=lambda _: None)
-        checkpoint, logging = parsed.checkpoint, parsed.logging
-        writes = checkpoint.save or logging.tensorboard_dir or logging.wandb_project
-        if writes or (checkpoint.load and not checkpoint.finetune):
-            raise ValueError(
-                "every setting starts anew: leave --save, --tensorboard-dir and --wandb-project out; "
-                "--load only with --finetune"
-            )
-    outcomes, noise = [], None
+    # A mistake comes to light before anything is trained.
+    plain = parse_settings(args.architecture, [*flags, *common], note=lambda _: None)
+    check_plain(plain, ranks, args.iterations)
+    for setting in all_flags.values():
+        parse_settings(args.architecture, [*flags, *common, *setting.split()], note=lambda _: None)
+    outcomes, noise, again = [], None, not plain.checkpoint.finetune
     with Progress(console=Console(stderr=True)) as bar:
-        task = bar.add_task("training", total=len(all_flags) + (not checkpoint.finetune))
+        task = bar.add_task("training", total=len(all_flags) + again)
         for name, setting in all_flags.items():
-            log = train(args.architecture, [*flags, *common, *setting.split()])
-            outcomes.append(Outcome(name, setting, final_loss(log), log.lines[-1][BETWEEN] * 1e6 / nodes))
+            try:
+                log = train(args.architecture, [*flags, *common, *setting.split()])
+                outcome = Outcome(name, setting, final_loss(log), log.lines[-1][BETWEEN] * 1e6 / nodes)
+            except RuntimeError as error:
+                if name == CONTROL:
+                    raise
+                outcome = Outcome(name, setting, math.nan, math.nan, failure=str(error))
+            outcomes.append(outcome)
             bar.advance(task)
-        if not checkpoint.finetune:
-            larger_weights = ["--init-method-std", str(parsed.model.init_method_std * 1.001)]
+        if again:
+            larger_weights = ["--init-method-std", str(plain.model.init_method_std * 1.001)]
             log = train(args.architecture, [*flags, *common, *all_flags[CONTROL].split(), *larger_weights])
             noise = abs(final_loss(log) - outcomes[0].loss)
             bar.advance(task)
     return outcomes, noise
+
+
+def check_plain(settings: Settings, ranks: int, iterations: int) -> None:
+    """Raise ValueError unless the run that all settings are added to is a short, plain one that starts anew."""
+    checkpoint, logging = settings.checkpoint, settings.logging
+    if (
+        checkpoint.save
+        or logging.tensorboard_dir
+        or logging.wandb_project
+        or (checkpoint.load and not checkpoint.finetune)
+    ):
+        raise ValueError(
+            "every setting starts anew: leave --save, --tensorboard-dir and --wandb-project out; "
+            "--load only with --finetune"
+        )
+    plain = resolve_zero(dataclasses.replace(ZeroSettings(), zero_stage=3), ranks, DistributedSettings())
+    given = [
+        flag_of(field.name)
+        for field in dataclasses.fields(ZeroSettings)
+        if getattr(settings.zero, field.name) != getattr(plain, field.name) and field.name != "zero_monitor_interval"
+    ]
+    if given:
+        raise ValueError(
+            f"{', '.join(given)} would be in every setting, and plain {CONTROL} would not be plain: leave such flags "
+            f'out after --, or try them with --try="{given[0]} ..."'
+        )
+    schedule, batch = settings.schedule, settings.training.global_batch_size
+    warmup = max(schedule.lr_warmup_iters, schedule.lr_warmup_samples / (batch or 1))
+    if warmup > iterations / 4:
+        raise ValueError(
+            f"the learning rate warms up over {warmup:.0f} of --iterations {iterations}: give a shorter warm-up after "
+            "--, or more --iterations"
+        )
 
 
 def train(architecture: str, flags: list[str]) -> RunLog:
@@ -147,21 +189,32 @@ def table(outcomes: list[Outcome], noise: float | None, nodes: int, link_gbps: f
     control = outcomes[0]
     header = f"{'setting':50}{'loss':>9}{'over ZeRO-3':>13}{'MB a node sends':>17}"
     lines = [header + (f"{'s per step':>12}" if link_gbps else "")]
-    for outcome in sorted(outcomes, key=lambda outcome: -outcome.bytes_per_step):
+    trained = [outcome for outcome in outcomes if outcome.failure is None]
+    for outcome in sorted(trained, key=lambda outcome: -outcome.bytes_per_step):
         change = 100 * (outcome.loss / control.loss - 1)
         line = f"{outcome.name:50}{outcome.loss:9.4f}{change:+12.2f}%{outcome.bytes_per_step / 1e6:17.2f}"
         lines.append(line + (f"{outcome.bytes_per_step * 8 / (link_gbps * 1e9):12.4f}" if link_gbps else ""))
+    lines += [f"{outcome.name:50} failed: {outcome.failure}" for outcome in outcomes if outcome.failure is not None]
     if noise is None:
-        lines.append("Noise: not measured, as the checkpoint's weights are the initial ones; 0.25 % is assumed.")
+        lines.append("Noise: not measured, as the checkpoint's weights are the initial ones.")
     else:
         change = 100 * noise / control.loss
         lines.append(f"Noise: initial weights that are 0.1 % larger move the first one's loss by {change:.2f} %.")
+    if not torch.cuda.is_available():
+        lines.append(
+            f"{CONTROL}'s bytes are gloo's, which sends gradients twice; over NCCL they are about 3/4 of that."
+        )
     return "\n".join(lines)
 
 
+def allowed_loss(outcomes: list[Outcome], noise: float | None) -> float:
+    """What a setting may lose, as a share of the first one's loss: the noise, at least 0.25 %."""
+    return max((noise or 0.0) / outcomes[0].loss, 0.0025)
+
+
 def suggest(outcomes: list[Outcome], noise: float | None) -> Outcome:
-    """The fewest bytes among the settings that lose no more than the noise, or 0.25 %, against the first."""
-    limit = outcomes[0].loss + max(noise or 0.0, 0.0025 * outcomes[0].loss)
+    """The fewest bytes among the settings that lose no more than what is allowed."""
+    limit = outcomes[0].loss * (1 + allowed_loss(outcomes, noise))
     good = [outcome for outcome in outcomes if math.isfinite(outcome.loss) and outcome.loss <= limit]
     return min(good or outcomes[:1], key=lambda outcome: outcome.bytes_per_step)
 

@@ -59,5 +59,5 @@ def warn_of_settings_without_effect(config: ZeroPPConfig, place: Place) -> None:
     elif place.num_nodes == 1:
         if config.hpz_partition_size > 1:
             logger.warning("hpZ has no effect on %s: all gathers stay within it", where)
-        if config.loco is not None:
+        if config.loco is not None and config.loco.hops == "inter":
             logger.warning("LoCo has no effect on %s: it corrects the hop between nodes", where)

@@ -27,7 +27,9 @@ RECIPES = {
     "all": f"{ALL_FLAGS} --zero-weight-block-size 0",
     "LoCo, both hops": f"{ALL_FLAGS} --zeropp-loco --zeropp-loco-hops both --hpz-secondary-dtype int8",
     "differences": f"{ALL_FLAGS} --zeropp-loco --zeropp-loco-error-dtype bf16 --zero-weight-difference-bits 4",
+    "LoCo on one node": "--zero-quantized-gradients --zeropp-loco --zeropp-loco-hops both --zero-ranks-per-node 4",
 }
+CLUSTERS = {"LoCo on one node": ["--nodes", "1", "--ranks-per-node", "4"]}  # the others: 2 nodes of 2 ranks
 
 
 def planned(argv: list[str], *more: str) -> estimate.Estimate:
@@ -74,7 +76,7 @@ def test_memory_and_bytes_are_those_of_real_ranks(tmp_path):
     runs = {name: flags(data, SHAPE, recipe, length="--train-iters 3") for name, recipe in RECIPES.items()}
     ranks = run_ranks(4, _measured, runs, timeout=300)
     for name, argv in runs.items():
-        plan = planned(argv)
+        plan = planned(argv, *CLUSTERS.get(name, []))
         parameters, sent, _ = ranks[0][name]
         assert plan.parameters == parameters
         assert sum(plan.sent_between_nodes.values()) == pytest.approx(sent, rel=1e-6), name

@@ -68,7 +68,7 @@ def test_noise_is_the_first_setting_again_on_the_same_data_with_larger_weights(t
     first, again = (parse_settings("gpt", flags, note=lambda _: None).as_flat_dict() for flags in trained[::2])
     assert again.pop("init_method_std") == pytest.approx(1.001 * std) and first.pop("init_method_std") == std
     assert first == again  # the seed too: it also decides the order of samples
-    assert table(outcomes, noise, 2, None).endswith("0.1 % larger move the first one's loss by 200.00 %.")
+    assert "0.1 % larger move the first one's loss by 200.00 %." in table(outcomes, noise, 2, None)
 
 
 def test_finetuning_has_no_initial_weights_to_change(trained):
@@ -76,6 +76,24 @@ def test_finetuning_has_no_initial_weights_to_change(trained):
     assert len(trained) == 2 and noise is None
     assert "Noise: not measured" in table(outcomes, noise, 2, None)
     assert suggest(outcomes, noise) == outcomes[0]
+
+
+def test_a_setting_that_fails_leaves_the_others(monkeypatch):
+    def train(architecture: str, flags: list[str]) -> RunLog:
+        if "--zero-quantized-gradients" in flags:
+            raise RuntimeError("NaN in 10 steps in a row")
+        return RunLog([{"lm loss": 4.0, BETWEEN: 1.0}])
+
+    monkeypatch.setattr(suggest_settings, "train", train)
+    outcomes, noise = measure(ARGS, [*RUN.split(), "--mock-data"])
+    assert suggest(outcomes, noise).name == "ZeRO-3"
+    assert re.search(r"--zero-quantized-gradients +failed: NaN in 10 steps", table(outcomes, noise, 2, None))
+
+
+def test_without_ranks_that_share_a_node_nothing_of_ours_needs_hpz(trained):
+    alone = argparse.Namespace(**{**vars(ARGS), "emulate_nodes": 4, "tried": None})
+    outcomes, _ = measure(alone, [*RUN.split(), "--mock-data"])
+    assert len(outcomes) > 3 and not any("difference" in outcome.name for outcome in outcomes)
 
 
 def outcome(name: str, loss: float, nbytes: float) -> Outcome:
@@ -96,6 +114,11 @@ def test_the_fewest_bytes_within_the_noise_are_suggested():
         (["--emulate-nodes", "3", "--", *RUN.split(), "--mock-data"], "give 2 nodes or more that divide the ranks"),
         (["--iterations", "3", "--", *RUN.split(), "--mock-data"], "too short"),
         ([], "after --"),
+        (
+            ["--", *RUN.split(), "--mock-data", "--zero-quantized-gradients", "--zeropp-loco"],
+            "error: --zero-quantized-gradients, --zeropp-loco would be in every setting",
+        ),
+        (["--", *RUN.split(), "--mock-data", "--lr-warmup-iters", "200"], "warms up over 200 of --iterations 400"),
         *(
             (["--", *RUN.split(), "--mock-data", *more.split()], "error: every setting starts anew: leave --save,")
             for more in (

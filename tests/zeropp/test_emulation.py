@@ -291,3 +291,6 @@ def test_settings_without_effect_are_named(caplog):
     model = nn.Sequential(nn.Linear(8, 8))
     emulate_zeropp(model, ZeroPPConfig(True, 4, True, LoCoConfig()), num_nodes=1, ranks_per_node=4)
     assert "hpZ has no effect" in caplog.text and "LoCo has no effect" in caplog.text
+    caplog.clear()
+    emulate_zeropp(model, ZeroPPConfig(quantized_gradients=True, loco=LoCoConfig(hops="both")), 1, 4)
+    assert "LoCo" not in caplog.text  # it corrects the hop within the node
