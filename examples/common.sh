@@ -7,7 +7,7 @@
 #   DRY_RUN=1               print the command, start nothing
 #   ESTIMATE=1              print what the run needs, by tools/estimate.py, and start nothing
 #   NODES, RANKS_PER_NODE   another cluster than the script's, at full scale without Slurm; HEAD=node0:29400 there
-#   GPUS                    how many of this machine's GPUs to use with SCALE=gpu; default all
+#   GPUS=1|2|4|8            how many of this machine's GPUs to use with SCALE=gpu; default all
 # shellcheck shell=bash disable=SC2034  # variables are the sourcing script's
 
 # Slurm's signal before the time limit would end this script; launch_in_slurm acts on it. Children inherit '', not this.
@@ -39,12 +39,13 @@ cluster() {
             NODES=2 RANKS_PER_NODE=2
             export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
             ;;
-        gpu) # one machine; an even number of GPUs as if they were 2 nodes, one GPU emulates 2 nodes of 4
+        gpu) # one machine, as if it were 2 nodes; one GPU emulates 2 nodes of 4
             GPUS=${GPUS:-$(nvidia-smi --list-gpus 2>/dev/null | wc -l)}
             [ "$GPUS" -gt 0 ] || fail "SCALE=gpu needs a GPU, and nvidia-smi shows none; SCALE=laptop needs none"
-            NODES=$((GPUS % 2 ? 1 : 2))
-            RANKS_PER_NODE=$((GPUS / NODES))
-            [ "$GPUS" != 1 ] || NODES=2 RANKS_PER_NODE=4 EMULATION=(--emulate-ranks 8 --emulate-nodes 2)
+            [[ " 1 2 4 8 " == *" $GPUS "* ]] ||
+                fail "the batches of SCALE=gpu are for 1, 2, 4 or 8 GPUs, not $GPUS: give GPUS= one of these"
+            NODES=2 RANKS_PER_NODE=$((GPUS / 2))
+            [ "$GPUS" != 1 ] || RANKS_PER_NODE=4 EMULATION=(--emulate-ranks 8 --emulate-nodes 2)
             ;;
         full)
             NODES=${SLURM_JOB_NUM_NODES:-${NODES:-$1}}
@@ -116,7 +117,8 @@ launch_in_slurm() {
     export MASTER_ADDR MASTER_PORT SRUN_CPUS_PER_TASK
     # shellcheck disable=SC2016  # expanded in each task
     srun --kill-on-bad-exit=1 bash -c \
-        'RANK=$SLURM_PROCID LOCAL_RANK=$SLURM_LOCALID WORLD_SIZE=$SLURM_NTASKS exec python "$@"' rank "$@" &
+        'RANK=$SLURM_PROCID LOCAL_RANK=$SLURM_LOCALID WORLD_SIZE=$SLURM_NTASKS exec python "$@"' rank "$@" \
+        > >(tee -a "$OUT/log.txt") 2>&1 &
     ranks=$!
     trap 'stopped=1; kill -USR1 "$ranks"' USR1 # srun passes it on to all ranks
     wait "$ranks" || status=$?

@@ -203,7 +203,8 @@ def _states(
         bits, dtype = ERROR_FORMATS[config.loco.error_dtype]
         error = sum(wire_format(unit, bits, config.gradient_block_size, dtype).nbytes for unit in units)
         # One to go on with, one to return to when a step is undone.
-        states[f"LoCo's errors, {config.loco.error_dtype}, and those before the step"] = 2 * hops[config.loco.hops] * error
+        kept = 2 * hops[config.loco.hops] * error
+        states[f"LoCo's errors, {config.loco.error_dtype}, and those before the step"] = kept
     if settings.zero.zero_stage < 3:
         states["all parameters, gathered"] = weights.itemsize * cluster.world_size * shard
     if settings.zero.zero_stage == 1 and micro_batches > 1:

@@ -21,9 +21,12 @@
 # DRY_RUN, ESTIMATE and their kin, and ../README.md for the data.
 #
 # RECIPE=zero3        weights and gradients in 16 bit, by PyTorch FSDP2's own collectives
-#        zeropp       weights in 8 bit; hpZ; gradients in 4 bit on both hops
+#        zeropp       weights in 8 bit; hpZ; gradients in 4 bit on both hops, in blocks of BLOCK elements
 #        loco         the same, and LoCo on both hops, as DeepSpeed had it (beta 0.8, reset every 1024 steps)
-#        recommended  ours: 4-bit weight differences; gradients in 8 bit within a node and 4 bit between them, LoCo there
+#        recommended  ours: 4-bit weight differences; gradients in 8 bit within a node and 4 bit between them, LoCo there;
+#                     blocks of 128
+# BLOCK               default: the model's width, about what DeepSpeed had. In blocks of 128, our default elsewhere,
+#                     4 bits lose so little that LoCo has nothing to win back (docs/experiments.md)
 # OPTIMIZER=adam      AdamW (0.9, 0.95), weight decay 0.1, 3e-4 (with SCALE=laptop 5e-3)
 #           sgd       momentum 0.9, 0.1 (with SCALE=laptop 0.5)
 #
@@ -35,11 +38,11 @@
 # What the full scale needs, as estimated by ESTIMATE=1 for 2 nodes of 8 A100 and 100 Gbit/s out of each node
 # (an MFU of 40 % is assumed, activations are about right, and nothing of it was measured on GPUs):
 #   RECIPE=zero3: 14 GB a GPU; a node sends 3.8 GB per step in 0.3 s, computing takes 0.6 s; 9.9 to 15 hours
-#   RECIPE=zeropp: 14 GB a GPU; a node sends 0.28 GB per step in 0.022 s, computing takes 0.6 s; 9.9 to 10 hours
-#   RECIPE=loco: 15 GB a GPU; a node sends 0.28 GB per step in 0.022 s, computing takes 0.6 s; 9.9 to 10 hours
+#   RECIPE=zeropp: 14 GB a GPU; a node sends 0.27 GB per step in 0.022 s, computing takes 0.6 s; 9.9 to 10 hours
+#   RECIPE=loco: 15 GB a GPU; a node sends 0.27 GB per step in 0.022 s, computing takes 0.6 s; 9.9 to 10 hours
 #   RECIPE=recommended: 14 GB a GPU; a node sends 0.18 GB per step in 0.015 s, computing takes 0.6 s; 9.9 to 10 hours
 #   RECIPE=zero3 OPTIMIZER=sgd: 14 GB a GPU; a node sends 3.8 GB per step in 0.3 s, computing takes 0.6 s; 9.9 to 15 hours
-#   RECIPE=loco OPTIMIZER=sgd: 15 GB a GPU; a node sends 0.28 GB per step in 0.022 s, computing takes 0.6 s; 9.9 to 10 hours
+#   RECIPE=loco OPTIMIZER=sgd: 15 GB a GPU; a node sends 0.27 GB per step in 0.022 s, computing takes 0.6 s; 9.9 to 10 hours
 set -euo pipefail
 cd "${SLURM_SUBMIT_DIR:-$(dirname "${BASH_SOURCE[0]}")/../..}"
 source examples/common.sh
@@ -53,21 +56,26 @@ cluster 2 8
 case $SCALE in
     laptop)
         corpus 1 512
-        MODEL=(--num-layers 2 --hidden-size 64 --num-attention-heads 2 --seq-length 64 --distributed-backend gloo)
+        WIDTH=64
+        MODEL=(--num-layers 2 --hidden-size "$WIDTH" --num-attention-heads 2 --seq-length 64 --distributed-backend gloo)
         LENGTH=(--micro-batch-size 4 --global-batch-size 32 --train-iters 10 --lr-warmup-iters 2)
         OFTEN=(--log-interval 1 --eval-iters 2 --save-interval 1000 --num-workers 0)
         ;;
     gpu)
         corpus 60 8192
+        WIDTH=768
         MODEL=(--preset gpt-125m --seq-length 1024)
         LENGTH=(--micro-batch-size 8 --global-batch-size 64 --train-iters 1000 --lr-warmup-iters 100)
         OFTEN=(--log-interval 10 --eval-iters 10 --eval-interval 250 --save-interval 500)
+        OFTEN+=(--tensorboard-dir "$OUT/tensorboard" --zero-monitor-interval 100)
         ;;
     full)
         VOCABULARY=50257
+        WIDTH=1024
         MODEL=(--preset gpt-350m --seq-length 1024)
         LENGTH=(--micro-batch-size 16 --global-batch-size 512 --train-iters 60000 --lr-warmup-iters 600)
         OFTEN=(--log-interval 50 --eval-iters 20 --eval-interval 1000 --save-interval 2000)
+        OFTEN+=(--tensorboard-dir "$OUT/tensorboard" --zero-monitor-interval 100)
         ;;
 esac
 
@@ -91,12 +99,13 @@ case $OPTIMIZER in
 esac
 
 ZEROPP=(--zero-quantized-weights --zero-weight-bits 8 --zero-hpz-partition-size "$RANKS_PER_NODE"
-    --zero-quantized-gradients --zero-gradient-bits 4 --zero-gradient-intra-bits 4)
+    --zero-quantized-gradients --zero-gradient-bits 4)
+AS_PUBLISHED=(--zero-gradient-intra-bits 4 --zero-gradient-block-size "${BLOCK:-$WIDTH}")
 case $RECIPE in
     zero3) COMMUNICATION=(--grad-reduce-in-bf16) ;;
-    zeropp) COMMUNICATION=("${ZEROPP[@]}") ;;
+    zeropp) COMMUNICATION=("${ZEROPP[@]}" "${AS_PUBLISHED[@]}") ;;
     loco)
-        COMMUNICATION=("${ZEROPP[@]}" --zeropp-loco --zeropp-loco-hops both --zeropp-loco-beta 0.8
+        COMMUNICATION=("${ZEROPP[@]}" "${AS_PUBLISHED[@]}" --zeropp-loco --zeropp-loco-hops both --zeropp-loco-beta 0.8
             --zeropp-loco-reset-interval 1024)
         ;;
     recommended)

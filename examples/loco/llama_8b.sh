@@ -21,9 +21,12 @@
 # DRY_RUN, ESTIMATE and their kin, and ../README.md for the data.
 #
 # RECIPE=zero3        weights and gradients in 16 bit, by PyTorch FSDP2's own collectives
-#        zeropp       weights in 8 bit; hpZ; gradients in 4 bit on both hops
+#        zeropp       weights in 8 bit; hpZ; gradients in 4 bit on both hops, in blocks of BLOCK elements
 #        loco         the same, and LoCo on both hops, as DeepSpeed had it (beta 0.8, reset every 1024 steps)
-#        recommended  ours: 4-bit weight differences; gradients in 8 bit within a node and 4 bit between them, LoCo there
+#        recommended  ours: 4-bit weight differences; gradients in 8 bit within a node and 4 bit between them, LoCo there;
+#                     blocks of 128
+# BLOCK               default: the model's width, about what DeepSpeed had. In blocks of 128, our default elsewhere,
+#                     4 bits lose so little that LoCo has nothing to win back (docs/experiments.md)
 #
 # What is reported: DeepSpeed's PR 6730, by LoCo's authors (Llama-2-style models of 0.8B on 30B tokens and of 8B on 5B
 # tokens of RedPajama-V2): LoCo on ZeRO++ beats ZeRO++ clearly at 0.8B, less at 8B; at no extra time; extra memory "depends
@@ -35,8 +38,8 @@
 # What the full scale needs, as estimated by ESTIMATE=1 for 4 nodes of 8 A100 and 100 Gbit/s out of each node
 # (an MFU of 40 % is assumed, activations are about right, and nothing of it was measured on GPUs):
 #   RECIPE=zero3: 40 GB a GPU; a node sends 179 GB per step in 14 s, computing takes 13 s; 0.79 to 1.5 days
-#   RECIPE=zeropp: 49 GB a GPU; a node sends 9.3 GB per step in 0.75 s, computing takes 13 s; 17 to 18 hours
-#   RECIPE=loco: 67 GB a GPU; a node sends 9.3 GB per step in 0.75 s, computing takes 13 s; 17 to 18 hours
+#   RECIPE=zeropp: 49 GB a GPU; a node sends 9.1 GB per step in 0.73 s, computing takes 13 s; 17 to 18 hours
+#   RECIPE=loco: 67 GB a GPU; a node sends 9.1 GB per step in 0.73 s, computing takes 13 s; 17 to 18 hours
 #   RECIPE=recommended: 51 GB a GPU; a node sends 6.2 GB per step in 0.5 s, computing takes 13 s; 17 hours
 set -euo pipefail
 cd "${SLURM_SUBMIT_DIR:-$(dirname "${BASH_SOURCE[0]}")/../..}"
@@ -50,21 +53,26 @@ cluster 4 8
 case $SCALE in
     laptop)
         corpus 1 512
-        MODEL=(--num-layers 2 --hidden-size 64 --num-attention-heads 2 --seq-length 64 --distributed-backend gloo)
+        WIDTH=64
+        MODEL=(--num-layers 2 --hidden-size "$WIDTH" --num-attention-heads 2 --seq-length 64 --distributed-backend gloo)
         LENGTH=(--micro-batch-size 4 --global-batch-size 32 --train-iters 10 --lr 5e-3 --min-lr 5e-4 --lr-warmup-iters 2)
         OFTEN=(--log-interval 1 --eval-iters 2 --save-interval 1000 --num-workers 0)
         ;;
     gpu)
         corpus 60 8192
-        MODEL=(--num-layers 12 --hidden-size 768 --num-attention-heads 12 --seq-length 1024)
+        WIDTH=768
+        MODEL=(--num-layers 12 --hidden-size "$WIDTH" --num-attention-heads 12 --seq-length 1024)
         LENGTH=(--micro-batch-size 8 --global-batch-size 64 --train-iters 1000 --lr 6e-4 --min-lr 6e-5 --lr-warmup-iters 100)
         OFTEN=(--log-interval 10 --eval-iters 10 --eval-interval 250 --save-interval 500)
+        OFTEN+=(--tensorboard-dir "$OUT/tensorboard" --zero-monitor-interval 100)
         ;;
     full)
         VOCABULARY=128256
+        WIDTH=4096
         MODEL=(--preset llama-8b --seq-length 4096 --recompute-activations)
         LENGTH=(--micro-batch-size 2 --global-batch-size 256 --train-iters 4768 --lr 3e-4 --min-lr 3e-5 --lr-warmup-iters 200)
         OFTEN=(--log-interval 10 --eval-iters 20 --eval-interval 250 --save-interval 250)
+        OFTEN+=(--tensorboard-dir "$OUT/tensorboard" --zero-monitor-interval 100)
         ;;
 esac
 
@@ -77,12 +85,13 @@ else
 fi
 
 ZEROPP=(--zero-quantized-weights --zero-weight-bits 8 --zero-hpz-partition-size "$RANKS_PER_NODE"
-    --zero-quantized-gradients --zero-gradient-bits 4 --zero-gradient-intra-bits 4)
+    --zero-quantized-gradients --zero-gradient-bits 4)
+AS_PUBLISHED=(--zero-gradient-intra-bits 4 --zero-gradient-block-size "${BLOCK:-$WIDTH}")
 case $RECIPE in
     zero3) COMMUNICATION=(--grad-reduce-in-bf16) ;;
-    zeropp) COMMUNICATION=("${ZEROPP[@]}") ;;
+    zeropp) COMMUNICATION=("${ZEROPP[@]}" "${AS_PUBLISHED[@]}") ;;
     loco)
-        COMMUNICATION=("${ZEROPP[@]}" --zeropp-loco --zeropp-loco-hops both --zeropp-loco-beta 0.8
+        COMMUNICATION=("${ZEROPP[@]}" "${AS_PUBLISHED[@]}" --zeropp-loco --zeropp-loco-hops both --zeropp-loco-beta 0.8
             --zeropp-loco-reset-interval 1024)
         ;;
     recommended)

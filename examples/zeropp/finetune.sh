@@ -60,14 +60,16 @@ case $SCALE in
     laptop)
         corpus 1 512
         MODEL=(--num-layers 2 --hidden-size 64 --num-attention-heads 2 --seq-length 64 --distributed-backend gloo)
-        PRETRAINING=(--micro-batch-size 4 --global-batch-size 32 --train-iters 20 --lr 5e-3 --lr-warmup-iters 2)
+        BASE_STEPS=20
+        PRETRAINING=(--micro-batch-size 4 --global-batch-size 32 --lr 5e-3 --lr-warmup-iters 2)
         LENGTH=(--micro-batch-size 4 --global-batch-size 16 --train-iters 10 --lr 1e-3 --lr-warmup-iters 1)
         OFTEN=(--log-interval 1 --eval-iters 2 --save-interval 1000 --num-workers 0)
         ;;
     gpu)
         corpus 60 8192
         MODEL=(--num-layers 12 --hidden-size 768 --num-attention-heads 12 --seq-length 512)
-        PRETRAINING=(--micro-batch-size 16 --global-batch-size 128 --train-iters 1000 --lr 6e-4 --lr-warmup-iters 100)
+        BASE_STEPS=1000
+        PRETRAINING=(--micro-batch-size 16 --global-batch-size 128 --lr 6e-4 --lr-warmup-iters 100)
         LENGTH=(--micro-batch-size 2 --global-batch-size 16 --train-iters 50 --lr 5e-5 --lr-warmup-iters 5)
         OFTEN=(--log-interval 10 --eval-iters 4 --save-interval 500)
         ;;
@@ -82,8 +84,14 @@ esac
 if [ "$SCALE" = full ]; then
     TOKENIZER=(--tokenizer-type SentencePieceTokenizer --tokenizer-model "$HF_MODEL/tokenizer.model")
     TEXT=data/finetune_text_document
-    # It makes the folder when all went well, or not at all.
-    [ -d "$BASE/checkpoints" ] || ! starts || python tools/import_hf.py --input "$HF_MODEL" --save "$BASE/checkpoints"
+    # It makes the folder when all went well, or not at all. Jobs that share the base wait for the one that makes it.
+    if starts && [ ! -d "$BASE/checkpoints" ]; then
+        mkdir -p "$BASE"
+        (
+            flock 9
+            [ -d "$BASE/checkpoints" ] || python tools/import_hf.py --input "$HF_MODEL" --save "$BASE/checkpoints"
+        ) 9>"$BASE/lock"
+    fi
 else
     TOKENIZER=(--tokenizer-type SentencePieceTokenizer --tokenizer-model "$CORPUS/tokenizer.model")
     TEXT=$CORPUS/pages_text_document
@@ -91,17 +99,23 @@ else
         --output-prefix "$CORPUS/pages" --append-eod "${TOKENIZER[@]}"
     if [ ! -f "$BASE/done" ]; then
         OUT=$BASE launch pretrain_llama.py "${MODEL[@]}" --bf16 \
-            "${PRETRAINING[@]}" --lr-decay-style cosine --adam-beta1 0.9 --adam-beta2 0.95 --weight-decay 0.1 \
-            --clip-grad 1.0 --data-path "$CORPUS/python_text_document" --split 95,5,0 "${TOKENIZER[@]}" "${OFTEN[@]}" \
+            "${PRETRAINING[@]}" --train-iters "$BASE_STEPS" --lr-decay-style cosine --adam-beta1 0.9 \
+            --adam-beta2 0.95 --weight-decay 0.1 --clip-grad 1.0 --data-path "$CORPUS/python_text_document" --split 95,5,0 "${TOKENIZER[@]}" "${OFTEN[@]}" \
             --zero-ranks-per-node "$RANKS_PER_NODE" \
             --save "$BASE/checkpoints" --load "$BASE/checkpoints" --load-latest-good --exit-signal-handler
-        ! starts || touch "$BASE/done"
+        if starts; then # which it also returns from when it was asked to save and stop
+            [ "$(OUT=$BASE saved_iteration)" = "$BASE_STEPS" ] || fail "the base was not trained to its end: start again"
+            touch "$BASE/done"
+        fi
     fi
 fi
 
 # From the base at first, with a new optimizer; from the run's own checkpoint when it was stopped.
 START=(--load "$BASE/checkpoints" --finetune --exit-on-missing-checkpoint)
 [ -z "$(saved_iteration)" ] || START=(--load "$OUT/checkpoints" --load-latest-good)
+
+WATCH=() # the fine-tuning alone, by tools/report.py
+[ "$SCALE" = laptop ] || WATCH=(--tensorboard-dir "$OUT/tensorboard" --zero-monitor-interval 10)
 
 case $BITS in
     16) COMMUNICATION=(--grad-reduce-in-bf16) ;;
@@ -113,6 +127,6 @@ esac
 
 launch pretrain_llama.py "${MODEL[@]}" --bf16 \
     "${LENGTH[@]}" --lr-decay-style cosine --adam-beta1 0.9 --adam-beta2 0.95 --weight-decay 0.1 --clip-grad 1.0 \
-    --data-path "$TEXT" --split 90,10,0 "${TOKENIZER[@]}" "${OFTEN[@]}" --log-throughput \
+    --data-path "$TEXT" --split 90,10,0 "${TOKENIZER[@]}" "${OFTEN[@]}" "${WATCH[@]}" --log-throughput \
     --zero-ranks-per-node "$RANKS_PER_NODE" "${COMMUNICATION[@]}" \
     "${START[@]}" --save "$OUT/checkpoints" --save-keep-last 3 --exit-signal-handler "$@"

@@ -59,12 +59,14 @@ case $SCALE in
         MODEL=(--preset gpt-125m --seq-length 1024)
         LENGTH=(--micro-batch-size 8 --global-batch-size 64 --train-iters 1000 --lr 6e-4 --min-lr 6e-5 --lr-warmup-iters 100)
         OFTEN=(--log-interval 10 --eval-iters 10 --eval-interval 250 --save-interval 500)
+        OFTEN+=(--tensorboard-dir "$OUT/tensorboard" --zero-monitor-interval 100)
         ;;
     full)
         VOCABULARY=50257
         MODEL=(--preset gpt-13b --seq-length 2048 --recompute-activations)
         LENGTH=(--micro-batch-size 2 --global-batch-size 1024 --train-iters 20000 --lr 1e-4 --min-lr 1e-5 --lr-warmup-iters 179)
         OFTEN=(--log-interval 10 --eval-iters 10 --eval-interval 500 --save-interval 250)
+        OFTEN+=(--tensorboard-dir "$OUT/tensorboard" --zero-monitor-interval 100)
         ;;
 esac
 

@@ -58,12 +58,14 @@ case $SCALE in
         MODEL=(--preset gpt-125m --seq-length 1024)
         LENGTH=(--micro-batch-size 8 --global-batch-size 64 --train-iters 1000 --lr 6e-4 --min-lr 6e-5 --lr-warmup-iters 100)
         OFTEN=(--log-interval 10 --eval-iters 10 --eval-interval 250 --save-interval 500)
+        OFTEN+=(--tensorboard-dir "$OUT/tensorboard" --zero-monitor-interval 100)
         ;;
     full)
         VOCABULARY=50257
         MODEL=(--preset gpt-350m --seq-length 2048)
         LENGTH=(--micro-batch-size 8 --global-batch-size 256 --train-iters 80000 --lr 3e-4 --min-lr 3e-5 --lr-warmup-iters 800)
         OFTEN=(--log-interval 50 --eval-iters 20 --eval-interval 1000 --save-interval 2000)
+        OFTEN+=(--tensorboard-dir "$OUT/tensorboard" --zero-monitor-interval 100)
         ;;
 esac
 

@@ -108,7 +108,7 @@ def unexpected_note(text: str) -> None:
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.stem)
 def test_gpu_scale_is_accepted(script):
-    for gpus in (1, 3, 8):
+    for gpus in (1, 2, 8):
         for variant in variants(script):
             launcher, architecture, flags = trainer_of(command(script, variant, SCALE="gpu", GPUS=str(gpus)))
             if gpus == 1:
@@ -118,10 +118,13 @@ def test_gpu_scale_is_accepted(script):
                 assert settings.zero.zero_ranks_per_node == 4
                 continue
             assert launcher[-2:] == ["--nproc-per-node", str(gpus)]
-            nodes = 2 if gpus == 8 else 1
-            if "--global-batch-size" not in flags or gpus != 3:  # 3 GPUs divide no power of two
-                settings = parse_settings(architecture, flags, gpus, note=unexpected_note)
-                assert settings.zero.zero_ranks_per_node == gpus // nodes
+            settings = parse_settings(architecture, flags, gpus, note=unexpected_note)
+            assert settings.zero.zero_ranks_per_node == gpus // 2
+
+
+def test_a_number_of_gpus_that_no_batch_divides_by_is_refused():
+    done = subprocess.run([SCRIPTS[0]], env=clean(SCALE="gpu", GPUS="3"), capture_output=True, text=True)
+    assert done.returncode == 2 and "1, 2, 4 or 8 GPUs, not 3" in done.stderr
 
 
 def test_estimate_of_an_emulation_is_that_of_the_emulated_gpus():
