@@ -24,6 +24,7 @@ def write_page(rows: Rows) -> None:
     for name, experiment in EXPERIMENTS.items():
         page = replace_table(page, name, table(experiment, rows))
     PAGE.write_text(page)
+    plot_without_state(rows)
     plot_loss_over_bytes(rows)
     plot_feedback(rows)
 
@@ -100,6 +101,25 @@ def _pyplot() -> Any:
     import matplotlib.pyplot as plt
 
     return plt
+
+
+def plot_without_state(rows: Rows) -> None:
+    """E1, E2 and E3: low-bit weights, their differences, and low-bit gradients, arm by arm."""
+    plt = _pyplot()
+    weights, differences = (EXPERIMENTS[name].groups[1].arms for name in ("E1", "E2"))
+    sides = {"weights": (*weights, *differences[1:]), "gradients": EXPERIMENTS["E3"].groups[1].arms}
+    figure, both = plt.subplots(1, 2, figsize=(12, 4))
+    for axes, (title, arms) in zip(both, sides.items(), strict=True):
+        of_arms = {arm.name: excesses(arm, rows) for arm in arms if arm.flags in rows}
+        means, spreads = map(statistics.mean, of_arms.values()), map(statistics.stdev, of_arms.values())
+        axes.barh([*of_arms], [*means], xerr=[*spreads], color="C0", capsize=3)
+        axes.invert_yaxis()
+        axes.set_xscale("symlog", linthresh=0.1)
+        axes.xaxis.set_major_formatter("{x:g}")
+        axes.set_xlabel(f"{title}: validation loss over the fp32 wire, %")
+        axes.grid(alpha=0.3, axis="x")
+    figure.tight_layout()
+    figure.savefig(PLOTS / "study_without_state.png", dpi=130)
 
 
 def plot_loss_over_bytes(rows: Rows) -> None:
