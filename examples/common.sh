@@ -56,10 +56,12 @@ cluster() {
 }
 
 # corpus MEGABYTES VOCABULARY: text that every machine has, the sources of Python's standard library, with a tokenizer
-# of its own, as $CORPUS/python_text_document and $CORPUS/tokenizer.model; made once.
+# of its own, made once. Sets VOCABULARY, TOKENIZER and TEXT, the trainer's flags for them.
 corpus() {
     VOCABULARY=$2
     CORPUS=${CORPUS:-runs/corpus-$1MB}
+    TOKENIZER=(--tokenizer-type SentencePieceTokenizer --tokenizer-model "$CORPUS/tokenizer.model")
+    TEXT=(--data-path "$CORPUS/python_text_document" --split 95,5,0 "${TOKENIZER[@]}")
     starts || return 0
     [ -f "$CORPUS/corpus.jsonl" ] ||
         python examples/quickstart/make_corpus.py --output "$CORPUS/corpus.jsonl" --max-megabytes "$1"
@@ -67,7 +69,28 @@ corpus() {
         python tools/train_tokenizer.py --input "$CORPUS/corpus.jsonl" --vocab-size "$2" --output "$CORPUS/tokenizer.model"
     [ "$CORPUS/python_text_document.idx" -nt "$CORPUS/tokenizer.model" ] ||
         python tools/preprocess_data.py --input "$CORPUS/corpus.jsonl" --output-prefix "$CORPUS/python" --append-eod \
-            --workers 2 --tokenizer-type SentencePieceTokenizer --tokenizer-model "$CORPUS/tokenizer.model"
+            --workers 2 "${TOKENIZER[@]}"
+}
+
+# tiny_run: a model, its data and length for SCALE=laptop, in MODEL, WIDTH, LENGTH, RATE, OFTEN and TEXT.
+tiny_run() {
+    corpus 1 512
+    WIDTH=64
+    MODEL=(--num-layers 2 --hidden-size 64 --num-attention-heads 2 --seq-length 64 --distributed-backend gloo)
+    LENGTH=(--micro-batch-size 4 --global-batch-size 32 --train-iters 10 --lr-warmup-iters 2)
+    RATE=(--lr 5e-3 --min-lr 5e-4)
+    OFTEN=(--log-interval 1 --eval-iters 2 --save-interval 1000 --num-workers 0)
+}
+
+# small_run: the same for SCALE=gpu, of 125M parameters.
+small_run() {
+    corpus 60 8192
+    WIDTH=768
+    MODEL=(--num-layers 12 --hidden-size 768 --num-attention-heads 12 --seq-length 1024)
+    LENGTH=(--micro-batch-size 8 --global-batch-size 64 --train-iters 1000 --lr-warmup-iters 100)
+    RATE=(--lr 6e-4 --min-lr 6e-5)
+    OFTEN=(--log-interval 10 --eval-iters 10 --eval-interval 250 --save-interval 500)
+    OFTEN+=(--tensorboard-dir "$OUT/tensorboard" --zero-monitor-interval 100)
 }
 
 # launch pretrain_X.py FLAGS...: starts the ranks: by srun in a Slurm job that has as many tasks, by torchrun elsewhere.

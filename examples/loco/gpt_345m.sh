@@ -27,7 +27,7 @@
 #                     blocks of 128
 # BLOCK               default: the model's width, about what DeepSpeed had. In blocks of 128, our default elsewhere,
 #                     4 bits lose so little that LoCo has nothing to win back (docs/experiments.md)
-# OPTIMIZER=adam      AdamW (0.9, 0.95), weight decay 0.1, 3e-4 (with SCALE=laptop 5e-3)
+# OPTIMIZER=adam      AdamW (0.9, 0.95), weight decay 0.1, 3e-4 at full scale
 #           sgd       momentum 0.9, 0.1 (with SCALE=laptop 0.5)
 #
 # What is reported: LoCo's abstract, that Adam and SGD keep their rates of convergence (a theorem, non-convex). The paper's
@@ -54,48 +54,28 @@ GPU=${GPU:-A100}
 cluster 2 8
 
 case $SCALE in
-    laptop)
-        corpus 1 512
-        WIDTH=64
-        MODEL=(--num-layers 2 --hidden-size "$WIDTH" --num-attention-heads 2 --seq-length 64 --distributed-backend gloo)
-        LENGTH=(--micro-batch-size 4 --global-batch-size 32 --train-iters 10 --lr-warmup-iters 2)
-        OFTEN=(--log-interval 1 --eval-iters 2 --save-interval 1000 --num-workers 0)
-        ;;
-    gpu)
-        corpus 60 8192
-        WIDTH=768
-        MODEL=(--preset gpt-125m --seq-length 1024)
-        LENGTH=(--micro-batch-size 8 --global-batch-size 64 --train-iters 1000 --lr-warmup-iters 100)
-        OFTEN=(--log-interval 10 --eval-iters 10 --eval-interval 250 --save-interval 500)
-        OFTEN+=(--tensorboard-dir "$OUT/tensorboard" --zero-monitor-interval 100)
-        ;;
+    laptop) tiny_run ;;
+    gpu) small_run ;;
     full)
         VOCABULARY=50257
         WIDTH=1024
         MODEL=(--preset gpt-350m --seq-length 1024)
         LENGTH=(--micro-batch-size 16 --global-batch-size 512 --train-iters 60000 --lr-warmup-iters 600)
+        RATE=(--lr 3e-4 --min-lr 3e-5)
         OFTEN=(--log-interval 50 --eval-iters 20 --eval-interval 1000 --save-interval 2000)
         OFTEN+=(--tensorboard-dir "$OUT/tensorboard" --zero-monitor-interval 100)
+        TEXT=(--data-path data/pile_text_document --tokenizer-type GPT2BPETokenizer)
+        TEXT+=(--vocab-file data/gpt2/vocab.json --merge-file data/gpt2/merges.txt)
         ;;
 esac
 
-if [ "$SCALE" = full ]; then
-    DATA=(--data-path data/pile_text_document --tokenizer-type GPT2BPETokenizer)
-    DATA+=(--vocab-file data/gpt2/vocab.json --merge-file data/gpt2/merges.txt)
-else
-    DATA=(--data-path "$CORPUS/python_text_document" --split 95,5,0)
-    DATA+=(--tokenizer-type SentencePieceTokenizer --tokenizer-model "$CORPUS/tokenizer.model")
-fi
-
-case $OPTIMIZER-$SCALE in
-    adam-laptop) RATE=(--lr 5e-3 --min-lr 5e-4) ;;
-    adam-*) RATE=(--lr 3e-4 --min-lr 3e-5) ;;
-    sgd-laptop) RATE=(--lr 0.5 --min-lr 0.05) ;;
-    sgd-*) RATE=(--lr 0.1 --min-lr 0.01) ;;
-esac
 case $OPTIMIZER in
     adam) RATE+=(--optimizer adam --adam-beta1 0.9 --adam-beta2 0.95 --weight-decay 0.1) ;;
-    sgd) RATE+=(--optimizer sgd --sgd-momentum 0.9 --weight-decay 1e-4) ;;
+    sgd)
+        RATE=(--lr 0.1 --min-lr 0.01)
+        [ "$SCALE" != laptop ] || RATE=(--lr 0.5 --min-lr 0.05)
+        RATE+=(--optimizer sgd --sgd-momentum 0.9 --weight-decay 1e-4)
+        ;;
 esac
 
 ZEROPP=(--zero-quantized-weights --zero-weight-bits 8 --zero-hpz-partition-size "$RANKS_PER_NODE"
@@ -116,6 +96,6 @@ esac
 
 launch pretrain_gpt.py "${MODEL[@]}" --attention-dropout 0 --hidden-dropout 0 --bf16 \
     "${LENGTH[@]}" "${RATE[@]}" --lr-decay-style cosine --clip-grad 1.0 \
-    "${DATA[@]}" "${OFTEN[@]}" --log-throughput \
+    "${TEXT[@]}" "${OFTEN[@]}" --log-throughput \
     --zero-ranks-per-node "$RANKS_PER_NODE" "${COMMUNICATION[@]}" \
     --save "$OUT/checkpoints" --load "$OUT/checkpoints" --load-latest-good --save-keep-last 3 --exit-signal-handler "$@"

@@ -51,38 +51,20 @@ GPU=${GPU:-A100}
 cluster 4 8
 
 case $SCALE in
-    laptop)
-        corpus 1 512
-        WIDTH=64
-        MODEL=(--num-layers 2 --hidden-size "$WIDTH" --num-attention-heads 2 --seq-length 64 --distributed-backend gloo)
-        LENGTH=(--micro-batch-size 4 --global-batch-size 32 --train-iters 10 --lr 5e-3 --min-lr 5e-4 --lr-warmup-iters 2)
-        OFTEN=(--log-interval 1 --eval-iters 2 --save-interval 1000 --num-workers 0)
-        ;;
-    gpu)
-        corpus 60 8192
-        WIDTH=768
-        MODEL=(--num-layers 12 --hidden-size "$WIDTH" --num-attention-heads 12 --seq-length 1024)
-        LENGTH=(--micro-batch-size 8 --global-batch-size 64 --train-iters 1000 --lr 6e-4 --min-lr 6e-5 --lr-warmup-iters 100)
-        OFTEN=(--log-interval 10 --eval-iters 10 --eval-interval 250 --save-interval 500)
-        OFTEN+=(--tensorboard-dir "$OUT/tensorboard" --zero-monitor-interval 100)
-        ;;
+    laptop) tiny_run ;;
+    gpu) small_run ;;
     full)
         VOCABULARY=128256
         WIDTH=4096
         MODEL=(--preset llama-8b --seq-length 4096 --recompute-activations)
-        LENGTH=(--micro-batch-size 2 --global-batch-size 256 --train-iters 4768 --lr 3e-4 --min-lr 3e-5 --lr-warmup-iters 200)
+        LENGTH=(--micro-batch-size 2 --global-batch-size 256 --train-iters 4768 --lr-warmup-iters 200)
+        RATE=(--lr 3e-4 --min-lr 3e-5)
         OFTEN=(--log-interval 10 --eval-iters 20 --eval-interval 250 --save-interval 250)
         OFTEN+=(--tensorboard-dir "$OUT/tensorboard" --zero-monitor-interval 100)
+        TEXT=(--data-path data/redpajama_llama3_raw_content_document --tokenizer-type TikTokenizer)
+        TEXT+=(--tokenizer-model data/llama3/tokenizer.model)
         ;;
 esac
-
-if [ "$SCALE" = full ]; then
-    DATA=(--data-path data/redpajama_llama3_raw_content_document --tokenizer-type TikTokenizer)
-    DATA+=(--tokenizer-model data/llama3/tokenizer.model)
-else
-    DATA=(--data-path "$CORPUS/python_text_document" --split 95,5,0)
-    DATA+=(--tokenizer-type SentencePieceTokenizer --tokenizer-model "$CORPUS/tokenizer.model")
-fi
 
 ZEROPP=(--zero-quantized-weights --zero-weight-bits 8 --zero-hpz-partition-size "$RANKS_PER_NODE"
     --zero-quantized-gradients --zero-gradient-bits 4)
@@ -101,7 +83,8 @@ case $RECIPE in
 esac
 
 launch pretrain_llama.py "${MODEL[@]}" --bf16 \
-    "${LENGTH[@]}" --lr-decay-style cosine --adam-beta1 0.9 --adam-beta2 0.95 --weight-decay 0.1 --clip-grad 1.0 \
-    "${DATA[@]}" "${OFTEN[@]}" --log-throughput \
+    "${LENGTH[@]}" "${RATE[@]}" --lr-decay-style cosine \
+    --adam-beta1 0.9 --adam-beta2 0.95 --weight-decay 0.1 --clip-grad 1.0 \
+    "${TEXT[@]}" "${OFTEN[@]}" --log-throughput \
     --zero-ranks-per-node "$RANKS_PER_NODE" "${COMMUNICATION[@]}" \
     --save "$OUT/checkpoints" --load "$OUT/checkpoints" --load-latest-good --save-keep-last 3 --exit-signal-handler "$@"

@@ -83,7 +83,7 @@ esac
 
 if [ "$SCALE" = full ]; then
     TOKENIZER=(--tokenizer-type SentencePieceTokenizer --tokenizer-model "$HF_MODEL/tokenizer.model")
-    TEXT=data/finetune_text_document
+    PAGES=data/finetune_text_document
     # It makes the folder when all went well, or not at all. Jobs that share the base wait for the one that makes it.
     if starts && [ ! -d "$BASE/checkpoints" ]; then
         mkdir -p "$BASE"
@@ -93,14 +93,13 @@ if [ "$SCALE" = full ]; then
         ) 9>"$BASE/lock"
     fi
 else
-    TOKENIZER=(--tokenizer-type SentencePieceTokenizer --tokenizer-model "$CORPUS/tokenizer.model")
-    TEXT=$CORPUS/pages_text_document
-    [ -f "$TEXT.idx" ] || ! starts || python tools/preprocess_data.py --input docs README.md CONTRIBUTING.md \
+    PAGES=$CORPUS/pages_text_document
+    [ -f "$PAGES.idx" ] || ! starts || python tools/preprocess_data.py --input docs README.md CONTRIBUTING.md \
         --output-prefix "$CORPUS/pages" --append-eod "${TOKENIZER[@]}"
     if [ ! -f "$BASE/done" ]; then
         OUT=$BASE launch pretrain_llama.py "${MODEL[@]}" --bf16 \
             "${PRETRAINING[@]}" --train-iters "$BASE_STEPS" --lr-decay-style cosine --adam-beta1 0.9 \
-            --adam-beta2 0.95 --weight-decay 0.1 --clip-grad 1.0 --data-path "$CORPUS/python_text_document" --split 95,5,0 "${TOKENIZER[@]}" "${OFTEN[@]}" \
+            --adam-beta2 0.95 --weight-decay 0.1 --clip-grad 1.0 "${TEXT[@]}" "${OFTEN[@]}" \
             --zero-ranks-per-node "$RANKS_PER_NODE" \
             --save "$BASE/checkpoints" --load "$BASE/checkpoints" --load-latest-good --exit-signal-handler
         if starts; then # which it also returns from when it was asked to save and stop
@@ -127,6 +126,6 @@ esac
 
 launch pretrain_llama.py "${MODEL[@]}" --bf16 \
     "${LENGTH[@]}" --lr-decay-style cosine --adam-beta1 0.9 --adam-beta2 0.95 --weight-decay 0.1 --clip-grad 1.0 \
-    --data-path "$TEXT" --split 90,10,0 "${TOKENIZER[@]}" "${OFTEN[@]}" "${WATCH[@]}" --log-throughput \
+    --data-path "$PAGES" --split 90,10,0 "${TOKENIZER[@]}" "${OFTEN[@]}" "${WATCH[@]}" --log-throughput \
     --zero-ranks-per-node "$RANKS_PER_NODE" "${COMMUNICATION[@]}" \
     "${START[@]}" --save "$OUT/checkpoints" --save-keep-last 3 --exit-signal-handler "$@"

@@ -72,8 +72,7 @@ elif [ "$SCALE" = full ]; then
     TOKENS=(--data-path data/pile_text_document --tokenizer-type GPT2BPETokenizer)
     TOKENS+=(--vocab-file data/gpt2/vocab.json --merge-file data/gpt2/merges.txt)
 else
-    TOKENS=(--data-path "$CORPUS/python_text_document" --split 95,5,0)
-    TOKENS+=(--tokenizer-type SentencePieceTokenizer --tokenizer-model "$CORPUS/tokenizer.model")
+    TOKENS=("${TEXT[@]}")
 fi
 
 # Gradients that are not quantized travel in 16 bit: with fp16 always, with bf16 by a flag of their own.

@@ -47,35 +47,19 @@ GPU=${GPU:-A100}
 cluster 2 8
 
 case $SCALE in
-    laptop)
-        corpus 1 512
-        MODEL=(--num-layers 2 --hidden-size 64 --num-attention-heads 2 --seq-length 64 --distributed-backend gloo)
-        LENGTH=(--micro-batch-size 4 --global-batch-size 32 --train-iters 10 --lr 5e-3 --min-lr 5e-4 --lr-warmup-iters 2)
-        OFTEN=(--log-interval 1 --eval-iters 2 --save-interval 1000 --num-workers 0)
-        ;;
-    gpu)
-        corpus 60 8192
-        MODEL=(--preset gpt-125m --seq-length 1024)
-        LENGTH=(--micro-batch-size 8 --global-batch-size 64 --train-iters 1000 --lr 6e-4 --min-lr 6e-5 --lr-warmup-iters 100)
-        OFTEN=(--log-interval 10 --eval-iters 10 --eval-interval 250 --save-interval 500)
-        OFTEN+=(--tensorboard-dir "$OUT/tensorboard" --zero-monitor-interval 100)
-        ;;
+    laptop) tiny_run ;;
+    gpu) small_run ;;
     full)
         VOCABULARY=50257
         MODEL=(--preset gpt-350m --seq-length 2048)
-        LENGTH=(--micro-batch-size 8 --global-batch-size 256 --train-iters 80000 --lr 3e-4 --min-lr 3e-5 --lr-warmup-iters 800)
+        LENGTH=(--micro-batch-size 8 --global-batch-size 256 --train-iters 80000 --lr-warmup-iters 800)
+        RATE=(--lr 3e-4 --min-lr 3e-5)
         OFTEN=(--log-interval 50 --eval-iters 20 --eval-interval 1000 --save-interval 2000)
         OFTEN+=(--tensorboard-dir "$OUT/tensorboard" --zero-monitor-interval 100)
+        TEXT=(--data-path data/pile_text_document --tokenizer-type GPT2BPETokenizer)
+        TEXT+=(--vocab-file data/gpt2/vocab.json --merge-file data/gpt2/merges.txt)
         ;;
 esac
-
-if [ "$SCALE" = full ]; then
-    DATA=(--data-path data/pile_text_document --tokenizer-type GPT2BPETokenizer)
-    DATA+=(--vocab-file data/gpt2/vocab.json --merge-file data/gpt2/merges.txt)
-else
-    DATA=(--data-path "$CORPUS/python_text_document" --split 95,5,0)
-    DATA+=(--tokenizer-type SentencePieceTokenizer --tokenizer-model "$CORPUS/tokenizer.model")
-fi
 
 ZEROPP=(--zero-quantized-weights --zero-weight-bits "$WEIGHT_BITS" --zero-hpz-partition-size "$RANKS_PER_NODE"
     --zero-quantized-gradients --zero-gradient-bits 4 --zero-gradient-intra-bits 4)
@@ -86,7 +70,8 @@ case $RECIPE in
 esac
 
 launch pretrain_gpt.py "${MODEL[@]}" --attention-dropout 0 --hidden-dropout 0 --bf16 \
-    "${LENGTH[@]}" --lr-decay-style cosine --adam-beta1 0.9 --adam-beta2 0.95 --weight-decay 0.1 --clip-grad 1.0 \
-    "${DATA[@]}" "${OFTEN[@]}" --log-throughput \
+    "${LENGTH[@]}" "${RATE[@]}" --lr-decay-style cosine \
+    --adam-beta1 0.9 --adam-beta2 0.95 --weight-decay 0.1 --clip-grad 1.0 \
+    "${TEXT[@]}" "${OFTEN[@]}" --log-throughput \
     --zero-ranks-per-node "$RANKS_PER_NODE" "${COMMUNICATION[@]}" \
     --save "$OUT/checkpoints" --load "$OUT/checkpoints" --load-latest-good --save-keep-last 3 --exit-signal-handler "$@"
