@@ -195,6 +195,20 @@ def test_laptop_scale_trains_and_sends_what_its_flags_say(name, variant, folder)
         assert first["lm loss"] < 5.9  # of ln(512) = 6.24: it does not begin from scratch
 
 
+def test_a_base_that_was_stopped_is_not_fine_tuned(folder, tmp_path):
+    places = dict(OUT=str(tmp_path / "run"), BASE=str(tmp_path / "base"), CORPUS=str(folder / "corpus"))
+    torchrun = tmp_path / "torchrun"  # saves after 5 of 20 steps and leaves with 0, as the trainer does when asked to
+    saved = "$BASE/checkpoints/latest_checkpointed_iteration.txt"
+    torchrun.write_text(f'#!/usr/bin/env bash\nmkdir -p "$BASE/checkpoints"\necho 5 >"{saved}"\n')
+    torchrun.chmod(0o755)
+    wanted = clean(SCALE="laptop", **places)
+    wanted["PATH"] = f"{tmp_path}{os.pathsep}{wanted['PATH']}"
+    script = ROOT / "examples/zeropp/finetune.sh"
+    done = subprocess.run([script], env=wanted, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 2 and "the base was not trained to its end: start again" in done.stderr
+    assert not (tmp_path / "base/done").exists() and not (tmp_path / "run").exists()
+
+
 SRUN = """#!/usr/bin/env bash
 # Slurm's srun, as far as the scripts need it: 4 tasks, which get the signals that it gets.
 tasks=()
