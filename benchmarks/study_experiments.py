@@ -251,7 +251,7 @@ EXPERIMENTS = {
                     "4 bits between nodes",
                     (
                         Arm(
-                            "int4 differences, 8-4 gradients, LoCo between nodes",
+                            "int4 differences, 8-4 gradients, LoCo between nodes, 8 ranks",
                             f"{BF16} {differences(4)} {gradients(8, 4)} {loco(0.8, 'inter')}",
                         ),
                     ),
