@@ -66,11 +66,13 @@ SCALES = {
 class Arm:
     """One way to travel: its name in the tables, and its flags.
 
-    ``{half}`` stands for half of the scale's micro-batch size, ``{batch}`` for the samples of a step.
+    ``{half}`` stands for half of the scale's micro-batch size, ``{batch}`` for the samples of a step. ``control``: the
+    flags of the arm that it is compared with.
     """
 
     name: str
     flags: str
+    control: str = ""  # the fp32 wire
 
 
 @dataclass(frozen=True)
@@ -115,6 +117,9 @@ def loco(beta: float, hops: str, error: str = "int8", reset_interval: int = 0, r
 UNBIASED = "--zero-gradient-rounding stochastic"
 HADAMARD = "--zero-hadamard"
 
+# The best learning rate of 0.03, 0.06, 0.1, 0.3, 1 and 3 for the fp32 wire.
+SGD = "--optimizer sgd --sgd-momentum 0.9 --weight-decay 1e-4 --lr 0.1 --min-lr 0.01"
+
 FP32 = Arm("fp32 wire", "")
 BF16_WIRE = Arm("bf16 wire (ZeRO-3 in 16 bit)", f"{BF16} --grad-reduce-in-bf16")
 CONTROLS = Group("Controls", (FP32, BF16_WIRE))
@@ -143,9 +148,22 @@ E4_BITS_AND_BLOCKS = (
     feedback_group("2 bits on both hops, blocks of 128", gradients(2, 2), "both"),
     feedback_group("8 bits within, 2 between nodes, blocks of 128", gradients(8, 2), "inter"),
 )
+
+
+def with_sgd(group: Group) -> Group:
+    """The same under SGD, against the fp32 wire under SGD."""
+    arms = tuple(Arm(arm.name, f"{SGD} {arm.flags}", control=SGD) for arm in group.arms)
+    return Group(f"SGD: {group.title}", arms, group.recovers)
+
+
 E4_EIGHT_RANKS = (
     on_twice_the_ranks(feedback_group("4 bits on both hops, blocks of 4096", gradients(4, 4, 4096), "both")),
     on_twice_the_ranks(feedback_group("2 bits on both hops, blocks of 128", gradients(2, 2), "both")),
+)
+E4_SGD = (
+    Group("SGD with momentum", (Arm("fp32 wire", SGD, control=SGD),)),
+    with_sgd(feedback_group("4 bits on both hops, blocks of 4096", gradients(4, 4, 4096), "both")),
+    with_sgd(feedback_group("2 bits on both hops, blocks of 128", gradients(2, 2), "both")),
 )
 E4_SENSITIVITY = Group(
     "Sensitivity of LoCo: 8 bits within, 2 between nodes, blocks of 128",
@@ -226,7 +244,9 @@ EXPERIMENTS = {
             ),
         ),
     ),
-    "E4": Experiment("Error feedback (LoCo)", (CONTROLS, *E4_BITS_AND_BLOCKS, *E4_EIGHT_RANKS, E4_SENSITIVITY)),
+    "E4": Experiment(
+        "Error feedback (LoCo)", (CONTROLS, *E4_BITS_AND_BLOCKS, *E4_EIGHT_RANKS, E4_SENSITIVITY, *E4_SGD)
+    ),
     "E5": Experiment(
         "Whole recipes",
         (

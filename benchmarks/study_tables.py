@@ -51,7 +51,7 @@ def table(experiment: Experiment, rows: Rows) -> str:
     columns = ["on the wire", "validation loss", "over the fp32 wire", *["recovered"] * recovers, "bytes"]
     lines = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
     for group in experiment.groups:
-        trained = [arm for arm in group.arms if arm.flags in rows]
+        trained = [arm for arm in group.arms if arm.flags in rows and arm.control in rows]
         if trained:
             lines.append(f"| **{group.title}** " + "| " * (len(columns) - 1) + "|")
         lines += [_line(group, arm, rows, recovers) for arm in trained]
@@ -61,7 +61,7 @@ def table(experiment: Experiment, rows: Rows) -> str:
 def _line(group: Group, arm: Arm, rows: Rows, recovers: bool) -> str:
     losses = [row["validation_loss"] for row in rows[arm.flags].values()]
     cells = [arm.name, mean_and_spread(losses, "{:.4f}")]
-    cells.append("" if arm == FP32 else mean_and_spread(excesses(arm, rows), "{:+.2f}", " %"))
+    cells.append("" if arm.flags == arm.control else mean_and_spread(excesses(arm, rows), "{:+.2f}", " %"))
     if recovers:
         shares = recovered(group.arms[0], arm, rows) if group.recovers and arm != group.arms[0] else []
         cells.append(mean_and_spread(shares, "{:.0f}", " %") if shares else "")
@@ -70,8 +70,8 @@ def _line(group: Group, arm: Arm, rows: Rows, recovers: bool) -> str:
 
 
 def excesses(arm: Arm, rows: Rows) -> list[float]:
-    """Percent of loss over the fp32 wire's, seed by seed: both saw the same data in the same order."""
-    control = rows[FP32.flags]
+    """Percent of loss over the control's, seed by seed: both saw the same data in the same order."""
+    control = rows[arm.control]
     return [
         100 * (row["validation_loss"] / control[seed]["validation_loss"] - 1)
         for seed, row in sorted(rows[arm.flags].items())
@@ -79,7 +79,7 @@ def excesses(arm: Arm, rows: Rows) -> list[float]:
 
 
 def recovered(first: Arm, arm: Arm, rows: Rows) -> list[float]:
-    """Percent of the first arm's excess over the fp32 wire that ``arm`` does not have, seed by seed.
+    """Percent of the first arm's excess over the control that ``arm`` does not have, seed by seed.
 
     Nothing where the first arm's excess is not twice its spread: there is no loss to win back.
     """
