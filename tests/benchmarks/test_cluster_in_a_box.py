@@ -55,7 +55,11 @@ def test_counters_agree_with_the_interfaces():
 
 @needs_namespaces
 def test_ctrl_c_removes_the_cluster():
-    process = subprocess.Popen([sys.executable, PROGRAM, "--", *TRAINING.split(), "100000"], stderr=subprocess.PIPE)
+    process = subprocess.Popen(
+        [sys.executable, PROGRAM, "--", *TRAINING.split(), "100000"],
+        stderr=subprocess.PIPE,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # where tests run in the background it is off
+    )
     while not leftovers(process.pid):
         time.sleep(0.05)
     process.send_signal(signal.SIGINT)
