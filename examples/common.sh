@@ -76,7 +76,7 @@ corpus() {
 tiny_run() {
     corpus 1 512
     WIDTH=64
-    MODEL=(--num-layers 2 --hidden-size 64 --num-attention-heads 2 --seq-length 64 --distributed-backend gloo)
+    MODEL=(--num-layers 2 --hidden-size "$WIDTH" --num-attention-heads 2 --seq-length 64 --distributed-backend gloo)
     LENGTH=(--micro-batch-size 4 --global-batch-size 32 --train-iters 10 --lr-warmup-iters 2)
     RATE=(--lr 5e-3 --min-lr 5e-4)
     OFTEN=(--log-interval 1 --eval-iters 2 --save-interval 1000 --num-workers 0)
@@ -86,7 +86,7 @@ tiny_run() {
 small_run() {
     corpus 60 8192
     WIDTH=768
-    MODEL=(--num-layers 12 --hidden-size 768 --num-attention-heads 12 --seq-length 1024)
+    MODEL=(--num-layers 12 --hidden-size "$WIDTH" --num-attention-heads 12 --seq-length 1024)
     LENGTH=(--micro-batch-size 8 --global-batch-size 64 --train-iters 1000 --lr-warmup-iters 100)
     RATE=(--lr 6e-4 --min-lr 6e-5)
     OFTEN=(--log-interval 10 --eval-iters 10 --eval-interval 250 --save-interval 500)

@@ -58,12 +58,10 @@ cluster 2 8
 
 case $SCALE in
     laptop)
-        corpus 1 512
-        MODEL=(--num-layers 2 --hidden-size 64 --num-attention-heads 2 --seq-length 64 --distributed-backend gloo)
+        tiny_run
         BASE_STEPS=20
         PRETRAINING=(--micro-batch-size 4 --global-batch-size 32 --lr 5e-3 --lr-warmup-iters 2)
-        LENGTH=(--micro-batch-size 4 --global-batch-size 16 --train-iters 10 --lr 1e-3 --lr-warmup-iters 1)
-        OFTEN=(--log-interval 1 --eval-iters 2 --save-interval 1000 --num-workers 0)
+        LENGTH=(--micro-batch-size 4 --global-batch-size 16 --train-iters 10 --lr 2e-3 --lr-warmup-iters 1)
         ;;
     gpu)
         corpus 60 8192

@@ -50,8 +50,7 @@ cluster 4 16
 
 case $SCALE in
     laptop)
-        corpus 1 512
-        MODEL=(--num-layers 2 --hidden-size 64 --num-attention-heads 2 --seq-length 64 --distributed-backend gloo)
+        tiny_run
         LENGTH=(--micro-batch-size 4 --train-iters 10 --lr 5e-3 --lr-warmup-iters 2 --log-interval 1 --num-workers 0)
         ;;
     gpu)
