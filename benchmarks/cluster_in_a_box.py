@@ -27,7 +27,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from megatron_zpp.training.log_reader import BETWEEN, parse_line
+from megatron_zpp.metrics.log_reader import BETWEEN, parse_line
 
 PREFIX = "mzpp"
 SUBNET = "10.213.77"

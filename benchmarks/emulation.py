@@ -23,10 +23,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megatron_zpp.arguments.parse import parse_settings
 from megatron_zpp.data.loader import Batch, build_loader
 from megatron_zpp.models.flops import num_parameters
 from megatron_zpp.parallel.distributed import init_distributed
-from megatron_zpp.training.arguments import parse_settings
 from megatron_zpp.training.setup import Run, build_run
 from megatron_zpp.training.step import train_step
 

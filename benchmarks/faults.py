@@ -44,7 +44,7 @@ sys.path.insert(0, str(ROOT))
 
 from cluster_in_a_box import check_requirements, cluster, programs  # noqa: E402
 
-from megatron_zpp.training.checkpoint import candidates, iterate_tensors, problems, read_meta  # noqa: E402
+from megatron_zpp.checkpoint import candidates, iterate_tensors, problems, read_meta  # noqa: E402
 
 RANKS = 2
 ITERATIONS = 12

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from quickstart_model import FLAGS, measure_missing, read_rows, train_on_4_ranks
 
-from megatron_zpp.training.tensorboard_reader import find_runs, read_run
+from megatron_zpp.metrics.tensorboard_reader import find_runs, read_run
 from megatron_zpp.zeropp.quantization import dequantize_blocks, quantize_blocks
 
 RESULTS = Path(__file__).parent / "results" / "monitors.jsonl"

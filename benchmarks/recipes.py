@@ -15,7 +15,7 @@ from typing import Any
 
 from quickstart_model import FLAGS, measure_missing, read_rows, train_on_4_ranks
 
-from megatron_zpp.training.log_reader import BETWEEN, parse_log
+from megatron_zpp.metrics.log_reader import BETWEEN, parse_log
 
 RESULTS = Path(__file__).parent / "results" / "recipes.jsonl"
 RUN = f"{FLAGS} --bf16 --train-iters 500 --log-interval 100 --eval-iters 40"

@@ -15,12 +15,12 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from megatron_zpp.arguments.parse import parse_settings
 from megatron_zpp.data.indexed_dataset import IndexedDatasetWriter
 from megatron_zpp.data.loader import build_loader
 from megatron_zpp.models.gpt import GPTConfig
 from megatron_zpp.models.layers import rotary_table
 from megatron_zpp.models.llama import LlamaConfig
-from megatron_zpp.training.arguments import parse_settings
 from megatron_zpp.training.pretrain import train
 from megatron_zpp.training.setup import Run, build_run
 

@@ -28,7 +28,7 @@ from study_experiments import EXPERIMENTS, FP32, NODES, RANKS, SCALES, Arm, Scal
 from study_tables import SEEDS, by_flags_and_seed, table, write_page
 from torch import __version__ as torch_version
 
-from megatron_zpp.training.log_reader import BETWEEN, parse_log
+from megatron_zpp.metrics.log_reader import BETWEEN, parse_log
 
 ROOT = Path(__file__).parents[1]
 RESULTS = Path(__file__).parent / "results" / "study.jsonl"

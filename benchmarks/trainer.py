@@ -30,10 +30,10 @@ from side_by_side import OurTraining, PlainTraining, full_weights, our_run, plai
 from step_parts import WARM_UP_STEPS, format_parts, profile_steps
 from torch import Tensor
 
+from megatron_zpp.metrics.throughput import mfu, peak_tflops
 from megatron_zpp.models.flops import flops_per_token, num_parameters
 from megatron_zpp.parallel.distributed import init_distributed
 from megatron_zpp.training.setup import Run
-from megatron_zpp.training.throughput import mfu, peak_tflops
 
 
 @dataclass(frozen=True)

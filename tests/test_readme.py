@@ -24,7 +24,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from megatron_zpp.training.arguments import parse_settings
+from megatron_zpp.arguments.parse import parse_settings
 from megatron_zpp.training.pretrain import pretrain
 from tests.conftest import ROOT, environment
 from tests.ranks import run_ranks

@@ -39,7 +39,7 @@ train() {  # name, flags
         --lr 2e-3 --min-lr 2e-4 --lr-decay-style cosine --lr-warmup-fraction 0.1 --adam-beta2 0.95 --weight-decay 0.1 \
         --data-path "$OUT/python_text_document" --split 97,3,0 \
         --tokenizer-type SentencePieceTokenizer --tokenizer-model "$OUT/tokenizer.model" \
-        --bf16 "$@" 2>&1 | tee "$OUT/$name.log" | python examples/quickstart/report.py follow
+        --bf16 "$@" 2>&1 | tee "$OUT/$name.log" | python examples/quickstart/summary.py follow
 }
 
 say "ZeRO-3: weights and gradients travel in 16 bit"
@@ -53,7 +53,7 @@ say "Some code as the model of the ZeRO++ run imagines it"
 python tools/generate_text.py --load "$OUT/zeropp" --prompt "    def test_" --num-tokens 80 --temperature 0.9 --top-k 40
 
 say "Both runs"
-python examples/quickstart/report.py compare --data-path "$OUT/python_text_document" --plot "$OUT/loss.png" \
+python examples/quickstart/summary.py compare --data-path "$OUT/python_text_document" --plot "$OUT/loss.png" \
     "ZeRO-3 in 16 bit=$OUT/zero3.log" "ZeRO++ with LoCo=$OUT/zeropp.log"
 cat <<END
 

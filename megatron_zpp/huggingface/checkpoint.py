@@ -12,15 +12,15 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
+from megatron_zpp.arguments.parse import parse_settings
+from megatron_zpp.checkpoint import CheckpointError, read_meta, save_parameters
+from megatron_zpp.checkpoint.storage import CheckpointReader, read_index
 from megatron_zpp.data.tokenizers import Tokenizer
 from megatron_zpp.models.gpt import GPTConfig
 from megatron_zpp.models.llama import LlamaConfig
-from megatron_zpp.training.arguments import parse_settings
-from megatron_zpp.training.checkpoint import CheckpointError, read_meta, save_parameters
-from megatron_zpp.training.checkpoint.storage import CheckpointReader, read_index
-from megatron_zpp.training.loss_scaler import LossScaler
+from megatron_zpp.optim.loss_scaler import LossScaler
+from megatron_zpp.settings.groups import Settings
 from megatron_zpp.training.model import build_model
-from megatron_zpp.training.settings import Settings
 from megatron_zpp.training.setup import Counters
 
 from .names import build_empty

@@ -11,9 +11,9 @@ from megatron_zpp.data.build import Datasets, build_datasets
 from megatron_zpp.data.fill_in_the_middle import FillInTheMiddle, find_token
 from megatron_zpp.data.gpt_dataset import SampleOptions
 from megatron_zpp.data.tokenizers import Tokenizer, build_tokenizer
+from megatron_zpp.metrics.progress import progress
 from megatron_zpp.parallel.distributed import errors_on_all_ranks
-from megatron_zpp.training.logging import progress
-from megatron_zpp.training.settings import DataSettings, Settings
+from megatron_zpp.settings.groups import DataSettings, Settings
 
 
 def build_data(settings: Settings, num_samples: tuple[int, int, int]) -> tuple[int, Datasets]:

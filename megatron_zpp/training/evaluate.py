@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_zpp.data.loader import Batch
-from megatron_zpp.training.logging import progress
+from megatron_zpp.metrics.progress import progress
 from megatron_zpp.training.setup import Run
 from megatron_zpp.training.step import as_each_rank, count_once, masked_sum, to_inputs
 

@@ -10,6 +10,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
+from megatron_zpp.arguments.resolve_parallel import placement_of
+from megatron_zpp.arguments.resolve_zero import zeropp_config
+from megatron_zpp.metrics.progress import progress
 from megatron_zpp.models.activation_checkpoint import apply_activation_checkpointing
 from megatron_zpp.models.gpt import GPT, GPTConfig
 from megatron_zpp.models.init import init_weights
@@ -21,10 +24,7 @@ from megatron_zpp.parallel.pipeline import SPLITS_BACKWARD, Pipeline
 from megatron_zpp.parallel.sharding import shard_model
 from megatron_zpp.parallel.stages import join_stages, keep_stage
 from megatron_zpp.parallel.tensor import apply_tensor_parallelism
-from megatron_zpp.training.logging import progress
-from megatron_zpp.training.resolve_parallel import placement_of
-from megatron_zpp.training.resolve_zero import zeropp_config
-from megatron_zpp.training.settings import ModelSettings, PrecisionSettings, Settings
+from megatron_zpp.settings.groups import ModelSettings, PrecisionSettings, Settings
 from megatron_zpp.zeropp import EmulatedZeroPP, ZeroPP, apply_zeropp, emulate_zeropp
 from megatron_zpp.zeropp.topology import gather_node_names
 

@@ -14,7 +14,12 @@ from typing import NoReturn
 import torch
 import torch.distributed as dist
 
+from megatron_zpp.arguments.parse import SettingsError, parse_settings
+from megatron_zpp.checkpoint import CheckpointError, CheckpointSaver
 from megatron_zpp.data.loader import Batch, build_loader
+from megatron_zpp.metrics.lines import format_validation_lines
+from megatron_zpp.metrics.progress import progress
+from megatron_zpp.metrics.writers import validation_metrics
 from megatron_zpp.models.flops import num_parameters
 from megatron_zpp.parallel.distributed import (
     FailedTogether,
@@ -25,13 +30,10 @@ from megatron_zpp.parallel.distributed import (
     print_once,
     report_error,
 )
-from megatron_zpp.training.arguments import SettingsError, parse_settings
-from megatron_zpp.training.checkpoint import CheckpointError, CheckpointSaver
+from megatron_zpp.settings.groups import DistributedSettings
 from megatron_zpp.training.evaluate import evaluate
-from megatron_zpp.training.logging import format_validation_lines, progress, validation_metrics
 from megatron_zpp.training.nonfinite import NonfiniteSteps
-from megatron_zpp.training.report import Reporter
-from megatron_zpp.training.settings import DistributedSettings
+from megatron_zpp.training.reporter import Reporter
 from megatron_zpp.training.setup import Run, build_run
 from megatron_zpp.training.step import train_step
 

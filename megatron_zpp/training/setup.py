@@ -13,24 +13,24 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_zpp.arguments.resolve_parallel import check_vocabulary
+from megatron_zpp.checkpoint import CheckpointError, FolderLock, load_checkpoint, read_meta
+from megatron_zpp.checkpoint.resume import check_same_batches_and_data, check_same_order, checkpoint_to_load
 from megatron_zpp.data.build import Datasets
+from megatron_zpp.metrics.writers import MetricWriters
 from megatron_zpp.models.gpt import GPT
 from megatron_zpp.models.llama import Llama
+from megatron_zpp.optim.batch_size import BatchSchedule
+from megatron_zpp.optim.loss_scaler import LossScaler
+from megatron_zpp.optim.optimizer import build_optimizer
+from megatron_zpp.optim.schedule import Schedule, resume_schedule
 from megatron_zpp.parallel.distributed import errors_on_all_ranks, print_once
 from megatron_zpp.parallel.mesh import Mesh, build_mesh
 from megatron_zpp.parallel.pipeline import Pipeline
 from megatron_zpp.parallel.tensor import dropout_seed
-from megatron_zpp.training.batch_size import BatchSchedule
-from megatron_zpp.training.checkpoint import CheckpointError, FolderLock, load_checkpoint, read_meta
+from megatron_zpp.settings.groups import Settings, TrainingSettings
 from megatron_zpp.training.datasets import build_data, check_same_data_on_all_ranks
-from megatron_zpp.training.logging import MetricWriters
-from megatron_zpp.training.loss_scaler import LossScaler
 from megatron_zpp.training.model import build_model_on_ranks, padded_vocab_size
-from megatron_zpp.training.optimizer import build_optimizer
-from megatron_zpp.training.resolve_parallel import check_vocabulary
-from megatron_zpp.training.resume import check_same_batches_and_data, check_same_order, checkpoint_to_load
-from megatron_zpp.training.schedule import Schedule, resume_schedule
-from megatron_zpp.training.settings import Settings, TrainingSettings
 from megatron_zpp.zeropp import EmulatedZeroPP, ZeroPP
 
 

@@ -12,9 +12,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_zpp.data.loader import Batch
+from megatron_zpp.optim.optimizer import clip_gradients, count_zeros, scale_gradients, set_lr_and_weight_decay
 from megatron_zpp.parallel.context import cut_batch
 from megatron_zpp.parallel.sharding import prepare_backward
-from megatron_zpp.training.optimizer import clip_gradients, count_zeros, scale_gradients, set_lr_and_weight_decay
 from megatron_zpp.training.setup import Run
 from megatron_zpp.zeropp import EmulatedZeroPP
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from megatron_zpp.data.build import build_datasets
 from megatron_zpp.data.gpt_dataset import SampleOptions
 from megatron_zpp.data.loader import build_loader, make_batch, stack_samples
-from megatron_zpp.training.batch_size import BatchSchedule
+from megatron_zpp.optim.batch_size import BatchSchedule
 
 A = str(Path(__file__).parent / "golden" / "a")
 EOD = 256

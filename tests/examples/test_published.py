@@ -16,13 +16,13 @@ from pathlib import Path
 
 import pytest
 
+from megatron_zpp.arguments.parse import parse_settings
 from megatron_zpp.huggingface.config import from_hf_config
 from megatron_zpp.huggingface.files import read_config
-from megatron_zpp.training.arguments import parse_settings
-from megatron_zpp.training.log_reader import BETWEEN, RunLog, read_log
+from megatron_zpp.metrics.log_reader import BETWEEN, RunLog, read_log
+from megatron_zpp.tools import estimate, preprocess_data
 from megatron_zpp.training.model import build_model
 from tests.conftest import ROOT, environment
-from tools import estimate, preprocess_data
 
 SCRIPTS = sorted([*(ROOT / "examples/zeropp").glob("*.sh"), *(ROOT / "examples/loco").glob("*.sh")])
 OURS = ("SCALE", "RECIPE", "BITS", "WEIGHT_BITS", "OPTIMIZER", "DATA", "PRECISION", "OUT", "BASE", "CORPUS", "NODES")

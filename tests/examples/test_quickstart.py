@@ -8,10 +8,10 @@ import sys
 
 import pytest
 
-from examples.quickstart import report
+from examples.quickstart import summary
 from megatron_zpp.data.indexed_dataset import IndexedDatasetWriter
-from megatron_zpp.training import log_reader
-from megatron_zpp.training.logging import TrainingReport, format_training_line, format_validation_lines
+from megatron_zpp.metrics import log_reader
+from megatron_zpp.metrics.lines import TrainingReport, format_training_line, format_validation_lines
 
 LINE = TrainingReport(
     iteration=10,
@@ -79,12 +79,12 @@ def test_a_log_without_an_end_is_refused(tmp_path):
 def test_unigram_entropy(tmp_path):
     with IndexedDatasetWriter(str(tmp_path / "d"), "<u2") as writer:
         writer.add_document([[3, 3, 7, 9]])
-    assert report.unigram_entropy(str(tmp_path / "d")) == pytest.approx(1.5 * math.log(2))
+    assert summary.unigram_entropy(str(tmp_path / "d")) == pytest.approx(1.5 * math.log(2))
 
 
 def test_follow_shortens_training_lines_and_keeps_the_others(monkeypatch, capsys):
     monkeypatch.setattr(sys, "stdin", io.StringIO(f"error: no data\n{format_training_line(LINE)}\n"))
-    report.follow()
+    summary.follow()
     error, line = capsys.readouterr().out.splitlines()
     assert error == "error: no data"
     assert " ".join(line.split()) == (

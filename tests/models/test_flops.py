@@ -13,7 +13,7 @@ from megatron_zpp.models.flops import flops_per_token, num_parameters
 from megatron_zpp.models.gpt import GPT, GPTConfig
 from megatron_zpp.models.llama import LlamaConfig
 from megatron_zpp.models.presets import PRESETS
-from megatron_zpp.training.settings import ModelSettings, TrainingSettings
+from megatron_zpp.settings.groups import ModelSettings, TrainingSettings
 from tests.models.test_models import CONFIGS, batch, build
 
 

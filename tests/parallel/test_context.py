@@ -13,12 +13,12 @@ import torch.nn.functional as F
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from megatron_zpp.arguments.parse import SettingsError, parse_settings
 from megatron_zpp.models.activation_checkpoint import apply_activation_checkpointing
 from megatron_zpp.models.init import init_weights
 from megatron_zpp.models.layers import document_attention
 from megatron_zpp.models.llama import Llama, LlamaConfig
 from megatron_zpp.parallel.context import ContextParallel, apply_context_parallel, cut, cut_batch, cut_cu_seqlens
-from megatron_zpp.training.arguments import SettingsError, parse_settings
 from tests.parallel.layouts import EPS, assert_same, results_on
 from tests.ranks import run_ranks
 from tests.training.small_run import (

@@ -17,10 +17,10 @@ import pytest
 import torch
 from torch import nn
 
+from megatron_zpp.arguments.parse import parse_settings
+from megatron_zpp.checkpoint import find_checkpoint, iterate_parameters, read_meta
 from megatron_zpp.parallel.stages import place_stages
-from megatron_zpp.training.arguments import parse_settings
-from megatron_zpp.training.checkpoint import find_checkpoint, iterate_parameters, read_meta
-from megatron_zpp.training.errors import SettingsError
+from megatron_zpp.settings.checks import SettingsError
 from megatron_zpp.training.pretrain import train
 from tests.parallel.layouts import TIMEOUT, assert_same, results_on
 from tests.ranks import run_ranks

@@ -11,10 +11,10 @@ import torch
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from megatron_zpp.tools import estimate
 from megatron_zpp.training.pretrain import train
 from tests.ranks import run_ranks
 from tests.training.small_run import flags, start, write_text
-from tools import estimate
 
 SHAPE = "--hidden-size 72 --num-attention-heads 3 --micro-batch-size 1 --bf16 --distributed-backend gloo"
 ALL_FLAGS = "--zero-quantized-weights --zero-hpz-partition-size 2 --zero-quantized-gradients"

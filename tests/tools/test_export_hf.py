@@ -12,15 +12,15 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from megatron_zpp.checkpoint import find_checkpoint, read_meta
 from megatron_zpp.data.tokenizers import ByteTokenizer
 from megatron_zpp.huggingface.checkpoint import model_flags, save_imported, settings_of_import
 from megatron_zpp.models.llama import LlamaConfig
-from megatron_zpp.training.checkpoint import find_checkpoint, read_meta
+from megatron_zpp.tools import export_hf, generate_text
 from megatron_zpp.training.pretrain import train
 from tests.huggingface.small_models import CONFIGS, build
 from tests.ranks import run_ranks
 from tests.training.small_run import flags, start, write_text
-from tools import export_hf, generate_text
 
 RUNS = {
     "gpt": "",

@@ -10,10 +10,10 @@ import torch
 
 from megatron_zpp.data.indexed_dataset import IndexedDatasetWriter
 from megatron_zpp.models.gpt import GPT, GPTConfig
+from megatron_zpp.tools import generate_text
 from megatron_zpp.training.pretrain import train
 from tests.ranks import run_ranks
 from tests.training.small_run import start
-from tools import generate_text
 
 ALPHABET = "abcdefghijklmnop"
 

@@ -19,11 +19,11 @@ from megatron_zpp.huggingface.config import to_hf_config
 from megatron_zpp.huggingface.names import weights
 from megatron_zpp.huggingface.tokenizer import write_tokenizer
 from megatron_zpp.models.llama import LlamaConfig
+from megatron_zpp.tools import export_hf, generate_text, import_hf
 from megatron_zpp.training.pretrain import train
 from tests.huggingface.small_models import CONFIGS, POSITIONS
 from tests.ranks import run_ranks
 from tests.training.small_run import start, write_text
-from tools import export_hf, generate_text, import_hf
 
 NO_TOKENIZER = ["--tokenizer-type", "NullTokenizer", "--vocab-size", "100"]
 

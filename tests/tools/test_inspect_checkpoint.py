@@ -6,9 +6,9 @@ import shutil
 
 import pytest
 
+from megatron_zpp.tools.inspect_checkpoint import main
 from tests.ranks import run_ranks
 from tests.training.small_run import flags, train_each, write_text
-from tools.inspect_checkpoint import main
 
 
 @pytest.fixture(scope="module")

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from megatron_zpp.data.indexed_dataset import IndexedDatasetWriter
+from megatron_zpp.tools.inspect_dataset import main, parse_arguments, run
 from tests.conftest import ROOT
-from tools.inspect_dataset import main, parse_arguments, run
 
 GOLDEN = ROOT / "tests" / "data" / "golden"
 EXPECTED = json.loads((GOLDEN / "golden.json").read_text())

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from megatron_zpp.data.indexed_dataset import IndexedDataset, IndexedDatasetWriter
-from tools import merge_datasets
+from megatron_zpp.tools import merge_datasets
 
 ROOT = Path(__file__).parents[2]
 

@@ -14,16 +14,16 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_zpp.training.arguments import parse_settings
-from megatron_zpp.training.dashboard import DASHBOARD
-from megatron_zpp.training.logging import MetricWriters
+from megatron_zpp.arguments.parse import parse_settings
+from megatron_zpp.metrics.dashboard import DASHBOARD
+from megatron_zpp.metrics.tensorboard_reader import RunHistory, find_runs, read_run
+from megatron_zpp.metrics.writers import MetricWriters
+from megatron_zpp.settings.groups import LoggingSettings
+from megatron_zpp.tools.report import BETWEEN, WITHIN, charts, differing_settings, main, summary
 from megatron_zpp.training.pretrain import train
-from megatron_zpp.training.settings import LoggingSettings
 from megatron_zpp.training.setup import build_run
-from megatron_zpp.training.tensorboard_reader import RunHistory, find_runs, read_run
 from tests.ranks import run_ranks
 from tests.training.small_run import flags, write_text
-from tools.report import BETWEEN, WITHIN, charts, differing_settings, main, summary
 
 ZEROPP = "--zero-quantized-weights --zero-hpz-partition-size 2 --zero-quantized-gradients --zero-monitor-interval 2"
 SHOWN = "--log-throughput --log-timers-to-tensorboard --peak-tflops 1 --eval-interval 4"

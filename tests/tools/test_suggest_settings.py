@@ -9,12 +9,12 @@ import sys
 
 import pytest
 
-from megatron_zpp.training.arguments import parse_settings
-from megatron_zpp.training.log_reader import BETWEEN, RunLog
+from megatron_zpp.arguments.parse import parse_settings
+from megatron_zpp.metrics.log_reader import BETWEEN, RunLog
+from megatron_zpp.tools import suggest_settings
+from megatron_zpp.tools.suggest_settings import Outcome, measure, suggest, table
 from tests.conftest import ROOT
 from tests.training.small_run import SHAPE, write_text
-from tools import suggest_settings
-from tools.suggest_settings import Outcome, measure, suggest, table
 
 RUN = f"{SHAPE} --micro-batch-size 1 --lr 3e-3 --num-workers 0 --tokenizer-type ByteTokenizer"
 

@@ -18,8 +18,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from megatron_zpp.arguments.parse import parse_settings
 from megatron_zpp.data.indexed_dataset import IndexedDatasetWriter
-from megatron_zpp.training.arguments import parse_settings
 from megatron_zpp.training.pretrain import pretrain, train
 from megatron_zpp.training.setup import Run, build_run
 

@@ -12,8 +12,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megatron_zpp.arguments.parse import SettingsError, parse_settings
 from megatron_zpp.parallel.distributed import FailedTogether
-from megatron_zpp.training.arguments import SettingsError, parse_settings
 from megatron_zpp.training.setup import build_run
 from tests.ranks import run_ranks
 from tests.training.small_run import flags, torchrun, write_text

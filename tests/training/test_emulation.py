@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_zpp.training.arguments import SettingsError, parse_settings
+from megatron_zpp.arguments.parse import SettingsError, parse_settings
 from tests.ranks import run_ranks
 from tests.training.small_run import flags, train_each, write_text
 

@@ -16,9 +16,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megatron_zpp.checkpoint import read_meta
 from megatron_zpp.data.indexed_dataset import IndexedDatasetWriter
 from megatron_zpp.parallel.distributed import FailedTogether
-from megatron_zpp.training.checkpoint import read_meta
 from megatron_zpp.training.pretrain import NotFiniteError, train
 from tests.ranks import run_ranks
 from tests.training.small_run import (
@@ -56,7 +56,7 @@ def test_a_bug_on_one_rank_is_named_with_its_traceback(data, tmp_path):
     (tmp_path / "sitecustomize.py").write_text(
         "import os\n"
         "if os.environ.get('RANK') == '1':\n"
-        "    import megatron_zpp.training.batch_size as b\n"
+        "    import megatron_zpp.optim.batch_size as b\n"
         "    def broken(self, consumed):\n"
         "        raise AssertionError('planted')\n"
         "    b.BatchSchedule.num_micro_batches = broken\n"

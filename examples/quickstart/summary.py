@@ -1,0 +1,129 @@
+"""Reads the trainer's log: follows a run in short lines, or compares runs in a table and a plot.
+
+torchrun ... pretrain_gpt.py ... 2>&1 | tee run.log | python examples/quickstart/summary.py follow
+python examples/quickstart/summary.py compare --data-path PREFIX --plot loss.png "ZeRO-3=a.log" "ZeRO++=b.log"
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from pathlib import Path
+
+import numpy as np
+
+from megatron_zpp.data.indexed_dataset import IndexedDataset
+from megatron_zpp.metrics.log_reader import BETWEEN, WITHIN, RunLog, parse_line, read_log
+
+
+def unigram_entropy(prefix: str) -> float:
+    """Nats per token of the tokens' frequencies: the loss of a model that knows nothing of context."""
+    dataset = IndexedDataset(prefix)
+    counts = np.bincount(np.memmap(f"{prefix}.bin", dtype=dataset.dtype, mode="r"))
+    shares = counts[counts > 0] / counts.sum()
+    return float(-(shares * np.log(shares)).sum())
+
+
+def table(runs: dict[str, RunLog], entropy: float) -> str:
+    """Runs side by side; differences are to the first."""
+    first, *others = runs.values()
+
+    def row(name: str, cells: list[str]) -> str:
+        return name.ljust(34) + "".join(cell.rjust(24) for cell in cells)
+
+    def values(name: str, numbers: list[float], unit: str, compare: str) -> str:
+        cells = [f"{number:{unit}}" for number in numbers]
+        for i, number in enumerate(numbers[1:], start=1):
+            change = 100 * (number / numbers[0] - 1)
+            cells[i] += f" ({numbers[0] / number:.1f}x less)" if compare == "less" else f" ({change:+z.1f} %)"
+        return row(name, cells)
+
+    every = [first, *others]
+    return "\n".join(
+        [
+            row("", list(runs)),
+            values("validation loss, nats per token", [run.validation_loss for run in every], ".3f", "percent"),
+            row("unigram entropy of the text", [f"{entropy:.3f}"] * len(every)),
+            values("MB between nodes per step", [run.mean(BETWEEN) for run in every], ".2f", "less"),
+            values("MB within nodes per step", [run.mean(WITHIN) for run in every], ".2f", "percent"),
+            values("tokens per second", [run.tokens_per_second() for run in every], ",.0f", "percent"),
+        ]
+    )
+
+
+def plot(runs: dict[str, RunLog], entropy: float, path: Path) -> None:
+    """Loss curves, and bytes between nodes, as a PNG."""
+    try:
+        import matplotlib
+    except ImportError:
+        raise ImportError("--plot needs matplotlib: pip install 'megatron_zpp[plot]'") from None
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, (curves, bars) = pyplot.subplots(1, 2, figsize=(10, 4), width_ratios=(3, 1), layout="constrained")
+    styles = ["-", "--", ":"]
+    for i, (name, run) in enumerate(runs.items()):
+        steps, losses = [line["iteration"] for line in run.lines], [line["lm loss"] for line in run.lines]
+        curves.plot(steps, losses, styles[i % len(styles)], label=name)
+        bar = bars.bar(name, run.mean(BETWEEN))
+        bars.bar_label(bar, fmt="%.1f")
+    curves.axhline(entropy, color="grey", linewidth=0.8)
+    curves.annotate("unigram entropy", (1, entropy), xycoords=("axes fraction", "data"), ha="right", va="bottom")
+    curves.set(xlabel="optimizer step", ylabel="training loss (nats per token)")
+    curves.legend()
+    bars.set(ylabel="MB between nodes per step")
+    bars.tick_params(axis="x", labelrotation=15)
+    figure.savefig(path, dpi=150)
+
+
+def follow() -> None:
+    """Training lines from stdin in short; every other line as it is."""
+    for text in sys.stdin:
+        line = parse_line(text)
+        if line is None:
+            print(text, end="", flush=True)
+            continue
+        eta = re.search(r"ETA: (\S+)", text)
+        print(
+            f"  step {line['iteration']:5.0f}/{line['train iterations']:.0f}   loss {line['lm loss']:.3f}   "
+            f"{line['tokens per second']:8,.0f} tokens/s   {line.get(BETWEEN, 0):7.2f} MB between nodes per step   "
+            f"{eta[1] if eta else ''} left",
+            flush=True,
+        )
+
+
+def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Follow or compare training runs by their logs.")
+    commands = parser.add_subparsers(dest="command", required=True)
+    commands.add_parser("follow", help="a log on stdin, in short lines")
+    compare = commands.add_parser("compare", help="a table, and a plot, of logs")
+    compare.add_argument("runs", nargs="+", metavar="NAME=LOG")
+    compare.add_argument("--data-path", required=True, metavar="PREFIX", help="dataset, for its unigram entropy")
+    compare.add_argument("--plot", type=Path, metavar="FILE", help="PNG to write")
+    args = parser.parse_args(argv)
+    if args.command == "compare" and not all("=" in run for run in args.runs):
+        parser.error("each run is given as NAME=LOG")
+    return args
+
+
+def main() -> int:
+    args = parse_arguments()
+    if args.command == "follow":
+        follow()
+        return 0
+    try:
+        runs = {name: read_log(Path(log)) for name, _, log in (run.rpartition("=") for run in args.runs)}
+        entropy = unigram_entropy(args.data_path)
+        print(table(runs, entropy))
+        if args.plot is not None:
+            plot(runs, entropy, args.plot)
+            print(f"\nloss curves: {args.plot}")
+    except (ValueError, OSError, ImportError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

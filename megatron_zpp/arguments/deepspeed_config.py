@@ -1,0 +1,165 @@
+"""Read a DeepSpeed JSON file into settings: ``read_deepspeed_config``.
+
+The file sets what it names and nothing else: DeepSpeed's own defaults for absent keys do not apply. Which keys there
+are, and what becomes of each, is in ``deepspeed_keys.py``; this file walks through it.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from megatron_zpp.arguments.deepspeed_keys import TOP, ByType, Key, NotNeeded, Off, Only, Section, Sets
+from megatron_zpp.settings.checks import SettingsError
+
+
+@dataclass
+class DeepSpeedConfig:
+    """What a file says.
+
+    values: settings by field name. origins: for each, the file's key and value, such as "zero_optimization.stage 3".
+    accumulation_steps: micro-batches per optimizer step. notes: one line per reason why keys were not needed.
+    """
+
+    path: str = ""
+    values: dict[str, Any] = field(default_factory=dict)
+    origins: dict[str, str] = field(default_factory=dict)
+    accumulation_steps: int | None = None
+    notes: list[str] = field(default_factory=list)
+
+
+def read_deepspeed_config(path: str) -> DeepSpeedConfig:
+    """The settings that a DeepSpeed JSON file states. "auto" and null leave a setting to the flags.
+
+    Raises SettingsError: no such file, no JSON, an unknown or misspelt key, a value of the wrong kind, and a key that
+    cannot be honoured, each named by its path in the file.
+    """
+    reader = _Reader(path)
+    content = _load(path)
+    reader.section(content, TOP, "")
+    reader.scale_cosine_ratios()
+    config = DeepSpeedConfig(path, reader.values, reader.origins, reader.values.pop("accumulation_steps", None))
+    config.notes = [f"{', '.join(keys)} of {path} not needed: {why}" for why, keys in reader.not_needed.items()]
+    return config
+
+
+def _load(path: str) -> dict[str, Any]:
+    try:
+        with open(path, encoding="utf-8") as file:
+            content = json.load(file, object_pairs_hook=_without_duplicates)
+    except OSError as error:
+        raise SettingsError(f"--deepspeed_config {path}: {error.strerror}; give the path of a JSON file") from error
+    except ValueError as error:  # JSONDecodeError and UnicodeDecodeError are ValueErrors
+        raise SettingsError(f"--deepspeed_config {path} is not valid JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise SettingsError(f"--deepspeed_config {path} must hold one JSON object, {{...}}")
+    return content
+
+
+def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    result = dict(pairs)
+    if len(result) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"the key {next(name for name in names if names.count(name) > 1)} is there twice")
+    return result
+
+
+class _Reader:
+    """Collects settings while walking through one file."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self.values: dict[str, Any] = {}
+        self.origins: dict[str, str] = {}
+        self.not_needed: dict[str, list[str]] = {}  # reason -> keys
+
+    def section(self, content: Any, section: Section, prefix: str) -> None:
+        """Read one object; ``prefix`` is its path with a trailing dot, "" for the whole file."""
+        if not isinstance(content, dict):
+            raise self.error(prefix[:-1], "must be an object, {...}")
+        for name in content:
+            if name not in section.keys:
+                raise self.error(f"{prefix}{name}", f"is unknown; {_nearest(name, section, prefix)}")
+        for name in section.required:
+            if name not in content:
+                raise self.error(f"{prefix}{name}", "is missing")
+        if section.switch is not None and content[section.switch] is False:
+            content = {section.switch: False}
+        for name, value in content.items():
+            if value is not None and value != "auto":
+                self.key(f"{prefix}{name}", value, section.keys[name])
+
+    def key(self, name: str, value: Any, key: Key) -> None:
+        match key:
+            case Section():
+                if name == "zero_optimization.zeropp_loco_param":  # its presence is the switch
+                    self.set("zeropp_loco", True, name, value)
+                self.section(value, key, f"{name}.")
+            case ByType():
+                self.by_type(value, key, f"{name}.")
+            case Sets(fields, convert):
+                for field_name, converted in zip(fields, self.converted(name, value, convert), strict=True):
+                    self.set(field_name, converted, name, value)
+            case Only(values, otherwise):
+                if (type(value) is bool, value) not in [(type(allowed) is bool, allowed) for allowed in values]:
+                    raise self.error(name, f"cannot be {json.dumps(value)}: {otherwise}")
+            case Off(otherwise, switch):
+                if not isinstance(value, dict) or value.get(switch) not in (None, False, "none"):
+                    raise self.error(name, f"cannot be honoured: {otherwise}")
+            case NotNeeded(because):
+                self.not_needed.setdefault(because, []).append(name)
+
+    def by_type(self, content: Any, key: ByType, prefix: str) -> None:
+        kind = content.get("type") if isinstance(content, dict) else None
+        if not isinstance(kind, str) or kind not in key.types:
+            raise self.error(f"{prefix}type", f"must be one of {', '.join(key.types)}, not {json.dumps(kind)}")
+        value, params = key.types[kind]
+        self.section(content, Section({"type": Only((kind,), ""), "params": params}, required=("params",)), prefix)
+        self.set(key.field, value, f"{prefix}type", kind)
+
+    def scale_cosine_ratios(self) -> None:
+        """WarmupCosineLR states its least learning rates as parts of the optimizer's."""
+        for ratio, field_name in (("warmup_min_ratio", "lr_warmup_init"), ("cos_min_ratio", "min_lr")):
+            if ratio in self.values:
+                if "lr" not in self.values:
+                    raise self.error(self.origins[ratio], "is a part of optimizer.params.lr, which is missing")
+                self.values[field_name] = self.values.pop(ratio) * self.values["lr"]
+                self.origins[field_name] = self.origins.pop(ratio)
+
+    def converted(self, name: str, value: Any, convert: Callable[[Any], Any]) -> Any:
+        try:
+            return convert(value)
+        except (ValueError, OverflowError) as error:
+            raise self.error(name, f"{error}, not {json.dumps(value)}") from error
+
+    def set(self, field_name: str, value: Any, name: str, written: Any) -> None:
+        """Two keys may state one setting (a learning rate), but not differently."""
+        origin = f"{name} {json.dumps(written)}"
+        if field_name in self.values and self.values[field_name] != value:
+            raise self.error(name, f"{json.dumps(written)} contradicts {self.origins[field_name]}; make them equal")
+        self.values[field_name], self.origins[field_name] = value, origin
+
+    def error(self, name: str, message: str) -> SettingsError:
+        return SettingsError(f"{name} in {self.path} {message}")
+
+
+def _nearest(name: str, section: Section, prefix: str) -> str:
+    """What the unknown key may have meant: one of its section, or one that belongs elsewhere."""
+    nearest = difflib.get_close_matches(name, section.keys, n=1)
+    elsewhere = [path for path in key_paths(TOP) if path.rpartition(".")[2] == name]
+    if elsewhere:
+        return f"it belongs to {elsewhere[0]}"
+    if nearest:
+        return f"did you mean {prefix}{nearest[0]}?"
+    return f"known here: {', '.join(section.keys)}"
+
+
+def key_paths(section: Section, prefix: str = "") -> Iterator[str]:
+    """All keys, as dotted paths, in order."""
+    for name, key in section.keys.items():
+        yield f"{prefix}{name}"
+        if isinstance(key, Section):
+            yield from key_paths(key, f"{prefix}{name}.")

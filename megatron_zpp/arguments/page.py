@@ -1,0 +1,114 @@
+"""The reference page docs/arguments.md, made from the settings themselves.
+
+Write it anew after a change: ``python -m megatron_zpp.arguments.page docs/arguments.md``
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from megatron_zpp.arguments.deepspeed_keys import TOP, ByType, Key, NotNeeded, Off, Only, Section, Sets
+from megatron_zpp.arguments.foreign_flags import NOT_NEEDED, REFUSED
+from megatron_zpp.arguments.parse import all_flags, flag_name, iterate_flags, iterate_groups
+
+_INTRODUCTION = """\
+# Flags
+
+All flags of `pretrain_gpt.py` and `pretrain_llama.py`. This page is generated; after a change of the settings, run
+`python -m megatron_zpp.arguments.page docs/arguments.md`.
+
+A value comes from the flag, else from the DeepSpeed file of `--deepspeed_config`, else from `--preset`, else from the
+default below. A file that contradicts a flag is refused. Flags that are not on this page are refused too, with the
+nearest name. In tables, `-` means that nothing is set.
+"""
+
+
+def render_reference() -> str:
+    """The page as Markdown."""
+    parts = [_INTRODUCTION]
+    for _, group in iterate_groups():
+        parts.append(f"## {_title(group)}\n")
+        rows = [(f"`{flag_name(field)}`", _default(field), _meaning(field)) for field, _ in iterate_flags(group)]
+        parts.append(_table(("flag", "default", "meaning"), rows))
+    parts.append("## Flags of Megatron-LM and Megatron-DeepSpeed that need no setting\n")
+    parts.append("They are accepted, with one note, because what they ask for is so anyway.\n")
+    accepted = [
+        (f"`{name}`" + (f" {' or '.join(flag.accepted)}" if flag.accepted else ""), flag.because)
+        for name, flag in NOT_NEEDED.items()
+    ]
+    parts.append(_table(("flag", "because"), accepted))
+    parts.append("## Flags of Megatron-LM and Megatron-DeepSpeed that are refused\n")
+    parts.append(_table(("flag", "what to do"), [(f"`{name}`", instead) for name, instead in REFUSED.items()]))
+    parts.append("## Keys of the DeepSpeed file\n")
+    parts.append("The file sets what it names and nothing else; `null` and `auto` leave a setting to the flags.\n")
+    parts.append(_table(("key", "effect"), list(_keys(TOP, ""))))
+    return "\n".join(parts)
+
+
+def _title(group: type[Any]) -> str:
+    return (group.__doc__ or "").partition(".")[0]
+
+
+def _default(field: dataclasses.Field[Any]) -> str:
+    text = "-" if field.default is None else "off" if field.default is False else f"{field.default}"
+    return f"`{text}`" if "<" in text else text  # or Markdown takes it for HTML
+
+
+def _meaning(field: dataclasses.Field[Any]) -> str:
+    choices = field.metadata["choices"]
+    return field.metadata["help"] + (f" (one of {', '.join(choices)})" if choices else "")
+
+
+def _keys(section: Section, prefix: str) -> Iterator[tuple[str, str]]:
+    for name, key in section.keys.items():
+        if isinstance(key, Section):
+            yield from _keys(key, f"{prefix}{name}.")
+        elif isinstance(key, ByType):
+            for kind, (_, params) in key.types.items():
+                yield f"`{prefix}{name}.type` {kind}", f"sets {_flags(key.field)}; needs {', '.join(params.required)}"
+                yield from _keys(Section({"params": params}), f"{prefix}{name}.")
+        else:
+            yield f"`{prefix}{name}`", _effect(key)
+
+
+def _effect(key: Key) -> str:
+    match key:
+        case Sets(fields):
+            return f"sets {_flags(*fields)}"
+        case Only(values, otherwise):
+            return f"only {' or '.join(map(_json, values))}: {otherwise}"
+        case Off(otherwise):
+            return f"must be off: {otherwise}"
+        case NotNeeded(because):
+            return f"not needed: {because}"
+    raise TypeError(f"{key} has keys of its own")
+
+
+# What DeepSpeed keys set that is no flag itself.
+_NO_FLAG = {
+    "accumulation_steps": "micro-batches per optimizer step, and so a batch size that is not given",
+    "warmup_min_ratio": "`--lr-warmup-init` as a part of the learning rate",
+    "cos_min_ratio": "`--min-lr` as a part of the learning rate",
+}
+
+
+def _flags(*fields: str) -> str:
+    flags = all_flags()
+    return ", ".join(_NO_FLAG.get(field) or f"`{flags[field]}`" for field in fields)
+
+
+def _json(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _table(header: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:
+    lines = [header, ("---",) * len(header), *rows]
+    return "".join(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in line)} |\n" for line in lines)
+
+
+if __name__ == "__main__":
+    Path(sys.argv[1]).write_text(render_reference(), encoding="utf-8")

@@ -1,0 +1,388 @@
+"""Complete the settings of a run and check that they fit together, before anything is built.
+
+One function per group: it checks what the user gave, fills what was left open, and returns the completed group. After
+``resolve`` no field is None whose default can be derived: batch size, MLP width, dropout, recomputation, precision.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Iterator
+
+from megatron_zpp.arguments.resolve_parallel import (
+    check_parallel,
+    check_pipeline_batches,
+    check_tensor_parallel,
+    data_parallel_size,
+    resolve_pipeline,
+)
+from megatron_zpp.arguments.resolve_zero import resolve_zero
+from megatron_zpp.optim.batch_size import BatchSchedule
+from megatron_zpp.optim.schedule import Schedule
+from megatron_zpp.settings.checks import SettingsError, check_at_least, flag_of, require
+from megatron_zpp.settings.groups import (
+    ActivationSettings,
+    CheckpointSettings,
+    DataSettings,
+    ModelSettings,
+    OptimizerSettings,
+    PrecisionSettings,
+    Settings,
+    TokenizerSettings,
+    TrainingSettings,
+)
+
+
+def resolve(
+    settings: Settings, given: Iterable[str], world_size: int, accumulation_steps: int | None = None
+) -> tuple[Settings, list[str]]:
+    """Completed settings, and one note for each given setting that has no effect in this run.
+
+    given: names of the fields that the user set. accumulation_steps: micro-batches per optimizer step, where a
+    DeepSpeed file says so. Raises SettingsError.
+    """
+    given = set(given)
+    check_parallel(settings.distributed, settings.zero.zero_stage, settings.training.seq_length, world_size)
+    dp_size = data_parallel_size(settings.distributed, world_size)
+    _check_needs(settings, given)
+    training = _resolve_training(settings.training, dp_size, accumulation_steps)
+    model = _resolve_model(settings.model, settings.architecture, training.seq_length)
+    assert training.seq_length
+    check_tensor_parallel(settings.distributed, model, training.seq_length, settings.activation.compile)
+    settings = dataclasses.replace(
+        settings,
+        model=model,
+        training=training,
+        precision=_resolve_precision(settings.precision),
+        activation=_resolve_activation(settings.activation, model.num_layers),
+        zero=resolve_zero(settings.zero, dp_size * settings.distributed.context_parallel_size, settings.distributed),
+        tokenizer=_resolve_tokenizer(settings.tokenizer, settings.data),
+    )
+    settings = dataclasses.replace(settings, distributed=resolve_pipeline(settings))
+    _check_batches_and_schedule(settings, dp_size)
+    _check_optimizer(settings.optimizer)
+    _check_data(settings.data)
+    _check_checkpoint(settings.checkpoint)
+    return settings, list(_notes(settings, given))
+
+
+# Ranks and batches
+
+
+def _resolve_training(training: TrainingSettings, dp_size: int, accumulation_steps: int | None) -> TrainingSettings:
+    require(training.seq_length is not None, "how long is a sample? give --seq-length")
+    require(
+        accumulation_steps is None or accumulation_steps >= 1,
+        f"gradient_accumulation_steps must be at least 1, got {accumulation_steps}",
+    )
+    micro, total = training.micro_batch_size, training.global_batch_size
+    if micro is None and total is not None and accumulation_steps is not None:
+        micro, rest = divmod(total, accumulation_steps * dp_size)
+        require(
+            rest == 0 and micro > 0,
+            f"global batch size {total} is not divisible by {accumulation_steps} accumulation steps * "
+            f"{dp_size} data-parallel ranks",
+        )
+    if micro is None:
+        raise SettingsError("how many samples per rank and forward pass? give --micro-batch-size")
+    training = dataclasses.replace(training, micro_batch_size=micro)
+    check_at_least(training, 1, "micro_batch_size", "global_batch_size", "seq_length", "train_iters", "train_samples")
+    check_at_least(training, 1, "eval_interval", "exit_interval", "max_nonfinite_steps")
+    check_at_least(training, 0, "eval_iters", "manual_gc_interval")
+    factor = training.loss_spike_factor
+    require(factor is None or factor > 1, f"--loss-spike-factor must be more than 1, got {factor}")
+    expected = micro * (accumulation_steps or 1) * dp_size
+    if total is None:
+        total = expected
+    require(
+        accumulation_steps is None or total == expected,
+        f"global batch size {total} is not micro-batch size {micro} * {accumulation_steps} accumulation steps * "
+        f"{dp_size} data-parallel ranks = {expected}; make them agree or leave one out",
+    )
+    return dataclasses.replace(training, global_batch_size=total)
+
+
+def _check_batches_and_schedule(settings: Settings, dp_size: int) -> None:
+    """Build, and throw away, what the trainer will build: both refuse what they cannot do."""
+    training = settings.training
+    assert training.global_batch_size and training.micro_batch_size
+    try:
+        batches = BatchSchedule(
+            training.global_batch_size,
+            training.micro_batch_size,
+            dp_size,
+            training.rampup_batch_size,
+            training.decrease_batch_size_if_needed,
+        )
+        if not training.skip_train:
+            Schedule.from_settings(settings.optimizer, settings.schedule, training, batches)
+            check_pipeline_batches(settings.distributed, batches)
+    except ValueError as error:
+        raise SettingsError(str(error)) from error
+    require(
+        not (settings.schedule.override_opt_param_scheduler and settings.schedule.use_checkpoint_opt_param_scheduler),
+        "--override-opt_param-scheduler and --use-checkpoint-opt_param-scheduler exclude each other; give one",
+    )
+
+
+# Network
+
+
+def _resolve_model(model: ModelSettings, architecture: str, seq_length: int | None) -> ModelSettings:
+    _check_architecture(model, architecture)
+    for name in ("num_layers", "hidden_size", "num_attention_heads"):
+        require(getattr(model, name) is not None, f"{flag_of(name)} is missing; give it, or a model with --preset")
+    check_at_least(
+        model,
+        1,
+        "num_layers",
+        "hidden_size",
+        "num_attention_heads",
+        "ffn_hidden_size",
+        "kv_channels",
+        "num_query_groups",
+        "max_position_embeddings",
+        "rotary_base",
+        "make_vocab_size_divisible_by",
+    )
+    assert model.hidden_size and model.num_attention_heads and seq_length
+    hidden, heads = model.hidden_size, model.num_attention_heads
+    llama = architecture == "llama"
+
+    require(
+        model.kv_channels is not None or hidden % heads == 0,
+        f"--hidden-size {hidden} is not divisible by --num-attention-heads {heads}; change one or give --kv-channels",
+    )
+    # Megatron's default of --num-query-groups is 1; without --group-query-attention every head has its own group.
+    groups = (model.num_query_groups or 1) if model.group_query_attention else heads
+    require(heads % groups == 0, f"--num-attention-heads {heads} is not divisible by --num-query-groups {groups}")
+    kv_channels = model.kv_channels or hidden // heads
+    require(
+        not llama or kv_channels % 2 == 0,
+        f"rotary embeddings need an even number of channels per head, got {kv_channels}",
+    )
+    positions = model.max_position_embeddings or seq_length
+    require(
+        seq_length <= positions,
+        f"--seq-length {seq_length} is longer than --max-position-embeddings {positions}; raise the latter",
+    )
+    tie, untie = model.tie_embeddings_and_output_weights, model.untie_embeddings_and_output_weights
+    require(
+        not (tie and untie),
+        "--tie-embeddings-and-output-weights and --untie-embeddings-and-output-weights exclude each other; give one",
+    )
+    tied = tie or not (untie or llama)
+    dropout = 0.0 if llama else 0.1
+    resolved = dataclasses.replace(
+        model,
+        ffn_hidden_size=model.ffn_hidden_size or (_swiglu_width(hidden) if llama else 4 * hidden),
+        kv_channels=kv_channels,
+        num_query_groups=groups,
+        max_position_embeddings=positions,
+        attention_dropout=dropout if model.attention_dropout is None else model.attention_dropout,
+        hidden_dropout=dropout if model.hidden_dropout is None else model.hidden_dropout,
+        untie_embeddings_and_output_weights=not tied,
+        tie_embeddings_and_output_weights=tied,
+        normalization="RMSNorm" if llama else "LayerNorm",
+        position_embedding_type="rope" if llama else "learned_absolute",
+        swiglu=llama,
+        disable_bias_linear=llama,
+    )
+    for name in ("attention_dropout", "hidden_dropout"):
+        require(0 <= getattr(resolved, name) < 1, f"{flag_of(name)} must be in [0, 1), got {getattr(resolved, name)}")
+    return resolved
+
+
+def _swiglu_width(hidden: int) -> int:
+    """Megatron's MLP width for SwiGLU: 8/3 of the hidden size, rounded down to a multiple of 64."""
+    return int(hidden * 8 / 3 / 64) * 64 or 64
+
+
+def _check_architecture(model: ModelSettings, architecture: str) -> None:
+    """Refuse a flag that describes another network than the script's."""
+    expected = {"gpt": ("LayerNorm", "learned_absolute"), "llama": ("RMSNorm", "rope")}[architecture]
+    other = {"gpt": "llama", "llama": "gpt"}[architecture]
+    for name, value in zip(("normalization", "position_embedding_type"), expected, strict=True):
+        given = getattr(model, name)
+        require(
+            given in (None, value),
+            f"{flag_of(name)} {given} does not fit: pretrain_{architecture}.py has {value}; "
+            f"leave it out or use pretrain_{other}.py",
+        )
+    if architecture == "gpt":
+        for name in ("swiglu", "disable_bias_linear", "group_query_attention", "use_rope_scaling"):
+            require(not getattr(model, name), f"{flag_of(name)} is not for GPT: use pretrain_llama.py or leave it out")
+
+
+# Optimizer
+
+
+def _check_optimizer(optimizer: OptimizerSettings) -> None:
+    """What the learning-rate schedule does not check itself."""
+    check_at_least(optimizer, 0, "weight_decay", "clip_grad", "adam_eps", "sgd_momentum")
+    for name in ("adam_beta1", "adam_beta2"):
+        require(0 <= getattr(optimizer, name) < 1, f"{flag_of(name)} must be in [0, 1), got {getattr(optimizer, name)}")
+
+
+# Precision and memory
+
+
+def _resolve_precision(precision: PrecisionSettings) -> PrecisionSettings:
+    require(not (precision.fp16 and precision.bf16), "--fp16 and --bf16 exclude each other; give one")
+    require(precision.bf16 or not precision.grad_reduce_in_bf16, "--grad-reduce-in-bf16 needs --bf16")
+    require(
+        not (precision.grad_reduce_in_bf16 and precision.accumulate_allreduce_grads_in_fp32),
+        "--grad-reduce-in-bf16 and --accumulate-allreduce-grads-in-fp32 exclude each other; give one",
+    )
+    for name in ("loss_scale", "initial_loss_scale", "min_loss_scale"):
+        value = getattr(precision, name)
+        require(value is None or value > 0, f"{flag_of(name)} must be positive, got {value}")
+    check_at_least(precision, 1, "loss_scale_window", "hysteresis")
+    # Megatron's rule: bf16 has too few digits to sum gradients in, so it is fp32 unless asked otherwise.
+    in_fp32 = precision.accumulate_allreduce_grads_in_fp32 or (precision.bf16 and not precision.grad_reduce_in_bf16)
+    return dataclasses.replace(precision, accumulate_allreduce_grads_in_fp32=in_fp32)
+
+
+def _resolve_activation(activation: ActivationSettings, num_layers: int | None) -> ActivationSettings:
+    asked = {
+        "--recompute-granularity": activation.recompute_granularity,
+        "--recompute-activations": "selective" if activation.recompute_activations else None,
+        "--checkpoint-activations": "full" if activation.checkpoint_activations else None,
+    }
+    asked = {flag: granularity for flag, granularity in asked.items() if granularity is not None}
+    require(
+        len(set(asked.values())) <= 1,
+        f"{' and '.join(f'{flag} (= {granularity})' for flag, granularity in asked.items())} differ; give one",
+    )
+    granularity = next(iter(asked.values()), None)
+    method, layers = activation.recompute_method, activation.recompute_num_layers
+    if granularity != "full":
+        for name in ("recompute_method", "recompute_num_layers"):
+            require(getattr(activation, name) is None, f"{flag_of(name)} needs --recompute-granularity full")
+    else:
+        method, layers = method or "uniform", 1 if layers is None else layers
+        assert num_layers
+        require(
+            1 <= layers <= num_layers,
+            f"--recompute-num-layers {layers} must be between 1 and --num-layers {num_layers}",
+        )
+    return dataclasses.replace(
+        activation, recompute_granularity=granularity, recompute_method=method, recompute_num_layers=layers
+    )
+
+
+# Data and checkpoints
+
+
+def _check_data(data: DataSettings) -> None:
+    per_split = [name for name in ("train_data_path", "valid_data_path", "test_data_path") if getattr(data, name)]
+    whole = [name for name in ("data_path", "data_args_path") if getattr(data, name)]
+    others = [name for name in ("mock_data", "per_split_data_args_path") if getattr(data, name)]
+    sources = [flag_of(name) for name in (*whole, *others, *per_split[:1])]
+    require(len(sources) > 0, "what to train on? give --data-path PREFIX, --train-data-path PREFIX or --mock-data")
+    require(len(sources) == 1, f"{' and '.join(sources)} both say where the data is; give one")
+    require(
+        not (per_split or data.per_split_data_args_path) or data.split is None,
+        "--split divides --data-path; --train-data-path and its kin need none",
+    )
+    check_at_least(data, 0, "num_workers", "mid_level_dataset_surplus")
+    for name in ("fim_rate", "fim_spm_rate"):
+        require(0 <= getattr(data, name) <= 1, f"{flag_of(name)} must be in [0, 1], got {getattr(data, name)}")
+    require(
+        data.dataloader_type == "cyclic" or not data.data_sharding, "--data-sharding needs --dataloader-type cyclic"
+    )
+
+
+def _resolve_tokenizer(tokenizer: TokenizerSettings, data: DataSettings) -> TokenizerSettings:
+    if tokenizer.tokenizer_type is None and data.mock_data and tokenizer.vocab_size is not None:
+        return dataclasses.replace(tokenizer, tokenizer_type="NullTokenizer")
+    require(
+        tokenizer.tokenizer_type is not None,
+        "which vocabulary? give --vocab-size with --mock-data"
+        if data.mock_data
+        else "which tokenizer was the data made with? give --tokenizer-type and its files",
+    )
+    return tokenizer
+
+
+def _check_checkpoint(checkpoint: CheckpointSettings) -> None:
+    require(
+        checkpoint.save is None or checkpoint.save_interval is not None,
+        "how often to save? --save needs --save-interval",
+    )
+    check_at_least(checkpoint, 1, "save_interval", "ckpt_step", "save_retain_interval", "save_keep_last")
+    needs_load = ("ckpt_step", "exit_on_missing_checkpoint", "finetune", "no_load_optim", "no_load_rng")
+    for name in (*needs_load, "load_latest_good"):
+        require(not getattr(checkpoint, name) or checkpoint.load is not None, f"{flag_of(name)} needs --load")
+    require(
+        not (checkpoint.load_latest_good and checkpoint.ckpt_step is not None),
+        "--load-latest-good and --ckpt-step both say which checkpoint to load; give one",
+    )
+
+
+# Settings that mean something only beside another one
+
+
+# A ZeRO++ setting without its switch would leave the collectives unquantized unnoticed, and a head layout without
+# its switch would train another network: those are errors. The others are harmless left-overs of a script: a note.
+_NEEDED = {
+    "num_query_groups": "group_query_attention",
+    "zeropp_loco": "zero_quantized_gradients",
+    "zero_weight_bits": "zero_quantized_weights",
+    "zero_weight_intra_bits": "zero_quantized_weights",
+    "zero_weight_block_size": "zero_quantized_weights",
+    "zero_gradient_bits": "zero_quantized_gradients",
+    "zero_gradient_intra_bits": "zero_quantized_gradients",
+    "zero_gradient_block_size": "zero_quantized_gradients",
+    "zero_weight_rounding": "zero_quantized_weights",
+    "zero_gradient_rounding": "zero_quantized_gradients",
+    "zero_weight_difference_block_size": "zero_weight_difference_bits",
+    "zero_hadamard": "zero_quantized_gradients",
+    "zeropp_loco_reset": "zeropp_loco",
+    "zeropp_loco_hops": "zeropp_loco",
+    "zeropp_loco_error_dtype": "zeropp_loco",
+    "zeropp_loco_beta": "zeropp_loco",
+    "zeropp_loco_reset_interval": "zeropp_loco",
+}
+_NO_EFFECT_WITHOUT = {
+    "rope_scaling_factor": "use_rope_scaling",
+    "fim_rate": "fim_data",
+    "fim_spm_rate": "fim_data",
+    "fim_prefix_token": "fim_data",
+    "fim_middle_token": "fim_data",
+    "fim_suffix_token": "fim_data",
+    "loss_scale": "fp16",
+    "initial_loss_scale": "fp16",
+    "min_loss_scale": "fp16",
+    "loss_scale_window": "fp16",
+    "hysteresis": "fp16",
+    "manual_gc_interval": "manual_gc",
+    "emulate_nodes": "emulate_ranks",
+    "save_interval": "save",
+    "no_save_optim": "save",
+    "no_save_rng": "save",
+    "no_async_save": "save",
+    "save_retain_interval": "save",
+    "save_keep_last": "save",
+    "verify_checkpoint": "load",
+    "wandb_exp_name": "wandb_project",
+    "wandb_entity": "wandb_project",
+    "wandb_save_dir": "wandb_project",
+}
+
+
+def _check_needs(settings: Settings, given: set[str]) -> None:
+    values = settings.as_flat_dict()
+    for name, needed in _NEEDED.items():
+        require(name not in given or values[needed], f"{flag_of(name)} needs {flag_of(needed)}")
+
+
+def _notes(settings: Settings, given: set[str]) -> Iterator[str]:
+    values = settings.as_flat_dict()
+    for name, needed in _NO_EFFECT_WITHOUT.items():
+        if name in given and not values[needed]:
+            yield f"{flag_of(name)} has no effect without {flag_of(needed)}"
+    if settings.distributed.sequence_parallel and settings.distributed.tensor_model_parallel_size == 1:
+        yield "--sequence-parallel has no effect without --tensor-model-parallel-size"
+    if "vocab_size" in given and settings.tokenizer.tokenizer_type != "NullTokenizer":
+        yield f"--vocab-size has no effect: {settings.tokenizer.tokenizer_type} knows its own"

@@ -1,0 +1,198 @@
+"""Check how a run's ranks are divided among the kinds of parallelism."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+from megatron_zpp.optim.batch_size import BatchSchedule
+from megatron_zpp.parallel.pipeline import SPLITS_BACKWARD, check_micro_batches
+from megatron_zpp.parallel.stages import Placement, place_stages
+from megatron_zpp.settings.checks import SettingsError, check_at_least, divisors, flag_of, require
+from megatron_zpp.settings.groups import DistributedSettings, ModelSettings, Settings
+
+_MODEL_PARALLEL = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
+
+
+def check_parallel(distributed: DistributedSettings, zero_stage: int, seq_length: int | None, world_size: int) -> None:
+    """Raise SettingsError unless the parallel sizes divide the ranks, and fit together."""
+    check_at_least(distributed, 1, *_MODEL_PARALLEL)
+    product = distributed.ranks_per_model_copy
+    sizes = " * ".join(f"{flag_of(name)} {getattr(distributed, name)}" for name in _MODEL_PARALLEL)
+    require(
+        world_size % product == 0,
+        f"{sizes} = {product} does not divide the {world_size} rank(s) of this run; choose sizes whose product is one "
+        f"of {', '.join(map(str, divisors(world_size)))}",
+    )
+    require(
+        product == 1 or zero_stage > 0,
+        f"--zero-stage 0 keeps the whole model on every rank, and {sizes} divides it; use --zero-stage 1",
+    )
+    _check_context_parallel(distributed.context_parallel_size, seq_length)
+    _check_emulation(distributed, zero_stage, world_size)
+    require(distributed.distributed_timeout_minutes > 0, "--distributed-timeout-minutes must be positive")
+
+
+def _check_emulation(distributed: DistributedSettings, zero_stage: int, world_size: int) -> None:
+    check_at_least(distributed, 1, "emulate_ranks", "emulate_nodes")
+    ranks, nodes = distributed.emulate_ranks, distributed.emulate_nodes
+    if ranks is None:
+        return
+    require(world_size == 1, f"--emulate-ranks {ranks} needs one process, this run has {world_size}: start it alone")
+    require(
+        ranks % nodes == 0,
+        f"--emulate-nodes {nodes} does not divide --emulate-ranks {ranks}; choose one of "
+        f"{', '.join(map(str, divisors(ranks)))}",
+    )
+    require(
+        zero_stage in (2, 3),
+        f"--emulate-ranks emulates --zero-stage 2 and 3, got {zero_stage}: below 2 each rank keeps its own gradients",
+    )
+
+
+def data_parallel_size(distributed: DistributedSettings, world_size: int) -> int:
+    """The number of data-parallel ranks, real or emulated."""
+    return (distributed.emulate_ranks or 1) * world_size // distributed.ranks_per_model_copy
+
+
+def _check_context_parallel(size: int, seq_length: int | None) -> None:
+    if size == 1 or seq_length is None:
+        return
+    fitting = [divisor for divisor in divisors(seq_length) if seq_length % (2 * divisor) == 0] or [1]
+    require(
+        seq_length % (2 * size) == 0,
+        f"--seq-length {seq_length} is not a multiple of 2 * --context-parallel-size {size}: each rank takes two "
+        f"of 2 * {size} chunks of a sequence; choose another length, or a --context-parallel-size of "
+        f"{', '.join(map(str, fitting))}",
+    )
+
+
+_PIPELINE_ONLY = (
+    "pipeline_schedule",
+    "num_layers_per_virtual_pipeline_stage",
+    "decoder_first_pipeline_num_layers",
+    "decoder_last_pipeline_num_layers",
+)
+
+
+def resolve_pipeline(settings: Settings) -> DistributedSettings:
+    """Check how layers are cut into stages and what the schedule needs, and fill the schedule in."""
+    ranks = settings.distributed
+    if ranks.pipeline_model_parallel_size == 1:
+        for name in _PIPELINE_ONLY:
+            require(getattr(ranks, name) is None, f"{flag_of(name)} needs --pipeline-model-parallel-size above 1")
+        return ranks
+    check_at_least(ranks, 1, *_PIPELINE_ONLY[1:])
+    is_virtual = ranks.num_layers_per_virtual_pipeline_stage is not None
+    schedule = ranks.pipeline_schedule or ("interleaved" if is_virtual else "1f1b")
+    ranks = dataclasses.replace(ranks, pipeline_schedule=schedule)
+    virtual = "--num-layers-per-virtual-pipeline-stage"
+    for name in _PIPELINE_ONLY[2:]:
+        require(
+            not is_virtual or getattr(ranks, name) is None,
+            f"{flag_of(name)} and {virtual} exclude each other: virtual stages are equal; give one",
+        )
+    require(
+        not is_virtual or schedule not in ("gpipe", "1f1b"),
+        f"--pipeline-schedule {schedule} has one stage on each rank; leave {virtual} out, or use interleaved",
+    )
+    require(
+        is_virtual or schedule not in ("interleaved", "zbv"),
+        f"--pipeline-schedule {schedule} has several stages on each rank: say how many layers each has by {virtual}",
+    )
+    assert settings.model.num_layers
+    num_layers, num_ranks = settings.model.num_layers, ranks.pipeline_model_parallel_size
+    per_stage = ranks.num_layers_per_virtual_pipeline_stage
+    require(
+        schedule != "zbv" or num_layers == 2 * num_ranks * (per_stage or 0),
+        f"--pipeline-schedule zbv has two stages on each rank: {virtual} must be --num-layers {num_layers} / (2 * "
+        f"{num_ranks} pipeline ranks)",
+    )
+    try:
+        placement = placement_of(ranks, num_layers)
+    except ValueError as error:
+        sizes = [size for size in divisors(num_layers) if size > 1]
+        raise SettingsError(
+            f"--num-layers {num_layers} cannot be cut for --pipeline-model-parallel-size {num_ranks}: {error}; "
+            f"{num_layers} is divisible by {', '.join(map(str, sizes)) or 'nothing'}, and "
+            "--decoder-first-pipeline-num-layers and --decoder-last-pipeline-num-layers make stages uneven"
+        ) from error
+    activation = settings.activation
+    smallest = min(len(layers) for layers in placement.layers)
+    require(
+        activation.recompute_num_layers is None or activation.recompute_num_layers <= smallest,
+        f"--recompute-num-layers {activation.recompute_num_layers} counts layers of one stage, and the smallest stage "
+        f"has {smallest}",
+    )
+    require(
+        not (activation.compile and schedule in SPLITS_BACKWARD),
+        f"--pipeline-schedule {schedule} runs a backward pass in two parts, which --compile makes one; leave one out",
+    )
+    require(
+        not (schedule == "zbv" and settings.model.tie_embeddings_and_output_weights),
+        "--pipeline-schedule zbv puts the first and the last stage on one rank, which cannot share tied embeddings; "
+        "use --pipeline-schedule zero-bubble, or --untie-embeddings-and-output-weights",
+    )
+    return ranks
+
+
+def placement_of(ranks: DistributedSettings, num_layers: int) -> Placement:
+    """The stages that the settings ask for. Raises ValueError where layers do not divide."""
+    return place_stages(
+        num_layers,
+        ranks.pipeline_model_parallel_size,
+        ranks.num_layers_per_virtual_pipeline_stage,
+        ranks.decoder_first_pipeline_num_layers,
+        ranks.decoder_last_pipeline_num_layers,
+        v_shaped=ranks.pipeline_schedule == "zbv",
+    )
+
+
+def check_pipeline_batches(ranks: DistributedSettings, batches: BatchSchedule) -> None:
+    """Raise ValueError if a step may have a number of micro-batches that the pipeline's schedule cannot run."""
+    if ranks.pipeline_schedule is not None:
+        for count in sorted(batches.micro_batch_counts()):
+            check_micro_batches(ranks.pipeline_schedule, ranks.pipeline_model_parallel_size, count)
+
+
+def check_tensor_parallel(
+    distributed: DistributedSettings, model: ModelSettings, seq_length: int, compiles: bool
+) -> None:
+    """Raise SettingsError unless heads, MLP and, with sequence parallelism, the sequence can be cut evenly.
+
+    model: completed. The vocabulary waits for the tokenizer: ``check_vocabulary``.
+    """
+    size = distributed.tensor_model_parallel_size
+    require(
+        size == 1 or not compiles,
+        f"--compile is not supported with --tensor-model-parallel-size {size} yet: leave one of them out",
+    )
+    cut = {
+        "--num-attention-heads": model.num_attention_heads,
+        "--num-query-groups": model.num_query_groups,
+        "--ffn-hidden-size": model.ffn_hidden_size,
+    }
+    if distributed.sequence_parallel:
+        shared = " / --context-parallel-size" if distributed.context_parallel_size > 1 else ""
+        cut[f"--seq-length{shared} (cut by --sequence-parallel)"] = seq_length // distributed.context_parallel_size
+    numbers = {what: number or 0 for what, number in cut.items()}
+    uneven = [f"{what} {number}" for what, number in numbers.items() if number % size]
+    require(
+        not uneven,
+        f"--tensor-model-parallel-size {size} does not divide {', '.join(uneven)}; choose one of "
+        f"{', '.join(map(str, divisors(math.gcd(*numbers.values()))))}",
+    )
+
+
+def check_vocabulary(distributed: DistributedSettings, padded_size: int, multiple: int) -> None:
+    """Raise SettingsError unless the vocabulary, padded to ``multiple``, can be cut over the tensor-parallel ranks.
+
+    The padding does not depend on their number, as Megatron's does: checkpoints load under any.
+    """
+    size = distributed.tensor_model_parallel_size
+    require(
+        padded_size % size == 0,
+        f"--tensor-model-parallel-size {size} does not divide the vocabulary of {padded_size}, padded to a multiple of "
+        f"{multiple}; give --make-vocab-size-divisible-by {math.lcm(multiple, size)}, or a size that is one of "
+        f"{', '.join(map(str, divisors(padded_size)))}",
+    )

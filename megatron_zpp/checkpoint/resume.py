@@ -1,0 +1,96 @@
+"""What a run goes on from: the checkpoint of ``--load``, and whether its settings and data are still the same."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from megatron_zpp.checkpoint import CheckpointError, find_checkpoint, latest_good, problems_on_all_ranks
+from megatron_zpp.data.build import Datasets
+from megatron_zpp.data.order import check_order
+from megatron_zpp.metrics.progress import progress
+from megatron_zpp.parallel.distributed import errors_on_all_ranks, print_once
+from megatron_zpp.settings.groups import CheckpointSettings, Settings
+
+
+def checkpoint_to_load(settings: CheckpointSettings) -> Path | None:
+    """The checkpoint to load, the same on every rank, verified as the settings ask; None to start from scratch."""
+    if settings.load is None:
+        return None
+    if settings.load_latest_good:
+        with progress("verifying checkpoints"):
+            checkpoint, passed_over = latest_good(settings.load, settings.verify_checkpoint)
+        for problem in passed_over:
+            print_once(f"note: damaged, passed over: {problem}")
+        with errors_on_all_ranks():
+            if checkpoint is None and passed_over:
+                raise CheckpointError(f"{settings.load} holds no good checkpoint: {'; '.join(passed_over)}")
+            if checkpoint is None and dist.get_rank() == 0:
+                find_checkpoint(settings.load)  # raises if this is no place for checkpoints
+    else:
+        found: list[Path | None] = [None]
+        with errors_on_all_ranks():
+            if dist.get_rank() == 0:  # alone: ranks that look at different moments may see different ones
+                found = [find_checkpoint(settings.load, settings.ckpt_step)]
+        dist.broadcast_object_list(found)
+        checkpoint = found[0]
+        if checkpoint is not None:
+            with progress("verifying the checkpoint"):
+                wrong = problems_on_all_ranks(checkpoint, settings.verify_checkpoint)
+            with errors_on_all_ranks():
+                if wrong:
+                    raise CheckpointError(
+                        f"{checkpoint} is damaged: {'; '.join(wrong)}. Load another one with --ckpt-step, or the "
+                        "newest good one with --load-latest-good"
+                    )
+    with errors_on_all_ranks():
+        if checkpoint is None and settings.exit_on_missing_checkpoint:
+            raise CheckpointError(f"{settings.load} holds no checkpoint (--exit-on-missing-checkpoint)")
+    return checkpoint
+
+
+_BATCH_SETTINGS = ("global_batch_size", "rampup_batch_size", "decrease_batch_size_if_needed", "seq_length", "seed")
+# On what is read in which order; of data_order_stable and the surplus, check_order knows where they have some.
+_WITHOUT_INFLUENCE = (
+    "num_workers",
+    "data_cache_path",
+    "no_mmap_bin_files",
+    "pad_last_valid_sample",
+    "data_order_stable",
+    "mid_level_dataset_surplus",
+)
+
+
+def check_same_batches_and_data(settings: Settings, meta: Mapping[str, Any]) -> None:
+    """Raise CheckpointError where going on would read other data, or in other batches, than the run did so far."""
+    if settings.schedule.override_opt_param_scheduler:
+        return
+    ours, saved = json.loads(json.dumps(settings.as_flat_dict())), meta["settings"]
+    of_data = [field.name for field in dataclasses.fields(settings.data) if field.name not in _WITHOUT_INFLUENCE]
+    differing = []
+    for name in (*_BATCH_SETTINGS, *of_data, "tokenizer_type"):
+        here, there = ours[name], saved.get(name, ours[name])
+        if name.endswith("_path"):  # the files may have moved to another folder
+            here, there = (_file_names(value) for value in (here, there))
+        if here != there:
+            differing.append(f"{name} {there} there, {here} here")
+    if differing:
+        raise CheckpointError(
+            f"batches or data are not the checkpoint's: {'; '.join(differing)}. Give what was given before, or "
+            "--override-opt_param-scheduler to go on with these"
+        )
+
+
+def _file_names(paths: str | list[str] | None) -> list[str]:
+    return [Path(path).name for path in ([paths] if isinstance(paths, str) else paths or ())]
+
+
+def check_same_order(settings: Settings, meta: Mapping[str, Any], datasets: Datasets) -> None:
+    saved = meta.get("data_order")
+    if datasets.train is not None and saved is not None:
+        check_order(saved, datasets.train.order, other_data=settings.schedule.override_opt_param_scheduler)

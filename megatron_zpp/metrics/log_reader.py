@@ -1,0 +1,73 @@
+"""Reads back what a run printed; metrics/lines.py writes it."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+BETWEEN, WITHIN = "sent between nodes per step (MB)", "sent within nodes per step (MB)"
+VALIDATION = re.compile(r"validation loss at iteration \d+ on validation set \| lm loss value: (\S+)")
+MODEL = re.compile(r"^\w+ with ([\d,]+) parameters, ZeRO stage")
+
+
+@dataclass
+class RunLog:
+    """What one log says. ``lines``: the fields of each training line by name, as numbers."""
+
+    lines: list[dict[str, float]] = field(default_factory=list)
+    validation_loss: float = math.nan  # of the evaluation after training
+    num_parameters: int = 0
+
+    def mean(self, name: str) -> float:
+        """A field's mean over the run, each line weighted by the steps that it stands for."""
+        steps = np.diff([0.0, *(line["iteration"] for line in self.lines)])
+        return float(np.average([line[name] for line in self.lines], weights=steps))
+
+    def tokens_per_second(self) -> float:
+        """Of the whole run but the first line, whose step warms everything up."""
+        lines = self.lines[1:] or self.lines
+        steps = np.diff([line["iteration"] for line in self.lines]) if len(self.lines) > 1 else np.ones(1)
+        seconds = np.array([line["elapsed time per iteration (ms)"] for line in lines]) / 1000 * steps
+        return float(np.average([line["tokens per second"] for line in lines], weights=seconds))
+
+
+def parse_line(line: str) -> dict[str, float] | None:
+    """The fields of a training line by name, as far as they are numbers; None if the line is another."""
+    start = re.search(r"iteration +(\d+)/ *(\d+) \|", line)
+    if start is None:
+        return None
+    fields = {"iteration": float(start[1]), "train iterations": float(start[2])}
+    for name, value in re.findall(r"([^|:]+): +([-+.\deE]+|nan|inf) \|", line[start.end() - 1 :]):
+        fields[name.strip(" |")] = float(value)
+    return fields
+
+
+def read_log(path: Path) -> RunLog:
+    """Raises ValueError if the log is not one of a run that came to its end."""
+    run = parse_log(path.read_text(encoding="utf-8", errors="replace"))
+    if not run.lines or math.isnan(run.validation_loss):
+        raise ValueError(f"{path} has no training lines, or no validation loss at its end: did the run finish?")
+    return run
+
+
+def parse_log(log: str) -> RunLog:
+    """What the text of a log says, however far the run came.
+
+    A run that was stopped and went on from its last checkpoint repeats iterations: the later lines count.
+    """
+    run = RunLog()
+    for text in log.splitlines():
+        line, validation, model = parse_line(text), VALIDATION.search(text), MODEL.search(text)
+        if line is not None:
+            while run.lines and run.lines[-1]["iteration"] >= line["iteration"]:
+                run.lines.pop()
+            run.lines.append(line)
+        if validation is not None:
+            run.validation_loss = float(validation[1])
+        if model is not None:
+            run.num_parameters = int(model[1].replace(",", ""))
+    return run

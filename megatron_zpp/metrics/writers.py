@@ -1,0 +1,126 @@
+"""TensorBoard and wandb points under Megatron's keys."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from megatron_zpp.metrics.dashboard import tensorboard_layout
+from megatron_zpp.metrics.lines import TrainingReport, perplexity
+from megatron_zpp.settings.groups import LoggingSettings
+
+
+def training_metrics(report: TrainingReport, settings: LoggingSettings) -> dict[str, float]:
+    """``report`` under Megatron's TensorBoard and wandb keys, with what ``settings`` asks for."""
+    r = report
+    metrics: dict[str, float | None] = {
+        "learning-rate": r.learning_rate,
+        "batch-size": r.global_batch_size,
+        **r.losses,
+        "loss-scale": r.loss_scale,
+        "grad-norm": r.grad_norm,
+        "num-zeros": r.num_zeros,
+        "params-norm": r.params_norm,
+        "skipped-train-samples": r.skipped_samples if r.skipped_samples > 0 else None,
+        "tokens-per-second": r.tokens_per_second,
+        "comm/bytes-between-nodes": r.bytes_between_nodes,
+        "comm/bytes-within-nodes": r.bytes_within_nodes,
+        **{f"comm/{name}": value for name, value in r.quantization_errors.items()},
+    }
+    if settings.log_timers_to_tensorboard:
+        metrics |= {
+            "iteration-time": r.seconds_per_iteration,
+            "throughput": r.tflops_per_device,
+            "mfu": r.mfu,
+        }
+    return {key: value for key, value in metrics.items() if value is not None}
+
+
+def validation_metrics(losses: Mapping[str, float], settings: LoggingSettings) -> dict[str, float]:
+    """Validation losses under Megatron's keys; perplexities with ``--log-validation-ppl-to-tensorboard``."""
+    metrics = {f"{name} validation": loss for name, loss in losses.items()}
+    if settings.log_validation_ppl_to_tensorboard:
+        metrics |= {f"{name} validation ppl": perplexity(loss) for name, loss in losses.items()}
+    return metrics
+
+
+# Megatron draws these over iterations only; every other key over consumed samples too ("KEY vs samples").
+_OVER_ITERATIONS_ONLY = ("iteration-time", "throughput", "tokens-per-second", "mfu", "skipped-train-samples")
+_OVER_ITERATIONS_ONLY_PREFIXES = ("mem-", "comm/")
+
+
+class MetricWriters:
+    """TensorBoard (``--tensorboard-dir``) and wandb (``--wandb-project``), each where it was asked for.
+
+    Build it on every rank, so that a missing package stops all of them alike; only the last rank writes. wandb's own
+    environment decides how it runs: ``WANDB_MODE=offline`` keeps the points in ``--wandb-save-dir`` for ``wandb sync``.
+
+    Args:
+        settings: which writers, and where.
+        run_config: every setting of the run, shown with it.
+        is_writer: True on the one rank that writes.
+        save: the run's checkpoint folder; wandb's default place is its subfolder ``wandb``.
+
+    Raises:
+        ValueError: a writer was asked for whose package is not installed.
+    """
+
+    def __init__(
+        self, settings: LoggingSettings, run_config: Mapping[str, Any], *, is_writer: bool, save: str | None = None
+    ) -> None:
+        self._tensorboard: Any = None
+        self._wandb: Any = None
+        if settings.tensorboard_dir is not None:
+            _require("tensorboard", "--tensorboard-dir")
+        if settings.wandb_project is not None:
+            _require("wandb", "--wandb-project")
+        if not is_writer:
+            return
+        if settings.tensorboard_dir is not None:
+            # Imported here: it costs seconds, and most ranks write nothing.
+            from torch.utils.tensorboard import SummaryWriter
+
+            self._tensorboard = SummaryWriter(settings.tensorboard_dir, max_queue=settings.tensorboard_queue_size)
+            for name, value in run_config.items():
+                self._tensorboard.add_text(name, str(value))
+            self._tensorboard.add_custom_scalars(tensorboard_layout())
+        if settings.wandb_project is not None:
+            import wandb
+
+            folder = settings.wandb_save_dir or (os.path.join(save, "wandb") if save else None)
+            if folder is not None:
+                os.makedirs(folder, exist_ok=True)  # wandb falls back to a temporary folder otherwise
+            self._wandb = wandb.init(
+                project=settings.wandb_project,
+                name=settings.wandb_exp_name,
+                entity=settings.wandb_entity,
+                dir=folder,
+                config=dict(run_config),
+            )
+
+    def write(self, metrics: Mapping[str, float], iteration: int, consumed_samples: int) -> None:
+        """Add one point per key at ``iteration``; does nothing where there is no writer."""
+        if self._tensorboard is not None:
+            for key, value in metrics.items():
+                self._tensorboard.add_scalar(key, value, iteration)
+                if key not in _OVER_ITERATIONS_ONLY and not key.startswith(_OVER_ITERATIONS_ONLY_PREFIXES):
+                    self._tensorboard.add_scalar(f"{key} vs samples", value, consumed_samples)
+        if self._wandb is not None:
+            self._wandb.log({**metrics, "samples vs steps": consumed_samples}, step=iteration)
+
+    def close(self) -> None:
+        """Write out everything and end the wandb run."""
+        if self._tensorboard is not None:
+            self._tensorboard.close()
+        if self._wandb is not None:
+            self._wandb.finish()
+
+
+def _require(package: str, flag: str) -> None:
+    # A mere folder of that name, such as wandb's own ./wandb, is found too, but has no origin. An extra of ours has the
+    # package's name.
+    spec = importlib.util.find_spec(package)
+    if spec is None or spec.origin is None:
+        raise ValueError(f"{flag} needs the package {package}: pip install 'megatron_zpp[{package}]'")

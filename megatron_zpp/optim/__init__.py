@@ -1,0 +1,1 @@
+"""What moves the parameters: optimizer, gradients' norms, learning rate, batch size, loss scale."""

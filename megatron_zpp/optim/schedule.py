@@ -1,0 +1,233 @@
+"""Learning rate and weight decay as pure functions of the samples trained on, by Megatron's formulas."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_zpp.optim.batch_size import BatchSchedule
+from megatron_zpp.settings.groups import OptimizerSettings, ScheduleSettings, TrainingSettings
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """The whole schedule of a run, all lengths in samples.
+
+    As in Megatron, an optimizer step uses the values at the samples that the steps *before* it trained on. With
+    warm-up, the first step therefore runs at ``warmup_init_lr``: at its default, 0, that step changes nothing. We keep
+    this, so that step k has the same learning rate in both. A skipped step (fp16 overflow) does not move the schedule.
+    """
+
+    max_lr: float
+    min_lr: float
+    warmup_init_lr: float
+    warmup_samples: float  # a fraction of the decay length need not be whole
+    decay_samples: int
+    decay_style: str
+    wsd_decay_samples: int
+    wsd_decay_style: str
+    start_weight_decay: float
+    end_weight_decay: float
+    weight_decay_samples: int  # length of the ramp from start to end
+    weight_decay_style: str
+
+    @classmethod
+    def from_settings(
+        cls,
+        optimizer: OptimizerSettings,
+        schedule: ScheduleSettings,
+        training: TrainingSettings,
+        batch: BatchSchedule,
+    ) -> Schedule:
+        """Settle lengths in samples: given in iterations, they are what ``batch`` consumes in these iterations.
+
+        Raises:
+            ValueError: lengths in the wrong unit (``--train-iters`` goes with ``--lr-*-iters``, ``--train-samples``
+                with ``--lr-*-samples``), given twice, missing, or in an impossible order.
+        """
+        if optimizer.lr is None:
+            raise ValueError("--lr is required: the peak learning rate")
+        _check_units(schedule, training)
+
+        if training.train_iters is not None:
+            run_samples = batch.samples_after(training.train_iters)
+            decay_samples = run_samples
+            if schedule.lr_decay_iters is not None:
+                decay_samples = batch.samples_after(schedule.lr_decay_iters)
+            warmup_samples: float = batch.samples_after(schedule.lr_warmup_iters)
+            # The final decay is counted backwards from the end, where the batch has its full size.
+            wsd_iters = schedule.lr_wsd_decay_iters
+            full_batch = batch.global_batch_size(run_samples)
+            wsd_decay_samples = None if wsd_iters is None else wsd_iters * full_batch
+        else:
+            assert training.train_samples is not None  # by _check_units
+            run_samples = training.train_samples
+            decay_samples = run_samples if schedule.lr_decay_samples is None else schedule.lr_decay_samples
+            warmup_samples = schedule.lr_warmup_samples
+            wsd_decay_samples = schedule.lr_wsd_decay_samples
+        if schedule.lr_warmup_fraction is not None:
+            warmup_samples = schedule.lr_warmup_fraction * decay_samples
+
+        if schedule.lr_decay_style == "WSD" and wsd_decay_samples is None:
+            raise ValueError("--lr-decay-style WSD needs --lr-wsd-decay-iters or --lr-wsd-decay-samples")
+        start_weight_decay, end_weight_decay = _weight_decay_range(optimizer)
+        result = cls(
+            max_lr=optimizer.lr,
+            min_lr=optimizer.min_lr,
+            warmup_init_lr=schedule.lr_warmup_init,
+            warmup_samples=warmup_samples,
+            decay_samples=decay_samples,
+            decay_style=schedule.lr_decay_style,
+            wsd_decay_samples=wsd_decay_samples or 0,
+            wsd_decay_style=schedule.lr_wsd_decay_style,
+            start_weight_decay=start_weight_decay,
+            end_weight_decay=end_weight_decay,
+            weight_decay_samples=run_samples,
+            weight_decay_style=optimizer.weight_decay_incr_style,
+        )
+        result._check()
+        return result
+
+    def lr(self, samples: int) -> float:
+        """Learning rate of the step that follows ``samples`` trained samples."""
+        if self.warmup_samples > 0 and samples <= self.warmup_samples:
+            return self.warmup_init_lr + (self.max_lr - self.warmup_init_lr) * samples / self.warmup_samples
+        if self.decay_style == "constant":
+            return self.max_lr
+        if samples > self.decay_samples:
+            return self.min_lr
+        if self.decay_style == "inverse-square-root":
+            # Continuous with the end of the warm-up; max(..., 1) keeps it finite without one.
+            ratio = max(self.warmup_samples, 1) / max(samples, 1)
+            return max(self.min_lr, self.max_lr * math.sqrt(ratio))
+        return self.min_lr + self._decay_coefficient(samples) * (self.max_lr - self.min_lr)
+
+    def weight_decay(self, samples: int) -> float:
+        """Weight decay of the step that follows ``samples`` trained samples."""
+        if self.weight_decay_style == "constant" or samples > self.weight_decay_samples:
+            return self.end_weight_decay
+        progress = samples / self.weight_decay_samples
+        if self.weight_decay_style == "cosine":
+            progress = _cosine_decay(1 - progress)
+        return self.start_weight_decay + progress * (self.end_weight_decay - self.start_weight_decay)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain values for a checkpoint; ``resume_schedule`` compares them."""
+        return dataclasses.asdict(self)
+
+    def _decay_coefficient(self, samples: int) -> float:
+        """Where between ``min_lr`` (0) and ``max_lr`` (1) the decay stands, for warmup <= samples <= decay."""
+        if self.decay_style == "WSD":
+            anneal_start = self.decay_samples - self.wsd_decay_samples
+            if samples <= anneal_start:
+                return 1.0
+            ratio = (samples - anneal_start) / self.wsd_decay_samples
+            style = self.wsd_decay_style
+        else:
+            # decay > warmup holds (see _check), so the length is positive.
+            ratio = (samples - self.warmup_samples) / (self.decay_samples - self.warmup_samples)
+            style = self.decay_style
+        if style == "linear":
+            return 1 - ratio
+        if style == "cosine":
+            return _cosine_decay(ratio)
+        if style == "exponential":
+            return 2 * 0.5**ratio - 1
+        if style == "minus_sqrt":
+            return 1 - math.sqrt(ratio)
+        raise ValueError(f"unknown decay style {style!r}")
+
+    def _check(self) -> None:
+        if self.max_lr < 0 or not 0 <= self.min_lr <= self.max_lr:
+            raise ValueError(f"need 0 <= --min-lr <= --lr, but --min-lr is {self.min_lr} and --lr is {self.max_lr}")
+        if not 0 <= self.warmup_init_lr <= self.max_lr:
+            raise ValueError(f"--lr-warmup-init {self.warmup_init_lr} is not between 0 and --lr {self.max_lr}")
+        if self.decay_samples < 1:
+            raise ValueError("the learning-rate decay has no length; give a longer run or --lr-decay-iters/-samples")
+        if not 0 <= self.warmup_samples < self.decay_samples:
+            raise ValueError(
+                f"the warm-up of {self.warmup_samples:g} samples must be shorter than the decay of "
+                f"{self.decay_samples} samples, which includes it; shorten it or lengthen --lr-decay-iters/-samples"
+            )
+        if self.decay_style == "WSD" and not 1 <= self.wsd_decay_samples <= self.decay_samples - self.warmup_samples:
+            raise ValueError(
+                f"WSD's final decay of {self.wsd_decay_samples} samples must fit between the warm-up "
+                f"({self.warmup_samples:g} samples) and the end of the decay ({self.decay_samples} samples)"
+            )
+
+
+def resume_schedule(
+    from_flags: Schedule, saved: dict[str, Any], *, override: bool = False, use_checkpoint: bool = False
+) -> Schedule:
+    """The schedule with which to continue from a checkpoint that holds ``saved`` (a ``Schedule.state_dict``).
+
+    ``override``: the flags win (``--override-opt_param-scheduler``). ``use_checkpoint``: the checkpoint wins
+    (``--use-checkpoint-opt_param-scheduler``). With neither they must agree, as in Megatron.
+
+    Raises:
+        ValueError: they differ and neither was asked for, or both were.
+    """
+    if override and use_checkpoint:
+        raise ValueError("--override-opt_param-scheduler and --use-checkpoint-opt_param-scheduler exclude each other")
+    if override:
+        return from_flags
+    if use_checkpoint:
+        return Schedule(**saved)
+    differences = [
+        f"{name} {saved.get(name)} in the checkpoint, {value} by the flags"
+        for name, value in from_flags.state_dict().items()
+        if saved.get(name) != value
+    ]
+    if differences:
+        raise ValueError(
+            f"the schedule changed since the checkpoint was saved: {'; '.join(differences)}. Choose with "
+            "--override-opt_param-scheduler (use the flags) or --use-checkpoint-opt_param-scheduler"
+        )
+    return from_flags
+
+
+def _cosine_decay(ratio: float) -> float:
+    """From 1 at ``ratio`` 0 to 0 at 1 along half a cosine."""
+    return 0.5 * (1 + math.cos(math.pi * ratio))
+
+
+def _check_units(schedule: ScheduleSettings, training: TrainingSettings) -> None:
+    if (training.train_iters is None) == (training.train_samples is None):
+        raise ValueError("give the length of the run as either --train-iters or --train-samples")
+    in_iters, in_samples = training.train_iters is not None, training.train_samples is not None
+    for name in ("lr-decay", "lr-warmup", "lr-wsd-decay"):
+        for unit, allowed, instead in (("iters", in_iters, "samples"), ("samples", in_samples, "iters")):
+            value = getattr(schedule, f"{name}-{unit}".replace("-", "_"))
+            if value is None:
+                continue
+            if value < 0:
+                raise ValueError(f"--{name}-{unit} must not be negative, but is {value}")
+            if value and not allowed:
+                raise ValueError(f"--{name}-{unit} does not go with --train-{instead}; use --{name}-{instead}")
+    fraction = schedule.lr_warmup_fraction
+    if fraction is not None:
+        if schedule.lr_warmup_iters or schedule.lr_warmup_samples:
+            raise ValueError("give the warm-up once: --lr-warmup-fraction or --lr-warmup-iters/-samples")
+        if not 0 <= fraction < 1:
+            raise ValueError(f"--lr-warmup-fraction is a part of the decay, 0 <= fraction < 1, not {fraction}")
+
+
+def _weight_decay_range(optimizer: OptimizerSettings) -> tuple[float, float]:
+    start, end = optimizer.start_weight_decay, optimizer.end_weight_decay
+    if optimizer.weight_decay_incr_style == "constant":
+        if start is not None or end is not None:
+            raise ValueError(
+                "--start-weight-decay and --end-weight-decay need --weight-decay-incr-style linear or cosine; "
+                "use --weight-decay for a constant one"
+            )
+        return optimizer.weight_decay, optimizer.weight_decay
+    if start is None or end is None:
+        raise ValueError(
+            f"--weight-decay-incr-style {optimizer.weight_decay_incr_style} needs both --start-weight-decay and "
+            "--end-weight-decay"
+        )
+    if not 0 <= start <= end:
+        raise ValueError(f"need 0 <= --start-weight-decay <= --end-weight-decay, but they are {start} and {end}")
+    return start, end

@@ -1,0 +1,359 @@
+"""What a training run needs, before it is started: memory of each rank, bytes between nodes, days.
+
+    python tools/estimate.py --nodes 8 --ranks-per-node 8 --gpu A100 --vocabulary 50257 \\
+        pretrain_gpt.py --preset gpt-13b --micro-batch-size 2 --global-batch-size 1024 --train-iters 20000 --bf16 ...
+
+Takes the whole command of the trainer as it will be typed behind torchrun, starts nothing, and needs neither the data
+nor a GPU. Parameters, states and bytes are counted from the model's own shards and the collectives' own wire formats;
+activations and days are estimates, whose assumptions are printed with them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from megatron_zpp.arguments.parse import SettingsError, parse_settings
+from megatron_zpp.arguments.resolve_zero import zeropp_config
+from megatron_zpp.metrics.throughput import peak_tflops
+from megatron_zpp.models.flops import flops_per_token
+from megatron_zpp.models.gpt import GPT
+from megatron_zpp.models.llama import Llama
+from megatron_zpp.optim.batch_size import BatchSchedule
+from megatron_zpp.settings.groups import Settings
+from megatron_zpp.training.model import build_model, mixed_precision
+from megatron_zpp.zeropp.config import ZeroPPConfig
+from megatron_zpp.zeropp.loco import ERROR_FORMATS
+from megatron_zpp.zeropp.wire_format import ParameterShard, WireFormat, wire_format
+
+Shards = tuple[ParameterShard, ...]
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """What a run is planned for."""
+
+    nodes: int
+    ranks_per_node: int
+    peak_tflops: float  # dense, of one device, in 16 bit
+    mfu: float  # share of it that the model's arithmetic reaches
+    link_gbps: float  # Gbit/s that leave a node, all its links together
+    ring_passes: int = 1  # of an unquantized reduce-scatter: gloo's is an all-reduce, 2
+
+    @property
+    def world_size(self) -> int:
+        return self.nodes * self.ranks_per_node
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Memory in bytes of one rank, traffic in bytes of all nodes per optimizer step, seconds per optimizer step."""
+
+    cluster: Cluster
+    parameters: int
+    tokens: int
+    steps: int
+    micro_batches: int  # of one rank and step
+    flops_per_token: float
+    states: dict[str, int]
+    working: dict[str, int]
+    sent_between_nodes: dict[str, int]
+
+    @property
+    def memory(self) -> int:
+        return sum(self.states.values()) + sum(self.working.values())
+
+    @property
+    def compute_seconds(self) -> float:
+        rate = self.cluster.world_size * self.cluster.peak_tflops * 1e12 * self.cluster.mfu
+        return self.tokens / self.steps * self.flops_per_token / rate
+
+    @property
+    def sent_by_a_node(self) -> float:
+        return sum(self.sent_between_nodes.values()) / self.cluster.nodes
+
+    @property
+    def network_seconds(self) -> float:
+        return self.sent_by_a_node * 8 / (self.cluster.link_gbps * 1e9)
+
+    def duration(self) -> str:
+        """From all communication hidden behind computing, or the other way round, to none hidden."""
+        least = self.steps * max(self.compute_seconds, self.network_seconds)
+        most = self.steps * (self.compute_seconds + self.network_seconds)
+        unit, seconds = next((u for u in (("days", 86400), ("hours", 3600)) if most >= u[1]), ("minutes", 60))
+        numbers = dict.fromkeys(short(duration / seconds) for duration in (least, most))
+        return f"{' to '.join(numbers)} {unit}"
+
+    def brief(self) -> str:
+        """One line, which the comments of the scripts in examples/ repeat."""
+        return (
+            f"{short(self.memory / 1e9)} GB a GPU; a node sends {short(self.sent_by_a_node / 1e9)} GB per step in "
+            f"{short(self.network_seconds)} s, computing takes {short(self.compute_seconds)} s; {self.duration()}"
+        )
+
+
+def short(number: float) -> str:
+    """Two digits, or all before the point: 0.028, 3.1, 48, 603."""
+    return f"{number:.2g}" if number < 10 else f"{number:.0f}"
+
+
+def units_of(model: GPT | Llama) -> list[list[tuple[str, nn.Parameter]]]:
+    """The parameters of each FSDP2 unit as the trainer makes them: the root, then each block."""
+    in_blocks = {id(p) for block in model.layers for p in block.parameters()}
+    root = [(name, p) for name, p in model.named_parameters() if id(p) not in in_blocks]
+    return [root, *(list(block.named_parameters()) for block in model.layers)]
+
+
+def shards_of(parameters: list[tuple[str, nn.Parameter]], world_size: int) -> Shards:
+    """One rank's shards as FSDP2 cuts them: rows, padded to the same number on every rank."""
+    return tuple(
+        ParameterShard(name, numel=-(-p.shape[0] // world_size) * (p.numel() // p.shape[0]), quantizable=p.dim() >= 2)
+        for name, p in parameters
+    )
+
+
+def estimate(settings: Settings, vocabulary: int, cluster: Cluster) -> Estimate:
+    """Raises ValueError for what is not estimated: --zero-stage 0, evaluation alone."""
+    training, zero = settings.training, settings.zero
+    assert training.global_batch_size and training.micro_batch_size and training.seq_length  # by parse_settings
+    if zero.zero_stage == 0:
+        raise ValueError("--zero-stage 0 shards nothing and is not estimated; give 1, 2 or 3")
+    if settings.distributed.ranks_per_model_copy > 1:
+        raise ValueError("tensor, pipeline and context parallelism are not estimated; leave them out")
+    if training.skip_train:
+        raise ValueError("with --skip-train there is no training to estimate; leave it out")
+    config = zeropp_config(zero)
+    if config.ranks_per_node not in (None, cluster.ranks_per_node) or config.hpz_partition_size not in (
+        1,
+        cluster.ranks_per_node,
+    ):
+        raise ValueError(
+            f"--ranks-per-node {cluster.ranks_per_node} is not what --zero-ranks-per-node or --zero-hpz-partition-size "
+            "say; make them agree"
+        )
+    batches = BatchSchedule(
+        training.global_batch_size,
+        training.micro_batch_size,
+        cluster.world_size,
+        training.rampup_batch_size,
+        training.decrease_batch_size_if_needed,
+    )
+    if training.train_samples is not None:
+        samples = training.train_samples
+        steps = batches.total_iterations(samples, 0)
+    else:
+        samples, steps = 0, training.train_iters or 0
+        for _ in range(steps):
+            samples += batches.global_batch_size(samples)
+    model = build_model(settings.architecture, settings.model, vocabulary)
+    units = [shards_of(parameters, cluster.world_size) for parameters in units_of(model)]
+    micro_batches = batches.num_micro_batches(samples)
+    return Estimate(
+        cluster=cluster,
+        parameters=sum(p.numel() for p in model.parameters()),
+        tokens=samples * training.seq_length,
+        steps=steps,
+        micro_batches=micro_batches,
+        flops_per_token=flops_per_token(model.config, training.seq_length),
+        states=_states(settings, config, units, cluster, micro_batches),
+        working=_working_memory(settings, model, units, cluster),
+        sent_between_nodes=_sent_between_nodes(settings, config, units, cluster, micro_batches),
+    )
+
+
+def _numel(shards: Shards) -> int:
+    return sum(shard.numel for shard in shards)
+
+
+def _dtypes(settings: Settings) -> tuple[torch.dtype, torch.dtype]:
+    """What weights travel and compute in, and what unquantized gradients travel in."""
+    policy = mixed_precision(settings.precision)
+    return policy.param_dtype or torch.float32, policy.reduce_dtype or torch.float32
+
+
+def _states(
+    settings: Settings, config: ZeroPPConfig, units: list[Shards], cluster: Cluster, micro_batches: int
+) -> dict[str, int]:
+    """What a rank keeps from step to step, the gradients included."""
+    shard = sum(map(_numel, units))
+    nodes = cluster.nodes
+    weights, gradients = _dtypes(settings)
+    moments = 2 if settings.optimizer.optimizer == "adam" else int(settings.optimizer.sgd_momentum > 0)
+    states = {
+        "parameters, fp32": 4 * shard,
+        "gradients, fp32": 4 * shard,
+        f"{settings.optimizer.optimizer}'s state, fp32": 4 * moments * shard,
+    }
+    if config.hpz_partition_size > 1 and nodes > 1:
+        if config.hpz_secondary_dtype == "int8":
+            copy = sum(_weights_format(config, unit, weights).nbytes for unit in units)
+        else:
+            copy = weights.itemsize * shard
+        states[f"hpZ's secondary partition, {config.hpz_secondary_dtype}"] = nodes * copy
+    if config.quantized_gradients and micro_batches > 1:
+        states["gradients of earlier micro-batches, summed within the node, fp32"] = 4 * nodes * shard
+    hops = {"inter": nodes * (nodes > 1)}
+    hops["both"] = hops["inter"] + cluster.world_size * (cluster.ranks_per_node > 1)
+    if config.loco is not None and hops[config.loco.hops]:
+        bits, dtype = ERROR_FORMATS[config.loco.error_dtype]
+        error = sum(wire_format(unit, bits, config.gradient_block_size, dtype).nbytes for unit in units)
+        # One to go on with, one to return to when a step is undone.
+        kept = 2 * hops[config.loco.hops] * error
+        states[f"LoCo's errors, {config.loco.error_dtype}, and those before the step"] = kept
+    if settings.zero.zero_stage < 3:
+        states["all parameters, gathered"] = weights.itemsize * cluster.world_size * shard
+    if settings.zero.zero_stage == 1 and micro_batches > 1:
+        states["gradients of earlier micro-batches, whole"] = gradients.itemsize * cluster.world_size * shard
+    return states
+
+
+def _working_memory(settings: Settings, model: GPT | Llama, units: list[Shards], cluster: Cluster) -> dict[str, int]:
+    """About what comes and goes within a step."""
+    weights, gradients = (dtype.itemsize for dtype in _dtypes(settings))
+    root, block = (cluster.world_size * _numel(unit) for unit in units[:2])
+    gathered = weights * (root + 2 * block) if settings.zero.zero_stage == 3 else 0  # this block and the next one
+    return {
+        "gathered weights, gradients on their way": gathered + (weights + gradients) * (root + block),
+        "activations": _activations(settings, model, weights),
+    }
+
+
+def _activations(settings: Settings, model: GPT | Llama, itemsize: int) -> int:
+    """What autograd keeps of one micro-batch, with fused attention. For a GPT with dropout 34 S B H per block."""
+    config, activation = model.config, settings.activation
+    hidden, queries = config.hidden_size, config.num_attention_heads * config.head_dim
+    keys, ffn = config.num_groups * config.head_dim, config.ffn_size
+    is_gpt = isinstance(model, GPT)
+    attention = 2 * queries + 2 * keys  # q, k, v, result
+    fc1 = ffn if is_gpt else 2 * ffn
+    masks = 2 * hidden if config.hidden_dropout > 0 else 0  # a byte each
+    everything = itemsize * (4 * hidden + attention + (2 if is_gpt else 4) * ffn) + masks
+    matrix_products = itemsize * (3 * hidden + attention + fc1)
+    num_blocks = len(model.layers)
+    if activation.recompute_granularity is None:
+        per_token = num_blocks * everything
+    elif activation.recompute_granularity == "selective":
+        per_token = num_blocks * matrix_products + everything
+    else:
+        k = activation.recompute_num_layers or 1
+        recomputed = -(-num_blocks // k) if activation.recompute_method == "uniform" else k
+        per_token = recomputed * itemsize * hidden + (num_blocks - recomputed) * everything + everything
+    assert settings.training.micro_batch_size and settings.training.seq_length
+    return settings.training.micro_batch_size * settings.training.seq_length * per_token
+
+
+def _weights_format(config: ZeroPPConfig, unit: Shards, dtype: torch.dtype) -> WireFormat:
+    """As a step's weights travel between nodes."""
+    if config.hpz_partition_size > 1 and config.weight_difference_bits is not None:
+        return wire_format(unit, config.weight_difference_bits, config.weight_difference_block_size, dtype)
+    return wire_format(unit, config.weight_bits if config.quantized_weights else None, config.weight_block_size, dtype)
+
+
+def _sent_between_nodes(
+    settings: Settings, config: ZeroPPConfig, units: list[Shards], cluster: Cluster, micro_batches: int
+) -> dict[str, int]:
+    """Bytes that all ranks send to other nodes in one step, as ``megatron_zpp.zeropp.traffic`` counts them."""
+    if cluster.nodes == 1:
+        return {"weights": 0, "gradients": 0}
+    weights, gradients = _dtypes(settings)
+    ring = cluster.nodes * (cluster.world_size - 1)  # times a shard: only the last rank of a node sends to another one
+    pairs = cluster.world_size * (cluster.nodes - 1)
+    stage, sent = settings.zero.zero_stage, {"weights": 0, "gradients": 0}
+    for i, unit in enumerate(units):
+        is_plain = not config.quantized_weights and config.hpz_partition_size == 1  # FSDP2's own gather
+        shard = weights.itemsize * _numel(unit) if is_plain else _weights_format(config, unit, weights).nbytes
+        if config.hpz_partition_size > 1:
+            sent["weights"] += pairs * shard
+        else:
+            # Blocks are gathered for each forward and backward pass, the root stays gathered between the two.
+            gathers = (1 if i == 0 else 2) * micro_batches if stage == 3 else 1
+            sent["weights"] += gathers * ring * shard
+        if config.quantized_gradients:
+            sent["gradients"] += (
+                pairs * wire_format(unit, config.gradient_bits, config.gradient_block_size, gradients).nbytes
+            )
+        else:
+            reductions = micro_batches if stage >= 2 else 1
+            sent["gradients"] += cluster.ring_passes * reductions * ring * gradients.itemsize * _numel(unit)
+    return sent
+
+
+def report(settings: Settings, found: Estimate, gpu: str) -> str:
+    """All of it, in lines."""
+    cluster = found.cluster
+    lines = [
+        f"{settings.architecture}, {found.parameters / 1e9:.3f} billion parameters, on {cluster.nodes} x "
+        f"{cluster.ranks_per_node} {gpu}",
+        f"{found.tokens / 1e9:.1f} billion tokens in {found.steps:,} steps of {found.micro_batches} micro-batches a "
+        f"rank; {found.flops_per_token * found.tokens:.2e} FLOPs",
+        "",
+        "memory of a GPU, GB",
+    ]
+    memory = [*found.states.items(), *((f"{name} (about)", size) for name, size in found.working.items())]
+    lines += [f"  {size / 1e9:9.3g}  {name}" for name, size in [*memory, ("in all", found.memory)]]
+    lines += ["", "sent to other nodes per step by each node, GB"]
+    lines += [f"  {size / cluster.nodes / 1e9:9.3g}  {name}" for name, size in found.sent_between_nodes.items()]
+    lines += [
+        "",
+        f"computing {short(found.compute_seconds)} s per step, at {cluster.mfu:.0%} (assumed) of "
+        f"{cluster.peak_tflops:g} TFLOP/s",
+        f"network   {short(found.network_seconds)} s per step, at {cluster.link_gbps:g} Gbit/s out of each node",
+        f"in all    {found.duration()}: from all communication hidden behind computing to none",
+        "",
+        found.brief(),
+    ]
+    return "\n".join(lines)
+
+
+def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description="Estimate memory, traffic and time of a training run.", allow_abbrev=False
+    )
+    parser.add_argument("--nodes", type=int, default=1, metavar="N", help="default 1")
+    parser.add_argument("--ranks-per-node", type=int, default=8, metavar="P", help="GPUs of each node; default 8")
+    parser.add_argument("--gpu", default="A100", metavar="NAME", help="kind of GPU, for its peak; default A100")
+    parser.add_argument("--mfu", type=float, default=0.4, metavar="X", help="share of the peak reached; default 0.4")
+    parser.add_argument("--link-gbps", type=float, default=100, metavar="X", help="Gbit/s out of a node; default 100")
+    parser.add_argument("--vocabulary", type=int, required=True, metavar="N", help="size of the tokenizer's vocabulary")
+    parser.add_argument("program", metavar="pretrain_gpt.py|pretrain_llama.py", help="the trainer, and its flags")
+    parser.add_argument("flags", nargs=argparse.REMAINDER, metavar="FLAGS", help=argparse.SUPPRESS)
+    args = parser.parse_args(argv)
+    if Path(args.program).name not in ("pretrain_gpt.py", "pretrain_llama.py"):
+        parser.error(f"{args.program} is not pretrain_gpt.py or pretrain_llama.py: give the trainer and its flags last")
+    for name in ("nodes", "ranks_per_node", "mfu", "link_gbps", "vocabulary"):
+        if getattr(args, name) <= 0:
+            parser.error(f"--{name.replace('_', '-')} must be positive")
+    return args
+
+
+def run(args: argparse.Namespace) -> tuple[Settings, Estimate]:
+    """Raises SettingsError or ValueError on a mistake."""
+    architecture = Path(args.program).stem.removeprefix("pretrain_")
+    settings = parse_settings(architecture, args.flags, args.nodes * args.ranks_per_node, note=lambda text: None)
+    given = settings.logging.peak_tflops
+    peak = given if given is not None else peak_tflops(args.gpu)
+    if peak is None:
+        raise ValueError(f"the peak of --gpu {args.gpu} is not known; give the trainer's --peak-tflops")
+    gloo = settings.distributed.distributed_backend == "gloo"
+    cluster = Cluster(args.nodes, args.ranks_per_node, peak, args.mfu, args.link_gbps, ring_passes=2 if gloo else 1)
+    return settings, estimate(settings, args.vocabulary, cluster)
+
+
+def main() -> int:
+    args = parse_arguments()
+    try:
+        settings, found = run(args)
+    except (SettingsError, ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    print(report(settings, found, args.gpu))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

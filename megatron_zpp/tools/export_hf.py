@@ -1,0 +1,147 @@
+"""Writes a checkpoint as a model of Hugging Face transformers: weights, config.json and tokenizer.
+
+    python tools/export_hf.py --load runs/quickstart/zeropp --output runs/hf
+
+A GPT becomes a GPT-2, a Llama a Llama. The result is kept only if transformers computes our logits from it. Needs the
+extra ``hf``, and memory for one file of weights (``--max-file-size``), not for the model.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import functools
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_zpp.checkpoint import CheckpointError, find_checkpoint, problems, read_meta
+from megatron_zpp.data.tokenizers import Tokenizer
+from megatron_zpp.huggingface import files, names
+from megatron_zpp.huggingface.checkpoint import parameter_reader, saved_config
+from megatron_zpp.huggingface.compare import compare
+from megatron_zpp.huggingface.config import to_hf_config
+from megatron_zpp.huggingface.tokenizer import add_tokenizer_flags, build, given_tokenizer, write_tokenizer
+from megatron_zpp.metrics.progress import progress
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def export(args: argparse.Namespace) -> str:
+    """Write the folder; returns what to tell the user. Raises ValueError, OSError or ImportError on a mistake."""
+    files.require_packages()
+    checkpoint = find_checkpoint(args.load, args.ckpt_step)
+    if checkpoint is None:
+        raise CheckpointError(f"{args.load} holds no checkpoint: give --load what was given to --save in training")
+    with progress("verifying the checkpoint"):
+        wrong = problems(checkpoint)
+    if wrong:
+        raise CheckpointError(f"{checkpoint} is damaged: {'; '.join(wrong)}. Export another one with --ckpt-step")
+    meta = read_meta(checkpoint)
+    settings, config = meta["settings"] | given_tokenizer(args), saved_config(meta)
+    tokenizer = None if args.no_tokenizer else load_tokenizer(settings, config.vocab_size)
+    if args.trim_vocab and tokenizer is not None:
+        config = dataclasses.replace(config, vocab_size=tokenizer.vocab_size)
+    positions = settings["max_position_embeddings"]
+    hf_config = to_hf_config(config, positions)
+    saved = parameter_reader(checkpoint, meta)
+
+    @functools.lru_cache(maxsize=1)  # what one of ours is split into is asked for in a row
+    def ours(name: str) -> Tensor:
+        tensor = saved(name)
+        if name in names.WITH_VOCABULARY:
+            tensor = tensor[: config.vocab_size]
+        if not tensor.isfinite().all():
+            raise CheckpointError(f"{name} of {checkpoint} has NaN or Inf: export an earlier one with --ckpt-step")
+        rounded = tensor.to(DTYPES[args.dtype])
+        if not rounded.isfinite().all():
+            raise ValueError(f"{name} has values beyond the range of {args.dtype}: give --dtype bfloat16 or float32")
+        return rounded
+
+    parts = {theirs: (weight, part) for weight in names.weights(config) for part, theirs in enumerate(weight.theirs)}
+
+    def theirs(name: str) -> Tensor:
+        weight, part = parts[name]
+        return weight.split(ours(weight.ours))[part]
+
+    with files.new_folder(args.output, "--output") as folder:
+        tokens: dict[str, int] = {}
+        if tokenizer is not None:
+            with progress("writing the tokenizer"):
+                tokens = write_tokenizer(settings, tokenizer, folder)
+        files.write_config(folder, hf_config, tokens, args.dtype)
+        with progress("writing weights"):
+            shapes = names.their_shapes(config)
+            written = files.write_weights(folder, shapes, DTYPES[args.dtype], theirs, args.max_file_size)
+        with progress("comparing logits"):
+            difference = compare(config, ours, files.read_config(folder), files.WeightFiles(folder).read, positions)
+    weights = f"{len(written)} file{'s' if len(written) > 1 else ''} of {args.dtype} weights"
+    has_tokenizer = (args.output / "tokenizer_config.json").exists()  # NullTokenizer has none to write
+    return (
+        f"{args.output}: {hf_config['architectures'][0]} of {checkpoint}, {weights}"
+        f"{' and the tokenizer' if has_tokenizer else ', no tokenizer'}; "
+        f"transformers' logits differ from ours by {difference:.1e} at most"
+    )
+
+
+def load_tokenizer(settings: dict[str, Any], vocab_size: int) -> Tokenizer:
+    """The tokenizer that the run was trained with, or that of the flags. vocab_size: the model's."""
+    try:
+        tokenizer = build(settings)
+    except FileNotFoundError as error:
+        raise FileNotFoundError(
+            f"{error}: say where the tokenizer's files are now, or export the weights alone with --no-tokenizer"
+        ) from error
+    if tokenizer.vocab_size > vocab_size:
+        raise ValueError(f"the tokenizer has {tokenizer.vocab_size} ids, but the model only {vocab_size}")
+    return tokenizer
+
+
+def file_size(text: str) -> str:
+    if not re.fullmatch(r"[1-9][0-9]*[KMGT]B", text):
+        raise argparse.ArgumentTypeError(f"{text} is not a size such as 500MB or 2GB")
+    return text
+
+
+def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description="Write a checkpoint as a model of Hugging Face transformers.", allow_abbrev=False
+    )
+    parser.add_argument("--load", required=True, metavar="DIR", help="what was given to --save in training")
+    parser.add_argument("--ckpt-step", type=int, metavar="N", help="iteration to export; default the latest")
+    parser.add_argument("--output", type=Path, required=True, metavar="DIR", help="folder to write; must be new")
+    parser.add_argument(
+        "--dtype", choices=DTYPES, default="float32", help="of the weights; default float32, as trained"
+    )
+    parser.add_argument(
+        "--max-file-size", type=file_size, default="2GB", metavar="SIZE", help="of one file of weights; default 2GB"
+    )
+    parser.add_argument(
+        "--trim-vocab",
+        action="store_true",
+        help="leave out the rows that pad the vocabulary beyond the tokenizer's ids",
+    )
+    parser.add_argument("--no-tokenizer", action="store_true", help="write weights and config.json alone")
+    add_tokenizer_flags(parser, "tokenizer, where its files are no longer where they were in training")
+    args = parser.parse_args(argv)
+    if args.no_tokenizer and (args.trim_vocab or given_tokenizer(args)):
+        parser.error("--no-tokenizer excludes --trim-vocab and the tokenizer's flags")
+    return args
+
+
+def main() -> int:
+    args = parse_arguments()
+    try:
+        print(export(args))
+    except (ValueError, OSError, ImportError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,154 @@
+"""Samples text from a checkpoint, in one process.
+
+    python tools/generate_text.py --load runs/quickstart/zeropp --prompt "def " --num-tokens 100
+
+The checkpoint says which model and tokenizer it is of; it may have been saved by any number of ranks. The model
+computes in fp32, on the GPU where there is one. Every token is a forward pass over the text so far: meant for a look
+at what a model has learned, not for serving it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_zpp.checkpoint import CheckpointError, find_checkpoint, iterate_parameters, problems, read_meta
+from megatron_zpp.data.tokenizers import Tokenizer, build_tokenizer
+from megatron_zpp.models.gpt import GPT, GPTConfig
+from megatron_zpp.models.llama import Llama, LlamaConfig
+
+
+def load_model(checkpoint: Path, meta: dict[str, Any], device: torch.device) -> GPT | Llama:
+    """The checkpoint's model on one device, in fp32 and in evaluation mode. Raises CheckpointError."""
+    wrong = problems(checkpoint)
+    if wrong:
+        raise CheckpointError(f"{checkpoint} is damaged: {'; '.join(wrong)}")
+    with torch.device("meta"):
+        model: GPT | Llama
+        if meta["settings"]["architecture"] == "gpt":
+            model = GPT(GPTConfig(**meta["model_config"]))
+        else:
+            model = Llama(LlamaConfig(**meta["model_config"]))
+    model.to_empty(device=device)
+    state = model.state_dict()
+    for name, tensor in iterate_parameters(checkpoint, meta):
+        state[name].copy_(tensor)
+    return model.eval()
+
+
+def load_tokenizer(settings: dict[str, Any], args: argparse.Namespace) -> Tokenizer:
+    """The tokenizer that the run was trained with; flags say where its files are now, if they were moved."""
+    return build_tokenizer(
+        settings["tokenizer_type"],
+        args.tokenizer_model or settings["tokenizer_model"],
+        args.vocab_file or settings["vocab_file"],
+        args.merge_file or settings["merge_file"],
+        settings["vocab_size"],
+        settings.get("tiktoken_pattern"),  # checkpoints of earlier versions have none
+    )
+
+
+@torch.no_grad()
+def generate(
+    model: GPT | Llama,
+    prompt: list[int],
+    num_tokens: int,
+    *,
+    vocab_size: int,
+    context_length: int,
+    eod: int,
+    temperature: float = 1.0,
+    top_k: int = 0,
+    generator: torch.Generator | None = None,
+) -> list[int]:
+    """The ids that follow ``prompt``: ``num_tokens`` of them, or fewer if the document ends.
+
+    ``temperature`` 0 takes the likeliest token; ``top_k`` > 0 draws from the ``top_k`` likeliest. Ids from
+    ``vocab_size`` on pad the model's vocabulary and are never drawn. The model sees the last ``context_length`` ids.
+    """
+    device = next(model.parameters()).device
+    ids = list(prompt)
+    for _ in range(num_tokens):
+        logits = model(torch.tensor([ids[-context_length:]], device=device))[0, -1, :vocab_size]  # [V]
+        ids.append(draw(logits, temperature, top_k, generator))
+        if ids[-1] == eod:
+            break
+    return ids[len(prompt) :]
+
+
+def draw(logits: Tensor, temperature: float, top_k: int, generator: torch.Generator | None) -> int:
+    """One id from ``logits`` [V]."""
+    if temperature == 0:
+        return int(logits.argmax())
+    values, candidates = logits.float().topk(min(top_k or len(logits), len(logits)))
+    # Drawn on the CPU, so that a seed gives the same text on every device, up to rounding.
+    choice = torch.multinomial((values / temperature).softmax(dim=-1).cpu(), 1, generator=generator)
+    return int(candidates[int(choice)])
+
+
+def run(args: argparse.Namespace) -> str:
+    """Prompt and continuation. Raises ValueError or OSError on a user's mistake."""
+    checkpoint = find_checkpoint(args.load, args.ckpt_step)
+    if checkpoint is None:
+        raise CheckpointError(f"{args.load} holds no checkpoint: give --load what was given to --save in training")
+    meta = read_meta(checkpoint)
+    settings = meta["settings"]
+    tokenizer = load_tokenizer(settings, args)
+    # A document without a beginning begins where the one before it ended.
+    prompt = tokenizer.tokenize(args.prompt) or [tokenizer.eod]
+    device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    continuation = generate(
+        load_model(checkpoint, meta, device),
+        prompt,
+        args.num_tokens,
+        vocab_size=tokenizer.vocab_size,
+        context_length=settings["seq_length"],
+        eod=tokenizer.eod,
+        temperature=args.temperature,
+        top_k=args.top_k,
+        generator=torch.Generator().manual_seed(args.seed),
+    )
+    return tokenizer.detokenize([i for i in prompt + continuation if i != tokenizer.eod])
+
+
+def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Sample text from a checkpoint.", allow_abbrev=False)
+    parser.add_argument("--load", required=True, metavar="DIR", help="what was given to --save in training")
+    parser.add_argument("--ckpt-step", type=int, metavar="N", help="iteration to load; default the latest")
+    parser.add_argument("--prompt", default="", metavar="TEXT", help="text to continue; default a new document")
+    parser.add_argument("--num-tokens", type=int, default=100, metavar="N", help="tokens to add; default 100")
+    parser.add_argument("--temperature", type=float, default=1.0, metavar="X", help="0 = likeliest token; default 1")
+    parser.add_argument("--top-k", type=int, default=0, metavar="N", help="draw from the N likeliest; default 0 = all")
+    parser.add_argument("--seed", type=int, default=1234, metavar="N", help="seed of the drawing; default 1234")
+    parser.add_argument("--device", metavar="NAME", help="such as cpu or cuda:1; default the GPU, if there is one")
+    group = parser.add_argument_group("tokenizer, where its files are no longer where they were in training")
+    group.add_argument("--tokenizer-model", metavar="PATH", help="SentencePiece model, or tokenizer.json or its folder")
+    group.add_argument("--vocab-file", metavar="FILE", help="vocab.json of GPT2BPETokenizer")
+    group.add_argument("--merge-file", metavar="FILE", help="merges.txt of GPT2BPETokenizer")
+    args = parser.parse_args(argv)
+    if args.num_tokens < 1:
+        parser.error("--num-tokens must be at least 1")
+    if args.temperature < 0:
+        parser.error("--temperature must not be negative; 0 takes the likeliest token")
+    if args.top_k < 0:
+        parser.error("--top-k must not be negative; 0 draws from all tokens")
+    return args
+
+
+def main() -> int:
+    args = parse_arguments()
+    try:
+        print(run(args))
+    except (ValueError, OSError, ImportError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,136 @@
+"""Turns steps into log lines and TensorBoard / wandb points."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+from megatron_zpp.metrics.lines import TrainingReport, format_training_line
+from megatron_zpp.metrics.throughput import IntervalTimer, describe_mfu, mfu, model_tflops, peak_tflops
+from megatron_zpp.metrics.writers import training_metrics
+from megatron_zpp.models.flops import flops_per_token
+from megatron_zpp.optim.optimizer import params_norm
+from megatron_zpp.parallel.distributed import print_once
+from megatron_zpp.training.setup import Run
+from megatron_zpp.training.step import StepResult
+from megatron_zpp.zeropp import Traffic
+
+
+class Reporter:
+    """Collects what happened since the last log line."""
+
+    def __init__(self, run: Run) -> None:
+        assert run.settings.training.seq_length
+        self.run = run
+        self.seq_length = run.settings.training.seq_length
+        self.flops_per_token = flops_per_token(run.model.config, self.seq_length)
+        name = torch.cuda.get_device_name(run.device) if run.device.type == "cuda" else "CPU"
+        given = run.settings.logging.peak_tflops
+        self.peak = given if given is not None else peak_tflops(name)
+        print_once(describe_mfu(name, self.peak, given=given is not None))
+        self.is_first_step = True
+        self.timer = IntervalTimer(run.device)
+        self._clear()
+
+    def _clear(self) -> None:
+        self.losses: list[float] = []  # of the steps that were not skipped
+        self.num_steps = self.num_samples = self.skipped = self.nan = 0
+        self.seconds = 0.0
+        self.sent = Traffic()
+
+    def step(self, result: StepResult, num_samples: int) -> None:
+        """Take one step in; print and write what is due. Call it on every rank, after the counters moved."""
+        run, logging = self.run, self.run.settings.logging
+        self.is_first_step = False
+        self.num_steps += 1
+        self.num_samples += num_samples
+        self.skipped += result.skipped
+        self.nan += result.loss != result.loss
+        if not result.skipped:
+            self.losses.append(result.loss)
+        if run.zeropp is not None:
+            sent = run.zeropp.traffic.take()
+            self.sent.add(sent.intra_node, sent.inter_node)
+        iteration = run.counters.iteration
+        is_log_step = iteration % logging.log_interval == 0 or iteration == 1
+        is_point = iteration % logging.tensorboard_log_interval == 0
+        if not (is_log_step or is_point):
+            return
+        interval = self._interval_report(result, num_samples) if is_log_step else None
+        if interval is not None and dist.get_rank() == dist.get_world_size() - 1:
+            print(format_training_line(interval), flush=True)
+        if is_point:
+            self._write_point(result, num_samples, interval)
+        if is_log_step:
+            self._clear()
+
+    def pause(self) -> None:
+        """Count the time so far to training; call ``resume`` after the evaluation or saving that follows."""
+        self.seconds += self.timer.restart()
+
+    def resume(self) -> None:
+        self.timer.restart()
+
+    def _interval_report(self, result: StepResult, num_samples: int) -> TrainingReport:
+        run, logging, counters = self.run, self.run.settings.logging, self.run.counters
+        self.pause()
+        seconds = self.seconds / self.num_steps
+        tokens_per_second = self.num_samples * self.seq_length / self.seconds
+        per_device = tokens_per_second / dist.get_world_size()
+        sent = torch.tensor([self.sent.inter_node, self.sent.intra_node], dtype=torch.float64, device=run.device)
+        dist.all_reduce(sent)
+        between_nodes, within_nodes = (sent / self.num_steps).tolist()
+        mean_loss = sum(self.losses) / len(self.losses) if self.losses else result.loss
+        return TrainingReport(
+            iteration=counters.iteration,
+            train_iters=run.train_iters,
+            consumed_samples=counters.consumed_train_samples,
+            learning_rate=self._learning_rate(),
+            global_batch_size=num_samples,
+            losses={"lm loss": mean_loss},
+            loss_scale=run.scaler.scale,
+            grad_norm=result.grad_norm,
+            num_zeros=result.num_zeros,
+            params_norm=params_norm(run.model.parameters(), *run.norm_scope()) if logging.log_params_norm else None,
+            skipped_iterations=self.skipped,
+            nan_iterations=self.nan,
+            seconds_per_iteration=seconds,
+            tflops_per_device=model_tflops(per_device, self.flops_per_token) if logging.log_throughput else None,
+            tokens_per_second=tokens_per_second,
+            mfu=mfu(per_device, self.flops_per_token, self.peak),
+            eta_seconds=seconds * (run.train_iters - counters.iteration),
+            bytes_between_nodes=between_nodes if run.zeropp is not None else None,
+            bytes_within_nodes=within_nodes if run.zeropp is not None else None,
+            quantization_errors=run.zeropp.quantization_errors() if run.zeropp is not None else {},
+        )
+
+    def _write_point(self, result: StepResult, num_samples: int, interval: TrainingReport | None) -> None:
+        """TensorBoard's and wandb's values are the step's own, not the interval's means; the rest is the interval's."""
+        run, logging, counters = self.run, self.run.settings.logging, self.run.counters
+        point = TrainingReport(
+            iteration=counters.iteration,
+            train_iters=run.train_iters,
+            consumed_samples=counters.consumed_train_samples,
+            learning_rate=self._learning_rate(),
+            global_batch_size=num_samples,
+            losses={"lm loss": result.loss},
+            loss_scale=run.scaler.scale,
+            grad_norm=result.grad_norm,
+            num_zeros=result.num_zeros,
+        )
+        metrics = training_metrics(point, logging)
+        if interval is not None:
+            metrics = training_metrics(interval, logging) | metrics
+        if logging.log_world_size_to_tensorboard:
+            metrics["world-size"] = dist.get_world_size()
+        if logging.log_memory_to_tensorboard and run.device.type == "cuda":
+            memory = torch.cuda.memory_stats(run.device)
+            metrics["mem-reserved-bytes"] = memory["reserved_bytes.all.current"]
+            metrics["mem-allocated-bytes"] = memory["allocated_bytes.all.current"]
+            metrics["mem-max-allocated-bytes"] = memory["allocated_bytes.all.peak"]
+            metrics["mem-allocated-count"] = memory["allocation.all.current"]
+        run.writers.write(metrics, counters.iteration, counters.consumed_train_samples)
+
+    def _learning_rate(self) -> float:
+        assert self.run.schedule is not None
+        return self.run.schedule.lr(self.run.counters.scheduled_samples)

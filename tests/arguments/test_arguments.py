@@ -1,0 +1,351 @@
+"""parse_settings: what a command line becomes, and what it is refused for."""
+
+import dataclasses
+import shlex
+from pathlib import Path
+
+import pytest
+
+from megatron_zpp.arguments.foreign_flags import NOT_NEEDED, REFUSED
+from megatron_zpp.arguments.page import render_reference
+from megatron_zpp.arguments.parse import (
+    SettingsError,
+    all_flags,
+    build_parser,
+    iterate_flags,
+    iterate_groups,
+    parse_settings,
+)
+from megatron_zpp.models.presets import PRESETS
+from megatron_zpp.settings.groups import Settings
+from megatron_zpp.training.model import build_model
+
+SMALL = (
+    "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --micro-batch-size 2 "
+    "--train-iters 10 --lr 1e-3 --mock-data --vocab-size 100 "
+)
+
+
+def parse(command: str, architecture: str = "gpt", world_size: int = 4) -> tuple[Settings, list[str]]:
+    notes: list[str] = []
+    return parse_settings(architecture, shlex.split(command), world_size, notes.append), notes
+
+
+def refusal(command: str, architecture: str = "gpt", world_size: int = 4) -> str:
+    with pytest.raises(SettingsError) as error:
+        parse(command, architecture, world_size)
+    message = str(error.value)
+    assert "\n" not in message
+    return message
+
+
+# What is set
+
+
+def test_megatron_defaults():
+    flat = parse(SMALL)[0].as_flat_dict()
+    megatron = dict(
+        make_vocab_size_divisible_by=128, norm_epsilon=1e-5, init_method_std=0.02, rotary_base=10000,
+        attention_dropout=0.1, hidden_dropout=0.1, weight_decay=0.01, clip_grad=1.0, adam_beta1=0.9, adam_beta2=0.999,
+        adam_eps=1e-8, sgd_momentum=0.9, optimizer="adam", seed=1234, eval_iters=100, lr_decay_style="linear",
+        min_lr=0.0, lr_warmup_init=0.0, lr_wsd_decay_style="exponential", weight_decay_incr_style="constant",
+        initial_loss_scale=2**32, min_loss_scale=1.0, loss_scale_window=1000, hysteresis=2, num_workers=2,
+        log_interval=100, tensorboard_log_interval=1, tensorboard_queue_size=1000, distributed_timeout_minutes=10,
+        rope_scaling_factor=8.0, tensor_model_parallel_size=1, manual_gc_interval=0,
+    )  # fmt: skip
+    assert {name: flat[name] for name in megatron} == megatron
+
+
+def test_every_setting_is_one_flag_with_help():
+    seen = set()
+    for _, group in iterate_groups():
+        assert dataclasses.fields(group) and group.__dataclass_params__.frozen
+        for field, value_type in iterate_flags(group):
+            assert field.metadata["help"], field.name
+            assert value_type in (bool, int, float, str), field.name
+            assert field.name not in seen, f"two settings are called {field.name}"
+            seen.add(field.name)
+    flags = list(all_flags().values())
+    assert len(flags) == len(set(flags))
+    assert not set(flags) & NOT_NEEDED.keys() and not set(flags) & REFUSED.keys()
+    assert not REFUSED.keys() & NOT_NEEDED.keys()
+
+
+def test_refusals_point_to_flags_that_exist():
+    known = {*all_flags().values(), *NOT_NEEDED}
+    for name, instead in REFUSED.items():
+        for word in instead.replace(",", " ").replace(";", " ").replace(":", " ").split():
+            if word.startswith("--"):
+                assert word in known, f"{name}: {word}"
+
+
+def test_values_reach_their_group():
+    settings, notes = parse(
+        SMALL + "--rampup-batch-size 8 8 100 --global-batch-size 32 --no-save-rng --save out --save-interval 5 "
+        "--log-throughput --adam-beta2=0.95 --override-opt_param-scheduler"
+    )
+    assert settings.training.rampup_batch_size == (8, 8, 100)
+    assert settings.training.global_batch_size == 32
+    assert settings.checkpoint.save == "out" and settings.checkpoint.no_save_rng
+    assert settings.optimizer.adam_beta2 == 0.95
+    assert settings.schedule.override_opt_param_scheduler
+    assert notes == []
+
+
+def test_data_paths_become_tuples():
+    command = SMALL.replace("--mock-data", "--train-data-path 3 a 7 b --tokenizer-type ByteTokenizer")
+    assert parse(command)[0].data.train_data_path == ("3", "a", "7", "b")
+
+
+def test_derived_gpt():
+    settings, _ = parse(SMALL)
+    model = settings.model
+    assert (model.ffn_hidden_size, model.kv_channels, model.num_query_groups) == (256, 16, 4)
+    assert model.max_position_embeddings == 32
+    assert (model.normalization, model.position_embedding_type, model.swiglu) == (
+        "LayerNorm",
+        "learned_absolute",
+        False,
+    )
+    assert not model.untie_embeddings_and_output_weights
+    assert settings.training.global_batch_size == 2 * 4
+    assert settings.tokenizer.tokenizer_type == "NullTokenizer"
+
+
+def test_derived_llama():
+    model = parse(SMALL.replace("--hidden-size 64", "--hidden-size 4096"), "llama")[0].model
+    assert model.ffn_hidden_size == 10880  # Megatron's int(8/3 * 4096 / 64) * 64
+    assert (model.attention_dropout, model.hidden_dropout) == (0, 0)
+    assert model.num_query_groups == 4
+    assert model.swiglu and model.disable_bias_linear and model.untie_embeddings_and_output_weights
+    assert (model.normalization, model.position_embedding_type) == ("RMSNorm", "rope")
+
+
+@pytest.mark.parametrize("architecture", ["gpt", "llama"])
+def test_embeddings_are_tied_as_asked(architecture):
+    for ask, tied in {"": architecture == "gpt", "--tie": True, "--untie": False}.items():
+        model = parse(f"{SMALL} {ask and f'{ask}-embeddings-and-output-weights'}", architecture)[0].model
+        assert build_model(architecture, model, 100).config.tie_embeddings == tied
+        assert model.tie_embeddings_and_output_weights != model.untie_embeddings_and_output_weights
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_presets_parse(name):
+    settings, notes = parse(
+        f"--preset {name} --micro-batch-size 1 --train-iters 1 --lr 1 --mock-data --vocab-size 9", name.split("-")[0]
+    )
+    flat = settings.as_flat_dict()
+    assert {key: flat[key] for key in PRESETS[name]} == PRESETS[name]
+    assert notes == []
+
+
+def test_flags_override_the_preset():
+    model = parse("--preset gpt-125m --num-layers 2 " + SMALL.replace("--num-layers 4 --hidden-size 64", ""))[0].model
+    assert (model.num_layers, model.hidden_size, model.num_attention_heads) == (2, 768, 4)
+
+
+def test_recomputation():
+    assert parse(SMALL)[0].activation.recompute_granularity is None
+    assert parse(SMALL + "--recompute-activations")[0].activation.recompute_granularity == "selective"
+    full = parse(SMALL + "--checkpoint-activations")[0].activation
+    assert (full.recompute_granularity, full.recompute_method, full.recompute_num_layers) == ("full", "uniform", 1)
+
+
+def test_bf16_reduces_in_fp32_unless_told_otherwise():
+    assert parse(SMALL + "--bf16")[0].precision.accumulate_allreduce_grads_in_fp32
+    assert not parse(SMALL + "--bf16 --grad-reduce-in-bf16")[0].precision.accumulate_allreduce_grads_in_fp32
+    assert not parse(SMALL + "--fp16")[0].precision.accumulate_allreduce_grads_in_fp32
+
+
+def test_zero_means_none():
+    zero = parse(
+        SMALL + "--zero-quantized-gradients --zero-gradient-block-size 0 --zero-gradient-intra-bits 0 "
+        "--zeropp-loco --zeropp-loco-reset-interval 0"
+    )[0].zero
+    assert (zero.zero_gradient_block_size, zero.zero_gradient_intra_bits, zero.zeropp_loco_reset_interval) == (
+        None,
+    ) * 3
+
+
+def test_every_zeropp_flag_together():
+    zero = parse(
+        SMALL + "--zero-stage 3 --zero-quantized-weights --zero-hpz-partition-size 2 --zero-ranks-per-node 2 "
+        "--zero-quantized-gradients --zeropp-loco --zeropp-loco-beta 0.5 --zero-gradient-bits 3 --zero-weight-bits 6"
+    )[0].zero
+    assert (zero.zero_hpz_partition_size, zero.zero_gradient_bits, zero.zeropp_loco_beta) == (2, 3, 0.5)
+
+
+def test_megatron_llama_script_with_its_usual_flags():
+    settings, notes = parse(
+        "--use-mcore-models --num-layers 32 --hidden-size 4096 --ffn-hidden-size 14336 --num-attention-heads 32 "
+        "--group-query-attention --num-query-groups 8 --seq-length 8192 --max-position-embeddings 8192 "
+        "--position-embedding-type rope --rotary-base 500000 --normalization RMSNorm --swiglu --disable-bias-linear "
+        "--untie-embeddings-and-output-weights --attention-dropout 0 --hidden-dropout 0 --bf16 --micro-batch-size 1 "
+        "--global-batch-size 128 --train-samples 10000 --lr 1e-4 --min-lr 1e-5 --lr-decay-style cosine "
+        "--lr-warmup-fraction .01 --use-distributed-optimizer --overlap-grad-reduce --attention-backend auto "
+        "--data-path p --split 99,1,0 --tokenizer-type HuggingFaceTokenizer --tokenizer-model t "
+        "--ckpt-format torch_dist",
+        "llama",
+        world_size=64,
+    )
+    assert settings.model.num_query_groups == 8
+    assert [note.split()[0] for note in notes] == [
+        "--use-mcore-models", "--use-distributed-optimizer", "--overlap-grad-reduce", "--attention-backend",
+        "--ckpt-format",
+    ]  # fmt: skip
+
+
+def test_notes_for_settings_without_effect():
+    _, notes = parse(SMALL + "--bf16 --initial-loss-scale 65536 --manual-gc-interval 5 --wandb-exp-name x")
+    assert [note.split(" has no effect without ") for note in notes] == [
+        ["--initial-loss-scale", "--fp16"],
+        ["--manual-gc-interval", "--manual-gc"],
+        ["--wandb-exp-name", "--wandb-project"],
+    ]
+
+
+def test_only_the_first_rank_prints_notes(capsys, monkeypatch):
+    for rank, expected in ("0", 1), ("3", 0):
+        monkeypatch.setenv("RANK", rank)
+        parse_settings("gpt", shlex.split(SMALL + "--use-flash-attn"), 4)
+        assert capsys.readouterr().err.count("--use-flash-attn") == expected
+
+
+def test_help_exits_cleanly_and_shows_defaults(capsys):
+    with pytest.raises(SystemExit) as stop:
+        parse_settings("llama", ["--help"])
+    text = " ".join(capsys.readouterr().out.split())
+    assert stop.value.code == 0
+    assert "peak learning rate" in text and "(default: 0.999)" in text
+    assert "--use-flash-attn" not in text  # only what does something
+    assert max(map(len, build_parser("gpt").format_usage().splitlines())) < 100
+
+
+def test_reference_page_is_up_to_date():
+    page = Path(__file__).parents[2] / "docs" / "arguments.md"
+    assert page.read_text(encoding="utf-8") == render_reference(), (
+        "run: python -m megatron_zpp.arguments.page docs/arguments.md"
+    )
+
+
+# What is refused: the message must name every one of the words
+
+
+@pytest.mark.parametrize(
+    ("extra", "words"),
+    [
+        # flags
+        ("--micro-batchsize 1", "--micro-batchsize did you mean --micro-batch-size?"),
+        ("--zero_stage 3", "--zero_stage did you mean --zero-stage?"),
+        ("--zero-quantised-weights", "did you mean --zero-quantized-weights?"),
+        ("--use-flash-attention", "did you mean --use-flash-attn?"),
+        ("--xyzzy", "--xyzzy --help"),
+        ("--num-layer 3", "--num-layer did you mean --num-layers?"),  # no abbreviations
+        ("--batch-size 1", "--batch-size --micro-batch-size"),
+        ("--warmup 1", "--lr-warmup-fraction"),
+        ("--model-parallel-size=1", "--tensor-model-parallel-size"),
+        ("--local_rank=0", "torchrun"),
+        ("--num-experts 8", "--num-experts"),
+        ("--transformer-impl transformer_engine", "transformer_engine local"),
+        ("--dataloader-type external", "external single cyclic"),
+        ("--use-distributed-optimizer --zero-stage 0", "--use-distributed-optimizer --zero-stage 1"),
+        ("--optimizer lion", "--optimizer lion adam sgd"),
+        ("--seed x", "--seed x"),
+        ("--rampup-batch-size 1 2", "--rampup-batch-size 3"),
+        ("stray", "stray"),
+        # batches
+        ("--global-batch-size 12", "12 2 4 8"),
+        ("--micro-batch-size 0", "--micro-batch-size 1 0"),
+        ("--global-batch-size 32 --rampup-batch-size 8 7 100", "--rampup-batch-size 7"),
+        ("--train-samples 80", "--train-iters --train-samples"),
+        # network
+        ("--num-attention-heads 3", "--hidden-size 64 --num-attention-heads 3"),
+        ("--max-position-embeddings 16", "--seq-length 32 --max-position-embeddings 16"),
+        ("--hidden-dropout 1.5", "--hidden-dropout 1.5"),
+        ("--group-query-attention --num-query-groups 2", "--group-query-attention pretrain_llama.py"),
+        ("--swiglu", "--swiglu pretrain_llama.py"),
+        ("--normalization RMSNorm", "--normalization RMSNorm LayerNorm pretrain_llama.py"),
+        ("--preset gpt-9t", "--preset gpt-9t gpt-125m"),
+        ("--preset llama-8b", "pretrain_llama.py"),
+        ("--tensor-model-parallel-size 3", "--tensor-model-parallel-size 1, 2, 4"),
+        ("--tensor-model-parallel-size 4 --num-attention-heads 2", "--num-attention-heads 1, 2"),
+        ("--tensor-model-parallel-size 4 --ffn-hidden-size 6", "--ffn-hidden-size 1, 2"),
+        ("--tensor-model-parallel-size 4 --sequence-parallel --seq-length 34", "--seq-length 1, 2"),
+        ("--tensor-model-parallel-size 2 --zero-stage 0", "--zero-stage 1"),
+        ("--tensor-model-parallel-size 2 --compile", "--compile --tensor-model-parallel-size"),
+        # optimizer, schedule, precision, recomputation
+        ("--min-lr 1", "--min-lr --lr"),
+        ("--lr-warmup-samples 5", "--lr-warmup-samples --lr-warmup-iters"),
+        ("--lr-warmup-iters 10", "warm-up decay"),
+        ("--lr-decay-style WSD", "--lr-wsd-decay-iters"),
+        ("--start-weight-decay 0.1", "--start-weight-decay --weight-decay-incr-style"),
+        ("--adam-beta1 1", "--adam-beta1 1"),
+        ("--fp16 --bf16", "--fp16 --bf16"),
+        ("--grad-reduce-in-bf16", "--grad-reduce-in-bf16 --bf16"),
+        ("--bf16 --grad-reduce-in-bf16 --accumulate-allreduce-grads-in-fp32", "--grad-reduce-in-bf16 exclude"),
+        ("--checkpoint-activations --recompute-activations", "--checkpoint-activations --recompute-activations"),
+        ("--recompute-num-layers 2", "--recompute-num-layers --recompute-granularity full"),
+        ("--checkpoint-activations --recompute-num-layers 5", "--recompute-num-layers 5 4"),
+        # ZeRO++
+        ("--zero-stage 4", "--zero-stage 4"),
+        ("--zero-hpz-partition-size 3", "--zero-hpz-partition-size 3 4 1, 2, 4"),
+        ("--zero-ranks-per-node 8", "--zero-ranks-per-node 8 4"),
+        ("--zero-stage 0 --zero-quantized-weights", "--zero-quantized-weights --zero-stage 1"),
+        ("--zero-stage 1 --zero-hpz-partition-size 2", "--zero-hpz-partition-size --zero-stage 3"),
+        ("--zeropp-loco", "--zeropp-loco --zero-quantized-gradients"),
+        ("--zero-gradient-bits 4", "--zero-gradient-bits --zero-quantized-gradients"),
+        ("--zero-quantized-weights --zero-weight-bits 5", "weight_bits 5"),
+        ("--zero-quantized-gradients --zeropp-loco --zeropp-loco-beta 1", "beta 1"),
+        ("--zero-hpz-partition-size 2 --zero-ranks-per-node 4", "hpz_partition_size 2 ranks_per_node 4"),
+        # data, checkpoints
+        ("--data-path x", "--data-path --mock-data"),
+        ("--save out", "--save --save-interval"),
+        ("--finetune", "--finetune --load"),
+        ("--save out --save-interval 0", "--save-interval 1 0"),
+    ],
+)
+def test_refused(extra, words):
+    message = refusal(SMALL + extra)
+    for word in words.split():
+        assert word in message, message
+
+
+@pytest.mark.parametrize(
+    ("left_out", "words"),
+    [
+        ("--num-layers 4", "--num-layers --preset"),
+        ("--micro-batch-size 2", "--micro-batch-size"),
+        ("--seq-length 32", "--seq-length"),
+        ("--lr 1e-3", "--lr"),
+        ("--train-iters 10", "--train-iters --train-samples"),
+        ("--mock-data", "--data-path --mock-data"),
+        ("--vocab-size 100", "--vocab-size --mock-data"),
+    ],
+)
+def test_missing(left_out, words):
+    message = refusal(SMALL.replace(left_out, ""))
+    if left_out == "--mock-data":  # without data the tokenizer is asked for first
+        message = refusal(SMALL.replace(left_out, "--tokenizer-type ByteTokenizer"))
+    for word in words.split():
+        assert word in message, message
+
+
+@pytest.mark.parametrize(
+    ("extra", "words"),
+    [
+        ("--num-query-groups 2", "--num-query-groups --group-query-attention"),
+        ("--group-query-attention --num-query-groups 3", "--num-attention-heads 4 --num-query-groups 3"),
+        ("--kv-channels 15", "even 15"),
+        ("--position-embedding-type learned_absolute", "learned_absolute rope pretrain_gpt.py"),
+        ("--tie-embeddings-and-output-weights --untie-embeddings-and-output-weights", "--untie- --tie- give one"),
+    ],
+)
+def test_refused_for_llama(extra, words):
+    message = refusal(SMALL + extra, "llama")
+    for word in words.split():
+        assert word in message, message
+
+
+def test_decrease_batch_size_if_needed():
+    settings, _ = parse(SMALL + "--global-batch-size 12 --decrease-batch-size-if-needed")
+    assert settings.training.global_batch_size == 12  # what was asked for; the batch schedule rounds

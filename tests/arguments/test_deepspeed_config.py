@@ -1,0 +1,287 @@
+"""DeepSpeed's JSON files: what they set, and what they are refused for."""
+
+import json
+import shlex
+
+import pytest
+
+from megatron_zpp.arguments.deepspeed_config import read_deepspeed_config
+from megatron_zpp.arguments.parse import SettingsError, parse_settings
+from megatron_zpp.settings.groups import Settings
+
+# The file of DeepSpeed's ZeRO++ tutorial, whose command line is test_tutorial's.
+TUTORIAL = {
+    "zero_optimization": {
+        "stage": 3,
+        "reduce_bucket_size": 10000000,
+        "reduce_scatter": True,
+        "zero_quantized_weights": True,
+        "zero_hpz_partition_size": 16,
+        "zero_quantized_gradients": True,
+        "contiguous_gradients": True,
+        "overlap_comm": True,
+    }
+}
+MODEL = "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --mock-data --vocab-size 100 "
+RUN = MODEL + "--micro-batch-size 2 --train-iters 100 --lr 1e-3 "
+
+
+@pytest.fixture
+def write(tmp_path):
+    def write(content) -> str:
+        path = tmp_path / "ds.json"
+        path.write_text(content if isinstance(content, str) else json.dumps(content), encoding="utf-8")
+        return str(path)
+
+    return write
+
+
+def parse(command: str, path: str, world_size: int = 4) -> Settings:
+    return parse_settings("gpt", [*shlex.split(command), "--deepspeed_config", path], world_size, lambda note: None)
+
+
+def refusal(call) -> str:
+    with pytest.raises(SettingsError) as error:
+        call()
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+def test_tutorial(write):
+    command = (
+        "--tensor-model-parallel-size 1 --pipeline-model-parallel-size 1 --num-layers 40 --hidden-size 6144 "
+        "--seq-length 512 --num-attention-heads 32 {batch} 1 --zero-stage 3 --deepspeed_config {path} "
+        "--deepspeed-activation-checkpointing --fp16 --checkpoint-activations "
+        "--train-iters 10 --lr 1e-4 --mock-data --vocab-size 50000"
+    )
+    path, notes = write(TUTORIAL), []
+    argv = shlex.split(command.format(batch="--micro-batch-size", path=path))
+    settings = parse_settings("gpt", argv, 64, notes.append)
+    zero = settings.zero
+    assert (zero.zero_stage, zero.zero_hpz_partition_size) == (3, 16)
+    assert zero.zero_quantized_weights and zero.zero_quantized_gradients and not zero.zeropp_loco
+    assert settings.precision.fp16 and settings.activation.recompute_granularity == "full"
+    assert settings.training.global_batch_size == 64
+    # Each key that changes nothing is named in a note.
+    for key in ("reduce_bucket_size", "contiguous_gradients", "overlap_comm"):
+        assert any(f"zero_optimization.{key}" in note for note in notes)
+
+    as_printed = shlex.split(command.format(batch="--batch-size", path=path))
+    assert "--micro-batch-size" in refusal(lambda: parse_settings("gpt", as_printed, 64))
+
+
+def test_everything_is_read(write):
+    config = {
+        "train_batch_size": 32,
+        "train_micro_batch_size_per_gpu": 4,
+        "gradient_accumulation_steps": 2,
+        "gradient_clipping": 0.5,
+        "zero_optimization": {
+            "stage": 3,
+            "zero_quantized_gradients": True,
+            "zeropp_loco_param": {"err_beta": 0.7, "reset_T": 1e3},
+            "offload_optimizer": {"device": "none", "pin_memory": True},
+        },
+        "fp16": {
+            "enabled": True,
+            "loss_scale": 0,
+            "initial_scale_power": 16,
+            "loss_scale_window": 500,
+            "hysteresis": 3,
+            "min_loss_scale": 2,
+        },
+        "bf16": {"enabled": False},
+        "optimizer": {
+            "type": "AdamW",
+            "params": {"lr": 6e-4, "betas": [0.8, 0.99], "eps": 1e-6, "weight_decay": 0.1},
+        },
+        "scheduler": {
+            "type": "WarmupDecayLR",
+            "params": {
+                "warmup_min_lr": 1e-6,
+                "warmup_max_lr": 6e-4,
+                "warmup_num_steps": 10,
+                "total_num_steps": 90,
+                "warmup_type": "linear",
+            },
+        },
+        "steps_per_print": 10,
+        "wall_clock_breakdown": False,
+        "tensorboard": {"enabled": False, "output_path": "x"},
+    }
+    flat = parse(MODEL + "--train-iters 100", write(config)).as_flat_dict()
+    expected = dict(
+        global_batch_size=32, micro_batch_size=4, clip_grad=0.5, zero_stage=3, zero_quantized_gradients=True,
+        zeropp_loco=True, zeropp_loco_beta=0.7, zeropp_loco_reset_interval=1000, fp16=True, bf16=False,
+        loss_scale=None, initial_loss_scale=65536, loss_scale_window=500, hysteresis=3, min_loss_scale=2,
+        optimizer="adam", lr=6e-4, adam_beta1=0.8, adam_beta2=0.99, adam_eps=1e-6, weight_decay=0.1,
+        lr_decay_style="linear", lr_warmup_init=1e-6, min_lr=1e-6, lr_warmup_iters=10, lr_decay_iters=90,
+    )  # fmt: skip
+    assert {name: flat[name] for name in expected} == expected
+
+
+def test_loco_defaults(write):
+    config = {"zero_optimization": {"zero_quantized_gradients": True, "zeropp_loco_param": {}}}
+    zero = parse(RUN, write(config)).zero
+    assert (zero.zeropp_loco, zero.zeropp_loco_beta, zero.zeropp_loco_reset_interval) == (True, 0.8, 1024)
+
+
+def test_cosine_and_constant_schedules(write):
+    params = {"warmup_type": "linear", "warmup_num_steps": 5}
+    cosine = params | {"total_num_steps": 50, "warmup_min_ratio": 0.01, "cos_min_ratio": 0.1}
+    optimizer = {"type": "Adam", "params": {"lr": 1e-3}}
+    settings = parse(
+        MODEL + "--micro-batch-size 1 --train-iters 60",
+        # the scheduler comes first: the order of keys must not matter
+        write({"scheduler": {"type": "WarmupCosineLR", "params": cosine}, "optimizer": optimizer}),
+    )
+    assert settings.schedule.lr_decay_style == "cosine"
+    assert settings.schedule.lr_warmup_init == pytest.approx(1e-5) and settings.optimizer.min_lr == pytest.approx(1e-4)
+
+    constant = {"type": "WarmupLR", "params": params | {"warmup_max_lr": 2e-3}}
+    settings = parse(MODEL + "--micro-batch-size 1 --train-iters 60", write({"scheduler": constant}))
+    assert (settings.schedule.lr_decay_style, settings.schedule.lr_warmup_iters) == ("constant", 5)
+    assert settings.optimizer.lr == 2e-3
+
+
+@pytest.mark.parametrize(
+    ("sizes", "flags", "expected"),
+    [
+        ({"train_batch_size": 32}, "--micro-batch-size 2", (2, 32)),
+        ({"gradient_accumulation_steps": 3}, "--micro-batch-size 2", (2, 24)),
+        ({"train_batch_size": 32, "gradient_accumulation_steps": 4}, "", (2, 32)),
+        ({"train_micro_batch_size_per_gpu": 2, "train_batch_size": "auto"}, "--global-batch-size 8", (2, 8)),
+        ({"train_batch_size": 8}, "--global-batch-size 8 --micro-batch-size 2", (2, 8)),
+    ],
+)
+def test_batch_sizes_complete_each_other(write, sizes, flags, expected):
+    training = parse(MODEL + "--train-iters 1 --lr 1 " + flags, write(sizes)).training
+    assert (training.micro_batch_size, training.global_batch_size) == expected
+
+
+@pytest.mark.parametrize(
+    ("sizes", "flags", "words"),
+    [
+        ({"train_batch_size": 16}, "--micro-batch-size 2 --global-batch-size 8", "--global-batch-size 8 16"),
+        ({"gradient_accumulation_steps": 3}, "--micro-batch-size 2 --global-batch-size 8", "8 2 3 4 24"),
+        ({"train_batch_size": 9, "gradient_accumulation_steps": 2}, "", "9 2 4"),
+        ({"train_batch_size": 9}, "--micro-batch-size 2", "9 2 4"),
+        ({"gradient_accumulation_steps": 0}, "--micro-batch-size 2", "gradient_accumulation_steps 0"),
+    ],
+)  # fmt: skip
+def test_batch_sizes_must_agree(write, sizes, flags, words):
+    path = write(sizes)
+    message = refusal(lambda: parse(MODEL + "--train-iters 1 --lr 1 " + flags, path))
+    for word in words.split():
+        assert word in message, message
+
+
+@pytest.mark.parametrize(
+    ("config", "flags", "words"),
+    [
+        ({"zero_optimization": {"stage": 2}}, "--zero-stage 3", "--zero-stage 3 zero_optimization.stage 2 ds.json"),
+        ({"bf16": {"enabled": False}}, "--bf16", "--bf16 bf16.enabled false"),
+        ({"zero_optimization": {"zero_quantized_weights": False}}, "--zero-quantized-weights", "false"),
+        ({"gradient_clipping": 0.5}, "--clip-grad 1", "--clip-grad 1.0 gradient_clipping 0.5"),
+    ],
+)
+def test_a_flag_that_contradicts_the_file(write, config, flags, words):
+    path = write(config)
+    message = refusal(lambda: parse(RUN + flags, path))
+    for word in words.split():
+        assert word in message, message
+
+
+def test_an_error_names_the_key_that_was_not_typed(write):
+    path = write(TUTORIAL)
+    message = refusal(lambda: parse(RUN, path))
+    assert "--zero-hpz-partition-size 16 does not divide the 4 rank(s)" in message
+    assert f"(zero_optimization.zero_hpz_partition_size 16 in {path})" in message
+
+
+def test_a_flag_that_repeats_the_file_is_fine(write):
+    assert parse(RUN + "--bf16 --zero-stage 3", write({"bf16": {"enabled": True}, "zero_optimization": {"stage": 3}}))
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ({"zero_optimisation": {}}, "zero_optimisation unknown did you mean zero_optimization?"),
+        (
+            {"zero_optimization": {"zero_quantised_weights": True}},
+            "zero_optimization.zero_quantised_weights did you mean zero_optimization.zero_quantized_weights?",
+        ),
+        ({"zero_quantized_weights": True}, "zero_quantized_weights belongs zero_optimization.zero_quantized_weights"),
+        ({"zero_optimization": {"zeropp_loco_param": {"beta": 1}}}, "zeropp_loco_param.beta did you mean err_beta"),
+        ({"zero_optimization": True}, "zero_optimization object"),
+        ({"zero_optimization": {"stage": "3"}}, 'zero_optimization.stage number "3"'),
+        ({"zero_optimization": {"stage": True}}, "zero_optimization.stage number true"),
+        ({"zero_optimization": {"zero_quantized_weights": 1}}, "zero_quantized_weights true or false 1"),
+        ({"zero_optimization": {"reduce_scatter": False}}, "zero_optimization.reduce_scatter false"),
+        ({"zero_optimization": {"zero_quantized_nontrainable_weights": True}}, "zero_quantized_nontrainable_weights"),
+        ({"zero_optimization": {"offload_param": {"device": "cpu"}}}, "zero_optimization.offload_param offloading"),
+        ({"zero_optimization": {"mics_shard_size": 8}}, "mics_shard_size 8 zero_hpz_partition_size"),
+        ({"fp16": {}}, "fp16.enabled missing"),
+        ({"fp16": {"enabled": True, "consecutive_hysteresis": True}}, "fp16.consecutive_hysteresis"),
+        ({"fp16": {"enabled": True, "initial_scale_power": 1e400}}, "fp16.initial_scale_power"),
+        ({"optimizer": {"type": "Lamb"}}, "optimizer.type Adam AdamW SGD Lamb"),
+        ({"optimizer": {"type": "Adam", "params": {"adam_w_mode": False}}}, "optimizer.params.adam_w_mode false"),
+        ({"optimizer": {"type": "Adam", "params": {"betas": 0.9}}}, "optimizer.params.betas two"),
+        ({"scheduler": {"type": "OneCycle", "params": {}}}, "scheduler.type OneCycle WarmupLR"),
+        ({"scheduler": {"type": "WarmupLR", "params": {}}}, "scheduler.params.warmup_type missing"),
+        (
+            {
+                "scheduler": {
+                    "type": "WarmupLR",
+                    "params": {"warmup_type": "log", "warmup_num_steps": 1, "warmup_max_lr": 1},
+                }
+            },
+            "scheduler.params.warmup_type log linear",
+        ),
+        (
+            {
+                "optimizer": {"type": "Adam", "params": {"lr": 1}},
+                "scheduler": {
+                    "type": "WarmupLR",
+                    "params": {"warmup_type": "linear", "warmup_num_steps": 1, "warmup_max_lr": 2},
+                },
+            },
+            "scheduler.params.warmup_max_lr 2 optimizer.params.lr 1",
+        ),
+        ({"prescale_gradients": True}, "prescale_gradients"),
+        ({"gradient_predivide_factor": 2.0}, "gradient_predivide_factor 2.0"),
+        ({"tensorboard": {"enabled": True}}, "tensorboard --tensorboard-dir"),
+        ({"amp": {"enabled": True}}, "amp"),
+        ({"activation_checkpointing": {"cpu_checkpointing": True}}, "activation_checkpointing.cpu_checkpointing"),
+        ('{"bf16": {"enabled": true}, "bf16": {"enabled": false}}', "bf16 twice"),
+        ('{"bf16": ', "not valid JSON line 1"),
+        ("[]", "object"),
+    ],
+)
+def test_refused_files(write, content, words):
+    path = write(content)
+    message = refusal(lambda: read_deepspeed_config(path))
+    assert path in message
+    for word in words.split():
+        assert word in message, message
+
+
+def test_missing_file(tmp_path):
+    assert "nowhere.json: No such file" in refusal(lambda: read_deepspeed_config(str(tmp_path / "nowhere.json")))
+
+
+def test_a_section_that_is_off_sets_nothing_else(write):
+    config = read_deepspeed_config(write({"fp16": {"enabled": False, "loss_scale": 128, "initial_scale_power": 3}}))
+    assert config.values == {"fp16": False}
+    with pytest.raises(SettingsError, match="loss_scal "):  # but its keys are still looked at
+        read_deepspeed_config(write({"fp16": {"enabled": False, "loss_scal": 128}}))
+
+
+def test_auto_and_null_leave_it_to_the_flags(write):
+    config = {"fp16": {"enabled": "auto", "loss_scale": None}, "gradient_clipping": "auto", "scheduler": None}
+    assert read_deepspeed_config(write(config)).values == {}
+
+
+def test_communication_data_type(write):
+    settings = parse(RUN + "--bf16", write({"communication_data_type": "bf16"}))
+    assert settings.precision.grad_reduce_in_bf16 and not settings.precision.accumulate_allreduce_grads_in_fp32

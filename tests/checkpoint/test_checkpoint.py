@@ -1,0 +1,354 @@
+"""Saving and resuming: the same curve, other numbers of ranks, and checkpoints that are none."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import io
+import json
+import resource
+import shutil
+import time
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+from safetensors import safe_open
+
+from megatron_zpp.checkpoint import CheckpointError, FolderLock, iterate_parameters, read_meta
+from megatron_zpp.parallel.distributed import FailedTogether
+from megatron_zpp.training.pretrain import train
+from tests.ranks import run_ranks
+from tests.training.small_run import NO_DROPOUT, Metrics, call_pretrain, flags, start, train_each, write_text
+
+CURVES = ("lm loss", "grad-norm", "learning-rate", "lm loss validation", "batch-size")
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory) -> str:
+    return write_text(tmp_path_factory.mktemp("data"))
+
+
+@pytest.fixture(scope="module")
+def checkpoint(data, tmp_path_factory) -> Path:
+    """Saved by 4 ranks after 4 of 8 steps, without dropout."""
+    folder = tmp_path_factory.mktemp("checkpoint")
+    argv = flags(data, NO_DROPOUT, f"--save {folder} --save-interval 4 --exit-interval 4")
+    run_ranks(4, train_each, {"": argv})
+    return folder
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(data) -> Metrics:
+    return run_ranks(1, train_each, {"": flags(data, NO_DROPOUT)})[0][""]
+
+
+def _train(argv: list[str]) -> tuple[str, Metrics]:
+    """What a run printed, and its metrics."""
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        run, metrics = start(argv)
+        train(run, time.monotonic())
+    return out.getvalue(), metrics
+
+
+EVERYTHING = (
+    "--zero-hpz-partition-size 2 --zero-quantized-weights --zero-weight-difference-bits 4 "
+    "--zero-quantized-gradients --zero-gradient-rounding stochastic --zeropp-loco --zeropp-loco-hops both"
+)
+
+
+@pytest.mark.parametrize(
+    "world_size, more",
+    [
+        (4, EVERYTHING),
+        (2, "--zero-stage 1 --rampup-batch-size 2 2 24"),
+        (2, "--zero-stage 2 --fp16 --loss-scale-window 2 --initial-loss-scale 65536 --optimizer sgd"),
+        (
+            2,
+            "--fp16 --initial-loss-scale 4e6 --hysteresis 1 --zero-ranks-per-node 1 --zero-quantized-gradients "
+            "--zeropp-loco",
+        ),
+        (2, "--bf16 --no-async-save --zero-stage 0"),
+    ],
+)
+def test_resumes_bit_for_bit_and_again(data, tmp_path, world_size, more):
+    argv = flags(data, more, "--eval-interval 2")  # with dropout and accumulation
+    expected = run_ranks(world_size, train_each, {"": argv})
+    parts = [*argv, *f"--save {tmp_path} --load {tmp_path} --save-interval 3 --exit-interval 3".split()]
+    resumed = [run_ranks(world_size, train_each, {"": parts}) for _ in range(3)]
+    for rank, metrics in enumerate(expected):
+        for curve in CURVES:
+            joined = [value for part in resumed for value in part[rank][""].get(curve, [])]
+            assert repr(joined) == repr(metrics[""][curve]), curve  # repr: NaN is NaN
+
+
+@pytest.mark.parametrize("world_size, stage", [(1, 3), (2, 1), (2, 0)])
+def test_resumes_on_other_ranks_and_stages(data, checkpoint, uninterrupted, world_size, stage):
+    argv = flags(data, NO_DROPOUT, f"--load {checkpoint} --zero-stage {stage}")
+    out, metrics = run_ranks(world_size, _train, argv)[0]
+    assert metrics["lm loss"] == pytest.approx(uninterrupted["lm loss"][4:], rel=1e-5)
+    assert metrics["lm loss validation"] == pytest.approx(uninterrupted["lm loss validation"], rel=1e-5)
+    assert f"note: random states start anew: 4 ranks saved, {world_size} load" in out
+
+
+def test_other_numbers_of_ranks_one_after_the_other(data, tmp_path):
+    """4, 2, 8 and 3 ranks: the same data in the same order, and the same losses."""
+    common = ("--global-batch-size 24 --eval-iters 0 --lr 1e-3 --zero-ranks-per-node 1", NO_DROPOUT)
+    length = "--train-iters 35"
+    expected = run_ranks(2, train_each, {"": flags(data, *common, length=length)})[0][""]["lm loss"]
+    losses = []
+    for world_size, until in ((4, 5), (2, 10), (8, 15), (3, 35)):
+        save = f"--save {tmp_path} --load {tmp_path} --save-interval 100 --exit-interval {until}"
+        argv = flags(data, *common, save, length=length)
+        losses += run_ranks(world_size, train_each, {"": argv})[0][""]["lm loss"]
+    assert losses == pytest.approx(expected, rel=1e-5)
+
+
+def test_loads_less_and_changes_the_plan(data, checkpoint, uninterrupted):
+    load = f"--load {checkpoint} --override-opt_param-scheduler"
+    out, finetuned = run_ranks(1, _train, flags(data, NO_DROPOUT, load, "--finetune --train-iters 2"))[0]
+    assert "iteration        1/       2 | consumed samples:            8 |" in out
+    assert finetuned["lm loss"][0] < uninterrupted["lm loss"][0] - 0.2
+
+    out, fresh_optimizer = run_ranks(1, _train, flags(data, NO_DROPOUT, load, "--no-load-optim"))[0]
+    assert "iteration        5/       8 | consumed samples:           40 |" in out
+    assert fresh_optimizer["lm loss"][0] == pytest.approx(uninterrupted["lm loss"][4], rel=1e-5)
+    assert fresh_optimizer["lm loss"][2] != pytest.approx(uninterrupted["lm loss"][6], rel=1e-5)
+
+    # More samples than the first plan had, and more evaluations.
+    plan = "--global-batch-size 16 --train-iters 12 --eval-interval 1 --eval-iters 3"
+    out, _ = run_ranks(1, _train, flags(data, NO_DROPOUT, load, plan))[0]
+    assert "iteration       12/      12 | consumed samples:          160 |" in out
+
+
+def test_trains_as_many_samples_whatever_the_batch_size_was(data, tmp_path):
+    save = f"--save {tmp_path} --load {tmp_path} --save-interval 4 --override-opt_param-scheduler"
+    parts = [f"{save} --exit-interval 4", f"{save} --global-batch-size 4"]
+    first, second = (flags(data, NO_DROPOUT, part, length="--train-samples 64") for part in parts)
+    assert run_ranks(1, train_each, {"": first})[0][""]["batch-size"] == [8] * 4
+    assert run_ranks(1, train_each, {"": second})[0][""]["batch-size"] == [4] * 8  # 32 samples were left
+
+
+@pytest.mark.parametrize(
+    "more, differs",
+    [
+        ("--global-batch-size 16", "global_batch_size 8 there, 16 here"),
+        ("--seed 1", "seed 1234 there, 1 here"),
+        ("--split 90,10,0", "split None there, 90,10,0 here"),
+        ("--eod-mask-loss", "eod_mask_loss False there, True here"),
+    ],
+)
+def test_other_batches_or_data_are_refused_unless_overridden(data, checkpoint, more, differs):
+    load = f"--load {checkpoint} {more} --train-iters 5 --lr-decay-iters 8"
+    override = "--override-opt_param-scheduler"
+    refused, taken = run_ranks(1, call_pretrain, *(flags(data, NO_DROPOUT, load, x) for x in ("", override)))[0]
+    assert refused[0] == 2 and differs in refused[2] and override in refused[2]
+    assert taken[0] == 0, taken[2]
+
+
+# Damage
+
+
+def _cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+def _flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) * 2 // 3] ^= 4
+    path.write_bytes(content)
+
+
+def _edit_meta(folder: Path, change) -> None:
+    """Damage that digests do not show: as if it had been saved so."""
+    meta = json.loads((folder / "meta.json").read_text())
+    change(meta)
+    text = json.dumps(meta).encode()
+    (folder / "meta.json").write_bytes(text)
+    (folder / "complete").write_text(hashlib.sha256(text).hexdigest())
+
+
+def _link_out(folder: Path) -> None:
+    """The same content, but outside the checkpoint."""
+    moved = shutil.move(folder / "rank_00000.safetensors", folder.parent / "elsewhere")
+    (folder / "rank_00000.safetensors").symlink_to(moved)
+
+
+DAMAGE = {
+    "missing": (lambda c: (c / "rank_00002.safetensors").unlink(), "rank_00002.safetensors is missing"),
+    "cut": (lambda c: _cut(c / "rank_00001.safetensors"), "rank_00001.safetensors has"),
+    "bit": (lambda c: _flip(c / "rank_00003.safetensors"), "rank_00003.safetensors is not what was written"),
+    "index bit": (lambda c: _flip(c / "index.json"), "index.json is damaged (its digest is not the one in meta.json)"),
+    "no index": (lambda c: (c / "index.json").unlink(), "index.json is damaged"),
+    "meta bit": (lambda c: _flip(c / "meta.json"), "meta.json is damaged (its digest is not the one in complete)"),
+    "meta cut": (lambda c: _cut(c / "meta.json"), "meta.json is damaged"),
+    "no meta": (lambda c: (c / "meta.json").unlink(), "meta.json is damaged"),
+    "no marker": (lambda c: (c / "complete").unlink(), "is not a complete checkpoint"),
+    "no counters": (lambda c: _edit_meta(c, lambda m: m.pop("counters")), "it lacks counters"),
+    "counter": (lambda c: _edit_meta(c, lambda m: m["counters"].update(iteration=-1)), "counter iteration is -1"),
+    "outside": (lambda c: _edit_meta(c, lambda m: m["files"].update({"../x": {}})), "'../x', which is not in the"),
+    "link": (_link_out, "is not a plain file of the checkpoint"),
+}
+
+
+def test_damage_is_reported_by_file_and_the_newest_good_one_is_used(data, checkpoint, tmp_path):
+    # A good one of iteration 3 before the damaged one of iteration 4.
+    argv = flags(data, NO_DROPOUT, f"--save {tmp_path / 'good'} --save-interval 3 --exit-interval 3")
+    run_ranks(4, train_each, {"": argv})
+    cases = []
+    for number, (change, _) in enumerate(DAMAGE.values()):
+        copy = shutil.copytree(checkpoint, tmp_path / str(number))
+        shutil.copytree(tmp_path / "good" / "iter_0000003", copy / "iter_0000003")
+        change(copy / "iter_0000004")
+        load = f"--load {copy} --train-iters 4 --use-checkpoint-opt_param-scheduler"
+        cases += [flags(data, NO_DROPOUT, load), flags(data, NO_DROPOUT, load, "--load-latest-good")]
+    results = run_ranks(1, call_pretrain, *cases)[0]
+    for (name, (_, expected)), refused, passed in zip(DAMAGE.items(), results[::2], results[1::2], strict=True):
+        code, _, err = refused
+        assert code == 2 and err.startswith("error: ") and err.count("\n") == 1 and expected in err, f"{name}: {err}"
+        code, out, err = passed
+        assert code == 0, f"{name}: {err}"
+        assert "note: damaged, passed over:" in out and "iter_0000003 at iteration 3" in out, name
+
+
+def test_what_is_no_checkpoint_is_one_clear_error(data, checkpoint, tmp_path):
+    (tmp_path / "file").write_text("")
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "model.safetensors").write_text("")
+    damaged = shutil.copytree(checkpoint, tmp_path / "damaged")
+    _flip(damaged / "iter_0000004" / "rank_00000.safetensors")
+    tracker = shutil.copytree(checkpoint, tmp_path / "tracker")
+    (tracker / "latest_checkpointed_iteration.txt").write_bytes(b"\xff\0")
+    cases = {
+        f"--load {tmp_path / 'file'}": "is a file, not a folder of checkpoints",
+        f"--load {tmp_path / 'other'}": "holds no checkpoint (it has files, but no latest_checkpointed_iteration.txt)",
+        f"--load {tmp_path / 'other'} --load-latest-good": "holds no checkpoint",
+        f"--load {checkpoint} --ckpt-step 3": "complete ones in",
+        f"--load {checkpoint} --hidden-size 64": "is of another model: hidden_size 32 there, 64 here",
+        f"--load {checkpoint} --lr 1e-4": "the schedule changed since the checkpoint was saved",
+        f"--load {checkpoint} --optimizer sgd": "momentum_buffer is not in it",
+        f"--load {damaged} --load-latest-good": "holds no good checkpoint",
+        f"--load {tracker}": "should hold an iteration",
+        f"--save {tmp_path / 'file'} --save-interval 1": "File exists",
+        f"--load {tmp_path / 'none'} --exit-on-missing-checkpoint": "holds no checkpoint",
+    }
+    results = run_ranks(1, call_pretrain, *(flags(data, NO_DROPOUT, case) for case in cases))[0]
+    for (case, expected), (code, _, err) in zip(cases.items(), results, strict=True):
+        assert code == 2, case
+        assert err.startswith("error: ") and err.count("\n") == 1 and expected in err, f"{case}: {err}"
+
+
+# Saving
+
+
+def _names(folder: Path) -> set[str]:
+    return {path.name for path in folder.glob("iter_*")}
+
+
+@pytest.mark.parametrize(
+    "more, kept",
+    [
+        ("", {1, 2, 3, 4, 5, 6, 7, 8}),
+        ("--save-keep-last 3 --no-async-save", {6, 7, 8}),
+        ("--save-retain-interval 3", {3, 6, 7, 8}),
+        ("--save-retain-interval 4 --save-keep-last 1", {4, 8}),
+    ],
+)
+def test_retention(data, tmp_path, more, kept):
+    run_ranks(1, train_each, {"": flags(data, f"--save {tmp_path} --save-interval 1", more)})
+    assert _names(tmp_path) == {f"iter_{iteration:07d}" for iteration in kept}
+
+
+def _train_with_little_room(argv: list[str], room_from: int) -> tuple[str, int]:
+    """What the run said on stderr, and the steps it made; no file may grow large before step ``room_from``."""
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()) as err:
+        run, metrics = start(argv)
+        write = run.writers.write
+
+        def write_and_make_room(metrics, iteration, consumed_samples) -> None:
+            write(metrics, iteration, consumed_samples)
+            if iteration == room_from:
+                resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+
+        run.writers.write = write_and_make_room
+        resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limit[1]))
+        with contextlib.suppress(FailedTogether):
+            train(run, time.monotonic())
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+    return err.getvalue(), len(metrics["lm loss"])
+
+
+@pytest.mark.parametrize("mode", ["", "--no-async-save"])
+def test_a_failed_save_is_loud_and_training_goes_on(data, tmp_path, mode):
+    argv = flags(data, f"--save {tmp_path} --save-interval 2", mode)
+    (err, steps), _ = run_ranks(2, _train_with_little_room, argv, 5)
+    assert steps == 8
+    assert err.count("NOT SAVED: rank 0: OSError: [Errno 27] File too large") == 2  # iterations 2 and 4
+    assert _names(tmp_path) == {"iter_0000006", "iter_0000008"}
+
+    (err, steps), _ = run_ranks(2, _train_with_little_room, [*argv, "--train-iters", "6"], 100)
+    assert steps == 6
+    assert "error: the checkpoint of the last iteration, 6, was not saved" in err
+    assert _names(tmp_path) == {"iter_0000006", "iter_0000008"}  # what was there
+
+
+def _hold_and_try(folder: str) -> str:
+    """Rank 0 holds the lock while rank 1 tries to take it."""
+    if dist.get_rank() == 0:
+        lock = FolderLock(folder)
+    dist.barrier()
+    said = ""
+    if dist.get_rank() == 1:
+        try:
+            FolderLock(folder, patience=0.5)
+        except CheckpointError as error:
+            said = str(error)
+    dist.barrier()
+    if dist.get_rank() == 0:
+        lock.release()
+    dist.barrier()
+    if dist.get_rank() == 1:
+        FolderLock(folder, patience=5).release()
+    return said
+
+
+def test_one_job_at_a_time_saves_in_a_folder(tmp_path):
+    leftovers = [tmp_path / "iter_0000009.incomplete", tmp_path / "iter_0000005.replaced"]
+    for path in leftovers:
+        path.mkdir()
+    said = run_ranks(2, _hold_and_try, str(tmp_path))[1]
+    assert f"{tmp_path} is in use by another job (process " in said
+    assert not any(path.exists() for path in leftovers)
+
+
+def test_killed_between_the_two_renames(tmp_path):
+    """The replaced one comes back: the text file names it."""
+    path = tmp_path / "iter_0000005.replaced"
+    path.mkdir()
+    (path / "complete").write_text("digest")
+    FolderLock(str(tmp_path)).release()
+    assert _names(tmp_path) == {"iter_0000005"}
+
+
+def test_nothing_is_pickled(checkpoint):
+    """Every file is JSON, text or safetensors, as the safetensors package reads it."""
+    folder = checkpoint / "iter_0000004"
+    meta = read_meta(folder)
+    assert meta["tokens"] == 4 * 8 * 32 and meta["loss"] > 0
+    assert {path.name for path in folder.iterdir()} == {*meta["files"], "meta.json", "complete"}
+    json.loads((folder / "index.json").read_text())
+    rows = 0
+    for rank in range(4):
+        with safe_open(folder / f"rank_{rank:05d}.safetensors", framework="pt") as file:
+            rows += file.get_tensor("model.layers.0.mlp.linear_fc1.weight").shape[0]
+    whole = dict(iterate_parameters(folder, meta))["layers.0.mlp.linear_fc1.weight"]
+    assert whole.shape == (rows, 32)
+
+
+def test_an_empty_or_absent_folder_starts_from_scratch(data, tmp_path):
+    (tmp_path / "tensorboard").mkdir()
+    for folder in (tmp_path, tmp_path / "absent"):
+        ((code, out, err),) = run_ranks(1, call_pretrain, flags(data, f"--load {folder} --train-iters 1"))[0]
+        assert code == 0, err
+        assert f"no checkpoint in {folder} yet: starting from scratch" in out

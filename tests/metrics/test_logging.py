@@ -1,0 +1,186 @@
+"""Log lines to the character, metrics as TensorBoard reads them back, and a progress bar on a real terminal."""
+
+import dataclasses
+import importlib.util
+import math
+import os
+import re
+import sys
+from datetime import datetime
+from pathlib import Path
+
+import pytest
+
+from megatron_zpp.metrics.lines import TrainingReport, format_training_line, format_validation_lines
+from megatron_zpp.metrics.progress import progress
+from megatron_zpp.metrics.writers import MetricWriters, training_metrics, validation_metrics
+from megatron_zpp.settings.groups import LoggingSettings
+
+NOW = datetime(2026, 8, 22, 3, 3, 31, 123456)
+REPORT = TrainingReport(
+    iteration=85,
+    train_iters=100,
+    consumed_samples=10880,
+    learning_rate=1.7e-5,
+    global_batch_size=128,
+    losses={"lm loss": 1.831795},
+    loss_scale=1.0,
+    grad_norm=1.578,
+    num_zeros=0,
+    params_norm=233.145,
+    seconds_per_iteration=5.5809,
+    tflops_per_device=234.0,
+)
+MEGATRON_LINE = (
+    " [2026-08-22 03:03:31.123456] iteration       85/     100 | consumed samples:        10880 |"
+    " elapsed time per iteration (ms): 5580.9 | throughput per GPU (TFLOP/s/GPU): 234.0 |"
+    " learning rate: 1.700000E-05 | global batch size:   128 | lm loss: 1.831795E+00 | loss scale: 1.0 |"
+    " grad norm: 1.578 | num zeros: 0 | params norm: 233.145 | number of skipped iterations:   0 |"
+    " number of nan iterations:   0 |"
+)
+
+
+def test_training_line_is_megatrons() -> None:
+    assert format_training_line(REPORT, NOW) == MEGATRON_LINE
+
+
+def test_our_fields_follow_megatrons() -> None:
+    report = dataclasses.replace(
+        REPORT,
+        tokens_per_second=12345.6,
+        mfu=0.4121,
+        eta_seconds=3723,
+        bytes_between_nodes=1_500_000,
+        bytes_within_nodes=2_000_000_000,
+    )
+    line = format_training_line(report, NOW)
+    assert line.startswith(MEGATRON_LINE)
+    assert line[len(MEGATRON_LINE) :] == (
+        " tokens per second: 12346 | MFU: 41.21% | ETA: 1:02:03 |"
+        " sent between nodes per step (MB): 1.500 | sent within nodes per step (MB): 2000.000 |"
+    )
+    # As users' scripts read it: fields between bars, name and value around the first colon.
+    fields = dict(re.split(r":\s+", field.strip(), maxsplit=1) for field in line.split("|")[1:-1])
+    assert float(fields["lm loss"]) == 1.831795
+    assert int(fields["consumed samples"]) == 10880
+
+
+def test_unmeasured_fields_are_left_out_and_skipped_samples_shown() -> None:
+    report = dataclasses.replace(REPORT, tflops_per_device=None, num_zeros=None, params_norm=None, skipped_samples=7)
+    line = format_training_line(report, NOW)
+    assert "TFLOP" not in line and "zeros" not in line and "params norm" not in line
+    assert "| consumed samples:        10880 | skipped samples:            7 | elapsed" in line
+
+
+def test_validation_lines_are_megatrons() -> None:
+    rule, line, _ = format_validation_lines(100, {"lm loss": 2.0})
+    assert line == " validation loss at iteration 100 | lm loss value: 2.000000E+00 | lm loss PPL: 7.389056E+00 | "
+    assert rule == "-" * (len(line) + 1)
+    assert "at iteration 100 on test set | " in format_validation_lines(100, {"lm loss": 2.0}, "test")[1]
+    assert f"PPL: {math.exp(20):.6E}" in format_validation_lines(1, {"lm loss": 99.0})[1]
+    assert "PPL: NAN" in format_validation_lines(1, {"lm loss": math.nan})[1]
+
+
+def test_tensorboard_receives_megatrons_keys(tmp_path: Path) -> None:
+    settings = LoggingSettings(tensorboard_dir=str(tmp_path), log_validation_ppl_to_tensorboard=True)
+    writers = MetricWriters(settings, {"num_layers": 12}, is_writer=True)
+    report = dataclasses.replace(REPORT, bytes_between_nodes=1000.0)
+    writers.write(training_metrics(report, settings), iteration=85, consumed_samples=10880)
+    writers.write(validation_metrics({"lm loss": 2.0}, settings), iteration=85, consumed_samples=10880)
+    writers.close()
+
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(tmp_path))
+    events.Reload()
+    points = {key: [(event.step, event.value) for event in events.Scalars(key)] for key in events.Tags()["scalars"]}
+    assert set(points) == {
+        f"{key}{suffix}"
+        for key in (
+            "learning-rate",
+            "batch-size",
+            "lm loss",
+            "loss-scale",
+            "grad-norm",
+            "num-zeros",
+            "params-norm",
+            "lm loss validation",
+            "lm loss validation ppl",
+        )
+        for suffix in ("", " vs samples")
+    } | {"comm/bytes-between-nodes"}
+    assert points["lm loss"] == [(85, pytest.approx(1.831795))]
+    assert points["lm loss vs samples"] == [(10880, pytest.approx(1.831795))]
+    assert points["comm/bytes-between-nodes"] == [(85, 1000.0)]
+
+
+def test_timers_reach_the_metrics_only_on_request() -> None:
+    report = dataclasses.replace(REPORT, tokens_per_second=8000.0)
+    without = training_metrics(report, LoggingSettings())
+    assert "iteration-time" not in without and without["tokens-per-second"] == 8000
+    metrics = training_metrics(REPORT, LoggingSettings(log_timers_to_tensorboard=True))
+    assert (metrics["iteration-time"], metrics["throughput"]) == (5.5809, 234.0)
+
+
+def test_other_ranks_write_nothing(tmp_path: Path) -> None:
+    folder = tmp_path / "events"
+    writers = MetricWriters(LoggingSettings(tensorboard_dir=str(folder)), {}, is_writer=False)
+    writers.write({"lm loss": 1.0}, 1, 1)
+    writers.close()
+    assert not folder.exists()
+
+
+@pytest.mark.skipif(
+    (spec := importlib.util.find_spec("wandb")) is not None and spec.origin is not None, reason="wandb is installed"
+)
+@pytest.mark.parametrize("is_writer", [True, False])
+def test_missing_wandb_stops_every_rank(is_writer: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "wandb").mkdir()  # an earlier run's folder must not pass for the package
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ValueError, match=r"--wandb-project needs .* pip install 'megatron_zpp\[wandb\]'"):
+        MetricWriters(LoggingSettings(wandb_project="p"), {}, is_writer=is_writer)
+
+
+def test_wandb_offline_keeps_the_points(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("wandb.sdk", reason="wandb is not installed")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    settings = LoggingSettings(wandb_project="p", wandb_exp_name="run")
+    writers = MetricWriters(settings, {"num_layers": 12}, is_writer=True, save=str(tmp_path))
+    writers.write({"lm loss": 1.5}, iteration=3, consumed_samples=30)
+    writers.close()
+    (recorded,) = (tmp_path / "wandb").glob("wandb/offline-run-*/*.wandb")
+    content = recorded.read_bytes()
+    assert b"lm loss" in content and b"samples vs steps" in content and b"vs samples" not in content
+
+
+def test_progress_shows_on_a_terminal_only(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    with progress("building", total=2) as advance:
+        advance(1)
+    assert capfd.readouterr() == ("", "")
+
+    master, slave = os.openpty()
+    monkeypatch.setenv("TERM", "xterm")
+    with os.fdopen(slave, "w") as terminal:
+        monkeypatch.setattr(sys, "stderr", terminal)
+        with progress("building", total=2) as advance:
+            advance(2)
+        assert b"building" in os.read(master, 10000)
+
+        monkeypatch.setenv("RANK", "1")
+        with progress("elsewhere") as advance:
+            advance(1)
+        print("end", file=terminal, flush=True)
+        assert b"elsewhere" not in os.read(master, 10000)
+    os.close(master)
+
+
+def test_progress_in_a_log_is_a_line_now_and_then(capsys):
+    with progress("building", 200, line_every=0.0) as advance:
+        advance(50)
+        advance(100)
+        advance(50)
+    with progress("evaluating", 200) as advance:
+        advance(50)
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.partition(",")[0] for line in lines] == ["building: 25 %", "building: 75 %"]
+    assert all(line.endswith(" s left") for line in lines)

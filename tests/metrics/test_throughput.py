@@ -1,0 +1,65 @@
+"""Peaks by device name, MFU and durations."""
+
+import time
+
+import pytest
+import torch
+
+from megatron_zpp.metrics.throughput import IntervalTimer, describe_mfu, format_duration, mfu, peak_tflops
+
+
+@pytest.mark.parametrize(
+    ("name", "peak"),
+    [
+        ("NVIDIA A100-SXM4-80GB", 312),
+        ("NVIDIA A100 80GB PCIe", 312),
+        ("NVIDIA H100 80GB HBM3", 989),
+        ("NVIDIA H100 PCIe", 756),
+        ("NVIDIA H100 NVL", 835),
+        ("NVIDIA H200", 989),
+        ("NVIDIA GH200 480GB", 989),
+        ("NVIDIA B200", 2250),
+        ("Tesla V100-SXM2-16GB", 125),
+        ("Tesla V100-PCIE-32GB", 112),
+        ("NVIDIA L40S", 362),
+        ("NVIDIA L4", 121),
+        ("NVIDIA GeForce RTX 4090", 165.2),
+        ("NVIDIA H200 MIG 1g.18gb", None),  # a slice has less than the whole device
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
+        ("NVIDIA GeForce GTX 1080", None),
+        ("cpu", None),
+    ],
+)
+def test_peak_by_device_name(name: str, peak: float | None) -> None:
+    assert peak_tflops(name) == peak
+
+
+def test_mfu_is_the_share_of_the_peak() -> None:
+    # 10,000 tokens/s at 6e9 FLOPs are 60 TFLOP/s.
+    assert mfu(10_000, 6e9, peak=240.0) == pytest.approx(0.25)
+    assert mfu(10_000, 6e9, peak=None) is None
+
+
+def test_convention_names_peak_or_remedy() -> None:
+    assert "312 TFLOP/s per device (NVIDIA A100" in describe_mfu("NVIDIA A100", 312.0)
+    assert "(--peak-tflops)" in describe_mfu("cpu", 1.0, given=True)
+    assert "give --peak-tflops" in describe_mfu("cpu", None)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0.4, "0:00:00"), (59.6, "0:01:00"), (3723, "1:02:03"), (86399, "23:59:59"), (180123, "2d 02:02:03")],
+)
+def test_durations(seconds: float, text: str) -> None:
+    assert format_duration(seconds) == text
+
+
+def test_an_interval_ends_where_the_next_begins() -> None:
+    begin = time.perf_counter()
+    timer = IntervalTimer(torch.device("cpu"))
+    time.sleep(0.02)
+    first = timer.restart()
+    second = timer.restart()
+    total = time.perf_counter() - begin
+    assert first >= 0.02
+    assert first + second <= total  # the second does not hold the first's sleep again

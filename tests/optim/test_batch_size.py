@@ -1,0 +1,79 @@
+"""Batch sizes along the run: Megatron's ramp-up, rounding, and the counts derived from them."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_zpp.optim.batch_size import BatchSchedule
+
+
+def test_constant_batch() -> None:
+    batch = BatchSchedule(global_batch_size=64, micro_batch_size=4, data_parallel_size=8)
+    assert batch.num_micro_batches(0) == batch.num_micro_batches(10**9) == 2
+    assert batch.global_batch_size(10**9) == 64
+    assert batch.samples_after(10) == 640
+    assert batch.total_iterations(640) == 10
+    assert batch.total_iterations(703) == 10  # 63 samples do not make another batch
+
+
+def test_ramp_up_follows_megatron() -> None:
+    # 16 -> 64 by 16: three increments, one every 300 / 3 = 100 consumed samples.
+    batch = BatchSchedule(64, 2, 4, rampup=(16, 16, 300))
+    by_consumed = {0: 16, 99: 16, 100: 32, 199: 32, 200: 48, 299: 48, 300: 64, 301: 64, 10**6: 64}
+    assert {consumed: batch.global_batch_size(consumed) for consumed in by_consumed} == by_consumed
+    assert batch.num_micro_batches(200) == 48 // 8
+
+
+def test_start_equal_to_the_global_batch_is_no_ramp() -> None:
+    assert BatchSchedule(32, 2, 4, rampup=(32, 8, 100)).global_batch_size(0) == 32
+
+
+@given(
+    unit=st.integers(1, 4),
+    start=st.integers(1, 5),
+    increment=st.integers(1, 4),
+    increments=st.integers(0, 6),
+    ramp_samples=st.integers(1, 3000),
+    iterations=st.integers(0, 400),
+)
+def test_counts_equal_stepping_through_the_run(
+    unit: int, start: int, increment: int, increments: int, ramp_samples: int, iterations: int
+) -> None:
+    final = (start + increment * increments) * unit
+    batch = BatchSchedule(final, 1, unit, rampup=(start * unit, increment * unit, ramp_samples))
+    consumed = 0
+    for _ in range(iterations):
+        consumed += batch.global_batch_size(consumed)
+    assert batch.samples_after(iterations) == consumed
+    assert batch.total_iterations(consumed) == iterations
+    assert batch.total_iterations(consumed + batch.global_batch_size(consumed) - 1) == iterations
+
+
+def test_rounding_down_on_request() -> None:
+    batch = BatchSchedule(100, 4, 8, decrease_if_needed=True)
+    assert batch.requested_batch_size(0) == 100
+    assert batch.global_batch_size(0) == 96
+    assert batch.num_micro_batches(0) == 3
+    assert batch.samples_after(5) == 5 * 96
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            dict(global_batch_size=100),
+            r"100 is not divisible by micro-batch size 4 \* data-parallel size 8 = 32; use 96",
+        ),
+        (dict(global_batch_size=16), "use 32$"),
+        (dict(global_batch_size=16, decrease_if_needed=True), "use 32$"),
+        (dict(global_batch_size=64, rampup=(16, 16, 300)), "16 during --rampup-batch-size is not divisible"),
+        (dict(global_batch_size=96, rampup=(32, 48, 300)), "increment 48 does not divide"),
+        (dict(global_batch_size=64, rampup=(96, 32, 300)), "starts at 96"),
+        (dict(global_batch_size=64, rampup=(32, 0, 300)), "at least 1"),
+        (dict(global_batch_size=64, rampup=(32, 32)), "START INCREMENT SAMPLES"),
+        (dict(global_batch_size=0), "--global-batch-size must be at least 1"),
+    ],
+)
+def test_impossible_sizes_are_refused_at_once(arguments: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        BatchSchedule(micro_batch_size=4, data_parallel_size=8, **arguments)

@@ -1,0 +1,180 @@
+"""Optimizer steps, norms and counts: on FSDP2 shards the same as on whole tensors, and as the formulas say."""
+
+import copy
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+from megatron_zpp.optim.optimizer import (
+    _on_local_tensors,
+    build_optimizer,
+    clip_gradients,
+    count_zeros,
+    params_norm,
+    scale_gradients,
+    set_lr_and_weight_decay,
+)
+from megatron_zpp.settings.groups import OptimizerSettings
+
+
+class Model(nn.Module):
+    """Sizes that 4 ranks cannot share evenly, a tied weight, and every kind of parameter that has a decay rule."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.word_embeddings = nn.Embedding(7, 3)
+        self.norm = nn.LayerNorm(3)
+        self.output_layer = nn.Linear(3, 7)
+        self.output_layer.weight = self.word_embeddings.weight
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.output_layer(self.norm(self.word_embeddings(tokens)))
+
+
+def build_model() -> Model:
+    torch.manual_seed(0)
+    return Model()
+
+
+def train(model: nn.Module, optimizer_name: str, steps: int = 3) -> tuple[nn.Module, torch.optim.Optimizer, list]:
+    """A few whole training steps; returns what was measured in each of them."""
+    optimizer = build_optimizer(model, OptimizerSettings(optimizer=optimizer_name, lr=0.1))
+    parameters = list(model.parameters())
+    measured = []
+    for step in range(steps):
+        (model(torch.tensor([0, 2, 5])).square().mean() * 64).backward()
+        scale_gradients(parameters, 1 / 2)
+        zeros = count_zeros(parameters)
+        measured.append((zeros, clip_gradients(parameters, 1.0), clip_gradients(parameters, 0.0)))
+        set_lr_and_weight_decay(optimizer, 0.1 / (step + 1), 0.3)
+        optimizer.step()
+        optimizer.zero_grad()
+    return model, optimizer, measured
+
+
+def test_no_decay_on_biases_and_norms_and_a_tied_weight_once() -> None:
+    model = build_model()
+    decay, no_decay = build_optimizer(model, OptimizerSettings(lr=0.1)).param_groups
+    assert [id(p) for p in decay["params"]] == [id(model.word_embeddings.weight)]
+    expected = (model.norm.weight, model.norm.bias, model.output_layer.bias)
+    assert {id(p) for p in no_decay["params"]} == {id(p) for p in expected}
+
+
+@pytest.mark.parametrize("name", ["adam", "sgd"])
+def test_weight_decay_and_learning_rate_of_the_step(name: str) -> None:
+    model = build_model()
+    before = copy.deepcopy(model)
+    optimizer = build_optimizer(model, OptimizerSettings(optimizer=name, lr=9.0, weight_decay=9.0))
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    set_lr_and_weight_decay(optimizer, lr=0.1, weight_decay=0.5)
+    optimizer.step()
+    # With no gradient only weight decay moves parameters: by lr * decay, in the first group alone.
+    torch.testing.assert_close(model.word_embeddings.weight, before.word_embeddings.weight * (1 - 0.1 * 0.5))
+    assert torch.equal(model.norm.weight, before.norm.weight)
+    assert torch.equal(model.output_layer.bias, before.output_layer.bias)
+
+
+def test_adam_takes_its_settings() -> None:
+    weight = nn.Linear(1, 1, bias=False)
+    nn.init.zeros_(weight.weight)
+    settings = OptimizerSettings(lr=0.1, weight_decay=0.0, adam_beta1=0.0, adam_beta2=0.0, adam_eps=1.0)
+    optimizer = build_optimizer(weight, settings)
+    set_lr_and_weight_decay(optimizer, 0.1, 0.0)
+    weight.weight.grad = torch.tensor([[3.0]])
+    optimizer.step()
+    assert weight.weight.item() == pytest.approx(-0.1 * 3 / (3 + 1))  # lr * g / (|g| + eps)
+
+
+def test_clipping_scales_to_the_norm_and_reports_the_norm_before() -> None:
+    a, b = nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(1))
+    a.grad, b.grad = torch.tensor([3.0, 0.0]), torch.tensor([4.0])
+    unused = nn.Parameter(torch.zeros(1))
+    assert count_zeros([a, b, unused]) == 1
+    assert clip_gradients([a, b, unused], 10.0) == 5.0
+    assert a.grad.tolist() == [3.0, 0.0]  # below the limit: untouched
+    assert clip_gradients([a, b, unused], 0.0) == 5.0
+    assert clip_gradients([a, b, unused], 1.0) == 5.0
+    torch.testing.assert_close(torch.cat([a.grad, b.grad]), torch.tensor([0.6, 0.0, 0.8]))
+
+
+def test_overflow_is_reported_and_leaves_gradients_alone() -> None:
+    for bad in (float("inf"), float("nan")):
+        parameter = nn.Parameter(torch.zeros(2))
+        parameter.grad = torch.tensor([bad, 3.0])
+        assert not torch.tensor(clip_gradients([parameter], 1.0)).isfinite()
+        assert parameter.grad[1] == 3.0
+
+
+def test_nothing_to_do() -> None:
+    parameter = nn.Parameter(torch.zeros(2))
+    assert clip_gradients([parameter], 1.0) == 0.0
+    assert count_zeros([parameter]) == 0
+    scale_gradients([parameter], 2.0)
+    with pytest.raises(ValueError, match="no trainable parameter"):
+        build_optimizer(nn.Identity(), OptimizerSettings(lr=0.1))
+
+
+def test_another_package_called_apex_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match="NVIDIA Apex with its CUDA extensions is not installed"):
+        build_optimizer(build_model(), OptimizerSettings(lr=0.1, use_apex=True))
+    (tmp_path / "apex").mkdir()
+    (tmp_path / "apex" / "__init__.py").write_text("")  # like PyPI's: a package without `optimizers`
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ValueError, match="not `pip install apex`"):
+        build_optimizer(build_model(), OptimizerSettings(lr=0.1, use_apex=True))
+
+
+def _compare_shards_with_whole(rank: int, world_size: int, store: str) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size)
+    mesh = init_device_mesh("cpu", (world_size,))
+    for name in ("adam", "sgd"):
+        whole, _, expected = train(build_model(), name)
+        model = build_model()
+        fully_shard(model, mesh=mesh)
+        _, optimizer, measured = train(model, name)
+
+        for (zeros, norm, clipped), (expected_zeros, expected_norm, expected_clipped) in zip(
+            measured, expected, strict=True
+        ):
+            assert zeros == expected_zeros
+            assert norm == pytest.approx(expected_norm, rel=1e-5)
+            assert clipped == pytest.approx(expected_clipped, rel=1e-5)
+        for shard, parameter in zip(model.parameters(), whole.parameters(), strict=True):
+            torch.testing.assert_close(shard.full_tensor(), parameter.data)
+        assert params_norm(model.parameters()) == pytest.approx(params_norm(whole.parameters()), rel=1e-6)
+
+        # The state goes through a checkpoint with the groups' own key in place.
+        state = get_optimizer_state_dict(model, optimizer)
+        fresh = build_optimizer(model, OptimizerSettings(optimizer=name, lr=0.5))
+        set_optimizer_state_dict(model, fresh, state)
+        assert [group["decays"] for group in fresh.param_groups] == [True, False]
+        assert fresh.param_groups[0]["lr"] == pytest.approx(0.1 / 3)
+        key = "exp_avg" if name == "adam" else "momentum_buffer"
+        for parameter in model.parameters():
+            assert torch.equal(fresh.state[parameter][key].to_local(), optimizer.state[parameter][key].to_local())
+
+    # Apex's kernels get shards that share the DTensors' memory.
+    def double(chunk_size: int, overflow: torch.Tensor, lists: list[list[torch.Tensor]], factor: int) -> None:
+        for tensor in lists[0]:
+            assert not isinstance(tensor, DTensor)
+            tensor.mul_(factor)
+
+    before = model.word_embeddings.weight.full_tensor().detach().clone()
+    with torch.no_grad():
+        _on_local_tensors(double)(1, torch.zeros(1), [[model.word_embeddings.weight]], 2)
+    assert torch.equal(model.word_embeddings.weight.full_tensor(), 2 * before)
+    dist.destroy_process_group()
+
+
+def test_shards_equal_whole_tensors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    mp.spawn(_compare_shards_with_whole, args=(4, str(tmp_path / "store")), nprocs=4)

@@ -1,0 +1,135 @@
+"""Learning rates and weight decays against values worked out by hand from Megatron's formulas."""
+
+import dataclasses
+
+import pytest
+
+from megatron_zpp.optim.batch_size import BatchSchedule
+from megatron_zpp.optim.schedule import Schedule, resume_schedule
+from megatron_zpp.settings.groups import OptimizerSettings, ScheduleSettings, TrainingSettings
+
+OPTIMIZER = OptimizerSettings(lr=1.0, min_lr=0.2)
+BATCH = BatchSchedule(global_batch_size=10, micro_batch_size=1, data_parallel_size=1)
+
+
+def build(
+    optimizer: OptimizerSettings = OPTIMIZER, train_iters: int | None = 100, batch: BatchSchedule = BATCH, **schedule
+) -> Schedule:
+    train_samples = schedule.pop("train_samples", None)
+    training = TrainingSettings(train_iters=train_iters, train_samples=train_samples)
+    return Schedule.from_settings(optimizer, ScheduleSettings(**schedule), training, batch)
+
+
+def test_warm_up_is_linear_from_its_start_to_the_peak() -> None:
+    schedule = build(lr_warmup_iters=10, lr_warmup_init=0.5)  # 100 samples
+    assert [schedule.lr(n) for n in (0, 50, 100)] == [0.5, 0.75, 1.0]
+    assert build(lr_warmup_iters=10).lr(0) == 0.0  # Megatron's first step
+    assert build().lr(0) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("style", "expected"),  # after 100 samples of warm-up, 900 of decay: at 100, 550, 1000 and 1001
+    [
+        ("constant", [1.0, 1.0, 1.0, 1.0]),
+        ("linear", [1.0, 0.6, 0.2, 0.2]),
+        ("cosine", [1.0, 0.6, 0.2, 0.2]),
+        ("inverse-square-root", [1.0, (100 / 550) ** 0.5, 0.1**0.5, 0.2]),
+    ],
+)
+def test_decay_styles(style: str, expected: list[float]) -> None:
+    schedule = build(lr_decay_style=style, lr_warmup_iters=10)
+    assert [schedule.lr(n) for n in (100, 550, 1000, 1001)] == pytest.approx(expected)
+
+
+def test_cosine_and_linear_differ_off_the_middle() -> None:
+    assert build(lr_decay_style="linear").lr(250) == pytest.approx(0.2 + 0.8 * 0.75)
+    assert build(lr_decay_style="cosine").lr(250) == pytest.approx(0.2 + 0.8 * (1 + 0.5**0.5) / 2)
+
+
+def test_inverse_square_root_stays_above_the_minimum() -> None:
+    assert build(lr_decay_style="inverse-square-root", lr_warmup_iters=1).lr(500) == 0.2
+    assert build(lr_decay_style="inverse-square-root").lr(0) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("style", "quarter"),  # the coefficient a quarter into the final decay
+    [
+        ("linear", 0.75),
+        ("cosine", (1 + 0.5**0.5) / 2),
+        ("exponential", 2 * 0.5**0.25 - 1),
+        ("minus_sqrt", 0.5),
+    ],
+)
+def test_wsd_holds_then_decays(style: str, quarter: float) -> None:
+    schedule = build(lr_decay_style="WSD", lr_wsd_decay_style=style, lr_wsd_decay_iters=40, lr_warmup_iters=10)
+    assert schedule.lr(100) == schedule.lr(600) == 1.0
+    assert schedule.lr(700) == pytest.approx(0.2 + 0.8 * quarter)
+    assert schedule.lr(1000) == pytest.approx(0.2)
+    assert schedule.lr(1001) == 0.2
+
+
+def test_lengths_in_samples_and_as_fraction_of_the_decay() -> None:
+    in_samples = build(train_iters=None, train_samples=2000, lr_decay_samples=1000, lr_warmup_samples=100)
+    assert in_samples.lr(550) == pytest.approx(0.6)
+    # The fraction is of the decay, not of the run.
+    fraction = build(train_iters=None, train_samples=2000, lr_decay_samples=1000, lr_warmup_fraction=0.1)
+    assert fraction.lr(50) == 0.5
+    assert fraction.lr(550) == pytest.approx(0.6)
+    assert build(train_iters=200, lr_decay_iters=100).lr(500) == pytest.approx(0.6)
+
+
+def test_iterations_under_ramp_up_are_the_samples_they_consume() -> None:
+    # Ten steps of 5 reach the end of the ramp, the other 90 take 10.
+    ramp = BatchSchedule(10, 1, 1, rampup=(5, 5, 50))
+    schedule = build(batch=ramp, lr_warmup_iters=10)
+    assert (schedule.warmup_samples, schedule.decay_samples) == (50, 950)
+    assert schedule.lr(ramp.samples_after(100)) == pytest.approx(0.2)
+
+
+def test_weight_decay_ramps() -> None:
+    def weight_decays(style: str) -> list[float]:
+        optimizer = dataclasses.replace(
+            OPTIMIZER, weight_decay_incr_style=style, start_weight_decay=0.1, end_weight_decay=0.5
+        )
+        return [build(optimizer).weight_decay(n) for n in (0, 250, 1000, 5000)]
+
+    assert weight_decays("linear") == pytest.approx([0.1, 0.2, 0.5, 0.5])
+    assert weight_decays("cosine") == pytest.approx([0.1, 0.1 + 0.4 * (1 - 0.5**0.5) / 2, 0.5, 0.5])
+    constant = build(OptimizerSettings(lr=1.0, weight_decay=0.3))
+    assert constant.weight_decay(0) == constant.weight_decay(5000) == 0.3
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (dict(optimizer=OptimizerSettings()), "--lr is required"),
+        (dict(optimizer=OptimizerSettings(lr=0.1, min_lr=0.2)), "--min-lr"),
+        (dict(lr_warmup_init=2.0), "--lr-warmup-init"),
+        (dict(train_samples=100), "either --train-iters or --train-samples"),
+        (dict(train_iters=None), "either --train-iters or --train-samples"),
+        (dict(lr_decay_samples=100), "--lr-decay-samples does not go with --train-iters; use --lr-decay-iters"),
+        (dict(train_iters=None, train_samples=100, lr_warmup_iters=5), "use --lr-warmup-samples"),
+        (dict(lr_warmup_iters=5, lr_warmup_fraction=0.1), "give the warm-up once"),
+        (dict(lr_warmup_fraction=1.5), "--lr-warmup-fraction"),
+        (dict(lr_warmup_iters=100), "must be shorter than the decay"),
+        (dict(lr_warmup_iters=-1), "must not be negative"),
+        (dict(lr_decay_style="WSD"), "needs --lr-wsd-decay-iters"),
+        (dict(lr_decay_style="WSD", lr_wsd_decay_iters=95, lr_warmup_iters=10), "must fit between"),
+        (dict(optimizer=dataclasses.replace(OPTIMIZER, weight_decay_incr_style="linear")), "--start-weight-decay and"),
+        (dict(optimizer=dataclasses.replace(OPTIMIZER, end_weight_decay=0.1)), "--weight-decay-incr-style linear"),
+    ],
+)
+def test_contradictions_are_refused(arguments: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        build(**arguments)
+
+
+def test_resume_demands_the_same_schedule_or_a_choice() -> None:
+    saved, changed = build(lr_warmup_iters=10), build(lr_warmup_iters=20)
+    assert resume_schedule(saved, saved.state_dict()) == saved
+    with pytest.raises(ValueError, match="warmup_samples 100 in the checkpoint, 200 by the flags"):
+        resume_schedule(changed, saved.state_dict())
+    assert resume_schedule(changed, saved.state_dict(), override=True) == changed
+    assert resume_schedule(changed, saved.state_dict(), use_checkpoint=True) == saved
+    with pytest.raises(ValueError, match="exclude each other"):
+        resume_schedule(saved, saved.state_dict(), override=True, use_checkpoint=True)
