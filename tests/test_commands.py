@@ -11,6 +11,7 @@ import pytest
 
 from megatron_zpp import __main__ as commands
 from megatron_zpp.arguments.parse import build_parser
+from megatron_zpp.training import pretrain
 from tests.conftest import ROOT
 
 
@@ -68,26 +69,31 @@ def test_usage_is_what_was_typed(monkeypatch, capsys, tool, launcher, program):
 
 
 @pytest.mark.parametrize("architecture", commands.ARCHITECTURES)
-def test_the_trainer_is_a_command_too(architecture):
-    command = f"pretrain-{architecture}"
-    ran = subprocess.run([sys.executable, "-m", "megatron_zpp", command, "--help"], capture_output=True, text=True)
-    assert ran.returncode == 0, ran.stderr
-    assert ran.stdout.startswith(f"usage: python -m megatron_zpp {command} [flags]")
-    assert f"torchrun --nproc-per-node N -m megatron_zpp {command} [flags]" in ran.stdout
+@pytest.mark.parametrize("program", ["pretrain_gpt.py", "megatron-zpp pretrain-gpt"])
+def test_the_trainers_usage_is_what_was_typed_and_how_to_start_ranks(monkeypatch, architecture, program):
+    monkeypatch.setattr(sys, "argv", [str(Path("somewhere") / program)])
+    alone, ranks = build_parser(architecture).format_usage().splitlines()
+    assert alone == f"usage: {program} [flags]"
+    assert (
+        ranks.split("  ")[-2].strip() == f"torchrun --nproc-per-node N -m megatron_zpp pretrain-{architecture} [flags]"
+    )
 
 
-def test_a_script_names_itself(monkeypatch):
-    monkeypatch.setattr(sys, "argv", [str(Path("somewhere") / "pretrain_gpt.py")])
-    assert build_parser("gpt").format_usage().startswith("usage: pretrain_gpt.py [flags]")
+@pytest.mark.parametrize("architecture", commands.ARCHITECTURES)
+def test_a_trainers_command_trains_that_architecture(monkeypatch, architecture):
+    started = []
+    monkeypatch.setattr(pretrain, "main", started.append)
+    call(monkeypatch, f"pretrain-{architecture}", "--num-layers", "2")
+    assert started == [architecture] and sys.argv[1:] == ["--num-layers", "2"]
 
 
-@pytest.mark.parametrize(("command", "package"), [("pretrain-gpt", "numpy"), ("merge-datasets", "rich")])
-def test_a_missing_package_names_the_extra(command, package):
+@pytest.mark.parametrize("package", ["numpy", "rich"])
+def test_a_missing_package_names_the_extra(package):
     # A process of its own: this one has imported what needs the package.
     script = f"import sys; sys.modules[{package!r}] = None; from megatron_zpp.__main__ import main; sys.exit(main())"
-    ran = subprocess.run([sys.executable, "-c", script, command, "--help"], capture_output=True, text=True)
+    ran = subprocess.run([sys.executable, "-c", script, "merge-datasets", "--help"], capture_output=True, text=True)
     assert ran.returncode == 2
-    assert ran.stderr.splitlines()[-1] == (
-        f"error: megatron-zpp {command} needs the package {package}: pip install numpy rich sentencepiece, "
-        "or megatron_zpp's extra train"
+    assert ran.stderr == (
+        f"error: megatron-zpp merge-datasets needs the package {package}: pip install numpy rich sentencepiece, "
+        "or megatron_zpp's extra train\n"
     )
