@@ -24,6 +24,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
+from megatron_zpp.__main__ import TOOLS
 from megatron_zpp.arguments.parse import parse_settings
 from megatron_zpp.training.pretrain import pretrain
 from tests.conftest import ROOT, environment
@@ -59,17 +60,17 @@ def commands(page: Path) -> list[str]:
 def trainer(command: str) -> tuple[int, str, list[str]] | None:
     """Ranks, architecture and flags of a command that starts the trainer; None for another command."""
     words = shlex.split(command, comments=True)
-    script = next((word for word in words if re.fullmatch(r"pretrain_\w+\.py", word)), None)
+    script = next((word for word in words if re.fullmatch(r"pretrain_\w+\.py|pretrain-\w+", word)), None)
     if script is None:
         return None
     launcher, flags = words[: words.index(script)], words[words.index(script) + 1 :]
-    if any(word.startswith("tools/") for word in launcher):
+    if any(word.startswith("tools/") or word in TOOLS for word in launcher):
         return None  # a program that takes the trainer's command
 
     def option(name: str) -> int:
         return int(launcher[launcher.index(name) + 1]) if name in launcher else 1
 
-    return option("--nnodes") * option("--nproc-per-node"), script[len("pretrain_") : -len(".py")], flags
+    return option("--nnodes") * option("--nproc-per-node"), script[len("pretrain_") :].removesuffix(".py"), flags
 
 
 def small_flags(flags: list[str]) -> list[str]:
