@@ -10,6 +10,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from megatron_zpp.optim.optimizer import OPTIMIZERS
+
 
 @dataclass(frozen=True)
 class Sets:
@@ -98,13 +100,12 @@ def _pair(value: Any) -> tuple[float, float]:
     return number(value[0]), number(value[1])
 
 
-_OPTIMIZERS = {"adam": "adam", "adamw": "adam", "sgd": "sgd"}
-
-
 def _optimizer(value: Any) -> str:
-    if str(value).lower() not in _OPTIMIZERS:
-        raise ValueError("must be Adam, AdamW or SGD")
-    return _OPTIMIZERS[str(value).lower()]
+    names = {name: optimizer for optimizer, kind in OPTIMIZERS.items() for name in kind.deepspeed_names}
+    for name, optimizer in names.items():
+        if str(value).lower() == name.lower():
+            return optimizer
+    raise ValueError(f"must be one of {', '.join(names)}")
 
 
 # Sections
