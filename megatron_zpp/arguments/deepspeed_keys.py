@@ -15,26 +15,30 @@ from megatron_zpp.optim.optimizer import OPTIMIZERS
 
 @dataclass(frozen=True)
 class Sets:
-    """The key sets these fields of the settings; ``convert`` raises ValueError on what it cannot read."""
+    """The key sets these settings; ``convert`` raises ValueError on what it cannot read."""
 
-    fields: tuple[str, ...]
+    settings: tuple[str, ...]
     convert: Callable[[Any], tuple[Any, ...]]
 
 
 @dataclass(frozen=True)
 class Section:
-    """An object of further keys. With ``switch``, a false one turns the section off and its other keys are unused."""
+    """An object of further keys. With ``switch``, a false one turns the section off and its other keys are unused.
+
+    turns_on: the setting that is on where the section is there.
+    """
 
     keys: dict[str, Key]
     required: tuple[str, ...] = ()
     switch: str | None = None
+    turns_on: str | None = None
 
 
 @dataclass(frozen=True)
 class ByType:
-    """An object of "type" and "params": the type sets ``field`` to its value here and says which params there are."""
+    """An object of "type" and "params": the type sets ``setting`` to its value here and says which params there are."""
 
-    field: str
+    setting: str
     types: dict[str, tuple[str, Section]]
 
 
@@ -86,8 +90,8 @@ def whole_number(value: Any) -> int:
     return int(value)
 
 
-def _sets(field: str, convert: Callable[[Any], Any]) -> Sets:
-    return Sets((field,), lambda value: (convert(value),))
+def _sets(setting: str, convert: Callable[[Any], Any]) -> Sets:
+    return Sets((setting,), lambda value: (convert(value),))
 
 
 def _loss_scale(value: Any) -> float | None:
@@ -120,7 +124,8 @@ _LOCO = Section(
     {
         "err_beta": _sets("zeropp_loco_beta", number),
         "reset_T": _sets("zeropp_loco_reset_interval", whole_number),
-    }
+    },
+    turns_on="zeropp_loco",
 )
 
 _ZERO = Section(

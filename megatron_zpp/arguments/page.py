@@ -69,7 +69,7 @@ def _keys(section: Section, prefix: str) -> Iterator[tuple[str, str]]:
             yield from _keys(key, f"{prefix}{name}.")
         elif isinstance(key, ByType):
             for kind, (_, params) in key.types.items():
-                yield f"`{prefix}{name}.type` {kind}", f"sets {_flags(key.field)}; needs {', '.join(params.required)}"
+                yield f"`{prefix}{name}.type` {kind}", f"sets {_flags(key.setting)}; needs {', '.join(params.required)}"
                 yield from _keys(Section({"params": params}), f"{prefix}{name}.")
         else:
             yield f"`{prefix}{name}`", _effect(key)
@@ -77,8 +77,8 @@ def _keys(section: Section, prefix: str) -> Iterator[tuple[str, str]]:
 
 def _effect(key: Key) -> str:
     match key:
-        case Sets(fields):
-            return f"sets {_flags(*fields)}"
+        case Sets(settings):
+            return f"sets {_flags(*settings)}"
         case Only(values, otherwise):
             return f"only {' or '.join(map(_json, values))}: {otherwise}"
         case Off(otherwise):

@@ -104,7 +104,8 @@ def _flag_fields(group: type[Any]) -> Iterator[tuple[str, Flag, type[Any] | None
         inner = value_type if dataclasses.is_dataclass(value_type) else None
         if inner is not None:
             value_type, default = bool, default is not None
-        metadata = dict(field.metadata) | {"name": names[name], "needs": settings.get(field.metadata["needs"])}
+        needs = field.metadata["needs"]
+        metadata = dict(field.metadata) | {"name": names[name], "needs": settings[needs] if needs else None}
         yield name, Flag(settings[name], value_type=value_type, default=default, **metadata), inner
 
 

@@ -72,7 +72,7 @@ class LoCoConfig:
 
 @dataclass(frozen=True)
 class ZeroPPConfig:
-    """ZeRO++ and LoCo. For one model; everything is off by default.
+    """ZeRO++ and LoCo. Everything is off by default.
 
     ZeRO++ is arXiv 2306.10209. What a field means is its help, where None is the flag's 0: unquantized, or one scale
     per parameter and rank. Bits are 2, 3, 4, 6 or 8, block sizes multiples of 8. Raises ValueError for values that
