@@ -13,7 +13,7 @@ from typing import Any
 from megatron_zpp.arguments.deepspeed_keys import TOP, ByType, Key, NotNeeded, Off, Only, Section, Sets
 from megatron_zpp.arguments.foreign_flags import NOT_NEEDED, REFUSED
 from megatron_zpp.settings.checks import flag_of
-from megatron_zpp.settings.flags import Flag, iterate_flags
+from megatron_zpp.settings.flags import Flag, group_title, iterate_flags
 from megatron_zpp.settings.groups import iterate_groups
 
 _INTRODUCTION = """\
@@ -32,7 +32,7 @@ def render_reference() -> str:
     """The page as Markdown."""
     parts = [_INTRODUCTION]
     for _, group in iterate_groups():
-        parts.append(f"## {_title(group)}\n")
+        parts.append(f"## {group_title(group)}\n")
         rows = [(f"`{flag.name}`", _default(flag), _meaning(flag)) for flag in iterate_flags(group)]
         parts.append(_table(("flag", "default", "meaning"), rows))
     parts.append("## Flags of Megatron-LM and Megatron-DeepSpeed that need no setting\n")
@@ -48,10 +48,6 @@ def render_reference() -> str:
     parts.append("The file sets what it names and nothing else; `null` and `auto` leave a setting to the flags.\n")
     parts.append(_table(("key", "effect"), list(_keys(TOP, ""))))
     return "\n".join(parts)
-
-
-def _title(group: type[Any]) -> str:
-    return (group.__doc__ or "").partition(".")[0]
 
 
 def _default(flag: Flag) -> str:

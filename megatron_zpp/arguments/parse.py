@@ -19,7 +19,7 @@ from megatron_zpp.arguments.deepspeed_config import DeepSpeedConfig, read_deepsp
 from megatron_zpp.arguments.foreign_flags import NOT_NEEDED, REFUSED
 from megatron_zpp.arguments.resolve import check_needed, resolve
 from megatron_zpp.settings.checks import SettingsError, flag_of
-from megatron_zpp.settings.flags import Flag, group_from, iterate_flags
+from megatron_zpp.settings.flags import Flag, group_from, group_title, iterate_flags
 from megatron_zpp.settings.groups import Settings, all_flags, iterate_groups
 
 __all__ = ["SettingsError", "build_parser", "parse_settings"]
@@ -86,7 +86,7 @@ def build_parser(architecture: str) -> argparse.ArgumentParser:
         formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=36),
     )
     for _, group in iterate_groups():
-        section = parser.add_argument_group((group.__doc__ or "").partition(".")[0])
+        section = parser.add_argument_group(group_title(group))
         for flag in iterate_flags(group):
             section.add_argument(flag.name, dest=flag.setting, help=_help(flag), **_value_options(flag))
     for name, foreign in NOT_NEEDED.items():

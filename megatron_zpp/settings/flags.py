@@ -51,6 +51,11 @@ class Flag:
     zero_is_none: bool = False
 
 
+def group_title(group: type[Any]) -> str:
+    """What a group is called in --help and on the page of flags: its docstring's first sentence."""
+    return (group.__doc__ or "").partition(".")[0]
+
+
 def iterate_flags(group: type[Any]) -> Iterator[Flag]:
     """The flags of a group, in order.
 
