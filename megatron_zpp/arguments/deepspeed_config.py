@@ -20,7 +20,7 @@ from megatron_zpp.settings.checks import SettingsError
 class DeepSpeedConfig:
     """What a file says.
 
-    values: settings by field name. origins: for each, the file's key and value, such as "zero_optimization.stage 3".
+    values: {setting: value}. origins: for each, the file's key and value, such as "zero_optimization.stage 3".
     accumulation_steps: micro-batches per optimizer step. notes: one line per reason why keys were not needed.
     """
 
@@ -95,14 +95,14 @@ class _Reader:
     def key(self, name: str, value: Any, key: Key) -> None:
         match key:
             case Section():
-                if name == "zero_optimization.zeropp_loco_param":  # its presence is the switch
-                    self.set("zeropp_loco", True, name, value)
+                if key.turns_on is not None:
+                    self.set(key.turns_on, True, name, value)
                 self.section(value, key, f"{name}.")
             case ByType():
                 self.by_type(value, key, f"{name}.")
-            case Sets(fields, convert):
-                for field_name, converted in zip(fields, self.converted(name, value, convert), strict=True):
-                    self.set(field_name, converted, name, value)
+            case Sets(settings, convert):
+                for setting, converted in zip(settings, self.converted(name, value, convert), strict=True):
+                    self.set(setting, converted, name, value)
             case Only(values, otherwise):
                 if (type(value) is bool, value) not in [(type(allowed) is bool, allowed) for allowed in values]:
                     raise self.error(name, f"cannot be {json.dumps(value)}: {otherwise}")
@@ -118,16 +118,16 @@ class _Reader:
             raise self.error(f"{prefix}type", f"must be one of {', '.join(key.types)}, not {json.dumps(kind)}")
         value, params = key.types[kind]
         self.section(content, Section({"type": Only((kind,), ""), "params": params}, required=("params",)), prefix)
-        self.set(key.field, value, f"{prefix}type", kind)
+        self.set(key.setting, value, f"{prefix}type", kind)
 
     def scale_cosine_ratios(self) -> None:
         """WarmupCosineLR states its least learning rates as parts of the optimizer's."""
-        for ratio, field_name in (("warmup_min_ratio", "lr_warmup_init"), ("cos_min_ratio", "min_lr")):
+        for ratio, setting in (("warmup_min_ratio", "lr_warmup_init"), ("cos_min_ratio", "min_lr")):
             if ratio in self.values:
                 if "lr" not in self.values:
                     raise self.error(self.origins[ratio], "is a part of optimizer.params.lr, which is missing")
-                self.values[field_name] = self.values.pop(ratio) * self.values["lr"]
-                self.origins[field_name] = self.origins.pop(ratio)
+                self.values[setting] = self.values.pop(ratio) * self.values["lr"]
+                self.origins[setting] = self.origins.pop(ratio)
 
     def converted(self, name: str, value: Any, convert: Callable[[Any], Any]) -> Any:
         try:
@@ -135,12 +135,12 @@ class _Reader:
         except (ValueError, OverflowError) as error:
             raise self.error(name, f"{error}, not {json.dumps(value)}") from error
 
-    def set(self, field_name: str, value: Any, name: str, written: Any) -> None:
+    def set(self, setting: str, value: Any, name: str, written: Any) -> None:
         """Two keys may state one setting (a learning rate), but not differently."""
         origin = f"{name} {json.dumps(written)}"
-        if field_name in self.values and self.values[field_name] != value:
-            raise self.error(name, f"{json.dumps(written)} contradicts {self.origins[field_name]}; make them equal")
-        self.values[field_name], self.origins[field_name] = value, origin
+        if setting in self.values and self.values[setting] != value:
+            raise self.error(name, f"{json.dumps(written)} contradicts {self.origins[setting]}; make them equal")
+        self.values[setting], self.origins[setting] = value, origin
 
     def error(self, name: str, message: str) -> SettingsError:
         return SettingsError(f"{name} in {self.path} {message}")

@@ -10,29 +10,35 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from megatron_zpp.optim.optimizer import OPTIMIZERS
+
 
 @dataclass(frozen=True)
 class Sets:
-    """The key sets these fields of the settings; ``convert`` raises ValueError on what it cannot read."""
+    """The key sets these settings; ``convert`` raises ValueError on what it cannot read."""
 
-    fields: tuple[str, ...]
+    settings: tuple[str, ...]
     convert: Callable[[Any], tuple[Any, ...]]
 
 
 @dataclass(frozen=True)
 class Section:
-    """An object of further keys. With ``switch``, a false one turns the section off and its other keys are unused."""
+    """An object of further keys. With ``switch``, a false one turns the section off and its other keys are unused.
+
+    turns_on: the setting that is on where the section is there.
+    """
 
     keys: dict[str, Key]
     required: tuple[str, ...] = ()
     switch: str | None = None
+    turns_on: str | None = None
 
 
 @dataclass(frozen=True)
 class ByType:
-    """An object of "type" and "params": the type sets ``field`` to its value here and says which params there are."""
+    """An object of "type" and "params": the type sets ``setting`` to its value here and says which params there are."""
 
-    field: str
+    setting: str
     types: dict[str, tuple[str, Section]]
 
 
@@ -84,8 +90,8 @@ def whole_number(value: Any) -> int:
     return int(value)
 
 
-def _sets(field: str, convert: Callable[[Any], Any]) -> Sets:
-    return Sets((field,), lambda value: (convert(value),))
+def _sets(setting: str, convert: Callable[[Any], Any]) -> Sets:
+    return Sets((setting,), lambda value: (convert(value),))
 
 
 def _loss_scale(value: Any) -> float | None:
@@ -98,13 +104,12 @@ def _pair(value: Any) -> tuple[float, float]:
     return number(value[0]), number(value[1])
 
 
-_OPTIMIZERS = {"adam": "adam", "adamw": "adam", "sgd": "sgd"}
-
-
 def _optimizer(value: Any) -> str:
-    if str(value).lower() not in _OPTIMIZERS:
-        raise ValueError("must be Adam, AdamW or SGD")
-    return _OPTIMIZERS[str(value).lower()]
+    names = {name: optimizer for optimizer, kind in OPTIMIZERS.items() for name in kind.deepspeed_names}
+    for name, optimizer in names.items():
+        if str(value).lower() == name.lower():
+            return optimizer
+    raise ValueError(f"must be one of {', '.join(names)}")
 
 
 # Sections
@@ -119,7 +124,8 @@ _LOCO = Section(
     {
         "err_beta": _sets("zeropp_loco_beta", number),
         "reset_T": _sets("zeropp_loco_reset_interval", whole_number),
-    }
+    },
+    turns_on="zeropp_loco",
 )
 
 _ZERO = Section(

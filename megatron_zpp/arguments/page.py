@@ -5,7 +5,6 @@ Write it anew after a change: ``python -m megatron_zpp.arguments.page docs/argum
 
 from __future__ import annotations
 
-import dataclasses
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -13,7 +12,9 @@ from typing import Any
 
 from megatron_zpp.arguments.deepspeed_keys import TOP, ByType, Key, NotNeeded, Off, Only, Section, Sets
 from megatron_zpp.arguments.foreign_flags import NOT_NEEDED, REFUSED
-from megatron_zpp.arguments.parse import all_flags, flag_name, iterate_flags, iterate_groups
+from megatron_zpp.settings.checks import flag_of
+from megatron_zpp.settings.flags import Flag, group_title, iterate_flags
+from megatron_zpp.settings.groups import iterate_groups
 
 _INTRODUCTION = """\
 # Flags
@@ -31,14 +32,14 @@ def render_reference() -> str:
     """The page as Markdown."""
     parts = [_INTRODUCTION]
     for _, group in iterate_groups():
-        parts.append(f"## {_title(group)}\n")
-        rows = [(f"`{flag_name(field)}`", _default(field), _meaning(field)) for field, _ in iterate_flags(group)]
+        parts.append(f"## {group_title(group)}\n")
+        rows = [(f"`{flag.name}`", _default(flag), _meaning(flag)) for flag in iterate_flags(group)]
         parts.append(_table(("flag", "default", "meaning"), rows))
     parts.append("## Flags of Megatron-LM and Megatron-DeepSpeed that need no setting\n")
     parts.append("They are accepted, with one note, because what they ask for is so anyway.\n")
     accepted = [
-        (f"`{name}`" + (f" {' or '.join(flag.accepted)}" if flag.accepted else ""), flag.because)
-        for name, flag in NOT_NEEDED.items()
+        (f"`{name}`" + (f" {' or '.join(foreign.accepted)}" if foreign.accepted else ""), foreign.because)
+        for name, foreign in NOT_NEEDED.items()
     ]
     parts.append(_table(("flag", "because"), accepted))
     parts.append("## Flags of Megatron-LM and Megatron-DeepSpeed that are refused\n")
@@ -49,18 +50,13 @@ def render_reference() -> str:
     return "\n".join(parts)
 
 
-def _title(group: type[Any]) -> str:
-    return (group.__doc__ or "").partition(".")[0]
-
-
-def _default(field: dataclasses.Field[Any]) -> str:
-    text = "-" if field.default is None else "off" if field.default is False else f"{field.default}"
+def _default(flag: Flag) -> str:
+    text = "-" if flag.default is None else "off" if flag.default is False else f"{flag.default}"
     return f"`{text}`" if "<" in text else text  # or Markdown takes it for HTML
 
 
-def _meaning(field: dataclasses.Field[Any]) -> str:
-    choices = field.metadata["choices"]
-    return field.metadata["help"] + (f" (one of {', '.join(choices)})" if choices else "")
+def _meaning(flag: Flag) -> str:
+    return flag.help + (f" (one of {', '.join(flag.choices)})" if flag.choices else "")
 
 
 def _keys(section: Section, prefix: str) -> Iterator[tuple[str, str]]:
@@ -69,7 +65,7 @@ def _keys(section: Section, prefix: str) -> Iterator[tuple[str, str]]:
             yield from _keys(key, f"{prefix}{name}.")
         elif isinstance(key, ByType):
             for kind, (_, params) in key.types.items():
-                yield f"`{prefix}{name}.type` {kind}", f"sets {_flags(key.field)}; needs {', '.join(params.required)}"
+                yield f"`{prefix}{name}.type` {kind}", f"sets {_flags(key.setting)}; needs {', '.join(params.required)}"
                 yield from _keys(Section({"params": params}), f"{prefix}{name}.")
         else:
             yield f"`{prefix}{name}`", _effect(key)
@@ -77,8 +73,8 @@ def _keys(section: Section, prefix: str) -> Iterator[tuple[str, str]]:
 
 def _effect(key: Key) -> str:
     match key:
-        case Sets(fields):
-            return f"sets {_flags(*fields)}"
+        case Sets(settings):
+            return f"sets {_flags(*settings)}"
         case Only(values, otherwise):
             return f"only {' or '.join(map(_json, values))}: {otherwise}"
         case Off(otherwise):
@@ -96,9 +92,8 @@ _NO_FLAG = {
 }
 
 
-def _flags(*fields: str) -> str:
-    flags = all_flags()
-    return ", ".join(_NO_FLAG.get(field) or f"`{flags[field]}`" for field in fields)
+def _flags(*settings: str) -> str:
+    return ", ".join(_NO_FLAG.get(setting) or f"`{flag_of(setting)}`" for setting in settings)
 
 
 def _json(value: Any) -> str:

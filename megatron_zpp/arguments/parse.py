@@ -1,37 +1,28 @@
 """From the command line to checked, frozen settings: ``parse_settings``.
 
-Every field of the dataclasses in ``settings.py`` is a flag. A value comes from, in this order: the flag, the DeepSpeed
-file of ``--deepspeed_config`` (which may not contradict a flag), ``--preset``, the field's default. What is then still
-open is derived from the other settings, and everything is checked, in ``resolve.py``.
+Every field of the dataclasses in ``settings/groups.py`` is a flag. A value comes from, in this order: the flag, the
+DeepSpeed file of ``--deepspeed_config`` (which may not contradict a flag), ``--preset``, the field's default. What is
+then still open is derived from the other settings, and everything is checked, in ``resolve.py``.
 """
 
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import difflib
 import os
+import re
 import sys
-import types
-import typing
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NoReturn
 
 from megatron_zpp.arguments.deepspeed_config import DeepSpeedConfig, read_deepspeed_config
 from megatron_zpp.arguments.foreign_flags import NOT_NEEDED, REFUSED
-from megatron_zpp.arguments.resolve import resolve
-from megatron_zpp.settings.checks import SettingsError
-from megatron_zpp.settings.groups import Settings
+from megatron_zpp.arguments.resolve import check_needed, resolve
+from megatron_zpp.settings.checks import SettingsError, flag_of
+from megatron_zpp.settings.flags import Flag, group_from, group_title, iterate_flags
+from megatron_zpp.settings.groups import Settings, all_flags, iterate_groups
 
-__all__ = [
-    "SettingsError",
-    "all_flags",
-    "build_parser",
-    "flag_name",
-    "iterate_flags",
-    "iterate_groups",
-    "parse_settings",
-]
+__all__ = ["SettingsError", "build_parser", "parse_settings"]
 
 
 def note_on_first_rank(text: str) -> None:
@@ -62,10 +53,12 @@ def parse_settings(
     config = read_deepspeed_config(given["deepspeed_config"]) if "deepspeed_config" in given else DeepSpeedConfig()
     _check_agreement(given, config)
     preset = _preset(architecture, given["preset"]) if "preset" in given else {}
-    settings = _into_groups(architecture, preset | config.values | given)
+    values, chosen = preset | config.values | given, given.keys() | config.values.keys()
 
     try:
-        settings, notes = resolve(settings, given.keys() | config.values.keys(), world_size, config.accumulation_steps)
+        check_needed(values, chosen)
+        settings = _into_groups(architecture, values)
+        settings, notes = resolve(settings, chosen, world_size, config.accumulation_steps)
     except SettingsError as error:
         raise SettingsError(f"{error}{_where_from(str(error), config)}") from error
     for text in [*config.notes, *notes, *_foreign_notes(foreign, settings)]:
@@ -74,36 +67,6 @@ def parse_settings(
 
 
 # Flags
-
-
-def iterate_groups() -> Iterator[tuple[str, type[Any]]]:
-    """Each group's attribute of Settings and its dataclass, in order."""
-    for attribute, group in typing.get_type_hints(Settings).items():
-        if isinstance(group, type) and dataclasses.is_dataclass(group):
-            yield attribute, group
-
-
-def iterate_flags(group: type[Any]) -> Iterator[tuple[dataclasses.Field[Any], type]]:
-    """Each field of a group with the type of one value: int for "int | None" and "tuple[int, ...]"."""
-    hints = typing.get_type_hints(group)
-    for field in dataclasses.fields(group):
-        yield field, _value_type(hints[field.name])
-
-
-def all_flags() -> dict[str, str]:
-    """{field name: flag} of all groups; field names are unique over them."""
-    return {field.name: flag_name(field) for _, group in iterate_groups() for field in dataclasses.fields(group)}
-
-
-def flag_name(field: dataclasses.Field[Any]) -> str:
-    """The flag that sets ``field``: "--num-layers" for num_layers."""
-    return field.metadata["name"] or "--" + field.name.replace("_", "-")
-
-
-def _value_type(hint: Any) -> type:
-    if isinstance(hint, types.UnionType):
-        (hint,) = (member for member in typing.get_args(hint) if member is not types.NoneType)
-    return typing.get_args(hint)[0] if typing.get_origin(hint) is tuple else hint
 
 
 class _Parser(argparse.ArgumentParser):
@@ -124,38 +87,35 @@ def build_parser(architecture: str) -> argparse.ArgumentParser:
         formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=36),
     )
     for _, group in iterate_groups():
-        section = parser.add_argument_group((group.__doc__ or "").partition(".")[0])
-        for field, value_type in iterate_flags(group):
-            section.add_argument(
-                flag_name(field), dest=field.name, help=_help(field), **_value_options(field, value_type)
-            )
-    for name, flag in NOT_NEEDED.items():
-        action = "store_true" if flag.accepted is None else "store"
+        section = parser.add_argument_group(group_title(group))
+        for flag in iterate_flags(group):
+            section.add_argument(flag.name, dest=flag.setting, help=_help(flag), **_value_options(flag))
+    for name, foreign in NOT_NEEDED.items():
+        action = "store_true" if foreign.accepted is None else "store"
         parser.add_argument(name, dest=name, help=argparse.SUPPRESS, action=action)
     return parser
 
 
-def _value_options(field: dataclasses.Field[Any], value_type: type) -> dict[str, Any]:
+def _value_options(flag: Flag) -> dict[str, Any]:
     """How argparse reads the flag's values."""
-    if value_type is bool:
+    if flag.value_type is bool:
         return {"action": "store_true"}
-    metadata = field.metadata
-    options: dict[str, Any] = {"type": value_type, "choices": metadata["choices"], "nargs": metadata["nargs"]}
-    if metadata["choices"] is None:
-        options["metavar"] = metadata["metavar"] or {int: "N", float: "X", str: "NAME"}[value_type]
+    options: dict[str, Any] = {"type": flag.value_type, "choices": flag.choices, "nargs": flag.nargs}
+    if flag.choices is None:
+        options["metavar"] = flag.metavar or {int: "N", float: "X", str: "NAME"}[flag.value_type]
     return options
 
 
-def _help(field: dataclasses.Field[Any]) -> str:
-    text = field.metadata["help"]
-    if field.default not in (None, False):
-        text += f" (default: {field.default})"
+def _help(flag: Flag) -> str:
+    text = flag.help
+    if flag.default not in (None, False):
+        text += f" (default: {flag.default})"
     return text.replace("%", "%%")
 
 
 def _check_flag_names(argv: Iterable[str]) -> None:
     """Refuse, before anything else is looked at, the flags that do not exist here, and name those that do."""
-    known = [*all_flags().values(), *NOT_NEEDED]
+    known = [*(flag.name for flag in all_flags().values()), *NOT_NEEDED]
     for token in argv:
         name = token.partition("=")[0]
         if not name.startswith("--") or name in (*known, "--help", "--"):
@@ -183,19 +143,18 @@ def _foreign_notes(foreign: dict[str, Any], settings: Settings) -> Iterator[str]
 
 def _check_agreement(given: dict[str, Any], config: DeepSpeedConfig) -> None:
     """A value stated both by a flag and in the DeepSpeed file must be the same one."""
-    flags = all_flags()
     for name in given.keys() & config.values.keys():
         if given[name] != config.values[name]:
             raise SettingsError(
-                f"{_as_typed(flags[name], given[name])} contradicts {config.origins[name]} of {config.path}; "
+                f"{_as_typed(flag_of(name), given[name])} contradicts {config.origins[name]} of {config.path}; "
                 "make them equal or leave one out"
             )
 
 
 def _where_from(message: str, config: DeepSpeedConfig) -> str:
     """For an error that names flags: which of them were not typed, but stand in the DeepSpeed file."""
-    words = message.replace(",", " ").replace(";", " ").split()
-    keys = [config.origins[name] for name, flag in all_flags().items() if name in config.origins and flag in words]
+    named = re.findall(r"--[\w-]+", message)
+    keys = [config.origins[name] for name, flag in all_flags().items() if name in config.origins and flag.name in named]
     return f" ({', '.join(keys)} in {config.path})" if keys else ""
 
 
@@ -204,7 +163,7 @@ def _as_typed(flag: str, value: Any) -> str:
 
 
 def _preset(architecture: str, name: str) -> dict[str, Any]:
-    """The settings of a published model, by field name."""
+    """The settings of a published model."""
     from megatron_zpp.models.presets import PRESETS
 
     if name not in PRESETS:
@@ -215,12 +174,11 @@ def _preset(architecture: str, name: str) -> dict[str, Any]:
 
 
 def _into_groups(architecture: str, values: dict[str, Any]) -> Settings:
-    """Settings from a flat {field name: value}; field names are unique over all groups."""
-    groups: dict[str, Any] = {}
-    for attribute, group in iterate_groups():
-        names = [field.name for field in dataclasses.fields(group)]
-        chosen = {name: values.pop(name) for name in names if name in values}
-        # argparse makes lists; frozen settings hold tuples
-        groups[attribute] = group(**{name: tuple(v) if isinstance(v, list) else v for name, v in chosen.items()})
-    assert not values, f"no setting is called {', '.join(values)}"
+    """Settings from a flat {setting: value}. Raises SettingsError where those of ZeRO++ do not fit together."""
+    unknown = values.keys() - all_flags().keys()
+    assert not unknown, f"no setting is called {', '.join(unknown)}"
+    try:
+        groups = {attribute: group_from(group, values) for attribute, group in iterate_groups()}
+    except ValueError as error:  # only ZeRO++'s checks itself when it is made
+        raise SettingsError(f"ZeRO++ settings: {error}") from error
     return Settings(architecture=architecture, **groups)

@@ -7,8 +7,10 @@ One function per group: it checks what the user gave, fills what was left open, 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from typing import Any
 
+from megatron_zpp.arguments.check_zero import check_zero
 from megatron_zpp.arguments.resolve_parallel import (
     check_parallel,
     check_pipeline_batches,
@@ -16,7 +18,6 @@ from megatron_zpp.arguments.resolve_parallel import (
     data_parallel_size,
     resolve_pipeline,
 )
-from megatron_zpp.arguments.resolve_zero import resolve_zero
 from megatron_zpp.optim.batch_size import BatchSchedule
 from megatron_zpp.optim.schedule import Schedule
 from megatron_zpp.settings.checks import SettingsError, check_at_least, flag_of, require
@@ -30,6 +31,7 @@ from megatron_zpp.settings.groups import (
     Settings,
     TokenizerSettings,
     TrainingSettings,
+    all_flags,
 )
 
 
@@ -44,7 +46,6 @@ def resolve(
     given = set(given)
     check_parallel(settings.distributed, settings.zero.zero_stage, settings.training.seq_length, world_size)
     dp_size = data_parallel_size(settings.distributed, world_size)
-    _check_needs(settings, given)
     training = _resolve_training(settings.training, dp_size, accumulation_steps)
     model = _resolve_model(settings.model, settings.architecture, training.seq_length)
     assert training.seq_length
@@ -55,9 +56,10 @@ def resolve(
         training=training,
         precision=_resolve_precision(settings.precision),
         activation=_resolve_activation(settings.activation, model.num_layers),
-        zero=resolve_zero(settings.zero, dp_size * settings.distributed.context_parallel_size, settings.distributed),
         tokenizer=_resolve_tokenizer(settings.tokenizer, settings.data),
     )
+    fsdp_size = dp_size * settings.distributed.context_parallel_size
+    check_zero(settings.zero, settings.zeropp, fsdp_size, settings.distributed)
     settings = dataclasses.replace(settings, distributed=resolve_pipeline(settings))
     _check_batches_and_schedule(settings, dp_size)
     _check_optimizer(settings.optimizer)
@@ -323,27 +325,18 @@ def _check_checkpoint(checkpoint: CheckpointSettings) -> None:
 # Settings that mean something only beside another one
 
 
-# A ZeRO++ setting without its switch would leave the collectives unquantized unnoticed, and a head layout without
-# its switch would train another network: those are errors. The others are harmless left-overs of a script: a note.
-_NEEDED = {
-    "num_query_groups": "group_query_attention",
-    "zeropp_loco": "zero_quantized_gradients",
-    "zero_weight_bits": "zero_quantized_weights",
-    "zero_weight_intra_bits": "zero_quantized_weights",
-    "zero_weight_block_size": "zero_quantized_weights",
-    "zero_gradient_bits": "zero_quantized_gradients",
-    "zero_gradient_intra_bits": "zero_quantized_gradients",
-    "zero_gradient_block_size": "zero_quantized_gradients",
-    "zero_weight_rounding": "zero_quantized_weights",
-    "zero_gradient_rounding": "zero_quantized_gradients",
-    "zero_weight_difference_block_size": "zero_weight_difference_bits",
-    "zero_hadamard": "zero_quantized_gradients",
-    "zeropp_loco_reset": "zeropp_loco",
-    "zeropp_loco_hops": "zeropp_loco",
-    "zeropp_loco_error_dtype": "zeropp_loco",
-    "zeropp_loco_beta": "zeropp_loco",
-    "zeropp_loco_reset_interval": "zeropp_loco",
-}
+def check_needed(values: Mapping[str, Any], given: Collection[str]) -> None:
+    """Raise SettingsError for a given flag without the one it needs.
+
+    A ZeRO++ setting without its switch would leave the collectives unquantized unnoticed, and a head layout without
+    its switch would train another network. values: what flags, DeepSpeed's file and preset say, the rest being off.
+    """
+    for flag in all_flags().values():
+        if flag.needs is not None and flag.setting in given:
+            require(bool(values.get(flag.needs)), f"{flag.name} needs {flag_of(flag.needs)}")
+
+
+# Left-overs of a script, which do no harm: a note.
 _NO_EFFECT_WITHOUT = {
     "rope_scaling_factor": "use_rope_scaling",
     "fim_rate": "fim_data",
@@ -369,12 +362,6 @@ _NO_EFFECT_WITHOUT = {
     "wandb_entity": "wandb_project",
     "wandb_save_dir": "wandb_project",
 }
-
-
-def _check_needs(settings: Settings, given: set[str]) -> None:
-    values = settings.as_flat_dict()
-    for name, needed in _NEEDED.items():
-        require(name not in given or values[needed], f"{flag_of(name)} needs {flag_of(needed)}")
 
 
 def _notes(settings: Settings, given: set[str]) -> Iterator[str]:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -18,8 +20,50 @@ from torch.distributed.tensor import DTensor
 from megatron_zpp.settings.groups import OptimizerSettings
 
 
+@dataclass(frozen=True)
+class OptimizerKind:
+    """All that the program knows of one of ``--optimizer``'s choices.
+
+    torch_class: torch's, called with ``arguments``. apex_class: Apex's of ``--use-apex``, called with ``arguments`` and
+    ``apex_arguments``, and apex_kernel, its attribute that launches the kernel. state_tensors: how many fp32 tensors of
+    a parameter's shape it keeps. deepspeed_names: what a DeepSpeed file calls it, in upper or lower case.
+    """
+
+    torch_class: Callable[..., torch.optim.Optimizer]
+    arguments: Callable[[OptimizerSettings], dict[str, Any]]
+    apex_class: str
+    apex_kernel: str
+    apex_arguments: dict[str, Any]
+    state_tensors: Callable[[OptimizerSettings], int]
+    deepspeed_names: tuple[str, ...]
+
+
+OPTIMIZERS = {
+    "adam": OptimizerKind(
+        # One fused kernel per group; torch has one for CPU and CUDA, and it takes DTensors.
+        torch_class=partial(torch.optim.AdamW, fused=True),
+        arguments=lambda settings: dict(betas=(settings.adam_beta1, settings.adam_beta2), eps=settings.adam_eps),
+        apex_class="FusedAdam",
+        apex_kernel="multi_tensor_adam",
+        apex_arguments=dict(adam_w_mode=True),
+        state_tensors=lambda settings: 2,
+        deepspeed_names=("Adam", "AdamW"),
+    ),
+    "sgd": OptimizerKind(
+        # DTensor knows no fused SGD (torch 2.13).
+        torch_class=partial(torch.optim.SGD, foreach=True),
+        arguments=lambda settings: dict(momentum=settings.sgd_momentum),
+        apex_class="FusedSGD",
+        apex_kernel="multi_tensor_sgd",
+        apex_arguments={},
+        state_tensors=lambda settings: int(settings.sgd_momentum > 0),
+        deepspeed_names=("SGD",),
+    ),
+}
+
+
 def build_optimizer(model: nn.Module, settings: OptimizerSettings) -> torch.optim.Optimizer:
-    """AdamW or SGD with momentum over the trainable parameters of ``model``.
+    """The optimizer that ``settings`` name, over the trainable parameters of ``model``.
 
     Two parameter groups, by Megatron's rule: no weight decay on biases and 1-D parameters (norms), decay on everything
     else, embeddings included. ``set_lr_and_weight_decay`` moves both along the schedule. AdamW's weight decay is
@@ -30,20 +74,13 @@ def build_optimizer(model: nn.Module, settings: OptimizerSettings) -> torch.opti
         settings: with ``use_apex``, NVIDIA Apex's fused kernels run in place of torch's.
 
     Raises:
-        ValueError: no trainable parameter, or ``use_apex`` without a usable NVIDIA Apex.
+        ValueError: an unknown optimizer, no trainable parameter, or ``use_apex`` without a usable NVIDIA Apex.
     """
-    groups = _parameter_groups(model)
-    lr = settings.lr if settings.lr is not None else 0.0
-    betas = (settings.adam_beta1, settings.adam_beta2)
-    if settings.use_apex:
-        return _apex_optimizer(groups, settings, lr)
-    if settings.optimizer == "adam":
-        # One fused kernel per group; torch has one for CPU and CUDA, and it takes DTensors.
-        return torch.optim.AdamW(groups, lr=lr, betas=betas, eps=settings.adam_eps, fused=True)
-    if settings.optimizer == "sgd":
-        # DTensor knows no fused SGD (torch 2.13).
-        return torch.optim.SGD(groups, lr=lr, momentum=settings.sgd_momentum, foreach=True)
-    raise ValueError(f"--optimizer {settings.optimizer} is not one of adam, sgd")
+    if settings.optimizer not in OPTIMIZERS:
+        raise ValueError(f"--optimizer {settings.optimizer} is not one of {', '.join(OPTIMIZERS)}")
+    kind, groups = OPTIMIZERS[settings.optimizer], _parameter_groups(model)
+    arguments = dict(lr=settings.lr or 0.0, **kind.arguments(settings))
+    return _apex_optimizer(groups, kind, arguments) if settings.use_apex else kind.torch_class(groups, **arguments)
 
 
 def set_lr_and_weight_decay(optimizer: torch.optim.Optimizer, lr: float, weight_decay: float) -> None:
@@ -116,12 +153,12 @@ def _parameter_groups(model: nn.Module) -> list[dict[str, Any]]:
     return groups
 
 
-def _apex_optimizer(groups: list[dict[str, Any]], settings: OptimizerSettings, lr: float) -> torch.optim.Optimizer:
+def _apex_optimizer(
+    groups: list[dict[str, Any]], kind: OptimizerKind, arguments: dict[str, Any]
+) -> torch.optim.Optimizer:
     # The package called `apex` on PyPI is an unrelated one, so an import that works proves nothing.
-    name = "FusedAdam" if settings.optimizer == "adam" else "FusedSGD"
-    kernel_name = "multi_tensor_adam" if settings.optimizer == "adam" else "multi_tensor_sgd"
     try:
-        optimizer_class = getattr(importlib.import_module("apex.optimizers"), name)
+        optimizer_class = getattr(importlib.import_module("apex.optimizers"), kind.apex_class)
         importlib.import_module("amp_C")  # the compiled part, which an Apex built without --cuda_ext lacks
     except (ImportError, AttributeError) as error:
         raise ValueError(
@@ -129,13 +166,8 @@ def _apex_optimizer(groups: list[dict[str, Any]], settings: OptimizerSettings, l
             "https://github.com/NVIDIA/apex (not `pip install apex`, which is another project), or leave --use-apex "
             "out: torch's fused optimizer is the default"
         ) from error
-    arguments: dict[str, Any] = dict(lr=lr, weight_decay=0.0)
-    if settings.optimizer == "adam":
-        arguments |= dict(betas=(settings.adam_beta1, settings.adam_beta2), eps=settings.adam_eps, adam_w_mode=True)
-    else:
-        arguments |= dict(momentum=settings.sgd_momentum)
-    optimizer = optimizer_class(groups, **arguments)
-    setattr(optimizer, kernel_name, _on_local_tensors(getattr(optimizer, kernel_name)))
+    optimizer = optimizer_class(groups, weight_decay=0.0, **arguments, **kind.apex_arguments)
+    setattr(optimizer, kind.apex_kernel, _on_local_tensors(getattr(optimizer, kind.apex_kernel)))
     return cast(torch.optim.Optimizer, optimizer)
 
 

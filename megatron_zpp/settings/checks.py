@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from megatron_zpp.settings.groups import all_flags
+
 
 class SettingsError(ValueError):
     """A flag, or a key of the DeepSpeed file, is wrong. The message is one line that says what to do."""
@@ -22,9 +24,9 @@ def check_at_least(group: Any, minimum: float, *names: str) -> None:
         require(value is None or value >= minimum, f"{flag_of(name)} must be at least {minimum}, got {value}")
 
 
-def flag_of(name: str) -> str:
-    """The flag that sets the field called ``name``."""
-    return "--" + name.replace("_", "-")
+def flag_of(setting: str) -> str:
+    """The flag that sets ``setting``: "--num-layers" for num_layers."""
+    return all_flags()[setting].name
 
 
 def divisors(number: int) -> list[int]:

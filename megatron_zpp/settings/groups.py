@@ -1,28 +1,21 @@
 """Every setting of a run, once: its name, type, default, meaning and command-line flag.
 
 Each dataclass is one group of flags in ``--help``; the field ``num_layers`` is the flag ``--num-layers`` unless
-``flag(..., name=...)`` says otherwise. Names and defaults are Megatron-LM's wherever it has the setting.
-``arguments.parse_settings`` fills, checks and freezes them; everything downstream takes the group it needs.
+``flag(..., name=...)`` says otherwise. Names and defaults are Megatron-LM's wherever it has the setting. The flags of
+ZeRO++ and LoCo are the fields of ``ZeroPPConfig``. ``arguments.parse_settings`` fills, checks and freezes them;
+everything downstream takes the group it needs.
 """
 
 from __future__ import annotations
 
-import dataclasses
-from dataclasses import dataclass, field
+import functools
+import typing
+from collections.abc import Iterator
+from dataclasses import dataclass, is_dataclass
 from typing import Any
 
-
-def flag(
-    default: Any,
-    help: str,
-    *,
-    name: str | None = None,
-    choices: tuple[str, ...] | None = None,
-    nargs: int | str | None = None,
-    metavar: str | tuple[str, ...] | None = None,
-) -> Any:
-    """A dataclass field that is also a command-line flag. A ``bool`` field becomes a switch."""
-    return field(default=default, metadata=dict(help=help, name=name, choices=choices, nargs=nargs, metavar=metavar))
+from megatron_zpp.settings.flags import Flag, flag, flat_values, iterate_flags
+from megatron_zpp.zeropp.config import ZeroPPConfig
 
 
 @dataclass(frozen=True)
@@ -36,7 +29,9 @@ class ModelSettings:
     num_attention_heads: int | None = flag(None, "number of query heads")
     kv_channels: int | None = flag(None, "width of one head; default hidden / heads")
     group_query_attention: bool = flag(False, "share each key/value head among several query heads (Llama)")
-    num_query_groups: int | None = flag(None, "number of key/value heads with --group-query-attention")
+    num_query_groups: int | None = flag(
+        None, "number of key/value heads with --group-query-attention", needs="group_query_attention"
+    )
     max_position_embeddings: int | None = flag(None, "learned positions of GPT; default --seq-length")
     rotary_base: int = flag(10000, "base of the rotary embedding (Llama)")
     use_rope_scaling: bool = flag(False, "Llama-3.1's scaling of rotary frequencies")
@@ -181,48 +176,12 @@ class ActivationSettings:
 
 @dataclass(frozen=True)
 class ZeroSettings:
-    """ZeRO, ZeRO++ and LoCo."""
+    """ZeRO."""
 
     zero_stage: int = flag(3, "what is sharded: 0 nothing, 1 optimizer state, 2 and gradients, 3 and parameters")
-    zero_quantized_weights: bool = flag(False, "qwZ: all-gather parameters as block-quantized integers")
-    zero_hpz_partition_size: int = flag(
-        1, "hpZ: ranks that hold one secondary copy of the parameters, normally the GPUs of a node; 1 = off"
-    )
-    zero_quantized_gradients: bool = flag(False, "qgZ: reduce gradients by a two-hop quantized all-to-all")
-    zero_ranks_per_node: int | None = flag(
-        None, "ranks that share a node; default from where the ranks run, or --zero-hpz-partition-size"
-    )
-    zero_weight_bits: int = flag(8, "bits of quantized weights between nodes: 2, 3, 4, 6 or 8")
-    zero_weight_intra_bits: int | None = flag(None, "bits of weights within a node; default unquantized")
-    zero_weight_block_size: int | None = flag(256, "elements per weight scale; 0 = one scale per tensor")
-    zero_gradient_bits: int | None = flag(
-        4, "bits of quantized gradients between nodes: 2, 3, 4, 6 or 8; 0 = unquantized"
-    )
-    zero_gradient_intra_bits: int | None = flag(8, "bits of quantized gradients within a node; 0 = unquantized")
-    zero_gradient_block_size: int | None = flag(128, "elements per gradient scale; 0 = one scale per tensor")
-    zero_weight_rounding: str = flag("nearest", "rounding of quantized weights", choices=("nearest", "stochastic"))
-    zero_gradient_rounding: str = flag("nearest", "rounding of quantized gradients", choices=("nearest", "stochastic"))
-    hpz_secondary_dtype: str = flag(
-        "16bit", "how hpZ keeps its copy: as the values, or as the int8 blocks that arrived", choices=("16bit", "int8")
-    )
-    zero_weight_difference_bits: int | None = flag(
-        None, "send between nodes only what changed since hpZ's copy, in so many bits, such as 4"
-    )
-    zero_weight_difference_block_size: int | None = flag(2048, "elements per scale of weight differences")
-    zero_hadamard: bool = flag(False, "rotate gradients by 32 x 32 Hadamard matrices before they are quantized")
     zero_monitor_interval: int | None = flag(
         None, "optimizer steps between samples of quantization errors, for the log"
     )
-    zeropp_loco: bool = flag(False, "LoCo: feed a moving average of compression errors back into the gradients")
-    zeropp_loco_beta: float = flag(0.8, "LoCo's weight of the old error; 0 = classic error feedback")
-    zeropp_loco_reset_interval: int | None = flag(1024, "optimizer steps after which LoCo's error is reset; 0 = never")
-    zeropp_loco_reset: str = flag(
-        "hard", "how LoCo's error is reset: all at once, or by a little each step", choices=("hard", "decay")
-    )
-    zeropp_loco_hops: str = flag(
-        "inter", "hops that LoCo corrects: between nodes, or within them too", choices=("inter", "both")
-    )
-    zeropp_loco_error_dtype: str = flag("int8", "how LoCo keeps its error", choices=("int8", "bf16", "fp32"))
     deepspeed_config: str | None = flag(
         None,
         "DeepSpeed JSON file with batch sizes, ZeRO, precision, optimizer and schedule",
@@ -397,6 +356,7 @@ class Settings:
     precision: PrecisionSettings = PrecisionSettings()
     activation: ActivationSettings = ActivationSettings()
     zero: ZeroSettings = ZeroSettings()
+    zeropp: ZeroPPConfig = ZeroPPConfig()
     data: DataSettings = DataSettings()
     tokenizer: TokenizerSettings = TokenizerSettings()
     checkpoint: CheckpointSettings = CheckpointSettings()
@@ -404,10 +364,21 @@ class Settings:
     distributed: DistributedSettings = DistributedSettings()
 
     def as_flat_dict(self) -> dict[str, Any]:
-        """Every setting by its field name, for logs, wandb's config and checkpoints' metadata."""
+        """Every setting by its name, for logs, wandb's config and checkpoints' metadata."""
         flat: dict[str, Any] = {"architecture": self.architecture}
-        for group in dataclasses.fields(self):
-            value = getattr(self, group.name)
-            if dataclasses.is_dataclass(value) and not isinstance(value, type):
-                flat.update(dataclasses.asdict(value))
+        for attribute, _ in iterate_groups():
+            flat |= flat_values(getattr(self, attribute))
         return flat
+
+
+def iterate_groups() -> Iterator[tuple[str, type[Any]]]:
+    """Each group's attribute of Settings and its dataclass, in order."""
+    for attribute, group in typing.get_type_hints(Settings).items():
+        if isinstance(group, type) and is_dataclass(group):
+            yield attribute, group
+
+
+@functools.cache
+def all_flags() -> dict[str, Flag]:
+    """{setting: flag} of all groups."""
+    return {flag.setting: flag for _, group in iterate_groups() for flag in iterate_flags(group)}

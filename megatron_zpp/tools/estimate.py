@@ -19,12 +19,12 @@ import torch
 from torch import nn
 
 from megatron_zpp.arguments.parse import SettingsError, parse_settings
-from megatron_zpp.arguments.resolve_zero import zeropp_config
 from megatron_zpp.metrics.throughput import peak_tflops
 from megatron_zpp.models.flops import flops_per_token
 from megatron_zpp.models.gpt import GPT
 from megatron_zpp.models.llama import Llama
 from megatron_zpp.optim.batch_size import BatchSchedule
+from megatron_zpp.optim.optimizer import OPTIMIZERS
 from megatron_zpp.settings.groups import Settings
 from megatron_zpp.training.model import build_model, mixed_precision
 from megatron_zpp.zeropp.config import ZeroPPConfig
@@ -119,15 +119,14 @@ def shards_of(parameters: list[tuple[str, nn.Parameter]], world_size: int) -> Sh
 
 def estimate(settings: Settings, vocabulary: int, cluster: Cluster) -> Estimate:
     """Raises ValueError for what is not estimated: --zero-stage 0, evaluation alone."""
-    training, zero = settings.training, settings.zero
+    training, config = settings.training, settings.zeropp
     assert training.global_batch_size and training.micro_batch_size and training.seq_length  # by parse_settings
-    if zero.zero_stage == 0:
+    if settings.zero.zero_stage == 0:
         raise ValueError("--zero-stage 0 shards nothing and is not estimated; give 1, 2 or 3")
     if settings.distributed.ranks_per_model_copy > 1:
         raise ValueError("tensor, pipeline and context parallelism are not estimated; leave them out")
     if training.skip_train:
         raise ValueError("with --skip-train there is no training to estimate; leave it out")
-    config = zeropp_config(zero)
     if config.ranks_per_node not in (None, cluster.ranks_per_node) or config.hpz_partition_size not in (
         1,
         cluster.ranks_per_node,
@@ -183,11 +182,11 @@ def _states(
     shard = sum(map(_numel, units))
     nodes = cluster.nodes
     weights, gradients = _dtypes(settings)
-    moments = 2 if settings.optimizer.optimizer == "adam" else int(settings.optimizer.sgd_momentum > 0)
+    state_tensors = OPTIMIZERS[settings.optimizer.optimizer].state_tensors(settings.optimizer)
     states = {
         "parameters, fp32": 4 * shard,
         "gradients, fp32": 4 * shard,
-        f"{settings.optimizer.optimizer}'s state, fp32": 4 * moments * shard,
+        f"{settings.optimizer.optimizer}'s state, fp32": 4 * state_tensors * shard,
     }
     if config.hpz_partition_size > 1 and nodes > 1:
         if config.hpz_secondary_dtype == "int8":

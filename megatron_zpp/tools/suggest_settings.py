@@ -14,7 +14,6 @@ same data with initial weights that are 0.1 % larger: what differs between the t
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import math
 import statistics
 import subprocess
@@ -26,10 +25,10 @@ from rich.console import Console
 from rich.progress import Progress
 
 from megatron_zpp.arguments.parse import parse_settings
-from megatron_zpp.arguments.resolve_zero import resolve_zero
 from megatron_zpp.metrics.log_reader import BETWEEN, RunLog, parse_log
-from megatron_zpp.settings.checks import flag_of
-from megatron_zpp.settings.groups import DistributedSettings, Settings, ZeroSettings
+from megatron_zpp.settings.flags import iterate_flags
+from megatron_zpp.settings.groups import Settings, ZeroSettings
+from megatron_zpp.zeropp.config import ZeroPPConfig
 
 ALL = "--zero-quantized-weights --zero-quantized-gradients"
 LOCO = "--zeropp-loco"
@@ -109,7 +108,7 @@ def measure(args: argparse.Namespace, flags: list[str]) -> tuple[list[Outcome], 
     all_flags |= {name: f"--zero-hpz-partition-size {per_node} {setting}" for name, setting in settings.items()}
     # A mistake comes to light before anything is trained.
     plain = parse_settings(args.architecture, [*flags, *common], note=lambda _: None)
-    check_plain(plain, ranks, args.iterations)
+    check_plain(plain, args.iterations)
     for setting in all_flags.values():
         parse_settings(args.architecture, [*flags, *common, *setting.split()], note=lambda _: None)
     outcomes, noise, again = [], None, not plain.checkpoint.finetune
@@ -133,7 +132,7 @@ def measure(args: argparse.Namespace, flags: list[str]) -> tuple[list[Outcome], 
     return outcomes, noise
 
 
-def check_plain(settings: Settings, ranks: int, iterations: int) -> None:
+def check_plain(settings: Settings, iterations: int) -> None:
     """Raise ValueError unless the run that all settings are added to is a short, plain one that starts anew."""
     checkpoint, logging = settings.checkpoint, settings.logging
     if (
@@ -146,11 +145,11 @@ def check_plain(settings: Settings, ranks: int, iterations: int) -> None:
             "every setting starts anew: leave --save, --tensorboard-dir and --wandb-project out; "
             "--load only with --finetune"
         )
-    plain = resolve_zero(dataclasses.replace(ZeroSettings(), zero_stage=3), ranks, DistributedSettings())
+    flat = settings.as_flat_dict()
     given = [
-        flag_of(field.name)
-        for field in dataclasses.fields(ZeroSettings)
-        if getattr(settings.zero, field.name) != getattr(plain, field.name) and field.name != "zero_monitor_interval"
+        flag.name
+        for flag in (*iterate_flags(ZeroSettings), *iterate_flags(ZeroPPConfig))
+        if flat[flag.setting] != flag.default and flag.setting != "zero_monitor_interval"
     ]
     if given:
         raise ValueError(

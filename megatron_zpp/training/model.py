@@ -11,7 +11,6 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from megatron_zpp.arguments.resolve_parallel import placement_of
-from megatron_zpp.arguments.resolve_zero import zeropp_config
 from megatron_zpp.metrics.progress import progress
 from megatron_zpp.models.activation_checkpoint import apply_activation_checkpointing
 from megatron_zpp.models.gpt import GPT, GPTConfig
@@ -101,14 +100,14 @@ def build_model_on_ranks(
         if ranks.emulate_ranks is None:
             shard_model(model, mesh, zero.zero_stage, precision)
             if zero.zero_stage > 0:
-                zeropp = apply_zeropp(model, zeropp_config(zero), tensor_parallel=mesh.tensor_parallel_group())
+                zeropp = apply_zeropp(model, settings.zeropp, tensor_parallel=mesh.tensor_parallel_group())
         model.to_empty(device=device)
     with progress("initializing weights"):
         init_weights(model, settings.training.seed)
     if ranks.emulate_ranks is not None:
         zeropp = emulate_zeropp(
             model,
-            zeropp_config(zero),
+            settings.zeropp,
             ranks.emulate_nodes,
             ranks.emulate_ranks // ranks.emulate_nodes,
             units=list(model.layers),
@@ -123,8 +122,8 @@ def build_model_on_ranks(
 
 def _check_nodes_alike(settings: Settings, mesh: Mesh) -> None:
     """Refuse data-parallel groups that are split over nodes in different ways, each of which would be fine alone."""
-    zero = settings.zero
-    if mesh.pp_size * mesh.tp_size == 1 or zero.zero_ranks_per_node is not None or zero.zero_hpz_partition_size > 1:
+    config = settings.zeropp
+    if mesh.pp_size * mesh.tp_size == 1 or config.ranks_per_node is not None or config.hpz_partition_size > 1:
         return
     names = gather_node_names(mesh.fsdp.get_group())
     mine = [names.count(name) for name in dict.fromkeys(names)]  # ranks on each node
@@ -179,9 +178,7 @@ def _build_stages(
         _prepare_model(stage, settings)
         shard_model(stage, mesh, zero_stage, precision)
     units = nn.ModuleDict({f"stage{number}": stage for number, stage in stages.items()})
-    zeropp = apply_zeropp(
-        units, zeropp_config(settings.zero), mesh.grid["pp"].get_group(), mesh.tensor_parallel_group()
-    )
+    zeropp = apply_zeropp(units, settings.zeropp, mesh.grid["pp"].get_group(), mesh.tensor_parallel_group())
     for stage in stages.values():
         stage.to_empty(device=device)
     length = training.seq_length // mesh.cp_size

@@ -2,38 +2,68 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
+from typing import Any
 
 SUPPORTED_BITS = (2, 3, 4, 6, 8)
 ROUNDINGS = ("nearest", "stochastic")
 
 
-_BITS = ("weight_bits", "weight_intra_bits", "weight_difference_bits", "gradient_bits", "gradient_intra_bits")
+def _flag(
+    name: str,
+    default: Any,
+    help: str,
+    *,
+    choices: tuple[str, ...] | None = None,
+    needs: str | None = None,
+    zero_is_none: bool = False,
+) -> Any:
+    """A field that is also the trainer's flag ``name``, which reads all of this from the field's metadata.
+
+    A field without metadata is no flag. needs: the field without which this flag is an error. zero_is_none: the flag
+    says 0 for None.
+    """
+    metadata = dict(name=name, help=help, choices=choices, needs=needs, zero_is_none=zero_is_none)
+    return dataclasses.field(default=default, metadata=metadata)
 
 
 @dataclass(frozen=True)
 class LoCoConfig:
     """LoCo (arXiv 2407.04480): low-bit gradients with a moving average of past compression errors.
 
-    beta: weight of the OLD error in ``e <- beta * e + (1 - beta) * d``; 0 is classic error feedback.
-    reset_interval: T, the optimizer steps that the error lives for; None = for ever.
-    reset: "hard" starts again from zero every T steps, as published, and throws away up to e / (1 - beta); "decay"
-        forgets 1 / T of the error at every step instead.
-    hops: "inter" corrects the hop between nodes, with M / P elements of state a rank (M parameters, P ranks per node);
-        "both" also that within a node, with M more.
-    error_dtype: how the error is kept: "int8" blocks, "bf16" or "fp32".
+    What a field means is its help. Raises ValueError for values that cannot be.
     """
 
-    beta: float = 0.8
-    reset_interval: int | None = 1024
-    reset: str = "hard"
-    hops: str = "inter"
-    error_dtype: str = "int8"
+    # In e <- beta * e + (1 - beta) * d.
+    beta: float = _flag("--zeropp-loco-beta", 0.8, "LoCo's weight of the old error; 0 = classic error feedback")
+    # The paper's T. None = never.
+    reset_interval: int | None = _flag(
+        "--zeropp-loco-reset-interval",
+        1024,
+        "optimizer steps after which LoCo's error is reset; 0 = never",
+        zero_is_none=True,
+    )
+    # "hard", as published, throws away up to e / (1 - beta); "decay" forgets 1 / reset_interval of e at every step.
+    reset: str = _flag(
+        "--zeropp-loco-reset",
+        "hard",
+        "how LoCo's error is reset: all at once, or by a little each step",
+        choices=("hard", "decay"),
+    )
+    # "inter" has M / P elements of state a rank (M parameters, P ranks per node), "both" M more.
+    hops: str = _flag(
+        "--zeropp-loco-hops",
+        "inter",
+        "hops that LoCo corrects: between nodes, or within them too",
+        choices=("inter", "both"),
+    )
+    error_dtype: str = _flag(
+        "--zeropp-loco-error-dtype", "int8", "how LoCo keeps its error", choices=("int8", "bf16", "fp32")
+    )
 
     def __post_init__(self) -> None:
-        _check_choice("LoCo's reset", self.reset, ("hard", "decay"))
-        _check_choice("LoCo's hops", self.hops, ("inter", "both"))
-        _check_choice("LoCo's error_dtype", self.error_dtype, ("int8", "bf16", "fp32"))
+        _check_choices(self, "LoCo's ")
         if not 0.0 <= self.beta < 1.0:
             raise ValueError(f"LoCo's beta must be in [0, 1), got {self.beta}")
         if self.reset_interval is not None and self.reset_interval < 1:
@@ -42,58 +72,130 @@ class LoCoConfig:
 
 @dataclass(frozen=True)
 class ZeroPPConfig:
-    """ZeRO++ (arXiv 2306.10209) and LoCo for one model. Everything is off by default.
+    """ZeRO++ and LoCo. Everything is off by default.
 
-    quantized_weights: qwZ. Parameters are all-gathered as ``weight_bits`` integers.
-    hpz_partition_size: hpZ. The number of ranks, normally those of a node, that hold one secondary copy of the
-        parameters, so that only the first gather after an optimizer step crosses nodes. 1 = off.
-    quantized_gradients: qgZ. Gradients are reduced by an all-to-all within each node in ``gradient_intra_bits`` and,
-        once per optimizer step, one between nodes in ``gradient_bits``.
-    loco: error feedback on quantized gradients; needs ``quantized_gradients``.
-    ranks_per_node: which consecutive ranks share a node. Default: ``hpz_partition_size`` if that is set, else found
-        from where the ranks run.
-    *_bits: 2, 3, 4, 6 or 8, or None for unquantized.
-    *_block_size: elements that share a scale, a multiple of 8; None = one scale per parameter and rank.
-    *_rounding: "nearest" (half to even), or "stochastic" from a counter-based generator seeded by ``seed``.
-    hpz_secondary_dtype: "16bit" keeps the secondary partition as the values that are gathered; "int8" keeps the
-        quantized blocks as they arrived between nodes, which halves its memory and quantizes the gathers within the
-        node at no further loss; needs ``quantized_weights``.
-    weight_difference_bits: send between nodes only what changed since the secondary partition, in so many bits
-        (after SDP4Bit, arXiv 2410.15526); what was lost stays in the next difference. Needs hpZ.
-    hadamard: rotate gradients by 32 x 32 Hadamard matrices before they are quantized, which spreads outliers.
+    ZeRO++ is arXiv 2306.10209. What a field means is its help, where None is the flag's 0: unquantized, or one scale
+    per parameter and rank. Bits are 2, 3, 4, 6 or 8, block sizes multiples of 8. Raises ValueError for values that
+    cannot be, or do not fit together.
     """
 
-    quantized_weights: bool = False
-    hpz_partition_size: int = 1
-    quantized_gradients: bool = False
-    loco: LoCoConfig | None = None
-    ranks_per_node: int | None = None
-    weight_bits: int | None = 8
-    weight_intra_bits: int | None = None
-    weight_block_size: int | None = 256
-    gradient_bits: int | None = 4
-    gradient_intra_bits: int | None = 8
-    gradient_block_size: int | None = 128
-    weight_rounding: str = "nearest"
-    gradient_rounding: str = "nearest"
-    hpz_secondary_dtype: str = "16bit"
-    weight_difference_bits: int | None = None
-    weight_difference_block_size: int | None = 2048
-    hadamard: bool = False
-    seed: int = 0
+    quantized_weights: bool = _flag(
+        "--zero-quantized-weights", False, "qwZ: all-gather parameters as block-quantized integers"
+    )
+    # Only the first gather after an optimizer step crosses nodes.
+    hpz_partition_size: int = _flag(
+        "--zero-hpz-partition-size",
+        1,
+        "hpZ: ranks that hold one secondary copy of the parameters, normally the GPUs of a node; 1 = off",
+    )
+    # Within each node at every micro-batch, between nodes once per optimizer step.
+    quantized_gradients: bool = _flag(
+        "--zero-quantized-gradients", False, "qgZ: reduce gradients by a two-hop quantized all-to-all"
+    )
+    loco: LoCoConfig | None = _flag(
+        "--zeropp-loco",
+        None,
+        "LoCo: feed a moving average of compression errors back into the gradients",
+        needs="quantized_gradients",
+    )
+    ranks_per_node: int | None = _flag(
+        "--zero-ranks-per-node",
+        None,
+        "ranks that share a node; default from where the ranks run, or --zero-hpz-partition-size",
+    )
+    weight_bits: int | None = _flag(
+        "--zero-weight-bits",
+        8,
+        "bits of quantized weights between nodes: 2, 3, 4, 6 or 8",
+        needs="quantized_weights",
+    )
+    weight_intra_bits: int | None = _flag(
+        "--zero-weight-intra-bits",
+        None,
+        "bits of weights within a node; default unquantized",
+        needs="quantized_weights",
+        zero_is_none=True,
+    )
+    weight_block_size: int | None = _flag(
+        "--zero-weight-block-size",
+        256,
+        "elements per weight scale; 0 = one scale per tensor",
+        needs="quantized_weights",
+        zero_is_none=True,
+    )
+    gradient_bits: int | None = _flag(
+        "--zero-gradient-bits",
+        4,
+        "bits of quantized gradients between nodes: 2, 3, 4, 6 or 8; 0 = unquantized",
+        needs="quantized_gradients",
+        zero_is_none=True,
+    )
+    gradient_intra_bits: int | None = _flag(
+        "--zero-gradient-intra-bits",
+        8,
+        "bits of quantized gradients within a node; 0 = unquantized",
+        needs="quantized_gradients",
+        zero_is_none=True,
+    )
+    gradient_block_size: int | None = _flag(
+        "--zero-gradient-block-size",
+        128,
+        "elements per gradient scale; 0 = one scale per tensor",
+        needs="quantized_gradients",
+        zero_is_none=True,
+    )
+    # "nearest" rounds half to even; "stochastic" draws from a counter-based generator.
+    weight_rounding: str = _flag(
+        "--zero-weight-rounding",
+        "nearest",
+        "rounding of quantized weights",
+        choices=ROUNDINGS,
+        needs="quantized_weights",
+    )
+    gradient_rounding: str = _flag(
+        "--zero-gradient-rounding",
+        "nearest",
+        "rounding of quantized gradients",
+        choices=ROUNDINGS,
+        needs="quantized_gradients",
+    )
+    # "int8" takes half the memory and quantizes the gathers within the node at no further loss. Needs qwZ.
+    hpz_secondary_dtype: str = _flag(
+        "--hpz-secondary-dtype",
+        "16bit",
+        "how hpZ keeps its copy: as the values, or as the int8 blocks that arrived",
+        choices=("16bit", "int8"),
+    )
+    # After SDP4Bit, arXiv 2410.15526; what was lost stays in the next difference. Needs hpZ.
+    weight_difference_bits: int | None = _flag(
+        "--zero-weight-difference-bits",
+        None,
+        "send between nodes only what changed since hpZ's copy, in so many bits, such as 4",
+        zero_is_none=True,
+    )
+    weight_difference_block_size: int | None = _flag(
+        "--zero-weight-difference-block-size",
+        2048,
+        "elements per scale of weight differences",
+        needs="weight_difference_bits",
+        zero_is_none=True,
+    )
+    hadamard: bool = _flag(
+        "--zero-hadamard",
+        False,
+        "rotate gradients by 32 x 32 Hadamard matrices before they are quantized",
+        needs="quantized_gradients",
+    )
+    seed: int = 0  # of stochastic rounding; no flag
 
     def __post_init__(self) -> None:
-        _check_choice("weight_rounding", self.weight_rounding, ROUNDINGS)
-        _check_choice("gradient_rounding", self.gradient_rounding, ROUNDINGS)
-        _check_choice("hpz_secondary_dtype", self.hpz_secondary_dtype, ("16bit", "int8"))
-        for name in _BITS:
-            bits = getattr(self, name)
-            if bits is not None and bits not in SUPPORTED_BITS:
-                raise ValueError(f"{name} must be one of {SUPPORTED_BITS}, or None for unquantized; got {bits}")
-        for name in ("weight_block_size", "gradient_block_size", "weight_difference_block_size"):
-            size = getattr(self, name)
-            if size is not None and (size < 8 or size % 8):
-                raise ValueError(f"{name} must be a positive multiple of 8, or None for per tensor; got {size}")
+        _check_choices(self, "")
+        for field in dataclasses.fields(self):
+            name, value = field.name, getattr(self, field.name)
+            if name.endswith("_bits") and value not in (None, *SUPPORTED_BITS):
+                raise ValueError(f"{name} must be one of {SUPPORTED_BITS}, or None for unquantized; got {value}")
+            if name.endswith("_block_size") and value is not None and (value < 8 or value % 8):
+                raise ValueError(f"{name} must be a positive multiple of 8, or None for per tensor; got {value}")
         if self.hpz_partition_size < 1:
             raise ValueError(f"hpz_partition_size must be at least 1 (1 = off), got {self.hpz_partition_size}")
         if self.ranks_per_node is not None and self.ranks_per_node < 1:
@@ -138,6 +240,8 @@ class ZeroPPConfig:
         return self.quantized_weights or self.quantized_gradients or self.hpz_partition_size > 1
 
 
-def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
-    if value not in choices:
-        raise ValueError(f"{name} must be one of {', '.join(choices)}, got {value!r}")
+def _check_choices(config: LoCoConfig | ZeroPPConfig, owner: str) -> None:
+    for field in dataclasses.fields(config):
+        choices, value = field.metadata.get("choices"), getattr(config, field.name)
+        if choices is not None and value not in choices:
+            raise ValueError(f"{owner}{field.name} must be one of {', '.join(choices)}, got {value!r}")

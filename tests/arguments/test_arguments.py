@@ -8,17 +8,13 @@ import pytest
 
 from megatron_zpp.arguments.foreign_flags import NOT_NEEDED, REFUSED
 from megatron_zpp.arguments.page import render_reference
-from megatron_zpp.arguments.parse import (
-    SettingsError,
-    all_flags,
-    build_parser,
-    iterate_flags,
-    iterate_groups,
-    parse_settings,
-)
+from megatron_zpp.arguments.parse import SettingsError, build_parser, parse_settings
 from megatron_zpp.models.presets import PRESETS
-from megatron_zpp.settings.groups import Settings
+from megatron_zpp.settings.checks import flag_of
+from megatron_zpp.settings.flags import iterate_flags
+from megatron_zpp.settings.groups import Settings, all_flags, iterate_groups
 from megatron_zpp.training.model import build_model
+from megatron_zpp.zeropp import LoCoConfig, ZeroPPConfig
 
 SMALL = (
     "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --micro-batch-size 2 "
@@ -57,22 +53,24 @@ def test_megatron_defaults():
 
 
 def test_every_setting_is_one_flag_with_help():
-    seen = set()
+    seen, flags = set(), []
     for _, group in iterate_groups():
         assert dataclasses.fields(group) and group.__dataclass_params__.frozen
-        for field, value_type in iterate_flags(group):
-            assert field.metadata["help"], field.name
-            assert value_type in (bool, int, float, str), field.name
-            assert field.name not in seen, f"two settings are called {field.name}"
-            seen.add(field.name)
-    flags = list(all_flags().values())
+        for flag in iterate_flags(group):
+            assert flag.help, flag.name
+            assert flag.value_type in (bool, int, float, str), flag.name
+            assert flag.setting not in seen, f"two settings are called {flag.setting}"
+            assert flag_of(flag.setting) == flag.name
+            seen.add(flag.setting)
+            flags.append(flag.name)
+    assert {"--num-layers", "--override-opt_param-scheduler", "--zeropp-loco-beta"} <= set(flags)
     assert len(flags) == len(set(flags))
     assert not set(flags) & NOT_NEEDED.keys() and not set(flags) & REFUSED.keys()
     assert not REFUSED.keys() & NOT_NEEDED.keys()
 
 
 def test_refusals_point_to_flags_that_exist():
-    known = {*all_flags().values(), *NOT_NEEDED}
+    known = {*(flag.name for flag in all_flags().values()), *NOT_NEEDED}
     for name, instead in REFUSED.items():
         for word in instead.replace(",", " ").replace(";", " ").replace(":", " ").split():
             if word.startswith("--"):
@@ -158,21 +156,26 @@ def test_bf16_reduces_in_fp32_unless_told_otherwise():
 
 
 def test_zero_means_none():
-    zero = parse(
+    settings, _ = parse(
         SMALL + "--zero-quantized-gradients --zero-gradient-block-size 0 --zero-gradient-intra-bits 0 "
         "--zeropp-loco --zeropp-loco-reset-interval 0"
-    )[0].zero
-    assert (zero.zero_gradient_block_size, zero.zero_gradient_intra_bits, zero.zeropp_loco_reset_interval) == (
-        None,
-    ) * 3
+    )
+    config = ZeroPPConfig(
+        quantized_gradients=True, gradient_block_size=None, gradient_intra_bits=None,
+        loco=LoCoConfig(reset_interval=None),
+    )  # fmt: skip
+    assert settings.zeropp == config
 
 
 def test_every_zeropp_flag_together():
-    zero = parse(
+    settings, _ = parse(
         SMALL + "--zero-stage 3 --zero-quantized-weights --zero-hpz-partition-size 2 --zero-ranks-per-node 2 "
         "--zero-quantized-gradients --zeropp-loco --zeropp-loco-beta 0.5 --zero-gradient-bits 3 --zero-weight-bits 6"
-    )[0].zero
-    assert (zero.zero_hpz_partition_size, zero.zero_gradient_bits, zero.zeropp_loco_beta) == (2, 3, 0.5)
+    )
+    assert settings.zeropp == ZeroPPConfig(
+        quantized_weights=True, hpz_partition_size=2, quantized_gradients=True, loco=LoCoConfig(beta=0.5),
+        ranks_per_node=2, weight_bits=6, gradient_bits=3,
+    )  # fmt: skip
 
 
 def test_megatron_llama_script_with_its_usual_flags():

@@ -8,6 +8,7 @@ import pytest
 from megatron_zpp.arguments.deepspeed_config import read_deepspeed_config
 from megatron_zpp.arguments.parse import SettingsError, parse_settings
 from megatron_zpp.settings.groups import Settings
+from megatron_zpp.zeropp import LoCoConfig, ZeroPPConfig
 
 # The file of DeepSpeed's ZeRO++ tutorial, whose command line is test_tutorial's.
 TUTORIAL = {
@@ -57,9 +58,8 @@ def test_tutorial(write):
     path, notes = write(TUTORIAL), []
     argv = shlex.split(command.format(batch="--micro-batch-size", path=path))
     settings = parse_settings("gpt", argv, 64, notes.append)
-    zero = settings.zero
-    assert (zero.zero_stage, zero.zero_hpz_partition_size) == (3, 16)
-    assert zero.zero_quantized_weights and zero.zero_quantized_gradients and not zero.zeropp_loco
+    assert settings.zero.zero_stage == 3
+    assert settings.zeropp == ZeroPPConfig(quantized_weights=True, hpz_partition_size=16, quantized_gradients=True)
     assert settings.precision.fp16 and settings.activation.recompute_granularity == "full"
     assert settings.training.global_batch_size == 64
     # Each key that changes nothing is named in a note.
@@ -122,8 +122,7 @@ def test_everything_is_read(write):
 
 def test_loco_defaults(write):
     config = {"zero_optimization": {"zero_quantized_gradients": True, "zeropp_loco_param": {}}}
-    zero = parse(RUN, write(config)).zero
-    assert (zero.zeropp_loco, zero.zeropp_loco_beta, zero.zeropp_loco_reset_interval) == (True, 0.8, 1024)
+    assert parse(RUN, write(config)).zeropp.loco == LoCoConfig(beta=0.8, reset_interval=1024)
 
 
 def test_cosine_and_constant_schedules(write):

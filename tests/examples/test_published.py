@@ -115,11 +115,11 @@ def test_gpu_scale_is_accepted(script):
                 assert launcher == ["python"]
                 settings = parse_settings(architecture, flags, 1, note=unexpected_note)
                 assert (settings.distributed.emulate_ranks, settings.distributed.emulate_nodes) == (8, 2)
-                assert settings.zero.zero_ranks_per_node == 4
+                assert settings.zeropp.ranks_per_node == 4
                 continue
             assert launcher[-2:] == ["--nproc-per-node", str(gpus)]
             settings = parse_settings(architecture, flags, gpus, note=unexpected_note)
-            assert settings.zero.zero_ranks_per_node == gpus // 2
+            assert settings.zeropp.ranks_per_node == gpus // 2
 
 
 def test_a_number_of_gpus_that_no_batch_divides_by_is_refused():

@@ -14,6 +14,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from megatron_zpp.optim.optimizer import (
+    OPTIMIZERS,
     _on_local_tensors,
     build_optimizer,
     clip_gradients,
@@ -22,7 +23,7 @@ from megatron_zpp.optim.optimizer import (
     scale_gradients,
     set_lr_and_weight_decay,
 )
-from megatron_zpp.settings.groups import OptimizerSettings
+from megatron_zpp.settings.groups import OptimizerSettings, all_flags
 
 
 class Model(nn.Module):
@@ -81,6 +82,23 @@ def test_weight_decay_and_learning_rate_of_the_step(name: str) -> None:
     torch.testing.assert_close(model.word_embeddings.weight, before.word_embeddings.weight * (1 - 0.1 * 0.5))
     assert torch.equal(model.norm.weight, before.norm.weight)
     assert torch.equal(model.output_layer.bias, before.output_layer.bias)
+
+
+def test_every_choice_is_there_and_keeps_as_much_state_as_it_says() -> None:
+    assert set(all_flags()["optimizer"].choices or ()) == OPTIMIZERS.keys()
+    for name, kind in OPTIMIZERS.items():
+        for momentum in (0.0, 0.9):
+            settings = OptimizerSettings(optimizer=name, lr=0.1, sgd_momentum=momentum)
+            model = build_model()
+            optimizer = build_optimizer(model, settings)
+            for parameter in model.parameters():
+                parameter.grad = torch.ones_like(parameter)
+            optimizer.step()
+            for parameter in model.parameters():
+                kept = [value for value in optimizer.state[parameter].values() if isinstance(value, torch.Tensor)]
+                assert sum(value.shape == parameter.shape for value in kept) == kind.state_tensors(settings), name
+    names = [name.lower() for kind in OPTIMIZERS.values() for name in kind.deepspeed_names]
+    assert len(names) == len(set(names))
 
 
 def test_adam_takes_its_settings() -> None:
