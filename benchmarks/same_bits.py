@@ -21,9 +21,9 @@ from pathlib import Path
 HERE = Path(__file__).parents[1]
 STEPS, SAVE_INTERVAL = 6, 3
 COMMON = (
-    "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --micro-batch-size 2 --global-batch-size 16 "
-    f"--train-iters {STEPS} --save-interval {SAVE_INTERVAL} --lr 1e-2 --lr-warmup-iters 2 --eval-iters 1 "
-    "--log-interval 1 --mock-data --vocab-size 500 --distributed-backend gloo --no-async-save"
+    "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --micro-batch-size 2 "
+    f"--global-batch-size 16 --train-iters {STEPS} --save-interval {SAVE_INTERVAL} --lr 1e-2 "
+    "--lr-warmup-iters 2 --eval-iters 1 --log-interval 1 --mock-data --vocab-size 500 --distributed-backend gloo --no-async-save"
 )
 ZEROPP = (
     "--zero-quantized-weights --zero-hpz-partition-size 2 --zero-quantized-gradients --zeropp-loco "
