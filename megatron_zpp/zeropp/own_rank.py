@@ -39,8 +39,8 @@ class OwnRank:
         """Nothing to do: the optimizer has this rank's shards."""
 
     def shards_of(self, tensor: Tensor) -> Sequence[Tensor]:
-        if not isinstance(tensor, DTensor):
-            return [tensor]
+        if not isinstance(tensor, DTensor):  # whole on every rank
+            return [tensor if self.world_size == 1 or dist.get_rank() == 0 else tensor.new_empty(0)]
         if any(placement.is_partial() for placement in tensor.placements):
             raise ValueError(f"a tensor of placements {tensor.placements} is not summed yet: it has no shards")
         coordinate = tensor.device_mesh.get_coordinate()
