@@ -24,7 +24,7 @@ RUNS = {
     "noise": f"{ALL_FLAGS} {NOISE} --recompute-activations --dataloader-type cyclic",
     "fp32": LONG,
     "bf16": f"{LONG} --bf16",
-    "fp16": f"{LONG} --fp16 --initial-loss-scale 2097152 --hysteresis 1 --loss-scale-window 4",
+    "fp16": f"{LONG} --fp16 --initial-loss-scale 1048576 --hysteresis 1 --loss-scale-window 5",
     "stage 2": "--zero-stage 2 --zero-quantized-gradients --zero-ranks-per-node 2 --bf16 --calculate-per-token-loss",
 }
 
@@ -56,7 +56,7 @@ def test_logs_what_real_ranks_log(data, architecture):
             assert emulated[name][key] == pytest.approx(values, rel=rel, abs=0.0, nan_ok=True), (name, key)
     if architecture == "gpt":
         for name in ("fp32", "bf16", "fp16"):
-            assert sum(1.0 < norm < math.inf for norm in real[name]["grad-norm"]) >= 18  # clipped
+            assert sum(1.0 < norm < math.inf for norm in real[name]["grad-norm"]) >= 16  # clipped
         scales = real["fp16"]["loss-scale"]
         assert min(scales) < max(scales) and len(set(scales)) > 2
 
