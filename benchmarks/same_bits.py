@@ -23,7 +23,8 @@ STEPS, SAVE_INTERVAL = 6, 3
 COMMON = (
     "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --micro-batch-size 2 "
     f"--global-batch-size 16 --train-iters {STEPS} --save-interval {SAVE_INTERVAL} --lr 1e-2 "
-    "--lr-warmup-iters 2 --eval-iters 1 --log-interval 1 --mock-data --vocab-size 500 --distributed-backend gloo --no-async-save"
+    "--lr-warmup-iters 2 --eval-iters 1 --log-interval 1 --mock-data --vocab-size 500 "
+    "--distributed-backend gloo --no-async-save"
 )
 ZEROPP = (
     "--zero-quantized-weights --zero-hpz-partition-size 2 --zero-quantized-gradients --zeropp-loco "
@@ -83,7 +84,7 @@ def main() -> int:
 
 
 def train(checkout: Path, ranks: int, trainer: str, flags: str) -> None:
-    python = checkout / ".venv" / "bin" / "python"
+    python = str(checkout / ".venv" / "bin" / "python")
     launcher = [python, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
     done = subprocess.run(
         [*launcher, f"pretrain_{trainer}.py", *flags.split()], cwd=checkout, capture_output=True, text=True

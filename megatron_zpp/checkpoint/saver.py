@@ -15,7 +15,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 
-from megatron_zpp.zeropp import EmulatedZeroPP, ZeroPP
+from megatron_zpp.zeropp import ZeroPPInterface
 
 from .folder import INCOMPLETE, checkpoint_path, retain
 from .state import checkpoint_state, describe_state, root_cause
@@ -59,7 +59,7 @@ class CheckpointSaver:
         iteration: int,
         model: nn.Module,
         optimizer: torch.optim.Optimizer | None,
-        zeropp: ZeroPP | EmulatedZeroPP | None,
+        zeropp: ZeroPPInterface | None,
         meta: dict[str, Any],
         save_rng: bool = True,
     ) -> None:

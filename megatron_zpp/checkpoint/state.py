@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
@@ -27,14 +26,14 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from megatron_zpp.parallel.distributed import errors_on_all_ranks
-from megatron_zpp.zeropp import EmulatedZeroPP, ZeroPP
+from megatron_zpp.zeropp import ZeroPPInterface, ranks_of
 
 from .folder import CheckpointError
 from .storage import CheckpointReader, iterate_tensors, read_index
 
 
 def checkpoint_state(
-    model: nn.Module, optimizer: torch.optim.Optimizer | None, zeropp: ZeroPP | EmulatedZeroPP | None, save_rng: bool
+    model: nn.Module, optimizer: torch.optim.Optimizer | None, zeropp: ZeroPPInterface | None, save_rng: bool
 ) -> dict[str, Tensor]:
     """This rank's part of a checkpoint, by name; with emulated ranks all of them."""
     state: dict[str, Tensor] = {f"model.{name}": value for name, value in _model_state(model).items()}
@@ -42,19 +41,20 @@ def checkpoint_state(
     # and every later step would count as one more.
     if optimizer is not None and optimizer.state:
         state |= _optimizer_tensors(get_optimizer_state_dict(model, optimizer))
+    ranks = ranks_of(zeropp)
     if save_rng:
-        state |= {f"rng.{name}": tensor for name, tensor in _rng_state(zeropp).items()}
+        state |= {f"rng.{name}": tensor for name, tensor in ranks.random_states.state_dict().items()}
     if zeropp is not None:
-        state |= {f"{_prefix(zeropp)}{name}": tensor for name, tensor in zeropp.state_dict().items()}
+        state |= {f"zeropp.{ranks.state_prefix}{name}": tensor for name, tensor in zeropp.state_dict().items()}
     return state
 
 
 def describe_state(
-    optimizer: torch.optim.Optimizer | None, zeropp: ZeroPP | EmulatedZeroPP | None, save_rng: bool
+    optimizer: torch.optim.Optimizer | None, zeropp: ZeroPPInterface | None, save_rng: bool
 ) -> dict[str, Any]:
     """What meta.json says about the tensors."""
     return {
-        "world_size": _num_ranks(zeropp),
+        "world_size": ranks_of(zeropp).world_size,
         "has_optimizer": optimizer is not None,
         "optimizer_has_stepped": optimizer is not None and bool(optimizer.state),
         "has_rng": save_rng,
@@ -75,7 +75,7 @@ def load_checkpoint(
     meta: Mapping[str, Any],
     model: nn.Module,
     optimizer: torch.optim.Optimizer | None,
-    zeropp: ZeroPP | EmulatedZeroPP | None,
+    zeropp: ZeroPPInterface | None,
     layout: Mapping[str, int | str],
     load_rng: bool = True,
 ) -> list[str]:
@@ -87,7 +87,8 @@ def load_checkpoint(
     """
     optimizer_state, zeropp_state = dict[str, Any](), dict[str, Tensor]()
     notes: list[str] = []
-    model_state, rng = _model_state(model), _rng_state(zeropp)
+    ranks = ranks_of(zeropp)
+    model_state, rng = _model_state(model), ranks.random_states.state_dict()
     load_optimizer = optimizer is not None and meta.get("optimizer_has_stepped", True)
     state: dict[str, Tensor] = {f"model.{name}": tensor for name, tensor in model_state.items()}
     if optimizer is not None and load_optimizer:
@@ -96,8 +97,8 @@ def load_checkpoint(
     load_rng = load_rng and meta["has_rng"]
     same_layout = meta.get("layout") == layout
     if load_rng and not same_layout:
-        others = f"{meta['world_size']} ranks saved, {_num_ranks(zeropp)} load"
-        otherwise = ", divided otherwise" if meta["world_size"] == _num_ranks(zeropp) else ""
+        others = f"{meta['world_size']} ranks saved, {ranks.world_size} load"
+        otherwise = ", divided otherwise" if meta["world_size"] == ranks.world_size else ""
         notes.append(f"random states start anew: {others}{otherwise}")
         load_rng = False
     if load_rng:
@@ -112,8 +113,9 @@ def load_checkpoint(
             raise CheckpointError(f"{checkpoint} was saved without its optimizer: load it with --no-load-optim")
         metadata, places = read_index(checkpoint, meta)
         if load_zeropp:
-            zeropp_state = _tensors_to_fill(metadata.state_dict_metadata, _prefix(zeropp))
-            state |= {f"{_prefix(zeropp)}{name}": tensor for name, tensor in zeropp_state.items()}
+            prefix = f"zeropp.{ranks.state_prefix}"
+            zeropp_state = _tensors_to_fill(metadata.state_dict_metadata, prefix)
+            state |= {f"{prefix}{name}": tensor for name, tensor in zeropp_state.items()}
         _check_shapes(checkpoint, state, metadata.state_dict_metadata)
     failure = None
     try:
@@ -130,11 +132,8 @@ def load_checkpoint(
     set_model_state_dict(model, model_state)
     if optimizer is not None and load_optimizer:
         set_optimizer_state_dict(model, optimizer, optimizer_state)
-    if load_rng and not isinstance(zeropp, EmulatedZeroPP):  # whose states were loaded in place
-        rank = dist.get_rank()
-        torch.set_rng_state(rng[f"{rank}.cpu"])
-        if f"{rank}.cuda" in rng:
-            torch.cuda.set_rng_state(rng[f"{rank}.cuda"])
+    if load_rng:
+        ranks.random_states.load_state_dict(rng)
     if zeropp is not None:
         zeropp.invalidate()
         if load_zeropp:
@@ -165,27 +164,7 @@ def _optimizer_tensors(state: dict[str, Any]) -> dict[str, Tensor]:
     }
 
 
-def _num_ranks(zeropp: ZeroPP | EmulatedZeroPP | None) -> int:
-    return zeropp.topology.world_size if isinstance(zeropp, EmulatedZeroPP) else dist.get_world_size()
-
-
-def _prefix(zeropp: ZeroPP | EmulatedZeroPP | None) -> str:
-    """Of the names of this rank's ZeRO++ state; emulated ranks' keys begin with theirs."""
-    return "zeropp." if isinstance(zeropp, EmulatedZeroPP) else f"zeropp.{dist.get_rank()}."
-
-
-def _rng_state(zeropp: ZeroPP | EmulatedZeroPP | None) -> dict[str, Tensor]:
-    """Random states by RANK.DEVICE: this rank's, or those of all emulated ranks."""
-    if isinstance(zeropp, EmulatedZeroPP):
-        states = enumerate(zeropp.random_states.states)
-        return {f"{rank}.{device}": state for rank, of_rank in states for device, state in of_rank.items()}
-    state = {f"{dist.get_rank()}.cpu": torch.get_rng_state()}
-    if torch.cuda.is_available():
-        state[f"{dist.get_rank()}.cuda"] = torch.cuda.get_rng_state()
-    return state
-
-
-def _zeropp_layout(zeropp: ZeroPP | EmulatedZeroPP | None) -> dict[str, Any] | None:
+def _zeropp_layout(zeropp: ZeroPPInterface | None) -> dict[str, Any] | None:
     """What must be the same for ZeRO++ state to be taken over, rank by rank."""
     if zeropp is None:
         return None

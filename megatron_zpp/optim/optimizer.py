@@ -1,22 +1,20 @@
-"""Optimizer, gradient clipping and gradient statistics, for plain parameters and for FSDP2's DTensors alike.
+"""The optimizer, for plain parameters and for FSDP2's DTensors alike.
 
-Parameters are fp32 masters (FSDP2 casts copies of them for computing), so norms are fp32 norms and no
-separate main parameters exist.
+Parameters are fp32 masters (FSDP2 casts copies of them for computing), so no separate main parameters exist.
 """
 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
+from megatron_zpp.optim.gradients import local_part
 from megatron_zpp.settings.groups import OptimizerSettings
 
 
@@ -90,54 +88,6 @@ def set_lr_and_weight_decay(optimizer: torch.optim.Optimizer, lr: float, weight_
         group["weight_decay"] = weight_decay if group["decays"] else 0.0
 
 
-def scale_gradients(parameters: Iterable[Tensor], factor: float) -> None:
-    """Multiply every gradient by ``factor`` in place: undoes a loss scale, or averages over tokens."""
-    gradients = [_local(gradient) for gradient in _gradients(parameters)]
-    if factor != 1.0 and gradients:
-        torch._foreach_mul_(gradients, factor)
-
-
-def clip_gradients(
-    parameters: Iterable[Tensor],
-    max_norm: float,
-    pipeline: dist.ProcessGroup | None = None,
-    copies: Sequence[Tensor] = (),
-) -> float:
-    """Scale gradients so that their global L2 norm is at most ``max_norm``; 0 only measures.
-
-    pipeline: the group of ranks that hold the model's other parameters. copies: parameters that another of them has
-    too, and counts.
-
-    Returns:
-        The norm before clipping, over all parameters and shards, the same on every rank. Inf or NaN if any gradient
-        is; the gradients are then left alone, and the caller must not step.
-    """
-    parameters = [parameter for parameter in parameters if parameter.grad is not None]
-    norm = _global_norm(_gradients(_without(parameters, copies)), pipeline)
-    if max_norm > 0 and torch.isfinite(norm):
-        torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
-    return norm.item()
-
-
-def params_norm(
-    parameters: Iterable[Tensor], pipeline: dist.ProcessGroup | None = None, copies: Sequence[Tensor] = ()
-) -> float:
-    """Global L2 norm of the parameters; ``pipeline`` and ``copies`` as in ``clip_gradients``."""
-    return _global_norm([parameter.detach() for parameter in _without(parameters, copies)], pipeline).item()
-
-
-def count_zeros(
-    parameters: Iterable[Tensor], pipeline: dist.ProcessGroup | None = None, copies: Sequence[Tensor] = ()
-) -> int:
-    """Number of gradient elements that are exactly zero, over all shards; arguments as in ``clip_gradients``."""
-    # In fp64, which DTensor may divide and add up again: a count over replicas is one over each, summed.
-    zeros = [(gradient == 0).sum(dtype=torch.float64) for gradient in _gradients(_without(parameters, copies))]
-    total = _full(torch.stack(zeros).sum()) if zeros else torch.zeros((), dtype=torch.float64)
-    if pipeline is not None:
-        dist.all_reduce(total, group=pipeline)
-    return round(total.item())
-
-
 def _parameter_groups(model: nn.Module) -> list[dict[str, Any]]:
     decay: list[nn.Parameter] = []
     no_decay: list[nn.Parameter] = []
@@ -175,33 +125,6 @@ def _on_local_tensors(kernel: Callable[..., Any]) -> Callable[..., Any]:
     """Apex's kernel, handed the local shards: it reads raw memory, which a DTensor does not have."""
 
     def run(chunk_size: int, overflow: Tensor, tensor_lists: Sequence[Sequence[Tensor]], *arguments: Any) -> Any:
-        return kernel(chunk_size, overflow, [[_local(t) for t in tensors] for tensors in tensor_lists], *arguments)
+        return kernel(chunk_size, overflow, [[local_part(t) for t in tensors] for tensors in tensor_lists], *arguments)
 
     return run
-
-
-def _gradients(parameters: Iterable[Tensor]) -> list[Tensor]:
-    return [parameter.grad for parameter in parameters if parameter.grad is not None]
-
-
-def _without(parameters: Iterable[Tensor], copies: Sequence[Tensor]) -> list[Tensor]:
-    left_out = {id(parameter) for parameter in copies}
-    return [parameter for parameter in parameters if id(parameter) not in left_out]
-
-
-def _global_norm(tensors: list[Tensor], pipeline: dist.ProcessGroup | None = None) -> Tensor:
-    """L2 norm over all tensors and all their shards, as a plain fp32 scalar."""
-    norm = _full(torch.nn.utils.get_total_norm(tensors)) if tensors else torch.zeros(())
-    if pipeline is None:
-        return norm
-    squared = norm.double().square()
-    dist.all_reduce(squared, group=pipeline)
-    return squared.sqrt().float()
-
-
-def _full(tensor: Tensor) -> Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

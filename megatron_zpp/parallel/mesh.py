@@ -67,6 +67,4 @@ def build_mesh(device_type: str, tp_size: int = 1, pp_size: int = 1, cp_size: in
     dp_size = dist.get_world_size() // (pp_size * cp_size * tp_size)
     names = ("pp", "dp", "cp", "tp")
     grid = init_device_mesh(device_type, (pp_size, dp_size, cp_size, tp_size), mesh_dim_names=names)
-    if tp_size > 1:
-        grid["dp", "cp", "tp"]._flatten("fsdp_tp")  # DTensor then sums over both in one collective
     return Mesh(grid, grid["dp", "cp"]._flatten("fsdp"), emulated_ranks)

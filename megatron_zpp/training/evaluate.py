@@ -10,7 +10,7 @@ import torch.distributed as dist
 from megatron_zpp.data.loader import Batch
 from megatron_zpp.metrics.progress import progress
 from megatron_zpp.training.setup import Run
-from megatron_zpp.training.step import as_each_rank, count_once, masked_sum, to_inputs
+from megatron_zpp.training.step import count_once, masked_sum, to_inputs
 
 
 @torch.no_grad()
@@ -23,7 +23,7 @@ def evaluate(run: Run, batches: Iterator[Batch], num_micro_batches: int) -> floa
     with progress("evaluating", num_micro_batches) as advance:
         for start in range(0, num_micro_batches, at_once):
             count = min(at_once, num_micro_batches - start)
-            for as_rank in as_each_rank(run):
+            for as_rank in run.ranks:
                 with as_rank:
                     micro_batches = [to_inputs(run, next(batches)) for _ in range(count)]
                     inputs, targets = zip(*micro_batches, strict=True)

@@ -24,7 +24,7 @@ from megatron_zpp.parallel.sharding import shard_model
 from megatron_zpp.parallel.stages import join_stages, keep_stage
 from megatron_zpp.parallel.tensor import apply_tensor_parallelism
 from megatron_zpp.settings.groups import ModelSettings, PrecisionSettings, Settings
-from megatron_zpp.zeropp import EmulatedZeroPP, ZeroPP, apply_zeropp, emulate_zeropp
+from megatron_zpp.zeropp import ZeroPP, ZeroPPInterface, apply_zeropp, emulate_zeropp
 from megatron_zpp.zeropp.topology import gather_node_names
 
 
@@ -85,13 +85,13 @@ def mixed_precision(precision: PrecisionSettings) -> MixedPrecisionPolicy:
 
 def build_model_on_ranks(
     settings: Settings, vocab_size: int, device: torch.device, mesh: Mesh
-) -> tuple[GPT | Llama, Pipeline | None, ZeroPP | EmulatedZeroPP | None]:
+) -> tuple[GPT | Llama, Pipeline | None, ZeroPPInterface | None]:
     """The model, sharded before it has storage, so that it never exists whole on one rank; whole if it emulates."""
     zero, ranks, precision = settings.zero, settings.distributed, mixed_precision(settings.precision)
     _check_nodes_alike(settings, mesh)
     build = partial(_build_whole, settings, vocab_size, mesh)
     pipeline: Pipeline | None = None
-    zeropp: ZeroPP | EmulatedZeroPP | None = None
+    zeropp: ZeroPPInterface | None = None
     if mesh.pp_size > 1:
         model, pipeline, zeropp = _build_stages(settings, build, device, mesh)
     else:

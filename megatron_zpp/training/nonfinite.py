@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -16,7 +15,7 @@ from megatron_zpp.data.loader import Batch
 from megatron_zpp.parallel.distributed import print_once
 from megatron_zpp.training.setup import Run
 from megatron_zpp.training.step import StepResult, accumulate_gradients
-from megatron_zpp.zeropp import EmulatedZeroPP
+from megatron_zpp.zeropp import unmoved
 
 SHOWN = 3  # findings in one line
 _OUTPUT, _GRADIENT = "output", "gradient of the output"
@@ -69,8 +68,8 @@ def locate_nonfinite(run: Run, micro_batches: list[Batch]) -> str:
     parameters = [f"the parameter {name} (the part of {where})" for name, p in shards if not p.isfinite().all()]
     stages: Mapping[int, nn.Module] = {0: run.model} if run.pipeline is None else run.pipeline.stages
     with _watch(stages, compiled=run.settings.activation.compile) as found:
-        with torch.random.fork_rng([run.device] if run.device.type == "cuda" else []), _ranks_unmoved(run):
-            num_micro_batches = len(micro_batches) // run.mesh.emulated_ranks
+        with unmoved(run.ranks.random_states):
+            num_micro_batches = len(micro_batches) // len(run.ranks)
             accumulate_gradients(run, iter(micro_batches), num_micro_batches, run.scaler.scale)
     run.optimizer.zero_grad()
     if run.zeropp is not None:
@@ -94,10 +93,6 @@ def locate_nonfinite(run: Run, micro_batches: list[Batch]) -> str:
         )
     more = f", and {len(causes) - SHOWN} more" if len(causes) > SHOWN else ""
     return f"it began in {'; '.join(causes[:SHOWN])}{more}"
-
-
-def _ranks_unmoved(run: Run) -> AbstractContextManager[None]:
-    return run.zeropp.random_states.unmoved() if isinstance(run.zeropp, EmulatedZeroPP) else nullcontext()
 
 
 @contextmanager

@@ -163,7 +163,7 @@ def train(run: Run, start: float) -> None:
 
 
 def _describe(run: Run) -> None:
-    zeropp, world_size = run.zeropp, dist.get_world_size() * run.mesh.emulated_ranks
+    zeropp, world_size = run.zeropp, run.ranks.world_size
     ranks = ("emulated rank" if run.mesh.emulated_ranks > 1 else "rank") + ("s" if world_size > 1 else "")
     print_once(
         f"{run.settings.architecture} with {num_parameters(run.model.config):,} parameters, ZeRO stage "

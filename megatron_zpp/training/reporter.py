@@ -9,7 +9,7 @@ from megatron_zpp.metrics.lines import TrainingReport, format_training_line
 from megatron_zpp.metrics.throughput import IntervalTimer, describe_mfu, mfu, model_tflops, peak_tflops
 from megatron_zpp.metrics.writers import training_metrics
 from megatron_zpp.models.flops import flops_per_token
-from megatron_zpp.optim.optimizer import params_norm
+from megatron_zpp.optim.gradients import params_norm
 from megatron_zpp.parallel.distributed import print_once
 from megatron_zpp.training.setup import Run
 from megatron_zpp.training.step import StepResult
@@ -80,6 +80,7 @@ class Reporter:
         sent = torch.tensor([self.sent.inter_node, self.sent.intra_node], dtype=torch.float64, device=run.device)
         dist.all_reduce(sent)
         between_nodes, within_nodes = (sent / self.num_steps).tolist()
+        parameters = list(run.model.parameters())
         mean_loss = sum(self.losses) / len(self.losses) if self.losses else result.loss
         return TrainingReport(
             iteration=counters.iteration,
@@ -91,7 +92,7 @@ class Reporter:
             loss_scale=run.scaler.scale,
             grad_norm=result.grad_norm,
             num_zeros=result.num_zeros,
-            params_norm=params_norm(run.model.parameters(), *run.norm_scope()) if logging.log_params_norm else None,
+            params_norm=params_norm(parameters, run.ranks, run.copies) if logging.log_params_norm else None,
             skipped_iterations=self.skipped,
             nan_iterations=self.nan,
             seconds_per_iteration=seconds,

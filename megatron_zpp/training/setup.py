@@ -31,7 +31,7 @@ from megatron_zpp.parallel.tensor import dropout_seed
 from megatron_zpp.settings.groups import Settings, TrainingSettings
 from megatron_zpp.training.datasets import build_data, check_same_data_on_all_ranks
 from megatron_zpp.training.model import build_model_on_ranks, padded_vocab_size
-from megatron_zpp.zeropp import EmulatedZeroPP, ZeroPP
+from megatron_zpp.zeropp import Ranks, ZeroPPInterface, ranks_of
 
 
 @dataclass
@@ -67,7 +67,8 @@ class Run:
     model: GPT | Llama  # this rank's part of it
     pipeline: Pipeline | None  # None with one stage
     optimizer: torch.optim.Optimizer
-    zeropp: ZeroPP | EmulatedZeroPP | None  # None at ZeRO stage 0, which has no sharded collectives
+    ranks: Ranks  # that this process computes for
+    zeropp: ZeroPPInterface | None  # None at ZeRO stage 0, which has no sharded collectives
     schedule: Schedule | None  # None with --skip-train
     batches: BatchSchedule
     scaler: LossScaler
@@ -83,9 +84,10 @@ class Run:
         """Training mode, or evaluation mode."""
         (self.model if self.pipeline is None else self.pipeline).train(mode)
 
-    def norm_scope(self) -> tuple[dist.ProcessGroup | None, Sequence[Tensor]]:
-        """What ``clip_gradients`` has to know of a pipeline: its group, and parameters that are counted elsewhere."""
-        return (None, ()) if self.pipeline is None else (self.pipeline.group, self.pipeline.copies)
+    @property
+    def copies(self) -> Sequence[Tensor]:
+        """Parameters that another rank of the pipeline has too, and counts."""
+        return () if self.pipeline is None else self.pipeline.copies
 
     def meta(self) -> dict[str, Any]:
         """What a checkpoint keeps beside the tensors."""
@@ -167,30 +169,28 @@ def build_run(settings: Settings, device: torch.device) -> Run:
     model, pipeline, zeropp = build_model_on_ranks(settings, vocab_size, device, mesh)
     with errors_on_all_ranks():
         optimizer = build_optimizer(model, settings.optimizer)
-        if isinstance(zeropp, EmulatedZeroPP):
-            zeropp.step_by_shards(optimizer)
     run = Run(
-        settings,
-        device,
-        mesh,
-        model,
-        pipeline,
-        optimizer,
-        zeropp,
-        schedule,
-        batches,
-        LossScaler.from_settings(settings.precision),
-        datasets,
-        writers,
-        train_iters,
-        num_eval_micro_batches,
-        counters,
-        lock,
+        settings=settings,
+        device=device,
+        mesh=mesh,
+        model=model,
+        pipeline=pipeline,
+        optimizer=optimizer,
+        ranks=ranks_of(zeropp),
+        zeropp=zeropp,
+        schedule=schedule,
+        batches=batches,
+        scaler=LossScaler.from_settings(settings.precision),
+        datasets=datasets,
+        writers=writers,
+        train_iters=train_iters,
+        num_eval_micro_batches=num_eval_micro_batches,
+        counters=counters,
+        lock=lock,
     )
+    run.ranks.step_by_shards(optimizer)
     # From here on randomness is dropout's.
-    torch.manual_seed(dropout_seed(training.seed, dist.get_rank(), mesh.tp_size, ranks.sequence_parallel))
-    if isinstance(zeropp, EmulatedZeroPP):
-        zeropp.random_states.seed(training.seed)
+    run.ranks.random_states.seed(lambda rank: dropout_seed(training.seed, rank, mesh.tp_size, ranks.sequence_parallel))
     if checkpoint is not None and meta is not None:
         _load(run, checkpoint, meta)
     elif settings.checkpoint.load is not None:

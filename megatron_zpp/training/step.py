@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
 import torch
@@ -12,11 +11,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_zpp.data.loader import Batch
-from megatron_zpp.optim.optimizer import clip_gradients, count_zeros, scale_gradients, set_lr_and_weight_decay
+from megatron_zpp.optim.gradients import clip_gradients, count_zeros, scale_gradients
+from megatron_zpp.optim.optimizer import set_lr_and_weight_decay
 from megatron_zpp.parallel.context import cut_batch
 from megatron_zpp.parallel.sharding import prepare_backward
 from megatron_zpp.training.setup import Run
-from megatron_zpp.zeropp import EmulatedZeroPP
 
 # Of a micro-batch: the loss mask of this rank's tokens [B, S / cp], and the number of unmasked tokens of all ranks that
 # share its sequences.
@@ -49,9 +48,8 @@ def train_step(run: Run, batches: Iterator[Batch], num_micro_batches: int, stop:
     per_token = settings.training.calculate_per_token_loss
     per_token_factor = run.mesh.fsdp_size / max(1.0, num_tokens_all) if per_token else 1.0
     scale_gradients(parameters, per_token_factor / scale)
-    scope = run.norm_scope()
-    grad_norm = clip_gradients(parameters, settings.optimizer.clip_grad, *scope)
-    num_zeros = count_zeros(parameters, *scope) if settings.logging.log_num_zeros_in_grad else None
+    grad_norm = clip_gradients(parameters, settings.optimizer.clip_grad, run.ranks, run.copies)
+    num_zeros = count_zeros(parameters, run.ranks, run.copies) if settings.logging.log_num_zeros_in_grad else None
     loss = loss_sum_all / max(1.0, num_tokens_all)
     finite = math.isfinite(grad_norm) and math.isfinite(loss)
     spiked = finite and is_loss_spike(run, loss)
@@ -107,11 +105,10 @@ def accumulate_gradients(run: Run, batches: Iterator[Batch], num_micro_batches: 
         return count_once(run, totals)
     for i in range(num_micro_batches):
         is_last = i == num_micro_batches - 1
-        if not isinstance(run.zeropp, EmulatedZeroPP):
-            prepare_backward(model, settings.zero.zero_stage, is_last)
+        prepare_backward(model, settings.zero.zero_stage, is_last)
         if run.zeropp is not None:
             run.zeropp.set_is_last_micro_batch(is_last)
-        for as_rank in as_each_rank(run):
+        for as_rank in run.ranks:
             with as_rank:
                 inputs, target = to_inputs(run, next(batches))
                 scaled_loss(model(**inputs), target).backward()
@@ -125,15 +122,6 @@ def count_once(run: Run, totals: Tensor) -> Tensor:
     if run.mesh.cp_rank > 0:
         totals[1] = 0  # each rank of a context-parallel group has a part of the loss, but the tokens of all
     return totals
-
-
-def as_each_rank(run: Run) -> Iterator[AbstractContextManager[None]]:
-    """A context for each data-parallel rank that this process computes for: its own, or all that it emulates."""
-    if not isinstance(run.zeropp, EmulatedZeroPP):
-        yield nullcontext()
-        return
-    for rank in range(run.mesh.emulated_ranks):
-        yield run.zeropp.as_rank(rank)
 
 
 def _remember(batches: Iterator[Batch], seen: list[Batch]) -> Iterator[Batch]:

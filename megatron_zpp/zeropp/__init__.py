@@ -3,17 +3,26 @@
 from .api import ZeroPP, apply_zeropp
 from .config import LoCoConfig, ZeroPPConfig
 from .emulation import EmulatedZeroPP, emulate_zeropp
+from .interface import RandomStates, Ranks, ZeroPPInterface
+from .own_rank import OwnRank, ranks_of
+from .random_states import unmoved
 from .topology import Topology, build_topology
 from .traffic import Traffic
 
 __all__ = [
     "EmulatedZeroPP",
     "LoCoConfig",
+    "OwnRank",
+    "RandomStates",
+    "Ranks",
     "Topology",
     "Traffic",
     "ZeroPP",
     "ZeroPPConfig",
+    "ZeroPPInterface",
     "apply_zeropp",
     "build_topology",
     "emulate_zeropp",
+    "ranks_of",
+    "unmoved",
 ]

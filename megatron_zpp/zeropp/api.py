@@ -24,6 +24,7 @@ from .description import check_fingerprint, describe, fingerprint, warn_of_setti
 from .fsdp_unit import FSDPUnit, find_units
 from .gradient_hops import GradientHops, MicroBatch
 from .monitor import ErrorMonitor
+from .own_rank import OwnRank
 from .reduce_scatter import HierarchicalReduceScatter
 from .topology import Topology, build_topology
 from .traffic import Traffic
@@ -86,7 +87,7 @@ def apply_zeropp(
 
 
 class ZeroPP:
-    """What a training loop says to, and reads from, the collectives of one model."""
+    """What a training loop says to, and reads from, the collectives of one model: ZeroPPInterface."""
 
     def __init__(
         self,
@@ -105,6 +106,7 @@ class ZeroPP:
         self._all_gathers, self._reduce_scatters = all_gathers, reduce_scatters
         self._monitor, self._micro_batch = monitor, micro_batch
         self._pipeline, self._tensor_parallel = pipeline, tensor_parallel
+        self.ranks = OwnRank()
 
     def describe(self) -> str:
         """One line: the topology, and how weights and gradients travel."""

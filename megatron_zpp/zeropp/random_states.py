@@ -1,61 +1,52 @@
-"""The random states of emulated ranks, such as dropout draws from."""
+"""The random states that dropout draws from: torch's generators of the CPU and one GPU."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
+from .interface import RandomStates
 
-class RandomStates:
-    """Each rank's own states of torch's generators of one device and the CPU; one for all until ``seed``."""
 
-    def __init__(self, device: torch.device, num_ranks: int) -> None:
-        self.num_ranks = num_ranks
-        self._has_cuda = device.type == "cuda"
-        self.states: list[dict[str, Tensor]] = []  # of each rank: "cpu" and, with a GPU, "cuda"
+class OwnRandomStates:
+    """Those of a real rank: this process's own. Needs torch's default process group."""
 
-    def seed(self, seed: int) -> None:
-        """Rank r begins as with ``torch.manual_seed(seed + r)``."""
-        outside = self._now()
-        self.states = []
-        for rank in range(self.num_ranks):
-            torch.manual_seed(seed + rank)
-            self.states.append(self._now())
-        self._set(outside)
+    def seed(self, of_rank: Callable[[int], int]) -> None:
+        torch.manual_seed(of_rank(dist.get_rank()))
 
-    @contextmanager
-    def of(self, rank: int) -> Iterator[None]:
-        """Draw from the rank's states, and leave the process's own alone."""
-        if not self.states:
-            yield
-            return
-        outside = self._now()
-        self._set(self.states[rank])
-        try:
-            yield
-        finally:
-            self.states[rank] = self._now()
-            self._set(outside)
+    def state_dict(self) -> dict[str, Tensor]:
+        states = generator_states(has_cuda=torch.cuda.is_available())
+        return {f"{dist.get_rank()}.{device}": state for device, state in states.items()}
 
-    @contextmanager
-    def unmoved(self) -> Iterator[None]:
-        """What is drawn in here is drawn again afterwards."""
-        states = list(self.states)
-        try:
-            yield
-        finally:
-            self.states = states
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        prefix = f"{dist.get_rank()}."
+        set_generator_states({k.removeprefix(prefix): value for k, value in state.items() if k.startswith(prefix)})
 
-    def _now(self) -> dict[str, Tensor]:
-        states = {"cpu": torch.get_rng_state()}
-        if self._has_cuda:
-            states["cuda"] = torch.cuda.get_rng_state()
-        return states
 
-    def _set(self, states: dict[str, Tensor]) -> None:
-        torch.set_rng_state(states["cpu"])
-        if self._has_cuda:
-            torch.cuda.set_rng_state(states["cuda"])
+@contextmanager
+def unmoved(random_states: RandomStates) -> Iterator[None]:
+    """What the ranks of this process draw in here is drawn again afterwards."""
+    before = random_states.state_dict()
+    try:
+        yield
+    finally:
+        random_states.load_state_dict(before)
+
+
+def generator_states(has_cuda: bool) -> dict[str, Tensor]:
+    """By device, "cpu" and, on request, "cuda"."""
+    states = {"cpu": torch.get_rng_state()}
+    if has_cuda:
+        states["cuda"] = torch.cuda.get_rng_state()
+    return states
+
+
+def set_generator_states(states: Mapping[str, Tensor]) -> None:
+    """Take back what ``generator_states`` gave."""
+    torch.set_rng_state(states["cpu"])
+    if "cuda" in states:
+        torch.cuda.set_rng_state(states["cuda"])

@@ -156,14 +156,14 @@ def train_emulated(kind, config, dtype, num_nodes, ranks_per_node):
         reduce_dtype=mp.reduce_dtype,
     )
     optimizer = optimizer_of(model)
-    emulated.step_by_shards(optimizer)
-    emulated.random_states.seed(100)
+    emulated.ranks.step_by_shards(optimizer)
+    emulated.ranks.random_states.seed(lambda rank: 100 + rank)
     losses, outputs, traffic = [[] for _ in range(world_size)], [], []
     for step in range(STEPS):
         for i in range(MICRO_BATCHES):
             emulated.set_is_last_micro_batch(i == MICRO_BATCHES - 1)
-            for rank in range(world_size):
-                with emulated.as_rank(rank):
+            for rank, as_rank in enumerate(emulated.ranks):
+                with as_rank:
                     loss = model(*micro_batch(step, i, rank)).mean() / MICRO_BATCHES
                     loss.backward()
                 losses[rank].append(loss.item())
@@ -171,8 +171,8 @@ def train_emulated(kind, config, dtype, num_nodes, ranks_per_node):
         optimizer.zero_grad()
         if step == 1:
             model.eval()
-            for rank in range(world_size):
-                with torch.no_grad(), emulated.as_rank(rank):
+            for as_rank in emulated.ranks:
+                with torch.no_grad(), as_rank:
                     output = model(*micro_batch(9, 9, 9))
             outputs.append(output)
             model.train()
@@ -246,8 +246,10 @@ def _undone(every_rank: bool):
         emulated = emulate_zeropp(model, CASES["all flags"][1], 2, 2, units=list(model.layers))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
         for step in [0, 8, 1] if disturbed else [0, 1]:
-            for rank in range(4 if step != 8 or every_rank else 3):
-                with emulated.as_rank(rank):
+            for rank, as_rank in enumerate(emulated.ranks):
+                if step == 8 and rank == 3 and not every_rank:
+                    break
+                with as_rank:
                     model(*micro_batch(step, 0, rank)).mean().backward()
             if step == 8:
                 emulated.undo_step()
@@ -279,7 +281,7 @@ def test_wrong_use_is_refused():
     with pytest.raises(ValueError, match="shares a parameter with another unit"):
         emulate_zeropp(model, config, 2, 2, units=[model.embedding])
     emulated = emulate_zeropp(model, config, 2, 2, units=list(model.layers))
-    with pytest.raises(RuntimeError, match="in turn: this is rank 1, it is rank 0's"), emulated.as_rank(1):
+    with pytest.raises(RuntimeError, match="in turn: this is rank 1, it is rank 0's"), list(emulated.ranks)[1]:
         model(*micro_batch(0, 0, 1)).mean().backward()
     assert all(type(p) is nn.Parameter and p.grad is None for p in model.parameters())
     other = emulate_zeropp(build("net"), CASES["noise"][1], 2, 2)

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from .unit import Unit
-from .wire_format import ParameterShard
+from ..unit import Unit
+from ..wire_format import ParameterShard
 
 
 @dataclass(eq=False)

@@ -3,8 +3,8 @@
     emulated = emulate_zeropp(model, config, num_nodes=2, ranks_per_node=4, units=list(model.layers))
     for i, micro_batches in enumerate(step):                    # one of each rank
         emulated.set_is_last_micro_batch(i == last)
-        for rank, micro_batch in enumerate(micro_batches):
-            with emulated.as_rank(rank):                        # its weights and its random numbers
+        for as_rank, micro_batch in zip(emulated.ranks, micro_batches):
+            with as_rank:                                       # its weights and its random numbers
                 loss(model(micro_batch)).backward()
     optimizer.step()                                            # on the mean gradients, in the model's own parameters
 
@@ -19,17 +19,17 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from . import kernels
-from .config import ZeroPPConfig
-from .description import check_fingerprint, describe, fingerprint, warn_of_settings_without_effect
-from .emulated_collectives import EmulatedAllGather, EmulatedReduceScatter
-from .emulated_unit import EmulatedUnit, find_emulated_units, step_by_shards
-from .gradient_hops import MicroBatch
-from .monitor import ErrorMonitor
-from .random_states import RandomStates
-from .topology import Place
-from .traffic import Traffic
-from .unit import follow_optimizers
+from .. import kernels
+from ..config import ZeroPPConfig
+from ..description import check_fingerprint, describe, fingerprint, warn_of_settings_without_effect
+from ..gradient_hops import MicroBatch
+from ..monitor import ErrorMonitor
+from ..topology import Place
+from ..traffic import Traffic
+from ..unit import follow_optimizers
+from .collectives import EmulatedAllGather, EmulatedReduceScatter
+from .ranks import EmulatedRanks
+from .unit import EmulatedUnit, find_emulated_units
 
 
 def emulate_zeropp(
@@ -71,7 +71,10 @@ def emulate_zeropp(
 
 
 class EmulatedZeroPP:
-    """What a training loop says to, and reads from, the emulated ranks of one model; compare ZeroPP."""
+    """What a training loop says to, and reads from, the emulated ranks of one model: ZeroPPInterface.
+
+    ``ranks`` computes as each of them; they train in turn, from the first on.
+    """
 
     def __init__(
         self,
@@ -84,7 +87,7 @@ class EmulatedZeroPP:
         self.units, self.config, self.places = units, config, places
         self.topology = places[0]
         self.traffic, self._monitor, self._micro_batch = Traffic(), ErrorMonitor(), MicroBatch()
-        self.random_states = RandomStates(units[0].device, len(places))
+        self.ranks = EmulatedRanks(units[0].device, len(places), self._as_rank)
         self._weights = [
             EmulatedAllGather(unit, config, places, self.traffic, self._monitor, zero_stage) for unit in units
         ]
@@ -101,7 +104,7 @@ class EmulatedZeroPP:
             kernels.warn_if_missing(units[0].device)
 
     @contextmanager
-    def as_rank(self, rank: int) -> Iterator[None]:
+    def _as_rank(self, rank: int) -> Iterator[None]:
         """Forward and backward passes in here are those of ``rank``: its weights, random numbers and gradients.
 
         The gradients are reduced when the context ends. Ranks train in turn, from 0 on. The model's own parameters
@@ -112,7 +115,7 @@ class EmulatedZeroPP:
         try:
             for unit in self.units:
                 unit.show_arrived()
-            with self.random_states.of(rank):
+            with self.ranks.random_states.of(rank):
                 yield
             trained = any(parameter.grad is not None for unit in self.units for parameter in unit.arrived)
             if trained:
@@ -129,10 +132,6 @@ class EmulatedZeroPP:
         self._next_rank = (rank + 1) % len(self.places)
         for reduce_scatter in self._gradients:
             reduce_scatter.add(rank)
-
-    def step_by_shards(self, optimizer: torch.optim.Optimizer) -> None:
-        """Needed for equality to the bit on a CPU with torch's fused AdamW; see the function."""
-        step_by_shards(optimizer, len(self.places))
 
     def describe(self) -> str:
         """One line: the topology, and how weights and gradients travel."""

@@ -5,14 +5,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .collectives import count_flat_ring, count_reduce_scatter
-from .config import ZeroPPConfig
-from .emulated_unit import EmulatedUnit
-from .gradient_hops import GradientHops, MicroBatch
-from .monitor import ErrorMonitor
-from .topology import Place
-from .traffic import Traffic
-from .weight_encoder import WeightEncoder
+from ..collectives import count_flat_ring, count_reduce_scatter
+from ..config import ZeroPPConfig
+from ..gradient_hops import GradientHops, MicroBatch
+from ..monitor import ErrorMonitor
+from ..topology import Place
+from ..traffic import Traffic
+from ..weight_encoder import WeightEncoder
+from .unit import EmulatedUnit
 
 
 class EmulatedAllGather:

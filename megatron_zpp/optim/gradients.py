@@ -1,0 +1,91 @@
+"""Gradients of a step: scaled, clipped and counted, over all ranks, with the same result to the bit on each.
+
+Real and emulated ranks add up alike. Each rank measures the shards that it counts, in fp64, so that neither the number
+of threads nor that of shards is seen in a norm that is rounded to fp32; the ranks' results are gathered and added in
+rank order. An element that several ranks hold is counted by one of them (``Ranks.shards_of``).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from megatron_zpp.zeropp import Ranks
+
+# Of elements whose squares are added up at once: on a CPU torch makes an fp64 copy of them, which must stay in a cache.
+PIECE = 2**20
+
+
+def scale_gradients(parameters: Sequence[Tensor], factor: float) -> None:
+    """Multiply every gradient by ``factor`` in place: undoes a loss scale, or averages over tokens."""
+    gradients = [local_part(parameter.grad) for parameter in parameters if parameter.grad is not None]
+    if factor != 1.0 and gradients:
+        torch._foreach_mul_(gradients, factor)
+
+
+def clip_gradients(parameters: Sequence[Tensor], max_norm: float, ranks: Ranks, copies: Sequence[Tensor] = ()) -> float:
+    """Scale gradients so that their global L2 norm is at most ``max_norm``; 0 only measures. Collective.
+
+    ranks: that this process computes for. copies: parameters that another rank has too, and counts.
+
+    Returns:
+        The norm before clipping, over all parameters and shards, fp32, the same on every rank. Inf or NaN if any
+        gradient is; the gradients are then left alone, and the caller must not step.
+    """
+    norm = _over_all_ranks(_sum_of_squares, _gradients(parameters, copies), ranks, parameters[0].device).sqrt().float()
+    value = norm.item()
+    if max_norm > 0 and math.isfinite(value):
+        torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
+    return value
+
+
+def params_norm(parameters: Sequence[Tensor], ranks: Ranks, copies: Sequence[Tensor] = ()) -> float:
+    """Global L2 norm of the parameters, fp32; arguments as in ``clip_gradients``. Collective."""
+    counted = [parameter.detach() for parameter in _without(parameters, copies)]
+    return _over_all_ranks(_sum_of_squares, counted, ranks, parameters[0].device).sqrt().float().item()
+
+
+def count_zeros(parameters: Sequence[Tensor], ranks: Ranks, copies: Sequence[Tensor] = ()) -> int:
+    """Number of gradient elements that are exactly zero; arguments as in ``clip_gradients``. Collective."""
+    total = _over_all_ranks(_num_zeros, _gradients(parameters, copies), ranks, parameters[0].device)
+    return round(total.item())
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """What this rank holds of a DTensor, in the same memory; any other tensor itself."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _over_all_ranks(
+    measure: Callable[[Sequence[Tensor]], Tensor], tensors: Sequence[Tensor], ranks: Ranks, device: torch.device
+) -> Tensor:
+    """The sum over all ranks of what ``measure`` makes of the shards that a rank counts, an fp64 scalar."""
+    of_tensors = [ranks.shards_of(tensor) for tensor in tensors]
+    of_ranks = torch.zeros(len(ranks), dtype=torch.float64, device=device)
+    for r in range(len(ranks)):
+        shards = [shards[r] for shards in of_tensors if shards[r].numel() > 0]
+        if shards:
+            of_ranks[r] = measure(shards)
+    return ranks.gather(of_ranks).sum()
+
+
+def _sum_of_squares(shards: Sequence[Tensor]) -> Tensor:
+    pieces = [piece for shard in shards for piece in shard.reshape(-1).split(PIECE)]
+    return torch.stack(torch._foreach_norm(pieces, 2.0, torch.float64)).square().sum()
+
+
+def _num_zeros(shards: Sequence[Tensor]) -> Tensor:
+    return torch.stack([(shard == 0).sum() for shard in shards]).sum()
+
+
+def _gradients(parameters: Sequence[Tensor], copies: Sequence[Tensor]) -> list[Tensor]:
+    return [parameter.grad for parameter in _without(parameters, copies) if parameter.grad is not None]
+
+
+def _without(parameters: Sequence[Tensor], copies: Sequence[Tensor]) -> list[Tensor]:
+    left_out = {id(parameter) for parameter in copies}
+    return [parameter for parameter in parameters if id(parameter) not in left_out]

@@ -1,0 +1,49 @@
+"""The random states of emulated ranks, such as dropout draws from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from ..random_states import generator_states, set_generator_states
+
+
+class EmulatedRandomStates:
+    """Each rank's own states of torch's generators of one device and the CPU; one for all until ``seed``."""
+
+    def __init__(self, device: torch.device, num_ranks: int) -> None:
+        self.num_ranks = num_ranks
+        self._has_cuda = device.type == "cuda"
+        self._states: list[dict[str, Tensor]] = []  # of each rank: "cpu" and, with a GPU, "cuda"
+
+    def seed(self, of_rank: Callable[[int], int]) -> None:
+        outside = generator_states(self._has_cuda)
+        self._states = []
+        for rank in range(self.num_ranks):
+            torch.manual_seed(of_rank(rank))
+            self._states.append(generator_states(self._has_cuda))
+        set_generator_states(outside)
+
+    @contextmanager
+    def of(self, rank: int) -> Iterator[None]:
+        """Draw from the rank's states, and leave the process's own alone."""
+        if not self._states:
+            yield
+            return
+        outside = generator_states(self._has_cuda)
+        set_generator_states(self._states[rank])
+        try:
+            yield
+        finally:
+            self._states[rank] = generator_states(self._has_cuda)
+            set_generator_states(outside)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        return {f"{rank}.{device}": s for rank, of_rank in enumerate(self._states) for device, s in of_rank.items()}
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        for rank, of_rank in enumerate(self._states):
+            self._states[rank] = {device: state[f"{rank}.{device}"] for device in of_rank}

@@ -1,0 +1,126 @@
+"""What real and emulated ranks have in common: all that a training loop has to know of either."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from .config import ZeroPPConfig
+from .topology import Place
+from .traffic import Traffic
+
+
+class RandomStates(Protocol):
+    """The random states of the ranks that this process computes for."""
+
+    def seed(self, of_rank: Callable[[int], int]) -> None:
+        """Let rank r begin as with ``torch.manual_seed(of_rank(r))``."""
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """The states, uint8, by RANK.DEVICE."""
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Take back what ``state_dict`` gave."""
+
+
+class Ranks(Protocol):
+    """The R of all W ranks that this process computes for: its own, or all that it emulates.
+
+    ``for as_rank in ranks: with as_rank: ...`` computes as each of them, in turn; ``len(ranks)`` is R.
+    """
+
+    @property
+    def world_size(self) -> int:
+        """W: all ranks of the job, of every kind of parallelism."""
+
+    @property
+    def random_states(self) -> RandomStates:
+        """What the ranks' random numbers, such as dropout's, are drawn from."""
+
+    @property
+    def state_prefix(self) -> str:
+        """What the keys of ``ZeroPPInterface.state_dict`` lack among those of all ranks: "RANK.", or nothing."""
+
+    def __len__(self) -> int: ...
+
+    def __iter__(self) -> Iterator[AbstractContextManager[None]]: ...
+
+    def step_by_shards(self, optimizer: torch.optim.Optimizer) -> None:
+        """Let ``optimizer`` move each rank's shard of a parameter by itself, as on real ranks.
+
+        For equality to the bit on a CPU: torch's fused AdamW rounds the last elements of a tensor differently.
+        """
+
+    def shards_of(self, tensor: Tensor) -> Sequence[Tensor]:
+        """The shard of a parameter, or of its gradient, that each of the R ranks holds and counts.
+
+        Every element is in one shard of one of the W ranks: where several ranks hold it, the first does. Shards can be
+        empty. Raises ValueError for a DTensor whose sum over ranks is still to come.
+        """
+
+    def gather(self, of_ranks: Tensor) -> Tensor:
+        """One number of each rank, from [R] of this process to [W] of all, in rank order. Collective."""
+
+
+class ZeroPPInterface(Protocol):
+    """What a training loop says to, and reads from, the collectives of one model: ZeroPP, EmulatedZeroPP."""
+
+    config: ZeroPPConfig
+    traffic: Traffic  # what the ranks of this process have sent
+
+    @property
+    def ranks(self) -> Ranks:
+        """The ranks whose collectives these are."""
+
+    @property
+    def topology(self) -> Place:
+        """Nodes and ranks per node."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model's unsharded parameters and LoCo's errors live."""
+
+    def describe(self) -> str:
+        """One line: the topology, and how weights and gradients travel."""
+
+    def set_is_last_micro_batch(self, is_last: bool) -> None:
+        """Say before a backward pass whether it is the optimizer step's last; only that one crosses nodes."""
+
+    def invalidate(self) -> None:
+        """Say that parameters were changed by means that are not seen: ``p.data``, or in place in local tensors.
+
+        They are gathered anew, and in full where only differences travel. Call it on all ranks.
+        """
+
+    def undo_step(self) -> None:
+        """Say that the gradients since the last optimizer step are thrown away (an overflow, an exception).
+
+        LoCo's errors return to what they were, and micro-batches that wait for the last one are dropped.
+        """
+
+    def rescale_errors(self, factor: float) -> None:
+        """Say that the loss scale was multiplied by ``factor`` after the last backward pass."""
+
+    def monitor_errors(self, every: int | None) -> None:
+        """Sample quantization errors at every so many optimizer steps; None = never. A sample costs some decodings."""
+
+    def quantization_errors(self) -> dict[str, float]:
+        """What all ranks sampled since the last call, by ``STATISTIC/WHAT`` and ``STATISTIC/WHAT/UNIT``; collective.
+
+        WHAT: ``weights``, ``gradients/intra``, ``gradients/inter``. STATISTIC: ``error``, RMS error / RMS value;
+        ``error-state``, RMS of LoCo's error / RMS of the gradients it is added to; ``largest-codes``, the share of
+        codes +-qmax in blocks that are not zero; ``nonfinite-blocks``, the number of blocks with a NaN or Inf.
+        """
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """What the ranks must keep for an exact continuation: LoCo's errors, 4-bit weights' copies, noise counters."""
+
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        """Take back what ``state_dict`` gave on the same ranks of the same layout; without it, gather weights anew.
+
+        Raises ValueError when the state is of another model, layout or config.
+        """

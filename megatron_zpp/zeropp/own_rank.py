@@ -1,0 +1,64 @@
+"""A real rank as a training loop sees it; compare EmulatedRanks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from .collectives import all_gather
+from .interface import Ranks, ZeroPPInterface
+from .random_states import OwnRandomStates
+
+
+class OwnRank:
+    """The rank that this process is, in torch's default process group; the only one if there is none."""
+
+    def __init__(self) -> None:
+        self.random_states = OwnRandomStates()
+
+    @property
+    def world_size(self) -> int:
+        return dist.get_world_size() if dist.is_initialized() else 1
+
+    @property
+    def state_prefix(self) -> str:
+        return f"{dist.get_rank()}."
+
+    def __len__(self) -> int:
+        return 1
+
+    def __iter__(self) -> Iterator[AbstractContextManager[None]]:
+        return iter([nullcontext()])
+
+    def step_by_shards(self, optimizer: torch.optim.Optimizer) -> None:
+        """Nothing to do: the optimizer has this rank's shards."""
+
+    def shards_of(self, tensor: Tensor) -> Sequence[Tensor]:
+        if not isinstance(tensor, DTensor):  # whole on every rank
+            return [tensor if self.world_size == 1 or dist.get_rank() == 0 else tensor.new_empty(0)]
+        if any(placement.is_partial() for placement in tensor.placements):
+            raise ValueError(f"a tensor of placements {tensor.placements} is not summed yet: it has no shards")
+        coordinate = tensor.device_mesh.get_coordinate()
+        assert coordinate is not None  # a rank holds no tensors of meshes without it
+        local = tensor.to_local()
+        for index, placement in zip(coordinate, tensor.placements, strict=True):
+            if placement.is_replicate() and index > 0:
+                return [local.new_empty(0)]  # the first replica counts
+        return [local]
+
+    def gather(self, of_ranks: Tensor) -> Tensor:
+        if self.world_size == 1:
+            return of_ranks
+        gathered = of_ranks.new_empty(self.world_size)
+        all_gather(gathered, of_ranks, group=dist.group.WORLD)
+        return gathered
+
+
+def ranks_of(zeropp: ZeroPPInterface | None) -> Ranks:
+    """The ranks that this process computes for; without ZeRO++ (ZeRO stage 0) its own."""
+    return OwnRank() if zeropp is None else zeropp.ranks

@@ -1,0 +1,163 @@
+"""Norms, zeros and clipping: real ranks and emulated ones alike to the bit, and every element counted once."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+
+from megatron_zpp.optim.gradients import _over_all_ranks, _sum_of_squares, clip_gradients, count_zeros, params_norm
+from megatron_zpp.zeropp import OwnRank, ZeroPPConfig, emulate_zeropp
+from tests.ranks import run_ranks
+
+WORLD_SIZE = 4
+
+
+def test_clipping_scales_to_the_norm_and_reports_the_norm_before() -> None:
+    a, b = nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(1))
+    a.grad, b.grad = torch.tensor([3.0, 0.0]), torch.tensor([4.0])
+    unused = nn.Parameter(torch.zeros(1))
+    assert count_zeros([a, b, unused], OwnRank()) == 1
+    assert clip_gradients([a, b, unused], 10.0, OwnRank()) == 5.0
+    assert a.grad.tolist() == [3.0, 0.0]  # below the limit: untouched
+    assert clip_gradients([a, b, unused], 0.0, OwnRank()) == 5.0
+    assert clip_gradients([a, b, unused], 1.0, OwnRank()) == 5.0
+    torch.testing.assert_close(torch.cat([a.grad, b.grad]), torch.tensor([0.6, 0.0, 0.8]))
+
+
+def test_overflow_is_reported_and_leaves_gradients_alone() -> None:
+    for bad in (float("inf"), float("nan")):
+        parameter = nn.Parameter(torch.zeros(2))
+        parameter.grad = torch.tensor([bad, 3.0])
+        assert not torch.tensor(clip_gradients([parameter], 1.0, OwnRank())).isfinite()
+        assert parameter.grad[1] == 3.0
+
+
+def build_model() -> nn.Module:
+    """Sizes that 4 ranks cannot share evenly: 5 rows are 2, 2, 1 and none, 6 rows 2, 2, 2 and none."""
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(33, 5), nn.Linear(5, 70), nn.Linear(70, 6))
+
+
+def set_gradients(model: nn.Module) -> None:
+    """Of the same elements, whole or as shards; some are zeros."""
+    generator = torch.Generator().manual_seed(7)
+    for parameter in model.parameters():
+        gradient = torch.randn(parameter.shape, generator=generator)
+        gradient[gradient.abs() < 0.1] = 0.0
+        if isinstance(parameter, DTensor):
+            gradient = distribute_tensor(gradient, parameter.device_mesh, parameter.placements)
+        parameter.grad = gradient
+
+
+def measure(model, ranks):
+    """Shards, partial sums' total in fp64, and what the trainer asks for, of one process's ranks."""
+    parameters = list(model.parameters())
+    gradients = [parameter.grad for parameter in parameters]
+    measured = (
+        _over_all_ranks(_sum_of_squares, gradients, ranks, torch.device("cpu")).item(),
+        params_norm(parameters, ranks),
+        count_zeros(parameters, ranks),
+        clip_gradients(parameters, 1.0, ranks),
+    )
+    clipped = [ranks.shards_of(parameter.grad) for parameter in parameters]
+    return measured, [[shards[r].clone() for shards in clipped] for r in range(len(ranks))]
+
+
+def measure_real():
+    model = build_model()
+    for layer in model:
+        fully_shard(layer)
+    fully_shard(model)
+    set_gradients(model)
+    ranks = OwnRank()
+    assert ranks.gather(torch.tensor([float(dist.get_rank())])).tolist() == [0.0, 1.0, 2.0, 3.0]
+    return measure(model, ranks)
+
+
+def test_emulated_ranks_measure_and_clip_as_real_ones_to_the_bit():
+    real = run_ranks(WORLD_SIZE, measure_real)
+    model = build_model()
+    emulated = emulate_zeropp(model, ZeroPPConfig(), 2, 2, units=list(model))
+    set_gradients(model)
+    measured, shards = measure(model, emulated.ranks)
+    for rank, (of_rank, (its_shards,)) in enumerate(real):
+        assert of_rank == measured
+        for mine, its in zip(shards[rank], its_shards, strict=True):
+            assert mine.shape == its.shape and mine.equal(its)
+    assert measured[3] > 5.0 and sum(len(shard) == 0 for shard in shards[3]) == 4
+
+
+MESHES = {  # two ranks a dimension
+    "replicas": (Replicate(), Shard(0)),
+    "norms under tensor parallelism": (Shard(0), Replicate()),
+    "columns": (Shard(0), Shard(1)),
+    "everywhere the same": (Replicate(), Replicate()),
+}
+
+
+def measure_layouts():
+    """Norm, parameters' norm and zeros of a tensor in each layout, and of one that another rank counts."""
+    mesh, ranks, results = init_device_mesh("cpu", (2, 2)), OwnRank(), {}
+    torch.manual_seed(0)
+    whole, gradient = torch.randn(5, 6), torch.randn(5, 6).relu()
+    for name, placements in MESHES.items():
+        parameter = nn.Parameter(distribute_tensor(whole, mesh, placements))
+        parameter.grad = distribute_tensor(gradient, mesh, placements)
+        copy = nn.Parameter(whole)
+        copy.grad = gradient
+        arguments = [parameter, copy], ranks, [copy]
+        results[name] = (
+            clip_gradients([parameter, copy], 0.0, *arguments[1:]),
+            params_norm(*arguments),
+            count_zeros(*arguments),
+        )
+    plain = nn.Parameter(whole)
+    plain.grad = gradient
+    results["whole on every rank"] = (
+        clip_gradients([plain], 0.0, ranks),
+        params_norm([plain], ranks),
+        count_zeros([plain], ranks),
+    )
+    with pytest.raises(ValueError, match="not summed yet"):
+        ranks.shards_of(DTensor.from_local(whole, mesh, [Shard(0), Partial()]))
+    expected = gradient.norm().item(), whole.norm().item(), int((gradient == 0).sum())
+    return expected, results
+
+
+def test_every_element_counts_once_in_every_layout():
+    for expected, results in run_ranks(WORLD_SIZE, measure_layouts):
+        for name, (norm, of_parameters, zeros) in results.items():
+            assert norm == pytest.approx(expected[0], rel=1e-6), name
+            assert of_parameters == pytest.approx(expected[1], rel=1e-6), name
+            assert zeros == expected[2] > 0, name
+
+
+def clip_with_nan_on_one_rank():
+    model = build_model()
+    fully_shard(model)
+    set_gradients(model)
+    parameters = list(model.parameters())
+    if dist.get_rank() == 2:
+        parameters[0].grad.to_local()[0] = float("nan")
+    return clip_gradients(parameters, 1.0, OwnRank()), parameters[2].grad.full_tensor()
+
+
+def test_nan_on_one_rank_is_seen_on_all():
+    for norm, gradient in run_ranks(WORLD_SIZE, clip_with_nan_on_one_rank):
+        assert norm != norm
+        model = build_model()
+        set_gradients(model)
+        assert gradient.equal(list(model.parameters())[2].grad)
+
+
+def test_a_norm_is_added_up_in_fp64():
+    parameter = nn.Parameter(torch.zeros(3, 2**20))
+    parameter.grad = torch.full_like(parameter, 0.25)
+    parameter.grad[:, 0] = 2.0**12
+    expected = torch.tensor(3 * (2.0**24 + (2**20 - 1) / 16), dtype=torch.float64).sqrt().float().item()
+    assert clip_gradients([parameter], 0.0, OwnRank()) == expected
