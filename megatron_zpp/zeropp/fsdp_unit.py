@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from .unit import Unit
-from .wire_format import ParameterShard
+from .wire_layout import ParameterShard
 
 
 @dataclass(eq=False)

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from .config import LoCoConfig
-from .wire_format import Compensation, WireFormat, wire_format
+from .wire_format import WireFormat, wire_format
+from .wire_layout import Compensation
 
 ERROR_FORMATS = {"int8": (8, torch.float32), "bf16": (None, torch.bfloat16), "fp32": (None, torch.float32)}
 

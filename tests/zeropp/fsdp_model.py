@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from megatron_zpp.zeropp import ZeroPP, ZeroPPConfig, apply_zeropp
-from megatron_zpp.zeropp.wire_format import ParameterShard
+from megatron_zpp.zeropp.wire_layout import ParameterShard
 
 SHAPES = [(13, 37), (5,), (64, 33), (3, 3, 7), (1, 600), (2,)]  # empty shards, odd sizes, less than a block
 

@@ -11,7 +11,8 @@ from torch.distributed.fsdp import fully_shard
 from megatron_zpp.zeropp import LoCoConfig, ZeroPPConfig, apply_zeropp
 from megatron_zpp.zeropp.loco import ErrorFeedback
 from megatron_zpp.zeropp.quantization import hadamard
-from megatron_zpp.zeropp.wire_format import ParameterShard, wire_format
+from megatron_zpp.zeropp.wire_format import wire_format
+from megatron_zpp.zeropp.wire_layout import ParameterShard
 from tests.ranks import run_ranks
 
 PARAMETERS = (ParameterShard("weight", 500, True), ParameterShard("bias", 20, False))

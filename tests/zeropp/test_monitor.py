@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
 from megatron_zpp.zeropp import LoCoConfig, ZeroPPConfig, apply_zeropp
-from megatron_zpp.zeropp.oracle import Hop
 from megatron_zpp.zeropp.quantization import quantize_blocks
 from tests.ranks import run_ranks
 from tests.zeropp.fsdp_model import build, coefficients, local_gradients, parameters_of, shards_of
+from tests.zeropp.oracle import Hop
 
 RANKS, NODES, BLOCK, STEPS, BETA = 4, 2, 32, 2, 0.75
 CONFIG = ZeroPPConfig(
