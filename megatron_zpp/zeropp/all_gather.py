@@ -8,11 +8,10 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather
 
 from .collectives import TorchAllocator, all_gather, count_flat_ring
 from .config import ZeroPPConfig
-from .fsdp_unit import FSDPUnit
+from .fsdp_unit import AllGather, FSDPUnit
 from .monitor import ErrorMonitor
 from .topology import Topology
 from .traffic import Traffic

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 
+from .fsdp_unit import AllGather, ReduceScatter
 from .topology import Place, Topology
 from .traffic import Traffic
 

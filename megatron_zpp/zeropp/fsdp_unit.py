@@ -7,12 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from types import FrameType
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather as AllGather  # for those who implement it
+from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter as ReduceScatter
 
 from .unit import Unit
 from .wire_layout import ParameterShard
@@ -91,3 +94,20 @@ def find_units(model: nn.Module) -> list[FSDPUnit]:
                 "hpz_partition_size instead"
             )
     return units
+
+
+_COLLECTIVES = {
+    "unshard": "all-gather",
+    "wait_for_unshard": "all-gather",
+    "post_backward": "reduce-scatter",
+    "finalize_backward": "reduce-scatter",
+}
+
+
+def collective_of(frame: FrameType) -> str | None:
+    """The collective of FSDP2 that a frame of a traceback belongs to, as "the all-gather of layers.3"; None = none."""
+    name = frame.f_code.co_name
+    owner: Any = frame.f_locals.get("self")
+    if type(owner).__name__ != "FSDPParamGroup" or name not in _COLLECTIVES:
+        return None
+    return f"the {_COLLECTIVES[name]} of {owner._module_fqn or 'the root module'}"

@@ -10,11 +10,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 
 from .collectives import TorchAllocator
 from .config import ZeroPPConfig
-from .fsdp_unit import FSDPUnit
+from .fsdp_unit import FSDPUnit, ReduceScatter
 from .gradient_hops import GradientHops, MicroBatch
 from .monitor import ErrorMonitor
 from .topology import Topology
