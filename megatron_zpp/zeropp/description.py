@@ -9,15 +9,15 @@ from torch import Tensor
 
 from .config import ZeroPPConfig
 from .quantization import mix_seed
-from .topology import Place
+from .topology import RankLayout
 from .unit import Unit
 
 logger = logging.getLogger(__name__)
 
 
-def describe(config: ZeroPPConfig, place: Place) -> str:
+def describe(config: ZeroPPConfig, layout: RankLayout) -> str:
     """One line: the topology, and how weights and gradients travel."""
-    hpz = config.hpz_partition_size > 1 and place.num_nodes > 1
+    hpz = config.hpz_partition_size > 1 and layout.num_nodes > 1
     weights = f"int{config.weight_bits}" if config.quantized_weights else "unquantized"
     if hpz and config.weight_difference_bits is not None:
         weights = f"as int{config.weight_difference_bits} differences"
@@ -29,19 +29,19 @@ def describe(config: ZeroPPConfig, place: Place) -> str:
     else:
         gradients = "unquantized, at every micro-batch"
     return (
-        f"{place.num_nodes} node{'s' if place.num_nodes > 1 else ''} of {place.ranks_per_node} ranks; "
+        f"{layout.num_nodes} node{'s' if layout.num_nodes > 1 else ''} of {layout.ranks_per_node} ranks; "
         f"weights travel {weights}; gradients {gradients}"
     )
 
 
-def fingerprint(config: ZeroPPConfig, place: Place, units: Sequence[Unit]) -> int:
+def fingerprint(config: ZeroPPConfig, layout: RankLayout, units: Sequence[Unit]) -> int:
     """A number that tells one layout of a rank's state from another."""
-    shape = (place.num_nodes, place.ranks_per_node, place.rank)
+    shape = (layout.num_nodes, layout.ranks_per_node, layout.rank)
     shards = [(unit.name, [(p.numel, p.quantizable) for p in unit.parameter_shards()]) for unit in units]
     return mix_seed(repr(config), repr(shape), repr(shards))
 
 
-def check_fingerprint(state: Mapping[str, Tensor], config: ZeroPPConfig, place: Place, units: Sequence[Unit]) -> None:
+def check_fingerprint(state: Mapping[str, Tensor], config: ZeroPPConfig, layout: RankLayout, units: Sequence[Unit]) -> None:
     """Raise ValueError if a rank's saved ``state`` is of another layout."""
     if state and int(state["fingerprint"]) != fingerprint(config, place, units):
         raise ValueError(
@@ -50,13 +50,13 @@ def check_fingerprint(state: Mapping[str, Tensor], config: ZeroPPConfig, place: 
         )
 
 
-def warn_of_settings_without_effect(config: ZeroPPConfig, place: Place) -> None:
+def warn_of_settings_without_effect(config: ZeroPPConfig, layout: RankLayout) -> None:
     """To be called on one rank."""
-    where = f"{place.world_size} data-parallel ranks on one node"
-    if place.world_size == 1:
+    where = f"{layout.world_size} data-parallel ranks on one node"
+    if layout.world_size == 1:
         if config.enabled:
             logger.warning("ZeRO++ has no effect on one rank: there is nothing to gather or reduce")
-    elif place.num_nodes == 1:
+    elif layout.num_nodes == 1:
         if config.hpz_partition_size > 1:
             logger.warning("hpZ has no effect on %s: all gathers stay within it", where)
         if config.loco is not None and config.loco.hops == "inter":

@@ -10,7 +10,7 @@ from .config import ZeroPPConfig
 from .emulated_unit import EmulatedUnit
 from .gradient_hops import GradientHops, MicroBatch
 from .monitor import ErrorMonitor
-from .topology import Place
+from .topology import RankLayout
 from .traffic import Traffic
 from .weight_encoder import WeightEncoder
 
@@ -22,7 +22,7 @@ class EmulatedAllGather:
         self,
         unit: EmulatedUnit,
         config: ZeroPPConfig,
-        places: list[Place],
+        places: list[RankLayout],
         traffic: Traffic,
         monitor: ErrorMonitor,
         zero_stage: int,
@@ -95,7 +95,7 @@ class EmulatedAllGather:
         else:
             self._unsharded[rank] = not self._reshards_after_forward
 
-    def _count_gather(self, place: Place) -> None:
+    def _count_gather(self, place: RankLayout) -> None:
         nbytes = sum(parameter.numel for parameter in self.unit.parameter_shards()) * self.unit.dtype.itemsize
         if self._has_secondary:
             within_node = self.encoder.within_node(self.unit.dtype)
@@ -112,13 +112,13 @@ class EmulatedAllGather:
     def after_loading(self, *_: object) -> None:
         self.forget_secondary_partition()
 
-    def state_dict(self, place: Place) -> dict[str, Tensor]:
+    def state_dict(self, place: RankLayout) -> dict[str, Tensor]:
         state = self.encoder.state_dict() if self._is_encoded else {}
         if self.copies is not None:
             state["copies"] = self._copies_of(place).clone()
         return state
 
-    def load_state_dict(self, place: Place, state: dict[str, Tensor]) -> None:
+    def load_state_dict(self, place: RankLayout, state: dict[str, Tensor]) -> None:
         self.encoder.load_state_dict(state)
         if "copies" in state:
             if self.copies is None:
@@ -126,7 +126,7 @@ class EmulatedAllGather:
                 self.copies = state["copies"].new_zeros(num_shards, state["copies"].shape[-1], device=self.unit.device)
             self._copies_of(place).copy_(state["copies"])
 
-    def _copies_of(self, place: Place) -> Tensor:
+    def _copies_of(self, place: RankLayout) -> Tensor:
         """The rank's secondary partition [N, L]: the shards of the ranks with its place p."""
         assert self.copies is not None
         return self.copies.view(place.num_nodes, place.ranks_per_node, -1)[:, place.local_rank]
@@ -139,7 +139,7 @@ class EmulatedReduceScatter:
         self,
         unit: EmulatedUnit,
         config: ZeroPPConfig,
-        places: list[Place],
+        places: list[RankLayout],
         traffic: Traffic,
         monitor: ErrorMonitor,
         micro_batch: MicroBatch,
@@ -222,10 +222,10 @@ class EmulatedReduceScatter:
         for hops in self.hops:
             hops.undo_step()
 
-    def state_dict(self, place: Place) -> dict[str, Tensor]:
+    def state_dict(self, place: RankLayout) -> dict[str, Tensor]:
         return self.hops[place.rank].state_dict() if self.hops else {}
 
-    def load_state_dict(self, place: Place, state: dict[str, Tensor]) -> None:
+    def load_state_dict(self, place: RankLayout, state: dict[str, Tensor]) -> None:
         if self.hops:
             self.hops[place.rank].load_state_dict(state)
 

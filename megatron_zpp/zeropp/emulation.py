@@ -27,7 +27,7 @@ from .emulated_unit import EmulatedUnit, find_emulated_units, step_by_shards
 from .gradient_hops import MicroBatch
 from .monitor import ErrorMonitor
 from .random_states import RandomStates
-from .topology import Place
+from .topology import RankLayout
 from .traffic import Traffic
 from .unit import follow_optimizers
 
@@ -60,11 +60,11 @@ def emulate_zeropp(
         )
     if zero_stage not in (2, 3):
         raise ValueError(f"stages 2 and 3 of ZeRO can be emulated, not stage {zero_stage}")
-    warn_of_settings_without_effect(config, Place(num_nodes, ranks_per_node, 0))
+    warn_of_settings_without_effect(config, RankLayout(num_nodes, ranks_per_node, 0))
     return EmulatedZeroPP(
         find_emulated_units(model, units, num_nodes * ranks_per_node, param_dtype),
         config,
-        [Place(num_nodes, ranks_per_node, rank) for rank in range(num_nodes * ranks_per_node)],
+        [RankLayout(num_nodes, ranks_per_node, rank) for rank in range(num_nodes * ranks_per_node)],
         reduce_dtype,
         zero_stage,
     )
@@ -77,7 +77,7 @@ class EmulatedZeroPP:
         self,
         units: list[EmulatedUnit],
         config: ZeroPPConfig,
-        places: list[Place],
+        places: list[RankLayout],
         reduce_dtype: torch.dtype | None,
         zero_stage: int,
     ) -> None:

@@ -12,7 +12,7 @@ from .config import ZeroPPConfig
 from .loco import ErrorFeedback
 from .monitor import ErrorMonitor
 from .quantization import mix_seed
-from .topology import Place
+from .topology import RankLayout
 from .unit import Unit
 from .wire_format import WireFormat, wire_format
 
@@ -33,7 +33,7 @@ class GradientHops:
     """
 
     def __init__(
-        self, unit: Unit, place: Place, config: ZeroPPConfig, monitor: ErrorMonitor, micro_batch: MicroBatch
+        self, unit: Unit, place: RankLayout, config: ZeroPPConfig, monitor: ErrorMonitor, micro_batch: MicroBatch
     ) -> None:
         self.unit, self.place, self.config = unit, place, config
         self.monitor, self.micro_batch = monitor, micro_batch
