@@ -1,0 +1,107 @@
+"""Which folder may import which: CONTRIBUTING.md's table, kept by reading every import of the package."""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import ROOT
+
+PACKAGE = ROOT / "megatron_zpp"
+# From the bottom up: a folder may import those in its list, which all stand above it here. So there are no circles.
+LAYERS = {
+    "zeropp": [],
+    "models": [],
+    "data": [],
+    "settings": ["zeropp"],
+    "parallel": ["zeropp", "models"],
+    "metrics": ["settings"],
+    "optim": ["settings"],
+    "architectures": ["models", "settings", "parallel"],
+    "arguments": ["zeropp", "settings", "parallel", "optim", "architectures"],
+    "checkpoint": ["zeropp", "data", "settings", "parallel", "metrics"],
+    "training": [
+        *("zeropp", "models", "data", "settings", "parallel", "metrics", "optim"),
+        *("architectures", "arguments", "checkpoint"),
+    ],
+    "huggingface": ["models", "data", "settings", "optim", "architectures", "arguments", "checkpoint", "training"],
+    "tools": [
+        *("zeropp", "models", "data", "settings", "parallel", "metrics", "optim"),
+        *("architectures", "arguments", "checkpoint", "training", "huggingface"),
+    ],
+}
+ALONE = {  # what the lower folders may import beside the standard library
+    "zeropp": {"torch"},
+    "models": {"torch"},
+    "settings": set(),
+    "optim": {"torch", "apex"},
+    "parallel": {"torch"},
+}
+
+
+def imports_of(file: Path) -> Iterator[str]:
+    """Every module that a file imports, wherever in the file, by its absolute name."""
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.level == 0:
+            assert node.module
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            package = [*file.relative_to(ROOT).parts[: -node.level], *([node.module] if node.module else [])]
+            yield from (".".join([*package, alias.name]) for alias in node.names)
+
+
+def files_of(folder: str) -> list[Path]:
+    files = sorted((PACKAGE / folder).rglob("*.py"))
+    assert files
+    return files
+
+
+def test_every_folder_has_a_layer_above_those_that_it_imports() -> None:
+    folders = [path.parent.name for path in PACKAGE.glob("*/__init__.py")]
+    assert sorted(folders) == sorted(LAYERS)
+    order = list(LAYERS)
+    for folder, allowed in LAYERS.items():
+        assert all(order.index(lower) < order.index(folder) for lower in allowed)
+
+
+@pytest.mark.parametrize("folder", LAYERS)
+def test_a_folder_imports_what_its_layer_allows(folder: str) -> None:
+    imported = {}
+    for file in files_of(folder):
+        for module in imports_of(file):
+            parts = module.split(".")
+            if parts[0] == "megatron_zpp" and parts[1] not in (folder, "__version__"):
+                imported.setdefault(parts[1], []).append(str(file.relative_to(ROOT)))
+    assert imported.keys() <= set(LAYERS[folder]), {k: v for k, v in imported.items() if k not in LAYERS[folder]}
+    assert imported.keys() == set(LAYERS[folder]), "the table allows more than is used"
+
+
+@pytest.mark.parametrize("folder", ALONE)
+def test_lower_folders_need_nothing_but_torch(folder: str) -> None:
+    import sys
+
+    for file in files_of(folder):
+        tops = {module.partition(".")[0] for module in imports_of(file)}
+        assert tops - sys.stdlib_module_names - {"megatron_zpp"} <= ALONE[folder], file
+
+
+@pytest.mark.parametrize("folder", LAYERS)
+def test_no_two_files_import_each_other(folder: str) -> None:
+    """Circles of files within a folder, of any length, imports for type checkers included."""
+    names = {".".join(file.relative_to(ROOT).with_suffix("").parts): file for file in files_of(folder)}
+    graph = {
+        name: {
+            known
+            for module in imports_of(file)
+            for known in (module, module.rpartition(".")[0])
+            if known in names and known != name
+        }
+        for name, file in names.items()
+    }
+    while leaves := [name for name, targets in graph.items() if not targets & graph.keys()]:
+        for name in leaves:
+            del graph[name]
+    assert not graph, f"these import each other: {', '.join(graph)}"
