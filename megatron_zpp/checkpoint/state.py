@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Iterator, Mapping
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -166,7 +167,7 @@ def _optimizer_tensors(state: dict[str, Any]) -> dict[str, Tensor]:
 
 
 def _num_ranks(zeropp: ZeroPP | EmulatedZeroPP | None) -> int:
-    return zeropp.topology.world_size if isinstance(zeropp, EmulatedZeroPP) else dist.get_world_size()
+    return zeropp.topologies[0].world_size if isinstance(zeropp, EmulatedZeroPP) else dist.get_world_size()
 
 
 def _prefix(zeropp: ZeroPP | EmulatedZeroPP | None) -> str:
@@ -189,7 +190,8 @@ def _zeropp_layout(zeropp: ZeroPP | EmulatedZeroPP | None) -> dict[str, Any] | N
     """What must be the same for ZeRO++ state to be taken over, rank by rank."""
     if zeropp is None:
         return None
-    topology = [zeropp.topology.num_nodes, zeropp.topology.ranks_per_node]
+    # Nodes and ranks per node, of each division that units have.
+    topology = list(chain.from_iterable(dict.fromkeys((t.num_nodes, t.ranks_per_node) for t in zeropp.topologies)))
     return {"topology": topology, "config": dataclasses.asdict(zeropp.config)}
 
 

@@ -28,7 +28,7 @@ class TorchAllocator:
 class PlainAllGather(TorchAllocator, AllGather):
     """FSDP2's own all-gather, counted."""
 
-    def __init__(self, topology: Topology, traffic: Traffic) -> None:
+    def __init__(self, *, topology: Topology, traffic: Traffic) -> None:
         self.topology, self.traffic = topology, traffic
 
     def __call__(
@@ -41,7 +41,7 @@ class PlainAllGather(TorchAllocator, AllGather):
 class PlainReduceScatter(TorchAllocator, ReduceScatter):
     """FSDP2's own reduce-scatter, counted."""
 
-    def __init__(self, topology: Topology, traffic: Traffic) -> None:
+    def __init__(self, *, topology: Topology, traffic: Traffic) -> None:
         self.topology, self.traffic = topology, traffic
 
     def __call__(

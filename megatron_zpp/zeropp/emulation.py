@@ -60,7 +60,7 @@ def emulate_zeropp(
         )
     if zero_stage not in (2, 3):
         raise ValueError(f"stages 2 and 3 of ZeRO can be emulated, not stage {zero_stage}")
-    warn_of_settings_without_effect(config, RankLayout(num_nodes, ranks_per_node, 0))
+    warn_of_settings_without_effect(config, [RankLayout(num_nodes, ranks_per_node, 0)])
     return EmulatedZeroPP(
         find_emulated_units(model, units, num_nodes * ranks_per_node, param_dtype),
         config,
@@ -82,7 +82,7 @@ class EmulatedZeroPP:
         zero_stage: int,
     ) -> None:
         self.units, self.config, self.places = units, config, places
-        self.topology = places[0]
+        self.topologies = places[:1]
         self.traffic, self._monitor, self._micro_batch = Traffic(), ErrorMonitor(), MicroBatch()
         self.random_states = RandomStates(units[0].device, len(places))
         self._weights = [
@@ -136,7 +136,7 @@ class EmulatedZeroPP:
 
     def describe(self) -> str:
         """One line: the topology, and how weights and gradients travel."""
-        return describe(self.config, self.topology)
+        return describe(self.config, self.topologies)
 
     @property
     def device(self) -> torch.device:
@@ -171,7 +171,7 @@ class EmulatedZeroPP:
 
     def quantization_errors(self) -> dict[str, float]:
         """What ZeroPP.quantization_errors says, of all virtual ranks."""
-        return self._monitor.take(group=None)
+        return self._monitor.take({})
 
     def state_dict(self) -> dict[str, Tensor]:
         """What ZeroPP's ``state_dict`` gives on each rank, its keys preceded by "RANK."."""
@@ -184,7 +184,7 @@ class EmulatedZeroPP:
                 for key, value in of_unit.state_dict(place).items()
             }
             if own:
-                own["fingerprint"] = torch.tensor(fingerprint(self.config, place, self.units))
+                own["fingerprint"] = torch.tensor(fingerprint(self.config, [place], self.units))
             state |= {f"{place.rank}.{key}": value for key, value in own.items()}
         return state
 
@@ -194,7 +194,7 @@ class EmulatedZeroPP:
         for place in self.places:
             prefix = f"{place.rank}."
             own = {key.removeprefix(prefix): value for key, value in state.items() if key.startswith(prefix)}
-            check_fingerprint(own, self.config, place, self.units)
+            check_fingerprint(own, self.config, [place], self.units)
             for unit, weights, gradients in zip(self.units, self._weights, self._gradients, strict=True):
                 for kind, of_unit in (("weights", weights), ("gradients", gradients)):
                     start = f"{kind}/{unit.name or 'root'}/"

@@ -16,29 +16,28 @@ from .config import ZeroPPConfig
 from .fsdp_unit import FSDPUnit, ReduceScatter
 from .gradient_hops import GradientHops, MicroBatch
 from .monitor import ErrorMonitor
-from .topology import Topology
 from .traffic import Traffic
 
 
 class HierarchicalReduceScatter(TorchAllocator, ReduceScatter):
     """qgZ (ZeRO++ section 3.3) in two hops, both accumulated in fp32.
 
-    Each micro-batch, an all-to-all within the node adds up the node's gradients for the N shards with this rank's
-    place p, [N, L]. They stay here until the last micro-batch of the optimizer step, when an all-to-all between the
+    Each micro-batch, an all-to-all within the node adds up the node's gradients for the N shards of this local
+    rank p, [N, L]. They stay here until the last micro-batch of the optimizer step, when an all-to-all between the
     nodes adds them up to [L]; earlier micro-batches return zeros, which FSDP2 adds to ``.grad``.
     """
 
     def __init__(
         self,
+        *,
         unit: FSDPUnit,
-        topology: Topology,
         config: ZeroPPConfig,
         traffic: Traffic,
         monitor: ErrorMonitor,
         micro_batch: MicroBatch,
     ) -> None:
-        self.unit, self.topology, self.traffic, self.micro_batch = unit, topology, traffic, micro_batch
-        self.hops = GradientHops(unit, topology, config, monitor, micro_batch)
+        self.unit, self.topology, self.traffic, self.micro_batch = unit, unit.topology, traffic, micro_batch
+        self.hops = GradientHops(unit, unit.topology, config, monitor, micro_batch)
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False

@@ -89,16 +89,17 @@ def _hundred_steps(bits):
     model.unshard()
     copies = zeropp.state_dict()["weights/root/copies"].clone()
     model.reshard()
-    own = copies[zeropp.topology.node]
-    return zeropp.topology.local_rank, copies, own, model.weight.to_local().flatten().detach().clone()
+    (topology,) = zeropp.topologies
+    own = copies[topology.node]
+    return topology.local_rank, copies, own, model.weight.to_local().flatten().detach().clone()
 
 
 @pytest.mark.parametrize("bits", [2, 4])
 def test_copies_of_weights_stay_equal_and_close(bits):
     """All owners of a copy hold it alike to the bit, and it is off by one difference's rounding, not by a hundred."""
     results = run_ranks(4, _hundred_steps, bits)
-    for place in (0, 1):
-        (_, first, *_), (_, second, *_) = [result for result in results if result[0] == place]
+    for local_rank in (0, 1):
+        (_, first, *_), (_, second, *_) = [result for result in results if result[0] == local_rank]
         assert first.equal(second)
     for _, _, copy, shard in results:
         assert 0 < (copy - shard).abs().max() < 0.02 * shard.abs().max()
