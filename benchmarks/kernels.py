@@ -141,7 +141,7 @@ def reductions(device: torch.device, numel: int) -> Iterator[Kernel]:
     yield Kernel(
         f"add {PEERS} peers int8, LoCo, quantize int4/128",
         peers.nbytes + wire.nbytes + 2 * error.nbytes,
-        lambda: inter.encode(peers, source=intra, compensation=compensation, out=wire),
+        lambda: inter.encode_sum(peers, intra, compensation=compensation, out=wire),
         in_plain_torch,
     )
     yield Kernel(

@@ -150,7 +150,17 @@ class EmulatedReduceScatter:
         self.dtype = reduce_dtype or unit.dtype
         self.hops: list[GradientHops] = []  # of each rank
         if config.quantized_gradients:
-            self.hops = [GradientHops(unit, place, config, monitor, micro_batch) for place in places]
+            self.hops = [
+                GradientHops(
+                    unit=unit,
+                    layout=place,
+                    config=config,
+                    traffic=traffic,
+                    monitor=monitor,
+                    micro_batch=micro_batch,
+                )
+                for place in places
+            ]
         self._within_node: list[Tensor] = []  # what the ranks of one node have sent so far
         self._between_nodes: list[Tensor] = []  # what all ranks have sent so far
         self._sum: Tensor | None = None  # fp32 [W, L], of unquantized gradients so far
@@ -175,35 +185,34 @@ class EmulatedReduceScatter:
         """The sums over all ranks fp32 [W, L], when all have sent their last gradients [W, L]."""
         place = self.places[rank]
         num_nodes, ranks_per_node = place.num_nodes, place.ranks_per_node
-        sent = self.hops[rank].send_within_node(gradients.view(num_nodes, ranks_per_node, -1))
-        if ranks_per_node > 1:
-            self.traffic.add(intra_node=sent.nbytes - sent[0].nbytes)
-        self._within_node.append(sent)
+        own = self.hops[rank].begin(gradients.view(num_nodes, ranks_per_node, -1))  # [P, N, L]
+        if (hop := self.hops[rank].within_node) is not None:
+            self._within_node.append(hop.send(own))
         if place.local_rank < ranks_per_node - 1:
             return None
         from_node, self._within_node = self._within_node, []
-        for hops in self.hops[rank + 1 - ranks_per_node : rank + 1]:
-            received = from_node[0]
-            if ranks_per_node > 1:
-                received = torch.stack([wires[hops.place.local_rank] for wires in from_node])  # [P, N, nbytes]
-            if not self.micro_batch.is_last:
-                hops.keep(received)
-                continue
-            sent = hops.send_between_nodes(received)  # [N, nbytes]
-            if num_nodes > 1:
-                self.traffic.add(inter_node=sent.nbytes - sent[0].nbytes)
-            hops.node_sum = None
-            self._between_nodes.append(sent)
-        if len(self._between_nodes) < len(self.places):
-            return None
-        from_all, self._between_nodes = self._between_nodes, []
         totals = []
-        for hops in self.hops:
-            received = from_all[hops.place.rank]
-            if num_nodes > 1:
-                of_place = from_all[hops.place.local_rank :: ranks_per_node]
-                received = torch.stack([wires[hops.place.node] for wires in of_place])
-            totals.append(hops.total(received))
+        for p, hops in enumerate(self.hops[rank + 1 - ranks_per_node : rank + 1]):
+            if hops.within_node is None:
+                node_sum = own.only_piece()  # [N, L]
+            else:
+                node_sum = hops.within_node.receive(torch.stack([wires[p] for wires in from_node]))
+            if not self.micro_batch.is_last:
+                hops.keep(node_sum)
+            elif hops.between_nodes is None:
+                totals.append(hops.finish(hops.with_kept(node_sum).only_piece()))
+            else:
+                self._between_nodes.append(hops.between_nodes.send(hops.with_kept(node_sum)))
+                hops.node_sum = None
+        if len(self._between_nodes) == len(self.places):
+            from_all, self._between_nodes = self._between_nodes, []
+            for hops in self.hops:
+                assert hops.between_nodes is not None
+                of_local_rank = from_all[hops.layout.local_rank :: ranks_per_node]
+                received = torch.stack([wires[hops.layout.node] for wires in of_local_rank])
+                totals.append(hops.finish(hops.between_nodes.receive(received)))
+        if not totals:
+            return None
         self.unit.mark_reduced()
         return torch.stack(totals)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -27,7 +28,6 @@ class WireFormat(WireLayout):
         values: Tensor,
         noise_seed: int | None = None,
         *,
-        source: WireFormat | None = None,
         plus: Tensor | None = None,
         minus: Tensor | None = None,
         compensation: Compensation | None = None,
@@ -35,37 +35,43 @@ class WireFormat(WireLayout):
     ) -> Tensor:
         """Encode values [..., L] of any float type into wire buffers uint8 [..., nbytes], in one pass.
 
-        noise_seed: round stochastically, with noise that depends on the seed and an element's place alone.
-        source: ``values`` are what G peers sent in this format, uint8 [G, ..., nbytes]; their sum is encoded. It has
-            this format's parameters and blocks, or is unquantized.
+        noise_seed: round stochastically, with noise that depends on the seed and an element's index alone.
         plus, minus: [..., L] to add or to subtract, in fp32.
         compensation: LoCo's error, added and replaced.
         out: the buffers to fill, if they are there already.
         """
         addend, sign = (plus, 1) if minus is None else (minus, -1)
-        shape = values.shape[1:-1] if source is not None else values.shape[:-1]
-        wire = torch.empty(*shape, self.nbytes, dtype=torch.uint8, device=values.device) if out is None else out
-        if not self._has_kernels(values, addend, source):
-            if source is not None:
-                total = torch.empty(*shape, self.numel, device=values.device)
-                reference.decode(source, values, total, accumulate=False)
-                values = total
+        wire = self._empty_wire(values.shape[:-1], values.device) if out is None else out
+        if self._has_kernels(values.device, values, addend):
+            torch.ops.megatron_zpp.encode(
+                values, None, [], addend, sign, wire, self.table, *_arguments(compensation), noise_seed
+            )
+        else:
             reference.encode(self, values, wire, addend, sign, compensation, noise_seed)
-            return wire
+        return wire
+
+    def encode_sum(
+        self,
+        peers: Tensor,
+        source: WireFormat,
+        noise_seed: int | None = None,
+        *,
+        plus: Tensor | None = None,
+        compensation: Compensation | None = None,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """Encode the sum of what G peers sent in the format ``source``, uint8 [G, ..., nbytes]: uint8 [..., nbytes].
+
+        One pass if ``source`` is unquantized or both quantize; they are of the same parameters and blocks. The rest as
+        in ``encode``.
+        """
+        wire = self._empty_wire(peers.shape[1:-1], peers.device) if out is None else out
+        one_pass = source.bits is None or self.bits is not None
+        if not one_pass or not self._has_kernels(peers.device, source, plus):
+            total = source.decode_sum(peers, out=torch.empty(*wire.shape[:-1], self.numel, device=peers.device))
+            return self.encode(total, noise_seed, plus=plus, compensation=compensation, out=wire)
         torch.ops.megatron_zpp.encode(
-            values if source is None else None,
-            values if source is not None else None,
-            source.table if source is not None else [],
-            addend,
-            sign,
-            wire,
-            self.table,
-            compensation.error if compensation is not None else None,
-            compensation.new_error if compensation is not None else None,
-            compensation.format.table if compensation is not None else [],
-            compensation.beta if compensation is not None else 0.0,
-            compensation.decay if compensation is not None else 1.0,
-            noise_seed,
+            None, peers, source.table, plus, 1, wire, self.table, *_arguments(compensation), noise_seed
         )
         return wire
 
@@ -78,7 +84,7 @@ class WireFormat(WireLayout):
 
         accumulate: onto ``out`` [..., L], not into it. Returns ``out``.
         """
-        if self._has_kernels(out):
+        if self._has_kernels(out.device, out):
             torch.ops.megatron_zpp.decode(peers, self.table, out, accumulate)
         else:
             reference.decode(self, peers, out, accumulate)
@@ -90,13 +96,22 @@ class WireFormat(WireLayout):
         In groups of 32 elements; the last elements of a parameter that make up no whole group stay as they are.
         """
         rotated = torch.empty(values.shape, dtype=torch.float32, device=values.device)
-        if self._has_kernels(values):
+        if self._has_kernels(values.device, values):
             torch.ops.megatron_zpp.rotate(values, self.table, rotated)
         else:
             reference.rotate(self, values, rotated)
         return rotated
 
-    def _has_kernels(self, values: Tensor, addend: Tensor | None = None, source: WireFormat | None = None) -> bool:
-        dtypes = [self.dtype, source.dtype if source is not None else values.dtype]
-        dtypes += [addend.dtype] if addend is not None else []
-        return kernels.why_not_on(values.device) is None and all(dtype in kernels.TYPES for dtype in dtypes)
+    def _empty_wire(self, rows: Sequence[int], device: torch.device) -> Tensor:
+        return torch.empty(*rows, self.nbytes, dtype=torch.uint8, device=device)
+
+    def _has_kernels(self, device: torch.device, *others: Tensor | WireFormat | None) -> bool:
+        """Whether the operators take wires of this format together with these tensors and formats."""
+        dtypes = [self.dtype, *(other.dtype for other in others if other is not None)]
+        return kernels.why_not_on(device) is None and all(dtype in kernels.TYPES for dtype in dtypes)
+
+
+def _arguments(compensation: Compensation | None) -> tuple[Tensor | None, Tensor | None, list[int], float, float]:
+    """Compensation as the operator takes it."""
+    c = compensation
+    return (c.error, c.new_error, c.format.table, c.beta, c.decay) if c is not None else (None, None, [], 0.0, 1.0)

@@ -9,6 +9,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 from megatron_zpp.zeropp import LoCoConfig, ZeroPPConfig, apply_zeropp
+from megatron_zpp.zeropp.gradient_sum import GradientSum
 from megatron_zpp.zeropp.loco import ErrorFeedback
 from megatron_zpp.zeropp.quantization import hadamard
 from megatron_zpp.zeropp.wire_format import wire_format
@@ -25,7 +26,7 @@ def feed(loco, num_steps, bits=2):
     gradients, arrived, errors = [], [], []
     for _ in range(num_steps):
         gradients.append(torch.randn(1, hop.numel, generator=generator))
-        wire = feedback.encode(gradients[-1], hop)
+        wire = feedback.encode(GradientSum(gradients[-1]), hop)
         arrived.append(hop.decode(wire, out=torch.empty(1, hop.numel)))
         errors.append(feedback.error.view(torch.float32)[:, : hop.numel].clone())
     return torch.stack(gradients), torch.stack(arrived), torch.stack(errors)
