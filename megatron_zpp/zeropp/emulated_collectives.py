@@ -152,14 +152,9 @@ class EmulatedReduceScatter:
         if config.quantized_gradients:
             self.hops = [
                 GradientHops(
-                    unit=unit,
-                    layout=place,
-                    config=config,
-                    traffic=traffic,
-                    monitor=monitor,
-                    micro_batch=micro_batch,
+                    unit=unit, layout=p, config=config, traffic=traffic, monitor=monitor, micro_batch=micro_batch
                 )
-                for place in places
+                for p in places
             ]
         self._within_node: list[Tensor] = []  # what the ranks of one node have sent so far
         self._between_nodes: list[Tensor] = []  # what all ranks have sent so far

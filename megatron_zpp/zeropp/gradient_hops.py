@@ -46,8 +46,14 @@ class GradientHop:
     monitor: ErrorMonitor
     micro_batch: MicroBatch
     progress: Progress
-    feedback: ErrorFeedback | None = None  # LoCo's
+    feedback: ErrorFeedback | None = field(init=False)  # LoCo's
     format: WireFormat = field(init=False)  # since gradients came
+
+    def __post_init__(self) -> None:
+        loco = self.config.loco
+        self.feedback = None
+        if loco is not None and (self.name == "inter" or loco.hops == "both"):
+            self.feedback = ErrorFeedback(loco)
 
     def send(self, gradients: GradientSum) -> Tensor:
         """Encode gradients [G, ..., L], a piece for each rank of the hop, with LoCo: uint8 [G, ..., nbytes]."""
@@ -110,22 +116,18 @@ class GradientHops:
         self.progress = Progress()
         self._rotation: WireFormat | None = None  # whose quantized parameters are rotated
 
-        def hop(name: str, has_feedback: bool) -> GradientHop:
-            return GradientHop(
-                name=name,
-                unit=unit,
-                rank=layout.rank,
-                config=config,
-                traffic=traffic,
-                monitor=monitor,
-                micro_batch=micro_batch,
-                progress=self.progress,
-                feedback=ErrorFeedback(config.loco) if config.loco is not None and has_feedback else None,
-            )
-
-        corrects_both = config.loco is not None and config.loco.hops == "both"
-        self.within_node = hop("intra", has_feedback=corrects_both) if layout.ranks_per_node > 1 else None
-        self.between_nodes = hop("inter", has_feedback=True) if layout.num_nodes > 1 else None
+        hop = partial(
+            GradientHop,
+            unit=unit,
+            rank=layout.rank,
+            config=config,
+            traffic=traffic,
+            monitor=monitor,
+            micro_batch=micro_batch,
+            progress=self.progress,
+        )
+        self.within_node = hop(name="intra") if layout.ranks_per_node > 1 else None
+        self.between_nodes = hop(name="inter") if layout.num_nodes > 1 else None
 
     @property
     def feedback(self) -> dict[str, ErrorFeedback]:

@@ -39,12 +39,7 @@ class HierarchicalReduceScatter(TorchAllocator, ReduceScatter):
     ) -> None:
         self.unit, self.micro_batch = unit, micro_batch
         self.hops = GradientHops(
-            unit=unit,
-            layout=unit.topology,
-            config=config,
-            traffic=traffic,
-            monitor=monitor,
-            micro_batch=micro_batch,
+            unit=unit, layout=unit.topology, config=config, traffic=traffic, monitor=monitor, micro_batch=micro_batch
         )
 
     def __call__(
