@@ -25,7 +25,8 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from megatron_zpp.zeropp import kernels, reference
-from megatron_zpp.zeropp.wire_format import Compensation, ParameterShard, WireFormat
+from megatron_zpp.zeropp.wire_format import WireFormat
+from megatron_zpp.zeropp.wire_layout import Compensation, ParameterShard
 
 DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16"}
 PEERS = 4
@@ -140,7 +141,7 @@ def reductions(device: torch.device, numel: int) -> Iterator[Kernel]:
     yield Kernel(
         f"add {PEERS} peers int8, LoCo, quantize int4/128",
         peers.nbytes + wire.nbytes + 2 * error.nbytes,
-        lambda: inter.encode(peers, source=intra, compensation=compensation, out=wire),
+        lambda: inter.encode_sum(peers, intra, compensation=compensation, out=wire),
         in_plain_torch,
     )
     yield Kernel(

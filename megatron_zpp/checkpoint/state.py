@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Iterator, Mapping
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -168,7 +169,8 @@ def _zeropp_layout(zeropp: ZeroPPInterface | None) -> dict[str, Any] | None:
     """What must be the same for ZeRO++ state to be taken over, rank by rank."""
     if zeropp is None:
         return None
-    topology = [zeropp.topology.num_nodes, zeropp.topology.ranks_per_node]
+    # Nodes and ranks per node, of each division that units have.
+    topology = list(chain.from_iterable(dict.fromkeys((t.num_nodes, t.ranks_per_node) for t in zeropp.topologies)))
     return {"topology": topology, "config": dataclasses.asdict(zeropp.config)}
 
 

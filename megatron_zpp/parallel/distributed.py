@@ -13,13 +13,14 @@ import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from megatron_zpp.parallel.rendezvous import fresh_store
+from megatron_zpp.zeropp import fsdp_unit
 
 SECONDS_FOR_THE_CAUSE = 3.0  # that ranks which lost a peer wait, so that torchrun sees first who died
 
@@ -137,22 +138,13 @@ def die(error: BaseException) -> NoReturn:
     os._exit(1)  # threads that wait for a dead peer would keep sys.exit waiting
 
 
-_FSDP_COLLECTIVES = {
-    "unshard": "all-gather",
-    "wait_for_unshard": "all-gather",
-    "post_backward": "reduce-scatter",
-    "finalize_backward": "reduce-scatter",
-}
-
-
 def collective_of(error: BaseException) -> str | None:
     """Where an error came from: "the all-gather of layers.3", or another collective and who called it; else None."""
     caller = collective = None
     for frame, line in traceback.walk_tb(error.__traceback__):
         name, file = frame.f_code.co_name, frame.f_code.co_filename
-        owner: Any = frame.f_locals.get("self")
-        if type(owner).__name__ == "FSDPParamGroup" and name in _FSDP_COLLECTIVES:
-            return f"the {_FSDP_COLLECTIVES[name]} of {owner._module_fqn or 'the root module'}"
+        if (of_fsdp := fsdp_unit.collective_of(frame)) is not None:
+            return of_fsdp
         if name in ("_wait_batch_p2p", "wait_for_neighbour"):  # torch's, and the evaluation's
             return "the exchange with a neighbouring pipeline stage"
         if file.endswith("distributed_c10d.py") and name != "wrapper":

@@ -29,7 +29,8 @@ from megatron_zpp.settings.groups import Settings
 from megatron_zpp.training.model import build_model, mixed_precision
 from megatron_zpp.zeropp.config import ZeroPPConfig
 from megatron_zpp.zeropp.loco import ERROR_FORMATS
-from megatron_zpp.zeropp.wire_format import ParameterShard, WireFormat, wire_format
+from megatron_zpp.zeropp.wire_format import WireFormat, wire_format
+from megatron_zpp.zeropp.wire_layout import ParameterShard
 
 Shards = tuple[ParameterShard, ...]
 

@@ -8,13 +8,11 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather
 
 from .collectives import TorchAllocator, all_gather, count_flat_ring
 from .config import ZeroPPConfig
-from .fsdp_unit import FSDPUnit
+from .fsdp_unit import AllGather, FSDPUnit
 from .monitor import ErrorMonitor
-from .topology import Topology
 from .traffic import Traffic
 from .weight_encoder import WeightEncoder
 
@@ -22,11 +20,9 @@ from .weight_encoder import WeightEncoder
 class QuantizedAllGather(TorchAllocator, AllGather):
     """qwZ alone (ZeRO++ section 3.1): one flat all-gather of quantized shards, each time."""
 
-    def __init__(
-        self, unit: FSDPUnit, topology: Topology, config: ZeroPPConfig, traffic: Traffic, monitor: ErrorMonitor
-    ) -> None:
-        self.unit, self.topology, self.config, self.traffic = unit, topology, config, traffic
-        self.encoder = WeightEncoder(unit, topology, config, monitor)
+    def __init__(self, *, unit: FSDPUnit, config: ZeroPPConfig, traffic: Traffic, monitor: ErrorMonitor) -> None:
+        self.unit, self.topology, self.config, self.traffic = unit, unit.topology, config, traffic
+        self.encoder = WeightEncoder(unit, unit.topology, config, monitor)
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
@@ -54,15 +50,13 @@ class QuantizedAllGather(TorchAllocator, AllGather):
 class HierarchicalAllGather(QuantizedAllGather):
     """hpZ (ZeRO++ section 3.2), with or without qwZ: parameters cross nodes once per optimizer step.
 
-    When the parameters changed, the N ranks with this rank's place p gather their shards into the secondary partition
-    [N, L]; every gather then takes place among the P ranks of the node. All ranks see the same weights: a rank's own
+    When the parameters changed, the N ranks with this local rank p gather their shards into the secondary partition
+    [N, L]; every gather is then among the P ranks of the node. All ranks see the same weights: a rank's own
     shard goes through the same quantization.
     """
 
-    def __init__(
-        self, unit: FSDPUnit, topology: Topology, config: ZeroPPConfig, traffic: Traffic, monitor: ErrorMonitor
-    ) -> None:
-        super().__init__(unit, topology, config, traffic, monitor)
+    def __init__(self, *, unit: FSDPUnit, config: ZeroPPConfig, traffic: Traffic, monitor: ErrorMonitor) -> None:
+        super().__init__(unit=unit, config=config, traffic=traffic, monitor=monitor)
         # [N, L] in the gather's dtype; with hpz_secondary_dtype "int8" uint8 [N, nbytes], as it arrived.
         self.secondary_partition: Tensor | None = None
         self._keeps_wires = config.hpz_secondary_dtype == "int8"
@@ -110,7 +104,7 @@ class HierarchicalAllGather(QuantizedAllGather):
         return self._gather_in_full(shard, old)
 
     def _gather_in_full(self, shard: Tensor, old: Tensor | None) -> Tensor:
-        """The shards themselves, quantized with qwZ, in the place of the old ones: fresh memory is slow on a CPU."""
+        """The shards themselves, quantized with qwZ, over the old ones: fresh memory is slow on a CPU."""
         weights = self.encoder.in_full(shard.dtype)
         wires = self._exchange(self.encoder.encode(shard, weights, self.topology.rank))
         if self._keeps_wires:

@@ -26,7 +26,7 @@ from .gradient_hops import GradientHops, MicroBatch
 from .monitor import ErrorMonitor
 from .own_rank import OwnRank
 from .reduce_scatter import HierarchicalReduceScatter
-from .topology import Topology, build_topology
+from .topology import Topology
 from .traffic import Traffic
 from .unit import follow_optimizers
 
@@ -46,44 +46,17 @@ def apply_zeropp(
     ``tensor_parallel``: the group of ranks that have the other parts of the same parameters. Both are for statistics.
     Raises ValueError for models without FSDP2 units, HSDP meshes, unequal nodes, and sizes that do not divide.
     """
-    units = find_units(model)
     ranks_per_node = config.ranks_per_node
     if ranks_per_node is None and config.hpz_partition_size > 1:
         ranks_per_node = config.hpz_partition_size
-    topologies: dict[dist.ProcessGroup, Topology] = {}
-    for unit in units:
-        if unit.group not in topologies:
-            topologies[unit.group] = build_topology(unit.group, ranks_per_node)
-    groups = (units[0].group, pipeline, tensor_parallel)
-    speaks = all(group is None or group.rank() == 0 for group in groups)  # for all groups of the job
-    if speaks:
-        warn_of_settings_without_effect(config, topologies[units[0].group])
-
-    traffic, monitor, micro_batch = Traffic(), ErrorMonitor(), MicroBatch()
-    all_gathers: dict[str, QuantizedAllGather] = {}
-    reduce_scatters: dict[str, HierarchicalReduceScatter] = {}
-    for unit in units:
-        topology = topologies[unit.group]
-        if config.hpz_partition_size > 1 and topology.num_nodes > 1:
-            all_gathers[unit.name] = HierarchicalAllGather(unit, topology, config, traffic, monitor)
-        elif config.quantized_weights:
-            all_gathers[unit.name] = QuantizedAllGather(unit, topology, config, traffic, monitor)
-        unit.module.set_custom_all_gather(all_gathers.get(unit.name) or PlainAllGather(topology, traffic))
-        if config.quantized_gradients:
-            reduce_scatter = HierarchicalReduceScatter(unit, topology, config, traffic, monitor, micro_batch)
-            reduce_scatters[unit.name] = reduce_scatter
-            unit.module.set_custom_reduce_scatter(reduce_scatter)
-            if hasattr(unit.module, "set_reduce_scatter_unused_params"):
-                unit.module.set_reduce_scatter_unused_params(True)
-        else:
-            unit.module.set_custom_reduce_scatter(PlainReduceScatter(topology, traffic))
-    follow_optimizers(units)
-    topology = topologies[units[0].group]
-    if speaks and (config.quantized_weights or config.quantized_gradients):
-        kernels.warn_if_missing(units[0].device)
-    return ZeroPP(
-        config, topology, units, all_gathers, reduce_scatters, traffic, monitor, micro_batch, pipeline, tensor_parallel
-    )
+    units = find_units(model, ranks_per_node)
+    zeropp = ZeroPP(units=units, config=config, pipeline=pipeline, tensor_parallel=tensor_parallel)
+    groups = {*(topology.group for topology in zeropp.topologies), pipeline, tensor_parallel}
+    if all(group is None or group.rank() == 0 for group in groups):  # one rank speaks for the job
+        warn_of_settings_without_effect(config, zeropp.topologies)
+        if config.quantized_weights or config.quantized_gradients:
+            kernels.warn_if_missing(zeropp.device)
+    return zeropp
 
 
 class ZeroPP:
@@ -91,31 +64,49 @@ class ZeroPP:
 
     def __init__(
         self,
-        config: ZeroPPConfig,
-        topology: Topology,
+        *,
         units: list[FSDPUnit],
-        all_gathers: dict[str, QuantizedAllGather],
-        reduce_scatters: dict[str, HierarchicalReduceScatter],
-        traffic: Traffic,
-        monitor: ErrorMonitor,
-        micro_batch: MicroBatch,
-        pipeline: dist.ProcessGroup | None,
-        tensor_parallel: dist.ProcessGroup | None,
+        config: ZeroPPConfig,
+        pipeline: dist.ProcessGroup | None = None,
+        tensor_parallel: dist.ProcessGroup | None = None,
     ) -> None:
-        self.config, self.topology, self.units, self.traffic = config, topology, units, traffic
-        self._all_gathers, self._reduce_scatters = all_gathers, reduce_scatters
-        self._monitor, self._micro_batch = monitor, micro_batch
-        self._pipeline, self._tensor_parallel = pipeline, tensor_parallel
+        self.config, self.units, self.traffic = config, units, Traffic()
         self.ranks = OwnRank()
-
-    def describe(self) -> str:
-        """One line: the topology, and how weights and gradients travel."""
-        return describe(self.config, self.topology)
+        self._pipeline, self._tensor_parallel = pipeline, tensor_parallel
+        self._monitor, self._micro_batch = ErrorMonitor(), MicroBatch()
+        # Where the model's unsharded parameters and LoCo's errors live; find_units refuses several.
+        (self.device,) = {unit.device for unit in units}
+        self._all_gathers: dict[str, QuantizedAllGather] = {}  # by unit, as the next
+        self._reduce_scatters: dict[str, HierarchicalReduceScatter] = {}
+        for unit in units:
+            if config.hpz_partition_size > 1 and unit.topology.num_nodes > 1:
+                self._all_gathers[unit.name] = HierarchicalAllGather(
+                    unit=unit, config=config, traffic=self.traffic, monitor=self._monitor
+                )
+            elif config.quantized_weights:
+                self._all_gathers[unit.name] = QuantizedAllGather(
+                    unit=unit, config=config, traffic=self.traffic, monitor=self._monitor
+                )
+            plain_all_gather = PlainAllGather(topology=unit.topology, traffic=self.traffic)
+            unit.module.set_custom_all_gather(self._all_gathers.get(unit.name, plain_all_gather))
+            if config.quantized_gradients:
+                self._reduce_scatters[unit.name] = HierarchicalReduceScatter(
+                    unit=unit, config=config, traffic=self.traffic, monitor=self._monitor, micro_batch=self._micro_batch
+                )
+                if hasattr(unit.module, "set_reduce_scatter_unused_params"):
+                    unit.module.set_reduce_scatter_unused_params(True)
+            plain_reduce_scatter = PlainReduceScatter(topology=unit.topology, traffic=self.traffic)
+            unit.module.set_custom_reduce_scatter(self._reduce_scatters.get(unit.name, plain_reduce_scatter))
+        follow_optimizers(units)
 
     @property
-    def device(self) -> torch.device:
-        """Where the model's unsharded parameters and LoCo's errors live."""
-        return self.units[0].device
+    def topologies(self) -> list[Topology]:
+        """Of each unit: its own process group, nodes and ranks."""
+        return [unit.topology for unit in self.units]
+
+    def describe(self) -> str:
+        """One line: the nodes and ranks, and how weights and gradients travel. A line for each group of units."""
+        return describe(self.config, self.topologies)
 
     def set_is_last_micro_batch(self, is_last: bool) -> None:
         """Say before a backward pass whether it is the optimizer step's last; only that one crosses nodes."""
@@ -152,11 +143,13 @@ class ZeroPP:
     def quantization_errors(self) -> dict[str, float]:
         """What all ranks sampled since the last call, by ``STATISTIC/WHAT`` and ``STATISTIC/WHAT/UNIT``; collective.
 
+        A unit's numbers are of all ranks that share it.
         WHAT: ``weights``, ``gradients/intra``, ``gradients/inter``. STATISTIC: ``error``, RMS error / RMS value;
         ``error-state``, RMS of LoCo's error / RMS of the gradients it is added to; ``largest-codes``, the share of
         codes +-qmax in blocks that are not zero; ``nonfinite-blocks``, the number of blocks with a NaN or Inf.
         """
-        return self._monitor.take(self.topology.group, self._pipeline, self._tensor_parallel)
+        groups = {unit.name: unit.topology.group for unit in self.units}
+        return self._monitor.take(groups, self._pipeline, self._tensor_parallel)
 
     def state_dict(self) -> dict[str, Tensor]:
         """What this rank must keep for an exact continuation: LoCo's errors, 4-bit weights' copies, noise counters."""
@@ -166,16 +159,16 @@ class ZeroPP:
             for unit, collective in collectives.items()
             for key, value in collective.state_dict().items()
         }
-        return (
-            state | {"fingerprint": torch.tensor(fingerprint(self.config, self.topology, self.units))} if state else {}
-        )
+        if state:
+            state["fingerprint"] = torch.tensor(fingerprint(self.config, self.topologies, self.units))
+        return state
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
         """Take back what ``state_dict`` gave on the same rank of the same layout; without it, gather all weights anew.
 
         Raises ValueError when the state is of another model, layout or config.
         """
-        check_fingerprint(state, self.config, self.topology, self.units)
+        check_fingerprint(state, self.config, self.topologies, self.units)
         self.invalidate()
         for kind, collectives in self._stateful().items():
             for unit, collective in collectives.items():

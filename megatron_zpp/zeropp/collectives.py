@@ -8,9 +8,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 
-from .topology import Place, Topology
+from .fsdp_unit import AllGather, ReduceScatter
+from .topology import RankLayout, Topology
 from .traffic import Traffic
 
 # torch 2.13 renamed these two; the old names still work there but warn.
@@ -28,7 +28,7 @@ class TorchAllocator:
 class PlainAllGather(TorchAllocator, AllGather):
     """FSDP2's own all-gather, counted."""
 
-    def __init__(self, topology: Topology, traffic: Traffic) -> None:
+    def __init__(self, *, topology: Topology, traffic: Traffic) -> None:
         self.topology, self.traffic = topology, traffic
 
     def __call__(
@@ -41,7 +41,7 @@ class PlainAllGather(TorchAllocator, AllGather):
 class PlainReduceScatter(TorchAllocator, ReduceScatter):
     """FSDP2's own reduce-scatter, counted."""
 
-    def __init__(self, topology: Topology, traffic: Traffic) -> None:
+    def __init__(self, *, topology: Topology, traffic: Traffic) -> None:
         self.topology, self.traffic = topology, traffic
 
     def __call__(
@@ -51,20 +51,20 @@ class PlainReduceScatter(TorchAllocator, ReduceScatter):
         return reduce_scatter(output_tensor, input_tensor, group=group, op=op, async_op=async_op)
 
 
-def count_reduce_scatter(traffic: Traffic, place: Place, output: Tensor) -> None:
+def count_reduce_scatter(traffic: Traffic, layout: RankLayout, output: Tensor) -> None:
     """Count the plain reduce-scatter to ``output`` [L]."""
     # gloo's is an all-reduce, that is a ring's reduce-scatter and its all-gather.
     passes = 2 if output.device.type == "cpu" else 1
-    count_flat_ring(traffic, place, passes * output.nbytes)
+    count_flat_ring(traffic, layout, passes * output.nbytes)
 
 
-def count_flat_ring(traffic: Traffic, place: Place, nbytes: int) -> None:
+def count_flat_ring(traffic: Traffic, layout: RankLayout, nbytes: int) -> None:
     """Count a ring over all W ranks in rank order, in which each rank passes W - 1 pieces of ``nbytes`` on.
 
     Only the last rank of a node has its successor on another node.
     """
-    sent = (place.world_size - 1) * nbytes
-    if place.num_nodes > 1 and place.local_rank == place.ranks_per_node - 1:
+    sent = (layout.world_size - 1) * nbytes
+    if layout.num_nodes > 1 and layout.local_rank == layout.ranks_per_node - 1:
         traffic.add(inter_node=sent)
     else:
         traffic.add(intra_node=sent)

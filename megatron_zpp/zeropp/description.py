@@ -3,21 +3,33 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 
 from .config import ZeroPPConfig
 from .quantization import mix_seed
-from .topology import Place
+from .topology import RankLayout
 from .unit import Unit
 
 logger = logging.getLogger(__name__)
 
 
-def describe(config: ZeroPPConfig, place: Place) -> str:
-    """One line: the topology, and how weights and gradients travel."""
-    hpz = config.hpz_partition_size > 1 and place.num_nodes > 1
+def describe(config: ZeroPPConfig, layouts: Sequence[RankLayout]) -> str:
+    """One line: the nodes and ranks, and how weights and gradients travel. A line for each group that units live on.
+
+    layouts: of each unit.
+    """
+    num_units = Counter((layout.num_nodes, layout.ranks_per_node) for layout in layouts)
+    lines = [_describe_group(config, *shape) for shape in num_units]
+    if len(lines) > 1:
+        lines = [f"{line} ({n} units)" for line, n in zip(lines, num_units.values(), strict=True)]
+    return "\n".join(lines)
+
+
+def _describe_group(config: ZeroPPConfig, num_nodes: int, ranks_per_node: int) -> str:
+    hpz = config.hpz_partition_size > 1 and num_nodes > 1
     weights = f"int{config.weight_bits}" if config.quantized_weights else "unquantized"
     if hpz and config.weight_difference_bits is not None:
         weights = f"as int{config.weight_difference_bits} differences"
@@ -29,35 +41,39 @@ def describe(config: ZeroPPConfig, place: Place) -> str:
     else:
         gradients = "unquantized, at every micro-batch"
     return (
-        f"{place.num_nodes} node{'s' if place.num_nodes > 1 else ''} of {place.ranks_per_node} ranks; "
+        f"{num_nodes} node{'s' if num_nodes > 1 else ''} of {ranks_per_node} ranks; "
         f"weights travel {weights}; gradients {gradients}"
     )
 
 
-def fingerprint(config: ZeroPPConfig, place: Place, units: Sequence[Unit]) -> int:
-    """A number that tells one layout of a rank's state from another."""
-    shape = (place.num_nodes, place.ranks_per_node, place.rank)
+def fingerprint(config: ZeroPPConfig, layouts: Sequence[RankLayout], units: Sequence[Unit]) -> int:
+    """A number that tells one layout of a rank's state from another; ``layouts`` are those of the units."""
+    shapes = [(layout.num_nodes, layout.ranks_per_node, layout.rank) for layout in layouts]
+    shape = shapes[0] if len(set(shapes)) == 1 else shapes
     shards = [(unit.name, [(p.numel, p.quantizable) for p in unit.parameter_shards()]) for unit in units]
     return mix_seed(repr(config), repr(shape), repr(shards))
 
 
-def check_fingerprint(state: Mapping[str, Tensor], config: ZeroPPConfig, place: Place, units: Sequence[Unit]) -> None:
+def check_fingerprint(
+    state: Mapping[str, Tensor], config: ZeroPPConfig, layouts: Sequence[RankLayout], units: Sequence[Unit]
+) -> None:
     """Raise ValueError if a rank's saved ``state`` is of another layout."""
-    if state and int(state["fingerprint"]) != fingerprint(config, place, units):
+    if state and int(state["fingerprint"]) != fingerprint(config, layouts, units):
         raise ValueError(
             "this ZeRO++ state was saved with another model, other ranks and nodes, or another ZeroPPConfig: start "
             "without it, then LoCo's errors begin at zero and weights are sent in full"
         )
 
 
-def warn_of_settings_without_effect(config: ZeroPPConfig, place: Place) -> None:
-    """To be called on one rank."""
-    where = f"{place.world_size} data-parallel ranks on one node"
-    if place.world_size == 1:
-        if config.enabled:
-            logger.warning("ZeRO++ has no effect on one rank: there is nothing to gather or reduce")
-    elif place.num_nodes == 1:
-        if config.hpz_partition_size > 1:
-            logger.warning("hpZ has no effect on %s: all gathers stay within it", where)
-        if config.loco is not None and config.loco.hops == "inter":
-            logger.warning("LoCo has no effect on %s: it corrects the hop between nodes", where)
+def warn_of_settings_without_effect(config: ZeroPPConfig, layouts: Sequence[RankLayout]) -> None:
+    """To be called on one rank, with the layouts of all units."""
+    for world_size, num_nodes in sorted({(layout.world_size, layout.num_nodes) for layout in layouts}):
+        where = f"{world_size} data-parallel ranks on one node"
+        if world_size == 1:
+            if config.enabled:
+                logger.warning("ZeRO++ has no effect on one rank: there is nothing to gather or reduce")
+        elif num_nodes == 1:
+            if config.hpz_partition_size > 1:
+                logger.warning("hpZ has no effect on %s: all gathers stay within it", where)
+            if config.loco is not None and config.loco.hops == "inter":
+                logger.warning("LoCo has no effect on %s: it corrects the hop between nodes", where)

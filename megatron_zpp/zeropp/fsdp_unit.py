@@ -7,22 +7,27 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from types import FrameType
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather as AllGather  # for those who implement it
+from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter as ReduceScatter
 
+from .topology import Topology, build_topology
 from .unit import Unit
-from .wire_format import ParameterShard
+from .wire_layout import ParameterShard
 
 
 @dataclass(eq=False)
 class FSDPUnit(Unit):
-    """One FSDP2 unit: its module, its process group and its parameters' shards."""
+    """One FSDP2 unit: its module, the ranks and nodes that share it, and its parameters' shards."""
 
     module: FSDPModule
+    topology: Topology
     _param_group: Any = field(repr=False)
 
     @property
@@ -34,11 +39,6 @@ class FSDPUnit(Unit):
     def modules(self) -> tuple[nn.Module, ...]:
         """What ``fully_shard`` was given: one module, or several of one unit."""
         return tuple(self._param_group.modules)
-
-    @property
-    def group(self) -> dist.ProcessGroup:
-        group: dist.ProcessGroup = self._param_group.mesh_info.shard_process_group
-        return group
 
     def parameter_shards(self, trainable_only: bool = False) -> tuple[ParameterShard, ...]:
         """The parts of a rank's flat shard, in the order in which FSDP2 concatenates them."""
@@ -62,9 +62,25 @@ class FSDPUnit(Unit):
         return in_backward
 
 
-def find_units(model: nn.Module) -> list[FSDPUnit]:
-    """The FSDP2 units of ``model``, in module order. Raises ValueError for what ZeRO++ does not support, by name."""
+def find_units(model: nn.Module, ranks_per_node: int | None) -> list[FSDPUnit]:
+    """The FSDP2 units of ``model``, in module order, each with the topology of its process group.
+
+    Units may have different groups. ``ranks_per_node`` goes to build_topology; collective over all the groups.
+    Raises ValueError for what ZeRO++ does not support, by name.
+    """
     units: list[FSDPUnit] = []
+    topologies: dict[dist.ProcessGroup, Topology] = {}
+    for name, module, param_group in _find_param_groups(model):
+        group = param_group.mesh_info.shard_process_group
+        if group not in topologies:
+            topologies[group] = build_topology(group, ranks_per_node)
+        units.append(FSDPUnit(name, module, topologies[group], param_group))
+    return units
+
+
+def _find_param_groups(model: nn.Module) -> list[tuple[str, FSDPModule, Any]]:
+    """FSDP2's own record of each unit, with the name and the module of the unit."""
+    found: list[tuple[str, FSDPModule, Any]] = []
     for name, module in model.named_modules():
         if not isinstance(module, FSDPModule):
             continue
@@ -75,19 +91,37 @@ def find_units(model: nn.Module) -> list[FSDPUnit]:
         if len(groups) > 1:
             raise ValueError(f"{name or 'the root module'} shards its parameters over several meshes; use one mesh")
         # fully_shard([a, b]) makes one unit of two modules.
-        known = {id(unit._param_group) for unit in units}
-        units += [FSDPUnit(name, module, group) for group in groups if id(group) not in known]
-    if not units:
+        found += [(name, module, group) for group in groups if all(group is not known for _, _, known in found)]
+    if not found:
         raise ValueError("the model has no FSDP2 units: call torch.distributed.fsdp.fully_shard on it first")
-    for unit in units:
-        mesh_info = unit._param_group.mesh_info
-        if hasattr(mesh_info, "replicate_process_group"):
-            raise ValueError(f"{unit.label} is sharded over a two-dimensional (HSDP) mesh; ZeRO++ needs a flat one")
-        if not type(unit._param_group._all_gather_comm).__module__.startswith("torch."):
-            raise ValueError(f"{unit.label} has a custom all-gather already: apply ZeRO++ once, to the whole model")
-        if unit._param_group._use_post_forward_mesh:
+    if len({param_group.device for _, _, param_group in found}) > 1:
+        raise ValueError("the model's FSDP2 units are on several devices; shard it over meshes of one device type")
+    for name, _, param_group in found:
+        label = name or "the root module"
+        if hasattr(param_group.mesh_info, "replicate_process_group"):
+            raise ValueError(f"{label} is sharded over a two-dimensional (HSDP) mesh; ZeRO++ needs a flat one")
+        if not type(param_group._all_gather_comm).__module__.startswith("torch."):
+            raise ValueError(f"{label} has a custom all-gather already: apply ZeRO++ once, to the whole model")
+        if param_group._use_post_forward_mesh:
             raise ValueError(
-                f"{unit.label} has reshard_after_forward=<int>, FSDP2's own secondary partition; pass True and set "
+                f"{label} has reshard_after_forward=<int>, FSDP2's own secondary partition; pass True and set "
                 "hpz_partition_size instead"
             )
-    return units
+    return found
+
+
+_COLLECTIVES = {
+    "unshard": "all-gather",
+    "wait_for_unshard": "all-gather",
+    "post_backward": "reduce-scatter",
+    "finalize_backward": "reduce-scatter",
+}
+
+
+def collective_of(frame: FrameType) -> str | None:
+    """The collective of FSDP2 that a frame of a traceback belongs to, as "the all-gather of layers.3"; None = none."""
+    name = frame.f_code.co_name
+    owner: Any = frame.f_locals.get("self")
+    if type(owner).__name__ != "FSDPParamGroup" or name not in _COLLECTIVES:
+        return None
+    return f"the {_COLLECTIVES[name]} of {owner._module_fqn or 'the root module'}"

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field, replace
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from .config import ZeroPPConfig
+from .gradient_sum import GradientSum
 from .loco import ErrorFeedback
 from .monitor import ErrorMonitor
 from .quantization import mix_seed
-from .topology import Place
+from .topology import RankLayout
+from .traffic import Traffic
 from .unit import Unit
 from .wire_format import WireFormat, wire_format
 
@@ -24,32 +26,117 @@ class MicroBatch:
     is_last: bool = True
 
 
-class GradientHops:
-    """What one rank sends of one unit's gradients over each hop, what it makes of what it receives, and LoCo's state.
+@dataclass
+class Progress:
+    """How far the reductions of one unit are, on one rank."""
 
-    Each micro-batch: ``send_within_node``, the exchange, then ``keep``; or, with the step's last one,
-    ``send_between_nodes``, the exchange, then ``total``. All sums are fp32. Where a hop has one rank, what would be
-    sent are the values themselves.
+    steps: int = 0  # reductions between nodes so far
+    micro_batches: int = 0  # of this step, so far
+
+
+@dataclass(kw_only=True)
+class GradientHop:
+    """One rank's sending and receiving among the G ranks of one hop: those of its node, or those of its local rank."""
+
+    name: str  # "intra" or "inter" nodes
+    unit: Unit
+    rank: int
+    config: ZeroPPConfig
+    traffic: Traffic
+    monitor: ErrorMonitor
+    micro_batch: MicroBatch
+    progress: Progress
+    feedback: ErrorFeedback | None = field(init=False)  # LoCo's
+    format: WireFormat = field(init=False)  # since gradients came
+
+    def __post_init__(self) -> None:
+        loco = self.config.loco
+        self.feedback = None
+        if loco is not None and (self.name == "inter" or loco.hops == "both"):
+            self.feedback = ErrorFeedback(loco)
+
+    def send(self, gradients: GradientSum) -> Tensor:
+        """Encode gradients [G, ..., L], a piece for each rank of the hop, with LoCo: uint8 [G, ..., nbytes]."""
+        noise_seed = None
+        if self.config.gradient_rounding == "stochastic":
+            draw = (self.name, self.unit.name, self.rank, self.progress.steps, self.progress.micro_batches)
+            noise_seed = mix_seed(self.config.seed, "gradients", *draw)
+        is_sampled = self.monitor.is_due(self.progress.steps)
+        if is_sampled:
+            gradients = gradients.computed()  # to compare with what arrives
+        error = self.feedback.error if self.feedback is not None else None  # what is added to these gradients
+        if self.feedback is not None:
+            # The hop between nodes runs once per step, that within a node once per micro-batch.
+            wires = self.feedback.encode(gradients, self.format, noise_seed, self.micro_batch.is_last)
+        else:
+            wires = gradients.encode(self.format, noise_seed)
+        if is_sampled:
+            self._sample(gradients.parts, wires, error)
+        sent = wires.nbytes - wires[0].nbytes  # one piece is this rank's own
+        if self.name == "intra":
+            self.traffic.add(intra_node=sent)
+        else:
+            self.traffic.add(inter_node=sent)
+        return wires
+
+    def receive(self, wires: Tensor) -> GradientSum:
+        """The sum [..., L] of what each of the G ranks sent here, uint8 [G, ..., nbytes]."""
+        return GradientSum(wires, self.format)
+
+    def _sample(self, pieces: Tensor, wires: Tensor, error: Tensor | None) -> None:
+        arrived = self.format.decode(wires, out=torch.empty_like(pieces, dtype=torch.float32))
+        what, unit = f"gradients/{self.name}", self.unit.name
+        self.monitor.record(what, unit, pieces, arrived)
+        self.monitor.record_codes(what, unit, self.format, wires)
+        if self.feedback is not None:
+            old = self.feedback.decode(error) if error is not None else arrived.new_zeros(())
+            self.monitor.record_error_state(what, unit, pieces, old)
+
+
+class GradientHops:
+    """One rank's reduction of one unit's gradients: its hops, and the node's sum of the micro-batches so far.
+
+    Each micro-batch: ``begin``, the hop within the node, then ``keep``; or, with the step's last one, ``with_kept``,
+    the hop between nodes, then ``finish``. All sums are fp32. A hop of one rank is None.
     """
 
     def __init__(
-        self, unit: Unit, place: Place, config: ZeroPPConfig, monitor: ErrorMonitor, micro_batch: MicroBatch
+        self,
+        *,
+        unit: Unit,
+        layout: RankLayout,
+        config: ZeroPPConfig,
+        traffic: Traffic,
+        monitor: ErrorMonitor,
+        micro_batch: MicroBatch,
     ) -> None:
-        self.unit, self.place, self.config = unit, place, config
-        self.monitor, self.micro_batch = monitor, micro_batch
-        self.node_sum: Tensor | None = None  # fp32 [N, L], of the micro-batches so far
-        self.begun_at = 0  # the unit's optimizer steps when this one's first micro-batch came
-        self.steps = 0  # reductions between nodes so far
-        self.micro_batches = 0  # of this step, so far
-        self.feedback: dict[str, ErrorFeedback] = {}  # by hop
-        if config.loco is not None and place.num_nodes > 1:
-            self.feedback["inter"] = ErrorFeedback(config.loco)
-        if config.loco is not None and config.loco.hops == "both" and place.ranks_per_node > 1:
-            self.feedback["intra"] = ErrorFeedback(config.loco)
-        self._intra = self._inter = wire_format((), None, None, torch.float32)  # until gradients come
+        self.unit, self.layout, self.config = unit, layout, config
+        self.node_sum: Tensor | None = None  # fp32 [N, L]
+        self.begun_at = 0  # the unit's optimizer steps when this step's first micro-batch came
+        self.progress = Progress()
+        self._rotation: WireFormat | None = None  # whose quantized parameters are rotated
 
-    def send_within_node(self, gradients: Tensor) -> Tensor:
-        """Encode gradients [N, P, L] for the P ranks of the node: uint8 [P, N, nbytes]; P = 1: [N, L]."""
+        hop = partial(
+            GradientHop,
+            unit=unit,
+            rank=layout.rank,
+            config=config,
+            traffic=traffic,
+            monitor=monitor,
+            micro_batch=micro_batch,
+            progress=self.progress,
+        )
+        self.within_node = hop(name="intra") if layout.ranks_per_node > 1 else None
+        self.between_nodes = hop(name="inter") if layout.num_nodes > 1 else None
+
+    @property
+    def feedback(self) -> dict[str, ErrorFeedback]:
+        """LoCo's, by the name of the hop."""
+        hops = (self.within_node, self.between_nodes)
+        return {hop.name: hop.feedback for hop in hops if hop is not None and hop.feedback is not None}
+
+    def begin(self, gradients: Tensor) -> GradientSum:
+        """Take in a micro-batch's gradients [N, P, L]: [P, N, L], a piece for each rank of the node, rotated."""
         if self.node_sum is None:
             self.begun_at = self.unit.optimizer_steps
             for feedback in self.feedback.values():
@@ -59,85 +146,37 @@ class GradientHops:
                 f"an optimizer step was taken while {self.unit.label} held gradients that had not crossed nodes: say "
                 "set_is_last_micro_batch(True) before a step's last backward pass, or undo_step() to drop gradients"
             )
-        parameters, block_size = self.unit.parameter_shards(trainable_only=True), self.config.gradient_block_size
-        self._intra = wire_format(parameters, self.config.gradient_intra_bits, block_size, gradients.dtype)
-        self._inter = wire_format(parameters, self.config.gradient_bits, block_size, gradients.dtype)
-        if self.config.hadamard:
+        parameters, config = self.unit.parameter_shards(trainable_only=True), self.config
+        of_bits = partial(wire_format, parameters, block_size=config.gradient_block_size, dtype=gradients.dtype)
+        if self.within_node is not None:
+            self.within_node.format = of_bits(config.gradient_intra_bits)
+        if self.between_nodes is not None:
+            self.between_nodes.format = of_bits(config.gradient_bits)
+        if config.hadamard:
             # Sums of rotated gradients are rotated sums: rotate once before both hops and back once after them.
-            gradients = self._rotation().rotate(gradients)
-        if self.place.ranks_per_node == 1:
-            return gradients.squeeze(1)
-        # [P, N, L]: P pieces, one for each peer
-        return self._encode("intra", gradients.transpose(0, 1), self._intra)
+            self._rotation = of_bits(config.gradient_bits or config.gradient_intra_bits)
+            gradients = self._rotation.rotate(gradients)
+        return GradientSum(gradients.transpose(0, 1))
 
-    def keep(self, received: Tensor) -> None:
-        """Add what the P ranks sent here, uint8 [P, N, nbytes] (P = 1: [N, L]), to the node's sum."""
-        self.node_sum = self._add_to_node_sum(received)
-        self.micro_batches += 1
+    def with_kept(self, arrived: GradientSum) -> GradientSum:
+        """The node's sum [N, L] of this micro-batch, and of those that were kept before."""
+        return replace(arrived, plus=self.node_sum)
 
-    def send_between_nodes(self, received: Tensor) -> Tensor:
-        """What the N ranks with this place are sent of the node's sum: uint8 [N, nbytes]; N = 1: the sum, fp32 [1, L].
+    def keep(self, arrived: GradientSum) -> None:
+        """Keep the node's sum [N, L] of this micro-batch for the step's last one."""
+        self.node_sum = self.with_kept(arrived).compute()
+        self.progress.micro_batches += 1
 
-        received: as ``keep`` takes it.
-        """
-        source = self._intra if self.place.ranks_per_node > 1 else None
-        # One pass adds up the node's gradients and encodes the sum, unless the sum itself is wanted.
-        same_blocks = source is None or source.bits is None or self._inter.bits is not None
-        if self.place.num_nodes > 1 and same_blocks and not self.monitor.is_due(self.steps):
-            return self._encode("inter", received, self._inter, source=source, plus=self.node_sum)
-        node_sum = self._add_to_node_sum(received)
-        return node_sum if self.place.num_nodes == 1 else self._encode("inter", node_sum, self._inter)
-
-    def total(self, received: Tensor) -> Tensor:
-        """The sum over all ranks and micro-batches, fp32 [L], of what N nodes sent here, uint8 [N, nbytes]."""
-        if self.place.num_nodes == 1:
-            total = received.squeeze(0)
-        else:
-            total = self._inter.decode_sum(received, out=torch.empty(self._inter.numel, device=received.device))
-        self.node_sum, self.micro_batches = None, 0
-        self.steps += 1
-        return self._rotation().rotate(total) if self.config.hadamard else total
-
-    def _rotation(self) -> WireFormat:
-        """The format whose quantized parameters are rotated."""
-        return self._inter if self._inter.quantized else self._intra
-
-    def _add_to_node_sum(self, received: Tensor) -> Tensor:
-        """The node's sum of the micro-batches so far: fp32 [N, L]."""
-        if self.place.ranks_per_node == 1:
-            return received.to(torch.float32, copy=True) if self.node_sum is None else self.node_sum.add_(received)
-        source = self._intra
-        if self.node_sum is not None:
-            return source.decode_sum(received, out=self.node_sum, accumulate=True)
-        shape = (self.place.num_nodes, source.numel)
-        return source.decode_sum(received, out=torch.empty(shape, device=received.device))
-
-    def _encode(self, hop: str, pieces: Tensor, format: WireFormat, **source: Any) -> Tensor:
-        """Encode what is sent over a hop, one piece for each of its G ranks, with LoCo: uint8 [G, ..., nbytes]."""
-        noise_seed = None
-        if self.config.gradient_rounding == "stochastic":
-            place = (hop, self.unit.name, self.place.rank, self.steps, self.micro_batches)
-            noise_seed = mix_seed(self.config.seed, "gradients", *place)
-        feedback = self.feedback.get(hop)
-        error = feedback.error if feedback is not None else None  # what is added to these gradients
-        if feedback is not None:
-            # The hop between nodes runs once per step, that within a node once per micro-batch.
-            wires = feedback.encode(pieces, format, noise_seed, self.micro_batch.is_last, **source)
-        else:
-            wires = format.encode(pieces, noise_seed, **source)
-        if self.monitor.is_due(self.steps):
-            arrived = format.decode(wires, out=torch.empty_like(pieces, dtype=torch.float32))
-            what, unit = f"gradients/{hop}", self.unit.name
-            self.monitor.record(what, unit, pieces, arrived)
-            self.monitor.record_codes(what, unit, format, wires)
-            if feedback is not None:
-                old = feedback.decode(error) if error is not None else arrived.new_zeros(())
-                self.monitor.record_error_state(what, unit, pieces, old)
-        return wires
+    def finish(self, total: GradientSum) -> Tensor:
+        """The sum [L] over all ranks and micro-batches, in fp32 and rotated back."""
+        result = total.compute()
+        self.node_sum, self.progress.micro_batches = None, 0
+        self.progress.steps += 1
+        return self._rotation.rotate(result) if self._rotation is not None else result
 
     def undo_step(self) -> None:
         """The gradients since the last optimizer step are thrown away."""
-        self.node_sum, self.micro_batches = None, 0
+        self.node_sum, self.progress.micro_batches = None, 0
         if self.begun_at == self.unit.optimizer_steps:  # no optimizer has used what the errors went with
             for feedback in self.feedback.values():
                 feedback.undo_step()
@@ -145,13 +184,13 @@ class GradientHops:
     def state_dict(self) -> dict[str, Tensor]:
         state = {f"{hop}.{k}": v for hop, feedback in self.feedback.items() for k, v in feedback.state_dict().items()}
         if self.config.gradient_rounding == "stochastic":
-            state["steps"] = torch.tensor(self.steps)
+            state["steps"] = torch.tensor(self.progress.steps)
         return state
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        self.node_sum, self.micro_batches = None, 0
+        self.node_sum, self.progress.micro_batches = None, 0
         if "steps" in state:
-            self.steps = int(state["steps"])
+            self.progress.steps = int(state["steps"])
         for hop, feedback in self.feedback.items():
             prefix = f"{hop}."
             own = {k.removeprefix(prefix): v.to(self.unit.device) for k, v in state.items() if k.startswith(prefix)}

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .config import ZeroPPConfig
-from .topology import Place
+from .topology import RankLayout
 from .traffic import Traffic
 
 
@@ -77,8 +77,8 @@ class ZeroPPInterface(Protocol):
         """The ranks whose collectives these are."""
 
     @property
-    def topology(self) -> Place:
-        """Nodes and ranks per node."""
+    def topologies(self) -> Sequence[RankLayout]:
+        """Of each unit: the nodes and ranks that shard it."""
 
     @property
     def device(self) -> torch.device:

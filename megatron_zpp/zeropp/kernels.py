@@ -4,7 +4,7 @@
     decode(peers -> out)                                        everything that arrives is read by this one
     rotate(values -> out)
 
-Their arguments are those of WireFormat.encode, decode and rotate, with each format as its ``table``.
+Their arguments are those of WireFormat.encode, encode_sum, decode_sum and rotate, with each format as its ``table``.
 """
 
 from __future__ import annotations

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from .config import LoCoConfig
-from .wire_format import Compensation, WireFormat, wire_format
+from .gradient_sum import GradientSum
+from .wire_format import WireFormat, wire_format
+from .wire_layout import Compensation
 
 ERROR_FORMATS = {"int8": (8, torch.float32), "bf16": (None, torch.bfloat16), "fp32": (None, torch.float32)}
 
@@ -36,17 +36,11 @@ class ErrorFeedback:
         self._before_step = (self.error, self.steps)
 
     def encode(
-        self,
-        gradients: Tensor,
-        hop: WireFormat,
-        noise_seed: int | None = None,
-        is_last: bool = True,
-        **source: Any,
+        self, gradients: GradientSum, hop: WireFormat, noise_seed: int | None = None, is_last: bool = True
     ) -> Tensor:
         """Compensate and encode gradients [..., L] into uint8 [..., nbytes], and update the error.
 
         is_last: whether this is the last encoding of an optimizer step.
-        source: what else WireFormat.encode takes to make up the gradients.
         """
         config, interval = self.config, self.config.reset_interval
         bits, dtype = ERROR_FORMATS[config.error_dtype]
@@ -56,12 +50,11 @@ class ErrorFeedback:
         if is_last and config.reset == "hard" and interval is not None and self.steps >= interval:
             self.steps = 0
         else:
-            rows = gradients.shape[1:-1] if source.get("source") is not None else gradients.shape[:-1]
-            new_error = torch.empty(*rows, self._format.nbytes, dtype=torch.uint8, device=gradients.device)
+            new_error = torch.empty(*gradients.rows, self._format.nbytes, dtype=torch.uint8, device=gradients.device)
         if is_last and config.reset == "decay" and interval is not None:
             decay = 1 - 1 / interval
         compensation = Compensation(self._format, self.error, new_error, config.beta, decay)
-        wire = hop.encode(gradients, noise_seed, compensation=compensation, **source)
+        wire = gradients.encode(hop, noise_seed, compensation)
         self.error = new_error
         return wire
 

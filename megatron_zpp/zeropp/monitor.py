@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -45,13 +46,13 @@ class ErrorMonitor:
 
     def take(
         self,
-        group: dist.ProcessGroup | None,
+        groups: Mapping[str, dist.ProcessGroup],
         pipeline: dist.ProcessGroup | None = None,
         tensor_parallel: dist.ProcessGroup | None = None,
     ) -> dict[str, float]:
         """The statistics of all ranks since the last call; collective.
 
-        ``group`` has the ranks with the same units; None = every rank's samples are here. ``pipeline`` has those with
+        ``groups`` has by unit the ranks that share it; {} = every rank's samples are here. ``pipeline`` has those with
         the model's other units, ``tensor_parallel`` those with other parts of the same ones.
 
         Keys: ``STATISTIC/WHAT`` over all units, and ``STATISTIC/WHAT/UNIT`` for each.
@@ -61,9 +62,13 @@ class ErrorMonitor:
             return {}
         sums = torch.stack([self._sums[key] for key in keys])  # [K, 2]
         self._sums = {}
-        for of_same_units in (group, tensor_parallel):
-            if of_same_units is not None:
-                dist.all_reduce(sums, group=of_same_units)
+        for group in dict.fromkeys(groups.values()):
+            rows = [i for i, (_, _, unit) in enumerate(keys) if groups[unit] is group]
+            of_group = sums[rows]
+            dist.all_reduce(of_group, group=group)
+            sums[rows] = of_group
+        if tensor_parallel is not None:
+            dist.all_reduce(sums, group=tensor_parallel)
         if pipeline is not None:
             of_stages: list[Any] = [None] * pipeline.size()
             dist.all_gather_object(of_stages, (keys, sums.tolist()), group=pipeline)

@@ -1,4 +1,6 @@
-"""Symmetric block quantization and bit packing, in plain torch: the reference that faster kernels must equal.
+"""Symmetric block quantization and bit packing, in plain torch: the definition of the arithmetic of a block.
+
+reference.py composes it over wire buffers, csrc/ equals that, and tests/zeropp/oracle.py checks the collectives.
 
 A block of B values shares one fp32 scale: scale = absmax / qmax with qmax = 2^(bits-1) - 1, and
 code = round_half_even(value / scale), so that both extremes are representable. A block of zeros has scale 0.

@@ -10,56 +10,51 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 
 from .collectives import TorchAllocator
 from .config import ZeroPPConfig
-from .fsdp_unit import FSDPUnit
-from .gradient_hops import GradientHops, MicroBatch
+from .fsdp_unit import FSDPUnit, ReduceScatter
+from .gradient_hops import GradientHop, GradientHops, MicroBatch
+from .gradient_sum import GradientSum
 from .monitor import ErrorMonitor
-from .topology import Topology
 from .traffic import Traffic
 
 
 class HierarchicalReduceScatter(TorchAllocator, ReduceScatter):
     """qgZ (ZeRO++ section 3.3) in two hops, both accumulated in fp32.
 
-    Each micro-batch, an all-to-all within the node adds up the node's gradients for the N shards with this rank's
-    place p, [N, L]. They stay here until the last micro-batch of the optimizer step, when an all-to-all between the
+    Each micro-batch, an all-to-all within the node adds up the node's gradients for the N shards of this local
+    rank p, [N, L]. They stay here until the last micro-batch of the optimizer step, when an all-to-all between the
     nodes adds them up to [L]; earlier micro-batches return zeros, which FSDP2 adds to ``.grad``.
     """
 
     def __init__(
         self,
+        *,
         unit: FSDPUnit,
-        topology: Topology,
         config: ZeroPPConfig,
         traffic: Traffic,
         monitor: ErrorMonitor,
         micro_batch: MicroBatch,
     ) -> None:
-        self.unit, self.topology, self.traffic, self.micro_batch = unit, topology, traffic, micro_batch
-        self.hops = GradientHops(unit, topology, config, monitor, micro_batch)
+        self.unit, self.micro_batch = unit, micro_batch
+        self.hops = GradientHops(
+            unit=unit, layout=unit.topology, config=config, traffic=traffic, monitor=monitor, micro_batch=micro_batch
+        )
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
     ) -> dist.Work | None:
-        topology, hops = self.topology, self.hops
+        topology, hops = self.unit.topology, self.hops
         self._check_reduced(output_tensor.numel())
-        gradients = input_tensor.view(topology.num_nodes, topology.ranks_per_node, output_tensor.numel())
-        received = hops.send_within_node(gradients)
-        if topology.ranks_per_node > 1:
-            received = all_to_all(received, topology.intra_group)
-            self.traffic.add(intra_node=received.nbytes - received[0].nbytes)
+        gradients = hops.begin(input_tensor.view(topology.num_nodes, topology.ranks_per_node, output_tensor.numel()))
+        node_sum = exchange(gradients, hops.within_node, topology.intra_group)  # [N, L]
         if not self.micro_batch.is_last:
-            hops.keep(received)
+            hops.keep(node_sum)
             output_tensor.zero_()
             return None
-        received = hops.send_between_nodes(received)
-        if topology.num_nodes > 1:
-            received = all_to_all(received, topology.inter_group)
-            self.traffic.add(inter_node=received.nbytes - received[0].nbytes)
-        output_tensor.copy_(scaled_as(op, hops.total(received), group.size()))
+        total = exchange(hops.with_kept(node_sum), hops.between_nodes, topology.inter_group)  # [L]
+        output_tensor.copy_(scaled_as(op, hops.finish(total), group.size()))
         self.unit.mark_reduced()
         return None
 
@@ -70,6 +65,13 @@ class HierarchicalReduceScatter(TorchAllocator, ReduceScatter):
                 "leaves them out and quantized gradients cannot tell which. Freeze them (requires_grad = False), or "
                 "call model.set_reduce_scatter_unused_params(True), which newer torch releases have"
             )
+
+
+def exchange(gradients: GradientSum, hop: GradientHop | None, group: dist.ProcessGroup) -> GradientSum:
+    """Send a piece of gradients [G, ..., L] to each rank of the hop's group: the sum [..., L] of those sent here."""
+    if hop is None:  # a group of one rank
+        return gradients.only_piece()
+    return hop.receive(all_to_all(hop.send(gradients), group))
 
 
 def all_to_all(wires: Tensor, group: dist.ProcessGroup) -> Tensor:

@@ -1,24 +1,21 @@
-"""Encoding and decoding of wire buffers in plain torch: what the operators of csrc/ compute, to the bit.
+"""Encoding and decoding of wire buffers in plain torch: what the operators of csrc/ must equal, to the bit.
 
-It also runs where they are not built, and for types that they don't have (fp64).
+It composes over wire buffers the arithmetic of a block that quantization.py defines; tests/zeropp/oracle.py, which has
+no wire, checks both. It also runs where the operators are not built, and for types that they don't have (fp64).
 """
 
 from __future__ import annotations
-
-from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from .quantization import counter_uniform, dequantize_blocks, hadamard, pack_bits, quantize_blocks, unpack_bits
-
-if TYPE_CHECKING:
-    from .wire_format import Compensation, Segment, WireFormat
+from .wire_layout import Compensation, Segment, WireLayout
 
 
 def encode(
-    format: WireFormat,
+    format: WireLayout,
     values: Tensor,
     wire: Tensor,
     addend: Tensor | None,
@@ -46,7 +43,7 @@ def encode(
         _write(compensation.format, new_error, compensation.new_error, None)
 
 
-def decode(format: WireFormat, peers: Tensor, out: Tensor, accumulate: bool) -> None:
+def decode(format: WireLayout, peers: Tensor, out: Tensor, accumulate: bool) -> None:
     """Add up the buffers uint8 [G, ..., nbytes] of G peers, in order and in fp32, into or onto ``out`` [..., L]."""
     if len(peers) == 1 and not accumulate:
         _read(format, peers[0], out)
@@ -59,7 +56,7 @@ def decode(format: WireFormat, peers: Tensor, out: Tensor, accumulate: bool) -> 
     out.copy_(total.add_(out) if accumulate else total)
 
 
-def count_codes(format: WireFormat, wire: Tensor) -> Tensor:
+def count_codes(format: WireLayout, wire: Tensor) -> Tensor:
     """Count in buffers uint8 [..., nbytes]: fp32 [3] codes +-qmax, codes in blocks with a scale above 0, NaN blocks."""
     assert format.bits is not None
     counts = torch.zeros(3, device=wire.device)
@@ -71,7 +68,7 @@ def count_codes(format: WireFormat, wire: Tensor) -> Tensor:
     return counts
 
 
-def rotate(format: WireFormat, values: Tensor, out: Tensor) -> None:
+def rotate(format: WireLayout, values: Tensor, out: Tensor) -> None:
     """Fill ``out`` fp32 [..., L] with values whose quantized parameters are Hadamard-rotated in groups of 32."""
     out.copy_(values)
     for segment in format.quantized:
@@ -80,7 +77,7 @@ def rotate(format: WireFormat, values: Tensor, out: Tensor) -> None:
         out[..., segment.start : whole] = hadamard(groups).flatten(-2)
 
 
-def _write(format: WireFormat, values: Tensor, wire: Tensor, noise_seed: int | None) -> None:
+def _write(format: WireLayout, values: Tensor, wire: Tensor, noise_seed: int | None) -> None:
     wire.zero_()  # the gaps of the alignment must not carry old memory
     noise = None
     if noise_seed is not None:
@@ -96,7 +93,7 @@ def _write(format: WireFormat, values: Tensor, wire: Tensor, noise_seed: int | N
         wire[..., segment.codes] = plain.contiguous().view(torch.uint8)
 
 
-def _read(format: WireFormat, wire: Tensor, out: Tensor) -> Tensor:
+def _read(format: WireLayout, wire: Tensor, out: Tensor) -> Tensor:
     for segment in format.quantized:
         assert format.bits is not None
         packed = wire[..., segment.codes].unflatten(-1, (segment.num_blocks, -1))

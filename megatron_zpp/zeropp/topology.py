@@ -12,8 +12,8 @@ import torch.distributed as dist
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where one data-parallel rank stands in the two levels."""
+class RankLayout:
+    """One data-parallel rank among the N nodes of P ranks."""
 
     num_nodes: int  # N
     ranks_per_node: int  # P
@@ -35,10 +35,10 @@ class Place:
 
 
 @dataclass(frozen=True)
-class Topology(Place):
+class Topology(RankLayout):
     """The two levels of one FSDP process group, as this rank sees them.
 
-    ``intra_group`` holds the P ranks of this node, ``inter_group`` the N ranks with this rank's place p, in node order.
+    ``intra_group`` holds the P ranks of this node, ``inter_group`` the N ranks with this local rank p, in node order.
     """
 
     group: dist.ProcessGroup
@@ -47,7 +47,7 @@ class Topology(Place):
 
 
 def build_topology(group: dist.ProcessGroup, ranks_per_node: int | None = None) -> Topology:
-    """Cut ``group`` into nodes of ``ranks_per_node`` consecutive ranks; None = find out from where the ranks run.
+    """Split ``group`` into nodes of ``ranks_per_node`` consecutive ranks; None = find out from where the ranks run.
 
     Collective over ``group``. Raises ValueError on every rank alike when the nodes are unequal, interleaved, or smaller
     than ``ranks_per_node``.
@@ -70,14 +70,14 @@ def build_topology(group: dist.ProcessGroup, ranks_per_node: int | None = None) 
             )
     members = dist.get_process_group_ranks(group)  # global ranks, in group order
     num_nodes, rank = world_size // ranks_per_node, group.rank()
-    node, place = divmod(rank, ranks_per_node)
+    node, local_rank = divmod(rank, ranks_per_node)
     return Topology(
         num_nodes,
         ranks_per_node,
         rank,
         group,
         intra_group=_subgroup(group, members[node * ranks_per_node : (node + 1) * ranks_per_node]),
-        inter_group=_subgroup(group, members[place::ranks_per_node]),
+        inter_group=_subgroup(group, members[local_rank::ranks_per_node]),
     )
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from .wire_format import ParameterShard
+from .wire_layout import ParameterShard
 
 
 @dataclass(eq=False)

@@ -8,7 +8,7 @@ from torch import Tensor
 from .config import ZeroPPConfig
 from .monitor import ErrorMonitor
 from .quantization import mix_seed
-from .topology import Place
+from .topology import RankLayout
 from .unit import Unit
 from .wire_format import WireFormat, wire_format
 
@@ -16,10 +16,10 @@ from .wire_format import WireFormat, wire_format
 class WeightEncoder:
     """The encoder of one unit's shards [L]. ``versions`` counts those of the parameters, so far."""
 
-    def __init__(self, unit: Unit, place: Place, config: ZeroPPConfig, monitor: ErrorMonitor) -> None:
+    def __init__(self, unit: Unit, layout: RankLayout, config: ZeroPPConfig, monitor: ErrorMonitor) -> None:
         self.unit, self.config, self.monitor = unit, config, monitor
         # On one node there is no secondary partition to be different from.
-        self.sends_differences = config.weight_difference_bits is not None and place.num_nodes > 1
+        self.sends_differences = config.weight_difference_bits is not None and layout.num_nodes > 1
         self.versions = 0
         self._sampled: dict[int, int] = {}  # by rank, the version whose error the monitor has
 
@@ -52,7 +52,7 @@ class WeightEncoder:
         return wire
 
     def encode_within_node(self, partition: Tensor, format: WireFormat, local_rank: int) -> Tensor:
-        """Encode the secondary partition [N, L] of the ranks with place ``local_rank``: uint8 [N, nbytes]."""
+        """Encode the secondary partition [N, L] of the ranks with this ``local_rank``: uint8 [N, nbytes]."""
         # The same noise in every node, so that all ranks see the same weights.
         return format.encode(partition, self._noise_seed("intra", local_rank))
 

@@ -227,7 +227,7 @@ def topology_of(argv: list[str]) -> tuple[list[int], list[int], list[float]]:
     run, metrics = start(argv)
     with contextlib.redirect_stdout(io.StringIO()):
         train(run, time.monotonic())
-    topology = run.zeropp.topology
+    topology = run.zeropp.topologies[0]
     groups = (topology.intra_group, topology.inter_group)
     return *(dist.get_process_group_ranks(group) for group in groups), metrics["lm loss"]
 

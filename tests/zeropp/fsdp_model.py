@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from megatron_zpp.zeropp import ZeroPP, ZeroPPConfig, apply_zeropp
-from megatron_zpp.zeropp.wire_format import ParameterShard
+from megatron_zpp.zeropp.wire_layout import ParameterShard
 
 SHAPES = [(13, 37), (5,), (64, 33), (3, 3, 7), (1, 600), (2,)]  # empty shards, odd sizes, less than a block
 
@@ -38,7 +38,7 @@ def coefficients(rank: int, micro_batch: int = 0, scale: float = 1.0) -> list[Te
 
 
 def shards_of(tensors: list[Tensor], world_size: int) -> Tensor:
-    """FSDP2's flat layout [W, L]: each tensor padded along dim 0 to a multiple of W and cut into W chunks."""
+    """FSDP2's flat layout [W, L]: each tensor padded along dim 0 to a multiple of W and split into W chunks."""
     columns = []
     for tensor in tensors:
         rows = math.ceil(tensor.size(0) / world_size)

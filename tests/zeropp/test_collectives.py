@@ -9,8 +9,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_zpp.zeropp import LoCoConfig, ZeroPPConfig, oracle
+from megatron_zpp.zeropp import LoCoConfig, ZeroPPConfig
 from tests.ranks import run_ranks
+from tests.zeropp import oracle
 from tests.zeropp.fsdp_model import (
     ChosenGradients,
     build,

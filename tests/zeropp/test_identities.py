@@ -9,9 +9,11 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 from megatron_zpp.zeropp import LoCoConfig, ZeroPPConfig, apply_zeropp
+from megatron_zpp.zeropp.gradient_sum import GradientSum
 from megatron_zpp.zeropp.loco import ErrorFeedback
 from megatron_zpp.zeropp.quantization import hadamard
-from megatron_zpp.zeropp.wire_format import ParameterShard, wire_format
+from megatron_zpp.zeropp.wire_format import wire_format
+from megatron_zpp.zeropp.wire_layout import ParameterShard
 from tests.ranks import run_ranks
 
 PARAMETERS = (ParameterShard("weight", 500, True), ParameterShard("bias", 20, False))
@@ -24,7 +26,7 @@ def feed(loco, num_steps, bits=2):
     gradients, arrived, errors = [], [], []
     for _ in range(num_steps):
         gradients.append(torch.randn(1, hop.numel, generator=generator))
-        wire = feedback.encode(gradients[-1], hop)
+        wire = feedback.encode(GradientSum(gradients[-1]), hop)
         arrived.append(hop.decode(wire, out=torch.empty(1, hop.numel)))
         errors.append(feedback.error.view(torch.float32)[:, : hop.numel].clone())
     return torch.stack(gradients), torch.stack(arrived), torch.stack(errors)
@@ -88,16 +90,17 @@ def _hundred_steps(bits):
     model.unshard()
     copies = zeropp.state_dict()["weights/root/copies"].clone()
     model.reshard()
-    own = copies[zeropp.topology.node]
-    return zeropp.topology.local_rank, copies, own, model.weight.to_local().flatten().detach().clone()
+    (topology,) = zeropp.topologies
+    own = copies[topology.node]
+    return topology.local_rank, copies, own, model.weight.to_local().flatten().detach().clone()
 
 
 @pytest.mark.parametrize("bits", [2, 4])
 def test_copies_of_weights_stay_equal_and_close(bits):
     """All owners of a copy hold it alike to the bit, and it is off by one difference's rounding, not by a hundred."""
     results = run_ranks(4, _hundred_steps, bits)
-    for place in (0, 1):
-        (_, first, *_), (_, second, *_) = [result for result in results if result[0] == place]
+    for local_rank in (0, 1):
+        (_, first, *_), (_, second, *_) = [result for result in results if result[0] == local_rank]
         assert first.equal(second)
     for _, _, copy, shard in results:
         assert 0 < (copy - shard).abs().max() < 0.02 * shard.abs().max()

@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_zpp.zeropp import kernels, reference
-from megatron_zpp.zeropp.wire_format import Compensation, ParameterShard, WireFormat
+from megatron_zpp.zeropp.wire_format import WireFormat
+from megatron_zpp.zeropp.wire_layout import Compensation, ParameterShard
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 DEVICES = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
@@ -77,7 +78,7 @@ def test_sum_compensate_encode_in_one_pass_small(source_bits, bits, block_size, 
         node_sum = random(2, NUMEL, device=device, seed=step + 10) if step else None
         new = torch.empty(2, 2, error_format.nbytes, dtype=torch.uint8, device=device)  # ours and the expected one
         compensation = Compensation(error_format, error, new[0], beta=0.8, decay=decay)
-        wire = format.encode(peers, source=source, plus=node_sum, compensation=compensation)
+        wire = format.encode_sum(peers, source, plus=node_sum, compensation=compensation)
 
         total = torch.empty(2, NUMEL, device=device)
         reference.decode(source, peers, total, accumulate=False)

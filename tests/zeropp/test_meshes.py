@@ -33,7 +33,7 @@ def train(model, zeropp, seed, num_steps=6):
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
-    return losses, zeropp.topology if zeropp is not None else None
+    return losses, zeropp.topologies[0] if zeropp is not None else None
 
 
 def _with_tensor_parallelism(config):

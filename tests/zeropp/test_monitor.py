@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
 from megatron_zpp.zeropp import LoCoConfig, ZeroPPConfig, apply_zeropp
-from megatron_zpp.zeropp.oracle import Hop
 from megatron_zpp.zeropp.quantization import quantize_blocks
 from tests.ranks import run_ranks
 from tests.zeropp.fsdp_model import build, coefficients, local_gradients, parameters_of, shards_of
+from tests.zeropp.oracle import Hop
 
 RANKS, NODES, BLOCK, STEPS, BETA = 4, 2, 32, 2, 0.75
 CONFIG = ZeroPPConfig(
@@ -57,9 +57,9 @@ def share_of_largest(hop: Hop, shards: list[Tensor]) -> float:
     """Codes +-qmax over all codes of the quantized parameters, block by block, for shards [..., L]."""
     largest = total = start = 0
     for parameter in hop.parameters:
-        place = slice(start, start + parameter.numel)
-        start = place.stop
-        for row in torch.cat([shard.reshape(-1, shard.shape[-1]) for shard in shards])[:, place]:
+        own = slice(start, start + parameter.numel)
+        start = own.stop
+        for row in torch.cat([shard.reshape(-1, shard.shape[-1]) for shard in shards])[:, own]:
             for block in row.split(BLOCK) if hop.is_quantized(parameter) else ():
                 codes, scale = quantize_blocks(block, hop.bits)
                 largest += int((codes.abs() == 2 ** (hop.bits - 1) - 1).sum())
@@ -82,9 +82,9 @@ def expected() -> dict[str, float]:
         for name, hop in hops.items():
             for rank in range(RANKS):
                 if name == "inter":
-                    node, place = divmod(rank, RANKS // NODES)
+                    node, local_rank = divmod(rank, RANKS // NODES)
                     peers = range(node * RANKS // NODES, (node + 1) * RANKS // NODES)
-                    gradients["inter"][rank] = sum(sent["intra"][peer][place] for peer in peers)  # [N, L]
+                    gradients["inter"][rank] = sum(sent["intra"][peer][local_rank] for peer in peers)  # [N, L]
                 before[name, rank] = errors.get((name, rank), torch.zeros(()))
                 compensated[name][rank] = gradients[name][rank] + before[name, rank]
                 sent[name][rank] = hop.transmit_all(compensated[name][rank], None)

@@ -35,10 +35,10 @@ def _groups(ranks_per_node):
 
 def test_groups_of_three_nodes_of_two():
     seen = run_ranks(6, _groups, 2)
-    for rank, (node, place, intra, inter) in enumerate(seen):
-        assert (node, place) == divmod(rank, 2)
+    for rank, (node, local_rank, intra, inter) in enumerate(seen):
+        assert (node, local_rank) == divmod(rank, 2)
         assert intra == [2 * node, 2 * node + 1]
-        assert inter == [place, place + 2, place + 4]
+        assert inter == [local_rank, local_rank + 2, local_rank + 4]
 
 
 def test_ranks_of_one_host_are_one_node_and_a_wrong_size_is_refused():

@@ -24,7 +24,7 @@ from ..config import ZeroPPConfig
 from ..description import check_fingerprint, describe, fingerprint, warn_of_settings_without_effect
 from ..gradient_hops import MicroBatch
 from ..monitor import ErrorMonitor
-from ..topology import Place
+from ..topology import RankLayout
 from ..traffic import Traffic
 from ..unit import follow_optimizers
 from .collectives import EmulatedAllGather, EmulatedReduceScatter
@@ -60,11 +60,11 @@ def emulate_zeropp(
         )
     if zero_stage not in (2, 3):
         raise ValueError(f"stages 2 and 3 of ZeRO can be emulated, not stage {zero_stage}")
-    warn_of_settings_without_effect(config, Place(num_nodes, ranks_per_node, 0))
+    warn_of_settings_without_effect(config, [RankLayout(num_nodes, ranks_per_node, 0)])
     return EmulatedZeroPP(
         find_emulated_units(model, units, num_nodes * ranks_per_node, param_dtype),
         config,
-        [Place(num_nodes, ranks_per_node, rank) for rank in range(num_nodes * ranks_per_node)],
+        [RankLayout(num_nodes, ranks_per_node, rank) for rank in range(num_nodes * ranks_per_node)],
         reduce_dtype,
         zero_stage,
     )
@@ -80,12 +80,12 @@ class EmulatedZeroPP:
         self,
         units: list[EmulatedUnit],
         config: ZeroPPConfig,
-        places: list[Place],
+        places: list[RankLayout],
         reduce_dtype: torch.dtype | None,
         zero_stage: int,
     ) -> None:
         self.units, self.config, self.places = units, config, places
-        self.topology = places[0]
+        self.topologies = places[:1]
         self.traffic, self._monitor, self._micro_batch = Traffic(), ErrorMonitor(), MicroBatch()
         self.ranks = EmulatedRanks(units[0].device, len(places), self._as_rank)
         self._weights = [
@@ -135,7 +135,7 @@ class EmulatedZeroPP:
 
     def describe(self) -> str:
         """One line: the topology, and how weights and gradients travel."""
-        return describe(self.config, self.topology)
+        return describe(self.config, self.topologies)
 
     @property
     def device(self) -> torch.device:
@@ -170,7 +170,7 @@ class EmulatedZeroPP:
 
     def quantization_errors(self) -> dict[str, float]:
         """What ZeroPP.quantization_errors says, of all virtual ranks."""
-        return self._monitor.take(group=None)
+        return self._monitor.take({})
 
     def state_dict(self) -> dict[str, Tensor]:
         """What ZeroPP's ``state_dict`` gives on each rank, its keys preceded by "RANK."."""
@@ -183,7 +183,7 @@ class EmulatedZeroPP:
                 for key, value in of_unit.state_dict(place).items()
             }
             if own:
-                own["fingerprint"] = torch.tensor(fingerprint(self.config, place, self.units))
+                own["fingerprint"] = torch.tensor(fingerprint(self.config, [place], self.units))
             state |= {f"{place.rank}.{key}": value for key, value in own.items()}
         return state
 
@@ -193,7 +193,7 @@ class EmulatedZeroPP:
         for place in self.places:
             prefix = f"{place.rank}."
             own = {key.removeprefix(prefix): value for key, value in state.items() if key.startswith(prefix)}
-            check_fingerprint(own, self.config, place, self.units)
+            check_fingerprint(own, self.config, [place], self.units)
             for unit, weights, gradients in zip(self.units, self._weights, self._gradients, strict=True):
                 for kind, of_unit in (("weights", weights), ("gradients", gradients)):
                     start = f"{kind}/{unit.name or 'root'}/"

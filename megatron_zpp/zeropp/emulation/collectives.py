@@ -9,7 +9,7 @@ from ..collectives import count_flat_ring, count_reduce_scatter
 from ..config import ZeroPPConfig
 from ..gradient_hops import GradientHops, MicroBatch
 from ..monitor import ErrorMonitor
-from ..topology import Place
+from ..topology import RankLayout
 from ..traffic import Traffic
 from ..weight_encoder import WeightEncoder
 from .unit import EmulatedUnit
@@ -22,7 +22,7 @@ class EmulatedAllGather:
         self,
         unit: EmulatedUnit,
         config: ZeroPPConfig,
-        places: list[Place],
+        places: list[RankLayout],
         traffic: Traffic,
         monitor: ErrorMonitor,
         zero_stage: int,
@@ -95,7 +95,7 @@ class EmulatedAllGather:
         else:
             self._unsharded[rank] = not self._reshards_after_forward
 
-    def _count_gather(self, place: Place) -> None:
+    def _count_gather(self, place: RankLayout) -> None:
         nbytes = sum(parameter.numel for parameter in self.unit.parameter_shards()) * self.unit.dtype.itemsize
         if self._has_secondary:
             within_node = self.encoder.within_node(self.unit.dtype)
@@ -112,13 +112,13 @@ class EmulatedAllGather:
     def after_loading(self, *_: object) -> None:
         self.forget_secondary_partition()
 
-    def state_dict(self, place: Place) -> dict[str, Tensor]:
+    def state_dict(self, place: RankLayout) -> dict[str, Tensor]:
         state = self.encoder.state_dict() if self._is_encoded else {}
         if self.copies is not None:
             state["copies"] = self._copies_of(place).clone()
         return state
 
-    def load_state_dict(self, place: Place, state: dict[str, Tensor]) -> None:
+    def load_state_dict(self, place: RankLayout, state: dict[str, Tensor]) -> None:
         self.encoder.load_state_dict(state)
         if "copies" in state:
             if self.copies is None:
@@ -126,7 +126,7 @@ class EmulatedAllGather:
                 self.copies = state["copies"].new_zeros(num_shards, state["copies"].shape[-1], device=self.unit.device)
             self._copies_of(place).copy_(state["copies"])
 
-    def _copies_of(self, place: Place) -> Tensor:
+    def _copies_of(self, place: RankLayout) -> Tensor:
         """The rank's secondary partition [N, L]: the shards of the ranks with its place p."""
         assert self.copies is not None
         return self.copies.view(place.num_nodes, place.ranks_per_node, -1)[:, place.local_rank]
@@ -139,7 +139,7 @@ class EmulatedReduceScatter:
         self,
         unit: EmulatedUnit,
         config: ZeroPPConfig,
-        places: list[Place],
+        places: list[RankLayout],
         traffic: Traffic,
         monitor: ErrorMonitor,
         micro_batch: MicroBatch,
@@ -150,7 +150,12 @@ class EmulatedReduceScatter:
         self.dtype = reduce_dtype or unit.dtype
         self.hops: list[GradientHops] = []  # of each rank
         if config.quantized_gradients:
-            self.hops = [GradientHops(unit, place, config, monitor, micro_batch) for place in places]
+            self.hops = [
+                GradientHops(
+                    unit=unit, layout=p, config=config, traffic=traffic, monitor=monitor, micro_batch=micro_batch
+                )
+                for p in places
+            ]
         self._within_node: list[Tensor] = []  # what the ranks of one node have sent so far
         self._between_nodes: list[Tensor] = []  # what all ranks have sent so far
         self._sum: Tensor | None = None  # fp32 [W, L], of unquantized gradients so far
@@ -175,35 +180,34 @@ class EmulatedReduceScatter:
         """The sums over all ranks fp32 [W, L], when all have sent their last gradients [W, L]."""
         place = self.places[rank]
         num_nodes, ranks_per_node = place.num_nodes, place.ranks_per_node
-        sent = self.hops[rank].send_within_node(gradients.view(num_nodes, ranks_per_node, -1))
-        if ranks_per_node > 1:
-            self.traffic.add(intra_node=sent.nbytes - sent[0].nbytes)
-        self._within_node.append(sent)
+        own = self.hops[rank].begin(gradients.view(num_nodes, ranks_per_node, -1))  # [P, N, L]
+        if (hop := self.hops[rank].within_node) is not None:
+            self._within_node.append(hop.send(own))
         if place.local_rank < ranks_per_node - 1:
             return None
         from_node, self._within_node = self._within_node, []
-        for hops in self.hops[rank + 1 - ranks_per_node : rank + 1]:
-            received = from_node[0]
-            if ranks_per_node > 1:
-                received = torch.stack([wires[hops.place.local_rank] for wires in from_node])  # [P, N, nbytes]
-            if not self.micro_batch.is_last:
-                hops.keep(received)
-                continue
-            sent = hops.send_between_nodes(received)  # [N, nbytes]
-            if num_nodes > 1:
-                self.traffic.add(inter_node=sent.nbytes - sent[0].nbytes)
-            hops.node_sum = None
-            self._between_nodes.append(sent)
-        if len(self._between_nodes) < len(self.places):
-            return None
-        from_all, self._between_nodes = self._between_nodes, []
         totals = []
-        for hops in self.hops:
-            received = from_all[hops.place.rank]
-            if num_nodes > 1:
-                of_place = from_all[hops.place.local_rank :: ranks_per_node]
-                received = torch.stack([wires[hops.place.node] for wires in of_place])
-            totals.append(hops.total(received))
+        for p, hops in enumerate(self.hops[rank + 1 - ranks_per_node : rank + 1]):
+            if hops.within_node is None:
+                node_sum = own.only_piece()  # [N, L]
+            else:
+                node_sum = hops.within_node.receive(torch.stack([wires[p] for wires in from_node]))
+            if not self.micro_batch.is_last:
+                hops.keep(node_sum)
+            elif hops.between_nodes is None:
+                totals.append(hops.finish(hops.with_kept(node_sum).only_piece()))
+            else:
+                self._between_nodes.append(hops.between_nodes.send(hops.with_kept(node_sum)))
+                hops.node_sum = None
+        if len(self._between_nodes) == len(self.places):
+            from_all, self._between_nodes = self._between_nodes, []
+            for hops in self.hops:
+                assert hops.between_nodes is not None
+                of_local_rank = from_all[hops.layout.local_rank :: ranks_per_node]
+                received = torch.stack([wires[hops.layout.node] for wires in of_local_rank])
+                totals.append(hops.finish(hops.between_nodes.receive(received)))
+        if not totals:
+            return None
         self.unit.mark_reduced()
         return torch.stack(totals)
 
@@ -222,10 +226,10 @@ class EmulatedReduceScatter:
         for hops in self.hops:
             hops.undo_step()
 
-    def state_dict(self, place: Place) -> dict[str, Tensor]:
+    def state_dict(self, place: RankLayout) -> dict[str, Tensor]:
         return self.hops[place.rank].state_dict() if self.hops else {}
 
-    def load_state_dict(self, place: Place, state: dict[str, Tensor]) -> None:
+    def load_state_dict(self, place: RankLayout, state: dict[str, Tensor]) -> None:
         if self.hops:
             self.hops[place.rank].load_state_dict(state)
 

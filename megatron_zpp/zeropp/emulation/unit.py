@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from ..unit import Unit
-from ..wire_format import ParameterShard
+from ..wire_layout import ParameterShard
 
 
 @dataclass(eq=False)

@@ -1,7 +1,8 @@
-"""The two-level collectives as pure functions over the inputs of all ranks: what the distributed code must equal.
+"""The two-level collectives as pure functions over the inputs of all ranks, to check the distributed code.
 
 Written for clarity, parameter by parameter and without wire buffers, so that it shares no step with what it checks
-but the arithmetic of a block. Results are equal to the bit. Rank r = n * P + p is the p-th of node n.
+but the arithmetic of a block, which quantization.py defines. Results are equal to the bit. Rank r = n * P + p is the
+p-th of node n.
 """
 
 from __future__ import annotations
@@ -12,9 +13,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from .config import ZeroPPConfig
-from .quantization import counter_uniform, dequantize_blocks, hadamard, mix_seed, quantize_blocks
-from .wire_format import ParameterShard
+from megatron_zpp.zeropp.config import ZeroPPConfig
+from megatron_zpp.zeropp.quantization import counter_uniform, dequantize_blocks, hadamard, mix_seed, quantize_blocks
+from megatron_zpp.zeropp.wire_layout import ParameterShard
 
 _ERROR_HOPS = {"int8": (8, torch.float32), "bf16": (None, torch.bfloat16), "fp32": (None, torch.float32)}
 
@@ -35,15 +36,15 @@ class Hop:
         """What arrives, in fp32, of a shard [L] that is sent over this hop; ``uniform`` [L] rounds stochastically."""
         arrived, start = [], 0
         for parameter in self.parameters:
-            place = slice(start, start + parameter.numel)
-            start = place.stop
+            own = slice(start, start + parameter.numel)
+            start = own.stop
             if not self.is_quantized(parameter):
-                arrived.append(shard[place].to(self.dtype).float())
+                arrived.append(shard[own].to(self.dtype).float())
                 continue
             assert self.bits is not None
             size = self.block_size or parameter.numel
-            noise = [None] * len(shard[place].split(size)) if uniform is None else uniform[place].split(size)
-            for block, noise_of_block in zip(shard[place].split(size), noise, strict=True):
+            noise = [None] * len(shard[own].split(size)) if uniform is None else uniform[own].split(size)
+            for block, noise_of_block in zip(shard[own].split(size), noise, strict=True):
                 arrived.append(dequantize_blocks(*quantize_blocks(block, self.bits, noise_of_block)))
         return torch.cat(arrived)
 
@@ -108,9 +109,9 @@ def all_gather(
         gathered = [arrived.to(dtype) for arrived in send(shards, bits, config.weight_block_size)]
     if has_secondary and config.weight_intra_bits is not None:
         hop = Hop(parameters, config.weight_intra_bits, config.weight_block_size, dtype)
-        # By place p: the shards [N, L] that the ranks with that place hold in their secondary partitions.
+        # By local rank p: the shards [N, L] that the ranks with that p hold in their secondary partitions.
         partitions = torch.stack(gathered).unflatten(0, (num_nodes, -1)).transpose(0, 1)
-        arrived = [hop.transmit_all(part, noise_seed("intra", place)) for place, part in enumerate(partitions)]
+        arrived = [hop.transmit_all(part, noise_seed("intra", p)) for p, part in enumerate(partitions)]
         return torch.stack(arrived, dim=1).flatten(0, 1).to(dtype)
     return torch.stack(gathered)
 
@@ -167,8 +168,9 @@ def reduce_scatter(
             pieces = [rotation.rotate(p) for p in pieces]
         arrived = [p.float() if ranks_per_node == 1 else send("intra", rank, p, i) for rank, p in enumerate(pieces)]
         for rank in range(world_size):
-            node, place = divmod(rank, ranks_per_node)
-            micro_batch_sum = _sum([arrived[node * ranks_per_node + peer][place] for peer in range(ranks_per_node)])
+            node, local_rank = divmod(rank, ranks_per_node)
+            of_node = arrived[node * ranks_per_node : (node + 1) * ranks_per_node]
+            micro_batch_sum = _sum([sent[local_rank] for sent in of_node])
             if i == 0:
                 node_sums.append(micro_batch_sum)
             else:
@@ -179,8 +181,8 @@ def reduce_scatter(
         arrived = [send("inter", rank, node_sum, len(micro_batches) - 1) for rank, node_sum in enumerate(node_sums)]
     totals = []
     for rank in range(world_size):
-        node, place = divmod(rank, ranks_per_node)
-        total = _sum([arrived[peer * ranks_per_node + place][node] for peer in range(num_nodes)])
+        node, local_rank = divmod(rank, ranks_per_node)
+        total = _sum([arrived[peer * ranks_per_node + local_rank][node] for peer in range(num_nodes)])
         totals.append(rotation.rotate(total) if config.hadamard else total)
 
     state.steps += 1

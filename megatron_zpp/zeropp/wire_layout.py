@@ -1,0 +1,126 @@
+"""The bytes in which one rank's shard of an FSDP unit travels, and the plain records that say what is in them.
+
+A shard of L elements is the concatenation of the unit's parameters' shards. Its wire buffer is
+
+    | packed codes of each quantized parameter | fp32 scales of each | values of the unquantized parameters |
+
+with every parameter's part of every section starting at a multiple of 16 bytes. Blocks never span two parameters: a
+parameter's last block is padded with zeros, on the wire only. Parameters of one dimension (norms, biases) and those
+with less than a block in a shard travel unquantized.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from . import kernels
+
+_ALIGNMENT = 16  # bytes; what a vectorized load wants
+
+
+@dataclass(frozen=True)
+class ParameterShard:
+    """One parameter's part of a rank's shard, padding of FSDP2 included."""
+
+    name: str
+    numel: int
+    quantizable: bool  # has two dimensions or more
+
+
+@dataclass(frozen=True)
+class Segment:
+    """A run of elements of the shard that travels alike: one quantized parameter, or unquantized ones side by side."""
+
+    start: int  # elements [start, stop) of the shard
+    stop: int
+    block_size: int  # a multiple of 8; 0 = unquantized
+    codes: slice  # bytes of the wire, of packed codes or of the values themselves
+    scales: slice
+
+    @property
+    def num_blocks(self) -> int:
+        return -(-(self.stop - self.start) // self.block_size) if self.block_size else 0
+
+
+class WireLayout:
+    """Where each of a fixed list of parameters stands in a wire buffer.
+
+    bits: 2, 3, 4, 6 or 8; None = nothing is quantized.
+    block_size: elements per scale; None = one scale per parameter and shard.
+    dtype: of the values that travel unquantized.
+    """
+
+    def __init__(
+        self, parameters: Sequence[ParameterShard], bits: int | None, block_size: int | None, dtype: torch.dtype
+    ) -> None:
+        self.parameters, self.bits, self.block_size, self.dtype = tuple(parameters), bits, block_size, dtype
+        self.numel = sum(parameter.numel for parameter in parameters)  # L
+        self.quantized: list[Segment] = []
+        self.unquantized: list[Segment] = []
+
+        spans, rest, start = [], [], 0  # (start, stop, block size) and (start, stop)
+        for parameter in parameters:
+            stop = start + parameter.numel
+            if bits is not None and parameter.quantizable and parameter.numel >= (block_size or 8):
+                spans.append((start, stop, block_size or _round_up(parameter.numel, 8)))
+            else:
+                rest.append((start, stop))
+            start = stop
+
+        offset = 0
+
+        def take(nbytes: int) -> slice:
+            nonlocal offset
+            taken = slice(offset, offset + nbytes)
+            offset = _round_up(taken.stop, _ALIGNMENT)
+            return taken
+
+        blocks = [-(-(stop - start) // size) for start, stop, size in spans]
+        codes = [take(n * size * bits // 8) for n, (_, _, size) in zip(blocks, spans, strict=True)] if bits else []
+        scales = [take(4 * n) for n in blocks]
+        for (start, stop, size), code, scale in zip(spans, codes, scales, strict=True):
+            self.quantized.append(Segment(start, stop, size, code, scale))
+        for start, stop in _merge_adjacent(rest):
+            self.unquantized.append(Segment(start, stop, 0, take((stop - start) * dtype.itemsize), slice(0)))
+        self.nbytes = offset
+        self.table = self._table()
+
+    def _table(self) -> list[int]:
+        """The format as the operators take it: bits, type, bytes of a wire, then five numbers for each segment."""
+        table = [self.bits or 0, kernels.TYPES.get(self.dtype, 0), self.nbytes]
+        for s in sorted(self.quantized + self.unquantized, key=lambda segment: segment.start):
+            table += [s.start, s.stop, s.block_size, s.codes.start, s.scales.start or 0]
+        return table
+
+
+@dataclass
+class Compensation:
+    """LoCo's part of an encoding: the error e that is added to the values, and where the new one goes.
+
+    e <- decay * (beta * e + (1 - beta) * (values + e - what was sent))
+    """
+
+    format: WireLayout  # of the errors
+    error: Tensor | None  # uint8 [..., nbytes]; None = zero
+    new_error: Tensor | None  # alike; None = it is not wanted
+    beta: float
+    decay: float
+
+
+def _round_up(n: int, multiple: int) -> int:
+    return -(-n // multiple) * multiple
+
+
+def _merge_adjacent(spans: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Join spans that touch, so that a run of small parameters is one copy."""
+    merged: list[tuple[int, int]] = []
+    for start, stop in spans:
+        if merged and merged[-1][1] == start:
+            merged[-1] = (merged[-1][0], stop)
+        elif stop > start:
+            merged.append((start, stop))
+    return merged

@@ -1,0 +1,72 @@
+"""One file reads what is private to FSDP2, so that a new torch release is checked in one place."""
+
+from __future__ import annotations
+
+import ast
+import traceback
+from pathlib import Path
+
+import torch.distributed.fsdp
+from torch import nn
+from torch.distributed.fsdp import _fully_shard, fully_shard
+
+import megatron_zpp
+from megatron_zpp.zeropp import ZeroPPConfig, apply_zeropp, fsdp_unit
+from tests.ranks import run_ranks
+
+ROOT = Path(megatron_zpp.__file__).parent
+THE_FILE = ROOT / "zeropp" / "fsdp_unit.py"
+
+
+def private_names() -> set[str]:
+    """FSDP2's files, classes, functions and attributes with an underscore, and its classes that are not exported."""
+    names = {"_fully_shard"}
+    for file in Path(_fully_shard.__file__).parent.glob("_*.py"):
+        names.add(file.stem)
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.ClassDef | ast.FunctionDef):
+                names.add(node.name)
+            elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+                names.add(node.attr)
+    classes = {name for name in names if name.startswith("FSDP")} - set(torch.distributed.fsdp.__all__)
+    return classes | {name for name in names if name.startswith("_")} - set(dir(nn.Module()))
+
+
+def mentioned(file: Path) -> set[str]:
+    """The names and strings of a file, but for what its own objects call theirs."""
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.Attribute) and not (isinstance(node.value, ast.Name) and node.value.id == "self"):
+            names.add(node.attr)
+        elif isinstance(node, ast.Name):
+            names.add(node.id)
+        elif isinstance(node, ast.ImportFrom):
+            names |= {*(node.module or "").split("."), *(alias.name for alias in node.names)}
+        elif isinstance(node, ast.Import):
+            names |= {part for alias in node.names for part in alias.name.split(".")}
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            names.add(node.value)  # getattr(state, "_fsdp_param_group"), type(owner).__name__ == "FSDPParamGroup"
+    return names
+
+
+def test_one_file_reads_what_is_private_to_fsdp2():
+    private = private_names()
+    assert {"FSDPParamGroup", "_get_fsdp_state", "_training_state"} <= mentioned(THE_FILE) & private
+    found = {str(file.relative_to(ROOT)): mentioned(file) & private for file in ROOT.rglob("*.py") if file != THE_FILE}
+    assert {file: names for file, names in found.items() if names} == {}
+
+
+def _a_gather_that_fails():
+    mixed = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4).to(torch.bfloat16).requires_grad_(False))
+    model = nn.Sequential(nn.Linear(4, 4), mixed)
+    for module in (mixed, model):
+        fully_shard(module)
+    apply_zeropp(model, ZeroPPConfig(quantized_weights=True))
+    try:
+        model(torch.ones(1, 4))
+    except ValueError as error:
+        return [fsdp_unit.collective_of(frame) for frame, _ in traceback.walk_tb(error.__traceback__)]
+
+
+def test_the_collective_of_a_traceback_is_named():
+    assert {name for name in run_ranks(2, _a_gather_that_fails)[0] if name is not None} == {"the all-gather of 1"}
