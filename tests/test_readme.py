@@ -13,6 +13,7 @@ quickstart has been run on little text:
 
 import contextlib
 import io
+import itertools
 import os
 import re
 import shlex
@@ -130,6 +131,12 @@ def folder(quickstart) -> Path:
 def test_pages_have_commands():
     assert {"make quickstart", "make test"} <= set(commands(ROOT / "README.md"))
     assert sum(len(commands(page)) for page in PAGES) > 10
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if commands(page)], ids=lambda page: page.stem)
+def test_pages_activate_the_environment_before_they_use_it(page):
+    of_a_clean_shell = itertools.takewhile(lambda command: "source .venv/bin/activate" not in command, commands(page))
+    assert all(command.startswith(("make ", "git ")) for command in of_a_clean_shell)
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if commands(page)], ids=lambda page: page.stem)
