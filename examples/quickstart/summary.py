@@ -57,7 +57,9 @@ def plot(runs: dict[str, RunLog], entropy: float, path: Path) -> None:
     try:
         import matplotlib
     except ImportError:
-        raise ImportError("--plot needs matplotlib: pip install -e '.[plot]'") from None
+        raise ImportError(
+            "--plot needs the package matplotlib: pip install matplotlib, or megatron_zpp's extra plot"
+        ) from None
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
