@@ -16,7 +16,7 @@ def kernels() -> dict:
     try:
         import torch
         from torch.utils import cpp_extension
-    except ImportError as error:
+    except (ImportError, OSError) as error:  # OSError: a torch whose libraries do not load
         print(f"no torch to build against ({error}): the kernels of csrc/ are left out, and plain torch will quantize")
         return {}
 
@@ -40,11 +40,18 @@ def kernels() -> dict:
         extra_compile_args=compile_args,
         extra_link_args=["-fopenmp"] if sys.platform == "linux" else [],
     )
-    extension.optional = True  # without a compiler plain torch quantizes, after a warning
-    return {
-        "ext_modules": [extension],
-        "cmdclass": {"build_ext": cpp_extension.BuildExtension.with_options(no_python_abi_suffix=True)},
-    }
+    extension.optional = True  # installing goes on without the file that a failed build leaves out
+
+    class BuildIfPossible(cpp_extension.BuildExtension.with_options(no_python_abi_suffix=True)):
+        def build_extensions(self) -> None:
+            try:
+                super().build_extensions()
+            # Torch raises RuntimeError, CalledProcessError and others, which setuptools' ``optional`` lets through.
+            except Exception as error:
+                reason = str(error).partition("\n")[0]
+                print(f"warning: the kernels of csrc/ are left out, and plain torch will quantize: {reason}")
+
+    return {"ext_modules": [extension], "cmdclass": {"build_ext": BuildIfPossible}}
 
 
 setup(**kernels())

@@ -1,7 +1,11 @@
-"""``python -m megatron_zpp.env``: what a bug report needs. What was built, versions, devices, network, paths taken."""
+"""``megatron-zpp env``, or ``python -m megatron_zpp.env``: what a bug report needs.
+
+What was built, versions, devices, network, paths taken.
+"""
 
 from __future__ import annotations
 
+import argparse
 import importlib.metadata
 import os
 import platform
@@ -59,8 +63,13 @@ def _paths(device: torch.device) -> dict[str, str]:
     return dict.fromkeys((f"{operator} on {device}" for operator in kernels.OPERATORS), path)
 
 
-if __name__ == "__main__":
+def main() -> None:
+    argparse.ArgumentParser(description="What a bug report needs.", allow_abbrev=False).parse_args()
     facts = report()
     width = max(map(len, facts))
     for name, fact in facts.items():
         print(f"{name:{width}}  {fact}")
+
+
+if __name__ == "__main__":
+    main()

@@ -25,13 +25,14 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
+from megatron_zpp.__main__ import TOOLS
 from megatron_zpp.arguments.parse import parse_settings
 from megatron_zpp.training.pretrain import pretrain
 from tests.conftest import ROOT, environment
 from tests.ranks import run_ranks
 
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
-SETUP = ("git clone", "cd ", "source ", "pip install", ".venv/bin/pip install")
+SETUP = ("git clone", "cd ", "python3 -m venv ", "source ", "pip install", ".venv/bin/pip install")
 PARTS_OF_MAKE_TEST = ("pytest", "ruff", "mypy")
 TINY_RUN = shlex.split("""--num-layers 1 --hidden-size 32 --ffn-hidden-size 32 --num-attention-heads 2 --seq-length 32
     --max-position-embeddings 32 --eval-iters 1 --log-interval 1 --num-workers 0""")
@@ -60,17 +61,17 @@ def commands(page: Path) -> list[str]:
 def trainer(command: str) -> tuple[int, str, list[str]] | None:
     """Ranks, architecture and flags of a command that starts the trainer; None for another command."""
     words = shlex.split(command, comments=True)
-    script = next((word for word in words if re.fullmatch(r"pretrain_\w+\.py", word)), None)
+    script = next((word for word in words if re.fullmatch(r"pretrain_\w+\.py|pretrain-\w+", word)), None)
     if script is None:
         return None
     launcher, flags = words[: words.index(script)], words[words.index(script) + 1 :]
-    if any(word.startswith("tools/") for word in launcher):
+    if any(word.startswith("tools/") or word in TOOLS for word in launcher):
         return None  # a program that takes the trainer's command
 
     def option(name: str) -> int:
         return int(launcher[launcher.index(name) + 1]) if name in launcher else 1
 
-    return option("--nnodes") * option("--nproc-per-node"), script[len("pretrain_") : -len(".py")], flags
+    return option("--nnodes") * option("--nproc-per-node"), script[len("pretrain_") :].removesuffix(".py"), flags
 
 
 def small_flags(flags: list[str]) -> list[str]:
@@ -136,7 +137,7 @@ def test_pages_have_commands():
 @pytest.mark.parametrize("page", [page for page in PAGES if commands(page)], ids=lambda page: page.stem)
 def test_pages_activate_the_environment_before_they_use_it(page):
     of_a_clean_shell = itertools.takewhile(lambda command: "source .venv/bin/activate" not in command, commands(page))
-    assert all(command.startswith(("make ", "git ")) for command in of_a_clean_shell)
+    assert all(command.startswith(("make ", "python3 -m venv ")) for command in of_a_clean_shell)
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if commands(page)], ids=lambda page: page.stem)

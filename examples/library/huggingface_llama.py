@@ -1,6 +1,6 @@
 """ZeRO++ and LoCo under a Hugging Face Llama: torchrun --nproc-per-node 4 examples/library/huggingface_llama.py
 
-Needs the extra ``hf``: pip install 'megatron_zpp[hf]'. The model is made from a configuration; nothing is downloaded.
+Needs the package transformers. The model is made from a configuration; nothing is downloaded.
 """
 
 import torch

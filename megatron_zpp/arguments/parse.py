@@ -116,7 +116,8 @@ class _Parser(argparse.ArgumentParser):
 def build_parser(architecture: str) -> argparse.ArgumentParser:
     """The parser of pretrain_ARCHITECTURE.py. Flags that are not given leave no trace in its namespace."""
     parser = _Parser(
-        usage="%(prog)s [flags]   (torchrun --nproc-per-node N %(prog)s [flags] for N ranks)",
+        usage="%(prog)s [flags]\n"
+        f"       torchrun --nproc-per-node N -m megatron_zpp pretrain-{architecture} [flags]   for N ranks",
         description=f"Pretrain a {dict(gpt='GPT', llama='Llama')[architecture]} model with ZeRO++ on PyTorch FSDP2.",
         argument_default=argparse.SUPPRESS,
         allow_abbrev=False,

@@ -196,7 +196,9 @@ def _open(raw: BinaryIO, path: Path) -> BinaryIO:
         try:
             import pyarrow
         except ImportError as error:
-            raise ImportError(f"reading {path} needs the package pyarrow: pip install 'megatron_zpp[data]'") from error
+            raise ImportError(
+                f"reading {path} needs the package pyarrow: pip install pyarrow, or megatron_zpp's extra data"
+            ) from error
         return io.BufferedReader(pyarrow.input_stream(raw, compression="zstd"), BLOCK_BYTES)
     return raw
 
@@ -236,7 +238,9 @@ def _row_blocks(file: CorpusFile, reading: Reading, start: Position) -> Iterator
         import pyarrow
         from pyarrow.parquet import ParquetFile
     except ImportError as error:
-        raise ImportError(f"reading {file.path} needs the package pyarrow: pip install 'megatron_zpp[data]'") from error
+        raise ImportError(
+            f"reading {file.path} needs the package pyarrow: pip install pyarrow, or megatron_zpp's extra data"
+        ) from error
     try:
         # Page by page: with Arrow's defaults a whole row group lies in memory.
         parquet = ParquetFile(file.path, pre_buffer=False, buffer_size=1 << 20)

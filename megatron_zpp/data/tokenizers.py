@@ -247,7 +247,9 @@ class TikTokenizer:
         try:
             import tiktoken
         except ImportError as error:
-            raise ImportError("TikTokenizer needs the package tiktoken: pip install 'megatron_zpp[data]'") from error
+            raise ImportError(
+                "TikTokenizer needs the package tiktoken: pip install tiktoken, or megatron_zpp's extra data"
+            ) from error
         try:
             lines = [line.split() for line in file.read_bytes().splitlines() if line]
             ranks = {base64.b64decode(token, validate=True): int(rank) for token, rank in lines}
@@ -326,7 +328,9 @@ def _tokenizers_library(tokenizer_type: str) -> Any:
     try:
         import tokenizers
     except ImportError as error:
-        raise ImportError(f"{tokenizer_type} needs the package tokenizers: pip install 'megatron_zpp[hf]'") from error
+        raise ImportError(
+            f"{tokenizer_type} needs the package tokenizers: pip install tokenizers, or megatron_zpp's extra hf"
+        ) from error
     return tokenizers
 
 

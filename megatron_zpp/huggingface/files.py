@@ -27,7 +27,9 @@ def require_packages() -> None:
     try:
         import transformers
     except ImportError as error:
-        raise ImportError(f"{error.name} is not installed: pip install 'megatron_zpp[hf]'") from error
+        raise ImportError(
+            f"the package {error.name} is not installed: pip install transformers, or megatron_zpp's extra hf"
+        ) from error
     transformers.logging.set_verbosity_error()
 
 

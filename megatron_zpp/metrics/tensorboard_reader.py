@@ -64,7 +64,7 @@ def read_run(name: str, files: list[Path]) -> RunHistory:
         from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
     except ImportError:
         raise ImportError(
-            "reading runs needs the package tensorboard: pip install 'megatron_zpp[tensorboard]'"
+            "reading runs needs the package tensorboard: pip install tensorboard, or megatron_zpp's extra tensorboard"
         ) from None
 
     run = RunHistory(name)

@@ -123,4 +123,6 @@ def _require(package: str, flag: str) -> None:
     # package's name.
     spec = importlib.util.find_spec(package)
     if spec is None or spec.origin is None:
-        raise ValueError(f"{flag} needs the package {package}: pip install 'megatron_zpp[{package}]'")
+        raise ValueError(
+            f"{flag} needs the package {package}: pip install {package}, or megatron_zpp's extra {package}"
+        )

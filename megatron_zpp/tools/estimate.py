@@ -320,11 +320,12 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--mfu", type=float, default=0.4, metavar="X", help="share of the peak reached; default 0.4")
     parser.add_argument("--link-gbps", type=float, default=100, metavar="X", help="Gbit/s out of a node; default 100")
     parser.add_argument("--vocabulary", type=int, required=True, metavar="N", help="size of the tokenizer's vocabulary")
-    parser.add_argument("program", metavar="pretrain_gpt.py|pretrain_llama.py", help="the trainer, and its flags")
+    parser.add_argument("program", metavar="pretrain-gpt|pretrain-llama", help="the trainer, and its flags")
     parser.add_argument("flags", nargs=argparse.REMAINDER, metavar="FLAGS", help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
-    if Path(args.program).name not in ("pretrain_gpt.py", "pretrain_llama.py"):
-        parser.error(f"{args.program} is not pretrain_gpt.py or pretrain_llama.py: give the trainer and its flags last")
+    args.program = Path(args.program).stem.replace("_", "-")  # pretrain_gpt.py is the same as pretrain-gpt
+    if args.program not in ("pretrain-gpt", "pretrain-llama"):
+        parser.error(f"{args.program} is not pretrain-gpt or pretrain-llama: give the trainer and its flags last")
     for name in ("nodes", "ranks_per_node", "mfu", "link_gbps", "vocabulary"):
         if getattr(args, name) <= 0:
             parser.error(f"--{name.replace('_', '-')} must be positive")
@@ -333,7 +334,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
 
 def run(args: argparse.Namespace) -> tuple[Settings, Estimate]:
     """Raises SettingsError or ValueError on a mistake."""
-    architecture = Path(args.program).stem.removeprefix("pretrain_")
+    architecture = args.program.removeprefix("pretrain-")
     settings = parse_settings(architecture, args.flags, args.nodes * args.ranks_per_node, note=lambda text: None)
     given = settings.logging.peak_tflops
     peak = given if given is not None else peak_tflops(args.gpu)

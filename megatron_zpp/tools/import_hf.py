@@ -67,7 +67,8 @@ def import_(args: argparse.Namespace) -> str:
     return (
         f"{args.save}: {settings.architecture} with {num_parameters(config):,} parameters from {args.input}; its "
         f"logits differ from transformers' by {difference:.1e} at most. Train from it with\n"
-        f"    pretrain_{settings.architecture}.py --load {shlex.quote(str(args.save))} --finetune {shlex.join(flags)}\n"
+        f"    megatron-zpp pretrain-{settings.architecture} --load {shlex.quote(str(args.save))} --finetune "
+        f"{shlex.join(flags)}\n"
         "and the flags of the run: sequence length, batches, data, learning rate, --save"
     )
 

@@ -109,7 +109,9 @@ def write_html(runs: list[RunHistory], path: Path) -> None:
     try:
         import matplotlib
     except ImportError:
-        raise ImportError("the page's plots need matplotlib: pip install 'megatron_zpp[plot]'") from None
+        raise ImportError(
+            "the page's plots need the package matplotlib: pip install matplotlib, or megatron_zpp's extra plot"
+        ) from None
     matplotlib.use("Agg")
     summaries = [summary(run) for run in runs]
     rows = {name: [of_run[name] for of_run in summaries] for name in summaries[0]}

@@ -20,7 +20,6 @@ import statistics
 import subprocess
 import sys
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from rich.console import Console
@@ -32,7 +31,6 @@ from megatron_zpp.metrics.log_reader import BETWEEN, RunLog, parse_log
 from megatron_zpp.settings.checks import flag_of
 from megatron_zpp.settings.groups import DistributedSettings, Settings, ZeroSettings
 
-ROOT = Path(__file__).parents[2]
 ALL = "--zero-quantized-weights --zero-quantized-gradients"
 LOCO = "--zeropp-loco"
 DIFFERENCES = "--zero-weight-difference-bits 4"
@@ -170,7 +168,7 @@ def check_plain(settings: Settings, ranks: int, iterations: int) -> None:
 
 def train(architecture: str, flags: list[str]) -> RunLog:
     """Raises RuntimeError with what the run said when it fails."""
-    command = [sys.executable, str(ROOT / f"pretrain_{architecture}.py"), *flags]
+    command = [sys.executable, "-m", "megatron_zpp", f"pretrain-{architecture}", *flags]
     ran = subprocess.run(command, capture_output=True, text=True)
     if ran.returncode != 0:
         said = [line for line in ran.stderr.splitlines() if line.startswith("error:")]

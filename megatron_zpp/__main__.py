@@ -1,0 +1,89 @@
+"""``megatron-zpp COMMAND``, or ``python -m megatron_zpp COMMAND``: all programs of the package under one name."""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import importlib
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+ARCHITECTURES = ("gpt", "llama")  # by name, since their records import torch and --help is to be there at once
+# Each is megatron_zpp/tools/NAME.py, but for env, which `python -m megatron_zpp.env` starts as well.
+TOOLS = {
+    "preprocess-data": "tokenize text into a dataset",
+    "train-tokenizer": "train a SentencePiece tokenizer",
+    "merge-datasets": "join datasets of one tokenizer into one",
+    "inspect-dataset": "what is in a dataset, and in which order a run reads it",
+    "inspect-checkpoint": "list, verify and compare checkpoints",
+    "generate-text": "sample text from a checkpoint",
+    "export-hf": "write a checkpoint as a model of Hugging Face transformers",
+    "import-hf": "make a checkpoint out of a model of Hugging Face transformers",
+    "estimate": "memory, traffic and time of a training run, before it starts",
+    "suggest-settings": "rank ZeRO++ and LoCo settings by loss against bytes, on your model and data",
+    "report": "compare training runs on one page",
+    "env": "versions, devices, network and kernels, for a bug report",
+}
+COMMANDS = {
+    f"pretrain-{name}": f"train a {name} model, on one rank or under torchrun" for name in ARCHITECTURES
+} | TOOLS
+TRAIN_EXTRA = ("numpy", "rich", "sentencepiece")
+
+
+def main() -> int:
+    """Run the command that ``sys.argv`` names; returns its status: 2 if it is unknown or a package is missing."""
+    launcher, *argv = sys.argv
+    program = "python -m megatron_zpp" if Path(launcher).name == "__main__.py" else "megatron-zpp"
+    if not argv or argv[0] in ("-h", "--help"):
+        print(help_text(program), file=sys.stdout if argv else sys.stderr)
+        return 0 if argv else 2
+    command, *rest = argv
+    if command not in COMMANDS:
+        nearest = difflib.get_close_matches(command.replace("_", "-"), COMMANDS, n=1)
+        hint = f"did you mean {nearest[0]}?" if nearest else f"{program} --help lists all"
+        print(f"error: unknown command {command}; {hint}", file=sys.stderr)
+        return 2
+    try:
+        run = find_program(command)
+    except ModuleNotFoundError as error:
+        package = (error.name or "").partition(".")[0]
+        if package not in TRAIN_EXTRA:
+            raise
+        print(
+            f"error: {program} {command} needs the package {package}: pip install {' '.join(TRAIN_EXTRA)}, "
+            "or megatron_zpp's extra train",
+            file=sys.stderr,
+        )
+        return 2
+    sys.argv = [f"{program} {command}", *rest]  # argparse's usage lines begin with it
+    return run() or 0
+
+
+def help_text(program: str) -> str:
+    width = max(map(len, COMMANDS))
+    return "\n".join(
+        [
+            f"usage: {program} COMMAND [flags]   ({program} COMMAND --help lists a command's flags)",
+            "",
+            "Pretraining with ZeRO++ and LoCo. Commands:",
+            *(f"  {name:{width}}  {summary}" for name, summary in COMMANDS.items()),
+            "",
+            "On N ranks: torchrun --nproc-per-node N -m megatron_zpp pretrain-gpt [flags]",
+        ]
+    )
+
+
+def find_program(command: str) -> Callable[[], int | None]:
+    """The function that runs one of ``COMMANDS``; its imports, torch among them, happen here."""
+    if command.startswith("pretrain-"):
+        from megatron_zpp.training.pretrain import main as pretrain
+
+        return functools.partial(pretrain, command.removeprefix("pretrain-"))
+    if command == "env":
+        return importlib.import_module("megatron_zpp.env").main
+    return importlib.import_module(f"megatron_zpp.tools.{command.replace('-', '_')}").main
+
+
+if __name__ == "__main__":
+    sys.exit(main())

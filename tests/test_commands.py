@@ -1,0 +1,99 @@
+"""``megatron-zpp`` and ``python -m megatron_zpp``: every program of the package by name."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron_zpp import __main__ as commands
+from megatron_zpp.arguments.parse import build_parser
+from megatron_zpp.training import pretrain
+from tests.conftest import ROOT
+
+
+def call(monkeypatch, *words: str, launcher: str = "/usr/bin/megatron-zpp") -> int:
+    """Status of ``LAUNCHER WORDS``, run in this process."""
+    monkeypatch.setattr(sys, "argv", [launcher, *words])
+    try:
+        return commands.main()
+    except SystemExit as exit_:
+        return int(exit_.code or 0)
+
+
+def test_help_lists_every_command_before_torch_is_imported():
+    script = "import sys; from megatron_zpp.__main__ import main; main(); assert 'torch' not in sys.modules"
+    ran = subprocess.run([sys.executable, "-c", script, "--help"], capture_output=True, text=True, check=True)
+    listed = dict(re.findall(r"^  (\S+)  +(\S.*)$", ran.stdout, re.MULTILINE))
+    assert listed == commands.COMMANDS
+    assert all(len(line) < 120 for line in ran.stdout.splitlines())
+
+
+def test_every_script_of_the_checkout_is_a_command():
+    scripts = [*ROOT.glob("pretrain_*.py"), *(ROOT / "tools").glob("*.py")]
+    assert {path.stem.replace("_", "-") for path in scripts} | {"env"} == set(commands.COMMANDS)
+
+
+@pytest.mark.parametrize(
+    ("typed", "hint"),
+    [
+        ("pretrain-lama", "did you mean pretrain-llama?"),
+        ("merge_datasets", "did you mean merge-datasets?"),
+        ("xyz", ""),
+    ],
+)
+def test_an_unknown_command_is_one_line_with_the_nearest_name(monkeypatch, capsys, typed, hint):
+    assert call(monkeypatch, typed, "--help") == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err.count("\n") == 1
+    assert err.startswith(f"error: unknown command {typed}; {hint or 'megatron-zpp --help'}")
+
+
+def test_without_a_command_the_list_goes_to_stderr(monkeypatch, capsys):
+    assert call(monkeypatch) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and "pretrain-gpt" in err
+
+
+@pytest.mark.parametrize("tool", commands.TOOLS)
+@pytest.mark.parametrize(
+    ("launcher", "program"),
+    [("/venv/bin/megatron-zpp", "megatron-zpp"), ("/x/megatron_zpp/__main__.py", "python -m megatron_zpp")],
+)
+def test_usage_is_what_was_typed(monkeypatch, capsys, tool, launcher, program):
+    assert call(monkeypatch, tool, "--help", launcher=launcher) == 0
+    assert capsys.readouterr().out.startswith(f"usage: {program} {tool} [-h]")
+
+
+@pytest.mark.parametrize("architecture", commands.ARCHITECTURES)
+@pytest.mark.parametrize("program", ["pretrain_gpt.py", "megatron-zpp pretrain-gpt"])
+def test_the_trainers_usage_is_what_was_typed_and_how_to_start_ranks(monkeypatch, architecture, program):
+    monkeypatch.setattr(sys, "argv", [str(Path("somewhere") / program)])
+    alone, ranks = build_parser(architecture).format_usage().splitlines()
+    assert alone == f"usage: {program} [flags]"
+    assert (
+        ranks.split("  ")[-2].strip() == f"torchrun --nproc-per-node N -m megatron_zpp pretrain-{architecture} [flags]"
+    )
+
+
+@pytest.mark.parametrize("architecture", commands.ARCHITECTURES)
+def test_a_trainers_command_trains_that_architecture(monkeypatch, architecture):
+    started = []
+    monkeypatch.setattr(pretrain, "main", started.append)
+    call(monkeypatch, f"pretrain-{architecture}", "--num-layers", "2")
+    assert started == [architecture] and sys.argv[1:] == ["--num-layers", "2"]
+
+
+@pytest.mark.parametrize("package", ["numpy", "rich"])
+def test_a_missing_package_names_the_extra(package):
+    # A process of its own: this one has imported what needs the package.
+    script = f"import sys; sys.modules[{package!r}] = None; from megatron_zpp.__main__ import main; sys.exit(main())"
+    ran = subprocess.run([sys.executable, "-c", script, "merge-datasets", "--help"], capture_output=True, text=True)
+    assert ran.returncode == 2
+    assert ran.stderr == (
+        f"error: megatron-zpp merge-datasets needs the package {package}: pip install numpy rich sentencepiece, "
+        "or megatron_zpp's extra train\n"
+    )
