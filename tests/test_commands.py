@@ -74,9 +74,7 @@ def test_the_trainers_usage_is_what_was_typed_and_how_to_start_ranks(monkeypatch
     monkeypatch.setattr(sys, "argv", [str(Path("somewhere") / program)])
     alone, ranks = build_parser(architecture).format_usage().splitlines()
     assert alone == f"usage: {program} [flags]"
-    assert (
-        ranks.split("  ")[-2].strip() == f"torchrun --nproc-per-node N -m megatron_zpp pretrain-{architecture} [flags]"
-    )
+    assert ranks.strip().startswith(f"torchrun --nproc-per-node N -m megatron_zpp pretrain-{architecture} [flags] ")
 
 
 @pytest.mark.parametrize("architecture", commands.ARCHITECTURES)
