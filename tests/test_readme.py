@@ -13,6 +13,7 @@ quickstart has been run on little text:
 
 import contextlib
 import io
+import itertools
 import os
 import re
 import shlex
@@ -31,7 +32,7 @@ from tests.conftest import ROOT, environment
 from tests.ranks import run_ranks
 
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
-SETUP = ("git clone", "cd ", "source ", "pip install", ".venv/bin/pip install")
+SETUP = ("git clone", "cd ", "python3 -m venv ", "source ", "pip install", ".venv/bin/pip install")
 PARTS_OF_MAKE_TEST = ("pytest", "ruff", "mypy")
 TINY_RUN = shlex.split("""--num-layers 1 --hidden-size 32 --ffn-hidden-size 32 --num-attention-heads 2 --seq-length 32
     --max-position-embeddings 32 --eval-iters 1 --log-interval 1 --num-workers 0""")
@@ -131,6 +132,12 @@ def folder(quickstart) -> Path:
 def test_pages_have_commands():
     assert {"make quickstart", "make test"} <= set(commands(ROOT / "README.md"))
     assert sum(len(commands(page)) for page in PAGES) > 10
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if commands(page)], ids=lambda page: page.stem)
+def test_pages_activate_the_environment_before_they_use_it(page):
+    of_a_clean_shell = itertools.takewhile(lambda command: "source .venv/bin/activate" not in command, commands(page))
+    assert all(command.startswith(("make ", "python3 -m venv ")) for command in of_a_clean_shell)
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if commands(page)], ids=lambda page: page.stem)

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Trains the same small GPT twice on 4 ranks of this machine, as 2 nodes of 2 ranks: with ZeRO-3 in 16 bit, and with
-# ZeRO++ and LoCo; then compares loss and traffic. `make quickstart` runs it. Text, tokenizer and tokens are made once
-# and kept in $OUT.
+# Trains the same small GPT twice on 4 ranks of this machine, as if they were 2 nodes of 2 ranks: with ZeRO-3 in 16 bit,
+# and with ZeRO++ and LoCo. Then it compares loss and traffic. `make quickstart` runs it. Text, tokenizer and tokens are
+# made once and kept in $OUT.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 
@@ -18,10 +18,10 @@ export OMP_NUM_THREADS=$((cores > 4 ? cores / 4 : 1))
 
 say() { printf '\n== %s\n' "$*"; }
 
-say "Text: the sources and documentation strings of Python's standard library"
+say "Making text from the sources of Python's standard library"
 [ -f "$OUT/corpus.jsonl" ] || python examples/quickstart/make_corpus.py --output "$OUT/corpus.jsonl" --max-megabytes "$MEGABYTES"
 
-say "Tokenizer and tokens"
+say "Training a tokenizer, and tokenizing the text"
 [ "$OUT/tokenizer.model" -nt "$OUT/corpus.jsonl" ] || python tools/train_tokenizer.py \
     --input "$OUT/corpus.jsonl" --vocab-size "$VOCAB_SIZE" --output "$OUT/tokenizer.model"
 [ "$OUT/python_text_document.idx" -nt "$OUT/tokenizer.model" ] || python tools/preprocess_data.py \
@@ -29,7 +29,7 @@ say "Tokenizer and tokens"
     --tokenizer-type SentencePieceTokenizer --tokenizer-model "$OUT/tokenizer.model"
 du -h "$OUT"/corpus.jsonl "$OUT"/tokenizer.model "$OUT"/python_text_document.bin
 
-# A GPT small enough for processors that are slow in bf16. No dropout, since it sees no text twice.
+# A GPT small enough for processors that are slow in bf16. It sees no text twice, so it needs no dropout.
 train() {  # name, flags
     local name=$1
     shift
@@ -42,27 +42,28 @@ train() {  # name, flags
         --bf16 "$@" 2>&1 | tee "$OUT/$name.log" | python examples/quickstart/summary.py follow
 }
 
-say "ZeRO-3: weights and gradients travel in 16 bit"
+say "Training with ZeRO-3: weights and gradients travel in 16 bit"
 train zero3 --grad-reduce-in-bf16 --zero-ranks-per-node 2
 
-say "ZeRO++ and LoCo: weights in 8 bit, gradients in 4 bit between nodes, each once per step"
+say "Training with ZeRO++ and LoCo: between nodes, weights travel in 8 bit and gradients in 4 bit, once per step"
 train zeropp --zero-quantized-weights --zero-hpz-partition-size 2 --zero-quantized-gradients --zeropp-loco \
     --save "$OUT/zeropp" --save-interval "$TRAIN_ITERS"
 
-say "Some code as the model of the ZeRO++ run imagines it"
+say "A sample of code from the ZeRO++ model"
 python tools/generate_text.py --load "$OUT/zeropp" --prompt "    def test_" --num-tokens 80 --temperature 0.9 --top-k 40
 
-say "Both runs"
+say "Comparing both runs"
 python examples/quickstart/summary.py compare --data-path "$OUT/python_text_document" --plot "$OUT/loss.png" \
     "ZeRO-3 in 16 bit=$OUT/zero3.log" "ZeRO++ with LoCo=$OUT/zeropp.log"
 cat <<END
 
-Both nodes are this machine, so there is no slow network to spare: tokens per second only show what quantizing costs
-here. Bytes between nodes are what it saves.
+Both "nodes" are this machine, without a slow network between them. So tokens per second show what quantization costs,
+and MB between nodes show what it saves.
 
-What to type next:
+Try next:
   source .venv/bin/activate
   python tools/generate_text.py --load $OUT/zeropp --prompt "class Test" --temperature 0.9 --top-k 40
   python pretrain_gpt.py --help
-docs/quickstart.md takes this run apart; docs/data.md is about your own text; docs/training.md about larger models.
+Read docs/quickstart.md for each step of this run, docs/data.md to use your own text, and docs/training.md to train
+larger models.
 END

@@ -1,4 +1,4 @@
-"""Reads the trainer's log: follows a run in short lines, or compares runs in a table and a plot.
+"""Reads the trainer's log. Follows a run in short lines, or compares runs in a table and a plot.
 
 torchrun ... pretrain_gpt.py ... 2>&1 | tee run.log | python examples/quickstart/summary.py follow
 python examples/quickstart/summary.py compare --data-path PREFIX --plot loss.png "ZeRO-3=a.log" "ZeRO++=b.log"
@@ -98,14 +98,14 @@ def follow() -> None:
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Follow or compare training runs by their logs.")
     commands = parser.add_subparsers(dest="command", required=True)
-    commands.add_parser("follow", help="a log on stdin, in short lines")
-    compare = commands.add_parser("compare", help="a table, and a plot, of logs")
+    commands.add_parser("follow", help="shorten a log on stdin while it is written")
+    compare = commands.add_parser("compare", help="compare logs in a table and a plot")
     compare.add_argument("runs", nargs="+", metavar="NAME=LOG")
-    compare.add_argument("--data-path", required=True, metavar="PREFIX", help="dataset, for its unigram entropy")
-    compare.add_argument("--plot", type=Path, metavar="FILE", help="PNG to write")
+    compare.add_argument("--data-path", required=True, metavar="PREFIX", help="dataset whose unigram entropy to show")
+    compare.add_argument("--plot", type=Path, metavar="FILE", help="PNG file to write")
     args = parser.parse_args(argv)
     if args.command == "compare" and not all("=" in run for run in args.runs):
-        parser.error("each run is given as NAME=LOG")
+        parser.error("give each run as NAME=LOG")
     return args
 
 
