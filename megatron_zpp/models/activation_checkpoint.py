@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from .gpt import GPT
-from .llama import Llama
+from .transformer import Transformer
 
 # What "selective" keeps: results of matrix products and of fused attention, which are dear to compute for their size.
 # Attention that is not fused (on a CPU with dropout) uses bmm, whose results grow with the square of the sequence.
@@ -27,7 +26,7 @@ _KEPT = {
 
 
 def apply_activation_checkpointing(
-    model: GPT | Llama, granularity: str, method: str | None = None, num_layers: int | None = None
+    model: Transformer, granularity: str, method: str | None = None, num_layers: int | None = None
 ) -> None:
     """Checkpoint blocks of ``model`` in place; call it before ``fully_shard`` and ``compile``.
 

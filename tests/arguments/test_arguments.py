@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron_zpp.architectures import ARCHITECTURES, GPT, LLAMA, find_architecture
 from megatron_zpp.arguments.foreign_flags import NOT_NEEDED, REFUSED
 from megatron_zpp.arguments.page import render_reference
 from megatron_zpp.arguments.parse import (
@@ -16,19 +17,19 @@ from megatron_zpp.arguments.parse import (
     iterate_groups,
     parse_settings,
 )
-from megatron_zpp.models.presets import PRESETS
 from megatron_zpp.settings.groups import Settings
-from megatron_zpp.training.model import build_model
 
 SMALL = (
     "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --micro-batch-size 2 "
     "--train-iters 10 --lr 1e-3 --mock-data --vocab-size 100 "
 )
 
+PRESETS = {name: preset for each in ARCHITECTURES for name, preset in each.presets.items()}
+
 
 def parse(command: str, architecture: str = "gpt", world_size: int = 4) -> tuple[Settings, list[str]]:
     notes: list[str] = []
-    return parse_settings(architecture, shlex.split(command), world_size, notes.append), notes
+    return parse_settings(find_architecture(architecture), shlex.split(command), world_size, notes.append), notes
 
 
 def refusal(command: str, architecture: str = "gpt", world_size: int = 4) -> str:
@@ -125,7 +126,7 @@ def test_derived_llama():
 def test_embeddings_are_tied_as_asked(architecture):
     for ask, tied in {"": architecture == "gpt", "--tie": True, "--untie": False}.items():
         model = parse(f"{SMALL} {ask and f'{ask}-embeddings-and-output-weights'}", architecture)[0].model
-        assert build_model(architecture, model, 100).config.tie_embeddings == tied
+        assert find_architecture(architecture).build_model(model, 100).config.tie_embeddings == tied
         assert model.tie_embeddings_and_output_weights != model.untie_embeddings_and_output_weights
 
 
@@ -207,13 +208,13 @@ def test_notes_for_settings_without_effect():
 def test_only_the_first_rank_prints_notes(capsys, monkeypatch):
     for rank, expected in ("0", 1), ("3", 0):
         monkeypatch.setenv("RANK", rank)
-        parse_settings("gpt", shlex.split(SMALL + "--use-flash-attn"), 4)
+        parse_settings(GPT, shlex.split(SMALL + "--use-flash-attn"), 4)
         assert capsys.readouterr().err.count("--use-flash-attn") == expected
 
 
 def test_help_exits_cleanly_and_shows_defaults(capsys):
     with pytest.raises(SystemExit) as stop:
-        parse_settings("llama", ["--help"])
+        parse_settings(LLAMA, ["--help"])
     text = " ".join(capsys.readouterr().out.split())
     assert stop.value.code == 0
     assert "peak learning rate" in text and "(default: 0.999)" in text

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import torch
+from megatron_zpp.huggingface.names import build_empty
 from torch import nn
 
-from megatron_zpp.huggingface.names import build_empty
 from megatron_zpp.models.gpt import GPT, GPTConfig
 from megatron_zpp.models.llama import Llama, LlamaConfig
 

@@ -2,12 +2,12 @@
 
 import pytest
 import torch
+from megatron_zpp.huggingface.config import to_hf_config
+from megatron_zpp.huggingface.names import build_empty, weights
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from megatron_zpp.huggingface.compare import compare, streamed_logits, transformers_model
-from megatron_zpp.huggingface.config import to_hf_config
-from megatron_zpp.huggingface.names import build_empty, weights
 from tests.huggingface.small_models import CONFIGS, POSITIONS, build
 
 TOKENS = torch.randint(101, (2, 32), generator=torch.Generator().manual_seed(1))

@@ -3,9 +3,9 @@
 import dataclasses
 
 import pytest
+from megatron_zpp.huggingface.config import from_hf_config, to_hf_config
 from transformers import AutoConfig
 
-from megatron_zpp.huggingface.config import from_hf_config, to_hf_config
 from tests.huggingface.small_models import CONFIGS, POSITIONS
 
 

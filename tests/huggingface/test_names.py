@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
-
 from megatron_zpp.huggingface.config import to_hf_config
 from megatron_zpp.huggingface.names import build_empty, their_shapes, weights
+from transformers import AutoConfig, AutoModelForCausalLM
+
 from tests.huggingface.small_models import CONFIGS, POSITIONS, build
 
 

@@ -7,12 +7,12 @@ import resource
 
 import pytest
 import torch
+from megatron_zpp.models.flops import flops_per_token, num_parameters
+from megatron_zpp.models.presets import PRESETS
 from torch.utils.flop_counter import FlopCounterMode
 
-from megatron_zpp.models.flops import flops_per_token, num_parameters
 from megatron_zpp.models.gpt import GPT, GPTConfig
 from megatron_zpp.models.llama import LlamaConfig
-from megatron_zpp.models.presets import PRESETS
 from megatron_zpp.settings.groups import ModelSettings, TrainingSettings
 from tests.models.test_models import CONFIGS, batch, build
 

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from megatron_zpp.architectures import GPT
 from megatron_zpp.arguments.parse import SettingsError, parse_settings
 from megatron_zpp.models.activation_checkpoint import apply_activation_checkpointing
 from megatron_zpp.models.init import init_weights
@@ -256,7 +257,7 @@ def test_every_rank_draws_its_own_dropout(data):
 )
 def test_what_does_not_fit_is_refused(data, more, message):
     with pytest.raises(SettingsError, match=re.escape(message)):
-        parse_settings("gpt", flags(data, more), world_size=8)
+        parse_settings(GPT, flags(data, more), world_size=8)
 
 
 def test_a_killed_rank_ends_the_job_and_is_named(data):

@@ -17,6 +17,7 @@ import pytest
 import torch
 from torch import nn
 
+from megatron_zpp.architectures import GPT
 from megatron_zpp.arguments.parse import parse_settings
 from megatron_zpp.checkpoint import find_checkpoint, iterate_parameters, read_meta
 from megatron_zpp.parallel.stages import place_stages
@@ -247,7 +248,7 @@ def test_a_killed_stage_ends_the_job_and_is_named(data):
 )
 def test_what_does_not_divide_is_refused(more, said):
     with pytest.raises(SettingsError, match=re.escape(said)):
-        parse_settings("gpt", flags("data", f"--num-layers 6 {PP4} {more}"), 4)
+        parse_settings(GPT, flags("data", f"--num-layers 6 {PP4} {more}"), 4)
 
 
 def test_stages_are_dealt_to_ranks():

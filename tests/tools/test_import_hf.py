@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from megatron_zpp.huggingface.config import to_hf_config
+from megatron_zpp.huggingface.names import weights
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from megatron_zpp.data.tokenizers import ByteTokenizer
-from megatron_zpp.huggingface.config import to_hf_config
-from megatron_zpp.huggingface.names import weights
 from megatron_zpp.huggingface.tokenizer import write_tokenizer
 from megatron_zpp.models.llama import LlamaConfig
 from megatron_zpp.tools import export_hf, generate_text, import_hf
