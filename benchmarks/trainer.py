@@ -98,7 +98,11 @@ def measure(name: str, micro_batch_size: int | None, options: Options) -> dict[s
         note(format_parts(parts))
         del run
         release(device)
-        plain = with_mfu(run_plain(model.architecture, config, weights, batches, options)) if dist.get_world_size() == 1 else None
+        plain = (
+            with_mfu(run_plain(model.architecture, config, weights, batches, options))
+            if dist.get_world_size() == 1
+            else None
+        )
     return {
         "model": name,
         "parameters": model.architecture.num_parameters(config),

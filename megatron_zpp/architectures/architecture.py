@@ -36,7 +36,7 @@ class Architecture:
 
     name: str  # in checkpoints and logs
     title: str  # in help
-    config_class: Callable[..., Config]  # a frozen dataclass: a TransformerConfig
+    config_class: type[Config]  # a frozen dataclass: a TransformerConfig
     module: Callable[[Config], Transformer]
     # Completes the model's flags for a --seq-length, so that none is None that has a default; raises SettingsError for
     # what this model does not have.
