@@ -3,43 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Protocol
+from typing import Any
 
 from megatron_zpp.architectures.architecture import BlockActivations
-from megatron_zpp.models.transformer import TransformerConfig
+from megatron_zpp.models.transformer import DecoderConfig
 from megatron_zpp.parallel.stages import StageModules
 from megatron_zpp.settings.checks import check_at_least, flag_of, require
 from megatron_zpp.settings.groups import ModelSettings
-
-
-class DecoderConfig(TransformerConfig, Protocol):
-    """The shape of blocks of attention and MLP."""
-
-    @property
-    def num_attention_heads(self) -> int: ...
-
-    @property
-    def num_groups(self) -> int:
-        """Key/value heads."""
-        ...
-
-    @property
-    def head_dim(self) -> int: ...
-
-    @property
-    def ffn_size(self) -> int: ...
-
-    @property
-    def norm_epsilon(self) -> float: ...
-
-    @property
-    def attention_dropout(self) -> float: ...
-
-    @property
-    def hidden_dropout(self) -> float: ...
-
-    @property
-    def tie_embeddings(self) -> bool: ...
 
 
 def resolve(

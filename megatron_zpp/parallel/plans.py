@@ -8,14 +8,13 @@ from __future__ import annotations
 from torch.distributed.tensor import Placement, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, PrepareModuleInput, RowwiseParallel
 
-from megatron_zpp.models.gpt import GPTConfig
-from megatron_zpp.models.llama import LlamaConfig
+from megatron_zpp.models.transformer import DecoderConfig
 from megatron_zpp.parallel.tensor import Replicated, norm_style
 
 Plan = dict[str, ParallelStyle]
 
 
-def gpt_plan(config: GPTConfig, sequence_parallel: bool) -> Plan:
+def gpt_plan(config: DecoderConfig, sequence_parallel: bool) -> Plan:
     """Of ``models.gpt.GPT``."""
     between = _between_linear_layers(sequence_parallel)
     return _decoder_plan(config.tie_embeddings, sequence_parallel) | {
@@ -24,7 +23,7 @@ def gpt_plan(config: GPTConfig, sequence_parallel: bool) -> Plan:
     }
 
 
-def llama_plan(config: LlamaConfig, sequence_parallel: bool) -> Plan:
+def llama_plan(config: DecoderConfig, sequence_parallel: bool) -> Plan:
     """Of ``models.llama.Llama``."""
     between = _between_linear_layers(sequence_parallel)
     return _decoder_plan(config.tie_embeddings, sequence_parallel) | {

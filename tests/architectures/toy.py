@@ -157,7 +157,7 @@ def weights(config: ToyConfig) -> Iterator[Weight]:
         }.items():
             yield from same_weight_and_bias(f"layers.{layer}.{ours}", f"gpt_neox.layers.{layer}.{theirs}")
     yield from same_weight_and_bias("last_norm", "gpt_neox.final_layer_norm")
-    yield same("output_layer.weight", "embed_out.weight")
+    yield same("output_layer.weight", "lm_head.weight")
 
 
 def flags(config: ToyConfig, positions: int) -> list[str]:

@@ -17,6 +17,7 @@ from megatron_zpp.arguments.parse import (
     iterate_groups,
     parse_settings,
 )
+from megatron_zpp.models.llama import LlamaConfig
 from megatron_zpp.settings.groups import Settings
 
 SMALL = (
@@ -120,6 +121,9 @@ def test_derived_llama():
     assert model.num_query_groups == 4
     assert model.swiglu and model.disable_bias_linear and model.untie_embeddings_and_output_weights
     assert (model.normalization, model.position_embedding_type) == ("RMSNorm", "rope")
+    # So narrow that 8/3 of it rounds down to 0: one multiple of 64, by the flags and by the model's own rule.
+    assert parse(SMALL.replace("--hidden-size 64", "--hidden-size 16"), "llama")[0].model.ffn_hidden_size == 64
+    assert LlamaConfig(1, 16, 1, 128).ffn_size == 64
 
 
 @pytest.mark.parametrize("architecture", ["gpt", "llama"])
