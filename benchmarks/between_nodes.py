@@ -111,11 +111,12 @@ def measure(
 
 
 def count_parameters(flags: str) -> int:
-    from megatron_zpp.models.flops import num_parameters
+
+    from megatron_zpp.architectures import GPT
     from megatron_zpp.models.gpt import GPTConfig
 
     value = {flag: int(number) for flag, number in re.findall(r"--([a-z-]+) (\d+)", flags)}
-    return num_parameters(
+    return GPT.num_parameters(
         GPTConfig(
             value["num-layers"],
             value["hidden-size"],

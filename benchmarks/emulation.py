@@ -23,9 +23,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megatron_zpp.architectures import GPT
 from megatron_zpp.arguments.parse import parse_settings
 from megatron_zpp.data.loader import Batch, build_loader
-from megatron_zpp.models.flops import num_parameters
 from megatron_zpp.parallel.distributed import init_distributed
 from megatron_zpp.training.setup import Run, build_run
 from megatron_zpp.training.step import train_step
@@ -47,8 +47,8 @@ class Side:
 
     def __init__(self, flags: str, vocab_size: int, device: torch.device) -> None:
         data = f"--mock-data --vocab-size {vocab_size} --num-workers 0 --lr 3e-4 --train-iters 100000 --eval-iters 0"
-        settings = parse_settings("gpt", f"{flags} {data}".split(), note=lambda text: None)
-        self.run: Run = build_run(settings, device)
+        settings = parse_settings(GPT, f"{flags} {data}".split(), note=lambda text: None)
+        self.run: Run = build_run(GPT, settings, device)
         self.num_micro_batches = self.run.batches.num_micro_batches(0)
         self.batches = self._batches()
         self.seconds: list[float] = []
@@ -98,7 +98,7 @@ def measure(args: argparse.Namespace, device: torch.device) -> dict[str, Any]:
     ratios = [plain / emulated for plain, emulated in zip(seconds["plain"], seconds["emulated"], strict=True)]
     return {
         "model": args.model,
-        "parameters": num_parameters(run.model.config),
+        "parameters": run.architecture.num_parameters(run.model.config),
         "seq_length": run.settings.training.seq_length,
         "micro_batch_size": args.micro_batch_size,
         "ranks": args.ranks,

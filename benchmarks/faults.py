@@ -411,6 +411,7 @@ def _rank(rank: int, port: int, argv: list[str], output: str, slow: float) -> No
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(RANKS))
     os.environ.update(MASTER_ADDR="localhost", MASTER_PORT=str(port))
     sys.argv = ["pretrain_gpt.py", *argv]
+    from megatron_zpp.architectures import GPT
     from megatron_zpp.training import pretrain as program
 
     if slow:  # seconds more for each step: time enough for something to happen to it
@@ -421,7 +422,7 @@ def _rank(rank: int, port: int, argv: list[str], output: str, slow: float) -> No
             return train_step(*arguments, **more)
 
         program.train_step = slow_step
-    program.pretrain("gpt")
+    program.pretrain(GPT)
 
 
 def spoil(path: Path, how: str, rng: random.Random) -> None:

@@ -32,6 +32,7 @@ from side_by_side import (
     write_tokens,
 )
 
+from megatron_zpp.architectures import GPT
 from megatron_zpp.parallel.distributed import init_distributed
 
 LAYERS, HIDDEN, HEADS, LENGTH, BATCH, VOCAB = 4, 256, 4, 256, 8, 8192
@@ -45,7 +46,7 @@ def measure(bf16: bool, rounds: int, steps: int) -> dict[str, Any]:
         write_tokens(prefix, num_steps * BATCH * LENGTH + 20 * LENGTH, VOCAB)
         shape = f"--num-layers {LAYERS} --hidden-size {HIDDEN} --num-attention-heads {HEADS} --seq-length {LENGTH}"
         run = our_run(
-            "gpt",
+            GPT,
             prefix,
             vocab_size=VOCAB,
             micro_batch_size=BATCH,
@@ -54,7 +55,7 @@ def measure(bf16: bool, rounds: int, steps: int) -> dict[str, Any]:
             device=init_distributed("gloo", 10),
             flags=f"{shape} --num-workers 0 {'--bf16' if bf16 else ''}",
         )
-        model = plain_model(run.model.config, full_weights(run), run.device)
+        model = plain_model(GPT, run.model.config, full_weights(run), run.device)
         plain = PlainTraining(model, same_batches(run, num_steps), num_steps, bf16, compiled=False)
         ours = OurTraining(run)
 

@@ -15,6 +15,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from megatron_zpp.architectures import Architecture
 from megatron_zpp.arguments.parse import parse_settings
 from megatron_zpp.data.indexed_dataset import IndexedDatasetWriter
 from megatron_zpp.data.loader import build_loader
@@ -177,15 +178,18 @@ PLAIN_NAMES = {
 }
 
 
+PLAIN: dict[str, Any] = {"gpt": PlainGPT, "llama": PlainLlama}  # by our architecture's name
+
+
 @torch.no_grad()
 def plain_model(
-    config: GPTConfig | LlamaConfig, weights: Mapping[str, Tensor], device: torch.device
+    architecture: Architecture, config: Any, weights: Mapping[str, Tensor], device: torch.device
 ) -> PlainGPT | PlainLlama:
     """The plain model with our ``weights``. Ours packs q, k, v head by head, the plain one part by part."""
     with device:
-        plain = PlainGPT(config) if isinstance(config, GPTConfig) else PlainLlama(config)
+        plain = PLAIN[architecture.name](config)
     weights = dict(weights)
-    for name in [name for name in weights if "linear_fc1_gate" in name]:  # the plain Llama has both in one product
+    for name in [name for name in weights if "linear_fc1_gate" in name]:  # the plain Llama has both in one layer
         gate, up = weights.pop(name), weights.pop(name.replace("_gate", "_up"))
         weights[name.replace("_gate", "")] = torch.cat([gate, up])
     for name, parameter in plain.named_parameters():
@@ -201,7 +205,7 @@ def plain_model(
 
 
 def our_run(
-    architecture: str,
+    architecture: Architecture,
     prefix: str,
     *,
     vocab_size: int,
@@ -220,7 +224,7 @@ def our_run(
         --log-timers-to-tensorboard
     """
     settings = parse_settings(architecture, [*common.split(), *flags.split()], dist.get_world_size())
-    return build_run(settings, device)
+    return build_run(architecture, settings, device)
 
 
 def write_tokens(prefix: str, num_tokens: int, vocab_size: int) -> None:

@@ -24,8 +24,7 @@ from torch.autograd import DeviceType
 from torch.autograd.profiler_util import FunctionEvent
 from torch.profiler import ProfilerActivity, profile, record_function, schedule
 
-from megatron_zpp.models.gpt import GPT
-from megatron_zpp.models.llama import Llama
+from megatron_zpp.architectures import ARCHITECTURES
 from megatron_zpp.training import pretrain, step
 from megatron_zpp.training.setup import Run
 from megatron_zpp.zeropp.all_gather import HierarchicalAllGather, QuantizedAllGather
@@ -34,8 +33,7 @@ from megatron_zpp.zeropp.reduce_scatter import HierarchicalReduceScatter
 PARTS = ("forward", "backward", "optimizer", "collectives", "quantizers", "data", "other")
 STEP = "training step"
 WRAPPED: tuple[tuple[Any, str, str], ...] = (
-    (GPT, "forward", "forward"),
-    (Llama, "forward", "forward"),
+    *((architecture.module, "forward", "forward") for architecture in ARCHITECTURES),
     (step, "masked_sum", "forward"),
     (torch.Tensor, "backward", "backward"),
     (step, "scale_gradients", "optimizer"),

@@ -30,15 +30,15 @@ from side_by_side import OurTraining, PlainTraining, full_weights, our_run, plai
 from step_parts import WARM_UP_STEPS, format_parts, profile_steps
 from torch import Tensor
 
+from megatron_zpp.architectures import GPT, LLAMA, Architecture
 from megatron_zpp.metrics.throughput import mfu, peak_tflops
-from megatron_zpp.models.flops import flops_per_token, num_parameters
 from megatron_zpp.parallel.distributed import init_distributed
 from megatron_zpp.training.setup import Run
 
 
 @dataclass(frozen=True)
 class Model:
-    architecture: str
+    architecture: Architecture
     flags: str
     vocab_size: int
     seq_length: int
@@ -46,10 +46,10 @@ class Model:
 
 TINY = "--num-layers 2 --hidden-size 64 --num-attention-heads 2 --seq-length 64"
 MODELS = {
-    "gpt-350m": Model("gpt", "--preset gpt-350m", 50257, 2048),
-    "llama-0.8b": Model("llama", "--preset llama-0.8b", 32000, 4096),
-    "tiny-gpt": Model("gpt", TINY, 512, 64),
-    "tiny-llama": Model("llama", TINY, 512, 64),
+    "gpt-350m": Model(GPT, "--preset gpt-350m", 50257, 2048),
+    "llama-0.8b": Model(LLAMA, "--preset llama-0.8b", 32000, 4096),
+    "tiny-gpt": Model(GPT, TINY, 512, 64),
+    "tiny-llama": Model(LLAMA, TINY, 512, 64),
 }
 MEMORY_TO_FILL = 0.85  # of what is free: the rest is for fragmentation and for what is not PyTorch's
 BATCH_ON_CPU = 4
@@ -84,7 +84,7 @@ def measure(name: str, micro_batch_size: int | None, options: Options) -> dict[s
     with tempfile.TemporaryDirectory() as folder:
         run = build(model, micro_batch_size, f"{folder}/tokens", options)
         config, peak = run.model.config, peak_tflops(device_name(device))
-        flops = flops_per_token(config, model.seq_length)
+        flops = model.architecture.flops_per_token(config, model.seq_length)
 
         def with_mfu(side: dict[str, Any]) -> dict[str, Any]:
             used = mfu(side["tokens_per_second"] / dist.get_world_size(), flops, peak)
@@ -98,10 +98,14 @@ def measure(name: str, micro_batch_size: int | None, options: Options) -> dict[s
         note(format_parts(parts))
         del run
         release(device)
-        plain = with_mfu(run_plain(config, weights, batches, options)) if dist.get_world_size() == 1 else None
+        plain = (
+            with_mfu(run_plain(model.architecture, config, weights, batches, options))
+            if dist.get_world_size() == 1
+            else None
+        )
     return {
         "model": name,
-        "parameters": num_parameters(config),
+        "parameters": model.architecture.num_parameters(config),
         "seq_length": model.seq_length,
         "micro_batch_size": micro_batch_size,
         "micro_batch_size_given": given,
@@ -157,7 +161,11 @@ def run_ours(run: Run, options: Options) -> tuple[dict[str, Any], dict[str, Any]
 
 
 def run_plain(
-    config: Any, weights: dict[str, Tensor], batches: list[tuple[Tensor, Tensor]], options: Options
+    architecture: Architecture,
+    config: Any,
+    weights: dict[str, Tensor],
+    batches: list[tuple[Tensor, Tensor]],
+    options: Options,
 ) -> dict[str, Any]:
     """The plain side on the same batches; if its whole logits do not fit, on the first part of each, halved."""
     device = options.device
@@ -165,7 +173,7 @@ def run_plain(
     plain: PlainTraining | None
     try:
         reset_peak(device)
-        model = plain_model(config, weights, device)
+        model = plain_model(architecture, config, weights, device)
         plain = PlainTraining(model, batches, options.all_steps, bf16=True, compiled=options.compiled)
         for turn in range(options.rounds + 1):
             start = time.perf_counter()
@@ -181,7 +189,7 @@ def run_plain(
         model = plain = None  # type: ignore[assignment]
     if plain is None:  # outside of the handler, which holds what the failed attempt allocated
         release(device)
-        return run_plain(config, weights, batches, options)
+        return run_plain(architecture, config, weights, batches, options)
     tokens = options.steps * batches[0][0].numel()
     result = {
         "micro_batch_size": batches[0][0].shape[0],

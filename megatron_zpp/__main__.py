@@ -77,9 +77,10 @@ def help_text(program: str) -> str:
 def find_program(command: str) -> Callable[[], int | None]:
     """The function that runs one of ``COMMANDS``; its imports, torch among them, happen here."""
     if command.startswith("pretrain-"):
+        from megatron_zpp.architectures import find_architecture
         from megatron_zpp.training.pretrain import main as pretrain
 
-        return functools.partial(pretrain, command.removeprefix("pretrain-"))
+        return functools.partial(pretrain, find_architecture(command.removeprefix("pretrain-")))
     if command == "env":
         return importlib.import_module("megatron_zpp.env").main
     return importlib.import_module(f"megatron_zpp.tools.{command.replace('-', '_')}").main

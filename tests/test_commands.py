@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from megatron_zpp import __main__ as commands
+from megatron_zpp.architectures import ARCHITECTURES, find_architecture
 from megatron_zpp.arguments.parse import build_parser
 from megatron_zpp.training import pretrain
 from tests.conftest import ROOT
@@ -72,7 +73,7 @@ def test_usage_is_what_was_typed(monkeypatch, capsys, tool, launcher, program):
 @pytest.mark.parametrize("program", ["pretrain_gpt.py", "megatron-zpp pretrain-gpt"])
 def test_the_trainers_usage_is_what_was_typed_and_how_to_start_ranks(monkeypatch, architecture, program):
     monkeypatch.setattr(sys, "argv", [str(Path("somewhere") / program)])
-    alone, ranks = build_parser(architecture).format_usage().splitlines()
+    alone, ranks = build_parser(find_architecture(architecture)).format_usage().splitlines()
     assert alone == f"usage: {program} [flags]"
     assert ranks.strip().startswith(f"torchrun --nproc-per-node N -m megatron_zpp pretrain-{architecture} [flags] ")
 
@@ -82,7 +83,7 @@ def test_a_trainers_command_trains_that_architecture(monkeypatch, architecture):
     started = []
     monkeypatch.setattr(pretrain, "main", started.append)
     call(monkeypatch, f"pretrain-{architecture}", "--num-layers", "2")
-    assert started == [architecture] and sys.argv[1:] == ["--num-layers", "2"]
+    assert started == [find_architecture(architecture)] and sys.argv[1:] == ["--num-layers", "2"]
 
 
 @pytest.mark.parametrize("package", ["numpy", "rich"])
@@ -95,3 +96,7 @@ def test_a_missing_package_names_the_extra(package):
         f"error: megatron-zpp merge-datasets needs the package {package}: pip install numpy rich sentencepiece, "
         "or megatron_zpp's extra train\n"
     )
+
+
+def test_every_architecture_has_a_command():
+    assert tuple(architecture.name for architecture in ARCHITECTURES) == commands.ARCHITECTURES

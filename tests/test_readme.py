@@ -26,6 +26,7 @@ import pytest
 import torch.distributed as dist
 
 from megatron_zpp.__main__ import TOOLS
+from megatron_zpp.architectures import find_architecture
 from megatron_zpp.arguments.parse import parse_settings
 from megatron_zpp.training.pretrain import pretrain
 from tests.conftest import ROOT, environment
@@ -108,7 +109,7 @@ def train(architecture: str, argv: list[str], port: int, folder: str) -> tuple[o
     code: object = 0
     with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()) as err:
         try:
-            pretrain(architecture)
+            pretrain(find_architecture(architecture))
         except SystemExit as exit_:
             code = exit_.code
     return code, out.getvalue(), err.getvalue()
@@ -161,7 +162,7 @@ def run_trainer(ranks: int, architecture: str, flags: list[str], folder: Path) -
     if "--help" in flags:
         return  # test_arguments reads it
     with contextlib.chdir(folder):
-        parse_settings(architecture, flags, ranks, note=lambda text: None)
+        parse_settings(find_architecture(architecture), flags, ranks, note=lambda text: None)
     if ranks > MAX_RANKS:
         return
     argv = flags + small_flags(flags)

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from megatron_zpp.architectures import ARCHITECTURES
 from megatron_zpp.arguments.deepspeed_keys import TOP, ByType, Key, NotNeeded, Off, Only, Section, Sets
 from megatron_zpp.arguments.foreign_flags import NOT_NEEDED, REFUSED
 from megatron_zpp.settings.checks import flag_of
@@ -19,7 +20,7 @@ from megatron_zpp.settings.groups import iterate_groups
 _INTRODUCTION = """\
 # Flags
 
-All flags of `pretrain_gpt.py` and `pretrain_llama.py`. This page is generated; after a change of the settings, run
+All flags of PROGRAMS. This page is generated; after a change of the settings, run
 `python -m megatron_zpp.arguments.page docs/arguments.md`.
 
 A value comes from the flag, else from the DeepSpeed file of `--deepspeed_config`, else from `--preset`, else from the
@@ -30,7 +31,8 @@ nearest name. In tables, `-` means that nothing is set.
 
 def render_reference() -> str:
     """The page as Markdown."""
-    parts = [_INTRODUCTION]
+    programs = " and ".join(f"`{architecture.script}`" for architecture in ARCHITECTURES)
+    parts = [_INTRODUCTION.replace("PROGRAMS", programs)]
     for _, group in iterate_groups():
         parts.append(f"## {group_title(group)}\n")
         rows = [(f"`{flag.name}`", _default(flag), _meaning(flag)) for flag in iterate_flags(group)]

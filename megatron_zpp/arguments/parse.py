@@ -15,6 +15,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NoReturn
 
+from megatron_zpp.architectures import ARCHITECTURES, Architecture
 from megatron_zpp.arguments.deepspeed_config import DeepSpeedConfig, read_deepspeed_config
 from megatron_zpp.arguments.foreign_flags import NOT_NEEDED, REFUSED
 from megatron_zpp.arguments.resolve import check_needed, resolve
@@ -32,14 +33,14 @@ def note_on_first_rank(text: str) -> None:
 
 
 def parse_settings(
-    architecture: str,
+    architecture: Architecture,
     argv: Sequence[str] | None = None,
     world_size: int = 1,
     note: Callable[[str], None] = note_on_first_rank,
 ) -> Settings:
     """All settings of a run, complete and checked.
 
-    architecture: "gpt" or "llama", the script that was started. argv: default ``sys.argv[1:]``. world_size: ranks of
+    architecture: the kind of model that the program trains. argv: default ``sys.argv[1:]``. world_size: ranks of
     the run, all data-parallel. note: receives one line for each flag or key that was accepted but changes nothing.
 
     Raises SettingsError, with one line that says what to do. ``--help`` prints and raises SystemExit(0). Needs no
@@ -57,8 +58,8 @@ def parse_settings(
 
     try:
         check_needed(values, chosen)
-        settings = _into_groups(architecture, values)
-        settings, notes = resolve(settings, chosen, world_size, config.accumulation_steps)
+        settings = _into_groups(architecture.name, values)
+        settings, notes = resolve(architecture, settings, chosen, world_size, config.accumulation_steps)
     except SettingsError as error:
         raise SettingsError(f"{error}{_where_from(str(error), config)}") from error
     for text in [*config.notes, *notes, *_foreign_notes(foreign, settings)]:
@@ -76,12 +77,12 @@ class _Parser(argparse.ArgumentParser):
         raise SettingsError(message.removeprefix("argument "))
 
 
-def build_parser(architecture: str) -> argparse.ArgumentParser:
-    """The parser of pretrain_ARCHITECTURE.py. Flags that are not given leave no trace in its namespace."""
+def build_parser(architecture: Architecture) -> argparse.ArgumentParser:
+    """The parser of ``architecture.script``. Flags that are not given leave no trace in its namespace."""
     parser = _Parser(
         usage="%(prog)s [flags]\n"
-        f"       torchrun --nproc-per-node N -m megatron_zpp pretrain-{architecture} [flags]   for N ranks",
-        description=f"Pretrain a {dict(gpt='GPT', llama='Llama')[architecture]} model with ZeRO++ on PyTorch FSDP2.",
+        f"       torchrun --nproc-per-node N -m megatron_zpp pretrain-{architecture.name} [flags]   for N ranks",
+        description=f"Pretrain a {architecture.title} model with ZeRO++ on PyTorch FSDP2.",
         argument_default=argparse.SUPPRESS,
         allow_abbrev=False,
         formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=36),
@@ -162,15 +163,12 @@ def _as_typed(flag: str, value: Any) -> str:
     return flag if value is True else f"{flag} {value}"
 
 
-def _preset(architecture: str, name: str) -> dict[str, Any]:
-    """The settings of a published model."""
-    from megatron_zpp.models.presets import PRESETS
-
-    if name not in PRESETS:
-        raise SettingsError(f"--preset {name} does not exist; choose from {', '.join(PRESETS)}")
-    if not name.startswith(architecture):
-        raise SettingsError(f"--preset {name} is for pretrain_{name.partition('-')[0]}.py")
-    return dict(PRESETS[name])
+def _preset(architecture: Architecture, name: str) -> dict[str, Any]:
+    """The settings of a published model, by field name."""
+    other = next((other for other in ARCHITECTURES if name in other.presets), architecture)
+    if name not in architecture.presets and other is not architecture:
+        raise SettingsError(f"--preset {name} is for {other.script}")
+    return architecture.preset(name)
 
 
 def _into_groups(architecture: str, values: dict[str, Any]) -> Settings:

@@ -10,6 +10,7 @@ import dataclasses
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
+from megatron_zpp.architectures import Architecture
 from megatron_zpp.arguments.check_zero import check_zero
 from megatron_zpp.arguments.resolve_parallel import (
     check_parallel,
@@ -25,7 +26,6 @@ from megatron_zpp.settings.groups import (
     ActivationSettings,
     CheckpointSettings,
     DataSettings,
-    ModelSettings,
     OptimizerSettings,
     PrecisionSettings,
     Settings,
@@ -36,7 +36,11 @@ from megatron_zpp.settings.groups import (
 
 
 def resolve(
-    settings: Settings, given: Iterable[str], world_size: int, accumulation_steps: int | None = None
+    architecture: Architecture,
+    settings: Settings,
+    given: Iterable[str],
+    world_size: int,
+    accumulation_steps: int | None = None,
 ) -> tuple[Settings, list[str]]:
     """Completed settings, and one note for each given setting that has no effect in this run.
 
@@ -44,11 +48,12 @@ def resolve(
     DeepSpeed file says so. Raises SettingsError.
     """
     given = set(given)
+    architecture.check_parallel(settings.distributed)
     check_parallel(settings.distributed, settings.zero.zero_stage, settings.training.seq_length, world_size)
     dp_size = data_parallel_size(settings.distributed, world_size)
     training = _resolve_training(settings.training, dp_size, accumulation_steps)
-    model = _resolve_model(settings.model, settings.architecture, training.seq_length)
     assert training.seq_length
+    model = architecture.resolve(settings.model, training.seq_length)
     check_tensor_parallel(settings.distributed, model, training.seq_length, settings.activation.compile)
     settings = dataclasses.replace(
         settings,
@@ -125,95 +130,6 @@ def _check_batches_and_schedule(settings: Settings, dp_size: int) -> None:
         not (settings.schedule.override_opt_param_scheduler and settings.schedule.use_checkpoint_opt_param_scheduler),
         "--override-opt_param-scheduler and --use-checkpoint-opt_param-scheduler exclude each other; give one",
     )
-
-
-# Network
-
-
-def _resolve_model(model: ModelSettings, architecture: str, seq_length: int | None) -> ModelSettings:
-    _check_architecture(model, architecture)
-    for name in ("num_layers", "hidden_size", "num_attention_heads"):
-        require(getattr(model, name) is not None, f"{flag_of(name)} is missing; give it, or a model with --preset")
-    check_at_least(
-        model,
-        1,
-        "num_layers",
-        "hidden_size",
-        "num_attention_heads",
-        "ffn_hidden_size",
-        "kv_channels",
-        "num_query_groups",
-        "max_position_embeddings",
-        "rotary_base",
-        "make_vocab_size_divisible_by",
-    )
-    assert model.hidden_size and model.num_attention_heads and seq_length
-    hidden, heads = model.hidden_size, model.num_attention_heads
-    llama = architecture == "llama"
-
-    require(
-        model.kv_channels is not None or hidden % heads == 0,
-        f"--hidden-size {hidden} is not divisible by --num-attention-heads {heads}; change one or give --kv-channels",
-    )
-    # Megatron's default of --num-query-groups is 1; without --group-query-attention every head has its own group.
-    groups = (model.num_query_groups or 1) if model.group_query_attention else heads
-    require(heads % groups == 0, f"--num-attention-heads {heads} is not divisible by --num-query-groups {groups}")
-    kv_channels = model.kv_channels or hidden // heads
-    require(
-        not llama or kv_channels % 2 == 0,
-        f"rotary embeddings need an even number of channels per head, got {kv_channels}",
-    )
-    positions = model.max_position_embeddings or seq_length
-    require(
-        seq_length <= positions,
-        f"--seq-length {seq_length} is longer than --max-position-embeddings {positions}; raise the latter",
-    )
-    tie, untie = model.tie_embeddings_and_output_weights, model.untie_embeddings_and_output_weights
-    require(
-        not (tie and untie),
-        "--tie-embeddings-and-output-weights and --untie-embeddings-and-output-weights exclude each other; give one",
-    )
-    tied = tie or not (untie or llama)
-    dropout = 0.0 if llama else 0.1
-    resolved = dataclasses.replace(
-        model,
-        ffn_hidden_size=model.ffn_hidden_size or (_swiglu_width(hidden) if llama else 4 * hidden),
-        kv_channels=kv_channels,
-        num_query_groups=groups,
-        max_position_embeddings=positions,
-        attention_dropout=dropout if model.attention_dropout is None else model.attention_dropout,
-        hidden_dropout=dropout if model.hidden_dropout is None else model.hidden_dropout,
-        untie_embeddings_and_output_weights=not tied,
-        tie_embeddings_and_output_weights=tied,
-        normalization="RMSNorm" if llama else "LayerNorm",
-        position_embedding_type="rope" if llama else "learned_absolute",
-        swiglu=llama,
-        disable_bias_linear=llama,
-    )
-    for name in ("attention_dropout", "hidden_dropout"):
-        require(0 <= getattr(resolved, name) < 1, f"{flag_of(name)} must be in [0, 1), got {getattr(resolved, name)}")
-    return resolved
-
-
-def _swiglu_width(hidden: int) -> int:
-    """Megatron's MLP width for SwiGLU: 8/3 of the hidden size, rounded down to a multiple of 64."""
-    return int(hidden * 8 / 3 / 64) * 64 or 64
-
-
-def _check_architecture(model: ModelSettings, architecture: str) -> None:
-    """Refuse a flag that describes another network than the script's."""
-    expected = {"gpt": ("LayerNorm", "learned_absolute"), "llama": ("RMSNorm", "rope")}[architecture]
-    other = {"gpt": "llama", "llama": "gpt"}[architecture]
-    for name, value in zip(("normalization", "position_embedding_type"), expected, strict=True):
-        given = getattr(model, name)
-        require(
-            given in (None, value),
-            f"{flag_of(name)} {given} does not fit: pretrain_{architecture}.py has {value}; "
-            f"leave it out or use pretrain_{other}.py",
-        )
-    if architecture == "gpt":
-        for name in ("swiglu", "disable_bias_linear", "group_query_attention", "use_rope_scaling"):
-            require(not getattr(model, name), f"{flag_of(name)} is not for GPT: use pretrain_llama.py or leave it out")
 
 
 # Optimizer

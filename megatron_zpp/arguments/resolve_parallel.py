@@ -6,19 +6,18 @@ import dataclasses
 import math
 
 from megatron_zpp.optim.batch_size import BatchSchedule
+from megatron_zpp.parallel.mesh import MODEL_PARALLEL_SETTINGS, ranks_per_model_copy
 from megatron_zpp.parallel.pipeline import SPLITS_BACKWARD, check_micro_batches
 from megatron_zpp.parallel.stages import Placement, place_stages
 from megatron_zpp.settings.checks import SettingsError, check_at_least, divisors, flag_of, require
 from megatron_zpp.settings.groups import DistributedSettings, ModelSettings, Settings
 
-_MODEL_PARALLEL = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
-
 
 def check_parallel(distributed: DistributedSettings, zero_stage: int, seq_length: int | None, world_size: int) -> None:
     """Raise SettingsError unless the parallel sizes divide the ranks, and fit together."""
-    check_at_least(distributed, 1, *_MODEL_PARALLEL)
-    product = distributed.ranks_per_model_copy
-    sizes = " * ".join(f"{flag_of(name)} {getattr(distributed, name)}" for name in _MODEL_PARALLEL)
+    check_at_least(distributed, 1, *MODEL_PARALLEL_SETTINGS)
+    product = ranks_per_model_copy(distributed)
+    sizes = " * ".join(f"{flag_of(name)} {getattr(distributed, name)}" for name in MODEL_PARALLEL_SETTINGS)
     require(
         world_size % product == 0,
         f"{sizes} = {product} does not divide the {world_size} rank(s) of this run; choose sizes whose product is one "
@@ -52,7 +51,7 @@ def _check_emulation(distributed: DistributedSettings, zero_stage: int, world_si
 
 def data_parallel_size(distributed: DistributedSettings, world_size: int) -> int:
     """The number of data-parallel ranks, real or emulated."""
-    return (distributed.emulate_ranks or 1) * world_size // distributed.ranks_per_model_copy
+    return (distributed.emulate_ranks or 1) * world_size // ranks_per_model_copy(distributed)
 
 
 def _check_context_parallel(size: int, seq_length: int | None) -> None:
@@ -76,7 +75,7 @@ _PIPELINE_ONLY = (
 
 
 def resolve_pipeline(settings: Settings) -> DistributedSettings:
-    """Check how layers are cut into stages and what the schedule needs, and fill the schedule in."""
+    """Check how layers are split into stages and what the schedule needs, and fill the schedule in."""
     ranks = settings.distributed
     if ranks.pipeline_model_parallel_size == 1:
         for name in _PIPELINE_ONLY:
@@ -113,7 +112,7 @@ def resolve_pipeline(settings: Settings) -> DistributedSettings:
     except ValueError as error:
         sizes = [size for size in divisors(num_layers) if size > 1]
         raise SettingsError(
-            f"--num-layers {num_layers} cannot be cut for --pipeline-model-parallel-size {num_ranks}: {error}; "
+            f"--num-layers {num_layers} cannot be split for --pipeline-model-parallel-size {num_ranks}: {error}; "
             f"{num_layers} is divisible by {', '.join(map(str, sizes)) or 'nothing'}, and "
             "--decoder-first-pipeline-num-layers and --decoder-last-pipeline-num-layers make stages uneven"
         ) from error
@@ -158,7 +157,7 @@ def check_pipeline_batches(ranks: DistributedSettings, batches: BatchSchedule) -
 def check_tensor_parallel(
     distributed: DistributedSettings, model: ModelSettings, seq_length: int, compiles: bool
 ) -> None:
-    """Raise SettingsError unless heads, MLP and, with sequence parallelism, the sequence can be cut evenly.
+    """Raise SettingsError unless heads, MLP and, with sequence parallelism, the sequence can be split evenly.
 
     model: completed. The vocabulary waits for the tokenizer: ``check_vocabulary``.
     """
@@ -167,15 +166,15 @@ def check_tensor_parallel(
         size == 1 or not compiles,
         f"--compile is not supported with --tensor-model-parallel-size {size} yet: leave one of them out",
     )
-    cut = {
+    split = {
         "--num-attention-heads": model.num_attention_heads,
         "--num-query-groups": model.num_query_groups,
         "--ffn-hidden-size": model.ffn_hidden_size,
     }
     if distributed.sequence_parallel:
         shared = " / --context-parallel-size" if distributed.context_parallel_size > 1 else ""
-        cut[f"--seq-length{shared} (cut by --sequence-parallel)"] = seq_length // distributed.context_parallel_size
-    numbers = {what: number or 0 for what, number in cut.items()}
+        split[f"--seq-length{shared} (split by --sequence-parallel)"] = seq_length // distributed.context_parallel_size
+    numbers = {what: number or 0 for what, number in split.items()}
     uneven = [f"{what} {number}" for what, number in numbers.items() if number % size]
     require(
         not uneven,
@@ -185,7 +184,7 @@ def check_tensor_parallel(
 
 
 def check_vocabulary(distributed: DistributedSettings, padded_size: int, multiple: int) -> None:
-    """Raise SettingsError unless the vocabulary, padded to ``multiple``, can be cut over the tensor-parallel ranks.
+    """Raise SettingsError unless the vocabulary, padded to ``multiple``, can be sharded over the tensor-parallel ranks.
 
     The padding does not depend on their number, as Megatron's does: checkpoints load under any.
     """

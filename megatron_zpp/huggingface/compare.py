@@ -9,16 +9,13 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from megatron_zpp.models.gpt import GPTConfig
-from megatron_zpp.models.llama import LlamaConfig
-
-from .names import build_empty
+from megatron_zpp.models.transformer import Transformer
 
 TOLERANCE = 1e-4  # of logits in fp32, relative to the largest where that is above 1
 
 
 def compare(
-    config: GPTConfig | LlamaConfig,
+    model: Transformer,
     ours: Callable[[str], Tensor],
     hf_config: dict[str, Any],
     theirs: Callable[[str], Tensor],
@@ -26,11 +23,12 @@ def compare(
 ) -> float:
     """The largest difference between our logits and transformers', in fp32 and on random tokens.
 
-    ours, theirs: read a parameter by its name in that model. positions: the longest sequence that both can take.
+    model: ours, on the meta device. ours, theirs: read a parameter by its name in that model. positions: the longest
+    sequence that both can take.
     Raises ValueError where it is more than rounding.
     """
-    tokens = torch.randint(config.vocab_size, (2, min(64, positions)), generator=torch.Generator().manual_seed(0))
-    a = streamed_logits(build_empty(config).eval(), ours, tokens)
+    tokens = torch.randint(model.config.vocab_size, (2, min(64, positions)), generator=torch.Generator().manual_seed(0))
+    a = streamed_logits(model.eval(), ours, tokens)
     b = streamed_logits(transformers_model(hf_config), theirs, tokens)
     difference, allowed = float((a - b).abs().max()), TOLERANCE * max(1.0, float(b.abs().max()))
     if not difference <= allowed:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -140,8 +140,8 @@ def write_weights(
     return list(plan.filename_to_tensors)
 
 
-def read_config(folder: Path) -> dict[str, Any]:
-    """config.json with the defaults of its keys filled in. Raises ValueError."""
+def read_config(folder: Path, model_types: Sequence[str]) -> dict[str, Any]:
+    """config.json with the defaults of its keys filled in, if it is of one of ``model_types``. Raises ValueError."""
     from transformers import AutoConfig
 
     path = folder / "config.json"
@@ -151,7 +151,7 @@ def read_config(folder: Path) -> dict[str, Any]:
         written = json.loads(path.read_text(encoding="utf-8"))
         if not isinstance(written, dict):
             raise ValueError("it holds no JSON object")
-        if written.get("model_type") not in ("gpt2", "llama"):  # others may not even be known to transformers
+        if written.get("model_type") not in model_types:  # others may not even be known to transformers
             return written
         return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False).to_dict()
     except Exception as error:  # of many kinds: transformers checks values with a library of its own

@@ -1,1 +1,1 @@
-"""GPT and Llama: plain PyTorch modules that know nothing of the trainer, each with a plan to cut it over ranks."""
+"""GPT and Llama: plain PyTorch modules that need torch alone, and what every model has in common."""

@@ -7,13 +7,13 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.attention.varlen  # defines the operator torch_attn._varlen_attn
 from torch import Tensor
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from .gpt import GPT
-from .llama import Llama
+from .transformer import Transformer
 
-# What "selective" keeps: results of matrix products and of fused attention, which are dear to compute for their size.
+# What "selective" keeps: results of linear layers and of fused attention, which are dear to compute for their size.
 # Attention that is not fused (on a CPU with dropout) uses bmm, whose results grow with the square of the sequence.
 _KEPT = {
     torch.ops.aten.mm.default,
@@ -27,13 +27,13 @@ _KEPT = {
 
 
 def apply_activation_checkpointing(
-    model: GPT | Llama, granularity: str, method: str | None = None, num_layers: int | None = None
+    model: Transformer, granularity: str, method: str | None = None, num_layers: int | None = None
 ) -> None:
     """Checkpoint blocks of ``model`` in place; call it before ``fully_shard`` and ``compile``.
 
     ``granularity``
         - ``"full"``: of a checkpointed block only the input is kept.
-        - ``"selective"``: results of matrix products and fused attention are kept too, in every block.
+        - ``"selective"``: results of linear layers and fused attention are kept too, in every block.
     ``method`` and ``num_layers`` k, for "full" only
         - None: every block.
         - ``"uniform"``: every k-th block, starting with the first. (Megatron makes k blocks one checkpoint; here each

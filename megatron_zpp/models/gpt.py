@@ -7,12 +7,9 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.tensor import Replicate, Shard
-from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
-
-from megatron_zpp.parallel.tensor import Replicated, norm_style
 
 from .layers import SelfAttention, document_attention, head_size, linear_cross_entropy, output_logits
+from .transformer import Transformer
 
 
 @dataclass(frozen=True)
@@ -43,7 +40,12 @@ class GPTConfig:
 
     @property
     def ffn_size(self) -> int:
-        return self.ffn_hidden_size or 4 * self.hidden_size
+        return self.ffn_hidden_size or default_ffn_size(self.hidden_size)
+
+
+def default_ffn_size(hidden_size: int) -> int:
+    """Width of the MLP."""
+    return 4 * hidden_size
 
 
 class MLP(nn.Module):
@@ -80,8 +82,10 @@ class GPTBlock(nn.Module):
         return x + self.dropout(self.mlp(self.pre_mlp_norm(x)))
 
 
-class GPT(nn.Module):
+class GPT(Transformer):
     """The whole model. Weights are garbage until ``init_weights`` has filled them."""
+
+    config: GPTConfig
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
@@ -135,19 +139,3 @@ class GPT(nn.Module):
         if position_ids is None:
             position_ids = torch.arange(length, device=tokens.device).unsqueeze(0)  # [1, S]
         return self.dropout(self.word_embeddings(tokens) + self.position_embeddings(position_ids))
-
-    def tensor_parallel_plan(self, sequence_parallel: bool) -> dict[str, ParallelStyle]:
-        """How ``parallelize_module`` cuts heads, MLP and vocabulary; see ``megatron_zpp.parallel.tensor``."""
-        between = Shard(1) if sequence_parallel else Replicate()  # blocks' activations [B, S, H]
-        norm = norm_style(sequence_parallel)
-        return {
-            "word_embeddings": RowwiseParallel(input_layouts=Replicate(), output_layouts=between),
-            "position_embeddings": Replicated(between, use_local_output=True),
-            "layers.*.input_norm": norm,
-            "layers.*.self_attention.linear_qkv": ColwiseParallel(input_layouts=between),
-            "layers.*.self_attention.linear_proj": RowwiseParallel(output_layouts=between),
-            "layers.*.pre_mlp_norm": norm,
-            "layers.*.mlp.linear_fc1": ColwiseParallel(input_layouts=between),
-            "layers.*.mlp.linear_fc2": RowwiseParallel(output_layouts=between),
-            "final_norm": norm,
-        } | ({} if self.config.tie_embeddings else {"output_layer": ColwiseParallel()})

@@ -1,6 +1,6 @@
 """Initial weights by Megatron's rules, equal to the bit for every world size and every way of sharding.
 
-A weight is cut into blocks of rows, and each block is drawn from a generator seeded with (seed, parameter, block).
+A weight is split into blocks of rows, and each block is drawn from a generator seeded with (seed, parameter, block).
 A rank draws the blocks that its shard touches, on the CPU and in fp32, whatever the parameter's device and dtype are;
 so it never holds more of the whole model than its own shards and one block.
 """
@@ -9,26 +9,28 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from .gpt import GPT, GPTConfig
-from .llama import Llama, LlamaConfig
+from .transformer import Transformer, TransformerConfig
 
 BLOCK_ELEMENTS = 2**20
 
 
 @torch.no_grad()
-def init_weights(model: GPT | Llama, seed: int) -> None:
+def init_weights(model: Transformer, seed: int, std_of: Callable[[str, Any], float] | None = None) -> None:
     """Fill every parameter in place; plain tensors and DTensors alike.
 
-    Norms are 1, biases 0, other weights normal with mean 0 and standard deviation ``config.init_method_std``, divided
-    by sqrt(2 * num_layers) for the two products that are added to the residual stream.
+    Norms are 1, biases 0, other weights normal with mean 0. ``std_of`` gives the standard deviation of a weight by its
+    name and the model's config; default ``initial_std``.
     Raises ValueError for a model that is still on the meta device.
     """
+    std_of = std_of or initial_std
     for name, parameter in model.named_parameters():
         if parameter.is_meta:
             raise ValueError(f"{name} is on the meta device; call model.to_empty(device=...) before init_weights")
@@ -37,11 +39,15 @@ def init_weights(model: GPT | Llama, seed: int) -> None:
         elif parameter.dim() == 1:
             parameter.fill_(1.0)
         else:
-            fill_normal(parameter, initial_std(name, model.config), seed, name)
+            fill_normal(parameter, std_of(name, model.config), seed, name)
 
 
-def initial_std(name: str, config: GPTConfig | LlamaConfig) -> float:
-    """Standard deviation of the initial values of the weight called ``name``."""
+def initial_std(name: str, config: TransformerConfig) -> float:
+    """Megatron's standard deviation of the initial values of the weight called ``name``.
+
+    ``config.init_method_std``, divided by sqrt(2 * num_layers) for the two linear layers of a block that add to the
+    residual stream.
+    """
     if name.endswith(("linear_proj.weight", "linear_fc2.weight")):
         return config.init_method_std / math.sqrt(2 * config.num_layers)
     return config.init_method_std

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.nn.attention.varlen import varlen_attn
 
-# Rows of the vocabulary whose logits exist at one time: 8 KiB of fp32 per token, and large enough products.
+# Rows of the vocabulary whose logits exist at one time: 8 KiB of fp32 per token, and large enough matrix products.
 VOCABULARY_BLOCK = 2048
 
 
@@ -49,7 +49,7 @@ class SelfAttention(nn.Module):
         q = q.reshape(batch, length, -1, self.head_dim)  # [B, S, heads, head_dim]
         k, v = k.squeeze(3), v.squeeze(3)  # [B, S, groups, head_dim]
         if rotary is not None:
-            q, k = rotate(q, *rotary), rotate(k, *rotary)
+            q, k = apply_rotary(q, *rotary), apply_rotary(k, *rotary)
         attended = self.attention(q, k, v, documents, self.dropout if self.training else 0.0)
         return self.linear_proj(attended.flatten(2))
 
@@ -147,7 +147,7 @@ def rotary_table(
     return angle.cos().unsqueeze(-2), angle.sin().unsqueeze(-2)
 
 
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotary embedding of ``x`` [B, S, heads, head_dim]; channel i forms a pair with channel i + head_dim / 2."""
     first, second = x.chunk(2, dim=-1)
     return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
@@ -156,15 +156,16 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def linear_cross_entropy(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
     """Cross entropy of each token: ``hidden`` [..., H], ``weight`` [V, H], ``labels`` int64 [...] -> fp32 [...].
 
-    As in Megatron the products are taken in the inputs' dtype and the softmax in fp32. The logits [..., V] never exist
-    whole: forward and backward walk over blocks of the vocabulary, and backward computes each block's logits again.
+    As in Megatron the matrix products are taken in the inputs' dtype and the softmax in fp32. The logits [..., V] never
+    exist whole: forward and backward walk over blocks of the vocabulary, and backward computes each block's logits
+    again.
     The loss of a label outside [0, V) is NaN.
 
     Not ``torch.nn.functional.linear_cross_entropy`` (torch 2.13), because that one returns the losses in the inputs'
     dtype: in bf16 they keep two digits, and so do the gradients that come back for them.
 
-    Under tensor parallelism ``weight`` is a DTensor and each rank has its rows; ``hidden`` is one too, whole or cut
-    along the sequence. Ranks exchange two numbers per token, never logits.
+    Under tensor parallelism ``weight`` is a DTensor and each rank has its rows; ``hidden`` is one too, whole or
+    sharded along the sequence. Ranks exchange two numbers per token, never logits.
     """
     if isinstance(weight, DTensor):
         return _LinearCrossEntropy.apply(_whole(hidden), weight.to_local(), labels, weight.device_mesh.get_group())
@@ -186,8 +187,8 @@ def _whole(hidden: Tensor) -> Tensor:
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
-    """Blocks are rows of ``weight``, not tokens: one product then completes a block's weight gradient, and only the
-    gradient of ``hidden``, which is small, needs an fp32 accumulator."""
+    """Blocks are rows of ``weight``, not tokens: one matrix product then completes a block's weight gradient, and only
+    the gradient of ``hidden``, which is small, needs an fp32 accumulator."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, group: dist.ProcessGroup | None) -> Tensor:

@@ -6,10 +6,6 @@ from dataclasses import dataclass
 
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.tensor import Replicate, Shard
-from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, PrepareModuleInput, RowwiseParallel
-
-from megatron_zpp.parallel.tensor import norm_style
 
 from .layers import (
     SelfAttention,
@@ -19,6 +15,7 @@ from .layers import (
     output_logits,
     rotary_table,
 )
+from .transformer import Transformer
 
 
 @dataclass(frozen=True)
@@ -29,7 +26,7 @@ class LlamaConfig:
     hidden_size: int
     num_attention_heads: int
     vocab_size: int  # padded
-    ffn_hidden_size: int | None = None  # default 8/3 * hidden_size, rounded down to a multiple of 64
+    ffn_hidden_size: int | None = None  # default 8/3 * hidden_size, see default_ffn_size
     num_query_groups: int | None = None  # key/value heads; default one per query head
     kv_channels: int | None = None  # width of one head; default hidden_size / num_attention_heads
     norm_epsilon: float = 1e-5
@@ -51,11 +48,16 @@ class LlamaConfig:
 
     @property
     def ffn_size(self) -> int:
-        return self.ffn_hidden_size or int(8 * self.hidden_size / 3 / 64) * 64
+        return self.ffn_hidden_size or default_ffn_size(self.hidden_size)
+
+
+def default_ffn_size(hidden_size: int) -> int:
+    """Megatron's width of a SwiGLU MLP: 8/3 of the hidden size, rounded down to a multiple of 64; at least 64."""
+    return int(hidden_size * 8 / 3 / 64) * 64 or 64
 
 
 class SwiGLU(nn.Module):
-    """Megatron's stacked ``linear_fc1`` is two products here, so that a tensor-parallel rank has its rows of both."""
+    """Megatron's stacked ``linear_fc1`` is two layers here, so that a tensor-parallel rank has its rows of both."""
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
@@ -90,8 +92,10 @@ class LlamaBlock(nn.Module):
         return x + self.dropout(self.mlp(self.pre_mlp_norm(x)))
 
 
-class Llama(nn.Module):
+class Llama(Transformer):
     """The whole model. Weights are garbage until ``init_weights`` has filled them."""
+
+    config: LlamaConfig
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
@@ -139,21 +143,3 @@ class Llama(nn.Module):
         if labels is None:
             return output_logits(x, output_weight)
         return linear_cross_entropy(x, output_weight, labels)
-
-    def tensor_parallel_plan(self, sequence_parallel: bool) -> dict[str, ParallelStyle]:
-        """How ``parallelize_module`` cuts heads, MLP and vocabulary; see ``megatron_zpp.parallel.tensor``."""
-        between = Shard(1) if sequence_parallel else Replicate()  # blocks' activations [B, S, H]
-        norm = norm_style(sequence_parallel)
-        return {
-            "word_embeddings": RowwiseParallel(input_layouts=Replicate(), output_layouts=between),
-            "layers.*.input_norm": norm,
-            "layers.*.self_attention.linear_qkv": ColwiseParallel(input_layouts=between),
-            "layers.*.self_attention.linear_proj": RowwiseParallel(output_layouts=between),
-            "layers.*.pre_mlp_norm": norm,
-            # Gathered once for both products.
-            "layers.*.mlp": PrepareModuleInput(input_layouts=between, desired_input_layouts=Replicate()),
-            "layers.*.mlp.linear_fc1_gate": ColwiseParallel(),
-            "layers.*.mlp.linear_fc1_up": ColwiseParallel(),
-            "layers.*.mlp.linear_fc2": RowwiseParallel(output_layouts=between),
-            "final_norm": norm,
-        } | ({} if self.config.tie_embeddings else {"output_layer": ColwiseParallel()})

@@ -1,6 +1,6 @@
 """Context parallelism: the ranks of a context-parallel group share each sequence and attend to the whole of it.
 
-A sequence is cut into 2 * cp chunks, and rank i holds chunks i and 2 * cp - 1 - i: with causal attention every rank
+A sequence is split into 2 * cp chunks, and rank i holds chunks i and 2 * cp - 1 - i: with causal attention every rank
 then has the same work. Keys and values are gathered, queries stay where they are; gradients of keys and values are
 summed over the ranks and scattered. PyTorch's ring attention (torch 2.13) knows neither CPUs nor masks.
 """
@@ -15,18 +15,17 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
-from megatron_zpp.models.gpt import GPT
-from megatron_zpp.models.layers import attention, takes_variable_lengths
-from megatron_zpp.models.llama import Llama
+from megatron_zpp.models.layers import SelfAttention, attention, takes_variable_lengths
+from megatron_zpp.models.transformer import Transformer
 
 
-def cut(tensor: Tensor, rank: int, size: int) -> Tensor:
+def shard(tensor: Tensor, rank: int, size: int) -> Tensor:
     """The two chunks [..., S / size] of a context-parallel rank, of ``tensor`` [..., S]."""
     chunks = tensor.chunk(2 * size, dim=-1)
     return torch.cat([chunks[rank], chunks[2 * size - 1 - rank]], dim=-1)
 
 
-def cut_batch(batch: Mapping[str, Tensor], rank: int, size: int) -> dict[str, Tensor]:
+def shard_batch(batch: Mapping[str, Tensor], rank: int, size: int) -> dict[str, Tensor]:
     """A context-parallel rank's part of what all ranks of its group read; positions are now always given.
 
     ``cu_seqlens`` still speaks of the whole sequences.
@@ -34,11 +33,11 @@ def cut_batch(batch: Mapping[str, Tensor], rank: int, size: int) -> dict[str, Te
     length = batch["tokens"].shape[1]
     positions = {"position_ids": torch.arange(length, device=batch["tokens"].device).unsqueeze(0)}  # [1, S]
     batch = positions | dict(batch)
-    return {name: value if name == "cu_seqlens" else cut(value, rank, size) for name, value in batch.items()}
+    return {name: value if name == "cu_seqlens" else shard(value, rank, size) for name, value in batch.items()}
 
 
-def cut_cu_seqlens(cu_seqlens: Tensor, length: int, begin: int, end: int) -> tuple[Tensor, Tensor]:
-    """Where documents begin in a batch whose rows of ``length`` are cut to [begin, end), and in one cut to [0, end).
+def crop_cu_seqlens(cu_seqlens: Tensor, length: int, begin: int, end: int) -> tuple[Tensor, Tensor]:
+    """Where documents begin in a batch whose rows of ``length`` are cropped to [begin, end), and in one of [0, end).
 
     These are the queries of one chunk and the keys that they may see. A document without a query there is empty.
     """
@@ -46,12 +45,16 @@ def cut_cu_seqlens(cu_seqlens: Tensor, length: int, begin: int, end: int) -> tup
     return row * (end - begin) + (column - begin).clamp(0, end - begin), row * end + column.clamp(max=end)
 
 
-def apply_context_parallel(model: GPT | Llama, mesh: DeviceMesh) -> None:
-    """Let ``model`` take what ``cut_batch`` gives; ``mesh`` has the one dimension cp. Before ``fully_shard``."""
+def apply_context_parallel(model: Transformer, mesh: DeviceMesh) -> None:
+    """Let ``model`` take what ``shard_batch`` gives; ``mesh`` has the one dimension cp. Before ``fully_shard``.
+
+    Its attention must be ``layers.SelfAttention``, with what ``model.document_attention`` returns.
+    """
     context = ContextParallel(mesh, mesh.get_local_rank(), mesh.size())
     model.document_attention = context.document_attention
-    for block in model.layers:
-        block.self_attention.attention = context.attention  # type: ignore[union-attr]
+    for module in model.modules():
+        if isinstance(module, SelfAttention):
+            module.attention = context.attention  # type: ignore[assignment]
 
 
 @dataclass(frozen=True)
@@ -77,7 +80,7 @@ class ContextParallel:
             batch, cu_seqlens = 1, whole[:2]  # the same mask for all
         position = torch.arange(batch * length, device=device, dtype=torch.int32).view(batch, 1, length)
         document = torch.bucketize(position, cu_seqlens, right=True)
-        of_queries = [cut(tensor, self.rank, self.size).unsqueeze(-1) for tensor in (document, position)]
+        of_queries = [shard(tensor, self.rank, self.size).unsqueeze(-1) for tensor in (document, position)]
         return (of_queries[0] == document.unsqueeze(-2)) & (of_queries[1] >= position.unsqueeze(-2))
 
     def attention(self, q: Tensor, k: Tensor, v: Tensor, documents: Tensor, dropout: float) -> Tensor:
@@ -85,11 +88,11 @@ class ContextParallel:
         k, v = self._gather(k, v)
         chunk = q.shape[1] // 2
         length, attended = k.shape[1], []
-        for place, number in enumerate((self.rank, 2 * self.size - 1 - self.rank)):
+        for index, number in enumerate((self.rank, 2 * self.size - 1 - self.rank)):
             begin, end = number * chunk, (number + 1) * chunk  # of this chunk's queries; no later key is seen
-            here = slice(place * chunk, (place + 1) * chunk)
+            here = slice(index * chunk, (index + 1) * chunk)
             if documents.dim() == 1:
-                of_queries, of_keys = cut_cu_seqlens(documents, length, begin, end)
+                of_queries, of_keys = crop_cu_seqlens(documents, length, begin, end)
             else:
                 of_queries, of_keys = documents[:, :, here, :end], None
             attended.append(attention(q[:, here], k[:, :end], v[:, :end], of_queries, dropout, of_keys))

@@ -1,31 +1,78 @@
-"""The ranks of a run as a grid: pipeline stages x data-parallel x context-parallel x tensor-parallel ranks."""
+"""The ranks of a run as a grid. This file alone names the grid's axes.
+
+An axis is added here, as one line of ``AXES``, and in ``settings/groups.py``, as the setting that sizes it.
+"""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+# Of the grid, slowest first, tp fastest as in Megatron: rank = ((pp * dp_size + dp) * cp_size + cp) * tp_size + tp.
+# Each with the setting of ``DistributedSettings`` that sizes it; None: the ranks that the others leave.
+AXES: dict[str, str | None] = {
+    "pp": "pipeline_model_parallel_size",  # stages
+    "dp": None,  # samples
+    "cp": "context_parallel_size",  # parts of a sequence
+    "tp": "tensor_model_parallel_size",  # parts of a linear layer
+}
+SHARDED_AXES = ("dp", "cp")  # among whose ranks FSDP shards parameters: together they are one dimension for it
+MODEL_PARALLEL_SETTINGS = tuple(setting for setting in reversed(AXES.values()) if setting is not None)
+
+
+def model_parallel_sizes(settings: Any) -> dict[str, int]:
+    """The size of each axis that a setting sizes, of a ``DistributedSettings``."""
+    return {axis: getattr(settings, setting) for axis, setting in AXES.items() if setting is not None}
+
+
+def ranks_per_model_copy(settings: Any) -> int:
+    """Ranks that hold one copy of the model and read the same samples; the rest of the ranks is data-parallel."""
+    return math.prod(model_parallel_sizes(settings).values())
+
 
 @dataclass(frozen=True)
 class Mesh:
-    """The grid (pp, dp, cp, tp) as this rank sees it, tp fastest as in Megatron:
+    """The grid as this rank sees it."""
 
-    rank = ((pp_rank * dp_size + dp_rank) * cp_size + cp_rank) * tp_size + tp_rank
-    """
-
-    grid: DeviceMesh  # four dimensions, of sizes from 1 on
-    fsdp: DeviceMesh  # dp x cp as one dimension: the ranks among which FSDP shards parameters
+    grid: DeviceMesh  # a dimension for each of AXES, of sizes from 1 on
+    fsdp: DeviceMesh  # SHARDED_AXES as one dimension: the ranks among which FSDP shards parameters
     emulated_ranks: int = 1  # data-parallel ranks that this process computes for, if it is the only one
+
+    def sizes(self) -> dict[str, int]:
+        """Ranks along each axis, emulated ones included."""
+        return {axis: self.grid[axis].size() * (self.emulated_ranks if axis == "dp" else 1) for axis in AXES}
+
+    @property
+    def pp(self) -> DeviceMesh:
+        """The ranks with this rank's samples and parts of layers, one of each pipeline stage."""
+        return self.grid["pp"]
+
+    @property
+    def cp(self) -> DeviceMesh:
+        """The ranks with the other parts of this rank's sequences."""
+        return self.grid["cp"]
+
+    @property
+    def tp(self) -> DeviceMesh:
+        """The ranks with the other parts of this rank's layers."""
+        return self.grid["tp"]
+
+    def tensor_parallel_group(self) -> dist.ProcessGroup | None:
+        """The ranks with the other parts of this rank's layers; None if it has them whole."""
+        return self.tp.get_group() if self.tp_size > 1 else None
 
     @property
     def pp_size(self) -> int:
-        return self.grid["pp"].size()
+        return self.pp.size()
 
     @property
     def dp_size(self) -> int:
-        return self.grid["dp"].size() * self.emulated_ranks
+        return self.sizes()["dp"]
 
     @property
     def fsdp_size(self) -> int:
@@ -34,15 +81,11 @@ class Mesh:
 
     @property
     def cp_size(self) -> int:
-        return self.grid["cp"].size()
+        return self.cp.size()
 
     @property
     def tp_size(self) -> int:
-        return self.grid["tp"].size()
-
-    def tensor_parallel_group(self) -> dist.ProcessGroup | None:
-        """The ranks with the other parts of this rank's layers; None if it has them whole."""
-        return self.grid["tp"].get_group() if self.tp_size > 1 else None
+        return self.tp.size()
 
     @property
     def pp_rank(self) -> int:
@@ -62,9 +105,12 @@ class Mesh:
         return self.grid.get_local_rank("tp")
 
 
-def build_mesh(device_type: str, tp_size: int = 1, pp_size: int = 1, cp_size: int = 1, emulated_ranks: int = 1) -> Mesh:
-    """Cut all ranks of the default process group; their number must be a multiple of the product. Collective."""
-    dp_size = dist.get_world_size() // (pp_size * cp_size * tp_size)
-    names = ("pp", "dp", "cp", "tp")
-    grid = init_device_mesh(device_type, (pp_size, dp_size, cp_size, tp_size), mesh_dim_names=names)
-    return Mesh(grid, grid["dp", "cp"]._flatten("fsdp"), emulated_ranks)
+def build_mesh(device_type: str, sizes: Mapping[str, int] | None = None, emulated_ranks: int = 1) -> Mesh:
+    """Divide all ranks of the default process group, whose number must be a multiple of the product. Collective.
+
+    sizes: of ``model_parallel_sizes``; an axis that is not in it has size 1, and dp what is left.
+    """
+    sizes = dict.fromkeys(AXES, 1) | dict(sizes or {})
+    sizes["dp"] = dist.get_world_size() // math.prod(size for axis, size in sizes.items() if axis != "dp")
+    grid = init_device_mesh(device_type, tuple(sizes[axis] for axis in AXES), mesh_dim_names=tuple(AXES))
+    return Mesh(grid, grid[SHARDED_AXES]._flatten("fsdp"), emulated_ranks)

@@ -18,6 +18,7 @@ from torch.distributed.pipelining import (
 )
 from torch.distributed.tensor import DTensor
 
+from megatron_zpp.models.transformer import ModelOutput
 from megatron_zpp.parallel.mesh import Mesh
 from megatron_zpp.parallel.sharding import prepare_backward
 from megatron_zpp.parallel.stages import Placement
@@ -50,22 +51,27 @@ class Pipeline:
         hidden: Tensor,
         zero_stage: int,
         zeropp: ZeroPP,
-        tied_embeddings: bool,
+        tied: str | None,
     ) -> None:
-        """``stages``: by number, of ``keep_stage``. ``tokens``, ``hidden``: of a micro-batch, on the meta device."""
+        """``stages``: by number, of ``keep_stage``. ``tokens``, ``hidden``: of a micro-batch, on the meta device.
+
+        ``tied``: of the model's ``StageModules``. A stage that returns auxiliary losses ends the run by ValueError.
+        """
         self.stages, self.placement, self.schedule = stages, placement, schedule
         self.tokens, self.hidden = tokens, hidden
         self.zero_stage, self.zeropp = zero_stage, zeropp
-        self.rank, self.group = mesh.pp_rank, mesh.grid["pp"].get_group()
+        self.rank, self.group = mesh.pp_rank, mesh.pp.get_group()
         self._nodes = gather_node_names(self.group)  # where each pipeline rank runs
         self.last = placement.num_stages - 1
         self._built: Any = None  # the schedule for as many micro-batches as were run last
         self._loss: Callable[[Tensor, Any], Tensor] | None = None
-        # The first and the last stage both have tied embeddings; which the last one has are copies, not to be counted.
-        self._shares_embeddings = tied_embeddings and (0 in stages or self.last in stages)
+        # The first and the last stage both have the tied weight; which the last one has is a copy, not to be counted.
+        self._tied = f"{tied}.weight" if tied is not None and (0 in stages or self.last in stages) else None
         self.copies: list[nn.Parameter] = []
-        if self._shares_embeddings and self.last in stages:
-            self.copies = [stages[self.last].word_embeddings.weight]  # type: ignore[union-attr,list-item]
+        if self._tied is not None and self.last in stages:
+            self.copies = [stages[self.last].get_parameter(self._tied)]
+        for stage in stages.values():
+            stage.register_forward_hook(_refuse_auxiliary_losses)
 
     def describe(self) -> str:
         """One line: which layers each stage has, and the schedule."""
@@ -91,8 +97,8 @@ class Pipeline:
         except RuntimeError as error:
             raise error.__cause__ or error from None  # PipelineStage wraps what went wrong
         self._loss = None
-        if self._shares_embeddings:
-            self._add_up_tied_gradients()
+        if self._tied is not None:
+            self._add_up_tied_gradients(self._tied)
         self._count_hidden(len(micro_batches))
 
     def _run_schedule(self, micro_batches: Sequence[tuple[Inputs, Any]]) -> None:
@@ -102,7 +108,7 @@ class Pipeline:
             stage.has_backward = True
             stage.clear_runtime_states()
         self.zeropp.set_is_last_micro_batch(True)
-        # Not step(), which cuts one batch into pieces: offsets of documents cannot be cut.
+        # Not step(), which splits one batch into pieces: offsets of documents cannot be split.
         self._built._step_microbatches(
             [(inputs["tokens"],) if 0 in self.stages else () for inputs, _ in micro_batches],
             [{name: tensor for name, tensor in inputs.items() if name != "tokens"} for inputs, _ in micro_batches],
@@ -142,10 +148,10 @@ class Pipeline:
         prepare_backward(module, self.zero_stage, is_last)
         self.zeropp.set_is_last_micro_batch(is_last)
 
-    def _add_up_tied_gradients(self) -> None:
-        """The embeddings of the first and those of the last stage are one parameter: give both the whole gradient."""
+    def _add_up_tied_gradients(self, name: str) -> None:
+        """The weight of the first and that of the last stage are one parameter: give both the whole gradient."""
         stage, other = (self.stages[0], self.last) if 0 in self.stages else (self.stages[self.last], 0)
-        gradient = stage.word_embeddings.weight.grad  # type: ignore[union-attr]
+        gradient = stage.get_parameter(name).grad
         assert isinstance(gradient, DTensor)
         mine, peer = gradient.to_local(), self.placement.ranks[other]
         theirs = torch.empty_like(mine)
@@ -225,6 +231,14 @@ class _Call(nn.Module):
 
     def forward(self, *args: Tensor, **kwargs: Tensor) -> Tensor:
         return self.module(*args, **kwargs)
+
+
+def _refuse_auxiliary_losses(stage: nn.Module, inputs: Any, output: Any) -> None:
+    if isinstance(output, ModelOutput):
+        raise ValueError(
+            f"the model has auxiliary losses ({', '.join(output.auxiliary)}), which a pipeline does not add up "
+            "yet: leave --pipeline-model-parallel-size out"
+        )
 
 
 def wait_for_neighbour(work: dist.Work | None) -> None:

@@ -1,4 +1,4 @@
-"""How a model is cut over the data-parallel ranks: ZeRO stages 0 to 3 by PyTorch FSDP2."""
+"""How a model is sharded over the data-parallel ranks: ZeRO stages 0 to 3 by PyTorch FSDP2."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
+from megatron_zpp.models.transformer import Transformer
 from megatron_zpp.parallel.mesh import Mesh
 
 
-def shard_model(model: nn.Module, mesh: Mesh, zero_stage: int, precision: MixedPrecisionPolicy) -> None:
+def shard_model(model: Transformer, mesh: Mesh, zero_stage: int, precision: MixedPrecisionPolicy) -> None:
     """Shard ``model``, built on the meta device, in place: each of ``model.layers`` is a unit, the rest another.
 
     Stage 3 shards parameters too: they are gathered for each forward and backward pass. Stages 2 and 1 keep them from
@@ -21,7 +22,7 @@ def shard_model(model: nn.Module, mesh: Mesh, zero_stage: int, precision: MixedP
         # Replicas of shards of one rank: plain data parallelism with FSDP2's mixed precision.
         names = ("replicate", "shard")
         fsdp_mesh = init_device_mesh(mesh.fsdp.device_type, (mesh.fsdp.size(), 1), mesh_dim_names=names)
-    for block in model.layers:  # type: ignore[union-attr]
+    for block in model.layers:
         fully_shard(block, mesh=fsdp_mesh, mp_policy=precision, reshard_after_forward=zero_stage == 3)
     fully_shard(model, mesh=fsdp_mesh, mp_policy=precision, reshard_after_forward=False)
 

@@ -1,12 +1,20 @@
-"""How a model is cut into pipeline stages: consecutive layers, embeddings with the first, the loss with the last."""
+"""How a model is split into pipeline stages: consecutive layers, embeddings with the first, the loss with the last."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from megatron_zpp.models.gpt import GPT
-from megatron_zpp.models.llama import Llama
+from megatron_zpp.models.transformer import Transformer
+
+
+@dataclass(frozen=True)
+class StageModules:
+    """Which modules of a model, beside its layers, belong to the first and the last stage. All by name."""
+
+    first: tuple[str, ...]
+    last: tuple[str, ...]
+    tied: str | None = None  # a module of the first stage whose ``weight`` the last one uses too, as a copy
 
 
 @dataclass(frozen=True)
@@ -32,7 +40,7 @@ def place_stages(
     last_rank_layers: int | None = None,
     v_shaped: bool = False,
 ) -> Placement:
-    """Cut ``num_layers`` for ``num_ranks`` pipeline ranks, evenly but for what is said of the first and last rank.
+    """Divide ``num_layers`` among ``num_ranks`` pipeline ranks, evenly but for what is said of the first and last rank.
 
     ``layers_per_stage`` makes virtual stages: more than one on a rank, dealt round (stage s on rank s modulo ranks),
     or ``v_shaped``: there and back, two on a rank. Raises ValueError for what does not divide.
@@ -66,25 +74,20 @@ def _layers_of_ranks(num_layers: int, num_ranks: int, first: int | None, last: i
     return [*([first] if first is not None else []), *middle, *([last] if last is not None else [])]
 
 
-def keep_stage(model: GPT | Llama, placement: Placement, stage: int) -> None:
-    """Remove from ``model``, still on the meta device, what belongs to other stages; what stays keeps its name.
-
-    With tied embeddings the first and the last stage have a copy each.
-    """
+def keep_stage(model: Transformer, modules: StageModules, placement: Placement, stage: int) -> None:
+    """Remove from ``model``, still on the meta device, what belongs to other stages; what stays keeps its name."""
     for layer in range(model.config.num_layers):
         if layer not in placement.layers[stage]:
             delattr(model.layers, str(layer))
     is_last = stage == placement.num_stages - 1
-    removed = [] if is_last else ["final_norm", "output_layer"]
+    removed = [] if is_last else [*modules.last]
     if stage > 0:
-        removed += ["position_embeddings"]
-        removed += [] if is_last and model.config.tie_embeddings else ["word_embeddings"]
+        removed += [name for name in modules.first if not (is_last and name == modules.tied)]
     for name in removed:
-        if hasattr(model, name):
-            delattr(model, name)
+        delattr(model, name)
 
 
-def join_stages(model: GPT | Llama, stages: Mapping[int, GPT | Llama]) -> GPT | Llama:
+def join_stages(model: Transformer, stages: Mapping[int, Transformer]) -> Transformer:
     """``model``, another one of the kind, as a view of all stages of a rank: it shares their modules and parameters.
 
     For what goes by a parameter's name in the whole model; it cannot run.

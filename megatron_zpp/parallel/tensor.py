@@ -1,6 +1,7 @@
-"""Tensor and sequence parallelism: a model's products, heads and vocabulary are cut over the tensor-parallel ranks.
+"""Tensor and sequence parallelism: linear layers, heads and vocabulary are sharded over the
+tensor-parallel ranks.
 
-The models say where each module is cut (``tensor_parallel_plan``); PyTorch's DTensor does it.
+``megatron_zpp.parallel.plans`` says how each module is sharded; PyTorch's DTensor does it.
 """
 
 from __future__ import annotations
@@ -14,20 +15,23 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, distribute_module
 from torch.distributed.tensor.parallel import ParallelStyle, SequenceParallel, parallelize_module
 
+from megatron_zpp.models.layers import SelfAttention
+from megatron_zpp.models.transformer import Transformer
 from megatron_zpp.parallel.mesh import Mesh
 
 
-def apply_tensor_parallelism(model: nn.Module, mesh: Mesh, sequence_parallel: bool) -> None:
-    """Cut ``model``, built on the meta device, in place; before activation checkpointing, compile and sharding.
+def apply_tensor_parallelism(
+    model: Transformer, mesh: Mesh, plan: dict[str, ParallelStyle], sequence_parallel: bool
+) -> None:
+    """Shard ``model``, built on the meta device, in place; before activation checkpointing, compile and sharding.
 
-    sequence_parallel: between the products, activations are cut along the sequence: norms, dropout and residuals work
-    on S / tp tokens a rank. Otherwise all ranks of a group hold them whole, and alike.
+    plan: of ``parallel.plans``. sequence_parallel: between linear layers, activations are sharded along the sequence:
+    norms, dropout and residuals work on S / tp tokens a rank. Otherwise all ranks hold them whole, and alike.
     """
-    parallelize_module(model, mesh.grid["tp"], model.tensor_parallel_plan(sequence_parallel))  # type: ignore[operator]
-    for block in model.layers:  # type: ignore[union-attr]
-        attention = block.self_attention
-        if attention.dropout > 0 and not sequence_parallel:
-            attention.forward = _with_own_randomness(attention, mesh.tp_rank)
+    parallelize_module(model, mesh.tp, plan)
+    for module in model.modules():
+        if isinstance(module, SelfAttention) and module.dropout > 0 and not sequence_parallel:
+            module.forward = _with_own_randomness(module, mesh.tp_rank)  # type: ignore[method-assign]
 
 
 def dropout_seed(seed: int, rank: int, tp_size: int, sequence_parallel: bool) -> int:

@@ -321,9 +321,9 @@ class DistributedSettings:
         None, "compute in this one process what so many data-parallel ranks would, bit for bit: docs/emulation.md"
     )
     emulate_nodes: int = flag(1, "nodes that the ranks of --emulate-ranks are on")
-    tensor_model_parallel_size: int = flag(1, "ranks among which each layer's products are cut")
+    tensor_model_parallel_size: int = flag(1, "ranks among which each linear layer is sharded")
     sequence_parallel: bool = flag(
-        False, "cut activations between products along the sequence too; with --tensor-model-parallel-size"
+        False, "shard activations between linear layers along the sequence too; with --tensor-model-parallel-size"
     )
     pipeline_model_parallel_size: int = flag(1, "ranks among which the layers are divided, as stages of a pipeline")
     pipeline_schedule: str | None = flag(
@@ -338,17 +338,12 @@ class DistributedSettings:
     decoder_last_pipeline_num_layers: int | None = flag(None, "layers of the last pipeline rank; default its share")
     context_parallel_size: int = flag(1, "ranks that share each sequence, whose length 2 * so many must divide")
 
-    @property
-    def ranks_per_model_copy(self) -> int:
-        """Ranks that hold one copy of the model and read the same samples; the rest of the ranks is data-parallel."""
-        return self.tensor_model_parallel_size * self.pipeline_model_parallel_size * self.context_parallel_size
-
 
 @dataclass(frozen=True)
 class Settings:
     """All groups of one run."""
 
-    architecture: str  # "gpt" or "llama": which script was started
+    architecture: str  # its name; ``architectures.find_architecture`` has its record
     model: ModelSettings = ModelSettings()
     training: TrainingSettings = TrainingSettings()
     optimizer: OptimizerSettings = OptimizerSettings()

@@ -18,19 +18,21 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from megatron_zpp.architectures import ARCHITECTURES, Architecture, load_architecture
 from megatron_zpp.arguments.parse import SettingsError, parse_settings
 from megatron_zpp.metrics.throughput import peak_tflops
-from megatron_zpp.models.flops import flops_per_token
-from megatron_zpp.models.gpt import GPT
-from megatron_zpp.models.llama import Llama
+from megatron_zpp.models.transformer import Transformer
 from megatron_zpp.optim.batch_size import BatchSchedule
 from megatron_zpp.optim.optimizer import OPTIMIZERS
+from megatron_zpp.parallel.mesh import ranks_per_model_copy
 from megatron_zpp.settings.groups import Settings
-from megatron_zpp.training.model import build_model, mixed_precision
+from megatron_zpp.training.model import mixed_precision
 from megatron_zpp.zeropp.config import ZeroPPConfig
 from megatron_zpp.zeropp.loco import ERROR_FORMATS
 from megatron_zpp.zeropp.wire_format import WireFormat, wire_format
 from megatron_zpp.zeropp.wire_layout import ParameterShard
+
+PROGRAMS = {f"pretrain-{architecture.name}": architecture for architecture in ARCHITECTURES}
 
 Shards = tuple[ParameterShard, ...]
 
@@ -103,7 +105,7 @@ def short(number: float) -> str:
     return f"{number:.2g}" if number < 10 else f"{number:.0f}"
 
 
-def units_of(model: GPT | Llama) -> list[list[tuple[str, nn.Parameter]]]:
+def units_of(model: Transformer) -> list[list[tuple[str, nn.Parameter]]]:
     """The parameters of each FSDP2 unit as the trainer makes them: the root, then each block."""
     in_blocks = {id(p) for block in model.layers for p in block.parameters()}
     root = [(name, p) for name, p in model.named_parameters() if id(p) not in in_blocks]
@@ -111,20 +113,20 @@ def units_of(model: GPT | Llama) -> list[list[tuple[str, nn.Parameter]]]:
 
 
 def shards_of(parameters: list[tuple[str, nn.Parameter]], world_size: int) -> Shards:
-    """One rank's shards as FSDP2 cuts them: rows, padded to the same number on every rank."""
+    """One rank's shards as FSDP2 splits them: rows, padded to the same number on every rank."""
     return tuple(
         ParameterShard(name, numel=-(-p.shape[0] // world_size) * (p.numel() // p.shape[0]), quantizable=p.dim() >= 2)
         for name, p in parameters
     )
 
 
-def estimate(settings: Settings, vocabulary: int, cluster: Cluster) -> Estimate:
+def estimate(architecture: Architecture, settings: Settings, vocabulary: int, cluster: Cluster) -> Estimate:
     """Raises ValueError for what is not estimated: --zero-stage 0, evaluation alone."""
     training, config = settings.training, settings.zeropp
     assert training.global_batch_size and training.micro_batch_size and training.seq_length  # by parse_settings
     if settings.zero.zero_stage == 0:
         raise ValueError("--zero-stage 0 shards nothing and is not estimated; give 1, 2 or 3")
-    if settings.distributed.ranks_per_model_copy > 1:
+    if ranks_per_model_copy(settings.distributed) > 1:
         raise ValueError("tensor, pipeline and context parallelism are not estimated; leave them out")
     if training.skip_train:
         raise ValueError("with --skip-train there is no training to estimate; leave it out")
@@ -150,7 +152,7 @@ def estimate(settings: Settings, vocabulary: int, cluster: Cluster) -> Estimate:
         samples, steps = 0, training.train_iters or 0
         for _ in range(steps):
             samples += batches.global_batch_size(samples)
-    model = build_model(settings.architecture, settings.model, vocabulary)
+    model = architecture.build_model(settings.model, vocabulary)
     units = [shards_of(parameters, cluster.world_size) for parameters in units_of(model)]
     micro_batches = batches.num_micro_batches(samples)
     return Estimate(
@@ -159,9 +161,9 @@ def estimate(settings: Settings, vocabulary: int, cluster: Cluster) -> Estimate:
         tokens=samples * training.seq_length,
         steps=steps,
         micro_batches=micro_batches,
-        flops_per_token=flops_per_token(model.config, training.seq_length),
+        flops_per_token=architecture.flops_per_token(model.config, training.seq_length),
         states=_states(settings, config, units, cluster, micro_batches),
-        working=_working_memory(settings, model, units, cluster),
+        working=_working_memory(architecture, settings, model, units, cluster),
         sent_between_nodes=_sent_between_nodes(settings, config, units, cluster, micro_batches),
     )
 
@@ -212,37 +214,33 @@ def _states(
     return states
 
 
-def _working_memory(settings: Settings, model: GPT | Llama, units: list[Shards], cluster: Cluster) -> dict[str, int]:
+def _working_memory(
+    architecture: Architecture, settings: Settings, model: Transformer, units: list[Shards], cluster: Cluster
+) -> dict[str, int]:
     """About what comes and goes within a step."""
     weights, gradients = (dtype.itemsize for dtype in _dtypes(settings))
     root, block = (cluster.world_size * _numel(unit) for unit in units[:2])
     gathered = weights * (root + 2 * block) if settings.zero.zero_stage == 3 else 0  # this block and the next one
     return {
         "gathered weights, gradients on their way": gathered + (weights + gradients) * (root + block),
-        "activations": _activations(settings, model, weights),
+        "activations": _activations(architecture, settings, model, weights),
     }
 
 
-def _activations(settings: Settings, model: GPT | Llama, itemsize: int) -> int:
-    """What autograd keeps of one micro-batch, with fused attention. For a GPT with dropout 34 S B H per block."""
-    config, activation = model.config, settings.activation
-    hidden, queries = config.hidden_size, config.num_attention_heads * config.head_dim
-    keys, ffn = config.num_groups * config.head_dim, config.ffn_size
-    is_gpt = isinstance(model, GPT)
-    attention = 2 * queries + 2 * keys  # q, k, v, result
-    fc1 = ffn if is_gpt else 2 * ffn
-    masks = 2 * hidden if config.hidden_dropout > 0 else 0  # a byte each
-    everything = itemsize * (4 * hidden + attention + (2 if is_gpt else 4) * ffn) + masks
-    matrix_products = itemsize * (3 * hidden + attention + fc1)
-    num_blocks = len(model.layers)
+def _activations(architecture: Architecture, settings: Settings, model: Transformer, itemsize: int) -> int:
+    """What autograd keeps of one micro-batch."""
+    if architecture.activations is None:
+        raise ValueError(f"the architecture {architecture.name} does not say what memory its activations take")
+    activation, num_blocks = settings.activation, len(model.layers)
+    block = architecture.activations(model.config, itemsize)
     if activation.recompute_granularity is None:
-        per_token = num_blocks * everything
+        per_token = num_blocks * block.everything
     elif activation.recompute_granularity == "selective":
-        per_token = num_blocks * matrix_products + everything
+        per_token = num_blocks * block.linear_layers + block.everything
     else:
         k = activation.recompute_num_layers or 1
         recomputed = -(-num_blocks // k) if activation.recompute_method == "uniform" else k
-        per_token = recomputed * itemsize * hidden + (num_blocks - recomputed) * everything + everything
+        per_token = recomputed * block.input + (num_blocks - recomputed) * block.everything + block.everything
     assert settings.training.micro_batch_size and settings.training.seq_length
     return settings.training.micro_batch_size * settings.training.seq_length * per_token
 
@@ -320,12 +318,15 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--mfu", type=float, default=0.4, metavar="X", help="share of the peak reached; default 0.4")
     parser.add_argument("--link-gbps", type=float, default=100, metavar="X", help="Gbit/s out of a node; default 100")
     parser.add_argument("--vocabulary", type=int, required=True, metavar="N", help="size of the tokenizer's vocabulary")
-    parser.add_argument("program", metavar="pretrain-gpt|pretrain-llama", help="the trainer, and its flags")
+    parser.add_argument(
+        "--architecture", metavar="MODULE:NAME", help="what the trainer trains, where it is none of ours"
+    )
+    parser.add_argument("program", metavar="|".join(PROGRAMS), help="the trainer, and its flags")
     parser.add_argument("flags", nargs=argparse.REMAINDER, metavar="FLAGS", help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
     args.program = Path(args.program).stem.replace("_", "-")  # pretrain_gpt.py is the same as pretrain-gpt
-    if args.program not in ("pretrain-gpt", "pretrain-llama"):
-        parser.error(f"{args.program} is not pretrain-gpt or pretrain-llama: give the trainer and its flags last")
+    if args.architecture is None and args.program not in PROGRAMS:
+        parser.error(f"{args.program} is not {' or '.join(PROGRAMS)}: give the trainer and its flags last")
     for name in ("nodes", "ranks_per_node", "mfu", "link_gbps", "vocabulary"):
         if getattr(args, name) <= 0:
             parser.error(f"--{name.replace('_', '-')} must be positive")
@@ -334,7 +335,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
 
 def run(args: argparse.Namespace) -> tuple[Settings, Estimate]:
     """Raises SettingsError or ValueError on a mistake."""
-    architecture = args.program.removeprefix("pretrain-")
+    architecture = load_architecture(args.architecture) if args.architecture else PROGRAMS[args.program]
     settings = parse_settings(architecture, args.flags, args.nodes * args.ranks_per_node, note=lambda text: None)
     given = settings.logging.peak_tflops
     peak = given if given is not None else peak_tflops(args.gpu)
@@ -342,7 +343,7 @@ def run(args: argparse.Namespace) -> tuple[Settings, Estimate]:
         raise ValueError(f"the peak of --gpu {args.gpu} is not known; give the trainer's --peak-tflops")
     gloo = settings.distributed.distributed_backend == "gloo"
     cluster = Cluster(args.nodes, args.ranks_per_node, peak, args.mfu, args.link_gbps, ring_passes=2 if gloo else 1)
-    return settings, estimate(settings, args.vocabulary, cluster)
+    return settings, estimate(architecture, settings, args.vocabulary, cluster)
 
 
 def main() -> int:

@@ -19,20 +19,25 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_zpp.architectures import Architecture, load_architecture
 from megatron_zpp.checkpoint import CheckpointError, find_checkpoint, problems, read_meta
+from megatron_zpp.checkpoint.model import saved_model
 from megatron_zpp.data.tokenizers import Tokenizer
-from megatron_zpp.huggingface import files, names
-from megatron_zpp.huggingface.checkpoint import parameter_reader, saved_config
+from megatron_zpp.huggingface import files
+from megatron_zpp.huggingface.checkpoint import parameter_reader
 from megatron_zpp.huggingface.compare import compare
-from megatron_zpp.huggingface.config import to_hf_config
+from megatron_zpp.huggingface.mapping import their_shapes
 from megatron_zpp.huggingface.tokenizer import add_tokenizer_flags, build, given_tokenizer, write_tokenizer
 from megatron_zpp.metrics.progress import progress
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
-def export(args: argparse.Namespace) -> str:
-    """Write the folder; returns what to tell the user. Raises ValueError, OSError or ImportError on a mistake."""
+def export(args: argparse.Namespace, given: Architecture | None = None) -> str:
+    """Write the folder; returns what to tell the user. Raises ValueError, OSError or ImportError on a mistake.
+
+    given: the checkpoint's architecture, where it is none of ours.
+    """
     files.require_packages()
     checkpoint = find_checkpoint(args.load, args.ckpt_step)
     if checkpoint is None:
@@ -42,18 +47,19 @@ def export(args: argparse.Namespace) -> str:
     if wrong:
         raise CheckpointError(f"{checkpoint} is damaged: {'; '.join(wrong)}. Export another one with --ckpt-step")
     meta = read_meta(checkpoint)
-    settings, config = meta["settings"] | given_tokenizer(args), saved_config(meta)
+    architecture, config = saved_model(meta, given)
+    mapping, settings = architecture.require_huggingface(), meta["settings"] | given_tokenizer(args)
     tokenizer = None if args.no_tokenizer else load_tokenizer(settings, config.vocab_size)
     if args.trim_vocab and tokenizer is not None:
-        config = dataclasses.replace(config, vocab_size=tokenizer.vocab_size)
+        config = dataclasses.replace(config, vocab_size=tokenizer.vocab_size)  # type: ignore[type-var]
     positions = settings["max_position_embeddings"]
-    hf_config = to_hf_config(config, positions)
+    hf_config = mapping.to_config(config, positions)
     saved = parameter_reader(checkpoint, meta)
 
     @functools.lru_cache(maxsize=1)  # what one of ours is split into is asked for in a row
     def ours(name: str) -> Tensor:
         tensor = saved(name)
-        if name in names.WITH_VOCABULARY:
+        if name in mapping.with_vocabulary:
             tensor = tensor[: config.vocab_size]
         if not tensor.isfinite().all():
             raise CheckpointError(f"{name} of {checkpoint} has NaN or Inf: export an earlier one with --ckpt-step")
@@ -62,7 +68,7 @@ def export(args: argparse.Namespace) -> str:
             raise ValueError(f"{name} has values beyond the range of {args.dtype}: give --dtype bfloat16 or float32")
         return rounded
 
-    parts = {theirs: (weight, part) for weight in names.weights(config) for part, theirs in enumerate(weight.theirs)}
+    parts = {theirs: (weight, part) for weight in mapping.weights(config) for part, theirs in enumerate(weight.theirs)}
 
     def theirs(name: str) -> Tensor:
         weight, part = parts[name]
@@ -75,10 +81,12 @@ def export(args: argparse.Namespace) -> str:
                 tokens = write_tokenizer(settings, tokenizer, folder)
         files.write_config(folder, hf_config, tokens, args.dtype)
         with progress("writing weights"):
-            shapes = names.their_shapes(config)
+            shapes = their_shapes(architecture, config)
             written = files.write_weights(folder, shapes, DTYPES[args.dtype], theirs, args.max_file_size)
         with progress("comparing logits"):
-            difference = compare(config, ours, files.read_config(folder), files.WeightFiles(folder).read, positions)
+            model, stored = architecture.build_empty(config), files.WeightFiles(folder)
+            written_config = files.read_config(folder, [mapping.model_type])
+            difference = compare(model, ours, written_config, stored.read, positions)
     weights = f"{len(written)} file{'s' if len(written) > 1 else ''} of {args.dtype} weights"
     has_tokenizer = (args.output / "tokenizer_config.json").exists()  # NullTokenizer has none to write
     return (
@@ -126,6 +134,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         help="leave out the rows that pad the vocabulary beyond the tokenizer's ids",
     )
     parser.add_argument("--no-tokenizer", action="store_true", help="write weights and config.json alone")
+    parser.add_argument("--architecture", metavar="MODULE:NAME", help="the checkpoint's, where it is none of ours")
     add_tokenizer_flags(parser, "tokenizer, where its files are no longer where they were in training")
     args = parser.parse_args(argv)
     if args.no_tokenizer and (args.trim_vocab or given_tokenizer(args)):
@@ -136,7 +145,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
 def main() -> int:
     args = parse_arguments()
     try:
-        print(export(args))
+        print(export(args, load_architecture(args.architecture) if args.architecture else None))
     except (ValueError, OSError, ImportError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

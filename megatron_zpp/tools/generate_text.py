@@ -17,24 +17,25 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_zpp.architectures import Architecture, load_architecture
 from megatron_zpp.checkpoint import CheckpointError, find_checkpoint, iterate_parameters, problems, read_meta
+from megatron_zpp.checkpoint.model import saved_model
 from megatron_zpp.data.tokenizers import Tokenizer, build_tokenizer
-from megatron_zpp.models.gpt import GPT, GPTConfig
-from megatron_zpp.models.llama import Llama, LlamaConfig
+from megatron_zpp.models.transformer import Transformer
 
 
-def load_model(checkpoint: Path, meta: dict[str, Any], device: torch.device) -> GPT | Llama:
-    """The checkpoint's model on one device, in fp32 and in evaluation mode. Raises CheckpointError."""
+def load_model(
+    checkpoint: Path, meta: dict[str, Any], device: torch.device, given: Architecture | None = None
+) -> Transformer:
+    """The checkpoint's model on one device, in fp32 and in evaluation mode. Raises CheckpointError.
+
+    given: the checkpoint's architecture, where it is none of ours.
+    """
     wrong = problems(checkpoint)
     if wrong:
         raise CheckpointError(f"{checkpoint} is damaged: {'; '.join(wrong)}")
-    with torch.device("meta"):
-        model: GPT | Llama
-        if meta["settings"]["architecture"] == "gpt":
-            model = GPT(GPTConfig(**meta["model_config"]))
-        else:
-            model = Llama(LlamaConfig(**meta["model_config"]))
-    model.to_empty(device=device)
+    architecture, config = saved_model(meta, given)
+    model = architecture.build_empty(config).to_empty(device=device)
     state = model.state_dict()
     for name, tensor in iterate_parameters(checkpoint, meta):
         state[name].copy_(tensor)
@@ -55,7 +56,7 @@ def load_tokenizer(settings: dict[str, Any], args: argparse.Namespace) -> Tokeni
 
 @torch.no_grad()
 def generate(
-    model: GPT | Llama,
+    model: Transformer,
     prompt: list[int],
     num_tokens: int,
     *,
@@ -91,8 +92,11 @@ def draw(logits: Tensor, temperature: float, top_k: int, generator: torch.Genera
     return int(candidates[int(choice)])
 
 
-def run(args: argparse.Namespace) -> str:
-    """Prompt and continuation. Raises ValueError or OSError on a user's mistake."""
+def run(args: argparse.Namespace, given: Architecture | None = None) -> str:
+    """Prompt and continuation. Raises ValueError or OSError on a user's mistake.
+
+    given: the checkpoint's architecture, where it is none of ours.
+    """
     checkpoint = find_checkpoint(args.load, args.ckpt_step)
     if checkpoint is None:
         raise CheckpointError(f"{args.load} holds no checkpoint: give --load what was given to --save in training")
@@ -103,7 +107,7 @@ def run(args: argparse.Namespace) -> str:
     prompt = tokenizer.tokenize(args.prompt) or [tokenizer.eod]
     device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     continuation = generate(
-        load_model(checkpoint, meta, device),
+        load_model(checkpoint, meta, device, given),
         prompt,
         args.num_tokens,
         vocab_size=tokenizer.vocab_size,
@@ -126,6 +130,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--top-k", type=int, default=0, metavar="N", help="draw from the N likeliest; default 0 = all")
     parser.add_argument("--seed", type=int, default=1234, metavar="N", help="seed of the drawing; default 1234")
     parser.add_argument("--device", metavar="NAME", help="such as cpu or cuda:1; default the GPU, if there is one")
+    parser.add_argument("--architecture", metavar="MODULE:NAME", help="the checkpoint's, where it is none of ours")
     group = parser.add_argument_group("tokenizer, where its files are no longer where they were in training")
     group.add_argument("--tokenizer-model", metavar="PATH", help="SentencePiece model, or tokenizer.json or its folder")
     group.add_argument("--vocab-file", metavar="FILE", help="vocab.json of GPT2BPETokenizer")
@@ -143,7 +148,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
 def main() -> int:
     args = parse_arguments()
     try:
-        print(run(args))
+        print(run(args, load_architecture(args.architecture) if args.architecture else None))
     except (ValueError, OSError, ImportError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

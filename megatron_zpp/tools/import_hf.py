@@ -12,46 +12,51 @@ import argparse
 import re
 import shlex
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from megatron_zpp.huggingface import files, names
-from megatron_zpp.huggingface.checkpoint import model_flags, parameter_reader, save_imported, settings_of_import
+from megatron_zpp.architectures import ARCHITECTURES, Architecture, load_architecture
+from megatron_zpp.huggingface import files
+from megatron_zpp.huggingface.checkpoint import parameter_reader, save_imported, settings_of_import
 from megatron_zpp.huggingface.compare import compare
-from megatron_zpp.huggingface.config import from_hf_config
+from megatron_zpp.huggingface.mapping import from_hf_config, their_shapes
 from megatron_zpp.huggingface.tokenizer import add_tokenizer_flags, build, find_tokenizer, given_tokenizer
 from megatron_zpp.metrics.progress import progress
-from megatron_zpp.models.flops import num_parameters
 
 NO_WEIGHTS = re.compile(r"\.attn\.(masked_)?bias$|\.rotary_emb\.inv_freq$")  # constants that older versions saved too
 
 
-def import_(args: argparse.Namespace) -> str:
-    """Save the checkpoint; returns what to tell the user. Raises ValueError, OSError or ImportError on a mistake."""
+def import_(args: argparse.Namespace, architectures: Sequence[Architecture] = ARCHITECTURES) -> str:
+    """Save the checkpoint; returns what to tell the user. Raises ValueError, OSError or ImportError on a mistake.
+
+    architectures: one of which the model may be.
+    """
     files.require_packages()
     if not args.input.is_dir():
         raise ValueError(f"--input {args.input} is not a folder: give the one that holds the model's config.json")
-    hf_config = files.read_config(args.input)
-    config, positions = from_hf_config(hf_config)
+    kinds = [each.huggingface.model_type for each in architectures if each.huggingface is not None]
+    hf_config = files.read_config(args.input, kinds)
+    architecture, config, positions = from_hf_config(hf_config, architectures)
+    mapping = architecture.require_huggingface()
     stored = files.WeightFiles(args.input)
-    name_of = match_names(stored, names.their_shapes(config), hf_config["tie_word_embeddings"])
+    name_of = match_names(stored, their_shapes(architecture, config), hf_config["tie_word_embeddings"])
     chosen = given_tokenizer(args) or find_tokenizer(args.input)
     if not chosen:
         raise ValueError(
             f"{args.input} has no tokenizer (tokenizer.json, tokenizer.model, or vocab.json and merges.txt): give its "
             "own with --tokenizer-type and its files; a NullTokenizer with --vocab-size serves data that is ids already"
         )
-    flags = model_flags(config, positions)
+    flags = mapping.flags(config, positions)
     flags += [word for name, value in chosen.items() for word in (f"--{name.replace('_', '-')}", str(value))]
-    settings = settings_of_import(config, flags, positions, build(chosen))
+    settings = settings_of_import(architecture, config, flags, positions, build(chosen))
 
     def theirs(name: str) -> Tensor:
         return stored.read(name_of[name])
 
-    weights = {weight.ours: weight for weight in names.weights(config)}
+    weights = {weight.ours: weight for weight in mapping.weights(config)}
 
     def ours(name: str) -> Tensor:
         tensor = weights[name].join(*(theirs(part).float() for part in weights[name].theirs))
@@ -61,13 +66,14 @@ def import_(args: argparse.Namespace) -> str:
 
     with files.new_folder(args.save, "--save") as folder:
         with progress("writing the checkpoint"):
-            checkpoint, meta = save_imported(folder, config, settings, ours)
+            checkpoint, meta = save_imported(folder, architecture, config, settings, ours)
         with progress("comparing logits"):
-            difference = compare(config, parameter_reader(checkpoint, meta), hf_config, theirs, positions)
+            model = architecture.build_empty(config)
+            difference = compare(model, parameter_reader(checkpoint, meta), hf_config, theirs, positions)
     return (
-        f"{args.save}: {settings.architecture} with {num_parameters(config):,} parameters from {args.input}; its "
-        f"logits differ from transformers' by {difference:.1e} at most. Train from it with\n"
-        f"    megatron-zpp pretrain-{settings.architecture} --load {shlex.quote(str(args.save))} --finetune "
+        f"{args.save}: {architecture.name} with {architecture.num_parameters(config):,} parameters from {args.input}; "
+        f"its logits differ from transformers' by {difference:.1e} at most. Train from it with\n"
+        f"    megatron-zpp pretrain-{architecture.name} --load {shlex.quote(str(args.save))} --finetune "
         f"{shlex.join(flags)}\n"
         "and the flags of the run: sequence length, batches, data, learning rate, --save"
     )
@@ -113,6 +119,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--input", type=Path, required=True, metavar="DIR", help="folder with config.json and weights")
     parser.add_argument("--save", type=Path, required=True, metavar="DIR", help="folder of the checkpoint; must be new")
+    parser.add_argument("--architecture", metavar="MODULE:NAME", help="what the model may be, beside ours")
     add_tokenizer_flags(parser, "tokenizer, if it is not in the folder")
     args = parser.parse_args(argv)
     if given_tokenizer(args) and args.tokenizer_type is None:
@@ -123,7 +130,8 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
 def main() -> int:
     args = parse_arguments()
     try:
-        print(import_(args))
+        given = (load_architecture(args.architecture),) if args.architecture else ()
+        print(import_(args, (*ARCHITECTURES, *given)))
     except (ValueError, OSError, ImportError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

@@ -24,12 +24,19 @@ import torch
 from rich.console import Console
 from rich.progress import Progress
 
+from megatron_zpp.architectures import ARCHITECTURES, load_architecture
 from megatron_zpp.arguments.parse import parse_settings
 from megatron_zpp.metrics.log_reader import BETWEEN, RunLog, parse_log
 from megatron_zpp.settings.flags import iterate_flags
 from megatron_zpp.settings.groups import Settings, ZeroSettings
 from megatron_zpp.zeropp.config import ZeroPPConfig
 
+TRAINER = """
+import sys
+from megatron_zpp.architectures import load_architecture
+from megatron_zpp.training.pretrain import main
+main(load_architecture(sys.argv.pop(1)))
+"""
 ALL = "--zero-quantized-weights --zero-quantized-gradients"
 LOCO = "--zeropp-loco"
 DIFFERENCES = "--zero-weight-difference-bits 4"
@@ -62,7 +69,8 @@ def main() -> int:
         epilog="After --: the flags of pretrain_gpt.py or pretrain_llama.py.",
         allow_abbrev=False,
     )
-    parser.add_argument("architecture", choices=("gpt", "llama"))
+    names = ", ".join(architecture.name for architecture in ARCHITECTURES)
+    parser.add_argument("architecture", help=f"{names}, or yours as package.module:NAME")
     parser.add_argument("--emulate-ranks", type=int, default=8, metavar="W", help="GPUs of the cluster; default 8")
     parser.add_argument("--emulate-nodes", type=int, default=2, metavar="N", help="its nodes; default 2")
     parser.add_argument("--iterations", type=int, default=400, metavar="K", help="steps of each setting; default 400")
@@ -107,10 +115,11 @@ def measure(args: argparse.Namespace, flags: list[str]) -> tuple[list[Outcome], 
     all_flags = {CONTROL: f"--zero-ranks-per-node {per_node}"}
     all_flags |= {name: f"--zero-hpz-partition-size {per_node} {setting}" for name, setting in settings.items()}
     # A mistake comes to light before anything is trained.
-    plain = parse_settings(args.architecture, [*flags, *common], note=lambda _: None)
+    architecture = load_architecture(args.architecture)
+    plain = parse_settings(architecture, [*flags, *common], note=lambda _: None)
     check_plain(plain, args.iterations)
     for setting in all_flags.values():
-        parse_settings(args.architecture, [*flags, *common, *setting.split()], note=lambda _: None)
+        parse_settings(architecture, [*flags, *common, *setting.split()], note=lambda _: None)
     outcomes, noise, again = [], None, not plain.checkpoint.finetune
     with Progress(console=Console(stderr=True)) as bar:
         task = bar.add_task("training", total=len(all_flags) + again)
@@ -166,8 +175,8 @@ def check_plain(settings: Settings, iterations: int) -> None:
 
 
 def train(architecture: str, flags: list[str]) -> RunLog:
-    """Raises RuntimeError with what the run said when it fails."""
-    command = [sys.executable, "-m", "megatron_zpp", f"pretrain-{architecture}", *flags]
+    """architecture: of ``load_architecture``. Raises RuntimeError with what the run said when it fails."""
+    command = [sys.executable, "-c", TRAINER, architecture, *flags]
     ran = subprocess.run(command, capture_output=True, text=True)
     if ran.returncode != 0:
         said = [line for line in ran.stderr.splitlines() if line.startswith("error:")]

@@ -9,13 +9,17 @@ import torch.distributed as dist
 
 from megatron_zpp.data.loader import Batch
 from megatron_zpp.metrics.progress import progress
+from megatron_zpp.models.transformer import as_model_output
 from megatron_zpp.training.setup import Run
 from megatron_zpp.training.step import count_once, masked_sum, to_inputs
 
 
 @torch.no_grad()
 def evaluate(run: Run, batches: Iterator[Batch], num_micro_batches: int) -> float:
-    """Mean loss per token over ``num_micro_batches`` of every data-parallel rank; the model ends in training mode."""
+    """Mean loss per token over ``num_micro_batches`` of every data-parallel rank; the model ends in training mode.
+
+    Auxiliary losses are left out.
+    """
     totals = torch.zeros(2, dtype=torch.float64, device=run.device)  # loss, tokens
     run.set_training(False)
     # A pipeline is full when it has as many micro-batches as ranks.
@@ -30,7 +34,7 @@ def evaluate(run: Run, batches: Iterator[Batch], num_micro_batches: int) -> floa
                     if run.pipeline is not None:
                         of_tokens = run.pipeline.forward(inputs)  # none but on the last stage
                     else:
-                        of_tokens = [run.model(**of_micro_batch) for of_micro_batch in inputs]
+                        of_tokens = [as_model_output(run.model(**of_micro_batch)).losses for of_micro_batch in inputs]
                     for losses, target in zip(of_tokens, targets, strict=False):
                         totals += torch.stack(masked_sum(losses, target))
             advance(count)

@@ -10,63 +10,21 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
+from megatron_zpp.architectures import Architecture
 from megatron_zpp.arguments.resolve_parallel import placement_of
 from megatron_zpp.metrics.progress import progress
 from megatron_zpp.models.activation_checkpoint import apply_activation_checkpointing
-from megatron_zpp.models.gpt import GPT, GPTConfig
 from megatron_zpp.models.init import init_weights
-from megatron_zpp.models.llama import Llama, LlamaConfig
-from megatron_zpp.parallel.context import apply_context_parallel
+from megatron_zpp.models.transformer import Transformer
 from megatron_zpp.parallel.distributed import errors_on_all_ranks
 from megatron_zpp.parallel.mesh import Mesh
 from megatron_zpp.parallel.pipeline import SPLITS_BACKWARD, Pipeline
 from megatron_zpp.parallel.sharding import shard_model
 from megatron_zpp.parallel.stages import join_stages, keep_stage
 from megatron_zpp.parallel.tensor import apply_tensor_parallelism
-from megatron_zpp.settings.groups import ModelSettings, PrecisionSettings, Settings
+from megatron_zpp.settings.groups import PrecisionSettings, Settings
 from megatron_zpp.zeropp import ZeroPP, ZeroPPInterface, apply_zeropp, emulate_zeropp
 from megatron_zpp.zeropp.topology import gather_node_names
-
-
-def build_model(architecture: str, settings: ModelSettings, vocab_size: int) -> GPT | Llama:
-    """The model without storage, its vocabulary padded: call ``to_empty`` and ``init_weights`` on it."""
-    assert settings.num_layers and settings.hidden_size and settings.num_attention_heads  # by parse_settings
-    assert settings.attention_dropout is not None and settings.hidden_dropout is not None
-    shape = dict(
-        num_layers=settings.num_layers,
-        hidden_size=settings.hidden_size,
-        num_attention_heads=settings.num_attention_heads,
-        vocab_size=padded_vocab_size(vocab_size, settings.make_vocab_size_divisible_by),
-        ffn_hidden_size=settings.ffn_hidden_size,
-        kv_channels=settings.kv_channels,
-        norm_epsilon=settings.norm_epsilon,
-        attention_dropout=settings.attention_dropout,
-        hidden_dropout=settings.hidden_dropout,
-        init_method_std=settings.init_method_std,
-        tie_embeddings=settings.tie_embeddings_and_output_weights,
-    )
-    with torch.device("meta"):
-        if architecture == "gpt":
-            assert settings.max_position_embeddings
-            return GPT(
-                GPTConfig(
-                    **shape,  # type: ignore[arg-type]
-                    max_position_embeddings=settings.max_position_embeddings,
-                )
-            )
-        return Llama(
-            LlamaConfig(
-                **shape,  # type: ignore[arg-type]
-                num_query_groups=settings.num_query_groups,
-                rotary_base=settings.rotary_base,
-                rope_scaling_factor=settings.rope_scaling_factor if settings.use_rope_scaling else None,
-            )
-        )
-
-
-def padded_vocab_size(vocab_size: int, multiple: int) -> int:
-    """``vocab_size`` up to the next multiple: even sizes are faster."""
-    return -(-vocab_size // multiple) * multiple
 
 
 def mixed_precision(precision: PrecisionSettings) -> MixedPrecisionPolicy:
@@ -84,16 +42,16 @@ def mixed_precision(precision: PrecisionSettings) -> MixedPrecisionPolicy:
 
 
 def build_model_on_ranks(
-    settings: Settings, vocab_size: int, device: torch.device, mesh: Mesh
-) -> tuple[GPT | Llama, Pipeline | None, ZeroPPInterface | None]:
+    architecture: Architecture, settings: Settings, vocab_size: int, device: torch.device, mesh: Mesh
+) -> tuple[Transformer, Pipeline | None, ZeroPPInterface | None]:
     """The model, sharded before it has storage, so that it never exists whole on one rank; whole if it emulates."""
     zero, ranks, precision = settings.zero, settings.distributed, mixed_precision(settings.precision)
     _check_nodes_alike(settings, mesh)
-    build = partial(_build_whole, settings, vocab_size, mesh)
+    build = partial(_build_whole, architecture, settings, vocab_size, mesh)
     pipeline: Pipeline | None = None
     zeropp: ZeroPPInterface | None = None
     if mesh.pp_size > 1:
-        model, pipeline, zeropp = _build_stages(settings, build, device, mesh)
+        model, pipeline, zeropp = _build_stages(architecture, settings, build, device, mesh)
     else:
         model = build()
         _prepare_model(model, settings)
@@ -103,7 +61,7 @@ def build_model_on_ranks(
                 zeropp = apply_zeropp(model, settings.zeropp, tensor_parallel=mesh.tensor_parallel_group())
         model.to_empty(device=device)
     with progress("initializing weights"):
-        init_weights(model, settings.training.seed)
+        init_weights(model, settings.training.seed, architecture.initial_std)
     if ranks.emulate_ranks is not None:
         zeropp = emulate_zeropp(
             model,
@@ -139,17 +97,21 @@ def _check_nodes_alike(settings: Settings, mesh: Mesh) -> None:
             )
 
 
-def _build_whole(settings: Settings, vocab_size: int, mesh: Mesh) -> GPT | Llama:
+def _build_whole(architecture: Architecture, settings: Settings, vocab_size: int, mesh: Mesh) -> Transformer:
     """The whole model on the meta device, as the context- and tensor-parallel ranks have it."""
-    model = build_model(settings.architecture, settings.model, vocab_size)
+    model = architecture.build_model(settings.model, vocab_size)
     if mesh.cp_size > 1:
-        apply_context_parallel(model, mesh.grid["cp"])
+        assert architecture.apply_context_parallel is not None  # by parse_settings
+        architecture.apply_context_parallel(model, mesh.cp)
     if mesh.tp_size > 1:
-        apply_tensor_parallelism(model, mesh, settings.distributed.sequence_parallel)
+        assert architecture.tensor_parallel_plan is not None
+        sequence_parallel = settings.distributed.sequence_parallel
+        plan = architecture.tensor_parallel_plan(model.config, sequence_parallel)
+        apply_tensor_parallelism(model, mesh, plan, sequence_parallel)
     return model
 
 
-def _prepare_model(model: GPT | Llama, settings: Settings) -> None:
+def _prepare_model(model: Transformer, settings: Settings) -> None:
     """What is done to a model, or to one stage of it, before it is sharded."""
     activation = settings.activation
     if activation.recompute_granularity is not None:
@@ -162,11 +124,17 @@ def _prepare_model(model: GPT | Llama, settings: Settings) -> None:
 
 
 def _build_stages(
-    settings: Settings, build: Callable[[], GPT | Llama], device: torch.device, mesh: Mesh
-) -> tuple[GPT | Llama, Pipeline, ZeroPP]:
-    """This rank's stages, cut out of the model that ``build`` makes: as one model, and as a pipeline."""
+    architecture: Architecture,
+    settings: Settings,
+    build: Callable[[], Transformer],
+    device: torch.device,
+    mesh: Mesh,
+) -> tuple[Transformer, Pipeline, ZeroPP]:
+    """This rank's stages, split off the model that ``build`` makes: as one model, and as a pipeline."""
     training, model, precision = settings.training, build(), mixed_precision(settings.precision)
     config = model.config
+    assert architecture.stages is not None  # by parse_settings
+    modules = architecture.stages(config)
     schedule = settings.distributed.pipeline_schedule
     assert training.micro_batch_size and training.seq_length and schedule
     # Where FSDP2's hooks cannot follow the backward pass, a step gathers parameters once and reduces gradients once.
@@ -174,11 +142,11 @@ def _build_stages(
     placement = placement_of(settings.distributed, config.num_layers)
     stages = {number: build() for number in placement.stages_of(mesh.pp_rank)}
     for number, stage in stages.items():
-        keep_stage(stage, placement, number)
+        keep_stage(stage, modules, placement, number)
         _prepare_model(stage, settings)
         shard_model(stage, mesh, zero_stage, precision)
     units = nn.ModuleDict({f"stage{number}": stage for number, stage in stages.items()})
-    zeropp = apply_zeropp(units, settings.zeropp, mesh.grid["pp"].get_group(), mesh.tensor_parallel_group())
+    zeropp = apply_zeropp(units, settings.zeropp, mesh.pp.get_group(), mesh.tensor_parallel_group())
     for stage in stages.values():
         stage.to_empty(device=device)
     length = training.seq_length // mesh.cp_size
@@ -190,7 +158,5 @@ def _build_stages(
         device="meta",
         requires_grad=True,
     )
-    pipeline = Pipeline(
-        stages, placement, mesh, schedule, tokens, hidden, zero_stage, zeropp, tied_embeddings=config.tie_embeddings
-    )
+    pipeline = Pipeline(stages, placement, mesh, schedule, tokens, hidden, zero_stage, zeropp, tied=modules.tied)
     return join_stages(model, stages), pipeline, zeropp

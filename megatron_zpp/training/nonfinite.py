@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from megatron_zpp.data.loader import Batch
+from megatron_zpp.models.transformer import ModelOutput
 from megatron_zpp.parallel.distributed import print_once
 from megatron_zpp.training.setup import Run
 from megatron_zpp.training.step import StepResult, accumulate_gradients
@@ -67,7 +68,8 @@ def locate_nonfinite(run: Run, micro_batches: list[Batch]) -> str:
     shards = ((name, p.to_local() if isinstance(p, DTensor) else p) for name, p in run.model.named_parameters())
     parameters = [f"the parameter {name} (the part of {where})" for name, p in shards if not p.isfinite().all()]
     stages: Mapping[int, nn.Module] = {0: run.model} if run.pipeline is None else run.pipeline.stages
-    with _watch(stages, compiled=run.settings.activation.compile) as found:
+    last_stage = 0 if run.pipeline is None else run.pipeline.last
+    with _watch(stages, last_stage, compiled=run.settings.activation.compile) as found:
         with unmoved(run.ranks.random_states):
             num_micro_batches = len(micro_batches) // len(run.ranks)
             accumulate_gradients(run, iter(micro_batches), num_micro_batches, run.scaler.scale)
@@ -96,7 +98,7 @@ def locate_nonfinite(run: Run, micro_batches: list[Batch]) -> str:
 
 
 @contextmanager
-def _watch(stages: Mapping[int, nn.Module], compiled: bool) -> Iterator[dict[tuple[str, int], str]]:
+def _watch(stages: Mapping[int, nn.Module], last_stage: int, compiled: bool) -> Iterator[dict[tuple[str, int], str]]:
     """Of each stage, the first module whose output is not finite, and the first whose output's gradient is not."""
     found: dict[tuple[str, int], str] = {}
     handles = []
@@ -108,6 +110,8 @@ def _watch(stages: Mapping[int, nn.Module], compiled: bool) -> Iterator[dict[tup
 
     def after_forward(stage: int, name: str) -> Any:
         def hook(module: nn.Module, inputs: Any, output: Any) -> None:
+            if isinstance(output, ModelOutput):
+                output = output.losses
             if isinstance(output, Tensor) and output.is_floating_point():
                 note(_OUTPUT, stage, name, output.detach())
                 if output.requires_grad:
@@ -121,7 +125,7 @@ def _watch(stages: Mapping[int, nn.Module], compiled: bool) -> Iterator[dict[tup
             # Compiled blocks do not call hooks inside.
             if name and (is_child if compiled else is_leaf):
                 handles.append(module.register_forward_hook(after_forward(stage, name)))
-        last = "the loss" if hasattr(model, "final_norm") else "the last layer"
+        last = "the loss" if stage == last_stage else "the last layer"
         handles.append(model.register_forward_hook(after_forward(stage, last)))
     try:
         yield found

@@ -14,13 +14,13 @@ from typing import NoReturn
 import torch
 import torch.distributed as dist
 
+from megatron_zpp.architectures import Architecture
 from megatron_zpp.arguments.parse import SettingsError, parse_settings
 from megatron_zpp.checkpoint import CheckpointError, CheckpointSaver
 from megatron_zpp.data.loader import Batch, build_loader
 from megatron_zpp.metrics.lines import format_validation_lines
 from megatron_zpp.metrics.progress import progress
 from megatron_zpp.metrics.writers import validation_metrics
-from megatron_zpp.models.flops import num_parameters
 from megatron_zpp.parallel.distributed import (
     FailedTogether,
     die,
@@ -47,7 +47,7 @@ class NotFiniteError(ValueError):
     """Too many steps in a row had NaN or Inf. The state before them is saved."""
 
 
-def main(architecture: str) -> NoReturn:
+def main(architecture: Architecture) -> NoReturn:
     """``pretrain`` as a program."""
     try:
         pretrain(architecture)
@@ -56,8 +56,8 @@ def main(architecture: str) -> NoReturn:
     leave(0)
 
 
-def pretrain(architecture: str) -> None:
-    """Run what the command line says for a "gpt" or "llama"; ends the process with a status unless all went well."""
+def pretrain(architecture: Architecture) -> None:
+    """Run what the command line says; ends the process with a status unless all went well."""
     start = time.monotonic()
     try:
         settings, mistake, ranks = None, None, DistributedSettings()
@@ -72,7 +72,7 @@ def pretrain(architecture: str) -> None:
             if mistake is not None:
                 raise mistake
         assert settings is not None
-        run = build_run(settings, device)
+        run = build_run(architecture, settings, device)
         _describe(run)
         train(run, start)
         run.writers.close()
@@ -166,7 +166,7 @@ def _describe(run: Run) -> None:
     zeropp, world_size = run.zeropp, run.ranks.world_size
     ranks = ("emulated rank" if run.mesh.emulated_ranks > 1 else "rank") + ("s" if world_size > 1 else "")
     print_once(
-        f"{run.settings.architecture} with {num_parameters(run.model.config):,} parameters, ZeRO stage "
+        f"{run.architecture.name} with {run.architecture.num_parameters(run.model.config):,} parameters, ZeRO stage "
         f"{run.settings.zero.zero_stage} on {world_size} {ranks} ({run.device.type}, torch "
         f"{torch.__version__})"
     )

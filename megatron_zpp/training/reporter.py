@@ -8,7 +8,6 @@ import torch.distributed as dist
 from megatron_zpp.metrics.lines import TrainingReport, format_training_line
 from megatron_zpp.metrics.throughput import IntervalTimer, describe_mfu, mfu, model_tflops, peak_tflops
 from megatron_zpp.metrics.writers import training_metrics
-from megatron_zpp.models.flops import flops_per_token
 from megatron_zpp.optim.gradients import params_norm
 from megatron_zpp.parallel.distributed import print_once
 from megatron_zpp.training.setup import Run
@@ -23,7 +22,7 @@ class Reporter:
         assert run.settings.training.seq_length
         self.run = run
         self.seq_length = run.settings.training.seq_length
-        self.flops_per_token = flops_per_token(run.model.config, self.seq_length)
+        self.flops_per_token = run.architecture.flops_per_token(run.model.config, self.seq_length)
         name = torch.cuda.get_device_name(run.device) if run.device.type == "cuda" else "CPU"
         given = run.settings.logging.peak_tflops
         self.peak = given if given is not None else peak_tflops(name)
@@ -33,7 +32,7 @@ class Reporter:
         self._clear()
 
     def _clear(self) -> None:
-        self.losses: list[float] = []  # of the steps that were not skipped
+        self.losses: dict[str, list[float]] = {}  # by name, of the steps that were not skipped
         self.num_steps = self.num_samples = self.skipped = self.nan = 0
         self.seconds = 0.0
         self.sent = Traffic()
@@ -47,7 +46,8 @@ class Reporter:
         self.skipped += result.skipped
         self.nan += result.loss != result.loss
         if not result.skipped:
-            self.losses.append(result.loss)
+            for name, loss in result.losses().items():
+                self.losses.setdefault(name, []).append(loss)
         if run.zeropp is not None:
             sent = run.zeropp.traffic.take()
             self.sent.add(sent.intra_node, sent.inter_node)
@@ -81,14 +81,14 @@ class Reporter:
         dist.all_reduce(sent)
         between_nodes, within_nodes = (sent / self.num_steps).tolist()
         parameters = list(run.model.parameters())
-        mean_loss = sum(self.losses) / len(self.losses) if self.losses else result.loss
+        means = {name: sum(losses) / len(losses) for name, losses in self.losses.items()}
         return TrainingReport(
             iteration=counters.iteration,
             train_iters=run.train_iters,
             consumed_samples=counters.consumed_train_samples,
             learning_rate=self._learning_rate(),
             global_batch_size=num_samples,
-            losses={"lm loss": mean_loss},
+            losses=means or result.losses(),
             loss_scale=run.scaler.scale,
             grad_norm=result.grad_norm,
             num_zeros=result.num_zeros,
@@ -114,7 +114,7 @@ class Reporter:
             consumed_samples=counters.consumed_train_samples,
             learning_rate=self._learning_rate(),
             global_batch_size=num_samples,
-            losses={"lm loss": result.loss},
+            losses=result.losses(),
             loss_scale=run.scaler.scale,
             grad_norm=result.grad_norm,
             num_zeros=result.num_zeros,

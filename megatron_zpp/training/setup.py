@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,58 +13,38 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_zpp.architectures import Architecture, padded_vocab_size
 from megatron_zpp.arguments.resolve_parallel import check_vocabulary
 from megatron_zpp.checkpoint import CheckpointError, FolderLock, load_checkpoint, read_meta
+from megatron_zpp.checkpoint.counters import Counters
+from megatron_zpp.checkpoint.model import check_architecture
 from megatron_zpp.checkpoint.resume import check_same_batches_and_data, check_same_order, checkpoint_to_load
 from megatron_zpp.data.build import Datasets
 from megatron_zpp.metrics.writers import MetricWriters
-from megatron_zpp.models.gpt import GPT
-from megatron_zpp.models.llama import Llama
+from megatron_zpp.models.transformer import Transformer
 from megatron_zpp.optim.batch_size import BatchSchedule
 from megatron_zpp.optim.loss_scaler import LossScaler
 from megatron_zpp.optim.optimizer import build_optimizer
 from megatron_zpp.optim.schedule import Schedule, resume_schedule
 from megatron_zpp.parallel.distributed import errors_on_all_ranks, print_once
-from megatron_zpp.parallel.mesh import Mesh, build_mesh
+from megatron_zpp.parallel.mesh import Mesh, build_mesh, model_parallel_sizes
 from megatron_zpp.parallel.pipeline import Pipeline
 from megatron_zpp.parallel.tensor import dropout_seed
 from megatron_zpp.settings.groups import Settings, TrainingSettings
 from megatron_zpp.training.datasets import build_data, check_same_data_on_all_ranks
-from megatron_zpp.training.model import build_model_on_ranks, padded_vocab_size
+from megatron_zpp.training.model import build_model_on_ranks
 from megatron_zpp.zeropp import Ranks, ZeroPPInterface, ranks_of
-
-
-@dataclass
-class Counters:
-    """How far a run is; a checkpoint keeps it."""
-
-    iteration: int = 0
-    consumed_train_samples: int = 0
-    consumed_valid_samples: int = 0
-    scheduled_samples: int = 0  # as the learning-rate schedule counts: skipped steps left out
-    skipped_iterations: int = 0
-    nan_iterations: int = 0
-    average_loss: float = 0.0  # of the steps so far, moving; 0 = not asked for; see is_loss_spike
-
-    @classmethod
-    def from_meta(cls, meta: Mapping[str, Any]) -> Counters:
-        """A checkpoint's. Raises CheckpointError for those of another version."""
-        try:
-            return cls(**meta["counters"])
-        except TypeError as error:
-            raise CheckpointError(
-                f"the checkpoint's counters are of another version of megatron_zpp ({error})"
-            ) from error
 
 
 @dataclass
 class Run:
     """The parts of a run."""
 
+    architecture: Architecture
     settings: Settings
     device: torch.device
     mesh: Mesh
-    model: GPT | Llama  # this rank's part of it
+    model: Transformer  # this rank's part of it
     pipeline: Pipeline | None  # None with one stage
     optimizer: torch.optim.Optimizer
     ranks: Ranks  # that this process computes for
@@ -105,24 +85,17 @@ class Run:
 
     def layout(self) -> dict[str, int | str]:
         """How the ranks are divided, and whether those of a tensor-parallel group draw random numbers alike."""
-        mesh = self.mesh
-        sizes: dict[str, int | str] = {"pp": mesh.pp_size, "dp": mesh.dp_size, "cp": mesh.cp_size, "tp": mesh.tp_size}
+        sizes: dict[str, int | str] = {**self.mesh.sizes()}
         if self.pipeline is not None:
             sizes["stages"] = str(self.pipeline.placement)
         return sizes | {"sp": int(self.settings.distributed.sequence_parallel and self.mesh.tp_size > 1)}
 
 
-def build_run(settings: Settings, device: torch.device) -> Run:
+def build_run(architecture: Architecture, settings: Settings, device: torch.device) -> Run:
     """Build, on all ranks together, and load the checkpoint of ``--load`` if there is one."""
     training, ranks = settings.training, settings.distributed
     assert training.global_batch_size and training.micro_batch_size and training.seq_length  # by parse_settings
-    mesh = build_mesh(
-        device.type,
-        tp_size=ranks.tensor_model_parallel_size,
-        pp_size=ranks.pipeline_model_parallel_size,
-        cp_size=ranks.context_parallel_size,
-        emulated_ranks=ranks.emulate_ranks or 1,
-    )
+    mesh = build_mesh(device.type, model_parallel_sizes(ranks), emulated_ranks=ranks.emulate_ranks or 1)
     batches = BatchSchedule(
         training.global_batch_size,
         training.micro_batch_size,
@@ -166,10 +139,11 @@ def build_run(settings: Settings, device: torch.device) -> Run:
             schedule = Schedule.from_settings(settings.optimizer, settings.schedule, training, batches)
 
     check_same_data_on_all_ranks(datasets)
-    model, pipeline, zeropp = build_model_on_ranks(settings, vocab_size, device, mesh)
+    model, pipeline, zeropp = build_model_on_ranks(architecture, settings, vocab_size, device, mesh)
     with errors_on_all_ranks():
         optimizer = build_optimizer(model, settings.optimizer)
     run = Run(
+        architecture=architecture,
         settings=settings,
         device=device,
         mesh=mesh,
@@ -208,6 +182,7 @@ def _evaluations_to_come(training: TrainingSettings, counters: Counters, train_i
 def _load(run: Run, checkpoint: Path, meta: dict[str, Any]) -> None:
     settings = run.settings
     with errors_on_all_ranks():
+        check_architecture(meta, run.architecture)
         ours = dataclasses.asdict(run.model.config)
         differing = [
             f"{k} {meta['model_config'].get(k)} there, {v} here"

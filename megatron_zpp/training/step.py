@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -11,9 +11,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_zpp.data.loader import Batch
+from megatron_zpp.models.transformer import as_model_output
 from megatron_zpp.optim.gradients import clip_gradients, count_zeros, scale_gradients
 from megatron_zpp.optim.optimizer import set_lr_and_weight_decay
-from megatron_zpp.parallel.context import cut_batch
+from megatron_zpp.parallel.context import shard_batch
 from megatron_zpp.parallel.sharding import prepare_backward
 from megatron_zpp.training.setup import Run
 
@@ -32,17 +33,22 @@ class StepResult:
     spiked: bool  # the loss was far above that of the steps before
     stop: bool  # some rank wants to save and exit
     num_zeros: int | None
+    auxiliary: dict[str, float]  # auxiliary losses by name: means over micro-batches and ranks
     micro_batches: list[Batch] = field(repr=False)  # this rank's, or in turn those of all that it emulates
+
+    def losses(self) -> dict[str, float]:
+        """All losses under the names of the log."""
+        return {"lm loss": self.loss, **self.auxiliary}
 
 
 def train_step(run: Run, batches: Iterator[Batch], num_micro_batches: int, stop: bool) -> StepResult:
     """Accumulate gradients over the micro-batches, clip, and let the optimizer step, unless they are not finite."""
     settings, model, scale = run.settings, run.model, run.scaler.scale
     micro_batches: list[Batch] = []
-    totals = accumulate_gradients(run, _remember(batches, micro_batches), num_micro_batches, scale)
+    totals, names = accumulate_gradients(run, _remember(batches, micro_batches), num_micro_batches, scale)
     totals[2] = float(stop)
     dist.all_reduce(totals)
-    loss_sum_all, num_tokens_all, wishes = totals.tolist()
+    loss_sum_all, num_tokens_all, wishes, *auxiliary_sums = totals.tolist()
 
     parameters = list(model.parameters())
     per_token = settings.training.calculate_per_token_loss
@@ -51,6 +57,10 @@ def train_step(run: Run, batches: Iterator[Batch], num_micro_batches: int, stop:
     grad_norm = clip_gradients(parameters, settings.optimizer.clip_grad, run.ranks, run.copies)
     num_zeros = count_zeros(parameters, run.ranks, run.copies) if settings.logging.log_num_zeros_in_grad else None
     loss = loss_sum_all / max(1.0, num_tokens_all)
+    # As their gradients: FSDP2 averages over ranks.
+    auxiliary = {
+        name: value / run.mesh.fsdp_size * per_token_factor for name, value in zip(names, auxiliary_sums, strict=True)
+    }
     finite = math.isfinite(grad_norm) and math.isfinite(loss)
     spiked = finite and is_loss_spike(run, loss)
     skipped = not finite or spiked
@@ -66,7 +76,7 @@ def train_step(run: Run, batches: Iterator[Batch], num_micro_batches: int, stop:
             run.zeropp.undo_step()
         if run.scaler.scale != scale:
             run.zeropp.rescale_errors(run.scaler.scale / scale)
-    return StepResult(loss, grad_norm, skipped, spiked, wishes > 0, num_zeros, micro_batches)
+    return StepResult(loss, grad_norm, skipped, spiked, wishes > 0, num_zeros, auxiliary, micro_batches)
 
 
 def is_loss_spike(run: Run, loss: float) -> bool:
@@ -82,14 +92,18 @@ def is_loss_spike(run: Run, loss: float) -> bool:
     return loss > factor * average
 
 
-def accumulate_gradients(run: Run, batches: Iterator[Batch], num_micro_batches: int, scale: float) -> Tensor:
+def accumulate_gradients(
+    run: Run, batches: Iterator[Batch], num_micro_batches: int, scale: float
+) -> tuple[Tensor, list[str]]:
     """Forward and backward passes of one step, gradients reduced but not scaled back.
 
-    Returns fp64 [3]: this rank's summed loss, its tokens, and a 0 to fill in; the sums over all ranks are right.
+    Returns fp64 [3 + A], and A names: this rank's summed loss, its tokens, a 0 to fill in, and its auxiliary losses,
+    summed as ``weighted_auxiliary`` weighs them; the sums over all ranks are right.
     """
     settings, model = run.settings, run.model
     per_token = settings.training.calculate_per_token_loss
     totals = torch.zeros(3, dtype=torch.float64, device=run.device)
+    auxiliary_totals: dict[str, Tensor] = {}
 
     def scaled_loss(losses: Tensor, target: Target) -> Tensor:
         loss_sum, num_tokens = masked_sum(losses, target)
@@ -99,10 +113,19 @@ def accumulate_gradients(run: Run, batches: Iterator[Batch], num_micro_batches: 
         mean = loss_sum * run.mesh.cp_size / num_tokens.clamp(min=1)
         return (loss_sum if per_token else mean / num_micro_batches) * scale
 
+    def weighted_auxiliary(auxiliary: Mapping[str, Tensor], target: Target) -> Tensor:
+        # Averaged over micro-batches and (FSDP2) over ranks; per token, over the tokens that are in them. Ranks of a
+        # context-parallel group count the same tokens.
+        weight = target[1] / run.mesh.cp_size if per_token else 1 / num_micro_batches
+        for name, value in auxiliary.items():
+            so_far = auxiliary_totals.setdefault(name, torch.zeros((), dtype=torch.float64, device=run.device))
+            so_far += value.detach() * weight
+        return torch.stack([*auxiliary.values()]).sum() * weight * scale
+
     if run.pipeline is not None:
         micro_batches = [to_inputs(run, next(batches)) for _ in range(num_micro_batches)]
         run.pipeline.forward_backward(micro_batches, scaled_loss)
-        return count_once(run, totals)
+        return count_once(run, totals), []
     for i in range(num_micro_batches):
         is_last = i == num_micro_batches - 1
         prepare_backward(model, settings.zero.zero_stage, is_last)
@@ -111,8 +134,12 @@ def accumulate_gradients(run: Run, batches: Iterator[Batch], num_micro_batches: 
         for as_rank in run.ranks:
             with as_rank:
                 inputs, target = to_inputs(run, next(batches))
-                scaled_loss(model(**inputs), target).backward()
-    return count_once(run, totals)
+                losses, auxiliary = as_model_output(model(**inputs))
+                loss = scaled_loss(losses, target)
+                if auxiliary:
+                    loss = loss + weighted_auxiliary(auxiliary, target)
+                loss.backward()
+    return count_once(run, torch.stack([*totals, *auxiliary_totals.values()])), list(auxiliary_totals)
 
 
 def count_once(run: Run, totals: Tensor) -> Tensor:
@@ -135,7 +162,7 @@ def to_inputs(run: Run, batch: Batch) -> tuple[Batch, Target]:
     inputs = {name: tensor.to(run.device, non_blocking=True) for name, tensor in batch.items()}
     num_tokens = inputs["loss_mask"].sum()
     if run.mesh.cp_size > 1:
-        inputs = cut_batch(inputs, run.mesh.cp_rank, run.mesh.cp_size)
+        inputs = shard_batch(inputs, run.mesh.cp_rank, run.mesh.cp_size)
     return inputs, (inputs.pop("loss_mask"), num_tokens)
 
 

@@ -6,14 +6,14 @@ from pathlib import Path
 
 import pytest
 
+from megatron_zpp.architectures import ARCHITECTURES, GPT, LLAMA, find_architecture
 from megatron_zpp.arguments.foreign_flags import NOT_NEEDED, REFUSED
 from megatron_zpp.arguments.page import render_reference
 from megatron_zpp.arguments.parse import SettingsError, build_parser, parse_settings
-from megatron_zpp.models.presets import PRESETS
+from megatron_zpp.models.llama import LlamaConfig
 from megatron_zpp.settings.checks import flag_of
 from megatron_zpp.settings.flags import iterate_flags
 from megatron_zpp.settings.groups import Settings, all_flags, iterate_groups
-from megatron_zpp.training.model import build_model
 from megatron_zpp.zeropp import LoCoConfig, ZeroPPConfig
 
 SMALL = (
@@ -21,10 +21,12 @@ SMALL = (
     "--train-iters 10 --lr 1e-3 --mock-data --vocab-size 100 "
 )
 
+PRESETS = {name: preset for each in ARCHITECTURES for name, preset in each.presets.items()}
+
 
 def parse(command: str, architecture: str = "gpt", world_size: int = 4) -> tuple[Settings, list[str]]:
     notes: list[str] = []
-    return parse_settings(architecture, shlex.split(command), world_size, notes.append), notes
+    return parse_settings(find_architecture(architecture), shlex.split(command), world_size, notes.append), notes
 
 
 def refusal(command: str, architecture: str = "gpt", world_size: int = 4) -> str:
@@ -117,13 +119,16 @@ def test_derived_llama():
     assert model.num_query_groups == 4
     assert model.swiglu and model.disable_bias_linear and model.untie_embeddings_and_output_weights
     assert (model.normalization, model.position_embedding_type) == ("RMSNorm", "rope")
+    # So narrow that 8/3 of it rounds down to 0: one multiple of 64, by the flags and by the model's own rule.
+    assert parse(SMALL.replace("--hidden-size 64", "--hidden-size 16"), "llama")[0].model.ffn_hidden_size == 64
+    assert LlamaConfig(1, 16, 1, 128).ffn_size == 64
 
 
 @pytest.mark.parametrize("architecture", ["gpt", "llama"])
 def test_embeddings_are_tied_as_asked(architecture):
     for ask, tied in {"": architecture == "gpt", "--tie": True, "--untie": False}.items():
         model = parse(f"{SMALL} {ask and f'{ask}-embeddings-and-output-weights'}", architecture)[0].model
-        assert build_model(architecture, model, 100).config.tie_embeddings == tied
+        assert find_architecture(architecture).build_model(model, 100).config.tie_embeddings == tied
         assert model.tie_embeddings_and_output_weights != model.untie_embeddings_and_output_weights
 
 
@@ -210,13 +215,13 @@ def test_notes_for_settings_without_effect():
 def test_only_the_first_rank_prints_notes(capsys, monkeypatch):
     for rank, expected in ("0", 1), ("3", 0):
         monkeypatch.setenv("RANK", rank)
-        parse_settings("gpt", shlex.split(SMALL + "--use-flash-attn"), 4)
+        parse_settings(GPT, shlex.split(SMALL + "--use-flash-attn"), 4)
         assert capsys.readouterr().err.count("--use-flash-attn") == expected
 
 
 def test_help_exits_cleanly_and_shows_defaults(capsys):
     with pytest.raises(SystemExit) as stop:
-        parse_settings("llama", ["--help"])
+        parse_settings(LLAMA, ["--help"])
     text = " ".join(capsys.readouterr().out.split())
     assert stop.value.code == 0
     assert "peak learning rate" in text and "(default: 0.999)" in text

@@ -5,6 +5,7 @@ import shlex
 
 import pytest
 
+from megatron_zpp.architectures import GPT
 from megatron_zpp.arguments.deepspeed_config import read_deepspeed_config
 from megatron_zpp.arguments.parse import SettingsError, parse_settings
 from megatron_zpp.settings.groups import Settings
@@ -38,7 +39,7 @@ def write(tmp_path):
 
 
 def parse(command: str, path: str, world_size: int = 4) -> Settings:
-    return parse_settings("gpt", [*shlex.split(command), "--deepspeed_config", path], world_size, lambda note: None)
+    return parse_settings(GPT, [*shlex.split(command), "--deepspeed_config", path], world_size, lambda note: None)
 
 
 def refusal(call) -> str:
@@ -57,7 +58,7 @@ def test_tutorial(write):
     )
     path, notes = write(TUTORIAL), []
     argv = shlex.split(command.format(batch="--micro-batch-size", path=path))
-    settings = parse_settings("gpt", argv, 64, notes.append)
+    settings = parse_settings(GPT, argv, 64, notes.append)
     assert settings.zero.zero_stage == 3
     assert settings.zeropp == ZeroPPConfig(quantized_weights=True, hpz_partition_size=16, quantized_gradients=True)
     assert settings.precision.fp16 and settings.activation.recompute_granularity == "full"
@@ -67,7 +68,7 @@ def test_tutorial(write):
         assert any(f"zero_optimization.{key}" in note for note in notes)
 
     as_printed = shlex.split(command.format(batch="--batch-size", path=path))
-    assert "--micro-batch-size" in refusal(lambda: parse_settings("gpt", as_printed, 64))
+    assert "--micro-batch-size" in refusal(lambda: parse_settings(GPT, as_printed, 64))
 
 
 def test_everything_is_read(write):

@@ -16,12 +16,12 @@ from pathlib import Path
 
 import pytest
 
+from megatron_zpp.architectures import ARCHITECTURES, find_architecture
 from megatron_zpp.arguments.parse import parse_settings
-from megatron_zpp.huggingface.config import from_hf_config
 from megatron_zpp.huggingface.files import read_config
+from megatron_zpp.huggingface.mapping import from_hf_config
 from megatron_zpp.metrics.log_reader import BETWEEN, RunLog, read_log
 from megatron_zpp.tools import estimate, preprocess_data
-from megatron_zpp.training.model import build_model
 from tests.conftest import ROOT, environment
 
 SCRIPTS = sorted([*(ROOT / "examples/zeropp").glob("*.sh"), *(ROOT / "examples/loco").glob("*.sh")])
@@ -91,7 +91,7 @@ def test_full_scale_is_accepted_and_needs_what_the_comment_says(script):
         in_slurm = command(script, variant, SLURM_NTASKS=str(nodes * ranks_per_node), **job)
         launcher, architecture, flags = trainer_of(in_slurm)
         assert launcher[0] == "srun"
-        parse_settings(architecture, flags, nodes * ranks_per_node, note=unexpected_note)
+        parse_settings(find_architecture(architecture), flags, nodes * ranks_per_node, note=unexpected_note)
         found = plan(in_slurm, nodes, ranks_per_node, gpu, vocabulary)
         assert found.brief() == needs, variant
         assert found.memory < 0.95e9 * GB_OF_GPU[gpu]
@@ -113,12 +113,12 @@ def test_gpu_scale_is_accepted(script):
             launcher, architecture, flags = trainer_of(command(script, variant, SCALE="gpu", GPUS=str(gpus)))
             if gpus == 1:
                 assert launcher == ["python"]
-                settings = parse_settings(architecture, flags, 1, note=unexpected_note)
+                settings = parse_settings(find_architecture(architecture), flags, 1, note=unexpected_note)
                 assert (settings.distributed.emulate_ranks, settings.distributed.emulate_nodes) == (8, 2)
                 assert settings.zeropp.ranks_per_node == 4
                 continue
             assert launcher[-2:] == ["--nproc-per-node", str(gpus)]
-            settings = parse_settings(architecture, flags, gpus, note=unexpected_note)
+            settings = parse_settings(find_architecture(architecture), flags, gpus, note=unexpected_note)
             assert settings.zeropp.ranks_per_node == gpus // 2
 
 
@@ -318,10 +318,11 @@ def test_the_fine_tuned_model_is_llama_2_13b(tmp_path):
         tie_word_embeddings=False,
     )
     _, architecture, flags = trainer_of(command(ROOT / "examples/zeropp/finetune.sh", SCALE="full"))
-    settings = parse_settings(architecture, flags, 16, note=lambda text: None)
+    settings = parse_settings(find_architecture(architecture), flags, 16, note=lambda text: None)
     (tmp_path / "config.json").write_text(json.dumps(published))
-    imported, positions = from_hf_config(read_config(tmp_path))
-    ours = build_model(architecture, settings.model, 32000).config
+    kind, imported, positions = from_hf_config(read_config(tmp_path, ["llama"]), ARCHITECTURES)
+    assert kind.name == architecture
+    ours = find_architecture(architecture).build_model(settings.model, 32000).config
     assert (ours, settings.training.seq_length) == (imported, positions)
 
 

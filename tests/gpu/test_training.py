@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megatron_zpp.architectures import GPT
 from megatron_zpp.arguments.parse import parse_settings
 from megatron_zpp.training.pretrain import train
 from megatron_zpp.training.setup import build_run
@@ -43,7 +44,7 @@ def train_each(runs, device, store=None):
     results = {}
     for name, argv in runs.items():
         run = build_run(
-            parse_settings("gpt", argv, dist.get_world_size(), note=lambda text: None), torch.device(device)
+            GPT, parse_settings(GPT, argv, dist.get_world_size(), note=lambda text: None), torch.device(device)
         )
         run.writers = recorder = Recorder()
         with contextlib.redirect_stdout(io.StringIO()):

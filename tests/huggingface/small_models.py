@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import nn
 
-from megatron_zpp.huggingface.names import build_empty
-from megatron_zpp.models.gpt import GPT, GPTConfig
-from megatron_zpp.models.llama import Llama, LlamaConfig
+from megatron_zpp.architectures import ARCHITECTURES, Architecture, HuggingFaceMapping
+from megatron_zpp.models.gpt import GPTConfig
+from megatron_zpp.models.llama import LlamaConfig
+from megatron_zpp.models.transformer import Transformer
 
 POSITIONS = 64
 CONFIGS: dict[str, GPTConfig | LlamaConfig] = {
@@ -35,7 +38,23 @@ CONFIGS: dict[str, GPTConfig | LlamaConfig] = {
 }
 
 
-def build(config: GPTConfig | LlamaConfig, seed: int = 0) -> GPT | Llama:
+def architecture_of(config: GPTConfig | LlamaConfig) -> Architecture:
+    return next(each for each in ARCHITECTURES if isinstance(config, each.config_class))
+
+
+def mapping_of(config: GPTConfig | LlamaConfig) -> HuggingFaceMapping:
+    return architecture_of(config).require_huggingface()
+
+
+def to_hf_config(config: GPTConfig | LlamaConfig, positions: int = POSITIONS) -> dict[str, Any]:
+    return mapping_of(config).to_config(config, positions)
+
+
+def build_empty(config: GPTConfig | LlamaConfig) -> Transformer:
+    return architecture_of(config).build_empty(config)
+
+
+def build(config: GPTConfig | LlamaConfig, seed: int = 0) -> Transformer:
     """Our model with random weights in every place, norms and biases too; ready to compute logits."""
     model = build_empty(config).to_empty(device="cpu").eval()
     generator = torch.Generator().manual_seed(seed)

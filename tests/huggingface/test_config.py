@@ -5,22 +5,24 @@ import dataclasses
 import pytest
 from transformers import AutoConfig
 
-from megatron_zpp.huggingface.config import from_hf_config, to_hf_config
-from tests.huggingface.small_models import CONFIGS, POSITIONS
+from megatron_zpp.architectures import ARCHITECTURES, LLAMA
+from megatron_zpp.huggingface.mapping import from_hf_config
+from tests.huggingface.small_models import CONFIGS, POSITIONS, architecture_of, to_hf_config
 
 
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 def test_configurations_survive_the_round_trip(config):
-    theirs = AutoConfig.for_model(**to_hf_config(config, POSITIONS)).to_dict()
-    assert from_hf_config(theirs) == (config, POSITIONS)
+    theirs = AutoConfig.for_model(**to_hf_config(config)).to_dict()
+    assert from_hf_config(theirs, ARCHITECTURES) == (architecture_of(config), config, POSITIONS)
 
 
 def test_both_spellings_of_rotary_settings_are_read():
     config = CONFIGS["llama-grouped"]
-    hf = to_hf_config(config, POSITIONS)
-    assert from_hf_config(hf) == (config, POSITIONS)  # rope_theta and rope_scaling, before version 5
+    expected = (LLAMA, config, POSITIONS)
+    hf = to_hf_config(config)
+    assert from_hf_config(hf, ARCHITECTURES) == expected  # rope_theta and rope_scaling, before version 5
     rope = hf.pop("rope_scaling") | {"rope_theta": hf.pop("rope_theta")}
-    assert from_hf_config(hf | {"rope_parameters": rope}) == (config, POSITIONS)
+    assert from_hf_config(hf | {"rope_parameters": rope}, ARCHITECTURES) == expected
 
 
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
@@ -44,12 +46,12 @@ LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_fr
     ],
 )
 def test_what_ours_cannot_express_is_named(name, change, message):
-    hf = AutoConfig.for_model(**to_hf_config(CONFIGS[name], POSITIONS)).to_dict()
+    hf = AutoConfig.for_model(**to_hf_config(CONFIGS[name])).to_dict()
     if "rope_parameters" in hf:
         hf |= {"rope_theta": 10000.0, "rope_scaling": None}
         del hf["rope_parameters"]
     with pytest.raises(ValueError, match=message):
-        from_hf_config(hf | change)
+        from_hf_config(hf | change, ARCHITECTURES)
 
 
 @pytest.mark.parametrize(
@@ -64,4 +66,4 @@ def test_what_ours_cannot_express_is_named(name, change, message):
 )
 def test_what_theirs_cannot_express_is_named(config, message):
     with pytest.raises(ValueError, match=message):
-        to_hf_config(config, POSITIONS)
+        to_hf_config(config)

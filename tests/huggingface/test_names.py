@@ -4,25 +4,24 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from megatron_zpp.huggingface.config import to_hf_config
-from megatron_zpp.huggingface.names import build_empty, their_shapes, weights
-from tests.huggingface.small_models import CONFIGS, POSITIONS, build
+from megatron_zpp.huggingface.mapping import their_shapes
+from tests.huggingface.small_models import CONFIGS, architecture_of, build, build_empty, mapping_of, to_hf_config
 
 
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 def test_every_weight_of_both_sides_has_its_counterpart(config):
     with torch.device("meta"):
-        theirs = AutoModelForCausalLM.from_config(AutoConfig.for_model(**to_hf_config(config, POSITIONS)))
+        theirs = AutoModelForCausalLM.from_config(AutoConfig.for_model(**to_hf_config(config)))
     expected = {name: parameter.shape for name, parameter in theirs.named_parameters()}  # a tied one once
-    assert their_shapes(config) == expected
-    ours = [weight.ours for weight in weights(config)]
+    assert their_shapes(architecture_of(config), config) == expected
+    ours = [weight.ours for weight in mapping_of(config).weights(config)]
     assert sorted(ours) == sorted(name for name, _ in build_empty(config).named_parameters())
 
 
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 def test_there_and_back_gives_the_same_bits(config):
     ours = dict(build(config).named_parameters())
-    for weight in weights(config):
+    for weight in mapping_of(config).weights(config):
         parts = weight.split(ours[weight.ours])
         assert torch.equal(weight.join(*parts), ours[weight.ours]), weight.ours
         again = weight.split(weight.join(*parts))

@@ -70,7 +70,7 @@ def recomputed(*choice) -> tuple[int, int, int]:
 
 def test_what_is_computed_again():
     assert recomputed() == (0, 0, 0)
-    # The very last product of a block is needed by nothing in backward, so it need not be computed again.
+    # The very last linear layer of a block is needed by nothing in backward, so it need not be computed again.
     linears, attentions, gelus = recomputed("full")
     assert linears in (12, 16) and (attentions, gelus) == (4, 4)
     assert recomputed("full", "uniform", 2)[1:] == (2, 2)

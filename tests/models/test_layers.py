@@ -12,10 +12,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megatron_zpp.models.layers import (
     VOCABULARY_BLOCK,
     SelfAttention,
+    apply_rotary,
     head_size,
     linear_cross_entropy,
     rotary_table,
-    rotate,
 )
 
 CPU = torch.device("cpu")
@@ -72,7 +72,7 @@ def test_rotation_is_a_complex_product():
         torch.complex(x[..., :8].double(), x[..., 8:].double()) * torch.polar(torch.ones_like(angle), angle)[:, None]
     )
     expected = torch.cat([turned.real, turned.imag], dim=-1).float()
-    torch.testing.assert_close(rotate(x, cos, sin), expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(apply_rotary(x, cos, sin), expected, rtol=1e-5, atol=1e-5)
 
 
 def test_llama3_scaling_of_rotary_frequencies():
@@ -126,7 +126,8 @@ def relative_error(value: torch.Tensor, exact: torch.Tensor) -> float:
     return ((value.double() - exact).norm() / exact.norm()).item()
 
 
-# In bf16 the products' rounding of 2^-9 shows; a loss rounded to bf16, or gradients summed in it, would exceed these.
+# In bf16 the matrix products' rounding of 2^-9 shows; a loss rounded to bf16, or gradients summed in it, would exceed
+# these.
 @pytest.mark.parametrize("dtype, loss_error, grad_error", [(torch.float32, 1e-6, 1e-5), (torch.bfloat16, 5e-4, 3.5e-3)])
 def test_loss_and_gradients_equal_plain_cross_entropy(dtype, loss_error, grad_error):
     hidden, weight, labels, grad = loss_inputs(dtype)

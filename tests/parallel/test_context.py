@@ -13,12 +13,13 @@ import torch.nn.functional as F
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from megatron_zpp.architectures import GPT
 from megatron_zpp.arguments.parse import SettingsError, parse_settings
 from megatron_zpp.models.activation_checkpoint import apply_activation_checkpointing
 from megatron_zpp.models.init import init_weights
 from megatron_zpp.models.layers import document_attention
 from megatron_zpp.models.llama import Llama, LlamaConfig
-from megatron_zpp.parallel.context import ContextParallel, apply_context_parallel, cut, cut_batch, cut_cu_seqlens
+from megatron_zpp.parallel.context import ContextParallel, apply_context_parallel, crop_cu_seqlens, shard, shard_batch
 from tests.parallel.layouts import EPS, assert_same, results_on
 from tests.ranks import run_ranks
 from tests.training.small_run import (
@@ -56,7 +57,7 @@ def _attend(groups: int, dtype: torch.dtype):
         context = ContextParallel(mesh, mesh.get_local_rank(), size)
 
         def mine(tensor, context=context):
-            return cut(tensor.movedim(1, -1), context.rank, context.size).movedim(-1, 1)
+            return shard(tensor.movedim(1, -1), context.rank, context.size).movedim(-1, 1)
 
         for cu_seqlens in (None, CU_SEQLENS):
             whole = [tensor.clone().requires_grad_() for tensor in (q, k, v)]
@@ -85,7 +86,7 @@ def test_attention_and_gradients_equal_plain_attention(groups):
 @pytest.mark.parametrize("begin, end", [(0, 4), (4, 8), (12, 16)])
 def test_documents_of_a_chunk(begin, end):
     """What PyTorch's kernel for variable lengths is given on a GPU: its documents hold the same pairs as the mask."""
-    of_queries, of_keys = cut_cu_seqlens(CU_SEQLENS, 16, begin, end)
+    of_queries, of_keys = crop_cu_seqlens(CU_SEQLENS, 16, begin, end)
     width = end - begin
     allowed = torch.zeros(3, width, 16, dtype=torch.bool)
     for document in range(len(CU_SEQLENS) - 1):
@@ -127,7 +128,7 @@ def _count_gathers():
         if recompute is not None:
             apply_activation_checkpointing(model, recompute)
         tokens = torch.arange(32).view(2, 16)
-        batch = cut_batch({"tokens": tokens, "labels": tokens}, mesh.get_local_rank(), 2)
+        batch = shard_batch({"tokens": tokens, "labels": tokens}, mesh.get_local_rank(), 2)
         with _Collectives() as forward:
             loss = model(**batch).sum()
         with _Collectives() as backward:
@@ -256,7 +257,7 @@ def test_every_rank_draws_its_own_dropout(data):
 )
 def test_what_does_not_fit_is_refused(data, more, message):
     with pytest.raises(SettingsError, match=re.escape(message)):
-        parse_settings("gpt", flags(data, more), world_size=8)
+        parse_settings(GPT, flags(data, more), world_size=8)
 
 
 def test_a_killed_rank_ends_the_job_and_is_named(data):

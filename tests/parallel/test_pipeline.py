@@ -17,6 +17,7 @@ import pytest
 import torch
 from torch import nn
 
+from megatron_zpp.architectures import GPT
 from megatron_zpp.arguments.parse import parse_settings
 from megatron_zpp.checkpoint import find_checkpoint, iterate_parameters, read_meta
 from megatron_zpp.parallel.stages import place_stages
@@ -230,7 +231,7 @@ def test_a_killed_stage_ends_the_job_and_is_named(data):
 @pytest.mark.parametrize(
     "more, said",
     [
-        ("", "--num-layers 6 cannot be cut for --pipeline-model-parallel-size 4: 6 layers are not divisible by 4"),
+        ("", "--num-layers 6 cannot be split for --pipeline-model-parallel-size 4: 6 layers are not divisible by 4"),
         ("--decoder-first-pipeline-num-layers 5", "1 layers are not divisible by 3 pipeline ranks"),
         ("--pipeline-schedule interleaved", "say how many layers each has by --num-layers-per-virtual"),
         ("--num-layers 8 --global-batch-size 3", "1f1b needs at least as many micro-batches as its 4 stages, got 3"),
@@ -247,7 +248,7 @@ def test_a_killed_stage_ends_the_job_and_is_named(data):
 )
 def test_what_does_not_divide_is_refused(more, said):
     with pytest.raises(SettingsError, match=re.escape(said)):
-        parse_settings("gpt", flags("data", f"--num-layers 6 {PP4} {more}"), 4)
+        parse_settings(GPT, flags("data", f"--num-layers 6 {PP4} {more}"), 4)
 
 
 def test_stages_are_dealt_to_ranks():

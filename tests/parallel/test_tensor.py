@@ -16,9 +16,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import Shard, distribute_tensor
 
+from megatron_zpp.architectures import ARCHITECTURES
 from megatron_zpp.models import init, layers
-from megatron_zpp.models.gpt import GPT, GPTConfig
-from megatron_zpp.models.llama import Llama, LlamaConfig
+from megatron_zpp.models.gpt import GPTConfig
+from megatron_zpp.models.llama import LlamaConfig
 from megatron_zpp.parallel.distributed import FailedTogether
 from megatron_zpp.parallel.mesh import build_mesh
 from megatron_zpp.parallel.sharding import shard_model
@@ -71,7 +72,7 @@ def test_training_equals_one_rank(data, architecture, shape):
 def test_checkpoints_load_under_any_layout(data, tmp_path, architecture, shape):
     """From data-parallel ranks to tensor-parallel ones, between those, and back: ten more losses after each."""
     tp = "--tensor-model-parallel-size"
-    plain, cut = tmp_path / "plain", tmp_path / "cut"
+    plain, split = tmp_path / "plain", tmp_path / "split"
     expected = train_on(1, architecture, data, shape, alone="")["alone"]
     half = "--save-interval 100 --exit-interval 10"
     train_on(4, architecture, data, shape, saves=f"--micro-batch-size 1 --save {plain} {half}")
@@ -81,9 +82,9 @@ def test_checkpoints_load_under_any_layout(data, tmp_path, architecture, shape):
         data,
         shape,
         of_four=f"{tp} 4 --load {plain}",
-        saves=f"{tp} 2 --sequence-parallel --load {plain} --save {cut} --save-interval 5",
-        of_two=f"{tp} 4 --load {cut} --ckpt-step 15",
-        data_parallel=f"--micro-batch-size 1 --load {cut} --ckpt-step 15",
+        saves=f"{tp} 2 --sequence-parallel --load {plain} --save {split} --save-interval 5",
+        of_two=f"{tp} 4 --load {split} --ckpt-step 15",
+        data_parallel=f"--micro-batch-size 1 --load {split} --ckpt-step 15",
     )
     for name, result in more.items():
         assert_same(result, expected, name)
@@ -158,14 +159,14 @@ def losses_by_rows(dtype: torch.dtype) -> tuple[list[Tensor], list[Tensor]]:
 
     expected = results(hidden, weight)
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    cut = distribute_tensor(weight.detach(), mesh, [Shard(0)]).requires_grad_()
+    shard = distribute_tensor(weight.detach(), mesh, [Shard(0)]).requires_grad_()
     sequence = distribute_tensor(hidden.detach(), mesh, [Shard(1)]).requires_grad_()
-    result = results(sequence, cut)
+    result = results(sequence, shard)
     return expected, [result[0], *(gradient.full_tensor() for gradient in result[1:])]
 
 
 @pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-6), (torch.bfloat16, 2e-2)])
-def test_the_loss_over_cut_vocabulary_and_sequence(dtype, tolerance):
+def test_the_loss_over_sharded_vocabulary_and_sequence(dtype, tolerance):
     for expected, result in run_ranks(4, losses_by_rows, dtype):
         assert result[0].dtype == torch.float32 and result[0].isnan().sum() == 2
         for ours, theirs in zip(result, expected, strict=True):
@@ -175,11 +176,12 @@ def test_the_loss_over_cut_vocabulary_and_sequence(dtype, tolerance):
 def initial_weights(config: GPTConfig | LlamaConfig, tp_size: int) -> dict[str, Tensor]:
     """Runs on each rank: whole initial weights, put together from the ranks' parts."""
     init.BLOCK_ELEMENTS = 500
-    with torch.device("meta"):
-        model = GPT(config) if isinstance(config, GPTConfig) else Llama(config)
-    mesh = build_mesh("cpu", tp_size=tp_size)
+    architecture = next(each for each in ARCHITECTURES if isinstance(config, each.config_class))
+    model = architecture.build_empty(config)
+    mesh = build_mesh("cpu", {"tp": tp_size})
     if tp_size > 1:
-        apply_tensor_parallelism(model, mesh, sequence_parallel=False)
+        plan = architecture.tensor_parallel_plan(config, False)
+        apply_tensor_parallelism(model, mesh, plan, sequence_parallel=False)
     shard_model(model, mesh, 3, MixedPrecisionPolicy())
     model.to_empty(device="cpu")
     init.init_weights(model, seed=5)
@@ -223,7 +225,7 @@ ALL_FLAGS = (
 
 
 def topology_of(argv: list[str]) -> tuple[list[int], list[int], list[float]]:
-    """Runs on each rank: its node's ranks, the ranks of its place on all nodes, and the losses of a run."""
+    """Runs on each rank: its node's ranks, the ranks of its local rank on all nodes, and the losses of a run."""
     run, metrics = start(argv)
     with contextlib.redirect_stdout(io.StringIO()):
         train(run, time.monotonic())

@@ -14,11 +14,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from megatron_zpp.checkpoint import find_checkpoint, read_meta
 from megatron_zpp.data.tokenizers import ByteTokenizer
-from megatron_zpp.huggingface.checkpoint import model_flags, save_imported, settings_of_import
+from megatron_zpp.huggingface.checkpoint import save_imported, settings_of_import
 from megatron_zpp.models.llama import LlamaConfig
 from megatron_zpp.tools import export_hf, generate_text
 from megatron_zpp.training.pretrain import train
-from tests.huggingface.small_models import CONFIGS, build
+from tests.huggingface.small_models import CONFIGS, architecture_of, build, mapping_of
 from tests.ranks import run_ranks
 from tests.training.small_run import flags, start, write_text
 
@@ -119,8 +119,10 @@ def save_untrained(folder: Path, config, change=lambda model: None) -> Path:
     with torch.no_grad():
         change(model)
     parameters = {name: parameter.detach() for name, parameter in model.named_parameters()}
-    argv = [*model_flags(config, 64), "--tokenizer-type", "ByteTokenizer"]
-    save_imported(folder, config, settings_of_import(config, argv, 64, ByteTokenizer()), parameters.__getitem__)
+    architecture = architecture_of(config)
+    argv = [*mapping_of(config).flags(config, 64), "--tokenizer-type", "ByteTokenizer"]
+    settings = settings_of_import(architecture, config, argv, 64, ByteTokenizer())
+    save_imported(folder, architecture, config, settings, parameters.__getitem__)
     return folder
 
 

@@ -15,13 +15,11 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from megatron_zpp.data.tokenizers import ByteTokenizer
-from megatron_zpp.huggingface.config import to_hf_config
-from megatron_zpp.huggingface.names import weights
 from megatron_zpp.huggingface.tokenizer import write_tokenizer
 from megatron_zpp.models.llama import LlamaConfig
 from megatron_zpp.tools import export_hf, generate_text, import_hf
 from megatron_zpp.training.pretrain import train
-from tests.huggingface.small_models import CONFIGS, POSITIONS
+from tests.huggingface.small_models import CONFIGS, POSITIONS, mapping_of, to_hf_config
 from tests.ranks import run_ranks
 from tests.training.small_run import start, write_text
 
@@ -46,7 +44,7 @@ def save_theirs(
     folder: Path, config=CONFIGS["llama"], dtype: torch.dtype = torch.float32, **options
 ) -> PreTrainedModel:
     """A model that transformers made and saved, with random weights in every place."""
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**to_hf_config(config, POSITIONS))).to(dtype).eval()
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**to_hf_config(config))).to(dtype).eval()
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -93,7 +91,7 @@ def check_parameters(argv: list[str], architecture: str, folder: str) -> tuple[l
     theirs = load_file(Path(folder) / "model.safetensors")
     differing = []
     parameters = dict(run.model.named_parameters())
-    for weight in weights(run.model.config):
+    for weight in mapping_of(run.model.config).weights(run.model.config):
         expected = weight.join(*(theirs[name].float() for name in weight.theirs))
         if not torch.equal(parameters[weight.ours].full_tensor(), expected):
             differing.append(weight.ours)

@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megatron_zpp.architectures import GPT
 from megatron_zpp.arguments.parse import parse_settings
 from megatron_zpp.metrics.dashboard import DASHBOARD
 from megatron_zpp.metrics.tensorboard_reader import RunHistory, find_runs, read_run
@@ -34,9 +35,9 @@ def _train_and_write(*argvs):
     """What the trainer prints of each command line, on this rank; it writes what it is asked to."""
     outputs = []
     for argv in argvs:
-        settings = parse_settings("gpt", argv, dist.get_world_size(), note=lambda text: None)
+        settings = parse_settings(GPT, argv, dist.get_world_size(), note=lambda text: None)
         with contextlib.redirect_stdout(io.StringIO()) as out:
-            run = build_run(settings, torch.device("cpu"))
+            run = build_run(GPT, settings, torch.device("cpu"))
             train(run, time.monotonic())
             run.writers.close()
         outputs.append(out.getvalue())

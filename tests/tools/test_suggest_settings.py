@@ -9,6 +9,7 @@ import sys
 
 import pytest
 
+from megatron_zpp.architectures import GPT
 from megatron_zpp.arguments.parse import parse_settings
 from megatron_zpp.metrics.log_reader import BETWEEN, RunLog
 from megatron_zpp.tools import suggest_settings
@@ -65,7 +66,7 @@ ARGS = argparse.Namespace(
 def test_noise_is_the_first_setting_again_on_the_same_data_with_larger_weights(trained, given, std):
     outcomes, noise = measure(ARGS, [*RUN.split(), "--mock-data", *given.split()])
     assert len(trained) == 3 and noise == 3 - 1
-    first, again = (parse_settings("gpt", flags, note=lambda _: None).as_flat_dict() for flags in trained[::2])
+    first, again = (parse_settings(GPT, flags, note=lambda _: None).as_flat_dict() for flags in trained[::2])
     assert again.pop("init_method_std") == pytest.approx(1.001 * std) and first.pop("init_method_std") == std
     assert first == again  # the seed too: it also decides the order of samples
     assert "0.1 % larger move the first one's loss by 200.00 %." in table(outcomes, noise, 2, None)

@@ -18,6 +18,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from megatron_zpp.architectures import GPT, Architecture, find_architecture
 from megatron_zpp.arguments.parse import parse_settings
 from megatron_zpp.data.indexed_dataset import IndexedDatasetWriter
 from megatron_zpp.training.pretrain import pretrain, train
@@ -61,10 +62,12 @@ class Recorder:
         pass
 
 
-def start(argv: list[str], architecture: str = "gpt") -> tuple[Run, Metrics]:
+def start(argv: list[str], architecture: str | Architecture = "gpt") -> tuple[Run, Metrics]:
     """Build what ``argv`` describes in the process group at hand."""
+    if isinstance(architecture, str):
+        architecture = find_architecture(architecture)
     settings = parse_settings(architecture, argv, dist.get_world_size(), note=lambda text: None)
-    run = build_run(settings, torch.device("cpu"))
+    run = build_run(architecture, settings, torch.device("cpu"))
     run.writers = recorder = Recorder()
     return run, recorder.metrics
 
@@ -125,7 +128,7 @@ def call_pretrain(*argvs: list[str]) -> list[tuple[int, str, str]]:
         code = 0
         with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()) as err:
             try:
-                pretrain("gpt")
+                pretrain(GPT)
             except SystemExit as exit_:
                 code = exit_.code
         results.append((code, out.getvalue(), err.getvalue()))

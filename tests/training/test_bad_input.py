@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megatron_zpp.architectures import GPT
 from megatron_zpp.arguments.parse import SettingsError, parse_settings
 from megatron_zpp.parallel.distributed import FailedTogether
 from megatron_zpp.training.setup import build_run
@@ -61,9 +62,9 @@ def _reports(argvs: list[list[str]]) -> list[str]:
     """What this rank says to each command line; all ranks give up together, or this hangs."""
     reports = []
     for argv in argvs:
-        settings = parse_settings("gpt", argv, dist.get_world_size(), note=lambda text: None)
+        settings = parse_settings(GPT, argv, dist.get_world_size(), note=lambda text: None)
         with contextlib.redirect_stderr(io.StringIO()) as err, pytest.raises(FailedTogether):
-            build_run(settings, torch.device("cpu"))
+            build_run(GPT, settings, torch.device("cpu"))
         reports.append(err.getvalue())
     return reports
 
@@ -97,4 +98,4 @@ def test_what_does_not_divide_is_refused_before_any_rank_is_started(data):
         "--zero-stge 3": "did you mean --zero-stage?",
     }.items():
         with pytest.raises(SettingsError, match=re.escape(expected)):
-            parse_settings("gpt", flags(data, more), world_size=4)
+            parse_settings(GPT, flags(data, more), world_size=4)

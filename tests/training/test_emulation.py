@@ -6,6 +6,7 @@ import math
 
 import pytest
 
+from megatron_zpp.architectures import GPT
 from megatron_zpp.arguments.parse import SettingsError, parse_settings
 from tests.ranks import run_ranks
 from tests.training.small_run import flags, train_each, write_text
@@ -99,4 +100,4 @@ def test_checkpoints_pass_between_emulated_and_real_ranks(data, tmp_path, saves,
 )
 def test_what_cannot_be_emulated_is_refused(data, more, world_size, message):
     with pytest.raises(SettingsError, match=message):
-        parse_settings("gpt", command(data, more), world_size)
+        parse_settings(GPT, command(data, more), world_size)

@@ -14,12 +14,12 @@ import torch
 import torch.distributed as dist
 from torch.nn import functional as F
 
+from megatron_zpp.architectures import find_architecture
 from megatron_zpp.arguments.parse import parse_settings
 from megatron_zpp.data.build import build_datasets
 from megatron_zpp.data.gpt_dataset import SampleOptions
 from megatron_zpp.data.loader import build_loader, make_batch
 from megatron_zpp.models.init import init_weights
-from megatron_zpp.training.model import build_model
 from megatron_zpp.training.step import train_step
 from tests.ranks import run_ranks
 from tests.training.small_run import NO_DROPOUT, flags, start, torchrun, train_each, write_text
@@ -63,8 +63,8 @@ def test_learns(data, ranks, script, more):
 
 def plain_training(data: str, architecture: str, eod_mask_loss: bool) -> tuple[list[float], float]:
     """The loss of each of STEPS steps and the validation loss after them, by the shortest loop that says the same."""
-    settings = parse_settings(architecture, flags(data, NO_DROPOUT))
-    model = build_model(architecture, settings.model, 257).to_empty(device="cpu")
+    settings = parse_settings(find_architecture(architecture), flags(data, NO_DROPOUT))
+    model = find_architecture(architecture).build_model(settings.model, 257).to_empty(device="cpu")
     init_weights(model, seed=1234)
     options = SampleOptions(seq_length=32, seed=1234, eod=256, eod_mask_loss=eod_mask_loss)
     train, valid, _ = build_datasets(options, data_path=[data], num_samples=(STEPS * BATCH, BATCH, BATCH))

@@ -1,4 +1,4 @@
-"""Counts of parameters and operations, and the presets that they describe."""
+"""Each record's counts of parameters and operations, and the presets that they describe."""
 
 from __future__ import annotations
 
@@ -9,16 +9,27 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from megatron_zpp.models.flops import flops_per_token, num_parameters
-from megatron_zpp.models.gpt import GPT, GPTConfig
+from megatron_zpp.architectures import ARCHITECTURES, GPT, LLAMA, Architecture
+from megatron_zpp.models.gpt import GPTConfig
 from megatron_zpp.models.llama import LlamaConfig
-from megatron_zpp.models.presets import PRESETS
 from megatron_zpp.settings.groups import ModelSettings, TrainingSettings
 from tests.models.test_models import CONFIGS, batch, build
 
 
+def architecture_of(config: GPTConfig | LlamaConfig) -> Architecture:
+    return next(each for each in ARCHITECTURES if isinstance(config, each.config_class))
+
+
+def flops_per_token(config: GPTConfig | LlamaConfig, seq_length: int) -> float:
+    return architecture_of(config).flops_per_token(config, seq_length)
+
+
+def num_parameters(config: GPTConfig | LlamaConfig) -> int:
+    return architecture_of(config).num_parameters(config)
+
+
 def preset_config(name: str) -> GPTConfig | LlamaConfig:
-    preset = dict(PRESETS[name])
+    preset = dict({**GPT.presets, **LLAMA.presets}[name])
     length = preset.pop("seq_length")
     if name.startswith("gpt-"):
         return GPTConfig(vocab_size=50304, max_position_embeddings=length, **preset)
@@ -35,7 +46,7 @@ def test_flops_by_hand():
 
 
 @CONFIGS
-def test_flops_equal_the_counted_products(config):
+def test_flops_equal_the_counted_matrix_products(config):
     model = build(config)
     tokens, _ = batch()
     with FlopCounterMode(display=False) as counter:
@@ -73,14 +84,14 @@ def test_presets_have_their_size(name, billions):
 
 def test_presets_are_settings():
     fields = {field.name for group in (ModelSettings, TrainingSettings) for field in dataclasses.fields(group)}
-    for name, preset in PRESETS.items():
-        assert name.startswith(("gpt-", "llama-")) and preset.keys() <= fields
+    for architecture in ARCHITECTURES:
+        for name, preset in architecture.presets.items():
+            assert name.startswith(f"{architecture.name}-") and preset.keys() <= fields
 
 
 def test_18b_on_meta_allocates_nothing():
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    with torch.device("meta"):
-        model = GPT(preset_config("gpt-18b"))
+    model = GPT.build_empty(preset_config("gpt-18b"))
     after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     assert all(parameter.is_meta for parameter in model.parameters()) and not list(model.buffers())
     assert after - before < 50 * 1024  # KiB; the model is 70 GiB

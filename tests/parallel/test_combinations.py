@@ -40,5 +40,5 @@ def test_all_kinds_at_once(tmp_path):
 
 @pytest.mark.long
 @pytest.mark.parametrize("architecture", ["gpt", "llama"])
-def test_products(tmp_path, architecture):
+def test_combinations(tmp_path, architecture):
     _test_training_equals_one_rank(tmp_path, architecture, LAYOUTS)

@@ -1,0 +1,50 @@
+"""One record per model. A model is added by its file here, or elsewhere, and one line in ``ARCHITECTURES``."""
+
+from __future__ import annotations
+
+import importlib
+
+from .architecture import Architecture, BlockActivations, padded_vocab_size
+from .gpt import GPT
+from .huggingface import HuggingFaceMapping, Weight
+from .llama import LLAMA
+
+__all__ = [
+    "ARCHITECTURES",
+    "GPT",
+    "LLAMA",
+    "Architecture",
+    "BlockActivations",
+    "HuggingFaceMapping",
+    "Weight",
+    "find_architecture",
+    "load_architecture",
+    "padded_vocab_size",
+]
+
+ARCHITECTURES: tuple[Architecture, ...] = (GPT, LLAMA)
+
+
+def find_architecture(name: str) -> Architecture:
+    """One of ours. Raises ValueError."""
+    for architecture in ARCHITECTURES:
+        if architecture.name == name:
+            return architecture
+    raise ValueError(f"there is no architecture {name}; choose from {', '.join(each.name for each in ARCHITECTURES)}")
+
+
+def load_architecture(text: str) -> Architecture:
+    """What a user gives to ``--architecture``: one of ours by name, or ``package.module:NAME``, which is imported.
+
+    Never call it with what stands in a file: importing runs code. Raises ValueError.
+    """
+    module_name, colon, name = text.partition(":")
+    if not colon:
+        return find_architecture(text)
+    try:
+        found = getattr(importlib.import_module(module_name), name)
+    except (ImportError, AttributeError) as error:
+        raise ValueError(f"--architecture {text} cannot be imported ({error}): is its folder in PYTHONPATH?") from error
+    if not isinstance(found, Architecture):
+        raise ValueError(f"--architecture {text} is no Architecture but {type(found).__name__}")
+    return found

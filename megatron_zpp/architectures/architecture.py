@@ -1,0 +1,105 @@
+"""The record of one model: all that the rest of the program must know of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor.parallel import ParallelStyle
+
+from megatron_zpp.architectures.huggingface import HuggingFaceMapping
+from megatron_zpp.models.init import initial_std
+from megatron_zpp.models.transformer import Transformer, TransformerConfig
+from megatron_zpp.parallel.stages import StageModules
+from megatron_zpp.settings.checks import SettingsError, require
+from megatron_zpp.settings.groups import DistributedSettings, ModelSettings
+
+# Functions of a record take its own config class; what calls them knows a TransformerConfig.
+Config = Any
+
+
+@dataclass(frozen=True)
+class BlockActivations:
+    """What autograd keeps of one block, in bytes per token, with fused attention."""
+
+    everything: int
+    linear_layers: int  # with --recompute-granularity selective
+    input: int  # with --recompute-granularity full
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """One kind of model. What is optional is refused where a user asks for it and it is None."""
+
+    name: str  # in checkpoints and logs
+    title: str  # in help
+    config_class: type[Config]  # a frozen dataclass: a TransformerConfig
+    module: Callable[[Config], Transformer]
+    # Completes the model's flags for a --seq-length, so that none is None that has a default; raises SettingsError for
+    # what this model does not have.
+    resolve: Callable[[ModelSettings, int], ModelSettings]
+    build_config: Callable[[ModelSettings, int], Config]  # of completed flags and the padded size of the vocabulary
+    flops_per_token: Callable[[Config, int], float]  # of a forward and backward pass at a --seq-length
+    initial_std: Callable[[str, Config], float] = initial_std  # of a weight, by its name; see ``models.init``
+    # Published shapes by name: fields of ModelSettings, and ``seq_length`` of TrainingSettings; flags override them.
+    presets: Mapping[str, Mapping[str, object]] = field(default_factory=dict)
+
+    tensor_parallel_plan: Callable[[Config, bool], dict[str, ParallelStyle]] | None = None  # bool: sequence-parallel
+    stages: Callable[[Config], StageModules] | None = None
+    apply_context_parallel: Callable[[Transformer, DeviceMesh], None] | None = None
+    activations: Callable[[Config, int], BlockActivations] | None = None  # int: bytes of an element
+    huggingface: HuggingFaceMapping | None = None
+
+    @property
+    def script(self) -> str:
+        """The program that trains it."""
+        return f"pretrain_{self.name}.py"
+
+    def build_model(self, settings: ModelSettings, vocab_size: int) -> Transformer:
+        """The model without storage, its vocabulary padded: call ``to_empty`` and ``init_weights`` on it.
+
+        settings: completed. vocab_size: the tokenizer's.
+        """
+        padded = padded_vocab_size(vocab_size, settings.make_vocab_size_divisible_by)
+        return self.build_empty(self.build_config(settings, padded))
+
+    def build_empty(self, config: TransformerConfig) -> Transformer:
+        """The model on the meta device."""
+        with torch.device("meta"):
+            return self.module(config)
+
+    def num_parameters(self, config: TransformerConfig) -> int:
+        """Parameters of the model, tied ones counted once."""
+        return sum(parameter.numel() for parameter in self.build_empty(config).parameters())
+
+    def preset(self, name: str) -> dict[str, Any]:
+        """Settings of a published model, by field name. Raises SettingsError."""
+        require(
+            name in self.presets, f"--preset {name} does not exist; choose from {', '.join(self.presets) or 'none'}"
+        )
+        return dict(self.presets[name])
+
+    def check_parallel(self, distributed: DistributedSettings) -> None:
+        """Raise SettingsError for a kind of parallelism that this model has no description for."""
+        described = {
+            "--tensor-model-parallel-size": (distributed.tensor_model_parallel_size, self.tensor_parallel_plan),
+            "--pipeline-model-parallel-size": (distributed.pipeline_model_parallel_size, self.stages),
+            "--context-parallel-size": (distributed.context_parallel_size, self.apply_context_parallel),
+        }
+        for flag, (size, description) in described.items():
+            if size > 1 and description is None:
+                raise SettingsError(f"{flag} {size}: the architecture {self.name} does not support it; leave it out")
+
+    def require_huggingface(self) -> HuggingFaceMapping:
+        """Raises ValueError without a mapping."""
+        if self.huggingface is None:
+            raise ValueError(f"the architecture {self.name} has no mapping to a model of Hugging Face transformers")
+        return self.huggingface
+
+
+def padded_vocab_size(vocab_size: int, multiple: int) -> int:
+    """``vocab_size`` up to the next multiple: even sizes are faster."""
+    return -(-vocab_size // multiple) * multiple

@@ -1,0 +1,82 @@
+"""What the trainer knows of a model: its layers, its shape, and what its forward pass returns."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar, NamedTuple, Protocol
+
+from torch import Tensor, nn
+
+
+class TransformerConfig(Protocol):
+    """The shape of a model: a frozen dataclass of plain values, which a checkpoint keeps field by field."""
+
+    __dataclass_fields__: ClassVar[dict[str, Any]]
+
+    @property
+    def num_layers(self) -> int: ...
+
+    @property
+    def hidden_size(self) -> int: ...
+
+    @property
+    def vocab_size(self) -> int:
+        """Padded."""
+        ...
+
+    @property
+    def init_method_std(self) -> float: ...
+
+
+class DecoderConfig(TransformerConfig, Protocol):
+    """The shape of blocks of attention and MLP."""
+
+    @property
+    def num_attention_heads(self) -> int: ...
+
+    @property
+    def num_groups(self) -> int:
+        """Key/value heads."""
+        ...
+
+    @property
+    def head_dim(self) -> int: ...
+
+    @property
+    def ffn_size(self) -> int: ...
+
+    @property
+    def norm_epsilon(self) -> float: ...
+
+    @property
+    def attention_dropout(self) -> float: ...
+
+    @property
+    def hidden_dropout(self) -> float: ...
+
+    @property
+    def tie_embeddings(self) -> bool: ...
+
+
+class Transformer(nn.Module):
+    """What every model has; a type, without code of its own.
+
+    ``forward(tokens, labels, position_ids, cu_seqlens)`` returns each token's loss, fp32 [B, S], or a ``ModelOutput``;
+    without ``labels`` logits [B, S, V].
+    """
+
+    config: TransformerConfig
+    layers: nn.ModuleList  # the blocks [B, S, H] -> [B, S, H]: units of sharding, recomputation and compilation
+    document_attention: Callable[..., Tensor | None]  # of ``layers``; context parallelism puts another one there
+
+
+class ModelOutput(NamedTuple):
+    """What a forward pass with labels returns, where there is more than the tokens' losses."""
+
+    losses: Tensor  # of each token, fp32 [B, S]
+    auxiliary: Mapping[str, Tensor]  # scalars of this micro-batch by name, coefficients included: added to the loss
+
+
+def as_model_output(output: Tensor | ModelOutput) -> ModelOutput:
+    """What a model returned, with no auxiliary losses where it returned the tokens' losses alone."""
+    return output if isinstance(output, ModelOutput) else ModelOutput(output, {})
