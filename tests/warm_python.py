@@ -130,18 +130,21 @@ def _run(python: str, words: list[str], folder: str, environment: dict[str, str]
     sys.executable = python  # the programs that it starts start at once, too
     if "OMP_NUM_THREADS" in environment:
         torch.set_num_threads(int(environment["OMP_NUM_THREADS"]))
-    options = list(itertools.takewhile(lambda word: word in ("-u", "-m"), words))
+    options = list(itertools.takewhile(lambda word: word in ("-u", "-m", "-c"), words))
     program, *arguments = words[len(options) :]
-    first = os.getcwd() if "-m" in options else str(Path(program).resolve().parent)
+    is_file = options in ([], ["-u"])
+    first = str(Path(program).resolve().parent) if is_file else os.getcwd()
     installed = [path for path in sys.path if "site-packages" in path or path.startswith(sys.base_prefix)]
     sys.path[:] = [first, *environment.get("PYTHONPATH", "").split(os.pathsep), *installed]
     sys.argv[:] = [program, *arguments]
     status: Any = None
     try:
-        if "-m" in options:
+        if is_file:
+            runpy.run_path(program, run_name="__main__")
+        elif "-m" in options:
             runpy.run_module(program, run_name="__main__", alter_sys=True)
         else:
-            runpy.run_path(program, run_name="__main__")
+            exec(program, {"__name__": "__main__"})
     except SystemExit as exit_:
         status = exit_.code
         if status is not None and not isinstance(status, int):
