@@ -9,19 +9,28 @@ READY := $(VENV)/.ready
 TORCH_INDEX ?= $(shell [ "$$(uname)" != Linux ] || command -v nvidia-smi >/dev/null || echo https://download.pytorch.org/whl/cpu)
 
 .DEFAULT_GOAL := help
-.PHONY: help quickstart test format clean
+.PHONY: help quickstart test test-long format clean
 
 help:  ## show this list
-	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
 
 quickstart: $(READY)  ## train a small GPT on this machine with ZeRO-3 and with ZeRO++ and LoCo, and compare
 	PATH="$(CURDIR)/$(VENV)/bin:$$PATH" examples/quickstart/run.sh
 
-test: $(READY)  ## check formatting, lint and types, and run all tests
+# mypy and the tests run side by side, each test in one of WORKERS processes. Most tests start ranks of one thread each.
+WORKERS ?= 2
+PYTEST := $(VENV)/bin/python -m pytest -n $(WORKERS) --dist worksteal
+
+test: $(READY)  ## check formatting, lint and types, and run all tests but the long ones
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
-	$(VENV)/bin/mypy
-	$(VENV)/bin/python -m pytest
+	@$(VENV)/bin/mypy & types=$$!; \
+	$(PYTEST); tests=$$?; \
+	wait $$types || { echo "error: mypy found what it says above" >&2; exit 1; }; \
+	exit $$tests
+
+test-long: $(READY)  ## run the tests that make test leaves out for their time
+	$(PYTEST) -m long -o faulthandler_timeout=900
 
 format: $(READY)  ## format the code and fix what ruff can fix
 	$(VENV)/bin/ruff check --fix .

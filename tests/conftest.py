@@ -1,12 +1,16 @@
-"""What several test files share: the quickstart, run once on little text and for few steps."""
+"""What several test files share: the quickstart, run once on little text and for few steps, and its environment."""
 
+import fcntl
 import os
+import shutil
 import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+
+from tests.warm_python import programs
 
 ROOT = Path(__file__).parents[1]
 
@@ -18,17 +22,32 @@ class Quickstart:
 
 
 def environment(**more: str) -> dict[str, str]:
-    """The environment of a user who has activated the virtual environment that the tests run in."""
-    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    """That of a user who has activated the virtual environment that the tests run in; python and torchrun are warm."""
+    path = os.pathsep.join([str(programs()), str(Path(sys.executable).parent), os.environ["PATH"]])
     return os.environ | {"PATH": path, "OMP_NUM_THREADS": "1"} | more
 
 
 @pytest.fixture(scope="session")
-def quickstart(tmp_path_factory: pytest.TempPathFactory) -> Quickstart:
-    folder = tmp_path_factory.mktemp("quickstart")
-    results = folder / "runs" / "quickstart"
-    small = environment(OUT=str(results), MEGABYTES="1", VOCAB_SIZE="500", TRAIN_ITERS="3")
-    script = ROOT / "examples" / "quickstart" / "run.sh"
-    done = subprocess.run([script], env=small, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return Quickstart(folder, done.stdout)
+def quickstart_of_all(tmp_path_factory: pytest.TempPathFactory) -> Quickstart:
+    """The quickstart, run by the worker that needs it first; the others wait for it."""
+    shared = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        shared = shared.parent
+    folder, output = shared / "quickstart", shared / "quickstart.txt"
+    with open(shared / "quickstart.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not output.exists():
+            results = folder / "runs" / "quickstart"
+            small = environment(OUT=str(results), MEGABYTES="1", VOCAB_SIZE="500", TRAIN_ITERS="3")
+            script = ROOT / "examples" / "quickstart" / "run.sh"
+            done = subprocess.run([script], env=small, capture_output=True, text=True, timeout=300)
+            assert done.returncode == 0, done.stdout + done.stderr
+            output.write_text(done.stdout)
+    return Quickstart(folder, output.read_text())
+
+
+@pytest.fixture
+def quickstart(quickstart_of_all: Quickstart, tmp_path: Path) -> Quickstart:
+    """A copy of its results, to work in."""
+    shutil.copytree(quickstart_of_all.folder, tmp_path / "quickstart")
+    return Quickstart(tmp_path / "quickstart", quickstart_of_all.output)

@@ -5,21 +5,25 @@ The processes are forked from a server that has imported torch once, so that sta
 
 from __future__ import annotations
 
+import ctypes
+import faulthandler
 import multiprocessing
 import os
 import pickle
 import signal
+import sys
 import tempfile
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-_context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(
+FORKSERVER = multiprocessing.get_context("forkserver")
+FORKSERVER.set_forkserver_preload(
     ["torch._dynamo", "torch.distributed.fsdp", "torch.distributed.checkpoint", "megatron_zpp.training.pretrain"]
 )
 
@@ -29,16 +33,16 @@ def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, timeout
     with tempfile.TemporaryDirectory() as folder:
         pipes, processes = [], []
         for rank in range(world_size):
-            receiver, sender = _context.Pipe(duplex=False)
-            process = _context.Process(
-                target=_run_rank, args=(rank, world_size, folder, sender, function, args), daemon=True
+            receiver, sender = FORKSERVER.Pipe(duplex=False)
+            process = FORKSERVER.Process(
+                target=_run_rank, args=(rank, world_size, folder, sender, timeout, function, args), daemon=True
             )
             process.start()
             sender.close()
             pipes.append(receiver)
             processes.append(process)
         try:
-            answers = [_answer(rank, pipe, timeout) for rank, pipe in enumerate(pipes)]
+            answers = [_answer(rank, pipe, timeout, _report(folder, rank)) for rank, pipe in enumerate(pipes)]
         finally:
             for process in processes:
                 process.kill()
@@ -50,18 +54,40 @@ def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, timeout
     return [value for value, _ in answers]
 
 
-def _answer(rank: int, pipe: Any, timeout: float) -> tuple[Any, str | None]:
+def _answer(rank: int, pipe: Any, timeout: float, report: Path) -> tuple[Any, str | None]:
     """What a rank returned, or its error."""
     if not pipe.poll(timeout):
-        return None, f"rank {rank} did not answer within {timeout} s"
+        return None, f"rank {rank} did not answer within {timeout} s\n{report.read_text()}"
     try:
         return pickle.loads(pipe.recv_bytes())
     except EOFError:
         return None, f"rank {rank} died without a message"
 
 
-def _run_rank(rank: int, world_size: int, folder: str, sender: Any, function: Callable[..., Any], args: Any) -> None:
+def _die_with_parent() -> None:
+    """Have the kernel kill this process when the server ends, as it does when the tests are killed."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+
+
+def _report(folder: str, rank: int) -> Path:
+    """The file that says where a rank was when its time was nearly over."""
+    return Path(folder) / f"rank{rank}.txt"
+
+
+def _run_rank(
+    rank: int,
+    world_size: int,
+    folder: str,
+    sender: Any,
+    timeout: float,
+    function: Callable[..., Any],
+    args: Any,
+) -> None:
     torch.set_num_threads(1)
+    multiprocessing.set_start_method(None, force=True)  # a loader's workers start as they do without this server
+    _die_with_parent()
+    faulthandler.dump_traceback_later(0.9 * timeout, file=open(_report(folder, rank), "w"))  # noqa: SIM115
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank))
     try:
         dist.init_process_group(

@@ -124,9 +124,7 @@ def free_port() -> int:
 def folder(quickstart) -> Path:
     """A folder that looks like the repository's root to a user who has run the quickstart."""
     for name in ("tools", "examples", "benchmarks", "pretrain_gpt.py", "pretrain_llama.py", "tests", "docs"):
-        link = quickstart.folder / name
-        if not link.exists():
-            link.symlink_to(ROOT / name)
+        (quickstart.folder / name).symlink_to(ROOT / name)
     return quickstart.folder
 
 

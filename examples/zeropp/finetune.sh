@@ -26,6 +26,7 @@
 #      16        ZeRO-3: weights and gradients in 16 bit, by PyTorch FSDP2's own collectives
 # HF_MODEL       folder of the model to start from at full scale: config.json, safetensors, tokenizer.model. To fetch it:
 #                hf download meta-llama/Llama-2-13b-hf --local-dir data/Llama-2-13b-hf
+# PAGES_FROM     files and folders of text to fine-tune on at the small scales; default docs README.md CONTRIBUTING.md
 # BASE           folder of the checkpoint to start from; made, if it is not there, from HF_MODEL or by pretraining; that
 #                goes on where it was stopped until BASE/done says that it ended
 #
@@ -52,6 +53,7 @@ BITS=${BITS:-4}
 one_of BITS 16 8 6 4 2
 OUT=${OUT:-runs/zeropp/finetune/$SCALE-$BITS}
 BASE=${BASE:-runs/zeropp/finetune/$SCALE-base}
+PAGES_FROM=${PAGES_FROM:-docs README.md CONTRIBUTING.md}
 HF_MODEL=${HF_MODEL:-data/Llama-2-13b-hf}
 GPU=${GPU:-A100}
 cluster 2 8
@@ -92,7 +94,8 @@ if [ "$SCALE" = full ]; then
     fi
 else
     PAGES=$CORPUS/pages_text_document
-    [ -f "$PAGES.idx" ] || ! starts || python tools/preprocess_data.py --input docs README.md CONTRIBUTING.md \
+    # shellcheck disable=SC2086  # several words
+    [ -f "$PAGES.idx" ] || ! starts || python tools/preprocess_data.py --input $PAGES_FROM \
         --output-prefix "$CORPUS/pages" --append-eod "${TOKENIZER[@]}"
     if [ ! -f "$BASE/done" ]; then
         OUT=$BASE launch pretrain_llama.py "${MODEL[@]}" --bf16 \

@@ -9,15 +9,16 @@ import pytest
 import torch
 
 from tests.conftest import ROOT, environment
+from tests.warm_python import programs
 
 SMALL = ["--no-compile", "--steps", "2", "--rounds", "1", "--profiled-steps", "2"]
 PARTS = {"forward", "backward", "optimizer", "collectives", "quantizers", "data", "other"}
 
 
 def measure(folder, *arguments, ranks=0):
-    launcher = [sys.executable]
+    launcher = [programs() / "python"]
     if ranks:
-        launcher += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+        launcher = [programs() / "torchrun", "--standalone", "--nproc-per-node", str(ranks)]
     output = folder / "new" / "trainer.jsonl"
     command = [*launcher, "benchmarks/trainer.py", *SMALL, *arguments, "--output", output]
     # On the CPU also where there is a GPU: what is tested here is the program.

@@ -25,7 +25,10 @@ from megatron_zpp.tools import estimate, preprocess_data
 from tests.conftest import ROOT, environment
 
 SCRIPTS = sorted([*(ROOT / "examples/zeropp").glob("*.sh"), *(ROOT / "examples/loco").glob("*.sh")])
-OURS = ("SCALE", "RECIPE", "BITS", "WEIGHT_BITS", "OPTIMIZER", "DATA", "PRECISION", "OUT", "BASE", "CORPUS", "NODES")
+OURS = (
+    *("SCALE", "RECIPE", "BITS", "WEIGHT_BITS", "OPTIMIZER", "DATA", "PRECISION"),
+    *("OUT", "BASE", "CORPUS", "PAGES_FROM", "NODES"),
+)
 GB_OF_GPU = {"A100": 80, "V100": 32}
 
 
@@ -147,13 +150,18 @@ def test_a_wrong_choice_is_refused_by_name():
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
-    return tmp_path_factory.mktemp("published")
+    """With the text to fine-tune on, which is always the same: the paragraphs of the license."""
+    folder = tmp_path_factory.mktemp("published")
+    paragraphs = (ROOT / "LICENSE").read_text().split("\n\n")
+    (folder / "pages.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in paragraphs))
+    return folder
 
 
 def run_laptop(script: Path, variant: str, folder: Path) -> tuple[RunLog, list[str]]:
     """What the script logged, and its command."""
     name = f"{script.stem}-{variant.replace(' ', '-')}"
-    places = dict(OUT=str(folder / name), BASE=str(folder / "base"), CORPUS=str(folder / "corpus"))
+    places = dict(OUT=folder / name, BASE=folder / "base", CORPUS=folder / "corpus", PAGES_FROM=folder / "pages.jsonl")
+    places = {variable: str(path) for variable, path in places.items()}
     words = command(script, variant, **places)
     done = subprocess.run(
         [script], env=clean(**assignments(variant), **places), capture_output=True, text=True, timeout=300

@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
@@ -17,6 +16,7 @@ from megatron_zpp.optim.gradients import clip_gradients, count_zeros, params_nor
 from megatron_zpp.optim.optimizer import OPTIMIZERS, _on_local_tensors, build_optimizer, set_lr_and_weight_decay
 from megatron_zpp.settings.groups import OptimizerSettings, all_flags
 from megatron_zpp.zeropp import OwnRank
+from tests.ranks import run_ranks
 
 
 class Model(nn.Module):
@@ -124,9 +124,8 @@ def test_another_package_called_apex_is_refused(tmp_path: Path, monkeypatch: pyt
         build_optimizer(build_model(), OptimizerSettings(lr=0.1, use_apex=True))
 
 
-def _compare_shards_with_whole(rank: int, world_size: int, store: str) -> None:
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size)
-    mesh = init_device_mesh("cpu", (world_size,))
+def _compare_shards_with_whole() -> None:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     for name in ("adam", "sgd"):
         whole, _, expected = train(build_model(), name)
         model = build_model()
@@ -164,9 +163,7 @@ def _compare_shards_with_whole(rank: int, world_size: int, store: str) -> None:
     with torch.no_grad():
         _on_local_tensors(double)(1, torch.zeros(1), [[model.word_embeddings.weight]], 2)
     assert torch.equal(model.word_embeddings.weight.full_tensor(), 2 * before)
-    dist.destroy_process_group()
 
 
-def test_shards_equal_whole_tensors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    mp.spawn(_compare_shards_with_whole, args=(4, str(tmp_path / "store")), nprocs=4)
+def test_shards_equal_whole_tensors() -> None:
+    run_ranks(4, _compare_shards_with_whole)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import re
 import subprocess
-import sys
 
 import pytest
 
@@ -16,12 +15,20 @@ from megatron_zpp.tools import suggest_settings
 from megatron_zpp.tools.suggest_settings import Outcome, measure, suggest, table
 from tests.conftest import ROOT
 from tests.training.small_run import SHAPE, write_text
+from tests.warm_python import programs
 
 RUN = f"{SHAPE} --micro-batch-size 1 --lr 3e-3 --num-workers 0 --tokenizer-type ByteTokenizer"
 
 
 def call(*words: str) -> subprocess.CompletedProcess:
-    command = [sys.executable, str(ROOT / "tools/suggest_settings.py"), "gpt", "--emulate-ranks", "4", *words]
+    command = [
+        str(programs() / "python"),
+        str(ROOT / "tools/suggest_settings.py"),
+        "gpt",
+        "--emulate-ranks",
+        "4",
+        *words,
+    ]
     return subprocess.run(command, capture_output=True, text=True)
 
 

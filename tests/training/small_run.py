@@ -23,6 +23,7 @@ from megatron_zpp.arguments.parse import parse_settings
 from megatron_zpp.data.indexed_dataset import IndexedDatasetWriter
 from megatron_zpp.training.pretrain import pretrain, train
 from megatron_zpp.training.setup import Run, build_run
+from tests.warm_python import programs
 
 ROOT = Path(__file__).parents[2]
 SHAPE = "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 32 --make-vocab-size-divisible-by 32"
@@ -85,10 +86,23 @@ def train_each(runs: dict[str, list[str]], architecture: str = "gpt") -> dict[st
 
 
 def torchrun(
-    ranks: int, argv: list[str], script: str = "pretrain_gpt.py", launcher: Sequence[str] = (), **environment: str
+    ranks: int,
+    argv: list[str],
+    script: str = "pretrain_gpt.py",
+    launcher: Sequence[str] = (),
+    *,
+    warm: bool = True,
+    **environment: str,
 ) -> subprocess.Popen:
-    """The program as a user starts it; ranks 0: by python alone. ``launcher``: more flags of torchrun."""
+    """The program as a user starts it; ranks 0: by python alone. ``launcher``: more flags of torchrun.
+
+    The launcher is torchrun itself. ``warm``: its ranks are forked from a process that has imported torch.
+    """
     command = [sys.executable]
+    if warm:
+        environment["PYTHON_EXEC"] = str(programs() / "python")
+    if ranks == 0 and warm:
+        command = [environment["PYTHON_EXEC"]]
     if ranks:
         command += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), *launcher]
     return subprocess.Popen(

@@ -49,7 +49,8 @@ def test_torchrun_reports_a_mistake_once(data, tmp_path):
 
 def test_a_rank_that_dies_at_start_ends_the_job(data, tmp_path):
     (tmp_path / "sitecustomize.py").write_text("import os\nif os.environ.get('RANK') == '2': os._exit(3)\n")
-    process = torchrun(3, flags(data, "--micro-batch-size 1 --global-batch-size 6"), PYTHONPATH=str(tmp_path))
+    argv = flags(data, "--micro-batch-size 1 --global-batch-size 6")
+    process = torchrun(3, argv, warm=False, PYTHONPATH=str(tmp_path))
     _, err = process.communicate(timeout=60)
     assert process.returncode != 0
     assert "rank      : 2" in err and "exitcode  : 3" in err  # torchrun's own report

@@ -32,6 +32,7 @@ from tests.training.small_run import (
     wait_for_iteration,
     write_text,
 )
+from tests.warm_python import programs
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +62,7 @@ def test_a_bug_on_one_rank_is_named_with_its_traceback(data, tmp_path):
         "        raise AssertionError('planted')\n"
         "    b.BatchSchedule.num_micro_batches = broken\n"
     )
-    process = torchrun(2, flags(data), PYTHONPATH=f"{tmp_path}:{ROOT}")
+    process = torchrun(2, flags(data), warm=False, PYTHONPATH=f"{tmp_path}:{ROOT}")
     _, err = process.communicate(timeout=60)
     assert process.returncode == 1
     report = err[err.index("Root Cause (first observed failure)") :]
@@ -100,7 +101,7 @@ def test_a_lost_node_is_left_behind(data, tmp_path):
                 nodes.append(
                     subprocess.Popen(
                         [sys.executable, *launcher.split(), str(ROOT / "pretrain_gpt.py"), *argv],
-                        env=os.environ | {"OMP_NUM_THREADS": "1"},
+                        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHON_EXEC": str(programs() / "python")},
                         stdout=out,
                         stderr=subprocess.STDOUT,
                     )
@@ -128,7 +129,7 @@ def test_a_lost_node_is_left_behind(data, tmp_path):
 
 def test_a_stuck_collective_is_named(data):
     argv = flags(data, "--distributed-timeout-minutes 0.1", length="--train-iters 100000")
-    process = torchrun(2, argv)
+    process = torchrun(2, argv, warm=False)
     wait_for_iteration(process, 3)
     stopped = ranks_of(process)[1]
     os.kill(stopped, signal.SIGSTOP)

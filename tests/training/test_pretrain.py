@@ -48,7 +48,7 @@ def data(tmp_path_factory) -> str:
 )
 def test_learns(data, ranks, script, more):
     argv = flags(data, more, "--train-iters 30 --lr 1e-2 --num-workers 1 --lr-decay-style cosine --log-interval 10")
-    out, err = (process := torchrun(ranks, argv, script)).communicate(timeout=120)
+    out, err = (process := torchrun(ranks, argv, script, warm=False)).communicate(timeout=120)
     assert process.returncode == 0, err
     losses = [float(loss) for loss in re.findall(r"\| lm loss: (\S+) \|", out)]
     assert losses[0] > 5.3 and losses[-1] < 3.7  # ln 257 = 5.55
@@ -277,7 +277,7 @@ def children_of(pid):
 
 def test_sigterm_on_one_rank_saves_and_ends_all(data, tmp_path):
     asked = f"--exit-signal-handler --save {tmp_path} --save-interval 100000 --num-workers 1"
-    process = torchrun(2, flags(data, asked, length="--train-iters 100000"))
+    process = torchrun(2, flags(data, asked, length="--train-iters 100000"), warm=False)
     lines = iter(process.stdout.readline, "")
     assert any("iteration        3/" in line for line in lines)
     rank = children_of(process.pid)[-1]
