@@ -80,19 +80,20 @@ class EmulatedZeroPP:
         self,
         units: list[EmulatedUnit],
         config: ZeroPPConfig,
-        places: list[RankLayout],
+        layouts: list[RankLayout],
         reduce_dtype: torch.dtype | None,
         zero_stage: int,
     ) -> None:
-        self.units, self.config, self.places = units, config, places
-        self.topologies = places[:1]
+        self.units, self.config, self.layouts = units, config, layouts
+        self.topologies = layouts[:1]  # all units' are the same
+        (self.device,) = {unit.device for unit in units}
         self.traffic, self._monitor, self._micro_batch = Traffic(), ErrorMonitor(), MicroBatch()
-        self.ranks = EmulatedRanks(units[0].device, len(places), self._as_rank)
+        self.ranks = EmulatedRanks(self.device, len(layouts), self._as_rank)
         self._weights = [
-            EmulatedAllGather(unit, config, places, self.traffic, self._monitor, zero_stage) for unit in units
+            EmulatedAllGather(unit, config, layouts, self.traffic, self._monitor, zero_stage) for unit in units
         ]
         self._gradients = [
-            EmulatedReduceScatter(unit, config, places, self.traffic, self._monitor, self._micro_batch, reduce_dtype)
+            EmulatedReduceScatter(unit, config, layouts, self.traffic, self._monitor, self._micro_batch, reduce_dtype)
             for unit in units
         ]
         self._next_rank = 0  # whose gradients come next
@@ -101,7 +102,7 @@ class EmulatedZeroPP:
             weights.unit.module.register_load_state_dict_post_hook(weights.after_loading)
         follow_optimizers(units)
         if config.quantized_weights or config.quantized_gradients:
-            kernels.warn_if_missing(units[0].device)
+            kernels.warn_if_missing(self.device)
 
     @contextmanager
     def _as_rank(self, rank: int) -> Iterator[None]:
@@ -129,17 +130,13 @@ class EmulatedZeroPP:
     def _reduce(self, rank: int) -> None:
         if rank != self._next_rank:
             raise RuntimeError(f"emulated ranks train in turn: this is rank {rank}, it is rank {self._next_rank}'s")
-        self._next_rank = (rank + 1) % len(self.places)
+        self._next_rank = (rank + 1) % len(self.layouts)
         for reduce_scatter in self._gradients:
             reduce_scatter.add(rank)
 
     def describe(self) -> str:
         """One line: the topology, and how weights and gradients travel."""
         return describe(self.config, self.topologies)
-
-    @property
-    def device(self) -> torch.device:
-        return self.units[0].device
 
     def set_is_last_micro_batch(self, is_last: bool) -> None:
         """Say before each rank's micro-batch whether it is the optimizer step's last; only that one crosses nodes."""
@@ -175,28 +172,28 @@ class EmulatedZeroPP:
     def state_dict(self) -> dict[str, Tensor]:
         """What ZeroPP's ``state_dict`` gives on each rank, its keys preceded by "RANK."."""
         state: dict[str, Tensor] = {}
-        for place in self.places:
+        for layout in self.layouts:
             own = {
                 f"{kind}/{unit.name or 'root'}/{key}": value
                 for unit, weights, gradients in zip(self.units, self._weights, self._gradients, strict=True)
                 for kind, of_unit in (("weights", weights), ("gradients", gradients))
-                for key, value in of_unit.state_dict(place).items()
+                for key, value in of_unit.state_dict(layout).items()
             }
             if own:
-                own["fingerprint"] = torch.tensor(fingerprint(self.config, [place], self.units))
-            state |= {f"{place.rank}.{key}": value for key, value in own.items()}
+                own["fingerprint"] = torch.tensor(fingerprint(self.config, [layout], self.units))
+            state |= {f"{layout.rank}.{key}": value for key, value in own.items()}
         return state
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
         """Take back what ``state_dict`` gave; raises ValueError when it is of another model, layout or config."""
         self.invalidate()
-        for place in self.places:
-            prefix = f"{place.rank}."
+        for layout in self.layouts:
+            prefix = f"{layout.rank}."
             own = {key.removeprefix(prefix): value for key, value in state.items() if key.startswith(prefix)}
-            check_fingerprint(own, self.config, [place], self.units)
+            check_fingerprint(own, self.config, [layout], self.units)
             for unit, weights, gradients in zip(self.units, self._weights, self._gradients, strict=True):
                 for kind, of_unit in (("weights", weights), ("gradients", gradients)):
                     start = f"{kind}/{unit.name or 'root'}/"
                     of_unit.load_state_dict(
-                        place, {key.removeprefix(start): value for key, value in own.items() if key.startswith(start)}
+                        layout, {key.removeprefix(start): value for key, value in own.items() if key.startswith(start)}
                     )

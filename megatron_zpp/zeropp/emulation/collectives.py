@@ -22,20 +22,20 @@ class EmulatedAllGather:
         self,
         unit: EmulatedUnit,
         config: ZeroPPConfig,
-        places: list[RankLayout],
+        layouts: list[RankLayout],
         traffic: Traffic,
         monitor: ErrorMonitor,
         zero_stage: int,
     ) -> None:
-        self.unit, self.config, self.places, self.traffic = unit, config, places, traffic
-        self.encoder = WeightEncoder(unit, places[0], config, monitor)
+        self.unit, self.config, self.layouts, self.traffic = unit, config, layouts, traffic
+        self.encoder = WeightEncoder(unit, layouts[0], config, monitor)
         self.copies: Tensor | None = None  # [W, L], of the ranks' shards, with weight differences
-        self._has_secondary = config.hpz_partition_size > 1 and places[0].num_nodes > 1
+        self._has_secondary = config.hpz_partition_size > 1 and layouts[0].num_nodes > 1
         self._is_encoded = self._has_secondary or config.quantized_weights
         self._arrived = False  # the weights of the last refresh are in unit.arrived
         self._reshards_after_forward = zero_stage == 3 and unit.name != ""  # FSDP2 keeps the root for backward
         self._reshards_after_backward = zero_stage == 3
-        self._unsharded = [False] * len(places)
+        self._unsharded = [False] * len(layouts)
 
     @torch.inference_mode(False)
     @torch.no_grad()
@@ -55,7 +55,7 @@ class EmulatedAllGather:
 
     def _gather(self, changed: bool) -> Tensor:
         """What every rank holds after the gather, [W, L]."""
-        place, dtype = self.places[0], self.unit.dtype
+        layout, dtype = self.layouts[0], self.unit.dtype
         if self.copies is None or changed:
             arrived = self._gather_between_nodes(self.unit.shards_of(self.unit.masters, dtype))
         else:
@@ -63,8 +63,8 @@ class EmulatedAllGather:
         within_node = self.encoder.within_node(dtype)
         if within_node is None or not self._has_secondary or self.config.hpz_secondary_dtype == "int8":
             return arrived
-        partitions = arrived.view(place.num_nodes, place.ranks_per_node, -1)  # [N, P, L]
-        sent = [self.encoder.encode_within_node(partitions[:, p], within_node, p) for p in range(place.ranks_per_node)]
+        partitions = arrived.view(layout.num_nodes, layout.ranks_per_node, -1)  # [N, P, L]
+        sent = [self.encoder.encode_within_node(partitions[:, p], within_node, p) for p in range(layout.ranks_per_node)]
         wires = torch.stack(sent, dim=1)  # [N, P, nbytes]
         return within_node.decode(wires, out=torch.empty_like(partitions)).flatten(0, 1)
 
@@ -78,7 +78,7 @@ class EmulatedAllGather:
             format, minus = self.encoder.in_full(shards.dtype), [None] * len(shards)
         wires = torch.stack([self.encoder.encode(s, format, r, minus=minus[r]) for r, s in enumerate(shards)])
         if self._has_secondary:
-            self.traffic.add(inter_node=(self.places[0].num_nodes - 1) * wires.nbytes)
+            self.traffic.add(inter_node=(self.layouts[0].num_nodes - 1) * wires.nbytes)
         if self.copies is not None:
             return format.decode_sum(wires.unsqueeze(0), out=self.copies, accumulate=True)
         arrived = format.decode(wires, out=shards)
@@ -89,21 +89,21 @@ class EmulatedAllGather:
         """Count the gathers of one rank's forward pass and, if it ``trained``, its backward pass."""
         gathers = int(not self._unsharded[rank]) + int(trained and self._reshards_after_forward)
         for _ in range(gathers):
-            self._count_gather(self.places[rank])
+            self._count_gather(self.layouts[rank])
         if trained:
             self._unsharded[rank] = not (self._reshards_after_backward or is_last_micro_batch)
         else:
             self._unsharded[rank] = not self._reshards_after_forward
 
-    def _count_gather(self, place: RankLayout) -> None:
+    def _count_gather(self, layout: RankLayout) -> None:
         nbytes = sum(parameter.numel for parameter in self.unit.parameter_shards()) * self.unit.dtype.itemsize
         if self._has_secondary:
             within_node = self.encoder.within_node(self.unit.dtype)
-            sent = place.num_nodes * (within_node.nbytes if within_node is not None else nbytes)
-            self.traffic.add(intra_node=(place.ranks_per_node - 1) * sent)
+            sent = layout.num_nodes * (within_node.nbytes if within_node is not None else nbytes)
+            self.traffic.add(intra_node=(layout.ranks_per_node - 1) * sent)
         else:
             full = self.encoder.in_full(self.unit.dtype).nbytes if self._is_encoded else nbytes
-            count_flat_ring(self.traffic, place, full)
+            count_flat_ring(self.traffic, layout, full)
 
     def forget_secondary_partition(self) -> None:
         """Let the weights arrive anew, and in full."""
@@ -112,24 +112,24 @@ class EmulatedAllGather:
     def after_loading(self, *_: object) -> None:
         self.forget_secondary_partition()
 
-    def state_dict(self, place: RankLayout) -> dict[str, Tensor]:
+    def state_dict(self, layout: RankLayout) -> dict[str, Tensor]:
         state = self.encoder.state_dict() if self._is_encoded else {}
         if self.copies is not None:
-            state["copies"] = self._copies_of(place).clone()
+            state["copies"] = self._copies_of(layout).clone()
         return state
 
-    def load_state_dict(self, place: RankLayout, state: dict[str, Tensor]) -> None:
+    def load_state_dict(self, layout: RankLayout, state: dict[str, Tensor]) -> None:
         self.encoder.load_state_dict(state)
         if "copies" in state:
             if self.copies is None:
-                num_shards = len(self.places)
+                num_shards = len(self.layouts)
                 self.copies = state["copies"].new_zeros(num_shards, state["copies"].shape[-1], device=self.unit.device)
-            self._copies_of(place).copy_(state["copies"])
+            self._copies_of(layout).copy_(state["copies"])
 
-    def _copies_of(self, place: RankLayout) -> Tensor:
-        """The rank's secondary partition [N, L]: the shards of the ranks with its place p."""
+    def _copies_of(self, layout: RankLayout) -> Tensor:
+        """The rank's secondary partition [N, L]: the shards of the ranks with its local rank p."""
         assert self.copies is not None
-        return self.copies.view(place.num_nodes, place.ranks_per_node, -1)[:, place.local_rank]
+        return self.copies.view(layout.num_nodes, layout.ranks_per_node, -1)[:, layout.local_rank]
 
 
 class EmulatedReduceScatter:
@@ -139,22 +139,22 @@ class EmulatedReduceScatter:
         self,
         unit: EmulatedUnit,
         config: ZeroPPConfig,
-        places: list[RankLayout],
+        layouts: list[RankLayout],
         traffic: Traffic,
         monitor: ErrorMonitor,
         micro_batch: MicroBatch,
         reduce_dtype: torch.dtype | None,
     ) -> None:
-        self.unit, self.config, self.places, self.traffic = unit, config, places, traffic
+        self.unit, self.config, self.layouts, self.traffic = unit, config, layouts, traffic
         self.micro_batch = micro_batch
         self.dtype = reduce_dtype or unit.dtype
         self.hops: list[GradientHops] = []  # of each rank
         if config.quantized_gradients:
             self.hops = [
                 GradientHops(
-                    unit=unit, layout=p, config=config, traffic=traffic, monitor=monitor, micro_batch=micro_batch
+                    unit=unit, layout=layout, config=config, traffic=traffic, monitor=monitor, micro_batch=micro_batch
                 )
-                for p in places
+                for layout in layouts
             ]
         self._within_node: list[Tensor] = []  # what the ranks of one node have sent so far
         self._between_nodes: list[Tensor] = []  # what all ranks have sent so far
@@ -166,24 +166,24 @@ class EmulatedReduceScatter:
         gradients = self.unit.take_gradients(self.dtype)  # [W, L]
         if gradients.shape[1] == 0:
             return
-        before, after = divisors(self.dtype, len(self.places))
+        before, after = divisors(self.dtype, len(self.layouts))
         if before is not None:
             gradients.div_(before)
         totals = self._add_quantized(rank, gradients) if self.hops else self._add_unquantized(rank, gradients)
         if totals is not None:
             if after is None:
-                totals = totals / totals.new_full((), len(self.places))
+                totals = totals / totals.new_full((), len(self.layouts))
                 after = 1.0
             self.unit.accumulate_gradients(totals.to(self.dtype).div_(after))
 
     def _add_quantized(self, rank: int, gradients: Tensor) -> Tensor | None:
         """The sums over all ranks fp32 [W, L], when all have sent their last gradients [W, L]."""
-        place = self.places[rank]
-        num_nodes, ranks_per_node = place.num_nodes, place.ranks_per_node
+        layout = self.layouts[rank]
+        num_nodes, ranks_per_node = layout.num_nodes, layout.ranks_per_node
         own = self.hops[rank].begin(gradients.view(num_nodes, ranks_per_node, -1))  # [P, N, L]
         if (hop := self.hops[rank].within_node) is not None:
             self._within_node.append(hop.send(own))
-        if place.local_rank < ranks_per_node - 1:
+        if layout.local_rank < ranks_per_node - 1:
             return None
         from_node, self._within_node = self._within_node, []
         totals = []
@@ -199,7 +199,7 @@ class EmulatedReduceScatter:
             else:
                 self._between_nodes.append(hops.between_nodes.send(hops.with_kept(node_sum)))
                 hops.node_sum = None
-        if len(self._between_nodes) == len(self.places):
+        if len(self._between_nodes) == len(self.layouts):
             from_all, self._between_nodes = self._between_nodes, []
             for hops in self.hops:
                 assert hops.between_nodes is not None
@@ -212,11 +212,11 @@ class EmulatedReduceScatter:
         return torch.stack(totals)
 
     def _add_unquantized(self, rank: int, gradients: Tensor) -> Tensor | None:
-        count_reduce_scatter(self.traffic, self.places[rank], gradients[0])
+        count_reduce_scatter(self.traffic, self.layouts[rank], gradients[0])
         if self._sum is None:
             self._sum = torch.zeros(gradients.shape, device=gradients.device)
         self._sum += gradients
-        if rank < len(self.places) - 1:
+        if rank < len(self.layouts) - 1:
             return None
         total, self._sum = self._sum, None
         return total
@@ -226,12 +226,12 @@ class EmulatedReduceScatter:
         for hops in self.hops:
             hops.undo_step()
 
-    def state_dict(self, place: RankLayout) -> dict[str, Tensor]:
-        return self.hops[place.rank].state_dict() if self.hops else {}
+    def state_dict(self, layout: RankLayout) -> dict[str, Tensor]:
+        return self.hops[layout.rank].state_dict() if self.hops else {}
 
-    def load_state_dict(self, place: RankLayout, state: dict[str, Tensor]) -> None:
+    def load_state_dict(self, layout: RankLayout, state: dict[str, Tensor]) -> None:
         if self.hops:
-            self.hops[place.rank].load_state_dict(state)
+            self.hops[layout.rank].load_state_dict(state)
 
 
 def divisors(reduce_dtype: torch.dtype, world_size: int) -> tuple[float | None, float | None]:

@@ -19,7 +19,7 @@ from ..wire_layout import ParameterShard
 class EmulatedUnit(Unit):
     """Some parameters of a plain model, the fp32 masters, and the weights that arrive on every rank.
 
-    Shards are [W, L]: each parameter, row by row, cut into W equal parts along dim 0, the last ones padded with zeros.
+    Shards are [W, L]: each parameter, row by row, split into W equal parts along dim 0, the last ones padded with 0.
     """
 
     module: nn.Module
@@ -65,7 +65,7 @@ class EmulatedUnit(Unit):
 
     def shards_of(self, tensors: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
         """Tensors of the shapes of all masters as shards [W, L]."""
-        return self._cut(tensors, self.parameter_shards(), dtype)
+        return self._shard(tensors, self.parameter_shards(), dtype)
 
     def receive(self, shards: Tensor) -> None:
         """Fill the arrived weights from shards [W, L]."""
@@ -77,7 +77,7 @@ class EmulatedUnit(Unit):
         trainable = [arrived for arrived in self.arrived if arrived.requires_grad]
         gradients = [p.grad if p.grad is not None else torch.zeros_like(p) for p in trainable]
         self.drop_gradients()
-        return self._cut(gradients, self.parameter_shards(trainable_only=True), dtype)
+        return self._shard(gradients, self.parameter_shards(trainable_only=True), dtype)
 
     def drop_gradients(self) -> None:
         for arrived in self.arrived:
@@ -113,7 +113,7 @@ class EmulatedUnit(Unit):
             for module, name in owners:
                 module._parameters[name] = parameter
 
-    def _cut(self, tensors: Sequence[Tensor], parameters: Sequence[ParameterShard], dtype: torch.dtype) -> Tensor:
+    def _shard(self, tensors: Sequence[Tensor], parameters: Sequence[ParameterShard], dtype: torch.dtype) -> Tensor:
         numel = sum(parameter.numel for parameter in parameters)
         shards = torch.empty(self.world_size, numel, dtype=dtype, device=self.device)
         for tensor, part in zip(tensors, _columns(shards, parameters), strict=True):
@@ -214,11 +214,11 @@ def step_by_shards(optimizer: torch.optim.Optimizer, world_size: int) -> None:
         *moved, steps = lists  # parameters, gradients and moments; counters
         shapes = [parameter.shape for parameter in lists[0]]
         rows = [math.ceil(shape[0] / world_size) * math.prod(shape[1:]) for shape in shapes]
-        cuts = [-(-shape.numel() // max(1, n)) for shape, n in zip(shapes, rows, strict=True)]
+        counts = [-(-shape.numel() // max(1, n)) for shape, n in zip(shapes, rows, strict=True)]
         for tensors in moved:
             tensors[:] = [s for t, n in zip(tensors, rows, strict=False) for s in t.view(-1).split(max(1, n))]
         # Every counter in the list is increased: the shards after the first get copies.
-        steps[:] = [step if i == 0 else step.clone() for step, n in zip(steps, cuts, strict=True) for i in range(n)]
+        steps[:] = [step if i == 0 else step.clone() for step, n in zip(steps, counts, strict=True) for i in range(n)]
         return bool(has_complex)
 
     optimizer._init_group = init_group  # type: ignore[method-assign]
