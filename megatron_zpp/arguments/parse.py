@@ -8,6 +8,7 @@ then still open is derived from the other settings, and everything is checked, i
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import difflib
 import os
 import re
@@ -22,6 +23,7 @@ from megatron_zpp.arguments.resolve import check_needed, resolve
 from megatron_zpp.settings.checks import SettingsError, flag_of
 from megatron_zpp.settings.flags import Flag, group_from, group_title, iterate_flags
 from megatron_zpp.settings.groups import Settings, all_flags, iterate_groups
+from megatron_zpp.zeropp.config import ZeroPPConfig
 
 __all__ = ["SettingsError", "build_parser", "parse_settings"]
 
@@ -178,5 +180,11 @@ def _into_groups(architecture: str, values: dict[str, Any]) -> Settings:
     try:
         groups = {attribute: group_from(group, values) for attribute, group in iterate_groups()}
     except ValueError as error:  # only ZeRO++'s checks itself when it is made
-        raise SettingsError(f"ZeRO++ settings: {error}") from error
+        raise SettingsError(f"ZeRO++ settings: {_with_flags(str(error))}") from error
     return Settings(architecture=architecture, **groups)
+
+
+def _with_flags(message: str) -> str:
+    """A message of ZeroPPConfig with its flags in place of its fields' names."""
+    flags = {field.name: field.metadata["name"] for field in dataclasses.fields(ZeroPPConfig) if field.metadata}
+    return re.sub(r"\w+_\w+", lambda word: flags.get(word[0], word[0]), message)

@@ -70,11 +70,12 @@ def import_(args: argparse.Namespace, architectures: Sequence[Architecture] = AR
         with progress("comparing logits"):
             model = architecture.build_empty(config)
             difference = compare(model, parameter_reader(checkpoint, meta), hf_config, theirs, positions)
+    is_ours = architecture in ARCHITECTURES
+    trainer = f"megatron-zpp pretrain-{architecture.name}" if is_ours else architecture.script
     return (
         f"{args.save}: {architecture.name} with {architecture.num_parameters(config):,} parameters from {args.input}; "
         f"its logits differ from transformers' by {difference:.1e} at most. Train from it with\n"
-        f"    megatron-zpp pretrain-{architecture.name} --load {shlex.quote(str(args.save))} --finetune "
-        f"{shlex.join(flags)}\n"
+        f"    {trainer} --load {shlex.quote(str(args.save))} --finetune {shlex.join(flags)}\n"
         "and the flags of the run: sequence length, batches, data, learning rate, --save"
     )
 

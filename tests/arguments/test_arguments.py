@@ -226,7 +226,7 @@ def test_help_exits_cleanly_and_shows_defaults(capsys):
     assert stop.value.code == 0
     assert "peak learning rate" in text and "(default: 0.999)" in text
     assert "--use-flash-attn" not in text  # only what does something
-    assert max(map(len, build_parser("gpt").format_usage().splitlines())) < 100
+    assert max(map(len, build_parser(GPT).format_usage().splitlines())) < 100
 
 
 def test_reference_page_is_up_to_date():
@@ -302,9 +302,9 @@ def test_reference_page_is_up_to_date():
         ("--zero-stage 1 --zero-hpz-partition-size 2", "--zero-hpz-partition-size --zero-stage 3"),
         ("--zeropp-loco", "--zeropp-loco --zero-quantized-gradients"),
         ("--zero-gradient-bits 4", "--zero-gradient-bits --zero-quantized-gradients"),
-        ("--zero-quantized-weights --zero-weight-bits 5", "weight_bits 5"),
+        ("--zero-quantized-weights --zero-weight-bits 5", "--zero-weight-bits 5"),
         ("--zero-quantized-gradients --zeropp-loco --zeropp-loco-beta 1", "beta 1"),
-        ("--zero-hpz-partition-size 2 --zero-ranks-per-node 4", "hpz_partition_size 2 ranks_per_node 4"),
+        ("--zero-hpz-partition-size 2 --zero-ranks-per-node 4", "--zero-hpz-partition-size 2 --zero-ranks-per-node 4"),
         # data, checkpoints
         ("--data-path x", "--data-path --mock-data"),
         ("--save out", "--save --save-interval"),

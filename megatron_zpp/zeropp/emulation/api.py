@@ -88,7 +88,7 @@ class EmulatedZeroPP:
         self.topologies = layouts[:1]  # all units' are the same
         (self.device,) = {unit.device for unit in units}
         self.traffic, self._monitor, self._micro_batch = Traffic(), ErrorMonitor(), MicroBatch()
-        self.ranks = EmulatedRanks(self.device, len(layouts), self._as_rank)
+        self.ranks = EmulatedRanks(self.device, len(layouts), self.as_rank)
         self._weights = [
             EmulatedAllGather(unit, config, layouts, self.traffic, self._monitor, zero_stage) for unit in units
         ]
@@ -105,7 +105,7 @@ class EmulatedZeroPP:
             kernels.warn_if_missing(self.device)
 
     @contextmanager
-    def _as_rank(self, rank: int) -> Iterator[None]:
+    def as_rank(self, rank: int) -> Iterator[None]:
         """Forward and backward passes in here are those of ``rank``: its weights, random numbers and gradients.
 
         The gradients are reduced when the context ends. Ranks train in turn, from 0 on. The model's own parameters
