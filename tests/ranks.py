@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import faulthandler
+import gc
 import multiprocessing
 import os
 import pickle
@@ -84,6 +85,7 @@ def _run_rank(
     function: Callable[..., Any],
     args: Any,
 ) -> None:
+    gc.freeze()  # or each collection would look at, and so copy, all that the server has imported
     torch.set_num_threads(1)
     multiprocessing.set_start_method(None, force=True)  # a loader's workers start as they do without this server
     _die_with_parent()

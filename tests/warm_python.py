@@ -16,6 +16,7 @@ import array
 import atexit
 import contextlib
 import functools
+import gc
 import itertools
 import json
 import multiprocessing
@@ -121,6 +122,7 @@ def _guard(connection: socket.socket, alive: Connection, python: str) -> NoRetur
 
 def _run(python: str, words: list[str], folder: str, environment: dict[str, str]) -> NoReturn:
     """As ``python WORDS`` would, in this process."""
+    gc.freeze()  # or each collection would look at, and so copy, all that the server has imported
     os.chdir(folder)
     os.environ.clear()
     os.environ.update(environment)
