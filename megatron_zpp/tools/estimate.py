@@ -11,6 +11,7 @@ activations and days are estimates, whose assumptions are printed with them.
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,7 +31,7 @@ from megatron_zpp.training.model import mixed_precision
 from megatron_zpp.zeropp.config import ZeroPPConfig
 from megatron_zpp.zeropp.loco import ERROR_FORMATS
 from megatron_zpp.zeropp.wire_format import WireFormat, wire_format
-from megatron_zpp.zeropp.wire_layout import ParameterShard
+from megatron_zpp.zeropp.wire_layout import ParameterShard, rows_per_rank
 
 PROGRAMS = {f"pretrain-{architecture.name}": architecture for architecture in ARCHITECTURES}
 
@@ -115,7 +116,11 @@ def units_of(model: Transformer) -> list[list[tuple[str, nn.Parameter]]]:
 def shards_of(parameters: list[tuple[str, nn.Parameter]], world_size: int) -> Shards:
     """One rank's shards as FSDP2 splits them: rows, padded to the same number on every rank."""
     return tuple(
-        ParameterShard(name, numel=-(-p.shape[0] // world_size) * (p.numel() // p.shape[0]), quantizable=p.dim() >= 2)
+        ParameterShard(
+            name,
+            numel=rows_per_rank(p.shape[0], world_size) * math.prod(p.shape[1:]),
+            quantizable=p.dim() >= 2,
+        )
         for name, p in parameters
     )
 
