@@ -1,4 +1,4 @@
-"""Check what a run says of ZeRO and ZeRO++ against its ranks. What ZeRO++'s settings say of each other, they check."""
+"""Check what a run says of ZeRO and ZeRO++ against its ranks. ``ZeroPPConfig`` checks itself."""
 
 from __future__ import annotations
 

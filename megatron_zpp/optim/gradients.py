@@ -1,8 +1,8 @@
 """Gradients of a step: scaled, clipped and counted, over all ranks, with the same result to the bit on each.
 
-Real and emulated ranks add up alike. Each rank measures the shards that it counts, in fp64, so that neither the number
-of threads nor that of shards is seen in a norm that is rounded to fp32; the ranks' results are gathered and added in
-rank order. An element that several ranks hold is counted by one of them (``Ranks.shards_of``).
+Real and emulated ranks add up alike. Each rank measures the shards that it counts, in fp64, so that in practice
+neither the number of threads nor that of shards is seen in a norm that is rounded to fp32; the ranks' results are
+gathered and added in rank order. An element that several ranks hold is counted by one of them (``Ranks.shards_of``).
 """
 
 from __future__ import annotations
@@ -11,12 +11,13 @@ import math
 from collections.abc import Callable, Sequence
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from megatron_zpp.zeropp import Ranks
 
-# Of elements whose squares are added up at once: on a CPU torch makes an fp64 copy of them, which must stay in a cache.
+# Elements squared at once: on a CPU torch makes an fp64 copy of them, which must stay in a cache.
 PIECE = 2**20
 
 
@@ -33,10 +34,10 @@ def clip_gradients(parameters: Sequence[Tensor], max_norm: float, ranks: Ranks, 
     ranks: that this process computes for. copies: parameters that another rank has too, and counts.
 
     Returns:
-        The norm before clipping, over all parameters and shards, fp32, the same on every rank. Inf or NaN if any
-        gradient is; the gradients are then left alone, and the caller must not step.
+        The norm before clipping, over all parameters and shards, fp32, the same on every rank; 0 if there are none. Inf
+        or NaN if any gradient is; the gradients are then left alone, and the caller must not step.
     """
-    norm = _over_all_ranks(_sum_of_squares, _gradients(parameters, copies), ranks, parameters[0].device).sqrt().float()
+    norm = _over_all_ranks(_sum_of_squares, _gradients(parameters, copies), ranks, _device(parameters)).sqrt().float()
     value = norm.item()
     if max_norm > 0 and math.isfinite(value):
         torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
@@ -46,18 +47,25 @@ def clip_gradients(parameters: Sequence[Tensor], max_norm: float, ranks: Ranks, 
 def params_norm(parameters: Sequence[Tensor], ranks: Ranks, copies: Sequence[Tensor] = ()) -> float:
     """Global L2 norm of the parameters, fp32; arguments as in ``clip_gradients``. Collective."""
     counted = [parameter.detach() for parameter in _without(parameters, copies)]
-    return _over_all_ranks(_sum_of_squares, counted, ranks, parameters[0].device).sqrt().float().item()
+    return _over_all_ranks(_sum_of_squares, counted, ranks, _device(parameters)).sqrt().float().item()
 
 
 def count_zeros(parameters: Sequence[Tensor], ranks: Ranks, copies: Sequence[Tensor] = ()) -> int:
     """Number of gradient elements that are exactly zero; arguments as in ``clip_gradients``. Collective."""
-    total = _over_all_ranks(_num_zeros, _gradients(parameters, copies), ranks, parameters[0].device)
+    total = _over_all_ranks(_num_zeros, _gradients(parameters, copies), ranks, _device(parameters))
     return round(total.item())
 
 
 def local_part(tensor: Tensor) -> Tensor:
     """What this rank holds of a DTensor, in the same memory; any other tensor itself."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _device(parameters: Sequence[Tensor]) -> torch.device:
+    """Where this rank's number goes to be gathered: to the parameters, or, if it has none, where torch's group can."""
+    if parameters:
+        return parameters[0].device
+    return torch.device("cuda" if dist.is_initialized() and dist.get_backend() == "nccl" else "cpu")
 
 
 def _over_all_ranks(

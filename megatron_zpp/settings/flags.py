@@ -37,7 +37,7 @@ def flag(
 
 @dataclass(frozen=True)
 class Flag:
-    """What a field says that ``flag`` made, or the helper of ``zeropp.config``, which knows nothing of this file."""
+    """A field made by ``flag``, or by ``_flag`` in ``zeropp.config``."""
 
     setting: str
     name: str  # "--zero-weight-bits"

@@ -11,6 +11,7 @@ activations and days are estimates, whose assumptions are printed with them.
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,19 +19,21 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from megatron_zpp.architectures import ARCHITECTURES, Architecture, load_architecture
-from megatron_zpp.arguments.parse import SettingsError, parse_settings
+from megatron_zpp.architectures import ARCHITECTURES, Architecture
+from megatron_zpp.arguments.parse import parse_settings
 from megatron_zpp.metrics.throughput import peak_tflops
 from megatron_zpp.models.transformer import Transformer
 from megatron_zpp.optim.batch_size import BatchSchedule
 from megatron_zpp.optim.optimizer import OPTIMIZERS
 from megatron_zpp.parallel.mesh import ranks_per_model_copy
 from megatron_zpp.settings.groups import Settings
+from megatron_zpp.tools.given_architecture import given_architecture
+from megatron_zpp.tools.run import report_errors
 from megatron_zpp.training.model import mixed_precision
 from megatron_zpp.zeropp.config import ZeroPPConfig
 from megatron_zpp.zeropp.loco import ERROR_FORMATS
 from megatron_zpp.zeropp.wire_format import WireFormat, wire_format
-from megatron_zpp.zeropp.wire_layout import ParameterShard
+from megatron_zpp.zeropp.wire_layout import ParameterShard, rows_per_rank
 
 PROGRAMS = {f"pretrain-{architecture.name}": architecture for architecture in ARCHITECTURES}
 
@@ -115,7 +118,11 @@ def units_of(model: Transformer) -> list[list[tuple[str, nn.Parameter]]]:
 def shards_of(parameters: list[tuple[str, nn.Parameter]], world_size: int) -> Shards:
     """One rank's shards as FSDP2 splits them: rows, padded to the same number on every rank."""
     return tuple(
-        ParameterShard(name, numel=-(-p.shape[0] // world_size) * (p.numel() // p.shape[0]), quantizable=p.dim() >= 2)
+        ParameterShard(
+            name,
+            numel=rows_per_rank(p.shape[0], world_size) * math.prod(p.shape[1:]),
+            quantizable=p.dim() >= 2,
+        )
         for name, p in parameters
     )
 
@@ -337,7 +344,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
 
 def run(args: argparse.Namespace) -> tuple[Settings, Estimate]:
     """Raises SettingsError or ValueError on a mistake."""
-    architecture = load_architecture(args.architecture) if args.architecture else PROGRAMS[args.program]
+    architecture = given_architecture(args) or PROGRAMS[args.program]
     settings = parse_settings(architecture, args.flags, args.nodes * args.ranks_per_node, note=lambda text: None)
     given = settings.logging.peak_tflops
     peak = given if given is not None else peak_tflops(args.gpu)
@@ -350,13 +357,7 @@ def run(args: argparse.Namespace) -> tuple[Settings, Estimate]:
 
 def main() -> int:
     args = parse_arguments()
-    try:
-        settings, found = run(args)
-    except (SettingsError, ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    print(report(settings, found, args.gpu))
-    return 0
+    return report_errors(lambda: print(report(*run(args), args.gpu)), (ValueError, OSError))
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_zpp.architectures import Architecture, load_architecture
+from megatron_zpp.architectures import Architecture
 from megatron_zpp.checkpoint import CheckpointError, find_checkpoint, problems, read_meta
 from megatron_zpp.checkpoint.model import saved_model
 from megatron_zpp.data.tokenizers import Tokenizer
@@ -29,6 +29,8 @@ from megatron_zpp.huggingface.compare import compare
 from megatron_zpp.huggingface.mapping import their_shapes
 from megatron_zpp.huggingface.tokenizer import add_tokenizer_flags, build, given_tokenizer, write_tokenizer
 from megatron_zpp.metrics.progress import progress
+from megatron_zpp.tools.given_architecture import given_architecture
+from megatron_zpp.tools.run import report_errors
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -144,12 +146,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
 
 def main() -> int:
     args = parse_arguments()
-    try:
-        print(export(args, load_architecture(args.architecture) if args.architecture else None))
-    except (ValueError, OSError, ImportError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    return 0
+    return report_errors(lambda: print(export(args, given_architecture(args))))
 
 
 if __name__ == "__main__":

@@ -17,11 +17,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_zpp.architectures import Architecture, load_architecture
+from megatron_zpp.architectures import Architecture
 from megatron_zpp.checkpoint import CheckpointError, find_checkpoint, iterate_parameters, problems, read_meta
 from megatron_zpp.checkpoint.model import saved_model
 from megatron_zpp.data.tokenizers import Tokenizer, build_tokenizer
 from megatron_zpp.models.transformer import Transformer
+from megatron_zpp.tools.given_architecture import given_architecture
+from megatron_zpp.tools.run import report_errors
 
 
 def load_model(
@@ -147,12 +149,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
 
 def main() -> int:
     args = parse_arguments()
-    try:
-        print(run(args, load_architecture(args.architecture) if args.architecture else None))
-    except (ValueError, OSError, ImportError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    return 0
+    return report_errors(lambda: print(run(args, given_architecture(args))))
 
 
 if __name__ == "__main__":

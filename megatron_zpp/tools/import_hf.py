@@ -18,13 +18,15 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from megatron_zpp.architectures import ARCHITECTURES, Architecture, load_architecture
+from megatron_zpp.architectures import ARCHITECTURES, Architecture
 from megatron_zpp.huggingface import files
 from megatron_zpp.huggingface.checkpoint import parameter_reader, save_imported, settings_of_import
 from megatron_zpp.huggingface.compare import compare
 from megatron_zpp.huggingface.mapping import from_hf_config, their_shapes
 from megatron_zpp.huggingface.tokenizer import add_tokenizer_flags, build, find_tokenizer, given_tokenizer
 from megatron_zpp.metrics.progress import progress
+from megatron_zpp.tools.given_architecture import given_architecture
+from megatron_zpp.tools.run import report_errors
 
 NO_WEIGHTS = re.compile(r"\.attn\.(masked_)?bias$|\.rotary_emb\.inv_freq$")  # constants that older versions saved too
 
@@ -128,15 +130,14 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     return args
 
 
+def known_architectures(args: argparse.Namespace) -> tuple[Architecture, ...]:
+    given = given_architecture(args)
+    return ARCHITECTURES if given is None else (*ARCHITECTURES, given)
+
+
 def main() -> int:
     args = parse_arguments()
-    try:
-        given = (load_architecture(args.architecture),) if args.architecture else ()
-        print(import_(args, (*ARCHITECTURES, *given)))
-    except (ValueError, OSError, ImportError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    return 0
+    return report_errors(lambda: print(import_(args, known_architectures(args))))
 
 
 if __name__ == "__main__":

@@ -27,6 +27,7 @@ from megatron_zpp.checkpoint import (
     problems,
     read_meta,
 )
+from megatron_zpp.tools.run import report_errors
 
 SHOWN = 20  # differing tensors
 
@@ -175,15 +176,15 @@ def main(argv: list[str] | None = None) -> int:
     comparing.add_argument("first", help="a checkpoint's folder, or what was given to --save for the latest one")
     comparing.add_argument("second", help="another one")
     args = parser.parse_args(argv)
-    try:
-        if args.command == "list":
-            return list_checkpoints(args.folder)
-        if args.command == "verify":
-            return verify(args.folder, args.ckpt_step)
-        return diff(args.first, args.second)
-    except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    return report_errors(lambda: run(args), (ValueError, OSError), status=2)
+
+
+def run(args: argparse.Namespace) -> int:
+    if args.command == "list":
+        return list_checkpoints(args.folder)
+    if args.command == "verify":
+        return verify(args.folder, args.ckpt_step)
+    return diff(args.first, args.second)
 
 
 if __name__ == "__main__":

@@ -34,6 +34,7 @@ from megatron_zpp.data.loader import make_batch, stack_samples
 from megatron_zpp.data.sources import SPLIT_NAMES
 from megatron_zpp.data.tokenizers import TOKENIZER_TYPES, Tokenizer, TokenizerFlags, build_tokenizer
 from megatron_zpp.metrics.progress import progress
+from megatron_zpp.tools.run import report_errors
 
 FIRST_SAMPLES = 3
 BAR_WIDTH = 40
@@ -212,12 +213,8 @@ def run(args: argparse.Namespace) -> str:
 
 
 def main() -> int:
-    try:
-        print(run(parse_arguments()))
-    except (ValueError, OSError, ImportError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    return 0
+    args = parse_arguments()
+    return report_errors(lambda: print(run(args)))
 
 
 if __name__ == "__main__":

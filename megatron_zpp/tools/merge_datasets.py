@@ -18,6 +18,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from megatron_zpp.data.indexed_dataset import HEADER, IndexedDataset, IndexedDatasetWriter
+from megatron_zpp.tools.run import report_errors
 
 PIECE = 16 << 20  # bytes of tokens that are copied at a time, if no document is larger
 MAX_DOCUMENTS = 1 << 16
@@ -85,14 +86,13 @@ def main() -> int:
     parser.add_argument("--input", nargs="+", required=True, metavar="PATH", help="folders of datasets, or prefixes")
     parser.add_argument("--output-prefix", required=True, metavar="PREFIX", help="path of the output, without suffix")
     args = parser.parse_args()
-    try:
-        prefixes = find_prefixes(args.input, args.output_prefix)
-        documents, tokens = merge(prefixes, args.output_prefix)
-    except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    print(f"{args.output_prefix}: {documents:,} documents, {tokens:,} tokens of {len(prefixes)} datasets")
-    return 0
+    return report_errors(lambda: run(args.input, args.output_prefix), (ValueError, OSError))
+
+
+def run(inputs: list[str], output_prefix: str) -> None:
+    prefixes = find_prefixes(inputs, output_prefix)
+    documents, tokens = merge(prefixes, output_prefix)
+    print(f"{output_prefix}: {documents:,} documents, {tokens:,} tokens of {len(prefixes)} datasets")
 
 
 if __name__ == "__main__":

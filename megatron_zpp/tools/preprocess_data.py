@@ -27,6 +27,7 @@ from megatron_zpp.data.corpus import FORMATS, Reading, find_files, read_blocks
 from megatron_zpp.data.encoding import encode_blocks
 from megatron_zpp.data.preprocessing import Job, State, preprocess
 from megatron_zpp.data.tokenizers import TOKENIZER_TYPES, TokenizerFlags, build_tokenizer
+from megatron_zpp.tools.run import report_errors
 
 # Megatron's flags that ask for what is always so here, or for what GPT and Llama have no use for.
 NOT_NEEDED = {
@@ -219,26 +220,26 @@ def main() -> int:
     for name, message in NOT_NEEDED.items():
         if getattr(args, name):
             print(f"note: {message}", file=sys.stderr)
-    began = time.monotonic()
     try:
-        if args.find_optimal_num_workers:
-            try_workers(job, args.workers_to_check, args.max_documents)
-            return 0
-        with display(args.log_interval) as (report, note):
-            state = preprocess(job, report, note)
-    except (ValueError, OSError, ImportError, RuntimeError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
+        return report_errors(lambda: run(args, job), (ValueError, OSError, ImportError, RuntimeError))
     except KeyboardInterrupt:
         print("interrupted; the same command goes on from here", file=sys.stderr)
         return 130
+
+
+def run(args: argparse.Namespace, job: Job) -> None:
+    began = time.monotonic()
+    if args.find_optimal_num_workers:
+        try_workers(job, args.workers_to_check, args.max_documents)
+        return
+    with display(args.log_interval) as (report, note):
+        state = preprocess(job, report, note)
     print(summary(job, state, time.monotonic() - began))
     if state.eods_in_text:
         print(
             f"note: {state.eods_in_text:,} end-of-document ids are inside texts, which spell that token",
             file=sys.stderr,
         )
-    return 0
 
 
 if __name__ == "__main__":

@@ -22,6 +22,7 @@ from typing import Any
 
 from megatron_zpp.metrics.dashboard import DASHBOARD
 from megatron_zpp.metrics.tensorboard_reader import RunHistory, find_runs, read_run
+from megatron_zpp.tools.run import report_errors
 
 Curve = list[tuple[float, float]]
 BETWEEN, WITHIN = "comm/bytes-between-nodes", "comm/bytes-within-nodes"
@@ -191,19 +192,18 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     if bool(args.runs) == (args.wandb is not None):
         parser.error("give either folders of runs, or --wandb PROJECT")
-    try:
-        if args.wandb is not None:
-            print(f"report: {save_wandb_report(args.wandb, args.wandb_entity)}")
-            return 0
-        found = find_runs(args.runs)
-        common = os.path.commonpath([os.path.dirname(os.path.abspath(folder)) for folder in found])
-        runs = [read_run(os.path.relpath(folder, common), files) for folder, files in found.items()]
-        write_html(runs, args.output)
-        print(f"{len(runs)} run{'s' if len(runs) > 1 else ''}: {args.output}")
-    except (ValueError, OSError, ImportError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    return 0
+    return report_errors(lambda: run(args))
+
+
+def run(args: argparse.Namespace) -> None:
+    if args.wandb is not None:
+        print(f"report: {save_wandb_report(args.wandb, args.wandb_entity)}")
+        return
+    found = find_runs(args.runs)
+    common = os.path.commonpath([os.path.dirname(os.path.abspath(folder)) for folder in found])
+    runs = [read_run(os.path.relpath(folder, common), files) for folder, files in found.items()]
+    write_html(runs, args.output)
+    print(f"{len(runs)} run{'s' if len(runs) > 1 else ''}: {args.output}")
 
 
 if __name__ == "__main__":

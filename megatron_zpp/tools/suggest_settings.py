@@ -29,6 +29,7 @@ from megatron_zpp.arguments.parse import parse_settings
 from megatron_zpp.metrics.log_reader import BETWEEN, RunLog, parse_log
 from megatron_zpp.settings.flags import iterate_flags
 from megatron_zpp.settings.groups import Settings, ZeroSettings
+from megatron_zpp.tools.run import report_errors
 from megatron_zpp.zeropp.config import ZeroPPConfig
 
 TRAINER = """
@@ -83,15 +84,14 @@ def main() -> int:
     args, flags = parser.parse_args(words[:separator]), words[separator + 1 :]
     if not flags:
         parser.error("give the flags of the run after --")
-    try:
-        outcomes, noise = measure(args, flags)
-    except (ValueError, RuntimeError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
+    return report_errors(lambda: run(args, flags), (ValueError, RuntimeError))
+
+
+def run(args: argparse.Namespace, flags: list[str]) -> None:
+    outcomes, noise = measure(args, flags)
     print(table(outcomes, noise, args.emulate_nodes, args.link_gbps))
     best, limit = suggest(outcomes, noise), 100 * allowed_loss(outcomes, noise)
     print(f"\nSuggested: {best.name}, the fewest bytes of those that lose at most {limit:.2f} %:\n  {best.flags}")
-    return 0
 
 
 def measure(args: argparse.Namespace, flags: list[str]) -> tuple[list[Outcome], float | None]:

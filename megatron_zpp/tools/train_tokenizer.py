@@ -19,6 +19,7 @@ import sentencepiece
 from rich.console import Console
 
 from megatron_zpp.data.corpus import FORMATS, CorpusFile, Reading, find_files, read_blocks, records, texts_of
+from megatron_zpp.tools.run import report_errors
 
 CHUNK = 2000  # characters that the trainer sees as one sentence: it cuts at line breaks only if we do
 
@@ -107,6 +108,10 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
 
 def main() -> int:
     args = parse_arguments()
+    return report_errors(lambda: run(args))
+
+
+def run(args: argparse.Namespace) -> None:
     reading = Reading((args.json_key,), args.text_documents)
     arguments = (
         args.input,
@@ -117,14 +122,9 @@ def main() -> int:
         args.output,
         args.max_megabytes,
     )
-    try:
-        with Console(stderr=True).status("training a tokenizer"):  # drawn on a terminal only
-            size = train(*arguments)
-    except (ValueError, OSError, ImportError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
+    with Console(stderr=True).status("training a tokenizer"):  # drawn on a terminal only
+        size = train(*arguments)
     print(f"{args.output}: {size:,} pieces")
-    return 0
 
 
 if __name__ == "__main__":

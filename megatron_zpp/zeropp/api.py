@@ -26,6 +26,7 @@ from .gradient_hops import GradientHops, MicroBatch
 from .monitor import ErrorMonitor
 from .own_rank import OwnRank
 from .reduce_scatter import HierarchicalReduceScatter
+from .state_keys import below, unit_prefix
 from .topology import Topology
 from .traffic import Traffic
 from .unit import follow_optimizers
@@ -60,7 +61,10 @@ def apply_zeropp(
 
 
 class ZeroPP:
-    """What a training loop says to, and reads from, the collectives of one model: ZeroPPInterface."""
+    """What a training loop says to, and reads from, the collectives of one model.
+
+    ``zeropp.interface.ZeroPPInterface`` says in full what each method does.
+    """
 
     def __init__(
         self,
@@ -74,7 +78,7 @@ class ZeroPP:
         self.ranks = OwnRank()
         self._pipeline, self._tensor_parallel = pipeline, tensor_parallel
         self._monitor, self._micro_batch = ErrorMonitor(), MicroBatch()
-        # Where the model's unsharded parameters and LoCo's errors live; find_units refuses several.
+        # One: find_units refuses several.
         (self.device,) = {unit.device for unit in units}
         self._all_gathers: dict[str, QuantizedAllGather] = {}  # by unit, as the next
         self._reduce_scatters: dict[str, HierarchicalReduceScatter] = {}
@@ -105,56 +109,44 @@ class ZeroPP:
         return [unit.topology for unit in self.units]
 
     def describe(self) -> str:
-        """One line: the nodes and ranks, and how weights and gradients travel. A line for each group of units."""
+        """The nodes and ranks, and how weights and gradients travel: a line for each group that units live on."""
         return describe(self.config, self.topologies)
 
     def set_is_last_micro_batch(self, is_last: bool) -> None:
-        """Say before a backward pass whether it is the optimizer step's last; only that one crosses nodes."""
+        """Say before a backward pass whether it is the optimizer step's last."""
         self._micro_batch.is_last = is_last
 
     def invalidate(self) -> None:
-        """Say that parameters were changed by means that are not seen: ``p.data``, or in place in local tensors.
-
-        They are gathered anew, and in full where only differences travel. Call it on all ranks.
-        """
+        """Say on all ranks that parameters were changed by means that are not seen, such as ``p.data``."""
         for unit in self.units:
             unit.mark_changed()
         for all_gather in self._all_gathers.values():
             all_gather.forget_secondary_partition()
 
     def undo_step(self) -> None:
-        """Say that the gradients since the last optimizer step are thrown away (an overflow, an exception).
-
-        LoCo's errors return to what they were, and micro-batches that wait for the last one are dropped.
-        """
+        """Say that the gradients since the last optimizer step are thrown away."""
         for reduce_scatter in self._reduce_scatters.values():
             reduce_scatter.hops.undo_step()
 
     def rescale_errors(self, factor: float) -> None:
-        """Say that the loss scale was multiplied by ``factor`` after the last backward pass."""
+        """Say that the loss scale was multiplied by ``factor``."""
         for reduce_scatter in self._reduce_scatters.values():
             for feedback in reduce_scatter.hops.feedback.values():
                 feedback.rescale(factor)
 
     def monitor_errors(self, every: int | None) -> None:
-        """Sample quantization errors at every so many optimizer steps; None = never. A sample costs some decodings."""
+        """Sample quantization errors at every so many optimizer steps; None = never."""
         self._monitor.every = every
 
     def quantization_errors(self) -> dict[str, float]:
-        """What all ranks sampled since the last call, by ``STATISTIC/WHAT`` and ``STATISTIC/WHAT/UNIT``; collective.
-
-        A unit's numbers are of all ranks that share it.
-        WHAT: ``weights``, ``gradients/intra``, ``gradients/inter``. STATISTIC: ``error``, RMS error / RMS value;
-        ``error-state``, RMS of LoCo's error / RMS of the gradients it is added to; ``largest-codes``, the share of
-        codes +-qmax in blocks that are not zero; ``nonfinite-blocks``, the number of blocks with a NaN or Inf.
-        """
+        """What all ranks sampled since the last call, of a unit all ranks that share it; collective."""
         groups = {unit.name: unit.topology.group for unit in self.units}
         return self._monitor.take(groups, self._pipeline, self._tensor_parallel)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """What this rank must keep for an exact continuation: LoCo's errors, 4-bit weights' copies, noise counters."""
+        """What this rank must keep for an exact continuation."""
         state = {
-            f"{kind}/{unit or 'root'}/{key}": value
+            unit_prefix(kind, unit) + key: value
             for kind, collectives in self._stateful().items()
             for unit, collective in collectives.items()
             for key, value in collective.state_dict().items()
@@ -164,17 +156,12 @@ class ZeroPP:
         return state
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        """Take back what ``state_dict`` gave on the same rank of the same layout; without it, gather all weights anew.
-
-        Raises ValueError when the state is of another model, layout or config.
-        """
+        """Take back what ``state_dict`` gave on the same rank of the same layout; raises ValueError for others."""
         check_fingerprint(state, self.config, self.topologies, self.units)
         self.invalidate()
         for kind, collectives in self._stateful().items():
             for unit, collective in collectives.items():
-                prefix = f"{kind}/{unit or 'root'}/"
-                own = {key.removeprefix(prefix): value for key, value in state.items() if key.startswith(prefix)}
-                collective.load_state_dict(own)
+                collective.load_state_dict(below(state, unit_prefix(kind, unit)))
 
     def _stateful(self) -> dict[str, Mapping[str, QuantizedAllGather | GradientHops]]:
         hops = {unit: reduce_scatter.hops for unit, reduce_scatter in self._reduce_scatters.items()}

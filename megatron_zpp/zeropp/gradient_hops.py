@@ -1,4 +1,4 @@
-"""One rank's part in the two hops of a gradient reduction, whoever carries what is sent."""
+"""One rank's part in the two hops of a gradient reduction, no matter how what it sends is carried."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from .gradient_sum import GradientSum
 from .loco import ErrorFeedback
 from .monitor import ErrorMonitor
 from .quantization import mix_seed
+from .state_keys import below
 from .topology import RankLayout
 from .traffic import Traffic
 from .unit import Unit
@@ -46,17 +47,17 @@ class GradientHop:
     monitor: ErrorMonitor
     micro_batch: MicroBatch
     progress: Progress
-    feedback: ErrorFeedback | None = field(init=False)  # LoCo's
-    format: WireFormat = field(init=False)  # since gradients came
+    feedback: ErrorFeedback | None = field(default=None, init=False)  # LoCo's
+    format: WireFormat | None = field(default=None, init=False)  # of the gradients in ``begin``; None before any came
 
     def __post_init__(self) -> None:
         loco = self.config.loco
-        self.feedback = None
         if loco is not None and (self.name == "inter" or loco.hops == "both"):
             self.feedback = ErrorFeedback(loco)
 
     def send(self, gradients: GradientSum) -> Tensor:
         """Encode gradients [G, ..., L], a piece for each rank of the hop, with LoCo: uint8 [G, ..., nbytes]."""
+        assert self.format is not None  # by ``GradientHops.begin``
         noise_seed = None
         if self.config.gradient_rounding == "stochastic":
             draw = (self.name, self.unit.name, self.rank, self.progress.steps, self.progress.micro_batches)
@@ -71,7 +72,7 @@ class GradientHop:
         else:
             wires = gradients.encode(self.format, noise_seed)
         if is_sampled:
-            self._sample(gradients.parts, wires, error)
+            self._sample(gradients.parts, wires, self.format, error)
         sent = wires.nbytes - wires[0].nbytes  # one piece is this rank's own
         if self.name == "intra":
             self.traffic.add(intra_node=sent)
@@ -81,13 +82,14 @@ class GradientHop:
 
     def receive(self, wires: Tensor) -> GradientSum:
         """The sum [..., L] of what each of the G ranks sent here, uint8 [G, ..., nbytes]."""
+        assert self.format is not None  # GradientSum would take None for parts that are numbers
         return GradientSum(wires, self.format)
 
-    def _sample(self, pieces: Tensor, wires: Tensor, error: Tensor | None) -> None:
-        arrived = self.format.decode(wires, out=torch.empty_like(pieces, dtype=torch.float32))
+    def _sample(self, pieces: Tensor, wires: Tensor, format: WireFormat, error: Tensor | None) -> None:
+        arrived = format.decode(wires, out=torch.empty_like(pieces, dtype=torch.float32))
         what, unit = f"gradients/{self.name}", self.unit.name
         self.monitor.record(what, unit, pieces, arrived)
-        self.monitor.record_codes(what, unit, self.format, wires)
+        self.monitor.record_codes(what, unit, format, wires)
         if self.feedback is not None:
             old = self.feedback.decode(error) if error is not None else arrived.new_zeros(())
             self.monitor.record_error_state(what, unit, pieces, old)
@@ -192,6 +194,5 @@ class GradientHops:
         if "steps" in state:
             self.progress.steps = int(state["steps"])
         for hop, feedback in self.feedback.items():
-            prefix = f"{hop}."
-            own = {k.removeprefix(prefix): v.to(self.unit.device) for k, v in state.items() if k.startswith(prefix)}
-            feedback.load_state_dict(own)
+            own = below(state, f"{hop}.")
+            feedback.load_state_dict({key: value.to(self.unit.device) for key, value in own.items()})

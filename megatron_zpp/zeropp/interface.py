@@ -43,7 +43,7 @@ class Ranks(Protocol):
 
     @property
     def state_prefix(self) -> str:
-        """What the keys of ``ZeroPPInterface.state_dict`` lack among those of all ranks: "RANK.", or nothing."""
+        """Prefix that makes ``state_dict``'s keys unique among all ranks: "RANK.", or "" where they are already."""
 
     def __len__(self) -> int: ...
 

@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from .collectives import all_gather
 from .interface import Ranks, ZeroPPInterface
 from .random_states import OwnRandomStates
+from .topology import process_rank
 
 
 class OwnRank:
@@ -27,7 +28,7 @@ class OwnRank:
 
     @property
     def state_prefix(self) -> str:
-        return f"{dist.get_rank()}."
+        return f"{process_rank()}."
 
     def __len__(self) -> int:
         return 1
@@ -39,8 +40,10 @@ class OwnRank:
         """Nothing to do: the optimizer has this rank's shards."""
 
     def shards_of(self, tensor: Tensor) -> Sequence[Tensor]:
-        if not isinstance(tensor, DTensor):  # whole on every rank
-            return [tensor if self.world_size == 1 or dist.get_rank() == 0 else tensor.new_empty(0)]
+        if not isinstance(tensor, DTensor):
+            # Taken to be whole on every rank: rank 0 counts it. So under a pipeline a plain tensor of a stage that rank
+            # 0 does not run is not counted at all; parameters there must be DTensors.
+            return [tensor if process_rank() == 0 else tensor.new_empty(0)]
         if any(placement.is_partial() for placement in tensor.placements):
             raise ValueError(f"a tensor of placements {tensor.placements} is not summed yet: it has no shards")
         coordinate = tensor.device_mesh.get_coordinate()

@@ -6,25 +6,25 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from .interface import RandomStates
+from .state_keys import below
+from .topology import process_rank
 
 
 class OwnRandomStates:
-    """Those of a real rank: this process's own. Needs torch's default process group."""
+    """Those of a real rank: this process's own."""
 
     def seed(self, of_rank: Callable[[int], int]) -> None:
-        torch.manual_seed(of_rank(dist.get_rank()))
+        torch.manual_seed(of_rank(process_rank()))
 
     def state_dict(self) -> dict[str, Tensor]:
         states = generator_states(has_cuda=torch.cuda.is_available())
-        return {f"{dist.get_rank()}.{device}": state for device, state in states.items()}
+        return {f"{process_rank()}.{device}": state for device, state in states.items()}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        prefix = f"{dist.get_rank()}."
-        set_generator_states({k.removeprefix(prefix): value for k, value in state.items() if k.startswith(prefix)})
+        set_generator_states(below(state, f"{process_rank()}."))
 
 
 @contextmanager

@@ -46,6 +46,11 @@ class Topology(RankLayout):
     inter_group: dist.ProcessGroup
 
 
+def process_rank() -> int:
+    """This process's rank in torch's default process group; 0 if there is none."""
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
 def build_topology(group: dist.ProcessGroup, ranks_per_node: int | None = None) -> Topology:
     """Split ``group`` into nodes of ``ranks_per_node`` consecutive ranks; None = find out from where the ranks run.
 

@@ -1,4 +1,4 @@
-"""How one unit's weights are encoded, whoever carries them: formats, noise, and samples of the error."""
+"""How one unit's weights are encoded, no matter how they are carried: formats, noise, and samples of the error."""
 
 from __future__ import annotations
 

@@ -31,6 +31,11 @@ class ParameterShard:
     quantizable: bool  # has two dimensions or more
 
 
+def rows_per_rank(rows: int, world_size: int) -> int:
+    """Rows (dim 0) of a parameter in each rank's shard, as FSDP2 splits them; the last ranks' are padded."""
+    return -(-rows // world_size)
+
+
 @dataclass(frozen=True)
 class Segment:
     """A run of elements of the shard that travels alike: one quantized parameter, or unquantized ones side by side."""

@@ -161,3 +161,18 @@ def test_a_norm_is_added_up_in_fp64():
     parameter.grad[:, 0] = 2.0**12
     expected = torch.tensor(3 * (2.0**24 + (2**20 - 1) / 16), dtype=torch.float64).sqrt().float().item()
     assert clip_gradients([parameter], 0.0, OwnRank()) == expected
+
+
+def test_without_parameters_there_is_nothing_to_measure():
+    assert clip_gradients([], 1.0, OwnRank()) == params_norm([], OwnRank()) == count_zeros([], OwnRank()) == 0
+
+
+def measure_where_only_rank_0_has_parameters():
+    parameter = nn.Parameter(torch.tensor([3.0, 4.0]))
+    parameter.grad = torch.tensor([0.0, 2.0])
+    parameters, ranks = [parameter] if dist.get_rank() == 0 else [], OwnRank()
+    return count_zeros(parameters, ranks), clip_gradients(parameters, 1.0, ranks), params_norm(parameters, ranks)
+
+
+def test_a_rank_without_parameters_has_the_same_results():
+    assert run_ranks(2, measure_where_only_rank_0_has_parameters) == [(1, 2.0, 5.0)] * 2

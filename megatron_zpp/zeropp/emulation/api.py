@@ -24,6 +24,7 @@ from ..config import ZeroPPConfig
 from ..description import check_fingerprint, describe, fingerprint, warn_of_settings_without_effect
 from ..gradient_hops import MicroBatch
 from ..monitor import ErrorMonitor
+from ..state_keys import below, unit_prefix
 from ..topology import RankLayout
 from ..traffic import Traffic
 from ..unit import follow_optimizers
@@ -62,22 +63,24 @@ def emulate_zeropp(
         raise ValueError(f"stages 2 and 3 of ZeRO can be emulated, not stage {zero_stage}")
     warn_of_settings_without_effect(config, [RankLayout(num_nodes, ranks_per_node, 0)])
     return EmulatedZeroPP(
-        find_emulated_units(model, units, num_nodes * ranks_per_node, param_dtype),
-        config,
-        [RankLayout(num_nodes, ranks_per_node, rank) for rank in range(num_nodes * ranks_per_node)],
-        reduce_dtype,
-        zero_stage,
+        units=find_emulated_units(model, units, num_nodes * ranks_per_node, param_dtype),
+        config=config,
+        layouts=[RankLayout(num_nodes, ranks_per_node, rank) for rank in range(num_nodes * ranks_per_node)],
+        reduce_dtype=reduce_dtype,
+        zero_stage=zero_stage,
     )
 
 
 class EmulatedZeroPP:
-    """What a training loop says to, and reads from, the emulated ranks of one model: ZeroPPInterface.
+    """What a training loop says to, and reads from, the emulated ranks of one model.
 
-    ``ranks`` computes as each of them; they train in turn, from the first on.
+    ``ranks`` computes as each of them; they train in turn, from the first on. ``zeropp.interface.ZeroPPInterface``
+    says in full what each method does.
     """
 
     def __init__(
         self,
+        *,
         units: list[EmulatedUnit],
         config: ZeroPPConfig,
         layouts: list[RankLayout],
@@ -85,15 +88,31 @@ class EmulatedZeroPP:
         zero_stage: int,
     ) -> None:
         self.units, self.config, self.layouts = units, config, layouts
-        self.topologies = layouts[:1]  # all units' are the same
+        self.topologies = layouts[:1] * len(units)  # all units' are the same
         (self.device,) = {unit.device for unit in units}
         self.traffic, self._monitor, self._micro_batch = Traffic(), ErrorMonitor(), MicroBatch()
         self.ranks = EmulatedRanks(self.device, len(layouts), self.as_rank)
         self._weights = [
-            EmulatedAllGather(unit, config, layouts, self.traffic, self._monitor, zero_stage) for unit in units
+            EmulatedAllGather(
+                unit=unit,
+                config=config,
+                layouts=layouts,
+                traffic=self.traffic,
+                monitor=self._monitor,
+                zero_stage=zero_stage,
+            )
+            for unit in units
         ]
         self._gradients = [
-            EmulatedReduceScatter(unit, config, layouts, self.traffic, self._monitor, self._micro_batch, reduce_dtype)
+            EmulatedReduceScatter(
+                unit=unit,
+                config=config,
+                layouts=layouts,
+                traffic=self.traffic,
+                monitor=self._monitor,
+                micro_batch=self._micro_batch,
+                reduce_dtype=reduce_dtype,
+            )
             for unit in units
         ]
         self._next_rank = 0  # whose gradients come next
@@ -135,38 +154,38 @@ class EmulatedZeroPP:
             reduce_scatter.add(rank)
 
     def describe(self) -> str:
-        """One line: the topology, and how weights and gradients travel."""
+        """One line: the emulated nodes and ranks, and how weights and gradients travel."""
         return describe(self.config, self.topologies)
 
     def set_is_last_micro_batch(self, is_last: bool) -> None:
-        """Say before each rank's micro-batch whether it is the optimizer step's last; only that one crosses nodes."""
+        """Say before each rank's micro-batch whether it is the optimizer step's last."""
         self._micro_batch.is_last = is_last
 
     def invalidate(self) -> None:
-        """Say that parameters were changed by means that are not seen: ``p.data``, or in place under ``no_grad``."""
+        """Say that parameters were changed by means that are not seen, such as ``p.data``."""
         for weights in self._weights:
             weights.unit.mark_changed()
             weights.forget_secondary_partition()
 
     def undo_step(self) -> None:
-        """Say that the gradients since the last optimizer step are thrown away (an overflow, an exception)."""
+        """Say that the gradients since the last optimizer step are thrown away; the next are rank 0's."""
         self._next_rank = 0
         for reduce_scatter in self._gradients:
             reduce_scatter.undo_step()
 
     def rescale_errors(self, factor: float) -> None:
-        """Say that the loss scale was multiplied by ``factor`` after the last backward pass."""
+        """Say that the loss scale was multiplied by ``factor``."""
         for reduce_scatter in self._gradients:
             for hops in reduce_scatter.hops:
                 for feedback in hops.feedback.values():
                     feedback.rescale(factor)
 
     def monitor_errors(self, every: int | None) -> None:
-        """Measure quantization errors at every so many optimizer steps; None = never. Each costs one more decoding."""
+        """Sample quantization errors at every so many optimizer steps; None = never."""
         self._monitor.every = every
 
     def quantization_errors(self) -> dict[str, float]:
-        """What ZeroPP.quantization_errors says, of all virtual ranks."""
+        """What the emulated ranks sampled since the last call."""
         return self._monitor.take({})
 
     def state_dict(self) -> dict[str, Tensor]:
@@ -174,7 +193,7 @@ class EmulatedZeroPP:
         state: dict[str, Tensor] = {}
         for layout in self.layouts:
             own = {
-                f"{kind}/{unit.name or 'root'}/{key}": value
+                unit_prefix(kind, unit.name) + key: value
                 for unit, weights, gradients in zip(self.units, self._weights, self._gradients, strict=True)
                 for kind, of_unit in (("weights", weights), ("gradients", gradients))
                 for key, value in of_unit.state_dict(layout).items()
@@ -185,15 +204,11 @@ class EmulatedZeroPP:
         return state
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        """Take back what ``state_dict`` gave; raises ValueError when it is of another model, layout or config."""
+        """Take back what ``state_dict`` gave, on as many ranks. Raises ValueError for another model or config."""
         self.invalidate()
         for layout in self.layouts:
-            prefix = f"{layout.rank}."
-            own = {key.removeprefix(prefix): value for key, value in state.items() if key.startswith(prefix)}
+            own = below(state, f"{layout.rank}.")
             check_fingerprint(own, self.config, [layout], self.units)
             for unit, weights, gradients in zip(self.units, self._weights, self._gradients, strict=True):
                 for kind, of_unit in (("weights", weights), ("gradients", gradients)):
-                    start = f"{kind}/{unit.name or 'root'}/"
-                    of_unit.load_state_dict(
-                        layout, {key.removeprefix(start): value for key, value in own.items() if key.startswith(start)}
-                    )
+                    of_unit.load_state_dict(layout, below(own, unit_prefix(kind, unit.name)))

@@ -20,6 +20,7 @@ class EmulatedAllGather:
 
     def __init__(
         self,
+        *,
         unit: EmulatedUnit,
         config: ZeroPPConfig,
         layouts: list[RankLayout],
@@ -137,6 +138,7 @@ class EmulatedReduceScatter:
 
     def __init__(
         self,
+        *,
         unit: EmulatedUnit,
         config: ZeroPPConfig,
         layouts: list[RankLayout],

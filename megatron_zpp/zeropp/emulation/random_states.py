@@ -45,5 +45,7 @@ class EmulatedRandomStates:
         return {f"{rank}.{device}": s for rank, of_rank in enumerate(self._states) for device, s in of_rank.items()}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        for rank, of_rank in enumerate(self._states):
-            self._states[rank] = {device: state[f"{rank}.{device}"] for device in of_rank}
+        devices = ("cpu", "cuda") if self._has_cuda else ("cpu",)
+        # An empty state was saved before ``seed``: again one for all.
+        ranks = range(self.num_ranks if state else 0)
+        self._states = [{device: state[f"{rank}.{device}"] for device in devices} for rank in ranks]

@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager
 import torch
 from torch import Tensor
 
+from ..wire_layout import rows_per_rank
 from .random_states import EmulatedRandomStates
 from .unit import step_by_shards
 
@@ -35,7 +36,8 @@ class EmulatedRanks:
         step_by_shards(optimizer, self.world_size)
 
     def shards_of(self, tensor: Tensor) -> Sequence[Tensor]:
-        shards = tensor.split(max(1, -(-tensor.shape[0] // self.world_size)))  # FSDP2's rows; none for the last ranks
+        rows = rows_per_rank(tensor.shape[0], self.world_size)
+        shards = tensor.split(max(1, rows))  # fewer than W, where none are left for the last ranks
         return [*shards, *[tensor[:0]] * (self.world_size - len(shards))]
 
     def gather(self, of_ranks: Tensor) -> Tensor:

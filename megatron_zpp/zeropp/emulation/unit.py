@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from ..unit import Unit
-from ..wire_layout import ParameterShard
+from ..wire_layout import ParameterShard, rows_per_rank
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, kw_only=True)
 class EmulatedUnit(Unit):
     """Some parameters of a plain model, the fp32 masters, and the weights that arrive on every rank.
 
@@ -56,7 +56,7 @@ class EmulatedUnit(Unit):
         return tuple(
             ParameterShard(
                 name,
-                numel=math.ceil(master.shape[0] / self.world_size) * math.prod(master.shape[1:]),
+                numel=rows_per_rank(master.shape[0], self.world_size) * math.prod(master.shape[1:]),
                 quantizable=master.ndim >= 2,
             )
             for name, master in zip(self.names, self.masters, strict=True)
@@ -176,14 +176,14 @@ def find_emulated_units(
         arrived = [nn.Parameter(torch.empty_like(m, dtype=dtype), requires_grad=m.requires_grad) for m in masters]
         units.append(
             EmulatedUnit(
-                name,
-                module,
-                [names[id(master)] for master in masters],
-                masters,
-                [owners[id(master)] for master in masters],
-                arrived,
-                dtype,
-                world_size,
+                name=name,
+                module=module,
+                names=[names[id(master)] for master in masters],
+                masters=masters,
+                owners=[owners[id(master)] for master in masters],
+                arrived=arrived,
+                dtype=dtype,
+                world_size=world_size,
                 casts_inputs=param_dtype is not None,
             )
         )
@@ -213,7 +213,7 @@ def step_by_shards(optimizer: torch.optim.Optimizer, world_size: int) -> None:
         has_complex = whole_group(group, *lists)
         *moved, steps = lists  # parameters, gradients and moments; counters
         shapes = [parameter.shape for parameter in lists[0]]
-        rows = [math.ceil(shape[0] / world_size) * math.prod(shape[1:]) for shape in shapes]
+        rows = [rows_per_rank(shape[0], world_size) * math.prod(shape[1:]) for shape in shapes]
         counts = [-(-shape.numel() // max(1, n)) for shape, n in zip(shapes, rows, strict=True)]
         for tensors in moved:
             tensors[:] = [s for t, n in zip(tensors, rows, strict=False) for s in t.view(-1).split(max(1, n))]

@@ -296,3 +296,41 @@ def test_settings_without_effect_are_named(caplog):
     caplog.clear()
     emulate_zeropp(model, ZeroPPConfig(quantized_gradients=True, loco=LoCoConfig(hops="both")), 1, 4)
     assert "LoCo" not in caplog.text  # it corrects the hop within the node
+
+
+def test_every_unit_has_a_topology():
+    model = build("net")
+    emulated = emulate_zeropp(model, ZeroPPConfig(quantized_weights=True), 2, 3, units=list(model.layers))
+    assert [(t.num_nodes, t.ranks_per_node, t.rank) for t in emulated.topologies] == [(2, 3, 0)] * 4
+    assert emulated.describe().startswith("2 nodes of 3 ranks;") and "\n" not in emulated.describe()
+
+
+def draws_of(emulated):
+    numbers = []
+    for as_rank in emulated.ranks:
+        with as_rank:
+            numbers.append(torch.rand(3).tolist())
+    return numbers
+
+
+def test_random_states_are_loaded_into_ranks_that_were_never_seeded():
+    ours, theirs = (emulate_zeropp(nn.Sequential(nn.Linear(8, 8)), ZeroPPConfig(), 2, 2) for _ in range(2))
+    unseeded = ours.ranks.random_states.state_dict()
+    ours.ranks.random_states.seed(lambda rank: 100 + rank)
+    draws_of(ours)
+    state = ours.ranks.random_states.state_dict()
+    theirs.ranks.random_states.load_state_dict(state)
+    expected = draws_of(ours)
+    assert draws_of(theirs) == expected and len({tuple(numbers) for numbers in expected}) == 4
+    theirs.ranks.random_states.load_state_dict(unseeded)  # one for all ranks again, the process's own
+    torch.manual_seed(5)
+    own = torch.rand(4, 3).tolist()
+    torch.manual_seed(5)
+    assert draws_of(theirs) == own
+
+
+def test_random_states_of_too_few_ranks_are_refused():
+    states = [emulate_zeropp(nn.Linear(8, 8), ZeroPPConfig(), 1, n).ranks.random_states for n in (2, 4)]
+    states[0].seed(lambda rank: rank)
+    with pytest.raises(KeyError, match=r"2\.cpu"):
+        states[1].load_state_dict(states[0].state_dict())
