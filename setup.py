@@ -50,6 +50,8 @@ def kernels() -> dict:
             except Exception as error:
                 reason = str(error).partition("\n")[0]
                 print(f"warning: the kernels of csrc/ are left out, and plain torch will quantize: {reason}")
+                for extension in self.extensions:  # what an earlier build left would be taken for this one's
+                    Path(*extension.name.split(".")).with_suffix(".so").unlink(missing_ok=True)
 
     return {"ext_modules": [extension], "cmdclass": {"build_ext": BuildIfPossible}}
 

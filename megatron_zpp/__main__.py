@@ -5,11 +5,19 @@ from __future__ import annotations
 import difflib
 import functools
 import importlib
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
-ARCHITECTURES = ("gpt", "llama")  # by name, since their records import torch and --help is to be there at once
+
+def architecture_names() -> list[str]:
+    """Of the records in architectures/, which are read and not imported: torch would keep --help waiting."""
+    files = sorted((Path(__file__).parent / "architectures").rglob("*.py"))
+    record = re.compile(r'^\w+ = Architecture\(\s*name="([\w-]+)"', re.MULTILINE)
+    return [name for file in files for name in record.findall(file.read_text(encoding="utf-8"))]
+
+
 # Each is megatron_zpp/tools/NAME.py, but for env, which `python -m megatron_zpp.env` starts as well.
 TOOLS = {
     "preprocess-data": "tokenize text into a dataset",
@@ -26,7 +34,7 @@ TOOLS = {
     "env": "versions, devices, network and kernels, for a bug report",
 }
 COMMANDS = {
-    f"pretrain-{name}": f"train a {name} model, on one rank or under torchrun" for name in ARCHITECTURES
+    f"pretrain-{name}": f"train a {name} model, on one rank or under torchrun" for name in architecture_names()
 } | TOOLS
 TRAIN_EXTRA = ("numpy", "rich", "sentencepiece")
 

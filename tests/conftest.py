@@ -40,7 +40,7 @@ def quickstart_of_all(tmp_path_factory: pytest.TempPathFactory) -> Quickstart:
             results = folder / "runs" / "quickstart"
             small = environment(OUT=str(results), MEGABYTES="1", VOCAB_SIZE="500", TRAIN_ITERS="3")
             script = ROOT / "examples" / "quickstart" / "run.sh"
-            done = subprocess.run([script], env=small, capture_output=True, text=True, timeout=300)
+            done = subprocess.run([script], env=small, capture_output=True, text=True, timeout=240)
             assert done.returncode == 0, done.stdout + done.stderr
             output.write_text(done.stdout)
     return Quickstart(folder, output.read_text())

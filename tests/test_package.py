@@ -59,6 +59,8 @@ def test_a_build_that_fails_leaves_the_kernels_out_and_installs_the_rest(checkou
     ninja.write_text('#!/bin/sh\n[ "$1" = --version ] && echo 1.11.1\n')  # status 1 but for --version
     ninja.chmod(0o755)
     target = tmp_path / "installed"
+    stale = checkout / "megatron_zpp" / "zeropp" / "_kernels.so"
+    stale.write_bytes(b"an earlier build's")
     pip = (sys.executable, "-m", "pip", "install", "-v", "--no-build-isolation", "--no-deps")
     done = call(*pip, "--target", target, ".", folder=checkout, path=ninja.parent)
     assert done.returncode == 0, done.stderr
@@ -72,7 +74,7 @@ def test_a_build_that_fails_leaves_the_kernels_out_and_installs_the_rest(checkou
         "Error compiling objects for extension"
     ]
     assert (target / "megatron_zpp" / "tools" / "estimate.py").exists()
-    assert not list(target.rglob("_kernels*"))
+    assert not list(target.rglob("_kernels*")) and not stale.exists()
 
 
 def test_a_source_archive_holds_what_the_kernels_are_built_from(checkout):

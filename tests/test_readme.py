@@ -173,7 +173,9 @@ def run_program(command: str, folder: Path) -> None:
     more = next((words for program, words in SMALL.items() if program in command), [])
     before, dashes, after = command.partition(" -- ")  # what follows is another program's
     full = f"{before} {shlex.join(more)}{dashes}{after}"
-    done = subprocess.run(["bash", "-c", full], cwd=folder, env=environment(), capture_output=True, text=True)
+    done = subprocess.run(
+        ["bash", "-c", full], cwd=folder, env=environment(), capture_output=True, text=True, timeout=280
+    )
     assert done.returncode == 0, f"{full}\n{done.stdout}{done.stderr}"
 
 

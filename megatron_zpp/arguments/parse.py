@@ -80,10 +80,11 @@ class _Parser(argparse.ArgumentParser):
 
 
 def build_parser(architecture: Architecture) -> argparse.ArgumentParser:
-    """The parser of ``architecture.script``. Flags that are not given leave no trace in its namespace."""
+    """The trainer's parser for one architecture. Flags that are not given leave no trace in its namespace."""
+    # A trainer from outside of this package is no command of ours.
+    trainer = f"-m megatron_zpp pretrain-{architecture.name}" if architecture in ARCHITECTURES else "%(prog)s"
     parser = _Parser(
-        usage="%(prog)s [flags]\n"
-        f"       torchrun --nproc-per-node N -m megatron_zpp pretrain-{architecture.name} [flags]   for N ranks",
+        usage=f"%(prog)s [flags]\n       torchrun --nproc-per-node N {trainer} [flags]   for N ranks",
         description=f"Pretrain a {architecture.title} model with ZeRO++ on PyTorch FSDP2.",
         argument_default=argparse.SUPPRESS,
         allow_abbrev=False,

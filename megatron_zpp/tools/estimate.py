@@ -327,6 +327,8 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     args.program = Path(args.program).stem.replace("_", "-")  # pretrain_gpt.py is the same as pretrain-gpt
     if args.architecture is None and args.program not in PROGRAMS:
         parser.error(f"{args.program} is not {' or '.join(PROGRAMS)}: give the trainer and its flags last")
+    if args.architecture is not None and args.program in PROGRAMS:
+        parser.error(f"{args.program} does not train --architecture {args.architecture}; leave one of them out")
     for name in ("nodes", "ranks_per_node", "mfu", "link_gbps", "vocabulary"):
         if getattr(args, name) <= 0:
             parser.error(f"--{name.replace('_', '-')} must be positive")

@@ -111,6 +111,8 @@ def _watch(stages: Mapping[int, nn.Module], last_stage: int, compiled: bool) -> 
     def after_forward(stage: int, name: str) -> Any:
         def hook(module: nn.Module, inputs: Any, output: Any) -> None:
             if isinstance(output, ModelOutput):
+                for loss, value in output.auxiliary.items():
+                    note(_OUTPUT, stage, f"the auxiliary loss {loss}", value.detach())
                 output = output.losses
             if isinstance(output, Tensor) and output.is_floating_point():
                 note(_OUTPUT, stage, name, output.detach())
