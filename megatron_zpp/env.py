@@ -59,7 +59,7 @@ def _paths(device: torch.device) -> dict[str, str]:
     reason = kernels.why_not_on(device)
     if reason is not None:
         return {f"{operator} on {device}": f"plain torch: {reason}" for operator in kernels.OPERATORS}
-    path = f"compiled ({kernels.LIBRARY}), plain torch for fp64"
+    path = f"compiled ({kernels.LIBRARY}), plain torch for other types"
     return dict.fromkeys((f"{operator} on {device}" for operator in kernels.OPERATORS), path)
 
 

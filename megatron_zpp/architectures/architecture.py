@@ -32,14 +32,14 @@ class BlockActivations:
 
 @dataclass(frozen=True)
 class Architecture:
-    """One kind of model. What is optional is refused where a user asks for it and it is None."""
+    """One kind of model. Where an optional part is None, the program refuses what needs it."""
 
     name: str  # in checkpoints and logs
-    title: str  # in help
+    title: str  # in help and messages
     config_class: type[Config]  # a frozen dataclass: a TransformerConfig
     module: Callable[[Config], Transformer]
-    # Completes the model's flags for a --seq-length, so that none is None that has a default; raises SettingsError for
-    # what this model does not have.
+    # Of flags and a --seq-length: fills in every flag that has a default. Raises SettingsError for what this model does
+    # not have.
     resolve: Callable[[ModelSettings, int], ModelSettings]
     build_config: Callable[[ModelSettings, int], Config]  # of completed flags and the padded size of the vocabulary
     flops_per_token: Callable[[Config, int], float]  # of a forward and backward pass at a --seq-length

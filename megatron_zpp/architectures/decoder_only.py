@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 from megatron_zpp.architectures.architecture import BlockActivations
@@ -74,17 +75,18 @@ def check_shape(model: ModelSettings) -> None:
     )
 
 
-def check_described(model: ModelSettings, title: str, use: str, **truth: str) -> None:
+def check_described(model: ModelSettings, title: str, lacks: Sequence[str] = (), **truth: str) -> None:
     """Raise SettingsError for a flag that describes another network than this one.
 
-    truth: what such flags may say, by field name. use: the program that trains the other network.
+    title: the architecture's. lacks: switches for what it does not have, by field name. truth: what flags with a value
+    may say, by field name.
     """
+    instead = "leave it out, or use the program of an architecture that has it"
+    for name in lacks:
+        require(not getattr(model, name), f"{flag_of(name)} does not fit: {title} does not have it; {instead}")
     for name, value in truth.items():
         given = getattr(model, name)
-        require(
-            given in (None, value),
-            f"{flag_of(name)} {given} does not fit: {title} has {value}; leave it out or use {use}",
-        )
+        require(given in (None, value), f"{flag_of(name)} {given} does not fit: {title} has {value}; {instead}")
 
 
 def shape_of(model: ModelSettings, vocab_size: int) -> dict[str, Any]:

@@ -1,4 +1,7 @@
-"""GPT: learned positions, LayerNorm, GELU, tied embeddings."""
+"""GPT: learned positions (``max_position_embeddings`` of them), LayerNorm, GELU.
+
+Defaults: an MLP of 4 * hidden_size, dropout of 0.1, tied embeddings.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,6 @@ from megatron_zpp.architectures.gpt_huggingface import GPT2
 from megatron_zpp.models import gpt
 from megatron_zpp.parallel.context import apply_context_parallel
 from megatron_zpp.parallel.plans import gpt_plan
-from megatron_zpp.settings.checks import flag_of, require
 from megatron_zpp.settings.groups import ModelSettings
 
 PRESETS: dict[str, dict[str, object]] = {
@@ -30,9 +32,8 @@ PRESETS: dict[str, dict[str, object]] = {
 def resolve(model: ModelSettings, seq_length: int) -> ModelSettings:
     """Completed flags. Raises SettingsError, also for a flag that describes another network."""
     truth: dict[str, Any] = {"normalization": "LayerNorm", "position_embedding_type": "learned_absolute"}
-    decoder_only.check_described(model, "GPT", "pretrain_llama.py", **truth)
-    for name in ("swiglu", "disable_bias_linear", "group_query_attention", "use_rope_scaling"):
-        require(not getattr(model, name), f"{flag_of(name)} is not for GPT: use pretrain_llama.py or leave it out")
+    lacks = ("swiglu", "disable_bias_linear", "group_query_attention", "use_rope_scaling")
+    decoder_only.check_described(model, GPT.title, lacks, **truth)
     decoder_only.check_shape(model)
     assert model.hidden_size
     ffn_size = gpt.default_ffn_size(model.hidden_size)

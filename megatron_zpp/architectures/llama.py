@@ -1,4 +1,8 @@
-"""Llama: rotary positions, RMSNorm, SwiGLU, grouped-query attention, an output layer of its own."""
+"""Llama: rotary positions, RMSNorm, SwiGLU, grouped-query attention, no biases.
+
+Defaults: an MLP of 8/3 * hidden_size, rounded down to a multiple of 64; no dropout; an output layer of its own. The
+small models of Llama 3.2 tie theirs to the embeddings; ``--use-rope-scaling`` is Llama 3.1's.
+"""
 
 from __future__ import annotations
 
@@ -61,7 +65,7 @@ PRESETS: dict[str, dict[str, object]] = {
 def resolve(model: ModelSettings, seq_length: int) -> ModelSettings:
     """Completed flags. Raises SettingsError, also for a flag that describes another network."""
     truth: dict[str, Any] = {"normalization": "RMSNorm", "position_embedding_type": "rope"}
-    decoder_only.check_described(model, "Llama", "pretrain_gpt.py", **truth)
+    decoder_only.check_described(model, LLAMA.title, **truth)
     decoder_only.check_shape(model)
     assert model.hidden_size
     ffn_size = llama.default_ffn_size(model.hidden_size)

@@ -74,7 +74,7 @@ NOT_NEEDED: dict[str, NotNeeded] = {
         "--zero-contigious-gradients",
     ),
     **_same(
-        "tensor-parallel collectives are not overlapped with products",
+        "tensor-parallel collectives are not overlapped with matrix multiplications",
         "--no-async-tensor-model-parallel-allreduce",
     ),
     "--no-pipeline-parallel": NotNeeded(
@@ -162,7 +162,7 @@ REFUSED: dict[str, str] = {
         "--zero-reduce-bucket-size",
         "--zero-allgather-bucket-size",
     ),
-    "--tp-comm-overlap": "tensor-parallel collectives are not overlapped with products; leave it out",
+    "--tp-comm-overlap": "tensor-parallel collectives are not overlapped with matrix multiplications; leave it out",
     **_refused(
         "what is kept for recomputation is not divided over ranks; use --sequence-parallel",
         "--partition-activations",
@@ -182,7 +182,7 @@ REFUSED: dict[str, str] = {
         "--topk",
     ),
     **_refused(
-        "the models are GPT (GELU) and Llama (SwiGLU) as published; leave it out",
+        "this is part of the architecture and no flag changes it; leave it out",
         "--squared-relu",
         "--openai-gelu",
         "--apply-layernorm-1p",

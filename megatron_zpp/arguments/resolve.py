@@ -201,7 +201,7 @@ def _check_data(data: DataSettings) -> None:
     require(len(sources) == 1, f"{' and '.join(sources)} both say where the data is; give one")
     require(
         not (per_split or data.per_split_data_args_path) or data.split is None,
-        "--split divides --data-path; --train-data-path and its kin need none",
+        f"--split divides --data-path; it has no meaning with {sources[0]}: leave it out",
     )
     check_at_least(data, 0, "num_workers", "mid_level_dataset_surplus")
     for name in ("fim_rate", "fim_spm_rate"):

@@ -27,6 +27,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from megatron_zpp.parallel.distributed import errors_on_all_ranks
+from megatron_zpp.parallel.mesh import AXES
 from megatron_zpp.zeropp import ZeroPPInterface, ranks_of
 
 from .folder import CheckpointError
@@ -96,7 +97,8 @@ def load_checkpoint(
         optimizer_state = get_optimizer_state_dict(model, optimizer)
         state |= _optimizer_tensors(optimizer_state)
     load_rng = load_rng and meta["has_rng"]
-    same_layout = meta.get("layout") == layout
+    # An axis that is newer than the checkpoint had one rank.
+    same_layout = "layout" in meta and dict.fromkeys(AXES, 1) | meta["layout"] == layout
     if load_rng and not same_layout:
         others = f"{meta['world_size']} ranks saved, {ranks.world_size} load"
         otherwise = ", divided otherwise" if meta["world_size"] == ranks.world_size else ""

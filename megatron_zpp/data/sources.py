@@ -67,7 +67,7 @@ def read_sources(
         )
         return train, valid, test
     if split is not None:
-        raise ValueError(f"--split cuts --data-path; it has no meaning with {given[0]}: leave it out")
+        raise ValueError(f"--split divides --data-path; it has no meaning with {given[0]}: leave it out")
     if per_split_data_args_path:
         per_split = read_per_split(per_split_data_args_path)
     train, valid, test = (Source(*parse_blend(paths), (0.0, 1.0)) if paths else None for paths in per_split)

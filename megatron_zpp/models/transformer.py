@@ -59,7 +59,7 @@ class DecoderConfig(TransformerConfig, Protocol):
 
 
 class Transformer(nn.Module):
-    """What every model has; a type, without code of its own.
+    """What every model has; a type only.
 
     ``forward(tokens, labels, position_ids, cu_seqlens)`` returns each token's loss, fp32 [B, S], or a ``ModelOutput``;
     without ``labels`` logits [B, S, V].
@@ -74,7 +74,9 @@ class ModelOutput(NamedTuple):
     """What a forward pass with labels returns, where there is more than the tokens' losses."""
 
     losses: Tensor  # of each token, fp32 [B, S]
-    auxiliary: Mapping[str, Tensor]  # scalars of this micro-batch by name, coefficients included: added to the loss
+    # Scalars of this micro-batch by name, coefficients included: added to the loss. The same names in the same order in
+    # every micro-batch on every rank.
+    auxiliary: Mapping[str, Tensor]
 
 
 def as_model_output(output: Tensor | ModelOutput) -> ModelOutput:

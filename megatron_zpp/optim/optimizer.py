@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, cast
 
@@ -19,21 +19,23 @@ from megatron_zpp.settings.groups import OptimizerSettings
 
 
 @dataclass(frozen=True)
-class OptimizerKind:
-    """All that the program knows of one of ``--optimizer``'s choices.
+class ApexOptimizer:
+    """Apex's fused version of an optimizer."""
 
-    torch_class: torch's, called with ``arguments``. apex_class: Apex's of ``--use-apex``, called with ``arguments`` and
-    ``apex_arguments``, and apex_kernel, its attribute that launches the kernel. state_tensors: how many fp32 tensors of
-    a parameter's shape it keeps. deepspeed_names: what a DeepSpeed file calls it, in upper or lower case.
-    """
+    name: str  # of its class
+    kernel: str  # the attribute that launches it
+    arguments: dict[str, Any] = field(default_factory=dict)  # beside those of torch's
+
+
+@dataclass(frozen=True)
+class OptimizerKind:
+    """All that the program knows of one of ``--optimizer``'s choices."""
 
     torch_class: Callable[..., torch.optim.Optimizer]
-    arguments: Callable[[OptimizerSettings], dict[str, Any]]
-    apex_class: str
-    apex_kernel: str
-    apex_arguments: dict[str, Any]
-    state_tensors: Callable[[OptimizerSettings], int]
-    deepspeed_names: tuple[str, ...]
+    arguments: Callable[[OptimizerSettings], dict[str, Any]]  # that its class is called with
+    state_tensors: Callable[[OptimizerSettings], int]  # fp32 tensors of a parameter's shape that it keeps
+    deepspeed_names: tuple[str, ...] = ()  # what a DeepSpeed file calls it, in upper or lower case
+    apex: ApexOptimizer | None = None  # of --use-apex
 
 
 OPTIMIZERS = {
@@ -41,21 +43,17 @@ OPTIMIZERS = {
         # One fused kernel per group; torch has one for CPU and CUDA, and it takes DTensors.
         torch_class=partial(torch.optim.AdamW, fused=True),
         arguments=lambda settings: dict(betas=(settings.adam_beta1, settings.adam_beta2), eps=settings.adam_eps),
-        apex_class="FusedAdam",
-        apex_kernel="multi_tensor_adam",
-        apex_arguments=dict(adam_w_mode=True),
         state_tensors=lambda settings: 2,
         deepspeed_names=("Adam", "AdamW"),
+        apex=ApexOptimizer("FusedAdam", "multi_tensor_adam", dict(adam_w_mode=True)),
     ),
     "sgd": OptimizerKind(
         # DTensor knows no fused SGD (torch 2.13).
         torch_class=partial(torch.optim.SGD, foreach=True),
         arguments=lambda settings: dict(momentum=settings.sgd_momentum),
-        apex_class="FusedSGD",
-        apex_kernel="multi_tensor_sgd",
-        apex_arguments={},
         state_tensors=lambda settings: int(settings.sgd_momentum > 0),
         deepspeed_names=("SGD",),
+        apex=ApexOptimizer("FusedSGD", "multi_tensor_sgd"),
     ),
 }
 
@@ -78,7 +76,11 @@ def build_optimizer(model: nn.Module, settings: OptimizerSettings) -> torch.opti
         raise ValueError(f"--optimizer {settings.optimizer} is not one of {', '.join(OPTIMIZERS)}")
     kind, groups = OPTIMIZERS[settings.optimizer], _parameter_groups(model)
     arguments = dict(lr=settings.lr or 0.0, **kind.arguments(settings))
-    return _apex_optimizer(groups, kind, arguments) if settings.use_apex else kind.torch_class(groups, **arguments)
+    if not settings.use_apex:
+        return kind.torch_class(groups, **arguments)
+    if kind.apex is None:
+        raise ValueError(f"--use-apex: Apex has no --optimizer {settings.optimizer}; leave --use-apex out")
+    return _apex_optimizer(groups, kind.apex, arguments)
 
 
 def set_lr_and_weight_decay(optimizer: torch.optim.Optimizer, lr: float, weight_decay: float) -> None:
@@ -104,11 +106,11 @@ def _parameter_groups(model: nn.Module) -> list[dict[str, Any]]:
 
 
 def _apex_optimizer(
-    groups: list[dict[str, Any]], kind: OptimizerKind, arguments: dict[str, Any]
+    groups: list[dict[str, Any]], apex: ApexOptimizer, arguments: dict[str, Any]
 ) -> torch.optim.Optimizer:
     # The package called `apex` on PyPI is an unrelated one, so an import that works proves nothing.
     try:
-        optimizer_class = getattr(importlib.import_module("apex.optimizers"), kind.apex_class)
+        optimizer_class = getattr(importlib.import_module("apex.optimizers"), apex.name)
         importlib.import_module("amp_C")  # the compiled part, which an Apex built without --cuda_ext lacks
     except (ImportError, AttributeError) as error:
         raise ValueError(
@@ -116,8 +118,8 @@ def _apex_optimizer(
             "https://github.com/NVIDIA/apex (not `pip install apex`, which is another project), or leave --use-apex "
             "out: torch's fused optimizer is the default"
         ) from error
-    optimizer = optimizer_class(groups, weight_decay=0.0, **arguments, **kind.apex_arguments)
-    setattr(optimizer, kind.apex_kernel, _on_local_tensors(getattr(optimizer, kind.apex_kernel)))
+    optimizer = optimizer_class(groups, weight_decay=0.0, **arguments, **apex.arguments)
+    setattr(optimizer, apex.kernel, _on_local_tensors(getattr(optimizer, apex.kernel)))
     return cast(torch.optim.Optimizer, optimizer)
 
 

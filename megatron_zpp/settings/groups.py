@@ -22,36 +22,38 @@ from megatron_zpp.zeropp.config import ZeroPPConfig
 class ModelSettings:
     """The network."""
 
-    preset: str | None = flag(None, "published model whose shape to use, such as gpt-350m; other flags override it")
+    preset: str | None = flag(None, "published model of this architecture whose shape to use; other flags override it")
     num_layers: int | None = flag(None, "number of transformer blocks")
     hidden_size: int | None = flag(None, "width of the residual stream")
-    ffn_hidden_size: int | None = flag(None, "width of the MLP; default 4 * hidden (GPT), 8/3 * hidden (Llama)")
+    ffn_hidden_size: int | None = flag(None, "width of the MLP; default: the architecture's")
     num_attention_heads: int | None = flag(None, "number of query heads")
     kv_channels: int | None = flag(None, "width of one head; default hidden / heads")
-    group_query_attention: bool = flag(False, "share each key/value head among several query heads (Llama)")
+    group_query_attention: bool = flag(False, "share each key/value head among several query heads")
     num_query_groups: int | None = flag(
         None, "number of key/value heads with --group-query-attention", needs="group_query_attention"
     )
-    max_position_embeddings: int | None = flag(None, "learned positions of GPT; default --seq-length")
-    rotary_base: int = flag(10000, "base of the rotary embedding (Llama)")
-    use_rope_scaling: bool = flag(False, "Llama-3.1's scaling of rotary frequencies")
-    rope_scaling_factor: float = flag(8.0, "factor of --use-rope-scaling")
+    max_position_embeddings: int | None = flag(None, "longest sequence that the model can take; default --seq-length")
+    rotary_base: int = flag(10000, "base of the rotary embedding")
+    use_rope_scaling: bool = flag(False, "divide low rotary frequencies, for sequences beyond 8192 tokens")
+    rope_scaling_factor: float = flag(8.0, "what --use-rope-scaling divides by")
     make_vocab_size_divisible_by: int = flag(128, "pad the vocabulary up to a multiple of this")
     norm_epsilon: float = flag(1e-5, "epsilon of LayerNorm and RMSNorm")
     init_method_std: float = flag(0.02, "standard deviation of the initial weights")
-    attention_dropout: float | None = flag(None, "dropout of attention weights; default 0.1 (GPT), 0 (Llama)")
-    hidden_dropout: float | None = flag(None, "dropout of embeddings and residuals; default 0.1 (GPT), 0 (Llama)")
-    untie_embeddings_and_output_weights: bool = flag(False, "separate output layer (Llama's default)")
+    attention_dropout: float | None = flag(None, "dropout of attention weights; default: the architecture's")
+    hidden_dropout: float | None = flag(None, "dropout of embeddings and residuals; default: the architecture's")
+    untie_embeddings_and_output_weights: bool = flag(False, "separate output layer; default: the architecture's")
     tie_embeddings_and_output_weights: bool = flag(
-        False, "the embeddings are the output layer too, as in Llama 3.2 (GPT's default)"
+        False, "the embeddings are the output layer too; default: the architecture's"
     )
-    # Flags that Megatron's scripts pass to describe the architecture: accepted where true of the script's model.
-    normalization: str | None = flag(None, "LayerNorm (GPT) or RMSNorm (Llama)", choices=("LayerNorm", "RMSNorm"))
+    # Flags that Megatron's scripts pass to describe the architecture: accepted where true of it.
+    normalization: str | None = flag(
+        None, "norm of the blocks; must be the architecture's", choices=("LayerNorm", "RMSNorm")
+    )
     position_embedding_type: str | None = flag(
-        None, "learned_absolute (GPT) or rope (Llama)", choices=("learned_absolute", "rope")
+        None, "kind of positions; must be the architecture's", choices=("learned_absolute", "rope")
     )
-    swiglu: bool = flag(False, "SwiGLU instead of GELU (always so for Llama)")
-    disable_bias_linear: bool = flag(False, "linear layers without bias (always so for Llama)")
+    swiglu: bool = flag(False, "SwiGLU in the MLP; refused where the architecture has none")
+    disable_bias_linear: bool = flag(False, "linear layers without bias; refused where the architecture's have one")
 
 
 @dataclass(frozen=True)
@@ -207,7 +209,7 @@ class DataSettings:
     test_data_path: tuple[str, ...] | None = flag(None, "dataset(s) of the test split", nargs="+", metavar="PREFIX")
     data_args_path: str | None = flag(None, "file that holds what --data-path takes", metavar="FILE")
     per_split_data_args_path: str | None = flag(
-        None, "JSON file of what --train-data-path and its kin take: keys train, valid, test", metavar="FILE"
+        None, "JSON file of what --train-data-path and the flags like it take: keys train, valid, test", metavar="FILE"
     )
     data_cache_path: str | None = flag(None, "folder of the index cache; default beside the data", metavar="DIR")
     no_mmap_bin_files: bool = flag(False, "read tokens from the file instead of mapping it into memory")

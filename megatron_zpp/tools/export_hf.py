@@ -2,8 +2,9 @@
 
     python tools/export_hf.py --load runs/quickstart/zeropp --output runs/hf
 
-A GPT becomes a GPT-2, a Llama a Llama. The result is kept only if transformers computes our logits from it. Needs the
-extra ``hf``, and memory for one file of weights (``--max-file-size``), not for the model.
+The architecture's mapping says which of transformers' models it becomes. The result is kept only if transformers
+computes our logits from it. Needs the extra ``hf``, and memory for one file of weights (``--max-file-size``), not for
+the model.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Makes a checkpoint to train on from out of a model of Hugging Face transformers: a GPT-2 or a Llama.
+"""Makes a checkpoint to train on from, out of a model of Hugging Face transformers.
 
     python tools/import_hf.py --input Llama-3.2-1B --save runs/llama
 
@@ -39,8 +39,7 @@ def import_(args: argparse.Namespace, architectures: Sequence[Architecture] = AR
     files.require_packages()
     if not args.input.is_dir():
         raise ValueError(f"--input {args.input} is not a folder: give the one that holds the model's config.json")
-    kinds = [each.huggingface.model_type for each in architectures if each.huggingface is not None]
-    hf_config = files.read_config(args.input, kinds)
+    hf_config = files.read_config(args.input, model_types(architectures))
     architecture, config, positions = from_hf_config(hf_config, architectures)
     mapping = architecture.require_huggingface()
     stored = files.WeightFiles(args.input)
@@ -82,6 +81,11 @@ def import_(args: argparse.Namespace, architectures: Sequence[Architecture] = AR
     )
 
 
+def model_types(architectures: Sequence[Architecture]) -> list[str]:
+    """What transformers calls them in config.json."""
+    return [each.huggingface.model_type for each in architectures if each.huggingface is not None]
+
+
 def match_names(stored: files.WeightFiles, shapes: Mapping[str, torch.Size], tied: bool) -> dict[str, str]:
     """{a tensor of transformers' model: its name in the files}. Raises ValueError unless they hold exactly that model.
 
@@ -118,7 +122,9 @@ def match_names(stored: files.WeightFiles, shapes: Mapping[str, torch.Size], tie
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        description="Make a checkpoint out of a GPT-2 or Llama of Hugging Face transformers.", allow_abbrev=False
+        description="Make a checkpoint out of a model of Hugging Face transformers, of model_type "
+        f"{' or '.join(model_types(ARCHITECTURES))}.",
+        allow_abbrev=False,
     )
     parser.add_argument("--input", type=Path, required=True, metavar="DIR", help="folder with config.json and weights")
     parser.add_argument("--save", type=Path, required=True, metavar="DIR", help="folder of the checkpoint; must be new")

@@ -6,7 +6,7 @@ some settings, emulated in one process, and ranks them by loss against bytes.
 
 or your own settings: ``--try "--zero-quantized-weights --zero-weight-bits 6"``, as often as you like.
 
-What follows ``--`` are the flags of pretrain_gpt.py or pretrain_llama.py as they would be given on the cluster, without
+What follows ``--`` are the flags of the architecture's training program as they would be given on the cluster, without
 those of ZeRO++. All settings see the same data in the same order. The first one, plain ZeRO-3, is trained again on the
 same data with initial weights that are 0.1 % larger: what differs between the two is noise.
 """
@@ -67,7 +67,7 @@ class Outcome:
 def main() -> int:
     parser = argparse.ArgumentParser(
         description="Rank ZeRO++ and LoCo settings by loss against bytes, on your model and data.",
-        epilog="After --: the flags of pretrain_gpt.py or pretrain_llama.py.",
+        epilog="After --: the flags of the architecture's training program, without those of ZeRO++.",
         allow_abbrev=False,
     )
     names = ", ".join(architecture.name for architecture in ARCHITECTURES)

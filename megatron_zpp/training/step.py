@@ -98,7 +98,7 @@ def accumulate_gradients(
     """Forward and backward passes of one step, gradients reduced but not scaled back.
 
     Returns fp64 [3 + A], and A names: this rank's summed loss, its tokens, a 0 to fill in, and its auxiliary losses,
-    summed as ``weighted_auxiliary`` weighs them; the sums over all ranks are right.
+    weighted by ``weighted_auxiliary``; add them over all ranks.
     """
     settings, model = run.settings, run.model
     per_token = settings.training.calculate_per_token_loss

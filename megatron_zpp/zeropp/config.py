@@ -8,6 +8,7 @@ from typing import Any
 
 SUPPORTED_BITS = (2, 3, 4, 6, 8)
 ROUNDINGS = ("nearest", "stochastic")
+_ANY_BITS = f"{', '.join(map(str, SUPPORTED_BITS[:-1]))} or {SUPPORTED_BITS[-1]}"
 
 
 def _flag(
@@ -75,8 +76,9 @@ class ZeroPPConfig:
     """ZeRO++ and LoCo. Everything is off by default.
 
     ZeRO++ is arXiv 2306.10209. What a field means is its help, where None is the flag's 0: unquantized, or one scale
-    per parameter and rank. Bits are 2, 3, 4, 6 or 8, block sizes multiples of 8. Raises ValueError for values that
-    cannot be, or do not fit together.
+    per parameter and rank. Bits are of ``SUPPORTED_BITS``, block sizes multiples of 8.
+
+    Raises ValueError for values that cannot be, or do not fit together.
     """
 
     quantized_weights: bool = _flag(
@@ -106,7 +108,7 @@ class ZeroPPConfig:
     weight_bits: int | None = _flag(
         "--zero-weight-bits",
         8,
-        "bits of quantized weights between nodes: 2, 3, 4, 6 or 8",
+        f"bits of quantized weights between nodes: {_ANY_BITS}",
         needs="quantized_weights",
     )
     weight_intra_bits: int | None = _flag(
@@ -126,7 +128,7 @@ class ZeroPPConfig:
     gradient_bits: int | None = _flag(
         "--zero-gradient-bits",
         4,
-        "bits of quantized gradients between nodes: 2, 3, 4, 6 or 8; 0 = unquantized",
+        f"bits of quantized gradients between nodes: {_ANY_BITS}; 0 = unquantized",
         needs="quantized_gradients",
         zero_is_none=True,
     )

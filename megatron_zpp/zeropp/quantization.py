@@ -77,7 +77,7 @@ def pack_bits(codes: Tensor, bits: int) -> Tensor:
         return codes.view(torch.uint8)
     codes_per_word, bytes_per_word = _word(bits)
     unsigned = _as_words(codes.view(torch.uint8) & (2**bits - 1), bits).unflatten(-1, (-1, codes_per_word))
-    words = unsigned[..., 0].clone()  # [..., B / codes_per_word], at most 24 bits used
+    words = unsigned[..., 0].clone()  # [..., B / codes_per_word]
     for i in range(1, codes_per_word):
         words |= unsigned[..., i] << (bits * i)
     if bytes_per_word == 1:
@@ -100,8 +100,9 @@ def unpack_bits(packed: Tensor, bits: int) -> Tensor:
 
 
 def _as_words(values: Tensor, bits: int) -> Tensor:
-    """uint8 in the type in which words are put together: 3 and 6 bits need 24, the others fit a byte."""
-    return values if 8 % bits == 0 else values.int()
+    """uint8 in the type in which words are put together."""
+    _, bytes_per_word = _word(bits)
+    return values if bytes_per_word == 1 else values.int() if bytes_per_word <= 3 else values.long()
 
 
 def _word(bits: int) -> tuple[int, int]:

@@ -1,7 +1,7 @@
 """Encoding and decoding of wire buffers in plain torch: what the operators of csrc/ must equal, to the bit.
 
 It composes over wire buffers the arithmetic of a block that quantization.py defines; tests/zeropp/oracle.py, which has
-no wire, checks both. It also runs where the operators are not built, and for types that they don't have (fp64).
+no wire, checks both. It also runs where the operators are not built, and for types and bits that they don't have.
 """
 
 from __future__ import annotations

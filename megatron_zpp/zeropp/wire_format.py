@@ -108,7 +108,12 @@ class WireFormat(WireLayout):
     def _has_kernels(self, device: torch.device, *others: Tensor | WireFormat | None) -> bool:
         """Whether the operators take wires of this format together with these tensors and formats."""
         dtypes = [self.dtype, *(other.dtype for other in others if other is not None)]
-        return kernels.why_not_on(device) is None and all(dtype in kernels.TYPES for dtype in dtypes)
+        bits = [self.bits, *(other.bits for other in others if isinstance(other, WireFormat))]
+        return (
+            kernels.why_not_on(device) is None
+            and all(dtype in kernels.TYPES for dtype in dtypes)
+            and all(b is None or b in kernels.BITS for b in bits)
+        )
 
 
 def _arguments(compensation: Compensation | None) -> tuple[Tensor | None, Tensor | None, list[int], float, float]:

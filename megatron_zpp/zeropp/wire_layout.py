@@ -54,7 +54,7 @@ class Segment:
 class WireLayout:
     """Where each of a fixed list of parameters stands in a wire buffer.
 
-    bits: 2, 3, 4, 6 or 8; None = nothing is quantized.
+    bits: one of ``config.SUPPORTED_BITS``; None = nothing is quantized.
     block_size: elements per scale; None = one scale per parameter and shard.
     dtype: of the values that travel unquantized.
     """

@@ -9,15 +9,12 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from megatron_zpp.architectures import ARCHITECTURES, GPT, LLAMA, Architecture
+from megatron_zpp.architectures import ARCHITECTURES, GPT, LLAMA
 from megatron_zpp.models.gpt import GPTConfig
 from megatron_zpp.models.llama import LlamaConfig
 from megatron_zpp.settings.groups import ModelSettings, TrainingSettings
+from tests.architectures.find import architecture_of
 from tests.models.test_models import CONFIGS, batch, build
-
-
-def architecture_of(config: GPTConfig | LlamaConfig) -> Architecture:
-    return next(each for each in ARCHITECTURES if isinstance(config, each.config_class))
 
 
 def flops_per_token(config: GPTConfig | LlamaConfig, seq_length: int) -> float:

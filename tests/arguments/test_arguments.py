@@ -270,9 +270,6 @@ def test_reference_page_is_up_to_date():
         ("--num-attention-heads 3", "--hidden-size 64 --num-attention-heads 3"),
         ("--max-position-embeddings 16", "--seq-length 32 --max-position-embeddings 16"),
         ("--hidden-dropout 1.5", "--hidden-dropout 1.5"),
-        ("--group-query-attention --num-query-groups 2", "--group-query-attention pretrain_llama.py"),
-        ("--swiglu", "--swiglu pretrain_llama.py"),
-        ("--normalization RMSNorm", "--normalization RMSNorm LayerNorm pretrain_llama.py"),
         ("--preset gpt-9t", "--preset gpt-9t gpt-125m"),
         ("--preset llama-8b", "pretrain_llama.py"),
         ("--tensor-model-parallel-size 3", "--tensor-model-parallel-size 1, 2, 4"),
@@ -344,7 +341,6 @@ def test_missing(left_out, words):
         ("--num-query-groups 2", "--num-query-groups --group-query-attention"),
         ("--group-query-attention --num-query-groups 3", "--num-attention-heads 4 --num-query-groups 3"),
         ("--kv-channels 15", "even 15"),
-        ("--position-embedding-type learned_absolute", "learned_absolute rope pretrain_gpt.py"),
         ("--tie-embeddings-and-output-weights --untie-embeddings-and-output-weights", "--untie- --tie- give one"),
     ],
 )
@@ -352,6 +348,30 @@ def test_refused_for_llama(extra, words):
     message = refusal(SMALL + extra, "llama")
     for word in words.split():
         assert word in message, message
+
+
+@pytest.mark.parametrize(
+    ("architecture", "flag", "truth"),
+    [
+        ("gpt", "--swiglu", "GPT does not have it"),
+        ("gpt", "--disable-bias-linear", "GPT does not have it"),
+        ("gpt", "--group-query-attention", "GPT does not have it"),
+        ("gpt", "--use-rope-scaling", "GPT does not have it"),
+        ("gpt", "--normalization RMSNorm", "GPT has LayerNorm"),
+        ("gpt", "--position-embedding-type rope", "GPT has learned_absolute"),
+        ("llama", "--normalization LayerNorm", "Llama has RMSNorm"),
+        ("llama", "--position-embedding-type learned_absolute", "Llama has rope"),
+    ],
+)
+def test_a_flag_that_describes_another_network_is_refused(architecture, flag, truth):
+    instead = "leave it out, or use the program of an architecture that has it"
+    assert refusal(SMALL + flag, architecture) == f"{flag} does not fit: {truth}; {instead}"
+
+
+def test_split_is_refused_with_data_for_each_split():
+    flags = "--split 9,1,0 --train-data-path x --tokenizer-type ByteTokenizer"
+    message = refusal(SMALL.replace("--mock-data --vocab-size 100", flags))
+    assert message == "--split divides --data-path; it has no meaning with --train-data-path: leave it out"
 
 
 def test_decrease_batch_size_if_needed():

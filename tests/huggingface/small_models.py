@@ -7,10 +7,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from megatron_zpp.architectures import ARCHITECTURES, Architecture, HuggingFaceMapping
+from megatron_zpp.architectures import HuggingFaceMapping
 from megatron_zpp.models.gpt import GPTConfig
 from megatron_zpp.models.llama import LlamaConfig
 from megatron_zpp.models.transformer import Transformer
+from tests.architectures.find import architecture_of
 
 POSITIONS = 64
 CONFIGS: dict[str, GPTConfig | LlamaConfig] = {
@@ -36,10 +37,6 @@ CONFIGS: dict[str, GPTConfig | LlamaConfig] = {
         2, 32, 4, 101, ffn_hidden_size=64, num_query_groups=1, kv_channels=16, tie_embeddings=True
     ),
 }
-
-
-def architecture_of(config: GPTConfig | LlamaConfig) -> Architecture:
-    return next(each for each in ARCHITECTURES if isinstance(config, each.config_class))
 
 
 def mapping_of(config: GPTConfig | LlamaConfig) -> HuggingFaceMapping:

@@ -7,7 +7,8 @@ from transformers import AutoConfig
 
 from megatron_zpp.architectures import ARCHITECTURES, LLAMA
 from megatron_zpp.huggingface.mapping import from_hf_config
-from tests.huggingface.small_models import CONFIGS, POSITIONS, architecture_of, to_hf_config
+from tests.architectures.find import architecture_of
+from tests.huggingface.small_models import CONFIGS, POSITIONS, to_hf_config
 
 
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)

@@ -5,7 +5,8 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from megatron_zpp.huggingface.mapping import their_shapes
-from tests.huggingface.small_models import CONFIGS, architecture_of, build, build_empty, mapping_of, to_hf_config
+from tests.architectures.find import architecture_of
+from tests.huggingface.small_models import CONFIGS, build, build_empty, mapping_of, to_hf_config
 
 
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)

@@ -11,8 +11,10 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from megatron_zpp.models import init
-from megatron_zpp.models.gpt import GPT, GPTConfig
-from megatron_zpp.models.llama import Llama, LlamaConfig
+from megatron_zpp.models.gpt import GPTConfig
+from megatron_zpp.models.llama import LlamaConfig
+from megatron_zpp.models.transformer import Transformer
+from tests.architectures.find import architecture_of
 from tests.models.test_layers import LargestTensor
 from tests.ranks import run_ranks
 
@@ -22,9 +24,8 @@ LLAMA_CONFIG = LlamaConfig(2, 36, 6, vocab_size=131, num_query_groups=2, ffn_hid
 SMALL_BLOCK = 500  # several blocks per weight, whose edges are no shard's edges
 
 
-def on_meta(config: GPTConfig | LlamaConfig) -> GPT | Llama:
-    with torch.device("meta"):
-        return GPT(config) if isinstance(config, GPTConfig) else Llama(config)
+def on_meta(config: GPTConfig | LlamaConfig) -> Transformer:
+    return architecture_of(config).build_empty(config)
 
 
 def initialised(config: GPTConfig | LlamaConfig, seed: int = 5) -> dict[str, torch.Tensor]:

@@ -6,19 +6,19 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from megatron_zpp.models.gpt import GPT, GPTConfig
+from megatron_zpp.models.gpt import GPTConfig
 from megatron_zpp.models.init import init_weights
-from megatron_zpp.models.llama import Llama, LlamaConfig
+from megatron_zpp.models.llama import LlamaConfig
+from megatron_zpp.models.transformer import Transformer
+from tests.architectures.find import architecture_of
 
 GPT_CONFIG = GPTConfig(2, 48, 4, vocab_size=130, max_position_embeddings=24, attention_dropout=0.0, hidden_dropout=0.0)
 LLAMA_CONFIG = LlamaConfig(2, 48, 4, vocab_size=130, num_query_groups=2, ffn_hidden_size=96)
 CONFIGS = pytest.mark.parametrize("config", [GPT_CONFIG, LLAMA_CONFIG], ids=["gpt", "llama"])
 
 
-def build(config: GPTConfig | LlamaConfig, seed: int = 1) -> GPT | Llama:
-    with torch.device("meta"):
-        model = GPT(config) if isinstance(config, GPTConfig) else Llama(config)
-    model.to_empty(device="cpu")
+def build(config: GPTConfig | LlamaConfig, seed: int = 1) -> Transformer:
+    model = architecture_of(config).build_empty(config).to_empty(device="cpu")
     init_weights(model, seed)
     return model
 

@@ -16,7 +16,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from megatron_zpp.architectures import ARCHITECTURES
 from megatron_zpp.models import init, layers
 from megatron_zpp.models.gpt import GPTConfig
 from megatron_zpp.models.llama import LlamaConfig
@@ -25,6 +24,7 @@ from megatron_zpp.parallel.mesh import build_mesh
 from megatron_zpp.parallel.sharding import shard_model
 from megatron_zpp.parallel.tensor import apply_tensor_parallelism, dropout_seed
 from megatron_zpp.training.pretrain import train
+from tests.architectures.find import architecture_of
 from tests.parallel.layouts import EPS, Result, assert_same, results_on
 from tests.ranks import run_ranks
 from tests.training.small_run import NO_DROPOUT, flags, start, write_text
@@ -176,7 +176,7 @@ def test_the_loss_over_sharded_vocabulary_and_sequence(dtype, tolerance):
 def initial_weights(config: GPTConfig | LlamaConfig, tp_size: int) -> dict[str, Tensor]:
     """Runs on each rank: whole initial weights, put together from the ranks' parts."""
     init.BLOCK_ELEMENTS = 500
-    architecture = next(each for each in ARCHITECTURES if isinstance(config, each.config_class))
+    architecture = architecture_of(config)
     model = architecture.build_empty(config)
     mesh = build_mesh("cpu", {"tp": tp_size})
     if tp_size > 1:

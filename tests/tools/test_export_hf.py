@@ -18,7 +18,8 @@ from megatron_zpp.huggingface.checkpoint import save_imported, settings_of_impor
 from megatron_zpp.models.llama import LlamaConfig
 from megatron_zpp.tools import export_hf, generate_text
 from megatron_zpp.training.pretrain import train
-from tests.huggingface.small_models import CONFIGS, architecture_of, build, mapping_of
+from tests.architectures.find import architecture_of
+from tests.huggingface.small_models import CONFIGS, build, mapping_of
 from tests.ranks import run_ranks
 from tests.training.small_run import flags, start, write_text
 

@@ -8,10 +8,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-from megatron_zpp.models.gpt import GPT, GPTConfig
+from megatron_zpp.models.gpt import GPTConfig
 from megatron_zpp.models.init import init_weights
-from megatron_zpp.models.llama import Llama, LlamaConfig
+from megatron_zpp.models.llama import LlamaConfig
 from megatron_zpp.zeropp import LoCoConfig, ZeroPPConfig, apply_zeropp, emulate_zeropp
+from tests.architectures.find import architecture_of
 from tests.ranks import run_ranks
 
 STEPS, MICRO_BATCHES = 4, 2
@@ -60,6 +61,10 @@ CASES = {
     "hpZ alone": ("net", ZeroPPConfig(hpz_partition_size=2), None),
     "ZeRO-3": ("net", ZeroPPConfig(ranks_per_node=2), None),
 }
+CONFIGS = {
+    "gpt": GPTConfig(2, 36, 2, vocab_size=50, max_position_embeddings=16, attention_dropout=0.1, hidden_dropout=0.1),
+    "llama": LlamaConfig(2, 36, 2, vocab_size=50),
+}
 UNQUANTIZED_GRADIENTS = ("qwZ alone", "hpZ alone", "ZeRO-3")
 
 
@@ -91,11 +96,8 @@ def build(kind: str) -> nn.Module:
     torch.manual_seed(0)
     if kind == "net":
         return Net()
-    shape = dict(num_layers=2, hidden_size=36, num_attention_heads=2, vocab_size=50)
-    dropout = dict(attention_dropout=0.1, hidden_dropout=0.1)
-    model = (
-        GPT(GPTConfig(**shape, **dropout, max_position_embeddings=16)) if kind == "gpt" else Llama(LlamaConfig(**shape))
-    )
+    config = CONFIGS[kind]
+    model = architecture_of(config).module(config)
     init_weights(model, seed=1)
     return model
 
