@@ -11,6 +11,7 @@ import gc
 import multiprocessing
 import os
 import pickle
+import re
 import signal
 import sys
 import tempfile
@@ -51,7 +52,7 @@ def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, timeout
     errors = [f"rank {rank} failed:\n{error}" for rank, (_, error) in enumerate(answers) if error is not None]
     if errors:
         # One rank's failure closes the others' connections: the cause is the one that is not about that.
-        raise RuntimeError(min(errors, key=lambda error: "Connection closed by peer" in error))
+        raise RuntimeError(min(errors, key=lambda error: re.search("Connection (closed|reset) by peer", error) is not None))
     return [value for value, _ in answers]
 
 

@@ -37,7 +37,7 @@ def clip_gradients(parameters: Sequence[Tensor], max_norm: float, ranks: Ranks, 
         The norm before clipping, over all parameters and shards, fp32, the same on every rank; 0 if there are none. Inf
         or NaN if any gradient is; the gradients are then left alone, and the caller must not step.
     """
-    norm = _over_all_ranks(_sum_of_squares, _gradients(parameters, copies), ranks, _device(parameters)).sqrt().float()
+    norm = _over_all_ranks(_sum_of_squares, _gradients(parameters, copies), ranks, _default_device(parameters)).sqrt().float()
     value = norm.item()
     if max_norm > 0 and math.isfinite(value):
         torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
@@ -47,12 +47,12 @@ def clip_gradients(parameters: Sequence[Tensor], max_norm: float, ranks: Ranks, 
 def params_norm(parameters: Sequence[Tensor], ranks: Ranks, copies: Sequence[Tensor] = ()) -> float:
     """Global L2 norm of the parameters, fp32; arguments as in ``clip_gradients``. Collective."""
     counted = [parameter.detach() for parameter in _without(parameters, copies)]
-    return _over_all_ranks(_sum_of_squares, counted, ranks, _device(parameters)).sqrt().float().item()
+    return _over_all_ranks(_sum_of_squares, counted, ranks, _default_device(parameters)).sqrt().float().item()
 
 
 def count_zeros(parameters: Sequence[Tensor], ranks: Ranks, copies: Sequence[Tensor] = ()) -> int:
     """Number of gradient elements that are exactly zero; arguments as in ``clip_gradients``. Collective."""
-    total = _over_all_ranks(_num_zeros, _gradients(parameters, copies), ranks, _device(parameters))
+    total = _over_all_ranks(_num_zeros, _gradients(parameters, copies), ranks, _default_device(parameters))
     return round(total.item())
 
 
@@ -61,7 +61,7 @@ def local_part(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def _device(parameters: Sequence[Tensor]) -> torch.device:
+def _default_device(parameters: Sequence[Tensor]) -> torch.device:
     """Where this rank's number goes to be gathered: to the parameters, or, if it has none, where torch's group can."""
     if parameters:
         return parameters[0].device
