@@ -52,7 +52,9 @@ def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, timeout
     errors = [f"rank {rank} failed:\n{error}" for rank, (_, error) in enumerate(answers) if error is not None]
     if errors:
         # One rank's failure closes the others' connections: the cause is the one that is not about that.
-        raise RuntimeError(min(errors, key=lambda error: re.search("Connection (closed|reset) by peer", error) is not None))
+        raise RuntimeError(
+            min(errors, key=lambda error: re.search("Connection (closed|reset) by peer", error) is not None)
+        )
     return [value for value, _ in answers]
 
 

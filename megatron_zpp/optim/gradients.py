@@ -37,7 +37,11 @@ def clip_gradients(parameters: Sequence[Tensor], max_norm: float, ranks: Ranks, 
         The norm before clipping, over all parameters and shards, fp32, the same on every rank; 0 if there are none. Inf
         or NaN if any gradient is; the gradients are then left alone, and the caller must not step.
     """
-    norm = _over_all_ranks(_sum_of_squares, _gradients(parameters, copies), ranks, _default_device(parameters)).sqrt().float()
+    norm = (
+        _over_all_ranks(_sum_of_squares, _gradients(parameters, copies), ranks, _default_device(parameters))
+        .sqrt()
+        .float()
+    )
     value = norm.item()
     if max_norm > 0 and math.isfinite(value):
         torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
