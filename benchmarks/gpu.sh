@@ -84,7 +84,7 @@ part kernel-tests 120 "file:$KERNELS,pytest,hypothesis" "$PYTHON" -m pytest -q t
 part kernels 120 "file:$KERNELS,numpy" "$PYTHON" benchmarks/kernels.py --output "$OUT/kernels.json"
 part trainer-gpt 180 numpy \
     "$PYTHON" benchmarks/trainer.py --model gpt-350m --steps 4 --rounds 2 --output "$OUT/trainer.jsonl"
-part gpu-tests 150 numpy,pytest "$PYTHON" -m pytest -q tests/gpu -k cuda
+part gpu-tests 150 numpy,pytest "$PYTHON" -m pytest -q -m "" tests/gpu -k cuda
 for tool in memcheck racecheck; do
     # Each tensor in an allocation of its own, so that a step beyond its end is seen.
     part $tool 90 "program:compute-sanitizer,file:$KERNELS,pytest,hypothesis" env PYTORCH_NO_CUDA_MEMORY_CACHING=1 \

@@ -52,6 +52,7 @@ def succeed(*command: str | Path, folder: Path) -> str:
     return done.stdout
 
 
+@pytest.mark.long
 def test_a_build_that_fails_leaves_the_kernels_out_and_installs_the_rest(checkout, tmp_path):
     # A ninja that is found and then fails is how torch comes to raise a RuntimeError, as it does for a broken nvcc.
     ninja = tmp_path / "bin" / "ninja"

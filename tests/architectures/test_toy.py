@@ -167,6 +167,7 @@ def test_it_is_exported_imported_and_sampled(call, trained, tmp_path):
     assert code == 1 and "the architecture toy has no mapping to a model of Hugging Face transformers" in err
 
 
+@pytest.mark.long
 def test_its_settings_are_suggested_by_training_it(trained):
     argv = flags(f"{trained[0]}/text", "--emulate-ranks 4 --emulate-nodes 2", length="--train-iters 2")
     log = suggest_settings.train(GIVEN, argv)

@@ -7,7 +7,7 @@ import pytest
 from tests.training.small_run import torchrun
 
 
-@pytest.mark.parametrize("program", ["plain_pytorch.py", "huggingface_llama.py"])
+@pytest.mark.parametrize("program", ["plain_pytorch.py", pytest.param("huggingface_llama.py", marks=pytest.mark.long)])
 def test_the_loss_falls(program):
     process = torchrun(4, [], script=f"examples/library/{program}")
     out, err = process.communicate(timeout=120)

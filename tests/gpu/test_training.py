@@ -82,6 +82,7 @@ def logged_losses(output):
     return [float(loss) for loss in re.findall(r"lm loss: (\S+)", output)]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("device", DEVICES)
 def test_the_program_resumes(device, runs, tmp_path):
     """pretrain_gpt.py under torchrun: what it saves and loads on the device continues as if it had not stopped."""

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 
 from megatron_zpp.zeropp import kernels
@@ -13,6 +14,7 @@ from megatron_zpp.zeropp import kernels
 HERE = Path(__file__).parent
 
 
+@pytest.mark.long
 def test_wires_and_loco_work_in_plain_torch():
     command = [sys.executable, "-m", "pytest", "-q", "--no-header", "test_wire_format.py", "test_identities.py"]
     environment = os.environ | {"ZEROPP_KERNELS": "off"}
