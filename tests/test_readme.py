@@ -32,6 +32,8 @@ from megatron_zpp.training.pretrain import pretrain
 from tests.conftest import ROOT, environment
 from tests.ranks import run_ranks
 
+# Their commands measure, which takes long also where it is made small: `make test-long` runs them.
+MEASURING = ("benchmarks", "experiments")
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 SETUP = ("git clone", "cd ", "python3 -m venv ", "source ", "pip install", ".venv/bin/pip install")
 PARTS_OF_MAKE_TEST = ("pytest", "ruff", "mypy")
@@ -139,7 +141,14 @@ def test_pages_activate_the_environment_before_they_use_it(page):
     assert all(command.startswith(("make ", "python3 -m venv ")) for command in of_a_clean_shell)
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if commands(page)], ids=lambda page: page.stem)
+@pytest.mark.parametrize(
+    "page",
+    [
+        pytest.param(page, marks=pytest.mark.long if page.stem in MEASURING else (), id=page.stem)
+        for page in PAGES
+        if commands(page)
+    ],
+)
 def test_commands_work(page, folder):
     for name, content in re.findall(r"`([\w.]+\.json)`[^\n]*\n+```json\n(.*?)^```", page.read_text(), re.M | re.S):
         (folder / name).write_text(content)
