@@ -80,7 +80,6 @@ class Reporter:
         sent = torch.tensor([self.sent.inter_node, self.sent.intra_node], dtype=torch.float64, device=run.device)
         dist.all_reduce(sent)
         between_nodes, within_nodes = (sent / self.num_steps).tolist()
-        parameters = list(run.model.parameters())
         means = {name: sum(losses) / len(losses) for name, losses in self.losses.items()}
         return TrainingReport(
             iteration=counters.iteration,
@@ -92,7 +91,9 @@ class Reporter:
             loss_scale=run.scaler.scale,
             grad_norm=result.grad_norm,
             num_zeros=result.num_zeros,
-            params_norm=params_norm(parameters, run.ranks, run.copies) if logging.log_params_norm else None,
+            params_norm=params_norm([*run.model.parameters()], run.ranks, run.copies)
+            if logging.log_params_norm
+            else None,
             skipped_iterations=self.skipped,
             nan_iterations=self.nan,
             seconds_per_iteration=seconds,

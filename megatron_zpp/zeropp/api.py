@@ -16,11 +16,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from . import kernels
 from .all_gather import HierarchicalAllGather, QuantizedAllGather
 from .collectives import PlainAllGather, PlainReduceScatter
 from .config import ZeroPPConfig
-from .description import check_fingerprint, describe, fingerprint, warn_of_settings_without_effect
+from .description import check_fingerprint, describe, fingerprint, warn
 from .fsdp_unit import FSDPUnit, find_units
 from .gradient_hops import GradientHops, MicroBatch
 from .monitor import ErrorMonitor
@@ -54,9 +53,7 @@ def apply_zeropp(
     zeropp = ZeroPP(units=units, config=config, pipeline=pipeline, tensor_parallel=tensor_parallel)
     groups = {*(topology.group for topology in zeropp.topologies), pipeline, tensor_parallel}
     if all(group is None or group.rank() == 0 for group in groups):  # one rank speaks for the job
-        warn_of_settings_without_effect(config, zeropp.topologies)
-        if config.quantized_weights or config.quantized_gradients:
-            kernels.warn_if_missing(zeropp.device)
+        warn(config, zeropp.topologies, zeropp.device)
     return zeropp
 
 

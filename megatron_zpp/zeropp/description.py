@@ -6,8 +6,10 @@ import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
+import torch
 from torch import Tensor
 
+from . import kernels
 from .config import ZeroPPConfig
 from .quantization import mix_seed
 from .topology import RankLayout
@@ -65,8 +67,10 @@ def check_fingerprint(
         )
 
 
-def warn_of_settings_without_effect(config: ZeroPPConfig, layouts: Sequence[RankLayout]) -> None:
-    """To be called on one rank, with the layouts of all units."""
+def warn(config: ZeroPPConfig, layouts: Sequence[RankLayout], device: torch.device) -> None:
+    """Of settings without effect, and of slow quantization; on one rank, with the layouts of all units."""
+    if config.quantized_weights or config.quantized_gradients:
+        kernels.warn_if_missing(device)
     for world_size, num_nodes in sorted({(layout.world_size, layout.num_nodes) for layout in layouts}):
         where = f"{world_size} data-parallel ranks on one node"
         if world_size == 1:

@@ -19,9 +19,8 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from .. import kernels
 from ..config import ZeroPPConfig
-from ..description import check_fingerprint, describe, fingerprint, warn_of_settings_without_effect
+from ..description import check_fingerprint, describe, fingerprint, warn
 from ..gradient_hops import MicroBatch
 from ..monitor import ErrorMonitor
 from ..state_keys import below, unit_prefix
@@ -61,14 +60,15 @@ def emulate_zeropp(
         )
     if zero_stage not in (2, 3):
         raise ValueError(f"stages 2 and 3 of ZeRO can be emulated, not stage {zero_stage}")
-    warn_of_settings_without_effect(config, [RankLayout(num_nodes, ranks_per_node, 0)])
-    return EmulatedZeroPP(
+    emulated = EmulatedZeroPP(
         units=find_emulated_units(model, units, num_nodes * ranks_per_node, param_dtype),
         config=config,
         layouts=[RankLayout(num_nodes, ranks_per_node, rank) for rank in range(num_nodes * ranks_per_node)],
         reduce_dtype=reduce_dtype,
         zero_stage=zero_stage,
     )
+    warn(config, emulated.topologies, emulated.device)
+    return emulated
 
 
 class EmulatedZeroPP:
@@ -120,8 +120,6 @@ class EmulatedZeroPP:
             # Loaded parameters are further from the copies than low-bit differences can say.
             weights.unit.module.register_load_state_dict_post_hook(weights.after_loading)
         follow_optimizers(units)
-        if config.quantized_weights or config.quantized_gradients:
-            kernels.warn_if_missing(self.device)
 
     @contextmanager
     def as_rank(self, rank: int) -> Iterator[None]:
