@@ -62,6 +62,7 @@ def resolve(
         precision=_resolve_precision(settings.precision),
         activation=_resolve_activation(settings.activation, model.num_layers),
         tokenizer=_resolve_tokenizer(settings.tokenizer, settings.data),
+        zeropp=dataclasses.replace(settings.zeropp, seed=training.seed),
     )
     fsdp_size = dp_size * settings.distributed.context_parallel_size
     check_zero(settings.zero, settings.zeropp, fsdp_size, settings.distributed)

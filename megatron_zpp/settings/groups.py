@@ -72,7 +72,7 @@ class TrainingSettings:
     train_iters: int | None = flag(None, "optimizer steps to train")
     train_samples: int | None = flag(None, "samples to train, instead of --train-iters")
     seq_length: int | None = flag(None, "tokens per sample")
-    seed: int = flag(1234, "seed of initialisation, data order and dropout")
+    seed: int = flag(1234, "seed of initialisation, data order, dropout and stochastic rounding")
     eval_iters: int = flag(100, "batches per evaluation")
     eval_interval: int | None = flag(None, "optimizer steps between evaluations; default none but the last")
     skip_train: bool = flag(False, "only evaluate")

@@ -188,7 +188,7 @@ class ZeroPPConfig:
         "rotate gradients by 32 x 32 Hadamard matrices before they are quantized",
         needs="quantized_gradients",
     )
-    seed: int = 0  # of stochastic rounding; no flag
+    seed: int = 0  # of stochastic rounding; the trainer sets it to --seed
 
     def __post_init__(self) -> None:
         _check_choices(self, "")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -42,9 +43,11 @@ def _describe_group(config: ZeroPPConfig, num_nodes: int, ranks_per_node: int) -
         gradients += f" with LoCo (beta {config.loco.beta})" if config.loco is not None else ""
     else:
         gradients = "unquantized, at every micro-batch"
+    stochastic = [name for name in ("weight", "gradient") if getattr(config, f"{name}_rounding") == "stochastic"]
+    rounding = f"; {' and '.join(stochastic)} rounding stochastic, seed {config.seed}" if stochastic else ""
     return (
         f"{num_nodes} node{'s' if num_nodes > 1 else ''} of {ranks_per_node} ranks; "
-        f"weights travel {weights}; gradients {gradients}"
+        f"weights travel {weights}; gradients {gradients}{rounding}"
     )
 
 
@@ -53,7 +56,8 @@ def fingerprint(config: ZeroPPConfig, layouts: Sequence[RankLayout], units: Sequ
     shapes = [(layout.num_nodes, layout.ranks_per_node, layout.rank) for layout in layouts]
     shape = shapes[0] if len(set(shapes)) == 1 else shapes
     shards = [(unit.name, [(p.numel, p.quantizable) for p in unit.parameter_shards()]) for unit in units]
-    return mix_seed(repr(config), repr(shape), repr(shards))
+    # The seed of stochastic rounding changes what comes, not what is kept.
+    return mix_seed(repr(replace(config, seed=0)), repr(shape), repr(shards))
 
 
 def check_fingerprint(

@@ -167,7 +167,7 @@ def test_zero_means_none():
     )
     config = ZeroPPConfig(
         quantized_gradients=True, gradient_block_size=None, gradient_intra_bits=None,
-        loco=LoCoConfig(reset_interval=None),
+        loco=LoCoConfig(reset_interval=None), seed=1234,
     )  # fmt: skip
     assert settings.zeropp == config
 
@@ -179,7 +179,7 @@ def test_every_zeropp_flag_together():
     )
     assert settings.zeropp == ZeroPPConfig(
         quantized_weights=True, hpz_partition_size=2, quantized_gradients=True, loco=LoCoConfig(beta=0.5),
-        ranks_per_node=2, weight_bits=6, gradient_bits=3,
+        ranks_per_node=2, weight_bits=6, gradient_bits=3, seed=1234,
     )  # fmt: skip
 
 

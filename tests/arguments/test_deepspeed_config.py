@@ -60,7 +60,8 @@ def test_tutorial(write):
     argv = shlex.split(command.format(batch="--micro-batch-size", path=path))
     settings = parse_settings(GPT, argv, 64, notes.append)
     assert settings.zero.zero_stage == 3
-    assert settings.zeropp == ZeroPPConfig(quantized_weights=True, hpz_partition_size=16, quantized_gradients=True)
+    expected = ZeroPPConfig(quantized_weights=True, hpz_partition_size=16, quantized_gradients=True, seed=1234)
+    assert settings.zeropp == expected
     assert settings.precision.fp16 and settings.activation.recompute_granularity == "full"
     assert settings.training.global_batch_size == 64
     # Each key that changes nothing is named in a note.

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import pytest
 
 from megatron_zpp.architectures import GPT
 from megatron_zpp.arguments.parse import SettingsError, parse_settings
+from megatron_zpp.training.pretrain import _batches
+from megatron_zpp.training.step import accumulate_gradients
 from tests.ranks import run_ranks
-from tests.training.small_run import flags, train_each, write_text
+from tests.training.small_run import NO_DROPOUT, flags, start, train_each, write_text
 
 EMULATE = ["--emulate-ranks", "4", "--emulate-nodes", "2"]
 ALL_FLAGS = (
@@ -60,6 +63,36 @@ def test_logs_what_real_ranks_log(data, architecture):
             assert sum(1.0 < norm < math.inf for norm in real[name]["grad-norm"]) >= 16  # clipped
         scales = real["fp16"]["loss-scale"]
         assert min(scales) < max(scales) and len(set(scales)) > 2
+
+
+def _steps_of_equal_models(data, more, seeds):
+    """By what is rounded, and for each seed: loss and gradients of a step with the same weights on the same samples."""
+    found = {"weight": [], "gradient": []}
+    for rounded, steps in found.items():
+        weights = samples = None
+        for seed in seeds:
+            stochastic = f"--zero-quantized-{rounded}s --zero-{rounded}-rounding stochastic --zero-ranks-per-node 2"
+            run, _ = start(command(data, stochastic, NO_DROPOUT, *more, f"--seed {seed}"))
+            assert run.zeropp.describe().endswith(f"; {rounded} rounding stochastic, seed {seed}")
+            if weights is None:
+                weights = {name: tensor.clone() for name, tensor in run.model.state_dict().items()}
+                samples = list(itertools.islice(_batches(run, "train", 0), 2 * len(run.ranks)))
+            run.model.load_state_dict(weights)
+            totals, _ = accumulate_gradients(run, iter(samples), 2, scale=1.0)
+            shards = [shard for p in run.model.parameters() for shard in run.ranks.shards_of(p.grad)]
+            steps.append([totals[:1], *shards])
+    return found
+
+
+@pytest.mark.parametrize("world_size, more", [(1, EMULATE), (4, [])])
+def test_stochastic_rounding_follows_the_seed(data, world_size, more):
+    for of_rank in run_ranks(world_size, _steps_of_equal_models, data, more, [1, 1, 2]):
+        for rounded, (first, again, other) in of_rank.items():
+            assert all(mine.equal(its) for mine, its in zip(first, again, strict=True)), rounded
+            shards = [
+                (mine, its) for mine, its in zip(first[1:], other[1:], strict=True) if mine.ndim > 1 and len(mine)
+            ]
+            assert shards and not any(mine.equal(its) for mine, its in shards), rounded
 
 
 def _saved_and_resumed(data, folder, first, second):

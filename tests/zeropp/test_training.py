@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 
 import pytest
 import torch
@@ -397,15 +398,20 @@ def _state_of_another_config():
     model = nn.Linear(64, 64)
     fully_shard(model)
     zeropp = apply_zeropp(model, ALL_FLAGS)
-    other = nn.Linear(64, 64)
-    fully_shard(other)
-    try:
-        apply_zeropp(other, ZeroPPConfig(True, 2, True, LoCoConfig(beta=0.5))).load_state_dict(zeropp.state_dict())
-    except ValueError as error:
-        return str(error)
+    model(torch.randn(2, 64)).sum().backward()
+    state = zeropp.state_dict()
+    for config in (replace(ALL_FLAGS, seed=7), replace(ALL_FLAGS, loco=LoCoConfig(beta=0.5))):
+        other = nn.Linear(64, 64)
+        fully_shard(other)
+        another = apply_zeropp(other, config)
+        try:
+            another.load_state_dict(state)
+        except ValueError as error:
+            return str(error)
+        assert all(value.equal(state[name]) for name, value in another.state_dict().items())
 
 
-def test_state_of_another_config_is_refused():
+def test_state_of_another_config_is_refused_but_not_of_another_seed():
     assert "another ZeroPPConfig" in run_ranks(4, _state_of_another_config)[0]
 
 
