@@ -53,7 +53,7 @@ def apply_zeropp(
     zeropp = ZeroPP(units=units, config=config, pipeline=pipeline, tensor_parallel=tensor_parallel)
     groups = {*(topology.group for topology in zeropp.topologies), pipeline, tensor_parallel}
     if all(group is None or group.rank() == 0 for group in groups):  # one rank speaks for the job
-        warn(config, zeropp.topologies, zeropp.device)
+        warn(config, units, zeropp.topologies, zeropp.device)
     return zeropp
 
 
@@ -84,7 +84,7 @@ class ZeroPP:
                 self._all_gathers[unit.name] = HierarchicalAllGather(
                     unit=unit, config=config, traffic=self.traffic, monitor=self._monitor
                 )
-            elif config.quantized_weights:
+            elif config.quantized_weights and unit.topology.world_size > 1:
                 self._all_gathers[unit.name] = QuantizedAllGather(
                     unit=unit, config=config, traffic=self.traffic, monitor=self._monitor
                 )

@@ -15,6 +15,7 @@ from .config import ZeroPPConfig
 from .quantization import mix_seed
 from .topology import RankLayout
 from .unit import Unit
+from .wire_layout import FEWEST_QUANTIZED, block_size_of
 
 logger = logging.getLogger(__name__)
 
@@ -32,23 +33,43 @@ def describe(config: ZeroPPConfig, layouts: Sequence[RankLayout]) -> str:
 
 
 def _describe_group(config: ZeroPPConfig, num_nodes: int, ranks_per_node: int) -> str:
-    hpz = config.hpz_partition_size > 1 and num_nodes > 1
-    weights = f"int{config.weight_bits}" if config.quantized_weights else "unquantized"
-    if hpz and config.weight_difference_bits is not None:
-        weights = f"as int{config.weight_difference_bits} differences"
-    weights += ", between nodes once per step" if hpz else ", at every gather"
-    if config.quantized_gradients:
-        hops = [f"int{bits}" if bits else "unquantized" for bits in (config.gradient_intra_bits, config.gradient_bits)]
-        gradients = f"{hops[0]} within a node, {hops[1]} between nodes once per step"
-        gradients += f" with LoCo (beta {config.loco.beta})" if config.loco is not None else ""
-    else:
-        gradients = "unquantized, at every micro-batch"
-    stochastic = [name for name in ("weight", "gradient") if getattr(config, f"{name}_rounding") == "stochastic"]
-    rounding = f"; {' and '.join(stochastic)} rounding stochastic, seed {config.seed}" if stochastic else ""
-    return (
-        f"{num_nodes} node{'s' if num_nodes > 1 else ''} of {ranks_per_node} ranks; "
-        f"weights travel {weights}; gradients {gradients}{rounding}"
-    )
+    line = f"{num_nodes} {_plural('node', num_nodes)} of {ranks_per_node} {_plural('rank', ranks_per_node)}; "
+    if num_nodes * ranks_per_node == 1:
+        return line + "nothing travels"
+    line += f"weights travel {_weights(config, num_nodes)}; gradients {_gradients(config, num_nodes, ranks_per_node)}"
+    return line + (f"; seed {config.seed}" if "stochastic" in line else "")
+
+
+def _weights(config: ZeroPPConfig, num_nodes: int) -> str:
+    rounding = config.weight_rounding
+    in_full = _bits(config.weight_bits if config.quantized_weights else None, rounding)
+    if config.hpz_partition_size == 1 or num_nodes == 1:
+        return f"{in_full} at every gather"
+    differences, keeps_wires = config.weight_difference_bits, config.hpz_secondary_dtype == "int8"
+    between = in_full if differences is None else f"as differences {_bits(differences, rounding)}"
+    within = in_full if keeps_wires else _bits(config.weight_intra_bits, rounding)
+    return f"{between} between nodes once per step, {within} within a node at every gather"
+
+
+def _gradients(config: ZeroPPConfig, num_nodes: int, ranks_per_node: int) -> str:
+    if not config.quantized_gradients:
+        return "unquantized at every micro-batch"
+    within, between = (_bits(b, config.gradient_rounding) for b in (config.gradient_intra_bits, config.gradient_bits))
+    if config.loco is not None:
+        loco = f" with LoCo (beta {config.loco.beta})"
+        between += loco
+        within += loco if config.loco.hops == "both" else ""
+    hops = [f"{within} within a node at every micro-batch"] if ranks_per_node > 1 else []
+    hops += [f"{between} between nodes once per step"] if num_nodes > 1 else []
+    return ", ".join(hops)
+
+
+def _bits(bits: int | None, rounding: str) -> str:
+    return "unquantized" if bits is None else f"int{bits}" + (" (stochastic)" if rounding == "stochastic" else "")
+
+
+def _plural(noun: str, count: int) -> str:
+    return noun if count == 1 else noun + "s"
 
 
 def fingerprint(config: ZeroPPConfig, layouts: Sequence[RankLayout], units: Sequence[Unit]) -> int:
@@ -71,8 +92,8 @@ def check_fingerprint(
         )
 
 
-def warn(config: ZeroPPConfig, layouts: Sequence[RankLayout], device: torch.device) -> None:
-    """Of settings without effect, and of slow quantization; on one rank, with the layouts of all units."""
+def warn(config: ZeroPPConfig, units: Sequence[Unit], layouts: Sequence[RankLayout], device: torch.device) -> None:
+    """Of settings without effect, and of slow quantization; on one rank, with all units and the layout of each."""
     if config.quantized_weights or config.quantized_gradients:
         kernels.warn_if_missing(device)
     for world_size, num_nodes in sorted({(layout.world_size, layout.num_nodes) for layout in layouts}):
@@ -85,3 +106,32 @@ def warn(config: ZeroPPConfig, layouts: Sequence[RankLayout], device: torch.devi
                 logger.warning("hpZ has no effect on %s: all gathers stay within it", where)
             if config.loco is not None and config.loco.hops == "inter":
                 logger.warning("LoCo has no effect on %s: it corrects the hop between nodes", where)
+            if config.quantized_gradients and config.gradient_intra_bits is None:
+                logger.warning(
+                    "qgZ has no effect on %s: gradient_intra_bits leaves the hop within it unquantized", where
+                )
+    small = [
+        unit.label
+        for unit, layout in zip(units, layouts, strict=True)
+        if layout.world_size > 1 and _has_unquantized_matrix(config, unit)
+    ]
+    if small:
+        named = ", ".join(small[:5]) + (f" and {len(small) - 5} more" if len(small) > 5 else "")
+        logger.warning(
+            "matrices of %s travel unquantized: a rank holds fewer than %d elements of them, too few for a scale",
+            named,
+            FEWEST_QUANTIZED,
+        )
+
+
+def _has_unquantized_matrix(config: ZeroPPConfig, unit: Unit) -> bool:
+    """Whether a rank's shard of some matrix is too small for the blocks that would quantize it."""
+    block_sizes = []
+    if config.quantized_weights:
+        block_sizes.append(config.weight_block_size)
+    if config.weight_difference_bits is not None:
+        block_sizes.append(config.weight_difference_block_size)
+    if config.quantized_gradients:
+        block_sizes.append(config.gradient_block_size)
+    shards = [shard for shard in unit.parameter_shards() if shard.quantizable]
+    return any(block_size_of(shard.numel, size) == 0 < shard.numel for shard in shards for size in block_sizes)

@@ -5,8 +5,8 @@ A shard of L elements is the concatenation of the unit's parameters' shards. Its
     | packed codes of each quantized parameter | fp32 scales of each | values of the unquantized parameters |
 
 with every parameter's part of every section starting at a multiple of 16 bytes. Blocks never span two parameters: a
-parameter's last block is padded with zeros, on the wire only. Parameters of one dimension (norms, biases) and those
-with less than a block in a shard travel unquantized.
+parameter's last block is padded with zeros, on the wire only. A parameter with less than a block in a shard is one
+smaller block. Parameters of one dimension (norms, biases) and those with few elements in a shard travel unquantized.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from torch import Tensor
 from . import kernels
 
 _ALIGNMENT = 16  # bytes; what a vectorized load wants
+FEWEST_QUANTIZED = 32  # elements of a shard: of fewer, a scale in its place costs more than low bits save
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,14 @@ class ParameterShard:
 def rows_per_rank(rows: int, world_size: int) -> int:
     """Rows (dim 0) of a parameter in each rank's shard, as FSDP2 splits them; the last ranks' are padded."""
     return -(-rows // world_size)
+
+
+def block_size_of(numel: int, block_size: int | None) -> int:
+    """Elements per scale for ``numel`` of a parameter in a shard, all of them if a block has more; 0 = unquantized."""
+    if numel < min(block_size or 8, FEWEST_QUANTIZED):
+        return 0
+    whole = _round_up(numel, 8)
+    return min(block_size or whole, whole)
 
 
 @dataclass(frozen=True)
@@ -55,7 +64,7 @@ class WireLayout:
     """Where each of a fixed list of parameters stands in a wire buffer.
 
     bits: one of ``config.SUPPORTED_BITS``; None = nothing is quantized.
-    block_size: elements per scale; None = one scale per parameter and shard.
+    block_size: elements per scale, at most; None = one scale per parameter and shard.
     dtype: of the values that travel unquantized.
     """
 
@@ -70,8 +79,9 @@ class WireLayout:
         spans, rest, start = [], [], 0  # (start, stop, block size) and (start, stop)
         for parameter in parameters:
             stop = start + parameter.numel
-            if bits is not None and parameter.quantizable and parameter.numel >= (block_size or 8):
-                spans.append((start, stop, block_size or _round_up(parameter.numel, 8)))
+            size = block_size_of(parameter.numel, block_size) if bits is not None and parameter.quantizable else 0
+            if size:
+                spans.append((start, stop, size))
             else:
                 rest.append((start, stop))
             start = stop

@@ -1,23 +1,61 @@
 """The two-level collectives as pure functions over the inputs of all ranks, to check the distributed code.
 
-Written for clarity, parameter by parameter and without wire buffers, so that it shares no step with what it checks
-but the arithmetic of a block, which quantization.py defines. Results are equal to the bit. Rank r = n * P + p is the
-p-th of node n.
+Written for clarity, parameter by parameter and without wire buffers. It shares no step with what it checks: blocks,
+random numbers and rotation have a definition of their own here. Results are equal to the bit. Rank r = n * P + p is
+the p-th of node n.
 """
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from megatron_zpp.zeropp.config import ZeroPPConfig
-from megatron_zpp.zeropp.quantization import counter_uniform, dequantize_blocks, hadamard, mix_seed, quantize_blocks
 from megatron_zpp.zeropp.wire_layout import ParameterShard
 
 _ERROR_HOPS = {"int8": (8, torch.float32), "bf16": (None, torch.bfloat16), "fp32": (None, torch.float32)}
+
+
+def round_trip(block: Tensor, bits: int, noise: Tensor | None) -> Tensor:
+    """What arrives of a block [B], in fp32: the nearest codes, even at ties, or with ``noise`` [B] the random ones."""
+    values, largest = block.float(), torch.tensor(2.0 ** (bits - 1) - 1)
+    scale = values.abs().max() / largest
+    if not scale.isfinite():
+        return torch.full_like(values, torch.nan)
+    if scale == 0:
+        return torch.zeros_like(values)
+    codes = (values / scale).round() if noise is None else (values / scale + noise).floor()
+    return codes.clamp(-largest, largest) * scale
+
+
+def seed_of(*draw: int | str) -> int:
+    """The CRC-32 of what tells one draw from another, as Python writes it."""
+    return zlib.crc32(str(draw).encode())
+
+
+def uniform(seed: int, numel: int) -> Tensor:
+    """fp32 numbers in [0, 1): the upper 24 bits of Chris Wellons's hash "lowbias32" of a counter."""
+    x = np.arange(numel, dtype=np.uint32) + np.uint32(seed * 2654435769 % 2**32)
+    x ^= x >> np.uint32(16)
+    x *= np.uint32(0x7FEB352D)
+    x ^= x >> np.uint32(15)
+    x *= np.uint32(0x846CA68B)
+    x ^= x >> np.uint32(16)
+    return torch.from_numpy((x >> np.uint32(8)).astype(np.float32) / np.float32(2**24))
+
+
+def rotated(group: Tensor) -> Tensor:
+    """fp32 [..., 32] by the orthonormal Hadamard matrix: sums and differences of those 1, 2, 4, 8 and 16 apart."""
+    index = torch.arange(32)
+    for apart in (1, 2, 4, 8, 16):
+        other = group[..., index ^ apart]
+        group = torch.where(index & apart == 0, group + other, other - group)
+    return group * 32**-0.5
 
 
 @dataclass(frozen=True)
@@ -30,10 +68,11 @@ class Hop:
     dtype: torch.dtype
 
     def is_quantized(self, parameter: ParameterShard) -> bool:
-        return self.bits is not None and parameter.quantizable and parameter.numel >= (self.block_size or 8)
+        fewest = min(self.block_size or 8, 32)
+        return self.bits is not None and parameter.quantizable and parameter.numel >= fewest
 
-    def transmit(self, shard: Tensor, uniform: Tensor | None = None) -> Tensor:
-        """What arrives, in fp32, of a shard [L] that is sent over this hop; ``uniform`` [L] rounds stochastically."""
+    def transmit(self, shard: Tensor, noise: Tensor | None = None) -> Tensor:
+        """What arrives, in fp32, of a shard [L] that is sent over this hop; ``noise`` [L] rounds stochastically."""
         arrived, start = [], 0
         for parameter in self.parameters:
             own = slice(start, start + parameter.numel)
@@ -43,9 +82,10 @@ class Hop:
                 continue
             assert self.bits is not None
             size = self.block_size or parameter.numel
-            noise = [None] * len(shard[own].split(size)) if uniform is None else uniform[own].split(size)
-            for block, noise_of_block in zip(shard[own].split(size), noise, strict=True):
-                arrived.append(dequantize_blocks(*quantize_blocks(block, self.bits, noise_of_block)))
+            blocks = shard[own].split(size)
+            noises = [None] * len(blocks) if noise is None else noise[own].split(size)
+            for block, noise_of_block in zip(blocks, noises, strict=True):
+                arrived.append(round_trip(block, self.bits, noise_of_block))
         return torch.cat(arrived)
 
     def transmit_all(self, shards: Tensor, noise_seed: int | None) -> Tensor:
@@ -53,17 +93,17 @@ class Hop:
         rows = shards.flatten(0, -2)
         noise: Sequence[Tensor | None] = [None] * len(rows)
         if noise_seed is not None:
-            noise = list(counter_uniform(rows.numel(), noise_seed, rows.device).view(rows.shape))
+            noise = list(uniform(noise_seed, rows.numel()).view(rows.shape))
         return torch.stack([self.transmit(row, u) for row, u in zip(rows, noise, strict=True)]).view(shards.shape)
 
     def rotate(self, shards: Tensor) -> Tensor:
         """Rotate each quantized parameter of shards [..., L], as far as it makes up groups of 32."""
-        rotated, start = shards.float().clone(), 0
+        turned, start = shards.float().clone(), 0
         for parameter in self.parameters:
             for group in range(start, start + parameter.numel - 31, 32) if self.is_quantized(parameter) else ():
-                rotated[..., group : group + 32] = hadamard(rotated[..., group : group + 32])
+                turned[..., group : group + 32] = rotated(turned[..., group : group + 32])
             start += parameter.numel
-        return rotated
+        return turned
 
 
 @dataclass
@@ -89,7 +129,7 @@ def all_gather(
     def noise_seed(hop: str, source: int) -> int | None:
         if config.weight_rounding == "nearest":
             return None
-        return mix_seed(config.seed, "weights", hop, unit, source, state.versions)
+        return seed_of(config.seed, "weights", hop, unit, source, state.versions)
 
     def send(values: Sequence[Tensor], bits: int | None, block_size: int | None) -> list[Tensor]:
         hop = Hop(parameters, bits, block_size, dtype)
@@ -146,7 +186,7 @@ def reduce_scatter(
         """What arrives of pieces [G, ..., L] that ``rank`` sends, in fp32."""
         noise_seed, loco = None, config.loco
         if config.gradient_rounding == "stochastic":
-            noise_seed = mix_seed(config.seed, "gradients", hop, unit, rank, state.steps, micro_batch)
+            noise_seed = seed_of(config.seed, "gradients", hop, unit, rank, state.steps, micro_batch)
         if loco is None or (hop == "intra" and loco.hops == "inter"):
             return hops[hop].transmit_all(pieces, noise_seed)
         error = state.errors.get((hop, rank), torch.zeros_like(pieces, dtype=torch.float32))

@@ -16,11 +16,12 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 DEVICES = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
 ALL_BITS = [2, 3, 4, 6, 8, None]
 on_devices = pytest.mark.parametrize("device", DEVICES)
-# A matrix, a bias, another matrix with a remainder, one that is smaller than a block: every kind of segment.
+# A matrix, a bias, a matrix with a remainder, one smaller than a block, one too small for any: every kind of segment.
 PARAMETERS = [
     ParameterShard("weight", 2048, True),
     ParameterShard("bias", 37, False),
     ParameterShard("odd", 1999, True),
+    ParameterShard("small", 45, True),
     ParameterShard("tiny", 7, True),
 ]
 NUMEL = sum(parameter.numel for parameter in PARAMETERS)

@@ -46,6 +46,32 @@ def test_small_and_one_dimensional_parameters_are_exact():
     assert arrived[:, 512:].equal(shards[:, 512:])
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_no_shard_costs_more_with_fewer_bits_or_larger_blocks(dtype):
+    """4-bit weight differences in blocks of 2048 beside int8 weights in blocks of 256, and both beside none."""
+    for numel in [*range(0, 600), *range(600, 9000, 7)]:
+        nbytes = [
+            WireFormat([ParameterShard("weight", numel, True)], bits, block_size, dtype).nbytes
+            for bits, block_size in [(4, 2048), (8, 256), (None, None)]
+        ]
+        assert nbytes == sorted(nbytes), numel
+        assert nbytes[0] < nbytes[2] or numel < 32, numel
+
+
+def test_a_shard_smaller_than_a_block_is_one_block():
+    parameters = [ParameterShard("weight", numel, True) for numel in (127, 128, 129, 32, 31)]
+    sizes = [(s.stop - s.start, s.block_size) for s in WireFormat(parameters, 4, 128, torch.float32).quantized]
+    assert sizes == [(127, 128), (128, 128), (129, 128), (32, 32)]
+    shards = shards_like(parameters, 2, torch.float32)
+    for block_size in (128, 2048):
+        own = WireFormat(parameters[3:4], 4, 32, torch.float32)
+        wire_format = WireFormat(parameters, 4, block_size, torch.float32)
+        arrived = wire_format.decode(wire_format.encode(shards), out=torch.empty_like(shards))
+        small = shards[:, 384:416]
+        assert arrived[:, 384:416].equal(own.decode(own.encode(small), out=torch.empty_like(small)))
+        assert arrived[:, 416:].equal(shards[:, 416:])
+
+
 def test_blocks_never_span_two_parameters():
     """A huge parameter must not raise the scale of its small neighbour."""
     parameters = [ParameterShard("huge", 130, True), ParameterShard("small", 130, True)]

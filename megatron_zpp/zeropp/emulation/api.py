@@ -67,7 +67,7 @@ def emulate_zeropp(
         reduce_dtype=reduce_dtype,
         zero_stage=zero_stage,
     )
-    warn(config, emulated.topologies, emulated.device)
+    warn(config, emulated.units, emulated.topologies, emulated.device)
     return emulated
 
 

@@ -32,7 +32,7 @@ class EmulatedAllGather:
         self.encoder = WeightEncoder(unit, layouts[0], config, monitor)
         self.copies: Tensor | None = None  # [W, L], of the ranks' shards, with weight differences
         self._has_secondary = config.hpz_partition_size > 1 and layouts[0].num_nodes > 1
-        self._is_encoded = self._has_secondary or config.quantized_weights
+        self._is_encoded = self._has_secondary or (config.quantized_weights and len(layouts) > 1)
         self._arrived = False  # the weights of the last refresh are in unit.arrived
         self._reshards_after_forward = zero_stage == 3 and unit.name != ""  # FSDP2 keeps the root for backward
         self._reshards_after_backward = zero_stage == 3

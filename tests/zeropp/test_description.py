@@ -1,0 +1,151 @@
+"""What a configuration is said to do on some nodes and ranks, against the bytes it sends and the errors it keeps."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+
+from megatron_zpp.zeropp import LoCoConfig, ZeroPPConfig, apply_zeropp, emulate_zeropp
+from tests.ranks import run_ranks
+
+NUMEL, BLOCK, MICRO_BATCHES = 64 * 96, 32, 2
+LOCO = LoCoConfig(beta=0.7)
+WEIGHTS = [
+    dict(),
+    dict(quantized_weights=True),
+    dict(quantized_weights=True, weight_bits=3, weight_rounding="stochastic"),
+    dict(hpz=True),
+    dict(hpz=True, quantized_weights=True),
+    dict(hpz=True, quantized_weights=True, weight_intra_bits=6, weight_rounding="stochastic"),
+    dict(hpz=True, quantized_weights=True, hpz_secondary_dtype="int8"),
+    dict(hpz=True, weight_difference_bits=4),
+    dict(hpz=True, quantized_weights=True, weight_difference_bits=2, weight_intra_bits=8),
+]
+GRADIENTS = [
+    dict(),
+    dict(gradient_rounding="stochastic"),
+    *(
+        dict(quantized_gradients=True, **options)
+        for options in (
+            dict(),
+            dict(loco=LOCO),
+            dict(loco=LoCoConfig(beta=0.7, hops="both"), gradient_rounding="stochastic"),
+            dict(gradient_intra_bits=None, loco=LOCO),
+            dict(gradient_bits=None),
+            dict(gradient_bits=None, gradient_intra_bits=None),
+        )
+    ),
+]
+
+
+def configs(ranks_per_node):
+    """The grid for nodes of so many ranks; with hpZ it is thinned to every fifth, where every value occurs."""
+    grid = [weights | gradients for weights, gradients in itertools.product(WEIGHTS, GRADIENTS)]
+    grid = grid[::5] if ranks_per_node > 1 else [options for options in grid if "hpz" not in options]
+    blocks = dict.fromkeys(["weight_block_size", "weight_difference_block_size", "gradient_block_size"], BLOCK)
+    for options in grid:
+        size = ranks_per_node if options.get("hpz") else 1
+        options = {name: value for name, value in options.items() if name != "hpz"}
+        yield ZeroPPConfig(hpz_partition_size=size, ranks_per_node=ranks_per_node, **options, **blocks)
+
+
+CLAUSE = re.compile(
+    r"(as differences )?(unquantized|int(?P<bits>\d))(?P<noise> \(stochastic\))?(?P<loco> with LoCo \(beta 0.7\))?"
+    r"( (?P<where>between nodes|within a node))? (?P<when>once per step|at every gather|at every micro-batch)"
+)
+
+
+def said(description, num_nodes, ranks_per_node):
+    """By the text alone: bytes of all ranks within and between nodes in a step, the hops with an error, and noise."""
+    plural = ["s" if n > 1 else "" for n in (num_nodes, ranks_per_node)]
+    nodes, rest = description.split("; ", 1)
+    assert nodes == f"{num_nodes} node{plural[0]} of {ranks_per_node} rank{plural[1]}"
+    if rest == "nothing travels":
+        return 0, 0, set(), False
+    weights, gradients, *seed = rest.split("; ")
+    assert seed in ([], ["seed 5"])
+    world_size = num_nodes * ranks_per_node
+    numel = NUMEL // world_size
+    within = between = 0
+    hops, noise = set(), False
+    for what, text in (("weights", weights.removeprefix("weights travel ")), ("gradients", gradients[10:])):
+        for clause in text.split(", "):
+            match = CLAUSE.fullmatch(clause)
+            assert match, clause
+            nbytes = 4 * numel if match["bits"] is None else numel * int(match["bits"]) // 8 + 4 * numel // BLOCK
+            # The root unit stays gathered from forward to backward.
+            nbytes *= 1 if match["when"] == "once per step" else MICRO_BATCHES
+            if match["where"] == "between nodes":
+                between += world_size * (num_nodes - 1) * nbytes
+            elif match["where"] == "within a node":
+                within += world_size * (ranks_per_node - 1) * num_nodes * nbytes
+            else:  # a ring over all ranks; gloo's reduce-scatter goes round twice
+                nbytes *= (world_size - 1) * (2 if what == "gradients" else 1)
+                crossing = num_nodes if num_nodes > 1 else 0
+                between += crossing * nbytes
+                within += (world_size - crossing) * nbytes
+            if match["loco"]:
+                hops.add("inter" if match["where"] == "between nodes" else "intra")
+            noise |= match["noise"] is not None
+    assert bool(seed) == noise
+    return within, between, hops, noise
+
+
+def train(model, zeropp):
+    """What is said, what ``said`` would say of it by the second step's counters and the state kept, and the weights."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(2):
+        zeropp.traffic.take()
+        for i in range(MICRO_BATCHES):
+            zeropp.set_is_last_micro_batch(i == MICRO_BATCHES - 1)
+            for as_rank in zeropp.ranks:
+                with as_rank:
+                    model(torch.randn(4, 64, generator=generator)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    sent = zeropp.traffic.take()
+    hops = {name.split("/")[-1].removesuffix(".error") for name in zeropp.state_dict() if name.endswith(".error")}
+    return zeropp.describe(), sent.intra_node, sent.inter_node, hops, model.weight.detach().clone()
+
+
+@pytest.mark.parametrize("num_nodes, ranks_per_node", [(1, 1), (1, 2), (2, 1), (2, 2)])
+def test_emulated_ranks_do_what_is_said(num_nodes, ranks_per_node):
+    for config in configs(ranks_per_node):
+        results = []
+        for seed in (5, 6):
+            torch.manual_seed(0)
+            model = nn.Linear(64, 96, bias=False)
+            emulated = emulate_zeropp(model, replace(config, seed=seed), num_nodes, ranks_per_node)
+            results.append(train(model, emulated))
+        (description, *counted, weights), (*_, weights_of_other_seed) = results
+        within, between, hops, noise = said(description, num_nodes, ranks_per_node)
+        assert counted == [within, between, hops], (description, config)
+        assert weights.equal(weights_of_other_seed) != noise, (description, config)
+
+
+def _train_on_ranks(ranks_per_node):
+    results = []
+    for config in configs(ranks_per_node):
+        torch.manual_seed(0)
+        model = nn.Linear(64, 96, bias=False)
+        fully_shard(model)
+        description, *counted, _ = train(model, apply_zeropp(model, replace(config, seed=5)))
+        results.append((config, description, counted))
+    return results
+
+
+@pytest.mark.parametrize("num_nodes, ranks_per_node", [(1, 1), (1, 2), (2, 1), (2, 2)])
+def test_real_ranks_do_what_is_said(num_nodes, ranks_per_node):
+    of_ranks = run_ranks(num_nodes * ranks_per_node, _train_on_ranks, ranks_per_node)
+    for of_rank in zip(*of_ranks, strict=True):
+        config, description, (_, _, hops) = of_rank[0]
+        within, between, described_hops, _ = said(description, num_nodes, ranks_per_node)
+        sent = [sum(counted[level] for _, _, counted in of_rank) for level in (0, 1)]
+        assert [*sent, hops] == [within, between, described_hops], (description, config)
