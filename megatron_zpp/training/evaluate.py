@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 import torch.distributed as dist
@@ -24,7 +25,7 @@ def evaluate(run: Run, batches: Iterator[Batch], num_micro_batches: int) -> floa
     run.set_training(False)
     # A pipeline is full when it has as many micro-batches as ranks.
     at_once = run.mesh.pp_size
-    with progress("evaluating", num_micro_batches) as advance:
+    with progress("evaluating", num_micro_batches) as advance, _training_traffic_alone(run):
         for start in range(0, num_micro_batches, at_once):
             count = min(at_once, num_micro_batches - start)
             for as_rank in run.ranks:
@@ -40,7 +41,10 @@ def evaluate(run: Run, batches: Iterator[Batch], num_micro_batches: int) -> floa
             advance(count)
     dist.all_reduce(count_once(run, totals))
     run.set_training(True)
-    if run.zeropp is not None:
-        run.zeropp.traffic.take()  # the log counts training's traffic
     loss_sum, num_tokens = totals.tolist()
     return loss_sum / max(1.0, num_tokens)
+
+
+def _training_traffic_alone(run: Run) -> AbstractContextManager[None]:
+    """Keep an evaluation out of the log's bytes, but for what it gathers in the next training step's stead."""
+    return run.zeropp.traffic.evaluating() if run.zeropp is not None else nullcontext()

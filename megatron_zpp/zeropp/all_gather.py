@@ -33,7 +33,7 @@ class QuantizedAllGather(TorchAllocator, AllGather):
         wire = self.encoder.encode(input_tensor, weights, self.topology.rank)
         weights.decode(gather_wires(wire, group), out=output_tensor.view(-1, weights.numel))
         self.unit.mark_gathered()
-        count_flat_ring(self.traffic, self.topology, weights.nbytes)
+        count_flat_ring(self.traffic, self.topology, weights.nbytes, self.unit.stays_gathered)
         return None
 
     def forget_secondary_partition(self) -> None:
@@ -124,7 +124,7 @@ class HierarchicalAllGather(QuantizedAllGather):
         return differences.decode_sum(wires.unsqueeze(0), out=copies, accumulate=True)
 
     def _exchange(self, wire: Tensor) -> Tensor:
-        self.traffic.add(inter_node=(self.topology.num_nodes - 1) * wire.nbytes)
+        self.traffic.add(inter_node=(self.topology.num_nodes - 1) * wire.nbytes, stays=True)
         return gather_wires(wire, self.topology.inter_group)  # [N, nbytes]
 
     def _gather_within_node(self, secondary_partition: Tensor, output: Tensor) -> None:
@@ -142,7 +142,8 @@ class HierarchicalAllGather(QuantizedAllGather):
             if not self._keeps_wires:
                 sent = self.encoder.encode_within_node(secondary_partition, weights, self.topology.local_rank)
             weights.decode(gather_wires(sent, group).transpose(0, 1), out=output)
-        self.traffic.add(intra_node=(self.topology.ranks_per_node - 1) * sent.nbytes)
+        nbytes = (self.topology.ranks_per_node - 1) * sent.nbytes
+        self.traffic.add(intra_node=nbytes, stays=self.unit.stays_gathered)
 
     def state_dict(self) -> dict[str, Tensor]:
         state = super().state_dict()

@@ -88,7 +88,7 @@ class ZeroPP:
                 self._all_gathers[unit.name] = QuantizedAllGather(
                     unit=unit, config=config, traffic=self.traffic, monitor=self._monitor
                 )
-            plain_all_gather = PlainAllGather(topology=unit.topology, traffic=self.traffic)
+            plain_all_gather = PlainAllGather(unit=unit, traffic=self.traffic)
             unit.module.set_custom_all_gather(self._all_gathers.get(unit.name, plain_all_gather))
             if config.quantized_gradients:
                 self._reduce_scatters[unit.name] = HierarchicalReduceScatter(

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .fsdp_unit import AllGather, ReduceScatter
+from .fsdp_unit import AllGather, FSDPUnit, ReduceScatter
 from .topology import RankLayout, Topology
 from .traffic import Traffic
 
@@ -28,13 +28,13 @@ class TorchAllocator:
 class PlainAllGather(TorchAllocator, AllGather):
     """FSDP2's own all-gather, counted."""
 
-    def __init__(self, *, topology: Topology, traffic: Traffic) -> None:
-        self.topology, self.traffic = topology, traffic
+    def __init__(self, *, unit: FSDPUnit, traffic: Traffic) -> None:
+        self.unit, self.traffic = unit, traffic
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> dist.Work | None:
-        count_flat_ring(self.traffic, self.topology, input_tensor.nbytes)
+        count_flat_ring(self.traffic, self.unit.topology, input_tensor.nbytes, self.unit.stays_gathered)
         return all_gather(output_tensor, input_tensor, group=group, async_op=async_op)
 
 
@@ -58,13 +58,13 @@ def count_reduce_scatter(traffic: Traffic, layout: RankLayout, output: Tensor) -
     count_flat_ring(traffic, layout, passes * output.nbytes)
 
 
-def count_flat_ring(traffic: Traffic, layout: RankLayout, nbytes: int) -> None:
+def count_flat_ring(traffic: Traffic, layout: RankLayout, nbytes: int, stays: bool = False) -> None:
     """Count a ring over all W ranks in rank order, in which each rank passes W - 1 pieces of ``nbytes`` on.
 
-    Only the last rank of a node has its successor on another node.
+    Only the last rank of a node has its successor on another node. ``stays``: see ``Traffic.add``.
     """
     sent = (layout.world_size - 1) * nbytes
     if layout.num_nodes > 1 and layout.local_rank == layout.ranks_per_node - 1:
-        traffic.add(inter_node=sent)
+        traffic.add(inter_node=sent, stays=stays)
     else:
-        traffic.add(intra_node=sent)
+        traffic.add(intra_node=sent, stays=stays)

@@ -61,6 +61,12 @@ class FSDPUnit(Unit):
         in_backward: bool = self._param_group._training_state.name == "PRE_BACKWARD"
         return in_backward
 
+    @property
+    def stays_gathered(self) -> bool:
+        """Whether a forward pass leaves the parameters gathered for the passes that follow."""
+        stays: bool = not self._param_group._reshard_after_forward
+        return stays
+
 
 def find_units(model: nn.Module, ranks_per_node: int | None) -> list[FSDPUnit]:
     """The FSDP2 units of ``model``, in module order, each with the topology of its process group.

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 
 
 @dataclass
@@ -14,10 +16,22 @@ class Traffic:
 
     intra_node: int = 0
     inter_node: int = 0
+    _is_evaluating: bool = field(default=False, init=False, repr=False, compare=False)
 
-    def add(self, intra_node: int = 0, inter_node: int = 0) -> None:
-        self.intra_node += intra_node
-        self.inter_node += inter_node
+    def add(self, intra_node: int = 0, inter_node: int = 0, stays: bool = False) -> None:
+        """``stays``: later passes use what was sent, until the parameters change, and do not send it again."""
+        if stays or not self._is_evaluating:
+            self.intra_node += intra_node
+            self.inter_node += inter_node
+
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """Count training's traffic alone: of what is sent in here, what the next training step will not send again."""
+        self._is_evaluating = True
+        try:
+            yield
+        finally:
+            self._is_evaluating = False
 
     def take(self) -> Traffic:
         """Return the counts and start again from zero."""

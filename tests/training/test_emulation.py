@@ -95,6 +95,27 @@ def test_stochastic_rounding_follows_the_seed(data, world_size, more):
             assert shards and not any(mine.equal(its) for mine, its in shards), rounded
 
 
+@pytest.mark.parametrize("world_size, more", [(1, EMULATE), (4, [])])
+def test_an_evaluation_leaves_the_bytes_of_training_steps_as_they_are(data, world_size, more):
+    """It gathers changed weights between nodes, and units that stay gathered, in the next step's stead."""
+    arms = {
+        "ZeRO-3": "--zero-ranks-per-node 2",
+        "ZeRO-2, int8 weights": "--zero-stage 2 --zero-quantized-weights --zero-ranks-per-node 2",
+        "hpZ": "--zero-hpz-partition-size 2",
+    }
+    runs = {
+        (name, interval): command(data, arm, *more, "--train-iters 5 --eval-interval", interval)
+        for name, arm in arms.items()
+        for interval in ("2", "5")
+    }
+    metrics = run_ranks(world_size, train_each, runs)[-1]
+    for name in arms:
+        for key in ("comm/bytes-between-nodes", "comm/bytes-within-nodes"):
+            with_evaluation, without = (metrics[name, interval][key] for interval in ("2", "5"))
+            assert len(set(without)) == 1 and without[0] > 0, (name, key)
+            assert with_evaluation == without, (name, key)
+
+
 def _saved_and_resumed(data, folder, first, second):
     """Three steps and a checkpoint, then from there to the end."""
     save = ["--save", folder, "--save-interval", "3", "--load", folder]

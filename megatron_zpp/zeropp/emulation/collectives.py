@@ -79,7 +79,7 @@ class EmulatedAllGather:
             format, minus = self.encoder.in_full(shards.dtype), [None] * len(shards)
         wires = torch.stack([self.encoder.encode(s, format, r, minus=minus[r]) for r, s in enumerate(shards)])
         if self._has_secondary:
-            self.traffic.add(inter_node=(self.layouts[0].num_nodes - 1) * wires.nbytes)
+            self.traffic.add(inter_node=(self.layouts[0].num_nodes - 1) * wires.nbytes, stays=True)
         if self.copies is not None:
             return format.decode_sum(wires.unsqueeze(0), out=self.copies, accumulate=True)
         arrived = format.decode(wires, out=shards)
@@ -98,13 +98,14 @@ class EmulatedAllGather:
 
     def _count_gather(self, layout: RankLayout) -> None:
         nbytes = sum(parameter.numel for parameter in self.unit.parameter_shards()) * self.unit.dtype.itemsize
+        stays = not self._reshards_after_forward
         if self._has_secondary:
             within_node = self.encoder.within_node(self.unit.dtype)
             sent = layout.num_nodes * (within_node.nbytes if within_node is not None else nbytes)
-            self.traffic.add(intra_node=(layout.ranks_per_node - 1) * sent)
+            self.traffic.add(intra_node=(layout.ranks_per_node - 1) * sent, stays=stays)
         else:
             full = self.encoder.in_full(self.unit.dtype).nbytes if self._is_encoded else nbytes
-            count_flat_ring(self.traffic, layout, full)
+            count_flat_ring(self.traffic, layout, full, stays)
 
     def forget_secondary_partition(self) -> None:
         """Let the weights arrive anew, and in full."""
