@@ -201,6 +201,9 @@ GRADIENT_OPTIONS = {
     "error feedback with hard resets": dict(loco=LoCoConfig(beta=0.0, reset_interval=3)),
     "loco on both hops": dict(loco=LoCoConfig(hops="both", reset_interval=4), gradient_intra_bits=4),
     "loco with decay, bf16 error": dict(loco=LoCoConfig(reset="decay", reset_interval=10, error_dtype="bf16")),
+    "loco on both hops with decay": dict(
+        loco=LoCoConfig(hops="both", reset="decay", reset_interval=3), gradient_intra_bits=4
+    ),
     "fp32 error": dict(loco=LoCoConfig(error_dtype="fp32")),
     "stochastic": dict(gradient_rounding="stochastic", loco=LoCoConfig()),
     "hadamard": dict(hadamard=True),

@@ -48,6 +48,35 @@ def test_what_was_sent_telescopes(beta):
     assert (arrived.sum(0) - gradients.sum(0)).abs().max() > 0.1  # what the error accounts for is not nothing
 
 
+@pytest.mark.parametrize("reset", ["hard", "decay"])
+@pytest.mark.parametrize("error_dtype", ["fp32", "int8"])
+def test_resets_and_decay_count_optimizer_steps_not_micro_batches(reset, error_dtype):
+    """The hop within a node encodes every micro-batch; only the step's last one decays, or brings a reset closer."""
+    interval, micro_batches, beta = 3, 2, 0.7
+    loco = LoCoConfig(beta=beta, reset=reset, reset_interval=interval, hops="both", error_dtype=error_dtype)
+    hop = wire_format(PARAMETERS, 3, 64, torch.float32)
+    kept = wire_format(PARAMETERS, 8 if error_dtype == "int8" else None, 64, torch.float32)
+    feedback, generator = ErrorFeedback(loco), torch.Generator().manual_seed(0)
+    error, lost = torch.zeros(2, hop.numel), 0
+    for step in range(1, 2 * interval + 2):
+        feedback.begin_step()
+        for i in range(micro_batches):
+            gradients = torch.randn(2, hop.numel, generator=generator)
+            is_last = i == micro_batches - 1
+            wire = feedback.encode(GradientSum(gradients), hop, is_last=is_last)
+            arrived = hop.decode(wire, out=torch.empty_like(gradients))
+            moved = beta * error + (1 - beta) * (gradients + error - arrived)
+            if is_last and reset == "decay":
+                moved = moved * (1 - 1 / interval)
+            if is_last and reset == "hard" and step % interval == 0:
+                assert feedback.error is None
+                error, lost = torch.zeros_like(moved), lost + 1
+            else:
+                error = kept.decode(kept.encode(moved), out=torch.empty_like(moved))
+                assert feedback.decode(feedback.error).equal(error), (step, i)
+    assert lost == (2 if reset == "hard" else 0) and (error != 0).any()
+
+
 def test_loco_brings_the_sum_closer_than_no_feedback():
     hop = wire_format(PARAMETERS, 2, 64, torch.float32)
     gradients, arrived, _ = feed(LoCoConfig(reset_interval=None, error_dtype="fp32"), 200)

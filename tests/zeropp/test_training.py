@@ -280,14 +280,23 @@ def test_state_restores_errors_copies_and_noise_exactly():
 
 
 def _undone_step():
-    config = ZeroPPConfig(quantized_gradients=True, ranks_per_node=2, gradient_bits=2, loco=LoCoConfig())
+    loco = LoCoConfig(hops="both", reset="decay", reset_interval=4)
+    config = ZeroPPConfig(quantized_gradients=True, ranks_per_node=2, gradient_bits=2, loco=loco)
     model = nn.Linear(128, 96)
     fully_shard(model)
     zeropp = apply_zeropp(model, config)
-    model(torch.randn(8, 128)).sum().backward()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def accumulate():
+        for is_last in (False, True):
+            zeropp.set_is_last_micro_batch(is_last)
+            model(torch.randn(8, 128)).square().sum().backward()
+
+    accumulate()
+    optimizer.step()
     before = {k: v.clone() for k, v in zeropp.state_dict().items()}
-    model(torch.randn(8, 128)).square().sum().backward()
-    moved = zeropp.state_dict()["gradients/root/inter.error"]
+    accumulate()
+    moved = zeropp.state_dict()
     zeropp.undo_step()
     after = zeropp.state_dict()
     zeropp.rescale_errors(0.5)
@@ -296,7 +305,9 @@ def _undone_step():
 
 def test_an_undone_step_leaves_no_trace_and_rescaling_is_exact():
     before, moved, after, _ = run_ranks(4, _undone_step)[0]
-    assert not moved.equal(before["gradients/root/inter.error"])
+    for hop in ("intra", "inter"):
+        error = f"gradients/root/{hop}.error"
+        assert before[error].any() and not moved[error].equal(before[error])
     assert all(before[name].equal(after[name]) for name in before)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -240,19 +242,20 @@ def test_unquantized_gradients_differ_by_the_order_of_sums_alone(on_four_ranks, 
     check_traffic(real, traffic)
 
 
-def _undone(every_rank: bool):
+def _undone(every_rank: bool, loco: LoCoConfig, micro_batches: int):
     """LoCo's state and the gradients of a step, without and with another one thrown away before it."""
     states = []
     for disturbed in (False, True):
         model = build("net").eval()  # dropout would draw on
-        emulated = emulate_zeropp(model, CASES["all flags"][1], 2, 2, units=list(model.layers))
+        emulated = emulate_zeropp(model, ZeroPPConfig(**ALL_FLAGS, **BLOCKS, loco=loco), 2, 2, units=list(model.layers))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
         for step in [0, 8, 1] if disturbed else [0, 1]:
-            for rank, as_rank in enumerate(emulated.ranks):
-                if step == 8 and rank == 3 and not every_rank:
+            for i, (rank, as_rank) in itertools.product(range(micro_batches), enumerate(emulated.ranks)):
+                emulated.set_is_last_micro_batch(i == micro_batches - 1)
+                if step == 8 and i == micro_batches - 1 and rank == 3 and not every_rank:
                     break
                 with as_rank:
-                    model(*micro_batch(step, 0, rank)).mean().backward()
+                    model(*micro_batch(step, i, rank)).mean().backward()
             if step == 8:
                 emulated.undo_step()
             if step == 0:
@@ -264,9 +267,18 @@ def _undone(every_rank: bool):
 
 
 @pytest.mark.parametrize("every_rank", [True, False])
-def test_an_undone_step_leaves_no_trace(every_rank):
-    expected, state = run_ranks(1, _undone, every_rank)[0]
-    assert any("inter.error" in name for name in state) and any("weight" in name for name in state)
+@pytest.mark.parametrize(
+    "loco, micro_batches, hops",
+    [
+        (LoCoConfig(), 1, ["inter"]),
+        (LoCoConfig(hops="both", reset_interval=3), 2, ["inter", "intra"]),  # an undone step counts for no reset
+        (LoCoConfig(hops="both", reset_interval=3, reset="decay"), 2, ["inter", "intra"]),
+    ],
+)
+def test_an_undone_step_leaves_no_trace(every_rank, loco, micro_batches, hops):
+    expected, state = run_ranks(1, _undone, every_rank, loco, micro_batches)[0]
+    assert sorted({key.split("/")[-1][:5] for key in state if key.endswith(".error")}) == hops
+    assert any("weight" in name for name in state)
     assert state.keys() == expected.keys()
     assert all(value.equal(expected[name]) for name, value in state.items())
 
@@ -298,6 +310,10 @@ def test_settings_without_effect_are_named(caplog):
     caplog.clear()
     emulate_zeropp(model, ZeroPPConfig(quantized_gradients=True, loco=LoCoConfig(hops="both")), 1, 4)
     assert "LoCo" not in caplog.text  # it corrects the hop within the node
+    assert "matrices of 0 travel unquantized: a rank holds fewer than 32 elements" in caplog.text
+    caplog.clear()
+    emulate_zeropp(nn.Linear(32, 32), ZeroPPConfig(quantized_gradients=True, gradient_intra_bits=None), 1, 4)
+    assert "qgZ has no effect on 4 data-parallel ranks on one node" in caplog.text and "matrices" not in caplog.text
 
 
 def test_every_unit_has_a_topology():
