@@ -107,7 +107,8 @@ def test_statistics_are_those_of_the_formulas():
     assert first["error-state/gradients/inter"] == first["error-state/gradients/intra"] == 0  # nothing to add yet
     for name, value in expected().items():
         assert second[name] == second[f"{name}/root"] == pytest.approx(value, rel=1e-5), name
-    assert 1e-3 < second["error/weights"] < 1e-2 and 1 / 256 <= second["largest-codes/weights"] < 1.1 / 256
+    assert 1e-3 < second["error/weights"] < 1e-2
+    assert 1 / 256 <= second["largest-codes/weights"] < 1.2 / 256  # a shard of 148 elements is a block, too
 
 
 def test_steps_in_between_are_not_sampled_and_nothing_depends_on_sampling():
