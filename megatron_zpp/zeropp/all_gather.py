@@ -11,9 +11,10 @@ from torch import Tensor
 
 from .collectives import TorchAllocator, all_gather, count_flat_ring
 from .config import ZeroPPConfig
-from .fsdp_unit import AllGather, FSDPUnit
+from .fsdp_unit import AllGather, FSDPUnit, refuse_capture
 from .monitor import ErrorMonitor
 from .traffic import Traffic
+from .unseen_changes import UnseenChanges
 from .weight_encoder import WeightEncoder
 
 
@@ -27,6 +28,7 @@ class QuantizedAllGather(TorchAllocator, AllGather):
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> dist.Work | None:
+        refuse_capture(self.unit)
         check_gathered(self.unit, input_tensor)
         self.encoder.versions += self.unit.parameters_changed()
         weights = self.encoder.in_full(input_tensor.dtype)
@@ -55,8 +57,18 @@ class HierarchicalAllGather(QuantizedAllGather):
     shard goes through the same quantization.
     """
 
-    def __init__(self, *, unit: FSDPUnit, config: ZeroPPConfig, traffic: Traffic, monitor: ErrorMonitor) -> None:
+    def __init__(
+        self,
+        *,
+        unit: FSDPUnit,
+        config: ZeroPPConfig,
+        traffic: Traffic,
+        monitor: ErrorMonitor,
+        unseen_changes: UnseenChanges,
+    ) -> None:
         super().__init__(unit=unit, config=config, traffic=traffic, monitor=monitor)
+        self.unseen_changes = unseen_changes
+        unseen_changes.units.append(unit)
         # [N, L] in the gather's dtype; with hpz_secondary_dtype "int8" uint8 [N, nbytes], as it arrived.
         self.secondary_partition: Tensor | None = None
         self._keeps_wires = config.hpz_secondary_dtype == "int8"
@@ -69,6 +81,7 @@ class HierarchicalAllGather(QuantizedAllGather):
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> dist.Work | None:
+        refuse_capture(self.unit)
         check_gathered(self.unit, input_tensor)
         # FSDP2 gathers on its own stream, but ``unshard()`` by hand on the current one: order the two by an event.
         stream = torch.accelerator.current_stream() if input_tensor.device.type != "cpu" else None
@@ -77,7 +90,10 @@ class HierarchicalAllGather(QuantizedAllGather):
         kept_as = (input_tensor.dtype, input_tensor.device)
         if kept_as != self._kept_as:  # the model was cast or moved
             self.secondary_partition, self._kept_as = None, kept_as
+        self.unseen_changes.look_for(self.unit)
         changed = self.unit.parameters_changed()
+        if not self.unit.keeps_copies:
+            self.forget_secondary_partition()
         if changed or self.secondary_partition is None:
             self.encoder.versions += changed
             self.secondary_partition = self._gather_between_nodes(input_tensor)
@@ -99,6 +115,7 @@ class HierarchicalAllGather(QuantizedAllGather):
     def _gather_between_nodes(self, shard: Tensor) -> Tensor:
         """Inter-node stage: the shards [L] of the N ranks with equal p, as the new secondary partition."""
         old, self.secondary_partition = self.secondary_partition, None  # nothing half-done if this fails
+        self.unseen_changes.gathered(self.unit, shard)
         if self.config.weight_difference_bits is not None and old is not None:
             return self._add_differences(shard, old)
         return self._gather_in_full(shard, old)
@@ -147,15 +164,20 @@ class HierarchicalAllGather(QuantizedAllGather):
 
     def state_dict(self) -> dict[str, Tensor]:
         state = super().state_dict()
-        if self.config.weight_difference_bits is not None and self.secondary_partition is not None:
+        if state and state["is_current"] and self.unit.checksum is not None:
+            state["checksum"] = self.unit.checksum  # whatever changes before the next gather is seen there too
+        if self.encoder.sends_differences and self.secondary_partition is not None and self.unit.keeps_copies:
             state["copies"] = self.secondary_partition.clone()  # training goes on in place
         return state
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
         super().load_state_dict(state)
+        if "checksum" in state:
+            self.unit.checksum = state["checksum"].to(self.unit.device, copy=True)
         if "copies" in state:
             self.secondary_partition = state["copies"].to(self.unit.device, copy=True)
             self._kept_as = (self.secondary_partition.dtype, self.secondary_partition.device)
+            self.unit.may_have_stepped = self.unit.parameters_changed()  # or there would be no copies
 
 
 def gather_wires(wire: Tensor, group: dist.ProcessGroup) -> Tensor:

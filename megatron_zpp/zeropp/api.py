@@ -20,7 +20,7 @@ from .all_gather import HierarchicalAllGather, QuantizedAllGather
 from .collectives import PlainAllGather, PlainReduceScatter
 from .config import ZeroPPConfig
 from .description import check_fingerprint, describe, fingerprint, warn
-from .fsdp_unit import FSDPUnit, find_units
+from .fsdp_unit import FSDPUnit, find_units, follow_forward_passes
 from .gradient_hops import GradientHops, MicroBatch
 from .monitor import ErrorMonitor
 from .own_rank import OwnRank
@@ -29,6 +29,7 @@ from .state_keys import below, unit_prefix
 from .topology import Topology
 from .traffic import Traffic
 from .unit import follow_optimizers
+from .unseen_changes import Passes, UnseenChanges
 
 
 def apply_zeropp(
@@ -50,7 +51,7 @@ def apply_zeropp(
     if ranks_per_node is None and config.hpz_partition_size > 1:
         ranks_per_node = config.hpz_partition_size
     units = find_units(model, ranks_per_node)
-    zeropp = ZeroPP(units=units, config=config, pipeline=pipeline, tensor_parallel=tensor_parallel)
+    zeropp = ZeroPP(model=model, units=units, config=config, pipeline=pipeline, tensor_parallel=tensor_parallel)
     groups = {*(topology.group for topology in zeropp.topologies), pipeline, tensor_parallel}
     if all(group is None or group.rank() == 0 for group in groups):  # one rank speaks for the job
         warn(config, units, zeropp.topologies, zeropp.device)
@@ -66,6 +67,7 @@ class ZeroPP:
     def __init__(
         self,
         *,
+        model: nn.Module,
         units: list[FSDPUnit],
         config: ZeroPPConfig,
         pipeline: dist.ProcessGroup | None = None,
@@ -75,6 +77,8 @@ class ZeroPP:
         self.ranks = OwnRank()
         self._pipeline, self._tensor_parallel = pipeline, tensor_parallel
         self._monitor, self._micro_batch = ErrorMonitor(), MicroBatch()
+        self._passes = Passes(self._micro_batch)
+        unseen_changes = {topology: UnseenChanges(topology, self._passes, self.traffic) for topology in self.topologies}
         # One: find_units refuses several.
         (self.device,) = {unit.device for unit in units}
         self._all_gathers: dict[str, QuantizedAllGather] = {}  # by unit, as the next
@@ -82,23 +86,30 @@ class ZeroPP:
         for unit in units:
             if config.hpz_partition_size > 1 and unit.topology.num_nodes > 1:
                 self._all_gathers[unit.name] = HierarchicalAllGather(
-                    unit=unit, config=config, traffic=self.traffic, monitor=self._monitor
+                    unit=unit,
+                    config=config,
+                    traffic=self.traffic,
+                    monitor=self._monitor,
+                    unseen_changes=unseen_changes[unit.topology],
                 )
             elif config.quantized_weights and unit.topology.world_size > 1:
                 self._all_gathers[unit.name] = QuantizedAllGather(
                     unit=unit, config=config, traffic=self.traffic, monitor=self._monitor
                 )
-            plain_all_gather = PlainAllGather(unit=unit, traffic=self.traffic)
-            unit.module.set_custom_all_gather(self._all_gathers.get(unit.name, plain_all_gather))
             if config.quantized_gradients:
                 self._reduce_scatters[unit.name] = HierarchicalReduceScatter(
                     unit=unit, config=config, traffic=self.traffic, monitor=self._monitor, micro_batch=self._micro_batch
                 )
                 if hasattr(unit.module, "set_reduce_scatter_unused_params"):
                     unit.module.set_reduce_scatter_unused_params(True)
-            plain_reduce_scatter = PlainReduceScatter(topology=unit.topology, traffic=self.traffic)
-            unit.module.set_custom_reduce_scatter(self._reduce_scatters.get(unit.name, plain_reduce_scatter))
+            unit.set_collectives(
+                self._all_gathers.get(unit.name, PlainAllGather(unit=unit, traffic=self.traffic)),
+                self._reduce_scatters.get(
+                    unit.name, PlainReduceScatter(unit=unit, traffic=self.traffic, micro_batch=self._micro_batch)
+                ),
+            )
         follow_optimizers(units)
+        follow_forward_passes(model, units, self._begin_forward_pass)
 
     @property
     def topologies(self) -> list[Topology]:
@@ -111,10 +122,10 @@ class ZeroPP:
 
     def set_is_last_micro_batch(self, is_last: bool) -> None:
         """Say before a backward pass whether it is the optimizer step's last."""
-        self._micro_batch.is_last = is_last
+        self._micro_batch.begin(is_last)
 
     def invalidate(self) -> None:
-        """Say on all ranks that parameters were changed by means that are not seen, such as ``p.data``."""
+        """Say on all ranks that parameters were changed, where a change would not be looked for."""
         for unit in self.units:
             unit.mark_changed()
         for all_gather in self._all_gathers.values():
@@ -122,6 +133,7 @@ class ZeroPP:
 
     def undo_step(self) -> None:
         """Say that the gradients since the last optimizer step are thrown away."""
+        self._micro_batch.is_accumulating = False
         for reduce_scatter in self._reduce_scatters.values():
             reduce_scatter.hops.undo_step()
 
@@ -159,6 +171,11 @@ class ZeroPP:
         for kind, collectives in self._stateful().items():
             for unit, collective in collectives.items():
                 collective.load_state_dict(below(state, unit_prefix(kind, unit)))
+
+    def _begin_forward_pass(self) -> None:
+        for unit in self.units:
+            unit.check_collectives()
+        self._passes.begin()
 
     def _stateful(self) -> dict[str, Mapping[str, QuantizedAllGather | GradientHops]]:
         hops = {unit: reduce_scatter.hops for unit, reduce_scatter in self._reduce_scatters.items()}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,7 +11,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .fsdp_unit import AllGather, FSDPUnit, ReduceScatter
-from .topology import RankLayout, Topology
+from .gradient_hops import MicroBatch
+from .topology import RankLayout
 from .traffic import Traffic
 
 # torch 2.13 renamed these two; the old names still work there but warn.
@@ -41,13 +43,16 @@ class PlainAllGather(TorchAllocator, AllGather):
 class PlainReduceScatter(TorchAllocator, ReduceScatter):
     """FSDP2's own reduce-scatter, counted."""
 
-    def __init__(self, *, topology: Topology, traffic: Traffic) -> None:
-        self.topology, self.traffic = topology, traffic
+    def __init__(self, *, unit: FSDPUnit, traffic: Traffic, micro_batch: MicroBatch) -> None:
+        self.unit, self.traffic, self.micro_batch = unit, traffic, micro_batch
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
     ) -> dist.Work | None:
-        count_reduce_scatter(self.traffic, self.topology, output_tensor)
+        self.micro_batch.reduced()
+        # It runs at every micro-batch, and not every loop says which is the last: no sign that a step was taken.
+        self.unit.mark_reduced(completes_step=False)
+        count_reduce_scatter(self.traffic, self.unit.topology, output_tensor)
         return reduce_scatter(output_tensor, input_tensor, group=group, op=op, async_op=async_op)
 
 
@@ -56,6 +61,11 @@ def count_reduce_scatter(traffic: Traffic, layout: RankLayout, output: Tensor) -
     # gloo's is an all-reduce, that is a ring's reduce-scatter and its all-gather.
     passes = 2 if output.device.type == "cpu" else 1
     count_flat_ring(traffic, layout, passes * output.nbytes)
+
+
+def count_all_reduce(traffic: Traffic, layout: RankLayout, nbytes: int) -> None:
+    """Count an all-reduce of ``nbytes``: a ring's reduce-scatter and its all-gather."""
+    count_flat_ring(traffic, layout, 2 * math.ceil(nbytes / layout.world_size))
 
 
 def count_flat_ring(traffic: Traffic, layout: RankLayout, nbytes: int, stays: bool = False) -> None:

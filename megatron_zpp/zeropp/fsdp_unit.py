@@ -5,7 +5,7 @@ A unit is what one ``fully_shard`` call made: a list of parameters that are gath
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any
@@ -29,6 +29,7 @@ class FSDPUnit(Unit):
     module: FSDPModule
     topology: Topology
     _param_group: Any = field(repr=False)
+    _collectives: tuple[AllGather, ReduceScatter] | None = field(default=None, repr=False, init=False)
 
     @property
     def device(self) -> torch.device:
@@ -58,8 +59,40 @@ class FSDPUnit(Unit):
 
     @property
     def is_in_backward(self) -> bool:
+        # Activation checkpointing runs forward passes within the backward pass.
         in_backward: bool = self._param_group._training_state.name == "PRE_BACKWARD"
-        return in_backward
+        return in_backward or _is_autograd_running()
+
+    @property
+    def is_in_forward(self) -> bool:
+        """Whether the unit is being gathered for a forward pass, not by hand."""
+        in_forward: bool = self._param_group._training_state.name == "FORWARD"
+        return in_forward
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether the unit must be gathered before it is used."""
+        is_sharded: bool = self._param_group.is_sharded
+        return is_sharded
+
+    def flat_shard(self) -> Tensor:
+        """The shard [L] as FSDP2 would hand it to a gather now."""
+        return torch.cat([shard for param in self._param_group.fsdp_params for shard in param.all_gather_inputs])
+
+    def set_collectives(self, all_gather: AllGather, reduce_scatter: ReduceScatter) -> None:
+        """Let FSDP2 gather and reduce this unit by these."""
+        self.module.set_custom_all_gather(all_gather)
+        self.module.set_custom_reduce_scatter(reduce_scatter)
+        self._collectives = all_gather, reduce_scatter
+
+    def check_collectives(self) -> None:
+        """Raise RuntimeError if FSDP2 was given others since."""
+        group = self._param_group
+        if self._collectives != (group._all_gather_comm, group._reduce_scatter_comm):
+            raise RuntimeError(
+                f"the collectives of {self.label} were replaced after apply_zeropp, by set_custom_all_gather or "
+                "set_custom_reduce_scatter: leave those of ZeRO++ in place, or do not apply it"
+            )
 
     @property
     def stays_gathered(self) -> bool:
@@ -88,12 +121,7 @@ def _find_param_groups(model: nn.Module) -> list[tuple[str, FSDPModule, Any]]:
     """FSDP2's own record of each unit, with the name and the module of the unit."""
     found: list[tuple[str, FSDPModule, Any]] = []
     for name, module in model.named_modules():
-        if not isinstance(module, FSDPModule):
-            continue
-        state = module._get_fsdp_state()
-        groups = getattr(state, "_fsdp_param_groups", None)
-        if groups is None:  # torch 2.11
-            groups = [state._fsdp_param_group] if state._fsdp_param_group is not None else []
+        groups = _param_groups_of(module) if isinstance(module, FSDPModule) else []
         if len(groups) > 1:
             raise ValueError(f"{name or 'the root module'} shards its parameters over several meshes; use one mesh")
         # fully_shard([a, b]) makes one unit of two modules.
@@ -114,6 +142,63 @@ def _find_param_groups(model: nn.Module) -> list[tuple[str, FSDPModule, Any]]:
                 "hpz_partition_size instead"
             )
     return found
+
+
+def _param_groups_of(module: FSDPModule) -> list[Any]:
+    state = module._get_fsdp_state()
+    groups: list[Any] | None = getattr(state, "_fsdp_param_groups", None)
+    if groups is None:  # torch 2.11
+        groups = [state._fsdp_param_group] if state._fsdp_param_group is not None else []
+    return groups
+
+
+def follow_forward_passes(model: nn.Module, units: Sequence[FSDPUnit], begin: Callable[[], None]) -> None:
+    """Call ``begin`` before each forward pass of ``model``, or of a part of it, gathers anything.
+
+    The first pass raises RuntimeError if ``model`` has got units beside ``units``.
+    """
+    state_of: dict[nn.Module, Any] = {
+        module: module._get_fsdp_state() for module in model.modules() if isinstance(module, FSDPModule)
+    }
+    states, is_checked = set(state_of.values()), False
+
+    def before_forward(module: nn.Module, inputs: Any) -> None:
+        nonlocal is_checked
+        if not is_checked:
+            _check_for_later_units(model, units)
+            is_checked = True
+        # Whose pass it is, if one has begun; this unit's own, if its last pass was ended by an exception.
+        root = state_of[module]._state_ctx.iter_forward_root
+        if (root is state_of[module] or root not in states) and not _is_autograd_running():
+            begin()
+
+    hook = torch.compiler.disable(before_forward)
+    for module in state_of:
+        module.register_forward_pre_hook(hook, prepend=True)
+
+
+def _check_for_later_units(model: nn.Module, units: Sequence[FSDPUnit]) -> None:
+    known = {id(unit._param_group) for unit in units}
+    for name, module in model.named_modules():
+        if isinstance(module, FSDPModule) and any(id(group) not in known for group in _param_groups_of(module)):
+            raise RuntimeError(
+                f"fully_shard was called on {name or 'the root module'} after apply_zeropp, which does not know of it: "
+                "call apply_zeropp after the last fully_shard"
+            )
+
+
+def _is_autograd_running() -> bool:
+    """Whether this thread is in a backward pass."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def refuse_capture(unit: Unit) -> None:
+    """Raise RuntimeError while a CUDA graph is captured: it would replay what was decided then, for ever."""
+    if unit.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            f"{unit.label} cannot be gathered or reduced in a CUDA graph: ZeRO++ decides at every step anew what to "
+            "send. Capture parts of the model without fully_shard, or train without CUDA graphs"
+        )
 
 
 _COLLECTIVES = {

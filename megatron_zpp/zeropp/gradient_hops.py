@@ -25,6 +25,18 @@ class MicroBatch:
     """Where the training loop is, shared by all units."""
 
     is_last: bool = True
+    accumulations: int = 0  # that the loop has begun by saying that a micro-batch is not the last
+    is_accumulating: bool = False
+
+    def begin(self, is_last: bool) -> None:
+        """The loop's next backward pass is, or is not, the step's last."""
+        if not is_last and (self.is_last or not self.is_accumulating):
+            self.accumulations, self.is_accumulating = self.accumulations + 1, True
+        self.is_last = is_last
+
+    def reduced(self) -> None:
+        """Gradients were reduced; those of the last micro-batch end the accumulation."""
+        self.is_accumulating &= not self.is_last
 
 
 @dataclass
@@ -143,11 +155,6 @@ class GradientHops:
             self.begun_at = self.unit.optimizer_steps
             for feedback in self.feedback.values():
                 feedback.begin_step()
-        elif self.begun_at != self.unit.optimizer_steps:
-            raise RuntimeError(
-                f"an optimizer step was taken while {self.unit.label} held gradients that had not crossed nodes: say "
-                "set_is_last_micro_batch(True) before a step's last backward pass, or undo_step() to drop gradients"
-            )
         parameters, config = self.unit.parameter_shards(trainable_only=True), self.config
         of_bits = partial(wire_format, parameters, block_size=config.gradient_block_size, dtype=gradients.dtype)
         if self.within_node is not None:
@@ -167,21 +174,25 @@ class GradientHops:
     def keep(self, arrived: GradientSum) -> None:
         """Keep the node's sum [N, L] of this micro-batch for the step's last one."""
         self.node_sum = self.with_kept(arrived).compute()
+        self.unit.holds_gradients = True
         self.progress.micro_batches += 1
 
     def finish(self, total: GradientSum) -> Tensor:
         """The sum [L] over all ranks and micro-batches, in fp32 and rotated back."""
         result = total.compute()
-        self.node_sum, self.progress.micro_batches = None, 0
+        self._drop_kept()
         self.progress.steps += 1
         return self._rotation.rotate(result) if self._rotation is not None else result
 
     def undo_step(self) -> None:
         """The gradients since the last optimizer step are thrown away."""
-        self.node_sum, self.progress.micro_batches = None, 0
+        self._drop_kept()
         if self.begun_at == self.unit.optimizer_steps:  # no optimizer has used what the errors went with
             for feedback in self.feedback.values():
                 feedback.undo_step()
+
+    def _drop_kept(self) -> None:
+        self.node_sum, self.unit.holds_gradients, self.progress.micro_batches = None, False, 0
 
     def state_dict(self) -> dict[str, Tensor]:
         state = {f"{hop}.{k}": v for hop, feedback in self.feedback.items() for k, v in feedback.state_dict().items()}
@@ -190,7 +201,7 @@ class GradientHops:
         return state
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        self.node_sum, self.progress.micro_batches = None, 0
+        self._drop_kept()
         if "steps" in state:
             self.progress.steps = int(state["steps"])
         for hop, feedback in self.feedback.items():

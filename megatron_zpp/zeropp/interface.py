@@ -91,9 +91,10 @@ class ZeroPPInterface(Protocol):
         """Say before a backward pass whether it is the optimizer step's last; only that one crosses nodes."""
 
     def invalidate(self) -> None:
-        """Say that parameters were changed by means that are not seen: ``p.data``, or in place in local tensors.
+        """Say that parameters were changed; they are gathered anew, and in full where only differences travel.
 
-        They are gathered anew, and in full where only differences travel. Call it on all ranks.
+        Call it on all ranks. Needed only where no change is looked for: within a forward pass, or between the
+        micro-batches of one step; and after other weights were written over those of a step that no pass has used.
         """
 
     def undo_step(self) -> None:

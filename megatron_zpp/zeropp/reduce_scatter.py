@@ -13,7 +13,7 @@ from torch import Tensor
 
 from .collectives import TorchAllocator
 from .config import ZeroPPConfig
-from .fsdp_unit import FSDPUnit, ReduceScatter
+from .fsdp_unit import FSDPUnit, ReduceScatter, refuse_capture
 from .gradient_hops import GradientHop, GradientHops, MicroBatch
 from .gradient_sum import GradientSum
 from .monitor import ErrorMonitor
@@ -45,7 +45,9 @@ class HierarchicalReduceScatter(TorchAllocator, ReduceScatter):
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
     ) -> dist.Work | None:
+        refuse_capture(self.unit)
         topology, hops = self.unit.topology, self.hops
+        self.micro_batch.reduced()
         self._check_reduced(output_tensor.numel())
         gradients = hops.begin(input_tensor.view(topology.num_nodes, topology.ranks_per_node, output_tensor.numel()))
         node_sum = exchange(gradients, hops.within_node, topology.intra_group)  # [N, L]
@@ -55,7 +57,7 @@ class HierarchicalReduceScatter(TorchAllocator, ReduceScatter):
             return None
         total = exchange(hops.with_kept(node_sum), hops.between_nodes, topology.inter_group)  # [L]
         output_tensor.copy_(scaled_as(op, hops.finish(total), group.size()))
-        self.unit.mark_reduced()
+        self.unit.mark_reduced(completes_step=True)
         return None
 
     def _check_reduced(self, shard_numel: int) -> None:

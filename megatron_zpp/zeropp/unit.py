@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from .wire_layout import ParameterShard
 
@@ -20,7 +20,11 @@ class Unit:
 
     name: str  # the module's name in the model; "" is the root
     optimizer_steps: int = field(default=0, kw_only=True)  # of torch optimizers that hold parameters of this unit
-    _reduced: bool = field(default=False, kw_only=True)  # gradients were reduced since the last gather
+    holds_gradients: bool = field(default=False, kw_only=True)  # which wait for the step's last micro-batch
+    checksum: Tensor | None = field(default=None, repr=False, kw_only=True)  # of the shard that went between nodes
+    # Since the last gather: an optimizer stepped, or gradients came that some optimizer may have stepped with.
+    may_have_stepped: bool = field(default=False, kw_only=True)
+    _reduced: bool = field(default=False, kw_only=True)  # a step's gradients were reduced since the last gather
     _gathered_versions: list[tuple[Any, int]] | None = field(default=None, repr=False, kw_only=True)
 
     @property
@@ -55,23 +59,41 @@ class Unit:
         """Whether the sharded parameters may have changed since the last ``mark_gathered``; alike on all ranks.
 
         Goes by what every rank's program does, never by a rank's memory: replaced parameters, autograd's version
-        counters of the DTensors, and ``mark_changed`` and ``mark_reduced``.
+        counters of the DTensors, and the ``mark_`` methods. ``UnseenChanges`` finds what leaves no such trace.
         """
         # A unit used twice in one forward pass is reduced twice, and gathered in between, in backward.
-        may_have_stepped = self._reduced and not self.is_in_backward
-        return may_have_stepped or self._versions() != self._gathered_versions
+        reduced = self._reduced and not self.is_in_backward
+        return reduced or self._versions() != self._gathered_versions
+
+    @property
+    def keeps_copies(self) -> bool:
+        """Whether the parameters are at most an optimizer step away from what was gathered.
+
+        What a program writes by itself is further away than low-bit differences can say.
+        """
+        return self.may_have_stepped or not self.parameters_changed()
 
     def mark_gathered(self) -> None:
         """Say that the parameters as they are now have been gathered."""
-        self._gathered_versions, self._reduced = self._versions(), False
+        self._gathered_versions, self._reduced, self.may_have_stepped = self._versions(), False, False
 
     def mark_changed(self) -> None:
         """Make ``parameters_changed`` True until the next ``mark_gathered``."""
         self._gathered_versions = None
 
-    def mark_reduced(self) -> None:
-        """Say that an optimizer step follows; not every optimizer tells (home-made ones with foreach operations)."""
-        self._reduced = True
+    def mark_stepped(self) -> None:
+        """Say that a torch optimizer that holds parameters of this unit has stepped."""
+        self.mark_changed()
+        self.may_have_stepped = True
+        self.optimizer_steps += 1
+
+    def mark_reduced(self, completes_step: bool) -> None:
+        """Say that gradients were reduced; if they are all of a step's, the parameters count as changed.
+
+        Not every optimizer tells of its step: home-made ones with foreach operations do not.
+        """
+        self.may_have_stepped = True
+        self._reduced |= completes_step
 
     def owns_any_of(self, parameters: set[int]) -> bool:
         """Whether one of the parameters with these ids is of this unit."""
@@ -96,16 +118,28 @@ def follow_optimizers(units: Sequence[Unit]) -> None:
     """Let the units know of every step of a torch optimizer that holds one of their parameters.
 
     Fused and foreach optimizers change DTensors without bumping a version counter, so counters alone would leave
-    stale weights in the secondary partition.
+    stale weights in the secondary partition. A step while gradients are still held back raises RuntimeError, before
+    it does anything.
     """
     references = [weakref.ref(unit) for unit in units]
 
-    def after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    def units_of(optimizer: torch.optim.Optimizer) -> list[Unit]:
         parameters = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-        for reference in references:
-            if (unit := reference()) is not None and unit.owns_any_of(parameters):
-                unit.mark_changed()
-                unit.optimizer_steps += 1
+        units = [unit for reference in references if (unit := reference()) is not None]
+        return [unit for unit in units if unit.owns_any_of(parameters)]
+
+    def before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        for unit in units_of(optimizer):
+            if unit.holds_gradients:
+                raise RuntimeError(
+                    f"an optimizer step was taken while {unit.label} held gradients that had not crossed nodes: say "
+                    "set_is_last_micro_batch(True) before a step's last backward pass, or undo_step() to drop gradients"
+                )
+
+    def after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        for unit in units_of(optimizer):
+            unit.mark_stepped()
 
     # Never removed: that could happen while some optimizer's step iterates over its hooks.
+    register_optimizer_step_pre_hook(before_step)
     register_optimizer_step_post_hook(after_step)

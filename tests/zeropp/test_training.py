@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+from contextlib import contextmanager
 from dataclasses import replace
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from megatron_zpp.zeropp import LoCoConfig, ZeroPPConfig, apply_zeropp
+from megatron_zpp.zeropp.fsdp_unit import FSDPUnit
 from tests.ranks import run_ranks
 
 HIERARCHY_ONLY = ZeroPPConfig(
@@ -162,10 +165,20 @@ def test_a_parameter_unused_in_the_last_micro_batch_keeps_its_gradient():
 
 def _refusals():
     messages = []
-    for build in (_without_fsdp, _hsdp, _post_forward_mesh, _mixed_dtypes):
+    for build in (
+        _without_fsdp,
+        _hsdp,
+        _post_forward_mesh,
+        _mixed_dtypes,
+        _sharded_root_later,
+        _sharded_sibling_later,
+        _other_collectives_later,
+        _gathered_in_a_cuda_graph,
+        _reduced_in_a_cuda_graph,
+    ):
         try:
             build()
-        except ValueError as error:
+        except (ValueError, RuntimeError) as error:
             messages.append(str(error))
     return messages
 
@@ -193,12 +206,68 @@ def _mixed_dtypes():
     model(torch.ones(1, 4))
 
 
+def _with_a_sharded_part():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    fully_shard(model[0])
+    apply_zeropp(model, ALL_FLAGS)
+    return model
+
+
+def _sharded_root_later():
+    model = _with_a_sharded_part()
+    fully_shard(model)
+    model(torch.ones(1, 4))
+
+
+def _sharded_sibling_later():
+    model = _with_a_sharded_part()
+    fully_shard(model[1])
+    model(torch.ones(1, 4))
+
+
+def _other_collectives_later():
+    model = _with_a_sharded_part()
+    model(torch.ones(1, 4))
+    other = _with_a_sharded_part()
+    model[0].set_custom_all_gather(other[0]._get_fsdp_state()._fsdp_param_group._all_gather_comm)
+    model(torch.ones(1, 4))
+
+
+@contextmanager
+def _capturing():
+    """What cannot run here: a GPU, and a capture on it."""
+    with (
+        patch.object(FSDPUnit, "device", torch.device("cuda")),
+        patch.object(torch.cuda, "is_current_stream_capturing", lambda: True),
+    ):
+        yield
+
+
+def _gathered_in_a_cuda_graph():
+    model = _with_a_sharded_part()
+    with _capturing():
+        model(torch.ones(1, 4))
+
+
+def _reduced_in_a_cuda_graph():
+    model = nn.Linear(4, 4)
+    fully_shard(model)
+    apply_zeropp(model, ALL_FLAGS)
+    loss = model(torch.ones(1, 4)).sum()  # the root stays whole for its backward pass
+    with _capturing():
+        loss.backward()
+
+
 def test_what_is_not_supported_is_refused_by_name():
-    no_units, hsdp, post_forward, dtypes = run_ranks(4, _refusals)[0]
+    no_units, hsdp, post_forward, dtypes, root, sibling, collectives, *graphs = run_ranks(4, _refusals)[0]
     assert "call torch.distributed.fsdp.fully_shard on it first" in no_units
     assert "HSDP" in hsdp
     assert "reshard_after_forward=<int>" in post_forward
     assert "different dtypes" in dtypes
+    assert "fully_shard was called on the root module after apply_zeropp" in root
+    assert "fully_shard was called on 1 after apply_zeropp" in sibling
+    assert "the collectives of 0 were replaced" in collectives
+    assert len(graphs) == 2 and all("cannot be gathered or reduced in a CUDA graph" in message for message in graphs)
 
 
 def _traffic(config, num_micro_batches):
@@ -224,7 +293,11 @@ def test_bytes_between_nodes_are_those_of_one_gather_and_one_reduction(num_micro
 
 
 def _state_round_trip():
-    """Train 4 steps; and train 2, save, load into a new model, train 2."""
+    return [_continued_and_resumed(then) for then in ("evaluate", "change", "nothing")]
+
+
+def _continued_and_resumed(then):
+    """Train 4 steps; and train 2, evaluate or change the weights too, save, load into a new model, train 2."""
 
     def build():
         torch.manual_seed(1)
@@ -249,9 +322,12 @@ def _state_round_trip():
 
     model, zeropp, optimizer = build()
     steps(model, optimizer, 0)
-    with torch.no_grad():
-        model(torch.ones(1, 128))  # an evaluation, which gathers the new weights
-    model.reshard()
+    if then != "nothing":
+        with torch.no_grad():
+            model(torch.ones(1, 128))  # gathers the new weights
+        model.reshard()
+    if then == "change":
+        model.weight.data.mul_(3)
     state = {name: tensor.clone() for name, tensor in zeropp.state_dict().items()}
     weights = copy.deepcopy({name: p.to_local().detach().clone() for name, p in model.named_parameters()})
     steps(model, optimizer, 2)
@@ -266,17 +342,20 @@ def _state_round_trip():
 
 
 def test_state_restores_errors_copies_and_noise_exactly():
-    for same, names in run_ranks(4, _state_round_trip):
-        assert same
-        assert names == [
-            "fingerprint",
-            "gradients/root/inter.error",
-            "gradients/root/inter.steps",
-            "gradients/root/steps",
-            "weights/root/copies",
-            "weights/root/is_current",
-            "weights/root/versions",
-        ]
+    expected = [
+        "fingerprint",
+        "gradients/root/inter.error",
+        "gradients/root/inter.steps",
+        "gradients/root/steps",
+        "weights/root/checksum",
+        "weights/root/copies",
+        "weights/root/is_current",
+        "weights/root/versions",
+    ]
+    for of_rank in run_ranks(4, _state_round_trip):
+        assert [same for same, _ in of_rank] == [True] * 3
+        assert [names for _, names in of_rank[:2]] == [expected] * 2
+        assert of_rank[2][1] == [name for name in expected if not name.endswith("checksum")]
 
 
 def _undone_step():
@@ -338,21 +417,25 @@ def _forgiving():
 
     zeropp.set_is_last_micro_batch(False)
     model(torch.ones(8, 64)).sum().backward()
-    optimizer.step()
+    other = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=1.0)
+    other.step()  # of another model
+    message, stepped = "", []
+    optimizer.register_step_post_hook(lambda *_: stepped.append(True))
     try:
-        model(torch.ones(8, 64)).sum().backward()
-        message = ""
+        optimizer.step()
     except RuntimeError as error:
         message = str(error)
-    return after_inf, untouched, dropped, message
+    zeropp.undo_step()
+    optimizer.step()
+    return after_inf, untouched, dropped, message, stepped
 
 
 def test_an_inf_passes_and_dropped_gradients_are_gone():
-    after_inf, untouched, dropped, message = run_ranks(4, _forgiving)[0]
+    after_inf, untouched, dropped, message, stepped = run_ranks(4, _forgiving)[0]
     torch.testing.assert_close(after_inf, torch.full((64,), 8.0), rtol=1e-2, atol=0)
     assert untouched
     torch.testing.assert_close(dropped, torch.full((64,), 8.0), rtol=1e-2, atol=0)
-    assert "had not crossed nodes" in message
+    assert "had not crossed nodes" in message and stepped == [True]  # after undo_step
 
 
 def _changes_are_seen_alike():

@@ -27,6 +27,7 @@ from ..state_keys import below, unit_prefix
 from ..topology import RankLayout
 from ..traffic import Traffic
 from ..unit import follow_optimizers
+from ..unseen_changes import Passes
 from .collectives import EmulatedAllGather, EmulatedReduceScatter
 from .ranks import EmulatedRanks
 from .unit import EmulatedUnit, find_emulated_units
@@ -116,6 +117,8 @@ class EmulatedZeroPP:
             for unit in units
         ]
         self._next_rank = 0  # whose gradients come next
+        self._last_rank = len(layouts)  # that computed something; ranks do in turn, so that a lower one begins a pass
+        self._passes = Passes(self._micro_batch)
         for weights in self._weights:
             # Loaded parameters are further from the copies than low-bit differences can say.
             weights.unit.module.register_load_state_dict_post_hook(weights.after_loading)
@@ -128,8 +131,13 @@ class EmulatedZeroPP:
         The gradients are reduced when the context ends. Ranks train in turn, from 0 on. The model's own parameters
         are not in it meanwhile.
         """
+        begins_pass, self._last_rank = rank <= self._last_rank, rank
+        if begins_pass:
+            self._passes.begin()
         for weights in self._weights:
-            weights.refresh()
+            weights.refresh(look=begins_pass and weights.unit not in self._passes.known)
+            if weights.is_gathered(rank):
+                self._passes.known.add(weights.unit)
         try:
             for unit in self.units:
                 unit.show_arrived()
@@ -157,17 +165,17 @@ class EmulatedZeroPP:
 
     def set_is_last_micro_batch(self, is_last: bool) -> None:
         """Say before each rank's micro-batch whether it is the optimizer step's last."""
-        self._micro_batch.is_last = is_last
+        self._micro_batch.begin(is_last)
 
     def invalidate(self) -> None:
-        """Say that parameters were changed by means that are not seen, such as ``p.data``."""
+        """Say that parameters were changed, where a change would not be looked for."""
         for weights in self._weights:
             weights.unit.mark_changed()
             weights.forget_secondary_partition()
 
     def undo_step(self) -> None:
         """Say that the gradients since the last optimizer step are thrown away; the next are rank 0's."""
-        self._next_rank = 0
+        self._next_rank, self._micro_batch.is_accumulating = 0, False
         for reduce_scatter in self._gradients:
             reduce_scatter.undo_step()
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..collectives import count_flat_ring, count_reduce_scatter
+from ..collectives import count_all_reduce, count_flat_ring, count_reduce_scatter
 from ..config import ZeroPPConfig
 from ..gradient_hops import GradientHops, MicroBatch
 from ..monitor import ErrorMonitor
 from ..topology import RankLayout
 from ..traffic import Traffic
+from ..unseen_changes import checksum
 from ..weight_encoder import WeightEncoder
 from .unit import EmulatedUnit
 
@@ -34,16 +35,23 @@ class EmulatedAllGather:
         self._has_secondary = config.hpz_partition_size > 1 and layouts[0].num_nodes > 1
         self._is_encoded = self._has_secondary or (config.quantized_weights and len(layouts) > 1)
         self._arrived = False  # the weights of the last refresh are in unit.arrived
+        self._checksums: list[Tensor] = []  # of each rank's shard, as it last went between nodes
         self._reshards_after_forward = zero_stage == 3 and unit.name != ""  # FSDP2 keeps the root for backward
         self._reshards_after_backward = zero_stage == 3
         self._unsharded = [False] * len(layouts)
 
     @torch.inference_mode(False)
     @torch.no_grad()
-    def refresh(self) -> None:
-        """Let the weights arrive anew, if they changed."""
+    def refresh(self, look: bool) -> None:
+        """Let the weights arrive anew, if they changed; ``look``: also where nothing says so, as UnseenChanges does."""
         changed = self.unit.parameters_changed()
-        if self._arrived and not changed:
+        if look and self._has_secondary and not changed and self._look():
+            self.unit.mark_changed()
+            changed = True
+        if not self.unit.keeps_copies:
+            self.copies = None
+        # Without a secondary partition, ranks gather their parameters at every pass.
+        if self._arrived and not changed and (self._has_secondary or not look):
             return
         self.encoder.versions += changed
         if self._is_encoded:
@@ -53,6 +61,16 @@ class EmulatedAllGather:
                 arrived.copy_(master)
         self.unit.mark_gathered()
         self._arrived = True
+
+    def _look(self) -> bool:
+        """Whether some rank's shard is another than that which went between nodes."""
+        if not self._checksums:
+            return False
+        for layout in self.layouts:
+            if self.is_gathered(layout.rank):
+                count_all_reduce(self.traffic, layout, torch.int32.itemsize)
+        shards = self.unit.shards_of(self.unit.masters, self.unit.dtype)
+        return any(not checksum(s).equal(old) for s, old in zip(shards, self._checksums, strict=True))
 
     def _gather(self, changed: bool) -> Tensor:
         """What every rank holds after the gather, [W, L]."""
@@ -72,6 +90,8 @@ class EmulatedAllGather:
     def _gather_between_nodes(self, shards: Tensor) -> Tensor:
         """All ranks' shards [W, L] as they arrive on other nodes; with weight differences the copies themselves."""
         by_differences = self._has_secondary and self.config.weight_difference_bits is not None
+        if self._has_secondary:
+            self._checksums = [checksum(shard) for shard in shards]
         if by_differences and self.copies is not None:
             format = self.encoder.differences(shards.dtype)
             minus: list[Tensor | None] = list(self.copies)
@@ -86,9 +106,13 @@ class EmulatedAllGather:
         self.copies = arrived if by_differences else None
         return arrived
 
+    def is_gathered(self, rank: int) -> bool:
+        """Whether the rank's next forward pass gathers; FSDP2 does not when the last one has left the weights whole."""
+        return not self._unsharded[rank]
+
     def count(self, rank: int, trained: bool, is_last_micro_batch: bool) -> None:
         """Count the gathers of one rank's forward pass and, if it ``trained``, its backward pass."""
-        gathers = int(not self._unsharded[rank]) + int(trained and self._reshards_after_forward)
+        gathers = int(self.is_gathered(rank)) + int(trained and self._reshards_after_forward)
         for _ in range(gathers):
             self._count_gather(self.layouts[rank])
         if trained:
@@ -116,17 +140,23 @@ class EmulatedAllGather:
 
     def state_dict(self, layout: RankLayout) -> dict[str, Tensor]:
         state = self.encoder.state_dict() if self._is_encoded else {}
-        if self.copies is not None:
+        if state and state["is_current"] and self._checksums:
+            state["checksum"] = self._checksums[layout.rank]
+        if self.copies is not None and self.unit.keeps_copies:
             state["copies"] = self._copies_of(layout).clone()
         return state
 
     def load_state_dict(self, layout: RankLayout, state: dict[str, Tensor]) -> None:
         self.encoder.load_state_dict(state)
+        if "checksum" in state:
+            # Ranks are loaded in turn, from 0 on.
+            self._checksums[layout.rank :] = [state["checksum"].to(self.unit.device, copy=True)]
         if "copies" in state:
             if self.copies is None:
                 num_shards = len(self.layouts)
                 self.copies = state["copies"].new_zeros(num_shards, state["copies"].shape[-1], device=self.unit.device)
             self._copies_of(layout).copy_(state["copies"])
+            self.unit.may_have_stepped = self.unit.parameters_changed()  # or there would be no copies
 
     def _copies_of(self, layout: RankLayout) -> Tensor:
         """The rank's secondary partition [N, L]: the shards of the ranks with its local rank p."""
@@ -169,6 +199,8 @@ class EmulatedReduceScatter:
         gradients = self.unit.take_gradients(self.dtype)  # [W, L]
         if gradients.shape[1] == 0:
             return
+        if rank == len(self.layouts) - 1:
+            self.micro_batch.reduced()
         before, after = divisors(self.dtype, len(self.layouts))
         if before is not None:
             gradients.div_(before)
@@ -211,7 +243,7 @@ class EmulatedReduceScatter:
                 totals.append(hops.finish(hops.between_nodes.receive(received)))
         if not totals:
             return None
-        self.unit.mark_reduced()
+        self.unit.mark_reduced(completes_step=True)
         return torch.stack(totals)
 
     def _add_unquantized(self, rank: int, gradients: Tensor) -> Tensor | None:
@@ -221,6 +253,7 @@ class EmulatedReduceScatter:
         self._sum += gradients
         if rank < len(self.layouts) - 1:
             return None
+        self.unit.mark_reduced(completes_step=False)
         total, self._sum = self._sum, None
         return total
 

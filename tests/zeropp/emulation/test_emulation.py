@@ -114,6 +114,12 @@ def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2, eps=1e-4, fused=True)
 
 
+def change(model: nn.Module) -> None:
+    """Change parameters behind autograd's back; not those of the root, which FSDP2 keeps after an evaluation."""
+    for parameter in model.layers.parameters():
+        parameter.data.mul_(1.25)
+
+
 def policy(dtype: torch.dtype | None) -> MixedPrecisionPolicy:
     return MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32 if dtype is torch.bfloat16 else None)
 
@@ -141,6 +147,8 @@ def train_ranks(kind, config, dtype):
         if step == 1:
             with torch.no_grad():
                 outputs.append(model.eval()(*micro_batch(9, 9, 9)).clone())
+                change(model)
+                outputs.append(model(*micro_batch(9, 9, 9)).clone())
             model.train()
         traffic.append(zeropp.traffic.take())
     return losses, outputs, traffic, [p.full_tensor().detach() for p in model.parameters()]
@@ -175,10 +183,13 @@ def train_emulated(kind, config, dtype, num_nodes, ranks_per_node):
         optimizer.zero_grad()
         if step == 1:
             model.eval()
-            for as_rank in emulated.ranks:
-                with torch.no_grad(), as_rank:
-                    output = model(*micro_batch(9, 9, 9))
-            outputs.append(output)
+            for changes in (False, True):
+                if changes:
+                    change(model)
+                for as_rank in emulated.ranks:
+                    with torch.no_grad(), as_rank:
+                        output = model(*micro_batch(9, 9, 9))
+                outputs.append(output)
             model.train()
         traffic.append(emulated.traffic.take())
     return losses, outputs, traffic, [p.detach() for p in model.parameters()]

@@ -1,0 +1,84 @@
+"""What it costs to find weights that a program changed behind autograd's back: checksums' CPU time over a step's.
+
+    python benchmarks/unseen_changes.py --output benchmarks/results/unseen_changes.json
+
+A GPT trains on one rank, unsharded; beside each step, the checksums of the shards that a rank of 4 would have are
+taken. So both numbers are of one rank, and the step is without its collectives. CPU time, on one thread: it counts
+work, not waiting for a shared core.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron_zpp.models.gpt import GPT, GPTConfig
+from megatron_zpp.models.init import init_weights
+from megatron_zpp.zeropp.unseen_changes import checksum
+
+LAYERS, HIDDEN, HEADS, LENGTH, BATCH, VOCAB, RANKS, ROUNDS = 4, 512, 8, 256, 4, 4096, 4, 3
+
+
+def measure() -> dict[str, Any]:
+    model = GPT(GPTConfig(LAYERS, HIDDEN, HEADS, vocab_size=VOCAB, max_position_embeddings=LENGTH))
+    init_weights(model, seed=1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    tokens = torch.randint(VOCAB, (BATCH, LENGTH))
+    units = [list(layer.parameters()) for layer in model.layers]
+    in_layers = {id(parameter) for unit in units for parameter in unit}
+    units.append([parameter for parameter in model.parameters() if id(parameter) not in in_layers])
+    shards = [torch.randn(sum(p.numel() for p in unit) // RANKS) for unit in units]
+
+    def train() -> None:
+        model(tokens, tokens).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    @torch.no_grad()
+    def evaluate() -> None:
+        model(tokens, tokens)
+
+    def checksums() -> None:
+        for shard in shards:
+            checksum(shard)
+
+    measured = [[cpu_time(run) for run in (train, evaluate, checksums)] for _ in range(ROUNDS + 1)][1:]
+    train_ms, evaluate_ms, checksums_ms = (1e3 * statistics.median(times) for times in zip(*measured, strict=True))
+    return {
+        "parameters": sum(p.numel() for p in model.parameters()),
+        "tokens": BATCH * LENGTH,
+        "step_cpu_ms": round(train_ms, 1),
+        "evaluation_pass_cpu_ms": round(evaluate_ms, 1),
+        "checksums_cpu_ms": round(checksums_ms, 2),
+        "percent_of_step": round(100 * checksums_ms / train_ms, 3),
+        "percent_of_evaluation_pass": round(100 * checksums_ms / evaluate_ms, 3),
+    }
+
+
+def cpu_time(run: Callable[[], None]) -> float:
+    start = time.process_time()
+    run()
+    return time.process_time() - start
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="What the checksums of weights cost, beside a training step.")
+    parser.add_argument("--output", type=Path, help="JSON file to write")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    result = {"machine": f"{platform.machine()} CPU, 1 thread, torch {torch.__version__}", **measure()}
+    print(json.dumps(result))
+    if args.output is not None:
+        args.output.write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

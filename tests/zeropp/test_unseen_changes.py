@@ -1,0 +1,331 @@
+"""Weights that a program changed by means that leave no trace are never stale: the oracle is plain FSDP2."""
+
+from __future__ import annotations
+
+import tempfile
+from contextlib import ExitStack, contextmanager
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+from megatron_zpp.zeropp import ZeroPPConfig, apply_zeropp
+from megatron_zpp.zeropp.unseen_changes import checksum
+from tests.ranks import run_ranks
+
+HPZ = ZeroPPConfig(hpz_partition_size=2)  # exact
+DIFFERENCES = ZeroPPConfig(hpz_partition_size=2, weight_difference_bits=4)
+X = torch.linspace(-1, 1, 2 * 12).view(2, 12)
+
+
+class Net(nn.Module):
+    """Two blocks on all ranks, one on pairs, and a head that belongs to the root; odd sizes and empty shards."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(12, 17), nn.GELU(), nn.Linear(17, 12)) for _ in range(3))
+        self.head = nn.Linear(12, 3)
+
+    def forward(self, x: torch.Tensor, block: int | None = None) -> torch.Tensor:
+        for i, of_block in enumerate(self.blocks):
+            if block in (None, i):
+                x = x + of_block(x)
+        return self.head(x)
+
+
+def shard(model, config, reshard=True, dtype=None, root=True):
+    everyone = init_device_mesh("cpu", (4,))
+    pair = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pair", "rank"))["rank"]
+    policy = MixedPrecisionPolicy(param_dtype=dtype)
+    for i, block in enumerate(model.blocks):
+        fully_shard(block, mesh=pair if i == 2 else everyone, reshard_after_forward=reshard, mp_policy=policy)
+    if root:
+        fully_shard(model, mesh=everyone, reshard_after_forward=reshard, mp_policy=policy)
+    return apply_zeropp(model, config) if config is not None else None
+
+
+def build(config, **options):
+    model = Net()
+    zeropp = shard(model, config, **options)
+    return model, zeropp, torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def step(model, optimizer):
+    model(X + dist.get_rank()).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def evaluate(model, **arguments):
+    with torch.no_grad():
+        return model(X, **arguments).clone()
+
+
+@torch.no_grad()
+def foreach(model):
+    torch._foreach_mul_(list(model.parameters()), 1.5)
+
+
+def data(model):
+    for parameter in model.parameters():
+        parameter.data.copy_(parameter.data * 1.5)
+
+
+@torch.no_grad()
+def local(model):
+    for parameter in model.parameters():
+        parameter.to_local().copy_(parameter.to_local() * 1.5)
+
+
+def one_rank(model):
+    if dist.get_rank() == 3:
+        model.blocks[1][0].weight.to_local().data[0, 5] += 1e-3
+
+
+def two_elements(model):
+    weight = model.blocks[0][0].weight.to_local().data.flatten()
+    weight[[0, 1]] = weight[[1, 0]]
+
+
+def opposite(model):
+    weight = model.blocks[0][0].weight.to_local().data.flatten()
+    weight[1] += 0.25
+    weight[7] -= 0.25
+
+
+def in_place_load(model):
+    folders = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(folders)
+    other = Net()
+    with torch.no_grad():
+        torch._foreach_mul_(list(other.parameters()), 2.0)
+    shard(other, None)
+    dcp.save({"model": other.state_dict()}, checkpoint_id=folders[0])
+    dcp.load({"model": model.state_dict()}, checkpoint_id=folders[0])
+
+
+CHANGES = (foreach, data, local, one_rank, two_elements, opposite, in_place_load)
+
+
+def after_each_change(config, **options):
+    """Outputs after a step, then of evaluations after each change, of one after a step, and with gradients on."""
+    model, _, optimizer = build(config, **options)
+    step(model, optimizer)
+    outputs = [evaluate(model)]
+    for change in CHANGES:
+        change(model)
+        outputs += [evaluate(model), evaluate(model)]
+    step(model, optimizer)
+    outputs.append(evaluate(model))
+    data(model)
+    outputs.append(model(X).detach().clone())
+    foreach(model)
+    outputs.append(model(X).detach().clone())  # no backward pass in between
+    return outputs
+
+
+def averaged(config):
+    """torch's own moving average of a model that trains."""
+    model = Net()
+    average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+    shard(model, config)
+    shard(average.module, config)
+    optimizer, outputs = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True), []
+    for _ in range(3):
+        step(model, optimizer)
+        average.update_parameters(model)
+        outputs.append(evaluate(average))
+    return outputs
+
+
+def swapped(config, reshard=True):
+    """Averaged weights in, evaluate twice, weights out, train on; as training loops do."""
+    model, _, optimizer = build(config, reshard=reshard)
+    average, outputs = [p.detach().clone() for p in model.parameters()], []
+    for i in range(3):
+        step(model, optimizer)
+        with torch.no_grad():
+            torch._foreach_lerp_(average, list(model.parameters()), 0.5)
+        if i == 1:
+            outputs.append(evaluate(model))  # gathers before the swap
+            reshard_all(model)
+        kept = [p.detach().clone() for p in model.parameters()]
+        for parameter, value in zip(model.parameters(), average, strict=True):
+            parameter.data.copy_(value)
+        with torch.inference_mode():
+            outputs += [model(X).clone(), model(X).clone()]
+        reshard_all(model)
+        for parameter, value in zip(model.parameters(), kept, strict=True):
+            parameter.data.copy_(value)
+    return [*outputs, evaluate(model)]
+
+
+def reshard_all(model):
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
+def parts(config):
+    """Passes that use other parts of the model, without an FSDP2 root, and gathers by hand."""
+    model, *_ = build(config, root=False)
+    outputs = [evaluate(model)]
+    for block in (0, 1, 2, 0, 1):
+        data(model)
+        outputs.append(evaluate(model, block=block))
+    for _ in range(2):
+        data(model.blocks)
+        model.blocks[1].unshard()
+        outputs.append(evaluate(model, block=1))
+    return outputs
+
+
+def after_an_exception(config):
+    model, *_ = build(config)
+    outputs = [evaluate(model)]
+    handle = model.blocks[1].register_forward_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        evaluate(model)
+    handle.remove()
+    reshard_all(model)
+    data(model)
+    return [*outputs, evaluate(model)]
+
+
+def while_accumulating(config):
+    """An evaluation with other weights between two micro-batches of a step, and those of the step after it."""
+    model, zeropp, optimizer = build(config)
+    outputs = []
+    for _ in range(2):
+        for is_last in (False, False, True):
+            if zeropp is not None:
+                zeropp.set_is_last_micro_batch(is_last)
+            loss = model(X).square().mean()
+            loss.backward()
+            data(model)  # the evaluation ends what a micro-batch knows of the one before
+            outputs += [loss.detach(), evaluate(model)]
+        optimizer.step()
+        optimizer.zero_grad()
+        data(model)
+    return outputs
+
+
+CASES = {
+    "changes": (after_each_change, {}),
+    "changes in bf16": (after_each_change, {"dtype": torch.bfloat16}),
+    "average": (averaged, {}),
+    "swap": (swapped, {}),
+    "swap, kept after forward": (swapped, {"reshard": False}),
+    "parts": (parts, {}),
+    "exception": (after_an_exception, {}),
+    "accumulation": (while_accumulating, {}),
+}
+
+
+def _cases():
+    results = {name: (run(None, **options), run(HPZ, **options)) for name, (run, options) in CASES.items()}
+    model, *_ = build(DIFFERENCES)
+    plain, *_ = build(None)
+    results["differences"] = [], []
+    evaluate(model)
+    for change in CHANGES:
+        for of_model, outputs in zip((plain, model), results["differences"], strict=True):
+            change(of_model)
+            outputs.append(evaluate(of_model))
+    return results
+
+
+@pytest.fixture(scope="module")
+def cases():
+    return run_ranks(4, _cases, timeout=400.0)
+
+
+@pytest.mark.parametrize("name", [*CASES, "differences"])
+def test_changed_weights_are_those_of_plain_fsdp2(cases, name):
+    for of_rank in cases:
+        plain, ours = of_rank[name]
+        assert len({output.sum().item() for output in plain}) > 1  # the changes make a difference
+        assert [i for i, (p, q) in enumerate(zip(plain, ours, strict=True)) if not p.equal(q)] == []
+
+
+@contextmanager
+def counted_all_reduces():
+    calls, all_reduce = [], dist.all_reduce
+    with patch.object(dist, "all_reduce", lambda *args, **options: (calls.append(1), all_reduce(*args, **options))[1]):
+        yield calls
+
+
+def _looks():
+    """The number of agreements in training as it is usual, in training that tells nothing, and in evaluations."""
+    counts = {}
+    with ExitStack() as stack:
+        calls = stack.enter_context(counted_all_reduces())
+        for name, config, tells in (
+            ("all flags", ZeroPPConfig(True, 2, True), True),
+            ("all flags, untold", ZeroPPConfig(True, 2, True), False),
+            ("hpZ", HPZ, True),
+            ("hpZ, untold", HPZ, False),
+        ):
+            model, zeropp, optimizer = build(config)
+            calls.clear()
+            for _ in range(2):
+                for i in range(3):
+                    if tells:
+                        zeropp.set_is_last_micro_batch(i == 2)
+                    model(X).sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            counts[name] = len(calls)
+            evaluate(model)
+            counts["evaluation after a step"] = len(calls) - counts[name]
+            before = zeropp.traffic.inter_node
+            evaluate(model)
+            counts["evaluation"] = len(calls) - counts[name]
+            counts["bytes"] = zeropp.traffic.inter_node - before
+            two_forwards = model(X).sum() + model(X).sum()
+            two_forwards.backward()
+            optimizer.step()
+            two_forwards = model(X).sum()
+            calls.clear()
+            two_forwards.backward()  # gathers again
+            counts["backward"] = len(calls)
+    return counts
+
+
+def test_training_takes_no_look_and_an_evaluation_one():
+    for rank, counts in enumerate(run_ranks(4, _looks)):
+        assert counts == {
+            "all flags": 0,
+            "all flags, untold": 0,  # every reduction counts as the step's
+            "hpZ": 0,
+            "hpZ, untold": 2 * 2,  # at each further micro-batch
+            "evaluation after a step": 0,
+            "evaluation": 1,  # for all units of all ranks; the unit on pairs has no secondary partition
+            "backward": 0,
+            "bytes": 2 * 3 * 3 if rank == 1 or rank == 3 else 0,  # three flags around the ring, and no weights
+        }
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("numel, offset", [(1, 0), (3, 1), (64, 0), (1001, 3)])
+def test_a_checksum_tells_every_exchange_and_every_bit(dtype, numel, offset):
+    shard = torch.randn(numel + offset, dtype=torch.float64).to(dtype)[offset:]
+    same = checksum(shard)
+    assert checksum(shard.clone()).equal(same)
+    assert not checksum(-shard).equal(same)
+    for i in torch.randperm(numel)[:20].tolist():
+        for j in {(i + 1) % numel, (i + 32) % numel, numel - 1} - {i}:
+            other = shard.clone()
+            other[[i, j]] = other[[j, i]]
+            assert checksum(other).equal(same) == (shard[i] == shard[j]).item()
+        bits = shard.clone()
+        bits.view(torch.uint8)[i * shard.element_size()] ^= 1
+        assert not checksum(bits).equal(same)
+    assert checksum(shard[:0]).numel() == 0
