@@ -21,6 +21,7 @@ import argparse
 import hashlib
 import itertools
 import json
+import math
 import multiprocessing
 import os
 import shutil
@@ -85,7 +86,8 @@ def main() -> None:
     results = read_results(args.results)
     wanted = ALIVE if args.recheck else (None,)
     mutants = [mutant for mutant in mutants if results.get(mutant.key, {}).get("outcome") in wanted]
-    budget = float("inf") if args.recheck else args.budget
+    budget = math.inf if args.recheck else args.budget
+    warm_up()
     rows = run_mutants(ROOT, mutants, Recording(ROOT, args.recording), args.workers, budget)
     for number, row in enumerate(rows, 1):
         kept = {name: text for name, text in results.get(key(row), {}).items() if name == "judgement"}
@@ -100,10 +102,7 @@ def files_in(root: Path, folders: Iterable[str]) -> list[Path]:
 
 
 def record(root: Path, folders: Iterable[str], recording: Path, workers: int, options: list[str]) -> int:
-    """Run the tests that are not recorded yet in a marked copy of the tree; returns pytest's status.
-
-    What failed is recorded as failed, and is no judge of mutants.
-    """
+    """Run the tests that are not recorded yet in a marked copy of the tree; returns pytest's status."""
     with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
         tree, job = Path(folder) / "tree", Path(folder) / "job.json"
         shutil.copytree(root, tree, symlinks=True, ignore=NOT_COPIED)
@@ -136,7 +135,7 @@ def _rows_to_keep(recording: Path, files: dict[str, tuple[int, str]], tests: dic
     if {name: tuple(entry) for name, entry in head["files"].items()} != files:
         return []
     same = {name for name, hashed in head["tests"].items() if tests.get(name) == hashed}
-    return [row for row in rows if "fixture" in row or row["test"].partition("::")[0] in same]
+    return [row for row in rows if "test" not in row or row["test"].partition("::")[0] in same]
 
 
 def _read_recording(path: Path) -> list[dict[str, Any]]:
@@ -178,9 +177,10 @@ class Recording:
                 fixture = fixtures.setdefault(row["fixture"], Test())
                 fixture.seconds = max(fixture.seconds, row["seconds"])
                 fixture.lines.update(row["lines"])
+        self.imported = set().union(*(row["imported"] for row in rows if "imported" in row))
         self.tests: dict[str, Test] = {}
         for row in rows:
-            if "test" in row and not row["failed"]:
+            if "test" in row:
                 used = [fixtures[name] for name in row["fixtures"] if name in fixtures]
                 lines = set(row["lines"]).union(*(fixture.lines for fixture in used))
                 self.tests[row["test"]] = Test(row["seconds"], sum(fixture.seconds for fixture in used), lines)
@@ -188,12 +188,11 @@ class Recording:
     def judges(self, mutant: Mutant) -> list[str]:
         """The tests that may notice it, the quick and special ones first."""
         first = self.files[mutant.file][0]
-        ends = [number for number, _ in self.files.values() if number > first]
-        of_file = set(range(first, min(ends, default=1 << 30)))
-        if mutant.statement is not None:
-            return self._in_order(name for name, test in self.tests.items() if first + mutant.statement in test.lines)
-        near = self._in_order(name for name, test in self.tests.items() if not of_file.isdisjoint(test.lines))
-        return [*near, *self._in_order(self.tests.keys() - set(near))]
+        if mutant.statement is not None and (line := first + mutant.statement) not in self.imported:
+            return self._in_order(name for name, test in self.tests.items() if line in test.lines)
+        behind = min((number for number, _ in self.files.values() if number > first), default=math.inf)
+        near = {name for name, test in self.tests.items() if any(first <= line < behind for line in test.lines)}
+        return [*self._in_order(near), *self._in_order(self.tests.keys() - near)]
 
     def _in_order(self, names: Iterable[str]) -> list[str]:
         def cost(name: str) -> float:
@@ -270,7 +269,6 @@ class Worker:
 
 def run_mutants(root: Path, mutants: list[Mutant], recording: Recording, workers: int, budget: float) -> Iterator[dict]:
     """A row of each mutant, as they come."""
-    warm_up()
     with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
         fork = multiprocessing.get_context("fork")
         with ProcessPoolExecutor(workers, fork, _start_worker, (root, Path(folder), recording)) as pool:

@@ -121,7 +121,6 @@ class _Executed:
         self.job = read_job()
         self.lines: set[int] = set()
         self.elsewhere = 0.0  # seconds of fixtures
-        self.failed = False
 
     def write(self, **row: Any) -> None:
         with open(self.job.output, "a") as output:
@@ -141,6 +140,12 @@ def pytest_sessionstart(session: pytest.Session) -> None:
     session.config.stash[EXECUTED] = _Executed()
 
 
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Functions that run while the package is imported: all tests depend on them."""
+    executed = session.config.stash[EXECUTED]
+    executed.write(imported=sorted(executed.take()))
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
     executed = item.config.stash[EXECUTED]
@@ -150,24 +155,16 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
                 if hasattr(value, "cache_clear"):
                     value.cache_clear()
     executed.take()
-    executed.lines, executed.elsewhere, executed.failed = set(), 0.0, False
+    executed.lines, executed.elsewhere = set(), 0.0
     start = time.monotonic()
     result = yield
     executed.write(
         test=item.nodeid,
         seconds=round(time.monotonic() - start - executed.elsewhere, 2),
-        failed=executed.failed,
         fixtures=[_key(definition) for definition in _fixtures(item)],
         lines=sorted(executed.lines | executed.take()),
     )
     return result
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    report = yield
-    item.config.stash[EXECUTED].failed |= report.failed
-    return report
 
 
 @pytest.hookimpl(wrapper=True)
