@@ -18,35 +18,30 @@ test could see it, or what is missing. It is kept when the mutant is tested agai
 from __future__ import annotations
 
 import argparse
-import hashlib
 import itertools
 import json
 import math
 import multiprocessing
 import os
 import shutil
-import subprocess
 import sys
 import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-import mutants_recorder as recorder
 from mutants_made import Mutant, draw, mutants_of
+from mutants_recording import NOT_COPIED, Recording, files_in, record
 from mutants_warm import COLLECTION, adopt_orphans, run_tests, warm_up
 
 ROOT = Path(__file__).parents[1]
 RECORDING = ROOT / "runs" / "mutants" / "recording.jsonl"
 RESULTS = Path(__file__).parent / "results" / "mutants.jsonl"
 FOLDERS = ("megatron_zpp/zeropp", "megatron_zpp/training", "megatron_zpp/data")
-NOT_COPIED = shutil.ignore_patterns(".git", ".venv", "runs", "__pycache__", ".*_cache", ".hypothesis")
 ALIVE = ("survived", "unfinished")
-STAGES = (5, 30, 120)  # seconds of tests that run in one process before the next ones, which cost more, are needed
 
 
 def main() -> None:
@@ -56,13 +51,9 @@ def main() -> None:
     run = commands.add_parser("run", help="run the tests against mutants that have no result yet")
     list_ = commands.add_parser("list", help="print the mutants that run would take")
     table_ = commands.add_parser("table", help="print the results by folder, and what survived")
-    record_.add_argument(
-        "tests", nargs="*", help="files and, after --, options for pytest; default: what make test runs"
-    )
-    run.add_argument("--budget", type=float, default=150, help="seconds of tests for one mutant (default: %(default)s)")
-    run.add_argument(
-        "--recheck", action="store_true", help="run those that survived or ran out of budget again, all tests"
-    )
+    record_.add_argument("tests", nargs="*", help="of pytest; default: what make test runs. Options behind --")
+    run.add_argument("--budget", type=float, default=120, help="seconds for one mutant (default: %(default)s)")
+    run.add_argument("--recheck", action="store_true", help="run all tests on what survived or is unfinished")
     for command in (record_, run):
         command.add_argument("--workers", type=int, default=2)
         command.add_argument("--recording", type=Path, default=RECORDING)
@@ -81,7 +72,7 @@ def main() -> None:
     mutants = [mutant for file in files_in(ROOT, FOLDERS) for mutant in mutants_of(ROOT, file)]
     mutants = [mutant for mutant in draw(mutants, args.count, args.seed) if args.only in mutant.file]
     if args.command == "list":
-        print(*(f"{mutant.file}:{mutant.line} {mutant.key}" for mutant in mutants), sep="\n")
+        print(*(f"{mutant.line:4} {mutant.key}" for mutant in mutants), sep="\n")
         return
     results = read_results(args.results)
     wanted = ALIVE if args.recheck else (None,)
@@ -95,124 +86,6 @@ def main() -> None:
         write_results(args.results, results.values())
         print(f"{number}/{len(mutants)} {row['outcome']} in {row['seconds']} s: {key(row)}", flush=True)
     print(table(results.values()))
-
-
-def files_in(root: Path, folders: Iterable[str]) -> list[Path]:
-    return [file for folder in folders for file in sorted((root / folder).rglob("*.py"))]
-
-
-def record(root: Path, folders: Iterable[str], recording: Path, workers: int, options: list[str]) -> int:
-    """Run the tests that are not recorded yet in a marked copy of the tree; returns pytest's status."""
-    with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
-        tree, job = Path(folder) / "tree", Path(folder) / "job.json"
-        shutil.copytree(root, tree, symlinks=True, ignore=NOT_COPIED)
-        shutil.copy(recorder.__file__, folder)
-        files = files_in(tree, folders)
-        first, size = recorder.first_bytes(files)
-        names = [str(file.relative_to(tree)) for file in files]
-        of_root = {name: (first[str(tree / name)], _hash(root / name)) for name in names}
-        install = f"\nimport sys\nsys.path.append({folder!r})\nimport mutants_recorder\nmutants_recorder.install()\n"
-        for package in {Path(name).parts[0] for name in names}:
-            with open(tree / package / "__init__.py", "a") as init:
-                init.write(install)
-        tests = {str(file.relative_to(root)): _hash(file) for file in files_in(root, ["tests"])}
-        rows = _rows_to_keep(recording, of_root, tests)
-        recording.parent.mkdir(parents=True, exist_ok=True)
-        recording.write_text("".join(json.dumps(row) + "\n" for row in [{"files": of_root, "tests": tests}, *rows]))
-        done = [row["test"] for row in rows if "test" in row]
-        job.write_text(json.dumps(asdict(recorder.Job(first, size, str(recording.resolve()), done))))
-        environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(tree), folder]), recorder.JOB: str(job)}
-        in_parallel = ["-n", str(workers), "--dist", "worksteal"]
-        command = [sys.executable, "-m", "pytest", "-q", "-p", "mutants_recorder", *in_parallel, *options]
-        return subprocess.run(command, cwd=tree, env=environment).returncode
-
-
-def _rows_to_keep(recording: Path, files: dict[str, tuple[int, str]], tests: dict[str, str]) -> list[dict[str, Any]]:
-    """What an earlier recording of the same code says of tests that have not changed."""
-    if not recording.exists():
-        return []
-    head, *rows = _read_recording(recording)
-    if {name: tuple(entry) for name, entry in head["files"].items()} != files:
-        return []
-    same = {name for name, hashed in head["tests"].items() if tests.get(name) == hashed}
-    return [row for row in rows if "test" not in row or row["test"].partition("::")[0] in same]
-
-
-def _read_recording(path: Path) -> list[dict[str, Any]]:
-    """Its rows; one that was being written when the program was killed is left out."""
-    return [json.loads(row) for row in path.read_text().split("\n")[:-1]]
-
-
-def _hash(file: Path) -> str:
-    return hashlib.sha256(file.read_bytes()).hexdigest()
-
-
-@dataclass
-class Test:
-    seconds: float = 0.0
-    fixtures: float = 0.0  # seconds of what it shares with others
-    lines: set[int] = field(default_factory=set)
-
-
-class Recording:
-    """Which tests execute a statement."""
-
-    def __init__(self, root: Path, path: Path):
-        if not path.exists():
-            sys.exit(f"error: there is no {path}: run python benchmarks/mutants.py record first")
-        head, *rows = _read_recording(path)
-        self.files: dict[str, tuple[int, str]] = head["files"]
-        recorded = {row["test"].partition("::")[0] for row in rows if "test" in row}
-        hashes = {name: hashed for name, (_, hashed) in self.files.items()} | {
-            name: head["tests"][name] for name in recorded
-        }
-        changed = [
-            name for name, hashed in hashes.items() if not (root / name).exists() or _hash(root / name) != hashed
-        ]
-        if changed:
-            sys.exit(f"error: {changed[0]} is not as it was recorded: run python benchmarks/mutants.py record again")
-        fixtures: dict[str, Test] = {}
-        for row in rows:
-            if "fixture" in row:
-                fixture = fixtures.setdefault(row["fixture"], Test())
-                fixture.seconds = max(fixture.seconds, row["seconds"])
-                fixture.lines.update(row["lines"])
-        self.imported = set().union(*(row["imported"] for row in rows if "imported" in row))
-        self.tests: dict[str, Test] = {}
-        for row in rows:
-            if "test" in row:
-                used = [fixtures[name] for name in row["fixtures"] if name in fixtures]
-                lines = set(row["lines"]).union(*(fixture.lines for fixture in used))
-                self.tests[row["test"]] = Test(row["seconds"], sum(fixture.seconds for fixture in used), lines)
-
-    def judges(self, mutant: Mutant) -> list[str]:
-        """The tests that may notice it, the quick and special ones first."""
-        first = self.files[mutant.file][0]
-        if mutant.statement is not None and (line := first + mutant.statement) not in self.imported:
-            return self._in_order(name for name, test in self.tests.items() if line in test.lines)
-        behind = min((number for number, _ in self.files.values() if number > first), default=math.inf)
-        near = {name for name, test in self.tests.items() if any(first <= line < behind for line in test.lines)}
-        return [*self._in_order(near), *self._in_order(self.tests.keys() - near)]
-
-    def _in_order(self, names: Iterable[str]) -> list[str]:
-        def cost(name: str) -> float:
-            test = self.tests[name]
-            return (0.1 + test.seconds + test.fixtures) * (1 + len(test.lines))
-
-        return sorted(sorted(names), key=cost)
-
-    def stages(self, names: list[str]) -> Iterator[dict[str, float]]:
-        """The tests, in groups that one process runs, file by file; and of each the seconds after which it hangs."""
-        names, lengths = list(names), itertools.chain(STAGES, itertools.repeat(STAGES[-1]))
-        while names:
-            seconds, count, length = 0.0, 0, next(lengths)
-            while count < len(names) and (count == 0 or seconds < length):
-                seconds += self.tests[names[count]].seconds
-                count += 1
-            stage, names = names[:count], names[count:]
-            by_file = {file: i for i, file in reversed(list(enumerate(name.partition("::")[0] for name in stage)))}
-            stage.sort(key=lambda name: by_file[name.partition("::")[0]])
-            yield {name: 20 + 6 * (self.tests[name].seconds + self.tests[name].fixtures) for name in stage}
 
 
 class Worker:
