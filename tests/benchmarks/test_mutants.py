@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 from pathlib import Path
 
@@ -72,6 +73,24 @@ def _edits(made: list[Mutant], line: int) -> set[tuple[str, str]]:
     return {(mutant.operator, mutant.after) for mutant in made if mutant.line == line}
 
 
+def _judged(toy: Path, recording: Path, keys: set[str]) -> list[dict]:
+    """The rows of some mutants, made in a fresh process: run_mutants forks, which pytest's threads don't survive."""
+    program = f"""if True:
+        import json, sys
+        from pathlib import Path
+        sys.path.insert(0, {str(ROOT / "benchmarks")!r})
+        import mutants
+        root = Path({str(toy)!r})
+        made = [mutant for mutant in mutants.mutants_of(root, root / "toy" / "scale.py") if mutant.key in {keys!r}]
+        recording = mutants.Recording(root, Path({str(recording)!r}))
+        for row in mutants.run_mutants(root, made, recording, workers=1, budget=60):
+            print(json.dumps(row))
+    """
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    return [json.loads(row) for row in done.stdout.splitlines()]
+
+
 def test_mutants_are_edits_of_what_the_program_does(toy):
     made = mutants_of(toy, toy / "toy" / "scale.py")
     assert _edits(made, 2) == {("constant", "LARGEST = 11 # metres"), ("constant", "LARGEST = 9 # metres")}
@@ -109,7 +128,7 @@ def test_the_noticed_mutant_is_killed_and_the_equivalent_one_survives(toy, tmp_p
     clamps = {"tests/test_scale.py::test_the_largest", "tests/test_scale.py::test_in_between"}
     assert set(recorded.judges(equivalent)) == set(recorded.judges(noticed)) == clamps
     assert set(recorded.judges(constant)) == clamps | {"tests/test_scale.py::test_root"}
-    rows = {row["after"]: row for row in mutants.run_mutants(toy, [equivalent, noticed, constant], recorded, 1, 60)}
+    rows = {row["after"]: row for row in _judged(toy, recording, {equivalent.key, noticed.key, constant.key})}
     assert rows[equivalent.after]["outcome"] == "survived" and rows[equivalent.after]["ran"] == 2
     assert (rows[noticed.after]["outcome"], rows[noticed.after]["by"]) == (
         "killed",
