@@ -65,7 +65,7 @@ class Mutant:
 def mutants_of(root: Path, file: Path) -> list[Mutant]:
     """All mutants of a file, each a program that compiles, in the order of their lines."""
     source = file.read_bytes()
-    made = {}
+    made: dict[str, Mutant] = {}
     for mutant in _Maker(str(file.relative_to(root)), source).visit(ast.parse(source), None):
         first = source.rfind(b"\n", 0, mutant.start) + 1
         last = (source + b"\n").find(b"\n", mutant.end)
