@@ -125,7 +125,7 @@ def _fork_a_forkserver(address: Path) -> None:
     server = os.fork()
     if server == 0:
         os.close(hold)
-        select.select([listener, alive], [], [])  # many tests never need it
+        select.select([listener.fileno(), alive], [], [])  # many tests never need it
         if importlib.util.find_spec("tests.ranks"):
             importlib.import_module("tests.ranks")  # says what the server imports
         try:
