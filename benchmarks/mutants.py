@@ -149,8 +149,11 @@ def run_mutants(root: Path, mutants: list[Mutant], recording: Recording, workers
             yield from (future.result() for future in as_completed(judged))
 
 
+_worker: Worker  # of a process of the pool: a tree is too dear to be copied for each mutant
+
+
 def _start_worker(root: Path, folder: Path, recording: Recording) -> None:
-    global _worker  # of this process of the pool
+    global _worker
     adopt_orphans()
     _worker = Worker(root, Path(tempfile.mkdtemp(dir=folder)), recording)
 
