@@ -1,5 +1,6 @@
 """A job goes on wherever it was killed, and its output is that of an undisturbed one."""
 
+import dataclasses
 import json
 import os
 import random
@@ -132,6 +133,11 @@ def test_a_full_disk_loses_nothing(tmp_path, undisturbed):
     assert (tmp_path / "out.unfinished.json").exists()
     run(job_in(tmp_path))
     assert output(tmp_path) == undisturbed
+
+
+def test_the_folder_of_the_output_is_made(tmp_path, undisturbed):
+    run(dataclasses.replace(job_in(tmp_path), output_prefix=str(tmp_path / "not" / "yet" / "out")))
+    assert output(tmp_path / "not" / "yet") == undisturbed
 
 
 def test_training_sees_that_data_were_made_without_the_end_that_it_looks_for(tmp_path):

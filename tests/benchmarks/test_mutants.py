@@ -1,0 +1,159 @@
+"""The mutation tests: what they change, which tests judge it, and that they tell noticed from equivalent mutants."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import ROOT
+
+sys.path.insert(0, str(ROOT / "benchmarks"))
+import mutants
+from mutants_made import Mutant, draw, mutants_of
+
+TOY = '''"""A package."""
+LARGEST = 10  # metres
+
+
+def clamp(x: int, limit: int = LARGEST) -> int:
+    """At most ``limit``."""
+    if x > limit:
+        return limit
+    return x  # unchanged
+
+
+def root(x: int) -> int:
+    assert x >= 0, f"{x + 1} of {x}"
+    raise ValueError(f"{x} < 0", 3 + 4)
+'''
+TESTS = """import subprocess
+import sys
+
+import pytest
+
+
+@pytest.fixture(scope="module")
+def clamped():
+    return subprocess.run([sys.executable, "-c", "from toy.scale import clamp; print(clamp(12), clamp(3))"],
+                          capture_output=True, text=True).stdout
+
+
+def test_the_largest(clamped):
+    assert clamped.split()[0] == "10"
+
+
+def test_in_between(clamped):
+    assert clamped.split()[1] == "3"
+
+
+def test_root():
+    from toy.scale import root
+
+    with pytest.raises(ValueError):
+        root(4)
+"""
+
+
+@pytest.fixture
+def toy(tmp_path: Path) -> Path:
+    """The root of a package with one module and its tests."""
+    (tmp_path / "toy").mkdir()
+    (tmp_path / "tests").mkdir()
+    (tmp_path / "toy" / "__init__.py").touch()
+    (tmp_path / "toy" / "scale.py").write_text(TOY)
+    (tmp_path / "tests" / "test_scale.py").write_text(TESTS)
+    return tmp_path
+
+
+def _edits(made: list[Mutant], line: int) -> set[tuple[str, str]]:
+    return {(mutant.operator, mutant.after) for mutant in made if mutant.line == line}
+
+
+def _judged(toy: Path, recording: Path, keys: set[str]) -> list[dict]:
+    """The rows of some mutants, made in a fresh process: run_mutants forks, which pytest's threads don't survive."""
+    program = f"""if True:
+        import json, sys
+        from pathlib import Path
+        sys.path.insert(0, {str(ROOT / "benchmarks")!r})
+        import mutants
+        root = Path({str(toy)!r})
+        made = [mutant for mutant in mutants.mutants_of(root, root / "toy" / "scale.py") if mutant.key in {keys!r}]
+        recording = mutants.Recording(root, Path({str(recording)!r}))
+        for row in mutants.run_mutants(root, made, recording, workers=1, budget=60):
+            print(json.dumps(row))
+    """
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    return [json.loads(row) for row in done.stdout.splitlines()]
+
+
+def test_mutants_are_edits_of_what_the_program_does(toy):
+    made = mutants_of(toy, toy / "toy" / "scale.py")
+    assert _edits(made, 2) == {("constant", "LARGEST = 11 # metres"), ("constant", "LARGEST = 9 # metres")}
+    assert _edits(made, 7) == {("comparison", "if x >= limit:"), ("condition", "if not (x > limit):")}
+    assert _edits(made, 9) == {("return", "return None # unchanged")}
+    assert _edits(made, 13) == {("comparison", 'assert x > 0, f"{x + 1} of {x}"')} | {
+        ("constant", f'assert x >= {number}, f"{{x + 1}} of {{x}}"') for number in (1, -1)
+    }
+    assert {mutant.line for mutant in made} == {2, 7, 8, 9, 13}  # no docstring, annotation, message or raise
+
+
+def test_every_mutant_is_another_program():
+    files = [max((ROOT / folder).glob("*.py"), key=lambda file: file.stat().st_size) for folder in mutants.FOLDERS]
+    drawn = draw([mutant for file in files for mutant in mutants_of(ROOT, file)], count=30, seed=2)
+    assert len({(mutant.file, mutant.line) for mutant in drawn}) == 30 and {mutant.file for mutant in drawn} == {
+        str(file.relative_to(ROOT)) for file in files
+    }
+    for mutant in drawn:
+        source = (ROOT / mutant.file).read_bytes()
+        program = compile(mutant.apply(source), mutant.file, "exec", dont_inherit=True)
+        assert program != compile(source, mutant.file, "exec", dont_inherit=True)
+
+
+def test_the_noticed_mutant_is_killed_and_the_equivalent_one_survives(toy, tmp_path):
+    """The tests see the package only in a program that they start, and only by a fixture that they share."""
+    recording = tmp_path / "recording.jsonl"
+    assert mutants.record(toy, ["toy"], recording, 0, []) == 0
+    recorded = mutants.Recording(toy, recording)
+    made = {mutant.after: mutant for mutant in mutants_of(toy, toy / "toy" / "scale.py")}
+    equivalent, noticed, constant = (
+        made["if x >= limit:"],
+        made["return None # unchanged"],
+        made["LARGEST = 11 # metres"],
+    )
+    clamps = {"tests/test_scale.py::test_the_largest", "tests/test_scale.py::test_in_between"}
+    assert set(recorded.judges(equivalent)) == set(recorded.judges(noticed)) == clamps
+    assert set(recorded.judges(constant)) == clamps | {"tests/test_scale.py::test_root"}
+    rows = {row["after"]: row for row in _judged(toy, recording, {equivalent.key, noticed.key, constant.key})}
+    assert rows[equivalent.after]["outcome"] == "survived" and rows[equivalent.after]["ran"] == 2
+    assert (rows[noticed.after]["outcome"], rows[noticed.after]["by"]) == (
+        "killed",
+        "tests/test_scale.py::test_in_between",
+    )
+    assert (rows[constant.after]["outcome"], rows[constant.after]["by"]) == (
+        "killed",
+        "tests/test_scale.py::test_the_largest",
+    )
+
+    # Recorded once, only what is new runs.
+    (toy / "tests" / "test_more.py").write_text("def test_more():\n    from toy.scale import clamp\n    clamp(10)\n")
+    before = recording.read_text().splitlines()
+    assert mutants.record(toy, ["toy"], recording, 0, []) == 0
+    after = recording.read_text().splitlines()
+    assert after[1 : len(before)] == before[1:]
+    added = map(json.loads, after[len(before) :])
+    assert [row["test"] for row in added if "test" in row] == ["tests/test_more.py::test_more"]
+
+
+def test_the_table_counts_what_is_equivalent_apart():
+    file, change = "megatron_zpp/data/order.py", {"operator": "constant", "before": "a", "after": "b"}
+    row = {"file": file, "line": 3, **change, "by": "", "ran": 2, "of": 2}
+    rows = [row | {"outcome": outcome} for outcome in ("killed", "timeout", "survived", "unfinished")]
+    rows[2]["judgement"] = "equivalent: nobody reads it"
+    table = mutants.table(rows)
+    assert "| megatron_zpp/data | 4 | 2 | 1 | 1 | 1 | 1 | 50.0% | 66.7% |" in table
+    assert "equivalent: nobody reads it" in table and table.count(f"{file}:3") == 2
