@@ -9,9 +9,14 @@ from __future__ import annotations
 import dataclasses
 import types
 import typing
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
+
+from megatron_zpp.zeropp.bounds import Bounds
+
+# Where a flag does not say otherwise: what 32-bit integers hold, and what fp32 holds.
+_LARGEST: dict[type, float] = {int: 2**31 - 1, float: 3.4e38}
 
 Group = TypeVar("Group")
 
@@ -25,13 +30,16 @@ def flag(
     nargs: int | str | None = None,
     metavar: str | tuple[str, ...] | None = None,
     needs: str | None = None,
+    **bounds: float,
 ) -> Any:
     """A dataclass field that is also a command-line flag. A ``bool`` field becomes a switch.
 
     name: default from the field's, "--num-layers" for num_layers. needs: the field without which giving this flag is
-    an error.
+    an error. bounds: of ``Bounds``, for a number, or for each of several.
     """
-    metadata = dict(help=help, name=name, choices=choices, nargs=nargs, metavar=metavar, needs=needs)
+    metadata = dict(
+        help=help, name=name, choices=choices, nargs=nargs, metavar=metavar, needs=needs, bounds=Bounds(**bounds)
+    )
     return dataclasses.field(default=default, metadata=metadata)
 
 
@@ -49,6 +57,45 @@ class Flag:
     metavar: str | tuple[str, ...] | None = None
     needs: str | None = None  # the setting without which giving this flag is an error
     zero_is_none: bool = False
+    bounds: Bounds = dataclasses.field(default_factory=Bounds)
+
+    def read(self, words: Sequence[str]) -> Any:
+        """The value that words on the command line say. Raises ValueError with what it must be and what it is."""
+        if self.value_type is bool:
+            expected = 0
+        elif isinstance(self.nargs, int):
+            expected = self.nargs
+        else:
+            expected = max(1, len(words)) if self.nargs == "+" else 1
+        if len(words) != expected:
+            takes = {0: "takes no value", 1: "takes one value"}.get(expected, f"takes {expected} values")
+            raise ValueError(f"{takes}, got {' '.join(words) or 'none'}")
+        values = []
+        for word in words:
+            try:
+                values.append(self._read_one(word))
+            except ValueError as error:
+                raise ValueError(f"{error}, got {word or 'nothing'}") from None
+        return self.value_type is bool or (values[0] if self.nargs is None else values)
+
+    def check(self, value: Any) -> None:
+        """Raise ValueError, as "must be at least 1", unless the flag may have this value."""
+        if self.choices is not None and value not in self.choices:
+            raise ValueError(f"must be one of {', '.join(self.choices)}")
+        if self.value_type is str and not value:
+            raise ValueError("must not be empty")
+        if self.value_type in _LARGEST and not (self.zero_is_none and value == 0):
+            self.bounds.check(value)
+            if self.bounds.at_most is None:
+                Bounds(at_most=_LARGEST[self.value_type]).check(value)
+
+    def _read_one(self, word: str) -> Any:
+        try:
+            value = self.value_type(word)
+        except ValueError:
+            raise ValueError(f"must be a {'whole ' if self.value_type is int else ''}number") from None
+        self.check(value)
+        return value
 
 
 def group_title(group: type[Any]) -> str:
