@@ -73,7 +73,7 @@ def init_distributed(backend: str | None, timeout_minutes: float) -> torch.devic
 
 
 def ranks_of_environment() -> int:
-    """WORLD_SIZE, 1 without it. Raises ValueError unless the numbers that torchrun sets are numbers, and fit together."""
+    """WORLD_SIZE, 1 without it. Raises ValueError unless what torchrun sets are numbers, and fit together."""
     world_size = _environment_number("WORLD_SIZE", 1, 2**31 - 1, default=1)
     _environment_number("RANK", 0, world_size - 1)
     _environment_number("LOCAL_RANK", 0, world_size - 1)

@@ -6,10 +6,12 @@ DeepSpeed's keys, checkpoints and logs know settings by that name, which is uniq
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
+import functools
 import types
 import typing
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -70,12 +72,7 @@ class Flag:
         if len(words) != expected:
             takes = {0: "takes no value", 1: "takes one value"}.get(expected, f"takes {expected} values")
             raise ValueError(f"{takes}, got {' '.join(words) or 'none'}")
-        values = []
-        for word in words:
-            try:
-                values.append(self._read_one(word))
-            except ValueError as error:
-                raise ValueError(f"{error}, got {word or 'nothing'}") from None
+        values = [self.read_one(word) for word in words]
         return self.value_type is bool or (values[0] if self.nargs is None else values)
 
     def check(self, value: Any) -> None:
@@ -89,13 +86,30 @@ class Flag:
             if self.bounds.at_most is None:
                 Bounds(at_most=_LARGEST[self.value_type]).check(value)
 
-    def _read_one(self, word: str) -> Any:
+    def read_one(self, word: str) -> Any:
+        """The value that one word says. Raises ValueError with what it must be and what it is."""
         try:
-            value = self.value_type(word)
-        except ValueError:
-            raise ValueError(f"must be a {'whole ' if self.value_type is int else ''}number") from None
-        self.check(value)
+            try:
+                value = self.value_type(word)
+            except ValueError:
+                raise ValueError(f"must be a {'whole ' if self.value_type is int else ''}number") from None
+            self.check(value)
+        except ValueError as error:
+            raise ValueError(f"{error}, got {word or 'nothing'}") from None
         return value
+
+
+def number(value_type: type, **bounds: float) -> Callable[[str], Any]:
+    """The ``type`` that makes a number within ``Bounds`` of a tool's argparse flag."""
+    flag = Flag("", "", value_type, None, "", bounds=Bounds(**bounds))
+
+    def read(word: str) -> Any:
+        try:
+            return flag.read_one(word)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+
+    return read
 
 
 def group_title(group: type[Any]) -> str:
@@ -145,8 +159,10 @@ def group_from(group: type[Group], values: Mapping[str, Any]) -> Group:
     return group(**chosen)
 
 
-def _flag_fields(group: type[Any]) -> Iterator[tuple[str, Flag, type[Any] | None]]:
+@functools.cache
+def _flag_fields(group: type[Any]) -> list[tuple[str, Flag, type[Any] | None]]:
     """The name of each field that is a flag, the flag, and the inner group that the field holds."""
+    found = []
     hints = typing.get_type_hints(group)
     fields = {field.name: field for field in dataclasses.fields(group) if field.metadata}
     names = {name: field.metadata["name"] or "--" + name.replace("_", "-") for name, field in fields.items()}
@@ -158,7 +174,8 @@ def _flag_fields(group: type[Any]) -> Iterator[tuple[str, Flag, type[Any] | None
             value_type, default = bool, default is not None
         needs = field.metadata["needs"]
         metadata = dict(field.metadata) | {"name": names[name], "needs": settings[needs] if needs else None}
-        yield name, Flag(settings[name], value_type=value_type, default=default, **metadata), inner
+        found.append((name, Flag(settings[name], value_type=value_type, default=default, **metadata), inner))
+    return found
 
 
 def _value_type(hint: Any) -> type:
