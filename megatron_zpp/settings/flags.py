@@ -159,9 +159,13 @@ def group_from(group: type[Group], values: Mapping[str, Any]) -> Group:
     return group(**chosen)
 
 
-@functools.cache
 def _flag_fields(group: type[Any]) -> list[tuple[str, Flag, type[Any] | None]]:
     """The name of each field that is a flag, the flag, and the inner group that the field holds."""
+    return _read_fields(group)  # type: ignore[arg-type]  # mypy takes a class for not hashable
+
+
+@functools.cache
+def _read_fields(group: type[Any]) -> list[tuple[str, Flag, type[Any] | None]]:
     found = []
     hints = typing.get_type_hints(group)
     fields = {field.name: field for field in dataclasses.fields(group) if field.metadata}
