@@ -9,7 +9,7 @@ from typing import Any
 from megatron_zpp.architectures.architecture import BlockActivations
 from megatron_zpp.models.transformer import DecoderConfig
 from megatron_zpp.parallel.stages import StageModules
-from megatron_zpp.settings.checks import check_at_least, flag_of, require
+from megatron_zpp.settings.checks import flag_of, require
 from megatron_zpp.settings.groups import ModelSettings
 
 
@@ -40,7 +40,7 @@ def resolve(
         "--tie-embeddings-and-output-weights and --untie-embeddings-and-output-weights exclude each other; give one",
     )
     tied = tie or (tied and not untie)
-    resolved = dataclasses.replace(
+    return dataclasses.replace(
         model,
         ffn_hidden_size=model.ffn_hidden_size or default_ffn_size,
         kv_channels=model.kv_channels or hidden // heads,
@@ -51,28 +51,13 @@ def resolve(
         untie_embeddings_and_output_weights=not tied,
         tie_embeddings_and_output_weights=tied,
     )
-    for name in ("attention_dropout", "hidden_dropout"):
-        require(0 <= getattr(resolved, name) < 1, f"{flag_of(name)} must be in [0, 1), got {getattr(resolved, name)}")
-    return resolved
 
 
 def check_shape(model: ModelSettings) -> None:
-    """Raise SettingsError unless layers, width and heads are given, and every size is one."""
-    for name in ("num_layers", "hidden_size", "num_attention_heads"):
-        require(getattr(model, name) is not None, f"{flag_of(name)} is missing; give it, or a model with --preset")
-    check_at_least(
-        model,
-        1,
-        "num_layers",
-        "hidden_size",
-        "num_attention_heads",
-        "ffn_hidden_size",
-        "kv_channels",
-        "num_query_groups",
-        "max_position_embeddings",
-        "rotary_base",
-        "make_vocab_size_divisible_by",
-    )
+    """Raise SettingsError unless layers, width and heads are given."""
+    shape = ("num_layers", "hidden_size", "num_attention_heads")
+    missing = [flag_of(name) for name in shape if getattr(model, name) is None]
+    require(not missing, f"how large is the model? give {', '.join(missing)}, or a model with --preset")
 
 
 def check_described(model: ModelSettings, title: str, lacks: Sequence[str] = (), **truth: str) -> None:

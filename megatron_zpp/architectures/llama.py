@@ -73,7 +73,8 @@ def resolve(model: ModelSettings, seq_length: int) -> ModelSettings:
     assert resolved.kv_channels
     require(
         resolved.kv_channels % 2 == 0,
-        f"rotary embeddings need an even number of channels per head, got {resolved.kv_channels}",
+        f"rotary embeddings need an even number of channels per head, got {resolved.kv_channels}; change --hidden-size "
+        "or --num-attention-heads, or give --kv-channels",
     )
     return dataclasses.replace(resolved, **truth, swiglu=True, disable_bias_linear=True)
 

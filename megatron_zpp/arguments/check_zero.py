@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megatron_zpp.settings.checks import check_at_least, divisors, require
+from megatron_zpp.settings.checks import divisors, require
 from megatron_zpp.settings.groups import DistributedSettings, ZeroSettings
 from megatron_zpp.zeropp.config import ZeroPPConfig
 
@@ -10,7 +10,6 @@ from megatron_zpp.zeropp.config import ZeroPPConfig
 def check_zero(zero: ZeroSettings, zeropp: ZeroPPConfig, fsdp_size: int, distributed: DistributedSettings) -> None:
     """Raise SettingsError unless ``fsdp_size`` ranks, data-parallel * context-parallel ones, can shard a model so."""
     stage, hpz_size, ranks_per_node = zero.zero_stage, zeropp.hpz_partition_size, zeropp.ranks_per_node
-    require(stage in (0, 1, 2, 3), f"--zero-stage must be 0, 1, 2 or 3, got {stage}")
     for flag, size in ("--zero-hpz-partition-size", hpz_size), ("--zero-ranks-per-node", ranks_per_node):
         require(
             size is None or fsdp_size % size == 0,
@@ -37,4 +36,3 @@ def check_zero(zero: ZeroSettings, zeropp: ZeroPPConfig, fsdp_size: int, distrib
         f"--zero-hpz-partition-size needs --zero-stage 3, got {stage}: below it parameters are gathered once "
         "per optimizer step anyway",
     )
-    check_at_least(zero, 1, "zero_monitor_interval")

@@ -13,7 +13,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megatron_zpp.arguments.deepspeed_keys import TOP, ByType, Key, NotNeeded, Off, Only, Section, Sets
-from megatron_zpp.settings.checks import SettingsError
+from megatron_zpp.settings.checks import Mistakes, SettingsError
+from megatron_zpp.settings.groups import all_flags
 
 
 @dataclass
@@ -34,13 +35,16 @@ class DeepSpeedConfig:
 def read_deepspeed_config(path: str) -> DeepSpeedConfig:
     """The settings that a DeepSpeed JSON file states. "auto" and null leave a setting to the flags.
 
-    Raises SettingsError: no such file, no JSON, an unknown or misspelt key, a value of the wrong kind, and a key that
-    cannot be honoured, each named by its path in the file.
+    Raises SettingsError: no such file, no JSON; or every unknown or misspelt key, value of the wrong kind or out of
+    bounds, and key that cannot be honoured, each named by its path in the file.
     """
     reader = _Reader(path)
     content = _load(path)
-    reader.section(content, TOP, "")
-    reader.scale_cosine_ratios()
+    with reader.mistakes.collected():
+        reader.section(content, TOP, "")
+    with reader.mistakes.collected():
+        reader.scale_cosine_ratios()
+    reader.mistakes.report()
     config = DeepSpeedConfig(path, reader.values, reader.origins, reader.values.pop("accumulation_steps", None))
     config.notes = [f"{', '.join(keys)} of {path} not needed: {why}" for why, keys in reader.not_needed.items()]
     return config
@@ -52,7 +56,7 @@ def _load(path: str) -> dict[str, Any]:
             content = json.load(file, object_pairs_hook=_without_duplicates)
     except OSError as error:
         raise SettingsError(f"--deepspeed_config {path}: {error.strerror}; give the path of a JSON file") from error
-    except ValueError as error:  # JSONDecodeError and UnicodeDecodeError are ValueErrors
+    except (ValueError, RecursionError) as error:  # JSONDecodeError and UnicodeDecodeError are ValueErrors
         raise SettingsError(f"--deepspeed_config {path} is not valid JSON: {error}") from error
     if not isinstance(content, dict):
         raise SettingsError(f"--deepspeed_config {path} must hold one JSON object, {{...}}")
@@ -75,22 +79,25 @@ class _Reader:
         self.values: dict[str, Any] = {}
         self.origins: dict[str, str] = {}
         self.not_needed: dict[str, list[str]] = {}  # reason -> keys
+        self.mistakes = Mistakes()
 
     def section(self, content: Any, section: Section, prefix: str) -> None:
         """Read one object; ``prefix`` is its path with a trailing dot, "" for the whole file."""
         if not isinstance(content, dict):
             raise self.error(prefix[:-1], "must be an object, {...}")
-        for name in content:
-            if name not in section.keys:
-                raise self.error(f"{prefix}{name}", f"is unknown; {_nearest(name, section, prefix)}")
-        for name in section.required:
-            if name not in content:
-                raise self.error(f"{prefix}{name}", "is missing")
-        if section.switch is not None and content[section.switch] is False:
+        missing = [self.error(f"{prefix}{name}", "is missing") for name in section.required if name not in content]
+        unknown = [
+            self.error(f"{prefix}{name}", f"is unknown; {_nearest(name, section, prefix)}")
+            for name in content
+            if name not in section.keys
+        ]
+        self.mistakes.messages += map(str, missing + unknown)
+        if section.switch is not None and content.get(section.switch) is False:
             content = {section.switch: False}
         for name, value in content.items():
-            if value is not None and value != "auto":
-                self.key(f"{prefix}{name}", value, section.keys[name])
+            if name in section.keys and value is not None and value != "auto":
+                with self.mistakes.collected():
+                    self.key(f"{prefix}{name}", value, section.keys[name])
 
     def key(self, name: str, value: Any, key: Key) -> None:
         match key:
@@ -138,6 +145,9 @@ class _Reader:
     def set(self, setting: str, value: Any, name: str, written: Any) -> None:
         """Two keys may state one setting (a learning rate), but not differently."""
         origin = f"{name} {json.dumps(written)}"
+        flag = all_flags().get(setting)  # some keys set no flag
+        if flag is not None and value is not None:
+            self.converted(name, written, lambda _: flag.check(value))
         if setting in self.values and self.values[setting] != value:
             raise self.error(name, f"{json.dumps(written)} contradicts {self.origins[setting]}; make them equal")
         self.values[setting], self.origins[setting] = value, origin

@@ -6,6 +6,7 @@ file holds is an error, since a misspelt key would otherwise train something oth
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -80,6 +81,8 @@ def boolean(value: Any) -> bool:
 def number(value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise ValueError("must be a number")
+    if not abs(value) < math.inf:  # Python reads 1e999, Infinity and NaN, too
+        raise ValueError("must be a finite number")
     return float(value)
 
 
@@ -96,6 +99,12 @@ def _sets(setting: str, convert: Callable[[Any], Any]) -> Sets:
 
 def _loss_scale(value: Any) -> float | None:
     return number(value) or None  # DeepSpeed's 0 means dynamic
+
+
+def _power_of_two(value: Any) -> float:
+    if not 0 <= whole_number(value) <= 127:  # beyond it fp32 overflows
+        raise ValueError("must be a whole number from 0 to 127")
+    return 2.0 ** int(value)
 
 
 def _pair(value: Any) -> tuple[float, float]:
@@ -178,7 +187,7 @@ _FP16 = Section(
     {
         "enabled": _sets("fp16", boolean),
         "loss_scale": _sets("loss_scale", _loss_scale),
-        "initial_scale_power": _sets("initial_loss_scale", lambda value: 2.0 ** whole_number(value)),
+        "initial_scale_power": _sets("initial_loss_scale", _power_of_two),
         "loss_scale_window": _sets("loss_scale_window", whole_number),
         "hysteresis": _sets("hysteresis", whole_number),
         "min_loss_scale": _sets("min_loss_scale", number),

@@ -25,7 +25,9 @@ All flags of PROGRAMS. This page is generated; after a change of the settings, r
 
 A value comes from the flag, else from the DeepSpeed file of `--deepspeed_config`, else from `--preset`, else from the
 default below. A file that contradicts a flag is refused. Flags that are not on this page are refused too, with the
-nearest name. In tables, `-` means that nothing is set.
+nearest name. One start reports all mistakes, each in a line of its own, and ends with status 2. In tables, `-` means
+that nothing is set; whole numbers are at most 2147483647 where nothing else is said, and no number may be NaN or
+infinite.
 """
 
 
@@ -58,7 +60,8 @@ def _default(flag: Flag) -> str:
 
 
 def _meaning(flag: Flag) -> str:
-    return flag.help + (f" (one of {', '.join(flag.choices)})" if flag.choices else "")
+    allowed = f"one of {', '.join(flag.choices)}" if flag.choices else str(flag.bounds)
+    return flag.help + (f" ({allowed})" if allowed else "")
 
 
 def _keys(section: Section, prefix: str) -> Iterator[tuple[str, str]]:

@@ -7,25 +7,24 @@ then still open is derived from the other settings, and everything is checked, i
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
-import difflib
 import os
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, NoReturn
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
 
 from megatron_zpp.architectures import ARCHITECTURES, Architecture
+from megatron_zpp.arguments.command_line import help_text, read_command_line
 from megatron_zpp.arguments.deepspeed_config import DeepSpeedConfig, read_deepspeed_config
-from megatron_zpp.arguments.foreign_flags import NOT_NEEDED, REFUSED
-from megatron_zpp.arguments.resolve import check_needed, resolve
-from megatron_zpp.settings.checks import SettingsError, flag_of
-from megatron_zpp.settings.flags import Flag, group_from, group_title, iterate_flags
+from megatron_zpp.arguments.foreign_flags import NOT_NEEDED
+from megatron_zpp.arguments.resolve import OF_DYNAMIC_SCALES, check_needed, resolve
+from megatron_zpp.settings.checks import Mistakes, SettingsError, flag_of, flags_in, require
+from megatron_zpp.settings.flags import group_from
 from megatron_zpp.settings.groups import Settings, all_flags, iterate_groups
 from megatron_zpp.zeropp.config import ZeroPPConfig
 
-__all__ = ["SettingsError", "build_parser", "parse_settings"]
+__all__ = ["SettingsError", "parse_settings"]
 
 
 def note_on_first_rank(text: str) -> None:
@@ -45,119 +44,78 @@ def parse_settings(
     architecture: the kind of model that the program trains. argv: default ``sys.argv[1:]``. world_size: ranks of
     the run, all data-parallel. note: receives one line for each flag or key that was accepted but changes nothing.
 
-    Raises SettingsError, with one line that says what to do. ``--help`` prints and raises SystemExit(0). Needs no
-    process group, and reads no file but that of ``--deepspeed_config``.
+    Raises SettingsError with one line for each mistake, which says what to do. ``--help`` prints and raises
+    SystemExit(0). Needs no process group, and reads no file but that of ``--deepspeed_config``.
     """
     argv = sys.argv[1:] if argv is None else list(argv)
-    _check_flag_names(argv)
-    given = vars(build_parser(architecture).parse_args(argv))
-    foreign = {name: given.pop(name) for name in list(given) if name.startswith("--")}
-
-    config = read_deepspeed_config(given["deepspeed_config"]) if "deepspeed_config" in given else DeepSpeedConfig()
-    _check_agreement(given, config)
-    preset = _preset(architecture, given["preset"]) if "preset" in given else {}
+    if "--help" in argv or "-h" in argv:
+        print(help_text(architecture))
+        raise SystemExit(0)
+    mistakes = Mistakes()
+    given, not_needed = read_command_line(argv, mistakes)
+    config, preset = DeepSpeedConfig(), dict[str, Any]()
+    if "deepspeed_config" in given:
+        try:
+            config = read_deepspeed_config(given["deepspeed_config"])
+        except SettingsError as error:  # without its settings, others would seem to be missing
+            raise SettingsError(*mistakes.messages, *error.messages) from error
+    with mistakes.collected():
+        _check_agreement(given, config)
+    with mistakes.collected():
+        preset = _preset(architecture, given["preset"]) if "preset" in given else {}
     values, chosen = preset | config.values | given, given.keys() | config.values.keys()
 
-    try:
+    checked_from = len(mistakes.messages)
+    with mistakes.collected_unless_named():
         check_needed(values, chosen)
-        settings = _into_groups(architecture.name, values)
+    settings, notes = _into_groups(architecture.name, values, mistakes), list[str]()
+    with mistakes.collected_unless_named():
         settings, notes = resolve(architecture, settings, chosen, world_size, config.accumulation_steps)
-    except SettingsError as error:
-        raise SettingsError(f"{error}{_where_from(str(error), config)}") from error
-    for text in [*config.notes, *notes, *_foreign_notes(foreign, settings)]:
+    with mistakes.collected_unless_named():
+        _check_what_holds(not_needed, settings)
+    for i, message in enumerate(mistakes.messages[checked_from:], checked_from):
+        mistakes.messages[i] += _where_from(message, config)
+    mistakes.report()
+    notes += [f"{name} is accepted but needs no setting: {NOT_NEEDED[name].because}" for name in not_needed]
+    for text in [*config.notes, *notes]:
         note(text)
     return settings
-
-
-# Flags
-
-
-class _Parser(argparse.ArgumentParser):
-    """An ArgumentParser that raises its errors instead of printing the usage of some hundred flags and exiting."""
-
-    def error(self, message: str) -> NoReturn:
-        raise SettingsError(message.removeprefix("argument "))
-
-
-def build_parser(architecture: Architecture) -> argparse.ArgumentParser:
-    """The trainer's parser for one architecture. Flags that are not given leave no trace in its namespace."""
-    # A trainer from outside of this package is no command of ours.
-    trainer = f"-m megatron_zpp pretrain-{architecture.name}" if architecture in ARCHITECTURES else "%(prog)s"
-    parser = _Parser(
-        usage=f"%(prog)s [flags]\n       torchrun --nproc-per-node N {trainer} [flags]   for N ranks",
-        description=f"Pretrain a {architecture.title} model with ZeRO++ on PyTorch FSDP2.",
-        argument_default=argparse.SUPPRESS,
-        allow_abbrev=False,
-        formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=36),
-    )
-    for _, group in iterate_groups():
-        section = parser.add_argument_group(group_title(group))
-        for flag in iterate_flags(group):
-            section.add_argument(flag.name, dest=flag.setting, help=_help(flag), **_value_options(flag))
-    for name, foreign in NOT_NEEDED.items():
-        action = "store_true" if foreign.accepted is None else "store"
-        parser.add_argument(name, dest=name, help=argparse.SUPPRESS, action=action)
-    return parser
-
-
-def _value_options(flag: Flag) -> dict[str, Any]:
-    """How argparse reads the flag's values."""
-    if flag.value_type is bool:
-        return {"action": "store_true"}
-    options: dict[str, Any] = {"type": flag.value_type, "choices": flag.choices, "nargs": flag.nargs}
-    if flag.choices is None:
-        options["metavar"] = flag.metavar or {int: "N", float: "X", str: "NAME"}[flag.value_type]
-    return options
-
-
-def _help(flag: Flag) -> str:
-    text = flag.help
-    if flag.default not in (None, False):
-        text += f" (default: {flag.default})"
-    return text.replace("%", "%%")
-
-
-def _check_flag_names(argv: Iterable[str]) -> None:
-    """Refuse, before anything else is looked at, the flags that do not exist here, and name those that do."""
-    known = [*(flag.name for flag in all_flags().values()), *NOT_NEEDED]
-    for token in argv:
-        name = token.partition("=")[0]
-        if not name.startswith("--") or name in (*known, "--help", "--"):
-            continue
-        if name in REFUSED:
-            raise SettingsError(f"{name} is not supported: {REFUSED[name]}")
-        nearest = difflib.get_close_matches(name.replace("_", "-"), known, n=1)
-        hint = f"did you mean {nearest[0]}?" if nearest else "see --help"
-        raise SettingsError(f"unknown flag {name}; {hint}")
-
-
-def _foreign_notes(foreign: dict[str, Any], settings: Settings) -> Iterator[str]:
-    """One line for each flag that needs no setting here; refused where what it asks for is not so."""
-    for name, value in foreign.items():
-        flag = NOT_NEEDED[name]
-        if flag.accepted is not None and value not in flag.accepted:
-            raise SettingsError(f"{name} {value} is not supported, only {' or '.join(flag.accepted)}: {flag.because}")
-        if flag.holds is not None and not flag.holds(settings):
-            raise SettingsError(f"{name} does not hold for this run: {flag.because}")
-        yield f"{name} is accepted but needs no setting: {flag.because}"
 
 
 # Values
 
 
 def _check_agreement(given: dict[str, Any], config: DeepSpeedConfig) -> None:
-    """A value stated both by a flag and in the DeepSpeed file must be the same one."""
-    for name in given.keys() & config.values.keys():
-        if given[name] != config.values[name]:
-            raise SettingsError(
-                f"{_as_typed(flag_of(name), given[name])} contradicts {config.origins[name]} of {config.path}; "
-                "make them equal or leave one out"
+    """A value stated both by a flag and in the DeepSpeed file must be the same one, and so the kind of loss scale."""
+    typed = {name: _as_typed(flag_of(name), value) for name, value in given.items()}
+    written = {name: f"{origin} of {config.path}" for name, origin in config.origins.items()}
+    mistakes = [
+        f"{typed[name]} contradicts {written[name]}; make them equal or leave one out"
+        for name in given
+        if name in config.values and given[name] != config.values[name]
+    ]
+    for scale, fixed, other in (given, typed, written), (config.values, written, typed):
+        dynamic = [other[name] for name in OF_DYNAMIC_SCALES if name in other and name not in fixed]
+        if scale.get("loss_scale") is not None and "loss_scale" not in other and dynamic:
+            mistakes.append(
+                f"{fixed['loss_scale']} is a fixed loss scale, and {', '.join(dynamic)} is of a dynamic one; leave "
+                "one of them out"
             )
+    if mistakes:
+        raise SettingsError(*mistakes)
+
+
+def _check_what_holds(not_needed: Collection[str], settings: Settings) -> None:
+    """Refuse a flag that needs no setting where what it asks for is not so."""
+    for name in not_needed:
+        flag = NOT_NEEDED[name]
+        holds = flag.holds is None or flag.holds(settings)
+        require(holds, f"{name} does not hold for this run: {flag.because}")
 
 
 def _where_from(message: str, config: DeepSpeedConfig) -> str:
     """For an error that names flags: which of them were not typed, but stand in the DeepSpeed file."""
-    named = re.findall(r"--[\w-]+", message)
+    named = flags_in(message)
     keys = [config.origins[name] for name, flag in all_flags().items() if name in config.origins and flag.name in named]
     return f" ({', '.join(keys)} in {config.path})" if keys else ""
 
@@ -174,14 +132,17 @@ def _preset(architecture: Architecture, name: str) -> dict[str, Any]:
     return architecture.preset(name)
 
 
-def _into_groups(architecture: str, values: dict[str, Any]) -> Settings:
-    """Settings from a flat {setting: value}. Raises SettingsError where those of ZeRO++ do not fit together."""
+def _into_groups(architecture: str, values: dict[str, Any], mistakes: Mistakes) -> Settings:
+    """Settings from a flat {setting: value}."""
     unknown = values.keys() - all_flags().keys()
     assert not unknown, f"no setting is called {', '.join(unknown)}"
-    try:
-        groups = {attribute: group_from(group, values) for attribute, group in iterate_groups()}
-    except ValueError as error:  # only ZeRO++'s checks itself when it is made
-        raise SettingsError(f"ZeRO++ settings: {_with_flags(str(error))}") from error
+    groups: dict[str, Any] = {}
+    for attribute, group in iterate_groups():
+        try:
+            groups[attribute] = group_from(group, values)
+        except ValueError as error:  # only ZeRO++'s checks itself when it is made
+            with mistakes.collected_unless_named():
+                raise SettingsError(f"ZeRO++ settings: {_with_flags(str(error))}") from error
     return Settings(architecture=architecture, **groups)
 
 

@@ -21,13 +21,13 @@ from megatron_zpp.arguments.resolve_parallel import (
 )
 from megatron_zpp.optim.batch_size import BatchSchedule
 from megatron_zpp.optim.schedule import Schedule
-from megatron_zpp.settings.checks import SettingsError, check_at_least, flag_of, require
+from megatron_zpp.settings.checks import Mistakes, SettingsError, flag_of, require
 from megatron_zpp.settings.groups import (
     ActivationSettings,
     CheckpointSettings,
     DataSettings,
-    OptimizerSettings,
     PrecisionSettings,
+    ScheduleSettings,
     Settings,
     TokenizerSettings,
     TrainingSettings,
@@ -45,43 +45,62 @@ def resolve(
     """Completed settings, and one note for each given setting that has no effect in this run.
 
     given: names of the fields that the user set. accumulation_steps: micro-batches per optimizer step, where a
-    DeepSpeed file says so. Raises SettingsError.
+    DeepSpeed file says so. Raises SettingsError with all that is wrong, as far as it can be told: what is computed
+    from wrong settings is not looked at.
     """
-    given = set(given)
-    architecture.check_parallel(settings.distributed)
-    check_parallel(settings.distributed, settings.zero.zero_stage, settings.training.seq_length, world_size)
-    dp_size = data_parallel_size(settings.distributed, world_size)
-    training = _resolve_training(settings.training, dp_size, accumulation_steps)
-    assert training.seq_length
-    model = architecture.resolve(settings.model, training.seq_length)
-    check_tensor_parallel(settings.distributed, model, training.seq_length, settings.activation.compile)
+    mistakes, distributed, training = Mistakes(), settings.distributed, settings.training
+    with mistakes.collected():
+        architecture.check_parallel(distributed)
+    with mistakes.collected():
+        check_parallel(distributed, settings.zero.zero_stage, training.seq_length, world_size)
+    with mistakes.collected():
+        require(training.seq_length is not None, "how long is a sample? give --seq-length")
+        model = architecture.resolve(settings.model, training.seq_length or 0)
+        activation = _resolve_activation(settings.activation, model.num_layers)
+    with mistakes.collected():
+        precision = _resolve_precision(settings.precision)
+    with mistakes.collected():
+        _check_data(settings.data)
+    with mistakes.collected():
+        tokenizer = _resolve_tokenizer(settings.tokenizer, settings.data)
+    with mistakes.collected():
+        _check_checkpoint(settings.checkpoint, settings.schedule)
+    mistakes.report()
+
+    dp_size = data_parallel_size(distributed, world_size)
     settings = dataclasses.replace(
         settings,
         model=model,
-        training=training,
-        precision=_resolve_precision(settings.precision),
-        activation=_resolve_activation(settings.activation, model.num_layers),
-        tokenizer=_resolve_tokenizer(settings.tokenizer, settings.data),
+        activation=activation,
+        precision=precision,
+        tokenizer=tokenizer,
         zeropp=dataclasses.replace(settings.zeropp, seed=training.seed),
     )
-    fsdp_size = dp_size * settings.distributed.context_parallel_size
-    check_zero(settings.zero, settings.zeropp, fsdp_size, settings.distributed)
-    settings = dataclasses.replace(settings, distributed=resolve_pipeline(settings))
-    _check_batches_and_schedule(settings, dp_size)
-    _check_optimizer(settings.optimizer)
-    _check_data(settings.data)
-    _check_checkpoint(settings.checkpoint)
-    return settings, list(_notes(settings, given))
+    assert training.seq_length
+    with mistakes.collected():
+        settings = dataclasses.replace(settings, distributed=resolve_pipeline(settings))
+    with mistakes.collected():
+        settings = dataclasses.replace(settings, training=_resolve_training(training, dp_size, accumulation_steps))
+        _check_batches_and_schedule(settings, dp_size)
+    with mistakes.collected():
+        check_tensor_parallel(distributed, model, training.seq_length, activation.compile)
+    with mistakes.collected():
+        check_zero(settings.zero, settings.zeropp, dp_size * distributed.context_parallel_size, distributed)
+    mistakes.report()
+    return settings, list(_notes(settings, set(given)))
 
 
 # Ranks and batches
 
 
 def _resolve_training(training: TrainingSettings, dp_size: int, accumulation_steps: int | None) -> TrainingSettings:
-    require(training.seq_length is not None, "how long is a sample? give --seq-length")
     require(
         accumulation_steps is None or accumulation_steps >= 1,
         f"gradient_accumulation_steps must be at least 1, got {accumulation_steps}",
+    )
+    require(
+        accumulation_steps is None or training.rampup_batch_size is None,
+        f"gradient_accumulation_steps {accumulation_steps} fixes what --rampup-batch-size changes; leave one out",
     )
     micro, total = training.micro_batch_size, training.global_batch_size
     if micro is None and total is not None and accumulation_steps is not None:
@@ -94,11 +113,6 @@ def _resolve_training(training: TrainingSettings, dp_size: int, accumulation_ste
     if micro is None:
         raise SettingsError("how many samples per rank and forward pass? give --micro-batch-size")
     training = dataclasses.replace(training, micro_batch_size=micro)
-    check_at_least(training, 1, "micro_batch_size", "global_batch_size", "seq_length", "train_iters", "train_samples")
-    check_at_least(training, 1, "eval_interval", "exit_interval", "max_nonfinite_steps")
-    check_at_least(training, 0, "eval_iters", "manual_gc_interval")
-    factor = training.loss_spike_factor
-    require(factor is None or factor > 1, f"--loss-spike-factor must be more than 1, got {factor}")
     expected = micro * (accumulation_steps or 1) * dp_size
     if total is None:
         total = expected
@@ -127,20 +141,6 @@ def _check_batches_and_schedule(settings: Settings, dp_size: int) -> None:
             check_pipeline_batches(settings.distributed, batches)
     except ValueError as error:
         raise SettingsError(str(error)) from error
-    require(
-        not (settings.schedule.override_opt_param_scheduler and settings.schedule.use_checkpoint_opt_param_scheduler),
-        "--override-opt_param-scheduler and --use-checkpoint-opt_param-scheduler exclude each other; give one",
-    )
-
-
-# Optimizer
-
-
-def _check_optimizer(optimizer: OptimizerSettings) -> None:
-    """What the learning-rate schedule does not check itself."""
-    check_at_least(optimizer, 0, "weight_decay", "clip_grad", "adam_eps", "sgd_momentum")
-    for name in ("adam_beta1", "adam_beta2"):
-        require(0 <= getattr(optimizer, name) < 1, f"{flag_of(name)} must be in [0, 1), got {getattr(optimizer, name)}")
 
 
 # Precision and memory
@@ -153,10 +153,11 @@ def _resolve_precision(precision: PrecisionSettings) -> PrecisionSettings:
         not (precision.grad_reduce_in_bf16 and precision.accumulate_allreduce_grads_in_fp32),
         "--grad-reduce-in-bf16 and --accumulate-allreduce-grads-in-fp32 exclude each other; give one",
     )
-    for name in ("loss_scale", "initial_loss_scale", "min_loss_scale"):
-        value = getattr(precision, name)
-        require(value is None or value > 0, f"{flag_of(name)} must be positive, got {value}")
-    check_at_least(precision, 1, "loss_scale_window", "hysteresis")
+    first, smallest = precision.initial_loss_scale, precision.min_loss_scale
+    require(
+        not precision.fp16 or precision.loss_scale is not None or first >= smallest,
+        f"--initial-loss-scale {first:g} is below --min-loss-scale {smallest:g}",
+    )
     # Megatron's rule: bf16 has too few digits to sum gradients in, so it is fp32 unless asked otherwise.
     in_fp32 = precision.accumulate_allreduce_grads_in_fp32 or (precision.bf16 and not precision.grad_reduce_in_bf16)
     return dataclasses.replace(precision, accumulate_allreduce_grads_in_fp32=in_fp32)
@@ -204,9 +205,6 @@ def _check_data(data: DataSettings) -> None:
         not (per_split or data.per_split_data_args_path) or data.split is None,
         f"--split divides --data-path; it has no meaning with {sources[0]}: leave it out",
     )
-    check_at_least(data, 0, "num_workers", "mid_level_dataset_surplus")
-    for name in ("fim_rate", "fim_spm_rate"):
-        require(0 <= getattr(data, name) <= 1, f"{flag_of(name)} must be in [0, 1], got {getattr(data, name)}")
     require(
         data.dataloader_type == "cyclic" or not data.data_sharding, "--data-sharding needs --dataloader-type cyclic"
     )
@@ -224,12 +222,11 @@ def _resolve_tokenizer(tokenizer: TokenizerSettings, data: DataSettings) -> Toke
     return tokenizer
 
 
-def _check_checkpoint(checkpoint: CheckpointSettings) -> None:
+def _check_checkpoint(checkpoint: CheckpointSettings, schedule: ScheduleSettings) -> None:
     require(
         checkpoint.save is None or checkpoint.save_interval is not None,
         "how often to save? --save needs --save-interval",
     )
-    check_at_least(checkpoint, 1, "save_interval", "ckpt_step", "save_retain_interval", "save_keep_last")
     needs_load = ("ckpt_step", "exit_on_missing_checkpoint", "finetune", "no_load_optim", "no_load_rng")
     for name in (*needs_load, "load_latest_good"):
         require(not getattr(checkpoint, name) or checkpoint.load is not None, f"{flag_of(name)} needs --load")
@@ -237,21 +234,31 @@ def _check_checkpoint(checkpoint: CheckpointSettings) -> None:
         not (checkpoint.load_latest_good and checkpoint.ckpt_step is not None),
         "--load-latest-good and --ckpt-step both say which checkpoint to load; give one",
     )
+    require(
+        not (schedule.override_opt_param_scheduler and schedule.use_checkpoint_opt_param_scheduler),
+        "--override-opt_param-scheduler and --use-checkpoint-opt_param-scheduler exclude each other; give one",
+    )
 
 
 # Settings that mean something only beside another one
 
 
 def check_needed(values: Mapping[str, Any], given: Collection[str]) -> None:
-    """Raise SettingsError for a given flag without the one it needs.
+    """Raise SettingsError for given flags without the ones they need.
 
     A ZeRO++ setting without its switch would leave the collectives unquantized unnoticed, and a head layout without
     its switch would train another network. values: what flags, DeepSpeed's file and preset say, the rest being off.
     """
-    for flag in all_flags().values():
-        if flag.needs is not None and flag.setting in given:
-            require(bool(values.get(flag.needs)), f"{flag.name} needs {flag_of(flag.needs)}")
+    alone = [
+        f"{flag.name} needs {flag_of(flag.needs)}"
+        for flag in all_flags().values()
+        if flag.needs is not None and flag.setting in given and not values.get(flag.needs)
+    ]
+    if alone:
+        raise SettingsError(*alone)
 
+
+OF_DYNAMIC_SCALES = ("initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis")
 
 # Left-overs of a script, which do no harm: a note.
 _NO_EFFECT_WITHOUT = {
@@ -262,10 +269,7 @@ _NO_EFFECT_WITHOUT = {
     "fim_middle_token": "fim_data",
     "fim_suffix_token": "fim_data",
     "loss_scale": "fp16",
-    "initial_loss_scale": "fp16",
-    "min_loss_scale": "fp16",
-    "loss_scale_window": "fp16",
-    "hysteresis": "fp16",
+    **dict.fromkeys(OF_DYNAMIC_SCALES, "fp16"),
     "manual_gc_interval": "manual_gc",
     "emulate_nodes": "emulate_ranks",
     "save_interval": "save",
@@ -288,5 +292,9 @@ def _notes(settings: Settings, given: set[str]) -> Iterator[str]:
             yield f"{flag_of(name)} has no effect without {flag_of(needed)}"
     if settings.distributed.sequence_parallel and settings.distributed.tensor_model_parallel_size == 1:
         yield "--sequence-parallel has no effect without --tensor-model-parallel-size"
+    if settings.precision.fp16 and settings.precision.loss_scale is not None:
+        for name in OF_DYNAMIC_SCALES:
+            if name in given:
+                yield f"{flag_of(name)} has no effect with a fixed --loss-scale"
     if "vocab_size" in given and settings.tokenizer.tokenizer_type != "NullTokenizer":
         yield f"--vocab-size has no effect: {settings.tokenizer.tokenizer_type} knows its own"

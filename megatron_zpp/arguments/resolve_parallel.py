@@ -9,13 +9,12 @@ from megatron_zpp.optim.batch_size import BatchSchedule
 from megatron_zpp.parallel.mesh import MODEL_PARALLEL_SETTINGS, ranks_per_model_copy
 from megatron_zpp.parallel.pipeline import SPLITS_BACKWARD, check_micro_batches
 from megatron_zpp.parallel.stages import Placement, place_stages
-from megatron_zpp.settings.checks import SettingsError, check_at_least, divisors, flag_of, require
+from megatron_zpp.settings.checks import SettingsError, divisors, flag_of, require
 from megatron_zpp.settings.groups import DistributedSettings, ModelSettings, Settings
 
 
 def check_parallel(distributed: DistributedSettings, zero_stage: int, seq_length: int | None, world_size: int) -> None:
     """Raise SettingsError unless the parallel sizes divide the ranks, and fit together."""
-    check_at_least(distributed, 1, *MODEL_PARALLEL_SETTINGS)
     product = ranks_per_model_copy(distributed)
     sizes = " * ".join(f"{flag_of(name)} {getattr(distributed, name)}" for name in MODEL_PARALLEL_SETTINGS)
     require(
@@ -29,11 +28,9 @@ def check_parallel(distributed: DistributedSettings, zero_stage: int, seq_length
     )
     _check_context_parallel(distributed.context_parallel_size, seq_length)
     _check_emulation(distributed, zero_stage, world_size)
-    require(distributed.distributed_timeout_minutes > 0, "--distributed-timeout-minutes must be positive")
 
 
 def _check_emulation(distributed: DistributedSettings, zero_stage: int, world_size: int) -> None:
-    check_at_least(distributed, 1, "emulate_ranks", "emulate_nodes")
     ranks, nodes = distributed.emulate_ranks, distributed.emulate_nodes
     if ranks is None:
         return
@@ -81,7 +78,6 @@ def resolve_pipeline(settings: Settings) -> DistributedSettings:
         for name in _PIPELINE_ONLY:
             require(getattr(ranks, name) is None, f"{flag_of(name)} needs --pipeline-model-parallel-size above 1")
         return ranks
-    check_at_least(ranks, 1, *_PIPELINE_ONLY[1:])
     is_virtual = ranks.num_layers_per_virtual_pipeline_stage is not None
     schedule = ranks.pipeline_schedule or ("interleaved" if is_virtual else "1f1b")
     ranks = dataclasses.replace(ranks, pipeline_schedule=schedule)

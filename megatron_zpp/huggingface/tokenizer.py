@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_zpp.data.tokenizers import TOKENIZER_TYPES, Tokenizer, TokenizerFlags, build_tokenizer
+from megatron_zpp.settings.flags import number
 
 from .files import write_json
 
@@ -33,7 +34,7 @@ def add_tokenizer_flags(parser: argparse.ArgumentParser, title: str) -> None:
     group.add_argument("--tokenizer-model", metavar="PATH", help="SentencePiece model, or tokenizer.json or its folder")
     group.add_argument("--vocab-file", metavar="FILE", help="vocab.json of GPT2BPETokenizer")
     group.add_argument("--merge-file", metavar="FILE", help="merges.txt of GPT2BPETokenizer")
-    group.add_argument("--vocab-size", type=int, metavar="N", help="vocabulary size of NullTokenizer")
+    group.add_argument("--vocab-size", type=number(int, at_least=1), metavar="N", help="of NullTokenizer")
     group.add_argument(
         "--tiktoken-pattern", metavar="NAME", help="how a .tiktoken file that is not published cuts words"
     )

@@ -35,8 +35,9 @@ def init_distributed(backend: str | None, timeout_minutes: float) -> torch.devic
     backend: default NCCL where this rank has a GPU, gloo elsewhere.
     Raises ValueError where torchrun's variables are incomplete, and without enough GPUs.
     """
+    world_size = ranks_of_environment()
+    os.environ.setdefault("WORLD_SIZE", "1")
     missing = [name for name in ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
-    world_size = int(os.environ.setdefault("WORLD_SIZE", "1"))
     if world_size > 1 and missing:
         raise ValueError(f"WORLD_SIZE is {world_size}, but {', '.join(missing)} not set: start the ranks with torchrun")
     for name in ("RANK", "LOCAL_RANK"):
@@ -71,25 +72,51 @@ def init_distributed(backend: str | None, timeout_minutes: float) -> torch.devic
     return device
 
 
+def ranks_of_environment() -> int:
+    """WORLD_SIZE, 1 without it. Raises ValueError unless what torchrun sets are numbers, and fit together."""
+    world_size = _environment_number("WORLD_SIZE", 1, 2**31 - 1, default=1)
+    _environment_number("RANK", 0, world_size - 1)
+    _environment_number("LOCAL_RANK", 0, world_size - 1)
+    _environment_number("MASTER_PORT", 1, 65535)
+    return world_size
+
+
+def _environment_number(name: str, smallest: int, largest: int, default: int = 0) -> int:
+    text = os.environ.get(name)
+    if text is None:
+        return default
+    if not (text.isascii() and text.isdigit() and len(text) <= 10 and smallest <= int(text) <= largest):
+        raise ValueError(
+            f"{name} in the environment must be a whole number from {smallest} to {largest}, is {text!r}: start the "
+            "ranks with torchrun, or unset it for a single one"
+        )
+    return int(text)
+
+
 @contextmanager
 def errors_on_all_ranks() -> Iterator[None]:
     """Wrap work that needs no communication: if a user's error stops any rank, it stops all, with one report.
 
     Raises FailedTogether on every rank.
     """
-    error = None
+    error: tuple[str, ...] | None = None
     try:
         yield
     except (ValueError, OSError, ImportError) as caught:
-        error = str(caught)
-    errors: list[str | None] = [None] * dist.get_world_size()
+        error = messages_of(caught)
+    errors: list[tuple[str, ...] | None] = [None] * dist.get_world_size()
     dist.all_gather_object(errors, error)
-    first = next(((rank, text) for rank, text in enumerate(errors) if text is not None), None)
+    first = next(((rank, texts) for rank, texts in enumerate(errors) if texts is not None), None)
     if first is not None:
-        rank, text = first
-        assert text is not None
-        report_error(text if all(text == other for other in errors) else f"rank {rank}: {text}")
+        rank, texts = first
+        where = "" if all(texts == other for other in errors) else f"rank {rank}: "
+        report_error(*(where + text for text in texts))
         raise FailedTogether
+
+
+def messages_of(error: Exception) -> tuple[str, ...]:
+    """What an error says: one text, or where it stands for several mistakes, each one's."""
+    return getattr(error, "messages", (str(error),))
 
 
 def print_once(text: str) -> None:
@@ -98,10 +125,11 @@ def print_once(text: str) -> None:
         print(text, flush=True)
 
 
-def report_error(text: str) -> None:
-    """Print an error as one line on stderr, on rank 0 alone."""
+def report_error(*texts: str) -> None:
+    """Print each error as one line on stderr, on rank 0 alone."""
     if os.environ.get("RANK", "0") == "0":
-        print("error: " + " ".join(text.split()), file=sys.stderr, flush=True)
+        for text in texts:
+            print("error: " + " ".join(text.split()), file=sys.stderr, flush=True)
 
 
 def leave(status: int) -> NoReturn:

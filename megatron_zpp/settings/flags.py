@@ -6,12 +6,19 @@ DeepSpeed's keys, checkpoints and logs know settings by that name, which is uniq
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
+import functools
 import types
 import typing
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
+
+from megatron_zpp.zeropp.bounds import Bounds
+
+# Where a flag does not say otherwise: what 32-bit integers hold, and what fp32 holds.
+_LARGEST: dict[type, float] = {int: 2**31 - 1, float: 3.4e38}
 
 Group = TypeVar("Group")
 
@@ -25,13 +32,16 @@ def flag(
     nargs: int | str | None = None,
     metavar: str | tuple[str, ...] | None = None,
     needs: str | None = None,
+    **bounds: float,
 ) -> Any:
     """A dataclass field that is also a command-line flag. A ``bool`` field becomes a switch.
 
     name: default from the field's, "--num-layers" for num_layers. needs: the field without which giving this flag is
-    an error.
+    an error. bounds: of ``Bounds``, for a number, or for each of several.
     """
-    metadata = dict(help=help, name=name, choices=choices, nargs=nargs, metavar=metavar, needs=needs)
+    metadata = dict(
+        help=help, name=name, choices=choices, nargs=nargs, metavar=metavar, needs=needs, bounds=Bounds(**bounds)
+    )
     return dataclasses.field(default=default, metadata=metadata)
 
 
@@ -49,6 +59,57 @@ class Flag:
     metavar: str | tuple[str, ...] | None = None
     needs: str | None = None  # the setting without which giving this flag is an error
     zero_is_none: bool = False
+    bounds: Bounds = dataclasses.field(default_factory=Bounds)
+
+    def read(self, words: Sequence[str]) -> Any:
+        """The value that words on the command line say. Raises ValueError with what it must be and what it is."""
+        if self.value_type is bool:
+            expected = 0
+        elif isinstance(self.nargs, int):
+            expected = self.nargs
+        else:
+            expected = max(1, len(words)) if self.nargs == "+" else 1
+        if len(words) != expected:
+            takes = {0: "takes no value", 1: "takes one value"}.get(expected, f"takes {expected} values")
+            raise ValueError(f"{takes}, got {' '.join(words) or 'none'}")
+        values = [self.read_one(word) for word in words]
+        return self.value_type is bool or (values[0] if self.nargs is None else values)
+
+    def check(self, value: Any) -> None:
+        """Raise ValueError, as "must be at least 1", unless the flag may have this value."""
+        if self.choices is not None and value not in self.choices:
+            raise ValueError(f"must be one of {', '.join(self.choices)}")
+        if self.value_type is str and not value:
+            raise ValueError("must not be empty")
+        if self.value_type in _LARGEST and not (self.zero_is_none and value == 0):
+            self.bounds.check(value)
+            if self.bounds.at_most is None:
+                Bounds(at_most=_LARGEST[self.value_type]).check(value)
+
+    def read_one(self, word: str) -> Any:
+        """The value that one word says. Raises ValueError with what it must be and what it is."""
+        try:
+            try:
+                value = self.value_type(word)
+            except ValueError:
+                raise ValueError(f"must be a {'whole ' if self.value_type is int else ''}number") from None
+            self.check(value)
+        except ValueError as error:
+            raise ValueError(f"{error}, got {word or 'nothing'}") from None
+        return value
+
+
+def number(value_type: type, **bounds: float) -> Callable[[str], Any]:
+    """The ``type`` that makes a number within ``Bounds`` of a tool's argparse flag."""
+    flag = Flag("", "", value_type, None, "", bounds=Bounds(**bounds))
+
+    def read(word: str) -> Any:
+        try:
+            return flag.read_one(word)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+
+    return read
 
 
 def group_title(group: type[Any]) -> str:
@@ -98,8 +159,14 @@ def group_from(group: type[Group], values: Mapping[str, Any]) -> Group:
     return group(**chosen)
 
 
-def _flag_fields(group: type[Any]) -> Iterator[tuple[str, Flag, type[Any] | None]]:
+def _flag_fields(group: type[Any]) -> list[tuple[str, Flag, type[Any] | None]]:
     """The name of each field that is a flag, the flag, and the inner group that the field holds."""
+    return _read_fields(group)  # type: ignore[arg-type]  # mypy takes a class for not hashable
+
+
+@functools.cache
+def _read_fields(group: type[Any]) -> list[tuple[str, Flag, type[Any] | None]]:
+    found = []
     hints = typing.get_type_hints(group)
     fields = {field.name: field for field in dataclasses.fields(group) if field.metadata}
     names = {name: field.metadata["name"] or "--" + name.replace("_", "-") for name, field in fields.items()}
@@ -111,7 +178,8 @@ def _flag_fields(group: type[Any]) -> Iterator[tuple[str, Flag, type[Any] | None
             value_type, default = bool, default is not None
         needs = field.metadata["needs"]
         metadata = dict(field.metadata) | {"name": names[name], "needs": settings[needs] if needs else None}
-        yield name, Flag(settings[name], value_type=value_type, default=default, **metadata), inner
+        found.append((name, Flag(settings[name], value_type=value_type, default=default, **metadata), inner))
+    return found
 
 
 def _value_type(hint: Any) -> type:

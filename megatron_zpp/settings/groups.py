@@ -4,6 +4,8 @@ Each dataclass is one group of flags in ``--help``; the field ``num_layers`` is 
 ``flag(..., name=...)`` says otherwise. Names and defaults are Megatron-LM's wherever it has the setting. The flags of
 ZeRO++ and LoCo are the fields of ``ZeroPPConfig``. ``arguments.parse_settings`` fills, checks and freezes them;
 everything downstream takes the group it needs.
+
+Bounds refuse what no run survives: products of larger sizes overflow 64 bits, smaller epsilons are 0 in fp32.
 """
 
 from __future__ import annotations
@@ -23,24 +25,30 @@ class ModelSettings:
     """The network."""
 
     preset: str | None = flag(None, "published model of this architecture whose shape to use; other flags override it")
-    num_layers: int | None = flag(None, "number of transformer blocks")
-    hidden_size: int | None = flag(None, "width of the residual stream")
-    ffn_hidden_size: int | None = flag(None, "width of the MLP; default: the architecture's")
-    num_attention_heads: int | None = flag(None, "number of query heads")
-    kv_channels: int | None = flag(None, "width of one head; default hidden / heads")
+    num_layers: int | None = flag(None, "number of transformer blocks", at_least=1, at_most=10_000)
+    hidden_size: int | None = flag(None, "width of the residual stream", at_least=1, at_most=2**24)
+    ffn_hidden_size: int | None = flag(None, "width of the MLP; default: the architecture's", at_least=1, at_most=2**26)
+    num_attention_heads: int | None = flag(None, "number of query heads", at_least=1, at_most=2**16)
+    kv_channels: int | None = flag(None, "width of one head; default hidden / heads", at_least=1, at_most=2**16)
     group_query_attention: bool = flag(False, "share each key/value head among several query heads")
     num_query_groups: int | None = flag(
-        None, "number of key/value heads with --group-query-attention", needs="group_query_attention"
+        None, "number of key/value heads with --group-query-attention", needs="group_query_attention", at_least=1
     )
-    max_position_embeddings: int | None = flag(None, "longest sequence that the model can take; default --seq-length")
-    rotary_base: int = flag(10000, "base of the rotary embedding")
+    max_position_embeddings: int | None = flag(
+        None, "longest sequence that the model can take; default --seq-length", at_least=1
+    )
+    rotary_base: int = flag(10000, "base of the rotary embedding", at_least=1)
     use_rope_scaling: bool = flag(False, "divide low rotary frequencies, for sequences beyond 8192 tokens")
-    rope_scaling_factor: float = flag(8.0, "what --use-rope-scaling divides by")
-    make_vocab_size_divisible_by: int = flag(128, "pad the vocabulary up to a multiple of this")
-    norm_epsilon: float = flag(1e-5, "epsilon of LayerNorm and RMSNorm")
-    init_method_std: float = flag(0.02, "standard deviation of the initial weights")
-    attention_dropout: float | None = flag(None, "dropout of attention weights; default: the architecture's")
-    hidden_dropout: float | None = flag(None, "dropout of embeddings and residuals; default: the architecture's")
+    rope_scaling_factor: float = flag(8.0, "what --use-rope-scaling divides by", above=0)
+    make_vocab_size_divisible_by: int = flag(128, "pad the vocabulary up to a multiple of this", at_least=1)
+    norm_epsilon: float = flag(1e-5, "epsilon of LayerNorm and RMSNorm", at_least=1e-37)
+    init_method_std: float = flag(0.02, "standard deviation of the initial weights", above=0)
+    attention_dropout: float | None = flag(
+        None, "dropout of attention weights; default: the architecture's", at_least=0, below=1
+    )
+    hidden_dropout: float | None = flag(
+        None, "dropout of embeddings and residuals; default: the architecture's", at_least=0, below=1
+    )
     untie_embeddings_and_output_weights: bool = flag(False, "separate output layer; default: the architecture's")
     tie_embeddings_and_output_weights: bool = flag(
         False, "the embeddings are the output layer too; default: the architecture's"
@@ -60,37 +68,49 @@ class ModelSettings:
 class TrainingSettings:
     """Batches, length of the run, evaluation."""
 
-    micro_batch_size: int | None = flag(None, "samples per data-parallel rank and forward pass")
-    global_batch_size: int | None = flag(None, "samples per optimizer step; default micro-batch size * ranks")
+    micro_batch_size: int | None = flag(
+        None, "samples per data-parallel rank and forward pass", at_least=1, at_most=2**24
+    )
+    global_batch_size: int | None = flag(
+        None, "samples per optimizer step; default micro-batch size * ranks", at_least=1, at_most=2**24
+    )
     rampup_batch_size: tuple[int, ...] | None = flag(
         None,
         "batch-size ramp-up: start size, increment, samples over which to ramp",
         nargs=3,
         metavar=("START", "INCREMENT", "SAMPLES"),
+        at_least=1,
+        at_most=2**53,
     )
     decrease_batch_size_if_needed: bool = flag(False, "round a batch size that does not divide down, not refuse it")
-    train_iters: int | None = flag(None, "optimizer steps to train")
-    train_samples: int | None = flag(None, "samples to train, instead of --train-iters")
-    seq_length: int | None = flag(None, "tokens per sample")
-    seed: int = flag(1234, "seed of initialisation, data order, dropout and stochastic rounding")
-    eval_iters: int = flag(100, "batches per evaluation")
-    eval_interval: int | None = flag(None, "optimizer steps between evaluations; default none but the last")
+    train_iters: int | None = flag(None, "optimizer steps to train", at_least=1)
+    train_samples: int | None = flag(None, "samples to train, instead of --train-iters", at_least=1, at_most=2**53)
+    seq_length: int | None = flag(None, "tokens per sample", at_least=1)
+    seed: int = flag(
+        1234, "seed of initialisation, data order, dropout and stochastic rounding", at_least=0, at_most=2**32 - 1
+    )
+    eval_iters: int = flag(100, "batches per evaluation", at_least=0)
+    eval_interval: int | None = flag(None, "optimizer steps between evaluations; default none but the last", at_least=1)
     skip_train: bool = flag(False, "only evaluate")
-    exit_interval: int | None = flag(None, "save and exit at iterations divisible by this")
-    exit_duration_in_mins: float | None = flag(None, "save and exit after this many minutes")
+    exit_interval: int | None = flag(None, "save and exit at iterations divisible by this", at_least=1)
+    exit_duration_in_mins: float | None = flag(None, "save and exit after this many minutes", at_least=0)
     exit_signal_handler: bool = flag(False, "save and exit on SIGTERM or SIGUSR1")
     calculate_per_token_loss: bool = flag(
         False, "average the loss over all tokens of the global batch, not per micro-batch first"
     )
     no_check_for_nan_in_loss_and_grad: bool = flag(False, "never stop because of NaN or Inf, whose steps are skipped")
     max_nonfinite_steps: int | None = flag(
-        None, "save and stop after so many steps in a row with NaN or Inf; default 10, or 50 while a loss scale adapts"
+        None,
+        "save and stop after so many steps in a row with NaN or Inf; default 10, or 50 while a loss scale adapts",
+        at_least=1,
     )
     loss_spike_factor: float | None = flag(
-        None, "skip a step whose loss is more than so many times the average of the last steps' (about 50), as 2"
+        None,
+        "skip a step whose loss is more than so many times the average of the last steps' (about 50), as 2",
+        above=1,
     )
     manual_gc: bool = flag(False, "collect Python garbage only every --manual-gc-interval steps")
-    manual_gc_interval: int = flag(0, "see --manual-gc; 0 = never")
+    manual_gc_interval: int = flag(0, "see --manual-gc; 0 = never", at_least=0)
 
 
 @dataclass(frozen=True)
@@ -98,19 +118,21 @@ class OptimizerSettings:
     """Optimizer and regularization."""
 
     optimizer: str = flag("adam", "adam is AdamW, as in Megatron", choices=("adam", "sgd"))
-    lr: float | None = flag(None, "peak learning rate")
-    min_lr: float = flag(0.0, "learning rate at the end of the decay")
-    weight_decay: float = flag(0.01, "decoupled weight decay; not applied to biases and 1-D parameters")
-    start_weight_decay: float | None = flag(None, "weight decay at the start, with --weight-decay-incr-style")
-    end_weight_decay: float | None = flag(None, "weight decay at the end, with --weight-decay-incr-style")
+    lr: float | None = flag(None, "peak learning rate", at_least=0)
+    min_lr: float = flag(0.0, "learning rate at the end of the decay", at_least=0)
+    weight_decay: float = flag(0.01, "decoupled weight decay; not applied to biases and 1-D parameters", at_least=0)
+    start_weight_decay: float | None = flag(
+        None, "weight decay at the start, with --weight-decay-incr-style", at_least=0
+    )
+    end_weight_decay: float | None = flag(None, "weight decay at the end, with --weight-decay-incr-style", at_least=0)
     weight_decay_incr_style: str = flag(
         "constant", "how weight decay moves from start to end", choices=("constant", "linear", "cosine")
     )
-    clip_grad: float = flag(1.0, "clip the global gradient norm to this; 0 = off")
-    adam_beta1: float = flag(0.9, "Adam's first-moment decay")
-    adam_beta2: float = flag(0.999, "Adam's second-moment decay")
-    adam_eps: float = flag(1e-8, "Adam's epsilon")
-    sgd_momentum: float = flag(0.9, "SGD's momentum")
+    clip_grad: float = flag(1.0, "clip the global gradient norm to this; 0 = off", at_least=0)
+    adam_beta1: float = flag(0.9, "Adam's first-moment decay", at_least=0, below=1)
+    adam_beta2: float = flag(0.999, "Adam's second-moment decay", at_least=0, below=1)
+    adam_eps: float = flag(1e-8, "Adam's epsilon", at_least=1e-37)
+    sgd_momentum: float = flag(0.9, "SGD's momentum", at_least=0, below=1)
     use_apex: bool = flag(False, "NVIDIA Apex's fused optimizer, where it is installed")
 
 
@@ -121,17 +143,17 @@ class ScheduleSettings:
     lr_decay_style: str = flag(
         "linear", "shape of the decay", choices=("constant", "linear", "cosine", "inverse-square-root", "WSD")
     )
-    lr_decay_iters: int | None = flag(None, "steps over which to decay; default the length of the run")
-    lr_decay_samples: int | None = flag(None, "samples over which to decay")
-    lr_warmup_iters: int = flag(0, "steps of linear warm-up")
-    lr_warmup_samples: int = flag(0, "samples of linear warm-up")
-    lr_warmup_fraction: float | None = flag(None, "warm-up as a fraction of the decay length")
-    lr_warmup_init: float = flag(0.0, "learning rate at the start of the warm-up")
+    lr_decay_iters: int | None = flag(None, "steps over which to decay; default the length of the run", at_least=1)
+    lr_decay_samples: int | None = flag(None, "samples over which to decay", at_least=1, at_most=2**53)
+    lr_warmup_iters: int = flag(0, "steps of linear warm-up", at_least=0)
+    lr_warmup_samples: int = flag(0, "samples of linear warm-up", at_least=0, at_most=2**53)
+    lr_warmup_fraction: float | None = flag(None, "warm-up as a fraction of the decay length", at_least=0, below=1)
+    lr_warmup_init: float = flag(0.0, "learning rate at the start of the warm-up", at_least=0)
     lr_wsd_decay_style: str = flag(
         "exponential", "shape of WSD's final decay", choices=("exponential", "linear", "cosine", "minus_sqrt")
     )
-    lr_wsd_decay_iters: int | None = flag(None, "steps of WSD's final decay")
-    lr_wsd_decay_samples: int | None = flag(None, "samples of WSD's final decay")
+    lr_wsd_decay_iters: int | None = flag(None, "steps of WSD's final decay", at_least=1)
+    lr_wsd_decay_samples: int | None = flag(None, "samples of WSD's final decay", at_least=1, at_most=2**53)
     override_opt_param_scheduler: bool = flag(
         False,
         "on resume take schedule, batch and data from the flags, though the checkpoint's differ",
@@ -150,11 +172,11 @@ class PrecisionSettings:
     fp16: bool = flag(False, "compute in float16, with loss scaling")
     accumulate_allreduce_grads_in_fp32: bool = flag(False, "reduce gradients in fp32 (always so with --bf16)")
     grad_reduce_in_bf16: bool = flag(False, "reduce gradients in bfloat16")
-    loss_scale: float | None = flag(None, "fixed loss scale of --fp16; default dynamic")
-    initial_loss_scale: float = flag(2.0**32, "first dynamic loss scale")
-    min_loss_scale: float = flag(1.0, "smallest dynamic loss scale")
-    loss_scale_window: int = flag(1000, "clean steps after which the loss scale doubles")
-    hysteresis: int = flag(2, "overflows before the loss scale is halved")
+    loss_scale: float | None = flag(None, "fixed loss scale of --fp16; default dynamic", above=0)
+    initial_loss_scale: float = flag(2.0**32, "first dynamic loss scale", above=0)
+    min_loss_scale: float = flag(1.0, "smallest dynamic loss scale", above=0)
+    loss_scale_window: int = flag(1000, "clean steps after which the loss scale doubles", at_least=1)
+    hysteresis: int = flag(2, "overflows before the loss scale is halved", at_least=1)
 
 
 @dataclass(frozen=True)
@@ -171,7 +193,7 @@ class ActivationSettings:
         "block: the first --recompute-num-layers blocks are checkpointed",
         choices=("uniform", "block"),
     )
-    recompute_num_layers: int | None = flag(None, "see --recompute-method; default 1")
+    recompute_num_layers: int | None = flag(None, "see --recompute-method; default 1", at_least=1)
     checkpoint_activations: bool = flag(False, "DeepSpeed's name for --recompute-granularity full")
     compile: bool = flag(False, "torch.compile each block")
 
@@ -180,9 +202,11 @@ class ActivationSettings:
 class ZeroSettings:
     """ZeRO."""
 
-    zero_stage: int = flag(3, "what is sharded: 0 nothing, 1 optimizer state, 2 and gradients, 3 and parameters")
+    zero_stage: int = flag(
+        3, "what is sharded: 0 nothing, 1 optimizer state, 2 and gradients, 3 and parameters", at_least=0, at_most=3
+    )
     zero_monitor_interval: int | None = flag(
-        None, "optimizer steps between samples of quantization errors, for the log"
+        None, "optimizer steps between samples of quantization errors, for the log", at_least=1
     )
     deepspeed_config: str | None = flag(
         None,
@@ -216,20 +240,22 @@ class DataSettings:
     data_order_stable: bool = flag(
         False, "an order of samples that does not depend on the length of the run: each epoch is shuffled by itself"
     )
-    mid_level_dataset_surplus: float = flag(0.005, "how much more of each dataset of a blend to index than its share")
+    mid_level_dataset_surplus: float = flag(
+        0.005, "how much more of each dataset of a blend to index than its share", at_least=0, at_most=1
+    )
     dataloader_type: str = flag(
         "single", "the order of samples: once through, or round and round", choices=("single", "cyclic")
     )
     data_sharding: bool = flag(False, "with --dataloader-type cyclic: each rank keeps to its own part of the data")
     pad_last_valid_sample: bool = flag(False, "validate on the last, incomplete sample too, padded without loss")
     mock_data: bool = flag(False, "random tokens instead of data, to measure speed")
-    num_workers: int = flag(2, "loader processes per rank")
+    num_workers: int = flag(2, "loader processes per rank", at_least=0, at_most=256)
     eod_mask_loss: bool = flag(False, "no loss where the input is the end-of-document token")
     reset_position_ids: bool = flag(False, "positions begin again behind an end-of-document token")
     reset_attention_mask: bool = flag(False, "tokens attend to their own document alone")
     fim_data: bool = flag(False, "fill-in-the-middle: move the middle of documents to their end")
-    fim_rate: float = flag(0.5, "share of documents that --fim-data permutes")
-    fim_spm_rate: float = flag(0.5, "share of these in the order suffix, prefix, middle")
+    fim_rate: float = flag(0.5, "share of documents that --fim-data permutes", at_least=0, at_most=1)
+    fim_spm_rate: float = flag(0.5, "share of these in the order suffix, prefix, middle", at_least=0, at_most=1)
     fim_prefix_token: str = flag("<fim_prefix>", "token before the prefix, or its id")
     fim_middle_token: str = flag("<fim_middle>", "token before the middle, or its id")
     fim_suffix_token: str = flag("<fim_suffix>", "token before the suffix, or its id")
@@ -256,7 +282,7 @@ class TokenizerSettings:
     )
     vocab_file: str | None = flag(None, "vocab.json of GPT2BPETokenizer", metavar="FILE")
     merge_file: str | None = flag(None, "merges.txt of GPT2BPETokenizer", metavar="FILE")
-    vocab_size: int | None = flag(None, "vocabulary size of NullTokenizer")
+    vocab_size: int | None = flag(None, "vocabulary size of NullTokenizer", at_least=1)
     tiktoken_pattern: str | None = flag(
         None, "how TikTokenizer cuts words: gpt2, cl100k_base, o200k_base or a regular expression", metavar="P"
     )
@@ -267,16 +293,18 @@ class CheckpointSettings:
     """Checkpoints."""
 
     save: str | None = flag(None, "folder to save checkpoints in", metavar="DIR")
-    save_interval: int | None = flag(None, "optimizer steps between checkpoints; required with --save")
+    save_interval: int | None = flag(None, "optimizer steps between checkpoints; required with --save", at_least=1)
     no_async_save: bool = flag(False, "write each checkpoint before training goes on, without a copy in host memory")
     save_retain_interval: int | None = flag(
-        None, "keep the checkpoints at iterations divisible by this, and the last --save-keep-last; default keep all"
+        None,
+        "keep the checkpoints at iterations divisible by this, and the last --save-keep-last; default keep all",
+        at_least=1,
     )
     save_keep_last: int | None = flag(
-        None, "keep so many of the latest checkpoints; default all, or 2 with --save-retain-interval"
+        None, "keep so many of the latest checkpoints; default all, or 2 with --save-retain-interval", at_least=1
     )
     load: str | None = flag(None, "folder to resume from; an empty or absent one starts from scratch", metavar="DIR")
-    ckpt_step: int | None = flag(None, "iteration to load; default the latest")
+    ckpt_step: int | None = flag(None, "iteration to load; default the latest", at_least=1)
     exit_on_missing_checkpoint: bool = flag(False, "fail when --load holds no checkpoint")
     verify_checkpoint: str = flag(
         "all",
@@ -295,14 +323,16 @@ class CheckpointSettings:
 class LoggingSettings:
     """Log, TensorBoard, wandb."""
 
-    log_interval: int = flag(100, "optimizer steps between log lines")
+    log_interval: int = flag(100, "optimizer steps between log lines", at_least=1)
     log_throughput: bool = flag(False, "log TFLOP/s per GPU")
     log_params_norm: bool = flag(False, "log the parameters' norm")
     log_num_zeros_in_grad: bool = flag(False, "log the number of zero gradients")
-    peak_tflops: float | None = flag(None, "peak TFLOP/s of one device, for MFU; default known for common GPUs")
+    peak_tflops: float | None = flag(
+        None, "peak TFLOP/s of one device, for MFU; default known for common GPUs", above=0
+    )
     tensorboard_dir: str | None = flag(None, "folder of TensorBoard events", metavar="DIR")
-    tensorboard_log_interval: int = flag(1, "optimizer steps between TensorBoard and wandb points")
-    tensorboard_queue_size: int = flag(1000, "TensorBoard's queue")
+    tensorboard_log_interval: int = flag(1, "optimizer steps between TensorBoard and wandb points", at_least=1)
+    tensorboard_queue_size: int = flag(1000, "TensorBoard's queue", at_least=1)
     log_timers_to_tensorboard: bool = flag(False, "iteration time and throughput to TensorBoard and wandb")
     log_validation_ppl_to_tensorboard: bool = flag(False, "validation perplexity to TensorBoard and wandb")
     log_memory_to_tensorboard: bool = flag(False, "device memory to TensorBoard and wandb")
@@ -318,27 +348,40 @@ class DistributedSettings:
     """Ranks."""
 
     distributed_backend: str | None = flag(None, "default nccl on GPUs, gloo on CPUs", choices=("nccl", "gloo"))
-    distributed_timeout_minutes: float = flag(10.0, "time after which a stuck collective ends the run")
-    emulate_ranks: int | None = flag(
-        None, "compute in this one process what so many data-parallel ranks would, bit for bit: docs/emulation.md"
+    distributed_timeout_minutes: float = flag(
+        10.0, "time after which a stuck collective ends the run", at_least=0.01, at_most=525_600
     )
-    emulate_nodes: int = flag(1, "nodes that the ranks of --emulate-ranks are on")
-    tensor_model_parallel_size: int = flag(1, "ranks among which each linear layer is sharded")
+    emulate_ranks: int | None = flag(
+        None,
+        "compute in this one process what so many data-parallel ranks would, bit for bit: docs/emulation.md",
+        at_least=1,
+        at_most=4096,
+    )
+    emulate_nodes: int = flag(1, "nodes that the ranks of --emulate-ranks are on", at_least=1)
+    tensor_model_parallel_size: int = flag(1, "ranks among which each linear layer is sharded", at_least=1)
     sequence_parallel: bool = flag(
         False, "shard activations between linear layers along the sequence too; with --tensor-model-parallel-size"
     )
-    pipeline_model_parallel_size: int = flag(1, "ranks among which the layers are divided, as stages of a pipeline")
+    pipeline_model_parallel_size: int = flag(
+        1, "ranks among which the layers are divided, as stages of a pipeline", at_least=1
+    )
     pipeline_schedule: str | None = flag(
         None,
         "order of forward and backward passes of the micro-batches; default 1f1b, or interleaved with virtual stages",
         choices=("gpipe", "1f1b", "interleaved", "zero-bubble", "zbv"),
     )
     num_layers_per_virtual_pipeline_stage: int | None = flag(
-        None, "layers of one stage, where a pipeline rank has several stages; default one stage a rank"
+        None, "layers of one stage, where a pipeline rank has several stages; default one stage a rank", at_least=1
     )
-    decoder_first_pipeline_num_layers: int | None = flag(None, "layers of the first pipeline rank; default its share")
-    decoder_last_pipeline_num_layers: int | None = flag(None, "layers of the last pipeline rank; default its share")
-    context_parallel_size: int = flag(1, "ranks that share each sequence, whose length 2 * so many must divide")
+    decoder_first_pipeline_num_layers: int | None = flag(
+        None, "layers of the first pipeline rank; default its share", at_least=1
+    )
+    decoder_last_pipeline_num_layers: int | None = flag(
+        None, "layers of the last pipeline rank; default its share", at_least=1
+    )
+    context_parallel_size: int = flag(
+        1, "ranks that share each sequence, whose length 2 * so many must divide", at_least=1
+    )
 
 
 @dataclass(frozen=True)

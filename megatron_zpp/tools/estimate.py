@@ -26,6 +26,7 @@ from megatron_zpp.models.transformer import Transformer
 from megatron_zpp.optim.batch_size import BatchSchedule
 from megatron_zpp.optim.optimizer import OPTIMIZERS
 from megatron_zpp.parallel.mesh import ranks_per_model_copy
+from megatron_zpp.settings.flags import number
 from megatron_zpp.settings.groups import Settings
 from megatron_zpp.tools.given_architecture import given_architecture
 from megatron_zpp.tools.run import report_errors
@@ -319,12 +320,34 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description="Estimate memory, traffic and time of a training run.", allow_abbrev=False
     )
-    parser.add_argument("--nodes", type=int, default=1, metavar="N", help="default 1")
-    parser.add_argument("--ranks-per-node", type=int, default=8, metavar="P", help="GPUs of each node; default 8")
+    parser.add_argument(
+        "--nodes", type=number(int, at_least=1, at_most=2**16), default=1, metavar="N", help="default 1"
+    )
+    parser.add_argument(
+        "--ranks-per-node",
+        type=number(int, at_least=1, at_most=2**16),
+        default=8,
+        metavar="P",
+        help="GPUs of each node; default 8",
+    )
     parser.add_argument("--gpu", default="A100", metavar="NAME", help="kind of GPU, for its peak; default A100")
-    parser.add_argument("--mfu", type=float, default=0.4, metavar="X", help="share of the peak reached; default 0.4")
-    parser.add_argument("--link-gbps", type=float, default=100, metavar="X", help="Gbit/s out of a node; default 100")
-    parser.add_argument("--vocabulary", type=int, required=True, metavar="N", help="size of the tokenizer's vocabulary")
+    parser.add_argument(
+        "--mfu",
+        type=number(float, above=0, at_most=1),
+        default=0.4,
+        metavar="X",
+        help="share of the peak reached; default 0.4",
+    )
+    parser.add_argument(
+        "--link-gbps", type=number(float, above=0), default=100, metavar="X", help="Gbit/s out of a node; default 100"
+    )
+    parser.add_argument(
+        "--vocabulary",
+        type=number(int, at_least=1),
+        required=True,
+        metavar="N",
+        help="size of the tokenizer's vocabulary",
+    )
     parser.add_argument(
         "--architecture", metavar="MODULE:NAME", help="what the trainer trains, where it is none of ours"
     )
@@ -336,9 +359,6 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         parser.error(f"{args.program} is not {' or '.join(PROGRAMS)}: give the trainer and its flags last")
     if args.architecture is not None and args.program in PROGRAMS:
         parser.error(f"{args.program} does not train --architecture {args.architecture}; leave one of them out")
-    for name in ("nodes", "ranks_per_node", "mfu", "link_gbps", "vocabulary"):
-        if getattr(args, name) <= 0:
-            parser.error(f"--{name.replace('_', '-')} must be positive")
     return args
 
 

@@ -30,6 +30,7 @@ from megatron_zpp.huggingface.compare import compare
 from megatron_zpp.huggingface.mapping import their_shapes
 from megatron_zpp.huggingface.tokenizer import add_tokenizer_flags, build, given_tokenizer, write_tokenizer
 from megatron_zpp.metrics.progress import progress
+from megatron_zpp.settings.flags import number
 from megatron_zpp.tools.given_architecture import given_architecture
 from megatron_zpp.tools.run import report_errors
 
@@ -123,7 +124,9 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         description="Write a checkpoint as a model of Hugging Face transformers.", allow_abbrev=False
     )
     parser.add_argument("--load", required=True, metavar="DIR", help="what was given to --save in training")
-    parser.add_argument("--ckpt-step", type=int, metavar="N", help="iteration to export; default the latest")
+    parser.add_argument(
+        "--ckpt-step", type=number(int, at_least=1), metavar="N", help="iteration to export; default the latest"
+    )
     parser.add_argument("--output", type=Path, required=True, metavar="DIR", help="folder to write; must be new")
     parser.add_argument(
         "--dtype", choices=DTYPES, default="float32", help="of the weights; default float32, as trained"

@@ -22,6 +22,7 @@ from megatron_zpp.checkpoint import CheckpointError, find_checkpoint, iterate_pa
 from megatron_zpp.checkpoint.model import saved_model
 from megatron_zpp.data.tokenizers import Tokenizer, build_tokenizer
 from megatron_zpp.models.transformer import Transformer
+from megatron_zpp.settings.flags import number
 from megatron_zpp.tools.given_architecture import given_architecture
 from megatron_zpp.tools.run import report_errors
 
@@ -125,26 +126,49 @@ def run(args: argparse.Namespace, given: Architecture | None = None) -> str:
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Sample text from a checkpoint.", allow_abbrev=False)
     parser.add_argument("--load", required=True, metavar="DIR", help="what was given to --save in training")
-    parser.add_argument("--ckpt-step", type=int, metavar="N", help="iteration to load; default the latest")
+    parser.add_argument(
+        "--ckpt-step", type=number(int, at_least=1), metavar="N", help="iteration to load; default the latest"
+    )
     parser.add_argument("--prompt", default="", metavar="TEXT", help="text to continue; default a new document")
-    parser.add_argument("--num-tokens", type=int, default=100, metavar="N", help="tokens to add; default 100")
-    parser.add_argument("--temperature", type=float, default=1.0, metavar="X", help="0 = likeliest token; default 1")
-    parser.add_argument("--top-k", type=int, default=0, metavar="N", help="draw from the N likeliest; default 0 = all")
-    parser.add_argument("--seed", type=int, default=1234, metavar="N", help="seed of the drawing; default 1234")
-    parser.add_argument("--device", metavar="NAME", help="such as cpu or cuda:1; default the GPU, if there is one")
+    parser.add_argument(
+        "--num-tokens", type=number(int, at_least=1), default=100, metavar="N", help="to add; default 100"
+    )
+    parser.add_argument(
+        "--temperature", type=temperature, default=1.0, metavar="X", help="0 = likeliest token; default 1"
+    )
+    parser.add_argument(
+        "--top-k",
+        type=number(int, at_least=0),
+        default=0,
+        metavar="N",
+        help="draw from the N likeliest; default 0 = all",
+    )
+    parser.add_argument(
+        "--seed", type=number(int, at_least=0), default=1234, metavar="N", help="of the drawing; default 1234"
+    )
+    parser.add_argument(
+        "--device", type=device, metavar="NAME", help="such as cpu or cuda:1; default the GPU, if there is one"
+    )
     parser.add_argument("--architecture", metavar="MODULE:NAME", help="the checkpoint's, where it is none of ours")
     group = parser.add_argument_group("tokenizer, where its files are no longer where they were in training")
     group.add_argument("--tokenizer-model", metavar="PATH", help="SentencePiece model, or tokenizer.json or its folder")
     group.add_argument("--vocab-file", metavar="FILE", help="vocab.json of GPT2BPETokenizer")
     group.add_argument("--merge-file", metavar="FILE", help="merges.txt of GPT2BPETokenizer")
-    args = parser.parse_args(argv)
-    if args.num_tokens < 1:
-        parser.error("--num-tokens must be at least 1")
-    if args.temperature < 0:
-        parser.error("--temperature must not be negative; 0 takes the likeliest token")
-    if args.top_k < 0:
-        parser.error("--top-k must not be negative; 0 draws from all tokens")
-    return args
+    return parser.parse_args(argv)
+
+
+def temperature(word: str) -> float:
+    value: float = number(float, at_least=0)(word)
+    if 0 < value < 1e-30:  # logits divided by it overflow
+        raise argparse.ArgumentTypeError(f"must be 0, for the likeliest token, or at least 1e-30, got {word}")
+    return value
+
+
+def device(word: str) -> torch.device:
+    try:
+        return torch.empty(0, device=word).device
+    except (RuntimeError, AssertionError) as error:  # the latter where torch is built without CUDA
+        raise argparse.ArgumentTypeError(f"{word} cannot be used: {str(error).splitlines()[0]}") from None
 
 
 def main() -> int:

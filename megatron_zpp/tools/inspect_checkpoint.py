@@ -27,6 +27,7 @@ from megatron_zpp.checkpoint import (
     problems,
     read_meta,
 )
+from megatron_zpp.settings.flags import number
 from megatron_zpp.tools.run import report_errors
 
 SHOWN = 20  # differing tensors
@@ -171,7 +172,9 @@ def main(argv: list[str] | None = None) -> int:
     listing.add_argument("folder", help="what was given to --save")
     verifying = commands.add_parser("verify", help="sizes and digests of all files")
     verifying.add_argument("folder", help="what was given to --save, or one checkpoint's folder")
-    verifying.add_argument("--ckpt-step", type=int, metavar="N", help="the checkpoint of one iteration; default all")
+    verifying.add_argument(
+        "--ckpt-step", type=number(int, at_least=1), metavar="N", help="one iteration's; default all"
+    )
     comparing = commands.add_parser("diff", help="what is not the same in two checkpoints")
     comparing.add_argument("first", help="a checkpoint's folder, or what was given to --save for the latest one")
     comparing.add_argument("second", help="another one")

@@ -34,6 +34,7 @@ from megatron_zpp.data.loader import make_batch, stack_samples
 from megatron_zpp.data.sources import SPLIT_NAMES
 from megatron_zpp.data.tokenizers import TOKENIZER_TYPES, Tokenizer, TokenizerFlags, build_tokenizer
 from megatron_zpp.metrics.progress import progress
+from megatron_zpp.settings.flags import number
 from megatron_zpp.tools.run import report_errors
 
 FIRST_SAMPLES = 3
@@ -152,9 +153,10 @@ def digest_array(array: NDArray) -> dict[str, Any]:
 
 def num_samples(text: str) -> NumSamples:
     """Samples of train, valid and test: ``400,20,3``; a split left out has none, ``all`` means one epoch."""
-    counts = [None if part.strip() == "all" else int(part) for part in text.split(",")]
-    if len(counts) > 3 or any(count is not None and count < 0 for count in counts):
-        raise ValueError
+    read = number(int, at_least=0)
+    counts = [None if part.strip() == "all" else read(part) for part in text.split(",")]
+    if len(counts) > 3:
+        raise argparse.ArgumentTypeError(f"are at most 3, got {text}")
     train, valid, test = counts + [0] * (3 - len(counts))
     return train, valid, test
 
@@ -165,13 +167,17 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         "prefix", nargs="?", metavar="PREFIX", help="dataset to describe: its path without .bin or .idx"
     )
     parser.add_argument(
-        "--show", type=int, default=3, metavar="N", help="documents to print the beginning of; default 3"
+        "--show",
+        type=number(int, at_least=0),
+        default=3,
+        metavar="N",
+        help="documents to print the beginning of; default 3",
     )
     group = parser.add_argument_group("tokenizer, to print text instead of ids")
     for name in TokenizerFlags.__annotations__:
         group.add_argument(
             "--" + name.replace("_", "-"),
-            type=int if name == "vocab_size" else str,
+            type=number(int, at_least=1) if name == "vocab_size" else str,
             choices=TOKENIZER_TYPES if name == "tokenizer_type" else None,
             help="as in training",
         )
@@ -182,8 +188,10 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     group.add_argument("--data-args-path", metavar="FILE", help="file of what --data-path takes")
     group.add_argument("--per-split-data-args-path", metavar="FILE", help="JSON file: keys train, valid, test")
     group.add_argument("--split", metavar="A,B,C", help="shares of train, valid, test; default 969, 30, 1")
-    group.add_argument("--seed", type=int, default=1234, metavar="N", help="default 1234")
-    group.add_argument("--seq-length", type=int, metavar="N", help="tokens per sample")
+    group.add_argument(
+        "--seed", type=number(int, at_least=0, at_most=2**32 - 1), default=1234, metavar="N", help="default 1234"
+    )
+    group.add_argument("--seq-length", type=number(int, at_least=1), metavar="N", help="tokens per sample")
     group.add_argument(
         "--num-samples",
         type=num_samples,
@@ -192,13 +200,19 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         help="samples asked of train, valid, test; all = one epoch of each dataset, the default",
     )
     group.add_argument("--data-order-stable", action="store_true", help="the order of that flag")
-    group.add_argument("--mid-level-dataset-surplus", type=float, default=SURPLUS, metavar="X", help="default 0.005")
+    group.add_argument(
+        "--mid-level-dataset-surplus",
+        type=number(float, at_least=0, at_most=1),
+        default=SURPLUS,
+        metavar="X",
+        help="default 0.005",
+    )
     group.add_argument("--data-cache-path", metavar="DIR", help="keep the indices here; default nowhere")
     args = parser.parse_args(argv)
     if args.digest == (args.prefix is not None):
         parser.error("give a PREFIX to describe, or --digest with --data-path")
-    if args.digest and (args.seq_length is None or args.seq_length < 1):
-        parser.error("--digest needs --seq-length, at least 1")
+    if args.digest and args.seq_length is None:
+        parser.error("--digest needs --seq-length")
     return args
 
 

@@ -27,6 +27,7 @@ from megatron_zpp.data.corpus import FORMATS, Reading, find_files, read_blocks
 from megatron_zpp.data.encoding import encode_blocks
 from megatron_zpp.data.preprocessing import Job, State, preprocess
 from megatron_zpp.data.tokenizers import TOKENIZER_TYPES, TokenizerFlags, build_tokenizer
+from megatron_zpp.settings.flags import number
 from megatron_zpp.tools.run import report_errors
 
 # Megatron's flags that ask for what is always so here, or for what GPT and Llama have no use for.
@@ -140,22 +141,53 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add("--text-documents", choices=("file", "line"), default="file", help="documents of text files; default file")
     add("--append-eod", action="store_true", help="end each document with the end-of-document id")
     add("--output-prefix", required=True, metavar="PREFIX", help="path of the output, without suffix")
-    add("--workers", type=int, default=1, metavar="N", help="tokenizing processes; default 1")
+    add(
+        "--workers",
+        type=number(int, at_least=1, at_most=1024),
+        default=1,
+        metavar="N",
+        help="tokenizing processes; default 1",
+    )
     add("--unordered", action="store_true", help="write documents as they are ready; a little faster")
     add("--skip-bad-lines", action="store_true", help="leave out lines that are no documents, and list them")
     add(
         "--max-document-megabytes",
-        type=float,
+        type=number(float, at_least=1, at_most=2**20),
         default=4.0,
         metavar="N",
         help="longer ones are bad lines; tokenizing takes up to 200 times a document's memory; default 4",
     )
-    add("--save-seconds", type=float, default=10.0, metavar="N", help="work that a kill may cost; default 10")
+    add(
+        "--save-seconds",
+        type=number(float, at_least=0),
+        default=10.0,
+        metavar="N",
+        help="work that a kill may cost; default 10",
+    )
     add("--restart", action="store_true", help="throw an unfinished output away")
-    add("--log-interval", type=int, default=1000, metavar="N", help="documents between progress lines; default 1000")
+    add(
+        "--log-interval",
+        type=number(int, at_least=1),
+        default=1000,
+        metavar="N",
+        help="documents between progress lines; default 1000",
+    )
     add("--find-optimal-num-workers", action="store_true", help="only measure --workers-to-check")
-    add("--workers-to-check", type=int, nargs="+", default=[16, 32, 64], metavar="N", help="default 16 32 64")
-    add("--max-documents", type=int, default=100_000, metavar="N", help="to measure on; default 100,000")
+    add(
+        "--workers-to-check",
+        type=number(int, at_least=1, at_most=1024),
+        nargs="+",
+        default=[16, 32, 64],
+        metavar="N",
+        help="default 16 32 64",
+    )
+    add(
+        "--max-documents",
+        type=number(int, at_least=1),
+        default=100_000,
+        metavar="N",
+        help="to measure on; default 100,000",
+    )
     for name in (*NOT_NEEDED, *REFUSED):
         flag = "--" + name.replace("_", "-")
         if name in ("partitions", "lang"):
@@ -169,7 +201,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     )
     group.add_argument("--vocab-file", metavar="FILE", help="vocab.json of GPT2BPETokenizer")
     group.add_argument("--merge-file", metavar="FILE", help="merges.txt of GPT2BPETokenizer")
-    group.add_argument("--vocab-size", type=int, metavar="N", help="number of ids of NullTokenizer")
+    group.add_argument("--vocab-size", type=number(int, at_least=1), metavar="N", help="number of ids of NullTokenizer")
     group.add_argument(
         "--tiktoken-pattern", metavar="P", help="how TikTokenizer cuts words: gpt2, cl100k_base, a regex"
     )
@@ -177,13 +209,6 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     for name, message in REFUSED.items():
         if getattr(args, name):
             parser.error(message)
-    for name in ("workers", "log_interval", "max_documents"):
-        if getattr(args, name) < 1:
-            parser.error(f"--{name.replace('_', '-')} must be at least 1")
-    if min(args.workers_to_check) < 1:
-        parser.error("--workers-to-check must be at least 1")
-    if args.max_document_megabytes < 1:
-        parser.error("--max-document-megabytes must be at least 1")
     if len(set(args.json_keys)) < len(args.json_keys):
         parser.error("--json-keys names a key twice")
     return args

@@ -15,5 +15,6 @@ def report_errors(
     try:
         return program() or 0
     except kinds as error:
-        print(f"error: {error}", file=sys.stderr)
+        for text in getattr(error, "messages", (error,)):  # a SettingsError may stand for several
+            print(f"error: {text}", file=sys.stderr)
         return status

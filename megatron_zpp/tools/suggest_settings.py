@@ -27,7 +27,7 @@ from rich.progress import Progress
 from megatron_zpp.architectures import ARCHITECTURES, load_architecture
 from megatron_zpp.arguments.parse import parse_settings
 from megatron_zpp.metrics.log_reader import BETWEEN, RunLog, parse_log
-from megatron_zpp.settings.flags import iterate_flags
+from megatron_zpp.settings.flags import iterate_flags, number
 from megatron_zpp.settings.groups import Settings, ZeroSettings
 from megatron_zpp.tools.run import report_errors
 from megatron_zpp.zeropp.config import ZeroPPConfig
@@ -72,11 +72,28 @@ def main() -> int:
     )
     names = ", ".join(architecture.name for architecture in ARCHITECTURES)
     parser.add_argument("architecture", help=f"{names}, or yours as package.module:NAME")
-    parser.add_argument("--emulate-ranks", type=int, default=8, metavar="W", help="GPUs of the cluster; default 8")
-    parser.add_argument("--emulate-nodes", type=int, default=2, metavar="N", help="its nodes; default 2")
-    parser.add_argument("--iterations", type=int, default=400, metavar="K", help="steps of each setting; default 400")
     parser.add_argument(
-        "--link-gbps", type=float, metavar="R", help="a node's link, for seconds instead of bytes alone"
+        "--emulate-ranks",
+        type=number(int, at_least=1, at_most=4096),
+        default=8,
+        metavar="W",
+        help="GPUs of the cluster; default 8",
+    )
+    parser.add_argument(
+        "--emulate-nodes", type=number(int, at_least=1), default=2, metavar="N", help="its nodes; default 2"
+    )
+    parser.add_argument(
+        "--iterations",
+        type=number(int, at_least=1),
+        default=400,
+        metavar="K",
+        help="steps of each setting; default 400",
+    )
+    parser.add_argument(
+        "--link-gbps",
+        type=number(float, above=0),
+        metavar="R",
+        help="a node's link, for seconds instead of bytes alone",
     )
     parser.add_argument("--try", action="append", dest="tried", metavar="FLAGS", help="a setting, instead of ours")
     words = sys.argv[1:]

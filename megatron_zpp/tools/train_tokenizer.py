@@ -19,6 +19,7 @@ import sentencepiece
 from rich.console import Console
 
 from megatron_zpp.data.corpus import FORMATS, CorpusFile, Reading, find_files, read_blocks, records, texts_of
+from megatron_zpp.settings.flags import number
 from megatron_zpp.tools.run import report_errors
 
 CHUNK = 2000  # characters that the trainer sees as one sentence: it cuts at line breaks only if we do
@@ -99,10 +100,12 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add("--input-format", choices=FORMATS, help="of all files; default: by suffix, JSON lines where that says nothing")
     add("--json-key", default="text", metavar="KEY", help="key or column of the text; default text")
     add("--text-documents", choices=("file", "line"), default="file", help="documents of text files; default file")
-    add("--vocab-size", type=int, required=True, metavar="N", help="number of pieces")
+    add("--vocab-size", type=number(int, at_least=300), required=True, metavar="N", help="number of pieces")
     add("--model-type", choices=("bpe", "unigram"), default="bpe", help="default bpe")
     add("--output", type=Path, required=True, metavar="FILE", help="the model to write")
-    add("--max-megabytes", type=float, default=100.0, metavar="N", help="text to train on; default 100")
+    add(
+        "--max-megabytes", type=number(float, above=0), default=100.0, metavar="N", help="text to train on; default 100"
+    )
     return parser.parse_args(argv)
 
 

@@ -28,6 +28,7 @@ from megatron_zpp.parallel.distributed import (
     init_distributed,
     leave,
     print_once,
+    ranks_of_environment,
     report_error,
 )
 from megatron_zpp.settings.groups import DistributedSettings
@@ -62,7 +63,7 @@ def pretrain(architecture: Architecture) -> None:
     try:
         settings, mistake, ranks = None, None, DistributedSettings()
         try:
-            settings = parse_settings(architecture, world_size=int(os.environ.get("WORLD_SIZE", "1")))
+            settings = parse_settings(architecture, world_size=ranks_of_environment())
             ranks = settings.distributed
         except SettingsError as error:
             mistake = error

@@ -6,6 +6,8 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
+from megatron_zpp.zeropp.bounds import Bounds
+
 SUPPORTED_BITS = (2, 3, 4, 6, 8)
 ROUNDINGS = ("nearest", "stochastic")
 _ANY_BITS = f"{', '.join(map(str, SUPPORTED_BITS[:-1]))} or {SUPPORTED_BITS[-1]}"
@@ -19,13 +21,16 @@ def _flag(
     choices: tuple[str, ...] | None = None,
     needs: str | None = None,
     zero_is_none: bool = False,
+    **bounds: float,
 ) -> Any:
     """A field that is also the trainer's flag ``name``, which reads all of this from the field's metadata.
 
     A field without metadata is no flag. needs: the field without which this flag is an error. zero_is_none: the flag
-    says 0 for None.
+    says 0 for None. bounds: of ``Bounds``, for a number.
     """
-    metadata = dict(name=name, help=help, choices=choices, needs=needs, zero_is_none=zero_is_none)
+    metadata = dict(
+        name=name, help=help, choices=choices, needs=needs, zero_is_none=zero_is_none, bounds=Bounds(**bounds)
+    )
     return dataclasses.field(default=default, metadata=metadata)
 
 
@@ -37,13 +42,16 @@ class LoCoConfig:
     """
 
     # In e <- beta * e + (1 - beta) * d.
-    beta: float = _flag("--zeropp-loco-beta", 0.8, "LoCo's weight of the old error; 0 = classic error feedback")
+    beta: float = _flag(
+        "--zeropp-loco-beta", 0.8, "LoCo's weight of the old error; 0 = classic error feedback", at_least=0, below=1
+    )
     # The paper's T. None = never.
     reset_interval: int | None = _flag(
         "--zeropp-loco-reset-interval",
         1024,
         "optimizer steps after which LoCo's error is reset; 0 = never",
         zero_is_none=True,
+        at_least=1,
     )
     # "hard", as published, throws away up to e / (1 - beta); "decay" forgets 1 / reset_interval of e at every step.
     reset: str = _flag(
@@ -64,11 +72,7 @@ class LoCoConfig:
     )
 
     def __post_init__(self) -> None:
-        _check_choices(self, "LoCo's ")
-        if not 0.0 <= self.beta < 1.0:
-            raise ValueError(f"LoCo's beta must be in [0, 1), got {self.beta}")
-        if self.reset_interval is not None and self.reset_interval < 1:
-            raise ValueError(f"LoCo's reset interval must be at least one step, got {self.reset_interval}")
+        _check_fields(self, "LoCo's ")
 
 
 @dataclass(frozen=True)
@@ -89,6 +93,7 @@ class ZeroPPConfig:
         "--zero-hpz-partition-size",
         1,
         "hpZ: ranks that hold one secondary copy of the parameters, normally the GPUs of a node; 1 = off",
+        at_least=1,
     )
     # Within each node at every micro-batch, between nodes once per optimizer step.
     quantized_gradients: bool = _flag(
@@ -104,6 +109,7 @@ class ZeroPPConfig:
         "--zero-ranks-per-node",
         None,
         "ranks that share a node; default from where the ranks run, or --zero-hpz-partition-size",
+        at_least=1,
     )
     weight_bits: int | None = _flag(
         "--zero-weight-bits",
@@ -191,17 +197,13 @@ class ZeroPPConfig:
     seed: int = 0  # of stochastic rounding; the trainer sets it to --seed
 
     def __post_init__(self) -> None:
-        _check_choices(self, "")
+        _check_fields(self, "")
         for field in dataclasses.fields(self):
             name, value = field.name, getattr(self, field.name)
             if name.endswith("_bits") and value not in (None, *SUPPORTED_BITS):
                 raise ValueError(f"{name} must be one of {SUPPORTED_BITS}, or None for unquantized; got {value}")
             if name.endswith("_block_size") and value is not None and (value < 8 or value % 8):
                 raise ValueError(f"{name} must be a positive multiple of 8, or None for per tensor; got {value}")
-        if self.hpz_partition_size < 1:
-            raise ValueError(f"hpz_partition_size must be at least 1 (1 = off), got {self.hpz_partition_size}")
-        if self.ranks_per_node is not None and self.ranks_per_node < 1:
-            raise ValueError(f"ranks_per_node must be at least 1, got {self.ranks_per_node}")
         if self.ranks_per_node is not None and self.hpz_partition_size not in (1, self.ranks_per_node):
             raise ValueError(
                 f"hpz_partition_size {self.hpz_partition_size} and ranks_per_node {self.ranks_per_node} differ: "
@@ -242,8 +244,14 @@ class ZeroPPConfig:
         return self.quantized_weights or self.quantized_gradients or self.hpz_partition_size > 1
 
 
-def _check_choices(config: LoCoConfig | ZeroPPConfig, owner: str) -> None:
+def _check_fields(config: LoCoConfig | ZeroPPConfig, owner: str) -> None:
+    """Raise ValueError for a value outside of its field's choices or bounds."""
     for field in dataclasses.fields(config):
         choices, value = field.metadata.get("choices"), getattr(config, field.name)
         if choices is not None and value not in choices:
             raise ValueError(f"{owner}{field.name} must be one of {', '.join(choices)}, got {value!r}")
+        if field.metadata and isinstance(value, int | float):
+            try:
+                field.metadata["bounds"].check(value)
+            except ValueError as error:
+                raise ValueError(f"{owner}{field.name} {error}, got {value}") from None

@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 
 from megatron_zpp.architectures import ARCHITECTURES, GPT, LLAMA, find_architecture
+from megatron_zpp.arguments.command_line import help_text
 from megatron_zpp.arguments.foreign_flags import NOT_NEEDED, REFUSED
 from megatron_zpp.arguments.page import render_reference
-from megatron_zpp.arguments.parse import SettingsError, build_parser, parse_settings
+from megatron_zpp.arguments.parse import SettingsError, parse_settings
 from megatron_zpp.models.llama import LlamaConfig
 from megatron_zpp.settings.checks import flag_of
 from megatron_zpp.settings.flags import iterate_flags
@@ -32,7 +33,7 @@ def parse(command: str, architecture: str = "gpt", world_size: int = 4) -> tuple
 def refusal(command: str, architecture: str = "gpt", world_size: int = 4) -> str:
     with pytest.raises(SettingsError) as error:
         parse(command, architecture, world_size)
-    message = str(error.value)
+    (message,) = error.value.messages
     assert "\n" not in message
     return message
 
@@ -226,7 +227,7 @@ def test_help_exits_cleanly_and_shows_defaults(capsys):
     assert stop.value.code == 0
     assert "peak learning rate" in text and "(default: 0.999)" in text
     assert "--use-flash-attn" not in text  # only what does something
-    assert max(map(len, build_parser(GPT).format_usage().splitlines())) < 100
+    assert max(map(len, help_text(GPT).partition("\n\n")[0].splitlines())) < 100
 
 
 def test_reference_page_is_up_to_date():
@@ -328,9 +329,7 @@ def test_refused(extra, words):
     ],
 )
 def test_missing(left_out, words):
-    message = refusal(SMALL.replace(left_out, ""))
-    if left_out == "--mock-data":  # without data the tokenizer is asked for first
-        message = refusal(SMALL.replace(left_out, "--tokenizer-type ByteTokenizer"))
+    message = refusal(SMALL.replace(left_out, "--tokenizer-type ByteTokenizer" if left_out == "--mock-data" else ""))
     for word in words.split():
         assert word in message, message
 

@@ -45,7 +45,7 @@ def parse(command: str, path: str, world_size: int = 4) -> Settings:
 def refusal(call) -> str:
     with pytest.raises(SettingsError) as error:
         call()
-    assert "\n" not in str(error.value)
+    assert not any("\n" in message for message in error.value.messages)
     return str(error.value)
 
 

@@ -1,0 +1,100 @@
+"""The words of the trainer's command line: what they give, and its --help."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+from collections.abc import Iterable
+from typing import Any
+
+from megatron_zpp.architectures import ARCHITECTURES, Architecture
+from megatron_zpp.arguments.foreign_flags import NOT_NEEDED, REFUSED
+from megatron_zpp.settings.checks import Mistakes, SettingsError
+from megatron_zpp.settings.flags import Flag, group_title, iterate_flags
+from megatron_zpp.settings.groups import all_flags, iterate_groups
+
+
+def read_command_line(argv: Iterable[str], mistakes: Mistakes) -> tuple[dict[str, Any], list[str]]:
+    """{setting: value} of the flags that are given, and those of ``NOT_NEEDED`` that are.
+
+    Of a flag that is given twice, the last one holds. What is wrong with a flag goes to ``mistakes``.
+    """
+    flags = {flag.name: flag for flag in all_flags().values()}
+    given: dict[str, Any] = {}
+    not_needed: list[str] = []
+    for name, words in _split(argv):
+        with mistakes.collected():
+            if name in flags:
+                given[flags[name].setting] = _value(flags[name], words)
+            elif name in NOT_NEEDED:
+                _check_not_needed(name, words)
+                not_needed.append(name)
+            else:
+                raise SettingsError(_unknown(name, words))
+    return given, list(dict.fromkeys(not_needed))
+
+
+def _split(argv: Iterable[str]) -> list[tuple[str, list[str]]]:
+    """Each flag and the words behind it, "--flag=word" among them; "" is the flag of words that stand before any."""
+    found: list[tuple[str, list[str]]] = [("", [])]
+    for word in argv:
+        name, equals, value = word.partition("=")
+        if name.startswith("--"):
+            found.append((name, [value] if equals else []))
+        else:
+            found[-1][1].append(word)
+    return found if found[0][1] else found[1:]
+
+
+def _value(flag: Flag, words: list[str]) -> Any:
+    try:
+        return flag.read(words)
+    except ValueError as error:
+        raise SettingsError(f"{flag.name} {error}") from None
+
+
+def _check_not_needed(name: str, words: list[str]) -> None:
+    flag, value = NOT_NEEDED[name], " ".join(words)
+    if flag.accepted is None and words:
+        raise SettingsError(f"{name} takes no value, got {value}")
+    if flag.accepted is not None and value not in flag.accepted:
+        raise SettingsError(f"{name} {value} is not supported, only {' or '.join(flag.accepted)}: {flag.because}")
+
+
+def _unknown(name: str, words: list[str]) -> str:
+    if not name:
+        return f"{' '.join(words)} belongs to no flag; see --help"
+    if name in REFUSED:
+        return f"{name} is not supported: {REFUSED[name]}"
+    known = [*(flag.name for flag in all_flags().values()), *NOT_NEEDED]
+    nearest = difflib.get_close_matches(name.replace("_", "-"), known, n=1)
+    return f"unknown flag {name}; " + (f"did you mean {nearest[0]}?" if nearest else "see --help")
+
+
+def help_text(architecture: Architecture) -> str:
+    """What --help prints for the trainer of one architecture."""
+    # A trainer from outside of this package is no command of ours.
+    trainer = f"-m megatron_zpp pretrain-{architecture.name}" if architecture in ARCHITECTURES else "%(prog)s"
+    parser = argparse.ArgumentParser(
+        usage=f"%(prog)s [flags]\n       torchrun --nproc-per-node N {trainer} [flags]   for N ranks",
+        description=f"Pretrain a {architecture.title} model with ZeRO++ on PyTorch FSDP2.",
+        formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=36),
+    )
+    for _, group in iterate_groups():
+        section = parser.add_argument_group(group_title(group))
+        for flag in iterate_flags(group):
+            if flag.value_type is bool:
+                section.add_argument(flag.name, action="store_true", help=_help(flag))
+            else:
+                metavar = flag.metavar or {int: "N", float: "X", str: "NAME"}[flag.value_type]
+                if flag.choices is not None:
+                    metavar = f"{{{','.join(flag.choices)}}}"
+                section.add_argument(flag.name, nargs=flag.nargs, metavar=metavar, help=_help(flag))
+    return parser.format_help()
+
+
+def _help(flag: Flag) -> str:
+    text = flag.help + (f" ({flag.bounds})" if str(flag.bounds) else "")
+    if flag.default not in (None, False):
+        text += f" (default: {flag.default})"
+    return text.replace("%", "%%")

@@ -1,0 +1,37 @@
+"""Which numbers a setting may have: said once, in its field's metadata, for its check, its page and its tests."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """An interval of finite numbers. An end that is None is open."""
+
+    at_least: float | None = None
+    above: float | None = None
+    at_most: float | None = None
+    below: float | None = None
+
+    def __str__(self) -> str:
+        """Such as "at least 0, below 1"; "" where every finite number is inside."""
+        return ", ".join(text for text, _ in self._ends(0))
+
+    def check(self, number: float) -> None:
+        """Raise ValueError("must be at least 1") and the like, unless ``number`` is inside."""
+        if not abs(number) < math.inf:  # NaN too; math.isfinite fails on large integers
+            raise ValueError("must be a finite number")
+        for text, is_inside in self._ends(number):
+            if not is_inside:
+                raise ValueError(f"must be {text}")
+
+    def _ends(self, number: float) -> list[tuple[str, bool]]:
+        ends = [
+            ("at least", self.at_least, lambda end: number >= end),
+            ("above", self.above, lambda end: number > end),
+            ("at most", self.at_most, lambda end: number <= end),
+            ("below", self.below, lambda end: number < end),
+        ]
+        return [(f"{name} {end}", is_inside(end)) for name, end, is_inside in ends if end is not None]

@@ -1,0 +1,57 @@
+"""Every flag of the trainer with words that are no sensible value of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megatron_zpp.settings.flags import Flag
+from megatron_zpp.settings.groups import all_flags
+
+WORDS = ("0", "-1", "nan", "inf", "1e300", "", "9" * 20, "ünï🙂", "1e-300", "0.5", "1")
+# Without these, a run only notes that a flag has no effect. Each needs no more than is here.
+NEEDED = {
+    "num_query_groups": "--group-query-attention",
+    "rope_scaling_factor": "--use-rope-scaling",
+    "loss_scale": "--fp16",
+    "initial_loss_scale": "--fp16",
+    "min_loss_scale": "--fp16",
+    "loss_scale_window": "--fp16",
+    "hysteresis": "--fp16",
+    "manual_gc_interval": "--manual-gc",
+    "save_interval": "--save {folder}",
+    "save": "--save-interval 2",
+    "save_retain_interval": "--save {folder} --save-interval 1",
+    "save_keep_last": "--save {folder} --save-interval 1",
+    "ckpt_step": "--load {folder}",
+    "fim_rate": "--fim-data",
+    "fim_spm_rate": "--fim-data",
+    "tensorboard_log_interval": "--tensorboard-dir {folder}",
+    "tensorboard_queue_size": "--tensorboard-dir {folder}",
+    "recompute_num_layers": "--recompute-granularity full",
+    "start_weight_decay": "--weight-decay-incr-style linear --end-weight-decay 1",
+    "end_weight_decay": "--weight-decay-incr-style linear --start-weight-decay 0",
+    "lr_wsd_decay_iters": "--lr-decay-style WSD",
+    "sgd_momentum": "--optimizer sgd",
+    "emulate_nodes": "--emulate-ranks 2",
+    "zero_weight_difference_block_size": (
+        "--emulate-ranks 2 --zero-hpz-partition-size 2 --zero-weight-difference-bits 4"
+    ),
+    "zero_monitor_interval": "--zero-quantized-weights",
+    "lr_decay_samples": "--train-samples 4",
+    "lr_warmup_samples": "--train-samples 4",
+    "lr_wsd_decay_samples": "--train-samples 4 --lr-decay-style WSD",
+    "train_samples": "--train-samples 4",
+}
+
+
+def cases(folder: str) -> Iterator[tuple[Flag, str, list[str]]]:
+    """Each flag, a word, and the command line of the two. Switches get the word they do not take."""
+    for flag in all_flags().values():
+        needed = NEEDED.get(flag.setting, "").format(folder=folder).split()
+        if flag.needs is not None and flag.setting not in NEEDED:
+            switch = all_flags()[flag.needs]
+            needed = [switch.name]
+            needed += [all_flags()[switch.needs].name] if switch.needs else []
+        for word in WORDS:
+            count = flag.nargs if isinstance(flag.nargs, int) else 1
+            yield flag, word, [*needed, flag.name, *[word] * count]

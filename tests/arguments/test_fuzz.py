@@ -1,0 +1,116 @@
+"""Any flag with any word is refused in lines that name it, or becomes settings; all mistakes are told at once."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shlex
+
+import pytest
+
+from megatron_zpp.architectures import GPT, LLAMA
+from megatron_zpp.arguments.parse import SettingsError, parse_settings
+from megatron_zpp.settings.flags import iterate_flags
+from megatron_zpp.settings.groups import ModelSettings, Settings, all_flags
+from megatron_zpp.zeropp.bounds import Bounds
+from tests.arguments.fuzzing import cases
+
+LENGTH = ["--train-iters", "2"]
+SMALL = shlex.split(
+    "--num-layers 1 --hidden-size 16 --num-attention-heads 2 --seq-length 8 --micro-batch-size 1 --lr 1e-3 "
+    "--mock-data --vocab-size 100 --num-workers 0"
+)
+
+
+def parse(argv: list[str], architecture=GPT, world_size: int = 1) -> Settings:
+    return parse_settings(architecture, argv, world_size, note=lambda text: None)
+
+
+def mistakes(argv: list[str], world_size: int = 1) -> list[str]:
+    with pytest.raises(SettingsError) as error:
+        parse(argv, world_size=world_size)
+    return list(error.value.messages)
+
+
+def test_every_flag_with_every_word(tmp_path):
+    refused = accepted = 0
+    for flag, word, argv in cases(str(tmp_path)):
+        length = [] if "--train-samples" in argv else LENGTH
+        architecture = LLAMA if flag.setting in ("num_query_groups", "rope_scaling_factor") else GPT
+        try:
+            settings = parse([*SMALL, *length, *argv], architecture)
+        except SettingsError as error:
+            refused += 1
+            assert len(set(error.messages)) == len(error.messages), argv
+            assert any(flag.name in message for message in error.messages), (argv, error.messages)
+            assert not any("\n" in message for message in error.messages)
+        else:
+            accepted += 1
+            assert flag.value_type is not bool, argv
+            if getattr(settings.model, flag.setting, None) is not None:
+                assert architecture.num_parameters(architecture.build_config(settings.model, 128)) > 0
+            assert word not in ("nan", "inf", "") or flag.value_type is str, argv
+            assert word != "9" * 20 or flag.value_type is not int, argv
+            json.dumps(settings.as_flat_dict(), allow_nan=False)
+    assert refused > 5 * accepted > 0
+
+
+def test_every_number_has_a_smallest_value():
+    for flag in all_flags().values():
+        if flag.value_type in (int, float):
+            named = flag.setting.endswith(("_bits", "_block_size"))  # whose values ZeroPPConfig lists
+            assert named or {flag.bounds.at_least, flag.bounds.above} != {None}, flag.name
+
+
+def test_the_ends_of_bounds():
+    inside = {Bounds(at_least=1): 1, Bounds(above=0): 1e-300, Bounds(at_most=5): 5, Bounds(below=1): 0.999}
+    outside = {Bounds(at_least=1): 0, Bounds(above=0): 0, Bounds(at_most=5): 6, Bounds(below=1): 1}
+    for bounds, number in inside.items():
+        bounds.check(number)
+    for bounds, number in outside.items():
+        with pytest.raises(ValueError, match=f"^must be {bounds}$"):
+            bounds.check(number)
+    for number in (float("nan"), float("inf"), -float("inf")):
+        with pytest.raises(ValueError, match="must be a finite number"):
+            Bounds().check(number)
+    assert str(Bounds(at_least=0, below=1)) == "at least 0, below 1"
+
+
+def test_the_largest_model_that_is_accepted_has_sizes_that_64_bits_hold():
+    largest = {flag.setting: flag.bounds.at_most for flag in iterate_flags(ModelSettings) if flag.bounds.at_most}
+    model = ModelSettings(**largest | {"num_layers": 1}, max_position_embeddings=2**31 - 1)
+    model = GPT.resolve(dataclasses.replace(model, num_attention_heads=2**16, kv_channels=2**16), 8)
+    assert GPT.num_parameters(GPT.build_config(model, 2**31 - 1)) > 2**54
+
+
+def test_one_start_reports_all_mistakes():
+    argv = "--seed x --zero_stage 3 --bf16 yes --log-interval 0 --lr nan --save= --warmup 1 --adam-beta1 1"
+    assert mistakes([*SMALL, *LENGTH, *argv.split(), "--fp16", "--finetune", "--zeropp-loco"]) == [
+        "--seed must be a whole number, got x",
+        "unknown flag --zero_stage; did you mean --zero-stage?",
+        "--bf16 takes no value, got yes",
+        "--log-interval must be at least 1, got 0",
+        "--lr must be a finite number, got nan",
+        "--save must not be empty, got nothing",
+        "--warmup is not supported: use --lr-warmup-fraction",
+        "--adam-beta1 must be below 1, got 1",
+        "--zeropp-loco needs --zero-quantized-gradients",
+        "--finetune needs --load",
+    ]
+
+
+def test_a_consequence_is_no_mistake_of_its_own():
+    for flag in ("--num-layers", "--seq-length", "--train-iters", "--micro-batch-size", "--preset"):
+        argv = [*SMALL, *LENGTH]
+        if flag in argv:
+            argv[argv.index(flag) + 1] = "0"
+        else:
+            argv = [*argv[6:], flag, "x"]
+        (message,) = mistakes(argv)
+        assert flag in message
+
+
+def test_what_contradicts_at_a_time():
+    assert len(mistakes([*SMALL, *LENGTH, *shlex.split("--fp16 --bf16 --data-path x --save y --tie-embed x")])) == 4
+    said = mistakes([*SMALL, *LENGTH, *shlex.split("--global-batch-size 3 --zero-hpz-partition-size 3")], world_size=2)
+    assert len(said) == 2 and "--zero-hpz-partition-size 3" in said[1]
