@@ -71,13 +71,15 @@ class Run:
 
     def meta(self) -> dict[str, Any]:
         """What a checkpoint keeps beside the tensors."""
+        loss_is_finite = self.last_loss is None or math.isfinite(self.last_loss)
         return {
             "settings": self.settings.as_flat_dict(),
             "model_config": dataclasses.asdict(self.model.config),
             "counters": dataclasses.asdict(self.counters),
             "schedule": self.schedule.state_dict() if self.schedule is not None else None,
             "loss_scaler": self.scaler.state_dict(),
-            "loss": self.last_loss if self.last_loss is not None and math.isfinite(self.last_loss) else None,
+            "loss": self.last_loss if loss_is_finite else None,  # JSON has no NaN
+            "loss_is_finite": loss_is_finite,
             "data_order": self.datasets.train.order if self.datasets.train is not None else None,
             "tokens": self.counters.consumed_train_samples * (self.settings.training.seq_length or 0),
             "layout": self.layout(),
