@@ -135,7 +135,8 @@ def build_run(architecture: Architecture, settings: Settings, device: torch.devi
             check_same_order(settings, meta, datasets)
         run_config = settings.as_flat_dict() | {"world_size": dist.get_world_size()}
         is_last_rank = dist.get_rank() == dist.get_world_size() - 1
-        writers = MetricWriters(settings.logging, run_config, is_writer=is_last_rank, save=save)
+        resumes = meta is not None and not settings.checkpoint.finetune and settings.checkpoint.load == save
+        writers = MetricWriters(settings.logging, run_config, is_writer=is_last_rank, save=save, resumes=resumes)
         schedule = None
         if not training.skip_train:
             schedule = Schedule.from_settings(settings.optimizer, settings.schedule, training, batches)

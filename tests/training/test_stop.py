@@ -125,8 +125,9 @@ def test_a_signal_to_one_rank_saves_once_and_stops_wherever_the_run_is(data, tmp
     # The evaluations that follow see what they would have seen.
     losses = {name: result[2] for name, result in results[1].items()}
     assert losses["evaluation"] == [] and losses["resumed"] == losses["undisturbed"][1:] == losses["test"][1:]
-    counters = read_meta(tmp_path / "evaluation" / "iter_0000002")["counters"]
-    assert counters["consumed_valid_samples"] == EVAL_ITERS * 2
+    meta = read_meta(tmp_path / "evaluation" / "iter_0000002")
+    assert meta["counters"]["consumed_valid_samples"] == EVAL_ITERS * 2
+    assert meta["tokens"] == meta["counters"]["consumed_train_samples"] * 32 == 2 * 2 * 32
 
 
 SCRIPT = """
