@@ -77,9 +77,9 @@ class NonfiniteSteps:
                 f"NaN or Inf is in {names[0]} after iteration {run.counters.iteration}: lower --lr, and go on from an "
                 "older checkpoint with --ckpt-step"
             )
-        # One that was asked to stop may bring its scale down when it goes on.
-        is_early = run.counters.iteration < run.train_iters
-        if self.scale_adapts and is_early and math.isfinite(last.loss) and math.isfinite(run.scaler.scale):
+        # Overflows are no end: the run goes on later, or came far before it was resumed.
+        is_part = run.counters.iteration < run.train_iters or run.counters.scheduled_samples > 0
+        if self.scale_adapts and is_part and math.isfinite(last.loss) and math.isfinite(run.scaler.scale):
             return None
         where = self.where or locate_nonfinite(run, last.micro_batches)
         return (
