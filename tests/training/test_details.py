@@ -71,8 +71,8 @@ def test_evaluation_is_without_dropout_and_leaves_training_alone(tmp_path):
         name: flags(data, f"--global-batch-size 2 --hidden-dropout 0.3 {more}", length="--train-iters 4")
         for name, more in {
             "evaluates": "--eval-interval 1 --manual-gc --manual-gc-interval 2",
-            "does not": "--eval-iters 0 --manual-gc",
-            "without dropout": "--eval-iters 0 --attention-dropout 0 --hidden-dropout 0",
+            "does not": "--manual-gc",
+            "without dropout": "--attention-dropout 0 --hidden-dropout 0",
         }.items()
     }
     for of_rank in run_ranks(2, _train_and_evaluate, argvs):
