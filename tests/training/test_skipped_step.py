@@ -19,7 +19,7 @@ LOCO = "--zero-quantized-gradients --zeropp-loco --zero-gradient-bits 3 --zero-r
 RUNS = {
     "both hops, decaying": f"{LOCO} --zeropp-loco-hops both --zeropp-loco-reset decay --zeropp-loco-reset-interval 5",
     "fp16": f"{LOCO} --fp16 --initial-loss-scale 256 --hysteresis 1",
-    "weights too": f"{LOCO} --zero-quantized-weights --zero-hpz-partition-size 2 --zero-weight-difference-bits 4",
+    "weights too": f"{LOCO} --zero-quantized-weights --zero-hpz-partition-size 2",
 }
 
 
