@@ -95,7 +95,7 @@ NOT_NEEDED: dict[str, NotNeeded] = {
         "--deepspeed-activation-checkpointing",
     ),
     "--empty-unused-memory-level": NotNeeded("the allocator's cache is kept", ("0",)),
-    "--exit-signal": NotNeeded("--exit-signal-handler waits for both", ("SIGTERM", "SIGUSR1")),
+    "--exit-signal": NotNeeded("--exit-signal-handler waits for all of them", ("SIGTERM", "SIGUSR1", "SIGINT")),
     "--timing-log-level": NotNeeded("times of single operations are not logged", ("0",)),
     "--timing-log-option": NotNeeded("times of single operations are not logged", ("minmax", "max", "all")),
     # Data and checkpoints

@@ -59,7 +59,7 @@ def build_loader(
         collate_fn=partial(stack_samples, length=options.seq_length + 1),
         # The loader draws a seed for its workers: from a generator of its own, so that dropout's does not move.
         generator=torch.Generator(),
-        worker_init_fn=_outlive_sigterm,
+        worker_init_fn=_outlive_stop_signals,
     )
 
     def batches() -> Iterator[Batch]:
@@ -107,6 +107,8 @@ def make_batch(ids: NDArray[np.int64], options: SampleOptions) -> Batch:
     return batch
 
 
-def _outlive_sigterm(worker: int) -> None:
-    """SIGTERM to a whole job asks its ranks to save and exit; a rank still reads until then, and ends its workers."""
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+def _outlive_stop_signals(worker: int) -> None:
+    """A signal to a whole job, as Ctrl-C, may ask its ranks to save and exit; a rank still reads until then, and ends
+    its workers."""
+    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN)

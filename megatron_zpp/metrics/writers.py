@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from megatron_zpp.metrics.dashboard import tensorboard_layout
@@ -62,13 +63,20 @@ class MetricWriters:
         run_config: every setting of the run, shown with it.
         is_writer: True on the one rank that writes.
         save: the run's checkpoint folder; wandb's default place is its subfolder ``wandb``.
+        resumes: whether the run goes on from a checkpoint there, and so with its wandb run.
 
     Raises:
         ValueError: a writer was asked for whose package is not installed.
     """
 
     def __init__(
-        self, settings: LoggingSettings, run_config: Mapping[str, Any], *, is_writer: bool, save: str | None = None
+        self,
+        settings: LoggingSettings,
+        run_config: Mapping[str, Any],
+        *,
+        is_writer: bool,
+        save: str | None = None,
+        resumes: bool = False,
     ) -> None:
         self._tensorboard: Any = None
         self._wandb: Any = None
@@ -90,15 +98,23 @@ class MetricWriters:
             import wandb
 
             folder = settings.wandb_save_dir or (os.path.join(save, "wandb") if save else None)
+            run_id = os.environ.get("WANDB_RUN_ID")
             if folder is not None:
                 os.makedirs(folder, exist_ok=True)  # wandb falls back to a temporary folder otherwise
+                id_of_last = Path(folder) / "run_id"
+                if run_id is None and resumes and id_of_last.exists():
+                    run_id = id_of_last.read_text().strip()
             self._wandb = wandb.init(
                 project=settings.wandb_project,
                 name=settings.wandb_exp_name,
                 entity=settings.wandb_entity,
                 dir=folder,
                 config=dict(run_config),
+                id=run_id,
+                resume="allow",  # goes on with the run of that id, if there is one
             )
+            if folder is not None:
+                id_of_last.write_text(f"{self._wandb.id}\n")
 
     def write(self, metrics: Mapping[str, float], iteration: int, consumed_samples: int) -> None:
         """Add one point per key at ``iteration``; does nothing where there is no writer."""

@@ -94,7 +94,7 @@ class TrainingSettings:
     skip_train: bool = flag(False, "only evaluate")
     exit_interval: int | None = flag(None, "save and exit at iterations divisible by this", at_least=1)
     exit_duration_in_mins: float | None = flag(None, "save and exit after this many minutes", at_least=0)
-    exit_signal_handler: bool = flag(False, "save and exit on SIGTERM or SIGUSR1")
+    exit_signal_handler: bool = flag(False, "save and exit on SIGTERM, SIGUSR1 or Ctrl-C")
     calculate_per_token_loss: bool = flag(
         False, "average the loss over all tokens of the global batch, not per micro-batch first"
     )

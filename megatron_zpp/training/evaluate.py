@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -16,17 +16,23 @@ from megatron_zpp.training.step import count_once, masked_sum, to_inputs
 
 
 @torch.no_grad()
-def evaluate(run: Run, batches: Iterator[Batch], num_micro_batches: int) -> float:
+def evaluate(
+    run: Run, batches: Iterator[Batch], num_micro_batches: int, stop: Callable[[], bool] = lambda: False
+) -> float | None:
     """Mean loss per token over ``num_micro_batches`` of every data-parallel rank; the model ends in training mode.
 
-    Auxiliary losses are left out.
+    Auxiliary losses are left out. ``stop`` is asked before each batch, and must answer alike on all ranks: True ends
+    the evaluation without a result, None.
     """
+    is_stopped = False
     totals = torch.zeros(2, dtype=torch.float64, device=run.device)  # loss, tokens
     run.set_training(False)
     # A pipeline is full when it has as many micro-batches as ranks.
     at_once = run.mesh.pp_size
     with progress("evaluating", num_micro_batches) as advance, _training_traffic_alone(run):
         for start in range(0, num_micro_batches, at_once):
+            if is_stopped := stop():
+                break
             count = min(at_once, num_micro_batches - start)
             for as_rank in run.ranks:
                 with as_rank:
@@ -42,7 +48,7 @@ def evaluate(run: Run, batches: Iterator[Batch], num_micro_batches: int) -> floa
     dist.all_reduce(count_once(run, totals))
     run.set_training(True)
     loss_sum, num_tokens = totals.tolist()
-    return loss_sum / max(1.0, num_tokens)
+    return None if is_stopped else loss_sum / max(1.0, num_tokens)
 
 
 def _training_traffic_alone(run: Run) -> AbstractContextManager[None]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import socket
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -23,7 +24,7 @@ _OUTPUT, _GRADIENT = "output", "gradient of the output"
 
 
 class NonfiniteSteps:
-    """Counts the steps in a row that were skipped for NaN or Inf, and says where they began."""
+    """Counts the steps that were skipped for NaN or Inf, says where they began, and whether the run came to nothing."""
 
     def __init__(self, run: Run) -> None:
         precision, training = run.settings.precision, run.settings.training
@@ -32,11 +33,13 @@ class NonfiniteSteps:
         # fp16's first loss scale, 2^32, may take 30 halvings to come down.
         self.limit = training.max_nonfinite_steps or (50 if self.scale_adapts else 10)
         self.is_checked = not training.no_check_for_nan_in_loss_and_grad
-        self.in_a_row = 0
+        self.steps = self.in_a_row = 0  # of this process; nonfinite ones up to now
+        self.last: StepResult | None = None
         self.where = ""
 
     def step(self, result: StepResult) -> bool:
         """Take a step in; True if it is the last one of too many. Collective."""
+        self.steps, self.last = self.steps + 1, result
         is_nonfinite = result.skipped and not result.spiked
         self.in_a_row = self.in_a_row + 1 if is_nonfinite else 0
         if not is_nonfinite or not self.is_checked:
@@ -58,15 +61,52 @@ class NonfiniteSteps:
             "--no-check-for-nan-in-loss-and-grad"
         )
 
+    def at_end(self) -> str | None:
+        """Why the run came to nothing, however short it was: not one finite step, or NaN or Inf in a parameter that
+        the last step moved. Collective.
+        """
+        run, last = self.run, self.last
+        assert last is not None
+        if self.in_a_row < self.steps:
+            of_ranks: list[list[str]] = [[]] * dist.get_world_size()
+            dist.all_gather_object(of_ranks, _nonfinite_parameters(run))
+            names = [name for of_rank in of_ranks for name in of_rank]
+            if not names:
+                return None
+            return (
+                f"NaN or Inf is in {names[0]} after iteration {run.counters.iteration}: lower --lr, and go on from an "
+                "older checkpoint with --ckpt-step"
+            )
+        # Overflows are no end: the run goes on later, or came far before it was resumed.
+        is_part = run.counters.iteration < run.train_iters or run.counters.scheduled_samples > 0
+        if self.scale_adapts and is_part and math.isfinite(last.loss) and math.isfinite(run.scaler.scale):
+            return None
+        where = self.where or locate_nonfinite(run, last.micro_batches)
+        return (
+            f"not one of the {self.steps} steps up to iteration {run.counters.iteration} was without NaN or Inf (loss "
+            f"scale {run.scaler.scale:g}), so the parameters did not move: {where}; lower --lr or look at the data"
+        )
+
+
+def _nonfinite_parameters(run: Run) -> list[str]:
+    """The first parameter of which this rank holds a NaN or Inf, and that rank; [] if there is none."""
+    for name, parameter in run.model.named_parameters():
+        shard = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+        if not shard.isfinite().all():
+            return [f"the parameter {name} (the part of {_this_rank()})"]
+    return []
+
+
+def _this_rank() -> str:
+    return f"rank {dist.get_rank()} on {socket.gethostname()}"
+
 
 def locate_nonfinite(run: Run, micro_batches: list[Batch]) -> str:
     """One line: where the NaN or Inf of a step began, and on which rank. Collective; changes nothing.
 
     micro_batches: this rank's of the step. Costs one more step.
     """
-    where = f"rank {dist.get_rank()} on {socket.gethostname()}"
-    shards = ((name, p.to_local() if isinstance(p, DTensor) else p) for name, p in run.model.named_parameters())
-    parameters = [f"the parameter {name} (the part of {where})" for name, p in shards if not p.isfinite().all()]
+    parameters = _nonfinite_parameters(run)
     stages: Mapping[int, nn.Module] = {0: run.model} if run.pipeline is None else run.pipeline.stages
     last_stage = 0 if run.pipeline is None else run.pipeline.last
     with _watch(stages, last_stage, compiled=run.settings.activation.compile) as found:
@@ -77,7 +117,7 @@ def locate_nonfinite(run: Run, micro_batches: list[Batch]) -> str:
     if run.zeropp is not None:
         run.zeropp.undo_step()
         run.zeropp.traffic.take()  # none of the run's own steps
-    mine = parameters[:1], [(*event, f"the {event[0]} of {name} on {where}") for event, name in found.items()]
+    mine = parameters, [(*event, f"the {event[0]} of {name} on {_this_rank()}") for event, name in found.items()]
     of_ranks: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(of_ranks, mine)
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import gc
+import math
 import os
-import signal
 import sys
 import time
 from collections.abc import Iterator
@@ -37,15 +37,15 @@ from megatron_zpp.training.nonfinite import NonfiniteSteps
 from megatron_zpp.training.reporter import Reporter
 from megatron_zpp.training.setup import Run, build_run
 from megatron_zpp.training.step import train_step
+from megatron_zpp.training.stop import StopSignals, end_at_once_on_ctrl_c
 
 # docs/reliability.md lists them: 0 trained to the end, or saved and stopped as asked; 1 crashed.
 EXIT_USER_ERROR = 2
 EXIT_NOT_FINITE = 3
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 
 
 class NotFiniteError(ValueError):
-    """Too many steps in a row had NaN or Inf. The state before them is saved."""
+    """NaN or Inf in so many steps, in the parameters, or in the last evaluation, that the run came to nothing."""
 
 
 def main(architecture: Architecture) -> NoReturn:
@@ -73,15 +73,19 @@ def pretrain(architecture: Architecture) -> None:
             if mistake is not None:
                 raise mistake
         assert settings is not None
+        if settings.training.exit_signal_handler:
+            end_at_once_on_ctrl_c()
         run = build_run(architecture, settings, device)
         _describe(run)
-        train(run, start)
+        try:
+            train(run, start)
+        except NotFiniteError as error:  # on all ranks
+            report_error(str(error))
+            run.writers.close()
+            sys.exit(EXIT_NOT_FINITE)
         run.writers.close()
     except FailedTogether:
         sys.exit(EXIT_USER_ERROR)
-    except NotFiniteError as error:  # on all ranks
-        report_error(str(error))
-        sys.exit(EXIT_NOT_FINITE)
     except (ValueError, OSError, ImportError) as error:
         _report_alone_or_together(error)
         sys.exit(EXIT_USER_ERROR)
@@ -93,12 +97,14 @@ def pretrain(architecture: Architecture) -> None:
 
 
 def train(run: Run, start: float) -> None:
-    """The loop: step, log, evaluate, save, until the last iteration or a wish to stop. ``start``: monotonic seconds."""
+    """The loop: step, log, evaluate, save, until the last iteration or a wish to stop. ``start``: monotonic seconds.
+
+    Raises NotFiniteError on all ranks, after all that can be saved is saved.
+    """
     settings, counters = run.settings, run.counters
     training, checkpoint = settings.training, settings.checkpoint
     saver = _build_saver(run) if checkpoint.save is not None else None
-    # Not earlier: before the first step there is nothing to save, and a signal ends a rank that waits for dead ones.
-    stop_signals = _catch_stop_signals() if training.exit_signal_handler else []
+    signals = StopSignals(run.device)
     valid_batches = _batches(run, "valid", counters.consumed_valid_samples)
     if training.manual_gc:
         gc.disable()
@@ -116,7 +122,11 @@ def train(run: Run, start: float) -> None:
             )
             compiles = settings.activation.compile and reporter.is_first_step
             with progress("compiling") if compiles else nullcontext():
-                result = train_step(run, train_batches, num_micro_batches, stop=bool(stop_signals) or out_of_time)
+                result = train_step(run, train_batches, num_micro_batches, stop=signals.is_asked or out_of_time)
+            # Not earlier: before the first step there is nothing to save, and a signal ends a rank at once, whatever
+            # it waits for.
+            if training.exit_signal_handler and not signals.are_caught:
+                signals.catch()
 
             counters.iteration += 1
             counters.consumed_train_samples += batch_size
@@ -131,18 +141,21 @@ def train(run: Run, start: float) -> None:
                 saver.poll()
 
             iteration = counters.iteration
-            too_many = nonfinite.step(result)
+            too_many, is_whole = nonfinite.step(result), True
             if training.eval_interval and iteration % training.eval_interval == 0 and iteration < run.train_iters:
                 reporter.pause()
-                _validate(run, valid_batches)
+                is_whole = _validate(run, valid_batches, signals)
                 reporter.resume()
-            stop = result.stop or (training.exit_interval is not None and iteration % training.exit_interval == 0)
+            exit_is_due = training.exit_interval is not None and iteration % training.exit_interval == 0
             save_is_due = checkpoint.save_interval is not None and iteration % checkpoint.save_interval == 0
-            ends = stop or too_many or iteration == run.train_iters
+            ends = result.stop or not is_whole or exit_is_due or too_many or iteration == run.train_iters
             if saver is not None and (save_is_due or ends):
                 reporter.pause()
                 with progress("saving checkpoint"):
-                    _save(run, saver, and_wait=ends)
+                    _save(run, saver)
+                    ends = ends or signals.agree()  # asked for meanwhile: this save is the last
+                    if ends:
+                        saver.wait()
                 reporter.resume()
             if training.manual_gc_interval and iteration % training.manual_gc_interval == 0:
                 gc.collect()
@@ -152,15 +165,18 @@ def train(run: Run, start: float) -> None:
                 if iteration < run.train_iters:
                     print_once(f"exiting program at iteration {iteration}, {_where_saved(run, saver)}")
                 _check_last_save(run, saver)
-            if stop and iteration < run.train_iters:
+                if problem := nonfinite.at_end():
+                    raise NotFiniteError(f"{problem}. {_where_saved(run, saver)}")
+            if ends and iteration < run.train_iters:
                 return
 
-    if valid_batches is not None:
-        _validate(run, valid_batches, "validation")
+    if not _validate(run, valid_batches, signals, "validation"):
+        return
     test_batches = _batches(run, "test", 0)
     if test_batches is not None:
-        loss = evaluate(run, test_batches, run.num_eval_micro_batches)
-        _print_losses(run, loss, "test")
+        loss = _evaluate(run, test_batches, signals, "test")
+        if loss is not None:
+            _check_loss(run, loss, "test")
 
 
 def _describe(run: Run) -> None:
@@ -196,21 +212,42 @@ def _batches(run: Run, split: str, consumed_samples: int) -> Iterator[Batch] | N
     )
 
 
-def _validate(run: Run, batches: Iterator[Batch] | None, data_set: str | None = None) -> None:
+def _validate(run: Run, batches: Iterator[Batch] | None, signals: StopSignals, data_set: str | None = None) -> bool:
+    """Evaluate on the validation data, if there are any; False if a signal cut that short."""
     if batches is None:
-        return
+        return True
     assert run.settings.training.micro_batch_size
-    loss = evaluate(run, batches, run.num_eval_micro_batches)
+    loss = _evaluate(run, batches, signals, data_set)
+    # Cut short or not: the evaluations to come have the samples that they would have had.
     samples = run.num_eval_micro_batches * run.settings.training.micro_batch_size * run.mesh.dp_size
     run.counters.consumed_valid_samples += samples
-    _print_losses(run, loss, data_set)
-    metrics = validation_metrics({"lm loss": loss}, run.settings.logging)
-    run.writers.write(metrics, run.counters.iteration, run.counters.consumed_train_samples)
+    if loss is not None:
+        metrics = validation_metrics({"lm loss": loss}, run.settings.logging)
+        run.writers.write(metrics, run.counters.iteration, run.counters.consumed_train_samples)
+        if data_set is not None:
+            _check_loss(run, loss, data_set)
+    return loss is not None
 
 
-def _print_losses(run: Run, loss: float, data_set: str | None) -> None:
+def _evaluate(run: Run, batches: Iterator[Batch], signals: StopSignals, data_set: str | None) -> float | None:
+    """The loss, printed; None if a signal cut that short. ``data_set``: of an evaluation after training."""
+    iteration = run.counters.iteration
+    loss = evaluate(run, batches, run.num_eval_micro_batches, stop=signals.agree)
+    where = f"on the {data_set} set" if data_set else f"at iteration {iteration}"
+    if loss is None:
+        print_once(f"note: the evaluation {where} was cut short: a signal asked to stop")
+        return None
     if dist.get_rank() == dist.get_world_size() - 1:
-        print(*format_validation_lines(run.counters.iteration, {"lm loss": loss}, data_set), sep="\n", flush=True)
+        print(*format_validation_lines(iteration, {"lm loss": loss}, data_set), sep="\n", flush=True)
+    return loss
+
+
+def _check_loss(run: Run, loss: float, data_set: str) -> None:
+    if not math.isfinite(loss):
+        raise NotFiniteError(
+            f"the loss on the {data_set} set is {loss:g} after iteration {run.counters.iteration}: look at the data, "
+            "or go back to an older checkpoint with --ckpt-step"
+        )
 
 
 def _build_saver(run: Run) -> CheckpointSaver:
@@ -228,13 +265,11 @@ def _build_saver(run: Run) -> CheckpointSaver:
     )
 
 
-def _save(run: Run, saver: CheckpointSaver, and_wait: bool) -> None:
+def _save(run: Run, saver: CheckpointSaver) -> None:
     checkpoint = run.settings.checkpoint
     optimizer = None if checkpoint.no_save_optim else run.optimizer
     save_rng = not checkpoint.no_save_rng
     saver.save(run.counters.iteration, run.model, optimizer, run.zeropp, run.meta(), save_rng)
-    if and_wait:
-        saver.wait()
 
 
 def _where_saved(run: Run, saver: CheckpointSaver | None) -> str:
@@ -250,14 +285,6 @@ def _check_last_save(run: Run, saver: CheckpointSaver | None) -> None:
                 f"the checkpoint of the last iteration, {run.counters.iteration}, was not saved, for the reason above; "
                 f"the latest one in {saver.folder} is older, and the same command goes on from there"
             )
-
-
-def _catch_stop_signals() -> list[int]:
-    """A list that is empty until a signal asks to save and stop."""
-    received: list[int] = []
-    for number in STOP_SIGNALS:
-        signal.signal(number, lambda number, frame: received.append(number))
-    return received
 
 
 def _report_alone_or_together(error: Exception) -> None:

@@ -71,13 +71,15 @@ class Run:
 
     def meta(self) -> dict[str, Any]:
         """What a checkpoint keeps beside the tensors."""
+        loss_is_finite = self.last_loss is None or math.isfinite(self.last_loss)
         return {
             "settings": self.settings.as_flat_dict(),
             "model_config": dataclasses.asdict(self.model.config),
             "counters": dataclasses.asdict(self.counters),
             "schedule": self.schedule.state_dict() if self.schedule is not None else None,
             "loss_scaler": self.scaler.state_dict(),
-            "loss": self.last_loss if self.last_loss is not None and math.isfinite(self.last_loss) else None,
+            "loss": self.last_loss if loss_is_finite else None,  # JSON has no NaN
+            "loss_is_finite": loss_is_finite,
             "data_order": self.datasets.train.order if self.datasets.train is not None else None,
             "tokens": self.counters.consumed_train_samples * (self.settings.training.seq_length or 0),
             "layout": self.layout(),
@@ -133,7 +135,8 @@ def build_run(architecture: Architecture, settings: Settings, device: torch.devi
             check_same_order(settings, meta, datasets)
         run_config = settings.as_flat_dict() | {"world_size": dist.get_world_size()}
         is_last_rank = dist.get_rank() == dist.get_world_size() - 1
-        writers = MetricWriters(settings.logging, run_config, is_writer=is_last_rank, save=save)
+        resumes = meta is not None and not settings.checkpoint.finetune and settings.checkpoint.load == save
+        writers = MetricWriters(settings.logging, run_config, is_writer=is_last_rank, save=save, resumes=resumes)
         schedule = None
         if not training.skip_train:
             schedule = Schedule.from_settings(settings.optimizer, settings.schedule, training, batches)

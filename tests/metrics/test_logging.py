@@ -153,6 +153,22 @@ def test_wandb_offline_keeps_the_points(tmp_path: Path, monkeypatch: pytest.Monk
     assert b"lm loss" in content and b"samples vs steps" in content and b"vs samples" not in content
 
 
+def test_a_resumed_run_goes_on_with_its_wandb_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("wandb.sdk", reason="wandb is not installed")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    ids = []
+    for resumes in (False, True, False, True):
+        settings = LoggingSettings(wandb_project="p")
+        writers = MetricWriters(settings, {}, is_writer=True, save=str(tmp_path), resumes=resumes)
+        ids.append(writers._wandb.id)
+        writers.close()
+    assert ids[0] == ids[1] != ids[2] == ids[3]
+    monkeypatch.setenv("WANDB_RUN_ID", "chosen")
+    writers = MetricWriters(settings, {}, is_writer=True, save=str(tmp_path), resumes=True)
+    assert writers._wandb.id == "chosen"
+    writers.close()
+
+
 def test_progress_shows_on_a_terminal_only(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
     with progress("building", total=2) as advance:
         advance(1)

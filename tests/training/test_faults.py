@@ -24,6 +24,7 @@ from tests.ranks import run_ranks
 from tests.training.small_run import (
     NO_DROPOUT,
     ROOT,
+    call_pretrain,
     flags,
     ranks_of,
     start,
@@ -159,7 +160,7 @@ def _train_with_nan(argv: list[str], plant) -> tuple[str, str, int]:
             train(run, time.monotonic())
         except (NotFiniteError, FailedTogether) as caught:
             error = str(caught)
-    return out.getvalue(), error, len(metrics["lm loss"])
+    return out.getvalue(), error, len(metrics.get("lm loss", []))
 
 
 def _spoil_parameter(run) -> None:
@@ -181,6 +182,28 @@ def _spoil_gradient(run) -> None:
             output.register_hook(lambda gradient: gradient * float("inf"))
 
         run.model.layers[0].mlp.linear_fc1.register_forward_hook(hook)
+
+
+def _spoil_parameter_in_last_step(run) -> None:
+    """Its loss is finite, and so are its gradients."""
+
+    def hook(optimizer, args, kwargs):
+        if run.counters.iteration == run.train_iters - 1:
+            _spoil_parameter(run)
+
+    run.optimizer.register_step_post_hook(hook)
+
+
+def _spoil_evaluation(run) -> None:
+    run.model.register_forward_hook(lambda model, inputs, output: output if model.training else output / 0)
+
+
+def _spoil_nothing(run) -> None:
+    pass
+
+
+def _spoil_loss_scale(run) -> None:
+    run.scaler.scale = float("inf")
 
 
 def _spoil_steps_2_and_4(run) -> None:
@@ -207,7 +230,9 @@ def test_nan_stops_after_some_steps_with_a_saved_state_and_its_origin(data, tmp_
     assert steps == 3 and "the last 3 steps, up to iteration 3, had NaN or Inf" in error and where in error
     assert f"saved in {tmp_path}" in error
     assert out.count("the step was skipped") == 1
-    counters = read_meta(tmp_path / "iter_0000003")["counters"]
+    meta = read_meta(tmp_path / "iter_0000003")
+    assert meta["loss_is_finite"] == (plant is _spoil_gradient) == (meta["loss"] is not None)
+    counters = meta["counters"]
     assert counters["skipped_iterations"] == 3 and counters["consumed_train_samples"] == 6
     assert counters["scheduled_samples"] == 0
 
@@ -224,6 +249,65 @@ def test_an_adapting_loss_scale_has_more_patience(data):
     argv = flags(data, "--fp16 --micro-batch-size 4", length="--train-iters 60")
     _, error, steps = run_ranks(2, _train_with_nan, argv, _spoil_parameter)[0]
     assert steps == 50 and "the parameter layers.1.mlp.linear_fc1.weight" in error
+
+
+def _train_each_with_nan(cases):
+    return {name: _train_with_nan(argv, plant) for name, (argv, plant) in cases.items()}
+
+
+def test_a_run_that_came_to_nothing_says_so_however_short_it_is_and_whatever_ended_it(data, tmp_path):
+    two = "2 steps up to iteration 2 was without NaN or Inf"
+    began = "it began in the gradient of the output of layers.0.mlp.linear_fc1 on rank 0 on"
+    rows = [
+        ("short", "--train-iters 2", _spoil_gradient, [f"not one of the {two}", began, "saved in"]),
+        ("unchecked", "--train-iters 2 --no-check-for-nan-in-loss-and-grad", _spoil_gradient, [two, began]),
+        ("interval", "--exit-interval 2", _spoil_gradient, [two, began]),
+        (
+            "parameter",
+            "--train-iters 2",
+            _spoil_parameter_in_last_step,
+            ["NaN or Inf is in the parameter layers.1.mlp.linear_fc1.weight (the part of rank 1 on", "iteration 2"],
+        ),
+        (
+            "validation",
+            "--train-iters 2 --eval-iters 1",
+            _spoil_evaluation,
+            ["validation set is inf after"],
+        ),
+        ("test", "--train-iters 2 --eval-iters 1 --split 9,0,1", _spoil_evaluation, ["the test set is inf after"]),
+        (
+            "skip train",
+            "--skip-train --eval-iters 1",
+            _spoil_parameter,
+            ["validation set is nan after"],
+        ),
+        ("no scale", "--fp16 --exit-interval 2", _spoil_loss_scale, [f"{two} (loss scale inf)", "gradient"]),
+        # Its loss scale has not come down yet, and goes on to when the run does.
+        ("early", "--fp16 --exit-interval 2", _spoil_nothing, []),
+        ("early nan", "--fp16 --exit-interval 2", _spoil_parameter, [two, "it began in the parameter layers.1"]),
+    ]
+    cases = {
+        name: (flags(data, f"--global-batch-size 2 --eval-iters 0 --save {tmp_path / name.replace(' ', '')}",
+                     "--save-interval 100", more), plant)
+        for name, more, plant, _ in rows
+    }  # fmt: skip
+    for of_rank in run_ranks(2, _train_each_with_nan, cases):
+        for name, _, _, expected in rows:
+            error = of_rank[name][1]
+            assert bool(error) == bool(expected), (name, error)
+            assert all(text in error for text in expected), (name, error)
+    for name in ("short", "interval", "parameter", "early"):
+        assert read_meta(tmp_path / name / "iter_0000002")["loss_is_finite"]  # only the gradients were spoilt
+
+
+def test_status_3_and_what_was_written_before_it(data, tmp_path):
+    # The first loss scale, 2^32, overflows.
+    argv = flags(data, f"--fp16 --eval-iters 0 --tensorboard-dir {tmp_path}", length="--train-iters 1")
+    ((code, _, error),) = run_ranks(1, call_pretrain, argv)[0]
+    assert code == 3
+    assert error.startswith("error: not one of the 1 steps") and "not saved: there is no --save" in error
+    (events,) = tmp_path.iterdir()
+    assert b"lm loss" in events.read_bytes()
 
 
 # A batch that makes the loss spike

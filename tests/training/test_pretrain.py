@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
-import signal
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -269,21 +266,3 @@ def test_exit_interval_and_duration(data, tmp_path):
     assert {name: len(run["lm loss"]) for name, run in metrics.items()} == {"interval": 3, "duration": 1}
     assert all("lm loss validation" not in run for run in metrics.values())  # it exits at once
     assert {path.name for path in tmp_path.glob("iter_*")} == {"iter_0000001", "iter_0000003"}
-
-
-def children_of(pid):
-    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-
-
-def test_sigterm_on_one_rank_saves_and_ends_all(data, tmp_path):
-    asked = f"--exit-signal-handler --save {tmp_path} --save-interval 100000 --num-workers 1"
-    process = torchrun(2, flags(data, asked, length="--train-iters 100000"), warm=False)
-    lines = iter(process.stdout.readline, "")
-    assert any("iteration        3/" in line for line in lines)
-    rank = children_of(process.pid)[-1]
-    for pid in [*children_of(rank), rank]:  # its loader's workers too, as Slurm does
-        os.kill(pid, signal.SIGTERM)
-    out, err = process.communicate(timeout=60)
-    assert process.returncode == 0, err
-    iteration = int(re.search(r"exiting program at iteration (\d+), saved in", out)[1])
-    assert (tmp_path / "latest_checkpointed_iteration.txt").read_text() == f"{iteration}\n"

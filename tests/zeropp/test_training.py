@@ -378,16 +378,21 @@ def _undone_step():
     moved = zeropp.state_dict()
     zeropp.undo_step()
     after = zeropp.state_dict()
+    (reduce_scatter,) = zeropp._reduce_scatters.values()
+    feedback = reduce_scatter.hops.feedback["inter"]
+    errors = [feedback.decode(feedback.error)]
     zeropp.rescale_errors(0.5)
-    return before, moved, after, zeropp.state_dict()
+    errors.append(feedback.decode(feedback.error))
+    return before, moved, after, errors
 
 
 def test_an_undone_step_leaves_no_trace_and_rescaling_is_exact():
-    before, moved, after, _ = run_ranks(4, _undone_step)[0]
-    for hop in ("intra", "inter"):
-        error = f"gradients/root/{hop}.error"
-        assert before[error].any() and not moved[error].equal(before[error])
-    assert all(before[name].equal(after[name]) for name in before)
+    for before, moved, after, (error, rescaled) in run_ranks(4, _undone_step):
+        for hop in ("intra", "inter"):
+            name = f"gradients/root/{hop}.error"
+            assert before[name].any() and not moved[name].equal(before[name])
+        assert all(before[name].equal(after[name]) for name in before)
+        assert error.any() and rescaled.equal(error * 0.5)  # a power of 2 changes exponents alone
 
 
 def _forgiving():

@@ -1,0 +1,84 @@
+"""Details of the loop that no loss shows: how precisions map, how many evaluations come, when garbage is collected."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import io
+import time
+
+import pytest
+import torch
+
+from megatron_zpp.checkpoint.counters import Counters
+from megatron_zpp.settings.groups import PrecisionSettings, TrainingSettings
+from megatron_zpp.training.evaluate import evaluate
+from megatron_zpp.training.model import mixed_precision
+from megatron_zpp.training.pretrain import _batches, train
+from megatron_zpp.training.setup import _evaluations_to_come
+from tests.ranks import run_ranks
+from tests.training.small_run import flags, start, write_text
+
+
+@pytest.mark.parametrize(
+    "flags_, compute, reduce",
+    [
+        ({}, None, None),
+        ({"bf16": True}, torch.bfloat16, torch.float32),
+        ({"bf16": True, "grad_reduce_in_bf16": True}, torch.bfloat16, torch.bfloat16),
+        ({"fp16": True}, torch.float16, torch.float16),
+        ({"fp16": True, "accumulate_allreduce_grads_in_fp32": True}, torch.float16, torch.float32),
+    ],
+)
+def test_what_computes_and_what_travels(flags_, compute, reduce):
+    policy = mixed_precision(PrecisionSettings(**flags_))
+    assert (policy.param_dtype, policy.reduce_dtype) == (compute, reduce)
+
+
+@pytest.mark.parametrize(
+    "interval, iteration, evaluations",
+    [(None, 0, 1), (4, 0, 3), (4, 3, 3), (4, 4, 2), (4, 9, 1), (4, 12, 1), (10, 0, 2), (11, 0, 1)],
+)
+def test_evaluations_to_come(interval, iteration, evaluations):
+    training = TrainingSettings(eval_interval=interval)
+    assert _evaluations_to_come(training, Counters(iteration=iteration), train_iters=10) == evaluations
+
+
+def _train_and_evaluate(argvs: dict[str, list[str]]):
+    """Losses of each run; then two evaluations on the same samples, and the number of collections of garbage."""
+    results = {}
+    for name, argv in argvs.items():
+        run, metrics = start(argv)
+        collections: list[int] = []
+
+        def count(phase, info, collections=collections):
+            if phase == "start":
+                collections.append(info["generation"])
+
+        gc.callbacks.append(count)
+        with contextlib.redirect_stdout(io.StringIO()):
+            train(run, time.monotonic())
+        gc.callbacks.remove(count)
+        gc.enable()
+        twice = [evaluate(run, _batches(run, "valid", 0), 3) for _ in range(2)]
+        results[name] = metrics["lm loss"], twice, collections, run.model.training
+    return results
+
+
+def test_evaluation_is_without_dropout_and_leaves_training_alone(tmp_path):
+    data = write_text(tmp_path)
+    argvs = {
+        name: flags(data, f"--global-batch-size 2 --hidden-dropout 0.3 {more}", length="--train-iters 4")
+        for name, more in {
+            "evaluates": "--eval-interval 1 --manual-gc --manual-gc-interval 2",
+            "does not": "--manual-gc",
+            "without dropout": "--attention-dropout 0 --hidden-dropout 0",
+        }.items()
+    }
+    for of_rank in run_ranks(2, _train_and_evaluate, argvs):
+        losses = {name: result[0] for name, result in of_rank.items()}
+        assert losses["evaluates"] == losses["does not"] != losses["without dropout"]
+        for _, (first, second), _, is_training in of_rank.values():
+            assert first == second and is_training
+        assert of_rank["evaluates"][2] == [2, 2]  # whole ones, at steps 2 and 4, and no other
+        assert of_rank["does not"][2] == []

@@ -1,0 +1,128 @@
+"""What a log line says of several steps, against what lines of single steps say; and what the monitor says of ranks."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import math
+import time
+
+import pytest
+
+from megatron_zpp.metrics.log_reader import parse_line
+from megatron_zpp.training.pretrain import _batches, train
+from megatron_zpp.training.step import train_step
+from tests.ranks import run_ranks
+from tests.training.small_run import flags, start, write_text
+
+STEPS, SEQ_LENGTH, RANKS = 10, 32, 2
+NAN, SPIKE = 5, 7  # steps
+IN_EVALUATION, IN_STEP = 0.5, 0.02  # seconds of sleep, at least
+
+
+def _logged(argvs: dict[str, list[str]]):
+    """What each run printed and wrote, and how long it took."""
+    results = {}
+    for name, argv in argvs.items():
+        run, metrics = start(argv)
+
+        def hook(model, inputs, losses, run=run):
+            time.sleep(IN_STEP if model.training else IN_EVALUATION)
+            step = run.counters.iteration + 1
+            return losses * ({NAN: math.nan, SPIKE: 4.0}.get(step, 1.0) if model.training else 1.0)
+
+        run.model.register_forward_hook(hook)
+        begin = time.monotonic()
+        with contextlib.redirect_stdout(io.StringIO()) as out:
+            train(run, begin)
+        lines = [line for text in out.getvalue().splitlines() if (line := parse_line(text)) is not None]
+        flops = run.architecture.flops_per_token(run.model.config, SEQ_LENGTH)
+        results[name] = lines, metrics, time.monotonic() - begin, flops
+    return results
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory) -> str:
+    return write_text(tmp_path_factory.mktemp("data"))
+
+
+def test_a_line_over_several_steps_is_made_of_theirs(data):
+    common = (
+        "--zero-quantized-weights --zero-quantized-gradients --zero-ranks-per-node 1 --rampup-batch-size 2 2 24 "
+        "--eval-interval 4 --eval-iters 1 --split 9,1,0 --loss-spike-factor 2 --log-params-norm "
+        "--log-num-zeros-in-grad --log-throughput --peak-tflops 2 --log-timers-to-tensorboard "
+        "--log-world-size-to-tensorboard --tensorboard-log-interval 1"
+    )
+    argvs = {name: flags(data, common, f"--log-interval {name}", length=f"--train-iters {STEPS}") for name in "13"}
+    results = run_ranks(RANKS, _logged, argvs)
+    assert all(of_rank["3"][0] == [] for of_rank in results[:-1])  # the last rank prints
+    (single, single_metrics, _, _), (lines, metrics, seconds, flops) = (results[-1][name] for name in "13")
+    assert [line["iteration"] for line in single] == [*range(1, STEPS + 1)]
+    assert [line["iteration"] for line in lines] == [1, 3, 6, 9]
+    sizes = [2, 2, 2, 2, 4, 4, 6, 6, 8, 8]
+
+    def column(of_lines, name):
+        return [line[name] for line in of_lines]
+
+    assert column(single, "global batch size") == sizes == single_metrics["batch-size"] == metrics["batch-size"]
+    assert column(single, "number of skipped iterations") == [float(n in (NAN, SPIKE)) for n in range(1, STEPS + 1)]
+    assert column(single, "number of nan iterations") == [float(n == NAN) for n in range(1, STEPS + 1)]
+    losses = single_metrics["lm loss"]  # each step's own, in both runs
+    assert math.isnan(losses[NAN - 1]) and losses[SPIKE - 1] > 2 * losses[0]
+    assert metrics["lm loss"] == pytest.approx(losses, rel=0, nan_ok=True)
+    assert metrics["world-size"] == [RANKS] * STEPS
+
+    begin = 0
+    for i, line in enumerate(lines):
+        end = int(line["iteration"])
+        steps, taken = range(begin, end), [step for step in range(begin, end) if step + 1 not in (NAN, SPIKE)]
+        assert line["lm loss"] == pytest.approx(sum(losses[step] for step in taken) / len(taken), rel=1e-6)
+        assert line["number of skipped iterations"] == len(steps) - len(taken)
+        assert line["number of nan iterations"] == (NAN - 1 in steps)
+        for name in ("learning rate", "global batch size", "consumed samples", "grad norm", "params norm", "num zeros"):
+            assert line[name] == pytest.approx(single[end - 1][name], nan_ok=True), name
+        for where in ("between", "within"):
+            name, key = f"sent {where} nodes per step (MB)", f"comm/bytes-{where}-nodes"
+            sent = sum(single_metrics[key][begin:end]) / len(steps)
+            assert metrics[key][i] == pytest.approx(sent)
+            assert line[name] == pytest.approx(sent / 1e6, abs=6e-4)
+        # Times are each run's own, but belong together.
+        per_step, per_second = metrics["iteration-time"][i], metrics["tokens-per-second"][i]
+        assert per_second * per_step * len(steps) == pytest.approx(sum(sizes[begin:end]) * SEQ_LENGTH)
+        assert per_step * len(steps) >= IN_STEP * sum(sizes[begin:end]) / RANKS
+        assert line["elapsed time per iteration (ms)"] == pytest.approx(1000 * per_step, abs=0.06)
+        assert line["tokens per second"] == pytest.approx(per_second, abs=0.6)
+        assert metrics["throughput"][i] == pytest.approx(per_second / RANKS * flops / 1e12)
+        assert metrics["mfu"][i] == pytest.approx(metrics["throughput"][i] / 2)
+        begin = end
+    assert single[0]["sent between nodes per step (MB)"] > 0
+    # Evaluations, two between the lines and one after them, are in no line.
+    logged = sum(time * count for time, count in zip(metrics["iteration-time"], (1, 2, 3, 3), strict=True))
+    assert logged < seconds - 3 * IN_EVALUATION
+
+
+def _monitored(argv: list[str]):
+    """This rank's sums of a step, and what the monitor makes of all ranks'."""
+    run, _ = start(argv)
+    train_step(run, _batches(run, "train", 0), 2, stop=False)
+    sums = {key: value.tolist() for key, value in run.zeropp._monitor._sums.items()}
+    return sums, run.zeropp.quantization_errors()
+
+
+def test_the_monitor_adds_up_the_parts_of_tensor_parallel_ranks(data):
+    more = "--zero-quantized-weights --zero-quantized-gradients --zeropp-loco --zero-monitor-interval 1"
+    argv = flags(data, more, "--tensor-model-parallel-size 2 --zero-ranks-per-node 1 --global-batch-size 4")
+    results = run_ranks(4, _monitored, argv)
+    sums, values = [of_rank[0] for of_rank in results], results[0][1]
+    assert all(of_rank[1] == values for of_rank in results)
+    assert len({str(of_rank) for of_rank in sums}) == 4  # each has a part of its own
+    keys = {(statistic, what) for statistic, what, _ in sums[0]}
+    assert {statistic for statistic, _ in keys} >= {"error", "largest-codes", "error-state", "nonfinite-blocks"}
+    for statistic, what in keys:
+        units = [key for key in sums[0] if key[:2] == (statistic, what)]
+        rows = [("", units), *((f"/{key[2] or 'root'}", [key]) for key in units)]
+        for name, chosen in rows:
+            first, second = (sum(of_rank[key][i] for of_rank in sums for key in chosen) for i in (0, 1))
+            expected = first if statistic == "nonfinite-blocks" else first / second
+            expected = math.sqrt(expected) if statistic in ("error", "error-state") and second else expected
+            assert values[f"{statistic}/{what}{name}"] == pytest.approx(expected, rel=1e-4), (statistic, what, name)

@@ -1,0 +1,163 @@
+"""Signals that ask a run to save and stop, wherever it is: real ones, to one of several ranks."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import re
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from megatron_zpp.checkpoint import read_meta
+from megatron_zpp.checkpoint.folder import complete_checkpoints, iteration_of
+from megatron_zpp.training.pretrain import train
+from megatron_zpp.training.stop import STOP_SIGNALS
+from tests.ranks import run_ranks
+from tests.training.small_run import flags, start, torchrun, wait_for_iteration, write_text
+
+EVAL_ITERS = 3
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory) -> str:
+    return write_text(tmp_path_factory.mktemp("data"))
+
+
+def children_of(pid):
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def test_ctrl_c_on_one_rank_saves_and_ends_all(data, tmp_path):
+    asked = f"--exit-signal-handler --save {tmp_path} --save-interval 100000 --num-workers 1"
+    process = torchrun(2, flags(data, asked, length="--train-iters 100000"), warm=False)
+    wait_for_iteration(process, 3)
+    rank = children_of(process.pid)[-1]
+    for worker in children_of(rank):  # which a terminal and Slurm signal, too
+        for number in STOP_SIGNALS:
+            os.kill(worker, number)
+    os.kill(rank, signal.SIGINT)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 0, err
+    iteration = int(re.search(r"exiting program at iteration (\d+), saved in", out)[1])
+    assert (tmp_path / "latest_checkpointed_iteration.txt").read_text() == f"{iteration}\n"
+
+
+def _signal_in_evaluation(run, evaluations: list[bool], number: int) -> None:
+    """Rank 1 is signalled in the second batch of evaluation ``number``. ``evaluations``: an entry per batch."""
+
+    def hook(module, inputs, output):
+        if not module.training:
+            evaluations.append(True)
+            if len(evaluations) == number * EVAL_ITERS + 2 and dist.get_rank() == 1:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+    run.model.register_forward_hook(hook)
+
+
+def _signal_while_saving(run, evaluations: list[bool], number: int) -> None:
+    meta = run.meta
+
+    def signalled():
+        if dist.get_rank() == 1:
+            os.kill(os.getpid(), signal.SIGUSR1)
+        return meta()
+
+    run.meta = signalled
+
+
+def _stopped(cases):
+    """What each case printed, and how many steps, evaluations and batches of evaluation it made."""
+    results = {}
+    for name, (argv, plant, number) in cases.items():
+        run, metrics = start(argv)
+        evaluations: list[bool] = []
+        if plant is not None:
+            plant(run, evaluations, number)
+        with contextlib.redirect_stdout(io.StringIO()) as out:
+            train(run, time.monotonic())
+        losses = metrics.get("lm loss validation", [])
+        results[name] = out.getvalue(), len(metrics["lm loss"]), losses, len(evaluations)
+    return results
+
+
+def test_a_signal_to_one_rank_saves_once_and_stops_wherever_the_run_is(data, tmp_path):
+    common = f"--exit-signal-handler --global-batch-size 2 --eval-interval 2 --eval-iters {EVAL_ITERS}"
+
+    def case(name, plant, number=0, more="--save-interval 100"):
+        return flags(data, common, f"--save {tmp_path / name}", more, length="--train-iters 4"), plant, number
+
+    cases = {
+        "undisturbed": case("undisturbed", None),
+        "evaluation": case("evaluation", _signal_in_evaluation, 0),
+        "validation": case("validation", _signal_in_evaluation, 1),
+        "test": case("test", _signal_in_evaluation, 2),
+        "async": case("async", _signal_while_saving, more="--save-interval 1"),
+        "sync": case("sync", _signal_while_saving, more="--save-interval 1 --no-async-save"),
+        "resumed": case("evaluation", None, more=f"--save-interval 100 --load {tmp_path / 'evaluation'}"),
+    }
+    results = run_ranks(2, _stopped, cases)
+    saved = {name: [iteration_of(path) for path in complete_checkpoints(tmp_path / name)] for name in cases}
+    steps = {name: result[1] for name, result in results[1].items()}
+    batches = [{name: result[3] for name, result in of_rank.items()} for of_rank in results]
+    out = {name: result[0] for name, result in results[0].items()}
+    assert saved == {
+        "undisturbed": [4],
+        "evaluation": [2, 4],
+        "validation": [4],
+        "test": [4],
+        "async": [1],
+        "sync": [1],
+        "resumed": [],
+    }
+    assert steps == {"undisturbed": 4, "evaluation": 2, "validation": 4, "test": 4, "async": 1, "sync": 1, "resumed": 2}
+    assert batches[0] == batches[1]  # the ranks agreed, before the third batch
+    assert [batches[0][name] for name in ("evaluation", "validation", "test", "async")] == [2, 5, 8, 0]
+    assert "note: the evaluation at iteration 2 was cut short: a signal asked to stop" in out["evaluation"]
+    assert f"exiting program at iteration 2, saved in {tmp_path / 'evaluation'}" in out["evaluation"]
+    assert "the evaluation on the validation set was cut short" in out["validation"]
+    assert "the evaluation on the test set was cut short" in out["test"]
+    assert "exiting program at iteration 1, saved in" in out["async"]
+    # The evaluations that follow see what they would have seen.
+    losses = {name: result[2] for name, result in results[1].items()}
+    assert losses["evaluation"] == [] and losses["resumed"] == losses["undisturbed"][1:] == losses["test"][1:]
+    meta = read_meta(tmp_path / "evaluation" / "iter_0000002")
+    assert meta["counters"]["consumed_valid_samples"] == EVAL_ITERS * 2
+    assert meta["tokens"] == meta["counters"]["consumed_train_samples"] * 32 == 2 * 2 * 32
+
+
+SCRIPT = """
+import os, signal
+from megatron_zpp.architectures import GPT
+from megatron_zpp.training import {module}
+
+def signalled(*args, **kwargs):
+    os.kill(os.getpid(), signal.{number})
+    return real(*args, **kwargs)
+
+real, {module}.{function} = {module}.{function}, signalled
+from megatron_zpp.training.pretrain import main
+
+main(GPT)
+"""
+
+
+def test_before_the_first_step_is_done_a_signal_ends_a_run_at_once(data, tmp_path):
+    processes = {}
+    for number, module, function in (
+        (signal.SIGINT, "datasets", "build_datasets"),
+        (signal.SIGTERM, "pretrain", "train_step"),
+    ):
+        script = tmp_path / f"{function}.py"
+        script.write_text(SCRIPT.format(module=module, number=number.name, function=function))
+        argv = flags(data, f"--exit-signal-handler --save {tmp_path / function} --save-interval 1")
+        processes[number] = torchrun(0, argv, str(script))
+    for number, process in processes.items():
+        _, err = process.communicate(timeout=60)
+        assert process.returncode == -number, err
+        assert "Traceback" not in err and "error" not in err
+    assert not [*tmp_path.glob("*/iter_*")]
