@@ -84,6 +84,13 @@ def test_vocabulary_check_sees_rewritten_data(build, tmp_path):
         build(**flags)
 
 
+def test_numbers_that_are_no_ids_are_refused(build, tmp_path):
+    with IndexedDatasetWriter(tmp_path / "x", "<f4") as writer:
+        writer.add_document([[1.0, float("inf")] * 500])
+    with pytest.raises(ValueError, match=r"x\.bin holds float32 numbers, not token ids"):
+        build(data_path=[str(tmp_path / "x")], split="1", num_samples=(9, 0, 0))
+
+
 def test_mock_data_is_the_same_everywhere_and_differs_by_sample(build):
     first, second = (build(mock_data=True, vocab_size=50) for _ in range(2))
     assert np.array_equal(first.train[3], second.train[3])
