@@ -20,6 +20,7 @@ from typing import BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
+from megatron_zpp.data.files import regular_file
 from megatron_zpp.data.indices import Advance
 
 MAGIC = b"MMIDIDX\x00\x00"
@@ -50,11 +51,10 @@ class IndexedDataset:
         self.index_path = Path(f"{self.prefix}.idx")
         self.token_path = Path(f"{self.prefix}.bin")
         for path in (self.index_path, self.token_path):
-            if path.exists() and not path.is_file():
-                raise ValueError(f"{path} is no regular file")
-            if not path.is_file():
+            if not path.exists():
                 hint = "leave out the file suffix" if self.prefix.endswith((".bin", ".idx")) else "check the path"
                 raise FileNotFoundError(f"no dataset at {self.prefix}: {path} does not exist ({hint})")
+            regular_file(path)
 
         index = _map_file(self.index_path)
         if len(index) < HEADER.size:
