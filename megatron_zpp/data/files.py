@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 
 def regular_file(path: str | os.PathLike[str]) -> Path:
@@ -19,6 +19,11 @@ def regular_file(path: str | os.PathLike[str]) -> Path:
     if not path.is_file():
         raise ValueError(f"{path} is no regular file")
     return path
+
+
+def open_lock(path: str | os.PathLike[str]) -> BinaryIO:
+    """An empty file to lock, made where it is missing. Neither follows a link nor waits for a pipe's other end."""
+    return open(os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666), "rb")
 
 
 def read_text(path: str | os.PathLike[str]) -> str:

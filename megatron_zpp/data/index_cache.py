@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron_zpp.data.files import read_json_object, regular_file
+from megatron_zpp.data.files import open_lock, read_json_object, regular_file
 from megatron_zpp.data.indices import Advance, Arrays
 
 # What shows a long build: takes a description and the rows to build, gives the function to tell of rows done.
@@ -126,8 +126,7 @@ def _save(entry: Path, key: dict[str, Any], arrays: Arrays) -> None:
 
 @contextlib.contextmanager
 def _lock(path: Path) -> Iterator[None]:
-    # Not through a link, and not waiting for the other end of a pipe.
-    with open(os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666), "rb") as file:
+    with open_lock(path) as file:
         with contextlib.suppress(OSError):  # a file system without locks: ranks build side by side, results are equal
             fcntl.flock(file, fcntl.LOCK_EX)
         yield

@@ -28,6 +28,7 @@ VERSION = 1
 HEADER = struct.Struct("<9sQBQQ")  # magic, version, dtype code, S, D
 DTYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 6: "<f8", 7: "<f4", 8: "<u2"}
 COPY_ROWS = 1 << 20  # rows per step when files are copied or summed
+PIECE = 16 << 20  # tokens per step when all are read
 
 
 def best_dtype(vocab_size: int) -> np.dtype:
@@ -163,12 +164,11 @@ class IndexedDataset:
 
         Reads all of a ``.bin`` below ``max_bytes``, and no more than that of a larger one, in evenly spaced pieces.
         """
-        piece = 16 << 20  # tokens
-        step = piece * (1 + self.num_tokens * self.dtype.itemsize // max_bytes)
+        step = PIECE * (1 + self.num_tokens * self.dtype.itemsize // max_bytes)
         smallest, largest = [], []
         for start in range(0, self.num_tokens, step):
             self.check_not_cut()
-            tokens = self._read(start, min(piece, self.num_tokens - start))
+            tokens = self._read(start, min(PIECE, self.num_tokens - start))
             smallest.append(int(tokens.min()))
             largest.append(int(tokens.max()))
             advance(min(step, self.num_tokens - start))

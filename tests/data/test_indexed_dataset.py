@@ -107,6 +107,50 @@ def test_token_range_reads_negative_ids(tmp_path):
     assert IndexedDataset(tmp_path / "y").token_range() == (0, 0)
 
 
+def test_token_range_reads_pieces_evenly_spaced_if_there_are_too_many(tmp_path, monkeypatch):
+    monkeypatch.setattr(indexed_dataset, "PIECE", 4)
+    tokens = list(range(50, 27, -1))  # 23 of 2 bytes
+    for place, outlier in ((0, 99), (22, 3), (13, 98)):
+        write(tmp_path / "x", [[*tokens[:place], outlier, *tokens[place + 1 :]]])
+        dataset, passed = IndexedDataset(tmp_path / "x"), []
+        values = dataset[0]
+        assert dataset.token_range(passed.append) == (values.min(), values.max())
+        assert passed == [4, 4, 4, 4, 4, 3]
+        passed.clear()
+        some = np.concatenate([values[0:4], values[12:16]])  # 46 bytes of at most 20: one piece of three
+        assert dataset.token_range(passed.append, max_bytes=20) == (some.min(), some.max())
+        assert passed == [12, 11]
+
+
+def test_a_writer_refuses_what_does_not_add_up(tmp_path):
+    for tokens, lengths, counts in (([1, 2, 3], [2], [1]), ([1, 2], [2], [2])):
+        with pytest.raises(ValueError, match="do not add up"), IndexedDatasetWriter(tmp_path / "x", "<u2") as writer:
+            writer.add_documents(np.array(tokens), lengths, counts)
+    with pytest.raises(ValueError, match="-1 to 2 do not fit uint16"), IndexedDatasetWriter(tmp_path / "x", "<u2") as w:
+        w.add_document([[-1, 2]])
+    with pytest.raises(ValueError, match="no code for complex64"):
+        IndexedDatasetWriter(tmp_path / "x", np.complex64)
+    with IndexedDatasetWriter(tmp_path / "x", "<u2") as writer:
+        writer.add_document([[0, 65_535]])
+    assert [path.name for path in sorted(tmp_path.iterdir())] == ["x.bin", "x.idx"]
+
+
+@pytest.mark.parametrize("part", ["bin", "lengths", "documents"])
+def test_a_writer_goes_on_only_with_all_that_was_written(tmp_path, part):
+    writer = IndexedDatasetWriter(tmp_path / "x", "<u2")
+    writer.add_document([[1, 2], [3]])
+    counts = writer.sync()
+    assert counts == (3, 2, 1)
+    writer.add_document([[4]])  # after the sync: is cut off
+    writer.close()
+    writer = IndexedDatasetWriter(tmp_path / "x", "<u2", counts)
+    writer.close()
+    path = tmp_path / f"x.{part}.partial"
+    os.truncate(path, path.stat().st_size - 1)
+    with pytest.raises(ValueError, match=f"x.{part}.partial is missing or too short"):
+        IndexedDatasetWriter(tmp_path / "x", "<u2", counts)
+
+
 def cut(path, size):
     path.write_bytes(path.read_bytes()[:size])
 
