@@ -111,7 +111,7 @@ def test_token_range_reads_pieces_evenly_spaced_if_there_are_too_many(tmp_path, 
     monkeypatch.setattr(indexed_dataset, "PIECE", 4)
     tokens = list(range(50, 27, -1))  # 23 of 2 bytes
     for place, outlier in ((0, 99), (22, 3), (13, 98)):
-        write(tmp_path / "x", [[*tokens[:place], outlier, *tokens[place + 1 :]]])
+        write(tmp_path / "x", [[[*tokens[:place], outlier, *tokens[place + 1 :]]]])
         dataset, passed = IndexedDataset(tmp_path / "x"), []
         values = dataset[0]
         assert dataset.token_range(passed.append) == (values.min(), values.max())
