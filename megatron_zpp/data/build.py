@@ -147,6 +147,8 @@ def check_vocabulary(
 
     The files are scanned once and the result is cached.
     """
+    if indexed.dtype.kind == "f":
+        raise ValueError(f"{indexed.token_path} holds {indexed.dtype} numbers, not token ids")
     if indexed.dtype.kind == "u" and np.iinfo(indexed.dtype).max < vocab_size:
         return
     status = indexed.token_path.stat()

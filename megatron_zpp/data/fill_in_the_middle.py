@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_zpp.data.tokenizers import Tokenizer
+from megatron_zpp.data.tokenizers import NullTokenizer, Tokenizer
 
 
 @dataclass(frozen=True)
@@ -52,14 +52,21 @@ class FillInTheMiddle:
         return np.concatenate([[self.prefix], prefix, [self.suffix], suffix, [self.middle], middle])
 
 
-def find_token(tokenizer: Tokenizer, name: str) -> int:
-    """The id of the token that is spelled ``name``, or ``name`` itself if it is a number. ValueError if it has none."""
+def find_token(tokenizer: Tokenizer, name: str, flag: str) -> int:
+    """The id of the token that is spelled ``name``, or ``name`` itself if it is a number.
+
+    Raises ValueError, which names ``flag``, if there is no such token.
+    """
     if name.isdecimal():
         ids = [int(name)]
+    elif isinstance(tokenizer, NullTokenizer):
+        ids = []  # its texts are numbers
     else:
         ids = tokenizer.tokenize(name)
         if len(ids) > 1 and tokenizer.detokenize(ids[-1:]).strip() == name:  # SentencePiece puts a blank before it
             ids = ids[-1:]
     if len(ids) != 1 or ids[0] >= tokenizer.vocab_size:
-        raise ValueError(f"{name} is no token of this tokenizer: name another with --fim-...-token, or give its id")
+        raise ValueError(
+            f"--fim-data needs {flag}, and {name!r} is no token of this tokenizer: name another, or give its id"
+        )
     return ids[0]

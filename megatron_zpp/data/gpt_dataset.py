@@ -135,6 +135,7 @@ class GPTDataset(Dataset):
     def __getitem__(self, index: int) -> NDArray[np.int64]:
         if not 0 <= index < len(self):
             raise IndexError(f"sample {index} of {len(self)}")
+        self.indexed.check_not_cut()  # once a sample: a file's size costs as much to ask for as a document to read
         k = int(self.shuffle_index[index])
         (first_row, first_offset), (last_row, last_offset) = self.sample_index[k : k + 2].tolist()
         if first_row == last_row:

@@ -21,6 +21,7 @@ from typing import Any
 
 import numpy as np
 
+from megatron_zpp.data.files import open_lock, read_json_object, regular_file
 from megatron_zpp.data.indices import Advance, Arrays
 
 # What shows a long build: takes a description and the rows to build, gives the function to tell of rows done.
@@ -41,22 +42,28 @@ def cached_arrays(
 ) -> Arrays:
     """The arrays of ``build(advance)``, from ``folder/name-DIGEST/`` if they are there, else built and saved there.
 
-    ``key`` must hold everything that the result depends on (JSON-serializable); it is kept as description.json.
-    Where the folder can't be written the arrays stay in memory, after a warning. ``advance`` is to be called with the
-    number of rows done, of ``rows`` in all.
+    ``key`` must hold everything that the result depends on (JSON-serializable). An entry that is damaged is built anew,
+    after a warning. Where the folder can't be written the arrays stay in memory, after a warning. ``advance`` is to be
+    called with the number of rows done, of ``rows`` in all.
     """
-    description = json.dumps(key, indent=2, sort_keys=True)
-    entry = folder / f"{name}-{hashlib.sha256(description.encode()).hexdigest()[:16]}"
-    if entry.is_dir():
-        return _load(entry)
+    digest = hashlib.sha256(json.dumps(key, indent=2, sort_keys=True).encode()).hexdigest()
+    entry = folder / f"{name}-{digest[:16]}"
+    found = _load(entry, key)
+    if found is not None:
+        return found
     arrays: Arrays | None = None
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with _lock(folder / ".lock"):
-            if not entry.is_dir():
-                arrays = _build(name, build, progress, rows)
-                _save(entry, description, arrays)
-        return _load(entry)
+            found = _load(entry, key)  # built by another rank while this one waited
+            if found is not None:
+                return found
+            if entry.exists():
+                warnings.warn(f"{entry} is damaged: it is built anew", stacklevel=2)
+            arrays = _build(name, build, progress, rows)
+            _save(entry, key, arrays)
+            found = _load(entry, key)
+        return arrays if found is None else found  # None: without locks, another node may just be replacing it
     except OSError as error:
         warnings.warn(
             f"can't cache {name} in {folder} ({error}), so it is kept in memory; "
@@ -71,31 +78,55 @@ def _build(name: str, build: Callable[[Advance], Arrays], progress: Progress, ro
         return build(advance)
 
 
-def _load(entry: Path) -> Arrays:
-    # Plain arrays over the mapping: numpy's own class for it is slow to index.
-    return {path.stem: np.load(path, mmap_mode="r").view(np.ndarray) for path in entry.glob("*.npy")}
+def _load(entry: Path, key: dict[str, Any]) -> Arrays | None:
+    """The arrays of an entry, if each file is what was written: the digest also tells of a disk that lost some bits."""
+    try:
+        description = read_json_object(entry / "description.json")
+        if description["key"] != json.loads(json.dumps(key)):
+            return None
+        for name, digest in description["sha256"].items():
+            with open(regular_file(entry / f"{name}.npy"), "rb") as file:
+                if hashlib.file_digest(file, "sha256").hexdigest() != digest:
+                    return None
+        # Plain arrays over the mapping: numpy's own class for it is slow to index.
+        return {name: np.load(entry / f"{name}.npy", mmap_mode="r").view(np.ndarray) for name in description["sha256"]}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):  # no such entry, or a damaged description
+        return None
 
 
-def _save(entry: Path, description: str, arrays: Arrays) -> None:
+def _save(entry: Path, key: dict[str, Any], arrays: Arrays) -> None:
     """Writes a folder beside ``entry`` and renames it: an entry is there completely or not at all."""
     partial = Path(tempfile.mkdtemp(prefix=f".{entry.name}.", dir=entry.parent))
     try:
         partial.chmod(0o755)  # mkdtemp's 0700 would shut out other users of a common cache
+        digests = {}
         for name, array in arrays.items():
-            with open(partial / f"{name}.npy", "wb") as file:
+            with open(partial / f"{name}.npy", "w+b") as file:
                 np.save(file, array)
                 file.flush()
                 os.fsync(file.fileno())
-        (partial / "description.json").write_text(description)
-        with contextlib.suppress(FileExistsError):  # another node was faster on a common file system: same content
+                file.seek(0)
+                digests[name] = hashlib.file_digest(file, "sha256").hexdigest()
+        description = {"key": key, "sha256": digests}
+        (partial / "description.json").write_text(json.dumps(description, indent=2, sort_keys=True))
+        if entry.is_dir():  # damaged
+            entry.rename(partial / "damaged")
+        elif entry.exists():
+            entry.unlink()
+        try:
             partial.rename(entry)
+        except OSError:
+            if not entry.is_dir():
+                raise
+            # Another node was faster on a common file system without locks: same content.
     finally:
         shutil.rmtree(partial, ignore_errors=True)
+        shutil.rmtree(entry / "damaged", ignore_errors=True)
 
 
 @contextlib.contextmanager
 def _lock(path: Path) -> Iterator[None]:
-    with open(path, "a") as file:
+    with open_lock(path) as file:
         with contextlib.suppress(OSError):  # a file system without locks: ranks build side by side, results are equal
             fcntl.flock(file, fcntl.LOCK_EX)
         yield

@@ -12,7 +12,7 @@ import hashlib
 import mmap
 import os
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import BinaryIO
@@ -20,6 +20,7 @@ from typing import BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
+from megatron_zpp.data.files import regular_file
 from megatron_zpp.data.indices import Advance
 
 MAGIC = b"MMIDIDX\x00\x00"
@@ -27,6 +28,7 @@ VERSION = 1
 HEADER = struct.Struct("<9sQBQQ")  # magic, version, dtype code, S, D
 DTYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 6: "<f8", 7: "<f4", 8: "<u2"}
 COPY_ROWS = 1 << 20  # rows per step when files are copied or summed
+PIECE = 16 << 20  # tokens per step when all are read
 
 
 def best_dtype(vocab_size: int) -> np.dtype:
@@ -40,7 +42,8 @@ class IndexedDataset:
     Attributes: ``sequence_lengths`` int32 [S]; ``document_indices`` int64 [D], document d being the sequences
     ``document_indices[d] : document_indices[d + 1]``; ``dtype`` of the tokens, as the file says (never inferred).
 
-    Raises FileNotFoundError if a file is missing, ValueError if one is truncated, foreign, or not the other's.
+    Raises FileNotFoundError if a file is missing, ValueError if one is truncated, damaged, foreign, or not the other's.
+    All of the ``.idx`` is checked: the tokens themselves have no redundancy to check.
     """
 
     def __init__(self, prefix: str | os.PathLike[str], mmap_tokens: bool = True) -> None:
@@ -49,9 +52,10 @@ class IndexedDataset:
         self.index_path = Path(f"{self.prefix}.idx")
         self.token_path = Path(f"{self.prefix}.bin")
         for path in (self.index_path, self.token_path):
-            if not path.is_file():
+            if not path.exists():
                 hint = "leave out the file suffix" if self.prefix.endswith((".bin", ".idx")) else "check the path"
                 raise FileNotFoundError(f"no dataset at {self.prefix}: {path} does not exist ({hint})")
+            regular_file(path)
 
         index = _map_file(self.index_path)
         if len(index) < HEADER.size:
@@ -74,22 +78,47 @@ class IndexedDataset:
         self.document_indices: NDArray[np.int64] = np.frombuffer(
             index, "<i8", num_documents, offset + 12 * num_sequences
         )
-        self.num_tokens = int(self.sequence_lengths.sum(dtype=np.int64))
-        if num_documents == 0 or self.document_indices[0] != 0 or self.document_indices[-1] != num_sequences:
-            raise ValueError(f"{self.index_path} is damaged: its documents do not cover its sequences; make it again")
-        expected, actual = self.num_tokens * self.dtype.itemsize, self.token_path.stat().st_size
+        self._check_documents()
+        self.num_tokens = self._check_sequences()
+        self._bytes = {self.index_path: len(index), self.token_path: self.num_tokens * self.dtype.itemsize}
+        expected, actual = self._bytes[self.token_path], self.token_path.stat().st_size
         if expected != actual:
             raise ValueError(
                 f"{self.token_path} holds {actual} bytes, {self.index_path} describes {expected}: "
                 f"truncated, or not from the same run; make both again"
             )
-        end_of_last = (
-            int(self._byte_offsets[-1]) + int(self.sequence_lengths[-1]) * self.dtype.itemsize if expected else 0
-        )
-        if end_of_last != expected:
-            raise ValueError(f"{self.index_path} is damaged: its sequences do not cover the tokens; make it again")
-        self._tokens: NDArray = np.frombuffer(_map_file(self.token_path) if mmap_tokens else b"", self.dtype)
-        self._file = None if mmap_tokens else open(self.token_path, "rb")  # noqa: SIM115 (as long as the dataset lives)
+        self._maps = {self.index_path: index}
+        self._file = None
+        if mmap_tokens:
+            self._maps[self.token_path] = _map_file(self.token_path)
+            self._tokens: NDArray = np.frombuffer(self._maps[self.token_path], self.dtype)
+        else:
+            self._file = open(self.token_path, "rb")  # noqa: SIM115 (as long as the dataset lives)
+
+    def _check_documents(self) -> None:
+        """Raise ValueError unless the documents go through all sequences, in their order."""
+        documents = self.document_indices
+        covers = len(documents) > 0 and documents[0] == 0 and documents[-1] == len(self)
+        if not covers or any((part[1:] < part[:-1]).any() for part in _overlapping_parts(documents)):
+            raise ValueError(f"{self.index_path} is damaged: its documents do not cover its sequences; make it again")
+
+    def _check_sequences(self) -> int:
+        """The number of tokens. Raise ValueError unless the sequences lie one after the other, as Megatron writes."""
+        end = 0  # bytes
+        for first in range(0, len(self), COPY_ROWS):
+            lengths = self.sequence_lengths[first : first + COPY_ROWS].astype(np.int64)
+            ends = end + np.cumsum(lengths) * self.dtype.itemsize
+            begins = ends - lengths * self.dtype.itemsize
+            if lengths.min() < 0 or (self._byte_offsets[first : first + COPY_ROWS] != begins).any():
+                raise ValueError(f"{self.index_path} is damaged: its sequences do not cover the tokens; make it again")
+            end = int(ends[-1])
+        return end // self.dtype.itemsize
+
+    def check_not_cut(self) -> None:
+        """Raise ValueError if a file has become shorter than it was: to read a mapping beyond it ends the process."""
+        for path, mapping in self._maps.items():
+            if isinstance(mapping, mmap.mmap) and mapping.size() < self._bytes[path]:
+                raise ValueError(_cut(path, self._bytes[path], mapping.size()))
 
     def __len__(self) -> int:
         return len(self.sequence_lengths)
@@ -105,12 +134,18 @@ class IndexedDataset:
         return self._read(int(self._byte_offsets[index]) // self.dtype.itemsize + offset, length)
 
     def _read(self, start: int, length: int) -> NDArray:
-        """Tokens ``start`` to ``start + length`` of the file, as far as there are any."""
+        """Tokens ``start`` to ``start + length`` of the file. ValueError if it has become shorter."""
         if self._file is None:
             return self._tokens[start : start + length]
         # Unlike seek and read, pread is safe in loader processes that share the open file.
         size = self.dtype.itemsize
-        return np.frombuffer(os.pread(self._file.fileno(), length * size, start * size), self.dtype)
+        content = os.pread(self._file.fileno(), length * size, start * size)
+        while len(content) < length * size:  # Linux reads at most 2 GiB at once
+            more = os.pread(self._file.fileno(), length * size - len(content), start * size + len(content))
+            if not more:
+                raise ValueError(_cut(self.token_path, self._bytes[self.token_path], start * size + len(content)))
+            content += more
+        return np.frombuffer(content, self.dtype)
 
     @property
     def num_documents(self) -> int:
@@ -129,11 +164,11 @@ class IndexedDataset:
 
         Reads all of a ``.bin`` below ``max_bytes``, and no more than that of a larger one, in evenly spaced pieces.
         """
-        piece = 16 << 20  # tokens
-        step = piece * (1 + self.num_tokens * self.dtype.itemsize // max_bytes)
+        step = PIECE * (1 + self.num_tokens * self.dtype.itemsize // max_bytes)
         smallest, largest = [], []
         for start in range(0, self.num_tokens, step):
-            tokens = self._read(start, piece)
+            self.check_not_cut()
+            tokens = self._read(start, min(PIECE, self.num_tokens - start))
             smallest.append(int(tokens.min()))
             largest.append(int(tokens.max()))
             advance(min(step, self.num_tokens - start))
@@ -296,6 +331,16 @@ def finish_finalizing(prefix: str | os.PathLike[str]) -> bool:
 
 def _partial_files(prefix: str) -> dict[str, str]:
     return {part: f"{prefix}.{part}.partial" for part in ("bin", "lengths", "documents", "idx")}
+
+
+def _overlapping_parts(array: NDArray) -> Iterator[NDArray]:
+    """``array`` in pieces, each of which begins with the last element of the one before."""
+    for first in range(0, len(array) - 1, COPY_ROWS):
+        yield array[first : first + COPY_ROWS + 1]
+
+
+def _cut(path: Path, expected: int, actual: int) -> str:
+    return f"{path} holds {actual} bytes, and held {expected} when it was opened: something has cut it; make it again"
 
 
 def _map_file(path: Path) -> mmap.mmap | bytes:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Iterator, Sequence
-from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -40,7 +40,7 @@ def build_loader(
     They begin at ``consumed_samples``; ``dp_rank`` None asks for those of all ranks.
     Which samples a batch holds depends on the arguments alone, so any run resumes anywhere. ``num_workers`` processes
     read ahead; 0 reads when asked. The iterator does not stop: it raises ValueError when the dataset has no further
-    full batch.
+    full batch, and the ValueError or OSError of a file that can't be read.
     """
     total = len(dataset)  # type: ignore[arg-type]
     options: SampleOptions = dataset.options  # type: ignore[attr-defined]
@@ -51,12 +51,13 @@ def build_loader(
     ranks = range(dp_size) if dp_rank is None else [dp_rank]
     samplers = [sampler(total, consumed_samples, micro_batch_size, rank, dp_size) for rank in ranks]
     loader = DataLoader(
-        dataset,
-        batch_sampler=samplers[0] if dp_rank is not None else InTurn(samplers),
+        _MicroBatches(dataset, options.seq_length + 1),
+        batch_size=None,
+        sampler=samplers[0] if dp_rank is not None else InTurn(samplers),
         num_workers=num_workers,
         prefetch_factor=PREFETCHED_BATCHES if num_workers else None,
         # Workers send arrays, through a pipe: tensors would each travel as a shared-memory file, ten times slower.
-        collate_fn=partial(stack_samples, length=options.seq_length + 1),
+        collate_fn=_as_it_is,
         # The loader draws a seed for its workers: from a generator of its own, so that dropout's does not move.
         generator=torch.Generator(),
         worker_init_fn=_outlive_stop_signals,
@@ -64,6 +65,8 @@ def build_loader(
 
     def batches() -> Iterator[Batch]:
         for ids in loader:  # its workers start with the first batch
+            if isinstance(ids, Exception):
+                raise ids
             batch = make_batch(ids, options)
             yield {name: tensor.pin_memory() for name, tensor in batch.items()} if pin_memory else batch
         raise ValueError(
@@ -72,6 +75,26 @@ def build_loader(
         )
 
     return batches()
+
+
+class _MicroBatches(Dataset):
+    """Micro-batches by their samples' numbers. What is wrong with a file is one of them, to be raised by the reader.
+
+    Raised in a worker it would arrive with that process's traceback for a message.
+    """
+
+    def __init__(self, dataset: Dataset, length: int) -> None:
+        self.dataset, self.length = dataset, length
+
+    def __getitem__(self, numbers: list[int]) -> NDArray[np.int64] | Exception:
+        try:
+            return stack_samples([self.dataset[number] for number in numbers], self.length)
+        except (ValueError, OSError) as error:
+            return error
+
+
+def _as_it_is(micro_batch: Any) -> Any:
+    return micro_batch
 
 
 def stack_samples(samples: Sequence[NDArray[np.int64]], length: int) -> NDArray[np.int64]:

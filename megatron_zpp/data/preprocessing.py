@@ -20,6 +20,7 @@ from typing import Any
 
 from megatron_zpp.data.corpus import Block, CorpusFile, Position, Reading, find_files, read_blocks
 from megatron_zpp.data.encoding import EncodedBlock, encode_blocks
+from megatron_zpp.data.files import open_lock, read_json_object
 from megatron_zpp.data.indexed_dataset import IndexedDatasetWriter, best_dtype, finish_finalizing
 from megatron_zpp.data.tokenizers import TokenizerFlags, build_tokenizer
 
@@ -249,17 +250,20 @@ def _save(job: Job, identity: dict[str, Any], state: State) -> None:
 def _load(job: Job, identity: dict[str, Any]) -> State:
     if not job.state_file.exists():
         return State()
-    saved = json.loads(job.state_file.read_text(encoding="utf-8"))
-    differing = [name for name, value in identity.items() if saved["job"].get(name) != value]
+    saved = read_json_object(job.state_file)
+    try:
+        differing = [name for name, value in identity.items() if saved["job"].get(name) != value]
+        state = State(**saved["state"])
+        state.position = Position(**saved["state"]["position"])
+        state.done = set(state.done)
+        state.written = {key: tuple(counts) for key, counts in state.written.items()}  # type: ignore[misc]
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{job.state_file} is damaged ({error!r}): give --restart to begin anew") from error
     if differing:
         raise ValueError(
             f"{job.state_file} is of an unfinished job with another {', '.join(differing)}: run that to its end, "
             f"choose another --output-prefix, or give --restart to begin anew"
         )
-    state = State(**saved["state"])
-    state.position = Position(**saved["state"]["position"])
-    state.done = set(state.done)
-    state.written = {key: tuple(counts) for key, counts in state.written.items()}  # type: ignore[misc]
     return state
 
 
@@ -272,7 +276,7 @@ def _alone(prefix: str) -> Iterator[None]:
         yield
         return
     path = Path(f"{prefix}.lock")
-    with open(path, "w") as file:
+    with open_lock(path) as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from megatron_zpp.data.blended_dataset import normalize
+from megatron_zpp.data.files import read_json_object, read_text
 
 DEFAULT_SPLIT = "969, 30, 1"
 SPLIT_NAMES = ("train", "valid", "test")
@@ -57,7 +58,7 @@ def read_sources(
     if len(given) > 1:
         raise ValueError(f"{' and '.join(given)} exclude each other: give one")
     if data_args_path:
-        data_path = Path(data_args_path).read_text(encoding="utf-8").split()
+        data_path = read_text(data_args_path).split()
         if not data_path:
             raise ValueError(f"--data-args-path {data_args_path} is empty")
     if data_path:
@@ -76,12 +77,16 @@ def read_sources(
 
 def read_per_split(path: str) -> list[Sequence[str] | None]:
     """What the JSON file of ``--per-split-data-args-path`` gives for train, valid and test."""
-    try:
-        splits = json.loads(Path(path).read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"--per-split-data-args-path {path} is not JSON: {error}") from error
-    if not isinstance(splits, dict) or not set(splits) <= set(SPLIT_NAMES):
+    splits = read_json_object(path)
+    if not set(splits) <= set(SPLIT_NAMES):
         raise ValueError(f"--per-split-data-args-path {path} must hold an object of train, valid and test")
+    for name, value in splits.items():
+        is_list = isinstance(value, list) and all(type(word) in (str, int, float) for word in value)
+        if not (value is None or isinstance(value, str) or is_list):
+            raise ValueError(
+                f"--per-split-data-args-path {path} gives {json.dumps(value)} for {name}: it must be a list of "
+                'prefixes, or of weights and prefixes, such as ["0.7", "A", "0.3", "B"]'
+            )
     paths = [splits.get(name) for name in SPLIT_NAMES]
     return [value.split() if isinstance(value, str) else value and [str(word) for word in value] for value in paths]
 
@@ -93,6 +98,8 @@ def parse_blend(paths: Sequence[str]) -> tuple[list[str], list[float] | None]:
         for weight in weights:
             if not 0 < weight < math.inf:
                 raise ValueError(f"weights of a blend must be positive, not {weight:g}: leave that dataset out")
+        if sum(weights) == math.inf:
+            raise ValueError("the weights of a blend are too large to add up")
         return list(paths[1::2]), weights
     misplaced = [path for path in paths if _is_number(path) and not Path(f"{path}.idx").exists()]
     if misplaced:
@@ -102,8 +109,11 @@ def parse_blend(paths: Sequence[str]) -> tuple[list[str], list[float] | None]:
 
 def split_edges(split: str) -> list[Edges | None]:
     """Where train, valid and test begin and end, of ``969, 30, 1`` or the like; None for a share of 0."""
-    parts = [float(number) for number in re.findall(r"[.0-9]+", split)]
-    if not 1 <= len(parts) <= 3 or sum(parts) == 0:
+    try:
+        parts = [float(number) for number in re.split(r"\s*,\s*|\s+", split.strip())]
+    except ValueError:
+        parts = []
+    if not 1 <= len(parts) <= 3 or not all(part >= 0 for part in parts) or not 0 < sum(parts) < math.inf:
         raise ValueError(f"--split {split!r} must be up to three shares of train, valid and test, such as 969,30,1")
     fractions = normalize(parts + [0.0] * (3 - len(parts)))
     edges: list[Edges | None] = []

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import base64
 import binascii
-import json
-from collections.abc import Sequence
+import unicodedata
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol, Required, TypedDict
 
 import numpy as np
 from numpy.typing import NDArray
+
+from megatron_zpp.data.files import read_json_object
 
 TOKENIZER_TYPES = (
     "SentencePieceTokenizer",
@@ -53,7 +55,24 @@ _O200K_WORDS = (
     r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
     r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-TIKTOKEN_PATTERNS = {"gpt2": _GPT2_WORDS, "cl100k_base": _CL100K_WORDS, "o200k_base": _O200K_WORDS}
+_MEGATRON_V1_WORDS = r"[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]++[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+"
+_MEGATRON_V2_WORDS = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
+    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
+    r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+TIKTOKEN_PATTERNS = {
+    "gpt2": _GPT2_WORDS,
+    "cl100k_base": _CL100K_WORDS,
+    "o200k_base": _O200K_WORDS,
+    "v1": _MEGATRON_V1_WORDS,  # by Megatron-LM's names
+    "v2": _MEGATRON_V2_WORDS,
+}
+# A character of each kind that Unicode has, but half a surrogate pair, which is no text.
+ALL_KINDS = (
+    "It's 12345 \u01c5ungla \u02b0\u6771\u4eac e\u0301 \u0915\u0903 a\u20dd \u2167 x\u00b2 a_b-c (d) \u00abe\u00bb, f! "
+    "\u20ac5 + ^ \u00a9 \u00a0\u2028\u2029\r\n\n\t  \x00 \u200b \ue000 \u0378 \U0001f642  "
+)
 # Published files by their number of tokens: pattern, end of document, number of ids with all special ones.
 TIKTOKEN_FILES = {
     50_256: ("gpt2", 50_256, 50_257),  # r50k_base
@@ -112,6 +131,16 @@ def build_tokenizer(
     raise ValueError(f"unknown --tokenizer-type {tokenizer_type}; known: {', '.join(TOKENIZER_TYPES)}")
 
 
+def check_no_character_is_left_out(file: Path, tokenize: Callable[[str], Ids]) -> None:
+    """Raise ValueError if a letter, digit or sign becomes no id at all; blanks and control characters may."""
+    for character in ALL_KINDS:
+        if unicodedata.category(character)[0] in "LNPS" and not len(tokenize(character)):
+            raise ValueError(
+                f"{file} leaves characters out that it does not know, such as {character!r}: texts would lose them "
+                "without a trace; give its model an unknown token or all bytes"
+            )
+
+
 class SentencePieceTokenizer:
     """A SentencePiece model, as of ``tools/train_tokenizer.py``; documents end with its ``</s>``."""
 
@@ -160,12 +189,13 @@ class HuggingFaceTokenizer:
         self.vocab_size = max(vocabulary.values()) + 1
         self.eod = self._find_eod(file, vocabulary)
         self._check_model(file)
+        check_no_character_is_left_out(file, self.tokenize)
 
     def _check_model(self, file: Path) -> None:
         """A model beside the tokenizer must have a place for each of its ids."""
         config_file = file.parent / "config.json"
         if config_file.is_file():
-            size = json.loads(config_file.read_text(encoding="utf-8")).get("vocab_size")
+            size = read_json_object(config_file).get("vocab_size")
             if isinstance(size, int) and size < self.vocab_size:
                 raise ValueError(
                     f"{file} has ids up to {self.vocab_size - 1}, but the model of {config_file} only {size} ids"
@@ -175,9 +205,9 @@ class HuggingFaceTokenizer:
     def _find_eod(file: Path, vocabulary: dict[str, int]) -> int:
         config_file = file.parent / "tokenizer_config.json"
         if config_file.is_file():
-            token = json.loads(config_file.read_text(encoding="utf-8")).get("eos_token")
+            token = read_json_object(config_file).get("eos_token")
             token = token.get("content") if isinstance(token, dict) else token
-            if token in vocabulary:
+            if isinstance(token, str) and token in vocabulary:
                 return vocabulary[token]
         for token in KNOWN_EOD_TOKENS:
             if token in vocabulary:
@@ -241,6 +271,8 @@ class TikTokenizer:
     The file says neither how texts are cut into words nor which special ids there are. Published files are known by
     their size; with another one ``pattern`` is a name of ``TIKTOKEN_PATTERNS`` or a regular expression, and the id
     after the last ends a document. Special tokens inside a text are text.
+
+    ``tokenize`` raises ValueError for a text of which ``pattern`` leaves something out.
     """
 
     def __init__(self, file: Path, pattern: str | None = None) -> None:
@@ -277,12 +309,32 @@ class TikTokenizer:
         except ValueError as error:
             raise ValueError(f"--tiktoken-pattern {pattern}: {error}") from error
         self._known = {*ranks.values(), self.eod}
+        self._pattern = pattern
+        self._num_bytes = np.zeros(after, np.int64)  # of each id
+        for token, rank in ranks.items():
+            self._num_bytes[rank] = len(token)
+        try:
+            self.tokenize(ALL_KINDS)  # most patterns which leave something out are refused before the first text
+        except BaseException as error:
+            if type(error).__name__ != "PanicException":  # of Rust; no Exception
+                raise
+            raise ValueError(f"--tiktoken-pattern {pattern} matches an empty piece of text") from None
 
     def tokenize(self, text: str) -> list[int]:
-        return self._encoding.encode_ordinary(text)
+        return self.tokenize_batch([text])[0].tolist()
 
-    def tokenize_batch(self, texts: list[str]) -> Sequence[Ids]:
-        return [self._encoding.encode_to_numpy(text, disallowed_special=()) for text in texts]
+    def tokenize_batch(self, texts: list[str]) -> list[NDArray]:
+        batch = [self._encoding.encode_to_numpy(text, disallowed_special=()) for text in texts]
+        # The tokens of what the pattern matches follow each other in a text, so their sizes tell of any gap. All texts
+        # at once: one by one, short ones would take twice as long.
+        num_bytes = len("".join(texts).encode("utf-8"))
+        kept = int(self._num_bytes[np.concatenate(batch)].sum()) if batch else 0
+        if kept != num_bytes:
+            raise ValueError(
+                f"--tiktoken-pattern {self._pattern} leaves out {num_bytes - kept} of {num_bytes} bytes of a text: "
+                f"give {', '.join(TIKTOKEN_PATTERNS)}, or a regular expression that matches every character"
+            )
+        return batch
 
     def detokenize(self, ids: list[int]) -> str:
         return self._encoding.decode([i for i in ids if i in self._known])  # other special ids have no text
@@ -312,7 +364,11 @@ class NullTokenizer:
         self.eod = vocab_size
 
     def tokenize(self, text: str) -> list[int]:
-        ids = [int(word) for word in text.split()]
+        words = text.split()
+        wrong = next((word for word in words if not word.isdecimal()), None)
+        if wrong is not None:
+            raise ValueError(f"{wrong!r} is no id: NullTokenizer reads texts of ids, such as '17 4 256'")
+        ids = [int(word) for word in words]
         if ids and not 0 <= min(ids) <= max(ids) < self.eod:
             raise ValueError(f"ids {min(ids)} to {max(ids)} are not all below --vocab-size {self.eod}")
         return ids
@@ -345,5 +401,5 @@ def _path(tokenizer_type: str, flag: str, value: str | None) -> Path:
 def _file(tokenizer_type: str, flag: str, value: str | None) -> Path:
     path = _path(tokenizer_type, flag, value)
     if not path.is_file():
-        raise FileNotFoundError(f"{flag} {value} is not a file")
+        raise ValueError(f"{flag} {value} is no regular file")
     return path

@@ -284,7 +284,7 @@ class TokenizerSettings:
     merge_file: str | None = flag(None, "merges.txt of GPT2BPETokenizer", metavar="FILE")
     vocab_size: int | None = flag(None, "vocabulary size of NullTokenizer", at_least=1)
     tiktoken_pattern: str | None = flag(
-        None, "how TikTokenizer cuts words: gpt2, cl100k_base, o200k_base or a regular expression", metavar="P"
+        None, "how TikTokenizer cuts words: gpt2, cl100k_base, o200k_base, v1, v2 or a regular expression", metavar="P"
     )
 
 

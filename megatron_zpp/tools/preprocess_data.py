@@ -203,7 +203,9 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     group.add_argument("--merge-file", metavar="FILE", help="merges.txt of GPT2BPETokenizer")
     group.add_argument("--vocab-size", type=number(int, at_least=1), metavar="N", help="number of ids of NullTokenizer")
     group.add_argument(
-        "--tiktoken-pattern", metavar="P", help="how TikTokenizer cuts words: gpt2, cl100k_base, a regex"
+        "--tiktoken-pattern",
+        metavar="P",
+        help="how TikTokenizer cuts words: gpt2, cl100k_base, o200k_base, v1, v2, a regex",
     )
     args = parser.parse_args(argv)
     for name, message in REFUSED.items():

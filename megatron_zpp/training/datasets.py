@@ -61,8 +61,9 @@ def build_data(settings: Settings, num_samples: tuple[int, int, int]) -> tuple[i
 
 
 def _fill_in_the_middle(data: DataSettings, tokenizer: Tokenizer) -> FillInTheMiddle:
-    names = (data.fim_prefix_token, data.fim_middle_token, data.fim_suffix_token)
-    prefix, middle, suffix = (find_token(tokenizer, name) for name in names)
+    prefix = find_token(tokenizer, data.fim_prefix_token, "--fim-prefix-token")
+    middle = find_token(tokenizer, data.fim_middle_token, "--fim-middle-token")
+    suffix = find_token(tokenizer, data.fim_suffix_token, "--fim-suffix-token")
     return FillInTheMiddle(prefix, middle, suffix, data.fim_rate, data.fim_spm_rate)
 
 

@@ -61,6 +61,11 @@ def test_shares_round_up_twice():
     assert shares([0.5, 0.5], 100, surplus=0.1) == ([50, 50], [56, 56])  # 50 * 1.1 is a little more than 55
 
 
+def test_a_blend_of_more_datasets_than_its_index_can_number_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="the train blend has 32768 datasets, more than"):
+        BlendedDataset([None] * 32_768, None, None, name="train", cache_folder=tmp_path)
+
+
 def test_blend_that_takes_more_than_there_is_says_so(tmp_path):
     options = SampleOptions(seq_length=128, seed=1)
     part = GPTDataset(IndexedDataset(GOLDEN / "a"), range(200), options, num_samples=None, cache_path=str(tmp_path))

@@ -5,9 +5,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron_zpp.data.build import build_datasets
+from megatron_zpp.data.build import build_datasets, check_end_of_document
 from megatron_zpp.data.gpt_dataset import SampleOptions
-from megatron_zpp.data.indexed_dataset import IndexedDatasetWriter
+from megatron_zpp.data.indexed_dataset import IndexedDataset, IndexedDatasetWriter
 
 A = str(Path(__file__).parent / "golden" / "a")
 B = str(Path(__file__).parent / "golden" / "b")
@@ -82,6 +82,35 @@ def test_vocabulary_check_sees_rewritten_data(build, tmp_path):
     write(-1)
     with pytest.raises(ValueError, match="holds token -1"):
         build(**flags)
+
+
+def test_numbers_that_are_no_ids_are_refused(build, tmp_path):
+    with IndexedDatasetWriter(tmp_path / "x", "<f4") as writer:
+        writer.add_document([[1.0, float("inf")] * 500])
+    with pytest.raises(ValueError, match=r"x\.bin holds float32 numbers, not token ids"):
+        build(data_path=[str(tmp_path / "x")], split="1", num_samples=(9, 0, 0))
+
+
+def test_a_vocabulary_that_lacks_a_types_largest_number_alone_is_too_small(build, tmp_path):
+    with IndexedDatasetWriter(tmp_path / "x", "u1") as writer:
+        writer.add_document([[255] * 1000])
+    flags = {"data_path": [str(tmp_path / "x")], "split": "1", "num_samples": (7, 0, 0)}
+    build(**flags, vocab_size=256)
+    with pytest.raises(ValueError, match="holds token 255, but the vocabulary has 255"):
+        build(**flags, vocab_size=255)
+
+
+def test_the_end_of_documents_is_looked_for_in_those_that_hold_any_token(tmp_path):
+    with IndexedDatasetWriter(tmp_path / "x", "<u2") as writer:
+        for document in ([], [[]], [[1, 9]], [[9, 1], [2, 9]], [[3]], []):
+            writer.add_document(document)
+    indexed = IndexedDataset(tmp_path / "x")
+    for name in ("eod_mask_loss", "reset_position_ids", "reset_attention_mask"):
+        for eod in (9, 3):  # one document is enough
+            check_end_of_document(indexed, SampleOptions(8, 1, eod=eod, **{name: True}))
+        for eod in (1, 2, 4):
+            with pytest.raises(ValueError, match=f"no document of .* ends with {eod}, "):
+                check_end_of_document(indexed, SampleOptions(8, 1, eod=eod, **{name: True}))
 
 
 def test_mock_data_is_the_same_everywhere_and_differs_by_sample(build):

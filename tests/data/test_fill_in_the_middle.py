@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from megatron_zpp.data.build import build_datasets
 from megatron_zpp.data.fill_in_the_middle import FillInTheMiddle, find_token
 from megatron_zpp.data.gpt_dataset import SampleOptions
+from megatron_zpp.data.indexed_dataset import IndexedDatasetWriter
 from megatron_zpp.data.tokenizers import ByteTokenizer, NullTokenizer
 
 A = str(Path(__file__).parent / "golden" / "a")
@@ -66,6 +67,19 @@ def test_rates_are_what_happens():
     assert len(result) == len(ids)
 
 
+def test_every_cut_is_as_likely_as_its_draws():
+    """Of two tokens there are six pairs of cuts; of nine draws, three have both cuts in one place."""
+    random, counts = np.random.default_rng(0), Counter()
+    permute = FillInTheMiddle(101, 102, 103, rate=1.0, spm_rate=0.0)
+    for _ in range(900):
+        counts[tuple(permute(np.array([1, 2, 0, 0, 0]), 0, random)[:5].tolist())] += 1
+    same = {(101, 103, 1, 2, 102), (101, 1, 103, 2, 102), (101, 1, 2, 103, 102)}
+    apart = {(101, 103, 2, 102, 1), (101, 103, 102, 1, 2), (101, 1, 103, 102, 2)}
+    assert set(counts) == same | apart
+    assert all(60 < counts[sample] < 140 for sample in same)
+    assert all(150 < counts[sample] < 250 for sample in apart)
+
+
 def test_samples_are_the_same_in_any_order_of_reading(tmp_path):
     def build(**options):
         options = SampleOptions(seq_length=128, seed=1234, eod=256, **options)
@@ -83,12 +97,26 @@ def test_samples_are_the_same_in_any_order_of_reading(tmp_path):
     assert len(read) / 2 < sum(changed) < len(read)
 
 
+def test_each_sample_has_draws_of_its_own(tmp_path):
+    """Documents all alike: only the draws tell the samples apart."""
+    with IndexedDatasetWriter(tmp_path / "x", "<u2") as writer:
+        for _ in range(40):
+            writer.add_document([[*range(1, 64), 0]])
+    samples = []
+    for seed in (1, 2):
+        options = SampleOptions(64, seed, eod=0, fill_in_the_middle=FillInTheMiddle(101, 102, 103, rate=1.0))
+        dataset = build_datasets(options, data_path=[str(tmp_path / "x")], split="1", num_samples=(39, 0, 0)).train
+        samples += [tuple(dataset[i].tolist()) for i in range(39)]
+    assert len(set(samples)) > 60  # of 78
+
+
 def test_tokens_are_found_or_refused():
-    assert find_token(ByteTokenizer(), "A") == 65
-    assert find_token(NullTokenizer(50), "49") == 49
-    for name in ("<fim_prefix>", "999"):
-        with pytest.raises(ValueError, match=f"{name} is no token"):
-            find_token(ByteTokenizer(), name)
+    assert find_token(ByteTokenizer(), "A", "--fim-prefix-token") == 65
+    assert find_token(NullTokenizer(50), "49", "--fim-prefix-token") == 49
+    for tokenizer in (ByteTokenizer(), NullTokenizer(50)):
+        for name in ("<fim_prefix>", "999", str(tokenizer.vocab_size), ""):
+            with pytest.raises(ValueError, match=f"--fim-data needs --fim-prefix-token, and '{name}' is no token"):
+                find_token(tokenizer, name, "--fim-prefix-token")
     with pytest.raises(ValueError, match="must be three tokens"):
         FillInTheMiddle(1, 1, 2)
     with pytest.raises(ValueError, match="--fim-spm-rate must be between 0 and 1"):

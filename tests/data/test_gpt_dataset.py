@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_zpp.data.gpt_dataset import GPTDataset, SampleOptions
+from megatron_zpp.data.gpt_dataset import GPTDataset, SampleOptions, cache_folder
 from megatron_zpp.data.indexed_dataset import IndexedDataset, IndexedDatasetWriter
 
 A = Path(__file__).parent / "golden" / "a"
@@ -70,6 +70,8 @@ def test_items_are_new_arrays(tmp_path):
     assert np.array_equal(dataset[3], before)
     with pytest.raises(IndexError):
         dataset[len(dataset)]
+    with pytest.raises(IndexError):
+        dataset[-1]
 
 
 def test_a_longer_run_keeps_the_order_within_the_same_epochs(tmp_path):
@@ -105,6 +107,33 @@ def test_rewritten_data_is_not_served_by_the_old_index(tmp_path):
     assert len(dataset_of(tmp_path, tmp_path / "x", seq_length=8).document_index) == 2
     write(tmp_path / "x", [20, 30, 30])  # as many tokens
     assert len(dataset_of(tmp_path, tmp_path / "x", seq_length=8).document_index) == 3
+
+
+def test_the_cache_knows_all_that_the_order_depends_on(tmp_path):
+    variants = [
+        {},
+        {"seed": 1},
+        {"seq_length": 64},
+        {"sequences": range(1, 200)},
+        {"sequences": range(199)},
+        {"num_samples": 500},
+        {"num_samples": 550},
+        {"num_samples": 300},
+        {"num_samples": 500, "stable_order": True},
+        {"stable_order": True},
+        {"keep_last": True},
+        {"prefix": A.with_name("b")},
+    ]
+    for number, variant in enumerate(variants):
+        cached, fresh = dataset_of(tmp_path, **variant), dataset_of(tmp_path / str(number), **variant)
+        for name in ("document_index", "sample_index", "shuffle_index"):
+            assert np.array_equal(getattr(cached, name), getattr(fresh, name)), variant
+        assert cached.order == fresh.order
+
+
+def test_the_cache_lies_beside_the_data_or_where_it_is_told(tmp_path):
+    assert cache_folder("folder/x", None) == Path("folder/index_cache")
+    assert cache_folder("folder/x", "else") == Path("else")
 
 
 def test_an_empty_split_says_so(tmp_path):

@@ -1,7 +1,10 @@
 """The cache must never serve a half-written entry, nor cost a run that can't write it."""
 
+import fcntl
 import multiprocessing
 import os
+import shutil
+import warnings
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -38,6 +41,108 @@ def test_a_build_that_fails_leaves_no_entry(tmp_path):
     with pytest.raises(ZeroDivisionError):
         cached_arrays(tmp_path, "x", {}, lambda advance: {"a": np.arange(1 // 0)})
     assert cached_arrays(tmp_path, "x", {}, lambda advance: {"a": np.arange(4)})["a"].sum() == 6
+
+
+def entry_in(folder: Path) -> Path:
+    (entry,) = (path for path in folder.iterdir() if path.name.startswith("x-"))
+    return entry
+
+
+def empty(entry):
+    for path in entry.iterdir():
+        path.unlink()
+
+
+def replaced_by(array):
+    return lambda entry: np.save(entry / "a.npy", array, allow_pickle=array.dtype == object)
+
+
+def cut(entry):
+    os.truncate(entry / "a.npy", (entry / "a.npy").stat().st_size - 1)
+
+
+def flip(entry):
+    content = bytearray((entry / "a.npy").read_bytes())
+    content[-3] ^= 1
+    (entry / "a.npy").write_bytes(content)
+
+
+def pipe(entry):
+    (entry / "a.npy").unlink()
+    os.mkfifo(entry / "a.npy")
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        empty,
+        cut,
+        flip,
+        pipe,
+        lambda entry: (entry / "b.npy").unlink(),
+        lambda entry: (entry / "a.npy").write_bytes(b""),
+        lambda entry: (entry / "a.npy").write_bytes(b"garbage"),
+        replaced_by(np.arange(999)),
+        replaced_by(np.arange(1000, dtype=np.int32)),
+        replaced_by(np.array([print] * 1000)),
+        lambda entry: (entry / "description.json").unlink(),
+        lambda entry: (entry / "description.json").write_text("{"),
+        lambda entry: (entry / "description.json").write_text('{"key": {}, "sha256": 3}'),
+        lambda entry: (entry / "description.json").write_text('{"key": {"other": 1}, "sha256": {}}'),
+        lambda entry: (shutil.rmtree(entry), entry.write_text("a file")),
+    ],
+)
+def test_a_damaged_entry_is_built_anew_with_a_note(tmp_path, damage):
+    built = []
+
+    def build(advance):
+        built.append(1)
+        return {"a": np.arange(1000), "b": np.ones(3)}
+
+    first = cached_arrays(tmp_path, "x", {}, build)
+    damage(entry_in(tmp_path))
+    with pytest.warns(UserWarning, match="x-.* is damaged: it is built anew"):
+        again = cached_arrays(tmp_path, "x", {}, build)
+    with warnings.catch_warnings(action="error"):
+        once_more = cached_arrays(tmp_path, "x", {}, build)
+    assert len(built) == 2
+    for arrays in (again, once_more):
+        assert {name: array.tolist() for name, array in arrays.items()} == {"a": list(range(1000)), "b": [1] * 3}
+        assert not arrays["a"].flags.writeable  # from the file
+    assert sorted(path.name[0] for path in tmp_path.iterdir()) == [".", "x"]
+    assert {path.name for path in entry_in(tmp_path).iterdir()} == {"a.npy", "b.npy", "description.json"}
+    del first
+
+
+def test_processes_that_find_damage_together_build_once(tmp_path):
+    read_sum(tmp_path, 0)
+    empty(entry_in(tmp_path / "cache"))
+    with multiprocessing.get_context("fork").Pool(4) as pool:
+        assert pool.map(partial(read_sum, tmp_path), range(8), chunksize=1) == [499_500] * 8
+    assert len(list(tmp_path.glob("built-*"))) == 2
+
+
+def test_two_nodes_without_locks_may_build_at_once(tmp_path, monkeypatch):
+    """While one builds, another is done: its entry stays, and both serve the same."""
+    monkeypatch.setattr(fcntl, "flock", lambda file, how: None)
+
+    def build(advance):
+        cached_arrays(tmp_path, "x", {}, lambda advance: {"a": np.arange(4)})
+        return {"a": np.arange(4)}
+
+    with warnings.catch_warnings(action="error"):
+        assert cached_arrays(tmp_path, "x", {}, build)["a"].tolist() == [0, 1, 2, 3]
+    assert sorted(path.name[0] for path in tmp_path.iterdir()) == [".", "x"]
+
+
+def test_a_pipe_in_place_of_the_lock_is_not_waited_for(tmp_path):
+    os.mkfifo(tmp_path / ".lock")
+    assert cached_arrays(tmp_path, "x", {}, lambda advance: {"a": np.arange(4)})["a"].sum() == 6
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / ".lock").symlink_to(tmp_path / "victim")
+    with pytest.warns(UserWarning, match="can't cache x"):
+        cached_arrays(tmp_path / "other", "x", {}, lambda advance: {"a": np.arange(4)})
+    assert not (tmp_path / "victim").exists()
 
 
 def test_without_a_place_to_write_it_warns_and_goes_on(tmp_path):

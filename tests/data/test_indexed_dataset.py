@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import os
 import pickle
 import struct
 import tempfile
@@ -12,6 +13,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_zpp.data import indexed_dataset
+from megatron_zpp.data.gpt_dataset import GPTDataset, SampleOptions
 from megatron_zpp.data.indexed_dataset import DTYPES, IndexedDataset, IndexedDatasetWriter, best_dtype
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -57,7 +60,8 @@ def test_any_corpus_comes_back(documents, code):
         restored = [[dataset[i].tolist() for i in range(ends[d], ends[d + 1])] for d in range(dataset.num_documents)]
         assert restored == documents
         for i in range(len(dataset)):
-            assert dataset.get(i, 1, 2).tolist() == dataset[i].tolist()[1:3] or len(dataset[i]) < 3
+            if len(dataset[i]) >= 3:
+                assert dataset.get(i, 1, 2).tolist() == dataset[i].tolist()[1:3]
 
 
 def test_many_documents_at_once_equal_one_by_one(tmp_path):
@@ -103,14 +107,64 @@ def test_token_range_reads_negative_ids(tmp_path):
     assert IndexedDataset(tmp_path / "y").token_range() == (0, 0)
 
 
+def test_token_range_reads_pieces_evenly_spaced_if_there_are_too_many(tmp_path, monkeypatch):
+    monkeypatch.setattr(indexed_dataset, "PIECE", 4)
+    tokens = list(range(50, 27, -1))  # 23 of 2 bytes
+    for place, outlier in ((0, 99), (22, 3), (13, 98)):
+        write(tmp_path / "x", [[[*tokens[:place], outlier, *tokens[place + 1 :]]]])
+        dataset, passed = IndexedDataset(tmp_path / "x"), []
+        values = dataset[0]
+        assert dataset.token_range(passed.append) == (values.min(), values.max())
+        assert passed == [4, 4, 4, 4, 4, 3]
+        passed.clear()
+        some = np.concatenate([values[0:4], values[12:16]])  # 46 bytes of at most 20: one piece of three
+        assert dataset.token_range(passed.append, max_bytes=20) == (some.min(), some.max())
+        assert passed == [12, 11]
+
+
+def test_a_writer_refuses_what_does_not_add_up(tmp_path):
+    for tokens, lengths, counts in (([1, 2, 3], [2], [1]), ([1, 2], [2], [2])):
+        with pytest.raises(ValueError, match="do not add up"), IndexedDatasetWriter(tmp_path / "x", "<u2") as writer:
+            writer.add_documents(np.array(tokens), lengths, counts)
+    with pytest.raises(ValueError, match="-1 to 2 do not fit uint16"), IndexedDatasetWriter(tmp_path / "x", "<u2") as w:
+        w.add_document([[-1, 2]])
+    with pytest.raises(ValueError, match="no code for complex64"):
+        IndexedDatasetWriter(tmp_path / "x", np.complex64)
+    with IndexedDatasetWriter(tmp_path / "x", "<u2") as writer:
+        writer.add_document([[0, 65_535]])
+    assert [path.name for path in sorted(tmp_path.iterdir())] == ["x.bin", "x.idx"]
+
+
+@pytest.mark.parametrize("part", ["bin", "lengths", "documents"])
+def test_a_writer_goes_on_only_with_all_that_was_written(tmp_path, part):
+    writer = IndexedDatasetWriter(tmp_path / "x", "<u2")
+    writer.add_document([[1, 2], [3]])
+    counts = writer.sync()
+    assert counts == (3, 2, 1)
+    writer.add_document([[4]])  # after the sync: is cut off
+    writer.close()
+    writer = IndexedDatasetWriter(tmp_path / "x", "<u2", counts)
+    writer.close()
+    path = tmp_path / f"x.{part}.partial"
+    os.truncate(path, path.stat().st_size - 1)
+    with pytest.raises(ValueError, match=f"x.{part}.partial is missing or too short"):
+        IndexedDatasetWriter(tmp_path / "x", "<u2", counts)
+
+
 def cut(path, size):
     path.write_bytes(path.read_bytes()[:size])
 
 
-def put(path, offset, number):
+def put(path, offset, number, kind="q"):
     data = bytearray(path.read_bytes())
-    data[offset : offset + 8] = struct.pack("<q", number)
+    struct.pack_into(f"<{kind}", data, offset, number)
     path.write_bytes(data)
+
+
+# Where the arrays of three sequences in three documents begin, and what is said about damaged ones.
+LENGTHS, POINTERS, DOCUMENTS = 34, 34 + 3 * 4, 34 + 3 * 12
+SEQUENCES = "x.idx is damaged: its sequences do not cover the tokens"
+DOCUMENTS_OUT_OF_ORDER = "x.idx is damaged: its documents do not cover its sequences"
 
 
 @pytest.mark.parametrize(
@@ -118,20 +172,64 @@ def put(path, offset, number):
     [
         (lambda a, b: cut(a / "x.bin", -2), "x.bin holds .* bytes"),
         (lambda a, b: cut(a / "x.idx", -8), "x.idx is truncated"),
-        (lambda a, b: put(a / "x.idx", 34 + 2 * 4 + 8, 999), "x.idx is damaged: its sequences do not cover the tokens"),
-        (lambda a, b: put(a / "x.idx", 34 + 2 * 12 + 16, 7), "x.idx is damaged: its documents do not cover"),
+        (lambda a, b: (a / "x.bin").write_bytes((a / "x.bin").read_bytes() + b"xx"), "x.bin holds 12 bytes, .* 10"),
+        (lambda a, b: put(a / "x.idx", LENGTHS, -1, "i"), SEQUENCES),
+        (lambda a, b: put(a / "x.idx", LENGTHS, 4, "i"), SEQUENCES),
+        (lambda a, b: put(a / "x.idx", POINTERS, 2), SEQUENCES),
+        (lambda a, b: put(a / "x.idx", POINTERS + 8, 1 << 40), SEQUENCES),
+        (lambda a, b: put(a / "x.idx", POINTERS + 8, 4), SEQUENCES),
+        (lambda a, b: put(a / "x.idx", POINTERS + 16, 999), SEQUENCES),
+        (lambda a, b: put(a / "x.idx", DOCUMENTS, 1), DOCUMENTS_OUT_OF_ORDER),
+        (lambda a, b: put(a / "x.idx", DOCUMENTS + 8, 3), DOCUMENTS_OUT_OF_ORDER),
+        (lambda a, b: put(a / "x.idx", DOCUMENTS + 16, -1), DOCUMENTS_OUT_OF_ORDER),
+        (lambda a, b: put(a / "x.idx", DOCUMENTS + 24, 7), DOCUMENTS_OUT_OF_ORDER),
+        (lambda a, b: put(a / "x.idx", 17, 0, "B"), "x.idx has version 1 and dtype code 0; known: 1, 1 to 8"),
+        (lambda a, b: put(a / "x.idx", 9, 2), "x.idx has version 2 and dtype code 8"),
+        (lambda a, b: put(a / "x.idx", 18, 2), "x.idx is truncated or damaged: 102 bytes, its header says 90"),
+        (lambda a, b: put(a / "x.idx", 26, 0), "x.idx is truncated or damaged: 102 bytes, its header says 70"),
         (lambda a, b: cut(a / "x.idx", 20), "x.idx is truncated"),
         (lambda a, b: cut(a / "x.idx", 0), "x.idx is truncated"),
         (lambda a, b: (a / "x.idx").write_bytes(b"TNTIDX\x00\x00" * 9), "x.idx is not a Megatron .idx"),
         (lambda a, b: (a / "x.bin").write_bytes((b / "y.bin").read_bytes()), "not from the same run"),
     ],
 )
-def test_damaged_files_are_named(tmp_path, damage, message):
-    write(tmp_path / "x", [[[1, 2, 3]], [[4, 5]]])
+@pytest.mark.parametrize("rows", [1, 2, 1 << 20])
+def test_damaged_files_are_named(tmp_path, monkeypatch, damage, message, rows):
+    """Also where it lies between two pieces that are looked at one after the other."""
+    monkeypatch.setattr(indexed_dataset, "COPY_ROWS", rows)
+    write(tmp_path / "x", [[[1, 2, 3]], [[4]], [[5]]])
     write(tmp_path / "y", [[[1, 2, 3]], [[4, 5, 6]]])
+    IndexedDataset(tmp_path / "x")
     damage(tmp_path, tmp_path)
-    with pytest.raises(ValueError, match=message):
+    for mmap_tokens in (True, False):
+        with pytest.raises(ValueError, match=message):
+            IndexedDataset(tmp_path / "x", mmap_tokens)
+
+
+def test_what_is_no_file_is_named(tmp_path):
+    write(tmp_path / "x", [[[1, 2, 3]]])
+    (tmp_path / "x.bin").unlink()
+    os.mkfifo(tmp_path / "x.bin")
+    with pytest.raises(ValueError, match=r"x\.bin is no regular file"):
         IndexedDataset(tmp_path / "x")
+
+
+@pytest.mark.parametrize("mmap_tokens", [True, False])
+def test_files_that_are_cut_while_they_are_read_are_named(tmp_path, mmap_tokens):
+    write(tmp_path / "x", [[range(18_000)]], "<i4")
+    options = SampleOptions(seq_length=8999, seed=1)
+    dataset = IndexedDataset(tmp_path / "x", mmap_tokens)
+    samples = GPTDataset(dataset, range(1), options, num_samples=None, cache_path=str(tmp_path))
+    last = next(i for i in range(2) if samples[i][0] == 8999)
+    os.truncate(tmp_path / "x.bin", 50_000)
+    for read in (dataset.token_range, lambda: samples[last]):
+        with pytest.raises(ValueError, match=r"x\.bin holds 50000 bytes, and held 72000 when it was opened"):
+            read()
+    os.truncate(tmp_path / "x.bin", 72_000)
+    assert samples[1 - last].tolist() == list(range(9000))
+    os.truncate(tmp_path / "x.idx", 40)
+    with pytest.raises(ValueError, match=r"x\.idx holds 40 bytes, and held 62 when it was opened"):
+        samples[0]
 
 
 def test_missing_files_are_named(tmp_path):

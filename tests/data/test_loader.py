@@ -1,5 +1,7 @@
 """Batches: masks, positions, document boundaries, padding, workers, resuming."""
 
+import os
+import shutil
 from itertools import islice
 from pathlib import Path
 
@@ -133,6 +135,17 @@ def test_workers_give_the_same_batches_and_leave_random_state_alone(dataset):
     for expected, batch in zip(loader_of(dataset), with_workers, strict=False):
         assert batch.keys() == {"tokens", "labels", "loss_mask"}
         assert all(torch.equal(batch[key], expected[key]) for key in batch)
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_file_that_is_cut_is_named_in_one_line(tmp_path, num_workers):
+    for suffix in (".bin", ".idx"):
+        shutil.copy(A + suffix, tmp_path)
+    options = SampleOptions(seq_length=128, seed=1234)
+    dataset = build_datasets(options, data_path=[str(tmp_path / "a")], split="1", num_samples=(9, 0, 0)).train
+    os.truncate(tmp_path / "a.bin", 1000)
+    with pytest.raises(ValueError, match=r"^\S+/a\.bin holds 1000 bytes, and held 65930 when it was opened: [^\n]*$"):
+        next(loader_of(dataset, num_workers=num_workers))
 
 
 def test_running_out_of_samples_is_an_error(dataset):

@@ -140,6 +140,27 @@ def test_the_folder_of_the_output_is_made(tmp_path, undisturbed):
     assert output(tmp_path / "not" / "yet") == undisturbed
 
 
+@pytest.mark.parametrize("content", ["", "[]", "{}", '{"job": 3}', '{"job": {}, "state": {"block": 1}}'])
+def test_a_damaged_state_is_named_and_the_old_output_stays(tmp_path, content):
+    run(job_in(tmp_path))
+    old = output(tmp_path)
+    (tmp_path / "out.unfinished.json").write_text(content)
+    with pytest.raises(
+        ValueError, match=r"out\.unfinished\.json (is not JSON|holds no JSON object|is damaged .*--restart)"
+    ):
+        run(job_in(tmp_path))
+    run(job_in(tmp_path, restart=True))
+    assert output(tmp_path) == old
+
+
+def test_the_lock_is_not_written_through_a_link(tmp_path):
+    (tmp_path / "victim").write_text("keep")
+    (tmp_path / "out.lock").symlink_to(tmp_path / "victim")
+    with pytest.raises(OSError, match=r"out\.lock"):
+        run(job_in(tmp_path))
+    assert (tmp_path / "victim").read_text() == "keep"
+
+
 def test_training_sees_that_data_were_made_without_the_end_that_it_looks_for(tmp_path):
     run(job_in(tmp_path))
     data = IndexedDataset(tmp_path / "out_text_document")

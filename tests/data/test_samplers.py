@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_zpp.data.samplers import CyclicSampler, MicroBatchSampler, ShardedCyclicSampler
+from megatron_zpp.data.samplers import CyclicSampler, InTurn, MicroBatchSampler, ShardedCyclicSampler
 
 
 def flat(micro_batches):
@@ -73,3 +73,12 @@ def test_sharded_cyclic_order_keeps_ranks_to_their_part():
 def test_impossible_ranks_are_refused():
     with pytest.raises(ValueError, match="rank 3 below 3"):
         MicroBatchSampler(10, 0, 1, 3, 3)
+    with pytest.raises(ValueError, match="rank -1 below 3"):
+        MicroBatchSampler(10, 0, 1, -1, 3)
+    with pytest.raises(ValueError, match="micro-batch size 0 must be positive"):
+        MicroBatchSampler(10, 0, 0, 0, 1)
+
+
+def test_ranks_in_turn():
+    samplers = [MicroBatchSampler(9, 1, 2, rank, 2) for rank in range(2)]
+    assert list(InTurn(samplers)) == [[1, 2], [3, 4], [5, 6], [7, 8]]

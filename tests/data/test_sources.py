@@ -1,6 +1,7 @@
 """What the data flags mean: three ways to give data, weights, splits."""
 
 import json
+import os
 
 import pytest
 
@@ -15,9 +16,18 @@ def test_split_edges_and_ranges():
     assert split_edges("0,1,1") == [None, (0.0, 0.5), (0.5, 1.0)]
     assert split_sequences(5, (0.0, 0.5)) == range(0, 2)  # 2.5 to the even number
     assert split_sequences(7, (0.5, 1.0)) == range(4, 7)  # 3.5 likewise
-    for bad in ("", "1,2,3,4", "0,0,0"):
-        with pytest.raises(ValueError, match="--split"):
-            split_edges(bad)
+    assert split_sequences(7, (0.0, 0.5)) == range(0, 4)
+    assert split_sequences(10, (0.26, 0.74)) == range(3, 7)
+    assert split_edges("1e1, 10 5e0") == [(0.0, 0.4), (0.4, 0.8), (0.8, 1.0)]
+
+
+@pytest.mark.parametrize(
+    "split",
+    ["", " ", "1,2,3,4", "0,0,0", "nan,1,1", "1,nan", "-1,1,1", "1,-1", "inf,1", "1e308,1e308,1e308", "1;1", "1,,1"],
+)
+def test_splits_that_are_none_are_refused(split):
+    with pytest.raises(ValueError, match=r"--split '.*' must be up to three shares"):
+        split_edges(split)
 
 
 def test_parse_blend():
@@ -56,15 +66,33 @@ def test_default_split():
         ({"train_data_path": ["a"], "split": "1"}, "--split divides --data-path"),
         ({"per_split_data_args_path": "FOLDER/json", "split": "1"}, "--split divides --data-path"),
         ({"per_split_data_args_path": "FOLDER/text"}, "text is not JSON"),
-        ({"per_split_data_args_path": "FOLDER/list"}, "must hold an object of train, valid and test"),
+        ({"per_split_data_args_path": "FOLDER/list"}, "list holds no JSON object but a list"),
+        ({"per_split_data_args_path": "FOLDER/deep"}, "deep is JSON that is nested too deep"),
+        ({"per_split_data_args_path": "FOLDER/binary"}, "binary is not UTF-8 text"),
+        ({"per_split_data_args_path": "FOLDER/pipe"}, "pipe is no regular file"),
+        (
+            {"per_split_data_args_path": "FOLDER/number"},
+            "path .*number gives 3 for train: it must be a list of prefixes",
+        ),
+        ({"per_split_data_args_path": "FOLDER/true"}, r"path .*true gives \[true\] for test: it must be a list"),
+        ({"per_split_data_args_path": "FOLDER/nested"}, r"nested gives .* for valid: it must be a list"),
+        ({"data_args_path": "FOLDER/binary"}, "binary is not UTF-8 text"),
+        ({"data_args_path": "FOLDER/pipe"}, "pipe is no regular file"),
+        ({"data_args_path": "FOLDER"}, "is no regular file"),
+        ({"data_path": ["1e308", "a", "1e308", "b"]}, "too large to add up"),
+        ({"data_path": ["nan", "a", "1", "b"]}, "weights of a blend must be positive, not nan"),
         ({"per_split_data_args_path": "FOLDER/other"}, "must hold an object of train, valid and test"),
         ({"data_args_path": "FOLDER/empty"}, "empty is empty"),
     ],
 )
 def test_bad_flags_are_named(tmp_path, flags, message):
     contents = {"json": "{}", "text": "a b", "list": "[]", "other": '{"dev": "a"}', "empty": " \n"}
+    contents |= {"number": '{"train": 3}', "true": '{"test": [true]}', "nested": '{"valid": [["a"]]}'}
+    contents |= {"deep": '{"train": ' + "[" * 100_000}
     for name, content in contents.items():
         (tmp_path / name).write_text(content)
+    (tmp_path / "binary").write_bytes(b"\xff")
+    os.mkfifo(tmp_path / "pipe")
     flags = {k: v.replace("FOLDER", str(tmp_path)) if isinstance(v, str) else v for k, v in flags.items()}
     with pytest.raises(ValueError, match=message):
         read_sources(**flags)

@@ -3,7 +3,9 @@
 import base64
 import io
 import json
+import os
 import sys
+import unicodedata
 
 import pytest
 import sentencepiece
@@ -13,7 +15,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from tokenizers.processors import TemplateProcessing
 
-from megatron_zpp.data.tokenizers import TIKTOKEN_FILES, TIKTOKEN_PATTERNS, build_tokenizer
+from megatron_zpp.data.tokenizers import ALL_KINDS, TIKTOKEN_FILES, TIKTOKEN_PATTERNS, build_tokenizer
 
 TEXTS = ["the cat sat on the mat\n", "größe naïve 東京 🙂", "  indented\n\n\ttext  ", "a<|endoftext|>b </s>"]
 
@@ -158,8 +160,108 @@ def test_the_names_of_patterns_are_patterns(tmp_path):
             assert tokenizer.detokenize(tokenizer.tokenize(TEXTS[1])) == TEXTS[1]
 
 
+@pytest.mark.parametrize(
+    ("pattern", "words"),
+    [
+        ("v1", ["it", "'s", " ", "1", "2", " aB", " ÜberAll", "!/\n\n", "/x"]),
+        ("v2", ["it", "'s", " ", "1", "2", " a", "B", " Über", "All", "!/\n\n/", "x"]),
+        ("cl100k_base", ["it", "'s", " ", "12", " aB", " ÜberAll", "!/\n\n", "/x"]),
+    ],
+)
+def test_megatrons_patterns_by_their_names(tmp_path, pattern, words):
+    """What lies in one word is merged where the file has it; what lies in two never is."""
+    text = "it's 12 aB ÜberAll!/\n\n/x"
+    pieces = sorted({text[i:j].encode() for i in range(len(text)) for j in range(i + 1, len(text) + 1)}, key=len)
+    tokens = [*BYTES, *(piece for piece in pieces if len(piece) > 1)]
+    tokenizer = build_tokenizer("TikTokenizer", write_ranks(tmp_path / "t", tokens), tiktoken_pattern=pattern)
+    assert [tokenizer.detokenize([i]) for i in tokenizer.tokenize(text)] == words
+
+
+@pytest.mark.parametrize("pattern", ["v3", "cl100k", r"\w+", r"\S+", r"\p{L}+|\s+|\p{N}+", r"[^\x00]+"])
+def test_a_pattern_that_loses_text_is_refused(tmp_path, pattern):
+    file = write_ranks(tmp_path / "t.tiktoken", BYTES)
+    with pytest.raises(ValueError, match=r"--tiktoken-pattern \S+ leaves out \d+ of 117 bytes of a text: give gpt2, "):
+        build_tokenizer("TikTokenizer", file, tiktoken_pattern=pattern)
+
+
+def test_a_pattern_that_matches_nothing_at_all_is_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"--tiktoken-pattern \(\?=a\) matches an empty piece of text"):
+        build_tokenizer("TikTokenizer", write_ranks(tmp_path / "t.tiktoken", BYTES), tiktoken_pattern="(?=a)")
+
+
+def test_a_text_of_which_a_pattern_loses_some_is_refused(tmp_path):
+    """A pattern that is good for all kinds of characters, but not for the letter ß."""
+    tokenizer = build_tokenizer("TikTokenizer", write_ranks(tmp_path / "t", BYTES), tiktoken_pattern=r"[^ß]+")
+    assert tokenizer.detokenize(tokenizer.tokenize("größer"[:2])) == "gr"
+    for encode in (tokenizer.tokenize, lambda text: tokenizer.tokenize_batch(["fine", text])):
+        with pytest.raises(ValueError, match=r"--tiktoken-pattern \[\^ß\]\+ leaves out 2 of (8|12) bytes of a text"):
+            encode("größer")
+
+
+def test_the_sample_has_all_kinds_of_characters():
+    kinds = {unicodedata.category(chr(i)) for i in range(sys.maxunicode + 1)} - {"Cs"}
+    assert {unicodedata.category(character) for character in ALL_KINDS} == kinds
+
+
+def test_a_tokenizer_without_unknown_token_that_drops_characters_is_refused(tmp_path):
+    for unknown in (None, "<unk>"):
+        model = models.BPE({"a": 0, "b": 1, "<unk>": 2, "</s>": 3}, [], unk_token=unknown)
+        Tokenizer(model).save(str(tmp_path / "tokenizer.json"))
+        if unknown is None:
+            with pytest.raises(ValueError, match=r"tokenizer\.json leaves characters out .* such as 'I'"):
+                build_tokenizer("HuggingFaceTokenizer", str(tmp_path))
+        else:
+            assert build_tokenizer("HuggingFaceTokenizer", str(tmp_path)).tokenize("aIb") == [0, 2, 1]
+
+
+@pytest.mark.parametrize("name", ["tokenizer_config.json", "config.json"])
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [(b"", "is not JSON"), (b"[]", "holds no JSON object but a list"), (b"\xff", "is not UTF-8 text")],
+)
+def test_damaged_files_beside_a_tokenizer_are_named(hf_tokenizer, hf_file, name, content, message):
+    (hf_file.parent / name).write_bytes(content)
+    with pytest.raises(ValueError, match=f"{name} {message}"):
+        build_tokenizer("HuggingFaceTokenizer", str(hf_file.parent))
+
+
+def test_an_end_of_document_that_is_no_name_is_none(hf_tokenizer, hf_file):
+    (hf_file.parent / "tokenizer_config.json").write_text('{"eos_token": ["<stop>"]}')
+    with pytest.raises(ValueError, match="has no known end-of-document token"):
+        build_tokenizer("HuggingFaceTokenizer", str(hf_file.parent))
+
+
+KINDS_AND_FLAGS = {
+    "SentencePieceTokenizer": "tokenizer_model",
+    "HuggingFaceTokenizer": "tokenizer_model",
+    "GPT2BPETokenizer": "vocab_file",
+    "TikTokenizer": "tokenizer_model",
+}
+
+
+@pytest.mark.parametrize("kind", KINDS_AND_FLAGS)
+def test_whatever_a_tokenizers_file_is_the_error_names_it(tmp_path, kind):
+    (tmp_path / "merges").write_text("")
+    (tmp_path / "folder").mkdir()
+    os.mkfifo(tmp_path / "pipe")
+    contents = {
+        "empty": b"",
+        "zeros": bytes(1000),
+        "object": b"{}",
+        "list": b"[]",
+        "latin": b"\xff\xfe",
+        "deep": b"[" * 9999,
+    }
+    for name, content in contents.items():
+        (tmp_path / name).write_bytes(content)
+    for name in (*contents, "folder", "pipe", "none"):
+        flags = {KINDS_AND_FLAGS[kind]: str(tmp_path / name), "merge_file": str(tmp_path / "merges")}
+        with pytest.raises((ValueError, FileNotFoundError), match=f"{tmp_path}/{name}"):
+            build_tokenizer(kind, tiktoken_pattern="gpt2", **flags)
+
+
 def test_tiktoken_files_that_are_not_whole_are_refused(tmp_path):
-    with pytest.raises(ValueError, match="give --tiktoken-pattern, gpt2, cl100k_base, o200k_base or a regular"):
+    with pytest.raises(ValueError, match="give --tiktoken-pattern, gpt2, cl100k_base, o200k_base, v1, v2 or a"):
         build_tokenizer("TikTokenizer", write_ranks(tmp_path / "a", BYTES))
     with pytest.raises(ValueError, match="must hold each of the 256 bytes"):
         build_tokenizer("TikTokenizer", write_ranks(tmp_path / "a", BYTES[1:]), tiktoken_pattern="gpt2")
@@ -198,6 +300,9 @@ def test_null_tokenizer_reads_ids():
     assert tokenizer.detokenize([3, 99]) == "3 99"
     with pytest.raises(ValueError, match="not all below --vocab-size 100"):
         tokenizer.tokenize("3 100")
+    for text in ("3 four", "3 -1", "3.0"):
+        with pytest.raises(ValueError, match=f"'{text.split()[-1]}' is no id"):
+            tokenizer.tokenize(text)
 
 
 def test_hf_adds_and_cuts_nothing_and_takes_the_configured_end(hf_tokenizer, byte_level_bpe):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import os
 import re
 import shutil
 
@@ -76,10 +77,16 @@ def test_what_is_wrong_with_files_is_said_once(data, tmp_path):
         shutil.copy(data + suffix, f"{prefix}{suffix}")
     with open(f"{prefix}.bin", "r+b") as tokens:
         tokens.truncate(1000)
+    for suffix in (".bin", ".idx"):
+        shutil.copy(data + suffix, tmp_path / f"damaged{suffix}")
+    with open(tmp_path / "damaged.idx", "r+b") as index:
+        index.seek(-8 * 20, os.SEEK_END)
+        index.write(b"\xff" * 8)  # the end of a document, as -1
     null = "--tokenizer-type NullTokenizer --vocab-size 100"
     cases = [
         (flags(str(tmp_path / "nowhere")), "no dataset at"),
         (flags(str(prefix)), "text.bin holds 1000 bytes"),
+        (flags(str(tmp_path / "damaged"), "--no-mmap-bin-files"), "damaged.idx is damaged: its documents do not cover"),
         (flags(data, null), "holds token 256, but the vocabulary has 101"),
         (flags(data, "--tokenizer-type SentencePieceTokenizer --tokenizer-model /none.model"), "/none.model"),
         (flags(data, "--split 1000000,1,1"), "valid"),  # not one document

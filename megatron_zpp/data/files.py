@@ -1,0 +1,48 @@
+"""Small files that a user names: read whole, and named in what is said about them."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any, BinaryIO
+
+
+def regular_file(path: str | os.PathLike[str]) -> Path:
+    """``path`` if it is a file that can be read twice, and that no reader waits for as for a pipe.
+
+    Raises FileNotFoundError, or ValueError where it is something else.
+    """
+    path = Path(path)
+    if not path.exists():
+        raise FileNotFoundError(f"{path} does not exist")
+    if not path.is_file():
+        raise ValueError(f"{path} is no regular file")
+    return path
+
+
+def open_lock(path: str | os.PathLike[str]) -> BinaryIO:
+    """An empty file to lock, made where it is missing. Neither follows a link nor waits for a pipe's other end."""
+    return open(os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666), "rb")
+
+
+def read_text(path: str | os.PathLike[str]) -> str:
+    """Raises OSError, or ValueError where it is no UTF-8."""
+    try:
+        return regular_file(path).read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{os.fspath(path)} is not UTF-8 text: {error}") from error
+
+
+def read_json_object(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """Raises OSError, or ValueError where it is none."""
+    text = read_text(path)
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        raise ValueError(f"{os.fspath(path)} is not JSON: {error}") from error
+    except RecursionError:
+        raise ValueError(f"{os.fspath(path)} is JSON that is nested too deep") from None
+    if not isinstance(value, dict):
+        raise ValueError(f"{os.fspath(path)} holds no JSON object but a {type(value).__name__}")
+    return value
