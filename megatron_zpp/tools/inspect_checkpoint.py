@@ -4,7 +4,7 @@
     python tools/inspect_checkpoint.py verify runs/resumed
     python tools/inspect_checkpoint.py diff runs/resumed/iter_0000050 runs/resumed/iter_0000100
 
-Ends with status 1 where ``verify`` finds damage or ``diff`` a difference, and with 2 after a mistake.
+Ends with status 1 where ``verify`` finds damage, NaN or Inf, or ``diff`` a difference, and with 2 after a mistake.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from megatron_zpp.checkpoint import (
     find_checkpoint,
     is_complete,
     iterate_tensors,
+    nonfinite,
     problems,
     read_meta,
 )
@@ -69,6 +70,10 @@ def _summary(path: Path) -> str:
         f"{meta.get('tokens', 0):,} tokens" + ("" if loss is None else f", loss {loss:.4f}"),
         f"saved {meta.get('saved_at', 'at an unknown time')} by torch {meta.get('torch', '?')}",
     ]
+    if "nonfinite" not in meta:
+        parts.append("not recorded whether finite")
+    elif meta["nonfinite"]:
+        parts.append(f"NaN or Inf in {', '.join(meta['nonfinite'])}")
     left_out = [
         what for what, has in (("optimizer", meta["has_optimizer"]), ("random states", meta["has_rng"])) if not has
     ]
@@ -76,21 +81,22 @@ def _summary(path: Path) -> str:
 
 
 def verify(folder: str, iteration: int | None) -> int:
-    """Sizes and digests of every file, of one checkpoint or of all."""
+    """Sizes and digests of every file, and whether it was finite, of one checkpoint or of all."""
     if (Path(folder) / "meta.json").exists() or iteration is not None:
         paths = [_checkpoint(folder, iteration)]
     else:
         paths = candidates(folder)
     if not paths:
         raise CheckpointError(f"{folder} holds no checkpoint")
-    damaged = 0
+    bad = 0
     for path in paths:
         found = problems(path)
-        damaged += bool(found)
-        print(f"{path}: {'damaged' if found else 'good'}")
-        for problem in found:
+        not_finite = None if found else nonfinite(path, read_meta(path))
+        bad += bool(found or not_finite)
+        print(f"{path}: {'damaged' if found else 'not finite' if not_finite else 'good'}")
+        for problem in [*found, *([not_finite] if not_finite else [])]:
             print(f"  {problem}")
-    return 1 if damaged else 0
+    return 1 if bad else 0
 
 
 def diff(first: str, second: str) -> int:
@@ -169,7 +175,7 @@ def main(argv: list[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", required=True)
     listing = commands.add_parser("list", help="the checkpoints of a folder")
     listing.add_argument("folder", help="what was given to --save")
-    verifying = commands.add_parser("verify", help="sizes and digests of all files")
+    verifying = commands.add_parser("verify", help="sizes and digests of all files, and whether NaN or Inf was saved")
     verifying.add_argument("folder", help="what was given to --save, or one checkpoint's folder")
     verifying.add_argument("--ckpt-step", type=int, metavar="N", help="the checkpoint of one iteration; default all")
     comparing = commands.add_parser("diff", help="what is not the same in two checkpoints")

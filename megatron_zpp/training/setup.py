@@ -78,6 +78,7 @@ class Run:
             "schedule": self.schedule.state_dict() if self.schedule is not None else None,
             "loss_scaler": self.scaler.state_dict(),
             "loss": self.last_loss if self.last_loss is not None and math.isfinite(self.last_loss) else None,
+            "nonfinite": ["the loss"] if self.last_loss is not None and not math.isfinite(self.last_loss) else [],
             "data_order": self.datasets.train.order if self.datasets.train is not None else None,
             "tokens": self.counters.consumed_train_samples * (self.settings.training.seq_length or 0),
             "layout": self.layout(),
