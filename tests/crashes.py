@@ -85,7 +85,7 @@ class Disk:
         self.final = self._crash()
 
     def _before(self, change: str, *arguments: Any, dir_fd: int | None = None, **more: Any) -> None:
-        paths = [_path_of(argument, dir_fd) for argument in arguments if not isinstance(argument, bool)]
+        paths = [_path_of(argument, dir_fd) for argument in arguments[: 2 if change in ("rename", "replace") else 1]]
         if not paths[0].is_relative_to(self.root):
             return
         self._observe()

@@ -97,12 +97,18 @@ def candidates(folder: str) -> list[Path]:
 
 
 def _latest_iteration(root: Path) -> int | None:
-    """What the text file says; None where no checkpoint has been saved. Raises CheckpointError."""
+    """What the text file says; None where no checkpoint has been saved. Raises CheckpointError.
+
+    Without the text file it is the newest one: a job that dies after the first save has renamed it, before it is named.
+    """
     tracker = root / LATEST
     if not os.path.lexists(tracker):
+        complete = complete_checkpoints(root)
+        if complete:
+            return iteration_of(complete[-1])
         refuse_foreign(root)
         # Folders of TensorBoard and wandb may be there before the first checkpoint is.
-        if any(path.is_file() or is_complete(path) for path in root.iterdir() if path.name != LOCK):
+        if any(path.is_file() for path in root.iterdir() if path.name != LOCK):
             raise CheckpointError(
                 f"{root} holds no checkpoint (it has files, but no {LATEST}): give --load what was given to --save"
             )

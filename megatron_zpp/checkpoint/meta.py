@@ -127,7 +127,11 @@ def _check_file(name: str, entry: Any) -> None:
     if "crc32" in entry:  # left out by earlier versions, and for index.json
         _check_kinds(f"files.{name}.", entry, {"crc32": (str,), "piece_bytes": (int,)})
         piece, crc32 = entry["piece_bytes"], entry["crc32"]
-        if piece < 1 or len(crc32) != 8 * -(-entry["bytes"] // piece) or not re.fullmatch("[0-9a-f]*", crc32):
+        if (
+            not 1 <= piece < 2**31
+            or len(crc32) != 8 * -(-entry["bytes"] // piece)
+            or not re.fullmatch("[0-9a-f]*", crc32)
+        ):
             raise ValueError(f"files.{name}.crc32 is not of as many pieces as the file has")
 
 

@@ -20,12 +20,18 @@ SAMPLED = 8  # of each file one piece in so many, with --verify-checkpoint sampl
 
 
 def problems(
-    checkpoint: Path, digests: str = "all", rank: int = 0, world_size: int = 1, draw: random.Random | None = None
+    checkpoint: Path,
+    digests: str = "all",
+    rank: int = 0,
+    world_size: int = 1,
+    finite: bool = False,
+    draw: random.Random | None = None,
 ) -> list[str]:
     """What is wrong with a checkpoint, file by file; [] if nothing is.
 
     digests: "all": every byte is read. "sample": of every file an eighth of its pieces, at least one, drawn by
     ``draw``, or else anew at every call. "none": sizes alone. With several ranks each reads its share of the files.
+    finite: NaN or Inf is a problem too, where the checkpoint says that it holds some.
     """
     try:
         meta = read_meta(checkpoint)
@@ -33,7 +39,8 @@ def problems(
     except CheckpointError as error:
         return [str(error)]
     draw = draw or random.Random()
-    of_files = [
+    of_files = [nonfinite(checkpoint, meta) if finite else None]
+    of_files += [
         _problem(checkpoint, name, entry, digests, draw)
         for number, (name, entry) in enumerate(sorted(meta["files"].items()))
         if number % world_size == rank
@@ -76,13 +83,8 @@ def sampled_pieces(count: int, draw: random.Random) -> list[int]:
 
 
 def problems_on_all_ranks(checkpoint: Path, digests: str, finite: bool = False) -> list[str]:
-    """``problems``, its work shared by all ranks; the same answer on each. Collective.
-
-    finite: NaN or Inf is a problem too, where the checkpoint says that it holds some.
-    """
-    mine = problems(checkpoint, digests, dist.get_rank(), dist.get_world_size())
-    if finite and not mine and (text := nonfinite(checkpoint, read_meta(checkpoint))) is not None:
-        mine = [text]
+    """``problems``, its work shared by all ranks; the same answer on each. Collective."""
+    mine = problems(checkpoint, digests, dist.get_rank(), dist.get_world_size(), finite)
     found: list[list[str]] = [[] for _ in range(dist.get_world_size())]
     dist.all_gather_object(found, mine)
     return list(dict.fromkeys(problem for of_rank in found for problem in of_rank))

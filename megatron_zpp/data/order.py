@@ -34,10 +34,10 @@ def check_order(saved: Order, order: Order, other_data: bool = False) -> None:
             )
         if _shuffles(old) != _shuffles(new) and not (other_data and new["epochs"] == "any"):
             raise ValueError(
-                f"the run's new length takes {new['epochs']} epochs of {name}, not {old.get('epochs')}, or another part of "
-                "the last. Megatron shuffles across epochs, so the order would be another and data read already would "
-                "come again. Keep the length of the run, or give --data-order-stable: that goes on where the first "
-                "epoch ends, or with --override-data too in an order of its own from here on"
+                f"the run's new length takes {new['epochs']} epochs of {name}, not {old.get('epochs')}, or another "
+                "part of the last. Megatron shuffles across epochs, so the order would be another and data read "
+                "already would come again. Keep the length of the run, or give --data-order-stable: that goes on where "
+                "the first epoch ends, or with --override-data too in an order of its own from here on"
             )
 
 

@@ -24,7 +24,6 @@ from megatron_zpp.checkpoint import (
     find_checkpoint,
     is_complete,
     iterate_tensors,
-    nonfinite,
     problems,
     read_meta,
 )
@@ -90,11 +89,10 @@ def verify(folder: str, iteration: int | None) -> int:
         raise CheckpointError(f"{folder} holds no checkpoint")
     bad = 0
     for path in paths:
-        found = problems(path)
-        not_finite = None if found else nonfinite(path, read_meta(path))
-        bad += bool(found or not_finite)
-        print(f"{path}: {'damaged' if found else 'not finite' if not_finite else 'good'}")
-        for problem in [*found, *([not_finite] if not_finite else [])]:
+        found = problems(path, finite=True)
+        bad += bool(found)
+        print(f"{path}: {'not good' if found else 'good'}")
+        for problem in found:
             print(f"  {problem}")
     return 1 if bad else 0
 

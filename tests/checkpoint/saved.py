@@ -42,7 +42,7 @@ def meta_of(iteration: int, **more: Any) -> dict[str, Any]:
 
 def save(folder: Path, iteration: int, value: float = 1.0, **more: Any) -> Path:
     """Two parameters, filled with ``value``."""
-    tensors = {name: torch.full(shape, value) for name, shape in SHAPES.items()}
+    tensors = {name: torch.full(shape, float(value)) for name, shape in SHAPES.items()}
     return save_parameters(str(folder), [*SHAPES.items()], tensors.__getitem__, meta_of(iteration, **more), iteration)
 
 

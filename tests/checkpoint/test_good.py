@@ -54,7 +54,7 @@ def test_retention_takes_no_finite_checkpoint_for_one_that_is_not(tmp_path, valu
 
 def test_of_earlier_versions_nothing_is_known_and_they_count_as_finite(tmp_path, capsys):
     for iteration in (1, 2):
-        rewrite(save(tmp_path, iteration), "meta.json", lambda meta: meta.pop("nonfinite") and None)
+        rewrite(save(tmp_path, iteration), "meta.json", lambda meta: meta.__delitem__("nonfinite"))
     save(tmp_path, 3, NAN)
     retain(tmp_path, 1, None)
     assert _iterations(tmp_path) == [2, 3]
@@ -63,16 +63,16 @@ def test_of_earlier_versions_nothing_is_known_and_they_count_as_finite(tmp_path,
     assert "NaN or Inf in model.first, model.second" in newest and "not recorded whether finite" in older
     assert inspect(["verify", str(tmp_path), "--ckpt-step", "2"]) == 0
     assert inspect(["verify", str(tmp_path)]) == 1
-    assert "iter_0000003: not finite" in capsys.readouterr().out
+    assert "iter_0000003 is not finite" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("value", [NAN, math.inf, -math.inf])
 @pytest.mark.parametrize(
-    "dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2]
+    "dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.float8_e5m2, torch.float8_e4m3fn]
 )
 def test_nan_and_inf_are_seen_in_every_kind_of_number(tmp_path, dtype, value):
     tensors = {"fine": torch.full((2, 5), 0.5).to(dtype), "bad": torch.full((2, 5), 0.5).to(dtype)}
-    tensors["bad"].view(-1)[7] = value  # e4m3 has no Inf: it becomes NaN
+    tensors["bad"].view(-1)[7] = NAN if dtype == torch.float8_e4m3fn else value  # which has no Inf
     tensors |= {"none": torch.zeros(0, dtype=dtype), "whole": torch.ones(3, dtype=torch.int8)}
     parts = [(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()]
     assert write_safetensors(tmp_path / "file", parts, tensors.__getitem__).nonfinite == ["bad"]
@@ -139,7 +139,7 @@ def test_a_flipped_bit_is_found_where_its_piece_is_read(large, damaged):
     file = large / "rank_00000.safetensors"
     count = 21
     with file.open("r+b") as content:
-        at = damaged * PIECE + 100
+        at = damaged * PIECE + 10
         content.seek(at)
         byte = content.read(1)[0]
         content.seek(at)
@@ -178,7 +178,7 @@ def test_small_files_are_sampled_whole_and_sizes_always_checked(tmp_path):
     content = file.read_bytes()
     file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
     assert "CRC-32" in problems(checkpoint, "sample")[0] and problems(checkpoint, "none") == []
-    rewrite(checkpoint, "meta.json", lambda meta: meta["files"][file.name].pop("crc32") and None)
+    rewrite(checkpoint, "meta.json", lambda meta: meta["files"][file.name].__delitem__("crc32"))
     assert "SHA-256" in problems(checkpoint, "sample")[0]  # as earlier versions saved
     file.write_bytes(content[:-1])
     assert "bytes instead of" in problems(checkpoint, "none")[0]
