@@ -135,7 +135,7 @@ class Disk:
     def _crash(self) -> set[int]:
         """Collect what may be found if the power fails now; the numbers of these states."""
         found = set()
-        folders = [number for number, changes in self._pending.items() if changes]
+        folders = [number for number in self._reachable() if self._pending[number]]
         for kept in itertools.product(*(_subsets(self._pending[number]) for number in folders)):
             chosen = dict(zip(folders, kept, strict=True))
             for lost in (False, True):
@@ -145,6 +145,18 @@ class Disk:
                 if number == len(self.states):
                     self.states.append(tree)
                 found.add(number)
+        return found
+
+    def _reachable(self) -> set[int]:
+        """Folders that a name may still stand for."""
+        found: set[int] = set()
+        inodes: list[int | None] = [os.stat(self.root).st_ino]
+        while inodes:
+            inode = inodes.pop()
+            if inode in self._durable and inode not in found:
+                found.add(inode)
+                inodes += self._durable[inode].values()
+                inodes += itertools.chain.from_iterable(change.values() for change in self._pending[inode])
         return found
 
     def _collect(self, number: int, path: str, kept: dict[int, Any], lost: bool, tree: Tree) -> None:
