@@ -6,8 +6,9 @@ import math
 import re
 import reprlib
 from collections.abc import Mapping
+from io import BufferedReader
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, cast
 
 from .files import CheckpointError, digest, open_regular, parse_json, read_regular
 
@@ -68,11 +69,11 @@ def read_meta(checkpoint: Path) -> dict[str, Any]:
     return meta
 
 
-def open_in(checkpoint: Path, name: str) -> BinaryIO:
+def open_in(checkpoint: Path, name: str) -> BufferedReader:
     """Open a file of a checkpoint for reading; raises CheckpointError for what is not a regular file of its folder."""
     if not is_plain_name(name):
         raise CheckpointError(f"{name!r} is not the name of a file of the checkpoint {checkpoint}")
-    return open_regular(checkpoint / name)
+    return cast(BufferedReader, open_regular(checkpoint / name))
 
 
 def is_plain_name(name: Any) -> bool:

@@ -43,9 +43,9 @@ def _check_config(values: Mapping[str, Any], config_class: type) -> None:
     """Raise ValueError where a value is not of its field's type, or a size is none that a model has."""
     for name, hint in typing.get_type_hints(config_class).items():
         kinds = typing.get_args(hint) or (hint,)
-        value = values.get(name)
         if name not in values:
             continue
+        value: Any = values[name]
         is_number = type(value) is int or (type(value) is float and float in kinds)
         largest = _MOST_LAYERS if name == "num_layers" else 2**31
         fits = type(value) in kinds or (float in kinds and type(value) is int)

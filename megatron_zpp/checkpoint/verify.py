@@ -6,8 +6,9 @@ import hashlib
 import os
 import random
 import zlib
+from io import BufferedReader
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch.distributed as dist
 
@@ -68,7 +69,7 @@ def _problem(checkpoint: Path, name: str, entry: dict[str, Any], digests: str, d
     return None
 
 
-def _problem_of_sample(file: BinaryIO, path: Path, entry: dict[str, Any], draw: random.Random) -> str | None:
+def _problem_of_sample(file: BufferedReader, path: Path, entry: dict[str, Any], draw: random.Random) -> str | None:
     piece, crc32 = entry["piece_bytes"], bytes.fromhex(entry["crc32"])
     for number in sampled_pieces(len(crc32) // 4, draw):
         file.seek(number * piece)
