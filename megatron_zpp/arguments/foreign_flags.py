@@ -32,7 +32,7 @@ def _refused(instead: str, *flags: str) -> dict[str, str]:
 _ATTENTION = "attention is torch's scaled_dot_product_attention, which picks the fastest kernel"
 _COMMUNICATION = "FSDP2 overlaps its communication with computation"
 _NO_SUCH_FUSION = "no hand-written fused kernel is used"
-_ONE_FORMAT = "checkpoints are always torch.distributed.checkpoint's, each rank saving its own part"
+_EACH_ITS_PART = "each rank always saves and loads its own part, and any number of ranks loads it"
 _NO_MOE = "there are no experts; --num-experts is not supported"
 
 NOT_NEEDED: dict[str, NotNeeded] = {
@@ -108,11 +108,8 @@ NOT_NEEDED: dict[str, NotNeeded] = {
         "checkpoints are written while training goes on, unless --no-async-save",
         holds=lambda settings: not settings.checkpoint.no_async_save,
     ),
-    "--ckpt-format": NotNeeded(_ONE_FORMAT, ("torch_dist", "torch_dcp")),
     **_same(
-        _ONE_FORMAT,
-        "--use-dist-ckpt",
-        "--auto-detect-ckpt-format",
+        _EACH_ITS_PART,
         "--ckpt-fully-parallel-save",
         "--ckpt-fully-parallel-load",
         "--dist-ckpt-optim-fully-reshardable",
@@ -217,6 +214,12 @@ REFUSED: dict[str, str] = {
         "--fim-no-prefix",
     ),
     "--non-persistent-save-interval": "saving does not stop training: use a shorter --save-interval",
+    **_refused(
+        "checkpoints have one format, safetensors files with a JSON index, which Megatron does not read; leave it out",
+        "--ckpt-format",
+        "--use-dist-ckpt",
+        "--auto-detect-ckpt-format",
+    ),
     "--no-ckpt-fully-parallel-save": "each rank saves its own part; leave it out",
     "--universal-checkpoint": "checkpoints are not DeepSpeed's; they load on any number of ranks",
     **_refused(_LATER, "--ckpt-convert-format", "--ckpt-convert-save", "--dist-ckpt-strictness"),

@@ -228,7 +228,7 @@ def _check_checkpoint(checkpoint: CheckpointSettings, schedule: ScheduleSettings
         "how often to save? --save needs --save-interval",
     )
     needs_load = ("ckpt_step", "exit_on_missing_checkpoint", "finetune", "no_load_optim", "no_load_rng")
-    for name in (*needs_load, "load_latest_good"):
+    for name in (*needs_load, "load_latest_good", "override_batch_size", "override_data"):
         require(not getattr(checkpoint, name) or checkpoint.load is not None, f"{flag_of(name)} needs --load")
     require(
         not (checkpoint.load_latest_good and checkpoint.ckpt_step is not None),

@@ -1,6 +1,8 @@
 """Checkpoints on torch.distributed.checkpoint: exact, atomic, verified, without pickle."""
 
-from .folder import CheckpointError, FolderLock, candidates, find_checkpoint, is_complete, read_meta
+from .files import CheckpointError
+from .folder import FolderLock, candidates, find_checkpoint, is_complete
+from .meta import nonfinite, read_meta
 from .saver import CheckpointSaver
 from .state import iterate_parameters, load_checkpoint
 from .storage import iterate_tensors, save_parameters
@@ -17,6 +19,7 @@ __all__ = [
     "iterate_tensors",
     "latest_good",
     "load_checkpoint",
+    "nonfinite",
     "problems",
     "problems_on_all_ranks",
     "read_meta",

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
+import reprlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from .folder import CheckpointError
+from .files import CheckpointError
 
 
 @dataclass
@@ -23,10 +25,14 @@ class Counters:
 
     @classmethod
     def from_meta(cls, meta: Mapping[str, Any]) -> Counters:
-        """A checkpoint's. Raises CheckpointError for those of another version."""
-        try:
-            return cls(**meta["counters"])
-        except TypeError as error:
+        """A checkpoint's. Raises CheckpointError for those of another version, or without sense."""
+        saved, later = meta["counters"], {"average_loss"}  # earlier versions had none
+        names = {field.name for field in dataclasses.fields(cls)}
+        wrong = sorted((saved.keys() | later) ^ names)
+        wrong += [name for name in sorted(names - later - {*wrong}) if type(saved[name]) is not int]
+        if wrong or saved["iteration"] != meta["iteration"]:
             raise CheckpointError(
-                f"the checkpoint's counters are of another version of megatron_zpp ({error})"
-            ) from error
+                "the checkpoint's counters are damaged, or of another version of megatron_zpp: "
+                f"{reprlib.repr(', '.join(wrong or ['iteration']))}"
+            )
+        return cls(**saved)

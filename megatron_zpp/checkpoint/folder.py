@@ -8,16 +8,15 @@
     SAVE/lock                                held by the job that saves here
 
 A checkpoint is written beside, as ``iter_0000100.incomplete``, and renamed when everything is on the disk; only then
-does the text file name it. The folder must be on storage that all nodes share.
+does the text file name it. The folder must be on storage that all nodes share. It may be a link, and so may the folder
+of one checkpoint, which somebody has moved elsewhere; files are regular ones, and links among them are not followed.
 """
 
 from __future__ import annotations
 
 import errno
 import fcntl
-import hashlib
 import json
-import math
 import os
 import re
 import shutil
@@ -25,30 +24,17 @@ import socket
 import time
 from collections.abc import Mapping
 from datetime import datetime
-from io import BufferedReader
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from .files import CheckpointError, digest, make_folder, open_regular, sync_folder, write_durably
+from .foreign import refuse_foreign
+from .meta import INDEX, MARKER, META, nonfinite, read_meta
+
 LATEST = "latest_checkpointed_iteration.txt"
-META, INDEX, MARKER, LOCK = "meta.json", "index.json", "complete", "lock"
-INCOMPLETE, REPLACED = ".incomplete", ".replaced"
-_META_TYPES: dict[str, Any] = {
-    "iteration": int,
-    "world_size": int,
-    "has_optimizer": bool,
-    "has_rng": bool,
-    "zeropp": (dict, type(None)),
-    "settings": dict,
-    "model_config": dict,
-    "counters": dict,
-    "schedule": (dict, type(None)),
-    "loss_scaler": dict,
-    "files": dict,
-}
-
-
-class CheckpointError(ValueError):
-    """A checkpoint that is not one, is damaged, or belongs to another model. One line that says what to do."""
+LOCK = "lock"
+INCOMPLETE, REPLACED, DELETED = ".incomplete", ".replaced", ".deleted"
 
 
 def checkpoint_path(folder: str | Path, iteration: int) -> Path:
@@ -61,8 +47,11 @@ def is_complete(checkpoint: Path) -> bool:
 
 def complete_checkpoints(folder: str | Path) -> list[Path]:
     """All complete checkpoints of a folder, oldest first. Says nothing about damage."""
-    paths = [path for path in Path(folder).glob("iter_*") if re.fullmatch(r"iter_\d+", path.name) and is_complete(path)]
-    return sorted(paths, key=iteration_of)
+    return sorted(filter(is_complete, _checkpoints(folder)), key=iteration_of)
+
+
+def _checkpoints(folder: str | Path) -> list[Path]:
+    return [path for path in Path(folder).glob("iter_*") if re.fullmatch(r"iter_[0-9]+", path.name)]
 
 
 def iteration_of(checkpoint: Path) -> int:
@@ -85,6 +74,7 @@ def find_checkpoint(folder: str, iteration: int | None = None) -> Path | None:
             return None
     checkpoint = checkpoint_path(root, iteration)
     if not is_complete(checkpoint):
+        refuse_foreign(root)
         there = [path.name for path in complete_checkpoints(root)]
         raise CheckpointError(
             f"{checkpoint} is not a complete checkpoint; complete ones in {folder}: {', '.join(there) or 'none'}; take "
@@ -98,27 +88,35 @@ def candidates(folder: str) -> list[Path]:
 
     (Newer ones are left over from a run that was taken back to an earlier iteration.)
     """
-    paths = [path for path in Path(folder).glob("iter_*") if re.fullmatch(r"iter_\d+", path.name)]
     try:
         latest = _latest_iteration(Path(folder))
     except (CheckpointError, OSError):
         latest = None
-    paths = [path for path in paths if latest is None or iteration_of(path) <= latest]
+    paths = [path for path in _checkpoints(folder) if latest is None or iteration_of(path) <= latest]
     return sorted(paths, key=iteration_of, reverse=True)
 
 
 def _latest_iteration(root: Path) -> int | None:
-    """What the text file says; None where no checkpoint has been saved. Raises CheckpointError."""
+    """What the text file says; None where no checkpoint has been saved. Raises CheckpointError.
+
+    Without the text file it is the newest one: a job that dies after the first save has renamed it, before it is named.
+    """
     tracker = root / LATEST
-    if not tracker.exists():
+    if not os.path.lexists(tracker):
+        complete = complete_checkpoints(root)
+        if complete:
+            return iteration_of(complete[-1])
+        refuse_foreign(root)
         # Folders of TensorBoard and wandb may be there before the first checkpoint is.
-        if any(path.is_file() or is_complete(path) for path in root.iterdir() if path.name != LOCK):
+        if any(path.is_file() for path in root.iterdir() if path.name != LOCK):
             raise CheckpointError(
                 f"{root} holds no checkpoint (it has files, but no {LATEST}): give --load what was given to --save"
             )
         return None
-    text = tracker.read_bytes()[:40].decode(errors="replace").strip()
+    with open_regular(tracker) as file:
+        text = file.read(40).decode(errors="replace").strip()
     if not re.fullmatch(r"[0-9]{1,12}", text):
+        refuse_foreign(root)
         raise CheckpointError(
             f"{tracker} should hold an iteration, not {text!r}: write the number of one there, or take the newest good "
             "checkpoint with --load-latest-good"
@@ -126,97 +124,31 @@ def _latest_iteration(root: Path) -> int | None:
     return int(text)
 
 
-def read_meta(checkpoint: Path) -> dict[str, Any]:
-    """The readable part of a checkpoint, checked against the marker. Raises CheckpointError."""
-    path = checkpoint / META
-    try:
-        text = path.read_bytes()
-        if digest(text) != (checkpoint / MARKER).read_text().strip():
-            raise ValueError(f"its digest is not the one in {MARKER}")
-        meta = json.loads(text)
-        _check_meta(meta)
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path} is damaged ({error}): {_REMEDY}") from error
-    return meta
-
-
-_REMEDY = "load another checkpoint with --ckpt-step, or the newest good one with --load-latest-good"
-
-
-def _check_meta(meta: Any) -> None:
-    """Raise ValueError unless every value that a run relies on is of its kind, and files are plain names."""
-    if not isinstance(meta, dict):
-        raise ValueError("it holds no JSON object")
-    missing = _META_TYPES.keys() - meta.keys()
-    if missing:
-        raise ValueError(f"it lacks {', '.join(sorted(missing))}")
-    for key, kind in _META_TYPES.items():
-        if not isinstance(meta[key], kind):
-            raise ValueError(f"{key} is {meta[key]!r}"[:200])
-    for key, value in meta["counters"].items():
-        if type(value) not in (int, float) or not 0 <= value < math.inf:
-            raise ValueError(f"the counter {key} is {value!r}"[:200])
-    for name, entry in meta["files"].items():
-        if not is_plain_name(name):
-            raise ValueError(f"it names the file {name!r}, which is not in the checkpoint"[:200])
-        if not (
-            isinstance(entry, dict) and isinstance(entry.get("bytes"), int) and isinstance(entry.get("sha256"), str)
-        ):
-            raise ValueError(f"size and digest of {name} are missing")
-
-
-def is_plain_name(name: Any) -> bool:
-    """Whether a name that was read from a checkpoint stays in its folder."""
-    return isinstance(name, str) and re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]*", name) is not None
-
-
-def open_in(checkpoint: Path, name: str) -> BufferedReader:
-    """Open a file of a checkpoint for reading; raises CheckpointError for what leads out of its folder."""
-    path = checkpoint / name
-    if not is_plain_name(name) or path.is_symlink():
-        raise CheckpointError(f"{path} is not a plain file of the checkpoint, and is not followed: {_REMEDY}")
-    return path.open("rb")
-
-
 # Writing
-
-
-def digest(content: bytes) -> str:
-    return hashlib.sha256(content).hexdigest()
-
-
-def write_durably(path: Path, content: bytes) -> None:
-    """Write a file, and return when it is on the disk."""
-    with path.open("wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def sync_folder(folder: Path) -> None:
-    """Return when renames and new names in ``folder`` are on the disk."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def begin(folder: str | Path, iteration: int) -> Path:
     """A fresh folder to write a checkpoint in."""
     final = checkpoint_path(folder, iteration)
     incomplete = final.with_name(final.name + INCOMPLETE)
-    final.parent.mkdir(parents=True, exist_ok=True)
-    if incomplete.exists():
-        shutil.rmtree(incomplete)
+    make_folder(final.parent)
+    _remove(incomplete)
     incomplete.mkdir()
     return incomplete
+
+
+def _remove(folder: Path) -> None:
+    """Delete a checkpoint's folder, if it is there; of a link to one, the link alone. What cannot be deleted stays."""
+    if folder.is_symlink():
+        folder.unlink()
+    else:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def finish(incomplete: Path, index: Mapping[str, Any], meta: dict[str, Any], files: dict[str, dict[str, Any]]) -> Path:
     """Complete a checkpoint whose tensors are on the disk, and name it the latest. Returns its folder.
 
-    files: size and SHA-256 of every file of tensors, by name.
+    files: of every file of tensors, by name, ``Sums.entry``.
     """
     root, final = incomplete.parent, incomplete.with_name(incomplete.name.removesuffix(INCOMPLETE))
     _wait_for_files(incomplete, files)
@@ -228,8 +160,8 @@ def finish(incomplete: Path, index: Mapping[str, Any], meta: dict[str, Any], fil
     write_durably(incomplete / MARKER, digest(text).encode() + b"\n")
     sync_folder(incomplete)
     replaced = final.with_name(final.name + REPLACED)
-    if final.exists():  # of a run that was taken back to an earlier iteration
-        shutil.rmtree(replaced, ignore_errors=True)
+    if os.path.lexists(final):  # of a run that was taken back to an earlier iteration
+        _remove(replaced)
         final.rename(replaced)
     incomplete.rename(final)
     sync_folder(root)
@@ -237,7 +169,7 @@ def finish(incomplete: Path, index: Mapping[str, Any], meta: dict[str, Any], fil
     write_durably(partial, f"{iteration_of(final)}\n".encode())
     os.replace(partial, root / LATEST)
     sync_folder(root)
-    shutil.rmtree(replaced, ignore_errors=True)
+    _remove(replaced)
     return final
 
 
@@ -256,21 +188,33 @@ def _wait_for_files(folder: Path, files: dict[str, dict[str, Any]], seconds: flo
 
 
 def retain(folder: str | Path, keep_last: int | None, interval: int | None) -> None:
-    """Delete complete checkpoints but the latest ``keep_last`` and those at multiples of ``interval``.
+    """Delete checkpoints but the last ``keep_last``, the last so many finite ones, and those at multiples of
+    ``interval``.
 
-    None and None: nothing is deleted. Only what is older than the latest one, which must have been written.
+    A run that has diverged and saves on therefore never deletes what it can be taken back to. None and None: nothing is
+    deleted. Nothing newer than the latest one is, which must have been written.
     """
     if keep_last is None:
         return
     latest = _latest_iteration(Path(folder))
-    older = [path for path in complete_checkpoints(folder) if latest is not None and iteration_of(path) < latest]
-    for path in older[: len(older) - (keep_last - 1)]:
-        if interval is None or iteration_of(path) % interval:
+    paths = [path for path in complete_checkpoints(folder) if latest is not None and iteration_of(path) <= latest][::-1]
+    kept = {*paths[:keep_last], *islice(filter(_is_finite, paths), keep_last)}
+    for path in paths:
+        if path not in kept and (interval is None or iteration_of(path) % interval):
             # Under another name first, so that a half-deleted one is never taken for a checkpoint.
-            doomed = path.with_name(path.name + REPLACED)
-            shutil.rmtree(doomed, ignore_errors=True)
+            doomed = path.with_name(path.name + DELETED)
+            _remove(doomed)
             path.rename(doomed)
-            shutil.rmtree(doomed, ignore_errors=True)
+            sync_folder(path.parent)
+            _remove(doomed)
+
+
+def _is_finite(checkpoint: Path) -> bool:
+    """Whether a checkpoint can be read, and nothing in it was seen to be NaN or Inf."""
+    try:
+        return nonfinite(checkpoint, read_meta(checkpoint)) is None
+    except CheckpointError:
+        return False
 
 
 class FolderLock:
@@ -279,9 +223,9 @@ class FolderLock:
     def __init__(self, folder: str, patience: float = 10.0) -> None:
         """Take it, waiting ``patience`` seconds for a job that is just ending. Raises CheckpointError, OSError."""
         root = Path(folder)
-        root.mkdir(parents=True, exist_ok=True)
+        make_folder(root)
         # POSIX locks: unlike flock's they are not inherited by loader processes, which may outlive a killed rank.
-        self._file = (root / LOCK).open("a+")
+        self._file = open_regular(root / LOCK, "r+b")
         deadline = time.monotonic() + patience
         while True:
             try:
@@ -289,8 +233,7 @@ class FolderLock:
                 break
             except (BlockingIOError, PermissionError):
                 if time.monotonic() > deadline:
-                    self._file.seek(0)
-                    holder = self._file.read(200).strip() or "another process"
+                    holder = self._file.read(200).decode(errors="replace").strip() or "another process"
                     self._file.close()
                     raise CheckpointError(
                         f"{folder} is in use by another job ({holder}), which saves there: give --save another folder, "
@@ -303,7 +246,8 @@ class FolderLock:
                 print(f"note: {folder} knows no locks ({error.strerror}): let no other job save there", flush=True)
                 return
         self._file.truncate(0)
-        self._file.write(f"process {os.getpid()} on {socket.gethostname()} since {datetime.now():%Y-%m-%d %H:%M:%S}\n")
+        holder = f"process {os.getpid()} on {socket.gethostname()} since {datetime.now():%Y-%m-%d %H:%M:%S}\n"
+        self._file.write(holder.encode())
         self._file.flush()
         _clear(root)
 
@@ -315,10 +259,11 @@ def _clear(root: Path) -> None:
     """Remove what a killed job left half-done; nobody else writes here."""
     for path in root.glob(f"iter_*{REPLACED}"):
         original = path.with_name(path.name.removesuffix(REPLACED))
-        if is_complete(path) and not original.exists():
+        if is_complete(path) and not os.path.lexists(original):
             path.rename(original)  # killed between the two renames of ``finish``
         else:
-            shutil.rmtree(path, ignore_errors=True)
-    for path in root.glob(f"iter_*{INCOMPLETE}"):
-        shutil.rmtree(path, ignore_errors=True)
+            _remove(path)
+    for suffix in (INCOMPLETE, DELETED):
+        for path in root.glob(f"iter_*{suffix}"):
+            _remove(path)
     (root / (LATEST + INCOMPLETE)).unlink(missing_ok=True)

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import reprlib
+import typing
 from collections.abc import Mapping
 from typing import Any
 
 from megatron_zpp.architectures import Architecture, find_architecture
 from megatron_zpp.models.transformer import TransformerConfig
 
-from .folder import CheckpointError
+from .files import CheckpointError
+
+_MOST_LAYERS = 10_000  # a module is built for each
 
 
 def saved_model(meta: Mapping[str, Any], given: Architecture | None = None) -> tuple[Architecture, TransformerConfig]:
@@ -29,9 +33,24 @@ def saved_model(meta: Mapping[str, Any], given: Architecture | None = None) -> t
                 "where its record is with --architecture package.module:NAME"
             ) from error
     try:
+        _check_config(meta["model_config"], architecture.config_class)
         return architecture, architecture.config_class(**meta["model_config"])
-    except TypeError as error:
+    except (TypeError, ValueError) as error:
         raise CheckpointError(f"the checkpoint's model_config is not one of {architecture.name} ({error})") from error
+
+
+def _check_config(values: Mapping[str, Any], config_class: type) -> None:
+    """Raise ValueError where a value is not of its field's type, or a size is none that a model has."""
+    for name, hint in typing.get_type_hints(config_class).items():
+        kinds = typing.get_args(hint) or (hint,)
+        if name not in values:
+            continue
+        value: Any = values[name]
+        is_number = type(value) is int or (type(value) is float and float in kinds)
+        largest = _MOST_LAYERS if name == "num_layers" else 2**31
+        fits = type(value) in kinds or (float in kinds and type(value) is int)
+        if not fits or (is_number and not (0 if float in kinds else 1) <= value <= largest):
+            raise ValueError(f"{name} is {reprlib.repr(value)}")
 
 
 def check_architecture(meta: Mapping[str, Any], architecture: Architecture) -> None:

@@ -4,13 +4,21 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
-from megatron_zpp.checkpoint import CheckpointError, find_checkpoint, latest_good, problems_on_all_ranks
+from megatron_zpp.checkpoint import (
+    CheckpointError,
+    find_checkpoint,
+    latest_good,
+    nonfinite,
+    problems_on_all_ranks,
+    read_meta,
+)
+from megatron_zpp.checkpoint.foreign import refuse_foreign
 from megatron_zpp.data.build import Datasets
 from megatron_zpp.data.order import check_order
 from megatron_zpp.metrics.progress import progress
@@ -26,9 +34,10 @@ def checkpoint_to_load(settings: CheckpointSettings) -> Path | None:
         with progress("verifying checkpoints"):
             checkpoint, passed_over = latest_good(settings.load, settings.verify_checkpoint)
         for problem in passed_over:
-            print_once(f"note: damaged, passed over: {problem}")
+            print_once(f"note: passed over: {problem}")
         with errors_on_all_ranks():
             if checkpoint is None and passed_over:
+                refuse_foreign(Path(settings.load))
                 raise CheckpointError(f"{settings.load} holds no good checkpoint: {'; '.join(passed_over)}")
             if checkpoint is None and dist.get_rank() == 0:
                 find_checkpoint(settings.load)  # raises if this is no place for checkpoints
@@ -48,13 +57,16 @@ def checkpoint_to_load(settings: CheckpointSettings) -> Path | None:
                         f"{checkpoint} is damaged: {'; '.join(wrong)}. Load another one with --ckpt-step, or the "
                         "newest good one with --load-latest-good"
                     )
+                text = nonfinite(checkpoint, read_meta(checkpoint))
+            if text is not None:
+                print_once(f"note: {text}; --load-latest-good takes the newest checkpoint that is finite")
     with errors_on_all_ranks():
         if checkpoint is None and settings.exit_on_missing_checkpoint:
             raise CheckpointError(f"{settings.load} holds no checkpoint (--exit-on-missing-checkpoint)")
     return checkpoint
 
 
-_BATCH_SETTINGS = ("global_batch_size", "rampup_batch_size", "decrease_batch_size_if_needed", "seq_length", "seed")
+_BATCH_SETTINGS = ("global_batch_size", "rampup_batch_size", "decrease_batch_size_if_needed")
 # On what is read in which order; of data_order_stable and the surplus, check_order knows where they have some.
 _WITHOUT_INFLUENCE = (
     "num_workers",
@@ -68,12 +80,20 @@ _WITHOUT_INFLUENCE = (
 
 def check_same_batches_and_data(settings: Settings, meta: Mapping[str, Any]) -> None:
     """Raise CheckpointError where going on would read other data, or in other batches, than the run did so far."""
-    if settings.schedule.override_opt_param_scheduler:
-        return
-    ours, saved = json.loads(json.dumps(settings.as_flat_dict())), meta["settings"]
     of_data = [field.name for field in dataclasses.fields(settings.data) if field.name not in _WITHOUT_INFLUENCE]
+    if not settings.data.fim_data:  # no other setting of it has an effect then
+        of_data = [name for name in of_data if name == "fim_data" or not name.startswith("fim_")]
+    of_data += ["seq_length", "seed", "tokenizer_type"]
+    if not settings.checkpoint.override_batch_size:
+        _check_same("the batch size is", _BATCH_SETTINGS, settings, meta, "--override-batch-size")
+    if not settings.checkpoint.override_data:
+        _check_same("the data are", of_data, settings, meta, "--override-data")
+
+
+def _check_same(what: str, names: Iterable[str], settings: Settings, meta: Mapping[str, Any], override: str) -> None:
+    ours, saved = json.loads(json.dumps(settings.as_flat_dict())), meta["settings"]
     differing = []
-    for name in (*_BATCH_SETTINGS, *of_data, "tokenizer_type"):
+    for name in names:
         here, there = ours[name], saved.get(name, ours[name])
         if name.endswith("_path"):  # the files may have moved to another folder
             here, there = (_file_names(value) for value in (here, there))
@@ -81,16 +101,17 @@ def check_same_batches_and_data(settings: Settings, meta: Mapping[str, Any]) -> 
             differing.append(f"{name} {there} there, {here} here")
     if differing:
         raise CheckpointError(
-            f"batches or data are not the checkpoint's: {'; '.join(differing)}. Give what was given before, or "
-            "--override-opt_param-scheduler to go on with these"
+            f"{what} not the checkpoint's: {'; '.join(differing)}. Give what was given before, or {override} to go on "
+            "with this"
         )
 
 
-def _file_names(paths: str | list[str] | None) -> list[str]:
-    return [Path(path).name for path in ([paths] if isinstance(paths, str) else paths or ())]
+def _file_names(paths: Any) -> list[Any]:
+    names = paths if isinstance(paths, list) else [paths] if paths else []
+    return [Path(name).name if isinstance(name, str) else name for name in names]
 
 
 def check_same_order(settings: Settings, meta: Mapping[str, Any], datasets: Datasets) -> None:
     saved = meta.get("data_order")
     if datasets.train is not None and saved is not None:
-        check_order(saved, datasets.train.order, other_data=settings.schedule.override_opt_param_scheduler)
+        check_order(saved, datasets.train.order, other_data=settings.checkpoint.override_data)

@@ -28,6 +28,7 @@ class _Pending:
     begun: float  # monotonic seconds
     stopped: float  # seconds that training waited, so far
     future: Future[Any]
+    writer: CheckpointWriter
     finished: float | None = None
 
 
@@ -80,7 +81,7 @@ class CheckpointSaver:
         if self.asynchronous:
             future = dcp.async_save(state, **arguments)  # returns when it has copied the state
             assert isinstance(future, Future)
-            pending = self._pending = _Pending(iteration, begun, time.monotonic() - begun, future)
+            pending = self._pending = _Pending(iteration, begun, time.monotonic() - begun, future, writer)
             future.add_done_callback(lambda _: setattr(pending, "finished", time.monotonic()))
             self._print(f"saving checkpoint of iteration {iteration} to {self.folder} while training goes on")
         else:
@@ -90,7 +91,7 @@ class CheckpointSaver:
             except dcp.api.CheckpointException as error:
                 future.set_exception(error)
             stopped = time.monotonic() - begun
-            self._pending = _Pending(iteration, begun, stopped, future, finished=time.monotonic())
+            self._pending = _Pending(iteration, begun, stopped, future, writer, finished=time.monotonic())
             self._settle()
 
     def poll(self) -> None:
@@ -118,6 +119,8 @@ class CheckpointSaver:
                 f"successfully saved checkpoint from iteration {pending.iteration:7d} to {self.folder} "
                 f"(written in {written:.2f} s, training stopped for {pending.stopped:.2f} s)"
             )
+            if pending.writer.nonfinite:
+                self._print(f"note: this checkpoint holds NaN or Inf in {', '.join(pending.writer.nonfinite)}")
             return
         if not isinstance(error, dcp.api.CheckpointException):
             raise error

@@ -30,7 +30,7 @@ from megatron_zpp.parallel.distributed import errors_on_all_ranks
 from megatron_zpp.parallel.mesh import AXES
 from megatron_zpp.zeropp import ZeroPPInterface, ranks_of
 
-from .folder import CheckpointError
+from .files import CheckpointError
 from .storage import CheckpointReader, iterate_tensors, read_index
 
 

@@ -6,10 +6,10 @@ hashed as they are written. Everything that is read back is checked before it is
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 import os
+import reprlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,7 +31,9 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, SavePlan
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from .folder import INDEX, CheckpointError, begin, digest, finish, is_plain_name, open_in
+from .files import CheckpointError, Sums, digest, open_regular, parse_json, sync_file
+from .folder import begin, finish
+from .meta import INDEX, REMEDY, is_plain_name, open_in
 
 _DTYPES = {
     "F64": torch.float64,
@@ -47,6 +49,7 @@ _DTYPES = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
+NAMED = 20  # tensors with NaN or Inf, in meta.json
 _DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 
@@ -60,18 +63,27 @@ class Place:
 
 
 @dataclass(frozen=True)
+class File:
+    """A file of tensors that is on the disk."""
+
+    places: dict[str, Place]  # of each tensor, by name
+    entry: dict[str, Any]  # what meta.json says of it
+    nonfinite: list[str]  # tensors that hold NaN or Inf
+
+
+@dataclass(frozen=True)
 class _Written:
     """What a rank reports of one part to the rank that writes the index."""
 
     place: Place
-    file_bytes: int
-    file_sha256: str
+    entry: dict[str, Any]  # of its file: one object, so that it travels once
+    is_finite: bool
 
 
 def write_safetensors(
     path: Path, parts: Iterable[tuple[str, torch.dtype, tuple[int, ...]]], tensor_of: Callable[[str], Tensor]
-) -> tuple[dict[str, Place], int, str]:
-    """Write tensors one by one; each part's place by name, and the file's size and SHA-256, once it is on the disk.
+) -> File:
+    """Write tensors one by one.
 
     parts: name, dtype and shape of every tensor, in any order. tensor_of: called once for each, when its turn comes.
     """
@@ -84,20 +96,30 @@ def write_safetensors(
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     prefix = len(text).to_bytes(8, "little") + text
-    sha = hashlib.sha256(prefix)
-    with path.open("wb") as file:
+    sums, nonfinite = Sums(), []
+    sums.update(prefix)
+    with open_regular(path, "wb") as file:
         file.write(prefix)
         for name, dtype, shape in parts:
             tensor = tensor_of(name).detach().cpu().contiguous()
             if tensor.dtype != dtype or tuple(tensor.shape) != tuple(shape):
                 raise ValueError(f"{name} was planned as {dtype} {shape}, but is {tensor.dtype} {tuple(tensor.shape)}")
+            if not _is_finite(tensor):
+                nonfinite.append(name)
             content: Any = tensor.flatten().view(torch.uint8).numpy() if tensor.numel() else b""
-            sha.update(content)
+            sums.update(content)
             file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
+        sync_file(file)
     places = {name: Place(path.name, *(len(prefix) + at for at in header[name]["data_offsets"])) for name in header}
-    return places, len(prefix) + end, sha.hexdigest()
+    return File(places, sums.entry(), nonfinite)
+
+
+def _is_finite(tensor: Tensor) -> bool:
+    if not tensor.is_floating_point() or not tensor.numel():
+        return True
+    # One pass without a copy; NaN comes through. Few operations know 8-bit floats.
+    low, high = (tensor if tensor.itemsize > 1 else tensor.float()).aminmax()
+    return math.isfinite(low) and math.isfinite(high)
 
 
 class CheckpointWriter(StorageWriter):
@@ -111,6 +133,7 @@ class CheckpointWriter(StorageWriter):
     ) -> None:
         self.folder, self.iteration, self.meta, self.after = folder, iteration, meta, after
         self.path: Path | None = None
+        self.nonfinite: list[str] = []  # what holds NaN or Inf, once it is complete; on rank 0
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         self.path = None
@@ -145,27 +168,34 @@ class CheckpointWriter(StorageWriter):
         for key, item in items.items():
             assert item.tensor_data is not None, f"{key} is not a tensor"
             parts.append((key, item.tensor_data.properties.dtype, tuple(item.tensor_data.chunk.sizes)))
-        places, size, sha = write_safetensors(
+        file = write_safetensors(
             Path(folder) / name,
             parts,
             lambda key: planner.resolve_data(items[key]),  # type: ignore[arg-type,return-value]
         )
         done.set_result(
             [
-                WriteResult(items[key].index, place.end - place.begin, _Written(place, size, sha))
-                for key, place in places.items()
+                WriteResult(
+                    items[key].index,
+                    place.end - place.begin,
+                    _Written(place, file.entry, is_finite=key not in file.nonfinite),
+                )
+                for key, place in file.places.items()
             ]
         )
         return done
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         assert self.path is not None
-        places, files = {}, {}
+        places, files, nonfinite = {}, {}, set()
         for result in (result for of_rank in results for result in of_rank):
             written: _Written = result.storage_data
             places[result.index] = written.place
-            files[written.place.file] = {"bytes": written.file_bytes, "sha256": written.file_sha256}
-        finish(self.path, _index(metadata, places), self.meta, files)
+            files[written.place.file] = written.entry
+            if not written.is_finite:
+                nonfinite.add(result.index.fqn)
+        self.nonfinite = _names_of(self.meta, nonfinite)
+        finish(self.path, _index(metadata, places), self.meta | {"nonfinite": self.nonfinite}, files)
         self.after()
 
     def storage_meta(self) -> StorageMeta | None:
@@ -174,6 +204,12 @@ class CheckpointWriter(StorageWriter):
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         return True
+
+
+def _names_of(meta: Mapping[str, Any], tensors: Iterable[str]) -> list[str]:
+    """What meta.json says is not finite: what the run said (the loss), and tensors, the first ones by name."""
+    names = [*meta.get("nonfinite", []), *sorted(tensors)]
+    return names if len(names) <= NAMED else [*names[:NAMED], f"{len(names) - NAMED} more"]
 
 
 def _index(metadata: Metadata, places: Mapping[MetadataIndex, Place]) -> dict[str, Any]:
@@ -199,45 +235,102 @@ def read_index(checkpoint: Path, meta: Mapping[str, Any]) -> tuple[Metadata, dic
             text = file.read()
         if digest(text) != meta["files"].get(INDEX, {}).get("sha256"):
             raise ValueError("its digest is not the one in meta.json")
-        return _parse_index(json.loads(text), meta["files"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        if isinstance(error, CheckpointError):
-            raise
-        raise CheckpointError(
-            f"{checkpoint / INDEX} is damaged ({error}): load another checkpoint with --ckpt-step, or the newest good "
-            "one with --load-latest-good"
-        ) from error
+        return _parse_index(parse_json(text), meta["files"])
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{checkpoint / INDEX} is damaged ({error}): {REMEDY}") from error
 
 
 def _parse_index(index: Any, files: Mapping[str, Any]) -> tuple[Metadata, dict[MetadataIndex, Place]]:
+    """Raise ValueError unless the parts of every tensor make up the whole of it, and no two share bytes of a file."""
     tensors: dict[str, Any] = {}
     places: dict[MetadataIndex, Place] = {}
-    for name, entry in index["tensors"].items():
-        dtype, size = _DTYPES[entry["dtype"]], _sizes(entry["shape"])
+    for name, entry in _values(_values(index, "the index", "tensors")[0], "tensors").items():
+        dtype_name, shape, parts = _values(entry, name, "dtype", "shape", "chunks")
+        dtype = _DTYPES.get(dtype_name) if isinstance(dtype_name, str) else None
+        if dtype is None:
+            raise ValueError(f"{name} is of the dtype {reprlib.repr(dtype_name)}, which is not known")
+        if not isinstance(parts, list):
+            raise ValueError(f"the chunks of {name} are no list")
+        size = _sizes(shape)
         chunks = []
-        for part in entry["chunks"]:
-            offsets, sizes = _sizes(part["offsets"]), _sizes(part["shape"])
-            begin, end = _sizes(part["bytes"])
-            file = part["file"]
-            inside = len(offsets) == len(sizes) == len(size) and all(
-                start + length <= total for start, length, total in zip(offsets, sizes, size, strict=True)
-            )
-            if not inside or end - begin != math.prod(sizes) * dtype.itemsize:
-                raise ValueError(f"a part of {name} is not of its size")
-            if not is_plain_name(file) or file not in files or end > files[file]["bytes"]:
-                raise ValueError(f"a part of {name} is not in a file of this checkpoint")
-            chunks.append(ChunkStorageMetadata(offsets, sizes))
-            places[MetadataIndex(name, offsets)] = Place(file, begin, end)
-        if sum(math.prod(chunk.sizes) for chunk in chunks) != math.prod(size):
-            raise ValueError(f"parts of {name} are missing")
+        for part in parts:
+            chunk, place = _parse_part(name, part, size, dtype, files)
+            # Ranks that hold nothing of a tensor write parts without elements.
+            if math.prod(chunk.sizes) or not math.prod(size):
+                chunks.append(chunk)
+                places[MetadataIndex(name, chunk.offsets)] = place
+        if sum(math.prod(chunk.sizes) for chunk in chunks) != math.prod(size) or not chunks:
+            raise ValueError(f"parts of {name} are missing, or there are too many")
+        if math.prod(size) and _overlap(chunks):
+            raise ValueError(f"parts of {name} overlap")
         tensors[name] = TensorStorageMetadata(TensorProperties(dtype), size, chunks)
+    _check_bytes(places)
     return Metadata(tensors), places
+
+
+def _parse_part(
+    name: str, part: Any, size: torch.Size, dtype: torch.dtype, files: Mapping[str, Any]
+) -> tuple[ChunkStorageMetadata, Place]:
+    *lists, file = _values(part, f"a part of {name}", "offsets", "shape", "bytes", "file")
+    offsets, sizes, span = (_sizes(values) for values in lists)
+    inside = len(offsets) == len(sizes) == len(size) and all(
+        start + length <= total for start, length, total in zip(offsets, sizes, size, strict=True)
+    )
+    if not inside or len(span) != 2 or span[1] - span[0] != math.prod(sizes) * dtype.itemsize:
+        raise ValueError(f"a part of {name} is not of its size")
+    if not is_plain_name(file) or file not in files or span[1] > files[file]["bytes"]:
+        raise ValueError(f"a part of {name} is not in a file of this checkpoint")
+    return ChunkStorageMetadata(offsets, sizes), Place(file, *span)
+
+
+def _values(entry: Any, name: str, *keys: str) -> Any:
+    """The values of ``keys``; without keys the object itself. Raises ValueError where they are not there."""
+    if not isinstance(entry, dict):
+        raise ValueError(f"{name} is no JSON object")
+    missing = [key for key in keys if key not in entry]
+    if missing:
+        raise ValueError(f"{name} has no {', '.join(missing)}")
+    return [entry[key] for key in keys] if keys else entry
 
 
 def _sizes(values: Any) -> torch.Size:
     if not isinstance(values, list) or any(type(value) is not int or value < 0 for value in values):
-        raise ValueError(f"{values!r} is no shape"[:100])
+        raise ValueError(f"{reprlib.repr(values)} is no shape")
+    if math.prod(max(1, value) for value in values) >= 2**60:  # more than torch can count
+        raise ValueError(f"{reprlib.repr(values)} is no shape: it is too large")
     return torch.Size(values)
+
+
+def _overlap(chunks: list[ChunkStorageMetadata]) -> bool:
+    """Whether two parts of a tensor, none of them empty, share an element."""
+    dims = range(len(chunks[0].offsets))
+    if not dims:
+        return len(chunks) > 1
+    # A sweep along the dimension that is cut most: a part is compared only with those that reach beyond its begin.
+    along = max(dims, key=lambda dim: len({chunk.offsets[dim] for chunk in chunks}))
+    reaching: list[ChunkStorageMetadata] = []
+    for chunk in sorted(chunks, key=lambda chunk: chunk.offsets[along]):
+        begin = chunk.offsets[along]
+        reaching = [other for other in reaching if other.offsets[along] + other.sizes[along] > begin]
+        for other in reaching:
+            if all(
+                chunk.offsets[dim] < other.offsets[dim] + other.sizes[dim]
+                and other.offsets[dim] < chunk.offsets[dim] + chunk.sizes[dim]
+                for dim in dims
+            ):
+                return True
+        reaching.append(chunk)
+    return False
+
+
+def _check_bytes(places: Mapping[MetadataIndex, Place]) -> None:
+    """Raise ValueError where two parts, of one tensor or of two, share bytes of a file."""
+    last, last_name = Place("", 0, 0), ""
+    for index, place in sorted(places.items(), key=lambda item: (item[1].file, item[1].begin, item[1].end)):
+        if place.file == last.file and place.begin < last.end and place.begin < place.end:
+            raise ValueError(f"{last_name} and {index.fqn} share bytes of {place.file}")
+        if place.file != last.file or place.end > last.end:
+            last, last_name = place, index.fqn
 
 
 def read_part(file: Any, place: Place, dtype: torch.dtype, sizes: torch.Size) -> Tensor:
@@ -329,11 +422,11 @@ def save_parameters(
     path = begin(folder, iteration)
     named = [(name, torch.float32, shape) for name, shape in shapes.items()]
     name = "rank_00000.safetensors"
-    places, size, sha = write_safetensors(path / name, named, lambda key: tensor_of(key.removeprefix("model.")))
+    file = write_safetensors(path / name, named, lambda key: tensor_of(key.removeprefix("model.")))
     index = {}
     for key, shape in shapes.items():
-        place = places[key]
+        place = file.places[key]
         chunk = {"offsets": [0] * len(shape), "shape": list(shape), "file": name, "bytes": [place.begin, place.end]}
         index[key] = {"dtype": "F32", "shape": list(shape), "chunks": [chunk]}
     meta = meta | {"iteration": iteration, "world_size": 1, "has_optimizer": False, "has_rng": False, "zeropp": None}
-    return finish(path, {"tensors": index}, meta, {name: {"bytes": size, "sha256": sha}})
+    return finish(path, {"tensors": index}, meta | {"nonfinite": _names_of(meta, file.nonfinite)}, {name: file.entry})

@@ -3,51 +3,65 @@
 from __future__ import annotations
 
 import hashlib
+import os
+import random
+import zlib
+from io import BufferedReader
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
-from .folder import CheckpointError, candidates, open_in, read_meta
+from .files import CheckpointError
+from .folder import candidates
+from .meta import nonfinite, open_in, read_meta
 from .storage import read_index
 
-SAMPLED = 8  # one file in so many, with --verify-checkpoint sample
+SAMPLED = 8  # of each file one piece in so many, with --verify-checkpoint sample
 
 
-def problems(checkpoint: Path, digests: str = "all", rank: int = 0, world_size: int = 1) -> list[str]:
+def problems(
+    checkpoint: Path,
+    digests: str = "all",
+    rank: int = 0,
+    world_size: int = 1,
+    finite: bool = False,
+    draw: random.Random | None = None,
+) -> list[str]:
     """What is wrong with a checkpoint, file by file; [] if nothing is.
 
-    digests: "all", "sample" or "none". With several ranks each one reads its share of the files.
+    digests: "all": every byte is read. "sample": of every file an eighth of its pieces, at least one, drawn by
+    ``draw``, or else anew at every call. "none": sizes alone. With several ranks each reads its share of the files.
+    finite: NaN or Inf is a problem too, where the checkpoint says that it holds some.
     """
     try:
         meta = read_meta(checkpoint)
         read_index(checkpoint, meta)
     except CheckpointError as error:
         return [str(error)]
-    found = []
-    for number, (name, entry) in enumerate(sorted(meta["files"].items())):
-        if number % world_size != rank:
-            continue
-        # Which files are sampled changes from checkpoint to checkpoint, so that all are read in the long run.
-        is_read = digests == "all" or (
-            digests == "sample" and (number // world_size + meta["iteration"]) % SAMPLED == 0
-        )
-        problem = _problem(checkpoint, name, entry, is_read)
-        if problem is not None:
-            found.append(problem)
-    return found
+    draw = draw or random.Random()
+    of_files = [nonfinite(checkpoint, meta) if finite else None]
+    of_files += [
+        _problem(checkpoint, name, entry, digests, draw)
+        for number, (name, entry) in enumerate(sorted(meta["files"].items()))
+        if number % world_size == rank
+    ]
+    return [problem for problem in of_files if problem is not None]
 
 
-def _problem(checkpoint: Path, name: str, entry: dict[str, Any], is_read: bool) -> str | None:
+def _problem(checkpoint: Path, name: str, entry: dict[str, Any], digests: str, draw: random.Random) -> str | None:
     path = checkpoint / name
     try:
-        size = path.stat().st_size
-        if size != entry["bytes"]:
-            return f"{path} has {size} bytes instead of {entry['bytes']}"
-        if is_read:
-            with open_in(checkpoint, name) as file:
+        with open_in(checkpoint, name) as file:
+            size = os.fstat(file.fileno()).st_size
+            if size != entry["bytes"]:
+                return f"{path} has {size} bytes instead of {entry['bytes']}"
+            # index.json, and files that an earlier version wrote, have no sums of pieces: they are read whole.
+            if digests == "all" or (digests == "sample" and "crc32" not in entry):
                 if hashlib.file_digest(file, "sha256").hexdigest() != entry["sha256"]:
                     return f"{path} is not what was written: its SHA-256 differs"
+            elif digests == "sample":
+                return _problem_of_sample(file, path, entry, draw)
     except FileNotFoundError:
         return f"{path} is missing"
     except (OSError, CheckpointError) as error:
@@ -55,16 +69,30 @@ def _problem(checkpoint: Path, name: str, entry: dict[str, Any], is_read: bool) 
     return None
 
 
-def problems_on_all_ranks(checkpoint: Path, digests: str) -> list[str]:
+def _problem_of_sample(file: BufferedReader, path: Path, entry: dict[str, Any], draw: random.Random) -> str | None:
+    piece, crc32 = entry["piece_bytes"], bytes.fromhex(entry["crc32"])
+    for number in sampled_pieces(len(crc32) // 4, draw):
+        file.seek(number * piece)
+        if zlib.crc32(file.read(piece)) != int.from_bytes(crc32[4 * number : 4 * number + 4]):
+            return f"{path} is not what was written: the CRC-32 of the {piece} bytes from {number * piece} on differs"
+    return None
+
+
+def sampled_pieces(count: int, draw: random.Random) -> list[int]:
+    """Numbers of the pieces to read of a file that has ``count``, in order."""
+    return sorted(draw.sample(range(count), -(-count // SAMPLED)))
+
+
+def problems_on_all_ranks(checkpoint: Path, digests: str, finite: bool = False) -> list[str]:
     """``problems``, its work shared by all ranks; the same answer on each. Collective."""
-    mine = problems(checkpoint, digests, dist.get_rank(), dist.get_world_size())
+    mine = problems(checkpoint, digests, dist.get_rank(), dist.get_world_size(), finite)
     found: list[list[str]] = [[] for _ in range(dist.get_world_size())]
     dist.all_gather_object(found, mine)
     return list(dict.fromkeys(problem for of_rank in found for problem in of_rank))
 
 
 def latest_good(folder: str, digests: str) -> tuple[Path | None, list[str]]:
-    """The newest checkpoint without a problem, and the problems of those that are newer. Collective.
+    """The newest good checkpoint, without damage, NaN or Inf, and the problems of those that are newer. Collective.
 
     What rank 0 sees in the folder counts.
     """
@@ -79,7 +107,7 @@ def latest_good(folder: str, digests: str) -> tuple[Path | None, list[str]]:
         raise CheckpointError(f"{folder} cannot be read ({found[0]})")
     passed_over: list[str] = []
     for checkpoint in found[0]:
-        wrong = problems_on_all_ranks(checkpoint, digests)
+        wrong = problems_on_all_ranks(checkpoint, digests, finite=True)
         if not wrong:
             return checkpoint, passed_over
         passed_over += wrong

@@ -21,7 +21,7 @@ def check_order(saved: Order, order: Order, other_data: bool = False) -> None:
             return
         raise ValueError(
             "the training data is blended otherwise than before the checkpoint: give the same weights, or "
-            "--override-opt_param-scheduler to go on with these"
+            "--override-data to go on with these"
         )
     for number, (old, new) in enumerate(zip(before, now, strict=True), start=1):
         name = f"dataset {number} of the blend" if len(now) > 1 else "the training data"
@@ -30,15 +30,14 @@ def check_order(saved: Order, order: Order, other_data: bool = False) -> None:
                 continue
             raise ValueError(
                 f"{name} is not what it was before the checkpoint: its .idx file, --split, --seq-length or --seed "
-                f"differ ({old} there, {new} here). Give what was given before, or --override-opt_param-scheduler to "
-                "go on with this"
+                f"differ ({old} there, {new} here). Give what was given before, or --override-data to go on with this"
             )
         if _shuffles(old) != _shuffles(new) and not (other_data and new["epochs"] == "any"):
             raise ValueError(
-                f"the run's new length takes {new['epochs']} epochs of {name}, not {old['epochs']}, or another part of "
-                "the last. Megatron shuffles across epochs, so the order would be another and data read already would "
-                "come again. Keep the length of the run, or give --data-order-stable: that goes on where the first "
-                "epoch ends, or with --override-opt_param-scheduler in an order of its own from here on"
+                f"the run's new length takes {new['epochs']} epochs of {name}, not {old.get('epochs')}, or another "
+                "part of the last. Megatron shuffles across epochs, so the order would be another and data read "
+                "already would come again. Keep the length of the run, or give --data-order-stable: that goes on where "
+                "the first epoch ends, or with --override-data too in an order of its own from here on"
             )
 
 

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import reprlib
 from dataclasses import dataclass
 from typing import Any
 
 from megatron_zpp.optim.batch_size import BatchSchedule
 from megatron_zpp.settings.groups import OptimizerSettings, ScheduleSettings, TrainingSettings
+
+_STYLES = ("constant", "linear", "cosine", "inverse-square-root", "WSD", "exponential", "minus_sqrt")
 
 
 @dataclass(frozen=True)
@@ -117,6 +120,38 @@ class Schedule:
         """Plain values for a checkpoint; ``resume_schedule`` compares them."""
         return dataclasses.asdict(self)
 
+    @classmethod
+    def from_state_dict(cls, state: dict[str, Any]) -> Schedule:
+        """Raises ValueError for what is no ``state_dict``."""
+        fields = dataclasses.fields(cls)
+        wrong = sorted({field.name for field in fields} ^ state.keys())
+        for field in fields:
+            value = state.get(field.name, 0)
+            if field.type == "str":
+                is_wrong = value not in _STYLES
+            else:
+                is_wrong = type(value) not in (int, float) or not 0 <= value < 2**63
+            if is_wrong:
+                wrong.append(field.name)
+        if wrong:
+            raise ValueError(f"{reprlib.repr(', '.join(wrong))} missing or wrong")
+        schedule = cls(**state)
+        schedule._check()
+        return schedule
+
+    def unused(self) -> set[str]:
+        """The values on which no learning rate and no weight decay depends."""
+        unused = set()
+        if self.decay_style == "constant":
+            unused |= {"min_lr", "decay_samples"}
+        if self.decay_style != "WSD":
+            unused |= {"wsd_decay_samples", "wsd_decay_style"}
+        if self.warmup_samples == 0:
+            unused.add("warmup_init_lr")
+        if self.weight_decay_style == "constant":
+            unused |= {"start_weight_decay", "weight_decay_samples"}
+        return unused
+
     def _decay_coefficient(self, samples: int) -> float:
         """Where between ``min_lr`` (0) and ``max_lr`` (1) the decay stands, for warmup <= samples <= decay."""
         if self.decay_style == "WSD":
@@ -144,6 +179,8 @@ class Schedule:
             raise ValueError(f"need 0 <= --min-lr <= --lr, but --min-lr is {self.min_lr} and --lr is {self.max_lr}")
         if not 0 <= self.warmup_init_lr <= self.max_lr:
             raise ValueError(f"--lr-warmup-init {self.warmup_init_lr} is not between 0 and --lr {self.max_lr}")
+        if self.weight_decay_samples < 1 and self.weight_decay_style != "constant":
+            raise ValueError("the weight decay's ramp has no length")
         if self.decay_samples < 1:
             raise ValueError("the learning-rate decay has no length; give a longer run or --lr-decay-iters/-samples")
         if not 0 <= self.warmup_samples < self.decay_samples:
@@ -163,6 +200,8 @@ def resume_schedule(
 ) -> Schedule:
     """The schedule with which to continue from a checkpoint that holds ``saved`` (a ``Schedule.state_dict``).
 
+    Only values that some step depends on are compared: a constant schedule has no length.
+
     ``override``: the flags win (``--override-opt_param-scheduler``). ``use_checkpoint``: the checkpoint wins
     (``--use-checkpoint-opt_param-scheduler``). With neither they must agree, as in Megatron.
 
@@ -173,17 +212,26 @@ def resume_schedule(
         raise ValueError("--override-opt_param-scheduler and --use-checkpoint-opt_param-scheduler exclude each other")
     if override:
         return from_flags
+    try:
+        before = Schedule.from_state_dict(saved)
+    except ValueError as error:
+        raise ValueError(
+            f"the checkpoint's schedule is damaged, or of another version ({error}): use the flags' with "
+            "--override-opt_param-scheduler"
+        ) from error
     if use_checkpoint:
-        return Schedule(**saved)
+        return before
+    unused = before.unused() & from_flags.unused()
     differences = [
-        f"{name} {saved.get(name)} in the checkpoint, {value} by the flags"
+        f"{name} {saved[name]} in the checkpoint, {value} by the flags"
         for name, value in from_flags.state_dict().items()
-        if saved.get(name) != value
+        if saved[name] != value and name not in unused
     ]
     if differences:
         raise ValueError(
-            f"the schedule changed since the checkpoint was saved: {'; '.join(differences)}. Choose with "
-            "--override-opt_param-scheduler (use the flags) or --use-checkpoint-opt_param-scheduler"
+            f"the schedule changed since the checkpoint was saved: {'; '.join(differences)}. Give the same (a longer "
+            "run keeps the decay with --lr-decay-iters or --lr-decay-samples), or choose the flags' with "
+            "--override-opt_param-scheduler, or the checkpoint's with --use-checkpoint-opt_param-scheduler"
         )
     return from_flags
 

@@ -156,7 +156,7 @@ class ScheduleSettings:
     lr_wsd_decay_samples: int | None = flag(None, "samples of WSD's final decay", at_least=1, at_most=2**53)
     override_opt_param_scheduler: bool = flag(
         False,
-        "on resume take schedule, batch and data from the flags, though the checkpoint's differ",
+        "on resume take the schedule from the flags, though the checkpoint's differs",
         name="--override-opt_param-scheduler",
     )
     use_checkpoint_opt_param_scheduler: bool = flag(
@@ -301,17 +301,24 @@ class CheckpointSettings:
         at_least=1,
     )
     save_keep_last: int | None = flag(
-        None, "keep so many of the latest checkpoints; default all, or 2 with --save-retain-interval", at_least=1
+        None,
+        "keep so many of the latest checkpoints, and of the latest finite ones; default all, or 2 with "
+        "--save-retain-interval",
+        at_least=1,
     )
     load: str | None = flag(None, "folder to resume from; an empty or absent one starts from scratch", metavar="DIR")
     ckpt_step: int | None = flag(None, "iteration to load; default the latest", at_least=1)
     exit_on_missing_checkpoint: bool = flag(False, "fail when --load holds no checkpoint")
     verify_checkpoint: str = flag(
         "all",
-        "files whose digests are checked before loading: all, about one in eight, or none",
+        "what is read of files to find damage before loading: all, an eighth of each, or no more than sizes",
         choices=("all", "sample", "none"),
     )
-    load_latest_good: bool = flag(False, "pass over damaged checkpoints and load the newest good one")
+    load_latest_good: bool = flag(False, "load the newest checkpoint without damage, NaN or Inf")
+    override_batch_size: bool = flag(False, "on resume take the batch size from the flags, though it was another")
+    override_data: bool = flag(
+        False, "on resume take data, their order, the seed and --seq-length from the flags, though they were others"
+    )
     finetune: bool = flag(False, "load only the parameters and start at iteration 0")
     no_save_optim: bool = flag(False, "leave the optimizer out of checkpoints")
     no_save_rng: bool = flag(False, "leave random states out of checkpoints")

@@ -41,6 +41,8 @@ def load_model(
     model = architecture.build_empty(config).to_empty(device=device)
     state = model.state_dict()
     for name, tensor in iterate_parameters(checkpoint, meta):
+        if name not in state or state[name].shape != tensor.shape:
+            raise CheckpointError(f"{checkpoint} is damaged: {name} {[*tensor.shape]} is not of its model_config")
         state[name].copy_(tensor)
     return model.eval()
 

@@ -4,7 +4,7 @@
     python tools/inspect_checkpoint.py verify runs/resumed
     python tools/inspect_checkpoint.py diff runs/resumed/iter_0000050 runs/resumed/iter_0000100
 
-Ends with status 1 where ``verify`` finds damage or ``diff`` a difference, and with 2 after a mistake.
+Ends with status 1 where ``verify`` finds damage, NaN or Inf, or ``diff`` a difference, and with 2 after a mistake.
 """
 
 from __future__ import annotations
@@ -70,6 +70,10 @@ def _summary(path: Path) -> str:
         f"{meta.get('tokens', 0):,} tokens" + ("" if loss is None else f", loss {loss:.4f}"),
         f"saved {meta.get('saved_at', 'at an unknown time')} by torch {meta.get('torch', '?')}",
     ]
+    if "nonfinite" not in meta:
+        parts.append("not recorded whether finite")
+    elif meta["nonfinite"]:
+        parts.append(f"NaN or Inf in {', '.join(meta['nonfinite'])}")
     left_out = [
         what for what, has in (("optimizer", meta["has_optimizer"]), ("random states", meta["has_rng"])) if not has
     ]
@@ -77,21 +81,21 @@ def _summary(path: Path) -> str:
 
 
 def verify(folder: str, iteration: int | None) -> int:
-    """Sizes and digests of every file, of one checkpoint or of all."""
+    """Sizes and digests of every file, and whether it was finite, of one checkpoint or of all."""
     if (Path(folder) / "meta.json").exists() or iteration is not None:
         paths = [_checkpoint(folder, iteration)]
     else:
         paths = candidates(folder)
     if not paths:
         raise CheckpointError(f"{folder} holds no checkpoint")
-    damaged = 0
+    bad = 0
     for path in paths:
-        found = problems(path)
-        damaged += bool(found)
-        print(f"{path}: {'damaged' if found else 'good'}")
+        found = problems(path, finite=True)
+        bad += bool(found)
+        print(f"{path}: {'not good' if found else 'good'}")
         for problem in found:
             print(f"  {problem}")
-    return 1 if damaged else 0
+    return 1 if bad else 0
 
 
 def diff(first: str, second: str) -> int:
@@ -170,7 +174,7 @@ def main(argv: list[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", required=True)
     listing = commands.add_parser("list", help="the checkpoints of a folder")
     listing.add_argument("folder", help="what was given to --save")
-    verifying = commands.add_parser("verify", help="sizes and digests of all files")
+    verifying = commands.add_parser("verify", help="sizes and digests of all files, and whether NaN or Inf was saved")
     verifying.add_argument("folder", help="what was given to --save, or one checkpoint's folder")
     verifying.add_argument(
         "--ckpt-step", type=number(int, at_least=1), metavar="N", help="one iteration's; default all"

@@ -79,7 +79,7 @@ class Run:
             "schedule": self.schedule.state_dict() if self.schedule is not None else None,
             "loss_scaler": self.scaler.state_dict(),
             "loss": self.last_loss if loss_is_finite else None,  # JSON has no NaN
-            "loss_is_finite": loss_is_finite,
+            "nonfinite": [] if loss_is_finite else ["the loss"],
             "data_order": self.datasets.train.order if self.datasets.train is not None else None,
             "tokens": self.counters.consumed_train_samples * (self.settings.training.seq_length or 0),
             "layout": self.layout(),

@@ -193,14 +193,14 @@ def test_megatron_llama_script_with_its_usual_flags():
         "--global-batch-size 128 --train-samples 10000 --lr 1e-4 --min-lr 1e-5 --lr-decay-style cosine "
         "--lr-warmup-fraction .01 --use-distributed-optimizer --overlap-grad-reduce --attention-backend auto "
         "--data-path p --split 99,1,0 --tokenizer-type HuggingFaceTokenizer --tokenizer-model t "
-        "--ckpt-format torch_dist",
+        "--ckpt-fully-parallel-load",
         "llama",
         world_size=64,
     )
     assert settings.model.num_query_groups == 8
     assert [note.split()[0] for note in notes] == [
         "--use-mcore-models", "--use-distributed-optimizer", "--overlap-grad-reduce", "--attention-backend",
-        "--ckpt-format",
+        "--ckpt-fully-parallel-load",
     ]  # fmt: skip
 
 
@@ -255,6 +255,8 @@ def test_reference_page_is_up_to_date():
         ("--model-parallel-size=1", "--tensor-model-parallel-size"),
         ("--local_rank=0", "torchrun"),
         ("--num-experts 8", "--num-experts"),
+        ("--ckpt-format torch_dist", "--ckpt-format safetensors Megatron does not read"),
+        ("--use-dist-ckpt", "--use-dist-ckpt safetensors"),
         ("--transformer-impl transformer_engine", "transformer_engine local"),
         ("--dataloader-type external", "external single cyclic"),
         ("--use-distributed-optimizer --zero-stage 0", "--use-distributed-optimizer --zero-stage 1"),

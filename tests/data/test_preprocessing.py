@@ -14,12 +14,12 @@ from megatron_zpp.data.corpus import Reading
 from megatron_zpp.data.gpt_dataset import SampleOptions
 from megatron_zpp.data.indexed_dataset import IndexedDataset
 from megatron_zpp.data.preprocessing import Job, preprocess
+from tests.crashes import run_killed
 
 KEYS = ("text", "title")
 LINES = [
     json.dumps({"text": f"document {i} " + "words " * (i % 97), "title": f"title {i}"}) for i in range(1200)
 ]  # two blocks
-CHANGES = ("replace", "fsync", "truncate", "unlink")  # of files
 
 
 def job_in(folder: Path, **more) -> Job:
@@ -32,32 +32,6 @@ def job_in(folder: Path, **more) -> Job:
 
 def run(job: Job):
     return preprocess(job, lambda state, total: None, lambda note: None)
-
-
-def run_killed(job: Job, fatal: int) -> int | None:
-    """Runs the job in a process that is killed before its ``fatal``-th change of files; None if it came to its end."""
-    pid = os.fork()
-    if pid == 0:
-        calls = 0
-
-        def counted(function):
-            def call(*args, **more):
-                nonlocal calls
-                calls += 1
-                if calls == fatal:
-                    os.kill(os.getpid(), signal.SIGKILL)
-                return function(*args, **more)
-
-            return call
-
-        for name in CHANGES:
-            setattr(os, name, counted(getattr(os, name)))
-        try:
-            run(job)
-        finally:
-            os._exit(0)
-    status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-    return status if status else None
 
 
 def output(folder: Path) -> dict[str, bytes]:
@@ -81,7 +55,7 @@ def test_a_job_goes_on_from_every_change_of_files_at_which_it_is_killed(tmp_path
     while True:
         for path in list(output(folder)):
             (folder / path).unlink()
-        status = run_killed(job_in(folder, save_seconds=1e9), fatal)  # saved once, before the end
+        status = run_killed(lambda: run(job_in(folder, save_seconds=1e9)), fatal)  # saved once, before the end
         if status is None:
             break
         assert status == -signal.SIGKILL
@@ -100,7 +74,7 @@ def test_a_job_goes_on_from_every_change_of_files_at_which_it_is_killed(tmp_path
 def test_a_job_that_is_killed_again_and_again_comes_to_its_end(tmp_path, undisturbed):
     draw = random.Random(5)
     kills = 0
-    while run_killed(job_in(tmp_path), draw.randrange(2, 24)) is not None:
+    while run_killed(lambda: run(job_in(tmp_path)), draw.randrange(2, 24)) is not None:
         kills += 1
     assert kills > 3
     assert output(tmp_path) == undisturbed

@@ -131,5 +131,38 @@ def test_resume_demands_the_same_schedule_or_a_choice() -> None:
         resume_schedule(changed, saved.state_dict())
     assert resume_schedule(changed, saved.state_dict(), override=True) == changed
     assert resume_schedule(changed, saved.state_dict(), use_checkpoint=True) == saved
+    with pytest.raises(ValueError, match="'max_lr' missing or wrong"):
+        resume_schedule(saved, saved.state_dict() | {"max_lr": "high"}, use_checkpoint=True)
     with pytest.raises(ValueError, match="exclude each other"):
         resume_schedule(saved, saved.state_dict(), override=True, use_checkpoint=True)
+
+
+CONSTANT = OptimizerSettings(lr=1.0, min_lr=0.2, weight_decay=0.1)
+RAMP = OptimizerSettings(lr=1.0, weight_decay_incr_style="linear", start_weight_decay=0.0, end_weight_decay=0.1)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "flags", "longer", "differs"),
+    [
+        (CONSTANT, {"lr_decay_style": "constant"}, {}, None),
+        (CONSTANT, {"lr_decay_style": "constant", "lr_warmup_iters": 10}, {}, None),
+        (CONSTANT, {"lr_decay_style": "linear", "lr_decay_iters": 100}, {}, None),
+        (CONSTANT, {"lr_decay_style": "linear", "lr_decay_iters": 100}, {"lr_wsd_decay_style": "cosine"}, None),
+        (CONSTANT, {"lr_decay_style": "constant"}, {"lr_warmup_init": 0.5}, None),  # of no warm-up
+        (CONSTANT, {"lr_decay_style": "linear"}, {}, "decay_samples 1000 in"),
+        (CONSTANT, {"lr_decay_style": "constant"}, {"lr_decay_style": "cosine"}, "decay_style constant in"),
+        (CONSTANT, {"lr_decay_style": "constant", "lr_warmup_fraction": 0.1}, {}, "warmup_samples 100.0 in"),
+        (RAMP, {"lr_decay_style": "constant"}, {}, "weight_decay_samples 1000 in"),
+    ],
+)
+def test_a_longer_run_is_refused_only_for_values_that_a_step_depends_on(optimizer, flags, longer, differs) -> None:
+    saved = build(optimizer, **flags)
+    now = build(optimizer, train_iters=150, **flags | longer)
+    if differs is None:
+        assert resume_schedule(now, saved.state_dict()) == now
+        samples = range(0, 1000, 50)
+        assert [now.lr(n) for n in samples] == [saved.lr(n) for n in samples]
+        assert [now.weight_decay(n) for n in samples] == [saved.weight_decay(n) for n in samples]
+    else:
+        with pytest.raises(ValueError, match=differs):
+            resume_schedule(now, saved.state_dict())

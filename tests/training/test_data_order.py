@@ -71,7 +71,7 @@ def test_run_lengthened_past_an_epoch_is_refused_or_mapped(tmp_path):
     write_data(tmp_path / "x")
     save = f"--save {tmp_path}/saved --save-interval 3 --lr-decay-style constant"
     assert run(tmp_path, save, length=3)[0] == 0
-    load = f"{save} --load {tmp_path}/saved --override-opt_param-scheduler"
+    load = f"{save} --load {tmp_path}/saved --override-data"
     code, losses, error = run(tmp_path, load, length=9)  # 1152 samples
     assert (code, losses) == (2, [])
     assert "--data-order-stable" in error

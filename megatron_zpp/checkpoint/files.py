@@ -1,0 +1,121 @@
+"""A checkpoint's files: opened only where they are regular ones, and on the disk when writing returns."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import stat
+import zlib
+from pathlib import Path
+from typing import Any, BinaryIO, Literal
+
+PIECE = 4 * 2**20  # bytes that one CRC-32 is of
+_MODES = {"rb": os.O_RDONLY, "wb": os.O_WRONLY | os.O_CREAT, "r+b": os.O_RDWR | os.O_CREAT}
+_KINDS = {stat.S_IFLNK: "a symbolic link", stat.S_IFDIR: "a folder", stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket"}
+
+
+class CheckpointError(ValueError):
+    """A checkpoint that is not one, is damaged, or belongs to another model. One line that says what to do."""
+
+
+def open_regular(path: Path, mode: Literal["rb", "wb", "r+b"] = "rb") -> BinaryIO:
+    """Open a regular file; "wb" and "r+b" make one that is absent.
+
+    A link would lead out of the folder, and opening a pipe, or reading a device, may never end. Raises CheckpointError
+    for these, and OSError as ``open`` does.
+    """
+    with contextlib.suppress(FileNotFoundError):
+        _check_regular(path, os.lstat(path), mode)
+    # What has become a link or a pipe since then is refused as well, and does not block.
+    descriptor = os.open(path, _MODES[mode] | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
+    try:
+        _check_regular(path, os.fstat(descriptor), mode)
+        if mode == "wb":
+            os.ftruncate(descriptor, 0)
+        return os.fdopen(descriptor, mode)  # type: ignore[return-value]
+    except BaseException:
+        os.close(descriptor)
+        raise
+
+
+def _check_regular(path: Path, status: os.stat_result, mode: str) -> None:
+    if not stat.S_ISREG(status.st_mode):
+        kind = _KINDS.get(stat.S_IFMT(status.st_mode), "a device")
+        raise CheckpointError(f"{path} is {kind}, not a regular file, and is not opened")
+    if mode != "rb" and status.st_nlink > 1:
+        raise CheckpointError(f"{path} is a file that has another name too (a hard link): remove it here")
+
+
+def read_regular(path: Path) -> bytes:
+    with open_regular(path) as file:
+        return file.read()
+
+
+def parse_json(text: bytes) -> Any:
+    """What JSON text says. Raises ValueError."""
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise ValueError("its JSON is nested too deeply") from None
+
+
+def digest(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()
+
+
+class Sums:
+    """What tells whether a file is still what was written: of the whole SHA-256, of each piece CRC-32."""
+
+    def __init__(self) -> None:
+        self.bytes = 0
+        self._sha256 = hashlib.sha256()
+        self._crc32: list[int] = []
+
+    def update(self, content: Any) -> None:
+        """Take in what comes next: any contiguous buffer."""
+        self._sha256.update(content)
+        rest = memoryview(content).cast("B")
+        while rest:
+            done = self.bytes % PIECE
+            if done == 0:
+                self._crc32.append(0)
+            part, rest = rest[: PIECE - done], rest[PIECE - done :]
+            self._crc32[-1] = zlib.crc32(part, self._crc32[-1])
+            self.bytes += len(part)
+
+    def entry(self) -> dict[str, Any]:
+        """What meta.json says of the file. crc32: 8 hexadecimal digits of each piece."""
+        crc32 = "".join(f"{value:08x}" for value in self._crc32)
+        return {"bytes": self.bytes, "sha256": self._sha256.hexdigest(), "piece_bytes": PIECE, "crc32": crc32}
+
+
+def write_durably(path: Path, content: bytes) -> None:
+    """Write a file, and return when it is on the disk."""
+    with open_regular(path, "wb") as file:
+        file.write(content)
+        sync_file(file)
+
+
+def sync_file(file: BinaryIO) -> None:
+    """Return when what was written is on the disk."""
+    file.flush()
+    os.fsync(file.fileno())
+
+
+def sync_folder(folder: Path) -> None:
+    """Return when renames and new names in ``folder`` are on the disk."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def make_folder(folder: Path) -> None:
+    """Make a folder and those that it is in, and return when their names are on the disk."""
+    if not folder.is_dir():
+        make_folder(folder.parent)
+        folder.mkdir(exist_ok=True)
+        sync_folder(folder.parent)

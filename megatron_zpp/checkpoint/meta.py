@@ -1,0 +1,168 @@
+"""meta.json, the readable part of a checkpoint: every value that a run relies on is checked before it is used."""
+
+from __future__ import annotations
+
+import math
+import re
+import reprlib
+from collections.abc import Mapping
+from io import BufferedReader
+from pathlib import Path
+from typing import Any, cast
+
+from .files import CheckpointError, digest, open_regular, parse_json, read_regular
+
+META, INDEX, MARKER = "meta.json", "index.json", "complete"
+REMEDY = "load another checkpoint with --ckpt-step, or the newest good one with --load-latest-good"
+
+_Kinds = tuple[type, ...]
+_TEXT: _Kinds = (str, type(None))
+_NUMBER: _Kinds = (int, float)
+_REQUIRED: dict[str, _Kinds] = {
+    "iteration": (int,),
+    "world_size": (int,),
+    "has_optimizer": (bool,),
+    "has_rng": (bool,),
+    "zeropp": (dict, type(None)),
+    "settings": (dict,),
+    "model_config": (dict,),
+    "counters": (dict,),
+    "schedule": (dict, type(None)),
+    "loss_scaler": (dict,),
+    "files": (dict,),
+}
+_OPTIONAL: dict[str, _Kinds] = {  # left out by earlier versions, or by imports
+    "optimizer_has_stepped": (bool,),
+    "layout": (dict,),
+    "data_order": (dict, type(None)),
+    "tokens": (int,),
+    "loss": (*_NUMBER, type(None)),
+    "nonfinite": (list,),
+    "saved_at": (str,),
+    "torch": (str,),
+}
+_SETTINGS: dict[str, _Kinds] = {  # that are used, and not only compared
+    "architecture": (str,),
+    "seq_length": (int,),
+    "max_position_embeddings": (int, type(None)),
+    "tokenizer_type": _TEXT,
+    "tokenizer_model": _TEXT,
+    "vocab_file": _TEXT,
+    "merge_file": _TEXT,
+    "vocab_size": (int, type(None)),
+}
+_LOSS_SCALER: dict[str, _Kinds] = {"scale": _NUMBER, "clean_steps": (int,), "tolerance": (int,)}
+_MAX_DEPTH = 10
+
+
+def read_meta(checkpoint: Path) -> dict[str, Any]:
+    """What meta.json says, checked against the marker. Raises CheckpointError."""
+    path = checkpoint / META
+    try:
+        text = read_regular(path)
+        if digest(text).encode() != read_regular(checkpoint / MARKER).strip():
+            raise ValueError(f"its digest is not the one in {MARKER}")
+        meta = parse_json(text)
+        _check_meta(meta)
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path} is damaged ({error}): {REMEDY}") from error
+    return meta
+
+
+def open_in(checkpoint: Path, name: str) -> BufferedReader:
+    """Open a file of a checkpoint for reading; raises CheckpointError for what is not a regular file of its folder."""
+    if not is_plain_name(name):
+        raise CheckpointError(f"{name!r} is not the name of a file of the checkpoint {checkpoint}")
+    return cast(BufferedReader, open_regular(checkpoint / name))
+
+
+def is_plain_name(name: Any) -> bool:
+    """Whether a name that was read from a checkpoint stays in its folder."""
+    return isinstance(name, str) and re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]*", name) is not None
+
+
+def nonfinite(checkpoint: Path, meta: Mapping[str, Any]) -> str | None:
+    """One line about NaN or Inf in a checkpoint; None where there is none, or an earlier version did not record it."""
+    names = meta.get("nonfinite", [])
+    if not names:
+        return None
+    return f"{checkpoint} is not finite: it was saved with NaN or Inf in {', '.join(names)}"
+
+
+def _check_meta(meta: Any) -> None:
+    """Raise ValueError unless every value is of its kind, and files are plain names."""
+    _check_kinds("", meta, _REQUIRED)
+    _check_kinds("", meta, {key: kinds for key, kinds in _OPTIONAL.items() if key in meta})
+    _check_depth(meta)
+    for key in ("iteration", "world_size", "tokens"):
+        if not 0 <= meta.get(key, 0) < 2**63:
+            raise ValueError(f"{key} is {_short(meta[key])}")
+    if not _is_finite(meta.get("loss") or 0):
+        raise ValueError(f"loss is {_short(meta['loss'])}")
+    _check_kinds("settings.", meta["settings"], _SETTINGS)
+    for group in ("settings", "model_config", "schedule"):
+        for key, value in (meta[group] or {}).items():
+            if isinstance(value, dict):
+                raise ValueError(f"{group}.{key} is {_short(value)}")
+    for key, value in meta["counters"].items():
+        if type(value) not in _NUMBER or not 0 <= value < 2**63:
+            raise ValueError(f"the counter {key} is {_short(value)}")
+    _check_kinds("loss_scaler.", meta["loss_scaler"], _LOSS_SCALER)
+    if not (_is_finite(meta["loss_scaler"]["scale"]) and meta["loss_scaler"]["scale"] > 0):
+        raise ValueError(f"loss_scaler.scale is {_short(meta['loss_scaler']['scale'])}")
+    datasets = (meta.get("data_order") or {}).get("datasets", [])
+    if type(datasets) is not list or any(type(order) is not dict for order in datasets):
+        raise ValueError(f"data_order.datasets is {_short(datasets)}")
+    if any(type(name) is not str for name in meta.get("nonfinite", [])):
+        raise ValueError(f"nonfinite is {_short(meta['nonfinite'])}")
+    for name, entry in meta["files"].items():
+        _check_file(name, entry)
+
+
+def _check_file(name: str, entry: Any) -> None:
+    if not is_plain_name(name):
+        raise ValueError(f"it names the file {_short(name)}, which is not in the checkpoint")
+    _check_kinds(f"files.{name}.", entry, {"bytes": (int,), "sha256": (str,)})
+    if entry["bytes"] < 0:
+        raise ValueError(f"files.{name}.bytes is {_short(entry['bytes'])}")
+    if "crc32" in entry:  # left out by earlier versions, and for index.json
+        _check_kinds(f"files.{name}.", entry, {"crc32": (str,), "piece_bytes": (int,)})
+        piece, crc32 = entry["piece_bytes"], entry["crc32"]
+        if (
+            not 1 <= piece < 2**31
+            or len(crc32) != 8 * -(-entry["bytes"] // piece)
+            or not re.fullmatch("[0-9a-f]*", crc32)
+        ):
+            raise ValueError(f"files.{name}.crc32 is not of as many pieces as the file has")
+
+
+def _check_kinds(where: str, values: Any, kinds: Mapping[str, _Kinds]) -> None:
+    if not isinstance(values, dict):
+        raise ValueError(f"{where.removesuffix('.') or 'the whole of it'} is no JSON object")
+    missing = kinds.keys() - values.keys()
+    if missing:
+        raise ValueError(f"it lacks {', '.join(where + key for key in sorted(missing))}")
+    for key, allowed in kinds.items():
+        if type(values[key]) not in allowed:  # type: a bool is no number
+            raise ValueError(f"{where}{key} is {_short(values[key])}")
+
+
+def _check_depth(meta: Any) -> None:
+    """Raise ValueError for what is nested so deeply that comparing or printing it might fail."""
+    level = [meta]
+    for _ in range(_MAX_DEPTH):
+        level = [
+            child
+            for value in level
+            for child in (value.values() if isinstance(value, dict) else value if isinstance(value, list) else ())
+        ]
+    if level:
+        raise ValueError("its values are nested too deeply")
+
+
+def _is_finite(value: int | float) -> bool:
+    return abs(value) < 2**63 if isinstance(value, int) else math.isfinite(value)
+
+
+def _short(value: Any) -> str:
+    return reprlib.repr(value)

@@ -1,0 +1,91 @@
+"""Saving is atomic: killed, or without power, at every change of files, a folder holds the checkpoint before or the new
+one, whole."""
+
+from __future__ import annotations
+
+import shutil
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron_zpp.checkpoint import FolderLock, find_checkpoint, is_complete, iterate_parameters, problems, read_meta
+from megatron_zpp.checkpoint.folder import retain
+from tests.checkpoint.saved import save
+from tests.crashes import Disk, run_killed, write_tree
+
+# The iteration that is saved, and whether checkpoints of iterations 1 and 2 are there. Saved again: by a run that was
+# taken back.
+SAVES = {"next": (3, True), "again": (2, True), "first": (1, False)}
+
+
+def save_new(folder: Path, iteration: int) -> None:
+    save(folder, iteration, value=7.0)
+    retain(folder, 1, None)
+
+
+def fill(folder: Path, has_old: bool) -> None:
+    if has_old:
+        for iteration in (1, 2):
+            save(folder, iteration, value=float(iteration))
+
+
+def value_found(folder: Path) -> float | None:
+    """What the next job loads: the parameters' value, None where there is no checkpoint. All that is there is whole."""
+    FolderLock(str(folder)).release()
+    found = find_checkpoint(str(folder))
+    for path in folder.glob("iter_*"):
+        assert problems(path) == []
+    if found is None:
+        return None
+    values = torch.cat([tensor.flatten() for _, tensor in iterate_parameters(found, read_meta(found))])
+    assert values.min() == values.max()
+    return values[0].item()
+
+
+@pytest.mark.parametrize("case", SAVES)
+def test_killed_at_every_change_of_files(tmp_path, case):
+    iteration, has_old = SAVES[case]
+    fill(tmp_path / "before", has_old)
+    (tmp_path / "before").mkdir(exist_ok=True)
+    fatal = kills = 0
+    while True:
+        fatal += 1
+        folder = shutil.copytree(tmp_path / "before", tmp_path / "folder")
+        status = run_killed(lambda: save_new(folder, iteration), fatal)  # noqa: B023 - called before the next round
+        for path in folder.glob("iter_*"):  # the marker is written last: what has it is whole, whatever its name
+            goes = path.suffix == ".deleted" or (path.suffix == ".replaced" and path.with_suffix("").exists())
+            assert goes or not is_complete(path) or problems(path) == [], (fatal, path)
+        value = value_found(folder)
+        shutil.rmtree(folder)
+        if status is None:
+            assert value == 7.0
+            break
+        assert status == -signal.SIGKILL
+        kills += 1
+        assert value in ({2.0, 7.0} if has_old else {None, 7.0}), fatal
+    assert kills >= 9
+
+
+@pytest.mark.parametrize("case", SAVES)
+def test_without_power_at_every_change_of_files(tmp_path, case):
+    iteration, has_old = SAVES[case]
+    folder = tmp_path / "folder"
+    fill(folder, has_old)
+    folder.mkdir(exist_ok=True)
+    disk = Disk(folder)
+    disk.record(lambda: save_new(folder, iteration))
+    values = []
+    for number, tree in enumerate(disk.states):
+        copy = tmp_path / str(number)
+        copy.mkdir()
+        write_tree(tree, copy)
+        values.append(value_found(copy))
+        assert values[-1] in ({2.0, 7.0} if has_old else {None, 7.0}), (number, [*tree])
+        shutil.rmtree(copy)
+    disk.close()
+    assert len(values) >= 20
+    # Before the first change the old one is there; when all is done, the new one, whatever else is lost.
+    assert values[0] == (2.0 if has_old else None)
+    assert {values[number] for number in disk.final} == {7.0}

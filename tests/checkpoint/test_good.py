@@ -1,0 +1,184 @@
+"""Which checkpoints are good: finite ones are told from others and outlive them, and damage is found as documented."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import math
+import random
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_zpp.checkpoint import problems, read_meta, save_parameters
+from megatron_zpp.checkpoint.files import PIECE
+from megatron_zpp.checkpoint.folder import retain
+from megatron_zpp.checkpoint.storage import write_safetensors
+from megatron_zpp.checkpoint.verify import sampled_pieces
+from megatron_zpp.tools.inspect_checkpoint import main as inspect
+from megatron_zpp.training.pretrain import NotFiniteError, train
+from tests.checkpoint.saved import meta_of, rewrite, save
+from tests.ranks import run_ranks
+from tests.training.small_run import NO_DROPOUT, call_pretrain, flags, start, write_text
+
+NAN = math.nan
+
+
+def _iterations(folder: Path) -> list[int]:
+    return sorted(int(path.name.removeprefix("iter_")) for path in folder.glob("iter_*"))
+
+
+# NaN and Inf
+
+
+@pytest.mark.parametrize(
+    "values, keep_last, interval, kept",
+    [
+        ([1, 1, 1, 1], 2, None, [3, 4]),
+        ([1, NAN, NAN, NAN], 1, None, [1, 4]),
+        ([1, 1, 1, math.inf, NAN], 2, None, [2, 3, 4, 5]),
+        ([1, NAN, 1, 1], 2, None, [3, 4]),  # gone on from the first one: the NaN grow old too
+        ([1, 1, NAN, NAN, NAN], 1, 3, [2, 3, 5]),
+        ([NAN, NAN, NAN], 1, None, [3]),
+    ],
+)
+def test_retention_takes_no_finite_checkpoint_for_one_that_is_not(tmp_path, values, keep_last, interval, kept):
+    for iteration, value in enumerate(values, start=1):
+        save(tmp_path, iteration, value)
+        retain(tmp_path, keep_last, interval)
+    assert _iterations(tmp_path) == kept
+
+
+def test_of_earlier_versions_nothing_is_known_and_they_count_as_finite(tmp_path, capsys):
+    for iteration in (1, 2):
+        rewrite(save(tmp_path, iteration), "meta.json", lambda meta: meta.__delitem__("nonfinite"))
+    save(tmp_path, 3, NAN)
+    retain(tmp_path, 1, None)
+    assert _iterations(tmp_path) == [2, 3]
+    assert inspect(["list", str(tmp_path)]) == 0
+    newest, older = capsys.readouterr().out.splitlines()
+    assert "NaN or Inf in model.first, model.second" in newest and "not recorded whether finite" in older
+    assert inspect(["verify", str(tmp_path), "--ckpt-step", "2"]) == 0
+    assert inspect(["verify", str(tmp_path)]) == 1
+    assert "iter_0000003 is not finite" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("value", [NAN, math.inf, -math.inf])
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.float8_e5m2, torch.float8_e4m3fn]
+)
+def test_nan_and_inf_are_seen_in_every_kind_of_number(tmp_path, dtype, value):
+    tensors = {"fine": torch.full((2, 5), 0.5).to(dtype), "bad": torch.full((2, 5), 0.5).to(dtype)}
+    tensors["bad"].view(-1)[7] = NAN if dtype == torch.float8_e4m3fn else value  # which has no Inf
+    tensors |= {"none": torch.zeros(0, dtype=dtype), "whole": torch.ones(3, dtype=torch.int8)}
+    parts = [(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()]
+    assert write_safetensors(tmp_path / "file", parts, tensors.__getitem__).nonfinite == ["bad"]
+
+
+def _diverge(argv: list[str], spoil: str) -> str:
+    """Train; before step 3 is saved, NaN comes on the last rank: in a parameter, the optimizer, or later losses."""
+    run, _ = start(argv)
+    write = run.writers.write
+
+    def write_and_spoil(metrics, iteration, consumed_samples) -> None:  # is called on every rank
+        write(metrics, iteration, consumed_samples)
+        if iteration == 3 and dist.get_rank() == dist.get_world_size() - 1:
+            weight = run.model.layers[1].mlp.linear_fc1.weight
+            with torch.no_grad():
+                if spoil == "parameter":
+                    weight.to_local()[0, 0] = NAN
+                elif spoil == "optimizer":
+                    run.optimizer.state[weight]["exp_avg"].to_local()[0, 0] = NAN
+                else:
+                    run.model.layers[1].register_forward_hook(lambda module, inputs, output: output * NAN)
+
+    run.writers.write = write_and_spoil
+    with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.suppress(NotFiniteError):
+        train(run, time.monotonic())
+    return out.getvalue()
+
+
+@pytest.mark.parametrize("spoil", ["parameter", "optimizer", "loss"])
+def test_a_run_that_diverges_keeps_a_checkpoint_to_go_on_from(tmp_path, spoil):
+    data = write_text(tmp_path)
+    folder = tmp_path / "saved"
+    common = "--global-batch-size 2 --train-iters 6"
+    save = f"--save {folder} --save-interval 1 --save-keep-last 1 --max-nonfinite-steps 3"
+    out = run_ranks(2, _diverge, flags(data, NO_DROPOUT, common, save), spoil)[0]
+    finite = 3 if spoil == "loss" else 2
+    assert _iterations(folder) == [finite, 6]
+    names = read_meta(folder / "iter_0000006")["nonfinite"]
+    wanted = {"parameter": "model.layers.1.mlp.linear_fc1.weight", "optimizer": "optimizer.", "loss": "the loss"}[spoil]
+    assert any(name.startswith(wanted) for name in names)
+    assert "note: this checkpoint holds NaN or Inf in" in out
+
+    loads = [flags(data, NO_DROPOUT, common, f"--load {folder}", more) for more in ("--load-latest-good", "")]
+    good, latest = run_ranks(1, call_pretrain, *loads)[0]
+    assert good[0] == 0 and f"note: passed over: {folder}/iter_0000006 is not finite" in good[1], good
+    assert f"iter_{finite:07d} at iteration {finite}" in good[1]
+    assert latest[0] == 0 and "--load-latest-good takes the newest checkpoint that is finite" in latest[1], latest
+    assert "iter_0000006 at iteration 6" in latest[1]
+
+
+# Damage
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory) -> Path:
+    """A checkpoint of one file, of 20 whole pieces and a bit."""
+    shape = (20 * PIECE // 4,)
+    folder = tmp_path_factory.mktemp("large")
+    return save_parameters(str(folder), [("first", shape)], lambda name: torch.arange(shape[0]).float(), meta_of(0))
+
+
+@pytest.mark.parametrize("damaged", [0, 7, 20])
+def test_a_flipped_bit_is_found_where_its_piece_is_read(large, damaged):
+    file = large / "rank_00000.safetensors"
+    count = 21
+    with file.open("r+b") as content:
+        at = damaged * PIECE + 10
+        content.seek(at)
+        byte = content.read(1)[0]
+        content.seek(at)
+        content.write(bytes([byte ^ 8]))
+        content.flush()
+        draws = range(6)
+        expected = [damaged in sampled_pieces(count, random.Random(seed)) for seed in draws]
+        found = [problems(large, "sample", draw=random.Random(seed)) for seed in draws]
+        everything, nothing = problems(large, "all"), problems(large, "none")
+        content.seek(at)
+        content.write(bytes([byte]))
+    assert [bool(text) for text in found] == expected
+    expected_text = f"the CRC-32 of the {PIECE} bytes from {damaged * PIECE} on differs"
+    assert all(expected_text in text[0] for text in found if text)
+    assert f"{file} is not what was written: its SHA-256 differs" in everything[0]
+    assert nothing == []
+    assert problems(large, "sample") == []
+
+
+def test_a_sample_is_an_eighth_of_a_file_and_any_piece_is_as_likely(tmp_path):
+    for count, read in ((0, 0), (1, 1), (8, 1), (9, 2), (21, 3), (800, 100)):
+        assert len(set(sampled_pieces(count, random.Random(1)))) == read
+    times = [0] * 16
+    draw = random.Random(3)
+    for _ in range(1600):
+        for number in sampled_pieces(16, draw):
+            times[number] += 1
+    assert sum(times) == 3200 and min(times) > 140 and max(times) < 260  # 200 on average; 4.5 standard deviations
+    draws = {tuple(sampled_pieces(800, random.Random())) for _ in range(3)}
+    assert len(draws) == 3  # another one at every load
+
+
+def test_small_files_are_sampled_whole_and_sizes_always_checked(tmp_path):
+    checkpoint = save(tmp_path, 1)
+    file = checkpoint / "rank_00000.safetensors"
+    content = file.read_bytes()
+    file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    assert "CRC-32" in problems(checkpoint, "sample")[0] and problems(checkpoint, "none") == []
+    rewrite(checkpoint, "meta.json", lambda meta: meta["files"][file.name].__delitem__("crc32"))
+    assert "SHA-256" in problems(checkpoint, "sample")[0]  # as earlier versions saved
+    file.write_bytes(content[:-1])
+    assert "bytes instead of" in problems(checkpoint, "none")[0]

@@ -1,0 +1,360 @@
+"""Checkpoints that somebody changed, with digests that are right: they load, or one line says what is wrong."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import io
+import json
+import os
+import random
+import shutil
+import socket
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_zpp.architectures import GPT
+from megatron_zpp.arguments.parse import parse_settings
+from megatron_zpp.checkpoint import (
+    CheckpointError,
+    FolderLock,
+    candidates,
+    find_checkpoint,
+    iterate_tensors,
+    problems,
+    read_meta,
+)
+from megatron_zpp.checkpoint.counters import Counters
+from megatron_zpp.checkpoint.files import open_regular, write_durably
+from megatron_zpp.checkpoint.folder import retain
+from megatron_zpp.checkpoint.model import check_architecture, saved_model
+from megatron_zpp.checkpoint.resume import check_same_batches_and_data
+from megatron_zpp.checkpoint.state import _check_shapes
+from megatron_zpp.checkpoint.storage import read_index
+from megatron_zpp.data.order import check_order
+from megatron_zpp.optim.loss_scaler import LossScaler
+from megatron_zpp.optim.schedule import Schedule, resume_schedule
+from megatron_zpp.settings.groups import Settings
+from megatron_zpp.tools.inspect_checkpoint import list_checkpoints
+from tests.checkpoint.saved import replace, rewrite, save
+from tests.ranks import run_ranks
+from tests.training.small_run import flags, train_each, write_text
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory) -> str:
+    return write_text(tmp_path_factory.mktemp("data"))
+
+
+@pytest.fixture(scope="module")
+def argv(data) -> list[str]:
+    return flags(data, "--num-layers 1 --zero-quantized-gradients --zeropp-loco --zero-ranks-per-node 1 --fp16")
+
+
+@pytest.fixture(scope="module")
+def real(argv, tmp_path_factory) -> Path:
+    """A checkpoint of a run on 2 ranks."""
+    folder = tmp_path_factory.mktemp("real")
+    save = f"--save {folder} --save-interval 1 --exit-interval 1".split()
+    run_ranks(2, train_each, {"": [*argv, *save]})
+    return folder / "iter_0000001"
+
+
+# Values that are something else than what was saved
+
+DEEP: Any = []
+for _ in range(400):
+    DEEP = [DEEP]
+VALUES = (None, True, -1, 0, 1.5, float("nan"), float("inf"), 2**63, 10**300, "", "../x", [], {}, [1, "x"], DEEP)
+
+
+def places_in(value: Any, at: tuple = ()) -> Iterator[tuple]:
+    """The way to every value in a JSON object."""
+    children = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, child in children:
+        yield (*at, key)
+        yield from places_in(child, (*at, key))
+
+
+def mutated(value: Any, at: tuple) -> Iterator[Any]:
+    """The object with one value replaced, left out, or given a companion."""
+
+    def change(how) -> Any:
+        whole = copy.deepcopy(value)
+        parent = whole
+        for key in at[:-1]:
+            parent = parent[key]
+        how(parent, at[-1])
+        return whole
+
+    for other in VALUES:
+        yield change(lambda parent, key, other=other: parent.__setitem__(key, other))
+    yield change(lambda parent, key: parent.__delitem__(key))
+    yield change(
+        lambda parent, key: parent.update({"more": parent[key]}) if isinstance(parent, dict) else parent.append(0)
+    )
+
+
+def use(checkpoint: Path, settings: Settings, saved: dict[str, Any]) -> None:
+    """What a run and the tools do with meta.json. saved: as the run wrote it."""
+    with contextlib.redirect_stdout(io.StringIO()):
+        list_checkpoints(str(checkpoint.parent))
+    meta = read_meta(checkpoint)
+    Counters.from_meta(meta)
+    check_architecture(meta, GPT)
+    check_same_batches_and_data(settings, meta)
+    if meta.get("data_order") is not None:
+        check_order(meta["data_order"], saved["data_order"])
+    if meta["schedule"] is not None:
+        schedule = resume_schedule(Schedule(**saved["schedule"]), meta["schedule"], use_checkpoint=True)
+        assert 0 <= schedule.lr(5) < 1e300 and 0 <= schedule.weight_decay(5) < 1e300
+    LossScaler(1.0, dynamic=True).load_state_dict(meta["loss_scaler"])
+    saved_model(meta)
+    problems(checkpoint, "sample")  # reads index.json as well
+
+
+def load(checkpoint: Path, expected: dict[str, torch.Tensor]) -> None:
+    """The tensors that index.json says where to find are those that were saved."""
+    meta = read_meta(checkpoint)
+    _check_shapes(checkpoint, expected, read_index(checkpoint, meta)[0].state_dict_metadata)
+    for name, tensor in iterate_tensors(checkpoint, meta):
+        assert name not in expected or torch.equal(tensor, expected[name]), name
+
+
+def is_refused(step: Callable[[], None]) -> bool:
+    try:
+        step()
+    except ValueError as error:
+        assert type(error) in (ValueError, CheckpointError), repr(error)
+        assert len(str(error)) < 1500
+        return True
+    return False
+
+
+@pytest.mark.parametrize("name", ["meta.json", "index.json"])
+def test_every_value_that_is_another_is_refused_or_does_no_harm(real, argv, tmp_path, name):
+    checkpoint = shutil.copytree(real.parent, tmp_path / "copy") / real.name
+    settings = parse_settings(GPT, argv, 2, note=lambda text: None)
+    content, meta = json.loads((real / name).read_text()), read_meta(real)
+    draw = random.Random(0)
+    if name == "index.json":
+        expected = dict(iterate_tensors(real, meta))
+        kept = [draw.choice([key for key in expected if key.startswith(kind)]) for kind in ("model.", "zeropp.")]
+        places = [at for at in places_in(content) if len(at) < 2 or at[1] in kept]
+        step = lambda: load(checkpoint, expected)  # noqa: E731
+    else:
+        kept = {*draw.sample(sorted(content["settings"]), 5), "architecture", "seq_length", "data_path"}
+        places = [at for at in places_in(content) if at[0] != "settings" or len(at) < 2 or at[1] in kept]
+        groups = [at for at in places if len(at) == 1]
+        places = groups + draw.sample([at for at in places if len(at) > 1], 50)  # another 50 with another seed
+        step = lambda: use(checkpoint, settings, meta)  # noqa: E731
+    assert not is_refused(step)
+    refused = total = 0
+    for at in places:
+        for changed in mutated(content, at):
+            rewrite(checkpoint, name, lambda _, changed=changed: changed)
+            refused += is_refused(step)
+            total += 1
+    assert refused > total // 2
+
+
+@pytest.mark.parametrize("name", ["meta.json", "index.json"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        b"",
+        b"null",
+        b"[]",
+        b"3",
+        b"{",
+        b"\xff",
+        b"[" * 200_000,
+        b'{"tensors":' * 50_000,
+        b'{"tensors": []}',
+        b"1" * 9999,
+    ],
+)
+def test_text_that_is_no_metadata(tmp_path, name, text):
+    checkpoint = save(tmp_path, 1)
+    replace(checkpoint, name, text)
+    (problem,) = problems(checkpoint)
+    assert f"{name} is damaged" in problem and len(problem) < 600
+
+
+# Parts of tensors
+
+
+def _halves(index: dict[str, Any]) -> list[dict[str, Any]]:
+    """The parts [0, 2) and [2, 4) of a [4, 3] tensor, at bytes [begin, begin + 24) and what follows."""
+    (whole,) = index["tensors"]["model.first"]["chunks"]
+    begin = whole["bytes"][0]
+    parts = [
+        whole | {"offsets": [at, 0], "shape": [2, 3], "bytes": [begin + 12 * at, begin + 12 * at + 24]} for at in (0, 2)
+    ]
+    index["tensors"]["model.first"]["chunks"] = parts
+    return parts
+
+
+def test_a_tensor_in_parts_loads(tmp_path):
+    checkpoint = save(tmp_path, 1)
+    rewrite(checkpoint, "index.json", lambda index: [_halves(index), None][1])
+    assert problems(checkpoint) == []
+    tensors = dict(iterate_tensors(checkpoint, read_meta(checkpoint)))
+    assert tensors["model.first"].eq(1).all()
+
+
+@pytest.mark.parametrize(
+    "change, expected",
+    [
+        (lambda first, second: second.update(first), "parts of model.first overlap"),
+        (lambda first, second: second.update(offsets=[1, 0]), "parts of model.first overlap"),
+        (
+            lambda first, second: second.update(shape=[1, 3], bytes=[first["bytes"][1], first["bytes"][1] + 12]),
+            "missing",
+        ),
+        (lambda first, second: second.update(offsets=[3, 0]), "a part of model.first is not of its size"),
+        (lambda first, second: second.update(offsets=[-1, 0]), "is no shape"),
+        (lambda first, second: second.update(bytes=first["bytes"]), "model.first and model.first share bytes"),
+        (lambda first, second: second.update(offsets=[2]), "a part of model.first is not of its size"),
+        (lambda first, second: second.update(shape=[0, 3], bytes=[0, 0]), "missing"),
+    ],
+)
+def test_parts_that_do_not_make_up_a_tensor_are_refused(tmp_path, change, expected):
+    checkpoint = save(tmp_path, 1)
+    rewrite(checkpoint, "index.json", lambda index: change(*_halves(index)))
+    (problem,) = problems(checkpoint)
+    assert "index.json is damaged" in problem and expected in problem
+
+
+def test_two_tensors_that_share_bytes_are_refused(tmp_path):
+    checkpoint = save(tmp_path, 1)
+
+    def share(index: dict[str, Any]) -> None:
+        first, second = (index["tensors"][f"model.{name}"]["chunks"][0] for name in ("first", "second"))
+        second["bytes"] = [first["bytes"][0] + 4, first["bytes"][0] + 24]
+
+    rewrite(checkpoint, "index.json", share)
+    assert "model.first and model.second share bytes of rank_00000.safetensors" in problems(checkpoint)[0]
+
+
+# What is no regular file
+
+SPECIAL = {
+    "a pipe": os.mkfifo,
+    "a socket": lambda path: socket.socket(socket.AF_UNIX).bind(str(path)),
+    "a folder": os.mkdir,
+    "a device": lambda path: os.mknod(path, 0o600 | 0o020000, os.makedev(1, 5)),  # /dev/zero, which has no end
+    "a symbolic link": lambda path: (
+        shutil.move(path.with_name(path.name + ".there"), path.parent.parent / "there")
+        and path.symlink_to(path.parent.parent / "there")
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", SPECIAL)
+def test_files_that_are_not_regular_ones_are_refused_at_once(tmp_path, monkeypatch, kind):
+    monkeypatch.chdir(tmp_path)  # a socket's name must be short
+    for number, name in enumerate(("meta.json", "index.json", "complete", "rank_00000.safetensors", "latest")):
+        folder = Path(str(number))
+        checkpoint = save(folder, 1)
+        path = checkpoint / name if name != "latest" else folder / "latest_checkpointed_iteration.txt"
+        path.rename(path.with_name(path.name + ".there"))
+        try:
+            SPECIAL[kind](path)
+        except PermissionError:
+            pytest.skip("only root makes devices")
+        said = problems(checkpoint)
+        if name == "latest":
+            with pytest.raises(CheckpointError) as error:
+                find_checkpoint(str(folder))
+            said = [str(error.value)]
+            assert candidates(str(folder)) == [checkpoint]
+        assert len(said) == 1 and f"{path} is {kind}, not a regular file" in said[0]
+
+
+def test_what_is_written_follows_no_link(tmp_path):
+    victim = tmp_path / "victim"
+    victim.write_text("precious")
+    links = {"symbolic": os.symlink, "hard": os.link}
+    for kind, link in links.items():
+        root = tmp_path / kind
+        root.mkdir()
+        for name in ("lock", "latest_checkpointed_iteration.txt.incomplete"):
+            link(victim, root / name)
+        with pytest.raises(CheckpointError, match=r"lock is (a symbolic link|a file that has another name)"):
+            FolderLock(str(root))
+        with pytest.raises(CheckpointError, match=r"incomplete is (a symbolic link|a file that has another name)"):
+            write_durably(root / "latest_checkpointed_iteration.txt.incomplete", b"1")
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(CheckpointError, match="is a pipe"):
+        open_regular(tmp_path / "pipe", "wb")
+    assert victim.read_text() == "precious"
+
+
+def test_folders_may_be_links_and_what_they_point_at_is_never_deleted(tmp_path):
+    for iteration in (1, 2):
+        save(tmp_path / "real", iteration)
+    archived = shutil.move(tmp_path / "real" / "iter_0000001", tmp_path / "archived")
+    (tmp_path / "real" / "iter_0000001").symlink_to(archived)
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (elsewhere / "precious").touch()
+    (tmp_path / "real" / "iter_0000003.incomplete").symlink_to(elsewhere)
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+    found = find_checkpoint(str(tmp_path / "link"), 1)
+    assert found is not None and problems(found) == []
+    save(tmp_path / "link", 3)
+    retain(tmp_path / "link", 1, None)
+    assert {path.name for path in (tmp_path / "real").glob("iter_*")} == {"iter_0000003"}
+    assert (elsewhere / "precious").exists() and problems(archived) == []
+
+
+# Folders of others
+
+FOREIGN = {
+    "Megatron-LM (--ckpt-format torch)": [
+        "latest_checkpointed_iteration.txt",
+        "iter_0000005/mp_rank_00/model_optim_rng.pt",
+    ],
+    "Megatron-LM (--ckpt-format torch_dist)": [
+        "latest_checkpointed_iteration.txt",
+        "iter_0000005/common.pt",
+        "iter_0000005/.metadata",
+        "iter_0000005/__0_0.distcp",
+    ],
+    "DeepSpeed": [
+        "latest",
+        "global_step5/mp_rank_00_model_states.pt",
+        "global_step5/zero_pp_rank_0_mp_rank_00_optim_states.pt",
+    ],
+    "torch.distributed.checkpoint": [".metadata", "__0_0.distcp"],
+    "a Hugging Face model": ["config.json", "model.safetensors"],
+}
+
+
+@pytest.mark.parametrize("whose", FOREIGN)
+@pytest.mark.parametrize("tracked", ["5", "release"])
+def test_folders_of_other_programs_are_named(tmp_path, whose, tracked):
+    for name in FOREIGN[whose]:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(tracked)
+    for iteration in (None, 5):
+        with pytest.raises(CheckpointError) as error:
+            find_checkpoint(str(tmp_path), iteration)
+        assert whose in str(error.value) and "tools/import_hf.py" in str(error.value)
+
+
+def test_a_folder_of_megatron_that_holds_no_file_is_no_fresh_one(tmp_path):
+    (tmp_path / "mp_rank_00").mkdir()
+    (tmp_path / "mp_rank_00" / "model_optim_rng.pt").touch()
+    with pytest.raises(CheckpointError, match="Megatron-LM"):
+        find_checkpoint(str(tmp_path))
+
+
+def test_one_checkpoint_in_place_of_its_folder_is_named(tmp_path):
+    with pytest.raises(CheckpointError, match="is one checkpoint, not a folder of checkpoints"):
+        find_checkpoint(str(save(tmp_path, 1)))
