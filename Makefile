@@ -12,7 +12,7 @@ TORCH_INDEX ?= $(shell [ "$$(uname)" != Linux ] || command -v nvidia-smi >/dev/n
 .PHONY: help quickstart test test-long test-lower-bound format clean
 
 help:  ## show this list
-	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 25
 
 quickstart: $(READY)  ## train a small GPT on this machine with ZeRO-3 and with ZeRO++ and LoCo, and compare
 	PATH="$(CURDIR)/$(VENV)/bin:$$PATH" examples/quickstart/run.sh
