@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_zpp.zeropp import kernels, reference
 from megatron_zpp.zeropp.wire_format import WireFormat
@@ -244,6 +245,33 @@ def test_opcheck(device):
     )
     torch.library.opcheck(ops.decode, (wire.unsqueeze(0), table, out, True))
     torch.library.opcheck(ops.rotate, (values, table, out))
+
+
+class Operators(TorchDispatchMode):
+    """Records the names of the operators that are called."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function.namespace == "megatron_zpp":
+            self.names.append(function._opname)
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("dtype, has_kernel", [(torch.bfloat16, True), (torch.float64, False)])
+def test_each_step_is_one_call_where_there_is_a_kernel(dtype, has_kernel):
+    values = random(2, NUMEL).to(dtype)
+    format, plain = (WireFormat(PARAMETERS, bits, 128, torch.bfloat16) for bits in (4, None))
+    with Operators() as operators:
+        wire = format.encode(values)
+        format.decode(wire, torch.empty_like(values))
+        format.rotate(values)
+        for source in (format, plain):
+            format.encode_sum(torch.zeros(3, 2, source.nbytes, dtype=torch.uint8), source, plus=values)
+    # Without one for the type of the values, the sum of the peers alone has a kernel.
+    assert operators.names == (["encode", "decode", "rotate", "encode", "encode"] if has_kernel else ["decode"] * 2)
 
 
 @on_devices
