@@ -9,10 +9,10 @@ READY := $(VENV)/.ready
 TORCH_INDEX ?= $(shell [ "$$(uname)" != Linux ] || command -v nvidia-smi >/dev/null || echo https://download.pytorch.org/whl/cpu)
 
 .DEFAULT_GOAL := help
-.PHONY: help quickstart test test-long format clean
+.PHONY: help quickstart test test-long test-lower-bound format clean
 
 help:  ## show this list
-	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 25
 
 quickstart: $(READY)  ## train a small GPT on this machine with ZeRO-3 and with ZeRO++ and LoCo, and compare
 	PATH="$(CURDIR)/$(VENV)/bin:$$PATH" examples/quickstart/run.sh
@@ -31,6 +31,20 @@ test: $(READY)  ## check formatting, lint and types, and run all tests but the l
 
 test-long: $(READY)  ## run the tests that make test leaves out for their time
 	$(PYTEST) -m long -o faulthandler_timeout=900
+
+# A copy of the tree has an environment and kernels of its own, since kernels fit one torch only. This torch wants a
+# setuptools older than the one in constraints.txt.
+LOWER_BOUND := build/lower-bound
+
+test-lower-bound:  ## run the tests of ZeRO++ with the oldest torch that pyproject.toml allows
+	rm -rf $(LOWER_BOUND)/tests
+	mkdir -p $(LOWER_BOUND)
+	tar -c --exclude='*.so' Makefile pyproject.toml setup.py README.md LICENSE csrc megatron_zpp tests | tar -x -C $(LOWER_BOUND)
+	oldest=$$(sed -n 's/^dependencies = \["torch>=\([0-9.]*\),.*/\1/p' pyproject.toml); \
+	sed -e "s/^torch==.*/torch==$${oldest:?not found in pyproject.toml}/" -e 's/^setuptools==.*/setuptools>=77,<82/' constraints.txt > $(LOWER_BOUND)/constraints.txt
+	touch -r constraints.txt $(LOWER_BOUND)/constraints.txt
+	$(MAKE) -C $(LOWER_BOUND) $(READY)
+	cd $(LOWER_BOUND) && $(PYTEST) tests/zeropp
 
 format: $(READY)  ## format the code and fix what ruff can fix
 	$(VENV)/bin/ruff check --fix .

@@ -4,8 +4,21 @@ import os
 import sys
 import sysconfig
 from pathlib import Path
+from types import ModuleType
 
 from setuptools import setup
+
+
+def has_cuda_toolkit(cpp_extension: ModuleType) -> bool:
+    """Whether nvcc is there with its headers. torch goes by where nvcc is, which a wrapper on PATH makes wrong."""
+    home = cpp_extension.CUDA_HOME
+    if home is None:
+        return False
+    folders = [os.path.join(home, "include"), *cpp_extension.include_paths("cuda")]
+    if any(Path(folder, "cuda_runtime.h").exists() for folder in folders):
+        return True
+    print(f"warning: the CUDA toolkit in {home} has no headers: kernels for the CPU alone are built; set CUDA_HOME")
+    return False
 
 
 def kernels() -> dict:
@@ -26,7 +39,7 @@ def kernels() -> dict:
         compile_args["cxx"].append("-fopenmp")
     macros: list = []
     make_extension = cpp_extension.CppExtension
-    if torch.version.cuda is not None and cpp_extension.CUDA_HOME is not None:
+    if torch.version.cuda is not None and has_cuda_toolkit(cpp_extension):
         os.environ.setdefault("TORCH_CUDA_ARCH_LIST", "8.0;9.0+PTX")  # PTX serves newer cards
         sources.append("csrc/cuda/kernels.cu")
         compile_args["nvcc"] = ["-std=c++20", "-O3", "--fmad=false"]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -64,6 +66,45 @@ def test_positions_matter(config):
     exchanged = tokens.clone()
     exchanged[:, [3, 9]] = tokens[:, [9, 3]]
     assert (model(tokens)[:, -1] - model(exchanged)[:, -1]).abs().max() > 1e-5
+
+
+@CONFIGS
+def test_dropout_falls_on_the_embeddings_and_on_both_sublayers_of_every_block(config):
+    share = 0.25
+    model = build(dataclasses.replace(config, hidden_dropout=share)).double()
+    inputs, outputs = {}, {}  # of modules, by name
+
+    def keep(name):
+        def hook(module, args, output):
+            inputs[name], outputs[name] = args[0], output
+
+        return hook
+
+    for name, module in model.named_modules():
+        module.register_forward_hook(keep(name))
+
+    def dropped():
+        """By place: what came out of dropout, and what went in."""
+        embeddings = outputs["word_embeddings"]
+        if "position_embeddings" in outputs:
+            embeddings = embeddings + outputs["position_embeddings"]
+        places = {"embeddings": (inputs["layers.0"], embeddings)}
+        for block in ("layers.0", "layers.1"):
+            middle = inputs[f"{block}.pre_mlp_norm"]
+            places[f"{block} attention"] = (middle - inputs[block], outputs[f"{block}.self_attention"])
+            places[f"{block} mlp"] = (outputs[block] - middle, outputs[f"{block}.mlp"])
+        return places
+
+    torch.manual_seed(0)
+    model(batch()[0])
+    for place, (after, before) in dropped().items():
+        ratio = after / before  # [B, S, H]
+        kept = ratio > 1e-6
+        assert kept.double().mean() == pytest.approx(1 - share, abs=0.03), place
+        torch.testing.assert_close(ratio[kept], torch.full_like(ratio[kept], 1 / (1 - share)), rtol=1e-4, atol=0)
+    model.eval()(batch()[0])
+    for after, before in dropped().values():
+        torch.testing.assert_close(after, before)
 
 
 def test_gpt_block_equals_torchs_transformer_layer():

@@ -10,7 +10,12 @@ import pytest
 import torch
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from megatron_zpp.architectures.gpt import GPT
+from megatron_zpp.models.activation_checkpoint import apply_activation_checkpointing
+from megatron_zpp.models.init import init_weights
 from megatron_zpp.tools import estimate
 from megatron_zpp.training.pretrain import train
 from tests.ranks import run_ranks
@@ -86,6 +91,57 @@ def test_memory_and_bytes_are_those_of_real_ranks(tmp_path):
             for kind in kept:
                 expected[kind] += size * (kind in state and not state.startswith("all"))
         assert expected == kept, name
+
+
+class Results(TorchDispatchMode):
+    """Finds which results of operators are still in memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.storages: dict[int, tuple[StorageWeakRef, int]] = {}  # by address, with bytes
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        for tensor in result if isinstance(result, (tuple, list)) else (result,):
+            if isinstance(tensor, torch.Tensor):
+                storage = tensor.untyped_storage()
+                self.storages[storage.data_ptr()] = StorageWeakRef(storage), storage.nbytes()
+        return result
+
+    def nbytes(self) -> int:
+        return sum(nbytes for reference, nbytes in self.storages.values() if not reference.expired())
+
+
+RECOMPUTED = "--recompute-granularity full"
+
+
+@pytest.mark.parametrize(
+    "words",
+    [f"{RECOMPUTED} --recompute-method uniform --recompute-num-layers {k}" for k in (2, 3, 4)]
+    + [f"{RECOMPUTED} --recompute-method block --recompute-num-layers 2", "--recompute-granularity selective"],
+)
+def test_activations_that_recomputing_leaves_are_those_of_a_forward_pass(words):
+    shape = "--num-layers 5 --hidden-size 72 --num-attention-heads 3 --seq-length 64 --max-position-embeddings 64"
+    shape += " --attention-dropout 0 --micro-batch-size 2 --bf16 --lr 1 --train-iters 1 --mock-data --vocab-size 257"
+
+    def planned_and_kept(words: str) -> tuple[int, int]:
+        argv = shlex.split(f"--vocabulary 257 --ranks-per-node 1 pretrain_gpt.py {shape} {words}")
+        settings, plan = estimate.run(estimate.parse_arguments(argv))
+        model = GPT.build_model(settings.model, 257).to_empty(device="cpu").bfloat16()
+        init_weights(model, 1)
+        recompute = settings.activation
+        apply_activation_checkpointing(
+            model, recompute.recompute_granularity, recompute.recompute_method, recompute.recompute_num_layers
+        )
+        tokens = torch.zeros(2, 64, dtype=torch.int64)
+        with Results() as results:
+            losses = model(tokens, tokens)
+        assert losses.requires_grad  # and so holds on to what its backward pass needs
+        return plan.working["activations"], results.nbytes()
+
+    planned, kept = planned_and_kept(words)
+    least_planned, least_kept = planned_and_kept(RECOMPUTED)  # what is not of blocks is the same in both
+    assert planned - least_planned == pytest.approx(kept - least_kept, rel=0.1)
 
 
 BASE = "--preset gpt-350m --micro-batch-size 4 --bf16 --lr 1e-3 --mock-data --vocab-size 50257"

@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_zpp.zeropp import kernels, reference
 from megatron_zpp.zeropp.wire_format import WireFormat
@@ -127,6 +128,51 @@ def test_rotation_small(dtype, block_size, device):
     assert identical(format.rotate(values), expected)
 
 
+@pytest.fixture
+def eight_threads():
+    before = torch.get_num_threads()
+    torch.set_num_threads(8)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("eight_threads")
+@pytest.mark.parametrize("bits, block_size, error_bits", [(4, 128, 8), (3, 40, None), (8, 2048, 8), (None, 128, None)])
+def test_eight_threads_work_on_every_tile_once(bits, block_size, error_bits):
+    """Shares that begin and end within rows and parameters. What a second visit would change is done in place."""
+    parameters = [ParameterShard("weight", 70001, True), ParameterShard("bias", 5003, False)]
+    parameters.append(ParameterShard("odd", 31999, True))
+    format = WireFormat(parameters, bits, block_size, torch.bfloat16)
+    error_format = WireFormat(parameters, error_bits, block_size, torch.float32)
+    values, addend = random(3, format.numel), random(3, format.numel, seed=1)
+
+    def guarded(like):
+        """A copy of [3, ...] between two rows that nobody may write to."""
+        memory = torch.full((5, like.shape[1]), 85, dtype=like.dtype)
+        memory[1:4] = like
+        return memory, memory[1:4]
+
+    (wires, wire), (errors, error) = guarded(format.encode(values)), guarded(error_format.encode(addend))
+    expected, expected_error = torch.empty_like(wire), torch.empty_like(error)
+    compensation = Compensation(error_format, error.clone(), expected_error, 0.8, 0.99)
+    reference.encode(format, values, expected, addend, 1, compensation, 7)
+    compensation = Compensation(error_format, error, error, 0.8, 0.99)
+    format.encode(values, 7, plus=addend, compensation=compensation, out=wire)
+    assert wire.equal(expected) and error.equal(expected_error)
+
+    peers = torch.stack([wire, wire.roll(1, 0)])
+    (sums, total), expected = guarded(values), values.clone()
+    reference.decode(format, peers, expected, accumulate=True)
+    assert identical(format.decode_sum(peers, total, accumulate=True), expected)
+
+    rotations, rotated = guarded(values)
+    reference.rotate(format, values, expected)
+    torch.ops.megatron_zpp.rotate(rotated, format.table, rotated)  # which is its own inverse
+    assert identical(rotated, expected)
+    for memory in (wires, errors, sums, rotations):
+        assert (memory[[0, -1]] == 85).all()
+
+
 @on_devices
 @pytest.mark.parametrize("bits", [2, 4, 8])
 @pytest.mark.parametrize("exponent", [-149, -140, -127, -110, -101, -100, -99, 0, 99, 100, 101, 120, 127])
@@ -200,6 +246,33 @@ def test_opcheck(device):
     )
     torch.library.opcheck(ops.decode, (wire.unsqueeze(0), table, out, True))
     torch.library.opcheck(ops.rotate, (values, table, out))
+
+
+class Operators(TorchDispatchMode):
+    """Records the names of the operators that are called."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function.namespace == "megatron_zpp":
+            self.names.append(function._opname)
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("dtype, has_kernel", [(torch.bfloat16, True), (torch.float64, False)])
+def test_each_step_is_one_call_where_there_is_a_kernel(dtype, has_kernel):
+    values = random(2, NUMEL).to(dtype)
+    format, plain = (WireFormat(PARAMETERS, bits, 128, torch.bfloat16) for bits in (4, None))
+    with Operators() as operators:
+        wire = format.encode(values)
+        format.decode(wire, torch.empty_like(values))
+        format.rotate(values)
+        for source in (format, plain):
+            format.encode_sum(torch.zeros(3, 2, source.nbytes, dtype=torch.uint8), source, plus=values)
+    # Without one for the type of the values, the sum of the peers alone has a kernel.
+    assert operators.names == (["encode", "decode", "rotate", "encode", "encode"] if has_kernel else ["decode"] * 2)
 
 
 @on_devices

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
 from megatron_zpp.zeropp import LoCoConfig, ZeroPPConfig, apply_zeropp
+from megatron_zpp.zeropp.monitor import ErrorMonitor
 from megatron_zpp.zeropp.quantization import quantize_blocks
 from tests.ranks import run_ranks
 from tests.zeropp.fsdp_model import build, coefficients, local_gradients, parameters_of, shards_of
@@ -117,6 +118,16 @@ def test_steps_in_between_are_not_sampled_and_nothing_depends_on_sampling():
     for (statistics, never), (_, always) in zip(trained(None), trained(1), strict=True):
         assert statistics == [{}, {}]
         assert torch.equal(never, always)
+
+
+def test_samples_of_one_process_are_summed_until_they_are_taken():
+    monitor = ErrorMonitor()
+    monitor.record("weights", "a", torch.tensor([3.0]), torch.tensor([2.0]))
+    monitor.record("weights", "a", torch.tensor([4.0]), torch.tensor([6.0]))
+    monitor.record("weights", "", torch.zeros(2), torch.zeros(2))  # nothing was sent, and nothing lost
+    ratio = pytest.approx(math.sqrt((1 + 4) / (9 + 16)))
+    assert monitor.take({}) == {"error/weights": ratio, "error/weights/a": ratio, "error/weights/root": 0.0}
+    assert monitor.take({}) == {}
 
 
 def _with_an_infinite_gradient_and_a_block_of_zeros():

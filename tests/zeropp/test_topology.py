@@ -1,8 +1,10 @@
 """Finding which ranks share a node."""
 
 import os
+from datetime import timedelta
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from megatron_zpp.zeropp.topology import _ranks_per_node_of, build_topology
@@ -39,6 +41,17 @@ def test_groups_of_three_nodes_of_two():
         assert (node, local_rank) == divmod(rank, 2)
         assert intra == [2 * node, 2 * node + 1]
         assert inter == [local_rank, local_rank + 2, local_rank + 4]
+
+
+def _timeouts():
+    group = dist.new_group(timeout=timedelta(seconds=123))
+    topology = build_topology(group, 2)
+    groups = (topology.group, topology.intra_group, topology.inter_group)
+    return [each._get_backend(torch.device("cpu")).options._timeout for each in groups]
+
+
+def test_groups_wait_as_long_as_the_one_that_they_are_of():
+    assert run_ranks(4, _timeouts) == [[timedelta(seconds=123)] * 3] * 4
 
 
 def test_ranks_of_one_host_are_one_node_and_a_wrong_size_is_refused():

@@ -17,6 +17,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from megatron_zpp.zeropp import LoCoConfig, ZeroPPConfig, apply_zeropp
 from megatron_zpp.zeropp.fsdp_unit import FSDPUnit
 from tests.ranks import run_ranks
+from tests.zeropp.fsdp_model import HAS_UNUSED_SWITCH, needs_unused_switch
 
 HIERARCHY_ONLY = ZeroPPConfig(
     hpz_partition_size=2, quantized_gradients=True, gradient_bits=None, gradient_intra_bits=None
@@ -146,10 +147,12 @@ class SometimesUnused(nn.Module):
         return self.second(self.first(x)) if use_second else self.first(x)
 
 
-def _sometimes_unused(config):
+def _sometimes_unused(config, left_out=False):
     model = SometimesUnused()
     fully_shard(model)
     zeropp = apply_zeropp(model, config) if config is not None else None
+    if left_out and HAS_UNUSED_SWITCH:
+        model.set_reduce_scatter_unused_params(False)
     for i, use_second in enumerate([True, False]):
         if zeropp is not None:
             zeropp.set_is_last_micro_batch(i == 1)
@@ -157,10 +160,23 @@ def _sometimes_unused(config):
     return [p.grad.full_tensor() for p in model.parameters()]
 
 
+@needs_unused_switch
 def test_a_parameter_unused_in_the_last_micro_batch_keeps_its_gradient():
     plain, ours = run_ranks(4, _sometimes_unused, None)[0], run_ranks(4, _sometimes_unused, HIERARCHY_ONLY)[0]
     for p, q in zip(plain, ours, strict=True):
         torch.testing.assert_close(q, p, rtol=1e-5, atol=1e-6)
+
+
+def _refusal_of_unused():
+    with pytest.raises(RuntimeError) as refusal:
+        _sometimes_unused(HIERARCHY_ONLY, left_out=True)
+    return str(refusal.value)
+
+
+def test_where_fsdp2_leaves_unused_parameters_out_every_rank_refuses_them():
+    for message in run_ranks(4, _refusal_of_unused):
+        assert "some trainable parameters of the root module got no gradient in this backward pass" in message
+        assert "requires_grad = False" in message and "set_reduce_scatter_unused_params(True)" in message
 
 
 def _refusals():

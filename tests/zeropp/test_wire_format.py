@@ -37,6 +37,35 @@ def test_decoding_gives_what_the_oracle_says_arrives(numels, bits, block_size, d
     assert arrived.equal(expected)
 
 
+def test_every_part_of_a_wire_begins_at_16_bytes_and_small_neighbours_are_one_part():
+    parameters = [
+        ParameterShard("first", 131, True),
+        ParameterShard("bias", 3, False),
+        ParameterShard("norm", 5, False),
+        ParameterShard("none", 0, False),
+        ParameterShard("second", 77, True),
+        ParameterShard("last", 1, False),
+        ParameterShard("nothing", 0, False),
+    ]
+    layout = WireFormat(parameters, 3, 32, torch.bfloat16)
+    assert [(s.start, s.stop, s.num_blocks) for s in layout.quantized] == [(0, 131, 5), (139, 216, 3)]
+    assert [(s.start, s.stop, s.num_blocks) for s in layout.unquantized] == [(131, 139, 0), (216, 217, 0)]
+    # Codes 5 x 32 x 3 / 8 and 3 x 32 x 3 / 8 bytes, scales 5 x 4 and 3 x 4, values 8 x 2 and 1 x 2.
+    spans = [s.codes for s in layout.quantized] + [s.scales for s in layout.quantized]
+    spans += [s.codes for s in layout.unquantized]
+    assert [(s.start, s.stop) for s in spans] == [(0, 60), (64, 100), (112, 132), (144, 156), (160, 176), (176, 178)]
+    assert (layout.numel, layout.nbytes) == (217, 192)
+
+
+def test_a_parameter_of_exactly_a_block_is_quantized():
+    parameters = [ParameterShard("whole", 64, True), ParameterShard("less", 63, True)]
+    layout = WireFormat(parameters, 4, 64, torch.float32)
+    assert [(s.start, s.stop) for s in layout.quantized] == [(0, 64)]
+    parameters = [ParameterShard("eight", 8, True), ParameterShard("seven", 7, True)]
+    layout = WireFormat(parameters, 4, None, torch.float32)
+    assert [(s.start, s.stop, s.block_size) for s in layout.quantized] == [(0, 8, 8)]
+
+
 def test_small_and_one_dimensional_parameters_are_exact():
     parameters = [ParameterShard("weight", 512, True), ParameterShard("bias", 300, False), ParameterShard("w", 9, True)]
     shards = shards_like(parameters, 2, torch.float32)

@@ -16,6 +16,7 @@ from megatron_zpp.models.llama import LlamaConfig
 from megatron_zpp.zeropp import LoCoConfig, ZeroPPConfig, apply_zeropp, emulate_zeropp
 from tests.architectures.find import architecture_of
 from tests.ranks import run_ranks
+from tests.zeropp.fsdp_model import HAS_UNUSED_SWITCH
 
 STEPS, MICRO_BATCHES = 4, 2
 
@@ -89,7 +90,7 @@ class Net(nn.Module):
         x = self.embedding(tokens)
         for layer in self.layers:
             x = x + self.scale * self.dropout(layer(x))
-        if tokens[0, 0] % 2 == 0:
+        if tokens[0, 0] % 2 == 0 or not HAS_UNUSED_SWITCH:
             x = x + self.extra(x)
         return nn.functional.cross_entropy(self.head(x).flatten(0, 1).float(), labels.flatten(), reduction="none")
 
@@ -131,7 +132,7 @@ def train_ranks(kind, config, dtype):
         fully_shard(layer, mp_policy=policy(dtype))
     fully_shard(model, mp_policy=policy(dtype))
     zeropp = apply_zeropp(model, config)
-    if not config.quantized_gradients and kind == "net":
+    if not config.quantized_gradients and kind == "net" and HAS_UNUSED_SWITCH:
         model.set_reduce_scatter_unused_params(True)
     optimizer = optimizer_of(model)
     torch.manual_seed(100 + rank)

@@ -1,0 +1,32 @@
+"""Bytes as they are counted, against the sizes of rings and pieces written out."""
+
+import pytest
+import torch
+
+from megatron_zpp.zeropp.collectives import count_flat_ring, count_reduce_scatter
+from megatron_zpp.zeropp.topology import RankLayout
+from megatron_zpp.zeropp.traffic import Traffic
+
+
+def test_counts_add_up_until_they_are_taken():
+    traffic = Traffic()
+    traffic.add(intra_node=3)
+    traffic.add(intra_node=4, inter_node=10)
+    traffic.add(inter_node=20)
+    assert traffic.take() == Traffic(7, 30)
+    assert traffic.take() == Traffic(0, 0)
+
+
+@pytest.mark.parametrize("num_nodes, ranks_per_node, crossing", [(2, 3, {2, 5}), (1, 6, set()), (6, 1, set(range(6)))])
+def test_only_the_last_rank_of_a_node_sends_to_another_one(num_nodes, ranks_per_node, crossing):
+    """Each of 6 ranks passes 5 pieces on; gloo's reduce-scatter goes around twice."""
+    for rank in range(6):
+        layout, gathered, reduced = RankLayout(num_nodes, ranks_per_node, rank), Traffic(), Traffic()
+        assert (layout.node, layout.local_rank) == divmod(rank, ranks_per_node)
+        count_flat_ring(gathered, layout, 100)
+        count_reduce_scatter(reduced, layout, torch.empty(25))
+        assert gathered == (Traffic(0, 500) if rank in crossing else Traffic(500, 0))
+        assert reduced == (Traffic(0, 1000) if rank in crossing else Traffic(1000, 0))
+        on_gpu = Traffic()
+        count_reduce_scatter(on_gpu, layout, torch.empty(25, device="meta"))
+        assert on_gpu == gathered
