@@ -1,18 +1,18 @@
-"""A fault campaign: runs are killed, stopped and robbed of their files, and must end as if nothing had happened.
+"""A fault campaign: runs are killed, stopped, robbed of their files, and must end as if nothing had happened.
 
     sudo .venv/bin/python benchmarks/faults.py --seed 1 --output benchmarks/results/faults.jsonl
 
-One small GPT is trained on 2 ranks, with dropout, LoCo and a save at every step or two, once undisturbed and then many
-times with faults that are drawn from the seed. After each fault the same command is started again, and in the end all
-parameters and the optimizer must be those of the undisturbed run, bit for bit. Each case is one line of the output:
+One small GPT is trained on 2 ranks on real text, with dropout, LoCo, evaluations and a save at every step or two, once
+undisturbed and then many times with faults that are drawn from the seed. After each fault the same command is started
+again, and in the end all parameters and the optimizer must be those of the undisturbed run, bit for bit. Each case is
+one line of the output:
 
     survived   went on by itself, or with the same command, and ended bit-identical
     reported   stopped with an error that names the cause, and changed nothing (damage, a folder in use, no room)
     lost, hung, wrong   what must not happen
 
-Ranks are forked from one process that has imported torch, which takes the place of torchrun: it ends the others a while
-after one has died. The killed link runs real torchrun in the cluster in a box. Disk full, read-only folder and killed
-link need root, and are left out with a note elsewhere.
+The killed link runs real torchrun in the cluster in a box. Disk full, read-only folder and killed link need root, and
+are left out with a note elsewhere.
 """
 
 from __future__ import annotations
@@ -20,13 +20,11 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import multiprocessing
 import os
 import platform
 import random
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -43,18 +41,12 @@ ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
 from cluster_in_a_box import check_requirements, cluster, programs  # noqa: E402
+from fault_runs import ITERATIONS, PATIENCE, RANKS, SETTINGS, Result, Run, enters, preload  # noqa: E402
 
 from megatron_zpp.checkpoint import candidates, iterate_tensors, problems, read_meta  # noqa: E402
 
-RANKS = 2
-ITERATIONS = 12
-PATIENCE = 60.0  # seconds after which a run counts as hung
-GRACE = 30.0  # seconds in which all ranks must be gone after one has failed, as torchrun does it
-SETTINGS = f"""--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 32 --micro-batch-size 1
-    --global-batch-size 4 --train-iters {ITERATIONS} --lr 3e-3 --log-interval 1 --eval-iters 0 --num-workers 0
-    --mock-data --vocab-size 200 --exit-signal-handler --distributed-timeout-minutes 0.3 --zero-ranks-per-node 1
-    --zero-quantized-gradients --zeropp-loco --save-keep-last 3"""
-_context = multiprocessing.get_context("forkserver")
+SECONDS_TO_STOP = 10.0  # from SIGTERM until all is saved and all ranks have ended
+NEED_ROOT = ("disk full", "read-only", "killed link")
 
 
 @dataclass
@@ -66,57 +58,75 @@ class Case:
     seconds: float
 
 
-@dataclass
-class Result:
-    """How one start of the program ended."""
-
-    codes: list[int | None]  # of each rank; None: it had to be killed
-    output: str
-    seconds: float
-
-    @property
-    def hung(self) -> bool:
-        return None in self.codes
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--kills", type=int, default=100)
-    parser.add_argument("--terms", type=int, default=20)
-    parser.add_argument("--damages", type=int, default=24)
+    parser.add_argument("--only", nargs="+", metavar="KIND", help="these kinds of faults; default: all")
+    parser.add_argument("--share", type=float, default=1.0, help="of the number of faults of each kind")
     parser.add_argument("--output", type=Path, help="append one JSON line for each case, and a summary")
     arguments = parser.parse_args()
-    _context.set_forkserver_preload(["torch._dynamo", "torch.distributed.fsdp", "megatron_zpp.training.pretrain"])
+    preload()
     with tempfile.TemporaryDirectory(prefix="faults") as folder:
         campaign = Campaign(Path(folder), random.Random(arguments.seed), arguments.seed, arguments.output)
-        campaign.reference()
-        campaign.repeat("kill", arguments.kills, campaign.kills)
-        campaign.repeat("term", arguments.terms, campaign.terms)
-        campaign.each("damage", arguments.damages, campaign.damage)
-        campaign.each("two jobs", 2, campaign.two_jobs)
-        if os.geteuid() == 0:
-            campaign.each("disk full", 2, campaign.disk_full)
-            campaign.each("read-only", 2, campaign.read_only)
-            campaign.each("killed link", 2, campaign.killed_link)
-        else:
-            print("left out without root: disk full, read-only, killed link")
+        campaign.prepare()
+        for kind, (number, disturb) in campaign.kinds().items():
+            if arguments.only is not None and kind not in arguments.only:
+                continue
+            if kind in NEED_ROOT and os.geteuid() != 0:
+                print(f"left out without root: {kind}")
+                continue
+            campaign.repeat(kind, max(1, round(number * arguments.share)), disturb)
         campaign.summary()
+
+
+Outcomes = Iterator[tuple[str, str]]  # outcome and detail of each fault that hit one run
 
 
 class Campaign:
     def __init__(self, folder: Path, rng: random.Random, seed: int, output: Path | None) -> None:
         self.folder, self.rng, self.seed, self.output = folder, rng, seed, output
+        self.corpus = folder / "corpus" / "docs_text_document"
         self.cases: list[Case] = []
         self.begun = time.monotonic()
 
-    def reference(self) -> None:
-        """The undisturbed run."""
+    def kinds(self) -> dict[str, tuple[int, Callable[[Path, int], Outcomes]]]:
+        """How often each kind is tried, and what does it to one run: at most so many times."""
+        return {
+            "kill": (100, self.kills),
+            "kill in a place": (80, self.kills_in_a_place),
+            "stop": (20, self.stops),
+            "stop in a place": (50, self.stops_in_a_place),
+            "damaged checkpoint": (24, self.damaged_checkpoint),
+            "special file": (12, self.special_file),
+            "damaged data": (24, self.damaged_data),
+            "damaged cache": (20, self.damaged_cache),
+            "diverged": (8, self.diverged),
+            "two jobs": (2, self.two_jobs),
+            "disk full": (2, self.disk_full),
+            "read-only": (2, self.read_only),
+            "killed link": (2, self.killed_link),
+        }
+
+    def prepare(self) -> None:
+        """The text, and the undisturbed run."""
+        text = sorted(str(path) for path in (ROOT / "docs").glob("*.md"))
+        preprocess = [sys.executable, str(ROOT / "tools" / "preprocess_data.py"), "--tokenizer-type", "ByteTokenizer"]
+        self.corpus.parent.mkdir()
+        prefix = str(self.corpus).removesuffix("_text_document")
+        subprocess.run([*preprocess, "--input", *text, "--output-prefix", prefix, "--append-eod"], check=True)
         for name in ("warm-up", "reference"):  # the first one waits for the import of torch
-            result = start(command(self.folder / name)).wait()
-            assert result.codes == [0] * RANKS, result.output
+            result = self.start(self.folder / name).wait()
+            assert result.well, result.output
         self.run_seconds = result.seconds
         print(f"undisturbed: {result.seconds:.1f} s")
+
+    def command(self, folder: Path, *more: str, corpus: Path | None = None) -> list[str]:
+        save = ["--save", str(folder), "--load", str(folder), "--save-interval", "2"]
+        data = ["--data-path", str(corpus or self.corpus), "--data-cache-path", str(folder / "cache")]
+        return [*SETTINGS.split(), *save, *data, *more]
+
+    def start(self, folder: Path, *more: str, corpus: Path | None = None, **faults: Any) -> Run:
+        return Run(self.command(folder, *more, corpus=corpus), **faults)
 
     def check(self, folder: Path) -> tuple[str, str]:
         """Whether a run that ended has the parameters and the optimizer of the undisturbed one."""
@@ -131,37 +141,33 @@ class Campaign:
             if name != other_name or not torch.equal(mine, other):
                 return "wrong", f"{name} differs"
         if metas[0]["counters"] != metas[1]["counters"]:
-            return "wrong", f"counters {metas[0]['counters']}"
+            return "wrong", f"counters {metas[0]['counters']} instead of {metas[1]['counters']}"
         return "survived", f"{names} tensors bit-identical"
 
-    def repeat(self, kind: str, number: int, disturb: Callable[[Path, int], Iterator[tuple[str, str]]]) -> None:
-        """Runs that are disturbed again and again until so many faults have hit one."""
+    def finish(self, folder: Path, *more: str) -> tuple[str, str]:
+        """The same command once more, undisturbed, and the check."""
+        result = self.start(folder, *more).wait()
+        if not result.well:
+            outcome = "hung" if result.hung else "lost"
+            return outcome, f"could not go on: status {result.codes}: {result.output[-500:]}"
+        return self.check(folder)
+
+    def repeat(self, kind: str, number: int, disturb: Callable[[Path, int], Outcomes]) -> None:
+        """Runs of their own folder that are disturbed, until so many faults have hit one."""
         done = run = 0
         while done < number:
             run += 1
-            folder = self.folder / f"{kind} {run}"
-            pending: list[tuple[str, str, float]] = []
-            begun = time.monotonic()
+            folder, begun = self.folder / f"{kind} {run}", time.monotonic()
             for outcome, detail in disturb(folder, number - done):
-                pending.append((outcome, detail, time.monotonic() - begun))
-                begun = time.monotonic()
-            outcome, detail = self.check(folder)  # a fault was survived if its run ended as the undisturbed one
-            for own, what, seconds in pending:
                 done += 1
-                self.record(kind, done, own if own != "survived" else outcome, f"run {run}: {what}; {detail}", seconds)
-            shutil.rmtree(folder, ignore_errors=True)
-
-    def each(self, kind: str, number: int, disturb: Callable[[Path, int], tuple[str, str]]) -> None:
-        for case in range(1, number + 1):
-            folder, begun = self.folder / f"{kind} {case}", time.monotonic()
-            outcome, detail = disturb(folder, case)
-            self.record(kind, case, outcome, detail, time.monotonic() - begun)
+                self.record(kind, done, outcome, f"run {run}: {detail}", time.monotonic() - begun)
+                begun = time.monotonic()
             shutil.rmtree(folder, ignore_errors=True)
 
     def record(self, kind: str, number: int, outcome: str, detail: str, seconds: float) -> None:
         case = Case(kind, number, outcome, detail, round(seconds, 2))
         self.cases.append(case)
-        print(f"{time.monotonic() - self.begun:7.1f} s  {kind} {number}: {outcome} ({detail})"[:200], flush=True)
+        print(f"{time.monotonic() - self.begun:7.1f} s  {kind} {number}: {outcome} ({detail})"[:240], flush=True)
         self.write({"seed": self.seed} | asdict(case))
 
     def write(self, row: dict[str, Any]) -> None:
@@ -174,7 +180,7 @@ class Campaign:
         for case in self.cases:
             table.setdefault(case.kind, Counter())[case.outcome] += 1
         for kind, outcomes in table.items():
-            print(f"{kind:12s} {dict(outcomes)}")
+            print(f"{kind:20s} {dict(outcomes)}")
         self.write(
             {
                 "summary": {kind: dict(outcomes) for kind, outcomes in table.items()},
@@ -184,129 +190,264 @@ class Campaign:
             }
         )
 
-    # Faults
+    # Killed and stopped runs. A fault was survived if its run ended as the undisturbed one.
 
-    def kills(self, folder: Path, at_most: int) -> Iterator[tuple[str, str]]:
+    def disturbed(self, folder: Path, faults: Outcomes) -> Outcomes:
+        pending = list(faults)
+        end, detail = self.finish(folder)
+        for outcome, what in pending:
+            yield (outcome if outcome != "survived" else end), f"{what}; {detail}"
+
+    def kills(self, folder: Path, at_most: int) -> Outcomes:
         """SIGKILL to a rank at a time drawn from the whole run, start and saves included, up to 8 times."""
-        for _ in range(min(at_most, 8)):
-            rank, after = self.rng.randrange(RANKS), self.rng.uniform(0.0, self.run_seconds)
-            run = start(command(folder, "--save-interval", str(self.rng.choice((1, 1, 2)))))
-            where = run.kill(rank, signal.SIGKILL, after)
-            result = run.wait()
-            if where is None:
-                break  # it was over before
-            yield (
-                "hung" if result.hung else "survived",
-                f"rank {rank} after {after:.2f} s, {where}; all ended {result.seconds:.1f} s after the start",
-            )
-        yield from self.finish(folder)
 
-    def terms(self, folder: Path, at_most: int) -> Iterator[tuple[str, str]]:
-        """SIGTERM or SIGUSR1 to one rank: saved, all end with status 0, and the next start goes on."""
-        for _ in range(min(at_most, 4)):
-            rank, number = self.rng.randrange(RANKS), self.rng.choice((signal.SIGTERM, signal.SIGUSR1))
-            run = start(command(folder, "--save-interval", "1000"))
-            if not run.wait_for("consumed samples"):
+        def faults() -> Outcomes:
+            for _ in range(min(at_most, 8)):
+                rank, after = self.rng.randrange(RANKS), self.rng.uniform(0.0, self.run_seconds)
+                run = self.start(folder, "--save-interval", str(self.rng.choice((1, 1, 2))))
+                where = run.hit(rank, signal.SIGKILL, after)
                 result = run.wait()
-                if result.codes != [0] * RANKS:
-                    yield "hung" if result.hung else "lost", f"no first step: status {result.codes}"
-                return  # else the run had come to its end before
-            where = run.kill(rank, number, self.rng.uniform(0.0, 0.1))
-            result = run.wait()
-            if where is None:
-                break
-            saved = "exiting program at iteration" in result.output or f"{ITERATIONS}/" in result.output
-            good = result.codes == [0] * RANKS and saved
-            yield (
-                "survived" if good else ("hung" if result.hung else "lost"),
-                f"{number.name} to rank {rank}, {where}; status {result.codes}",
-            )
-        yield from self.finish(folder)
+                if where is None:
+                    break  # it was over before
+                yield "hung" if result.hung else "survived", f"rank {rank} after {after:.2f} s, {where}"
 
-    def finish(self, folder: Path) -> Iterator[tuple[str, str]]:
-        """The last start, undisturbed. Yields only what is not well."""
-        result = start(command(folder)).wait()
-        if result.codes != [0] * RANKS:
-            yield "hung" if result.hung else "lost", f"could not go on: status {result.codes}: {result.output[-500:]}"
+        yield from self.disturbed(folder, faults())
 
-    def damage(self, folder: Path, number: int) -> tuple[str, str]:
+    def kills_in_a_place(self, folder: Path, at_most: int) -> Outcomes:
+        """SIGKILL to a rank that builds the index, loads, evaluates or saves."""
+
+        def faults() -> Outcomes:
+            for place in self.places(at_most, "building the index", "load", "evaluation", "save"):
+                if place == "building the index":
+                    shutil.rmtree(folder / "cache", ignore_errors=True)
+                run = self.start(folder, "--save-interval", "1")
+                hit = self.hit_in(run, place, signal.SIGKILL)
+                result = run.wait()
+                if hit is not None:
+                    yield "hung" if result.hung else "survived", hit
+
+        yield from self.disturbed(folder, faults())
+
+    def stops(self, folder: Path, at_most: int) -> Outcomes:
+        """SIGTERM or SIGUSR1 to one rank at a time drawn from the steps."""
+
+        def faults() -> Outcomes:
+            for _ in range(min(at_most, 4)):
+                rank, number = self.rng.randrange(RANKS), self.rng.choice((signal.SIGTERM, signal.SIGUSR1))
+                run = self.start(folder, "--save-interval", "1000")
+                if not run.wait_for("consumed samples"):
+                    result = run.wait()
+                    if not result.well:
+                        yield "hung" if result.hung else "lost", f"no first step: status {result.codes}"
+                    return  # else the run had come to its end before
+                where = run.hit(rank, number, self.rng.uniform(0.0, 0.1))
+                result = run.wait()
+                if where is None:
+                    return
+                yield self.stopped(run, result), f"{number.name} to rank {rank}, {where}; status {result.codes}"
+
+        yield from self.disturbed(folder, faults())
+
+    def stops_in_a_place(self, folder: Path, at_most: int) -> Outcomes:
+        """SIGTERM to one rank, in any place of a run."""
+
+        def faults() -> Outcomes:
+            for place in self.places(at_most, "building the index", "load", "step", "evaluation", "save"):
+                if place == "building the index":
+                    shutil.rmtree(folder / "cache", ignore_errors=True)
+                # An evaluation that alone takes longer than a run may take to stop.
+                run = self.start(
+                    folder, "--save-interval", "3", slow={"evaluated micro-batch": 2.0} if place == "evaluation" else {}
+                )
+                hit = self.hit_in(run, place, signal.SIGTERM)
+                result = run.wait()
+                if hit is not None:
+                    seconds = f"ended in {result.seconds_after_hit:.1f} s"
+                    yield self.stopped(run, result), f"{hit}, {seconds}, status {result.codes}"
+
+        yield from self.disturbed(folder, faults())
+
+    def places(self, at_most: int, *places: str) -> list[str]:
+        """In the order in which a run of two starts and more comes by: the first has nothing to load."""
+        return self.rng.sample(places, k=len(places))[:at_most]
+
+    def hit_in(self, run: Run, place: str, number: signal.Signals) -> str | None:
+        """Send a signal to a rank that is in a place, for the first or second time; None if it never came there."""
+        rank = 0 if place == "building the index" else self.rng.randrange(RANKS)
+        ranks = range(RANKS) if place == "building the index" else [rank]
+        times = self.rng.choice((1, 2)) if place in ("step", "evaluation", "save") else 1
+        if not any(run.wait_for(enters(rank, place), times) for rank in ranks):
+            return None
+        where = run.hit(rank, number, self.rng.uniform(0.0, 0.02))
+        return None if where is None else f"{number.name} to rank {rank} for the {place}: {where}"
+
+    def stopped(self, run: Run, result: Result) -> str:
+        """Whether a run that was asked to stop had saved its last step, and ended in time."""
+        if result.hung or (result.seconds_after_hit or 0.0) > SECONDS_TO_STOP:
+            return "hung"
+        if "consumed samples" not in result.output:
+            return "survived"  # there was nothing to save
+        saved = "exiting program at iteration" in result.output or f"{ITERATIONS}/" in result.output
+        return "survived" if result.well and saved and "NOT SAVED" not in result.output else "lost"
+
+    # Damage to files
+
+    def damaged_checkpoint(self, folder: Path, at_most: int) -> Outcomes:
         """The newest of two checkpoints is damaged: refused by name; and passed over with --load-latest-good."""
-        half = start(command(folder, "--save-interval", "3", "--exit-interval", "6")).wait()
-        assert half.codes == [0] * RANKS, half.output
+        half = self.start(folder, "--save-interval", "3", "--exit-interval", "6").wait()
+        assert half.well, half.output
         newest = candidates(str(folder))[0]
         name = self.rng.choice(sorted(path.name for path in newest.iterdir()))
-        how = ("truncated", "bit flipped", "file missing", "metadata missing")[number % 4]
+        how = self.rng.choice(("truncated", "bit flipped", "missing", "metadata missing"))
         if how == "metadata missing":
             name = self.rng.choice(("meta.json", "index.json", "complete"))
         spoil(newest / name, how, self.rng)
-        refused = start(command(folder)).wait()
+        refused = self.start(folder).wait()
         if refused.hung or set(refused.codes) != {2} or newest.name not in refused.output:
-            return "hung" if refused.hung else "wrong", f"{name} {how}: not refused: {refused.output[-300:]}"
-        result = start(command(folder, "--load-latest-good")).wait()
-        if result.codes != [0] * RANKS:
-            return "lost", f"{name} {how}: {result.output[-300:]}"
-        outcome, detail = self.check(folder)
-        return outcome, f"{name} {how}: refused by name; with --load-latest-good: {detail}"
+            yield "hung" if refused.hung else "wrong", f"{name} {how}: not refused: {refused.output[-300:]}"
+            return
+        outcome, detail = self.finish(folder, "--load-latest-good")
+        yield outcome, f"{name} {how}: refused by name; with --load-latest-good: {detail}"
 
-    def two_jobs(self, folder: Path, number: int) -> tuple[str, str]:
+    def special_file(self, folder: Path, at_most: int) -> Outcomes:
+        """A file of the checkpoint's folder is a FIFO, a link or a folder: refused by name, and nothing is touched."""
+        half = self.start(folder, "--save-interval", "3", "--exit-interval", "6").wait()
+        assert half.well, half.output
+        newest = candidates(str(folder))[0]
+        path = self.rng.choice(
+            (
+                newest / "meta.json",
+                newest / "index.json",
+                folder / "latest_checkpointed_iteration.txt",
+                folder / ".lock",
+            )
+        )
+        kept = folder / "kept"
+        if path.exists():
+            path.rename(kept)
+        else:
+            kept.write_text("somebody's file")
+        before, how = kept.read_bytes(), self.rng.choice(("FIFO", "link", "folder"))
+        {"FIFO": os.mkfifo, "link": lambda path: path.symlink_to(kept), "folder": os.mkdir}[how](path)
+        refused = self.start(folder).wait()
+        if refused.hung or set(refused.codes) != {2} or path.name not in refused.output or kept.read_bytes() != before:
+            yield "hung" if refused.hung else "wrong", f"{path.name}, a {how}: {refused.output[-300:]}"
+            return
+        path.rmdir() if how == "folder" else path.unlink()
+        kept.rename(path)
+        outcome, detail = self.finish(folder)
+        yield outcome, f"{path.name}, a {how}: refused by name; put back: {detail}"
+
+    def damaged_data(self, folder: Path, at_most: int) -> Outcomes:
+        """A file of the data is cut, emptied or gone, before or while it is read: reported by name."""
+        corpus = folder / "corpus" / self.corpus.name
+        shutil.copytree(self.corpus.parent, corpus.parent)
+        suffix, mapped = self.rng.choice((".bin", ".bin", ".idx")), self.rng.random() < 0.5
+        victim = corpus.with_name(corpus.name + suffix)
+        how = self.rng.choice(("truncated", "truncated", "emptied", "missing"))
+        while_reading = suffix == ".bin" and how != "missing" and self.rng.random() < 0.3
+        reader = [] if mapped else ["--no-mmap-bin-files"]
+        what = f"{suffix} {how}{' while it is read' * while_reading}, {'mapped' if mapped else 'read'}"
+        if while_reading:
+            run = self.start(folder, *reader, corpus=corpus, slow={"step": 0.3})
+            run.wait_for(enters(0, "step"), 2)
+            spoil(victim, how, self.rng)
+        else:
+            spoil(victim, how, self.rng)
+            run = self.start(folder, *reader, corpus=corpus)
+        result = run.wait()
+        if result.hung or not any(result.codes) or victim.name not in result.output:
+            yield "hung" if result.hung else "wrong", f"{what}: {result.codes} {result.output[-300:]}"
+            return
+        shutil.copy(self.corpus.with_name(victim.name), victim)
+        outcome, detail = self.finish(folder)
+        yield outcome, f"{what}: reported by name; with the file again: {detail}"
+
+    def damaged_cache(self, folder: Path, at_most: int) -> Outcomes:
+        """A file of the index cache is cut, emptied, gone or garbage: built again, with a note."""
+        half = self.start(folder, "--save-interval", "3", "--exit-interval", "6").wait()
+        assert half.well, half.output
+        victim = self.rng.choice(sorted((folder / "cache").glob("*/*.npy")))
+        how = self.rng.choice(("truncated", "emptied", "missing", "garbage"))
+        spoil(victim, how, self.rng)
+        result = self.start(folder).wait()
+        outcome, detail = self.check(folder)
+        if not result.well:
+            outcome = "hung" if result.hung else "lost"
+        elif "note:" not in result.output:
+            outcome = "wrong"
+        yield outcome, f"{victim.name} {how}: {detail}" + (result.output[-300:] if outcome != "survived" else "")
+
+    # Whole runs
+
+    def diverged(self, folder: Path, at_most: int) -> Outcomes:
+        """Parameters turn NaN for good while each step saves: status 3, and the last good checkpoint stays."""
+        at, keep = self.rng.randrange(2, ITERATIONS - 6), self.rng.choice(("1", "2", "3"))
+        steps = ["--save-interval", "1", "--save-keep-last", keep, "--max-nonfinite-steps", self.rng.choice("459")]
+        result = self.start(folder, *steps, nan_from=at).wait()
+        if result.hung or set(result.codes) != {3}:
+            yield (
+                "hung" if result.hung else "wrong",
+                f"NaN from step {at}: status {result.codes} {result.output[-300:]}",
+            )
+            return
+        outcome, detail = self.finish(folder, "--load-latest-good")
+        yield outcome, f"NaN from step {at}, --save-keep-last {keep}: status 3; with --load-latest-good: {detail}"
+
+    def two_jobs(self, folder: Path, at_most: int) -> Outcomes:
         """A second job on the folder of a running one is refused; the first goes on."""
-        first = start(command(folder, "--save-interval", "1", "--train-iters", str(ITERATIONS)), slow=2.0)
+        first = self.start(folder, "--save-interval", "1", slow={"step": 2.0})
         first.wait_for("consumed samples")
-        second = start(command(folder, "--save-interval", "1")).wait()
+        second = self.start(folder, "--save-interval", "1").wait()
         result = first.wait()
         outcome, detail = self.check(folder)
-        if outcome != "survived" or result.codes != [0] * RANKS:
-            return outcome, detail
-        if set(second.codes) != {2} or "is in use by another job" not in second.output:
-            return "wrong", f"the second job was not refused: {second.codes} {second.output[-300:]}"
-        return "reported", f"the second job was refused; the first: {detail}"
+        if outcome == "survived" and result.well:
+            if set(second.codes) != {2} or "is in use by another job" not in second.output:
+                yield "wrong", f"the second job was not refused: {second.codes} {second.output[-300:]}"
+                return
+            outcome = "reported"
+        yield outcome, f"the second job was refused; the first: {detail}"
 
-    def disk_full(self, folder: Path, number: int) -> tuple[str, str]:
+    def disk_full(self, folder: Path, at_most: int) -> Outcomes:
         """A file system with room for some checkpoints: loud, training goes on, what was saved stays good."""
         with tmpfs(folder, "2m"):
-            result = start(command(folder, "--save-interval", "1", "--save-keep-last", "100")).wait()
-            if result.hung or f"iteration {ITERATIONS:8d}/" not in result.output or set(result.codes) != {2}:
-                return (
-                    "hung" if result.hung else "lost",
-                    f"training did not go on: {result.codes} {result.output[-300:]}",
-                )
-            if "No space left" not in result.output or "NOT SAVED" not in result.output:
-                return "wrong", f"nothing was said: {result.output[-300:]}"
+            result = self.start(folder, "--save-interval", "1", "--save-keep-last", "100").wait()
             kept = candidates(str(folder))
             damaged = [path.name for path in kept if problems(path)]
-            if damaged or not kept:
-                return "lost", f"damaged: {damaged} of {len(kept)}"
-            subprocess.run(["mount", "-o", "remount,size=50m", folder], check=True)
-            again = start(command(folder)).wait()
-            outcome, detail = self.check(folder)
-            if again.codes != [0] * RANKS:
-                return "lost", again.output[-300:]
-            return outcome, f"{len(kept)} good checkpoints stayed; with room again: {detail}"
+            if result.hung or f"iteration {ITERATIONS:8d}/" not in result.output or set(result.codes) != {2}:
+                outcome, detail = "hung" if result.hung else "lost", f"training stopped: {result.output[-300:]}"
+            elif "No space left" not in result.output or "NOT SAVED" not in result.output:
+                outcome, detail = "wrong", f"nothing was said: {result.output[-300:]}"
+            elif damaged or not kept:
+                outcome, detail = "lost", f"damaged: {damaged} of {len(kept)}"
+            else:
+                subprocess.run(["mount", "-o", "remount,size=50m", folder], check=True)
+                outcome, detail = self.finish(folder)
+        yield outcome, f"{len(kept)} good checkpoints stayed; with room again: {detail}"
 
-    def read_only(self, folder: Path, number: int) -> tuple[str, str]:
+    def read_only(self, folder: Path, at_most: int) -> Outcomes:
         """The file system turns read-only while the run saves, and later writable again."""
         with tmpfs(folder, "50m"):
-            run = start(command(folder, "--save-interval", "1"), slow=0.3)
+            run = self.start(folder, "--save-interval", "1", slow={"step": 0.3})
             run.wait_for("successfully saved checkpoint")
             # Laid over it: a file system with open files does not let itself be made read-only.
             subprocess.run(["mount", "--bind", folder, folder], check=True)
             subprocess.run(["mount", "-o", "remount,bind,ro", folder], check=True)
             result = run.wait()
             said = "Read-only file system" in result.output and "NOT SAVED" in result.output
-            if result.hung or f"iteration {ITERATIONS:8d}/" not in result.output or not said:
-                return "hung" if result.hung else "lost", f"{result.codes} {result.output[-300:]}"
             subprocess.run(["umount", folder], check=True)
-            again = start(command(folder)).wait()
-            outcome, detail = self.check(folder)
-            return (outcome if again.codes == [0] * RANKS else "lost"), f"writable again: {detail}"
+            if result.hung or f"iteration {ITERATIONS:8d}/" not in result.output or not said:
+                yield "hung" if result.hung else "lost", f"{result.codes} {result.output[-300:]}"
+            else:
+                outcome, detail = self.finish(folder)
+                yield outcome, f"writable again: {detail}"
 
-    def killed_link(self, folder: Path, number: int) -> tuple[str, str]:
+    def killed_link(self, folder: Path, at_most: int) -> Outcomes:
         """A node's link goes down for good: all ranks end in time, and the next start goes on."""
         check_requirements()
-        argv = command(folder, "--save-interval", "2", "--train-iters", str(ITERATIONS))
         with (
             cluster(RANKS, None) as namespaces,
-            programs([str(ROOT / "pretrain_gpt.py"), *argv], namespaces, 1) as nodes,
+            programs([str(ROOT / "pretrain_gpt.py"), *self.command(folder)], namespaces, 1) as nodes,
         ):
             tracker = folder / "latest_checkpointed_iteration.txt"
             deadline = time.monotonic() + PATIENCE
@@ -319,110 +460,14 @@ class Campaign:
                 try:
                     outputs.append(node.communicate(timeout=PATIENCE + 30)[0])
                 except subprocess.TimeoutExpired:
-                    return "hung", f"a node was still there {time.monotonic() - down:.0f} s after the link went down"
+                    yield "hung", f"a node was still there {time.monotonic() - down:.0f} s after the link went down"
+                    return
             ended = time.monotonic() - down
-        finished = "saved checkpoint from iteration      12" in "".join(outputs)
+        finished = f"saved checkpoint from iteration      {ITERATIONS}" in "".join(outputs)
         named = [line for line in "".join(outputs).splitlines() if line.startswith("error: rank")]
-        again = start(command(folder)).wait()
-        if again.codes != [0] * RANKS:
-            return "lost", again.output[-300:]
-        outcome, detail = self.check(folder)
+        outcome, detail = self.finish(folder)
         what = "was over before" if finished else (named or ["nothing was said"])[0][:120]
-        return outcome, f"all ended {ended:.0f} s after the link went down ({what}); started again: {detail}"
-
-
-# Starting the program
-
-
-def command(folder: Path, *more: str) -> list[str]:
-    save = ["--save", str(folder), "--load", str(folder), "--save-interval", "2"]
-    return [*SETTINGS.split(), *save, *more]
-
-
-class Run:
-    """Ranks of one start of the program, with their output in one file."""
-
-    def __init__(self, argv: list[str], slow: float) -> None:
-        self.file = tempfile.NamedTemporaryFile(prefix="output", suffix=".log")  # noqa: SIM115
-        with socket.create_server(("localhost", 0)) as server:
-            port = server.getsockname()[1]
-        self.begun = time.monotonic()
-        self.processes = [
-            _context.Process(target=_rank, args=(rank, port, argv, self.file.name, slow)) for rank in range(RANKS)
-        ]
-        for process in self.processes:
-            process.start()
-
-    def output(self) -> str:
-        return Path(self.file.name).read_text(errors="replace")
-
-    def is_over(self) -> bool:
-        return all(process.exitcode is not None for process in self.processes)
-
-    def wait_for(self, text: str) -> bool:
-        deadline = time.monotonic() + PATIENCE
-        while text not in self.output() and time.monotonic() < deadline and not self.is_over():
-            time.sleep(0.005)
-        return text in self.output()
-
-    def kill(self, rank: int, number: signal.Signals, after: float) -> str | None:
-        """Send a signal, and say what the run was doing; None if it had ended."""
-        time.sleep(after)
-        output = self.output().splitlines()
-        process = self.processes[rank]
-        if process.exitcode is not None:
-            return None
-        assert process.pid is not None
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(process.pid, number)
-        steps = sum(" iteration " in line and "consumed" in line for line in output)
-        is_saving = bool(output) and sum("while training goes on" in x for x in output) > sum(
-            "successfully saved" in x for x in output
-        )
-        return f"{steps} steps done" + (", while saving" if is_saving else "")
-
-    def wait(self) -> Result:
-        """Until all ranks have ended. As torchrun does, ask the others to end, by SIGTERM, when one has failed."""
-        deadline = time.monotonic() + PATIENCE
-        asked = False
-        while not self.is_over() and time.monotonic() < deadline:
-            if not asked and any(process.exitcode not in (None, 0) for process in self.processes):
-                asked, deadline = True, time.monotonic() + GRACE
-                for process in self.processes:
-                    process.terminate()
-            time.sleep(0.005)
-        codes = [process.exitcode for process in self.processes]
-        for process in self.processes:
-            process.kill()
-            process.join()
-        return Result(codes, self.output(), time.monotonic() - self.begun)
-
-
-def start(argv: list[str], slow: float = 0.0) -> Run:
-    return Run(argv, slow)
-
-
-def _rank(rank: int, port: int, argv: list[str], output: str, slow: float) -> None:
-    """What torchrun and ``python pretrain_gpt.py`` do, on one rank."""
-    descriptor = os.open(output, os.O_WRONLY | os.O_APPEND)
-    os.dup2(descriptor, 1)
-    os.dup2(descriptor, 2)
-    torch.set_num_threads(1)
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(RANKS))
-    os.environ.update(MASTER_ADDR="localhost", MASTER_PORT=str(port))
-    sys.argv = ["pretrain_gpt.py", *argv]
-    from megatron_zpp.architectures import GPT
-    from megatron_zpp.training import pretrain as program
-
-    if slow:  # seconds more for each step: time enough for something to happen to it
-        train_step = program.train_step
-
-        def slow_step(*arguments: Any, **more: Any) -> Any:
-            time.sleep(slow)
-            return train_step(*arguments, **more)
-
-        program.train_step = slow_step
-    program.pretrain(GPT)
+        yield outcome, f"all ended {ended:.0f} s after the link went down ({what}); started again: {detail}"
 
 
 def spoil(path: Path, how: str, rng: random.Random) -> None:
@@ -431,7 +476,11 @@ def spoil(path: Path, how: str, rng: random.Random) -> None:
         return
     content = bytearray(path.read_bytes())
     if how == "truncated":
-        path.write_bytes(content[: rng.randrange(len(content))])
+        os.truncate(path, rng.randrange(len(content)))  # in place, under whoever has it open
+    elif how == "emptied":
+        os.truncate(path, 0)
+    elif how == "garbage":
+        path.write_bytes(rng.randbytes(len(content)))
     else:
         content[rng.randrange(len(content))] ^= 1 << rng.randrange(8)
         path.write_bytes(content)
