@@ -71,17 +71,18 @@ def test_killed_at_every_change_of_files(tmp_path, case):
 @pytest.mark.parametrize("case", SAVES)
 def test_without_power_at_every_change_of_files(tmp_path, case):
     iteration, has_old = SAVES[case]
-    folder = tmp_path / "folder"
+    root = tmp_path / "root"
+    root.mkdir()
+    folder = root / "runs" / "mine"  # made by the first save
     fill(folder, has_old)
-    folder.mkdir(exist_ok=True)
-    disk = Disk(folder)
+    disk = Disk(root)
     disk.record(lambda: save_new(folder, iteration))
     values = []
     for number, tree in enumerate(disk.states):
         copy = tmp_path / str(number)
         copy.mkdir()
         write_tree(tree, copy)
-        values.append(value_found(copy))
+        values.append(value_found(copy / "runs" / "mine"))
         assert values[-1] in ({2.0, 7.0} if has_old else {None, 7.0}), (number, [*tree])
         shutil.rmtree(copy)
     disk.close()
