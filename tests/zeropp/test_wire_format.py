@@ -60,7 +60,7 @@ def test_every_part_of_a_wire_begins_at_16_bytes_and_small_neighbours_are_one_pa
 def test_a_parameter_of_exactly_a_block_is_quantized():
     parameters = [ParameterShard("whole", 64, True), ParameterShard("less", 63, True)]
     layout = WireFormat(parameters, 4, 64, torch.float32)
-    assert [(s.start, s.stop) for s in layout.quantized] == [(0, 64)]
+    assert [(s.start, s.stop, s.block_size) for s in layout.quantized] == [(0, 64, 64), (64, 127, 64)]
     parameters = [ParameterShard("eight", 8, True), ParameterShard("seven", 7, True)]
     layout = WireFormat(parameters, 4, None, torch.float32)
     assert [(s.start, s.stop, s.block_size) for s in layout.quantized] == [(0, 8, 8)]
