@@ -6,7 +6,7 @@ file holds is an error, since a misspelt key would otherwise train something oth
 
 from __future__ import annotations
 
-import math
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -81,7 +81,7 @@ def boolean(value: Any) -> bool:
 def number(value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise ValueError("must be a number")
-    if not abs(value) < math.inf:  # Python reads 1e999, Infinity and NaN, too
+    if not abs(value) <= sys.float_info.max:  # Python reads 1e999, Infinity, NaN and 400 digits, too
         raise ValueError("must be a finite number")
     return float(value)
 

@@ -77,6 +77,7 @@ def ranks_of_environment() -> int:
     world_size = _environment_number("WORLD_SIZE", 1, 2**31 - 1, default=1)
     _environment_number("RANK", 0, world_size - 1)
     _environment_number("LOCAL_RANK", 0, world_size - 1)
+    _environment_number("LOCAL_WORLD_SIZE", 1, world_size)
     _environment_number("MASTER_PORT", 1, 65535)
     return world_size
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from functools import partial
 
@@ -16,6 +17,8 @@ from megatron_zpp.metrics.progress import progress
 from megatron_zpp.models.activation_checkpoint import apply_activation_checkpointing
 from megatron_zpp.models.init import init_weights
 from megatron_zpp.models.transformer import Transformer
+from megatron_zpp.optim.gradients import local_part
+from megatron_zpp.optim.optimizer import OPTIMIZERS
 from megatron_zpp.parallel.distributed import errors_on_all_ranks
 from megatron_zpp.parallel.mesh import Mesh
 from megatron_zpp.parallel.pipeline import SPLITS_BACKWARD, Pipeline
@@ -59,6 +62,7 @@ def build_model_on_ranks(
             shard_model(model, mesh, zero.zero_stage, precision)
             if zero.zero_stage > 0:
                 zeropp = apply_zeropp(model, settings.zeropp, tensor_parallel=mesh.tensor_parallel_group())
+        _check_memory(model, settings, device)
         model.to_empty(device=device)
     with progress("initializing weights"):
         init_weights(model, settings.training.seed, architecture.initial_std)
@@ -94,6 +98,28 @@ def _check_nodes_alike(settings: Settings, mesh: Mesh) -> None:
                 f"some data-parallel groups have {of_all[0]} ranks on their nodes, others {others}: choose "
                 "--tensor-model-parallel-size and --pipeline-model-parallel-size so that all are alike, or give "
                 "--zero-ranks-per-node"
+            )
+
+
+def _check_memory(model: nn.Module, settings: Settings, device: torch.device) -> None:
+    """Refuse a model that no rank could train, while it is on the meta device: what is kept in fp32 must fit alone.
+
+    Activations, gathered parameters and what else is on the machine come on top, so not all that passes fits.
+    """
+    optimizer = settings.optimizer
+    copies = 1 if settings.training.skip_train else 2 + OPTIMIZERS[optimizer.optimizer].state_tensors(optimizer)
+    needed = 4 * copies * sum(local_part(parameter).numel() for parameter in model.parameters())
+    if device.type == "cuda":
+        memory, ranks, where = torch.cuda.mem_get_info(device)[1], 1, "its GPU"
+    else:
+        memory, where = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), "this machine"
+        ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # torchrun's: they share it
+    with errors_on_all_ranks():
+        if needed * ranks > memory:
+            raise ValueError(
+                f"the model needs about {needed / 1e9:,.1f} GB for parameters, gradients and optimizer on each rank, "
+                f"{where} has {memory / 1e9:,.1f} GB for {ranks} rank(s): make the model smaller, or start on more "
+                "machines"
             )
 
 
@@ -147,6 +173,7 @@ def _build_stages(
         shard_model(stage, mesh, zero_stage, precision)
     units = nn.ModuleDict({f"stage{number}": stage for number, stage in stages.items()})
     zeropp = apply_zeropp(units, settings.zeropp, mesh.pp.get_group(), mesh.tensor_parallel_group())
+    _check_memory(units, settings, device)
     for stage in stages.values():
         stage.to_empty(device=device)
     length = training.seq_length // mesh.cp_size

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import math
 import os
+import signal
 import sys
 import time
 from collections.abc import Iterator
@@ -292,6 +293,7 @@ def _report_alone_or_together(error: Exception) -> None:
 
     If all did, rank 0 speaks and torchrun ends the others while they wait here; else the wait is over and they speak.
     """
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # remembered only, it would not end the wait
     if os.environ.get("RANK", "0") == "0":
         report_error(str(error))
     else:

@@ -7,6 +7,7 @@ import pytest
 
 from megatron_zpp.architectures import GPT
 from megatron_zpp.arguments.deepspeed_config import read_deepspeed_config
+from megatron_zpp.arguments.deepspeed_keys import TOP
 from megatron_zpp.arguments.parse import SettingsError, parse_settings
 from megatron_zpp.settings.groups import Settings
 from megatron_zpp.zeropp import LoCoConfig, ZeroPPConfig
@@ -168,6 +169,11 @@ def test_batch_sizes_complete_each_other(write, sizes, flags, expected):
         ({"train_batch_size": 9, "gradient_accumulation_steps": 2}, "", "9 2 4"),
         ({"train_batch_size": 9}, "--micro-batch-size 2", "9 2 4"),
         ({"gradient_accumulation_steps": 0}, "--micro-batch-size 2", "gradient_accumulation_steps 0"),
+        (
+            {"gradient_accumulation_steps": 1},
+            "--micro-batch-size 2 --global-batch-size 8 --rampup-batch-size 8 8 80",
+            "gradient_accumulation_steps 1 --rampup-batch-size",
+        ),
     ],
 )  # fmt: skip
 def test_batch_sizes_must_agree(write, sizes, flags, words):
@@ -191,6 +197,42 @@ def test_a_flag_that_contradicts_the_file(write, config, flags, words):
     message = refusal(lambda: parse(RUN + flags, path))
     for word in words.split():
         assert word in message, message
+
+
+FP16 = {"enabled": True}
+
+
+@pytest.mark.parametrize(
+    ("fp16", "flags", "fixed", "dynamic"),
+    [
+        (FP16 | {"initial_scale_power": 15}, "--loss-scale 15", "--loss-scale 15.0", "fp16.initial_scale_power 15"),
+        (FP16 | {"min_loss_scale": 2}, "--loss-scale 15", "--loss-scale 15.0", "fp16.min_loss_scale 2"),
+        (FP16 | {"loss_scale_window": 9}, "--loss-scale 15", "--loss-scale 15.0", "fp16.loss_scale_window 9"),
+        (FP16 | {"hysteresis": 3}, "--loss-scale 15", "--loss-scale 15.0", "fp16.hysteresis 3"),
+        (FP16 | {"loss_scale": 8}, "--initial-loss-scale 64", "fp16.loss_scale 8", "--initial-loss-scale 64.0"),
+        (FP16 | {"loss_scale": 8}, "--min-loss-scale 2", "fp16.loss_scale 8", "--min-loss-scale 2.0"),
+        (FP16 | {"loss_scale": 8}, "--loss-scale-window 9", "fp16.loss_scale 8", "--loss-scale-window 9"),
+        (FP16 | {"loss_scale": 8}, "--hysteresis 3", "fp16.loss_scale 8", "--hysteresis 3"),
+    ],
+)
+def test_a_fixed_loss_scale_beside_a_dynamic_one(write, fp16, flags, fixed, dynamic):
+    path = write({"fp16": fp16})
+    message = refusal(lambda: parse(RUN + flags, path))
+    fixed, dynamic = (said if said.startswith("--") else f"{said} of {path}" for said in (fixed, dynamic))
+    assert message == f"{fixed} is a fixed loss scale, and {dynamic} is of a dynamic one; leave one of them out"
+
+
+def test_which_loss_scales_agree(write):
+    # DeepSpeed's 0 asks for a dynamic one.
+    path = write({"fp16": FP16 | {"loss_scale": 0}})
+    assert f"--loss-scale 15.0 contradicts fp16.loss_scale 0 of {path}" in refusal(
+        lambda: parse(RUN + "--loss-scale 15", path)
+    )
+    assert parse(RUN + "--initial-loss-scale 64", path).precision.initial_loss_scale == 64
+    # What the file says of both is DeepSpeed's own way to write a fixed scale, and may be repeated.
+    path = write({"fp16": FP16 | {"loss_scale": 8, "initial_scale_power": 15}})
+    for flags in "", "--loss-scale 8", "--initial-loss-scale 32768":
+        assert parse(RUN + flags, path).precision.loss_scale == 8
 
 
 def test_an_error_names_the_key_that_was_not_typed(write):
@@ -224,7 +266,19 @@ def test_a_flag_that_repeats_the_file_is_fine(write):
         ({"zero_optimization": {"mics_shard_size": 8}}, "mics_shard_size 8 zero_hpz_partition_size"),
         ({"fp16": {}}, "fp16.enabled missing"),
         ({"fp16": {"enabled": True, "consecutive_hysteresis": True}}, "fp16.consecutive_hysteresis"),
-        ({"fp16": {"enabled": True, "initial_scale_power": 1e400}}, "fp16.initial_scale_power"),
+        ('{"gradient_clipping": NaN}', "gradient_clipping finite NaN"),
+        ('{"gradient_clipping": -Infinity}', "gradient_clipping finite -Infinity"),
+        ('{"gradient_clipping": 1e999}', "gradient_clipping finite Infinity"),
+        ('{"train_batch_size": 1e999}', "train_batch_size finite Infinity"),
+        ('{"train_batch_size": %s}' % ("9" * 400), "train_batch_size finite 999"),
+        ('{"optimizer": {"params": {"betas": [0.9, NaN]}}}', "optimizer.params.betas finite NaN"),
+        ('{"fp16": {"enabled": true, "initial_scale_power": 1e999}}', "fp16.initial_scale_power finite Infinity"),
+        ({"fp16": {"enabled": True, "initial_scale_power": -1}}, "fp16.initial_scale_power 0 127 -1"),
+        ({"fp16": {"enabled": True, "initial_scale_power": 128}}, "fp16.initial_scale_power 0 127 128"),
+        ({"fp16": {"enabled": True, "initial_scale_power": 1.5}}, "fp16.initial_scale_power whole 1.5"),
+        ('{"fp16": ' * 100_000 + "1" + "}" * 100_000, "not valid JSON"),
+        ('{"prescale_gradients": %s}' % ("[" * 100_000 + "]" * 100_000), "not valid JSON"),
+        ({"zero_optimization": {"stage": 4}}, "zero_optimization.stage at most 3 4"),
         ({"optimizer": {"type": "Lamb"}}, "optimizer.type Adam AdamW SGD Lamb"),
         ({"optimizer": {"type": "Adam", "params": {"adam_w_mode": False}}}, "optimizer.params.adam_w_mode false"),
         ({"optimizer": {"type": "Adam", "params": {"betas": 0.9}}}, "optimizer.params.betas two"),
@@ -265,6 +319,20 @@ def test_refused_files(write, content, words):
     assert path in message
     for word in words.split():
         assert word in message, message
+
+
+def test_all_mistakes_are_told_at_once(write):
+    fp16 = '{"enabled": 1, "loss_scal": 8}'
+    path = write(f'{{"fp16": {fp16}, "gradient_clipping": NaN, "wandb": {{"enabled": true}}, "x": 1}}')
+    known = ", ".join(TOP.keys)
+    assert refusal(lambda: parse(RUN + "--seed x", path)).splitlines() == [
+        "--seed must be a whole number, got x",
+        f"x in {path} is unknown; known here: {known}",
+        f"fp16.loss_scal in {path} is unknown; did you mean fp16.loss_scale?",
+        f"fp16.enabled in {path} must be true or false, not 1",
+        f"gradient_clipping in {path} must be a finite number, not NaN",
+        f"wandb in {path} cannot be honoured: use --wandb-project",
+    ]
 
 
 def test_missing_file(tmp_path):

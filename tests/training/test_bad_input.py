@@ -29,6 +29,20 @@ def data(tmp_path_factory) -> str:
 # As torchrun runs it: all ranks start, one speaks, none is left
 
 
+MEETS_AN_ERROR = """
+from megatron_zpp.architectures import GPT
+from megatron_zpp.training import pretrain
+from megatron_zpp.training.stop import StopSignals
+
+def train(run, start):
+    StopSignals(run.device).catch()  # as --exit-signal-handler does: torchrun's SIGTERM must end a rank still
+    raise ValueError("met by all")
+
+pretrain.train = train
+pretrain.main(GPT)
+"""
+
+
 def our_errors(err: str) -> list[str]:
     return [line for line in err.splitlines() if line.startswith("error: ")]
 
@@ -36,16 +50,44 @@ def our_errors(err: str) -> list[str]:
 def test_torchrun_reports_a_mistake_once(data, tmp_path):
     config = tmp_path / "ds_config.json"
     config.write_text(json.dumps({"zero_optimization": {"stage": 3, "zero_quantised_weights": True}}))
+    several = f"--deepspeed_config {config} --log-interval 0 --sed 1 --bf16 yes"
     cases = {
-        f"--deepspeed_config {config}": "zero_quantized_weights",  # before the ranks know each other
-        "--load /etc": "/etc holds no checkpoint",  # when they do
+        several: ["--log-interval", "--seed", "--bf16", "zero_quantized_weights"],  # before the ranks know each other
+        "--load /etc": ["/etc holds no checkpoint"],  # when they do
     }
     processes = [torchrun(4, flags(data, case)) for case in cases]
     for process, expected in zip(processes, cases.values(), strict=True):
         _, err = process.communicate(timeout=60)
-        (error,) = our_errors(err)
-        assert expected in error
+        assert [part in error for part, error in zip(expected, our_errors(err), strict=True)] == [True] * len(expected)
         assert process.returncode != 0
+
+
+def test_an_error_that_every_rank_meets_on_its_own_is_said_once(data, tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text(MEETS_AN_ERROR)
+    process = torchrun(2, flags(data), str(script))
+    _, err = process.communicate(timeout=60)
+    assert our_errors(err) == ["error: met by all"]
+    assert process.returncode != 0
+
+
+def test_an_environment_that_no_launcher_makes(data):
+    cases = [
+        ("WORLD_SIZE", "two", {}),
+        ("WORLD_SIZE", "0", {}),
+        ("WORLD_SIZE", "9" * 20, {}),
+        ("RANK", "2", {"WORLD_SIZE": "2"}),
+        ("LOCAL_RANK", "½", {}),
+        ("LOCAL_WORLD_SIZE", "2", {}),
+        ("MASTER_PORT", "65536", {}),
+    ]
+    processes = [torchrun(0, flags(data), **more, **{name: value}) for name, value, more in cases]
+    for process, (name, value, _) in zip(processes, cases, strict=True):
+        _, err = process.communicate(timeout=60)
+        (line,) = err.splitlines()
+        assert line.startswith("error: ") and f"{name} in the environment must be a whole number from " in line
+        assert f"is '{value}': start the ranks with torchrun, or unset it for a single one" in line
+        assert process.returncode == 2
 
 
 def test_a_rank_that_dies_at_start_ends_the_job(data, tmp_path):
@@ -91,6 +133,8 @@ def test_what_is_wrong_with_files_is_said_once(data, tmp_path):
         (flags(data, "--tokenizer-type SentencePieceTokenizer --tokenizer-model /none.model"), "/none.model"),
         (flags(data, "--split 1000000,1,1"), "valid"),  # not one document
         (flags(data, f"--load {prefix}.bin"), "is a file"),
+        (flags(data, "--hidden-size 524288"), "GB for parameters, gradients and optimizer on each rank"),
+        (flags(data, "--hidden-size 524288 --pipeline-model-parallel-size 2"), "the model needs about "),
         (flags(data, f"--save {prefix}.bin --save-interval 1"), "File exists"),
     ]
     first, *others = run_ranks(4, _reports, [argv for argv, _ in cases])
