@@ -374,7 +374,7 @@ class Campaign:
         outcome, detail = self.check(folder)
         if not result.well:
             outcome = "hung" if result.hung else "lost"
-        elif "note:" not in result.output:
+        elif "is damaged: it is built anew" not in result.output:
             outcome = "wrong"
         yield outcome, f"{victim.name} {how}: {detail}" + (result.output[-300:] if outcome != "survived" else "")
 
