@@ -71,7 +71,8 @@ class Result:
 class Run:
     """Ranks of one start of the program, with their output in one file.
 
-    ``slow``: seconds more for what is done in a place. ``nan_from``: the step before which parameters turn NaN, once and for all.
+    ``slow``: seconds more for what is done in a place. ``nan_from``: the step before which parameters turn NaN, for
+    good.
     """
 
     def __init__(self, argv: list[str], slow: Mapping[str, float] = {}, nan_from: int | None = None) -> None:
