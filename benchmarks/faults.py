@@ -319,7 +319,7 @@ class Campaign:
                 newest / "meta.json",
                 newest / "index.json",
                 folder / "latest_checkpointed_iteration.txt",
-                folder / ".lock",
+                folder / "lock",
             )
         )
         kept = folder / "kept"

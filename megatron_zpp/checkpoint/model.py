@@ -7,7 +7,7 @@ import typing
 from collections.abc import Mapping
 from typing import Any
 
-from megatron_zpp.architectures import Architecture, find_architecture
+from megatron_zpp.architectures import ARCHITECTURES, Architecture, find_architecture
 from megatron_zpp.models.transformer import TransformerConfig
 
 from .files import CheckpointError
@@ -33,7 +33,8 @@ def saved_model(meta: Mapping[str, Any], given: Architecture | None = None) -> t
                 "where its record is with --architecture package.module:NAME"
             ) from error
     try:
-        _check_config(meta["model_config"], architecture.config_class)
+        if architecture in ARCHITECTURES:  # what values others may have, only they know
+            _check_config(meta["model_config"], architecture.config_class)
         return architecture, architecture.config_class(**meta["model_config"])
     except (TypeError, ValueError) as error:
         raise CheckpointError(f"the checkpoint's model_config is not one of {architecture.name} ({error})") from error

@@ -307,7 +307,7 @@ class CheckpointSettings:
         at_least=1,
     )
     load: str | None = flag(None, "folder to resume from; an empty or absent one starts from scratch", metavar="DIR")
-    ckpt_step: int | None = flag(None, "iteration to load; default the latest", at_least=1)
+    ckpt_step: int | None = flag(None, "iteration to load; default the latest", at_least=0)
     exit_on_missing_checkpoint: bool = flag(False, "fail when --load holds no checkpoint")
     verify_checkpoint: str = flag(
         "all",

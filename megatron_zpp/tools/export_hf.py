@@ -125,7 +125,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--load", required=True, metavar="DIR", help="what was given to --save in training")
     parser.add_argument(
-        "--ckpt-step", type=number(int, at_least=1), metavar="N", help="iteration to export; default the latest"
+        "--ckpt-step", type=number(int, at_least=0), metavar="N", help="iteration to export; default the latest"
     )
     parser.add_argument("--output", type=Path, required=True, metavar="DIR", help="folder to write; must be new")
     parser.add_argument(

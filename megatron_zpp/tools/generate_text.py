@@ -129,7 +129,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Sample text from a checkpoint.", allow_abbrev=False)
     parser.add_argument("--load", required=True, metavar="DIR", help="what was given to --save in training")
     parser.add_argument(
-        "--ckpt-step", type=number(int, at_least=1), metavar="N", help="iteration to load; default the latest"
+        "--ckpt-step", type=number(int, at_least=0), metavar="N", help="iteration to load; default the latest"
     )
     parser.add_argument("--prompt", default="", metavar="TEXT", help="text to continue; default a new document")
     parser.add_argument(

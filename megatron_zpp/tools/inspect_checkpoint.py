@@ -177,7 +177,7 @@ def main(argv: list[str] | None = None) -> int:
     verifying = commands.add_parser("verify", help="sizes and digests of all files, and whether NaN or Inf was saved")
     verifying.add_argument("folder", help="what was given to --save, or one checkpoint's folder")
     verifying.add_argument(
-        "--ckpt-step", type=number(int, at_least=1), metavar="N", help="one iteration's; default all"
+        "--ckpt-step", type=number(int, at_least=0), metavar="N", help="one iteration's; default all"
     )
     comparing = commands.add_parser("diff", help="what is not the same in two checkpoints")
     comparing.add_argument("first", help="a checkpoint's folder, or what was given to --save for the latest one")

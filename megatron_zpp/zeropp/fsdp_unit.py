@@ -155,7 +155,8 @@ def _param_groups_of(module: FSDPModule) -> list[Any]:
 def follow_forward_passes(model: nn.Module, units: Sequence[FSDPUnit], begin: Callable[[], None]) -> None:
     """Call ``begin`` before each forward pass of ``model``, or of a part of it, gathers anything.
 
-    The first pass raises RuntimeError if ``model`` has got units beside ``units``.
+    Methods of ``register_fsdp_forward_method`` are forward passes, too. The first pass raises RuntimeError if ``model``
+    has got units beside ``units``.
     """
     state_of: dict[nn.Module, Any] = {
         module: module._get_fsdp_state() for module in model.modules() if isinstance(module, FSDPModule)
@@ -175,6 +176,16 @@ def follow_forward_passes(model: nn.Module, units: Sequence[FSDPUnit], begin: Ca
     hook = torch.compiler.disable(before_forward)
     for module in state_of:
         module.register_forward_pre_hook(hook, prepend=True)
+    for state in states:
+        state._pre_forward = _after(hook, state._pre_forward)  # all that such a method runs; hooks hold the one before
+
+
+def _after(hook: Callable[[nn.Module, Any], None], pre_forward: Callable[..., Any]) -> Callable[..., Any]:
+    def both(module: nn.Module, args: Any, kwargs: Any) -> Any:
+        hook(module, args)
+        return pre_forward(module, args, kwargs)
+
+    return both
 
 
 def _check_for_later_units(model: nn.Module, units: Sequence[FSDPUnit]) -> None:

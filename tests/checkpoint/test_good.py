@@ -13,11 +13,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_zpp.checkpoint import problems, read_meta, save_parameters
+from megatron_zpp.architectures import GPT
+from megatron_zpp.arguments.parse import parse_settings
+from megatron_zpp.checkpoint import find_checkpoint, problems, read_meta, save_parameters
 from megatron_zpp.checkpoint.files import PIECE
 from megatron_zpp.checkpoint.folder import retain
 from megatron_zpp.checkpoint.storage import write_safetensors
 from megatron_zpp.checkpoint.verify import sampled_pieces
+from megatron_zpp.tools import export_hf, generate_text
 from megatron_zpp.tools.inspect_checkpoint import main as inspect
 from megatron_zpp.training.pretrain import NotFiniteError, train
 from tests.checkpoint.saved import meta_of, rewrite, save
@@ -64,6 +67,17 @@ def test_of_earlier_versions_nothing_is_known_and_they_count_as_finite(tmp_path,
     assert inspect(["verify", str(tmp_path), "--ckpt-step", "2"]) == 0
     assert inspect(["verify", str(tmp_path)]) == 1
     assert "iter_0000003 is not finite" in capsys.readouterr().out
+
+
+def test_a_checkpoint_of_iteration_0_as_imports_make_is_chosen_by_its_number(tmp_path):
+    save(tmp_path, 0)
+    save(tmp_path, 3)
+    chosen = ["--load", str(tmp_path), "--ckpt-step", "0"]
+    for words in (generate_text.parse_arguments(chosen), export_hf.parse_arguments([*chosen, "--output", "x"])):
+        assert find_checkpoint(words.load, words.ckpt_step) == tmp_path / "iter_0000000"
+    settings = parse_settings(GPT, flags("x", *chosen), note=lambda text: None)
+    assert settings.checkpoint.ckpt_step == 0
+    assert inspect(["verify", str(tmp_path), "--ckpt-step", "0"]) == 0
 
 
 @pytest.mark.parametrize("value", [NAN, math.inf, -math.inf])

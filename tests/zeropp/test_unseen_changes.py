@@ -12,7 +12,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from megatron_zpp.zeropp import ZeroPPConfig, apply_zeropp
@@ -38,6 +38,9 @@ class Net(nn.Module):
             if block in (None, i):
                 x = x + of_block(x)
         return self.head(x)
+
+    def predict(self, x: torch.Tensor) -> torch.Tensor:
+        return self.forward(x)
 
 
 def shard(model, config, reshard=True, dtype=None, root=True):
@@ -187,6 +190,19 @@ def parts(config):
     return outputs
 
 
+def by_a_method(config):
+    """Passes of a method of the model's own: FSDP2 runs its hooks then, and nn.Module none."""
+    model, _, optimizer = build(config)
+    register_fsdp_forward_method(model, "predict")
+    step(model, optimizer)
+    outputs = []
+    for _ in range(3):
+        with torch.no_grad():
+            outputs.append(model.predict(X).clone())
+        data(model)
+    return outputs
+
+
 def after_an_exception(config):
     model, *_ = build(config)
     outputs = [evaluate(model)]
@@ -224,6 +240,7 @@ CASES = {
     "swap": (swapped, {}),
     "swap, kept after forward": (swapped, {"reshard": False}),
     "parts": (parts, {}),
+    "method": (by_a_method, {}),
     "exception": (after_an_exception, {}),
     "accumulation": (while_accumulating, {}),
 }
