@@ -2,6 +2,7 @@
 
 import ast
 import re
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -80,7 +81,7 @@ def test_a_folder_imports_what_its_layer_allows(folder: str) -> None:
     for file in files_of(folder):
         for module in imports_of(file):
             parts = module.split(".")
-            if parts[0] == "megatron_zpp" and parts[1] not in (folder, "__version__"):
+            if parts[0] == "megatron_zpp" and parts[1] not in (folder, "__version__", "bounds"):
                 imported.setdefault(parts[1], []).append(str(file.relative_to(ROOT)))
     assert imported.keys() <= set(LAYERS[folder]), {k: v for k, v in imported.items() if k not in LAYERS[folder]}
     assert imported.keys() == set(LAYERS[folder]), "the table allows more than is used"
@@ -110,3 +111,10 @@ def test_no_two_files_import_each_other(folder: str) -> None:
         for name in leaves:
             del graph[name]
     assert not graph, f"these import each other: {', '.join(graph)}"
+
+
+def test_tools_for_text_start_without_torch() -> None:
+    """Its import takes longer than many of their jobs, and each of their worker processes would pay it."""
+    tools = ["merge_datasets", "preprocess_data", "report", "train_tokenizer"]
+    imports = "; ".join(f"import megatron_zpp.tools.{tool}" for tool in tools)
+    subprocess.run([sys.executable, "-c", f"import sys; {imports}; assert 'torch' not in sys.modules"], check=True)

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from megatron_zpp.zeropp.bounds import Bounds
+from megatron_zpp.bounds import Bounds
 
 # Where a flag does not say otherwise: what 32-bit integers hold, and what fp32 holds.
 _LARGEST: dict[type, float] = {int: 2**31 - 1, float: 3.4e38}

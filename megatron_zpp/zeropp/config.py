@@ -6,7 +6,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_zpp.zeropp.bounds import Bounds
+from megatron_zpp.bounds import Bounds
 
 SUPPORTED_BITS = (2, 3, 4, 6, 8)
 ROUNDINGS = ("nearest", "stochastic")

@@ -10,9 +10,9 @@ import pytest
 
 from megatron_zpp.architectures import GPT, LLAMA
 from megatron_zpp.arguments.parse import SettingsError, parse_settings
+from megatron_zpp.bounds import Bounds
 from megatron_zpp.settings.flags import iterate_flags
 from megatron_zpp.settings.groups import ModelSettings, Settings, all_flags
-from megatron_zpp.zeropp.bounds import Bounds
 from tests.arguments.fuzzing import cases
 
 LENGTH = ["--train-iters", "2"]

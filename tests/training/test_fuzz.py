@@ -20,7 +20,6 @@ ENDED = {0: "", 2: "error: ", 3: "steps in a row"}  # status: what is said
 
 
 @pytest.mark.long
-@pytest.mark.timeout(1800)
 def test_what_passes_the_checks_runs(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)  # some words become folders
     data = write_text(tmp_path)
