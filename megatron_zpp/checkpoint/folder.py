@@ -65,6 +65,8 @@ def find_checkpoint(folder: str, iteration: int | None = None) -> Path | None:
     """
     root = Path(folder)
     if not root.exists():
+        if iteration is not None:
+            raise CheckpointError(f"{folder} does not exist, and so holds no checkpoint of iteration {iteration}")
         return None
     if not root.is_dir():
         raise CheckpointError(f"{folder} is a file, not a folder of checkpoints: give --load what was given to --save")
@@ -192,7 +194,7 @@ def retain(folder: str | Path, keep_last: int | None, interval: int | None) -> N
     ``interval``.
 
     A run that has diverged and saves on therefore never deletes what it can be taken back to. None and None: nothing is
-    deleted. Nothing newer than the latest one is, which must have been written.
+    deleted. Nothing newer than the latest one is, which must have been written, and nothing that cannot be read now.
     """
     if keep_last is None:
         return
@@ -200,7 +202,8 @@ def retain(folder: str | Path, keep_last: int | None, interval: int | None) -> N
     paths = [path for path in complete_checkpoints(folder) if latest is not None and iteration_of(path) <= latest][::-1]
     kept = {*paths[:keep_last], *islice(filter(_is_finite, paths), keep_last)}
     for path in paths:
-        if path not in kept and (interval is None or iteration_of(path) % interval):
+        is_due = interval is None or iteration_of(path) % interval
+        if is_due and path not in kept and _is_finite(path) is not None:
             # Under another name first, so that a half-deleted one is never taken for a checkpoint.
             doomed = path.with_name(path.name + DELETED)
             _remove(doomed)
@@ -209,12 +212,13 @@ def retain(folder: str | Path, keep_last: int | None, interval: int | None) -> N
             _remove(doomed)
 
 
-def _is_finite(checkpoint: Path) -> bool:
-    """Whether a checkpoint can be read, and nothing in it was seen to be NaN or Inf."""
+def _is_finite(checkpoint: Path) -> bool | None:
+    """Whether a checkpoint is not damaged, and nothing in it was seen to be NaN or Inf; None: the disk does not say."""
     try:
         return nonfinite(checkpoint, read_meta(checkpoint)) is None
-    except CheckpointError:
-        return False
+    except CheckpointError as error:
+        cause = error.__cause__
+        return None if isinstance(cause, OSError) and not isinstance(cause, FileNotFoundError) else False
 
 
 class FolderLock:

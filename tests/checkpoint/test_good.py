@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import io
 import math
 import random
@@ -15,7 +16,7 @@ import torch.distributed as dist
 
 from megatron_zpp.architectures import GPT
 from megatron_zpp.arguments.parse import parse_settings
-from megatron_zpp.checkpoint import find_checkpoint, problems, read_meta, save_parameters
+from megatron_zpp.checkpoint import CheckpointError, find_checkpoint, meta, problems, read_meta, save_parameters
 from megatron_zpp.checkpoint.files import PIECE
 from megatron_zpp.checkpoint.folder import retain
 from megatron_zpp.checkpoint.storage import write_safetensors
@@ -53,6 +54,26 @@ def test_retention_takes_no_finite_checkpoint_for_one_that_is_not(tmp_path, valu
         save(tmp_path, iteration, value)
         retain(tmp_path, keep_last, interval)
     assert _iterations(tmp_path) == kept
+
+
+def test_retention_deletes_nothing_that_the_disk_does_not_give_now(tmp_path, monkeypatch):
+    for iteration, value in enumerate([1.0, NAN, NAN], start=1):
+        save(tmp_path, iteration, value)
+
+    def read(path):
+        if path.parent.name == "iter_0000001":
+            raise OSError(errno.EIO, "Input/output error")
+        return path.read_bytes()
+
+    monkeypatch.setattr(meta, "read_regular", read)  # no file system here fails in this way when asked to
+    retain(tmp_path, 1, None)
+    assert _iterations(tmp_path) == [1, 3]
+
+
+def test_an_iteration_is_not_looked_for_where_there_is_no_folder(tmp_path):
+    assert find_checkpoint(str(tmp_path / "not")) is None
+    with pytest.raises(CheckpointError, match="not does not exist, and so holds no checkpoint of iteration 7"):
+        find_checkpoint(str(tmp_path / "not"), 7)
 
 
 def test_of_earlier_versions_nothing_is_known_and_they_count_as_finite(tmp_path, capsys):
