@@ -32,8 +32,8 @@ from megatron_zpp.training.pretrain import pretrain
 from tests.conftest import ROOT, environment
 from tests.ranks import run_ranks
 
-# Their commands measure, which takes long also where it is made small: `make test-long` runs them.
-MEASURING = ("benchmarks", "experiments")
+# Their commands train or measure for long, also where it is made small: `make test-long` runs them.
+LONG = ("benchmarks", "experiments", "zeropp")
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 SETUP = ("git clone", "cd ", "python3 -m venv ", "source ", "pip install", ".venv/bin/pip install")
 PARTS_OF_MAKE_TEST = ("pytest", "ruff", "mypy")
@@ -144,7 +144,7 @@ def test_pages_activate_the_environment_before_they_use_it(page):
 @pytest.mark.parametrize(
     "page",
     [
-        pytest.param(page, marks=pytest.mark.long if page.stem in MEASURING else (), id=page.stem)
+        pytest.param(page, marks=pytest.mark.long if page.stem in LONG else (), id=page.stem)
         for page in PAGES
         if commands(page)
     ],

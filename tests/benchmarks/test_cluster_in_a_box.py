@@ -40,6 +40,7 @@ def leftovers(pid):
     return any(f"mzpp{mark}{pid}" in names + links for mark in ("-", "br", ""))
 
 
+@pytest.mark.long
 @needs_namespaces
 def test_counters_agree_with_the_interfaces():
     command = [sys.executable, PROGRAM, "--rate", "1gbit", "--timeout", "100", "--", *TRAINING.split(), "53"]

@@ -114,6 +114,7 @@ def test_every_mutant_is_another_program():
         assert program != compile(source, mutant.file, "exec", dont_inherit=True)
 
 
+@pytest.mark.long
 def test_the_noticed_mutant_is_killed_and_the_equivalent_one_survives(toy, tmp_path):
     """The tests see the package only in a program that they start, and only by a fixture that they share."""
     recording = tmp_path / "recording.jsonl"

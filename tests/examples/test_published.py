@@ -173,12 +173,12 @@ def run_laptop(script: Path, variant: str, folder: Path) -> tuple[RunLog, list[s
 @pytest.mark.parametrize(
     "name, variant",
     [
-        ("zeropp/gpt_350m", "RECIPE=zeropp-nonblocked WEIGHT_BITS=6"),
+        pytest.param("zeropp/gpt_350m", "RECIPE=zeropp-nonblocked WEIGHT_BITS=6", marks=pytest.mark.long),
         ("zeropp/gpt_13b", "RECIPE=zero3"),
         ("zeropp/gpt_18b", "RECIPE=qwz"),
-        ("zeropp/finetune", "BITS=2"),
+        pytest.param("zeropp/finetune", "BITS=2", marks=pytest.mark.long),
         ("zeropp/finetune", "BITS=8"),
-        ("loco/llama_0.8b", "RECIPE=loco"),
+        pytest.param("loco/llama_0.8b", "RECIPE=loco", marks=pytest.mark.long),
         ("loco/llama_8b", "RECIPE=recommended"),
         ("loco/gpt_345m", "RECIPE=zeropp OPTIMIZER=sgd"),
     ],

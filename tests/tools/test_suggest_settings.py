@@ -32,6 +32,7 @@ def call(*words: str) -> subprocess.CompletedProcess:
     return subprocess.run(command, capture_output=True, text=True)
 
 
+@pytest.mark.long
 def test_settings_are_trained_and_ranked_by_bytes(tmp_path):
     tries = ["--zero-quantized-gradients --zero-gradient-bits 2", "--zero-quantized-gradients --zero-gradient-bits 8"]
     words = [word for setting in tries for word in ("--try", setting)]

@@ -46,6 +46,7 @@ def data(tmp_path_factory) -> str:
     return write_text(tmp_path_factory.mktemp("data"))
 
 
+@pytest.mark.long
 def test_a_line_over_several_steps_is_made_of_theirs(data):
     common = (
         "--zero-quantized-weights --zero-quantized-gradients --zero-ranks-per-node 1 --rampup-batch-size 2 2 24 "

@@ -170,6 +170,7 @@ def test_activation_checkpointing_changes_nothing(data):
         assert run["grad-norm"] == pytest.approx(metrics["none"]["grad-norm"], rel=1e-5), name
 
 
+@pytest.mark.long
 @pytest.mark.skipif(shutil.which("c++") is None, reason="torch.compile needs a C++ compiler")
 def test_compiled(data):
     common = f"{NO_DROPOUT} --num-layers 1 --train-iters 3 --recompute-granularity full"

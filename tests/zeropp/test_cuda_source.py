@@ -27,6 +27,7 @@ def cuda_on_cpu(tmp_path_factory):
     return library
 
 
+@pytest.mark.long
 def test_the_kernels_logic_equals_plain_torch(cuda_on_cpu):
     environment = os.environ | {"ZEROPP_KERNELS": str(cuda_on_cpu)}
     command = [sys.executable, "-m", "pytest", "-q", "-x", "--no-header", str(HERE / "test_kernels.py")]
