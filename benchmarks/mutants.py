@@ -142,11 +142,15 @@ class Worker:
 
 def run_mutants(root: Path, mutants: list[Mutant], recording: Recording, workers: int, budget: float) -> Iterator[dict]:
     """A row of each mutant, as they come."""
-    with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
+    # No TemporaryDirectory: a fork that a test makes and that ends as a program does would remove it.
+    folder = Path(tempfile.mkdtemp(prefix="mutants-"))
+    try:
         fork = multiprocessing.get_context("fork")
-        with ProcessPoolExecutor(workers, fork, _start_worker, (root, Path(folder), recording)) as pool:
+        with ProcessPoolExecutor(workers, fork, _start_worker, (root, folder, recording)) as pool:
             judged = [pool.submit(_judge, mutant, budget) for mutant in mutants]
             yield from (future.result() for future in as_completed(judged))
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 _worker: Worker  # of a process of the pool: a tree is too dear to be copied for each mutant
