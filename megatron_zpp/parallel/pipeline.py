@@ -107,9 +107,10 @@ class Pipeline:
         for stage in self._stages_of(self._built):
             stage.has_backward = True
             stage.clear_runtime_states()
-        # All forward passes are of one step. Gradients that are kept whole are reduced once.
+        # All forward passes are of one step.
         self.zeropp.set_is_last_micro_batch(len(micro_batches) == 1)
-        self.zeropp.set_is_last_micro_batch(True)
+        if self.schedule in SPLITS_BACKWARD:  # gradients stay whole, and are reduced once
+            self.zeropp.set_is_last_micro_batch(True)
         # Not step(), which splits one batch into pieces: offsets of documents cannot be split.
         self._built._step_microbatches(
             [(inputs["tokens"],) if 0 in self.stages else () for inputs, _ in micro_batches],
