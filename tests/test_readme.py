@@ -33,7 +33,7 @@ from tests.conftest import ROOT, environment
 from tests.ranks import run_ranks
 
 # Their commands train or measure for long, also where it is made small: `make test-long` runs them.
-LONG = ("benchmarks", "experiments", "zeropp")
+LONG = ("benchmarks", "CONTRIBUTING", "experiments", "zeropp")
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 SETUP = ("git clone", "cd ", "python3 -m venv ", "source ", "pip install", ".venv/bin/pip install")
 PARTS_OF_MAKE_TEST = ("pytest", "ruff", "mypy")

@@ -85,6 +85,7 @@ def test_torchrun_brings_the_job_back_from_its_last_checkpoint(data, tmp_path):
     assert last == [f"{expected[-1]:.6E}"]
 
 
+@pytest.mark.long
 def test_a_lost_node_is_left_behind(data, tmp_path):
     """--nnodes 1:2: the job goes on with the ranks of the node that is left."""
     with socket.create_server(("localhost", 0)) as server:
