@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import re
-import signal
 
 import pytest
 import torch
@@ -24,12 +22,11 @@ from tests.parallel.layouts import EPS, assert_same, results_on
 from tests.ranks import run_ranks
 from tests.training.small_run import (
     NO_DROPOUT,
+    err_after_a_kill,
     flags,
-    ranks_of,
     start,
     torchrun,
     train_each,
-    wait_for_iteration,
     write_text,
 )
 
@@ -262,10 +259,4 @@ def test_what_does_not_fit_is_refused(data, more, message):
 
 def test_a_killed_rank_ends_the_job_and_is_named(data):
     argv = flags(data, "--context-parallel-size 2 --global-batch-size 2", length="--train-iters 100000")
-    process = torchrun(4, argv)
-    wait_for_iteration(process, 3)
-    os.kill(ranks_of(process)[1], signal.SIGKILL)
-    _, err = process.communicate(timeout=60)
-    assert process.returncode == 1
-    report = err[err.index("Root Cause (first observed failure)") :]
-    assert "rank      : 1 (local_rank: 1)" in report and "Signal 9" in report
+    err_after_a_kill(torchrun(4, argv), 1)

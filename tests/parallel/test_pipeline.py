@@ -5,9 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import io
-import os
 import re
-import signal
 import subprocess
 import sys
 import time
@@ -28,11 +26,10 @@ from tests.ranks import run_ranks
 from tests.training.small_run import (
     NO_DROPOUT,
     ROOT,
+    err_after_a_kill,
     flags,
-    ranks_of,
     start,
     torchrun,
-    wait_for_iteration,
     write_text,
 )
 
@@ -215,14 +212,9 @@ def test_nan_on_one_stage_is_skipped_by_all_and_found(data):
 
 
 def test_a_killed_stage_ends_the_job_and_is_named(data):
+    argv = flags(data, FOUR_LAYERS, PP4, length="--train-iters 100000")
     for _ in range(5):
-        process = torchrun(4, flags(data, FOUR_LAYERS, PP4, length="--train-iters 100000"))
-        wait_for_iteration(process, 3)
-        os.kill(ranks_of(process)[2], signal.SIGKILL)
-        _, err = process.communicate(timeout=60)
-        assert process.returncode == 1
-        report = err[err.index("Root Cause (first observed failure)") :]
-        assert "rank      : 2 (local_rank: 2)" in report and "Signal 9" in report
+        err = err_after_a_kill(torchrun(4, argv), 2)
         if "failed in the exchange with a neighbouring pipeline stage" in err:
             return
     pytest.fail("torchrun ended the other stages each time before one could say what it waited for")

@@ -8,6 +8,7 @@ import gc
 import io
 import os
 import random
+import signal
 import subprocess
 import sys
 import textwrap
@@ -130,6 +131,17 @@ def ranks_of(torchrun: subprocess.Popen) -> list[int]:
 
 def wait_for_iteration(process: subprocess.Popen, iteration: int) -> None:
     assert any(f"iteration {iteration:8d}/" in line for line in iter(process.stdout.readline, ""))
+
+
+def err_after_a_kill(process: subprocess.Popen, rank: int) -> str:
+    """stderr of a job of ``torchrun`` that ended since this rank was killed in training, and was named at the end."""
+    wait_for_iteration(process, 3)
+    os.kill(ranks_of(process)[rank], signal.SIGKILL)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 1
+    report = err[err.index("Root Cause (first observed failure)") :]
+    assert f"rank      : {rank} (local_rank: {rank})" in report and "host      : " in report and "Signal 9" in report
+    return err
 
 
 def call_pretrain(*argvs: list[str]) -> list[tuple[int, str, str]]:

@@ -25,6 +25,7 @@ from tests.training.small_run import (
     NO_DROPOUT,
     ROOT,
     call_pretrain,
+    err_after_a_kill,
     flags,
     ranks_of,
     start,
@@ -46,12 +47,7 @@ def data(tmp_path_factory) -> str:
 
 def test_a_killed_rank_ends_the_job_and_is_named_at_the_end(data):
     process = torchrun(3, flags(data, "--global-batch-size 3 --exit-signal-handler", length="--train-iters 100000"))
-    wait_for_iteration(process, 3)
-    os.kill(ranks_of(process)[1], signal.SIGKILL)
-    _, err = process.communicate(timeout=60)
-    assert process.returncode == 1
-    report = err[err.index("Root Cause (first observed failure)") :]
-    assert "rank      : 1 (local_rank: 1)" in report and "host      : " in report and "Signal 9" in report
+    err_after_a_kill(process, 1)
 
 
 def test_a_bug_on_one_rank_is_named_with_its_traceback(data, tmp_path):
