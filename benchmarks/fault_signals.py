@@ -1,0 +1,118 @@
+"""Ranks are killed or asked to stop: survived if the run ends as the undisturbed one. Part of benchmarks/faults.py."""
+
+from __future__ import annotations
+
+import shutil
+import signal
+from pathlib import Path
+
+from fault_campaign import Campaign, Outcomes
+from fault_runs import ITERATIONS, RANKS, Result, Run, enters
+
+SECONDS_TO_STOP = 10.0  # from SIGTERM until all is saved and all ranks have ended
+
+
+def disturbed(campaign: Campaign, folder: Path, faults: Outcomes) -> Outcomes:
+    pending = list(faults)
+    end, detail = campaign.finish(folder)
+    for outcome, what in pending:
+        yield (outcome if outcome != "survived" else end), f"{what}; {detail}"
+
+
+def kills(campaign: Campaign, folder: Path, at_most: int) -> Outcomes:
+    """SIGKILL to a rank at a time drawn from the whole run, start and saves included, up to 8 times."""
+
+    def faults() -> Outcomes:
+        for _ in range(min(at_most, 8)):
+            rank, after = campaign.rng.randrange(RANKS), campaign.rng.uniform(0.0, campaign.run_seconds)
+            run = campaign.start(folder, "--save-interval", str(campaign.rng.choice((1, 1, 2))))
+            where = run.hit(rank, signal.SIGKILL, after)
+            result = run.wait()
+            if where is None:
+                break  # it was over before
+            yield "hung" if result.hung else "survived", f"rank {rank} after {after:.2f} s, {where}"
+
+    yield from disturbed(campaign, folder, faults())
+
+
+def kills_in_a_place(campaign: Campaign, folder: Path, at_most: int) -> Outcomes:
+    """SIGKILL to a rank that builds the index, loads, evaluates or saves."""
+
+    def faults() -> Outcomes:
+        for place in places(campaign, at_most, "building the index", "load", "evaluation", "save"):
+            if place == "building the index":
+                shutil.rmtree(folder / "cache", ignore_errors=True)
+            run = campaign.start(folder, "--save-interval", "1")
+            hit = hit_in(campaign, run, place, signal.SIGKILL)
+            result = run.wait()
+            if hit is not None:
+                yield "hung" if result.hung else "survived", hit
+
+    yield from disturbed(campaign, folder, faults())
+
+
+def stops(campaign: Campaign, folder: Path, at_most: int) -> Outcomes:
+    """SIGTERM or SIGUSR1 to one rank at a time drawn from the steps."""
+
+    def faults() -> Outcomes:
+        for _ in range(min(at_most, 4)):
+            rank, number = campaign.rng.randrange(RANKS), campaign.rng.choice((signal.SIGTERM, signal.SIGUSR1))
+            run = campaign.start(folder, "--save-interval", "1000")
+            if not run.wait_for("consumed samples"):
+                result = run.wait()
+                if not result.well:
+                    yield "hung" if result.hung else "lost", f"no first step: status {result.codes}"
+                return  # else the run had come to its end before
+            where = run.hit(rank, number, campaign.rng.uniform(0.0, 0.1))
+            result = run.wait()
+            if where is None:
+                return
+            yield stopped(campaign, run, result), f"{number.name} to rank {rank}, {where}; status {result.codes}"
+
+    yield from disturbed(campaign, folder, faults())
+
+
+def stops_in_a_place(campaign: Campaign, folder: Path, at_most: int) -> Outcomes:
+    """SIGTERM to one rank, in any place of a run."""
+
+    def faults() -> Outcomes:
+        for place in places(campaign, at_most, "building the index", "load", "step", "evaluation", "save"):
+            if place == "building the index":
+                shutil.rmtree(folder / "cache", ignore_errors=True)
+            # An evaluation that alone takes longer than a run may take to stop.
+            run = campaign.start(
+                folder, "--save-interval", "3", slow={"evaluated micro-batch": 2.0} if place == "evaluation" else {}
+            )
+            hit = hit_in(campaign, run, place, signal.SIGTERM)
+            result = run.wait()
+            if hit is not None:
+                seconds = f"ended in {result.seconds_after_hit:.1f} s"
+                yield stopped(campaign, run, result), f"{hit}, {seconds}, status {result.codes}"
+
+    yield from disturbed(campaign, folder, faults())
+
+
+def places(campaign: Campaign, at_most: int, *places: str) -> list[str]:
+    """In the order in which a run of two starts and more comes by: the first has nothing to load."""
+    return campaign.rng.sample(places, k=len(places))[:at_most]
+
+
+def hit_in(campaign: Campaign, run: Run, place: str, number: signal.Signals) -> str | None:
+    """Send a signal to a rank that is in a place, for the first or second time; None if it never came there."""
+    rank = 0 if place == "building the index" else campaign.rng.randrange(RANKS)
+    ranks = range(RANKS) if place == "building the index" else [rank]
+    times = campaign.rng.choice((1, 2)) if place in ("step", "evaluation", "save") else 1
+    if not any(run.wait_for(enters(rank, place), times) for rank in ranks):
+        return None
+    where = run.hit(rank, number, campaign.rng.uniform(0.0, 0.02))
+    return None if where is None else f"{number.name} to rank {rank} for the {place}: {where}"
+
+
+def stopped(campaign: Campaign, run: Run, result: Result) -> str:
+    """Whether a run that was asked to stop had saved its last step, and ended in time."""
+    if result.hung or (result.seconds_after_hit or 0.0) > SECONDS_TO_STOP:
+        return "hung"
+    if "consumed samples" not in result.output:
+        return "survived"  # there was nothing to save
+    saved = "exiting program at iteration" in result.output or f"{ITERATIONS}/" in result.output
+    return "survived" if result.well and saved and "NOT SAVED" not in result.output else "lost"
