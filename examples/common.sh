@@ -150,8 +150,9 @@ launch_in_slurm() {
         wait "$ranks" || status=$?
     done
     trap : USR1
+    [ "$status" != 3 ] || return 3 # NaN, signalled or not: docs/reliability.md
     case ${stopped:-$status} in
-        0 | 2 | 3) return "$status" ;; # finished; a mistake in flags or files; NaN: docs/reliability.md
+        0 | 2) return "$status" ;; # finished; a mistake in flags or files
     esac
     [ "$(saved_iteration)" != "$before" ] ||
         fail "ended with status $status and saved nothing new: not started again. The reason is above"

@@ -105,7 +105,7 @@ def _check_meta(meta: Any) -> None:
             if isinstance(value, dict):
                 raise ValueError(f"{group}.{key} is {_short(value)}")
     for key, value in meta["counters"].items():
-        if type(value) not in _NUMBER or not 0 <= value < 2**63:
+        if type(value) not in _NUMBER or not _is_finite(value) or value < 0:
             raise ValueError(f"the counter {key} is {_short(value)}")
     _check_kinds("loss_scaler.", meta["loss_scaler"], _LOSS_SCALER)
     if not (_is_finite(meta["loss_scaler"]["scale"]) and meta["loss_scaler"]["scale"] > 0):

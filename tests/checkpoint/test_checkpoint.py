@@ -6,6 +6,7 @@ import contextlib
 import hashlib
 import io
 import json
+import math
 import resource
 import shutil
 import time
@@ -253,6 +254,17 @@ def test_what_is_no_checkpoint_is_one_clear_error(data, checkpoint, tmp_path):
     for (case, expected), (code, _, err) in zip(cases.items(), results, strict=True):
         assert code == 2, case
         assert err.startswith("error: ") and err.count("\n") == 1 and expected in err, f"{case}: {err}"
+
+
+def test_any_finite_average_of_the_loss_is_read_again(checkpoint, tmp_path):
+    copy = shutil.copytree(checkpoint / "iter_0000004", tmp_path / "iter_0000004")
+    for average in (0.0, 1e300):
+        _edit_meta(copy, lambda meta, average=average: meta["counters"].update(average_loss=average))
+        assert read_meta(copy)["counters"]["average_loss"] == average
+    for average in (math.inf, math.nan, -1.0):
+        _edit_meta(copy, lambda meta, average=average: meta["counters"].update(average_loss=average))
+        with pytest.raises(CheckpointError, match="the counter average_loss is"):
+            read_meta(copy)
 
 
 # Saving
