@@ -295,7 +295,7 @@ def test_slurm_job_that_gets_nowhere_is_not_started_again(slurm, tmp_path):
     saves = "echo 7 >$OUT/checkpoints/latest_checkpointed_iteration.txt"
     refused.write_text(f"#!/usr/bin/env bash\ntrap : USR1\nkill -USR1 $PPID\nsleep 1\n{saves}\nexit 3\n")
     assert subprocess.run([script], env=slurm, capture_output=True, timeout=300).returncode == 3
-    assert not (tmp_path / "q").exists()  # its parameters are NaN, and the time limit is near: it stays out of the queue
+    assert not (tmp_path / "q").exists()  # its parameters are NaN: back in the queue it would end so again
 
 
 # What stands beside the scripts
