@@ -1,0 +1,73 @@
+"""What calls of ZeroPP's methods leave behind: nothing shared with their caller, and nothing of the time before."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+
+from megatron_zpp.zeropp import LoCoConfig, ZeroPPConfig, apply_zeropp
+from tests.ranks import run_ranks
+
+DIFFERENCES = ZeroPPConfig(hpz_partition_size=2, weight_difference_bits=4, quantized_gradients=True, loco=LoCoConfig())
+
+
+def _build():
+    torch.manual_seed(0)
+    model = nn.Linear(128, 96)
+    fully_shard(model)
+    return model, apply_zeropp(model, DIFFERENCES), torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def _step(model, optimizer):
+    model(torch.ones(4, 128)).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def _train_on_a_loaded_state():
+    model, zeropp, optimizer = _build()
+    _step(model, optimizer)
+    state = {name: value.clone() for name, value in zeropp.state_dict().items()}
+    given = {name: value.clone() for name, value in state.items()}
+    zeropp.load_state_dict(given)
+    _step(model, optimizer)
+    _step(model, optimizer)
+    return [name for name in state if not given[name].equal(state[name])], list(state)
+
+
+def test_training_on_leaves_a_loaded_state_as_it_was():
+    changed, names = run_ranks(4, _train_on_a_loaded_state)[0]
+    assert not changed and any("copies" in name for name in names)
+
+
+def _invalidated_after_a_step():
+    """The largest distance of the gathered weights from those that were written after a step."""
+    model, zeropp, optimizer = _build()
+    _step(model, optimizer)
+    _step(model, optimizer)
+    with torch.no_grad():
+        model.weight.to_local().normal_().mul_(100)  # further away than 4 bits can say
+    zeropp.invalidate()
+    written = model.weight.full_tensor()
+    model.unshard()
+    gathered = model.weight.detach().clone()
+    model.reshard()
+    return (gathered - written).abs().max().item()
+
+
+def test_invalidated_weights_travel_in_full():
+    assert run_ranks(4, _invalidated_after_a_step)[0] == 0.0
+
+
+def _undone_before_anything():
+    model, zeropp, optimizer = _build()
+    zeropp.undo_step()
+    (reduce_scatter,) = zeropp._reduce_scatters.values()
+    before = reduce_scatter.hops.feedback["inter"].steps
+    _step(model, optimizer)
+    return before, reduce_scatter.hops.feedback["inter"].steps
+
+
+def test_an_undo_before_the_first_step_counts_no_step():
+    assert run_ranks(4, _undone_before_anything)[0] == (0, 1)
