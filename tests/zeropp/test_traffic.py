@@ -30,3 +30,13 @@ def test_only_the_last_rank_of_a_node_sends_to_another_one(num_nodes, ranks_per_
         on_gpu = Traffic()
         count_reduce_scatter(on_gpu, layout, torch.empty(25, device="meta"))
         assert on_gpu == gathered
+
+
+def test_an_evaluation_counts_only_what_stays():
+    layout, traffic = RankLayout(num_nodes=2, ranks_per_node=1, rank=0), Traffic()
+    with traffic.evaluating():
+        count_flat_ring(traffic, layout, 100)
+        count_reduce_scatter(traffic, layout, torch.empty(25))
+        assert traffic.take() == Traffic(0, 0)
+        count_flat_ring(traffic, layout, 100, stays=True)
+    assert traffic.take() == Traffic(0, 100)

@@ -190,6 +190,7 @@ def _refusals():
         _sharded_sibling_later,
         _other_collectives_later,
         _gathered_in_a_cuda_graph,
+        _gathered_without_hpz_in_a_cuda_graph,
         _reduced_in_a_cuda_graph,
     ):
         try:
@@ -222,10 +223,10 @@ def _mixed_dtypes():
     model(torch.ones(1, 4))
 
 
-def _with_a_sharded_part():
+def _with_a_sharded_part(config=ALL_FLAGS):
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     fully_shard(model[0])
-    apply_zeropp(model, ALL_FLAGS)
+    apply_zeropp(model, config)
     return model
 
 
@@ -259,10 +260,14 @@ def _capturing():
         yield
 
 
-def _gathered_in_a_cuda_graph():
-    model = _with_a_sharded_part()
+def _gathered_in_a_cuda_graph(config=ALL_FLAGS):
+    model = _with_a_sharded_part(config)
     with _capturing():
         model(torch.ones(1, 4))
+
+
+def _gathered_without_hpz_in_a_cuda_graph():
+    _gathered_in_a_cuda_graph(ZeroPPConfig(quantized_weights=True))
 
 
 def _reduced_in_a_cuda_graph():
@@ -283,7 +288,7 @@ def test_what_is_not_supported_is_refused_by_name():
     assert "fully_shard was called on the root module after apply_zeropp" in root
     assert "fully_shard was called on 1 after apply_zeropp" in sibling
     assert "the collectives of 0 were replaced" in collectives
-    assert len(graphs) == 2 and all("cannot be gathered or reduced in a CUDA graph" in message for message in graphs)
+    assert len(graphs) == 3 and all("cannot be gathered or reduced in a CUDA graph" in message for message in graphs)
 
 
 def _traffic(config, num_micro_batches):

@@ -325,6 +325,14 @@ def test_settings_without_effect_are_named(caplog):
     caplog.clear()
     emulate_zeropp(nn.Linear(32, 32), ZeroPPConfig(quantized_gradients=True, gradient_intra_bits=None), 1, 4)
     assert "qgZ has no effect on 4 data-parallel ranks on one node" in caplog.text and "matrices" not in caplog.text
+    alone = ZeroPPConfig(True), ZeroPPConfig(False, 2, weight_difference_bits=4), ZeroPPConfig(quantized_gradients=True)
+    for config in alone:
+        caplog.clear()
+        emulate_zeropp(model, config, 2, 2)
+        assert "matrices of the root module travel unquantized" in caplog.text
+    caplog.clear()
+    emulate_zeropp(model, ZeroPPConfig(False, 2), 2, 2)
+    assert "matrices" not in caplog.text
 
 
 def test_every_unit_has_a_topology():
