@@ -6,10 +6,13 @@ import contextlib
 import io
 import math
 import time
+from unittest.mock import patch
 
 import pytest
 
 from megatron_zpp.metrics.log_reader import parse_line
+from megatron_zpp.metrics.throughput import IntervalTimer
+from megatron_zpp.training import pretrain
 from megatron_zpp.training.pretrain import _batches, train
 from megatron_zpp.training.step import train_step
 from tests.ranks import run_ranks
@@ -44,6 +47,34 @@ def _logged(argvs: dict[str, list[str]]):
 @pytest.fixture(scope="module")
 def data(tmp_path_factory) -> str:
     return write_text(tmp_path_factory.mktemp("data"))
+
+
+def _logged_seconds(argv: list[str]) -> list[float]:
+    """Of each step, on a clock that only forward passes and saves move."""
+    run, _ = start(argv)
+    clock, save = [0.0], pretrain._save
+
+    def hook(model, inputs, losses):
+        clock[0] += 1.0 if model.training else 100.0
+
+    def slow_save(*arguments):
+        clock[0] += 1000.0
+        save(*arguments)
+
+    run.model.register_forward_hook(hook)
+    with (
+        patch.object(IntervalTimer, "_now", lambda timer: clock[0]),
+        patch.object(pretrain, "_save", slow_save),
+        contextlib.redirect_stdout(io.StringIO()) as out,
+    ):
+        train(run, 0.0)
+    lines = [line for text in out.getvalue().splitlines() if (line := parse_line(text)) is not None]
+    return [line["elapsed time per iteration (ms)"] / 1000 for line in lines]
+
+
+def test_evaluations_and_saves_are_no_time_of_training(data, tmp_path):
+    argv = flags(data, f"--eval-interval 1 --split 9,1,0 --save {tmp_path} --save-interval 2", length="--train-iters 4")
+    assert run_ranks(1, _logged_seconds, argv)[0] == [8.0] * 4  # micro-batches of a step
 
 
 @pytest.mark.long
