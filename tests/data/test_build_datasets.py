@@ -1,5 +1,6 @@
 """From flags to datasets: splits, blends, checks."""
 
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -111,6 +112,32 @@ def test_the_end_of_documents_is_looked_for_in_those_that_hold_any_token(tmp_pat
         for eod in (1, 2, 4):
             with pytest.raises(ValueError, match=f"no document of .* ends with {eod}, "):
                 check_end_of_document(indexed, SampleOptions(8, 1, eod=eod, **{name: True}))
+
+
+def test_data_without_the_end_of_documents_that_is_asked_for_is_refused(tmp_path):
+    options = SampleOptions(seq_length=128, seed=1234, eod=12345, reset_position_ids=True)
+    with pytest.raises(ValueError, match=r"no document of .* ends with 12345, "):
+        build_datasets(options, num_samples=(100, 0, 0), cache_path=str(tmp_path), data_path=[A], split="1")
+
+
+@pytest.mark.parametrize("weights", [["1", A, "2", B], [A, B]])
+def test_every_index_that_is_built_tells_of_all_its_rows(build, weights):
+    told = {}
+
+    @contextmanager
+    def progress(description, rows):
+        told[description] = [0, rows]
+
+        def advance(done):
+            told[description][0] += done
+
+        yield advance
+
+    build(data_path=weights, split="1", num_samples=(300, 0, 0), progress=progress)
+    assert sum("blend" in description for description in told) == 1 < len(told)
+    for description, (done, rows) in told.items():
+        more = 0 if "blend" in description or "token" in description else 4  # where each epoch's samples end
+        assert 0 < rows <= done <= rows + more, told
 
 
 def test_mock_data_is_the_same_everywhere_and_differs_by_sample(build):
