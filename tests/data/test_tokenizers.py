@@ -6,6 +6,8 @@ import json
 import os
 import sys
 import unicodedata
+from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 import sentencepiece
@@ -36,8 +38,7 @@ def byte_level_bpe(corpus):
     return tokenizer
 
 
-@pytest.fixture
-def sentencepiece_tokenizer(corpus, tmp_path):
+def write_sentencepiece_model(path: Path, corpus: Sequence[str], **special_ids: int) -> Path:
     model = io.BytesIO()
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=iter(corpus),
@@ -49,9 +50,23 @@ def sentencepiece_tokenizer(corpus, tmp_path):
         remove_extra_whitespaces=False,
         add_dummy_prefix=False,
         minloglevel=2,
+        **special_ids,
     )
-    (tmp_path / "t.model").write_bytes(model.getvalue())
-    return build_tokenizer("SentencePieceTokenizer", str(tmp_path / "t.model"))
+    path.write_bytes(model.getvalue())
+    return path
+
+
+@pytest.fixture
+def sentencepiece_tokenizer(corpus, tmp_path):
+    return build_tokenizer("SentencePieceTokenizer", str(write_sentencepiece_model(tmp_path / "t.model", corpus)))
+
+
+def test_a_sentencepiece_model_may_end_documents_with_its_first_id_but_must_have_one(corpus, tmp_path):
+    first = write_sentencepiece_model(tmp_path / "first.model", corpus, eos_id=0, unk_id=1, bos_id=2)
+    assert build_tokenizer("SentencePieceTokenizer", str(first)).eod == 0
+    without = write_sentencepiece_model(tmp_path / "without.model", corpus, eos_id=-1)
+    with pytest.raises(ValueError, match="has no end-of-sequence id to end documents with"):
+        build_tokenizer("SentencePieceTokenizer", str(without))
 
 
 @pytest.fixture
