@@ -14,6 +14,7 @@ import sentencepiece
 import tiktoken
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from tiktoken_ext import openai_public
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from tokenizers.processors import TemplateProcessing
 
@@ -165,6 +166,19 @@ def test_published_tiktoken_files_are_known_by_their_size(tmp_path, size):
     )
     assert tokenizer.tokenize(text) == own.encode(text)
     assert tokenizer.detokenize([*tokenizer.tokenize(text), vocab_size - 1]).startswith(text)
+
+
+@pytest.mark.parametrize(
+    "size, published",
+    [(50_256, "r50k_base"), (50_280, "p50k_base"), (100_256, "cl100k_base"), (199_998, "o200k_base")],
+)
+def test_what_is_known_of_published_files_is_what_tiktoken_says(size, published, monkeypatch):
+    monkeypatch.setattr(openai_public, "load_tiktoken_bpe", lambda *arguments, **more: {})  # would download the file
+    encoding = openai_public.ENCODING_CONSTRUCTORS[published]()
+    pattern, eod, vocab_size = TIKTOKEN_FILES[size]
+    special = encoding["special_tokens"]
+    assert eod == special["<|endoftext|>"]
+    assert vocab_size == (encoding.get("explicit_n_vocab") or max(special.values()) + 1)
 
 
 def test_the_names_of_patterns_are_patterns(tmp_path):
