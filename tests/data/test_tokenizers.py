@@ -175,7 +175,7 @@ def test_published_tiktoken_files_are_known_by_their_size(tmp_path, size):
 def test_what_is_known_of_published_files_is_what_tiktoken_says(size, published, monkeypatch):
     monkeypatch.setattr(openai_public, "load_tiktoken_bpe", lambda *arguments, **more: {})  # would download the file
     encoding = openai_public.ENCODING_CONSTRUCTORS[published]()
-    pattern, eod, vocab_size = TIKTOKEN_FILES[size]
+    _, eod, vocab_size = TIKTOKEN_FILES[size]
     special = encoding["special_tokens"]
     assert eod == special["<|endoftext|>"]
     assert vocab_size == (encoding.get("explicit_n_vocab") or max(special.values()) + 1)
