@@ -80,6 +80,25 @@ def test_a_job_that_is_killed_again_and_again_comes_to_its_end(tmp_path, undistu
     assert output(tmp_path) == undisturbed
 
 
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_bad_lines_that_come_only_after_a_kill_are_listed_alone(tmp_path, undisturbed):
+    (tmp_path / "in.jsonl").write_text("\n".join([*LINES, "no JSON"]) + "\n")  # in the second block
+    saved = {"skip_bad": True, "save_seconds": 0}
+    fatal = 1
+    while True:  # until it is killed with the first block saved
+        assert run_killed(lambda: run(job_in(tmp_path, **saved)), fatal) == -signal.SIGKILL
+        state = tmp_path / "out.unfinished.json"
+        if state.exists() and json.loads(state.read_text())["state"]["block"] == 1:
+            break
+        fatal += 1
+    run(job_in(tmp_path, **saved))
+    files = output(tmp_path)
+    listed = files.pop("out.bad_lines.txt").decode()
+    assert listed.startswith(f"{tmp_path}/in.jsonl:1201: ") and listed.count("\n") == 1
+    assert files == undisturbed
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 def test_an_old_output_stays_until_the_new_one_is_whole(tmp_path, undisturbed):
     run(job_in(tmp_path))
     old = output(tmp_path)
