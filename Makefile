@@ -9,7 +9,7 @@ READY := $(VENV)/.ready
 TORCH_INDEX ?= $(shell [ "$$(uname)" != Linux ] || command -v nvidia-smi >/dev/null || echo https://download.pytorch.org/whl/cpu)
 
 .DEFAULT_GOAL := help
-.PHONY: help quickstart test test-long test-lower-bound format clean
+.PHONY: help quickstart test test-long test-lower-bound test-cuda-build format clean
 
 help:  ## show this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 25
@@ -32,19 +32,31 @@ test: $(READY)  ## check formatting, lint and types, and run all tests but the l
 test-long: $(READY)  ## run the tests that make test leaves out for their time
 	$(PYTEST) -m long -o faulthandler_timeout=900
 
-# A copy of the tree has an environment and kernels of its own, since kernels fit one torch only. This torch wants a
-# setuptools older than the one in constraints.txt.
-LOWER_BOUND := build/lower-bound
+# Each in a copy of the tree with an environment and kernels of its own, since kernels fit one torch only: the oldest that
+# pyproject.toml allows. It wants a setuptools older than the one in constraints.txt. PyPI's torch is the CUDA build.
+test-lower-bound test-cuda-build: oldest = $(shell sed -n 's/^dependencies = \["torch>=\([0-9.]*\),.*/\1/p' pyproject.toml)
 
 test-lower-bound:  ## run the tests of ZeRO++ with the oldest torch that pyproject.toml allows
-	rm -rf $(LOWER_BOUND)/tests
-	mkdir -p $(LOWER_BOUND)
-	tar -c --exclude='*.so' Makefile pyproject.toml setup.py README.md LICENSE csrc megatron_zpp tests | tar -x -C $(LOWER_BOUND)
-	oldest=$$(sed -n 's/^dependencies = \["torch>=\([0-9.]*\),.*/\1/p' pyproject.toml); \
-	sed -e "s/^torch==.*/torch==$${oldest:?not found in pyproject.toml}/" -e 's/^setuptools==.*/setuptools>=77,<82/' constraints.txt > $(LOWER_BOUND)/constraints.txt
-	touch -r constraints.txt $(LOWER_BOUND)/constraints.txt
-	$(MAKE) -C $(LOWER_BOUND) $(READY)
-	cd $(LOWER_BOUND) && $(PYTEST) tests/zeropp
+test-lower-bound: COPY := build/lower-bound
+test-lower-bound: CHECK := true
+test-lower-bound: TESTED := tests/zeropp
+
+test-cuda-build:  ## build the CUDA kernels against torch for CUDA, and run what needs no GPU; needs nvcc
+test-cuda-build: COPY := build/cuda-build
+test-cuda-build: CHECK := $(VENV)/bin/python -c 'from megatron_zpp.zeropp import kernels; exit(not kernels.has_cuda and "error: the build left the CUDA kernels out")'
+test-cuda-build: TESTED := tests/zeropp/test_cuda_build.py
+test-cuda-build: TORCH_INDEX :=
+# The toolkit is where nvcc itself says: what lies on PATH may be a wrapper elsewhere.
+test-cuda-build: export CUDA_HOME ?= $(or $(realpath $(shell nvcc --dryrun -x cu /dev/null 2>&1 | sed -n 's/^#$$ TOP=//p')),$(error no nvcc: install the CUDA toolkit))
+
+test-lower-bound test-cuda-build:
+	rm -rf $(COPY)/tests
+	mkdir -p $(COPY)
+	tar -c --exclude='*.so' Makefile pyproject.toml setup.py README.md LICENSE csrc megatron_zpp tests | tar -x -C $(COPY)
+	sed -e "s/^torch==.*/torch==$(or $(oldest),$(error no oldest torch in pyproject.toml))/" -e 's/^setuptools==.*/setuptools>=77,<82/' constraints.txt > $(COPY)/constraints.txt
+	touch -r constraints.txt $(COPY)/constraints.txt
+	$(MAKE) -C $(COPY) $(READY) TORCH_INDEX=$(TORCH_INDEX)
+	cd $(COPY) && $(CHECK) && $(PYTEST) $(TESTED)
 
 format: $(READY)  ## format the code and fix what ruff can fix
 	$(VENV)/bin/ruff check --fix .

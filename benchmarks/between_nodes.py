@@ -33,6 +33,7 @@ MODEL = (
 QUANTIZED = "--zero-quantized-weights --zero-quantized-gradients"
 SETTINGS = {
     "ZeRO-3 bf16": "",
+    "HSDP bf16": "--num-distributed-optimizer-instances {N}",
     "hierarchy alone: hpZ, gradients once per step, bf16": "--zero-hpz-partition-size {P} --zero-quantized-gradients "
     "--zero-gradient-bits 0 --zero-gradient-intra-bits 0",
     "qwZ alone": "--zero-quantized-weights --zero-ranks-per-node {P}",
@@ -98,7 +99,7 @@ def measure(
         return
     tp_size = 2 if "tensor parallel 2" in name else 1
     data_parallel = ranks_per_node // tp_size  # of a node
-    flags = f"{MODEL} {SETTINGS[name].format(P=data_parallel)} --train-iters {steps}"
+    flags = f"{MODEL} {SETTINGS[name].format(P=data_parallel, N=nodes)} --train-iters {steps}"
     copies = nodes * data_parallel // (2 if name == STAGES else 1)  # of the model
     flags += f" --global-batch-size {copies * micro_batches}"
     command = [str(PROGRAM), *flags.split()]

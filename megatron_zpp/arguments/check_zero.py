@@ -16,6 +16,7 @@ def check_zero(zero: ZeroSettings, zeropp: ZeroPPConfig, fsdp_size: int, distrib
             f"{flag} {size} does not divide the {fsdp_size} rank(s) that shard the model; "
             f"choose one of {', '.join(map(str, divisors(fsdp_size)))}",
         )
+    _check_replicas(distributed, zero, zeropp, fsdp_size)
     if distributed.emulate_ranks is not None:
         per_node = fsdp_size // distributed.emulate_nodes
         require(
@@ -35,4 +36,37 @@ def check_zero(zero: ZeroSettings, zeropp: ZeroPPConfig, fsdp_size: int, distrib
         hpz_size == 1 or stage == 3,
         f"--zero-hpz-partition-size needs --zero-stage 3, got {stage}: below it parameters are gathered once "
         "per optimizer step anyway",
+    )
+
+
+def _check_replicas(distributed: DistributedSettings, zero: ZeroSettings, zeropp: ZeroPPConfig, fsdp_size: int) -> None:
+    """HSDP replaces what ZeRO++ does between nodes, and its shards must lie on nodes alike."""
+    replicas = distributed.num_distributed_optimizer_instances
+    if replicas == 1:
+        return
+    given = f"--num-distributed-optimizer-instances {replicas}"
+    require(
+        fsdp_size % replicas == 0,
+        f"{given} does not divide the {fsdp_size} rank(s) that shard the model; choose one of "
+        f"{', '.join(map(str, divisors(fsdp_size)))}",
+    )
+    require(zero.zero_stage >= 1, f"{given} divides those who share shards, and --zero-stage 0 has none; leave one out")
+    require(distributed.emulate_ranks is None, f"{given} cannot be emulated; leave --emulate-ranks or it out")
+    require(
+        not zeropp.enabled,
+        f"{given} (HSDP) sends nothing in low bits; leave it out, or --zero-quantized-weights, "
+        "--zero-hpz-partition-size and --zero-quantized-gradients",
+    )
+    if zeropp.ranks_per_node is not None:
+        check_replicas_on_nodes(replicas, fsdp_size, zeropp.ranks_per_node)
+
+
+def check_replicas_on_nodes(replicas: int, fsdp_size: int, ranks_per_node: int) -> None:
+    """Raise SettingsError if nodes of so many of the ranks that shard the model cut HSDP's replicas unevenly."""
+    size = fsdp_size // replicas
+    require(
+        ranks_per_node % size == 0 or size % ranks_per_node == 0,
+        f"--num-distributed-optimizer-instances {replicas} makes replicas of {size} ranks, and nodes have "
+        f"{ranks_per_node}: choose a number that makes one a multiple of the other, such as that of the nodes, "
+        f"{fsdp_size // ranks_per_node}",
     )

@@ -153,7 +153,7 @@ _ZERO = Section(
         "cpu_offload": Only((False,), "offloading is not supported; leave it out"),
         "cpu_offload_param": Only((False,), "offloading is not supported; leave it out"),
         "cpu_offload_use_pin_memory": NotNeeded("nothing is offloaded"),
-        "mics_shard_size": Only((-1,), "MiCS is not supported; for a copy in each node use zero_hpz_partition_size"),
+        "mics_shard_size": Only((-1,), "use --num-distributed-optimizer-instances, the ranks divided by this size"),
         "mics_hierarchical_params_gather": Only((False,), "MiCS is not supported; leave it out"),
         "reduce_bucket_size": _SCHEDULED_BY_FSDP2,
         "allgather_bucket_size": _SCHEDULED_BY_FSDP2,

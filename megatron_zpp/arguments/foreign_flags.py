@@ -152,7 +152,6 @@ REFUSED: dict[str, str] = {
     # Another way to shard
     **_refused("use --zero-stage 3", "--use-megatron-fsdp", "--use-custom-fsdp"),
     "--data-parallel-sharding-strategy": "use --zero-stage: 0 no_shard, 1 optim, 2 optim_grads, 3 optim_grads_params",
-    "--num-distributed-optimizer-instances": "use --zero-hpz-partition-size for a copy of the parameters in each node",
     **_refused(
         "FSDP2 communicates one transformer block at a time; leave it out",
         "--ddp-bucket-size",

@@ -40,7 +40,9 @@ class Mesh:
     """The grid as this rank sees it."""
 
     grid: DeviceMesh  # a dimension for each of AXES, of sizes from 1 on
-    fsdp: DeviceMesh  # SHARDED_AXES as one dimension: the ranks among which FSDP shards parameters
+    fsdp: DeviceMesh  # SHARDED_AXES as one dimension: the ranks over which FSDP averages gradients
+    # What fully_shard gets: fsdp, which holds one model; or [replicate, shard] (HSDP), each row of which holds one.
+    sharding: DeviceMesh
     emulated_ranks: int = 1  # data-parallel ranks that this process computes for, if it is the only one
 
     def sizes(self) -> dict[str, int]:
@@ -76,7 +78,7 @@ class Mesh:
 
     @property
     def fsdp_size(self) -> int:
-        """Shards of a parameter."""
+        """Ranks over which gradients are averaged."""
         return self.fsdp.size() * self.emulated_ranks
 
     @property
@@ -105,12 +107,18 @@ class Mesh:
         return self.grid.get_local_rank("tp")
 
 
-def build_mesh(device_type: str, sizes: Mapping[str, int] | None = None, emulated_ranks: int = 1) -> Mesh:
+def build_mesh(
+    device_type: str, sizes: Mapping[str, int] | None = None, emulated_ranks: int = 1, replicas: int = 1
+) -> Mesh:
     """Divide all ranks of the default process group, whose number must be a multiple of the product. Collective.
 
     sizes: of ``model_parallel_sizes``; an axis that is not in it has size 1, and dp what is left.
+    replicas: groups of ranks that each hold the whole of what FSDP shards; a divisor of the ranks of ``Mesh.fsdp``.
     """
     sizes = dict.fromkeys(AXES, 1) | dict(sizes or {})
     sizes["dp"] = dist.get_world_size() // math.prod(size for axis, size in sizes.items() if axis != "dp")
     grid = init_device_mesh(device_type, tuple(sizes[axis] for axis in AXES), mesh_dim_names=tuple(AXES))
-    return Mesh(grid, grid[SHARDED_AXES]._flatten("fsdp"), emulated_ranks)
+    fsdp = sharding = grid[SHARDED_AXES]._flatten("fsdp")
+    if replicas > 1:
+        sharding = fsdp._unflatten(0, (replicas, fsdp.size() // replicas), ("replicate", "shard"))
+    return Mesh(grid, fsdp, sharding, emulated_ranks)

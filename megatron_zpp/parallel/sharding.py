@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from megatron_zpp.models.transformer import Transformer
@@ -14,17 +13,12 @@ def shard_model(model: Transformer, mesh: Mesh, zero_stage: int, precision: Mixe
     """Shard ``model``, built on the meta device, in place: each of ``model.layers`` is a unit, the rest another.
 
     Stage 3 shards parameters too: they are gathered for each forward and backward pass. Stages 2 and 1 keep them from
-    the first forward pass of an optimizer step to its last backward pass. Stage 0 shards nothing, and
-    needs all ranks to be data-parallel.
+    the first forward pass of an optimizer step to its last backward pass. Stage 0 shards nothing: ``mesh`` must have a
+    replica for each rank.
     """
-    fsdp_mesh = mesh.fsdp
-    if zero_stage == 0:
-        # Replicas of shards of one rank: plain data parallelism with FSDP2's mixed precision.
-        names = ("replicate", "shard")
-        fsdp_mesh = init_device_mesh(mesh.fsdp.device_type, (mesh.fsdp.size(), 1), mesh_dim_names=names)
     for block in model.layers:
-        fully_shard(block, mesh=fsdp_mesh, mp_policy=precision, reshard_after_forward=zero_stage == 3)
-    fully_shard(model, mesh=fsdp_mesh, mp_policy=precision, reshard_after_forward=False)
+        fully_shard(block, mesh=mesh.sharding, mp_policy=precision, reshard_after_forward=zero_stage == 3)
+    fully_shard(model, mesh=mesh.sharding, mp_policy=precision, reshard_after_forward=False)
 
 
 def prepare_backward(model: nn.Module, zero_stage: int, is_last_micro_batch: bool) -> None:
@@ -33,6 +27,7 @@ def prepare_backward(model: nn.Module, zero_stage: int, is_last_micro_batch: boo
         return  # the ranks of a whole model are emulated
     if zero_stage <= 1:
         model.set_requires_gradient_sync(is_last_micro_batch)  # gradients stay whole until the last
+    model.set_requires_all_reduce(is_last_micro_batch)  # replicas add theirs up at the last
     if zero_stage <= 2:
         model.set_reshard_after_backward(is_last_micro_batch)  # and so do parameters
     model.set_is_last_backward(is_last_micro_batch)

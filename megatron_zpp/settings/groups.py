@@ -358,6 +358,12 @@ class DistributedSettings:
     distributed_timeout_minutes: float = flag(
         10.0, "time after which a stuck collective ends the run", at_least=0.01, at_most=525_600
     )
+    num_distributed_optimizer_instances: int = flag(
+        1,
+        "HSDP: so many groups of ranks, normally the nodes, each shard the whole model and add up their gradients once "
+        "per optimizer step; torchtitan's data_parallel_replicate_degree",
+        at_least=1,
+    )
     emulate_ranks: int | None = flag(
         None,
         "compute in this one process what so many data-parallel ranks would, bit for bit: docs/emulation.md",

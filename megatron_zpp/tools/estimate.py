@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 from megatron_zpp.architectures import ARCHITECTURES, Architecture
+from megatron_zpp.arguments.check_zero import check_replicas_on_nodes
 from megatron_zpp.arguments.parse import parse_settings
 from megatron_zpp.metrics.throughput import peak_tflops
 from megatron_zpp.models.transformer import Transformer
@@ -51,10 +52,16 @@ class Cluster:
     mfu: float  # share of it that the model's arithmetic reaches
     link_gbps: float  # Gbit/s that leave a node, all its links together
     ring_passes: int = 1  # of an unquantized reduce-scatter: gloo's is an all-reduce, 2
+    replicas: int = 1  # HSDP's: groups of ranks that each hold the whole model
 
     @property
     def world_size(self) -> int:
         return self.nodes * self.ranks_per_node
+
+    @property
+    def replica_size(self) -> int:
+        """Ranks that share the shards of one model."""
+        return self.world_size // self.replicas
 
 
 @dataclass(frozen=True)
@@ -146,6 +153,8 @@ def estimate(architecture: Architecture, settings: Settings, vocabulary: int, cl
             f"--ranks-per-node {cluster.ranks_per_node} is not what --zero-ranks-per-node or --zero-hpz-partition-size "
             "say; make them agree"
         )
+    if cluster.replicas > 1:
+        check_replicas_on_nodes(cluster.replicas, cluster.world_size, cluster.ranks_per_node)
     batches = BatchSchedule(
         training.global_batch_size,
         training.micro_batch_size,
@@ -161,7 +170,7 @@ def estimate(architecture: Architecture, settings: Settings, vocabulary: int, cl
         for _ in range(steps):
             samples += batches.global_batch_size(samples)
     model = architecture.build_model(settings.model, vocabulary)
-    units = [shards_of(parameters, cluster.world_size) for parameters in units_of(model)]
+    units = [shards_of(parameters, cluster.replica_size) for parameters in units_of(model)]
     micro_batches = batches.num_micro_batches(samples)
     return Estimate(
         cluster=cluster,
@@ -216,9 +225,9 @@ def _states(
         kept = 2 * hops[config.loco.hops] * error
         states[f"LoCo's errors, {config.loco.error_dtype}, and those before the step"] = kept
     if settings.zero.zero_stage < 3:
-        states["all parameters, gathered"] = weights.itemsize * cluster.world_size * shard
+        states["all parameters, gathered"] = weights.itemsize * cluster.replica_size * shard
     if settings.zero.zero_stage == 1 and micro_batches > 1:
-        states["gradients of earlier micro-batches, whole"] = gradients.itemsize * cluster.world_size * shard
+        states["gradients of earlier micro-batches, whole"] = gradients.itemsize * cluster.replica_size * shard
     return states
 
 
@@ -227,7 +236,7 @@ def _working_memory(
 ) -> dict[str, int]:
     """About what comes and goes within a step."""
     weights, gradients = (dtype.itemsize for dtype in _dtypes(settings))
-    root, block = (cluster.world_size * _numel(unit) for unit in units[:2])
+    root, block = (cluster.replica_size * _numel(unit) for unit in units[:2])
     gathered = weights * (root + 2 * block) if settings.zero.zero_stage == 3 else 0  # this block and the next one
     return {
         "gathered weights, gradients on their way": gathered + (weights + gradients) * (root + block),
@@ -267,7 +276,8 @@ def _sent_between_nodes(
     if cluster.nodes == 1:
         return {"weights": 0, "gradients": 0}
     weights, gradients = _dtypes(settings)
-    ring = cluster.nodes * (cluster.world_size - 1)  # times a shard: only the last rank of a node sends to another one
+    # Times a shard: only the last rank of a node sends to another one, and none where nodes hold whole replicas.
+    ring = cluster.nodes * (cluster.replica_size - 1) * (cluster.replica_size > cluster.ranks_per_node)
     pairs = cluster.world_size * (cluster.nodes - 1)
     stage, sent = settings.zero.zero_stage, {"weights": 0, "gradients": 0}
     for i, unit in enumerate(units):
@@ -286,6 +296,11 @@ def _sent_between_nodes(
         else:
             reductions = micro_batches if stage >= 2 else 1
             sent["gradients"] += cluster.ring_passes * reductions * ring * gradients.itemsize * _numel(unit)
+        if cluster.replicas > 1:
+            # A ring for each shard of a replica; of a node's replicas, only the last one sends to another node.
+            senders = min(cluster.world_size, cluster.nodes * cluster.replica_size)
+            piece = math.ceil(gradients.itemsize * _numel(unit) / cluster.replicas)
+            sent["gradients"] += senders * 2 * (cluster.replicas - 1) * piece
     return sent
 
 
@@ -371,7 +386,15 @@ def run(args: argparse.Namespace) -> tuple[Settings, Estimate]:
     if peak is None:
         raise ValueError(f"the peak of --gpu {args.gpu} is not known; give the trainer's --peak-tflops")
     gloo = settings.distributed.distributed_backend == "gloo"
-    cluster = Cluster(args.nodes, args.ranks_per_node, peak, args.mfu, args.link_gbps, ring_passes=2 if gloo else 1)
+    cluster = Cluster(
+        args.nodes,
+        args.ranks_per_node,
+        peak,
+        args.mfu,
+        args.link_gbps,
+        ring_passes=2 if gloo else 1,
+        replicas=settings.distributed.num_distributed_optimizer_instances,
+    )
     return settings, estimate(architecture, settings, args.vocabulary, cluster)
 
 

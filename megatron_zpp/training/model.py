@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from megatron_zpp.architectures import Architecture
+from megatron_zpp.arguments.check_zero import check_replicas_on_nodes
 from megatron_zpp.arguments.resolve_parallel import placement_of
 from megatron_zpp.metrics.progress import progress
 from megatron_zpp.models.activation_checkpoint import apply_activation_checkpointing
@@ -50,6 +51,7 @@ def build_model_on_ranks(
     """The model, sharded before it has storage, so that it never exists whole on one rank; whole if it emulates."""
     zero, ranks, precision = settings.zero, settings.distributed, mixed_precision(settings.precision)
     _check_nodes_alike(settings, mesh)
+    _check_replicas_on_nodes(settings, mesh)
     build = partial(_build_whole, architecture, settings, vocab_size, mesh)
     pipeline: Pipeline | None = None
     zeropp: ZeroPPInterface | None = None
@@ -99,6 +101,16 @@ def _check_nodes_alike(settings: Settings, mesh: Mesh) -> None:
                 "--tensor-model-parallel-size and --pipeline-model-parallel-size so that all are alike, or give "
                 "--zero-ranks-per-node"
             )
+
+
+def _check_replicas_on_nodes(settings: Settings, mesh: Mesh) -> None:
+    """Refuse nodes that cut HSDP's replicas unevenly; where flags say what a node is, ``parse_settings`` has."""
+    replicas = settings.distributed.num_distributed_optimizer_instances
+    if replicas == 1 or settings.zeropp.ranks_per_node is not None:
+        return
+    names = gather_node_names(mesh.fsdp.get_group())
+    with errors_on_all_ranks():
+        check_replicas_on_nodes(replicas, len(names), names.count(names[0]))
 
 
 def _check_memory(model: nn.Module, settings: Settings, device: torch.device) -> None:

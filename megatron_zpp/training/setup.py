@@ -97,7 +97,9 @@ def build_run(architecture: Architecture, settings: Settings, device: torch.devi
     """Build, on all ranks together, and load the checkpoint of ``--load`` if there is one."""
     training, ranks = settings.training, settings.distributed
     assert training.global_batch_size and training.micro_batch_size and training.seq_length  # by parse_settings
-    mesh = build_mesh(device.type, model_parallel_sizes(ranks), emulated_ranks=ranks.emulate_ranks or 1)
+    # Stage 0: shards of one rank each, that is plain data parallelism with FSDP2's mixed precision.
+    replicas = dist.get_world_size() if settings.zero.zero_stage == 0 else ranks.num_distributed_optimizer_instances
+    mesh = build_mesh(device.type, model_parallel_sizes(ranks), ranks.emulate_ranks or 1, replicas)
     batches = BatchSchedule(
         training.global_batch_size,
         training.micro_batch_size,

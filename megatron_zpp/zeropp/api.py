@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from .all_gather import HierarchicalAllGather, QuantizedAllGather
-from .collectives import PlainAllGather, PlainReduceScatter
+from .collectives import PlainAllGather, PlainReduceScatter, count_all_reduces
 from .config import ZeroPPConfig
 from .description import check_fingerprint, describe, fingerprint, warn
 from .fsdp_unit import FSDPUnit, find_units, follow_forward_passes
@@ -41,16 +41,19 @@ def apply_zeropp(
     """Replace the collectives of a ``fully_shard``-ed model by those that ``config`` asks for.
 
     Call it once, after the last ``fully_shard``, on all ranks alike: it makes process groups. Parts of ZeRO++
-    that are off leave FSDP2's own collectives in place, with their bytes counted.
+    that are off leave FSDP2's own collectives in place, with their bytes counted. That is all there is for HSDP meshes.
 
     ``pipeline``: the group of ranks that have the other stages of the model, each with a ``ZeroPP`` of its own.
     ``tensor_parallel``: the group of ranks that have the other parts of the same parameters. Both are for statistics.
-    Raises ValueError for models without FSDP2 units, HSDP meshes, unequal nodes, and sizes that do not divide.
+    Raises ValueError for models without FSDP2 units, ZeRO++ on HSDP meshes, unequal nodes, sizes that do not divide.
     """
     ranks_per_node = config.ranks_per_node
     if ranks_per_node is None and config.hpz_partition_size > 1:
         ranks_per_node = config.hpz_partition_size
     units = find_units(model, ranks_per_node)
+    for unit in units:
+        if config.enabled and unit.replicas is not None:
+            raise ValueError(f"{unit.label} is sharded over a two-dimensional (HSDP) mesh; ZeRO++ needs a flat one")
     zeropp = ZeroPP(model=model, units=units, config=config, pipeline=pipeline, tensor_parallel=tensor_parallel)
     groups = {*(topology.group for topology in zeropp.topologies), pipeline, tensor_parallel}
     if all(group is None or group.rank() == 0 for group in groups):  # one rank speaks for the job
@@ -102,6 +105,7 @@ class ZeroPP:
                 )
                 if hasattr(unit.module, "set_reduce_scatter_unused_params"):
                     unit.module.set_reduce_scatter_unused_params(True)
+            count_all_reduces(unit, self.traffic)
             unit.set_collectives(
                 self._all_gathers.get(unit.name, PlainAllGather(unit=unit, traffic=self.traffic)),
                 self._reduce_scatters.get(
@@ -118,7 +122,9 @@ class ZeroPP:
 
     def describe(self) -> str:
         """The nodes and ranks, and how weights and gradients travel: a line for each group that units live on."""
-        return describe(self.config, self.topologies)
+        replicas = {unit.replicas.world_size for unit in self.units if unit.replicas is not None}
+        more = [f"; in each of {number} replicas, whose gradients are added up" for number in replicas]
+        return "".join([describe(self.config, self.topologies), *more])
 
     def set_is_last_micro_batch(self, is_last: bool) -> None:
         """Say before a backward pass whether it is the optimizer step's last."""

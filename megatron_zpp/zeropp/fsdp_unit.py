@@ -28,6 +28,7 @@ class FSDPUnit(Unit):
 
     module: FSDPModule
     topology: Topology
+    replicas: Topology | None  # with HSDP: the ranks that hold the same shard, whose gradients FSDP2 all-reduces
     _param_group: Any = field(repr=False)
     _collectives: tuple[AllGather, ReduceScatter] | None = field(default=None, repr=False, init=False)
 
@@ -109,11 +110,21 @@ def find_units(model: nn.Module, ranks_per_node: int | None) -> list[FSDPUnit]:
     """
     units: list[FSDPUnit] = []
     topologies: dict[dist.ProcessGroup, Topology] = {}
-    for name, module, param_group in _find_param_groups(model):
-        group = param_group.mesh_info.shard_process_group
+
+    def topology_of(group: dist.ProcessGroup, ranks_per_node: int | None) -> Topology:
         if group not in topologies:
             topologies[group] = build_topology(group, ranks_per_node)
-        units.append(FSDPUnit(name, module, topologies[group], param_group))
+        return topologies[group]
+
+    for name, module, param_group in _find_param_groups(model):
+        mesh_info, per_node, replicas = param_group.mesh_info, ranks_per_node, None
+        size = mesh_info.shard_process_group.size()
+        if hasattr(mesh_info, "replicate_process_group"):
+            # Consecutive ranks share shards: a node has a part of them, or several times all.
+            replicas = topology_of(mesh_info.replicate_process_group, per_node and max(1, per_node // size))
+            per_node = per_node and min(per_node, size)
+        topology = topology_of(mesh_info.shard_process_group, per_node)
+        units.append(FSDPUnit(name, module, topology, replicas, param_group))
     return units
 
 
@@ -132,8 +143,10 @@ def _find_param_groups(model: nn.Module) -> list[tuple[str, FSDPModule, Any]]:
         raise ValueError("the model's FSDP2 units are on several devices; shard it over meshes of one device type")
     for name, _, param_group in found:
         label = name or "the root module"
-        if hasattr(param_group.mesh_info, "replicate_process_group"):
-            raise ValueError(f"{label} is sharded over a two-dimensional (HSDP) mesh; ZeRO++ needs a flat one")
+        if not hasattr(param_group.mesh_info, "shard_process_group"):
+            raise ValueError(f"{label} is replicated, not sharded: call fully_shard on it, not replicate")
+        if hasattr(param_group.mesh_info, "replicate_process_group") and param_group._all_reduce_hook is not None:
+            raise ValueError(f"{label} has an all-reduce hook already: apply ZeRO++ before set_all_reduce_hook")
         if not type(param_group._all_gather_comm).__module__.startswith("torch."):
             raise ValueError(f"{label} has a custom all-gather already: apply ZeRO++ once, to the whole model")
         if param_group._use_post_forward_mesh:

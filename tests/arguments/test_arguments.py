@@ -305,6 +305,12 @@ def test_reference_page_is_up_to_date():
         ("--zero-quantized-weights --zero-weight-bits 5", "--zero-weight-bits 5"),
         ("--zero-quantized-gradients --zeropp-loco --zeropp-loco-beta 1", "beta 1"),
         ("--zero-hpz-partition-size 2 --zero-ranks-per-node 4", "--zero-hpz-partition-size 2 --zero-ranks-per-node 4"),
+        # HSDP
+        ("--num-distributed-optimizer-instances 3", "--num-distributed-optimizer-instances 3 4 1, 2, 4"),
+        ("--num-distributed-optimizer-instances 2 --zero-stage 0", "instances 2 --zero-stage 0 none"),
+        ("--num-distributed-optimizer-instances 2 --zero-quantized-weights", "HSDP --zero-quantized-weights"),
+        ("--num-distributed-optimizer-instances 2 --zero-hpz-partition-size 2", "HSDP --zero-hpz-partition-size"),
+        ("--num-distributed-optimizer-instances 2 --zero-quantized-gradients", "HSDP --zero-quantized-gradients"),
         # data, checkpoints
         ("--data-path x", "--data-path --mock-data"),
         ("--save out", "--save --save-interval"),

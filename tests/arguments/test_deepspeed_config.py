@@ -263,7 +263,7 @@ def test_a_flag_that_repeats_the_file_is_fine(write):
         ({"zero_optimization": {"reduce_scatter": False}}, "zero_optimization.reduce_scatter false"),
         ({"zero_optimization": {"zero_quantized_nontrainable_weights": True}}, "zero_quantized_nontrainable_weights"),
         ({"zero_optimization": {"offload_param": {"device": "cpu"}}}, "zero_optimization.offload_param offloading"),
-        ({"zero_optimization": {"mics_shard_size": 8}}, "mics_shard_size 8 zero_hpz_partition_size"),
+        ({"zero_optimization": {"mics_shard_size": 8}}, "mics_shard_size 8 --num-distributed-optimizer-instances"),
         ({"fp16": {}}, "fp16.enabled missing"),
         ({"fp16": {"enabled": True, "consecutive_hysteresis": True}}, "fp16.consecutive_hysteresis"),
         ('{"gradient_clipping": NaN}', "gradient_clipping finite NaN"),

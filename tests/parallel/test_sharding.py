@@ -18,7 +18,8 @@ from tests.ranks import run_ranks
 def _sharded_gpt(stage: int) -> GPT:
     with torch.device("meta"):
         model = GPT(GPTConfig(2, 16, 2, 32, 8, attention_dropout=0.0, hidden_dropout=0.0))
-    shard_model(model, build_mesh("cpu"), stage, MixedPrecisionPolicy())
+    mesh = build_mesh("cpu", replicas=dist.get_world_size() if stage == 0 else 1)
+    shard_model(model, mesh, stage, MixedPrecisionPolicy())
     model.to_empty(device="cpu")
     init_weights(model, seed=1)
     return model

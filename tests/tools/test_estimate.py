@@ -23,6 +23,7 @@ from tests.training.small_run import flags, start, write_text
 
 SHAPE = "--hidden-size 72 --num-attention-heads 3 --micro-batch-size 1 --bf16 --distributed-backend gloo"
 ALL_FLAGS = "--zero-quantized-weights --zero-hpz-partition-size 2 --zero-quantized-gradients"
+REPLICAS = "--num-distributed-optimizer-instances"
 RECIPES = {
     "ZeRO-3": "--zero-ranks-per-node 2 --grad-reduce-in-bf16",
     "ZeRO-2": "--zero-stage 2 --zero-ranks-per-node 2",
@@ -32,9 +33,15 @@ RECIPES = {
     "all": f"{ALL_FLAGS} --zero-weight-block-size 0",
     "LoCo, both hops": f"{ALL_FLAGS} --zeropp-loco --zeropp-loco-hops both --hpz-secondary-dtype int8",
     "differences": f"{ALL_FLAGS} --zeropp-loco --zeropp-loco-error-dtype bf16 --zero-weight-difference-bits 4",
+    "HSDP, a replica on each node": f"{REPLICAS} 2 --zero-ranks-per-node 2 --micro-batch-size 2",
+    "HSDP, several on a node": f"{REPLICAS} 4 --zero-ranks-per-node 2 --zero-stage 2 --grad-reduce-in-bf16",
+    "HSDP, each over two nodes": f"{REPLICAS} 2 --zero-ranks-per-node 1",
     "LoCo on one node": "--zero-quantized-gradients --zeropp-loco --zeropp-loco-hops both --zero-ranks-per-node 4",
 }
-CLUSTERS = {"LoCo on one node": ["--nodes", "1", "--ranks-per-node", "4"]}  # the others: 2 nodes of 2 ranks
+CLUSTERS = {  # the others: 2 nodes of 2 ranks
+    "LoCo on one node": ["--nodes", "1", "--ranks-per-node", "4"],
+    "HSDP, each over two nodes": ["--nodes", "4", "--ranks-per-node", "1"],
+}
 
 
 def planned(argv: list[str], *more: str) -> estimate.Estimate:
@@ -184,6 +191,11 @@ def test_it_prints_what_it_counts(capsys, monkeypatch):
 def test_what_it_refuses(words, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         of_base(f"--train-iters 1 {words}")
+
+
+def test_it_refuses_nodes_that_cut_replicas():
+    with pytest.raises(ValueError, match=r"makes replicas of 3 ranks, and nodes have 2: .* of the nodes, 3"):
+        of_base(f"--train-iters 1 {REPLICAS} 2", "--nodes", "3")
 
 
 def test_an_unknown_gpu_needs_its_peak():

@@ -150,6 +150,7 @@ def test_checkpoints_pass_between_emulated_and_real_ranks(data, tmp_path, saves,
         ("--emulate-ranks 4 --zero-stage 1", 1, "emulates --zero-stage 2 and 3, got 1"),
         ("--emulate-ranks 8 --emulate-nodes 2 --zero-hpz-partition-size 2", 1, "must be 4 or 1"),
         ("--emulate-ranks 8 --emulate-nodes 2 --zero-ranks-per-node 2", 1, "4 or left out"),
+        ("--emulate-ranks 4 --num-distributed-optimizer-instances 2", 1, "cannot be emulated"),
         ("--emulate-ranks 3", 1, "global batch size 8 is not divisible"),
     ],
 )

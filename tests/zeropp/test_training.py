@@ -184,6 +184,7 @@ def _refusals():
     for build in (
         _without_fsdp,
         _hsdp,
+        _hsdp_with_a_hook,
         _post_forward_mesh,
         _mixed_dtypes,
         _sharded_root_later,
@@ -208,6 +209,13 @@ def _hsdp():
     model = nn.Linear(4, 4)
     fully_shard(model, mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")))
     apply_zeropp(model, ALL_FLAGS)
+
+
+def _hsdp_with_a_hook():
+    model = nn.Linear(4, 4)
+    fully_shard(model, mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")))
+    model.set_all_reduce_hook(lambda reduced: None)
+    apply_zeropp(model, ZeroPPConfig())
 
 
 def _post_forward_mesh():
@@ -280,9 +288,10 @@ def _reduced_in_a_cuda_graph():
 
 
 def test_what_is_not_supported_is_refused_by_name():
-    no_units, hsdp, post_forward, dtypes, root, sibling, collectives, *graphs = run_ranks(4, _refusals)[0]
+    no_units, hsdp, hook, post_forward, dtypes, root, sibling, collectives, *graphs = run_ranks(4, _refusals)[0]
     assert "call torch.distributed.fsdp.fully_shard on it first" in no_units
     assert "HSDP" in hsdp
+    assert "has an all-reduce hook already" in hook
     assert "reshard_after_forward=<int>" in post_forward
     assert "different dtypes" in dtypes
     assert "fully_shard was called on the root module after apply_zeropp" in root
