@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from .agreement import Agreement
 from .collectives import TorchAllocator, all_gather, count_flat_ring
 from .config import ZeroPPConfig
 from .fsdp_unit import AllGather, FSDPUnit, refuse_capture
@@ -65,9 +66,10 @@ class HierarchicalAllGather(QuantizedAllGather):
         traffic: Traffic,
         monitor: ErrorMonitor,
         unseen_changes: UnseenChanges,
+        agreement: Agreement | None,
     ) -> None:
         super().__init__(unit=unit, config=config, traffic=traffic, monitor=monitor)
-        self.unseen_changes = unseen_changes
+        self.unseen_changes, self.agreement = unseen_changes, agreement
         unseen_changes.units.append(unit)
         # [N, L] in the gather's dtype; with hpz_secondary_dtype "int8" uint8 [N, nbytes], as it arrived.
         self.secondary_partition: Tensor | None = None
@@ -90,6 +92,8 @@ class HierarchicalAllGather(QuantizedAllGather):
         kept_as = (input_tensor.dtype, input_tensor.device)
         if kept_as != self._kept_as:  # the model was cast or moved
             self.secondary_partition, self._kept_as = None, kept_as
+        if self.agreement is not None:  # before any collective that only some ranks may take part in
+            self.agreement.check(self.unit)
         self.unseen_changes.look_for(self.unit)
         changed = self.unit.parameters_changed()
         if not self.unit.keeps_copies:
