@@ -86,8 +86,8 @@ class HierarchicalAllGather(QuantizedAllGather):
         refuse_capture(self.unit)
         check_gathered(self.unit, input_tensor)
         # FSDP2 gathers on its own stream, but ``unshard()`` by hand on the current one: order the two by an event.
-        stream = torch.accelerator.current_stream() if input_tensor.device.type != "cpu" else None
-        if stream is not None and self._last_use is not None:
+        stream = torch.get_device_module(input_tensor.device).current_stream()
+        if self._last_use is not None:  # always None on a CPU, whose streams are one and have no events
             stream.wait_event(self._last_use)
         kept_as = (input_tensor.dtype, input_tensor.device)
         if kept_as != self._kept_as:  # the model was cast or moved
@@ -105,8 +105,7 @@ class HierarchicalAllGather(QuantizedAllGather):
         num_nodes, ranks_per_node = self.topology.num_nodes, self.topology.ranks_per_node
         output = output_tensor.view(num_nodes, ranks_per_node, input_tensor.numel())
         self._gather_within_node(self.secondary_partition, output)
-        if stream is not None:
-            self._last_use = stream.record_event()
+        self._last_use = stream.record_event()
         return None
 
     def forget_secondary_partition(self) -> None:
