@@ -74,7 +74,7 @@ class Loop:
 
 
 def accumulation(loop: Loop) -> None:
-    for _ in range(3):
+    for _ in range(2):
         loop.step()
 
 
