@@ -18,6 +18,10 @@ def check_zero(zero: ZeroSettings, zeropp: ZeroPPConfig, fsdp_size: int, distrib
         )
     _check_replicas(distributed, zero, zeropp, fsdp_size)
     if distributed.emulate_ranks is not None:
+        require(
+            not zeropp.check_agreement,
+            "--zero-check-agreement compares real ranks, and emulated ones are one process: leave it out",
+        )
         per_node = fsdp_size // distributed.emulate_nodes
         require(
             hpz_size in (1, per_node) and ranks_per_node in (None, per_node),

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from .agreement import Agreement
 from .collectives import TorchAllocator, all_gather, count_flat_ring
 from .config import ZeroPPConfig
 from .fsdp_unit import AllGather, FSDPUnit, refuse_capture
@@ -65,9 +66,10 @@ class HierarchicalAllGather(QuantizedAllGather):
         traffic: Traffic,
         monitor: ErrorMonitor,
         unseen_changes: UnseenChanges,
+        agreement: Agreement | None,
     ) -> None:
         super().__init__(unit=unit, config=config, traffic=traffic, monitor=monitor)
-        self.unseen_changes = unseen_changes
+        self.unseen_changes, self.agreement = unseen_changes, agreement
         unseen_changes.units.append(unit)
         # [N, L] in the gather's dtype; with hpz_secondary_dtype "int8" uint8 [N, nbytes], as it arrived.
         self.secondary_partition: Tensor | None = None
@@ -84,12 +86,14 @@ class HierarchicalAllGather(QuantizedAllGather):
         refuse_capture(self.unit)
         check_gathered(self.unit, input_tensor)
         # FSDP2 gathers on its own stream, but ``unshard()`` by hand on the current one: order the two by an event.
-        stream = torch.accelerator.current_stream() if input_tensor.device.type != "cpu" else None
-        if stream is not None and self._last_use is not None:
+        stream = torch.get_device_module(input_tensor.device).current_stream()
+        if self._last_use is not None:  # always None on a CPU, whose streams are one and have no events
             stream.wait_event(self._last_use)
         kept_as = (input_tensor.dtype, input_tensor.device)
         if kept_as != self._kept_as:  # the model was cast or moved
             self.secondary_partition, self._kept_as = None, kept_as
+        if self.agreement is not None:  # before any collective that only some ranks may take part in
+            self.agreement.check(self.unit)
         self.unseen_changes.look_for(self.unit)
         changed = self.unit.parameters_changed()
         if not self.unit.keeps_copies:
@@ -101,8 +105,7 @@ class HierarchicalAllGather(QuantizedAllGather):
         num_nodes, ranks_per_node = self.topology.num_nodes, self.topology.ranks_per_node
         output = output_tensor.view(num_nodes, ranks_per_node, input_tensor.numel())
         self._gather_within_node(self.secondary_partition, output)
-        if stream is not None:
-            self._last_use = stream.record_event()
+        self._last_use = stream.record_event()
         return None
 
     def forget_secondary_partition(self) -> None:

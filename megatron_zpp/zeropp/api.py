@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from .agreement import Agreement
 from .all_gather import HierarchicalAllGather, QuantizedAllGather
 from .collectives import PlainAllGather, PlainReduceScatter, count_all_reduces
 from .config import ZeroPPConfig
@@ -82,6 +83,7 @@ class ZeroPP:
         self._monitor, self._micro_batch = ErrorMonitor(), MicroBatch()
         self._passes = Passes(self._micro_batch)
         unseen_changes = {topology: UnseenChanges(topology, self._passes, self.traffic) for topology in self.topologies}
+        agreement = Agreement(units, self.traffic) if config.check_agreement else None
         # One: find_units refuses several.
         (self.device,) = {unit.device for unit in units}
         self._all_gathers: dict[str, QuantizedAllGather] = {}  # by unit, as the next
@@ -94,6 +96,7 @@ class ZeroPP:
                     traffic=self.traffic,
                     monitor=self._monitor,
                     unseen_changes=unseen_changes[unit.topology],
+                    agreement=agreement,
                 )
             elif config.quantized_weights and unit.topology.world_size > 1:
                 self._all_gathers[unit.name] = QuantizedAllGather(

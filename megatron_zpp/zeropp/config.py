@@ -21,6 +21,7 @@ def _flag(
     choices: tuple[str, ...] | None = None,
     needs: str | None = None,
     zero_is_none: bool = False,
+    repr: bool = True,
     **bounds: float,
 ) -> Any:
     """A field that is also the trainer's flag ``name``, which reads all of this from the field's metadata.
@@ -31,7 +32,7 @@ def _flag(
     metadata = dict(
         name=name, help=help, choices=choices, needs=needs, zero_is_none=zero_is_none, bounds=Bounds(**bounds)
     )
-    return dataclasses.field(default=default, metadata=metadata)
+    return dataclasses.field(default=default, repr=repr, metadata=metadata)
 
 
 @dataclass(frozen=True)
@@ -194,6 +195,13 @@ class ZeroPPConfig:
         "rotate gradients by 32 x 32 Hadamard matrices before they are quantized",
         needs="quantized_gradients",
     )
+    # Not in repr, by which saved state is told apart: it changes nothing that is kept.
+    check_agreement: bool = _flag(
+        "--zero-check-agreement",
+        False,
+        "for debugging: before each gather compare on all ranks whether parameters changed, and name those that differ",
+        repr=False,
+    )
     seed: int = 0  # of stochastic rounding; the trainer sets it to --seed
 
     def __post_init__(self) -> None:
@@ -222,6 +230,7 @@ class ZeroPPConfig:
                 ("weight_intra_bits", None),
                 ("weight_difference_bits", None),
                 ("hpz_secondary_dtype", "16bit"),
+                ("check_agreement", False),
             ):
                 if getattr(self, name) != off:
                     raise ValueError(f"{name} is about the secondary partition: set hpz_partition_size")

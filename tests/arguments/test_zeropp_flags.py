@@ -28,6 +28,7 @@ FLAGS = {  # name: type of a value, default, choices
     "--zero-weight-difference-bits": (int, None, None),
     "--zero-weight-difference-block-size": (int, 2048, None),
     "--zero-hadamard": (bool, False, None),
+    "--zero-check-agreement": (bool, False, None),
     "--zeropp-loco": (bool, False, None),
     "--zeropp-loco-beta": (float, 0.8, None),
     "--zeropp-loco-reset-interval": (int, 1024, None),

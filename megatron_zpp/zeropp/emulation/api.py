@@ -59,6 +59,8 @@ def emulate_zeropp(
             f"the emulated nodes have {ranks_per_node} ranks: hpz_partition_size {config.hpz_partition_size} must be "
             f"that or 1, and ranks_per_node {config.ranks_per_node} that or None"
         )
+    if config.check_agreement:
+        raise ValueError("check_agreement compares real ranks, and emulated ones are one process: leave it out")
     if zero_stage not in (2, 3):
         raise ValueError(f"stages 2 and 3 of ZeRO can be emulated, not stage {zero_stage}")
     emulated = EmulatedZeroPP(
