@@ -49,6 +49,19 @@ CASES = {
         None,
     ),
     "int8 copies": ("net", ZeroPPConfig(**ALL_FLAGS, **BLOCKS, hpz_secondary_dtype="int8", gradient_bits=None), None),
+    "int8 copies, differences, int8 sums": (
+        "net",
+        ZeroPPConfig(
+            **ALL_FLAGS,
+            **BLOCKS,
+            hpz_secondary_dtype="int8",
+            weight_difference_bits=4,
+            gradient_sum_dtype="int8",
+            loco=LoCoConfig(exact_undo=False),
+        ),
+        torch.bfloat16,
+    ),
+    "bf16 sums": ("net", ZeroPPConfig(**ALL_FLAGS, **BLOCKS, gradient_sum_dtype="bf16"), None),
     "no blocks": (
         "net",
         ZeroPPConfig(**ALL_FLAGS, weight_block_size=None, gradient_block_size=None, gradient_intra_bits=None),
