@@ -86,6 +86,10 @@ def resolve(
     with mistakes.collected():
         check_tensor_parallel(distributed, model, training.seq_length, activation.compile)
     with mistakes.collected():
+        require(
+            not (settings.zero.cpu_offload and settings.optimizer.use_apex),
+            "--use-apex steps on the GPU, --cpu-offload on the host; leave one out",
+        )
         check_zero(settings.zero, settings.zeropp, dp_size * distributed.context_parallel_size, distributed)
     mistakes.report()
     return settings, list(_notes(settings, set(given)))

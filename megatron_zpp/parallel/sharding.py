@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from megatron_zpp.models.transformer import Transformer
 from megatron_zpp.parallel.mesh import Mesh
 
 
-def shard_model(model: Transformer, mesh: Mesh, zero_stage: int, precision: MixedPrecisionPolicy) -> None:
+def shard_model(
+    model: Transformer, mesh: Mesh, zero_stage: int, precision: MixedPrecisionPolicy, offload: OffloadPolicy
+) -> None:
     """Shard ``model``, built on the meta device, in place: each of ``model.layers`` is a unit, the rest another.
 
     Stage 3 shards parameters too: they are gathered for each forward and backward pass. Stages 2 and 1 keep them from
@@ -22,9 +26,10 @@ def shard_model(model: Transformer, mesh: Mesh, zero_stage: int, precision: Mixe
         # Replicas of shards of one rank: plain data parallelism with FSDP2's mixed precision.
         names = ("replicate", "shard")
         fsdp_mesh = init_device_mesh(mesh.fsdp.device_type, (mesh.fsdp.size(), 1), mesh_dim_names=names)
+    shard = partial(fully_shard, mesh=fsdp_mesh, mp_policy=precision, offload_policy=offload)
     for block in model.layers:
-        fully_shard(block, mesh=fsdp_mesh, mp_policy=precision, reshard_after_forward=zero_stage == 3)
-    fully_shard(model, mesh=fsdp_mesh, mp_policy=precision, reshard_after_forward=False)
+        shard(block, reshard_after_forward=zero_stage == 3)
+    shard(model, reshard_after_forward=False)
 
 
 def prepare_backward(model: nn.Module, zero_stage: int, is_last_micro_batch: bool) -> None:

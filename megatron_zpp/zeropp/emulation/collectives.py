@@ -80,7 +80,7 @@ class EmulatedAllGather:
         else:
             arrived = self.encoder.copies_as_numbers(self.copies, dtype).to(dtype)
         within_node = self.encoder.within_node(dtype)
-        if within_node is None or not self._has_secondary or self.config.hpz_secondary_dtype == "int8":
+        if within_node is None or not self._has_secondary or self.encoder.keeps_wires:
             return arrived
         partitions = arrived.view(layout.num_nodes, layout.ranks_per_node, -1)  # [N, P, L]
         sent = [self.encoder.encode_within_node(partitions[:, p], within_node, p) for p in range(layout.ranks_per_node)]

@@ -307,6 +307,36 @@ def test_an_undone_step_leaves_no_trace(every_rank, loco, micro_batches, hops):
     assert all(value.equal(expected[name]) for name, value in state.items())
 
 
+def _begun_anew():
+    """State and gradients of a step: the first one, and one after another was thrown away and LoCo kept no copy."""
+    states = []
+    for steps in ([1], [0, 8, 1]):
+        model = build("net").eval()  # dropout would draw on
+        config = ZeroPPConfig(**ALL_FLAGS, **BLOCKS, loco=LoCoConfig(exact_undo=False))
+        emulated = emulate_zeropp(model, config, 2, 2, units=list(model.layers))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        for step in steps:
+            for rank, as_rank in enumerate(emulated.ranks):
+                with as_rank:
+                    (model(*micro_batch(step, 0, rank)).mean() * (1e30 if step == 8 else 1)).backward()
+            if step == 8:
+                emulated.undo_step()
+            if step == 0:
+                optimizer.step()
+                emulated.undo_step()  # too late: the optimizer has used what the errors went with
+                assert any(name.endswith(".error") for name in emulated.state_dict())
+            if step != 1:
+                model.zero_grad()
+        states.append(emulated.state_dict() | {n: p.grad for n, p in model.named_parameters() if p.grad is not None})
+    return states
+
+
+def test_without_a_copy_an_undone_step_lets_loco_begin_anew():
+    expected, state = run_ranks(1, _begun_anew)[0]
+    assert state.keys() == expected.keys() and any(name.endswith(".error") for name in state)
+    assert all(value.equal(expected[name]) for name, value in state.items())
+
+
 def test_wrong_use_is_refused():
     model = build("net")
     config = CASES["all flags"][1]
