@@ -66,8 +66,8 @@ SCALES = {
 class Arm:
     """One way to travel: its name in the tables, and its flags.
 
-    ``{half}`` stands for half of the scale's micro-batch size, ``{batch}`` for the samples of a step, ``{twice}`` for two
-    times as many. ``control``: the flags of the arm that it is compared with.
+    ``{half}`` stands for half of the scale's micro-batch size, ``{batch}`` for the samples of a step, ``{twice}`` for
+    two times as many. ``control``: the flags of the arm that it is compared with.
     """
 
     name: str

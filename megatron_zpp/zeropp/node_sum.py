@@ -64,7 +64,8 @@ class NodeSum:
 
 def round_to_bf16(values: Tensor, noise_seed: int) -> Tensor:
     """Round fp32 values to bf16 stochastically, with noise as that of quantization; NaN and Inf stay."""
-    # bf16 is the upper half of an fp32 number. Random bits added to the lower half carry into it as often as they should.
+    # bf16 is the upper half of an fp32 number. Random bits that are added to the lower half carry into it with the
+    # probability that the lower half asks for.
     noise = (counter_uniform(values.numel(), noise_seed, values.device) * 2**16).to(torch.int32).view(values.shape)
     upper = (values.view(torch.int32) + noise) & -(2**16)
     return torch.where(values.isfinite(), upper.view(torch.float32), values).to(torch.bfloat16)
