@@ -54,7 +54,7 @@ class ErrorFeedback:
         if is_last and config.reset == "hard" and interval is not None and self.steps >= interval:
             self.steps = 0
         else:
-            # Not over the old one: where a CUDA thread block has one large block of values, it reads the error three times.
+            # Not over the old one, which CUDA kernels for large or odd blocks read again after they wrote.
             new_error = torch.empty(*gradients.rows, self._format.nbytes, dtype=torch.uint8, device=gradients.device)
         if is_last and config.reset == "decay" and interval is not None:
             decay = 1 - 1 / interval

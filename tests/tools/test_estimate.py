@@ -1,6 +1,7 @@
 """What tools/estimate.py says a run needs is what real ranks then have and send."""
 
 import contextlib
+import gc
 import io
 import itertools
 import re
@@ -134,6 +135,8 @@ def _peaks(runs: dict[str, list[str]]) -> dict[str, int]:
                 train(run, time.monotonic())
         events = [e for e in counted.profiler.kineto_results.events() if e.name() == "[memory]"]
         peaks[name] = max(itertools.accumulate(e.nbytes() for e in sorted(events, key=lambda e: e.start_ns())))
+        del run, counted
+        gc.collect()  # a model and its hooks hold each other, and what is freed later would count for the next run
     return peaks
 
 
