@@ -38,7 +38,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="The study of docs/experiments.md.")
     commands = parser.add_subparsers(dest="command", required=True)
     run = commands.add_parser("run", help="train what is not in the results yet")
-    run.add_argument("experiments", nargs="*", metavar="E1…E5", help="default: all")
+    run.add_argument("experiments", nargs="*", metavar="E1…E6", help="default: all")
     run.add_argument("--match", default="", metavar="REGEX", help="only arms whose name or flags hold it")
     run.add_argument("--seeds", type=int, nargs="+", default=SEEDS)
     run.add_argument("--jobs", type=int, help="runs side by side; default as the scale says")
@@ -117,7 +117,8 @@ def flags_of(scale: Scale, arm: Arm) -> str:
         f"--hidden-dropout 0 --micro-batch-size {scale.micro_batch_size} --train-iters {scale.train_iters} "
         f"--eval-iters {scale.eval_iters} --eval-interval {scale.train_iters} --log-interval 20 --lr {scale.lr} "
         f"--min-lr {scale.lr / 10} --lr-decay-style cosine --lr-warmup-fraction 0.1 --adam-beta2 {scale.adam_beta2} "
-        f"--weight-decay 0.1 --num-workers 0 {arm.flags.format(half=scale.micro_batch_size // 2, batch=batch)}"
+        f"--weight-decay 0.1 --num-workers 0 "
+        f"{arm.flags.format(half=scale.micro_batch_size // 2, batch=batch, twice=2 * batch)}"
     )
 
 

@@ -66,8 +66,8 @@ SCALES = {
 class Arm:
     """One way to travel: its name in the tables, and its flags.
 
-    ``{half}`` stands for half of the scale's micro-batch size, ``{batch}`` for the samples of a step. ``control``: the
-    flags of the arm that it is compared with.
+    ``{half}`` stands for half of the scale's micro-batch size, ``{batch}`` for the samples of a step, ``{twice}`` for
+    two times as many. ``control``: the flags of the arm that it is compared with.
     """
 
     name: str
@@ -183,6 +183,17 @@ E4_SENSITIVITY = Group(
     recovers=True,
 )
 
+E6_RECIPE = (
+    f"{BF16} {differences(4)} {gradients(8, 4)} {loco(0.8, 'inter')} --micro-batch-size {{half}} "
+    "--global-batch-size {twice}"
+)
+INT8_COPIES = "--zero-quantized-weights --hpz-secondary-dtype int8"
+
+
+def _less_memory(name: str, flags: str) -> Arm:
+    return Arm(name, f"{E6_RECIPE} {flags}", control=E6_RECIPE)
+
+
 EXPERIMENTS = {
     "E1": Experiment(
         "Weights as low-bit integers (qwZ)",
@@ -290,6 +301,20 @@ EXPERIMENTS = {
                         "int4 differences, 8-2 gradients, LoCo between nodes",
                         f"{BF16} {differences(4)} {gradients(8, 2)} {loco(0.8, 'inter')}",
                     ),
+                ),
+            ),
+        ),
+    ),
+    "E6": Experiment(
+        "Less memory",
+        (
+            Group(
+                "int4 differences, 8-4 gradients, LoCo between nodes, 4 micro-batches",
+                (
+                    Arm("sums in fp32", E6_RECIPE, control=E6_RECIPE),
+                    _less_memory("sums in bf16", "--zero-gradient-sum-dtype bf16"),
+                    _less_memory("sums in int8", "--zero-gradient-sum-dtype int8"),
+                    _less_memory("sums and copies in int8", f"--zero-gradient-sum-dtype int8 {INT8_COPIES}"),
                 ),
             ),
         ),

@@ -39,10 +39,10 @@
 # (an MFU of 40 % is assumed, activations are about right, and nothing of it was measured on GPUs):
 #   RECIPE=zero3: 14 GB a GPU; a node sends 3.8 GB per step in 0.3 s, computing takes 0.6 s; 9.9 to 15 hours
 #   RECIPE=zeropp: 14 GB a GPU; a node sends 0.27 GB per step in 0.022 s, computing takes 0.6 s; 9.9 to 10 hours
-#   RECIPE=loco: 15 GB a GPU; a node sends 0.27 GB per step in 0.022 s, computing takes 0.6 s; 9.9 to 10 hours
+#   RECIPE=loco: 14 GB a GPU; a node sends 0.27 GB per step in 0.022 s, computing takes 0.6 s; 9.9 to 10 hours
 #   RECIPE=recommended: 14 GB a GPU; a node sends 0.18 GB per step in 0.015 s, computing takes 0.6 s; 9.9 to 10 hours
 #   RECIPE=zero3 OPTIMIZER=sgd: 14 GB a GPU; a node sends 3.8 GB per step in 0.3 s, computing takes 0.6 s; 9.9 to 15 hours
-#   RECIPE=loco OPTIMIZER=sgd: 15 GB a GPU; a node sends 0.27 GB per step in 0.022 s, computing takes 0.6 s; 9.9 to 10 hours
+#   RECIPE=loco OPTIMIZER=sgd: 14 GB a GPU; a node sends 0.27 GB per step in 0.022 s, computing takes 0.6 s; 9.9 to 10 hours
 set -euo pipefail
 cd "${SLURM_SUBMIT_DIR:-$(dirname "${BASH_SOURCE[0]}")/../..}"
 source examples/common.sh

@@ -39,7 +39,7 @@
 # (an MFU of 40 % is assumed, activations are about right, and nothing of it was measured on GPUs):
 #   RECIPE=zero3: 17 GB a GPU; a node sends 17 GB per step in 1.3 s, computing takes 2.8 s; 0.92 to 1.4 days
 #   RECIPE=zeropp: 18 GB a GPU; a node sends 0.59 GB per step in 0.047 s, computing takes 2.8 s; 22 hours
-#   RECIPE=loco: 20 GB a GPU; a node sends 0.59 GB per step in 0.047 s, computing takes 2.8 s; 22 hours
+#   RECIPE=loco: 19 GB a GPU; a node sends 0.59 GB per step in 0.047 s, computing takes 2.8 s; 22 hours
 #   RECIPE=recommended: 18 GB a GPU; a node sends 0.4 GB per step in 0.032 s, computing takes 2.8 s; 22 hours
 set -euo pipefail
 cd "${SLURM_SUBMIT_DIR:-$(dirname "${BASH_SOURCE[0]}")/../..}"

@@ -28,6 +28,10 @@ def check_zero(zero: ZeroSettings, zeropp: ZeroPPConfig, fsdp_size: int, distrib
             f"--emulate-ranks {fsdp_size} on --emulate-nodes {distributed.emulate_nodes} are {per_node} a node: "
             f"--zero-hpz-partition-size must be {per_node} or 1, and --zero-ranks-per-node {per_node} or left out",
         )
+    require(
+        not zero.cpu_offload or (stage >= 1 and distributed.emulate_ranks is None),
+        "--cpu-offload moves the shards of real ranks at --zero-stage 1, 2 or 3 to host memory; leave it out",
+    )
     for flag, is_on in (
         ("--zero-quantized-weights", zeropp.quantized_weights),
         ("--zero-quantized-gradients", zeropp.quantized_gradients),

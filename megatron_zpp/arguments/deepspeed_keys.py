@@ -107,6 +107,12 @@ def _power_of_two(value: Any) -> float:
     return 2.0 ** int(value)
 
 
+def _offload_device(value: Any) -> bool:
+    if value not in ("none", "cpu"):
+        raise ValueError("must be none or cpu")
+    return bool(value == "cpu")
+
+
 def _pair(value: Any) -> tuple[float, float]:
     if not isinstance(value, list) or len(value) != 2:
         raise ValueError("must be a list of two numbers")
@@ -126,7 +132,17 @@ def _optimizer(value: Any) -> str:
 _SCHEDULED_BY_FSDP2 = NotNeeded("FSDP2 communicates one transformer block at a time and prefetches the next")
 _MEMORY_BY_FSDP2 = NotNeeded("FSDP2 lays out and frees its own memory")
 _CHECKPOINTS = NotNeeded("checkpoints are sharded and load on any number of ranks")
-_NO_OFFLOAD = Off("offloading is not supported; set device to none", switch="device")
+_PINNED = NotNeeded("host memory is pinned where there is a GPU")
+# FSDP2 offloads parameters, gradients and optimizer state, or none of them: the two sections must agree.
+_OFFLOAD = Section(
+    {
+        "device": _sets("cpu_offload", _offload_device),
+        "pin_memory": _PINNED,
+        "ratio": Only((1,), "all of it is offloaded; leave it out"),
+        **{name: _MEMORY_BY_FSDP2 for name in ("buffer_count", "buffer_size", "max_in_cpu", "fast_init")},
+        **{name: NotNeeded("nothing is kept on NVMe") for name in ("nvme_path", "pipeline_read", "pipeline_write")},
+    }
+)
 _LOGGED_BY_FLAGS = NotNeeded("what is logged, and how often, is --log-interval, --log-throughput and their kin")
 
 _LOCO = Section(
@@ -148,11 +164,11 @@ _ZERO = Section(
         "zero_quantized_nontrainable_weights": Only((False,), "frozen weights are not supported; leave it out"),
         "reduce_scatter": Only((True,), "gradients are always reduce-scattered; leave it out"),
         "allgather_partitions": Only((True,), "parameters are always all-gathered; leave it out"),
-        "offload_param": _NO_OFFLOAD,
-        "offload_optimizer": _NO_OFFLOAD,
-        "cpu_offload": Only((False,), "offloading is not supported; leave it out"),
-        "cpu_offload_param": Only((False,), "offloading is not supported; leave it out"),
-        "cpu_offload_use_pin_memory": NotNeeded("nothing is offloaded"),
+        "offload_param": _OFFLOAD,
+        "offload_optimizer": _OFFLOAD,
+        "cpu_offload": _sets("cpu_offload", boolean),
+        "cpu_offload_param": _sets("cpu_offload", boolean),
+        "cpu_offload_use_pin_memory": _PINNED,
         "mics_shard_size": Only((-1,), "use --num-distributed-optimizer-instances, the ranks divided by this size"),
         "mics_hierarchical_params_gather": Only((False,), "MiCS is not supported; leave it out"),
         "reduce_bucket_size": _SCHEDULED_BY_FSDP2,
@@ -318,7 +334,7 @@ TOP = Section(
         "disable_allgather": Only((False,), _UNSUPPORTED),
         "activation_checkpointing": _ACTIVATIONS,
         "zero_allow_untested_optimizer": NotNeeded("every --optimizer works with every --zero-stage"),
-        "zero_force_ds_cpu_optimizer": NotNeeded("nothing is offloaded"),
+        "zero_force_ds_cpu_optimizer": NotNeeded("with --cpu-offload torch's fused optimizer runs on the host"),
         "steps_per_print": _LOGGED_BY_FLAGS,
         "wall_clock_breakdown": _LOGGED_BY_FLAGS,
         "memory_breakdown": _LOGGED_BY_FLAGS,
@@ -337,7 +353,7 @@ TOP = Section(
                 "use_node_local_storage": Only((False,), _UNSUPPORTED),
             }
         ),
-        "aio": NotNeeded("nothing is offloaded"),
+        "aio": NotNeeded("nothing is kept on NVMe"),
         **{
             name: Off(_UNSUPPORTED)
             for name in (

@@ -88,7 +88,7 @@ NOT_NEEDED: dict[str, NotNeeded] = {
     "--expert-model-parallel-size": NotNeeded(_NO_MOE, ("1",)),
     "--expert-tensor-parallel-size": NotNeeded(_NO_MOE, ("1",)),
     "--moe-expert-parallel-size": NotNeeded(_NO_MOE, ("1",)),
-    "--remote-device": NotNeeded("nothing is offloaded", ("none",)),
+    "--remote-device": NotNeeded("what is offloaded is chosen by --cpu-offload", ("none",)),
     # Training
     **_same(
         "what is recomputed is chosen by --checkpoint-activations or --recompute-granularity",
@@ -117,7 +117,7 @@ NOT_NEEDED: dict[str, NotNeeded] = {
 }
 
 _LATER = "it does not exist here; leave it out"
-_NO_OFFLOAD = "nothing is offloaded; leave it out"
+_NO_OFFLOAD = "activations and checkpoints are not offloaded; leave it out"
 
 REFUSED: dict[str, str] = {
     # Renamed
@@ -167,7 +167,9 @@ REFUSED: dict[str, str] = {
     "--num-virtual-stages-per-pipeline-rank": "use --num-layers-per-virtual-pipeline-stage",
     "--pipeline-model-parallel-layout": "use --decoder-first-pipeline-num-layers and its like for the last",
     "--enable-zbh1-pipeline": "use --pipeline-schedule zero-bubble",
-    **_refused(_NO_OFFLOAD, "--cpu-optimizer", "--use-pin-memory", "--cpu-offloading", "--optimizer-cpu-offload"),
+    "--cpu-offloading": _NO_OFFLOAD,
+    **_refused("use --cpu-offload, for parameters and gradients too", "--cpu-optimizer", "--optimizer-cpu-offload"),
+    "--use-pin-memory": "leave it out: --cpu-offload pins host memory where there is a GPU",
     # Models that do not exist here
     **_refused(
         "mixtures of experts are not supported; leave it out",

@@ -33,6 +33,7 @@ from megatron_zpp.settings.groups import (
     TrainingSettings,
     all_flags,
 )
+from megatron_zpp.zeropp.config import ZeroPPConfig
 
 
 def resolve(
@@ -74,7 +75,7 @@ def resolve(
         activation=activation,
         precision=precision,
         tokenizer=tokenizer,
-        zeropp=dataclasses.replace(settings.zeropp, seed=training.seed),
+        zeropp=_resolve_zeropp(settings.zeropp, training, precision),
     )
     assert training.seq_length
     with mistakes.collected():
@@ -85,6 +86,10 @@ def resolve(
     with mistakes.collected():
         check_tensor_parallel(distributed, model, training.seq_length, activation.compile)
     with mistakes.collected():
+        require(
+            not (settings.zero.cpu_offload and settings.optimizer.use_apex),
+            "--use-apex steps on the GPU, --cpu-offload on the host; leave one out",
+        )
         check_zero(settings.zero, settings.zeropp, dp_size * distributed.context_parallel_size, distributed)
     mistakes.report()
     return settings, list(_notes(settings, set(given)))
@@ -141,6 +146,18 @@ def _check_batches_and_schedule(settings: Settings, dp_size: int) -> None:
             check_pipeline_batches(settings.distributed, batches)
     except ValueError as error:
         raise SettingsError(str(error)) from error
+
+
+# ZeRO++
+
+
+def _resolve_zeropp(config: ZeroPPConfig, training: TrainingSettings, precision: PrecisionSettings) -> ZeroPPConfig:
+    loco = config.loco
+    if loco is not None:
+        # In other runs a NaN or Inf undoes a step, which is rare, and LoCo then begins anew.
+        undoes_steps = precision.fp16 or training.loss_spike_factor is not None
+        loco = dataclasses.replace(loco, exact_undo=undoes_steps)
+    return dataclasses.replace(config, seed=training.seed, loco=loco)
 
 
 # Precision and memory

@@ -66,10 +66,10 @@ def local_part(tensor: Tensor) -> Tensor:
 
 
 def _default_device(parameters: Sequence[Tensor]) -> torch.device:
-    """Where this rank's number goes to be gathered: to the parameters, or, if it has none, where torch's group can."""
-    if parameters:
-        return parameters[0].device
-    return torch.device("cuda" if dist.is_initialized() and dist.get_backend() == "nccl" else "cpu")
+    """Where this rank's number goes to be gathered: to its GPU for NCCL, else to the parameters, if it has any."""
+    if dist.is_initialized() and dist.get_backend() == "nccl":
+        return torch.device("cuda", torch.cuda.current_device())  # the parameters may be in host memory
+    return parameters[0].device if parameters else torch.device("cpu")
 
 
 def _over_all_ranks(

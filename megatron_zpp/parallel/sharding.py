@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from torch import nn
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from megatron_zpp.models.transformer import Transformer
 from megatron_zpp.parallel.mesh import Mesh
 
 
-def shard_model(model: Transformer, mesh: Mesh, zero_stage: int, precision: MixedPrecisionPolicy) -> None:
+def shard_model(
+    model: Transformer, mesh: Mesh, zero_stage: int, precision: MixedPrecisionPolicy, offload: OffloadPolicy
+) -> None:
     """Shard ``model``, built on the meta device, in place: each of ``model.layers`` is a unit, the rest another.
 
     Stage 3 shards parameters too: they are gathered for each forward and backward pass. Stages 2 and 1 keep them from
     the first forward pass of an optimizer step to its last backward pass. Stage 0 shards nothing: ``mesh`` must have a
     replica for each rank.
     """
+    shard = partial(fully_shard, mesh=mesh.sharding, mp_policy=precision, offload_policy=offload)
     for block in model.layers:
-        fully_shard(block, mesh=mesh.sharding, mp_policy=precision, reshard_after_forward=zero_stage == 3)
-    fully_shard(model, mesh=mesh.sharding, mp_policy=precision, reshard_after_forward=False)
+        shard(block, reshard_after_forward=zero_stage == 3)
+    shard(model, reshard_after_forward=False)
 
 
 def prepare_backward(model: nn.Module, zero_stage: int, is_last_micro_batch: bool) -> None:

@@ -205,6 +205,9 @@ class ZeroSettings:
     zero_stage: int = flag(
         3, "what is sharded: 0 nothing, 1 optimizer state, 2 and gradients, 3 and parameters", at_least=0, at_most=3
     )
+    cpu_offload: bool = flag(
+        False, "keep parameters, gradients and optimizer state in host memory, and let the optimizer step there"
+    )
     zero_monitor_interval: int | None = flag(
         None, "optimizer steps between samples of quantization errors, for the log", at_least=1
     )

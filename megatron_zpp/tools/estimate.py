@@ -14,6 +14,7 @@ import argparse
 import math
 import sys
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -76,6 +77,7 @@ class Estimate:
     flops_per_token: float
     states: dict[str, int]
     working: dict[str, int]
+    host: dict[str, int]  # states that are kept in the host's memory instead of the device's
     sent_between_nodes: dict[str, int]
 
     @property
@@ -172,6 +174,7 @@ def estimate(architecture: Architecture, settings: Settings, vocabulary: int, cl
     model = architecture.build_model(settings.model, vocabulary)
     units = [shards_of(parameters, cluster.replica_size) for parameters in units_of(model)]
     micro_batches = batches.num_micro_batches(samples)
+    states, host = _states(settings, config, units, cluster, micro_batches)
     return Estimate(
         cluster=cluster,
         parameters=sum(p.numel() for p in model.parameters()),
@@ -179,8 +182,9 @@ def estimate(architecture: Architecture, settings: Settings, vocabulary: int, cl
         steps=steps,
         micro_batches=micro_batches,
         flops_per_token=architecture.flops_per_token(model.config, training.seq_length),
-        states=_states(settings, config, units, cluster, micro_batches),
+        states=states,
         working=_working_memory(architecture, settings, model, units, cluster),
+        host=host,
         sent_between_nodes=_sent_between_nodes(settings, config, units, cluster, micro_batches),
     )
 
@@ -197,38 +201,51 @@ def _dtypes(settings: Settings) -> tuple[torch.dtype, torch.dtype]:
 
 def _states(
     settings: Settings, config: ZeroPPConfig, units: list[Shards], cluster: Cluster, micro_batches: int
-) -> dict[str, int]:
-    """What a rank keeps from step to step, the gradients included."""
+) -> tuple[dict[str, int], dict[str, int]]:
+    """What a rank keeps from step to step, gradients and their sums included: on the device, and in host memory."""
     shard = sum(map(_numel, units))
     nodes = cluster.nodes
     weights, gradients = _dtypes(settings)
     state_tensors = OPTIMIZERS[settings.optimizer.optimizer].state_tensors(settings.optimizer)
-    states = {
-        "parameters, fp32": 4 * shard,
-        "gradients, fp32": 4 * shard,
-        f"{settings.optimizer.optimizer}'s state, fp32": 4 * state_tensors * shard,
-    }
+    states: dict[str, int] = {}
+    host: dict[str, int] = {}
+    (host if settings.zero.cpu_offload else states).update(
+        {
+            "parameters, fp32": 4 * shard,
+            "gradients, fp32": 4 * shard,
+            f"{settings.optimizer.optimizer}'s state, fp32": 4 * state_tensors * shard,
+        }
+    )
     if config.hpz_partition_size > 1 and nodes > 1:
+        copy = weights.itemsize * shard
         if config.hpz_secondary_dtype == "int8":
-            copy = sum(_weights_format(config, unit, weights).nbytes for unit in units)
-        else:
-            copy = weights.itemsize * shard
+            blocks = (config.weight_bits, config.weight_block_size)
+            copy = sum(wire_format(unit, *blocks, weights).nbytes for unit in units)
         states[f"hpZ's secondary partition, {config.hpz_secondary_dtype}"] = nodes * copy
     if config.quantized_gradients and micro_batches > 1:
-        states["gradients of earlier micro-batches, summed within the node, fp32"] = 4 * nodes * shard
+        kept = {"fp32": 4 * shard, "bf16": 2 * shard, "int8": sum(map(partial(_int8_sum, config), units))}
+        dtype = config.gradient_sum_dtype
+        where = host if config.offload_gradient_sums else states
+        where[f"gradients of earlier micro-batches, summed within the node, {dtype}"] = nodes * kept[dtype]
     hops = {"inter": nodes * (nodes > 1)}
     hops["both"] = hops["inter"] + cluster.world_size * (cluster.ranks_per_node > 1)
     if config.loco is not None and hops[config.loco.hops]:
-        bits, dtype = ERROR_FORMATS[config.loco.error_dtype]
-        error = sum(wire_format(unit, bits, config.gradient_block_size, dtype).nbytes for unit in units)
-        # One to go on with, one to return to when a step is undone.
-        kept = 2 * hops[config.loco.hops] * error
-        states[f"LoCo's errors, {config.loco.error_dtype}, and those before the step"] = kept
+        bits, loco_dtype = ERROR_FORMATS[config.loco.error_dtype]
+        error = sum(wire_format(unit, bits, config.gradient_block_size, loco_dtype).nbytes for unit in units)
+        name, copies = f"LoCo's errors, {config.loco.error_dtype}", 1
+        if config.loco.exact_undo:
+            name, copies = f"{name}, and those before the step", 2
+        states[name] = copies * hops[config.loco.hops] * error
     if settings.zero.zero_stage < 3:
         states["all parameters, gathered"] = weights.itemsize * cluster.replica_size * shard
     if settings.zero.zero_stage == 1 and micro_batches > 1:
         states["gradients of earlier micro-batches, whole"] = gradients.itemsize * cluster.replica_size * shard
-    return states
+    return states, host
+
+
+def _int8_sum(config: ZeroPPConfig, unit: Shards) -> int:
+    """Bytes of the sum for one node's shard."""
+    return wire_format(unit, 8, config.gradient_block_size, torch.float32).nbytes
 
 
 def _working_memory(
@@ -317,6 +334,9 @@ def report(settings: Settings, found: Estimate, gpu: str) -> str:
     ]
     memory = [*found.states.items(), *((f"{name} (about)", size) for name, size in found.working.items())]
     lines += [f"  {size / 1e9:9.3g}  {name}" for name, size in [*memory, ("in all", found.memory)]]
+    if found.host:
+        lines += ["", "host memory for each GPU, GB"]
+        lines += [f"  {size / 1e9:9.3g}  {name}" for name, size in found.host.items()]
     lines += ["", "sent to other nodes per step by each node, GB"]
     lines += [f"  {size / cluster.nodes / 1e9:9.3g}  {name}" for name, size in found.sent_between_nodes.items()]
     lines += [

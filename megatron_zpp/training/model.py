@@ -9,7 +9,7 @@ from functools import partial
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
 from megatron_zpp.architectures import Architecture
 from megatron_zpp.arguments.check_zero import check_replicas_on_nodes
@@ -26,7 +26,7 @@ from megatron_zpp.parallel.pipeline import SPLITS_BACKWARD, Pipeline
 from megatron_zpp.parallel.sharding import shard_model
 from megatron_zpp.parallel.stages import join_stages, keep_stage
 from megatron_zpp.parallel.tensor import apply_tensor_parallelism
-from megatron_zpp.settings.groups import PrecisionSettings, Settings
+from megatron_zpp.settings.groups import PrecisionSettings, Settings, ZeroSettings
 from megatron_zpp.zeropp import ZeroPP, ZeroPPInterface, apply_zeropp, emulate_zeropp
 from megatron_zpp.zeropp.topology import gather_node_names
 
@@ -45,6 +45,13 @@ def mixed_precision(precision: PrecisionSettings) -> MixedPrecisionPolicy:
     return MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=reduce)
 
 
+def offloading(zero: ZeroSettings, device: torch.device) -> tuple[OffloadPolicy, torch.device]:
+    """What FSDP2 does with a rank's shards, and where they live: on the device that computes, or in host memory."""
+    if not zero.cpu_offload:
+        return OffloadPolicy(), device
+    return CPUOffloadPolicy(pin_memory=device.type == "cuda"), torch.device("cpu")
+
+
 def build_model_on_ranks(
     architecture: Architecture, settings: Settings, vocab_size: int, device: torch.device, mesh: Mesh
 ) -> tuple[Transformer, Pipeline | None, ZeroPPInterface | None]:
@@ -53,6 +60,7 @@ def build_model_on_ranks(
     _check_nodes_alike(settings, mesh)
     _check_replicas_on_nodes(settings, mesh)
     build = partial(_build_whole, architecture, settings, vocab_size, mesh)
+    offload, storage = offloading(zero, device)
     pipeline: Pipeline | None = None
     zeropp: ZeroPPInterface | None = None
     if mesh.pp_size > 1:
@@ -61,11 +69,11 @@ def build_model_on_ranks(
         model = build()
         _prepare_model(model, settings)
         if ranks.emulate_ranks is None:
-            shard_model(model, mesh, zero.zero_stage, precision)
+            shard_model(model, mesh, zero.zero_stage, precision, offload)
             if zero.zero_stage > 0:
                 zeropp = apply_zeropp(model, settings.zeropp, tensor_parallel=mesh.tensor_parallel_group())
-        _check_memory(model, settings, device)
-        model.to_empty(device=device)
+        _check_memory(model, settings, storage)
+        model.to_empty(device=storage)
     with progress("initializing weights"):
         init_weights(model, settings.training.seed, architecture.initial_std)
     if ranks.emulate_ranks is not None:
@@ -170,6 +178,7 @@ def _build_stages(
 ) -> tuple[Transformer, Pipeline, ZeroPP]:
     """This rank's stages, split off the model that ``build`` makes: as one model, and as a pipeline."""
     training, model, precision = settings.training, build(), mixed_precision(settings.precision)
+    offload, storage = offloading(settings.zero, device)
     config = model.config
     assert architecture.stages is not None  # by parse_settings
     modules = architecture.stages(config)
@@ -182,12 +191,12 @@ def _build_stages(
     for number, stage in stages.items():
         keep_stage(stage, modules, placement, number)
         _prepare_model(stage, settings)
-        shard_model(stage, mesh, zero_stage, precision)
+        shard_model(stage, mesh, zero_stage, precision, offload)
     units = nn.ModuleDict({f"stage{number}": stage for number, stage in stages.items()})
     zeropp = apply_zeropp(units, settings.zeropp, mesh.pp.get_group(), mesh.tensor_parallel_group())
-    _check_memory(units, settings, device)
+    _check_memory(units, settings, storage)
     for stage in stages.values():
-        stage.to_empty(device=device)
+        stage.to_empty(device=storage)
     length = training.seq_length // mesh.cp_size
     tokens = torch.empty((training.micro_batch_size, length), dtype=torch.int64, device="meta")
     length //= mesh.tp_size if settings.distributed.sequence_parallel else 1

@@ -133,15 +133,15 @@ class HierarchicalAllGather(QuantizedAllGather):
         return weights.decode(wires, out)
 
     def _add_differences(self, shard: Tensor, copies: Tensor) -> Tensor:
-        """What changed since the copies [N, L] (SDP4Bit section 3.1).
+        """What changed since the copies [N, L], or [N, nbytes] (SDP4Bit section 3.1).
 
         All N ranks add the same dequantized differences in the same way, so their copies stay equal to the bit. What
         rounding lost of the own shard is in its next difference.
         """
         differences = self.encoder.differences(shard.dtype)
-        wire = self.encoder.encode(shard, differences, self.topology.rank, minus=copies[self.topology.node])
-        wires = self._exchange(wire)
-        return differences.decode_sum(wires.unsqueeze(0), out=copies, accumulate=True)
+        own_copy = self.encoder.copies_as_numbers(copies[self.topology.node], shard.dtype)
+        wires = self._exchange(self.encoder.encode(shard, differences, self.topology.rank, minus=own_copy))
+        return self.encoder.move_copies(copies, wires, shard.dtype)
 
     def _exchange(self, wire: Tensor) -> Tensor:
         self.traffic.add(inter_node=(self.topology.num_nodes - 1) * wire.nbytes, stays=True)
@@ -171,6 +171,8 @@ class HierarchicalAllGather(QuantizedAllGather):
             state["checksum"] = self.unit.checksum  # whatever changes before the next gather is seen there too
         if self.encoder.sends_differences and self.secondary_partition is not None and self.unit.keeps_copies:
             state["copies"] = self.secondary_partition.clone()  # training goes on in place
+            if self._keeps_wires and self._kept_as is not None:
+                state["copies_dtype"] = torch.zeros(1, dtype=self._kept_as[0])  # that they were encoded from
         return state
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
@@ -179,7 +181,7 @@ class HierarchicalAllGather(QuantizedAllGather):
             self.unit.checksum = state["checksum"].to(self.unit.device, copy=True)
         if "copies" in state:
             self.secondary_partition = state["copies"].to(self.unit.device, copy=True)
-            self._kept_as = (self.secondary_partition.dtype, self.secondary_partition.device)
+            self._kept_as = (state.get("copies_dtype", self.secondary_partition).dtype, self.secondary_partition.device)
             self.unit.may_have_stepped = self.unit.parameters_changed()  # or there would be no copies
 
 

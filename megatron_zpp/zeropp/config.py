@@ -27,7 +27,8 @@ def _flag(
     """A field that is also the trainer's flag ``name``, which reads all of this from the field's metadata.
 
     A field without metadata is no flag. needs: the field without which this flag is an error. zero_is_none: the flag
-    says 0 for None. bounds: of ``Bounds``, for a number.
+    says 0 for None. repr: False where the field says nothing about what checkpoints keep, which know a config by its
+    repr. bounds: of ``Bounds``, for a number.
     """
     metadata = dict(
         name=name, help=help, choices=choices, needs=needs, zero_is_none=zero_is_none, bounds=Bounds(**bounds)
@@ -71,6 +72,9 @@ class LoCoConfig:
     error_dtype: str = _flag(
         "--zeropp-loco-error-dtype", "int8", "how LoCo keeps its error", choices=("int8", "bf16", "fp32")
     )
+    # Keep the error from before each step, too, so that ``undo_step`` takes it back to that. Without this second copy
+    # an undone step leaves no error at all. The trainer sets it where steps with finite gradients are undone.
+    exact_undo: bool = dataclasses.field(default=True, repr=False)
 
     def __post_init__(self) -> None:
         _check_fields(self, "LoCo's ")
@@ -168,11 +172,27 @@ class ZeroPPConfig:
         choices=ROUNDINGS,
         needs="quantized_gradients",
     )
+    # Of the sum within a node between a step's micro-batches. All but fp32 are rounded stochastically.
+    gradient_sum_dtype: str = _flag(
+        "--zero-gradient-sum-dtype",
+        "fp32",
+        "how a node's sums of gradients are kept from micro-batch to micro-batch; int8 in blocks, as gradients travel",
+        choices=("fp32", "bf16", "int8"),
+        needs="quantized_gradients",
+        repr=False,
+    )
+    offload_gradient_sums: bool = _flag(
+        "--zero-offload-gradient-sums",
+        False,
+        "keep the node's sums of gradients in host memory from micro-batch to micro-batch",
+        needs="quantized_gradients",
+        repr=False,
+    )
     # "int8" takes half the memory and quantizes the gathers within the node at no further loss. Needs qwZ.
     hpz_secondary_dtype: str = _flag(
         "--hpz-secondary-dtype",
         "16bit",
-        "how hpZ keeps its copy: as the values, or as the int8 blocks that arrived",
+        "how hpZ keeps its copy: as the values, or as int8 blocks",
         choices=("16bit", "int8"),
     )
     # After SDP4Bit, arXiv 2410.15526; what was lost stays in the next difference. Needs hpZ.
@@ -237,13 +257,17 @@ class ZeroPPConfig:
         if self.hpz_secondary_dtype == "int8":
             if not self.quantized_weights or self.weight_bits is None:
                 raise ValueError("hpz_secondary_dtype int8 keeps quantized blocks: set quantized_weights")
-            if self.weight_intra_bits is not None or self.weight_difference_bits is not None:
+            if self.weight_intra_bits is not None:
                 raise ValueError(
-                    "hpz_secondary_dtype int8 passes the blocks on as they are: leave weight_intra_bits and "
-                    "weight_difference_bits out"
+                    "hpz_secondary_dtype int8 passes the blocks on as they are: leave weight_intra_bits out"
                 )
         if self.hadamard and not self.quantized_gradients:
             raise ValueError("hadamard rotates quantized gradients: set quantized_gradients too")
+        if (self.gradient_sum_dtype != "fp32" or self.offload_gradient_sums) and not self.quantized_gradients:
+            raise ValueError(
+                "gradient_sum_dtype and offload_gradient_sums are about sums of quantized gradients: set "
+                "quantized_gradients too"
+            )
         if self.hadamard and (self.gradient_block_size or 32) % 32:
             raise ValueError(f"hadamard needs gradient blocks of a multiple of 32, got {self.gradient_block_size}")
 

@@ -61,6 +61,10 @@ def _gradients(config: ZeroPPConfig, num_nodes: int, ranks_per_node: int) -> str
         within += loco if config.loco.hops == "both" else ""
     hops = [f"{within} within a node at every micro-batch"] if ranks_per_node > 1 else []
     hops += [f"{between} between nodes once per step"] if num_nodes > 1 else []
+    if config.gradient_sum_dtype != "fp32" or config.offload_gradient_sums:
+        rounding = "" if config.gradient_sum_dtype == "fp32" else " (stochastic)"
+        where = " in host memory" if config.offload_gradient_sums else ""
+        hops.append(f"kept as {config.gradient_sum_dtype}{rounding}{where} between micro-batches")
     return ", ".join(hops)
 
 
@@ -77,7 +81,7 @@ def fingerprint(config: ZeroPPConfig, layouts: Sequence[RankLayout], units: Sequ
     shapes = [(layout.num_nodes, layout.ranks_per_node, layout.rank) for layout in layouts]
     shape = shapes[0] if len(set(shapes)) == 1 else shapes
     shards = [(unit.name, [(p.numel, p.quantizable) for p in unit.parameter_shards()]) for unit in units]
-    # The seed of stochastic rounding changes what comes, not what is kept.
+    # The seed of stochastic rounding changes what comes, not what is kept. Nor do the fields that have no repr.
     return mix_seed(repr(replace(config, seed=0)), repr(shape), repr(shards))
 
 

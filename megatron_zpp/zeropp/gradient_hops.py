@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 
 import torch
@@ -12,6 +12,7 @@ from .config import ZeroPPConfig
 from .gradient_sum import GradientSum
 from .loco import ErrorFeedback
 from .monitor import ErrorMonitor
+from .node_sum import NodeSum
 from .quantization import mix_seed
 from .state_keys import below
 from .topology import RankLayout
@@ -111,7 +112,7 @@ class GradientHops:
     """One rank's reduction of one unit's gradients: its hops, and the node's sum of the micro-batches so far.
 
     Each micro-batch: ``begin``, the hop within the node, then ``keep``; or, with the step's last one, ``with_kept``,
-    the hop between nodes, then ``finish``. All sums are fp32. A hop of one rank is None.
+    the hop between nodes, then ``finish``. Sums are taken in fp32. A hop of one rank is None.
     """
 
     def __init__(
@@ -125,7 +126,7 @@ class GradientHops:
         micro_batch: MicroBatch,
     ) -> None:
         self.unit, self.layout, self.config = unit, layout, config
-        self.node_sum: Tensor | None = None  # fp32 [N, L]
+        self.node_sum = NodeSum(unit, config)
         self.begun_at = 0  # the unit's optimizer steps when this step's first micro-batch came
         self.progress = Progress()
         self._rotation: WireFormat | None = None  # whose quantized parameters are rotated
@@ -151,7 +152,7 @@ class GradientHops:
 
     def begin(self, gradients: Tensor) -> GradientSum:
         """Take in a micro-batch's gradients [N, P, L]: [P, N, L], a piece for each rank of the node, rotated."""
-        if self.node_sum is None:
+        if self.node_sum.kept is None:
             self.begun_at = self.unit.optimizer_steps
             for feedback in self.feedback.values():
                 feedback.begin_step()
@@ -169,11 +170,12 @@ class GradientHops:
 
     def with_kept(self, arrived: GradientSum) -> GradientSum:
         """The node's sum [N, L] of this micro-batch, and of those that were kept before."""
-        return replace(arrived, plus=self.node_sum)
+        return self.node_sum.plus(arrived)
 
     def keep(self, arrived: GradientSum) -> None:
         """Keep the node's sum [N, L] of this micro-batch for the step's last one."""
-        self.node_sum = self.with_kept(arrived).compute()
+        draw = (self.unit.name, self.layout.rank, self.progress.steps, self.progress.micro_batches)
+        self.node_sum.add(arrived, mix_seed(self.config.seed, "sums", *draw))
         self.unit.holds_gradients = True
         self.progress.micro_batches += 1
 
@@ -192,11 +194,12 @@ class GradientHops:
                 feedback.undo_step()
 
     def _drop_kept(self) -> None:
-        self.node_sum, self.unit.holds_gradients, self.progress.micro_batches = None, False, 0
+        self.node_sum.drop()
+        self.unit.holds_gradients, self.progress.micro_batches = False, 0
 
     def state_dict(self) -> dict[str, Tensor]:
         state = {f"{hop}.{k}": v for hop, feedback in self.feedback.items() for k, v in feedback.state_dict().items()}
-        if self.config.gradient_rounding == "stochastic":
+        if self.config.gradient_rounding == "stochastic" or self.config.gradient_sum_dtype != "fp32":
             state["steps"] = torch.tensor(self.progress.steps)
         return state
 

@@ -100,7 +100,8 @@ class ZeroPPInterface(Protocol):
     def undo_step(self) -> None:
         """Say that the gradients since the last optimizer step are thrown away (an overflow, an exception).
 
-        LoCo's errors return to what they were, and micro-batches that wait for the last one are dropped.
+        LoCo's errors return to what they were, and micro-batches that wait for the last one are dropped. Without
+        ``LoCoConfig.exact_undo``, errors that these gradients have moved become zero.
         """
 
     def rescale_errors(self, factor: float) -> None:

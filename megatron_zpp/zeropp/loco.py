@@ -32,7 +32,11 @@ class ErrorFeedback:
         self._format: WireFormat | None = None  # of ``error``
 
     def begin_step(self) -> None:
-        """Say that the gradients to come are another optimizer step's: ``undo_step`` returns here."""
+        """Say that the gradients to come are another optimizer step's: ``undo_step`` returns here.
+
+        Without ``exact_undo`` it cannot, once an encoding has moved the error, and makes it zero instead. As it moved,
+        the error would be worse than none: gradients of a step that overflowed can be as large as numbers go.
+        """
         self._before_step = (self.error, self.steps)
 
     def encode(
@@ -50,16 +54,19 @@ class ErrorFeedback:
         if is_last and config.reset == "hard" and interval is not None and self.steps >= interval:
             self.steps = 0
         else:
+            # Not over the old one, which CUDA kernels for large or odd blocks read again after they wrote.
             new_error = torch.empty(*gradients.rows, self._format.nbytes, dtype=torch.uint8, device=gradients.device)
         if is_last and config.reset == "decay" and interval is not None:
             decay = 1 - 1 / interval
         compensation = Compensation(self._format, self.error, new_error, config.beta, decay)
         wire = gradients.encode(hop, noise_seed, compensation)
         self.error = new_error
+        if not config.exact_undo:
+            self._before_step = (None, 0)
         return wire
 
     def undo_step(self) -> None:
-        """Take the error back to what it was before the last step: that step's gradients were thrown away."""
+        """Take the error back to what it was at ``begin_step``, or to zero: gradients since then were thrown away."""
         self.error, self.steps = self._before_step
 
     def rescale(self, factor: float) -> None:

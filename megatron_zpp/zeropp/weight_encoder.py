@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from .config import ZeroPPConfig
+from .encoded_addend import encoded_addend
 from .monitor import ErrorMonitor
 from .quantization import mix_seed
 from .topology import RankLayout
@@ -20,14 +21,16 @@ class WeightEncoder:
         self.unit, self.config, self.monitor = unit, config, monitor
         # On one node there is no secondary partition to be different from.
         self.sends_differences = config.weight_difference_bits is not None and layout.num_nodes > 1
+        self.keeps_wires = config.hpz_secondary_dtype == "int8"
         self.versions = 0
         self._sampled: dict[int, int] = {}  # by rank, the version whose error the monitor has
 
     def in_full(self, dtype: torch.dtype) -> WireFormat:
         """Of shards themselves, as they go to other nodes, or to all ranks."""
         config = self.config
-        bits = config.weight_bits if config.quantized_weights and not self.sends_differences else None
-        return self._format(bits, config.weight_block_size, dtype)
+        # Copies that differences move later begin as good as they are kept.
+        is_quantized = config.quantized_weights and (self.keeps_wires or not self.sends_differences)
+        return self._format(config.weight_bits if is_quantized else None, config.weight_block_size, dtype)
 
     def differences(self, dtype: torch.dtype) -> WireFormat:
         """Of what changed since the secondary partition."""
@@ -35,8 +38,7 @@ class WeightEncoder:
 
     def within_node(self, dtype: torch.dtype) -> WireFormat | None:
         """Of the secondary partition among the ranks of a node; None = as it is."""
-        keeps_wires = self.config.hpz_secondary_dtype == "int8"
-        bits = self.config.weight_bits if keeps_wires else self.config.weight_intra_bits
+        bits = self.config.weight_bits if self.keeps_wires else self.config.weight_intra_bits
         return self._format(bits, self.config.weight_block_size, dtype) if bits is not None else None
 
     def encode(self, shard: Tensor, format: WireFormat, rank: int, minus: Tensor | None = None) -> Tensor:
@@ -50,6 +52,25 @@ class WeightEncoder:
             self.monitor.record("weights", self.unit.name, shard, arrived if minus is None else arrived.add_(minus))
             self.monitor.record_codes("weights", self.unit.name, format, wire)
         return wire
+
+    def copies_as_numbers(self, copies: Tensor, dtype: torch.dtype) -> Tensor:
+        """Copies [..., L] as they are, or fp32 [..., L] of those that are kept as wires, uint8 [..., nbytes]."""
+        if not self.keeps_wires:
+            return copies
+        kept = self.in_full(dtype)
+        return kept.decode(copies, out=torch.empty(*copies.shape[:-1], kept.numel, device=copies.device))
+
+    def move_copies(self, copies: Tensor, wires: Tensor, dtype: torch.dtype) -> Tensor:
+        """Add differences as they arrived, uint8 [R, nbytes], to copies of R shards: the new copies, kept as before.
+
+        Whoever holds a copy gets the same one, to the bit.
+        """
+        differences = self.differences(dtype)
+        if not self.keeps_wires:
+            return differences.decode_sum(wires.unsqueeze(0), out=copies, accumulate=True)
+        # Rounded to nearest: what this loses is in the next difference, which is taken from the copy as it is kept.
+        kept, moved = self.in_full(dtype), torch.empty(len(wires), differences.numel, device=wires.device)
+        return kept.encode(differences.decode(wires, out=moved), compensation=encoded_addend(kept, copies))
 
     def encode_within_node(self, partition: Tensor, format: WireFormat, local_rank: int) -> Tensor:
         """Encode the secondary partition [N, L] of the ranks with this ``local_rank``: uint8 [N, nbytes]."""

@@ -168,7 +168,7 @@ def test_zero_means_none():
     )
     config = ZeroPPConfig(
         quantized_gradients=True, gradient_block_size=None, gradient_intra_bits=None,
-        loco=LoCoConfig(reset_interval=None), seed=1234,
+        loco=LoCoConfig(reset_interval=None, exact_undo=False), seed=1234,
     )  # fmt: skip
     assert settings.zeropp == config
 
@@ -179,9 +179,29 @@ def test_every_zeropp_flag_together():
         "--zero-quantized-gradients --zeropp-loco --zeropp-loco-beta 0.5 --zero-gradient-bits 3 --zero-weight-bits 6"
     )
     assert settings.zeropp == ZeroPPConfig(
-        quantized_weights=True, hpz_partition_size=2, quantized_gradients=True, loco=LoCoConfig(beta=0.5),
-        ranks_per_node=2, weight_bits=6, gradient_bits=3, seed=1234,
+        quantized_weights=True, hpz_partition_size=2, quantized_gradients=True,
+        loco=LoCoConfig(beta=0.5, exact_undo=False), ranks_per_node=2, weight_bits=6, gradient_bits=3, seed=1234,
     )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "words, exact", [("", False), ("--bf16", False), ("--fp16", True), ("--bf16 --loss-spike-factor 2", True)]
+)
+def test_loco_keeps_a_second_error_where_finite_steps_are_undone(words, exact):
+    settings, _ = parse(SMALL + f"--zero-quantized-gradients --zeropp-loco {words}")
+    assert settings.zeropp.loco.exact_undo == exact
+
+
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        ("--zero-stage 0", "--cpu-offload moves the shards of real ranks at --zero-stage 1, 2 or 3"),
+        ("--emulate-ranks 2", "--cpu-offload moves the shards of real ranks"),
+        ("--use-apex", "--use-apex steps on the GPU, --cpu-offload on the host"),
+    ],
+)
+def test_offloading_is_refused_where_there_is_nothing_to_offload(words, message):
+    assert message in refusal(SMALL + f"--cpu-offload {words}", world_size=1)
 
 
 def test_megatron_llama_script_with_its_usual_flags():

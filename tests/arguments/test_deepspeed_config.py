@@ -83,7 +83,7 @@ def test_everything_is_read(write):
             "stage": 3,
             "zero_quantized_gradients": True,
             "zeropp_loco_param": {"err_beta": 0.7, "reset_T": 1e3},
-            "offload_optimizer": {"device": "none", "pin_memory": True},
+            "offload_optimizer": {"device": "cpu", "pin_memory": True, "buffer_count": 4},
         },
         "fp16": {
             "enabled": True,
@@ -119,13 +119,14 @@ def test_everything_is_read(write):
         loss_scale=None, initial_loss_scale=65536, loss_scale_window=500, hysteresis=3, min_loss_scale=2,
         optimizer="adam", lr=6e-4, adam_beta1=0.8, adam_beta2=0.99, adam_eps=1e-6, weight_decay=0.1,
         lr_decay_style="linear", lr_warmup_init=1e-6, min_lr=1e-6, lr_warmup_iters=10, lr_decay_iters=90,
+        cpu_offload=True,
     )  # fmt: skip
     assert {name: flat[name] for name in expected} == expected
 
 
 def test_loco_defaults(write):
     config = {"zero_optimization": {"zero_quantized_gradients": True, "zeropp_loco_param": {}}}
-    assert parse(RUN, write(config)).zeropp.loco == LoCoConfig(beta=0.8, reset_interval=1024)
+    assert parse(RUN, write(config)).zeropp.loco == LoCoConfig(beta=0.8, reset_interval=1024, exact_undo=False)
 
 
 def test_cosine_and_constant_schedules(write):
@@ -262,7 +263,14 @@ def test_a_flag_that_repeats_the_file_is_fine(write):
         ({"zero_optimization": {"zero_quantized_weights": 1}}, "zero_quantized_weights true or false 1"),
         ({"zero_optimization": {"reduce_scatter": False}}, "zero_optimization.reduce_scatter false"),
         ({"zero_optimization": {"zero_quantized_nontrainable_weights": True}}, "zero_quantized_nontrainable_weights"),
-        ({"zero_optimization": {"offload_param": {"device": "cpu"}}}, "zero_optimization.offload_param offloading"),
+        (
+            {"zero_optimization": {"offload_param": {"device": "nvme"}}},
+            "zero_optimization.offload_param.device none cpu",
+        ),
+        (
+            {"zero_optimization": {"offload_param": {"device": "none"}, "offload_optimizer": {"device": "cpu"}}},
+            "zero_optimization.offload_optimizer.device contradicts zero_optimization.offload_param.device",
+        ),
         ({"zero_optimization": {"mics_shard_size": 8}}, "mics_shard_size 8 --num-distributed-optimizer-instances"),
         ({"fp16": {}}, "fp16.enabled missing"),
         ({"fp16": {"enabled": True, "consecutive_hysteresis": True}}, "fp16.consecutive_hysteresis"),

@@ -24,6 +24,8 @@ FLAGS = {  # name: type of a value, default, choices
     "--zero-gradient-block-size": (int, 128, None),
     "--zero-weight-rounding": (str, "nearest", ("nearest", "stochastic")),
     "--zero-gradient-rounding": (str, "nearest", ("nearest", "stochastic")),
+    "--zero-gradient-sum-dtype": (str, "fp32", ("fp32", "bf16", "int8")),
+    "--zero-offload-gradient-sums": (bool, False, None),
     "--hpz-secondary-dtype": (str, "16bit", ("16bit", "int8")),
     "--zero-weight-difference-bits": (int, None, None),
     "--zero-weight-difference-block-size": (int, 2048, None),
@@ -47,7 +49,7 @@ NEEDS = {
     },
     "zero_quantized_gradients": {
         "zero_gradient_bits", "zero_gradient_intra_bits", "zero_gradient_block_size", "zero_gradient_rounding",
-        "zero_hadamard", "zeropp_loco",
+        "zero_hadamard", "zero_gradient_sum_dtype", "zero_offload_gradient_sums", "zeropp_loco",
     },
     "zero_weight_difference_bits": {"zero_weight_difference_block_size"},
     "zeropp_loco": {
@@ -74,9 +76,9 @@ def test_what_needs_what():
         assert flag.needs == expected.get(flag.setting), name
 
 
-def test_every_field_is_a_flag_but_the_seed():
+def test_every_field_is_a_flag_but_those_that_the_trainer_sets():
     fields = [*dataclasses.fields(ZeroPPConfig), *dataclasses.fields(LoCoConfig)]
-    assert [field.name for field in fields if not field.metadata] == ["seed"]
+    assert [field.name for field in fields if not field.metadata] == ["seed", "exact_undo"]
 
 
 @pytest.mark.parametrize(

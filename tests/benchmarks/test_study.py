@@ -12,7 +12,7 @@ from tests.conftest import ROOT
 sys.path.insert(0, str(ROOT / "benchmarks"))
 import study
 import study_tables
-from study_experiments import EXPERIMENTS, FP32, RANKS, SCALES, Arm, Experiment, Group
+from study_experiments import EXPERIMENTS, FP32, RANKS, SCALES, Arm, Experiment, Group, Scale
 
 
 def _row(flags: str, seed: int, loss: float) -> dict:
@@ -50,15 +50,21 @@ def test_nothing_is_recovered_of_a_loss_within_its_spread():
     assert study_tables.recovered(nothing, feedback, rows) == []
 
 
+def _samples_of_a_step(scale: Scale, arm: Arm) -> int:
+    words = study.flags_of(scale, arm).split()
+    if "--global-batch-size" in words:
+        return int(words[words.index("--global-batch-size") + 1])
+    sizes = [int(words[i + 1]) for i, word in enumerate(words) if word == "--micro-batch-size"]
+    ranks = [int(words[i + 1]) for i, word in enumerate(words) if word == "--emulate-ranks"]
+    return sizes[-1] * ranks[-1]
+
+
 def test_every_scale_fills_in_the_arms_flags():
+    arms = {arm.flags: arm for arm in study.arms(list(EXPERIMENTS))}
     for scale in SCALES.values():
-        for arm in study.arms(list(EXPERIMENTS)):
-            flags = study.flags_of(scale, arm)
-            words = flags.split()
-            sizes = [int(words[i + 1]) for i, word in enumerate(words) if word == "--micro-batch-size"]
-            ranks = [int(words[i + 1]) for i, word in enumerate(words) if word == "--emulate-ranks"]
-            batch = int(words[words.index("--global-batch-size") + 1]) if "--global-batch-size" in words else None
-            assert (batch or sizes[-1] * ranks[-1]) == scale.micro_batch_size * RANKS
+        assert _samples_of_a_step(scale, FP32) == scale.micro_batch_size * RANKS
+        for arm in arms.values():
+            assert _samples_of_a_step(scale, arm) == _samples_of_a_step(scale, arms[arm.control]), arm.name
 
 
 def test_every_arm_has_flags_of_its_own():

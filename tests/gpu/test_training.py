@@ -27,6 +27,8 @@ RECIPES = {
     "all flags": ALL_FLAGS,
     "LoCo": f"{ALL_FLAGS} --zeropp-loco",
     "4-bit differences": f"{ALL_FLAGS} --zeropp-loco --zero-weight-difference-bits 4",
+    "least memory": f"{ALL_FLAGS} --zeropp-loco --zero-weight-difference-bits 4 --hpz-secondary-dtype int8 "
+    "--zero-gradient-sum-dtype int8 --zero-offload-gradient-sums",
     "all flags, bf16": f"{ALL_FLAGS} --bf16",
 }
 

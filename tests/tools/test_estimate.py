@@ -1,16 +1,21 @@
 """What tools/estimate.py says a run needs is what real ranks then have and send."""
 
 import contextlib
+import gc
 import io
+import itertools
 import re
 import shlex
 import time
+from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_zpp.architectures.gpt import GPT
@@ -18,6 +23,7 @@ from megatron_zpp.models.activation_checkpoint import apply_activation_checkpoin
 from megatron_zpp.models.init import init_weights
 from megatron_zpp.tools import estimate
 from megatron_zpp.training.pretrain import train
+from megatron_zpp.zeropp.node_sum import NodeSum
 from tests.ranks import run_ranks
 from tests.training.small_run import flags, start, write_text
 
@@ -33,11 +39,16 @@ RECIPES = {
     "all": f"{ALL_FLAGS} --zero-weight-block-size 0",
     "LoCo, both hops": f"{ALL_FLAGS} --zeropp-loco --zeropp-loco-hops both --hpz-secondary-dtype int8",
     "differences": f"{ALL_FLAGS} --zeropp-loco --zeropp-loco-error-dtype bf16 --zero-weight-difference-bits 4",
+    "least memory": f"{ALL_FLAGS} --zeropp-loco --hpz-secondary-dtype int8 --zero-weight-difference-bits 4 "
+    "--zero-gradient-sum-dtype int8",
+    "undone steps": f"{ALL_FLAGS} --zeropp-loco --loss-spike-factor 1000 --zero-gradient-sum-dtype bf16 "
+    "--zero-offload-gradient-sums",
     "HSDP, a replica on each node": f"{REPLICAS} 2 --zero-ranks-per-node 2 --micro-batch-size 2",
     "HSDP, several on a node": f"{REPLICAS} 4 --zero-ranks-per-node 2 --zero-stage 2 --grad-reduce-in-bf16",
     "HSDP, each over two nodes": f"{REPLICAS} 2 --zero-ranks-per-node 1",
     "LoCo on one node": "--zero-quantized-gradients --zeropp-loco --zeropp-loco-hops both --zero-ranks-per-node 4",
 }
+_ADD = NodeSum.add
 CLUSTERS = {  # the others: 2 nodes of 2 ranks
     "LoCo on one node": ["--nodes", "1", "--ranks-per-node", "4"],
     "HSDP, each over two nodes": ["--nodes", "4", "--ranks-per-node", "1"],
@@ -54,7 +65,13 @@ def _measured(runs: dict[str, list[str]]) -> dict[str, tuple[int, float, dict[st
     found = {}
     for name, argv in runs.items():
         run, metrics = start(argv)
-        with contextlib.redirect_stdout(io.StringIO()):
+        sums: dict[NodeSum, int] = {}  # bytes of each between two micro-batches
+
+        def add(node_sum: NodeSum, *arguments: Any, sums: dict[NodeSum, int] = sums) -> None:
+            _ADD(node_sum, *arguments)
+            sums[node_sum] = _nbytes(node_sum.kept)
+
+        with contextlib.redirect_stdout(io.StringIO()), patch.object(NodeSum, "add", add):
             train(run, time.monotonic())
         zeropp = run.zeropp
         assert zeropp is not None
@@ -72,11 +89,18 @@ def _measured(runs: dict[str, list[str]]) -> dict[str, tuple[int, float, dict[st
         kept = {
             "parameters": sum(_local(p).nbytes for p in run.model.parameters()),
             "state": sum(moment.nbytes for moment in moments),
-            "secondary": sum(copy.nbytes for copy in copies if copy is not None),
-            "LoCo": sum(tensor.nbytes for f in feedbacks for tensor in (f.error, f._before_step[0])),
+            "secondary": _nbytes(*copies),
+            "summed": sum(sums.values()),
+            "LoCo": _nbytes(*(tensor for f in feedbacks for tensor in (f.error, f._before_step[0]))),
         }
         found[name] = (sum(p.numel() for p in run.model.parameters()), metrics["comm/bytes-between-nodes"][-1], kept)
     return found
+
+
+def _nbytes(*tensors: torch.Tensor | None) -> int:
+    """Of their memory, where several may have the same."""
+    storages = [tensor.untyped_storage() for tensor in tensors if tensor is not None]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
@@ -94,10 +118,42 @@ def test_memory_and_bytes_are_those_of_real_ranks(tmp_path):
         assert sum(plan.sent_between_nodes.values()) == pytest.approx(sent, rel=1e-6), name
         kept = ranks[0][name][2]
         expected = dict.fromkeys(kept, 0)
-        for state, size in plan.states.items():
+        for state, size in [*plan.states.items(), *plan.host.items()]:
             for kind in kept:
                 expected[kind] += size * (kind in state and not state.startswith("all"))
         assert expected == kept, name
+
+
+LAYERS = (
+    "--num-layers 8 --hidden-size 128 --num-attention-heads 4 --micro-batch-size 1 --global-batch-size 16 --bf16 "
+    "--distributed-backend gloo --eval-iters 0 --hidden-dropout 0 --attention-dropout 0 --recompute-granularity full "
+    "--recompute-method uniform --recompute-num-layers 1"
+)
+PEAKS = ("ZeRO-3", "all", "least memory")
+
+
+def _peaks(runs: dict[str, list[str]]) -> dict[str, int]:
+    """Of each run: the most bytes that this rank had allocated at once, by torch's own count of every allocation."""
+    peaks = {}
+    for name, argv in runs.items():
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as counted:
+            run, _ = start(argv)
+            with contextlib.redirect_stdout(io.StringIO()):
+                train(run, time.monotonic())
+        events = [e for e in counted.profiler.kineto_results.events() if e.name() == "[memory]"]
+        peaks[name] = max(itertools.accumulate(e.nbytes() for e in sorted(events, key=lambda e: e.start_ns())))
+        del run, counted
+        gc.collect()  # a model and its hooks hold each other, and what is freed later would count for the next run
+    return peaks
+
+
+@pytest.mark.long
+def test_peaks_of_memory_are_within_five_percent_of_those_of_real_ranks(tmp_path):
+    data = write_text(tmp_path)
+    runs = {name: flags(data, LAYERS, RECIPES[name], length="--train-iters 3") for name in PEAKS}
+    measured = run_ranks(4, _peaks, runs, timeout=600)
+    for name, argv in runs.items():
+        assert planned(argv).memory == pytest.approx(measured[0][name], rel=0.05), name
 
 
 class Results(TorchDispatchMode):

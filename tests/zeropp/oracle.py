@@ -49,6 +49,14 @@ def uniform(seed: int, numel: int) -> Tensor:
     return torch.from_numpy((x >> np.uint32(8)).astype(np.float32) / np.float32(2**24))
 
 
+def randomly_cut(values: Tensor, noise: Tensor) -> Tensor:
+    """fp32 values as one of the two bf16 numbers around each: away from zero where the rest and the noise reach 1."""
+    bits = values.numpy().view(np.uint32)
+    rest, random = bits % 2**16, (noise.numpy() * np.float32(2**16)).astype(np.uint32)
+    cut = bits - rest + np.where(rest + random >= 2**16, np.uint32(2**16), np.uint32(0))
+    return torch.from_numpy(np.where(np.isfinite(values.numpy()), cut.view(np.float32), values.numpy()))
+
+
 def rotated(group: Tensor) -> Tensor:
     """fp32 [..., 32] by the orthonormal Hadamard matrix: sums and differences of those 1, 2, 4, 8 and 16 apart."""
     index = torch.arange(32)
@@ -137,13 +145,18 @@ def all_gather(
 
     has_secondary = config.hpz_partition_size > 1 and num_nodes > 1
     if has_secondary and config.weight_difference_bits is not None:
+        in_blocks = config.hpz_secondary_dtype == "int8"
         if state.copies is None:
             state.copies = [shard.clone() for shard in shards]
+            if in_blocks:
+                state.copies = send(shards, config.weight_bits, config.weight_block_size)
         else:
             differences = [s.float() - copy.float() for s, copy in zip(shards, state.copies, strict=True)]
             arrived = send(differences, config.weight_difference_bits, config.weight_difference_block_size)
-            state.copies = [(c.float() + d).to(dtype) for c, d in zip(state.copies, arrived, strict=True)]
-        gathered = state.copies
+            moved = [c.float() + d for c, d in zip(state.copies, arrived, strict=True)]
+            kept = Hop(parameters, config.weight_bits, config.weight_block_size, dtype)
+            state.copies = [kept.transmit(copy) if in_blocks else copy.to(dtype) for copy in moved]
+        gathered = [copy.to(dtype) for copy in state.copies]
     else:
         bits = config.weight_bits if config.quantized_weights else None
         gathered = [arrived.to(dtype) for arrived in send(shards, bits, config.weight_block_size)]
@@ -201,6 +214,15 @@ def reduce_scatter(
         state.errors[hop, rank] = kept.transmit_all(error, None)
         return sent
 
+    def kept(rank: int, total: Tensor, micro_batch: int) -> Tensor:
+        """What is left of a node's sum [N, L] after a micro-batch that is not the last."""
+        if config.gradient_sum_dtype == "fp32":
+            return total
+        noise_seed = seed_of(config.seed, "sums", unit, rank, state.steps, micro_batch)
+        if config.gradient_sum_dtype == "bf16":
+            return randomly_cut(total, uniform(noise_seed, total.numel()).view(total.shape))
+        return Hop(parameters, 8, config.gradient_block_size, torch.float32).transmit_all(total, noise_seed)
+
     node_sums: list[Tensor] = []  # by rank: [N, L], for the ranks with its p
     for i, gradients in enumerate(micro_batches):
         pieces = [g.view(num_nodes, ranks_per_node, -1).transpose(0, 1) for g in gradients]  # by rank: [P, N, L]
@@ -214,7 +236,7 @@ def reduce_scatter(
             if i == 0:
                 node_sums.append(micro_batch_sum)
             else:
-                node_sums[rank] = node_sums[rank] + micro_batch_sum
+                node_sums[rank] = kept(rank, node_sums[rank], i - 1) + micro_batch_sum
 
     arrived = node_sums
     if num_nodes > 1:

@@ -189,6 +189,12 @@ def test_reduce_scatter_equals_the_oracle(world_size):
 WEIGHT_OPTIONS = {
     "int8 secondary partition": dict(quantized_weights=True, hpz_secondary_dtype="int8"),
     "4-bit differences": dict(weight_difference_bits=4, weight_difference_block_size=64),
+    "4-bit differences of int8 copies": dict(
+        quantized_weights=True, hpz_secondary_dtype="int8", weight_difference_bits=4, weight_difference_block_size=64
+    ),
+    "stochastic differences of int8 copies": dict(
+        quantized_weights=True, hpz_secondary_dtype="int8", weight_difference_bits=4, weight_rounding="stochastic"
+    ),
     "2-bit differences, int8 within a node": dict(weight_difference_bits=2, weight_intra_bits=8),
     "stochastic": dict(quantized_weights=True, weight_bits=4, weight_rounding="stochastic"),
     "stochastic on both hops": dict(
@@ -227,6 +233,29 @@ def test_gradient_options_equal_the_oracle_over_steps(world_size):
         low_bit = dict(gradient_bits=2, gradient_block_size=32) | options
         config = ZeroPPConfig(quantized_gradients=True, ranks_per_node=2, **low_bit)
         cases += [Case(config, world_size // 2, dtype, num_steps=5, num_micro_batches=2) for dtype in DTYPES]
+    check_reduce_scatter(world_size, cases)
+
+
+SUM_OPTIONS = {
+    "int8": dict(gradient_sum_dtype="int8"),
+    "bf16": dict(gradient_sum_dtype="bf16"),
+    "int8 with everything": dict(gradient_sum_dtype="int8", **GRADIENT_OPTIONS["everything"]),
+    "bf16, decaying LoCo": dict(
+        gradient_sum_dtype="bf16", offload_gradient_sums=True, **GRADIENT_OPTIONS["loco on both hops with decay"]
+    ),
+    "int8 of what came unquantized": dict(gradient_sum_dtype="int8", gradient_intra_bits=None, loco=LoCoConfig()),
+    "one scale": dict(gradient_sum_dtype="int8", gradient_block_size=None, offload_gradient_sums=True),
+}
+
+
+@pytest.mark.parametrize("world_size, ranks_per_node", [(4, 2), (3, 1)])
+def test_sums_between_micro_batches_equal_the_oracle(world_size, ranks_per_node):
+    cases = []
+    for options in SUM_OPTIONS.values():
+        config = ZeroPPConfig(
+            quantized_gradients=True, ranks_per_node=ranks_per_node, **(dict(gradient_block_size=32) | options)
+        )
+        cases.append(Case(config, world_size // ranks_per_node, torch.bfloat16, num_steps=2, num_micro_batches=4))
     check_reduce_scatter(world_size, cases)
 
 

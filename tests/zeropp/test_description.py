@@ -25,6 +25,7 @@ WEIGHTS = [
     dict(hpz=True, quantized_weights=True, weight_intra_bits=6, weight_rounding="stochastic"),
     dict(hpz=True, quantized_weights=True, hpz_secondary_dtype="int8"),
     dict(hpz=True, weight_difference_bits=4),
+    dict(hpz=True, quantized_weights=True, weight_difference_bits=4, hpz_secondary_dtype="int8"),
     dict(hpz=True, quantized_weights=True, weight_difference_bits=2, weight_intra_bits=8),
 ]
 GRADIENTS = [
@@ -39,6 +40,7 @@ GRADIENTS = [
             dict(gradient_intra_bits=None, loco=LOCO),
             dict(gradient_bits=None),
             dict(gradient_bits=None, gradient_intra_bits=None),
+            dict(gradient_sum_dtype="int8", loco=LOCO),
         )
     ),
 ]
@@ -76,6 +78,9 @@ def said(description, num_nodes, ranks_per_node):
     hops, noise = set(), False
     for what, text in (("weights", weights.removeprefix("weights travel ")), ("gradients", gradients[10:])):
         for clause in text.split(", "):
+            if clause == "kept as int8 (stochastic) between micro-batches":
+                noise = True
+                continue
             match = CLAUSE.fullmatch(clause)
             assert match, clause
             nbytes = 4 * numel if match["bits"] is None else numel * int(match["bits"]) // 8 + 4 * numel // BLOCK

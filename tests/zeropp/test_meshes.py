@@ -90,7 +90,7 @@ def _memory():
     zeropp.set_is_last_micro_batch(False)
     model(torch.ones(1, 512)).sum().backward()
     hops, gather = zeropp._reduce_scatters[""].hops, zeropp._all_gathers[""]
-    partial = hops.node_sum.nbytes
+    partial = hops.node_sum.kept.nbytes
     zeropp.set_is_last_micro_batch(True)
     model(torch.ones(1, 512)).sum().backward()
     return gather.secondary_partition.nbytes, partial, hops.feedback["inter"].error.nbytes

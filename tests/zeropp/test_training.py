@@ -322,11 +322,18 @@ def test_bytes_between_nodes_are_those_of_one_gather_and_one_reduction(num_micro
     assert per_node_and_parameter == pytest.approx(int8_and_int4_with_scales / 2, rel=1e-3)  # (N - 1) / N
 
 
+NOISE = dict(gradient_rounding="stochastic")
+INT8_STATE = dict(quantized_weights=True, hpz_secondary_dtype="int8", gradient_sum_dtype="int8")
+
+
 def _state_round_trip():
-    return [_continued_and_resumed(then) for then in ("evaluate", "change", "nothing")]
+    return [
+        *(_continued_and_resumed(then, NOISE) for then in ("evaluate", "change", "nothing")),
+        _continued_and_resumed("evaluate", INT8_STATE, num_micro_batches=2),
+    ]
 
 
-def _continued_and_resumed(then):
+def _continued_and_resumed(then, options, num_micro_batches=1):
     """Train 4 steps; and train 2, evaluate or change the weights too, save, load into a new model, train 2."""
 
     def build():
@@ -339,19 +346,21 @@ def _continued_and_resumed(then):
             quantized_gradients=True,
             loco=LoCoConfig(),
             gradient_bits=2,
-            gradient_rounding="stochastic",
+            **options,
         )
         return model, apply_zeropp(model, config), torch.optim.SGD(model.parameters(), lr=0.1)
 
-    def steps(model, optimizer, first):
+    def steps(model, zeropp, optimizer, first):
         for step in range(first, first + 2):
             generator = torch.Generator().manual_seed(10 * step + dist.get_rank())
-            model(torch.randn(8, 128, generator=generator)).square().mean().backward()
+            for i in range(num_micro_batches):
+                zeropp.set_is_last_micro_batch(i == num_micro_batches - 1)
+                model(torch.randn(8, 128, generator=generator)).square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
 
     model, zeropp, optimizer = build()
-    steps(model, optimizer, 0)
+    steps(model, zeropp, optimizer, 0)
     if then != "nothing":
         with torch.no_grad():
             model(torch.ones(1, 128))  # gathers the new weights
@@ -360,13 +369,13 @@ def _continued_and_resumed(then):
         model.weight.data.mul_(3)
     state = {name: tensor.clone() for name, tensor in zeropp.state_dict().items()}
     weights = copy.deepcopy({name: p.to_local().detach().clone() for name, p in model.named_parameters()})
-    steps(model, optimizer, 2)
+    steps(model, zeropp, optimizer, 2)
     again, zeropp_again, optimizer_again = build()
     with torch.no_grad():
         for name, p in again.named_parameters():
             p.to_local().copy_(weights[name])
     zeropp_again.load_state_dict(state)
-    steps(again, optimizer_again, 2)
+    steps(again, zeropp_again, optimizer_again, 2)
     same = all(p.to_local().equal(q.to_local()) for p, q in zip(model.parameters(), again.parameters(), strict=True))
     return same, sorted(state)
 
@@ -383,9 +392,10 @@ def test_state_restores_errors_copies_and_noise_exactly():
         "weights/root/versions",
     ]
     for of_rank in run_ranks(4, _state_round_trip):
-        assert [same for same, _ in of_rank] == [True] * 3
+        assert [same for same, _ in of_rank] == [True] * 4
         assert [names for _, names in of_rank[:2]] == [expected] * 2
         assert of_rank[2][1] == [name for name in expected if not name.endswith("checksum")]
+        assert of_rank[3][1] == sorted([*expected, "weights/root/copies_dtype"])
 
 
 def _undone_step():
@@ -529,7 +539,12 @@ def _state_of_another_config():
     zeropp = apply_zeropp(model, ALL_FLAGS)
     model(torch.randn(2, 64)).sum().backward()
     state = zeropp.state_dict()
-    for config in (replace(ALL_FLAGS, seed=7), replace(ALL_FLAGS, loco=LoCoConfig(beta=0.5))):
+    others = (
+        replace(ALL_FLAGS, seed=7),
+        replace(ALL_FLAGS, gradient_sum_dtype="int8", offload_gradient_sums=True, loco=LoCoConfig(exact_undo=False)),
+        replace(ALL_FLAGS, loco=LoCoConfig(beta=0.5)),
+    )
+    for config in others:
         other = nn.Linear(64, 64)
         fully_shard(other)
         another = apply_zeropp(other, config)
@@ -537,10 +552,11 @@ def _state_of_another_config():
             another.load_state_dict(state)
         except ValueError as error:
             return str(error)
-        assert all(value.equal(state[name]) for name, value in another.state_dict().items())
+        loaded = another.state_dict()
+        assert all(value.equal(loaded[name]) for name, value in state.items()), config
 
 
-def test_state_of_another_config_is_refused_but_not_of_another_seed():
+def test_state_of_another_config_is_refused_but_not_where_it_keeps_the_same():
     assert "another ZeroPPConfig" in run_ranks(4, _state_of_another_config)[0]
 
 

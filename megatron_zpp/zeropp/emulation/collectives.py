@@ -31,7 +31,7 @@ class EmulatedAllGather:
     ) -> None:
         self.unit, self.config, self.layouts, self.traffic = unit, config, layouts, traffic
         self.encoder = WeightEncoder(unit, layouts[0], config, monitor)
-        self.copies: Tensor | None = None  # [W, L], of the ranks' shards, with weight differences
+        self.copies: Tensor | None = None  # [W, L] or [W, nbytes], of the ranks' shards, with weight differences
         self._has_secondary = config.hpz_partition_size > 1 and layouts[0].num_nodes > 1
         self._is_encoded = self._has_secondary or (config.quantized_weights and len(layouts) > 1)
         self._arrived = False  # the weights of the last refresh are in unit.arrived
@@ -78,9 +78,9 @@ class EmulatedAllGather:
         if self.copies is None or changed:
             arrived = self._gather_between_nodes(self.unit.shards_of(self.unit.masters, dtype))
         else:
-            arrived = self.copies
+            arrived = self.encoder.copies_as_numbers(self.copies, dtype).to(dtype)
         within_node = self.encoder.within_node(dtype)
-        if within_node is None or not self._has_secondary or self.config.hpz_secondary_dtype == "int8":
+        if within_node is None or not self._has_secondary or self.encoder.keeps_wires:
             return arrived
         partitions = arrived.view(layout.num_nodes, layout.ranks_per_node, -1)  # [N, P, L]
         sent = [self.encoder.encode_within_node(partitions[:, p], within_node, p) for p in range(layout.ranks_per_node)]
@@ -94,16 +94,18 @@ class EmulatedAllGather:
             self._checksums = [checksum(shard) for shard in shards]
         if by_differences and self.copies is not None:
             format = self.encoder.differences(shards.dtype)
-            minus: list[Tensor | None] = list(self.copies)
+            minus: list[Tensor | None] = list(self.encoder.copies_as_numbers(self.copies, shards.dtype))
         else:
             format, minus = self.encoder.in_full(shards.dtype), [None] * len(shards)
         wires = torch.stack([self.encoder.encode(s, format, r, minus=minus[r]) for r, s in enumerate(shards)])
         if self._has_secondary:
             self.traffic.add(inter_node=(self.layouts[0].num_nodes - 1) * wires.nbytes, stays=True)
         if self.copies is not None:
-            return format.decode_sum(wires.unsqueeze(0), out=self.copies, accumulate=True)
+            self.copies = self.encoder.move_copies(self.copies, wires, shards.dtype)
+            return self.encoder.copies_as_numbers(self.copies, shards.dtype).to(shards.dtype)
         arrived = format.decode(wires, out=shards)
-        self.copies = arrived if by_differences else None
+        if by_differences:
+            self.copies = wires if self.encoder.keeps_wires else arrived
         return arrived
 
     def is_gathered(self, rank: int) -> bool:
@@ -144,6 +146,8 @@ class EmulatedAllGather:
             state["checksum"] = self._checksums[layout.rank]
         if self.copies is not None and self.unit.keeps_copies:
             state["copies"] = self._copies_of(layout).clone()
+            if self.encoder.keeps_wires:
+                state["copies_dtype"] = torch.zeros(1, dtype=self.unit.dtype)
         return state
 
     def load_state_dict(self, layout: RankLayout, state: dict[str, Tensor]) -> None:
@@ -233,7 +237,7 @@ class EmulatedReduceScatter:
                 totals.append(hops.finish(hops.with_kept(node_sum).only_piece()))
             else:
                 self._between_nodes.append(hops.between_nodes.send(hops.with_kept(node_sum)))
-                hops.node_sum = None
+                hops.node_sum.drop()
         if len(self._between_nodes) == len(self.layouts):
             from_all, self._between_nodes = self._between_nodes, []
             for hops in self.hops:

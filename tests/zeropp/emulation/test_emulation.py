@@ -49,6 +49,19 @@ CASES = {
         None,
     ),
     "int8 copies": ("net", ZeroPPConfig(**ALL_FLAGS, **BLOCKS, hpz_secondary_dtype="int8", gradient_bits=None), None),
+    "int8 copies, differences, int8 sums": (
+        "net",
+        ZeroPPConfig(
+            **ALL_FLAGS,
+            **BLOCKS,
+            hpz_secondary_dtype="int8",
+            weight_difference_bits=4,
+            gradient_sum_dtype="int8",
+            loco=LoCoConfig(exact_undo=False),
+        ),
+        torch.bfloat16,
+    ),
+    "bf16 sums": ("net", ZeroPPConfig(**ALL_FLAGS, **BLOCKS, gradient_sum_dtype="bf16"), None),
     "no blocks": (
         "net",
         ZeroPPConfig(**ALL_FLAGS, weight_block_size=None, gradient_block_size=None, gradient_intra_bits=None),
@@ -291,6 +304,36 @@ def test_an_undone_step_leaves_no_trace(every_rank, loco, micro_batches, hops):
     assert sorted({key.split("/")[-1][:5] for key in state if key.endswith(".error")}) == hops
     assert any("weight" in name for name in state)
     assert state.keys() == expected.keys()
+    assert all(value.equal(expected[name]) for name, value in state.items())
+
+
+def _begun_anew():
+    """State and gradients of a step: the first one, and one after another was thrown away and LoCo kept no copy."""
+    states = []
+    for steps in ([1], [0, 8, 1]):
+        model = build("net").eval()  # dropout would draw on
+        config = ZeroPPConfig(**ALL_FLAGS, **BLOCKS, loco=LoCoConfig(exact_undo=False))
+        emulated = emulate_zeropp(model, config, 2, 2, units=list(model.layers))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        for step in steps:
+            for rank, as_rank in enumerate(emulated.ranks):
+                with as_rank:
+                    (model(*micro_batch(step, 0, rank)).mean() * (1e30 if step == 8 else 1)).backward()
+            if step == 8:
+                emulated.undo_step()
+            if step == 0:
+                optimizer.step()
+                emulated.undo_step()  # too late: the optimizer has used what the errors went with
+                assert any(name.endswith(".error") for name in emulated.state_dict())
+            if step != 1:
+                model.zero_grad()
+        states.append(emulated.state_dict() | {n: p.grad for n, p in model.named_parameters() if p.grad is not None})
+    return states
+
+
+def test_without_a_copy_an_undone_step_lets_loco_begin_anew():
+    expected, state = run_ranks(1, _begun_anew)[0]
+    assert state.keys() == expected.keys() and any(name.endswith(".error") for name in state)
     assert all(value.equal(expected[name]) for name, value in state.items())
 
 

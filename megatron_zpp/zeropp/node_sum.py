@@ -1,0 +1,78 @@
+"""The sum of a step's gradients within a node, as it is kept from one micro-batch to the next."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from .config import ZeroPPConfig
+from .encoded_addend import encoded_addend
+from .gradient_sum import GradientSum
+from .quantization import counter_uniform
+from .unit import Unit
+from .wire_format import WireFormat, wire_format
+
+
+class NodeSum:
+    """One unit's sum [N, L] within a node over the micro-batches so far, in the form of ``gradient_sum_dtype``.
+
+    In bf16 and int8 it is rounded after every micro-batch but the last, stochastically: rounding to nearest would lose,
+    each time anew, what is less than half a step of a sum that has grown. To carry along what rounding lost would take
+    a second buffer of the sum's size.
+
+    With ``offload_gradient_sums`` it waits in host memory. The copies run on the stream that reduces gradients.
+    """
+
+    def __init__(self, unit: Unit, config: ZeroPPConfig) -> None:
+        self.unit, self.config = unit, config
+        self.kept: Tensor | None = None  # fp32 or bf16 [N, L]; int8: wire buffers uint8 [N, nbytes]
+
+    @property
+    def format(self) -> WireFormat:
+        """Of int8 sums. Small and one-dimensional parameters stay in fp32."""
+        parameters = self.unit.parameter_shards(trainable_only=True)
+        return wire_format(parameters, 8, self.config.gradient_block_size, torch.float32)
+
+    def plus(self, arrived: GradientSum) -> GradientSum:
+        """The sum [N, L] of what arrived of this micro-batch, and of what was kept."""
+        kept = self._on_device()
+        if kept is None or kept.dtype == torch.float32:
+            return replace(arrived, plus=kept)
+        if kept.dtype == torch.bfloat16:
+            return replace(arrived, plus=kept.float())
+        out = torch.empty(*arrived.rows, self.format.numel, device=kept.device)
+        return replace(arrived, plus=self.format.decode(kept, out))
+
+    def add(self, arrived: GradientSum, noise_seed: int) -> None:
+        """Keep the sum [N, L] of what arrived of this micro-batch, and of what was kept."""
+        if self.config.gradient_sum_dtype == "int8":
+            total = arrived.encode(self.format, noise_seed, encoded_addend(self.format, self._on_device()))
+        else:
+            total = self.plus(arrived).compute()
+            if self.config.gradient_sum_dtype == "bf16":
+                total = round_to_bf16(total, noise_seed)
+        self.kept = _in_host_memory(total) if self.config.offload_gradient_sums else total
+
+    def drop(self) -> None:
+        self.kept = None
+
+    def _on_device(self) -> Tensor | None:
+        return self.kept.to(self.unit.device, non_blocking=True) if self.kept is not None else None
+
+
+def round_to_bf16(values: Tensor, noise_seed: int) -> Tensor:
+    """Round fp32 values to bf16 stochastically, with noise as that of quantization; NaN and Inf stay."""
+    # bf16 is the upper half of an fp32 number. Random bits that are added to the lower half carry into it with the
+    # probability that the lower half asks for.
+    noise = (counter_uniform(values.numel(), noise_seed, values.device) * 2**16).to(torch.int32).view(values.shape)
+    upper = (values.view(torch.int32) + noise) & -(2**16)
+    return torch.where(values.isfinite(), upper.view(torch.float32), values).to(torch.bfloat16)
+
+
+def _in_host_memory(tensor: Tensor) -> Tensor:
+    """The tensor in host memory: pinned, so that the current stream copies it there, and nobody waits."""
+    if tensor.device.type == "cpu":
+        return tensor
+    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)

@@ -1,0 +1,66 @@
+"""The sum that waits for a step's last micro-batch, by itself: what rounding does to it, and to NaN and Inf."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from megatron_zpp.zeropp import ZeroPPConfig
+from megatron_zpp.zeropp.gradient_sum import GradientSum
+from megatron_zpp.zeropp.node_sum import NodeSum, round_to_bf16
+from megatron_zpp.zeropp.wire_layout import ParameterShard
+
+BLOCKS, SIZE = 64, 32
+SMALL = 2.0**-10  # an eighth of a step, of bf16 above 1 and of int8 in a block whose largest value is 1
+
+
+def node_sum(dtype: str) -> NodeSum:
+    shards = (ParameterShard("matrix", BLOCKS * SIZE, True), ParameterShard("bias", 3, False))
+    unit = SimpleNamespace(device=torch.device("cpu"), parameter_shards=lambda trainable_only: shards)
+    config = ZeroPPConfig(quantized_gradients=True, gradient_block_size=SIZE, gradient_sum_dtype=dtype)
+    return NodeSum(unit, config)
+
+
+def values(first: float, others: float) -> torch.Tensor:
+    """[1, L], with ``first`` where a block begins."""
+    of_blocks = torch.full((BLOCKS, SIZE), others)
+    of_blocks[:, 0] = first
+    return torch.cat([of_blocks.flatten(), torch.full((3,), others)]).unsqueeze(0)
+
+
+@pytest.mark.parametrize("dtype, others", [("fp32", 0.0), ("bf16", 1.0), ("int8", 0.0)])
+def test_what_is_less_than_half_a_step_is_not_lost(dtype, others):
+    total, start = node_sum(dtype), values(1.0, others)
+    total.add(GradientSum(start), noise_seed=0)
+    for micro_batch in range(1, 65):
+        total.add(GradientSum(values(0.0, SMALL)), noise_seed=micro_batch)
+    gained = (total.plus(GradientSum(torch.zeros_like(start))).compute() - start)[0, : BLOCKS * SIZE]
+    assert gained.view(BLOCKS, SIZE)[:, 1:].mean().item() == pytest.approx(64 * SMALL, rel=0.05)
+
+
+def test_small_and_one_dimensional_parameters_stay_in_fp32():
+    total, gradients = node_sum("int8"), values(1.0, 0.1)
+    for _ in range(3):
+        total.add(GradientSum(gradients), noise_seed=0)
+    expected = gradients[:, -3:] + gradients[:, -3:] + gradients[:, -3:] + gradients[:, -3:]
+    assert total.plus(GradientSum(gradients)).compute()[:, -3:].equal(expected)
+
+
+def test_bytes_are_those_of_the_form():
+    for dtype, per_element in (("fp32", 4), ("bf16", 2), ("int8", 1 + 4 / SIZE)):
+        total = node_sum(dtype)
+        total.add(GradientSum(values(1.0, 0.5)), noise_seed=0)
+        assert total.kept.nbytes == pytest.approx(per_element * BLOCKS * SIZE, abs=16)
+        total.drop()
+        assert total.kept is None
+
+
+def test_nan_and_inf_stay_in_bf16():
+    special = torch.tensor([torch.nan, torch.inf, -torch.inf, 1.0, -0.0])
+    # The NaN of all ones would overflow into a zero.
+    all_ones = torch.tensor([-1, 2**31 - 1], dtype=torch.int32).view(torch.float32)
+    for seed in range(100):
+        rounded = round_to_bf16(torch.cat([special, all_ones]), seed).float()
+        assert rounded[[0, 5, 6]].isnan().all() and rounded[1:5].equal(special[1:5])
