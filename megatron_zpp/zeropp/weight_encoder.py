@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .config import ZeroPPConfig
+from .config import SCALE_DTYPES, ZeroPPConfig
 from .monitor import ErrorMonitor
 from .quantization import mix_seed
 from .topology import RankLayout
@@ -27,17 +27,22 @@ class WeightEncoder:
         """Of shards themselves, as they go to other nodes, or to all ranks."""
         config = self.config
         bits = config.weight_bits if config.quantized_weights and not self.sends_differences else None
-        return self._format(bits, config.weight_block_size, dtype)
+        return self._format(bits, config.weight_block_size, config.weight_scaling, dtype)
 
     def differences(self, dtype: torch.dtype) -> WireFormat:
         """Of what changed since the secondary partition."""
-        return self._format(self.config.weight_difference_bits, self.config.weight_difference_block_size, dtype)
+        config = self.config
+        size, scaling = config.weight_difference_block_size, config.weight_difference_scaling
+        return self._format(config.weight_difference_bits, size, scaling, dtype)
 
     def within_node(self, dtype: torch.dtype) -> WireFormat | None:
         """Of the secondary partition among the ranks of a node; None = as it is."""
-        keeps_wires = self.config.hpz_secondary_dtype == "int8"
-        bits = self.config.weight_bits if keeps_wires else self.config.weight_intra_bits
-        return self._format(bits, self.config.weight_block_size, dtype) if bits is not None else None
+        config = self.config
+        if config.hpz_secondary_dtype == "int8":
+            return self.in_full(dtype)
+        if config.weight_intra_bits is None:
+            return None
+        return self._format(config.weight_intra_bits, config.weight_block_size, config.weight_intra_scaling, dtype)
 
     def encode(self, shard: Tensor, format: WireFormat, rank: int, minus: Tensor | None = None) -> Tensor:
         """Encode the shard [L] of ``rank``, or its difference from a copy of it, and sample the error."""
@@ -56,8 +61,9 @@ class WeightEncoder:
         # The same noise in every node, so that all ranks see the same weights.
         return format.encode(partition, self._noise_seed("intra", local_rank))
 
-    def _format(self, bits: int | None, block_size: int | None, dtype: torch.dtype) -> WireFormat:
-        return wire_format(self.unit.parameter_shards(), bits, block_size, dtype)
+    def _format(self, bits: int | None, block_size: int | None, scaling: str | None, dtype: torch.dtype) -> WireFormat:
+        scale_dtype = SCALE_DTYPES[self.config.scale_dtype]
+        return wire_format(self.unit.parameter_shards(), bits, block_size, dtype, scaling, scale_dtype)
 
     def _noise_seed(self, hop: str, source: int) -> int | None:
         if self.config.weight_rounding == "nearest":

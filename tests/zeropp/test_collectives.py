@@ -25,7 +25,7 @@ from tests.zeropp.fsdp_model import (
 WORLD_SIZES = pytest.mark.parametrize("world_size", [2, 3, 4, 6, 8])
 DTYPES = [torch.float32, torch.bfloat16]
 ALL_DTYPES = [*DTYPES, torch.float16]
-ALL_BITS = [2, 3, 4, 6, 8, None]
+ALL_BITS = [1, 2, 3, 4, 6, 8, None]
 BLOCKS = [32, 128, 256, None]
 
 
@@ -188,6 +188,17 @@ def test_reduce_scatter_equals_the_oracle(world_size):
 
 WEIGHT_OPTIONS = {
     "int8 secondary partition": dict(quantized_weights=True, hpz_secondary_dtype="int8"),
+    "absmax codes below 4 bits, short scales": dict(
+        weight_difference_bits=2,
+        weight_difference_scaling="absmax",
+        weight_intra_bits=3,
+        weight_intra_scaling="absmax",
+        scale_dtype="bf16",
+    ),
+    "2-bit weights, int8 secondary partition": dict(
+        quantized_weights=True, weight_bits=2, hpz_secondary_dtype="int8", scale_dtype="bf16"
+    ),
+    "4-bit weights by mean": dict(quantized_weights=True, weight_bits=4, weight_scaling="mean"),
     "4-bit differences": dict(weight_difference_bits=4, weight_difference_block_size=64),
     "2-bit differences, int8 within a node": dict(weight_difference_bits=2, weight_intra_bits=8),
     "stochastic": dict(quantized_weights=True, weight_bits=4, weight_rounding="stochastic"),
@@ -215,6 +226,13 @@ GRADIENT_OPTIONS = {
     ),
     "fp32 error": dict(loco=LoCoConfig(error_dtype="fp32")),
     "stochastic": dict(gradient_rounding="stochastic", loco=LoCoConfig()),
+    "absmax codes, short scales": dict(
+        loco=LoCoConfig(),
+        gradient_scaling="absmax",
+        gradient_intra_bits=4,
+        gradient_intra_scaling="mean",
+        scale_dtype="bf16",
+    ),
     "hadamard": dict(hadamard=True),
     "everything": dict(hadamard=True, gradient_rounding="stochastic", loco=LoCoConfig(hops="both"), seed=3),
 }
@@ -231,7 +249,15 @@ def test_gradient_options_equal_the_oracle_over_steps(world_size):
 
 
 def _constant_gradients(value):
-    model, _ = build(ZeroPPConfig(quantized_gradients=True, ranks_per_node=2, gradient_bits=2, gradient_intra_bits=3))
+    config = ZeroPPConfig(
+        quantized_gradients=True,
+        ranks_per_node=2,
+        gradient_bits=2,
+        gradient_scaling="absmax",
+        gradient_intra_bits=3,
+        gradient_intra_scaling="absmax",
+    )
+    model, _ = build(config)
     model([torch.full_like(c, value) for c in coefficients(0)]).backward()
     return [p.grad.full_tensor() for p in model.weights]
 
