@@ -144,7 +144,7 @@ ZEROPP_INLINE uint32_t exponent_of(uint32_t largest_magnitude) {
   return exponent > smallest ? exponent : smallest;
 }
 
-ZEROPP_INLINE float per_unit(uint32_t exponent) { return float_of((127u + kFixedPoint + 127u << 23) - exponent); }
+ZEROPP_INLINE float per_unit(uint32_t exponent) { return float_of(((127u + kFixedPoint + 127u) << 23) - exponent); }
 
 ZEROPP_INLINE uint32_t in_units(float value, float per_unit) { return uint32_t(int32_t(fabsf(value) * per_unit)); }
 

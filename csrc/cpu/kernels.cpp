@@ -122,7 +122,7 @@ using Four __attribute__((may_alias)) = uint32_t;
 using Two __attribute__((may_alias)) = uint16_t;
 
 template <int bits>
-ZEROPP_INLINE void pack_codes(const uint8_t* codes, int64_t count, uint8_t* stream) {
+ZEROPP_INLINE void pack_as(const uint8_t* codes, int64_t count, uint8_t* stream) {
   const Eight* __restrict from = reinterpret_cast<const Eight*>(codes);
   Four* __restrict fours = reinterpret_cast<Four*>(stream);
   Two* __restrict twos = reinterpret_cast<Two*>(stream);
@@ -135,7 +135,7 @@ ZEROPP_INLINE void pack_codes(const uint8_t* codes, int64_t count, uint8_t* stre
 }
 
 template <int bits>
-ZEROPP_INLINE void unpack_codes(const uint8_t* stream, int64_t count, uint8_t* codes) {
+ZEROPP_INLINE void unpack_as(const uint8_t* stream, int64_t count, uint8_t* codes) {
   Eight* __restrict to = reinterpret_cast<Eight*>(codes);
   const Four* __restrict fours = reinterpret_cast<const Four*>(stream);
   const Two* __restrict twos = reinterpret_cast<const Two*>(stream);
@@ -146,6 +146,22 @@ ZEROPP_INLINE void unpack_codes(const uint8_t* stream, int64_t count, uint8_t* c
     else memcpy(&packed, stream + bits * group, bits);
     to[group] = unpack<bits>(packed);
   }
+}
+
+ZEROPP_INLINE void pack_codes(int bits, const uint8_t* codes, int64_t count, uint8_t* stream) {
+  if (bits == 1) pack_as<1>(codes, count, stream);
+  if (bits == 2) pack_as<2>(codes, count, stream);
+  if (bits == 3) pack_as<3>(codes, count, stream);
+  if (bits == 4) pack_as<4>(codes, count, stream);
+  if (bits == 6) pack_as<6>(codes, count, stream);
+}
+
+ZEROPP_INLINE void unpack_codes(int bits, const uint8_t* stream, int64_t count, uint8_t* codes) {
+  if (bits == 1) unpack_as<1>(stream, count, codes);
+  if (bits == 2) unpack_as<2>(stream, count, codes);
+  if (bits == 3) unpack_as<3>(stream, count, codes);
+  if (bits == 4) unpack_as<4>(stream, count, codes);
+  if (bits == 6) unpack_as<6>(stream, count, codes);
 }
 
 float load_scale(const uint8_t* scales, int64_t block, int bytes) {
@@ -171,12 +187,12 @@ ZEROPP_INLINE void dequantize(const uint8_t* codes, const uint8_t* scales, const
   }
 }
 
-template <int bits, bool adds>
+template <bool adds>
 ZEROPP_INLINE void read_blocks(const Format& format, const Segment& segment, const uint8_t* wire, const Tile& tile,
                                uint8_t* scratch, float* values) {
-  const uint8_t* codes = wire + segment.codes + tile.first * bits / 8;
-  if (bits != 8) {
-    unpack_codes<bits>(codes, tile.count, scratch);
+  const uint8_t* codes = wire + segment.codes + tile.first * format.bits / 8;
+  if (format.bits != 8) {
+    unpack_codes(format.bits, codes, tile.count, scratch);
     codes = scratch;
   }
   const uint8_t* scales = wire + segment.scales + tile.first / segment.block_size * format.scale_bytes;
@@ -197,14 +213,7 @@ ZEROPP_INLINE void read_wire(const Wires& wires, int peer, const Segment& own, c
     else load(from, format.type, tile.count, values);
     return;
   }
-  switch (format.bits) {
-    case 1: return read_blocks<1, adds>(format, segment, wire, tile, scratch, values);
-    case 2: return read_blocks<2, adds>(format, segment, wire, tile, scratch, values);
-    case 3: return read_blocks<3, adds>(format, segment, wire, tile, scratch, values);
-    case 4: return read_blocks<4, adds>(format, segment, wire, tile, scratch, values);
-    case 6: return read_blocks<6, adds>(format, segment, wire, tile, scratch, values);
-    default: return read_blocks<8, adds>(format, segment, wire, tile, scratch, values);
-  }
+  read_blocks<adds>(format, segment, wire, tile, scratch, values);
 }
 
 ZEROPP_INLINE void read_sum(const Wires& wires, const Segment& own, const Tile& tile, uint8_t* scratch, float* values) {
@@ -253,7 +262,8 @@ ZEROPP_INLINE void quantize_by_quotient(
 // Scales and codes, a byte each, of a tile, strip by strip: a block, or a part of one, of a size that the compiler may
 // know. One loop over the tile after the other, so that no block waits for the reductions and divisions of another.
 ZEROPP_INLINE void quantize(const float* values, int64_t count, int64_t block, int64_t strip, const Format& format,
-                            int qmax, const Noise& noise, float* scales, uint8_t* codes) {
+                            const Noise& noise, float* scales, uint8_t* codes) {
+  const int qmax = qmax_of(format.bits);
   for (int64_t first = 0; first < count; first += block) {
     uint32_t largest = 0;
     for (int64_t s = first; s < first + block; s += strip) largest = std::max(largest, largest_magnitude(values + s, strip));
@@ -295,8 +305,8 @@ ZEROPP_INLINE uint64_t total_in_units(const float* __restrict values, int64_t co
 
 // The same for the code "mean", of a tile whose elements from `count` on are padding.
 ZEROPP_INLINE void quantize_by_mean(const float* values, int64_t count, int64_t padded, int64_t block, int64_t strip,
-                                    const Format& format, int bits, const Noise& noise, float* scales, uint8_t* codes) {
-  const int qmax = qmax_of(bits);
+                                    const Format& format, const Noise& noise, float* scales, uint8_t* codes) {
+  const int qmax = qmax_of(format.bits);
   for (int64_t first = 0; first < padded; first += block) {
     uint32_t largest = 0, nonzeros = 0;
     for (int64_t s = first; s < first + block; s += strip) {
@@ -307,7 +317,7 @@ ZEROPP_INLINE void quantize_by_mean(const float* values, int64_t count, int64_t 
     uint64_t total = 0;
     for (int64_t s = first; s < first + block; s += strip) total += total_in_units(values + s, strip, units);
     const int64_t size = std::min(block, count - first);
-    scales[first / block] = mean_scale(total, largest, size, nonzeros, bits, format.scale_bytes == 2);
+    scales[first / block] = mean_scale(total, largest, size, nonzeros, format.bits, format.scale_bytes == 2);
   }
   for (int64_t first = 0; first < padded; first += block) {
     const Levels levels = levels_of(scales[first / block], true);
@@ -329,26 +339,24 @@ ZEROPP_INLINE void quantize_by_mean(const float* values, int64_t count, int64_t 
   }
 }
 
-template <int bits>
 ZEROPP_INLINE void write_blocks(const Format& format, const Segment& segment, uint8_t* wire, const Tile& tile,
                                 const Noise& noise, Scratch& scratch, float* values, float* sent) {
-  const int64_t block = segment.block_size;
-  std::fill(values + tile.count, values + tile.padded, 0.f);
-  uint8_t* stream = wire + segment.codes + tile.first * bits / 8;
-  uint8_t* codes = bits == 8 ? stream : scratch.codes.data();
+  const int64_t block = segment.block_size, count = tile.count, padded = tile.padded;
+  std::fill(values + count, values + padded, 0.f);
+  uint8_t* stream = wire + segment.codes + tile.first * format.bits / 8;
+  uint8_t* codes = format.bits == 8 ? stream : scratch.codes.data();
   float* scales = scratch.scales.data();
-  // A strip of a size that the compiler knows, where it can be.
-  if (bits <= 4 && format.is_mean) {
-    if (block % 128 == 0) quantize_by_mean(values, tile.count, tile.padded, block, 128, format, bits, noise, scales, codes);
-    else quantize_by_mean(values, tile.count, tile.padded, block, block, format, bits, noise, scales, codes);
+  if (format.is_mean) {
+    if (block % 128 == 0) quantize_by_mean(values, count, padded, block, 128, format, noise, scales, codes);
+    else quantize_by_mean(values, count, padded, block, block, format, noise, scales, codes);
   } else {
-    if (block % 128 == 0) quantize(values, tile.padded, block, 128, format, qmax_of(bits), noise, scales, codes);
-    else quantize(values, tile.padded, block, block, format, qmax_of(bits), noise, scales, codes);
+    if (block % 128 == 0) quantize(values, padded, block, 128, format, noise, scales, codes);
+    else quantize(values, padded, block, block, format, noise, scales, codes);
   }
   uint8_t* sent_scales = wire + segment.scales + tile.first / block * format.scale_bytes;
-  for (int64_t b = 0; b < tile.padded / block; b++) store_scale(scales[b], sent_scales, b, format.scale_bytes);
-  if (sent) dequantize<false>(codes, sent_scales, format, block, tile.padded, sent);
-  if (bits != 8) pack_codes<bits>(codes, tile.padded, stream);
+  for (int64_t b = 0; b < padded / block; b++) store_scale(scales[b], sent_scales, b, format.scale_bytes);
+  if (sent) dequantize<false>(codes, sent_scales, format, block, padded, sent);
+  if (format.bits != 8) pack_codes(format.bits, codes, padded, stream);
 }
 
 // The gaps that alignment leaves behind the last code and the last scale.
@@ -373,14 +381,7 @@ ZEROPP_INLINE void write_wire(const Wires& wires, const Segment& own, const Tile
     store(values, format.type, tile.count, to);
     if (sent) load(to, format.type, tile.count, sent);
   } else {
-    switch (format.bits) {
-      case 1: write_blocks<1>(format, segment, wire, tile, noise, scratch, values, sent); break;
-      case 2: write_blocks<2>(format, segment, wire, tile, noise, scratch, values, sent); break;
-      case 3: write_blocks<3>(format, segment, wire, tile, noise, scratch, values, sent); break;
-      case 4: write_blocks<4>(format, segment, wire, tile, noise, scratch, values, sent); break;
-      case 6: write_blocks<6>(format, segment, wire, tile, noise, scratch, values, sent); break;
-      default: write_blocks<8>(format, segment, wire, tile, noise, scratch, values, sent);
-    }
+    write_blocks(format, segment, wire, tile, noise, scratch, values, sent);
   }
   if (own.start + tile.first + tile.count == segment.stop) zero_gaps(segment, format, wire);
 }

@@ -122,8 +122,8 @@ class ZeroPPConfig:
         f"bits of quantized weights between nodes: {_ANY_BITS}",
         needs="quantized_weights",
     )
-    # Here and below as quantization.py defines: "absmax" has levels up to the block's largest value, "mean" steps that are
-    # a multiple of the block's mean |x|, for 1 to 4 bits.
+    # Here and below as quantization.py defines: "absmax" has levels up to the block's largest value; "mean" has steps
+    # that are a multiple of the block's mean |x|, for 1 to 4 bits.
     weight_scaling: str | None = _flag(
         "--zero-weight-scaling",
         None,

@@ -4,18 +4,19 @@ reference.py composes it over wire buffers, csrc/ equals that, and tests/zeropp/
 
 A block of B values shares one scale s. A ``Code`` says what s is, and which levels its b bits stand for:
 
-    absmax   s = largest |x| / qmax with qmax = 2^(b-1) - 1. Levels are c s, c from -qmax to qmax: both extremes are kept.
-    mean     s = step * mean |x|. Levels are (c + 1/2) s, c from -2^(b-1) to 2^(b-1) - 1; values beyond take outer ones.
-             But zeros must stay zeros in a block in which a quarter or more of the values are 0, if b > 1. There,
-             s = step * mean |x| of the others, levels are c s as above, and the scale is sent as -s, to be told apart.
+    absmax   s = largest |x| / qmax with qmax = 2^(b-1) - 1. Levels are c s, c from -qmax to qmax, so that both extremes
+             are kept.
+    mean     s = step * mean |x|. Levels are (c + 1/2) s, c from -2^(b-1) to 2^(b-1) - 1; what is beyond takes the outer
+             ones. But zeros must stay zeros in a block in which a quarter or more of the values are 0, if b > 1. There,
+             s = step * mean |x| of the others, levels are c s as above, and -s is sent to tell that from the rest.
 
-A value takes the nearest level; at ties the even code with absmax, the upper one with mean. Stochastic rounding takes one
-of the two nearest levels, so that the expected one is the value, as long as it lies between the outer levels.
+A value takes the nearest level; at ties the even code with absmax, the upper one with mean. Stochastic rounding takes
+one of the two nearest levels, so that the expected one is the value, if that lies between the outer levels.
 
-A block of zeros has scale 0. A block that holds a NaN or an Inf, or whose scale would be Inf, has scale NaN and dequantizes
-to NaN, so that overflow checks still see it. With mean, a block of nothing above 2^-85 counts as zeros: squares of such
-values are 0 in fp32. Scales may be short, in bf16: rounded up with absmax, so that nothing is clipped, and to nearest with
-mean. Arithmetic is fp32; the sum in a mean is one of integers, which does not depend on the order.
+A block of zeros has scale 0. A block that holds a NaN or an Inf, or whose scale would be Inf, has scale NaN and
+dequantizes to NaN, so that overflow checks still see it. With mean, a block of nothing above 2^-85 counts as zeros:
+squares of such values are 0 in fp32. Scales may be short, in bf16: rounded up with absmax, so that nothing is clipped,
+to nearest with mean. Arithmetic is fp32; the sum in a mean is one of integers, which does not depend on the order.
 """
 
 from __future__ import annotations
@@ -92,7 +93,7 @@ def _quantize_by_mean(
     has_zeros = (4 * (size - nonzeros) >= size) & (code.bits > 1)
     exponent_bits = absmax.view(torch.int32).bitwise_and(0x7F800000).clamp_(min=(127 + _SMALLEST_EXPONENT) << 23)
     unit = (exponent_bits - (_FIXED_POINT << 23)).view(torch.float32)
-    per_unit = ((127 + _FIXED_POINT + 127 << 23) - exponent_bits).view(torch.float32)
+    per_unit = (((127 + _FIXED_POINT + 127) << 23) - exponent_bits).view(torch.float32)
     total = (values.abs() * per_unit.unsqueeze(-1)).long().sum(dim=-1)
     step, step_with_zeros = (total.new_full((), step, dtype=torch.float32) for step in STEPS[code.bits])
     count = torch.where(has_zeros, nonzeros, size).clamp(min=1)
