@@ -98,9 +98,8 @@ def weights(bits: int, block_size: int) -> str:
     return f"{BF16} {HPZ} --zero-quantized-weights --zero-weight-bits {bits} --zero-weight-block-size {block_size}"
 
 
-def differences(bits: int, block_size: int = 2048, scaling: str = "") -> str:
-    flags = f"{HPZ} --zero-weight-difference-bits {bits} --zero-weight-difference-block-size {block_size}"
-    return flags + (f" --zero-weight-difference-scaling {scaling}" if scaling else "")
+def differences(bits: int, block_size: int = 2048) -> str:
+    return f"{HPZ} --zero-weight-difference-bits {bits} --zero-weight-difference-block-size {block_size}"
 
 
 def gradients(intra: int, inter: int, block_size: int = 128, scaling: str = "") -> str:
@@ -224,7 +223,7 @@ EXPERIMENTS = {
                         "int4 differences, blocks of 2048, two micro-batches",
                         f"{BF16} {differences(4)} --micro-batch-size {{half}} --global-batch-size {{batch}}",
                     ),
-                    Arm("int2 differences, blocks of 256", f"{BF16} {differences(2, 256, ABSMAX)}"),
+                    Arm("int2 differences, blocks of 256", f"{BF16} {differences(2, 256)}"),
                 ),
             ),
         ),

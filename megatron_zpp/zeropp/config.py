@@ -123,11 +123,12 @@ class ZeroPPConfig:
         needs="quantized_weights",
     )
     # Here and below as quantization.py defines: "absmax" has levels up to the block's largest value; "mean" has steps
-    # that are a multiple of the block's mean |x|, for 1 to 4 bits.
-    weight_scaling: str | None = _flag(
+    # that are a multiple of the block's mean |x|, for 1 to 4 bits, and cuts large values off. LoCo returns what that
+    # costs gradients; a copy of weights would lag behind.
+    weight_scaling: str = _flag(
         "--zero-weight-scaling",
-        None,
-        "what sets the scale of quantized weights between nodes; default mean below 4 bits, absmax from 4 on",
+        "absmax",
+        "what sets the scale of quantized weights between nodes",
         choices=SCALINGS,
         needs="quantized_weights",
     )
@@ -138,10 +139,10 @@ class ZeroPPConfig:
         needs="quantized_weights",
         zero_is_none=True,
     )
-    weight_intra_scaling: str | None = _flag(
+    weight_intra_scaling: str = _flag(
         "--zero-weight-intra-scaling",
-        None,
-        "what sets the scale of weights within a node; default mean below 4 bits, absmax from 4 on",
+        "absmax",
+        "what sets the scale of weights within a node",
         choices=SCALINGS,
         needs="weight_intra_bits",
     )
@@ -216,10 +217,10 @@ class ZeroPPConfig:
         "send between nodes only what changed since hpZ's copy, in so many bits, such as 4",
         zero_is_none=True,
     )
-    weight_difference_scaling: str | None = _flag(
+    weight_difference_scaling: str = _flag(
         "--zero-weight-difference-scaling",
-        None,
-        "what sets the scale of weight differences; default mean below 4 bits, absmax from 4 on",
+        "absmax",
+        "what sets the scale of weight differences",
         choices=SCALINGS,
         needs="weight_difference_bits",
     )
@@ -252,7 +253,7 @@ class ZeroPPConfig:
                 raise ValueError(f"{name} must be a positive multiple of 8, or None for per tensor; got {value}")
         for name in ("weight", "weight_intra", "weight_difference", "gradient", "gradient_intra"):
             bits, scaling = getattr(self, f"{name}_bits"), getattr(self, f"{name}_scaling")
-            if bits is None and scaling is not None:
+            if bits is None and scaling != getattr(type(self), f"{name}_scaling"):
                 raise ValueError(f"{name}_scaling {scaling} is about quantized values: set {name}_bits")
             if bits is not None:
                 try:

@@ -37,7 +37,7 @@ _FIXED_POINT, _SMALLEST_EXPONENT = 22, -63
 
 @dataclass(frozen=True)
 class Code:
-    """How blocks become integers and scales. ``scaling`` None = "mean" below 4 bits, where it loses less.
+    """How blocks become integers and scales. ``scaling`` None = by bits: "mean" below 4, where it loses less.
 
     Raises ValueError for what cannot be.
     """

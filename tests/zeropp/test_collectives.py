@@ -152,6 +152,7 @@ def test_all_gather_equals_the_oracle(world_size):
                     quantized_weights=bits is not None,
                     hpz_partition_size=ranks_per_node,
                     weight_bits=bits,
+                    weight_scaling="mean" if bits == 1 else "absmax",
                     weight_intra_bits=intra_bits if ranks_per_node > 1 else None,
                     weight_block_size=block,
                 ),
@@ -188,11 +189,11 @@ def test_reduce_scatter_equals_the_oracle(world_size):
 
 WEIGHT_OPTIONS = {
     "int8 secondary partition": dict(quantized_weights=True, hpz_secondary_dtype="int8"),
-    "absmax codes below 4 bits, short scales": dict(
+    "differences by mean, short scales": dict(
         weight_difference_bits=2,
-        weight_difference_scaling="absmax",
+        weight_difference_scaling="mean",
         weight_intra_bits=3,
-        weight_intra_scaling="absmax",
+        weight_intra_scaling="mean",
         scale_dtype="bf16",
     ),
     "2-bit weights, int8 secondary partition": dict(

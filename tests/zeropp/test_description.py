@@ -79,7 +79,7 @@ def said(description, num_nodes, ranks_per_node):
         for clause in text.split(", "):
             match = CLAUSE.fullmatch(clause)
             assert match, clause
-            assert match["bits"] is None or (match["mean"] is not None) == (int(match["bits"]) < 4), clause
+            assert (match["mean"] is not None) == (what == "gradients" and match["bits"] in ("1", "2", "3")), clause
             nbytes = 4 * numel if match["bits"] is None else numel * int(match["bits"]) // 8 + 4 * numel // BLOCK
             # The root unit stays gathered from forward to backward.
             nbytes *= 1 if match["when"] == "once per step" else MICRO_BATCHES
