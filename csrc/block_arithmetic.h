@@ -135,8 +135,16 @@ ZEROPP_INLINE int round_quotient(float value, float scale, int qmax, float unifo
 // integers does not depend on the order. Up to 256 of them are below 2^31.
 
 constexpr int kFixedPoint = 22;
-// The step over mean |x|, by bits: where zeros are rare, and where they are many. As in quantization.py.
-constexpr float kSteps[5][2] = {{0, 0}, {2, 2}, {1, 1.5f}, {0.75f, 0.8125f}, {0.4375f, 0.4375f}};
+
+// The step over mean |x|, as in quantization.py.
+ZEROPP_INLINE float step_of(int bits, bool has_zeros) {
+  switch (bits) {
+    case 1: return 2;
+    case 2: return has_zeros ? 1.5f : 1;
+    case 3: return has_zeros ? 0.8125f : 0.75f;
+    default: return 0.4375f;
+  }
+}
 
 // The exponent's bits in fp32; below 2^-63 every block counts as one with this exponent.
 ZEROPP_INLINE uint32_t exponent_of(uint32_t largest_magnitude) {
@@ -154,7 +162,7 @@ ZEROPP_INLINE float mean_scale(
   const bool has_zeros = bits > 1 && 4 * (size - nonzeros) >= size;
   const int64_t count = has_zeros ? nonzeros : size;
   const float unit = float_of(exponent_of(largest_magnitude) - (kFixedPoint << 23));
-  float scale = kSteps[bits][has_zeros] * float(total) / float(count > 1 ? count : 1) * unit;
+  float scale = step_of(bits, has_zeros) * float(total) / float(count > 1 ? count : 1) * unit;
   if (is_short) {
     BFloat16 rounded;
     from_float(scale, rounded);
