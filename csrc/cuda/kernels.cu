@@ -564,6 +564,7 @@ __global__ void __launch_bounds__(kThreads, 1) encode_blocks(const __grid_consta
     sum_of_thread[threadIdx.x] = sum;
     __syncthreads();
     sum = 0;
+#pragma unroll 1
     for (int thread = 0; thread < kThreads; thread++) sum += sum_of_thread[thread];
     return sum;
   };

@@ -255,12 +255,11 @@ def _activations(architecture: Architecture, settings: Settings, model: Transfor
 
 def _weights_format(config: ZeroPPConfig, unit: Shards, dtype: torch.dtype) -> WireFormat:
     """As a step's weights travel between nodes."""
+    bits = config.weight_bits if config.quantized_weights else None
+    size, scaling = config.weight_block_size, config.weight_scaling
     if config.hpz_partition_size > 1 and config.weight_difference_bits is not None:
         bits, size = config.weight_difference_bits, config.weight_difference_block_size
         scaling = config.weight_difference_scaling
-    else:
-        bits, size = config.weight_bits if config.quantized_weights else None, config.weight_block_size
-        scaling = config.weight_scaling
     return wire_format(unit, bits, size, dtype, scaling, SCALE_DTYPES[config.scale_dtype])
 
 
