@@ -31,7 +31,8 @@ RECIPES = {
     "hpZ": "--zero-hpz-partition-size 2",
     "all": f"{ALL_FLAGS} --zero-weight-block-size 0",
     "LoCo, both hops": f"{ALL_FLAGS} --zeropp-loco --zeropp-loco-hops both --hpz-secondary-dtype int8",
-    "differences": f"{ALL_FLAGS} --zeropp-loco --zeropp-loco-error-dtype bf16 --zero-weight-difference-bits 4",
+    "differences": f"{ALL_FLAGS} --zeropp-loco --zeropp-loco-error-dtype bf16 --zero-weight-difference-bits 4 "
+    "--zero-gradient-bits 2 --zero-scale-dtype bf16",
     "LoCo on one node": "--zero-quantized-gradients --zeropp-loco --zeropp-loco-hops both --zero-ranks-per-node 4",
 }
 CLUSTERS = {"LoCo on one node": ["--nodes", "1", "--ranks-per-node", "4"]}  # the others: 2 nodes of 2 ranks
