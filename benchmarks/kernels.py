@@ -51,7 +51,7 @@ def kernels_on(device: torch.device, megabytes: int) -> Iterator[Kernel]:
     for dtype, label in DTYPES.items():
         numel = megabytes * 2**20 // dtype.itemsize
         values = torch.randn(numel, device=device).to(dtype)
-        for bits, block_size in [(8, 256), (4, 128)]:
+        for bits, block_size in [(8, 256), (4, 128), (2, 128)]:  # the last by mean |x|, the others by the largest
             format = weight_format(numel, bits, block_size, dtype)
             yield from encode_and_decode(f"{label}, int{bits}/{block_size}", format, values)
         yield from weight_differences(f"{label}, int4/2048", weight_format(numel, 4, 2048, dtype), values)

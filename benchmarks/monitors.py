@@ -19,23 +19,24 @@ import torch
 from quickstart_model import FLAGS, measure_missing, read_rows, train_on_4_ranks
 
 from megatron_zpp.metrics.tensorboard_reader import find_runs, read_run
-from megatron_zpp.zeropp.quantization import dequantize_blocks, quantize_blocks
+from megatron_zpp.zeropp.quantization import SCALINGS, Code, count_largest, dequantize_blocks, quantize_blocks
 
 RESULTS = Path(__file__).parent / "results" / "monitors.jsonl"
 RUN = (
     f"{FLAGS} --train-iters 200 --log-interval 10 --eval-iters 10 "
     "--zero-quantized-weights --zero-hpz-partition-size 2 --zero-quantized-gradients --zero-monitor-interval 10"
 )
+TWO_BITS = "--zero-gradient-bits 2 --zero-gradient-scaling absmax"
 SETTINGS = {
     "8 bits, blocks of 128": "--zero-gradient-bits 8",
     "4 bits, blocks of 128": "",
     "4 bits, blocks of 128, LoCo": "--zeropp-loco",
     "4 bits, blocks of 2048": "--zero-gradient-block-size 2048",
     "4 bits, blocks of 2048, LoCo": "--zero-gradient-block-size 2048 --zeropp-loco",
-    "2 bits, blocks of 128": "--zero-gradient-bits 2",
-    "2 bits, blocks of 128, LoCo": "--zero-gradient-bits 2 --zeropp-loco",
-    "2 bits, blocks of 2048": "--zero-gradient-bits 2 --zero-gradient-block-size 2048",
-    "2 bits, blocks of 2048, LoCo": "--zero-gradient-bits 2 --zero-gradient-block-size 2048 --zeropp-loco",
+    "2 bits, blocks of 128": TWO_BITS,
+    "2 bits, blocks of 128, LoCo": f"{TWO_BITS} --zeropp-loco",
+    "2 bits, blocks of 2048": f"{TWO_BITS} --zero-gradient-block-size 2048",
+    "2 bits, blocks of 2048, LoCo": f"{TWO_BITS} --zero-gradient-block-size 2048 --zeropp-loco",
     "4-bit weights in blocks of 256": "--zero-weight-bits 4",
     "4-bit weight differences in blocks of 2048": "--zero-weight-difference-bits 4",
 }
@@ -83,13 +84,15 @@ def print_table() -> None:
 
 def print_gaussian_table() -> None:
     """The same statistics for independent normally distributed values."""
-    print("\n| bits | block | error | largest codes |\n|---|---|---|---|")
-    for bits, block in ((8, 128), (6, 128), (4, 128), (3, 128), (2, 128), (8, 2048), (4, 2048), (2, 2048)):
+    print("\n| bits | code | block | error | largest codes |\n|---|---|---|---|---|")
+    codes = [Code(8), Code(6), Code(4), *(Code(bits, scaling) for bits in (3, 2) for scaling in SCALINGS), Code(1)]
+    settings = [(code, 128) for code in codes] + [(code, 2048) for code in codes if code.bits in (8, 4, 2)]
+    for code, block in settings:
         blocks = torch.randn(2**20 // block, block, generator=torch.Generator().manual_seed(0))
-        codes, scales = quantize_blocks(blocks, bits)
-        error = (dequantize_blocks(codes, scales) - blocks).norm() / blocks.norm()
-        largest = (codes.abs() == 2 ** (bits - 1) - 1).float().mean()
-        print(f"| {bits} | {block} | {error:.4f} | {largest:.4f} |")
+        integers, scales = quantize_blocks(blocks, code)
+        error = (dequantize_blocks(integers, scales, code) - blocks).norm() / blocks.norm()
+        largest = count_largest(integers, scales, code) / blocks.numel()
+        print(f"| {code.bits} | {code.scaling} | {block} | {error:.4f} | {largest:.4f} |")
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from megatron_zpp.metrics.log_reader import BETWEEN, parse_log
 RESULTS = Path(__file__).parent / "results" / "recipes.jsonl"
 RUN = f"{FLAGS} --bf16 --train-iters 500 --log-interval 100 --eval-iters 40"
 ALL_FLAGS = "--zero-quantized-weights --zero-hpz-partition-size 2 --zero-quantized-gradients"
-TWO_BITS = "--zero-gradient-bits 2"
+TWO_BITS = "--zero-gradient-bits 2 --zero-gradient-scaling absmax"
 LARGE_BLOCKS = f"{TWO_BITS} --zero-gradient-block-size 2048"
 RECIPES = {
     "ZeRO-3 in bf16": "--grad-reduce-in-bf16 --zero-ranks-per-node 2",

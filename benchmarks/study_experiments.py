@@ -90,6 +90,9 @@ class Experiment:
     groups: tuple[Group, ...]
 
 
+ABSMAX = "absmax"  # three levels at 2 bits, as in the published work
+
+
 def weights(bits: int, block_size: int) -> str:
     """qwZ through hpZ; block size 0: one scale per parameter and rank."""
     return f"{BF16} {HPZ} --zero-quantized-weights --zero-weight-bits {bits} --zero-weight-block-size {block_size}"
@@ -99,11 +102,15 @@ def differences(bits: int, block_size: int = 2048) -> str:
     return f"{HPZ} --zero-weight-difference-bits {bits} --zero-weight-difference-block-size {block_size}"
 
 
-def gradients(intra: int, inter: int, block_size: int = 128) -> str:
-    return (
+def gradients(intra: int, inter: int, block_size: int = 128, scaling: str = "") -> str:
+    """scaling: of the hops with less than 4 bits; default by bits."""
+    flags = (
         f"--zero-quantized-gradients --zero-gradient-intra-bits {intra} --zero-gradient-bits {inter} "
         f"--zero-gradient-block-size {block_size}"
     )
+    if scaling and intra < 4:
+        flags += f" --zero-gradient-intra-scaling {scaling}"
+    return flags + (f" --zero-gradient-scaling {scaling}" if scaling and inter < 4 else "")
 
 
 def loco(beta: float, hops: str, error: str = "int8", reset_interval: int = 0, reset: str = "hard") -> str:
@@ -140,13 +147,13 @@ def on_twice_the_ranks(group: Group) -> Group:
     return Group(f"{group.title}, {NODES} nodes of {2 * RANKS // NODES} ranks", arms, group.recovers)
 
 
-TWO = f"{BF16} {gradients(8, 2)}"
+TWO = f"{BF16} {gradients(8, 2, scaling=ABSMAX)}"
 E4_BITS_AND_BLOCKS = (
     feedback_group("4 bits on both hops, blocks of 128", gradients(4, 4), "both"),
     feedback_group("4 bits on both hops, blocks of 4096", gradients(4, 4, 4096), "both"),
     feedback_group("8 bits within, 4 between nodes, blocks of 4096", gradients(8, 4, 4096), "inter"),
-    feedback_group("2 bits on both hops, blocks of 128", gradients(2, 2), "both"),
-    feedback_group("8 bits within, 2 between nodes, blocks of 128", gradients(8, 2), "inter"),
+    feedback_group("2 bits on both hops, blocks of 128", gradients(2, 2, scaling=ABSMAX), "both"),
+    feedback_group("8 bits within, 2 between nodes, blocks of 128", gradients(8, 2, scaling=ABSMAX), "inter"),
 )
 
 
@@ -158,12 +165,12 @@ def with_sgd(group: Group) -> Group:
 
 E4_EIGHT_RANKS = (
     on_twice_the_ranks(feedback_group("4 bits on both hops, blocks of 4096", gradients(4, 4, 4096), "both")),
-    on_twice_the_ranks(feedback_group("2 bits on both hops, blocks of 128", gradients(2, 2), "both")),
+    on_twice_the_ranks(feedback_group("2 bits on both hops, blocks of 128", gradients(2, 2, scaling=ABSMAX), "both")),
 )
 E4_SGD = (
     Group("SGD with momentum", (Arm("fp32 wire", SGD, control=SGD),)),
     with_sgd(feedback_group("4 bits on both hops, blocks of 4096", gradients(4, 4, 4096), "both")),
-    with_sgd(feedback_group("2 bits on both hops, blocks of 128", gradients(2, 2), "both")),
+    with_sgd(feedback_group("2 bits on both hops, blocks of 128", gradients(2, 2, scaling=ABSMAX), "both")),
 )
 E4_SENSITIVITY = Group(
     "Sensitivity of LoCo: 8 bits within, 2 between nodes, blocks of 128",
@@ -291,15 +298,26 @@ EXPERIMENTS = {
             Group(
                 "2 bits between nodes",
                 (
-                    Arm("ZeRO++ (int8 weights, 4-2 gradients)", f"{weights(8, 256)} {gradients(4, 2)}"),
-                    Arm("ZeRO++ with LoCo, 4-2 gradients", f"{weights(8, 256)} {gradients(4, 2)} {loco(0.8, 'both')}"),
+                    Arm("ZeRO++ (int8 weights, 4-2 gradients)", f"{weights(8, 256)} {gradients(4, 2, scaling=ABSMAX)}"),
+                    Arm(
+                        "ZeRO++ with LoCo, 4-2 gradients",
+                        f"{weights(8, 256)} {gradients(4, 2, scaling=ABSMAX)} {loco(0.8, 'both')}",
+                    ),
                     Arm(
                         "SDP4Bit, 8-2 gradients",
-                        f"{BF16} {differences(4)} {gradients(8, 2)} {UNBIASED} {HADAMARD}",
+                        f"{BF16} {differences(4)} {gradients(8, 2, scaling=ABSMAX)} {UNBIASED} {HADAMARD}",
+                    ),
+                    *(
+                        Arm(
+                            f"int4 differences, 8-2 gradients by mean, {name}{scales}",
+                            f"{BF16} {differences(4)} {gradients(8, 2)}{feedback}{flag}",
+                        )
+                        for name, feedback in (("no feedback", ""), ("LoCo between nodes", f" {loco(0.8, 'inter')}"))
+                        for scales, flag in (("", ""), (", bf16 scales", " --zero-scale-dtype bf16"))
                     ),
                     Arm(
                         "int4 differences, 8-2 gradients, LoCo between nodes",
-                        f"{BF16} {differences(4)} {gradients(8, 2)} {loco(0.8, 'inter')}",
+                        f"{BF16} {differences(4)} {gradients(8, 2, scaling=ABSMAX)} {loco(0.8, 'inter')}",
                     ),
                 ),
             ),

@@ -80,15 +80,20 @@ ZEROPP_INLINE void from_float(float value, Half& out) {
 #endif
 }
 
-// ---- Scales and codes: scale = absmax / qmax, code = round_half_even(value / scale).
+// ---- Code "absmax": scale = absmax / qmax, code = round_half_even(value / scale).
 
 ZEROPP_INLINE constexpr int qmax_of(int bits) { return (1 << (bits - 1)) - 1; }
 
 // As an integer |value| keeps its order, and NaN and Inf come last: a maximum that never loses a NaN.
 ZEROPP_INLINE uint32_t magnitude_of(float value) { return bits_of(value) & 0x7fffffffu; }
 
-ZEROPP_INLINE float scale_of(uint32_t largest_magnitude, int qmax) {
-  return largest_magnitude < 0x7f800000u ? float_of(largest_magnitude) / float(qmax) : float_of(0x7fc00000u);
+ZEROPP_INLINE bool is_finite(float value) { return magnitude_of(value) < 0x7f800000u; }
+
+// Short scales, bf16, are rounded up: then no value is beyond the largest code.
+ZEROPP_INLINE float scale_of(uint32_t largest_magnitude, int qmax, bool is_short) {
+  float scale = float_of(largest_magnitude) / float(qmax);
+  if (is_short) scale = float_of((bits_of(scale) + 0xffffu) & 0xffff0000u);
+  return largest_magnitude < 0x7f800000u && is_finite(scale) ? scale : float_of(0x7fc00000u);
 }
 
 // Whether codes of this scale may be found through its reciprocal: not for 0, NaN, and the ends of fp32's range.
@@ -124,6 +129,65 @@ ZEROPP_INLINE int round_quotient(float value, float scale, int qmax) {
 // Stochastic rounding; uniform in [0, 1).
 ZEROPP_INLINE int round_quotient(float value, float scale, int qmax, float uniform) {
   return clamp_code(floorf(value / scale + uniform), qmax);
+}
+
+// ---- Code "mean": scale = step * mean |x|. |x| is counted in units of 2^(exponent of the block's largest - 22): a sum of
+// integers does not depend on the order. Up to 256 of them are below 2^31.
+
+constexpr int kFixedPoint = 22;
+
+// The step over mean |x|, as in quantization.py.
+ZEROPP_INLINE float step_of(int bits, bool has_zeros) {
+  switch (bits) {
+    case 1: return 2;
+    case 2: return has_zeros ? 1.5f : 1;
+    case 3: return has_zeros ? 0.8125f : 0.75f;
+    default: return 0.4375f;
+  }
+}
+
+// The exponent's bits in fp32; below 2^-63 every block counts as one with this exponent.
+ZEROPP_INLINE uint32_t exponent_of(uint32_t largest_magnitude) {
+  const uint32_t exponent = largest_magnitude & 0x7f800000u, smallest = (127u - 63u) << 23;
+  return exponent > smallest ? exponent : smallest;
+}
+
+ZEROPP_INLINE float per_unit(uint32_t exponent) { return float_of(((127u + kFixedPoint + 127u) << 23) - exponent); }
+
+ZEROPP_INLINE uint32_t in_units(float value, float per_unit) { return uint32_t(int32_t(fabsf(value) * per_unit)); }
+
+// The scale that is sent, of a block of `size` elements with so many nonzero: negative where zeros must stay zeros.
+ZEROPP_INLINE float mean_scale(
+    uint64_t total, uint32_t largest_magnitude, int64_t size, int64_t nonzeros, int bits, bool is_short) {
+  const bool has_zeros = bits > 1 && 4 * (size - nonzeros) >= size;
+  const int64_t count = has_zeros ? nonzeros : size;
+  const float unit = float_of(exponent_of(largest_magnitude) - (kFixedPoint << 23));
+  float scale = step_of(bits, has_zeros) * float(total) / float(count > 1 ? count : 1) * unit;
+  if (is_short) {
+    BFloat16 rounded;
+    from_float(scale, rounded);
+    scale = to_float(rounded);
+  }
+  if (!(largest_magnitude < 0x7f800000u && is_finite(scale))) return float_of(0x7fc00000u);
+  return has_zeros && scale > 0 ? -scale : scale;
+}
+
+// What a code c stands for: (c + offset) * scale.
+struct Levels {
+  float scale, offset;
+};
+
+ZEROPP_INLINE Levels levels_of(float sent_scale, bool is_mean) {
+  return {fabsf(sent_scale), is_mean && !(sent_scale < 0) ? 0.5f : 0.f};
+}
+
+ZEROPP_INLINE float value_of(float code, Levels levels) { return (code + levels.offset) * levels.scale; }
+
+// The code of a value in a block with a scale above 0. uniform in [0, 1) rounds stochastically, 1/2 to the nearest level.
+ZEROPP_INLINE int mean_code(float value, float reciprocal, Levels levels, int qmax, float uniform) {
+  const float code = floorf(value * reciprocal + (uniform - levels.offset));
+  const float lowest = float(-qmax) - 2 * levels.offset, capped = code < float(qmax) ? code : float(qmax);
+  return int(capped > lowest ? capped : lowest);
 }
 
 // Numbers in [0, 1) that depend on index and seed alone: the low bias 32-bit integer hash of Chris Wellons.

@@ -22,16 +22,17 @@ using at::IntArrayRef;
 using at::Tensor;
 using OptionalTensor = std::optional<Tensor>;
 
-// A format as Python writes it: bits, element type, bytes of a wire, and five numbers for each segment.
+// A format as Python writes it: bits, element type, bytes of a wire, whether the code is "mean", bytes of a scale, and
+// five numbers for each segment.
 struct FormatTable {
   explicit FormatTable(IntArrayRef numbers) {
     if (numbers.empty()) return;
-    TORCH_CHECK_VALUE(numbers.size() % 5 == 3, "a wire format has 3 + 5 n numbers, not ", numbers.size());
+    TORCH_CHECK_VALUE(numbers.size() % 5 == 0, "a wire format has 5 + 5 n numbers, not ", numbers.size());
     nbytes = numbers[2];
-    for (size_t i = 3; i < numbers.size(); i += 5) {
+    for (size_t i = 5; i < numbers.size(); i += 5) {
       segments.push_back({numbers[i], numbers[i + 1], numbers[i + 2], numbers[i + 3], numbers[i + 4]});
     }
-    format = {segments.data(), int(segments.size()), int(numbers[0]), Type(numbers[1])};
+    format = {segments.data(), int(segments.size()), int(numbers[0]), numbers[3] != 0, int(numbers[4]), Type(numbers[1])};
   }
   FormatTable(const FormatTable&) = delete;
 
@@ -131,7 +132,12 @@ void encode(const OptionalTensor& values, const OptionalTensor& peers, IntArrayR
   TORCH_CHECK_VALUE(values.has_value() != peers.has_value(), "either values or peers are encoded");
   const FormatTable wire_table(format), peers_table(peers_format), error_table(error_format);
   if (peers) peers_table.check_has_tiles_of(wire_table);
-  if (!error_format.empty()) error_table.check_has_tiles_of(wire_table);
+  if (!error_format.empty()) {
+    error_table.check_has_tiles_of(wire_table);
+    const Format& kept = error_table.format;
+    TORCH_CHECK_VALUE(kept.bits == 0 || (kept.bits == 8 && kept.scale_bytes == 4),
+                      "errors are kept in 8 bits with fp32 scales, or unquantized");
+  }
   const Leading rows(wire, 0);
   const Shape shape{rows.sizes[0], rows.sizes[1], wire_table.numel(), wire.device()};
 

@@ -47,8 +47,9 @@ struct Scratch {
     int64_t size = kTile;
     for (int s = 0; s < format.num_segments; s++) size = std::max(size, tile_size(format.segments[s]));
     values.resize(size), sent.resize(size), error.resize(size), codes.resize(size);
+    scales.resize(kTile / 8);  // of the smallest blocks
   }
-  std::vector<float> values, sent, error;
+  std::vector<float> values, sent, error, scales;
   std::vector<uint8_t> codes;
 };
 
@@ -121,7 +122,7 @@ using Four __attribute__((may_alias)) = uint32_t;
 using Two __attribute__((may_alias)) = uint16_t;
 
 template <int bits>
-ZEROPP_INLINE void pack_codes(const uint8_t* codes, int64_t count, uint8_t* stream) {
+ZEROPP_INLINE void pack_as(const uint8_t* codes, int64_t count, uint8_t* stream) {
   const Eight* __restrict from = reinterpret_cast<const Eight*>(codes);
   Four* __restrict fours = reinterpret_cast<Four*>(stream);
   Two* __restrict twos = reinterpret_cast<Two*>(stream);
@@ -134,7 +135,7 @@ ZEROPP_INLINE void pack_codes(const uint8_t* codes, int64_t count, uint8_t* stre
 }
 
 template <int bits>
-ZEROPP_INLINE void unpack_codes(const uint8_t* stream, int64_t count, uint8_t* codes) {
+ZEROPP_INLINE void unpack_as(const uint8_t* stream, int64_t count, uint8_t* codes) {
   Eight* __restrict to = reinterpret_cast<Eight*>(codes);
   const Four* __restrict fours = reinterpret_cast<const Four*>(stream);
   const Two* __restrict twos = reinterpret_cast<const Two*>(stream);
@@ -147,29 +148,55 @@ ZEROPP_INLINE void unpack_codes(const uint8_t* stream, int64_t count, uint8_t* c
   }
 }
 
+ZEROPP_INLINE void pack_codes(int bits, const uint8_t* codes, int64_t count, uint8_t* stream) {
+  if (bits == 1) pack_as<1>(codes, count, stream);
+  if (bits == 2) pack_as<2>(codes, count, stream);
+  if (bits == 3) pack_as<3>(codes, count, stream);
+  if (bits == 4) pack_as<4>(codes, count, stream);
+  if (bits == 6) pack_as<6>(codes, count, stream);
+}
+
+ZEROPP_INLINE void unpack_codes(int bits, const uint8_t* stream, int64_t count, uint8_t* codes) {
+  if (bits == 1) unpack_as<1>(stream, count, codes);
+  if (bits == 2) unpack_as<2>(stream, count, codes);
+  if (bits == 3) unpack_as<3>(stream, count, codes);
+  if (bits == 4) unpack_as<4>(stream, count, codes);
+  if (bits == 6) unpack_as<6>(stream, count, codes);
+}
+
+float load_scale(const uint8_t* scales, int64_t block, int bytes) {
+  if (bytes == 4) return reinterpret_cast<const float*>(scales)[block];
+  return to_float(reinterpret_cast<const BFloat16*>(scales)[block]);
+}
+
+void store_scale(float scale, uint8_t* scales, int64_t block, int bytes) {
+  if (bytes == 4) reinterpret_cast<float*>(scales)[block] = scale;
+  else from_float(scale, reinterpret_cast<BFloat16*>(scales)[block]);  // exactly
+}
+
 template <bool adds>
-ZEROPP_INLINE void dequantize(const uint8_t* codes, const uint8_t* scales, int64_t block, int64_t count, float* values) {
+ZEROPP_INLINE void dequantize(const uint8_t* codes, const uint8_t* scales, const Format& format, int64_t block,
+                              int64_t count, float* values) {
   for (int64_t first = 0; first < count; first += block) {
-    float scale;
-    memcpy(&scale, scales + first / block * 4, 4);
+    const Levels levels = levels_of(load_scale(scales, first / block, format.scale_bytes), format.is_mean);
     const int64_t stop = std::min(first + block, count);
     for (int64_t i = first; i < stop; i++) {
-      const float value = code_value(codes[i]) * scale;
+      const float value = value_of(code_value(codes[i]), levels);
       values[i] = adds ? values[i] + value : value;
     }
   }
 }
 
-template <int bits, bool adds>
-ZEROPP_INLINE void read_blocks(
-    const Segment& segment, const uint8_t* wire, const Tile& tile, uint8_t* scratch, float* values) {
-  const uint8_t* codes = wire + segment.codes + tile.first * bits / 8;
-  if (bits != 8) {
-    unpack_codes<bits>(codes, tile.count, scratch);
+template <bool adds>
+ZEROPP_INLINE void read_blocks(const Format& format, const Segment& segment, const uint8_t* wire, const Tile& tile,
+                               uint8_t* scratch, float* values) {
+  const uint8_t* codes = wire + segment.codes + tile.first * format.bits / 8;
+  if (format.bits != 8) {
+    unpack_codes(format.bits, codes, tile.count, scratch);
     codes = scratch;
   }
-  const uint8_t* scales = wire + segment.scales + tile.first / segment.block_size * 4;
-  dequantize<adds>(codes, scales, segment.block_size, tile.count, values);
+  const uint8_t* scales = wire + segment.scales + tile.first / segment.block_size * format.scale_bytes;
+  dequantize<adds>(codes, scales, format, segment.block_size, tile.count, values);
 }
 
 // What one wire buffer says of a tile, set or added. The tile is of another format, with the same blocks if any.
@@ -186,13 +213,7 @@ ZEROPP_INLINE void read_wire(const Wires& wires, int peer, const Segment& own, c
     else load(from, format.type, tile.count, values);
     return;
   }
-  switch (format.bits) {
-    case 2: return read_blocks<2, adds>(segment, wire, tile, scratch, values);
-    case 3: return read_blocks<3, adds>(segment, wire, tile, scratch, values);
-    case 4: return read_blocks<4, adds>(segment, wire, tile, scratch, values);
-    case 6: return read_blocks<6, adds>(segment, wire, tile, scratch, values);
-    default: return read_blocks<8, adds>(segment, wire, tile, scratch, values);
-  }
+  read_blocks<adds>(format, segment, wire, tile, scratch, values);
 }
 
 ZEROPP_INLINE void read_sum(const Wires& wires, const Segment& own, const Tile& tile, uint8_t* scratch, float* values) {
@@ -240,12 +261,13 @@ ZEROPP_INLINE void quantize_by_quotient(
 
 // Scales and codes, a byte each, of a tile, strip by strip: a block, or a part of one, of a size that the compiler may
 // know. One loop over the tile after the other, so that no block waits for the reductions and divisions of another.
-ZEROPP_INLINE void quantize(const float* values, int64_t count, int64_t block, int64_t strip, int qmax,
+ZEROPP_INLINE void quantize(const float* values, int64_t count, int64_t block, int64_t strip, const Format& format,
                             const Noise& noise, float* scales, uint8_t* codes) {
+  const int qmax = qmax_of(format.bits);
   for (int64_t first = 0; first < count; first += block) {
     uint32_t largest = 0;
     for (int64_t s = first; s < first + block; s += strip) largest = std::max(largest, largest_magnitude(values + s, strip));
-    scales[first / block] = scale_of(largest, qmax);
+    scales[first / block] = scale_of(largest, qmax, format.scale_bytes == 2);
   }
   if (noise.wanted) {
     for (int64_t i = 0; i < count; i++) {
@@ -265,20 +287,76 @@ ZEROPP_INLINE void quantize(const float* values, int64_t count, int64_t block, i
   }
 }
 
-template <int bits>
-ZEROPP_INLINE void write_blocks(const Segment& segment, uint8_t* wire, const Tile& tile, const Noise& noise,
-                                uint8_t* scratch, float* values, float* sent) {
-  const int64_t block = segment.block_size;
-  std::fill(values + tile.count, values + tile.padded, 0.f);
-  uint8_t* stream = wire + segment.codes + tile.first * bits / 8;
-  uint8_t* codes = bits == 8 ? stream : scratch;
-  float* scales = reinterpret_cast<float*>(wire + segment.scales) + tile.first / block;
-  if (block % 128 == 0) quantize(values, tile.padded, block, 128, qmax_of(bits), noise, scales, codes);
-  else quantize(values, tile.padded, block, block, qmax_of(bits), noise, scales, codes);
-  for (int64_t b = 0; sent && b < tile.padded / block; b++) {
-    for (int64_t i = b * block; i < (b + 1) * block; i++) sent[i] = code_value(codes[i]) * scales[b];
+ZEROPP_INLINE uint32_t num_nonzeros(const float* __restrict values, int64_t count) {
+  uint32_t nonzeros = 0;
+  for (int64_t i = 0; i < count; i++) nonzeros += values[i] != 0;
+  return nonzeros;
+}
+
+ZEROPP_INLINE uint64_t total_in_units(const float* __restrict values, int64_t count, float units) {
+  uint64_t total = 0;
+  for (int64_t first = 0; first < count; first += 256) {
+    uint32_t part = 0;
+    for (int64_t i = first; i < std::min<int64_t>(first + 256, count); i++) part += in_units(values[i], units);
+    total += part;
   }
-  if (bits != 8) pack_codes<bits>(codes, tile.padded, stream);
+  return total;
+}
+
+// The same for the code "mean", of a tile whose elements from `count` on are padding.
+ZEROPP_INLINE void quantize_by_mean(const float* values, int64_t count, int64_t padded, int64_t block, int64_t strip,
+                                    const Format& format, const Noise& noise, float* scales, uint8_t* codes) {
+  const int qmax = qmax_of(format.bits);
+  for (int64_t first = 0; first < padded; first += block) {
+    uint32_t largest = 0, nonzeros = 0;
+    for (int64_t s = first; s < first + block; s += strip) {
+      largest = std::max(largest, largest_magnitude(values + s, strip));
+      nonzeros += num_nonzeros(values + s, strip);
+    }
+    const float units = per_unit(exponent_of(largest));
+    uint64_t total = 0;
+    for (int64_t s = first; s < first + block; s += strip) total += total_in_units(values + s, strip, units);
+    const int64_t size = std::min(block, count - first);
+    scales[first / block] = mean_scale(total, largest, size, nonzeros, format.bits, format.scale_bytes == 2);
+  }
+  for (int64_t first = 0; first < padded; first += block) {
+    const Levels levels = levels_of(scales[first / block], true);
+    const float reciprocal = 1 / levels.scale;
+    if (!(levels.scale > 0)) {
+      std::fill(codes + first, codes + first + block, uint8_t(0));
+    } else if (noise.wanted) {
+      for (int64_t i = first; i < first + block; i++) {
+        const float uniform = i < count ? counter_uniform(noise.index + uint32_t(i), noise.seed) : 0.5f;
+        codes[i] = uint8_t(mean_code(values[i], reciprocal, levels, qmax, uniform));
+      }
+    } else {
+      for (int64_t s = first; s < first + block; s += strip) {
+        for (int64_t i = s; i < s + strip; i++) {
+          codes[i] = uint8_t(mean_code(values[i], reciprocal, levels, qmax, 0.5f));
+        }
+      }
+    }
+  }
+}
+
+ZEROPP_INLINE void write_blocks(const Format& format, const Segment& segment, uint8_t* wire, const Tile& tile,
+                                const Noise& noise, Scratch& scratch, float* values, float* sent) {
+  const int64_t block = segment.block_size, count = tile.count, padded = tile.padded;
+  std::fill(values + count, values + padded, 0.f);
+  uint8_t* stream = wire + segment.codes + tile.first * format.bits / 8;
+  uint8_t* codes = format.bits == 8 ? stream : scratch.codes.data();
+  float* scales = scratch.scales.data();
+  if (format.is_mean) {
+    if (block % 128 == 0) quantize_by_mean(values, count, padded, block, 128, format, noise, scales, codes);
+    else quantize_by_mean(values, count, padded, block, block, format, noise, scales, codes);
+  } else {
+    if (block % 128 == 0) quantize(values, padded, block, 128, format, noise, scales, codes);
+    else quantize(values, padded, block, block, format, noise, scales, codes);
+  }
+  uint8_t* sent_scales = wire + segment.scales + tile.first / block * format.scale_bytes;
+  for (int64_t b = 0; b < padded / block; b++) store_scale(scales[b], sent_scales, b, format.scale_bytes);
+  if (sent) dequantize<false>(codes, sent_scales, format, block, padded, sent);
+  if (format.bits != 8) pack_codes(format.bits, codes, padded, stream);
 }
 
 // The gaps that alignment leaves behind the last code and the last scale.
@@ -288,12 +366,12 @@ void zero_gaps(const Segment& segment, const Format& format, uint8_t* wire) {
   if (segment.block_size == 0) return zero_from(segment.codes + numel * size_of(format.type));
   const int64_t blocks = (numel + segment.block_size - 1) / segment.block_size;
   zero_from(segment.codes + blocks * segment.block_size * format.bits / 8);
-  zero_from(segment.scales + 4 * blocks);
+  zero_from(segment.scales + format.scale_bytes * blocks);
 }
 
 // Writes a tile to a wire; ``sent``, if not null, receives what will arrive. Sets the padding of ``values`` to zero.
 ZEROPP_INLINE void write_wire(const Wires& wires, const Segment& own, const Tile& tile, const Noise& noise,
-                              uint8_t* scratch, float* values, float* sent) {
+                              Scratch& scratch, float* values, float* sent) {
   const Format& format = wires.format;
   uint8_t* wire = wires.data + tile.row0 * wires.stride0 + tile.row1 * wires.stride1;
   const Segment& segment = segment_at(format, own.start);
@@ -303,13 +381,7 @@ ZEROPP_INLINE void write_wire(const Wires& wires, const Segment& own, const Tile
     store(values, format.type, tile.count, to);
     if (sent) load(to, format.type, tile.count, sent);
   } else {
-    switch (format.bits) {
-      case 2: write_blocks<2>(segment, wire, tile, noise, scratch, values, sent); break;
-      case 3: write_blocks<3>(segment, wire, tile, noise, scratch, values, sent); break;
-      case 4: write_blocks<4>(segment, wire, tile, noise, scratch, values, sent); break;
-      case 6: write_blocks<6>(segment, wire, tile, noise, scratch, values, sent); break;
-      default: write_blocks<8>(segment, wire, tile, noise, scratch, values, sent);
-    }
+    write_blocks(format, segment, wire, tile, noise, scratch, values, sent);
   }
   if (own.start + tile.first + tile.count == segment.stop) zero_gaps(segment, format, wire);
 }
@@ -328,15 +400,15 @@ ZEROPP_VERSIONS void encode_tiles(const EncodeArguments& a, int64_t begin, int64
     if (a.addend.data) add(at(a.addend, tile, element), a.addend.type, tile.count, a.addend_sign, values);
 
     const Noise noise{a.stochastic, a.noise_seed, uint32_t(row * a.numel + element)};
-    if (!a.compensates) return write_wire(a.wire, segment, tile, noise, codes, values, nullptr);
+    if (!a.compensates) return write_wire(a.wire, segment, tile, noise, scratch, values, nullptr);
 
     if (a.error.data) read_wire<false>(a.error, 0, segment, tile, codes, error);
     else std::fill(error, error + tile.count, 0.f);
     for (int64_t i = 0; i < tile.count; i++) values[i] += error[i];
-    write_wire(a.wire, segment, tile, noise, codes, values, sent);
+    write_wire(a.wire, segment, tile, noise, scratch, values, sent);
     if (!a.new_error.data) return;
     for (int64_t i = 0; i < tile.count; i++) error[i] = moved_error(error[i], values[i], sent[i], averaging);
-    write_wire(a.new_error, segment, tile, Noise{}, codes, error, nullptr);
+    write_wire(a.new_error, segment, tile, Noise{}, scratch, error, nullptr);
   });
 }
 

@@ -110,7 +110,23 @@ __device__ uint8_t* at(const Rows& rows, const Row& row, int64_t element) {
   return static_cast<uint8_t*>(rows.data) + offset * size_of(rows.type);
 }
 
-// ---- Codes of a group, a byte each in the two words; `bits` bytes on the wire. kBits = 0: bits known at run time only.
+// ---- Codes of a group, a byte each in the two words; `bits` bytes on the wire. kBits = 0: bits and code known at run time
+// only; kBits = 2 is the code "mean", 4 and 8 are "absmax".
+
+template <int kBits>
+__device__ bool is_mean(const Format& format) {
+  return kBits ? kBits == 2 : format.is_mean;
+}
+
+__device__ float load_scale(const uint8_t* scales, uint32_t block, int bytes) {
+  if (bytes == 4) return reinterpret_cast<const float*>(scales)[block];
+  return to_float(reinterpret_cast<const BFloat16*>(scales)[block]);
+}
+
+__device__ void store_scale(float scale, uint8_t* scales, uint32_t block, int bytes) {
+  if (bytes == 4) reinterpret_cast<float*>(scales)[block] = scale;
+  else from_float(scale, reinterpret_cast<BFloat16*>(scales)[block]);  // exactly
+}
 
 template <int bits>
 __device__ void store_codes_as(uint32_t low, uint32_t high, uint8_t* to) {
@@ -120,6 +136,7 @@ __device__ void store_codes_as(uint32_t low, uint32_t high, uint8_t* to) {
     const uint64_t stream = pack<bits>(low) | uint64_t(pack<bits>(high)) << (4 * bits);
     if constexpr (bits == 4) *reinterpret_cast<uint32_t*>(to) = uint32_t(stream);
     if constexpr (bits == 2) *reinterpret_cast<uint16_t*>(to) = uint16_t(stream);
+    if constexpr (bits == 1) *to = uint8_t(stream);
     if constexpr (bits == 3 || bits == 6) {
 #pragma unroll
       for (int i = 0; i < bits; i++) to[i] = uint8_t(stream >> (8 * i));
@@ -137,6 +154,7 @@ __device__ void load_codes_as(const uint8_t* from, float (&codes)[kGroup]) {
     uint64_t stream = 0;
     if constexpr (bits == 4) stream = *reinterpret_cast<const uint32_t*>(from);
     if constexpr (bits == 2) stream = *reinterpret_cast<const uint16_t*>(from);
+    if constexpr (bits == 1) stream = *from;
     if constexpr (bits == 3 || bits == 6) {
 #pragma unroll
       for (int i = 0; i < bits; i++) stream |= uint64_t(from[i]) << (8 * i);
@@ -154,6 +172,7 @@ __device__ void store_codes(uint32_t low, uint32_t high, int bits, uint8_t* to) 
     store_codes_as<kBits>(low, high, to);
   } else {
     switch (bits) {
+      case 1: return store_codes_as<1>(low, high, to);
       case 2: return store_codes_as<2>(low, high, to);
       case 3: return store_codes_as<3>(low, high, to);
       case 4: return store_codes_as<4>(low, high, to);
@@ -169,6 +188,7 @@ __device__ void load_codes(const uint8_t* from, int bits, float (&codes)[kGroup]
     load_codes_as<kBits>(from, codes);
   } else {
     switch (bits) {
+      case 1: return load_codes_as<1>(from, codes);
       case 2: return load_codes_as<2>(from, codes);
       case 3: return load_codes_as<3>(from, codes);
       case 4: return load_codes_as<4>(from, codes);
@@ -189,11 +209,12 @@ __device__ void read_wire(const uint8_t* wire, const Format& format, const Segme
     return load(wire + segment.codes + offset * size_of(format.type), format.type, valid, values);
   }
   const uint32_t group = uint32_t(offset / kGroup), groups_per_block = uint32_t(segment.block_size) / kGroup;
-  const float scale = reinterpret_cast<const float*>(wire + segment.scales)[group / groups_per_block];
+  const float scale = load_scale(wire + segment.scales, group / groups_per_block, format.scale_bytes);
+  const Levels levels = levels_of(scale, is_mean<kBits>(format));
   const int bits = kBits ? kBits : format.bits;
   load_codes<kBits>(wire + segment.codes + int64_t(group) * bits, bits, values);
 #pragma unroll
-  for (int i = 0; i < kGroup; i++) values[i] = i < valid ? values[i] * scale : 0.f;
+  for (int i = 0; i < kGroup; i++) values[i] = i < valid ? value_of(values[i], levels) : 0.f;
 }
 
 template <int kBits>
@@ -222,7 +243,7 @@ __device__ void zero_gaps(uint8_t* wire, const Format& format, const Segment& se
   } else {
     const int64_t blocks = (numel + segment.block_size - 1) / segment.block_size;
     zero_gap(wire, segment.codes + blocks * segment.block_size / kGroup * format.bits);
-    zero_gap(wire, segment.scales + 4 * blocks);
+    zero_gap(wire, segment.scales + format.scale_bytes * blocks);
   }
 }
 
@@ -250,10 +271,23 @@ struct Noise {
   uint32_t seed, index;  // of the group's first element
 };
 
-// Codes of a group of a block with this scale, a byte each.
-__device__ void quantize(const float (&values)[kGroup], float scale, int qmax, const Noise& noise, uint32_t& low,
-                         uint32_t& high) {
-  uint32_t codes[kGroup];
+__device__ uint32_t num_nonzeros(const float (&values)[kGroup]) {
+  uint32_t nonzeros = 0;
+#pragma unroll
+  for (int i = 0; i < kGroup; i++) nonzeros += values[i] != 0;
+  return nonzeros;
+}
+
+__device__ uint32_t total_in_units(const float (&values)[kGroup], float units) {
+  uint32_t total = 0;
+#pragma unroll
+  for (int i = 0; i < kGroup; i++) total += in_units(values[i], units);
+  return total;
+}
+
+// Codes of a group of a block with this scale.
+__device__ void quantize_by_absmax(
+    const float (&values)[kGroup], float scale, int qmax, const Noise& noise, uint32_t (&codes)[kGroup]) {
   float distance = 1;
   if (has_reciprocal(scale) && !noise.wanted) {
     const float reciprocal = 1 / scale;
@@ -273,6 +307,27 @@ __device__ void quantize(const float (&values)[kGroup], float scale, int qmax, c
                      : round_quotient(values[i], scale, qmax);
     }
   }
+}
+
+__device__ void quantize_by_mean(const float (&values)[kGroup], int valid, float scale, int qmax, const Noise& noise,
+                                 uint32_t (&codes)[kGroup]) {
+  const Levels levels = levels_of(scale, true);
+  const float reciprocal = 1 / levels.scale;
+#pragma unroll
+  for (int i = 0; i < kGroup; i++) {
+    const float uniform = noise.wanted && i < valid ? counter_uniform(noise.index + i, noise.seed) : 0.5f;
+    codes[i] = levels.scale > 0 ? mean_code(values[i], reciprocal, levels, qmax, uniform) : 0;
+  }
+}
+
+// The same as bytes in two words.
+template <int kBits>
+__device__ void quantize(const float (&values)[kGroup], int valid, float scale, const Format& format,
+                         const Noise& noise, uint32_t& low, uint32_t& high) {
+  const int qmax = qmax_of(kBits ? kBits : format.bits);
+  uint32_t codes[kGroup];
+  if (is_mean<kBits>(format)) quantize_by_mean(values, valid, scale, qmax, noise, codes);
+  else quantize_by_absmax(values, scale, qmax, noise, codes);
   const auto bytes = [](uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
     return __byte_perm(__byte_perm(a, b, 0x0040), __byte_perm(c, d, 0x0040), 0x5410);
   };
@@ -312,9 +367,8 @@ __device__ void read_source(const EncodeArguments& a, const Item& item, const Ro
 __device__ void read_error(const EncodeArguments& a, const Item& item, const Row& row, int64_t element, int valid,
                            float (&error)[kGroup]) {
   if (a.error.data != nullptr) {
-    const int bits = a.error.format.bits;  // 8, or not quantized at all
-    if (bits == 8 || bits == 0) return read_wire<8>(at(a.error, row), a.error.format, item.error, element, valid, error);
-    return read_wire<0>(at(a.error, row), a.error.format, item.error, element, valid, error);
+    // In 8 bits, or not quantized at all.
+    return read_wire<8>(at(a.error, row), a.error.format, item.error, element, valid, error);
   }
 #pragma unroll
   for (int i = 0; i < kGroup; i++) error[i] = 0;
@@ -332,10 +386,10 @@ __device__ void add(float (&values)[kGroup], const float (&addend)[kGroup]) {
   for (int i = 0; i < kGroup; i++) values[i] += addend[i];
 }
 
-__device__ void dequantize(uint32_t low, uint32_t high, float scale, float (&values)[kGroup]) {
+__device__ void dequantize(uint32_t low, uint32_t high, Levels levels, float (&values)[kGroup]) {
 #pragma unroll
   for (int i = 0; i < kGroup; i++) {
-    values[i] = code_value((i < 4 ? low : high) >> (8 * (i % 4)) & 0xff) * scale;
+    values[i] = value_of(code_value((i < 4 ? low : high) >> (8 * (i % 4)) & 0xff), levels);
   }
 }
 
@@ -363,17 +417,23 @@ __device__ void write_plain(const EncodeArguments& a, const Item& item, const Ro
 
 // Codes of a group, and the scale if the group is its block's first. Returns in ``sent`` what arrives.
 template <int kBits>
-__device__ void write_codes(uint8_t* wire, const Format& format, const Segment& segment, int64_t offset, float scale,
-                            const Noise& noise, const float (&values)[kGroup], float (&sent)[kGroup]) {
+__device__ void write_codes(uint8_t* wire, const Format& format, const Segment& segment, int64_t offset, int valid,
+                            float scale, const Noise& noise, const float (&values)[kGroup], float (&sent)[kGroup]) {
   const int bits = kBits ? kBits : format.bits;
   uint32_t low, high;
-  quantize(values, scale, qmax_of(bits), noise, low, high);
+  quantize<kBits>(values, valid, scale, format, noise, low, high);
   store_codes<kBits>(low, high, bits, wire + segment.codes + offset / kGroup * bits);
   const uint32_t group = uint32_t(offset / kGroup), groups_per_block = uint32_t(segment.block_size) / kGroup;
   if (group % groups_per_block == 0) {
-    reinterpret_cast<float*>(wire + segment.scales)[group / groups_per_block] = scale;
+    store_scale(scale, wire + segment.scales, group / groups_per_block, format.scale_bytes);
   }
-  dequantize(low, high, scale, sent);
+  dequantize(low, high, levels_of(scale, is_mean<kBits>(format)), sent);
+}
+
+// Elements of the block at `offset` that are no padding.
+__device__ int64_t size_of_block(const Segment& segment, int64_t offset) {
+  const int64_t left = segment.stop - segment.start - offset / segment.block_size * segment.block_size;
+  return left < segment.block_size ? left : segment.block_size;
 }
 
 __device__ int num_valid(const Segment& segment, int64_t offset) {
@@ -412,12 +472,16 @@ __global__ void __launch_bounds__(kThreads) encode_tiles(const __grid_constant__
     }
   }
   const int team = int(own.block_size) / kGroup;
-  const auto scale_of_team = [team](const float (&group)[kGroup], int qmax) {
+  const auto largest_of_team = [team](const float (&group)[kGroup]) {
     float largest = largest_magnitude(group);
     for (int other = team / 2; other > 0; other /= 2) {
       largest = max_nan(largest, __shfl_xor_sync(0xffffffffu, largest, other));
     }
-    return scale_of(bits_of(largest), qmax);
+    return bits_of(largest);
+  };
+  const auto sum_of_team = [team](uint32_t sum) {
+    for (int other = team / 2; other > 0; other /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, other);
+    return sum;
   };
 #pragma unroll
   for (int j = 0; j < kInFlight; j++) {
@@ -429,12 +493,21 @@ __global__ void __launch_bounds__(kThreads) encode_tiles(const __grid_constant__
       continue;
     }
     const int bits = kBits ? kBits : a.wire.format.bits;
-    const float scale = scale_of_team(values[j], qmax_of(bits));
+    const bool is_short = a.wire.format.scale_bytes == 2;
+    const uint32_t largest = largest_of_team(values[j]);
+    float scale;
+    if (is_mean<kBits>(a.wire.format)) {
+      const uint32_t nonzeros = sum_of_team(num_nonzeros(values[j]));
+      const uint32_t total = sum_of_team(total_in_units(values[j], per_unit(exponent_of(largest))));
+      scale = mean_scale(total, largest, size_of_block(own, offset), nonzeros, bits, is_short);
+    } else {
+      scale = scale_of(largest, qmax_of(bits), is_short);
+    }
     const bool exists = offset < (own.stop - own.start + own.block_size - 1) / own.block_size * own.block_size;
     float sent[kGroup];
     if (exists) {
       const Noise noise = kBits ? Noise{} : noise_at(a, row, element);  // noise goes with the general kernel only
-      write_codes<kBits>(at(a.wire, row), a.wire.format, own, offset, scale, noise, values[j], sent);
+      write_codes<kBits>(at(a.wire, row), a.wire.format, own, offset, valid, scale, noise, values[j], sent);
     }
     if constexpr (kCompensates) {
       if (a.new_error.data == nullptr) continue;
@@ -445,10 +518,10 @@ __global__ void __launch_bounds__(kThreads) encode_tiles(const __grid_constant__
         if (valid > 0) store_plain(error[j], a.new_error, item.error, row, element, valid);
         continue;
       }
-      const float error_scale = scale_of_team(error[j], qmax_of(8));
+      const float error_scale = scale_of(largest_of_team(error[j]), qmax_of(8), false);
       if (exists) {
         write_codes<8>(
-            at(a.new_error, row), a.new_error.format, item.error, offset, error_scale, Noise{}, error[j], sent);
+            at(a.new_error, row), a.new_error.format, item.error, offset, valid, error_scale, Noise{}, error[j], sent);
       }
     }
   }
@@ -475,7 +548,7 @@ __global__ void __launch_bounds__(kThreads, 1) encode_blocks(const __grid_consta
     }
   };
   __shared__ float largest_of_warp[kThreads / 32];
-  const auto scale_of_threads = [&](float largest, int qmax) {
+  const auto largest_of_threads = [&](float largest) {
     for (int other = 16; other > 0; other /= 2) {
       largest = max_nan(largest, __shfl_xor_sync(0xffffffffu, largest, other));
     }
@@ -483,15 +556,39 @@ __global__ void __launch_bounds__(kThreads, 1) encode_blocks(const __grid_consta
     if (threadIdx.x % 32 == 0) largest_of_warp[threadIdx.x / 32] = largest;
     __syncthreads();
     for (int warp = 0; warp < kThreads / 32; warp++) largest = max_nan(largest, largest_of_warp[warp]);
-    return scale_of(bits_of(largest), qmax);
+    return bits_of(largest);
+  };
+  __shared__ uint64_t sum_of_thread[kThreads];
+  const auto sum_of_threads = [&](uint64_t sum) {
+    __syncthreads();
+    sum_of_thread[threadIdx.x] = sum;
+    __syncthreads();
+    sum = 0;
+#pragma unroll 1
+    for (int thread = 0; thread < kThreads; thread++) sum += sum_of_thread[thread];
+    return sum;
   };
 
   float largest = 0;
+  uint64_t nonzeros = 0;
   for (int64_t offset = start + threadIdx.x * kGroup; offset < stop; offset += kStride) {
     read(offset);
     largest = max_nan(largest, largest_magnitude(values));
+    nonzeros += num_nonzeros(values);
   }
-  const float scale = scale_of_threads(largest, qmax_of(a.wire.format.bits));
+  const uint32_t largest_of_block = largest_of_threads(largest);
+  const bool is_short = a.wire.format.scale_bytes == 2;
+  float scale = scale_of(largest_of_block, qmax_of(a.wire.format.bits), is_short);
+  if (a.wire.format.is_mean) {
+    uint64_t total = 0;
+    for (int64_t offset = start + threadIdx.x * kGroup; offset < stop; offset += kStride) {
+      read(offset);
+      total += total_in_units(values, per_unit(exponent_of(largest_of_block)));
+    }
+    total = sum_of_threads(total);
+    nonzeros = sum_of_threads(nonzeros);
+    scale = mean_scale(total, largest_of_block, size_of_block(own, start), nonzeros, a.wire.format.bits, is_short);
+  }
 
   largest = 0;
   for (int64_t offset = start + threadIdx.x * kGroup; offset < stop; offset += kStride) {
@@ -499,7 +596,7 @@ __global__ void __launch_bounds__(kThreads, 1) encode_blocks(const __grid_consta
     const int valid = num_valid(own, offset);
     read(offset);
     write_codes<0>(
-        at(a.wire, row), a.wire.format, own, offset, scale, noise_at(a, row, element), values, sent);
+        at(a.wire, row), a.wire.format, own, offset, valid, scale, noise_at(a, row, element), values, sent);
     if constexpr (kCompensates) {
       move_error(a, values, sent, error);
       for (int i = 0; i < kGroup; i++) error[i] = i < valid ? error[i] : 0.f;
@@ -511,17 +608,18 @@ __global__ void __launch_bounds__(kThreads, 1) encode_blocks(const __grid_consta
   }
   if constexpr (kCompensates) {
     if (a.new_error.data != nullptr && item.error.block_size != 0) {
-      const float error_scale = scale_of_threads(largest, qmax_of(8));
+      const float error_scale = scale_of(largest_of_threads(largest), qmax_of(8), false);
       for (int64_t offset = start + threadIdx.x * kGroup; offset < stop; offset += kStride) {
         const int64_t element = own.start + offset;
         const int valid = num_valid(own, offset);
         read(offset);
         uint32_t low, high;
-        quantize(values, scale, qmax_of(a.wire.format.bits), noise_at(a, row, element), low, high);
-        dequantize(low, high, scale, sent);
+        quantize<0>(values, valid, scale, a.wire.format, noise_at(a, row, element), low, high);
+        dequantize(low, high, levels_of(scale, a.wire.format.is_mean), sent);
         move_error(a, values, sent, error);
         for (int i = 0; i < kGroup; i++) error[i] = i < valid ? error[i] : 0.f;
-        write_codes<8>(at(a.new_error, row), a.new_error.format, item.error, offset, error_scale, Noise{}, error, sent);
+        write_codes<8>(
+            at(a.new_error, row), a.new_error.format, item.error, offset, valid, error_scale, Noise{}, error, sent);
       }
     }
   }
@@ -623,14 +721,22 @@ int64_t num_blocks(const Segment& segment) {
   return (segment.stop - segment.start + segment.block_size - 1) / segment.block_size;
 }
 
+// The kBits of a kernel made for this format; 0 = the general one.
+int compiled_bits(const Format& format) {
+  const bool exists = format.is_mean ? format.bits == 2 : format.bits == 4 || format.bits == 8;
+  return exists ? format.bits : 0;
+}
+
 template <Source kSource, bool kCompensates>
 int encode_from(const EncodeArguments& a, cudaStream_t stream) {
   const Format* source = kSource == Source::kWires ? &a.peers.format : nullptr;
   const Format* error = kCompensates ? &a.error.format : nullptr;
   constexpr int kInFlight = kEncodesInFlight<kSource, kCompensates>;
   auto* tiles = encode_tiles<0, kSource, kCompensates>;
-  if (a.wire.format.bits == 8 && !a.stochastic) tiles = encode_tiles<8, kSource, kCompensates>;
-  if (a.wire.format.bits == 4 && !a.stochastic) tiles = encode_tiles<4, kSource, kCompensates>;
+  const int bits = a.stochastic ? 0 : compiled_bits(a.wire.format);
+  if (bits == 8) tiles = encode_tiles<8, kSource, kCompensates>;
+  if (bits == 4) tiles = encode_tiles<4, kSource, kCompensates>;
+  if (bits == 2) tiles = encode_tiles<2, kSource, kCompensates>;
   const int status = launch(tiles, a, a.wire.format, source, error, stream, fits_a_warp, num_tiles<kInFlight>);
   if (status != cudaSuccess) return status;
   auto* blocks = encode_blocks<kSource, kCompensates>;
@@ -646,8 +752,10 @@ int encode_with(const EncodeArguments& a, cudaStream_t stream) {
 template <class Out>
 int decode_to(const DecodeArguments& a, cudaStream_t stream) {
   auto* tiles = decode_tiles<0, Out>;
-  if (a.peers.format.bits == 8) tiles = decode_tiles<8, Out>;
-  if (a.peers.format.bits == 4) tiles = decode_tiles<4, Out>;
+  const int bits = compiled_bits(a.peers.format);
+  if (bits == 8) tiles = decode_tiles<8, Out>;
+  if (bits == 4) tiles = decode_tiles<4, Out>;
+  if (bits == 2) tiles = decode_tiles<2, Out>;
   const auto all = [](const Segment&) { return true; };
   return launch(tiles, a, a.peers.format, nullptr, nullptr, stream, all, num_tiles<kDecodesInFlight>);
 }

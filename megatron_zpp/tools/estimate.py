@@ -33,7 +33,7 @@ from megatron_zpp.settings.groups import Settings
 from megatron_zpp.tools.given_architecture import given_architecture
 from megatron_zpp.tools.run import report_errors
 from megatron_zpp.training.model import mixed_precision
-from megatron_zpp.zeropp.config import ZeroPPConfig
+from megatron_zpp.zeropp.config import SCALE_DTYPES, ZeroPPConfig
 from megatron_zpp.zeropp.loco import ERROR_FORMATS
 from megatron_zpp.zeropp.wire_format import WireFormat, wire_format
 from megatron_zpp.zeropp.wire_layout import ParameterShard, rows_per_rank
@@ -281,9 +281,18 @@ def _activations(architecture: Architecture, settings: Settings, model: Transfor
 
 def _weights_format(config: ZeroPPConfig, unit: Shards, dtype: torch.dtype) -> WireFormat:
     """As a step's weights travel between nodes."""
+    bits = config.weight_bits if config.quantized_weights else None
+    size, scaling = config.weight_block_size, config.weight_scaling
     if config.hpz_partition_size > 1 and config.weight_difference_bits is not None:
-        return wire_format(unit, config.weight_difference_bits, config.weight_difference_block_size, dtype)
-    return wire_format(unit, config.weight_bits if config.quantized_weights else None, config.weight_block_size, dtype)
+        bits, size = config.weight_difference_bits, config.weight_difference_block_size
+        scaling = config.weight_difference_scaling
+    return wire_format(unit, bits, size, dtype, scaling, SCALE_DTYPES[config.scale_dtype])
+
+
+def _gradients_format(config: ZeroPPConfig, unit: Shards, dtype: torch.dtype) -> WireFormat:
+    """As a step's gradients travel between nodes."""
+    bits, size, scaling = config.gradient_bits, config.gradient_block_size, config.gradient_scaling
+    return wire_format(unit, bits, size, dtype, scaling, SCALE_DTYPES[config.scale_dtype])
 
 
 def _sent_between_nodes(
@@ -307,9 +316,7 @@ def _sent_between_nodes(
             gathers = (1 if i == 0 else 2) * micro_batches if stage == 3 else 1
             sent["weights"] += gathers * ring * shard
         if config.quantized_gradients:
-            sent["gradients"] += (
-                pairs * wire_format(unit, config.gradient_bits, config.gradient_block_size, gradients).nbytes
-            )
+            sent["gradients"] += pairs * _gradients_format(config, unit, gradients).nbytes
         else:
             reductions = micro_batches if stage >= 2 else 1
             sent["gradients"] += cluster.ring_passes * reductions * ring * gradients.itemsize * _numel(unit)

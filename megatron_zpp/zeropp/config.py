@@ -6,9 +6,14 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from megatron_zpp.bounds import Bounds
 
-SUPPORTED_BITS = (2, 3, 4, 6, 8)
+from .quantization import SCALINGS, Code
+
+SUPPORTED_BITS = (1, 2, 3, 4, 6, 8)
+SCALE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 ROUNDINGS = ("nearest", "stochastic")
 _ANY_BITS = f"{', '.join(map(str, SUPPORTED_BITS[:-1]))} or {SUPPORTED_BITS[-1]}"
 
@@ -122,12 +127,31 @@ class ZeroPPConfig:
         f"bits of quantized weights between nodes: {_ANY_BITS}",
         needs="quantized_weights",
     )
+    # Here and below as quantization.py defines: "absmax" has levels up to the block's largest value; "mean" has steps
+    # that are a multiple of the block's mean |x|, for 1 to 4 bits, and cuts large values off. LoCo returns what that
+    # costs gradients; a copy of weights would lag behind.
+    weight_scaling: str = _flag(
+        "--zero-weight-scaling",
+        "absmax",
+        "what sets the scale of quantized weights between nodes",
+        choices=SCALINGS,
+        needs="quantized_weights",
+        repr=False,
+    )
     weight_intra_bits: int | None = _flag(
         "--zero-weight-intra-bits",
         None,
         "bits of weights within a node; default unquantized",
         needs="quantized_weights",
         zero_is_none=True,
+    )
+    weight_intra_scaling: str = _flag(
+        "--zero-weight-intra-scaling",
+        "absmax",
+        "what sets the scale of weights within a node",
+        choices=SCALINGS,
+        needs="weight_intra_bits",
+        repr=False,
     )
     weight_block_size: int | None = _flag(
         "--zero-weight-block-size",
@@ -143,12 +167,28 @@ class ZeroPPConfig:
         needs="quantized_gradients",
         zero_is_none=True,
     )
+    gradient_scaling: str | None = _flag(
+        "--zero-gradient-scaling",
+        None,
+        "what sets the scale of gradients between nodes; default mean below 4 bits, absmax from 4 on",
+        choices=SCALINGS,
+        needs="quantized_gradients",
+        repr=False,
+    )
     gradient_intra_bits: int | None = _flag(
         "--zero-gradient-intra-bits",
         8,
         "bits of quantized gradients within a node; 0 = unquantized",
         needs="quantized_gradients",
         zero_is_none=True,
+    )
+    gradient_intra_scaling: str | None = _flag(
+        "--zero-gradient-intra-scaling",
+        None,
+        "what sets the scale of gradients within a node; default mean below 4 bits, absmax from 4 on",
+        choices=SCALINGS,
+        needs="quantized_gradients",
+        repr=False,
     )
     gradient_block_size: int | None = _flag(
         "--zero-gradient-block-size",
@@ -202,6 +242,14 @@ class ZeroPPConfig:
         "send between nodes only what changed since hpZ's copy, in so many bits, such as 4",
         zero_is_none=True,
     )
+    weight_difference_scaling: str = _flag(
+        "--zero-weight-difference-scaling",
+        "absmax",
+        "what sets the scale of weight differences",
+        choices=SCALINGS,
+        needs="weight_difference_bits",
+        repr=False,
+    )
     weight_difference_block_size: int | None = _flag(
         "--zero-weight-difference-block-size",
         2048,
@@ -222,6 +270,14 @@ class ZeroPPConfig:
         "for debugging: before each gather compare on all ranks whether parameters changed, and name those that differ",
         repr=False,
     )
+    # Of all that is quantized but LoCo's errors.
+    scale_dtype: str = _flag(
+        "--zero-scale-dtype",
+        "fp32",
+        "how scales travel; bf16 halves them",
+        choices=tuple(SCALE_DTYPES),
+        repr=False,
+    )
     seed: int = 0  # of stochastic rounding; the trainer sets it to --seed
 
     def __post_init__(self) -> None:
@@ -232,6 +288,15 @@ class ZeroPPConfig:
                 raise ValueError(f"{name} must be one of {SUPPORTED_BITS}, or None for unquantized; got {value}")
             if name.endswith("_block_size") and value is not None and (value < 8 or value % 8):
                 raise ValueError(f"{name} must be a positive multiple of 8, or None for per tensor; got {value}")
+        for name in ("weight", "weight_intra", "weight_difference", "gradient", "gradient_intra"):
+            bits, scaling = getattr(self, f"{name}_bits"), getattr(self, f"{name}_scaling")
+            if bits is None and scaling != getattr(type(self), f"{name}_scaling"):
+                raise ValueError(f"{name}_scaling {scaling} is about quantized values: set {name}_bits")
+            if bits is not None:
+                try:
+                    Code(bits, scaling)
+                except ValueError as error:
+                    raise ValueError(f"{name}_scaling: {error}") from None
         if self.ranks_per_node is not None and self.hpz_partition_size not in (1, self.ranks_per_node):
             raise ValueError(
                 f"hpz_partition_size {self.hpz_partition_size} and ranks_per_node {self.ranks_per_node} differ: "
@@ -281,7 +346,7 @@ def _check_fields(config: LoCoConfig | ZeroPPConfig, owner: str) -> None:
     """Raise ValueError for a value outside of its field's choices or bounds."""
     for field in dataclasses.fields(config):
         choices, value = field.metadata.get("choices"), getattr(config, field.name)
-        if choices is not None and value not in choices:
+        if choices is not None and value not in (*choices, field.default):
             raise ValueError(f"{owner}{field.name} must be one of {', '.join(choices)}, got {value!r}")
         if field.metadata and isinstance(value, int | float):
             try:

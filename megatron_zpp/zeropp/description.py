@@ -12,7 +12,7 @@ from torch import Tensor
 
 from . import kernels
 from .config import ZeroPPConfig
-from .quantization import mix_seed
+from .quantization import Code, mix_seed
 from .topology import RankLayout
 from .unit import Unit
 from .wire_layout import FEWEST_QUANTIZED, block_size_of
@@ -42,19 +42,22 @@ def _describe_group(config: ZeroPPConfig, num_nodes: int, ranks_per_node: int) -
 
 def _weights(config: ZeroPPConfig, num_nodes: int) -> str:
     rounding = config.weight_rounding
-    in_full = _bits(config.weight_bits if config.quantized_weights else None, rounding)
+    in_full = _bits(config.weight_bits if config.quantized_weights else None, config.weight_scaling, rounding)
     if config.hpz_partition_size == 1 or num_nodes == 1:
         return f"{in_full} at every gather"
     differences, keeps_wires = config.weight_difference_bits, config.hpz_secondary_dtype == "int8"
-    between = in_full if differences is None else f"as differences {_bits(differences, rounding)}"
-    within = in_full if keeps_wires else _bits(config.weight_intra_bits, rounding)
+    between = in_full
+    if differences is not None:
+        between = f"as differences {_bits(differences, config.weight_difference_scaling, rounding)}"
+    within = in_full if keeps_wires else _bits(config.weight_intra_bits, config.weight_intra_scaling, rounding)
     return f"{between} between nodes once per step, {within} within a node at every gather"
 
 
 def _gradients(config: ZeroPPConfig, num_nodes: int, ranks_per_node: int) -> str:
     if not config.quantized_gradients:
         return "unquantized at every micro-batch"
-    within, between = (_bits(b, config.gradient_rounding) for b in (config.gradient_intra_bits, config.gradient_bits))
+    within = _bits(config.gradient_intra_bits, config.gradient_intra_scaling, config.gradient_rounding)
+    between = _bits(config.gradient_bits, config.gradient_scaling, config.gradient_rounding)
     if config.loco is not None:
         loco = f" with LoCo (beta {config.loco.beta})"
         between += loco
@@ -68,8 +71,12 @@ def _gradients(config: ZeroPPConfig, num_nodes: int, ranks_per_node: int) -> str
     return ", ".join(hops)
 
 
-def _bits(bits: int | None, rounding: str) -> str:
-    return "unquantized" if bits is None else f"int{bits}" + (" (stochastic)" if rounding == "stochastic" else "")
+def _bits(bits: int | None, scaling: str | None, rounding: str) -> str:
+    if bits is None:
+        return "unquantized"
+    how = ["mean"] if Code(bits, scaling).is_mean else []
+    how += ["stochastic"] if rounding == "stochastic" else []
+    return f"int{bits}" + (f" ({', '.join(how)})" if how else "")
 
 
 def _plural(noun: str, count: int) -> str:
@@ -82,7 +89,10 @@ def fingerprint(config: ZeroPPConfig, layouts: Sequence[RankLayout], units: Sequ
     shape = shapes[0] if len(set(shapes)) == 1 else shapes
     shards = [(unit.name, [(p.numel, p.quantizable) for p in unit.parameter_shards()]) for unit in units]
     # The seed of stochastic rounding changes what comes, not what is kept. Nor do the fields that have no repr.
-    return mix_seed(repr(replace(config, seed=0)), repr(shape), repr(shards))
+    # How copies are kept as wires; there was one way when the first states were saved.
+    ways = (config.weight_scaling, config.scale_dtype)
+    kept_as = [] if ways == ("absmax", "fp32") else [repr(ways)]
+    return mix_seed(repr(replace(config, seed=0)), repr(shape), repr(shards), *kept_as)
 
 
 def check_fingerprint(

@@ -8,7 +8,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from .config import ZeroPPConfig
+from .config import SCALE_DTYPES, ZeroPPConfig
 from .gradient_sum import GradientSum
 from .loco import ErrorFeedback
 from .monitor import ErrorMonitor
@@ -157,11 +157,17 @@ class GradientHops:
             for feedback in self.feedback.values():
                 feedback.begin_step()
         parameters, config = self.unit.parameter_shards(trainable_only=True), self.config
-        of_bits = partial(wire_format, parameters, block_size=config.gradient_block_size, dtype=gradients.dtype)
+        of_bits = partial(
+            wire_format,
+            parameters,
+            block_size=config.gradient_block_size,
+            dtype=gradients.dtype,
+            scale_dtype=SCALE_DTYPES[config.scale_dtype],
+        )
         if self.within_node is not None:
-            self.within_node.format = of_bits(config.gradient_intra_bits)
+            self.within_node.format = of_bits(config.gradient_intra_bits, scaling=config.gradient_intra_scaling)
         if self.between_nodes is not None:
-            self.between_nodes.format = of_bits(config.gradient_bits)
+            self.between_nodes.format = of_bits(config.gradient_bits, scaling=config.gradient_scaling)
         if config.hadamard:
             # Sums of rotated gradients are rotated sums: rotate once before both hops and back once after them.
             self._rotation = of_bits(config.gradient_bits or config.gradient_intra_bits)

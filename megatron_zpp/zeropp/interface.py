@@ -115,7 +115,8 @@ class ZeroPPInterface(Protocol):
 
         WHAT: ``weights``, ``gradients/intra``, ``gradients/inter``. STATISTIC: ``error``, RMS error / RMS value;
         ``error-state``, RMS of LoCo's error / RMS of the gradients it is added to; ``largest-codes``, the share of
-        codes +-qmax in blocks that are not zero; ``nonfinite-blocks``, the number of blocks with a NaN or Inf.
+        codes of the outermost levels in blocks that are not zero; ``nonfinite-blocks``, the number of blocks with a NaN
+        or Inf.
         """
 
     def state_dict(self) -> dict[str, Tensor]:

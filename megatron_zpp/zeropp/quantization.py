@@ -1,41 +1,131 @@
-"""Symmetric block quantization and bit packing, in plain torch: the definition of the arithmetic of a block.
+"""Block quantization and bit packing, in plain torch: the definition of the arithmetic of a block.
 
 reference.py composes it over wire buffers, csrc/ equals that, and tests/zeropp/oracle.py checks the collectives.
 
-A block of B values shares one fp32 scale: scale = absmax / qmax with qmax = 2^(bits-1) - 1, and
-code = round_half_even(value / scale), so that both extremes are representable. A block of zeros has scale 0.
-A block that holds a NaN or an Inf has scale NaN and dequantizes to NaN, so that overflow checks still see it.
-All arithmetic is fp32.
+A block of B values shares one scale s. A ``Code`` says what s is, and which levels its b bits stand for:
+
+    absmax   s = largest |x| / qmax with qmax = 2^(b-1) - 1. Levels are c s, c from -qmax to qmax, so that both extremes
+             are kept.
+    mean     s = step * mean |x|. Levels are (c + 1/2) s, c from -2^(b-1) to 2^(b-1) - 1; what is beyond takes the outer
+             ones. But zeros must stay zeros in a block in which a quarter or more of the values are 0, if b > 1. There,
+             s = step * mean |x| of the others, levels are c s as above, and -s is sent to tell that from the rest.
+
+A value takes the nearest level; at ties the even code with absmax, the upper one with mean. Stochastic rounding takes
+one of the two nearest levels, so that the expected one is the value, if that lies between the outer levels.
+
+A block of zeros has scale 0. A block that holds a NaN or an Inf, or whose scale would be Inf, has scale NaN and
+dequantizes to NaN, so that overflow checks still see it. With mean, a block of nothing above 2^-85 counts as zeros:
+squares of such values are 0 in fp32. Scales may be short, in bf16: rounded up with absmax, so that nothing is clipped,
+to nearest with mean. Arithmetic is fp32; the sum in a mean is one of integers, which does not depend on the order.
 """
 
 from __future__ import annotations
 
 import math
 import zlib
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+SCALINGS = ("absmax", "mean")
+# The step of code "mean" over mean |x|, by bits: where zeros are rare, and where they are many.
+STEPS = {1: (2.0, 2.0), 2: (1.0, 1.5), 3: (0.75, 0.8125), 4: (0.4375, 0.4375)}
+# |x| is counted in units of 2^-22 of the power of two in the block's largest, or of 2^-63 if that is smaller.
+_FIXED_POINT, _SMALLEST_EXPONENT = 22, -63
 
-def quantize_blocks(blocks: Tensor, bits: int, uniform: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Quantize blocks [..., B] of any float type to codes int8 [..., B] and scales fp32 [...].
 
-    uniform: numbers in [0, 1) [..., B] make the rounding stochastic: code = floor(value / scale + uniform).
+@dataclass(frozen=True)
+class Code:
+    """How blocks become integers and scales. ``scaling`` None = by bits: "mean" below 4, where it loses less.
+
+    Raises ValueError for what cannot be.
     """
-    qmax = 2 ** (bits - 1) - 1
+
+    bits: int
+    scaling: str | None = None
+    scale_dtype: torch.dtype = torch.float32  # or bfloat16
+
+    def __post_init__(self) -> None:
+        if self.scaling is None:
+            object.__setattr__(self, "scaling", "mean" if self.bits < 4 else "absmax")
+        if self.is_mean and self.bits not in STEPS:
+            raise ValueError(f"scaling mean is for {min(STEPS)} to {max(STEPS)} bits, not {self.bits}: use absmax")
+        if not self.is_mean and self.bits == 1:
+            raise ValueError("1 bit has no code with scaling absmax: use mean")
+
+    @property
+    def is_mean(self) -> bool:
+        return self.scaling == "mean"
+
+    @property
+    def qmax(self) -> int:
+        return 2 ** (self.bits - 1) - 1
+
+
+def quantize_blocks(
+    blocks: Tensor, code: Code, uniform: Tensor | None = None, sizes: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Quantize blocks [..., B] of any float type to codes int8 [..., B] and scales of the code's type [...].
+
+    uniform: numbers in [0, 1) [..., B] make the rounding stochastic. Zeros that are padding must have 1/2.
+    sizes: elements of each block that are no padding, broadcast to [...]; None = all.
+    """
     values = blocks.float()
     absmax = values.abs().amax(dim=-1)
-    scales = absmax / absmax.new_full((), qmax)  # by a tensor: CUDA divides by a number through its reciprocal
+    if code.is_mean:
+        return _quantize_by_mean(values, absmax, code, uniform, sizes)
+    scales = absmax / absmax.new_full((), code.qmax)  # by a tensor: CUDA divides by a number through its reciprocal
+    if code.scale_dtype == torch.bfloat16:  # up, so that no value is beyond the largest code
+        scales = (scales.view(torch.int32) + 0xFFFF).bitwise_and_(-0x10000).view(torch.float32)
     scales = torch.where(scales.isfinite(), scales, torch.nan)
     # 0 / 0 and NaN become code 0; the scale tells the two apart. Denormal scales are inexact, hence the clamp.
     steps = values / scales.unsqueeze(-1)  # and in place from here on: fresh memory is what costs on a CPU
     steps = steps.round_() if uniform is None else steps.add_(uniform).floor_()
-    return steps.nan_to_num_(0.0).clamp_(-qmax, qmax).to(torch.int8), scales
+    return steps.nan_to_num_(0.0).clamp_(-code.qmax, code.qmax).to(torch.int8), _as_sent(scales, code)
 
 
-def dequantize_blocks(codes: Tensor, scales: Tensor) -> Tensor:
-    """Turn codes int8 [..., B] and scales fp32 [...] back into fp32 values [..., B]."""
-    return codes.float().mul_(scales.unsqueeze(-1))
+def _quantize_by_mean(
+    values: Tensor, absmax: Tensor, code: Code, uniform: Tensor | None, sizes: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    size = torch.as_tensor(values.shape[-1], device=values.device) if sizes is None else sizes
+    nonzeros = (values != 0).sum(dim=-1)
+    has_zeros = (4 * (size - nonzeros) >= size) & (code.bits > 1)
+    exponent_bits = absmax.view(torch.int32).bitwise_and(0x7F800000).clamp_(min=(127 + _SMALLEST_EXPONENT) << 23)
+    unit = (exponent_bits - (_FIXED_POINT << 23)).view(torch.float32)
+    per_unit = (((127 + _FIXED_POINT + 127) << 23) - exponent_bits).view(torch.float32)
+    total = (values.abs() * per_unit.unsqueeze(-1)).long().sum(dim=-1)
+    step, step_with_zeros = (total.new_full((), step, dtype=torch.float32) for step in STEPS[code.bits])
+    count = torch.where(has_zeros, nonzeros, size).clamp(min=1)
+    scales = torch.where(has_zeros, step_with_zeros, step) * total.float() / count.float() * unit
+    scales = scales.to(code.scale_dtype).float()
+    scales = torch.where(absmax.isfinite() & scales.isfinite(), scales, torch.nan)
+
+    steps = values * (1 / scales).unsqueeze(-1)
+    steps += (0.5 if uniform is None else uniform) - torch.where(has_zeros, 0.0, 0.5).unsqueeze(-1)
+    lowest = torch.where(has_zeros, -code.qmax, -code.qmax - 1).unsqueeze(-1)
+    steps = torch.where((scales > 0).unsqueeze(-1), steps.floor_().clamp_(max=code.qmax).maximum(lowest), 0.0)
+    signed = torch.where(has_zeros & (scales > 0), -scales, scales)
+    return steps.to(torch.int8), _as_sent(signed, code)
+
+
+def _as_sent(scales: Tensor, code: Code) -> Tensor:
+    sent = scales.to(code.scale_dtype)
+    return torch.where(sent.isnan(), sent.new_full((), torch.nan), sent)  # torch has several NaNs in bf16
+
+
+def dequantize_blocks(codes: Tensor, scales: Tensor, code: Code) -> Tensor:
+    """Turn codes int8 [..., B] and scales [...] back into fp32 values [..., B]."""
+    levels, scales = codes.float(), scales.float().unsqueeze(-1)
+    if code.is_mean:
+        levels += torch.where(scales < 0, 0.0, 0.5)
+    return levels.mul_(scales.abs())
+
+
+def count_largest(codes: Tensor, scales: Tensor, code: Code) -> Tensor:
+    """The number of codes int8 [..., B] that stand for one of the two outermost levels of their block."""
+    lowest = torch.where(scales > 0, -code.qmax - 1, -code.qmax) if code.is_mean else torch.tensor(-code.qmax)
+    return ((codes == code.qmax) | (codes == lowest.unsqueeze(-1))).sum()
 
 
 def mix_seed(*parts: int | str) -> int:

@@ -10,7 +10,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .quantization import counter_uniform, dequantize_blocks, hadamard, pack_bits, quantize_blocks, unpack_bits
+from .quantization import (
+    count_largest,
+    counter_uniform,
+    dequantize_blocks,
+    hadamard,
+    pack_bits,
+    quantize_blocks,
+    unpack_bits,
+)
 from .wire_layout import Compensation, Segment, WireLayout
 
 
@@ -57,14 +65,13 @@ def decode(format: WireLayout, peers: Tensor, out: Tensor, accumulate: bool) -> 
 
 
 def count_codes(format: WireLayout, wire: Tensor) -> Tensor:
-    """Count in buffers uint8 [..., nbytes]: fp32 [3] codes +-qmax, codes in blocks with a scale above 0, NaN blocks."""
-    assert format.bits is not None
+    """Count in buffers uint8 [..., nbytes]: fp32 [3] outermost codes, codes in blocks that are not 0, NaN blocks."""
+    assert format.code is not None
     counts = torch.zeros(3, device=wire.device)
     for segment in format.quantized:
-        codes = unpack_bits(wire[..., segment.codes], format.bits)
-        scales = wire[..., segment.scales].view(torch.float32)
-        largest = (codes.abs() == 2 ** (format.bits - 1) - 1).sum()
-        counts += torch.stack([largest, (scales > 0).sum() * segment.block_size, scales.isnan().sum()])
+        codes, scales = _codes_and_scales(format, segment, wire)
+        total = (scales.abs() > 0).sum() * segment.block_size
+        counts += torch.stack([count_largest(codes, scales, format.code), total, scales.isnan().sum()])
     return counts
 
 
@@ -83,10 +90,12 @@ def _write(format: WireLayout, values: Tensor, wire: Tensor, noise_seed: int | N
     if noise_seed is not None:
         noise = counter_uniform(values.numel(), noise_seed, values.device).view(values.shape)
     for segment in format.quantized:
-        assert format.bits is not None
-        uniform = None if noise is None else _blocks(segment, noise)
-        codes, scales = quantize_blocks(_blocks(segment, values), format.bits, uniform)
-        wire[..., segment.codes] = pack_bits(codes, format.bits).flatten(-2)
+        assert format.code is not None
+        uniform = None if noise is None else _blocks(segment, noise, padding=0.5)
+        sizes = torch.full((segment.num_blocks,), segment.block_size, device=values.device)
+        sizes[-1] -= segment.padding
+        codes, scales = quantize_blocks(_blocks(segment, values), format.code, uniform, sizes)
+        wire[..., segment.codes] = pack_bits(codes, format.code.bits).flatten(-2)
         wire[..., segment.scales] = scales.view(torch.uint8)
     for segment in format.unquantized:
         plain = values[..., segment.start : segment.stop].to(format.dtype)
@@ -95,18 +104,22 @@ def _write(format: WireLayout, values: Tensor, wire: Tensor, noise_seed: int | N
 
 def _read(format: WireLayout, wire: Tensor, out: Tensor) -> Tensor:
     for segment in format.quantized:
-        assert format.bits is not None
-        packed = wire[..., segment.codes].unflatten(-1, (segment.num_blocks, -1))
-        scales = wire[..., segment.scales].view(torch.float32)
-        values = dequantize_blocks(unpack_bits(packed, format.bits), scales).flatten(-2)
+        assert format.code is not None
+        values = dequantize_blocks(*_codes_and_scales(format, segment, wire), format.code).flatten(-2)
         out[..., segment.start : segment.stop] = values[..., : segment.stop - segment.start]
     for segment in format.unquantized:
         out[..., segment.start : segment.stop] = wire[..., segment.codes].view(format.dtype)
     return out
 
 
-def _blocks(segment: Segment, values: Tensor) -> Tensor:
-    """A segment of values [..., L] as blocks [..., num_blocks, block_size], the last one padded with zeros."""
-    padding = segment.num_blocks * segment.block_size - (segment.stop - segment.start)
-    padded = F.pad(values[..., segment.start : segment.stop], (0, padding))
+def _codes_and_scales(format: WireLayout, segment: Segment, wire: Tensor) -> tuple[Tensor, Tensor]:
+    """A segment's codes int8 [..., num_blocks, block_size] and scales [..., num_blocks], of a buffer [..., nbytes]."""
+    assert format.code is not None
+    packed = wire[..., segment.codes].unflatten(-1, (segment.num_blocks, -1))
+    return unpack_bits(packed, format.code.bits), wire[..., segment.scales].view(format.code.scale_dtype)
+
+
+def _blocks(segment: Segment, values: Tensor, padding: float = 0) -> Tensor:
+    """A segment of values [..., L] as blocks [..., num_blocks, block_size], the last one padded."""
+    padded = F.pad(values[..., segment.start : segment.stop], (0, segment.padding), value=padding)
     return padded.unflatten(-1, (segment.num_blocks, segment.block_size))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .config import ZeroPPConfig
+from .config import SCALE_DTYPES, ZeroPPConfig
 from .encoded_addend import encoded_addend
 from .monitor import ErrorMonitor
 from .quantization import mix_seed
@@ -30,16 +30,23 @@ class WeightEncoder:
         config = self.config
         # Copies that differences move later begin as good as they are kept.
         is_quantized = config.quantized_weights and (self.keeps_wires or not self.sends_differences)
-        return self._format(config.weight_bits if is_quantized else None, config.weight_block_size, dtype)
+        bits = config.weight_bits if is_quantized else None
+        return self._format(bits, config.weight_block_size, config.weight_scaling, dtype)
 
     def differences(self, dtype: torch.dtype) -> WireFormat:
         """Of what changed since the secondary partition."""
-        return self._format(self.config.weight_difference_bits, self.config.weight_difference_block_size, dtype)
+        config = self.config
+        size, scaling = config.weight_difference_block_size, config.weight_difference_scaling
+        return self._format(config.weight_difference_bits, size, scaling, dtype)
 
     def within_node(self, dtype: torch.dtype) -> WireFormat | None:
         """Of the secondary partition among the ranks of a node; None = as it is."""
-        bits = self.config.weight_bits if self.keeps_wires else self.config.weight_intra_bits
-        return self._format(bits, self.config.weight_block_size, dtype) if bits is not None else None
+        config = self.config
+        if self.keeps_wires:
+            return self._format(config.weight_bits, config.weight_block_size, config.weight_scaling, dtype)
+        if config.weight_intra_bits is None:
+            return None
+        return self._format(config.weight_intra_bits, config.weight_block_size, config.weight_intra_scaling, dtype)
 
     def encode(self, shard: Tensor, format: WireFormat, rank: int, minus: Tensor | None = None) -> Tensor:
         """Encode the shard [L] of ``rank``, or its difference from a copy of it, and sample the error."""
@@ -77,8 +84,9 @@ class WeightEncoder:
         # The same noise in every node, so that all ranks see the same weights.
         return format.encode(partition, self._noise_seed("intra", local_rank))
 
-    def _format(self, bits: int | None, block_size: int | None, dtype: torch.dtype) -> WireFormat:
-        return wire_format(self.unit.parameter_shards(), bits, block_size, dtype)
+    def _format(self, bits: int | None, block_size: int | None, scaling: str | None, dtype: torch.dtype) -> WireFormat:
+        scale_dtype = SCALE_DTYPES[self.config.scale_dtype]
+        return wire_format(self.unit.parameter_shards(), bits, block_size, dtype, scaling, scale_dtype)
 
     def _noise_seed(self, hop: str, source: int) -> int | None:
         if self.config.weight_rounding == "nearest":

@@ -14,10 +14,15 @@ from .wire_layout import Compensation, ParameterShard, WireLayout
 
 @functools.lru_cache(maxsize=4096)
 def wire_format(
-    parameters: tuple[ParameterShard, ...], bits: int | None, block_size: int | None, dtype: torch.dtype
+    parameters: tuple[ParameterShard, ...],
+    bits: int | None,
+    block_size: int | None,
+    dtype: torch.dtype,
+    scaling: str | None = None,
+    scale_dtype: torch.dtype = torch.float32,
 ) -> WireFormat:
     """The WireFormat of these arguments, made once."""
-    return WireFormat(parameters, bits, block_size, dtype)
+    return WireFormat(parameters, bits, block_size, dtype, scaling, scale_dtype)
 
 
 class WireFormat(WireLayout):

@@ -2,7 +2,7 @@
 
 A shard of L elements is the concatenation of the unit's parameters' shards. Its wire buffer is
 
-    | packed codes of each quantized parameter | fp32 scales of each | values of the unquantized parameters |
+    | packed codes of each quantized parameter | scales of each | values of the unquantized parameters |
 
 with every parameter's part of every section starting at a multiple of 16 bytes. Blocks never span two parameters: a
 parameter's last block is padded with zeros, on the wire only. A parameter with less than a block in a shard is one
@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from . import kernels
+from .quantization import Code
 
 _ALIGNMENT = 16  # bytes; what a vectorized load wants
 FEWEST_QUANTIZED = 32  # elements of a shard: of fewer, a scale in its place costs more than low bits save
@@ -59,6 +60,11 @@ class Segment:
     def num_blocks(self) -> int:
         return -(-(self.stop - self.start) // self.block_size) if self.block_size else 0
 
+    @property
+    def padding(self) -> int:
+        """Elements that the last block has on the wire only."""
+        return self.num_blocks * self.block_size - (self.stop - self.start)
+
 
 class WireLayout:
     """Where each of a fixed list of parameters stands in a wire buffer.
@@ -66,12 +72,20 @@ class WireLayout:
     bits: one of ``config.SUPPORTED_BITS``; None = nothing is quantized.
     block_size: elements per scale, at most; None = one scale per parameter and shard.
     dtype: of the values that travel unquantized.
+    scaling, scale_dtype: of the ``Code``; None = by bits.
     """
 
     def __init__(
-        self, parameters: Sequence[ParameterShard], bits: int | None, block_size: int | None, dtype: torch.dtype
+        self,
+        parameters: Sequence[ParameterShard],
+        bits: int | None,
+        block_size: int | None,
+        dtype: torch.dtype,
+        scaling: str | None = None,
+        scale_dtype: torch.dtype = torch.float32,
     ) -> None:
         self.parameters, self.bits, self.block_size, self.dtype = tuple(parameters), bits, block_size, dtype
+        self.code = Code(bits, scaling, scale_dtype) if bits is not None else None
         self.numel = sum(parameter.numel for parameter in parameters)  # L
         self.quantized: list[Segment] = []
         self.unquantized: list[Segment] = []
@@ -96,7 +110,7 @@ class WireLayout:
 
         blocks = [-(-(stop - start) // size) for start, stop, size in spans]
         codes = [take(n * size * bits // 8) for n, (_, _, size) in zip(blocks, spans, strict=True)] if bits else []
-        scales = [take(4 * n) for n in blocks]
+        scales = [take(scale_dtype.itemsize * n) for n in blocks]
         for (start, stop, size), code, scale in zip(spans, codes, scales, strict=True):
             self.quantized.append(Segment(start, stop, size, code, scale))
         for start, stop in _merge_adjacent(rest):
@@ -105,8 +119,9 @@ class WireLayout:
         self.table = self._table()
 
     def _table(self) -> list[int]:
-        """The format as the operators take it: bits, type, bytes of a wire, then five numbers for each segment."""
+        """The format as the operators take it: five numbers of all of it, then five for each segment."""
         table = [self.bits or 0, kernels.TYPES.get(self.dtype, 0), self.nbytes]
+        table += [int(self.code.is_mean), self.code.scale_dtype.itemsize] if self.code is not None else [0, 4]
         for s in sorted(self.quantized + self.unquantized, key=lambda segment: segment.start):
             table += [s.start, s.stop, s.block_size, s.codes.start, s.scales.start or 0]
         return table

@@ -27,6 +27,12 @@ FLAGS = {  # name: type of a value, default, choices
     "--zero-gradient-sum-dtype": (str, "fp32", ("fp32", "bf16", "int8")),
     "--zero-offload-gradient-sums": (bool, False, None),
     "--hpz-secondary-dtype": (str, "16bit", ("16bit", "int8")),
+    "--zero-weight-scaling": (str, "absmax", ("absmax", "mean")),
+    "--zero-weight-intra-scaling": (str, "absmax", ("absmax", "mean")),
+    "--zero-weight-difference-scaling": (str, "absmax", ("absmax", "mean")),
+    "--zero-gradient-scaling": (str, None, ("absmax", "mean")),
+    "--zero-gradient-intra-scaling": (str, None, ("absmax", "mean")),
+    "--zero-scale-dtype": (str, "fp32", ("fp32", "bf16")),
     "--zero-weight-difference-bits": (int, None, None),
     "--zero-weight-difference-block-size": (int, 2048, None),
     "--zero-hadamard": (bool, False, None),
@@ -46,12 +52,15 @@ ZERO_MEANS_NONE = {
 NEEDS = {
     "zero_quantized_weights": {
         "zero_weight_bits", "zero_weight_intra_bits", "zero_weight_block_size", "zero_weight_rounding",
+        "zero_weight_scaling",
     },
+    "zero_weight_intra_bits": {"zero_weight_intra_scaling"},
     "zero_quantized_gradients": {
         "zero_gradient_bits", "zero_gradient_intra_bits", "zero_gradient_block_size", "zero_gradient_rounding",
-        "zero_hadamard", "zero_gradient_sum_dtype", "zero_offload_gradient_sums", "zeropp_loco",
+        "zero_gradient_scaling", "zero_gradient_intra_scaling", "zero_hadamard", "zero_gradient_sum_dtype",
+        "zero_offload_gradient_sums", "zeropp_loco",
     },
-    "zero_weight_difference_bits": {"zero_weight_difference_block_size"},
+    "zero_weight_difference_bits": {"zero_weight_difference_block_size", "zero_weight_difference_scaling"},
     "zeropp_loco": {
         "zeropp_loco_beta", "zeropp_loco_reset_interval", "zeropp_loco_reset", "zeropp_loco_hops",
         "zeropp_loco_error_dtype",

@@ -38,7 +38,8 @@ RECIPES = {
     "hpZ": "--zero-hpz-partition-size 2",
     "all": f"{ALL_FLAGS} --zero-weight-block-size 0",
     "LoCo, both hops": f"{ALL_FLAGS} --zeropp-loco --zeropp-loco-hops both --hpz-secondary-dtype int8",
-    "differences": f"{ALL_FLAGS} --zeropp-loco --zeropp-loco-error-dtype bf16 --zero-weight-difference-bits 4",
+    "differences": f"{ALL_FLAGS} --zeropp-loco --zeropp-loco-error-dtype bf16 --zero-weight-difference-bits 4 "
+    "--zero-gradient-bits 2 --zero-scale-dtype bf16",
     "least memory": f"{ALL_FLAGS} --zeropp-loco --hpz-secondary-dtype int8 --zero-weight-difference-bits 4 "
     "--zero-gradient-sum-dtype int8",
     "undone steps": f"{ALL_FLAGS} --zeropp-loco --loss-spike-factor 1000 --zero-gradient-sum-dtype bf16 "

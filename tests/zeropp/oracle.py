@@ -7,6 +7,7 @@ the p-th of node n.
 
 from __future__ import annotations
 
+import math
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -18,19 +19,55 @@ from torch import Tensor
 from megatron_zpp.zeropp.config import ZeroPPConfig
 from megatron_zpp.zeropp.wire_layout import ParameterShard
 
+# The step over mean |x|, by bits, and where a quarter or more of a block is zero.
+STEPS = {1: 2, 2: 1, 3: 3 / 4, 4: 7 / 16}
+STEPS_WITH_ZEROS = {2: 3 / 2, 3: 13 / 16, 4: 7 / 16}
+SCALE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 _ERROR_HOPS = {"int8": (8, torch.float32), "bf16": (None, torch.bfloat16), "fp32": (None, torch.float32)}
 
 
-def round_trip(block: Tensor, bits: int, noise: Tensor | None) -> Tensor:
+def round_trip(block: Tensor, bits: int, noise: Tensor | None, scale_dtype: torch.dtype = torch.float32) -> Tensor:
     """What arrives of a block [B], in fp32: the nearest codes, even at ties, or with ``noise`` [B] the random ones."""
     values, largest = block.float(), torch.tensor(2.0 ** (bits - 1) - 1)
     scale = values.abs().max() / largest
+    short = scale.to(scale_dtype)
+    if short < scale:  # rounded down, so that the block's largest value would be clipped
+        short = short.nextafter(torch.tensor(torch.inf, dtype=scale_dtype))
+    scale = short.float()
     if not scale.isfinite():
         return torch.full_like(values, torch.nan)
     if scale == 0:
         return torch.zeros_like(values)
     codes = (values / scale).round() if noise is None else (values / scale + noise).floor()
     return codes.clamp(-largest, largest) * scale
+
+
+def round_trip_by_mean(block: Tensor, bits: int, noise: Tensor | None, scale_dtype: torch.dtype) -> Tensor:
+    """What arrives of a block [B], in fp32: the middle of the step that each value is in, or whole steps."""
+    values = block.float().numpy()
+    magnitudes, zeros = np.abs(values.astype(np.float64)), int((values == 0).sum())
+    nothing, everything = torch.zeros(len(values)), torch.full((len(values),), torch.nan)
+    if not np.isfinite(magnitudes).all():
+        return everything
+    whole_steps = bits > 1 and zeros / len(values) >= 0.25
+    unit = 2.0 ** (max(math.frexp(magnitudes.max())[1] - 1, -63) - 22)
+    total = sum(int(n) for n in magnitudes // unit)
+    if total == 0:
+        return nothing
+    step = np.float32(STEPS_WITH_ZEROS[bits] if whole_steps else STEPS[bits])
+    with np.errstate(over="ignore"):
+        mean = step * np.float32(total) / np.float32(len(values) - zeros if whole_steps else len(values))
+        scale = torch.tensor(mean * np.float32(unit)).to(scale_dtype).float().numpy()
+    if np.isinf(scale):
+        return everything
+    in_steps = values * (np.float32(1) / scale)
+    random = np.float32(0.5) if noise is None else noise.numpy()
+    if whole_steps:
+        levels = np.floor(in_steps + random).clip(1 - 2 ** (bits - 1), 2 ** (bits - 1) - 1)
+    else:
+        lower = np.floor(in_steps + (random - np.float32(0.5)))
+        levels = lower.clip(-(2 ** (bits - 1)), 2 ** (bits - 1) - 1) + np.float32(0.5)
+    return torch.from_numpy(levels.astype(np.float32) * scale)
 
 
 def seed_of(*draw: int | str) -> int:
@@ -68,12 +105,14 @@ def rotated(group: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Hop:
-    """How shards of some parameters travel: in which bits, blocks, and dtype where unquantized."""
+    """How shards of some parameters travel: in which bits, blocks, dtype where unquantized, and with which scales."""
 
     parameters: Sequence[ParameterShard]
     bits: int | None
     block_size: int | None
     dtype: torch.dtype
+    scaling: str | None = None
+    scale_dtype: torch.dtype = torch.float32
 
     def is_quantized(self, parameter: ParameterShard) -> bool:
         fewest = min(self.block_size or 8, 32)
@@ -93,7 +132,9 @@ class Hop:
             blocks = shard[own].split(size)
             noises = [None] * len(blocks) if noise is None else noise[own].split(size)
             for block, noise_of_block in zip(blocks, noises, strict=True):
-                arrived.append(round_trip(block, self.bits, noise_of_block))
+                is_mean = self.scaling == "mean" or (self.scaling is None and self.bits <= 3)
+                one_way = round_trip_by_mean if is_mean else round_trip
+                arrived.append(one_way(block, self.bits, noise_of_block, self.scale_dtype))
         return torch.cat(arrived)
 
     def transmit_all(self, shards: Tensor, noise_seed: int | None) -> Tensor:
@@ -131,7 +172,7 @@ def all_gather(
     unit: str = "",
 ) -> Tensor:
     """What every rank holds after the all-gather of a new version of the W ranks' shards [L]: [W, L]."""
-    dtype = shards[0].dtype
+    dtype, scale_dtype = shards[0].dtype, SCALE_DTYPES[config.scale_dtype]
     state.versions += 1
 
     def noise_seed(hop: str, source: int) -> int | None:
@@ -139,8 +180,8 @@ def all_gather(
             return None
         return seed_of(config.seed, "weights", hop, unit, source, state.versions)
 
-    def send(values: Sequence[Tensor], bits: int | None, block_size: int | None) -> list[Tensor]:
-        hop = Hop(parameters, bits, block_size, dtype)
+    def send(values: Sequence[Tensor], bits: int | None, block_size: int | None, scaling: str | None) -> list[Tensor]:
+        hop = Hop(parameters, bits, block_size, dtype, scaling, scale_dtype)
         return [hop.transmit_all(v.unsqueeze(0), noise_seed("inter", r)).squeeze(0) for r, v in enumerate(values)]
 
     has_secondary = config.hpz_partition_size > 1 and num_nodes > 1
@@ -149,19 +190,24 @@ def all_gather(
         if state.copies is None:
             state.copies = [shard.clone() for shard in shards]
             if in_blocks:
-                state.copies = send(shards, config.weight_bits, config.weight_block_size)
+                state.copies = send(shards, config.weight_bits, config.weight_block_size, config.weight_scaling)
         else:
             differences = [s.float() - copy.float() for s, copy in zip(shards, state.copies, strict=True)]
-            arrived = send(differences, config.weight_difference_bits, config.weight_difference_block_size)
+            bits, block_size = config.weight_difference_bits, config.weight_difference_block_size
+            arrived = send(differences, bits, block_size, config.weight_difference_scaling)
             moved = [c.float() + d for c, d in zip(state.copies, arrived, strict=True)]
-            kept = Hop(parameters, config.weight_bits, config.weight_block_size, dtype)
+            kept = Hop(
+                parameters, config.weight_bits, config.weight_block_size, dtype, config.weight_scaling, scale_dtype
+            )
             state.copies = [kept.transmit(copy) if in_blocks else copy.to(dtype) for copy in moved]
         gathered = [copy.to(dtype) for copy in state.copies]
     else:
         bits = config.weight_bits if config.quantized_weights else None
-        gathered = [arrived.to(dtype) for arrived in send(shards, bits, config.weight_block_size)]
+        sent = send(shards, bits, config.weight_block_size, config.weight_scaling)
+        gathered = [arrived.to(dtype) for arrived in sent]
     if has_secondary and config.weight_intra_bits is not None:
-        hop = Hop(parameters, config.weight_intra_bits, config.weight_block_size, dtype)
+        scaling = config.weight_intra_scaling
+        hop = Hop(parameters, config.weight_intra_bits, config.weight_block_size, dtype, scaling, scale_dtype)
         # By local rank p: the shards [N, L] that the ranks with that p hold in their secondary partitions.
         partitions = torch.stack(gathered).unflatten(0, (num_nodes, -1)).transpose(0, 1)
         arrived = [hop.transmit_all(part, noise_seed("intra", p)) for p, part in enumerate(partitions)]
@@ -189,9 +235,14 @@ def reduce_scatter(
     """Each rank's sum over ranks and micro-batches, fp32 [L], from gradients [micro-batch][rank] of shape [W, L]."""
     world_size, dtype = len(micro_batches[0]), micro_batches[0][0].dtype
     ranks_per_node = world_size // num_nodes
+    choices = {
+        "intra": (config.gradient_intra_bits, config.gradient_intra_scaling),
+        "inter": (config.gradient_bits, config.gradient_scaling),
+    }
+    scale_dtype = SCALE_DTYPES[config.scale_dtype]
     hops = {
-        "intra": Hop(parameters, config.gradient_intra_bits, config.gradient_block_size, dtype),
-        "inter": Hop(parameters, config.gradient_bits, config.gradient_block_size, dtype),
+        name: Hop(parameters, bits, config.gradient_block_size, dtype, scaling, scale_dtype)
+        for name, (bits, scaling) in choices.items()
     }
     rotation = hops["inter"] if config.gradient_bits is not None else hops["intra"]
 

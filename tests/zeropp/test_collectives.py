@@ -25,7 +25,7 @@ from tests.zeropp.fsdp_model import (
 WORLD_SIZES = pytest.mark.parametrize("world_size", [2, 3, 4, 6, 8])
 DTYPES = [torch.float32, torch.bfloat16]
 ALL_DTYPES = [*DTYPES, torch.float16]
-ALL_BITS = [2, 3, 4, 6, 8, None]
+ALL_BITS = [1, 2, 3, 4, 6, 8, None]
 BLOCKS = [32, 128, 256, None]
 
 
@@ -152,6 +152,7 @@ def test_all_gather_equals_the_oracle(world_size):
                     quantized_weights=bits is not None,
                     hpz_partition_size=ranks_per_node,
                     weight_bits=bits,
+                    weight_scaling="mean" if bits == 1 else "absmax",
                     weight_intra_bits=intra_bits if ranks_per_node > 1 else None,
                     weight_block_size=block,
                 ),
@@ -188,6 +189,17 @@ def test_reduce_scatter_equals_the_oracle(world_size):
 
 WEIGHT_OPTIONS = {
     "int8 secondary partition": dict(quantized_weights=True, hpz_secondary_dtype="int8"),
+    "differences by mean, short scales": dict(
+        weight_difference_bits=2,
+        weight_difference_scaling="mean",
+        weight_intra_bits=3,
+        weight_intra_scaling="mean",
+        scale_dtype="bf16",
+    ),
+    "2-bit weights, int8 secondary partition": dict(
+        quantized_weights=True, weight_bits=2, hpz_secondary_dtype="int8", scale_dtype="bf16"
+    ),
+    "4-bit weights by mean": dict(quantized_weights=True, weight_bits=4, weight_scaling="mean"),
     "4-bit differences": dict(weight_difference_bits=4, weight_difference_block_size=64),
     "4-bit differences of int8 copies": dict(
         quantized_weights=True, hpz_secondary_dtype="int8", weight_difference_bits=4, weight_difference_block_size=64
@@ -221,6 +233,13 @@ GRADIENT_OPTIONS = {
     ),
     "fp32 error": dict(loco=LoCoConfig(error_dtype="fp32")),
     "stochastic": dict(gradient_rounding="stochastic", loco=LoCoConfig()),
+    "absmax codes, short scales": dict(
+        loco=LoCoConfig(),
+        gradient_scaling="absmax",
+        gradient_intra_bits=4,
+        gradient_intra_scaling="mean",
+        scale_dtype="bf16",
+    ),
     "hadamard": dict(hadamard=True),
     "everything": dict(hadamard=True, gradient_rounding="stochastic", loco=LoCoConfig(hops="both"), seed=3),
 }
@@ -260,7 +279,15 @@ def test_sums_between_micro_batches_equal_the_oracle(world_size, ranks_per_node)
 
 
 def _constant_gradients(value):
-    model, _ = build(ZeroPPConfig(quantized_gradients=True, ranks_per_node=2, gradient_bits=2, gradient_intra_bits=3))
+    config = ZeroPPConfig(
+        quantized_gradients=True,
+        ranks_per_node=2,
+        gradient_bits=2,
+        gradient_scaling="absmax",
+        gradient_intra_bits=3,
+        gradient_intra_scaling="absmax",
+    )
+    model, _ = build(config)
     model([torch.full_like(c, value) for c in coefficients(0)]).backward()
     return [p.grad.full_tensor() for p in model.weights]
 

@@ -58,7 +58,8 @@ def configs(ranks_per_node):
 
 
 CLAUSE = re.compile(
-    r"(as differences )?(unquantized|int(?P<bits>\d))(?P<noise> \(stochastic\))?(?P<loco> with LoCo \(beta 0.7\))?"
+    r"(as differences )?(unquantized|int(?P<bits>\d))( \((?P<mean>mean)?(, )?(?P<noise>stochastic)?\))?"
+    r"(?P<loco> with LoCo \(beta 0.7\))?"
     r"( (?P<where>between nodes|within a node))? (?P<when>once per step|at every gather|at every micro-batch)"
 )
 
@@ -83,6 +84,7 @@ def said(description, num_nodes, ranks_per_node):
                 continue
             match = CLAUSE.fullmatch(clause)
             assert match, clause
+            assert (match["mean"] is not None) == (what == "gradients" and match["bits"] in ("1", "2", "3")), clause
             nbytes = 4 * numel if match["bits"] is None else numel * int(match["bits"]) // 8 + 4 * numel // BLOCK
             # The root unit stays gathered from forward to backward.
             nbytes *= 1 if match["when"] == "once per step" else MICRO_BATCHES

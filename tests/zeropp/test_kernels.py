@@ -15,7 +15,10 @@ from megatron_zpp.zeropp.wire_layout import Compensation, ParameterShard
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 DEVICES = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
-ALL_BITS = [2, 3, 4, 6, 8, None]
+# Bits and scaling of every code, and no code.
+CODES = [(1, "mean"), (2, "mean"), (2, "absmax"), (3, "mean"), (3, "absmax"), (4, "mean")]
+CODES += [(4, "absmax"), (6, "absmax"), (8, "absmax"), (None, None)]
+over_codes = pytest.mark.parametrize("bits, scaling", CODES, ids=lambda c: str(c))
 on_devices = pytest.mark.parametrize("device", DEVICES)
 # A matrix, a bias, a matrix with a remainder, one smaller than a block, one too small for any: every kind of segment.
 PARAMETERS = [
@@ -34,6 +37,8 @@ def random(*shape, dtype=torch.float32, device="cpu", seed=0):
     values = torch.randn(shape, generator=generator) * torch.logspace(-6, 3, shape[-1])
     values[..., ::17] = 0.5 * torch.randint(-6, 7, values[..., ::17].shape, generator=generator)
     values[..., 128:384] = 0
+    values[..., 400:470] = 0  # of blocks that go on
+    values[..., 2085:3101:2] = 0
     values[..., 5] = 7
     return values.to(dtype).to(device)
 
@@ -49,11 +54,12 @@ def test_the_operators_are_built():
 
 
 @on_devices
-@pytest.mark.parametrize("bits", ALL_BITS)
+@over_codes
 @pytest.mark.parametrize("block_size", [32, 128, 256, 2048, None])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_encode_and_decode_small(bits, block_size, dtype, device):
-    format = WireFormat(PARAMETERS, bits, block_size, dtype)
+def test_encode_and_decode_small(bits, scaling, block_size, dtype, device):
+    scale_dtype = torch.bfloat16 if dtype == torch.float16 else torch.float32
+    format = WireFormat(PARAMETERS, bits, block_size, dtype, scaling, scale_dtype)
     values = random(3, 2, NUMEL, dtype=dtype, device=device).transpose(0, 1)  # qgZ's permutation is a stride
     wire, expected = format.encode(values), torch.empty(2, 3, format.nbytes, dtype=torch.uint8, device=device)
     reference.encode(format, values, expected, None, 1, None, None)
@@ -67,12 +73,12 @@ def test_encode_and_decode_small(bits, block_size, dtype, device):
 
 
 @on_devices
-@pytest.mark.parametrize("source_bits, bits, block_size", [(8, 4, 128), (4, 4, 32), (None, 4, 128), (6, 3, None)])
+@pytest.mark.parametrize("source_bits, bits, block_size", [(8, 4, 128), (2, 4, 32), (None, 2, 128), (6, 3, None)])
 @pytest.mark.parametrize("error_bits, error_dtype", [(8, torch.float32), (None, torch.bfloat16), (None, torch.float32)])
 @pytest.mark.parametrize("decay", [1.0, 0.99])
 def test_sum_compensate_encode_in_one_pass_small(source_bits, bits, block_size, error_bits, error_dtype, decay, device):
     source = WireFormat(PARAMETERS, source_bits, block_size, torch.bfloat16)
-    format = WireFormat(PARAMETERS, bits, block_size, torch.bfloat16)
+    format = WireFormat(PARAMETERS, bits, block_size, torch.bfloat16, scale_dtype=torch.bfloat16)
     error_format = WireFormat(PARAMETERS, error_bits, block_size, error_dtype)
     error = None
     for step in range(3):
@@ -107,10 +113,10 @@ def test_weight_differences_small(bits, dtype, device):
 
 
 @on_devices
-@pytest.mark.parametrize("bits", [2, 3, 4, 6, 8])
+@pytest.mark.parametrize("bits, scaling", CODES[:-1])
 @pytest.mark.parametrize("block_size", [32, 2048, None])
-def test_stochastic_rounding_small(bits, block_size, device):
-    format = WireFormat(PARAMETERS, bits, block_size, torch.float32)
+def test_stochastic_rounding_small(bits, scaling, block_size, device):
+    format = WireFormat(PARAMETERS, bits, block_size, torch.float32, scaling)
     values = random(2, 3, NUMEL, device=device)
     expected = torch.empty(2, 3, format.nbytes, dtype=torch.uint8, device=device)
     reference.encode(format, values, expected, None, 1, None, 12345)
@@ -137,7 +143,9 @@ def eight_threads():
 
 
 @pytest.mark.usefixtures("eight_threads")
-@pytest.mark.parametrize("bits, block_size, error_bits", [(4, 128, 8), (3, 40, None), (8, 2048, 8), (None, 128, None)])
+@pytest.mark.parametrize(
+    "bits, block_size, error_bits", [(4, 128, 8), (3, 40, None), (2, 128, 8), (8, 2048, 8), (None, 128, None)]
+)
 def test_eight_threads_work_on_every_tile_once(bits, block_size, error_bits):
     """Shares that begin and end within rows and parameters. What a second visit would change is done in place."""
     parameters = [ParameterShard("weight", 70001, True), ParameterShard("bias", 5003, False)]
@@ -174,11 +182,12 @@ def test_eight_threads_work_on_every_tile_once(bits, block_size, error_bits):
 
 
 @on_devices
-@pytest.mark.parametrize("bits", [2, 4, 8])
-@pytest.mark.parametrize("exponent", [-149, -140, -127, -110, -101, -100, -99, 0, 99, 100, 101, 120, 127])
-def test_the_ends_of_fp32(bits, exponent, device):
-    """Denormal and huge scales have no useful reciprocal."""
-    format = WireFormat([ParameterShard("weight", 512, True)], bits, 128, torch.float32)
+@pytest.mark.parametrize("bits, scaling", [(2, "absmax"), (4, "absmax"), (8, "absmax"), (1, "mean"), (2, "mean")])
+@pytest.mark.parametrize("scale_dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("exponent", [-149, -140, -127, -110, -101, -100, -99, -86, -63, 0, 99, 100, 101, 120, 127])
+def test_the_ends_of_fp32(bits, scaling, scale_dtype, exponent, device):
+    """Denormal and huge scales have no useful reciprocal; the code "mean" takes the smallest values for zero."""
+    format = WireFormat([ParameterShard("weight", 512, True)], bits, 128, torch.float32, scaling, scale_dtype)
     values = random(512, device=device).div_(7).clamp_(-1, 1).double().mul_(2.0**exponent).float()
     expected = torch.empty(format.nbytes, dtype=torch.uint8, device=device)
     reference.encode(format, values, expected, None, 1, None, None)
@@ -187,8 +196,9 @@ def test_the_ends_of_fp32(bits, exponent, device):
 
 @on_devices
 @pytest.mark.parametrize("poison", [float("nan"), float("inf"), -float("inf")])
-def test_nan_and_inf_reach_the_other_side_and_are_not_remembered(poison, device):
-    format = WireFormat([ParameterShard("weight", 512, True)], 4, 128, torch.float32)
+@pytest.mark.parametrize("bits", [2, 4])
+def test_nan_and_inf_reach_the_other_side_and_are_not_remembered(poison, bits, device):
+    format = WireFormat([ParameterShard("weight", 512, True)], bits, 128, torch.float32)
     error_format = WireFormat(format.parameters, 8, 128, torch.float32)
     values = random(512, device=device, seed=3)
     values[300] = poison
@@ -212,10 +222,25 @@ def test_ties_and_their_neighbours(bits, dtype, device, data):
     inf = torch.tensor(torch.inf)
     values = torch.cat([ties, ties.nextafter(inf), ties.nextafter(-inf), ties.nextafter(inf).nextafter(inf)])
     values = torch.cat([values, largest.view(1), torch.zeros(-(len(values) + 1) % 8)]).to(dtype).to(device)
-    format = WireFormat([ParameterShard("weight", len(values), True)], bits, None, dtype)
+    format = WireFormat([ParameterShard("weight", len(values), True)], bits, None, dtype, "absmax")
     expected = torch.empty(format.nbytes, dtype=torch.uint8, device=device)
     reference.encode(format, values, expected, None, 1, None, None)
     assert format.encode(values).equal(expected)
+
+
+@on_devices
+@settings(deadline=None, max_examples=100)
+@given(bits=st.integers(1, 4), size=st.floats(2**-10, 2**10, width=32), data=st.data())
+def test_values_about_whole_steps_of_the_mean(bits, size, device, data):
+    """Multiples of one number lie on the borders between codes where the mean is one, too."""
+    multiples = torch.tensor(data.draw(st.lists(st.integers(-4, 4), min_size=32, max_size=32))).float()
+    values = multiples * torch.tensor(size)
+    direction = torch.tensor(data.draw(st.sampled_from([-torch.inf, torch.inf])))
+    values[::5] = values[::5].nextafter(direction)
+    format = WireFormat([ParameterShard("weight", 32, True)], bits, 32, torch.float32, "mean")
+    expected = torch.empty(format.nbytes, dtype=torch.uint8, device=device)
+    reference.encode(format, values.to(device), expected, None, 1, None, None)
+    assert format.encode(values.to(device)).equal(expected)
 
 
 def test_conversions_of_every_16_bit_number_and_between():
@@ -301,3 +326,10 @@ def test_wrong_arguments_are_refused(change, message):
     values = change["values"]
     with pytest.raises((ValueError, TypeError), match=message):
         torch.ops.megatron_zpp.encode(values, None, [], None, 1.0, wire, format.table, None, None, [], 0.0, 1.0, None)
+
+
+def test_an_error_that_the_kernels_do_not_keep_is_refused():
+    format, error_format = (WireFormat(PARAMETERS, bits, 128, torch.float32) for bits in (4, 2))
+    values, error = torch.zeros(2, NUMEL), torch.zeros(2, error_format.nbytes, dtype=torch.uint8)
+    with pytest.raises(ValueError, match="errors are kept in 8 bits"):
+        format.encode(values, compensation=Compensation(error_format, error, error, 0.8, 1.0))

@@ -13,7 +13,7 @@ from torch.distributed.fsdp import fully_shard
 
 from megatron_zpp.zeropp import LoCoConfig, ZeroPPConfig, apply_zeropp
 from megatron_zpp.zeropp.monitor import ErrorMonitor
-from megatron_zpp.zeropp.quantization import quantize_blocks
+from megatron_zpp.zeropp.quantization import Code, quantize_blocks
 from tests.ranks import run_ranks
 from tests.zeropp.fsdp_model import build, coefficients, local_gradients, parameters_of, shards_of
 from tests.zeropp.oracle import Hop
@@ -55,16 +55,18 @@ def rms_ratio(numerators, denominators) -> float:
 
 
 def share_of_largest(hop: Hop, shards: list[Tensor]) -> float:
-    """Codes +-qmax over all codes of the quantized parameters, block by block, for shards [..., L]."""
+    """Codes of the two outermost levels over all of the quantized parameters, block by block, for shards [..., L]."""
     largest = total = start = 0
     for parameter in hop.parameters:
         own = slice(start, start + parameter.numel)
         start = own.stop
         for row in torch.cat([shard.reshape(-1, shard.shape[-1]) for shard in shards])[:, own]:
             for block in row.split(BLOCK) if hop.is_quantized(parameter) else ():
-                codes, scale = quantize_blocks(block, hop.bits)
-                largest += int((codes.abs() == 2 ** (hop.bits - 1) - 1).sum())
-                total += BLOCK * bool(scale > 0)
+                codes, scale = quantize_blocks(block, Code(hop.bits))
+                levels = 2 * codes + (1 if hop.bits < 4 and scale > 0 else 0)  # twice the level over |scale|
+                outermost = 2**hop.bits - 1 if hop.bits < 4 and scale > 0 else 2**hop.bits - 2
+                largest += int((levels.abs() == outermost).sum())
+                total += BLOCK * bool(scale != 0)
     return largest / total
 
 

@@ -10,6 +10,8 @@ from megatron_zpp.zeropp.wire_layout import ParameterShard
 from tests.zeropp.oracle import Hop
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+CODES = [(bits, scaling) for bits in (2, 3, 4) for scaling in ("absmax", "mean")]
+CODES += [(1, None), (6, None), (8, None), (None, None)]
 
 
 def shards_like(parameters, num_shards, dtype, seed=0):
@@ -20,20 +22,27 @@ def shards_like(parameters, num_shards, dtype, seed=0):
 @settings(deadline=None, max_examples=150)
 @given(
     numels=st.lists(st.tuples(st.integers(0, 700), st.booleans()), min_size=1, max_size=6),
-    bits=st.sampled_from([2, 3, 4, 6, 8, None]),
+    code=st.sampled_from(CODES),
+    scale_dtype=st.sampled_from([torch.float32, torch.bfloat16]),
     block_size=st.sampled_from([8, 32, 128, 256, None]),
     dtype=st.sampled_from(DTYPES),
     num_shards=st.integers(1, 3),
+    share_of_zeros=st.sampled_from([0, 0.25, 0.6]),
+    noise_seed=st.sampled_from([None, 5]),
 )
-def test_decoding_gives_what_the_oracle_says_arrives(numels, bits, block_size, dtype, num_shards):
+def test_decoding_gives_what_the_oracle_says_arrives(
+    numels, code, scale_dtype, block_size, dtype, num_shards, share_of_zeros, noise_seed
+):
     parameters = [ParameterShard(f"p{i}", numel, quantizable) for i, (numel, quantizable) in enumerate(numels)]
     shards = shards_like(parameters, num_shards, dtype)
-    wire_format = WireFormat(parameters, bits, block_size, dtype)
-    wire = wire_format.encode(shards)
+    shards[torch.rand(shards.shape, generator=torch.Generator().manual_seed(1)) < share_of_zeros] = 0
+    wire_format = WireFormat(parameters, code[0], block_size, dtype, code[1], scale_dtype)
+    wire = wire_format.encode(shards, noise_seed)
     assert wire.shape == (num_shards, wire_format.nbytes)
 
     arrived = wire_format.decode(wire, out=torch.full(shards.shape, torch.nan))
-    expected = torch.stack([Hop(parameters, bits, block_size, dtype).transmit(shard) for shard in shards])
+    hop = Hop(parameters, code[0], block_size, dtype, code[1], scale_dtype)
+    expected = hop.transmit_all(shards, noise_seed)
     assert arrived.equal(expected)
 
 
@@ -115,6 +124,8 @@ def test_blocks_never_span_two_parameters():
 def test_bytes_per_element_include_the_scales(bits, block_size, expected):
     wire_format = WireFormat([ParameterShard("weight", 1 << 20, True)], bits, block_size, torch.bfloat16)
     assert wire_format.nbytes / (1 << 20) == pytest.approx(expected, rel=1e-5)
+    short = WireFormat(wire_format.parameters, bits, block_size, torch.bfloat16, scale_dtype=torch.bfloat16)
+    assert short.nbytes / (1 << 20) == pytest.approx(expected - 2 / block_size, rel=1e-5)
 
 
 def test_strided_input_encodes_like_contiguous():

@@ -10,6 +10,7 @@
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
+#include <cstring>
 #include <memory>
 #include <vector>
 
@@ -57,7 +58,7 @@ inline Index thread_index, block_index;
 inline std::vector<std::unique_ptr<Coroutine>> coroutines;
 inline std::vector<Barrier> warp_barriers;
 inline Barrier block_barrier{0};
-inline std::vector<float> shuffled;  // one value of each thread
+inline std::vector<uint32_t> shuffled;  // the bits of one value of each thread
 inline ucontext_t scheduler;
 inline void (*body)(void*);
 inline void* body_argument;
@@ -113,11 +114,14 @@ inline void run_block(unsigned threads) {
 
 inline void __syncthreads() { cuda_on_cpu::wait_at(cuda_on_cpu::block_barrier); }
 
-inline float __shfl_xor_sync(unsigned, float value, int mask) {
+template <class T>
+T __shfl_xor_sync(unsigned, T value, int mask) {
+  static_assert(sizeof(T) == sizeof(uint32_t));
   const unsigned own = threadIdx.x;
-  cuda_on_cpu::shuffled[own] = value;
+  std::memcpy(&cuda_on_cpu::shuffled[own], &value, sizeof value);
   cuda_on_cpu::wait_at(cuda_on_cpu::warp_barriers[own / 32]);
-  const float other = cuda_on_cpu::shuffled[own ^ unsigned(mask)];
+  T other;
+  std::memcpy(&other, &cuda_on_cpu::shuffled[own ^ unsigned(mask)], sizeof other);
   cuda_on_cpu::wait_at(cuda_on_cpu::warp_barriers[own / 32]);  // all have read before any writes again
   return other;
 }
