@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from megatron_zpp.models.gpt import GPT, GPTConfig
 from megatron_zpp.models.init import init_weights
@@ -51,7 +51,7 @@ NUM_MICRO_BATCHES, NUM_STEPS = 3, 2
 
 
 def _ours(model: GPT) -> None:
-    shard_model(model, build_mesh("cpu", replicas=2), 3, POLICY)
+    shard_model(model, build_mesh("cpu", replicas=2), 3, POLICY, OffloadPolicy())
     apply_zeropp(model, ZeroPPConfig(ranks_per_node=2))
 
 
@@ -117,7 +117,7 @@ def _traffic(layouts: list[Layout]) -> list[Sent]:
     for replicas, ranks_per_node, stage in layouts:
         with torch.device("meta"):
             model = GPT(CONFIG)
-        shard_model(model, build_mesh("cpu", replicas=replicas), stage, POLICY)
+        shard_model(model, build_mesh("cpu", replicas=replicas), stage, POLICY, OffloadPolicy())
         zeropp = apply_zeropp(model, ZeroPPConfig(ranks_per_node=ranks_per_node))
         model.to_empty(device="cpu")
         init_weights(model, seed=1)

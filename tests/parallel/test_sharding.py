@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 
 from megatron_zpp.models.gpt import GPT, GPTConfig
 from megatron_zpp.models.init import init_weights
@@ -19,7 +19,7 @@ def _sharded_gpt(stage: int) -> GPT:
     with torch.device("meta"):
         model = GPT(GPTConfig(2, 16, 2, 32, 8, attention_dropout=0.0, hidden_dropout=0.0))
     mesh = build_mesh("cpu", replicas=dist.get_world_size() if stage == 0 else 1)
-    shard_model(model, mesh, stage, MixedPrecisionPolicy())
+    shard_model(model, mesh, stage, MixedPrecisionPolicy(), OffloadPolicy())
     model.to_empty(device="cpu")
     init_weights(model, seed=1)
     return model

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from megatron_zpp.models import init, layers
@@ -182,7 +182,7 @@ def initial_weights(config: GPTConfig | LlamaConfig, tp_size: int) -> dict[str, 
     if tp_size > 1:
         plan = architecture.tensor_parallel_plan(config, False)
         apply_tensor_parallelism(model, mesh, plan, sequence_parallel=False)
-    shard_model(model, mesh, 3, MixedPrecisionPolicy())
+    shard_model(model, mesh, 3, MixedPrecisionPolicy(), OffloadPolicy())
     model.to_empty(device="cpu")
     init.init_weights(model, seed=5)
     return {name: p.full_tensor().detach() for name, p in model.named_parameters()}
