@@ -40,16 +40,18 @@ class WeightEncoder:
         return self._format(bits, self.config.weight_block_size, dtype) if bits is not None else None
 
     def encode(self, shard: Tensor, format: WireFormat, rank: int, minus: Tensor | None = None) -> Tensor:
-        """Encode the shard [L] of ``rank``, or its difference from a copy of it, and sample the error."""
+        """Encode the shard [L] of ``rank``, or its difference from a copy of it: uint8 [nbytes]."""
         # The noise depends on the version, so that every gather of one version gives the same weights.
-        wire = format.encode(shard, self._noise_seed("inter", rank), minus=minus)
+        return format.encode(shard, self._noise_seed("inter", rank), minus=minus)
+
+    def sample(self, shard: Tensor, format: WireFormat, wire: Tensor, rank: int, minus: Tensor | None = None) -> None:
+        """Sample the error of what ``encode`` made of the same arguments, if the monitor wants it."""
         # qwZ alone gathers a version several times.
         if self.monitor.is_due(self.versions) and self._sampled.get(rank) != self.versions:
             self._sampled[rank] = self.versions
             arrived = format.decode(wire, out=torch.empty_like(shard, dtype=torch.float32))
             self.monitor.record("weights", self.unit.name, shard, arrived if minus is None else arrived.add_(minus))
             self.monitor.record_codes("weights", self.unit.name, format, wire)
-        return wire
 
     def encode_within_node(self, partition: Tensor, format: WireFormat, local_rank: int) -> Tensor:
         """Encode the secondary partition [N, L] of the ranks with this ``local_rank``: uint8 [N, nbytes]."""
