@@ -48,6 +48,7 @@ ALL_FLAGS = (
 RATIOS = (0.25, 0.5, 1.0, 2.0, 4.0)  # of the link's time to that of a forward and a backward pass
 MICRO_BATCHES = (1, 4)
 WARM_UP_STEPS = 2
+TIMEOUT = 3600.0  # seconds of one run
 PARTS = "parts of a step: "  # begins the line that the last rank prints
 
 
@@ -91,11 +92,10 @@ def measure(
                 if any(key.items() <= row.items() for row in rows):
                     continue
                 measured = run(checkout, flags, micro_batches, rate, steps)
-                row = key | {"rate_bit_per_s": rate, "bound_s": bound(parts, rate, micro_batches)} | measured
-                append(row)
-                print(
-                    f"{key}: {row['step_s']:.3f} s, {row['step_s'] / row['bound_s']:.2f} x the bound", file=sys.stderr
-                )
+                least = bound(parts, rate, micro_batches)
+                append(key | {"rate_bit_per_s": rate, "bound_s": least} | measured)
+                step = measured["step_s"]
+                print(f"{key}: {step:.3f} s, {step / least:.2f} x the bound", file=sys.stderr)
 
 
 def parts_rate(parts: dict[str, Any], ratio: float) -> int:
@@ -121,17 +121,23 @@ def run(checkout: Path, flags: str, micro_batches: int, rate: int | None, steps:
     check_requirements()
     batch = NODES * RANKS_PER_NODE * micro_batches
     command = [__file__, "train", *f"{MODEL} {flags} --global-batch-size {batch}".split()]
-    command += ["--train-iters", str(WARM_UP_STEPS + steps)]
+    command += ["--train-iters", str(WARM_UP_STEPS + steps + 1)]  # a step is over when the next one begins
     os.environ["PYTHONPATH"] = str(checkout)
     rate_of_tc = f"{rate}bit" if rate is not None else None
     with (
         cluster(NODES, rate_of_tc) as namespaces,
         programs(command, namespaces, RANKS_PER_NODE) as processes,
     ):
-        outputs = [process.communicate(timeout=3600)[0] for process in processes]
-    lines = [line for output in outputs for line in output.splitlines() if line.startswith(PARTS)]
-    if len(lines) != 1:
-        raise RuntimeError(f"a run failed:\n{outputs[-1][-3000:]}")
+        deadline = time.monotonic() + TIMEOUT
+        statuses: list[int | None] = [None]
+        while None in statuses and not any(statuses) and time.monotonic() < deadline:
+            time.sleep(0.1)
+            statuses = [process.poll() for process in processes]
+        done = [process for process, status in zip(processes, statuses, strict=True) if status is not None]
+        output = "".join(process.stdout.read() for process in done if process.stdout is not None)
+    lines = [line for line in output.splitlines() if line.startswith(PARTS)]
+    if any(status != 0 for status in statuses) or len(lines) != 1:
+        raise RuntimeError(f"a run failed, or took longer than {TIMEOUT} s:\n{output[-8000:]}")
     command[0] = Path(__file__).name
     return json.loads(lines[0].removeprefix(PARTS)) | {"command": " ".join(command), "steps": steps}
 
@@ -141,12 +147,14 @@ def train(flags: list[str]) -> None:
     import torch
 
     from megatron_zpp.architectures import GPT
+    from megatron_zpp.models import gpt
     from megatron_zpp.training import pretrain, step
     from megatron_zpp.zeropp.traffic import Traffic
 
     seconds = {"forward": 0.0, "backward": 0.0}
     sent = {"weights": 0, "gradients": 0}
     begins: list[float] = []
+    of_run: list[Traffic] = []
     of_steps: list[dict[str, float]] = []
 
     def timed(part: str, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -159,24 +167,25 @@ def train(flags: list[str]) -> None:
         return wrapped
 
     def counted(traffic: Traffic, intra_node: int = 0, inter_node: int = 0, stays: bool = False) -> None:
-        sent["weights" if stays else "gradients"] += inter_node  # what stays, until parameters change, are weights
+        if any(traffic is other for other in of_run):  # not the logger's sums
+            sent["weights" if stays else "gradients"] += inter_node  # what stays, until parameters change, are weights
         add(traffic, intra_node=intra_node, inter_node=inter_node, stays=stays)
 
-    def timed_step(*args: Any, **options: Any) -> Any:
-        now = time.perf_counter()
+    def timed_step(run: Any, *args: Any, **options: Any) -> Any:
+        now, of_run[:] = time.perf_counter(), [run.zeropp.traffic]
         if begins:  # from the beginning of one step to that of the next one
             of_steps.append({**seconds, **sent, "step": now - begins[-1]})
         begins.append(now)
         seconds.update(forward=0.0, backward=0.0)
         sent.update(weights=0, gradients=0)
-        return train_step(*args, **options)
+        return train_step(run, *args, **options)
 
     add, train_step = Traffic.add, pretrain.train_step
     sys.argv[1:] = [*flags]
     with (
         patch.object(Traffic, "add", counted),
         patch.object(pretrain, "train_step", timed_step),
-        patch.object(GPT.module, "__call__", timed("forward", GPT.module.__call__)),
+        patch.object(gpt.GPT, "__call__", timed("forward", gpt.GPT.__call__)),
         patch.object(step, "masked_sum", timed("forward", step.masked_sum)),
         patch.object(torch.Tensor, "backward", timed("backward", torch.Tensor.backward)),
     ):
@@ -188,7 +197,7 @@ def train(flags: list[str]) -> None:
             "t_b": steady["backward"],
             "t_opt": steady["step"] - steady["forward"] - steady["backward"],
             "step_s": steady["step"],
-            # Every rank of a node sends as much.
+            # With all flags, every rank of a node sends as much.
             "weight_bytes": RANKS_PER_NODE * steady["weights"],
             "gradient_bytes": RANKS_PER_NODE * steady["gradients"],
         }
