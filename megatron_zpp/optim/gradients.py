@@ -3,11 +3,12 @@
 Real and emulated ranks add up alike. Each rank measures the shards that it counts, in fp64, so that in practice
 neither the number of threads nor that of shards is seen in a norm that is rounded to fp32; the ranks' results are
 gathered and added in rank order. An element that several ranks hold is counted by one of them (``Ranks.shards_of``).
+
+What is measured of gradients stays on their device: a step looks at all of it at once, when everything is queued.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 
 import torch
@@ -21,31 +22,33 @@ from megatron_zpp.zeropp import Ranks
 PIECE = 2**20
 
 
-def scale_gradients(parameters: Sequence[Tensor], factor: float) -> None:
-    """Multiply every gradient by ``factor`` in place: undoes a loss scale, or averages over tokens."""
+def scale_gradients(parameters: Sequence[Tensor], factor: float | Tensor) -> None:
+    """Multiply every gradient by ``factor``, a number or a scalar, in place: undoes a loss scale, or averages over
+    tokens."""
     gradients = [local_part(parameter.grad) for parameter in parameters if parameter.grad is not None]
-    if factor != 1.0 and gradients:
+    if gradients and (isinstance(factor, Tensor) or factor != 1.0):
         torch._foreach_mul_(gradients, factor)
 
 
-def clip_gradients(parameters: Sequence[Tensor], max_norm: float, ranks: Ranks, copies: Sequence[Tensor] = ()) -> float:
+def clip_gradients(
+    parameters: Sequence[Tensor], max_norm: float, ranks: Ranks, copies: Sequence[Tensor] = ()
+) -> Tensor:
     """Scale gradients so that their global L2 norm is at most ``max_norm``; 0 only measures. Collective.
 
     ranks: that this process computes for. copies: parameters that another rank has too, and counts.
 
     Returns:
-        The norm before clipping, over all parameters and shards, fp32, the same on every rank; 0 if there are none. Inf
-        or NaN if any gradient is; the gradients are then left alone, and the caller must not step.
+        The norm before clipping, over all parameters and shards, an fp32 scalar, the same on every rank; 0 if there are
+        none. Inf or NaN if any gradient is; the gradients are then left alone, and the caller must not step.
     """
     norm = (
         _over_all_ranks(_sum_of_squares, _gradients(parameters, copies), ranks, _default_device(parameters))
         .sqrt()
         .float()
     )
-    value = norm.item()
-    if max_norm > 0 and math.isfinite(value):
-        torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
-    return value
+    if max_norm > 0:
+        torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, torch.where(norm.isfinite(), norm, 0.0))
+    return norm
 
 
 def params_norm(parameters: Sequence[Tensor], ranks: Ranks, copies: Sequence[Tensor] = ()) -> float:
@@ -54,10 +57,10 @@ def params_norm(parameters: Sequence[Tensor], ranks: Ranks, copies: Sequence[Ten
     return _over_all_ranks(_sum_of_squares, counted, ranks, _default_device(parameters)).sqrt().float().item()
 
 
-def count_zeros(parameters: Sequence[Tensor], ranks: Ranks, copies: Sequence[Tensor] = ()) -> int:
-    """Number of gradient elements that are exactly zero; arguments as in ``clip_gradients``. Collective."""
-    total = _over_all_ranks(_num_zeros, _gradients(parameters, copies), ranks, _default_device(parameters))
-    return round(total.item())
+def count_zeros(parameters: Sequence[Tensor], ranks: Ranks, copies: Sequence[Tensor] = ()) -> Tensor:
+    """Number of gradient elements that are exactly zero, an fp64 scalar; arguments as in ``clip_gradients``.
+    Collective."""
+    return _over_all_ranks(_num_zeros, _gradients(parameters, copies), ranks, _default_device(parameters))
 
 
 def local_part(tensor: Tensor) -> Tensor:

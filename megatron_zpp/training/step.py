@@ -48,19 +48,22 @@ def train_step(run: Run, batches: Iterator[Batch], num_micro_batches: int, stop:
     totals, names = accumulate_gradients(run, _remember(batches, micro_batches), num_micro_batches, scale)
     totals[2] = float(stop)
     dist.all_reduce(totals)
-    loss_sum_all, num_tokens_all, wishes, *auxiliary_sums = totals.tolist()
 
-    parameters = list(model.parameters())
-    per_token = settings.training.calculate_per_token_loss
-    per_token_factor = run.mesh.fsdp_size / max(1.0, num_tokens_all) if per_token else 1.0
-    scale_gradients(parameters, per_token_factor / scale)
-    grad_norm = clip_gradients(parameters, settings.optimizer.clip_grad, run.ranks, run.copies)
-    num_zeros = count_zeros(parameters, run.ranks, run.copies) if settings.logging.log_num_zeros_in_grad else None
+    parameters, per_token = list(model.parameters()), settings.training.calculate_per_token_loss
+    factor = run.mesh.fsdp_size / totals[1].clamp(min=1.0) if per_token else 1.0
+    scale_gradients(parameters, factor / scale)
+    norm = clip_gradients(parameters, settings.optimizer.clip_grad, run.ranks, run.copies)
+    measured = [norm.double()]
+    if settings.logging.log_num_zeros_in_grad:
+        measured.append(count_zeros(parameters, run.ranks, run.copies))
+    # The one time that the host waits for the device between the last backward pass and the optimizer.
+    values = torch.cat([totals, torch.stack(measured).to(totals.device)]).tolist()
+    loss_sum_all, num_tokens_all, wishes, *auxiliary_sums = values[: len(totals)]
+    grad_norm, *zeros = values[len(totals) :]
     loss = loss_sum_all / max(1.0, num_tokens_all)
     # As their gradients: FSDP2 averages over ranks.
-    auxiliary = {
-        name: value / run.mesh.fsdp_size * per_token_factor for name, value in zip(names, auxiliary_sums, strict=True)
-    }
+    auxiliary_factor = 1 / max(1.0, num_tokens_all) if per_token else 1 / run.mesh.fsdp_size
+    auxiliary = {name: value * auxiliary_factor for name, value in zip(names, auxiliary_sums, strict=True)}
     finite = math.isfinite(grad_norm) and math.isfinite(loss)
     spiked = finite and is_loss_spike(run, loss)
     skipped = not finite or spiked
@@ -76,6 +79,7 @@ def train_step(run: Run, batches: Iterator[Batch], num_micro_batches: int, stop:
             run.zeropp.undo_step()
         if run.scaler.scale != scale:
             run.zeropp.rescale_errors(run.scaler.scale / scale)
+    num_zeros = round(zeros[0]) if zeros else None
     return StepResult(loss, grad_norm, skipped, spiked, wishes > 0, num_zeros, auxiliary, micro_batches)
 
 

@@ -5,18 +5,22 @@ FSDP2 hands over the flat shard [L] of one unit and wants [N, P, L]: all ranks' 
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from .agreement import Agreement
-from .collectives import TorchAllocator, all_gather, count_flat_ring
+from .collectives import TorchAllocator, all_gather, all_gather_each, count_flat_ring
 from .config import ZeroPPConfig
-from .fsdp_unit import AllGather, FSDPUnit, refuse_capture
+from .fsdp_unit import AllGather, FSDPUnit, is_capturing, refuse_capture
 from .monitor import ErrorMonitor
+from .streams import on_stream
 from .traffic import Traffic
 from .unseen_changes import UnseenChanges
 from .weight_encoder import WeightEncoder
+from .wire_format import WireFormat
 
 
 class QuantizedAllGather(TorchAllocator, AllGather):
@@ -34,10 +38,14 @@ class QuantizedAllGather(TorchAllocator, AllGather):
         self.encoder.versions += self.unit.parameters_changed()
         weights = self.encoder.in_full(input_tensor.dtype)
         wire = self.encoder.encode(input_tensor, weights, self.topology.rank)
+        self.encoder.sample(input_tensor, weights, wire, self.topology.rank)
         weights.decode(gather_wires(wire, group), out=output_tensor.view(-1, weights.numel))
         self.unit.mark_gathered()
         count_flat_ring(self.traffic, self.topology, weights.nbytes, self.unit.stays_gathered)
         return None
+
+    def send_early(self) -> None:
+        """Every gather sends anew; see HierarchicalAllGather."""
 
     def forget_secondary_partition(self) -> None:
         """There is none; see HierarchicalAllGather."""
@@ -50,12 +58,32 @@ class QuantizedAllGather(TorchAllocator, AllGather):
         self.encoder.load_state_dict(state)
 
 
+@dataclass(frozen=True, kw_only=True)
+class SentShard:
+    """A shard [L] on its way between nodes, while the program goes on."""
+
+    format: WireFormat
+    is_difference: bool  # from the copies in the secondary partition, which stay as they are until it arrives
+    wire: Tensor  # uint8 [nbytes], this rank's
+    wires: Tensor  # uint8 [N, nbytes], of the N ranks with equal p; valid behind ``work``
+    work: dist.Work
+    version: int  # of the encoder, before this shard was sent
+    state: dict[str, Tensor]  # of the encoder, at that time
+
+
 class HierarchicalAllGather(QuantizedAllGather):
     """hpZ (ZeRO++ section 3.2), with or without qwZ: parameters cross nodes once per optimizer step.
 
     When the parameters changed, the N ranks with this local rank p gather their shards into the secondary partition
     [N, L]; every gather is then among the P ranks of the node. All ranks see the same weights: a rank's own
     shard goes through the same quantization.
+
+    When a forward pass begins, all shards that changed start on their way, and each must have arrived when FSDP2 asks
+    for its unit. If a pass did not ask, and the parameters have changed by the next one, what was sent is dropped.
+
+    Memory and streams: the secondary partition, what is on its way and all that is made of them are allocated, written,
+    read and freed on ``stream``, so the allocator gives their memory to nothing that would not be behind them there.
+    It waits for whoever calls, and the caller for it.
     """
 
     def __init__(
@@ -67,15 +95,16 @@ class HierarchicalAllGather(QuantizedAllGather):
         monitor: ErrorMonitor,
         unseen_changes: UnseenChanges,
         agreement: Agreement | None,
+        stream: torch.Stream,
     ) -> None:
         super().__init__(unit=unit, config=config, traffic=traffic, monitor=monitor)
-        self.unseen_changes, self.agreement = unseen_changes, agreement
+        self.unseen_changes, self.agreement, self.stream = unseen_changes, agreement, stream
         unseen_changes.units.append(unit)
         # [N, L] in the gather's dtype; with hpz_secondary_dtype "int8" uint8 [N, nbytes], as it arrived.
         self.secondary_partition: Tensor | None = None
         self._keeps_wires = config.hpz_secondary_dtype == "int8"
         self._kept_as: tuple[torch.dtype, torch.device] | None = None
-        self._last_use: torch.Event | None = None
+        self._sent: SentShard | None = None
         # Loaded parameters are further from the copies than low-bit differences can say.
         for module in unit.modules:
             module.register_load_state_dict_post_hook(lambda *_: self.forget_secondary_partition())
@@ -85,79 +114,139 @@ class HierarchicalAllGather(QuantizedAllGather):
     ) -> dist.Work | None:
         refuse_capture(self.unit)
         check_gathered(self.unit, input_tensor)
-        # FSDP2 gathers on its own stream, but ``unshard()`` by hand on the current one: order the two by an event.
-        stream = torch.get_device_module(input_tensor.device).current_stream()
-        if self._last_use is not None:  # always None on a CPU, whose streams are one and have no events
-            stream.wait_event(self._last_use)
-        kept_as = (input_tensor.dtype, input_tensor.device)
+        num_nodes, ranks_per_node = self.topology.num_nodes, self.topology.ranks_per_node
+        output = output_tensor.view(num_nodes, ranks_per_node, input_tensor.numel())
+        # FSDP2 gathers on its own stream, but ``unshard()`` by hand on the current one.
+        with on_stream(self.stream, input_tensor.device):
+            self._gather(output, input_tensor)
+        return None
+
+    def _gather(self, output: Tensor, shard: Tensor) -> None:
+        kept_as = (shard.dtype, shard.device)
         if kept_as != self._kept_as:  # the model was cast or moved
-            self.secondary_partition, self._kept_as = None, kept_as
+            self.forget_secondary_partition()
+            self._kept_as = kept_as
         if self.agreement is not None:  # before any collective that only some ranks may take part in
             self.agreement.check(self.unit)
         self.unseen_changes.look_for(self.unit)
         changed = self.unit.parameters_changed()
+        if changed:
+            self._drop_sent()
         if not self.unit.keeps_copies:
             self.forget_secondary_partition()
-        if changed or self.secondary_partition is None:
-            self.encoder.versions += changed
-            self.secondary_partition = self._gather_between_nodes(input_tensor)
-            self.unit.mark_gathered()
-        num_nodes, ranks_per_node = self.topology.num_nodes, self.topology.ranks_per_node
-        output = output_tensor.view(num_nodes, ranks_per_node, input_tensor.numel())
+        if self._sent is None and (changed or self.secondary_partition is None):
+            self._send(shard, changed)
+        if self._sent is not None:
+            self.secondary_partition = self._receive(shard)
+        assert self.secondary_partition is not None
         self._gather_within_node(self.secondary_partition, output)
-        self._last_use = stream.record_event()
-        return None
+
+    def send_early(self) -> None:
+        """A forward pass begins: let the shard, if it changed, go between nodes before the pass asks for it.
+
+        The first shard waits until it is asked for, and so does one that would be sent in full in place of a
+        difference, or whose unit did not need what was sent before. With an ``agreement``, ranks agree at each gather,
+        and none sends before.
+        """
+        unit = self.unit
+        if (
+            self.agreement is not None
+            or not unit.parameters_changed()
+            or not unit.can_be_gathered
+            or is_capturing(unit)
+        ):
+            return
+        was_needed = self._sent is None
+        self._drop_sent()
+        if was_needed and self.secondary_partition is not None and unit.keeps_copies:
+            with on_stream(self.stream, unit.device), torch.no_grad():
+                shard = unit.flat_shard()
+                if (shard.dtype, shard.device) == self._kept_as:
+                    self._send(shard, changed=True)
 
     def forget_secondary_partition(self) -> None:
         """Gather it in full next time."""
+        self._drop_sent()
         self.secondary_partition = None
 
     # The partition outlives an evaluation in inference mode, and must not be an inference tensor.
     @torch.inference_mode(False)
     @torch.no_grad()
-    def _gather_between_nodes(self, shard: Tensor) -> Tensor:
-        """Inter-node stage: the shards [L] of the N ranks with equal p, as the new secondary partition."""
-        old, self.secondary_partition = self.secondary_partition, None  # nothing half-done if this fails
+    def _send(self, shard: Tensor, changed: bool) -> None:
+        """Inter-node stage, its first half: encode the shard [L] and start its way to the N ranks with equal p."""
+        version, state = self.encoder.versions, super().state_dict()
+        copies = self.secondary_partition if self.config.weight_difference_bits is not None else None
+        self.encoder.versions += changed
         self.unseen_changes.gathered(self.unit, shard)
-        if self.config.weight_difference_bits is not None and old is not None:
-            return self._add_differences(shard, old)
-        return self._gather_in_full(shard, old)
+        if copies is None:
+            format, copy = self.encoder.in_full(shard.dtype), None
+        else:
+            format, copy = self.encoder.differences(shard.dtype), copies[self.topology.node]
+        wire = self.encoder.encode(shard, format, self.topology.rank, copy=copy)
+        wires, work = start_gather(wire, self.topology.inter_group)
+        self._sent = SentShard(
+            format=format,
+            is_difference=copies is not None,
+            wire=wire,
+            wires=wires,
+            work=work,
+            version=version,
+            state=state,
+        )
+        self.unit.mark_gathered()
 
-    def _gather_in_full(self, shard: Tensor, old: Tensor | None) -> Tensor:
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def _receive(self, shard: Tensor) -> Tensor:
+        """Its second half: the shards [L] of the N ranks with equal p, as the new secondary partition."""
+        sent, old = self._sent, self.secondary_partition
+        assert sent is not None
+        self._sent, self.secondary_partition = None, None  # nothing half-done if this fails
+        sent.work.wait()
+        self._count(sent)
+        if sent.is_difference:
+            assert old is not None
+            self.encoder.sample(shard, sent.format, sent.wire, self.topology.rank, copy=old[self.topology.node])
+            return self._add_differences(sent, old, shard.dtype)
+        self.encoder.sample(shard, sent.format, sent.wire, self.topology.rank)
+        return self._gather_in_full(sent, shard, old)
+
+    def _gather_in_full(self, sent: SentShard, shard: Tensor, old: Tensor | None) -> Tensor:
         """The shards themselves, quantized with qwZ, over the old ones: fresh memory is slow on a CPU."""
-        weights = self.encoder.in_full(shard.dtype)
-        wires = self._exchange(self.encoder.encode(shard, weights, self.topology.rank))
         if self._keeps_wires:
-            return wires
+            return sent.wires
         out = shard.new_empty(self.topology.num_nodes, shard.numel()) if old is None else old
-        return weights.decode(wires, out)
+        return sent.format.decode(sent.wires, out)
 
-    def _add_differences(self, shard: Tensor, copies: Tensor) -> Tensor:
+    def _add_differences(self, sent: SentShard, copies: Tensor, dtype: torch.dtype) -> Tensor:
         """What changed since the copies [N, L], or [N, nbytes] (SDP4Bit section 3.1).
 
         All N ranks add the same dequantized differences in the same way, so their copies stay equal to the bit. What
         rounding lost of the own shard is in its next difference.
         """
-        differences = self.encoder.differences(shard.dtype)
-        own_copy = self.encoder.copies_as_numbers(copies[self.topology.node], shard.dtype)
-        wires = self._exchange(self.encoder.encode(shard, differences, self.topology.rank, minus=own_copy))
-        return self.encoder.move_copies(copies, wires, shard.dtype)
+        return self.encoder.move_copies(copies, sent.wires, dtype)
 
-    def _exchange(self, wire: Tensor) -> Tensor:
-        self.traffic.add(inter_node=(self.topology.num_nodes - 1) * wire.nbytes, stays=True)
-        return gather_wires(wire, self.topology.inter_group)  # [N, nbytes]
+    def _drop_sent(self) -> None:
+        """Take back what is on its way, as if it had never been sent; but its bytes were."""
+        if self._sent is None:
+            return
+        sent, self._sent = self._sent, None
+        with on_stream(self.stream, sent.wire.device):
+            sent.work.wait()  # it must not write to memory that others have by then
+        self._count(sent)
+        self.encoder.versions = sent.version
+        self.unit.mark_changed()
+
+    def _count(self, sent: SentShard) -> None:
+        # Not before it is used: a step's count has the bytes of the weights that its passes see.
+        self.traffic.add(inter_node=(self.topology.num_nodes - 1) * sent.wire.nbytes, stays=True)
 
     def _gather_within_node(self, secondary_partition: Tensor, output: Tensor) -> None:
         """Intra-node stage: the secondary partitions of the node's P ranks into [N, P, L]."""
         group, weights = self.topology.intra_group, self.encoder.within_node(output.dtype)
         sent = secondary_partition
         if weights is None:
-            works = [
-                all_gather(output[n].flatten(), secondary_partition[n], group=group, async_op=True)
-                for n in range(self.topology.num_nodes)
-            ]
-            for work in works:
-                work.wait()
+            all_gather_each(output.flatten(1).unbind(), secondary_partition.unbind(), group)
         else:
             if not self._keeps_wires:
                 sent = self.encoder.encode_within_node(secondary_partition, weights, self.topology.local_rank)
@@ -166,7 +255,8 @@ class HierarchicalAllGather(QuantizedAllGather):
         self.traffic.add(intra_node=nbytes, stays=self.unit.stays_gathered)
 
     def state_dict(self) -> dict[str, Tensor]:
-        state = super().state_dict()
+        # What has not arrived yet is sent again after a resume, to the same bits.
+        state = super().state_dict() if self._sent is None else dict(self._sent.state)
         if state and state["is_current"] and self.unit.checksum is not None:
             state["checksum"] = self.unit.checksum  # whatever changes before the next gather is seen there too
         if self.encoder.sends_differences and self.secondary_partition is not None and self.unit.keeps_copies:
@@ -180,16 +270,23 @@ class HierarchicalAllGather(QuantizedAllGather):
         if "checksum" in state:
             self.unit.checksum = state["checksum"].to(self.unit.device, copy=True)
         if "copies" in state:
-            self.secondary_partition = state["copies"].to(self.unit.device, copy=True)
+            with on_stream(self.stream, self.unit.device):
+                self.secondary_partition = state["copies"].to(self.unit.device, copy=True)
             self._kept_as = (state.get("copies_dtype", self.secondary_partition).dtype, self.secondary_partition.device)
             self.unit.may_have_stepped = self.unit.parameters_changed()  # or there would be no copies
 
 
 def gather_wires(wire: Tensor, group: dist.ProcessGroup) -> Tensor:
     """All-gather one buffer uint8 [...] of each of the group's G ranks: uint8 [G, ...]."""
-    wires = torch.empty(group.size(), *wire.shape, dtype=torch.uint8, device=wire.device)
-    all_gather(wires.flatten(), wire.flatten(), group=group)
+    wires, work = start_gather(wire, group)
+    work.wait()
     return wires
+
+
+def start_gather(wire: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, dist.Work]:
+    """The same, valid behind the work."""
+    wires = torch.empty(group.size(), *wire.shape, dtype=torch.uint8, device=wire.device)
+    return wires, all_gather(wires.flatten(), wire.flatten(), group=group, async_op=True)
 
 
 def check_gathered(unit: FSDPUnit, shard: Tensor) -> None:

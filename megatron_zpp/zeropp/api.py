@@ -27,6 +27,7 @@ from .monitor import ErrorMonitor
 from .own_rank import OwnRank
 from .reduce_scatter import HierarchicalReduceScatter
 from .state_keys import below, unit_prefix
+from .streams import new_stream
 from .topology import Topology
 from .traffic import Traffic
 from .unit import follow_optimizers
@@ -86,6 +87,7 @@ class ZeroPP:
         agreement = Agreement(units, self.traffic) if config.check_agreement else None
         # One: find_units refuses several.
         (self.device,) = {unit.device for unit in units}
+        gather_stream = new_stream(self.device)
         self._all_gathers: dict[str, QuantizedAllGather] = {}  # by unit, as the next
         self._reduce_scatters: dict[str, HierarchicalReduceScatter] = {}
         for unit in units:
@@ -97,6 +99,7 @@ class ZeroPP:
                     monitor=self._monitor,
                     unseen_changes=unseen_changes[unit.topology],
                     agreement=agreement,
+                    stream=gather_stream,
                 )
             elif config.quantized_weights and unit.topology.world_size > 1:
                 self._all_gathers[unit.name] = QuantizedAllGather(
@@ -185,6 +188,10 @@ class ZeroPP:
         for unit in self.units:
             unit.check_collectives()
         self._passes.begin()
+        # In the order of the model. Not behind the optimizer already: what a program may change between its step and
+        # this pass would have to be looked for on all ranks, over links that are busy with the weights by then.
+        for all_gather in self._all_gathers.values():
+            all_gather.send_early()
 
     def _stateful(self) -> dict[str, Mapping[str, QuantizedAllGather | GradientHops]]:
         hops = {unit: reduce_scatter.hops for unit, reduce_scatter in self._reduce_scatters.items()}

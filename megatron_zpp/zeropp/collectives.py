@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.distributed_c10d import _coalescing_manager
 
 from .fsdp_unit import AllGather, FSDPUnit, ReduceScatter
 from .gradient_hops import MicroBatch
@@ -18,6 +19,16 @@ from .traffic import Traffic
 # torch 2.13 renamed these two; the old names still work there but warn.
 all_gather = dist.all_gather_single if hasattr(dist, "all_gather_single") else dist.all_gather_into_tensor
 reduce_scatter = dist.reduce_scatter_single if hasattr(dist, "reduce_scatter_single") else dist.reduce_scatter_tensor
+
+
+def all_gather_each(outputs: Sequence[Tensor], inputs: Sequence[Tensor], group: dist.ProcessGroup) -> None:
+    """All-gather several tensors in one collective: ``inputs[i]`` of each of the group's G ranks into ``outputs[i]``.
+
+    One launch, and with NCCL no copies: an all-gather of one buffer would need a permuting copy of all of it.
+    """
+    with _coalescing_manager(group):
+        for output, shard in zip(outputs, inputs, strict=True):
+            all_gather(output, shard, group=group)
 
 
 class TorchAllocator:

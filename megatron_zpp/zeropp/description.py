@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -107,7 +108,13 @@ def check_fingerprint(
 
 
 def warn(config: ZeroPPConfig, units: Sequence[Unit], layouts: Sequence[RankLayout], device: torch.device) -> None:
-    """Of settings without effect, and of slow quantization; on one rank, with all units and the layout of each."""
+    """Of settings without effect, and of what makes a run slow; on one rank, with all units and the layout of each."""
+    if device.type == "cuda" and os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
+        logger.warning(
+            "CUDA_DEVICE_MAX_CONNECTIONS=1 puts the kernels of all streams in one queue, so that communication waits "
+            "for computation and computation for communication: unset it (Megatron's scripts set it for its own "
+            "tensor parallelism, which FSDP2 has not)"
+        )
     if config.quantized_weights or config.quantized_gradients:
         kernels.warn_if_missing(device)
     for world_size, num_nodes in sorted({(layout.world_size, layout.num_nodes) for layout in layouts}):

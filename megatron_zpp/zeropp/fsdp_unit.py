@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather as AllGather  # for those who implement it
 from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter as ReduceScatter
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import _get_gradient_divide_factors
 
 from .topology import Topology, build_topology
 from .unit import Unit
@@ -76,6 +77,12 @@ class FSDPUnit(Unit):
         is_sharded: bool = self._param_group.is_sharded
         return is_sharded
 
+    @property
+    def can_be_gathered(self) -> bool:
+        """Whether FSDP2 could gather the unit now: it is sharded, and a pass has initialized it."""
+        is_initialized: bool = self._param_group._reset_sharded_params
+        return is_initialized and self.is_sharded
+
     def flat_shard(self) -> Tensor:
         """The shard [L] as FSDP2 would hand it to a gather now."""
         return torch.cat([shard for param in self._param_group.fsdp_params for shard in param.all_gather_inputs])
@@ -94,6 +101,36 @@ class FSDPUnit(Unit):
                 f"the collectives of {self.label} were replaced after apply_zeropp, by set_custom_all_gather or "
                 "set_custom_reduce_scatter: leave those of ZeRO++ in place, or do not apply it"
             )
+
+    @property
+    def is_read_in_backward(self) -> bool:
+        """Whether something reads reduced gradients before the backward pass is over, or nothing says when it is."""
+        # Pipeline schedules that split the backward pass call FSDP2 by hand, when none runs.
+        has_hooks = any(getattr(p, "_post_accumulate_grad_hooks", None) for p in self.parameters)
+        return has_hooks or self._param_group._all_reduce_hook is not None or not _is_autograd_running()
+
+    def divisor_after_reduction(self, dtype: torch.dtype, group: dist.ProcessGroup) -> float | None:
+        """What FSDP2 divides gradients of ``dtype`` by after they are reduced; None = nothing more to divide."""
+        param_group = self._param_group
+        _, divisor, _, _ = _get_gradient_divide_factors(
+            group,
+            None,
+            dtype,
+            param_group.device.type,
+            param_group.gradient_divide_factor,
+            param_group.force_sum_reduction_for_comms,
+        )
+        return divisor
+
+    def add_gradient(self, shard: Tensor) -> None:
+        """Add a reduced gradient fp32 [L] to the ``.grad`` of the trainable parameters, which FSDP2 has made."""
+        params = [param for param in self._param_group.fsdp_params if param.sharded_param.requires_grad]
+        gradients = [param.sharded_param.grad.to_local() for param in params]
+        shard = shard.to(gradients[0].device)  # offloaded ones are in host memory
+        pieces = shard.split([param.padded_sharded_param_size.numel() for param in params])
+        # FSDP2's padding is at the end of each.
+        own = [piece[: g.numel()].view(g.shape) for piece, g in zip(pieces, gradients, strict=True)]
+        torch._foreach_add_(gradients, own)
 
     @property
     def stays_gathered(self) -> bool:
@@ -216,9 +253,20 @@ def _is_autograd_running() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
+def call_after_backward(function: Callable[[], None]) -> None:
+    """Call ``function`` when the backward pass that runs now is over; never, if it fails."""
+    # Behind FSDP2's own, which it queues when the pass begins; in the order of the calls.
+    torch.autograd.Variable._execution_engine.queue_callback(function)  # type: ignore[attr-defined]
+
+
+def is_capturing(unit: Unit) -> bool:
+    """Whether a CUDA graph is being captured on the unit's device."""
+    return unit.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
 def refuse_capture(unit: Unit) -> None:
     """Raise RuntimeError while a CUDA graph is captured: it would replay what was decided then, for ever."""
-    if unit.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+    if is_capturing(unit):
         raise RuntimeError(
             f"{unit.label} cannot be gathered or reduced in a CUDA graph: ZeRO++ decides at every step anew what to "
             "send. Capture parts of the model without fully_shard, or train without CUDA graphs"

@@ -112,7 +112,7 @@ class GradientHops:
     """One rank's reduction of one unit's gradients: its hops, and the node's sum of the micro-batches so far.
 
     Each micro-batch: ``begin``, the hop within the node, then ``keep``; or, with the step's last one, ``with_kept``,
-    the hop between nodes, then ``finish``. Sums are taken in fp32. A hop of one rank is None.
+    the hop between nodes, ``sent``, and ``finish`` when it is over. Sums are taken in fp32. A hop of one rank is None.
     """
 
     def __init__(
@@ -185,11 +185,14 @@ class GradientHops:
         self.unit.holds_gradients = True
         self.progress.micro_batches += 1
 
+    def sent(self) -> None:
+        """The step's gradients, with all that was kept, are on their way between nodes."""
+        self._drop_kept()
+        self.progress.steps += 1
+
     def finish(self, total: GradientSum) -> Tensor:
         """The sum [L] over all ranks and micro-batches, in fp32 and rotated back."""
         result = total.compute()
-        self._drop_kept()
-        self.progress.steps += 1
         return self._rotation.rotate(result) if self._rotation is not None else result
 
     def undo_step(self) -> None:

@@ -5,6 +5,7 @@ FSDP2 hands over the flat gradients [N, P, L] of one unit, rank by rank, and wan
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,10 +14,11 @@ from torch import Tensor
 
 from .collectives import TorchAllocator
 from .config import ZeroPPConfig
-from .fsdp_unit import FSDPUnit, ReduceScatter, refuse_capture
+from .fsdp_unit import FSDPUnit, ReduceScatter, call_after_backward, refuse_capture
 from .gradient_hops import GradientHop, GradientHops, MicroBatch
 from .gradient_sum import GradientSum
 from .monitor import ErrorMonitor
+from .streams import current_stream, on_stream
 from .traffic import Traffic
 
 
@@ -26,6 +28,10 @@ class HierarchicalReduceScatter(TorchAllocator, ReduceScatter):
     Each micro-batch, an all-to-all within the node adds up the node's gradients for the N shards of this local
     rank p, [N, L]. They stay here until the last micro-batch of the optimizer step, when an all-to-all between the
     nodes adds them up to [L]; earlier micro-batches return zeros, which FSDP2 adds to ``.grad``.
+
+    The last one returns zeros too: its gradients are on their way between nodes while the backward pass goes on, and
+    are added to ``.grad`` in fp32 when it is over, before ``backward()`` returns. Where they are needed before that, as
+    by an optimizer in the backward pass, FSDP2 gets them at once, in its ``reduce_dtype``.
     """
 
     def __init__(
@@ -50,13 +56,26 @@ class HierarchicalReduceScatter(TorchAllocator, ReduceScatter):
         self.micro_batch.reduced()
         self._check_reduced(output_tensor.numel())
         gradients = hops.begin(input_tensor.view(topology.num_nodes, topology.ranks_per_node, output_tensor.numel()))
-        node_sum = exchange(gradients, hops.within_node, topology.intra_group)  # [N, L]
+        node_sum = send(gradients, hops.within_node, topology.intra_group).wait()  # [N, L]
         if not self.micro_batch.is_last:
             hops.keep(node_sum)
             output_tensor.zero_()
             return None
-        total = exchange(hops.with_kept(node_sum), hops.between_nodes, topology.inter_group)  # [L]
-        output_tensor.copy_(scaled_as(op, hops.finish(total), group.size()))
+        in_flight = GradientsInFlight(
+            unit=self.unit,
+            hops=hops,
+            exchange=send(hops.with_kept(node_sum), hops.between_nodes, topology.inter_group),
+            op=op,
+            stream=current_stream(self.unit.device),
+        )
+        hops.sent()
+        if self.unit.is_read_in_backward:
+            output_tensor.copy_(in_flight.total())
+        else:
+            divisor = self.unit.divisor_after_reduction(output_tensor.dtype, group)
+            output_tensor.zero_()
+            self.unit.holds_gradients = True
+            call_after_backward(lambda: in_flight.finish(divisor))
         self.unit.mark_reduced(completes_step=True)
         return None
 
@@ -69,18 +88,56 @@ class HierarchicalReduceScatter(TorchAllocator, ReduceScatter):
             )
 
 
-def exchange(gradients: GradientSum, hop: GradientHop | None, group: dist.ProcessGroup) -> GradientSum:
-    """Send a piece of gradients [G, ..., L] to each rank of the hop's group: the sum [..., L] of those sent here."""
-    if hop is None:  # a group of one rank
-        return gradients.only_piece()
-    return hop.receive(all_to_all(hop.send(gradients), group))
+@dataclass(frozen=True)
+class Exchange:
+    """Gradients of a hop on their way: a piece from each rank of its group to each."""
+
+    total: GradientSum  # of the pieces that were sent here; valid behind ``work``
+    work: dist.Work | None  # None: a group of one rank
+    sent: Tensor | None  # uint8 [G, ..., nbytes], which is read until then
+
+    def wait(self) -> GradientSum:
+        if self.work is not None:
+            self.work.wait()
+        return self.total
 
 
-def all_to_all(wires: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Send wires[g] to the group's rank g: what each of the G ranks sent here, uint8 [G, ...]."""
+def send(gradients: GradientSum, hop: GradientHop | None, group: dist.ProcessGroup) -> Exchange:
+    """Send a piece of gradients [G, ..., L] to each rank of the hop's group; they add up to [..., L]."""
+    if hop is None:
+        return Exchange(gradients.only_piece(), None, None)
+    wires = hop.send(gradients)
     received = torch.empty_like(wires)
-    dist.all_to_all_single(received, wires, group=group)
-    return received
+    work = dist.all_to_all_single(received, wires, group=group, async_op=True)
+    return Exchange(hop.receive(received), work, wires)
+
+
+@dataclass(frozen=True, kw_only=True)
+class GradientsInFlight:
+    """One unit's gradients between nodes, until the backward pass is over. If it fails, nothing else knows of them.
+
+    ``stream`` is FSDP2's for reductions. The buffers are allocated there before the collective, written by it on the
+    process group's own stream, and read and freed there behind ``Work.wait``; ``.grad`` is written there by FSDP2
+    before. So the allocator and every access go by one stream's order, and the program's stream waits for it.
+    """
+
+    unit: FSDPUnit
+    hops: GradientHops
+    exchange: Exchange
+    op: Any  # FSDP2's reduce operation
+    stream: torch.Stream
+
+    def total(self) -> Tensor:
+        """The sum over all ranks and micro-batches fp32 [L], scaled as FSDP2 asks."""
+        return scaled_as(self.op, self.hops.finish(self.exchange.wait()), self.unit.topology.world_size)
+
+    @torch.no_grad()
+    def finish(self, divisor: float | None) -> None:
+        """Wait, and add the total, over ``divisor``, to the parameters' gradients."""
+        with on_stream(self.stream, self.unit.device):
+            total = self.total()
+            self.unit.add_gradient(total if divisor is None else total.div_(divisor))
+        self.unit.holds_gradients = False
 
 
 def scaled_as(op: Any, total: Tensor, world_size: int) -> Tensor:

@@ -91,7 +91,8 @@ def _subgroup(group: dist.ProcessGroup, ranks: list[int]) -> dist.ProcessGroup:
         return group
     # Only the members call: other FSDP groups (of other tensor- or pipeline-parallel ranks) know nothing of this one.
     device = "cuda" if dist.get_backend(group) == "nccl" else "cpu"
-    timeout = group._get_backend(torch.device(device)).options._timeout  # new_group would take the default's
+    options = group._get_backend(torch.device(device)).options  # a fake group, which counts launches, has none
+    timeout = options._timeout if options is not None else None  # new_group would take the default's
     return dist.new_group(ranks, timeout=timeout, backend=dist.get_backend(group), use_local_synchronization=True)
 
 

@@ -48,17 +48,22 @@ class WeightEncoder:
             return None
         return self._format(config.weight_intra_bits, config.weight_block_size, config.weight_intra_scaling, dtype)
 
-    def encode(self, shard: Tensor, format: WireFormat, rank: int, minus: Tensor | None = None) -> Tensor:
-        """Encode the shard [L] of ``rank``, or its difference from a copy of it, and sample the error."""
+    def encode(self, shard: Tensor, format: WireFormat, rank: int, copy: Tensor | None = None) -> Tensor:
+        """Encode the shard [L] of ``rank``, or its difference from a ``copy`` of it as it is kept: uint8 [nbytes]."""
+        minus = self.copies_as_numbers(copy, shard.dtype) if copy is not None else None
         # The noise depends on the version, so that every gather of one version gives the same weights.
-        wire = format.encode(shard, self._noise_seed("inter", rank), minus=minus)
+        return format.encode(shard, self._noise_seed("inter", rank), minus=minus)
+
+    def sample(self, shard: Tensor, format: WireFormat, wire: Tensor, rank: int, copy: Tensor | None = None) -> None:
+        """Sample the error of what ``encode`` made of the same arguments, if the monitor wants it."""
         # qwZ alone gathers a version several times.
         if self.monitor.is_due(self.versions) and self._sampled.get(rank) != self.versions:
             self._sampled[rank] = self.versions
             arrived = format.decode(wire, out=torch.empty_like(shard, dtype=torch.float32))
-            self.monitor.record("weights", self.unit.name, shard, arrived if minus is None else arrived.add_(minus))
+            if copy is not None:
+                arrived.add_(self.copies_as_numbers(copy, shard.dtype))
+            self.monitor.record("weights", self.unit.name, shard, arrived)
             self.monitor.record_codes("weights", self.unit.name, format, wire)
-        return wire
 
     def copies_as_numbers(self, copies: Tensor, dtype: torch.dtype) -> Tensor:
         """Copies [..., L] as they are, or fp32 [..., L] of those that are kept as wires, uint8 [..., nbytes]."""

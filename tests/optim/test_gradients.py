@@ -21,11 +21,11 @@ def test_clipping_scales_to_the_norm_and_reports_the_norm_before() -> None:
     a, b = nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(1))
     a.grad, b.grad = torch.tensor([3.0, 0.0]), torch.tensor([4.0])
     unused = nn.Parameter(torch.zeros(1))
-    assert count_zeros([a, b, unused], OwnRank()) == 1
-    assert clip_gradients([a, b, unused], 10.0, OwnRank()) == 5.0
+    assert count_zeros([a, b, unused], OwnRank()).item() == 1
+    assert clip_gradients([a, b, unused], 10.0, OwnRank()).item() == 5.0
     assert a.grad.tolist() == [3.0, 0.0]  # below the limit: untouched
-    assert clip_gradients([a, b, unused], 0.0, OwnRank()) == 5.0
-    assert clip_gradients([a, b, unused], 1.0, OwnRank()) == 5.0
+    assert clip_gradients([a, b, unused], 0.0, OwnRank()).item() == 5.0
+    assert clip_gradients([a, b, unused], 1.0, OwnRank()).item() == 5.0
     torch.testing.assert_close(torch.cat([a.grad, b.grad]), torch.tensor([0.6, 0.0, 0.8]))
 
 
@@ -33,7 +33,7 @@ def test_overflow_is_reported_and_leaves_gradients_alone() -> None:
     for bad in (float("inf"), float("nan")):
         parameter = nn.Parameter(torch.zeros(2))
         parameter.grad = torch.tensor([bad, 3.0])
-        assert not torch.tensor(clip_gradients([parameter], 1.0, OwnRank())).isfinite()
+        assert not clip_gradients([parameter], 1.0, OwnRank()).isfinite()
         assert parameter.grad[1] == 3.0
 
 
@@ -61,8 +61,8 @@ def measure(model, ranks):
     measured = (
         _over_all_ranks(_sum_of_squares, gradients, ranks, torch.device("cpu")).item(),
         params_norm(parameters, ranks),
-        count_zeros(parameters, ranks),
-        clip_gradients(parameters, 1.0, ranks),
+        count_zeros(parameters, ranks).item(),
+        clip_gradients(parameters, 1.0, ranks).item(),
     )
     clipped = [ranks.shards_of(parameter.grad) for parameter in parameters]
     return measured, [[shards[r].clone() for shards in clipped] for r in range(len(ranks))]
@@ -112,16 +112,16 @@ def measure_layouts():
         copy.grad = gradient
         arguments = [parameter, copy], ranks, [copy]
         results[name] = (
-            clip_gradients([parameter, copy], 0.0, *arguments[1:]),
+            clip_gradients([parameter, copy], 0.0, *arguments[1:]).item(),
             params_norm(*arguments),
-            count_zeros(*arguments),
+            count_zeros(*arguments).item(),
         )
     plain = nn.Parameter(whole)
     plain.grad = gradient
     results["whole on every rank"] = (
-        clip_gradients([plain], 0.0, ranks),
+        clip_gradients([plain], 0.0, ranks).item(),
         params_norm([plain], ranks),
-        count_zeros([plain], ranks),
+        count_zeros([plain], ranks).item(),
     )
     with pytest.raises(ValueError, match="not summed yet"):
         ranks.shards_of(DTensor.from_local(whole, mesh, [Shard(0), Partial()]))
@@ -144,7 +144,7 @@ def clip_with_nan_on_one_rank():
     parameters = list(model.parameters())
     if dist.get_rank() == 2:
         parameters[0].grad.to_local()[0] = float("nan")
-    return clip_gradients(parameters, 1.0, OwnRank()), parameters[2].grad.full_tensor()
+    return clip_gradients(parameters, 1.0, OwnRank()).item(), parameters[2].grad.full_tensor()
 
 
 def test_nan_on_one_rank_is_seen_on_all():
@@ -160,18 +160,27 @@ def test_a_norm_is_added_up_in_fp64():
     parameter.grad = torch.full_like(parameter, 0.25)
     parameter.grad[:, 0] = 2.0**12
     expected = torch.tensor(3 * (2.0**24 + (2**20 - 1) / 16), dtype=torch.float64).sqrt().float().item()
-    assert clip_gradients([parameter], 0.0, OwnRank()) == expected
+    assert clip_gradients([parameter], 0.0, OwnRank()).item() == expected
 
 
 def test_without_parameters_there_is_nothing_to_measure():
-    assert clip_gradients([], 1.0, OwnRank()) == params_norm([], OwnRank()) == count_zeros([], OwnRank()) == 0
+    assert (
+        clip_gradients([], 1.0, OwnRank()).item()
+        == params_norm([], OwnRank())
+        == count_zeros([], OwnRank()).item()
+        == 0
+    )
 
 
 def measure_where_only_rank_0_has_parameters():
     parameter = nn.Parameter(torch.tensor([3.0, 4.0]))
     parameter.grad = torch.tensor([0.0, 2.0])
     parameters, ranks = [parameter] if dist.get_rank() == 0 else [], OwnRank()
-    return count_zeros(parameters, ranks), clip_gradients(parameters, 1.0, ranks), params_norm(parameters, ranks)
+    return (
+        count_zeros(parameters, ranks).item(),
+        clip_gradients(parameters, 1.0, ranks).item(),
+        params_norm(parameters, ranks),
+    )
 
 
 def test_a_rank_without_parameters_has_the_same_results():

@@ -46,8 +46,10 @@ def train(model: nn.Module, optimizer_name: str, steps: int = 3) -> tuple[nn.Mod
     for step in range(steps):
         (model(torch.tensor([0, 2, 5])).square().mean() * 64).backward()
         scale_gradients(parameters, 1 / 2)
-        zeros = count_zeros(parameters, ranks)
-        measured.append((zeros, clip_gradients(parameters, 1.0, ranks), clip_gradients(parameters, 0.0, ranks)))
+        zeros = count_zeros(parameters, ranks).item()
+        measured.append(
+            (zeros, clip_gradients(parameters, 1.0, ranks).item(), clip_gradients(parameters, 0.0, ranks).item())
+        )
         set_lr_and_weight_decay(optimizer, 0.1 / (step + 1), 0.3)
         optimizer.step()
         optimizer.zero_grad()
@@ -107,8 +109,8 @@ def test_adam_takes_its_settings() -> None:
 
 def test_nothing_to_do() -> None:
     parameter = nn.Parameter(torch.zeros(2))
-    assert clip_gradients([parameter], 1.0, OwnRank()) == 0.0
-    assert count_zeros([parameter], OwnRank()) == 0
+    assert clip_gradients([parameter], 1.0, OwnRank()).item() == 0.0
+    assert count_zeros([parameter], OwnRank()).item() == 0
     scale_gradients([parameter], 2.0)
     with pytest.raises(ValueError, match="no trainable parameter"):
         build_optimizer(nn.Identity(), OptimizerSettings(lr=0.1))

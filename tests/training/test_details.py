@@ -6,6 +6,7 @@ import contextlib
 import gc
 import io
 import time
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from megatron_zpp.training.evaluate import evaluate
 from megatron_zpp.training.model import mixed_precision
 from megatron_zpp.training.pretrain import _batches, train
 from megatron_zpp.training.setup import _evaluations_to_come
+from megatron_zpp.training.step import train_step
 from tests.ranks import run_ranks
 from tests.training.small_run import flags, start, write_text
 
@@ -83,3 +85,36 @@ def test_evaluation_is_without_dropout_and_leaves_training_alone(tmp_path):
             assert first == second and is_training
         assert of_rank["evaluates"][2] == [2, 2]  # whole ones, at steps 2 and 4, and no other
         assert of_rank["does not"][2] == []
+
+
+def _host_waits(argv):
+    """How often the host reads what the device computed, behind the last backward pass and before the optimizer."""
+    run, _ = start(argv)
+    waits, seen = [], []
+    backward, optimizer_step = torch.Tensor.backward, run.optimizer.step
+
+    def begin(*arguments, **options):
+        backward(*arguments, **options)
+        waits.clear()
+
+    def end(*arguments, **options):
+        seen.extend(waits)
+        return optimizer_step(*arguments, **options)
+
+    def counted(name):
+        read = getattr(torch.Tensor, name)
+        return lambda tensor, *arguments: (waits.append(name), read(tensor, *arguments))[1]
+
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(patch.object(torch.Tensor, "backward", begin))
+        stack.enter_context(patch.object(run.optimizer, "step", end))
+        for name in ("item", "tolist", "__bool__", "__float__", "__int__"):
+            stack.enter_context(patch.object(torch.Tensor, name, counted(name)))
+        train_step(run, _batches(run, "train", 0), 2, stop=False)
+    return seen
+
+
+@pytest.mark.parametrize("more", ["", "--calculate-per-token-loss --log-num-zeros-in-grad"])
+def test_the_host_waits_once_between_the_last_backward_pass_and_the_optimizer(tmp_path, more):
+    argv = flags(write_text(tmp_path), "--global-batch-size 4", more)
+    assert run_ranks(2, _host_waits, argv) == [["tolist"]] * 2

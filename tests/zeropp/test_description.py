@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 from megatron_zpp.zeropp import LoCoConfig, ZeroPPConfig, apply_zeropp, emulate_zeropp
+from megatron_zpp.zeropp.description import warn
 from tests.ranks import run_ranks
 
 NUMEL, BLOCK, MICRO_BATCHES = 64 * 96, 32, 2
@@ -156,3 +157,14 @@ def test_real_ranks_do_what_is_said(num_nodes, ranks_per_node):
         within, between, described_hops, _ = said(description, num_nodes, ranks_per_node)
         sent = [sum(counted[level] for _, _, counted in of_rank) for level in (0, 1)]
         assert [*sent, hops] == [within, between, described_hops], (description, config)
+
+
+def test_one_queue_for_all_streams_is_warned_of(caplog, monkeypatch):
+    for connections, warns in (("8", False), ("1", True)):
+        monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", connections)
+        warn(ZeroPPConfig(), [], [], torch.device("cpu"))
+        assert not caplog.messages
+        warn(ZeroPPConfig(), [], [], torch.device("cuda"))
+        assert [message.startswith("CUDA_DEVICE_MAX_CONNECTIONS=1 puts") for message in caplog.messages] == [
+            True
+        ] * warns

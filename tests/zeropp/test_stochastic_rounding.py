@@ -82,7 +82,7 @@ def gradient_draws(config: ZeroPPConfig, unit: str, rank: int, steps: int, fract
             hops.keep(GradientSum(torch.zeros(NODES, NUMEL)))  # as if the node's ranks had sent nothing
             continue
         yield rounded(between.format, between.send(hops.with_kept(GradientSum(values(fraction, NODES)))))
-        hops.finish(GradientSum(torch.zeros(NUMEL)))
+        hops.sent()
 
 
 def weight_draws(config: ZeroPPConfig, unit: str, rank: int, versions: int, fraction: float) -> Iterator[Tensor]:

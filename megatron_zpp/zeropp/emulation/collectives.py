@@ -94,10 +94,12 @@ class EmulatedAllGather:
             self._checksums = [checksum(shard) for shard in shards]
         if by_differences and self.copies is not None:
             format = self.encoder.differences(shards.dtype)
-            minus: list[Tensor | None] = list(self.encoder.copies_as_numbers(self.copies, shards.dtype))
+            copies: list[Tensor | None] = list(self.copies)
         else:
-            format, minus = self.encoder.in_full(shards.dtype), [None] * len(shards)
-        wires = torch.stack([self.encoder.encode(s, format, r, minus=minus[r]) for r, s in enumerate(shards)])
+            format, copies = self.encoder.in_full(shards.dtype), [None] * len(shards)
+        wires = torch.stack([self.encoder.encode(s, format, r, copy=copies[r]) for r, s in enumerate(shards)])
+        for rank, shard in enumerate(shards):
+            self.encoder.sample(shard, format, wires[rank], rank, copy=copies[rank])
         if self._has_secondary:
             self.traffic.add(inter_node=(self.layouts[0].num_nodes - 1) * wires.nbytes, stays=True)
         if self.copies is not None:
@@ -213,7 +215,9 @@ class EmulatedReduceScatter:
             if after is None:
                 totals = totals / totals.new_full((), len(self.layouts))
                 after = 1.0
-            self.unit.accumulate_gradients(totals.to(self.dtype).div_(after))
+            if not self.hops:
+                totals = totals.to(self.dtype)  # FSDP2's own; ours goes to ``.grad`` as it is
+            self.unit.accumulate_gradients(totals.div_(after))
 
     def _add_quantized(self, rank: int, gradients: Tensor) -> Tensor | None:
         """The sums over all ranks fp32 [W, L], when all have sent their last gradients [W, L]."""
@@ -234,10 +238,12 @@ class EmulatedReduceScatter:
             if not self.micro_batch.is_last:
                 hops.keep(node_sum)
             elif hops.between_nodes is None:
-                totals.append(hops.finish(hops.with_kept(node_sum).only_piece()))
+                total = hops.with_kept(node_sum).only_piece()
+                hops.sent()
+                totals.append(hops.finish(total))
             else:
                 self._between_nodes.append(hops.between_nodes.send(hops.with_kept(node_sum)))
-                hops.node_sum.drop()
+                hops.sent()
         if len(self._between_nodes) == len(self.layouts):
             from_all, self._between_nodes = self._between_nodes, []
             for hops in self.hops:

@@ -1,0 +1,435 @@
+"""What crosses nodes starts as early and ends as late as it may, in few launches, and nothing else changes by it.
+
+The oracle of early weights are those that leave when they are needed; that of late gradients are those that FSDP2 gets
+at once.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import subprocess
+import sys
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from megatron_zpp.zeropp import LoCoConfig, ZeroPPConfig, apply_zeropp, kernels
+from megatron_zpp.zeropp.fsdp_unit import FSDPUnit
+from tests.ranks import run_ranks
+
+HPZ = ZeroPPConfig(hpz_partition_size=2, quantized_gradients=True)
+DIFFERENCES = ZeroPPConfig(
+    hpz_partition_size=2,
+    quantized_weights=True,
+    weight_difference_bits=4,
+    weight_rounding="stochastic",
+    quantized_gradients=True,
+    loco=LoCoConfig(),
+)
+INT8_COPIES = ZeroPPConfig(
+    hpz_partition_size=2, quantized_weights=True, hpz_secondary_dtype="int8", quantized_gradients=True
+)
+X = torch.linspace(-1, 1, 2 * 48).view(2, 48)
+
+
+class Net(nn.Module):
+    """Three blocks and a head that belongs to the root; a bias of fewer elements than ranks."""
+
+    def __init__(self, repeats: int = 1) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.repeats = repeats
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(48, 65), nn.GELU(), nn.Linear(65, 48)) for _ in range(3))
+        self.head = nn.Linear(48, 3)
+
+    def forward(self, x: torch.Tensor, without: int | None = None) -> torch.Tensor:
+        for i, block in enumerate(self.blocks):
+            if i == without:
+                continue
+            for _ in range(self.repeats):
+                x = x + block(x)
+        return self.head(x)
+
+
+def build(config, dtype=None, repeats=1, offload=None):
+    model = Net(repeats)
+    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+    for module in (*model.blocks, model):
+        fully_shard(module, mp_policy=policy, offload_policy=offload or OffloadPolicy())
+    return model, apply_zeropp(model, config)
+
+
+def sgd(parameters, lr=0.01):
+    return torch.optim.SGD(list(parameters), lr=lr)
+
+
+class Calls(TorchDispatchMode):
+    """The collectives in here, in order: the operator's name and the size of its group; and our kernels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.collectives: list[tuple[str, int]] = []
+        self.kernels = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        namespace, name = function.name().split("::")
+        if namespace == "c10d":
+            (group,) = [dist.ProcessGroup.unbox(a) for a in args if isinstance(a, torch.ScriptObject) and _is_group(a)]
+            self.collectives.append((name, group.size()))
+        self.kernels += namespace == "megatron_zpp"
+        return function(*args, **(kwargs or {}))
+
+
+def _is_group(value: torch.ScriptObject) -> bool:
+    return "ProcessGroup" in str(value._type())
+
+
+# Weights
+
+
+def _collectives_of_a_pass():
+    """In an optimizer's step and in the forward pass after it, the sizes of their groups: 3 nodes of 2 ranks."""
+    model, _ = build(HPZ)
+    optimizer = sgd(model.parameters())
+    model(X).sum().backward()
+    with Calls() as calls:
+        optimizer.step()
+        model(X)
+    return [size for _, size in calls.collectives]
+
+
+def test_all_weights_leave_for_other_nodes_before_the_first_computes():
+    assert run_ranks(6, _collectives_of_a_pass) == [[3] * 4 + [2] * 4] * 6
+
+
+@torch.no_grad()
+def scale(model):
+    for parameter in model.parameters():
+        parameter.mul_(1.5)
+
+
+def scale_unseen(model):
+    for parameter in model.parameters():
+        parameter.data.mul_(1.5)
+
+
+def change_one_rank(model):
+    if dist.get_rank() == 3:
+        model.blocks[1][0].weight.to_local().data[0, 5] += 1.0
+
+
+def load(model):
+    model.load_state_dict({name: parameter.detach() * 2 for name, parameter in model.named_parameters()})
+
+
+def step_again(model):
+    sgd(model.parameters()).step()
+
+
+def nothing(model):
+    pass
+
+
+CHANGES = {
+    "nothing": nothing,
+    "in place": scale,
+    "unseen": scale_unseen,
+    "unseen, on one rank": change_one_rank,
+    "loaded": load,
+    "another optimizer": step_again,
+    "cast": lambda model: model.to(torch.float64).to(torch.float32),
+}
+
+
+def _by_changes(config, early):
+    """With each change between two passes of each step, of which the first needs only some units: what they see, the
+    states that checkpoints have, bytes and statistics."""
+    seen = {}
+    for name, change in CHANGES.items():
+        model, zeropp = build(config)
+        zeropp.monitor_errors(1)
+        if not early:
+            for all_gather in zeropp._all_gathers.values():
+                all_gather.send_early = lambda: None
+        optimizer = sgd(model.parameters())
+        outputs, states = [], []
+        for _ in range(3):
+            model(X + dist.get_rank()).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            outputs.append(evaluate(model, without=1))
+            states.append({key: value.clone() for key, value in zeropp.state_dict().items()})
+            change(model)
+            outputs.append(evaluate(model))
+            states.append({key: value.clone() for key, value in zeropp.state_dict().items()})
+        seen[name] = outputs, states, zeropp.traffic.take().inter_node, zeropp.quantization_errors()
+    return seen
+
+
+@torch.no_grad()
+def evaluate(model, **arguments):
+    output = model(X, **arguments).clone()
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+    return output
+
+
+def _early_and_late(config):
+    return _by_changes(config, early=True), _by_changes(config, early=False)
+
+
+@pytest.mark.parametrize("config", [HPZ, DIFFERENCES, INT8_COPIES], ids=["16bit", "differences", "int8"])
+def test_weights_that_leave_early_are_those_of_the_pass_that_uses_them(config):
+    for rank, (early, late) in enumerate(run_ranks(4, _early_and_late, config)):
+        # The second pass looks at the unit that the first did not need: a flag of 4 bytes there and back around the
+        # ring, in each of three steps.
+        look = 3 * 2 * 3 if rank in (1, 3) else 0
+        # Differences: what a program writes over an optimizer's step would travel in few bits, were it not on its way.
+        names = CHANGES if config is not DIFFERENCES else ("nothing", "loaded", "another optimizer")
+        for name in names:
+            outputs, states, sent, errors = early[name]
+            expected, expected_states, expected_sent, expected_errors = late[name]
+            assert all(output.equal(other) for output, other in zip(outputs, expected, strict=True)), name
+            assert len({output.sum().item() for output in outputs}) == 6
+            if name == "nothing":
+                assert sent == expected_sent + look
+                assert errors == expected_errors
+                for state, other in zip(states, expected_states, strict=True):
+                    assert state.keys() == other.keys()
+                    assert all(value.equal(other[key]) for key, value in state.items())
+
+
+def _resumed(config):
+    """Whether training goes on to the same bits from a checkpoint while a unit is on its way."""
+
+    def steps(model, optimizer, first):
+        for step in range(first, first + 2):
+            model(X * (step + dist.get_rank())).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    model, zeropp = build(config)
+    optimizer = sgd(model.parameters())
+    steps(model, optimizer, 0)
+    evaluate(model, without=1)
+    in_flight = [unit for unit, all_gather in zeropp._all_gathers.items() if all_gather._sent is not None]
+    state = copy.deepcopy(zeropp.state_dict())
+    weights = {name: parameter.to_local().clone() for name, parameter in model.named_parameters()}
+    steps(model, optimizer, 2)
+    again, zeropp_again = build(config)
+    with torch.no_grad():
+        for name, parameter in again.named_parameters():
+            parameter.to_local().copy_(weights[name])
+    zeropp_again.load_state_dict(state)
+    steps(again, sgd(again.parameters()), 2)
+    pairs = zip(model.parameters(), again.parameters(), strict=True)
+    return in_flight, all(p.to_local().equal(q.to_local()) for p, q in pairs)
+
+
+@pytest.mark.parametrize("config", [DIFFERENCES, INT8_COPIES], ids=["differences", "int8"])
+def test_a_checkpoint_while_weights_are_on_their_way_resumes_to_the_bit(config):
+    assert run_ranks(4, _resumed, config) == [(["blocks.1"], True)] * 4
+
+
+# Gradients
+
+
+def at_once():
+    return patch.object(FSDPUnit, "is_read_in_backward", True)
+
+
+def _order_of_a_backward_pass():
+    """What is sent between nodes, and what is waited for, in the order of a backward pass."""
+    from megatron_zpp.zeropp import reduce_scatter
+
+    events = []
+    send = reduce_scatter.send
+
+    def recorded(gradients, hop, group):
+        events.append(f"send {hop.name} {hop.unit.label}")
+        exchange = send(gradients, hop, group)
+        wait = exchange.work.wait
+
+        class Work:
+            def wait(self):
+                events.append(f"wait {hop.name} {hop.unit.label}")
+                wait()
+
+        return reduce_scatter.Exchange(exchange.total, Work(), exchange.sent)
+
+    model, _ = build(HPZ)
+    with patch.object(reduce_scatter, "send", recorded):
+        model(X).sum().backward()
+    return [event for event in events if "inter" in event]
+
+
+def test_no_gradients_between_nodes_are_waited_for_before_all_have_left():
+    units = ["blocks.2", "blocks.1", "blocks.0", "the root module"]
+    expected = [f"send inter {unit}" for unit in units] + [f"wait inter {unit}" for unit in units]
+    for events in run_ranks(4, _order_of_a_backward_pass):
+        assert sorted(events[:4]) == sorted(expected[:4])
+        assert [event.replace("wait", "send") for event in events[4:]] == events[:4]
+
+
+GRADIENT_CASES = {
+    "plain": {},
+    "bf16": {"dtype": torch.bfloat16},
+    "a unit reduced twice": {"repeats": 2},
+    "offloaded": {"offload": CPUOffloadPolicy(pin_memory=False)},
+}
+
+
+def _gradients(late):
+    """After two steps of two micro-batches without zero_grad in between: gradients, and the state."""
+    found = {}
+    for name, options in GRADIENT_CASES.items():
+        with nullcontext() if late else at_once():
+            model, zeropp = build(DIFFERENCES, **options)
+            for step in range(2):
+                for is_last in (False, True):
+                    zeropp.set_is_last_micro_batch(is_last)
+                    model(X * (1 + step + is_last + dist.get_rank())).square().mean().backward()
+            gradients = [parameter.grad.to_local().clone() for parameter in model.parameters()]
+            found[name] = gradients, zeropp.state_dict(), [unit.holds_gradients for unit in zeropp.units]
+    return found
+
+
+def _late_and_at_once():
+    return _gradients(late=True), _gradients(late=False)
+
+
+def test_late_gradients_are_those_that_fsdp2_gets_at_once():
+    for late, early in run_ranks(4, _late_and_at_once):
+        for name in GRADIENT_CASES:
+            gradients, state, holds = late[name]
+            expected, expected_state, _ = early[name]
+            assert any(gradient.any() for gradient in gradients)
+            for gradient, other in zip(gradients, expected, strict=True):
+                assert gradient.dtype == torch.float32 and gradient.equal(other), name
+            assert all(value.equal(expected_state[key]) for key, value in state.items())
+            assert not any(holds)
+
+
+def _read_in_backward():
+    """Gradients as hooks in the backward pass see them, and as they are behind it."""
+    model, _ = build(HPZ)
+    seen = {}
+    for name, parameter in model.named_parameters():
+        parameter.register_post_accumulate_grad_hook(lambda p, n=name: seen.update({n: p.grad.to_local().clone()}))
+    model(X).square().mean().backward()
+    in_hooks = all(
+        seen[name].equal(p.grad.to_local()) and p.grad.full_tensor().any() for name, p in model.named_parameters()
+    )
+
+    other, _ = build(HPZ)
+    reduced = []
+    for module in (*other.blocks, other):
+        module.set_all_reduce_hook(lambda gradient: reduced.append(gradient.clone()))
+    other(X).square().mean().backward()
+    same = all(p.grad.equal(q.grad) for p, q in zip(model.parameters(), other.parameters(), strict=True))
+    return in_hooks, same and any(gradient.any() for gradient in reduced)
+
+
+def test_hooks_in_the_backward_pass_see_whole_gradients():
+    assert run_ranks(4, _read_in_backward) == [(True, True)] * 4
+
+
+class Fails(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        raise ZeroDivisionError
+
+
+def _after_a_failed_backward():
+    """Gradients of a step after one whose backward pass was ended by an exception, and those without that one."""
+    results = []
+    for fails in (True, False):
+        # Exact weights: what was reduced counts as a step, and differences would be sent anew.
+        model, zeropp = build(replace(HPZ, loco=LoCoConfig()))
+        model.head.requires_grad_(False)  # FSDP2 itself keeps what a unit that it did not come to has got
+        parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        optimizer, message = sgd(parameters), ""
+        if fails:
+            fail = model.blocks[1].register_forward_pre_hook(lambda module, args: (Fails.apply(args[0]),), prepend=True)
+            with pytest.raises(ZeroDivisionError):
+                model(3 * X).square().mean().backward()  # blocks 2 and 1 have left
+            fail.remove()
+            with pytest.raises(RuntimeError) as refusal:
+                optimizer.step()
+            message = str(refusal.value)
+            zeropp.undo_step()
+            optimizer.zero_grad()
+            model.reset_iter_state()
+        model(X).square().mean().backward()
+        gradients = [parameter.grad.to_local().clone() for parameter in parameters]
+        optimizer.step()
+        results.append((gradients, zeropp.state_dict(), message))
+    return results
+
+
+@pytest.mark.skipif(
+    not hasattr(FSDPModule, "reset_iter_state"), reason="this torch's FSDP2 cannot go on after a failed backward pass"
+)
+def test_a_failed_backward_pass_leaves_nothing_behind():
+    for (gradients, state, message), (expected, expected_state, _) in run_ranks(4, _after_a_failed_backward):
+        assert "had not crossed nodes" in message
+        assert all(gradient.equal(other) for gradient, other in zip(gradients, expected, strict=True))
+        assert all(value.equal(expected_state[key]) for key, value in state.items())
+
+
+# Launches
+
+FAKE = """
+import json
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from tests.zeropp.test_overlap import launches
+dist.init_process_group("fake", rank=5, world_size=512, store=FakeStore())
+print(json.dumps(launches()))
+"""
+
+
+def launches():
+    """Collectives and kernels of one training step of four units, of FSDP2 and of all flags, on 64 nodes of 8."""
+    counts = {}
+    for name, config in {"FSDP2": ZeroPPConfig(), "all flags": ZeroPPConfig(True, 8, True, LoCoConfig())}.items():
+        model = Net()
+        for module in (*model.blocks, model):
+            fully_shard(module, reshard_after_forward=True)
+        apply_zeropp(model, config)
+        optimizer = sgd(model.parameters())
+        for _ in range(3):
+            with Calls() as calls:
+                model(X).sum().backward()
+                optimizer.step()
+        counts[name] = len(calls.collectives), calls.kernels
+    return counts
+
+
+def test_a_unit_and_step_take_two_more_collectives_than_fsdp2s_on_512_ranks():
+    """A process of its own: a fake group cannot be told from others of the process."""
+    command = [sys.executable, "-c", FAKE]
+    root = Path(__file__).parents[2]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=root, check=False)
+    assert done.returncode == 0, done.stderr
+    counts = json.loads(done.stdout.splitlines()[-1])
+    # FSDP2's units gather twice and reduce once. Ours gather and reduce between nodes too.
+    assert counts["FSDP2"][0] == 3 * 4
+    assert counts["all flags"][0] == counts["FSDP2"][0] + 2 * 4
+    # Weights are encoded and decoded once, gradients encoded for each of two hops and decoded behind the second.
+    if kernels.why_not_on(torch.device("cpu")) is None:
+        assert counts["all flags"][1] == 5 * 4
