@@ -296,7 +296,7 @@ class ZeroPPConfig:
                 try:
                     Code(bits, scaling)
                 except ValueError as error:
-                    raise ValueError(f"{name}_scaling: {error}") from None
+                    raise ValueError(f"{name}_bits {bits} and {name}_scaling {scaling}: {error}") from None
         if self.ranks_per_node is not None and self.hpz_partition_size not in (1, self.ranks_per_node):
             raise ValueError(
                 f"hpz_partition_size {self.hpz_partition_size} and ranks_per_node {self.ranks_per_node} differ: "

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import torch
@@ -126,7 +126,8 @@ class GradientHops:
         micro_batch: MicroBatch,
     ) -> None:
         self.unit, self.layout, self.config = unit, layout, config
-        self.node_sum = NodeSum(unit, config)
+        # On one rank nothing is rounded.
+        self.node_sum = NodeSum(unit, config if layout.world_size > 1 else replace(config, gradient_sum_dtype="fp32"))
         self.begun_at = 0  # the unit's optimizer steps when this step's first micro-batch came
         self.progress = Progress()
         self._rotation: WireFormat | None = None  # whose quantized parameters are rotated

@@ -124,7 +124,8 @@ def dequantize_blocks(codes: Tensor, scales: Tensor, code: Code) -> Tensor:
 
 def count_largest(codes: Tensor, scales: Tensor, code: Code) -> Tensor:
     """The number of codes int8 [..., B] that stand for one of the two outermost levels of their block."""
-    lowest = torch.where(scales > 0, -code.qmax - 1, -code.qmax) if code.is_mean else torch.tensor(-code.qmax)
+    has_half_steps = scales > 0 if code.is_mean else torch.zeros_like(scales, dtype=torch.bool)
+    lowest = torch.where(has_half_steps, -code.qmax - 1, -code.qmax)
     return ((codes == code.qmax) | (codes == lowest.unsqueeze(-1))).sum()
 
 

@@ -41,6 +41,10 @@ CONFIG = ZeroPPConfig(
 @dataclass(eq=False)
 class OneMatrix(Unit):
     @property
+    def device(self) -> torch.device:
+        return torch.device("cpu")
+
+    @property
     def parameters(self) -> list[Tensor]:
         return []
 

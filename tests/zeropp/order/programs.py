@@ -167,7 +167,7 @@ def resumption(loop: Loop) -> None:
     loop.zeropp.quantization_errors()
     state = {name: value.clone() for name, value in loop.zeropp.state_dict().items()}
     loop.step()
-    loop.zeropp.load_state_dict(state)
+    loop.zeropp.load_state_dict({name: value.clone() for name, value in state.items()})  # freed right after
     loop.step()
     loop.zeropp.quantization_errors()
 
