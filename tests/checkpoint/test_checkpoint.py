@@ -92,6 +92,7 @@ def test_resumes_on_other_ranks_and_stages(data, checkpoint, uninterrupted, worl
     assert f"note: random states start anew: 4 ranks saved, {world_size} load" in out
 
 
+@pytest.mark.long
 def test_other_numbers_of_ranks_one_after_the_other(data, tmp_path):
     """4, 2, 8 and 3 ranks: the same data in the same order, and the same losses."""
     common = ("--global-batch-size 24 --eval-iters 0 --lr 1e-3 --zero-ranks-per-node 1", NO_DROPOUT)

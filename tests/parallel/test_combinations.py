@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from tests.parallel.layouts import EPS, assert_same, results_on
@@ -21,24 +19,15 @@ LAYOUTS = {
 }
 
 
-def _test_training_equals_one_rank(folder: Path, architecture: str, layouts: dict[str, str]) -> None:
-    data = write_text(folder)
+@pytest.mark.long
+@pytest.mark.parametrize("architecture", ["gpt", "llama"])
+def test_training_equals_one_rank(tmp_path, architecture):
+    data = write_text(tmp_path)
     common = f"--num-layers 4 {NO_DROPOUT} {EPS} --log-params-norm"
     common += " --group-query-attention --num-query-groups 2" if architecture == "llama" else ""
     alone = {"": "", "documents": DOCUMENTS}
-    argvs = [{name: (architecture, flags(data, common, of)) for name, of in each.items()} for each in (alone, layouts)]
+    argvs = [{name: (architecture, flags(data, common, of)) for name, of in each.items()} for each in (alone, LAYOUTS)]
     expected, results = results_on(1, argvs[0]), results_on(8, argvs[1])
     for name, result in results.items():
         assert_same(result, expected["documents" if "documents" in name else ""], name)
     assert abs(expected[""][0]["lm loss"][-1] - expected["documents"][0]["lm loss"][-1]) > 1e-3
-
-
-def test_all_kinds_at_once(tmp_path):
-    name = "tp 2 with sp, pp 2, cp 2, documents"
-    _test_training_equals_one_rank(tmp_path, "gpt", {name: LAYOUTS[name]})
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("architecture", ["gpt", "llama"])
-def test_combinations(tmp_path, architecture):
-    _test_training_equals_one_rank(tmp_path, architecture, LAYOUTS)

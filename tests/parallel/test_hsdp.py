@@ -160,6 +160,7 @@ def _size(folder: Path) -> int:
     return sum(file.stat().st_size for file in folder.rglob("*.safetensors"))
 
 
+@pytest.mark.long
 def test_checkpoints_go_to_zero_3_and_back(data, tmp_path):
     common = f"{NO_DROPOUT} {EPS} --log-params-norm"
     ways = {"to ZeRO-3": (HSDP, ""), "from ZeRO-3": ("", HSDP)}

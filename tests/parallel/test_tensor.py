@@ -50,20 +50,22 @@ def train_on(world_size: int, architecture: str, data: str, *common: str, **runs
     return results_on(world_size, argvs)
 
 
+TP = "--tensor-model-parallel-size"
+LAYOUTS = {
+    2: {"tp": f"{TP} 2", "sp": f"{TP} 2 --sequence-parallel"},
+    4: {
+        "tp": f"{TP} 4 --recompute-granularity full",
+        "sp": f"{TP} 4 --sequence-parallel --recompute-granularity selective --log-params-norm",
+        "beside dp": f"{TP} 2 --sequence-parallel --zero-stage 1 --calculate-per-token-loss",
+    },
+}
+
+
+@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.long)])
 @pytest.mark.parametrize("architecture, shape", [pytest.param(*OURS[0], marks=pytest.mark.long), OURS[1]])
-def test_training_equals_one_rank(data, architecture, shape):
-    expected = train_on(1, architecture, data, alone=f"{shape} --log-params-norm")["alone"]
-    tp = "--tensor-model-parallel-size"
-    of_two = train_on(2, architecture, data, tp=f"{shape} {tp} 2", sp=f"{shape} {tp} 2 --sequence-parallel")
-    of_four = train_on(
-        4,
-        architecture,
-        data,
-        tp=f"{shape} {tp} 4 --recompute-granularity full",
-        sp=f"{shape} {tp} 4 --sequence-parallel --recompute-granularity selective --log-params-norm",
-        beside_dp=f"{shape} {tp} 2 --sequence-parallel --zero-stage 1 --calculate-per-token-loss",
-    )
-    for name, result in (*of_two.items(), *of_four.items()):
+def test_training_equals_one_rank(data, architecture, shape, world_size):
+    expected = train_on(1, architecture, data, shape, alone="--log-params-norm")["alone"]
+    for name, result in train_on(world_size, architecture, data, shape, **LAYOUTS[world_size]).items():
         assert_same(result, expected, name)
 
 
@@ -71,7 +73,6 @@ def test_training_equals_one_rank(data, architecture, shape):
 @pytest.mark.parametrize("architecture, shape", OURS)
 def test_checkpoints_load_under_any_layout(data, tmp_path, architecture, shape):
     """From data-parallel ranks to tensor-parallel ones, between those, and back: ten more losses after each."""
-    tp = "--tensor-model-parallel-size"
     plain, split = tmp_path / "plain", tmp_path / "split"
     expected = train_on(1, architecture, data, shape, alone="")["alone"]
     half = "--save-interval 100 --exit-interval 10"
@@ -81,9 +82,9 @@ def test_checkpoints_load_under_any_layout(data, tmp_path, architecture, shape):
         architecture,
         data,
         shape,
-        of_four=f"{tp} 4 --load {plain}",
-        saves=f"{tp} 2 --sequence-parallel --load {plain} --save {split} --save-interval 5",
-        of_two=f"{tp} 4 --load {split} --ckpt-step 15",
+        of_four=f"{TP} 4 --load {plain}",
+        saves=f"{TP} 2 --sequence-parallel --load {plain} --save {split} --save-interval 5",
+        of_two=f"{TP} 4 --load {split} --ckpt-step 15",
         data_parallel=f"--micro-batch-size 1 --load {split} --ckpt-step 15",
     )
     for name, result in more.items():

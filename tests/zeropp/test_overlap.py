@@ -188,7 +188,14 @@ def _early_and_late(config):
     return _by_changes(config, early=True), _by_changes(config, early=False)
 
 
-@pytest.mark.parametrize("config", [HPZ, DIFFERENCES, INT8_COPIES], ids=["16bit", "differences", "int8"])
+@pytest.mark.parametrize(
+    "config",
+    [
+        pytest.param(HPZ, id="16bit", marks=pytest.mark.long),
+        pytest.param(DIFFERENCES, id="differences"),
+        pytest.param(INT8_COPIES, id="int8", marks=pytest.mark.long),
+    ],
+)
 def test_weights_that_leave_early_are_those_of_the_pass_that_uses_them(config):
     for rank, (early, late) in enumerate(run_ranks(4, _early_and_late, config)):
         # The second pass looks at the unit that the first did not need: a flag of 4 bytes there and back around the
