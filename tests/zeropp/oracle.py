@@ -70,6 +70,12 @@ def round_trip_by_mean(block: Tensor, bits: int, noise: Tensor | None, scale_dty
     return torch.from_numpy(levels.astype(np.float32) * scale)
 
 
+def code_at(step: int, later: tuple[int | None, str | None], warmup: str | None, scaling_at_first: str | None) -> tuple:
+    """Bits and scaling in the optimizer step with this index, from 0."""
+    steps, at_first = (warmup or "0:0").split(":")
+    return (int(at_first), scaling_at_first) if step < int(steps) else later
+
+
 def seed_of(*draw: int | str) -> int:
     """The CRC-32 of what tells one draw from another, as Python writes it."""
     return zlib.crc32(str(draw).encode())
@@ -193,8 +199,10 @@ def all_gather(
                 state.copies = send(shards, config.weight_bits, config.weight_block_size, config.weight_scaling)
         else:
             differences = [s.float() - copy.float() for s, copy in zip(shards, state.copies, strict=True)]
-            bits, block_size = config.weight_difference_bits, config.weight_difference_block_size
-            arrived = send(differences, bits, block_size, config.weight_difference_scaling)
+            # The first version is that before any step, and travelled in full.
+            later = (config.weight_difference_bits, config.weight_difference_scaling)
+            bits, scaling = code_at(state.versions - 2, later, config.weight_difference_bits_warmup, "absmax")
+            arrived = send(differences, bits, config.weight_difference_block_size, scaling)
             moved = [c.float() + d for c, d in zip(state.copies, arrived, strict=True)]
             kept = Hop(
                 parameters, config.weight_bits, config.weight_block_size, dtype, config.weight_scaling, scale_dtype
@@ -237,7 +245,9 @@ def reduce_scatter(
     ranks_per_node = world_size // num_nodes
     choices = {
         "intra": (config.gradient_intra_bits, config.gradient_intra_scaling),
-        "inter": (config.gradient_bits, config.gradient_scaling),
+        "inter": code_at(
+            state.steps, (config.gradient_bits, config.gradient_scaling), config.gradient_bits_warmup, None
+        ),
     }
     scale_dtype = SCALE_DTYPES[config.scale_dtype]
     hops = {
