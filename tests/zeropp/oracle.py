@@ -20,7 +20,7 @@ from megatron_zpp.zeropp.config import ZeroPPConfig
 from megatron_zpp.zeropp.wire_layout import ParameterShard
 
 # The step over mean |x|, by bits, and where a quarter or more of a block is zero.
-STEPS = {1: 2, 2: 1, 3: 3 / 4, 4: 7 / 16}
+STEPS = {1: 2, 2: 5 / 4, 3: 3 / 4, 4: 7 / 16}
 STEPS_WITH_ZEROS = {2: 3 / 2, 3: 13 / 16, 4: 7 / 16}
 SCALE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 _ERROR_HOPS = {"int8": (8, torch.float32), "bf16": (None, torch.bfloat16), "fp32": (None, torch.float32)}
