@@ -103,7 +103,7 @@ def _all_flags_and_plain(dtype):
     return train(None, num_steps=30, dtype=dtype), train(ALL_FLAGS, num_steps=30, dtype=dtype)
 
 
-@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [pytest.param(None, marks=pytest.mark.long), torch.bfloat16])
 def test_all_flags_train_close_to_fsdp2_and_alike_on_all_ranks(dtype):
     results = run_ranks(4, _all_flags_and_plain, dtype)
     for (plain_losses, _), (losses, parameters) in results:

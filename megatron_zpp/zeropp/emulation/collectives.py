@@ -36,7 +36,7 @@ class EmulatedAllGather:
         self._is_encoded = self._has_secondary or (config.quantized_weights and len(layouts) > 1)
         self._arrived = False  # the weights of the last refresh are in unit.arrived
         self._checksums: list[Tensor] = []  # of each rank's shard, as it last went between nodes
-        self._reshards_after_forward = zero_stage == 3 and unit.name != ""  # FSDP2 keeps the root for backward
+        self._reshards_after_forward = zero_stage == 3 and not unit.is_gathered_once
         self._reshards_after_backward = zero_stage == 3
         self._unsharded = [False] * len(layouts)
 
