@@ -293,7 +293,7 @@ def _weights_format(config: ZeroPPConfig, unit: Shards, dtype: torch.dtype) -> W
 def _gradients_format(config: ZeroPPConfig, unit: Shards, dtype: torch.dtype) -> WireFormat:
     """As a step's gradients travel between nodes."""
     bits, size, scaling = config.gradient_bits, config.gradient_block_size, config.gradient_scaling
-    return wire_format(unit, bits, size, dtype, scaling, SCALE_DTYPES[config.scale_dtype])
+    return wire_format(unit, bits, size, config.sums_dtype(dtype), scaling, SCALE_DTYPES[config.scale_dtype])
 
 
 def _sent_between_nodes(

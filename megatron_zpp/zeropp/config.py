@@ -336,6 +336,13 @@ class ZeroPPConfig:
         if self.hadamard and (self.gradient_block_size or 32) % 32:
             raise ValueError(f"hadamard needs gradient blocks of a multiple of 32, got {self.gradient_block_size}")
 
+    def sums_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """What gradients in ``dtype`` that stay unquantized travel in between nodes, where they are a node's sums.
+
+        In fp32 where the others are quantized: few are left, so that it costs nothing to keep all digits.
+        """
+        return dtype if self.gradient_bits is None else torch.float32
+
     @property
     def enabled(self) -> bool:
         """Whether anything differs from plain ZeRO-3."""

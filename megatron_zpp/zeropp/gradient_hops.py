@@ -162,16 +162,19 @@ class GradientHops:
             wire_format,
             parameters,
             block_size=config.gradient_block_size,
-            dtype=gradients.dtype,
             scale_dtype=SCALE_DTYPES[config.scale_dtype],
         )
         if self.within_node is not None:
-            self.within_node.format = of_bits(config.gradient_intra_bits, scaling=config.gradient_intra_scaling)
+            self.within_node.format = of_bits(
+                config.gradient_intra_bits, scaling=config.gradient_intra_scaling, dtype=gradients.dtype
+            )
         if self.between_nodes is not None:
-            self.between_nodes.format = of_bits(config.gradient_bits, scaling=config.gradient_scaling)
+            self.between_nodes.format = of_bits(
+                config.gradient_bits, scaling=config.gradient_scaling, dtype=config.sums_dtype(gradients.dtype)
+            )
         if config.hadamard:
             # Sums of rotated gradients are rotated sums: rotate once before both hops and back once after them.
-            self._rotation = of_bits(config.gradient_bits or config.gradient_intra_bits)
+            self._rotation = of_bits(config.gradient_bits or config.gradient_intra_bits, dtype=gradients.dtype)
             gradients = self._rotation.rotate(gradients)
         return GradientSum(gradients.transpose(0, 1))
 

@@ -189,6 +189,17 @@ def test_half_precisions_train_like_fp32(data, plain_gpt):
         assert run["lm loss"] != pytest.approx(plain_gpt[0], rel=1e-6), name
 
 
+def test_gradients_handed_over_in_bf16_are_those_in_fp32_to_the_bit(data):
+    """They are bf16 as autograd makes them, and all sums are in fp32; so is what travels unquantized between nodes."""
+    common = "--bf16 --zero-quantized-gradients --zero-ranks-per-node 2 --zeropp-loco --zero-gradient-block-size 32"
+    in_fp32 = "--accumulate-allreduce-grads-in-fp32"
+    for more in ("", "--zero-hadamard --zero-gradient-sum-dtype int8"):
+        runs = {name: flags(data, common, more, name) for name in ("", in_fp32)}
+        results = run_ranks(4, train_each, runs)[0]
+        assert results[""]["lm loss"] == results[in_fp32]["lm loss"]
+        assert results[""]["grad-norm"] == results[in_fp32]["grad-norm"]
+
+
 def test_dynamic_loss_scale(data, plain_gpt):
     # Overflows at 2^32 and, after the tolerated one, at each power down to what fp16's gradients can hold.
     argv = flags(data, NO_DROPOUT, "--weight-decay 0.1 --fp16 --micro-batch-size 4 --train-iters 40")

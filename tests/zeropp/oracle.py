@@ -236,13 +236,17 @@ def reduce_scatter(
     world_size, dtype = len(micro_batches[0]), micro_batches[0][0].dtype
     ranks_per_node = world_size // num_nodes
     choices = {
-        "intra": (config.gradient_intra_bits, config.gradient_intra_scaling),
-        "inter": (config.gradient_bits, config.gradient_scaling),
+        "intra": (config.gradient_intra_bits, config.gradient_intra_scaling, dtype),
+        "inter": (
+            config.gradient_bits,
+            config.gradient_scaling,
+            dtype if config.gradient_bits is None else torch.float32,
+        ),
     }
     scale_dtype = SCALE_DTYPES[config.scale_dtype]
     hops = {
-        name: Hop(parameters, bits, config.gradient_block_size, dtype, scaling, scale_dtype)
-        for name, (bits, scaling) in choices.items()
+        name: Hop(parameters, bits, config.gradient_block_size, unquantized, scaling, scale_dtype)
+        for name, (bits, scaling, unquantized) in choices.items()
     }
     rotation = hops["inter"] if config.gradient_bits is not None else hops["intra"]
 
