@@ -111,14 +111,14 @@ def make_text(name: str, scale: Scale) -> str:
 
 def flags_of(scale: Scale, arm: Arm) -> str:
     """Of the trainer, without text and seed."""
-    batch = scale.micro_batch_size * RANKS
+    batch, warmup = scale.micro_batch_size * RANKS, max(1, scale.train_iters // 10)
     return (
         f"{scale.shape} --emulate-ranks {RANKS} --emulate-nodes {NODES} --attention-dropout 0 "
         f"--hidden-dropout 0 --micro-batch-size {scale.micro_batch_size} --train-iters {scale.train_iters} "
         f"--eval-iters {scale.eval_iters} --eval-interval {scale.train_iters} --log-interval 20 --lr {scale.lr} "
         f"--min-lr {scale.lr / 10} --lr-decay-style cosine --lr-warmup-fraction 0.1 --adam-beta2 {scale.adam_beta2} "
         f"--weight-decay 0.1 --num-workers 0 "
-        f"{arm.flags.format(half=scale.micro_batch_size // 2, batch=batch, twice=2 * batch)}"
+        f"{arm.flags.format(half=scale.micro_batch_size // 2, batch=batch, twice=2 * batch, warmup=warmup)}"
     )
 
 

@@ -67,7 +67,8 @@ class Arm:
     """One way to travel: its name in the tables, and its flags.
 
     ``{half}`` stands for half of the scale's micro-batch size, ``{batch}`` for the samples of a step, ``{twice}`` for
-    two times as many. ``control``: the flags of the arm that it is compared with.
+    two times as many, ``{warmup}`` for the steps in which the learning rate warms up. ``control``: the flags of the arm
+    that it is compared with.
     """
 
     name: str
@@ -98,8 +99,9 @@ def weights(bits: int, block_size: int) -> str:
     return f"{BF16} {HPZ} --zero-quantized-weights --zero-weight-bits {bits} --zero-weight-block-size {block_size}"
 
 
-def differences(bits: int, block_size: int = 2048) -> str:
-    return f"{HPZ} --zero-weight-difference-bits {bits} --zero-weight-difference-block-size {block_size}"
+def differences(bits: int, block_size: int = 2048, scaling: str = "") -> str:
+    flags = f"{HPZ} --zero-weight-difference-bits {bits} --zero-weight-difference-block-size {block_size}"
+    return flags + (f" --zero-weight-difference-scaling {scaling}" if scaling else "")
 
 
 def gradients(intra: int, inter: int, block_size: int = 128, scaling: str = "") -> str:
@@ -123,6 +125,8 @@ def loco(beta: float, hops: str, error: str = "int8", reset_interval: int = 0, r
 
 UNBIASED = "--zero-gradient-rounding stochastic"
 HADAMARD = "--zero-hadamard"
+GRADIENTS_WARM_UP = "--zero-gradient-bits-warmup {warmup}:4"
+DIFFERENCES_WARM_UP = "--zero-weight-difference-bits-warmup {warmup}:4"
 
 # The best learning rate of 0.03, 0.06, 0.1, 0.3, 1 and 3 for the fp32 wire.
 SGD = "--optimizer sgd --sgd-momentum 0.9 --weight-decay 1e-4 --lr 0.1 --min-lr 0.01"
@@ -314,6 +318,18 @@ EXPERIMENTS = {
                         )
                         for name, feedback in (("no feedback", ""), ("LoCo between nodes", f" {loco(0.8, 'inter')}"))
                         for scales, flag in (("", ""), (", bf16 scales", " --zero-scale-dtype bf16"))
+                    ),
+                    Arm(
+                        "int4 differences, 8-2 gradients by mean, LoCo, 4 bits at first",
+                        f"{BF16} {differences(4)} {gradients(8, 2)} {loco(0.8, 'inter')} {GRADIENTS_WARM_UP}",
+                    ),
+                    *(
+                        Arm(
+                            f"int2 differences by {scaling}, 8-2 gradients by mean, LoCo, 4 bits at first",
+                            f"{BF16} {differences(2, 256, scaling)} {gradients(8, 2)} {loco(0.8, 'inter')} "
+                            f"{GRADIENTS_WARM_UP} {DIFFERENCES_WARM_UP}",
+                        )
+                        for scaling in ("absmax", "mean")
                     ),
                     Arm(
                         "int4 differences, 8-2 gradients, LoCo between nodes",

@@ -140,7 +140,7 @@ constexpr int kFixedPoint = 22;
 ZEROPP_INLINE float step_of(int bits, bool has_zeros) {
   switch (bits) {
     case 1: return 2;
-    case 2: return has_zeros ? 1.5f : 1;
+    case 2: return has_zeros ? 1.5f : 1.25f;
     case 3: return has_zeros ? 0.8125f : 0.75f;
     default: return 0.4375f;
   }

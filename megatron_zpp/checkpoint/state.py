@@ -28,7 +28,7 @@ from torch.distributed.checkpoint.state_dict import (
 
 from megatron_zpp.parallel.distributed import errors_on_all_ranks
 from megatron_zpp.parallel.mesh import AXES
-from megatron_zpp.zeropp import ZeroPPInterface, ranks_of
+from megatron_zpp.zeropp import ZeroPPConfig, ZeroPPInterface, ranks_of
 
 from .files import CheckpointError
 from .storage import CheckpointReader, iterate_tensors, read_index
@@ -107,7 +107,7 @@ def load_checkpoint(
     if load_rng:
         state |= {f"rng.{name}": tensor for name, tensor in rng.items()}
     load_zeropp = zeropp is not None and optimizer is not None and bool(zeropp.state_dict())
-    if load_zeropp and (not same_layout or meta["zeropp"] != json.loads(json.dumps(_zeropp_layout(zeropp)))):
+    if load_zeropp and (not same_layout or _comparable(meta["zeropp"]) != _comparable(_zeropp_layout(zeropp))):
         notes.append("LoCo's errors and weight copies start anew: saved with other ranks, nodes or ZeRO++ settings")
         load_zeropp = False
 
@@ -174,6 +174,17 @@ def _zeropp_layout(zeropp: ZeroPPInterface | None) -> dict[str, Any] | None:
     # Nodes and ranks per node, of each division that units have.
     topology = list(chain.from_iterable(dict.fromkeys((t.num_nodes, t.ranks_per_node) for t in zeropp.topologies)))
     return {"topology": topology, "config": dataclasses.asdict(zeropp.config)}
+
+
+def _comparable(zeropp_layout: dict[str, Any] | None) -> Any:
+    """This run's layout or a checkpoint's, as JSON; settings that are newer than the checkpoint have their defaults."""
+    config = (zeropp_layout or {}).get("config")
+    if zeropp_layout is None or not isinstance(config, dict):
+        return zeropp_layout
+    config = dataclasses.asdict(ZeroPPConfig()) | config
+    # A run may go on with other bits in its first steps: nothing is kept in them.
+    config = {name: value for name, value in config.items() if not name.endswith("_bits_warmup")}
+    return json.loads(json.dumps(zeropp_layout | {"config": config}))
 
 
 def _tensors_to_fill(saved: Mapping[str, Any], prefix: str) -> dict[str, Tensor]:

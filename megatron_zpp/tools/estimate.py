@@ -281,7 +281,7 @@ def _activations(architecture: Architecture, settings: Settings, model: Transfor
 
 
 def _weights_format(config: ZeroPPConfig, unit: Shards, dtype: torch.dtype) -> WireFormat:
-    """As a step's weights travel between nodes."""
+    """As a step's weights travel between nodes once their bits have warmed up."""
     bits = config.weight_bits if config.quantized_weights else None
     size, scaling = config.weight_block_size, config.weight_scaling
     if config.hpz_partition_size > 1 and config.weight_difference_bits is not None:
@@ -291,7 +291,7 @@ def _weights_format(config: ZeroPPConfig, unit: Shards, dtype: torch.dtype) -> W
 
 
 def _gradients_format(config: ZeroPPConfig, unit: Shards, dtype: torch.dtype) -> WireFormat:
-    """As a step's gradients travel between nodes."""
+    """As a step's gradients travel between nodes once their bits have warmed up."""
     bits, size, scaling = config.gradient_bits, config.gradient_block_size, config.gradient_scaling
     return wire_format(unit, bits, size, config.sums_dtype(dtype), scaling, SCALE_DTYPES[config.scale_dtype])
 

@@ -41,6 +41,7 @@ main(load_architecture(sys.argv.pop(1)))
 ALL = "--zero-quantized-weights --zero-quantized-gradients"
 LOCO = "--zeropp-loco"
 DIFFERENCES = "--zero-weight-difference-bits 4"
+WARMUP = "--zero-gradient-bits-warmup {warmup}:4"  # the learning rate's, or a tenth of the run where it has none
 CONTROL = "ZeRO-3"
 SETTINGS = {  # from what sends most to what sends least; hpZ is added to all
     "8-bit weights, 8-bit gradients": f"{ALL} --zero-gradient-bits 8",
@@ -50,6 +51,7 @@ SETTINGS = {  # from what sends most to what sends least; hpZ is added to all
     "the same in gradient blocks of 1024": f"{ALL} {LOCO} {DIFFERENCES} --zero-gradient-block-size 1024",
     "4-bit weight differences, 3-bit gradients, LoCo": f"{ALL} {LOCO} {DIFFERENCES} --zero-gradient-bits 3",
     "4-bit weight differences, 2-bit gradients, LoCo": f"{ALL} {LOCO} {DIFFERENCES} --zero-gradient-bits 2",
+    "the same, with 4 bits during the warm-up": f"{ALL} {LOCO} {DIFFERENCES} --zero-gradient-bits 2 {WARMUP}",
 }
 
 
@@ -134,7 +136,9 @@ def measure(args: argparse.Namespace, flags: list[str]) -> tuple[list[Outcome], 
     # A mistake comes to light before anything is trained.
     architecture = load_architecture(args.architecture)
     plain = parse_settings(architecture, [*flags, *common], note=lambda _: None)
-    check_plain(plain, args.iterations)
+    warmup = check_plain(plain, args.iterations)
+    steps = str(warmup or args.iterations // 10)
+    all_flags = {name: setting.replace("{warmup}", steps) for name, setting in all_flags.items()}
     for setting in all_flags.values():
         parse_settings(architecture, [*flags, *common, *setting.split()], note=lambda _: None)
     outcomes, noise, again = [], None, not plain.checkpoint.finetune
@@ -158,8 +162,11 @@ def measure(args: argparse.Namespace, flags: list[str]) -> tuple[list[Outcome], 
     return outcomes, noise
 
 
-def check_plain(settings: Settings, iterations: int) -> None:
-    """Raise ValueError unless the run that all settings are added to is a short, plain one that starts anew."""
+def check_plain(settings: Settings, iterations: int) -> int:
+    """The steps in which the learning rate of the run that all settings are added to warms up.
+
+    Raises ValueError unless it is a short, plain run that starts anew.
+    """
     checkpoint, logging = settings.checkpoint, settings.logging
     if (
         checkpoint.save
@@ -183,12 +190,17 @@ def check_plain(settings: Settings, iterations: int) -> None:
             f'out after --, or try them with --try="{given[0]} ..."'
         )
     schedule, batch = settings.schedule, settings.training.global_batch_size
-    warmup = max(schedule.lr_warmup_iters, schedule.lr_warmup_samples / (batch or 1))
+    warmup = max(
+        schedule.lr_warmup_iters,
+        schedule.lr_warmup_samples / (batch or 1),
+        (schedule.lr_warmup_fraction or 0.0) * (schedule.lr_decay_iters or iterations),
+    )
     if warmup > iterations / 4:
         raise ValueError(
             f"the learning rate warms up over {warmup:.0f} of --iterations {iterations}: give a shorter warm-up after "
             "--, or more --iterations"
         )
+    return math.ceil(warmup)
 
 
 def train(architecture: str, flags: list[str]) -> RunLog:

@@ -215,6 +215,8 @@ def _load(run: Run, checkpoint: Path, meta: dict[str, Any]) -> None:
     )
     if not finetune:
         run.scaler.load_state_dict(meta["loss_scaler"])
+        if run.zeropp is not None:  # on other ranks, or with other settings, its own state is not taken over
+            run.zeropp.set_optimizer_steps(run.counters.iteration - run.counters.skipped_iterations)
     for note in notes:
         print_once(f"note: {note}")
     print_once(f"  successfully loaded checkpoint {checkpoint} at iteration {meta['iteration']}")

@@ -15,6 +15,7 @@ from .agreement import Agreement
 from .collectives import TorchAllocator, all_gather, all_gather_each, count_flat_ring
 from .config import ZeroPPConfig
 from .fsdp_unit import AllGather, FSDPUnit, is_capturing, refuse_capture
+from .gradient_hops import MicroBatch
 from .monitor import ErrorMonitor
 from .streams import on_stream
 from .traffic import Traffic
@@ -26,9 +27,17 @@ from .wire_format import WireFormat
 class QuantizedAllGather(TorchAllocator, AllGather):
     """qwZ alone (ZeRO++ section 3.1): one flat all-gather of quantized shards, each time."""
 
-    def __init__(self, *, unit: FSDPUnit, config: ZeroPPConfig, traffic: Traffic, monitor: ErrorMonitor) -> None:
+    def __init__(
+        self,
+        *,
+        unit: FSDPUnit,
+        config: ZeroPPConfig,
+        traffic: Traffic,
+        monitor: ErrorMonitor,
+        micro_batch: MicroBatch,
+    ) -> None:
         self.unit, self.topology, self.config, self.traffic = unit, unit.topology, config, traffic
-        self.encoder = WeightEncoder(unit, unit.topology, config, monitor)
+        self.encoder = WeightEncoder(unit, unit.topology, config, monitor, micro_batch)
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
@@ -93,11 +102,12 @@ class HierarchicalAllGather(QuantizedAllGather):
         config: ZeroPPConfig,
         traffic: Traffic,
         monitor: ErrorMonitor,
+        micro_batch: MicroBatch,
         unseen_changes: UnseenChanges,
         agreement: Agreement | None,
         stream: torch.Stream,
     ) -> None:
-        super().__init__(unit=unit, config=config, traffic=traffic, monitor=monitor)
+        super().__init__(unit=unit, config=config, traffic=traffic, monitor=monitor, micro_batch=micro_batch)
         self.unseen_changes, self.agreement, self.stream = unseen_changes, agreement, stream
         unseen_changes.units.append(unit)
         # [N, L] in the gather's dtype; with hpz_secondary_dtype "int8" uint8 [N, nbytes], as it arrived.
@@ -224,7 +234,7 @@ class HierarchicalAllGather(QuantizedAllGather):
         All N ranks add the same dequantized differences in the same way, so their copies stay equal to the bit. What
         rounding lost of the own shard is in its next difference.
         """
-        return self.encoder.move_copies(copies, sent.wires, dtype)
+        return self.encoder.move_copies(copies, sent.wires, sent.format, dtype)
 
     def _drop_sent(self) -> None:
         """Take back what is on its way, as if it had never been sent; but its bytes were."""

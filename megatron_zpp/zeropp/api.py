@@ -97,13 +97,14 @@ class ZeroPP:
                     config=config,
                     traffic=self.traffic,
                     monitor=self._monitor,
+                    micro_batch=self._micro_batch,
                     unseen_changes=unseen_changes[unit.topology],
                     agreement=agreement,
                     stream=gather_stream,
                 )
             elif config.quantized_weights and unit.topology.world_size > 1:
                 self._all_gathers[unit.name] = QuantizedAllGather(
-                    unit=unit, config=config, traffic=self.traffic, monitor=self._monitor
+                    unit=unit, config=config, traffic=self.traffic, monitor=self._monitor, micro_batch=self._micro_batch
                 )
             if config.quantized_gradients:
                 self._reduce_scatters[unit.name] = HierarchicalReduceScatter(
@@ -145,7 +146,7 @@ class ZeroPP:
 
     def undo_step(self) -> None:
         """Say that the gradients since the last optimizer step are thrown away."""
-        self._micro_batch.is_accumulating = False
+        self._micro_batch.undo_step()
         for reduce_scatter in self._reduce_scatters.values():
             reduce_scatter.hops.undo_step()
 
@@ -154,6 +155,10 @@ class ZeroPP:
         for reduce_scatter in self._reduce_scatters.values():
             for feedback in reduce_scatter.hops.feedback.values():
                 feedback.rescale(factor)
+
+    def set_optimizer_steps(self, steps: int) -> None:
+        """Say how many optimizer steps the run has taken, where no loaded state says it."""
+        self._micro_batch.set_optimizer_steps(steps)
 
     def monitor_errors(self, every: int | None) -> None:
         """Sample quantization errors at every so many optimizer steps; None = never."""
@@ -172,6 +177,8 @@ class ZeroPP:
             for unit, collective in collectives.items()
             for key, value in collective.state_dict().items()
         }
+        if self.config.has_bits_warmup:
+            state |= self._micro_batch.state_dict()
         if state:
             state["fingerprint"] = torch.tensor(fingerprint(self.config, self.topologies, self.units))
         return state
@@ -180,6 +187,7 @@ class ZeroPP:
         """Take back what ``state_dict`` gave on the same rank of the same layout; raises ValueError for others."""
         check_fingerprint(state, self.config, self.topologies, self.units)
         self.invalidate()
+        self._micro_batch.load_state_dict(state)
         for kind, collectives in self._stateful().items():
             for unit, collective in collectives.items():
                 collective.load_state_dict(below(state, unit_prefix(kind, unit)))

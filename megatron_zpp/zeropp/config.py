@@ -10,6 +10,7 @@ import torch
 
 from megatron_zpp.bounds import Bounds
 
+from .bits_warmup import BitsWarmup
 from .quantization import SCALINGS, Code
 
 SUPPORTED_BITS = (1, 2, 3, 4, 6, 8)
@@ -24,6 +25,7 @@ def _flag(
     help: str,
     *,
     choices: tuple[str, ...] | None = None,
+    metavar: str | None = None,
     needs: str | None = None,
     zero_is_none: bool = False,
     repr: bool = True,
@@ -36,7 +38,13 @@ def _flag(
     repr. bounds: of ``Bounds``, for a number.
     """
     metadata = dict(
-        name=name, help=help, choices=choices, needs=needs, zero_is_none=zero_is_none, bounds=Bounds(**bounds)
+        name=name,
+        help=help,
+        choices=choices,
+        metavar=metavar,
+        needs=needs,
+        zero_is_none=zero_is_none,
+        bounds=Bounds(**bounds),
     )
     return dataclasses.field(default=default, repr=repr, metadata=metadata)
 
@@ -175,6 +183,16 @@ class ZeroPPConfig:
         needs="quantized_gradients",
         repr=False,
     )
+    # In the default code of so many bits, whatever the scaling is later. Not in repr: LoCo's error is kept alike.
+    gradient_bits_warmup: str | None = _flag(
+        "--zero-gradient-bits-warmup",
+        None,
+        "bits of gradients between nodes during the first optimizer steps, such as 500:4; steps that are skipped do "
+        "not count",
+        metavar="STEPS:BITS",
+        needs="quantized_gradients",
+        repr=False,
+    )
     gradient_intra_bits: int | None = _flag(
         "--zero-gradient-intra-bits",
         8,
@@ -250,6 +268,14 @@ class ZeroPPConfig:
         needs="weight_difference_bits",
         repr=False,
     )
+    weight_difference_bits_warmup: str | None = _flag(
+        "--zero-weight-difference-bits-warmup",
+        None,
+        "bits of the weight differences that the first optimizer steps make, such as 500:4",
+        metavar="STEPS:BITS",
+        needs="weight_difference_bits",
+        repr=False,
+    )
     weight_difference_block_size: int | None = _flag(
         "--zero-weight-difference-block-size",
         2048,
@@ -297,6 +323,8 @@ class ZeroPPConfig:
                     Code(bits, scaling)
                 except ValueError as error:
                     raise ValueError(f"{name}_bits {bits} and {name}_scaling {scaling}: {error}") from None
+        for name in ("gradient", "weight_difference"):
+            self._check_bits_warmup(name)
         if self.ranks_per_node is not None and self.hpz_partition_size not in (1, self.ranks_per_node):
             raise ValueError(
                 f"hpz_partition_size {self.hpz_partition_size} and ranks_per_node {self.ranks_per_node} differ: "
@@ -342,6 +370,41 @@ class ZeroPPConfig:
         In fp32 where the others are quantized: few are left, so that it costs nothing to keep all digits.
         """
         return dtype if self.gradient_bits is None else torch.float32
+
+    def _check_bits_warmup(self, name: str) -> None:
+        text, bits = getattr(self, f"{name}_bits_warmup"), getattr(self, f"{name}_bits")
+        if text is None:
+            return
+        try:
+            warmup = BitsWarmup.parse(text)
+        except ValueError as error:
+            raise ValueError(f"{name}_bits_warmup {error}") from None
+        if bits is None or (name == "gradient" and not self.quantized_gradients):
+            raise ValueError(f"{name}_bits_warmup {text} is about quantized values: set {name}_bits")
+        if warmup.bits not in SUPPORTED_BITS or warmup.bits <= bits:
+            raise ValueError(
+                f"{name}_bits_warmup {text} must have bits of {SUPPORTED_BITS}, and more than {name}_bits {bits}"
+            )
+
+    def gradient_code(self, step: int) -> tuple[int | None, str | None]:
+        """Bits and scaling of gradients between nodes in the optimizer step that ``step`` others came before."""
+        return self._code_of("gradient", step)
+
+    def weight_difference_code(self, step: int) -> tuple[int | None, str | None]:
+        """Bits and scaling of the weight differences that this optimizer step makes."""
+        return self._code_of("weight_difference", step)
+
+    def _code_of(self, name: str, step: int) -> tuple[int | None, str | None]:
+        text = getattr(self, f"{name}_bits_warmup")
+        warmup = BitsWarmup.parse(text) if text is not None else None
+        if warmup is not None and step < warmup.steps:
+            return warmup.bits, getattr(type(self), f"{name}_scaling")
+        return getattr(self, f"{name}_bits"), getattr(self, f"{name}_scaling")
+
+    @property
+    def has_bits_warmup(self) -> bool:
+        """Whether what travels depends on the number of optimizer steps so far."""
+        return self.gradient_bits_warmup is not None or self.weight_difference_bits_warmup is not None
 
     @property
     def enabled(self) -> bool:

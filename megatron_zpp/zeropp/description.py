@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from . import kernels
+from .bits_warmup import BitsWarmup
 from .config import ZeroPPConfig
 from .quantization import Code, mix_seed
 from .topology import RankLayout
@@ -49,7 +50,8 @@ def _weights(config: ZeroPPConfig, num_nodes: int) -> str:
     differences, keeps_wires = config.weight_difference_bits, config.hpz_secondary_dtype == "int8"
     between = in_full
     if differences is not None:
-        between = f"as differences {_bits(differences, config.weight_difference_scaling, rounding)}"
+        warmup = config.weight_difference_bits_warmup
+        between = f"as differences {_bits(differences, config.weight_difference_scaling, rounding, warmup)}"
     within = in_full if keeps_wires else _bits(config.weight_intra_bits, config.weight_intra_scaling, rounding)
     return f"{between} between nodes once per step, {within} within a node at every gather"
 
@@ -57,8 +59,9 @@ def _weights(config: ZeroPPConfig, num_nodes: int) -> str:
 def _gradients(config: ZeroPPConfig, num_nodes: int, ranks_per_node: int) -> str:
     if not config.quantized_gradients:
         return "unquantized at every micro-batch"
-    within = _bits(config.gradient_intra_bits, config.gradient_intra_scaling, config.gradient_rounding)
-    between = _bits(config.gradient_bits, config.gradient_scaling, config.gradient_rounding)
+    rounding, warmup = config.gradient_rounding, config.gradient_bits_warmup
+    within = _bits(config.gradient_intra_bits, config.gradient_intra_scaling, rounding)
+    between = _bits(config.gradient_bits, config.gradient_scaling, rounding, warmup)
     if config.loco is not None:
         loco = f" with LoCo (beta {config.loco.beta})"
         between += loco
@@ -72,11 +75,14 @@ def _gradients(config: ZeroPPConfig, num_nodes: int, ranks_per_node: int) -> str
     return ", ".join(hops)
 
 
-def _bits(bits: int | None, scaling: str | None, rounding: str) -> str:
+def _bits(bits: int | None, scaling: str | None, rounding: str, warmup: str | None = None) -> str:
     if bits is None:
         return "unquantized"
     how = ["mean"] if Code(bits, scaling).is_mean else []
     how += ["stochastic"] if rounding == "stochastic" else []
+    if warmup is not None:
+        first = BitsWarmup.parse(warmup)
+        how.append(f"int{first.bits} in the first {first.steps} steps")
     return f"int{bits}" + (f" ({', '.join(how)})" if how else "")
 
 

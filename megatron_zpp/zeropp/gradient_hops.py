@@ -28,6 +28,17 @@ class MicroBatch:
     is_last: bool = True
     accumulations: int = 0  # that the loop has begun by saying that a micro-batch is not the last
     is_accumulating: bool = False
+    optimizer_steps: int = 0  # so far, but those whose gradients were thrown away
+    is_step_complete: bool = False  # all gradients of one more were reduced since the last forward pass
+
+    def begin_forward_pass(self) -> None:
+        """What was reduced before is a step by now, whatever optimizer took it, or was undone."""
+        self.optimizer_steps += self.is_step_complete
+        self.is_step_complete = False
+
+    def undo_step(self) -> None:
+        """The gradients since the last optimizer step are thrown away."""
+        self.is_accumulating = self.is_step_complete = False
 
     def begin(self, is_last: bool) -> None:
         """The loop's next backward pass is, or is not, the step's last."""
@@ -38,6 +49,18 @@ class MicroBatch:
     def reduced(self) -> None:
         """Gradients were reduced; those of the last micro-batch end the accumulation."""
         self.is_accumulating &= not self.is_last
+        self.is_step_complete |= self.is_last
+
+    def state_dict(self) -> dict[str, Tensor]:
+        return {"optimizer_steps": torch.tensor(self.optimizer_steps + self.is_step_complete)}
+
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        """State that was saved without a number of steps leaves it as it is."""
+        if "optimizer_steps" in state:
+            self.set_optimizer_steps(int(state["optimizer_steps"]))
+
+    def set_optimizer_steps(self, steps: int) -> None:
+        self.optimizer_steps, self.is_step_complete = steps, False
 
 
 @dataclass
@@ -125,7 +148,7 @@ class GradientHops:
         monitor: ErrorMonitor,
         micro_batch: MicroBatch,
     ) -> None:
-        self.unit, self.layout, self.config = unit, layout, config
+        self.unit, self.layout, self.config, self.micro_batch = unit, layout, config, micro_batch
         # On one rank nothing is rounded.
         self.node_sum = NodeSum(unit, config if layout.world_size > 1 else replace(config, gradient_sum_dtype="fp32"))
         self.begun_at = 0  # the unit's optimizer steps when this step's first micro-batch came
@@ -169,9 +192,9 @@ class GradientHops:
                 config.gradient_intra_bits, scaling=config.gradient_intra_scaling, dtype=gradients.dtype
             )
         if self.between_nodes is not None:
-            self.between_nodes.format = of_bits(
-                config.gradient_bits, scaling=config.gradient_scaling, dtype=config.sums_dtype(gradients.dtype)
-            )
+            bits, scaling = config.gradient_code(self.micro_batch.optimizer_steps)
+            sums_dtype = config.sums_dtype(gradients.dtype)
+            self.between_nodes.format = of_bits(bits, scaling=scaling, dtype=sums_dtype)
         if config.hadamard:
             # Sums of rotated gradients are rotated sums: rotate once before both hops and back once after them.
             self._rotation = of_bits(config.gradient_bits or config.gradient_intra_bits, dtype=gradients.dtype)

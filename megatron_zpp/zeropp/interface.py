@@ -107,6 +107,13 @@ class ZeroPPInterface(Protocol):
     def rescale_errors(self, factor: float) -> None:
         """Say that the loss scale was multiplied by ``factor`` after the last backward pass."""
 
+    def set_optimizer_steps(self, steps: int) -> None:
+        """Say how many optimizer steps the run has taken, skipped ones left out, where no loaded state says it.
+
+        Bits that warm up go by that number. It counts on by itself: a step's gradients count when the next forward pass
+        begins, unless ``undo_step`` was called.
+        """
+
     def monitor_errors(self, every: int | None) -> None:
         """Sample quantization errors at every so many optimizer steps; None = never. A sample costs some decodings."""
 

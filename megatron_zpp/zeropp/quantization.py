@@ -29,8 +29,9 @@ import torch
 from torch import Tensor
 
 SCALINGS = ("absmax", "mean")
-# The step of code "mean" over mean |x|, by bits: where zeros are rare, and where they are many.
-STEPS = {1: (2.0, 2.0), 2: (1.0, 1.5), 3: (0.75, 0.8125), 4: (0.4375, 0.4375)}
+# The step of code "mean" over mean |x|, by bits: where zeros are rare, and where they are many. At 2 bits by loss: less
+# cuts early gradients off. No border between levels may be at 1, where all of a block's |x| can be.
+STEPS = {1: (2.0, 2.0), 2: (1.25, 1.5), 3: (0.75, 0.8125), 4: (0.4375, 0.4375)}
 # |x| is counted in units of 2^-22 of the power of two in the block's largest, or of 2^-63 if that is smaller.
 _FIXED_POINT, _SMALLEST_EXPONENT = 22, -63
 

@@ -50,6 +50,7 @@ class Passes:
 
     def begin(self) -> None:
         """A forward pass begins. Between the micro-batches of one step, in training, nothing is looked at again."""
+        self.micro_batch.begin_forward_pass()
         accumulates = torch.is_grad_enabled() and self.micro_batch.is_accumulating
         accumulation = self.micro_batch.accumulations if accumulates else None
         if accumulation is None or accumulation != self._accumulation:

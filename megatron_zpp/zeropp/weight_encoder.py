@@ -7,6 +7,7 @@ from torch import Tensor
 
 from .config import SCALE_DTYPES, ZeroPPConfig
 from .encoded_addend import encoded_addend
+from .gradient_hops import MicroBatch
 from .monitor import ErrorMonitor
 from .quantization import mix_seed
 from .topology import RankLayout
@@ -17,8 +18,10 @@ from .wire_format import WireFormat, wire_format
 class WeightEncoder:
     """The encoder of one unit's shards [L]. ``versions`` counts those of the parameters, so far."""
 
-    def __init__(self, unit: Unit, layout: RankLayout, config: ZeroPPConfig, monitor: ErrorMonitor) -> None:
-        self.unit, self.config, self.monitor = unit, config, monitor
+    def __init__(
+        self, unit: Unit, layout: RankLayout, config: ZeroPPConfig, monitor: ErrorMonitor, micro_batch: MicroBatch
+    ) -> None:
+        self.unit, self.config, self.monitor, self.micro_batch = unit, config, monitor, micro_batch
         # On one node there is no secondary partition to be different from.
         self.sends_differences = config.weight_difference_bits is not None and layout.num_nodes > 1
         self.keeps_wires = config.hpz_secondary_dtype == "int8"
@@ -34,10 +37,9 @@ class WeightEncoder:
         return self._format(bits, config.weight_block_size, config.weight_scaling, dtype)
 
     def differences(self, dtype: torch.dtype) -> WireFormat:
-        """Of what changed since the secondary partition."""
-        config = self.config
-        size, scaling = config.weight_difference_block_size, config.weight_difference_scaling
-        return self._format(config.weight_difference_bits, size, scaling, dtype)
+        """Of what changed since the secondary partition, by the last optimizer step."""
+        bits, scaling = self.config.weight_difference_code(self.micro_batch.optimizer_steps - 1)
+        return self._format(bits, self.config.weight_difference_block_size, scaling, dtype)
 
     def within_node(self, dtype: torch.dtype) -> WireFormat | None:
         """Of the secondary partition among the ranks of a node; None = as it is."""
@@ -72,12 +74,11 @@ class WeightEncoder:
         kept = self.in_full(dtype)
         return kept.decode(copies, out=torch.empty(*copies.shape[:-1], kept.numel, device=copies.device))
 
-    def move_copies(self, copies: Tensor, wires: Tensor, dtype: torch.dtype) -> Tensor:
-        """Add differences as they arrived, uint8 [R, nbytes], to copies of R shards: the new copies, kept as before.
+    def move_copies(self, copies: Tensor, wires: Tensor, differences: WireFormat, dtype: torch.dtype) -> Tensor:
+        """Add ``differences`` as they arrived, uint8 [R, nbytes], to copies of R shards: the new ones, kept as before.
 
         Whoever holds a copy gets the same one, to the bit.
         """
-        differences = self.differences(dtype)
         if not self.keeps_wires:
             return differences.decode_sum(wires.unsqueeze(0), out=copies, accumulate=True)
         # Rounded to nearest: what this loses is in the next difference, which is taken from the copy as it is kept.

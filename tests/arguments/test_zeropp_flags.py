@@ -35,6 +35,8 @@ FLAGS = {  # name: type of a value, default, choices
     "--zero-scale-dtype": (str, "fp32", ("fp32", "bf16")),
     "--zero-weight-difference-bits": (int, None, None),
     "--zero-weight-difference-block-size": (int, 2048, None),
+    "--zero-gradient-bits-warmup": (str, None, None),
+    "--zero-weight-difference-bits-warmup": (str, None, None),
     "--zero-hadamard": (bool, False, None),
     "--zero-check-agreement": (bool, False, None),
     "--zeropp-loco": (bool, False, None),
@@ -58,9 +60,11 @@ NEEDS = {
     "zero_quantized_gradients": {
         "zero_gradient_bits", "zero_gradient_intra_bits", "zero_gradient_block_size", "zero_gradient_rounding",
         "zero_gradient_scaling", "zero_gradient_intra_scaling", "zero_hadamard", "zero_gradient_sum_dtype",
-        "zero_offload_gradient_sums", "zeropp_loco",
+        "zero_offload_gradient_sums", "zeropp_loco", "zero_gradient_bits_warmup",
     },
-    "zero_weight_difference_bits": {"zero_weight_difference_block_size", "zero_weight_difference_scaling"},
+    "zero_weight_difference_bits": {
+        "zero_weight_difference_block_size", "zero_weight_difference_scaling", "zero_weight_difference_bits_warmup",
+    },
     "zeropp_loco": {
         "zeropp_loco_beta", "zeropp_loco_reset_interval", "zeropp_loco_reset", "zeropp_loco_hops",
         "zeropp_loco_error_dtype",

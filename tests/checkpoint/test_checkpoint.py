@@ -54,7 +54,8 @@ def _train(argv: list[str]) -> tuple[str, Metrics]:
 
 EVERYTHING = (
     "--zero-hpz-partition-size 2 --zero-quantized-weights --zero-weight-difference-bits 4 "
-    "--zero-quantized-gradients --zero-gradient-rounding stochastic --zeropp-loco --zeropp-loco-hops both"
+    "--zero-quantized-gradients --zero-gradient-rounding stochastic --zeropp-loco --zeropp-loco-hops both "
+    "--zero-gradient-bits-warmup 2:8 --zero-weight-difference-bits-warmup 4:8"
 )
 
 
@@ -90,6 +91,28 @@ def test_resumes_on_other_ranks_and_stages(data, checkpoint, uninterrupted, worl
     assert metrics["lm loss"] == pytest.approx(uninterrupted["lm loss"][4:], rel=1e-5)
     assert metrics["lm loss validation"] == pytest.approx(uninterrupted["lm loss validation"], rel=1e-5)
     assert f"note: random states start anew: 4 ranks saved, {world_size} load" in out
+
+
+def test_bits_warm_up_by_the_steps_of_the_run_on_other_ranks_too(data, checkpoint):
+    bits = "--zero-gradient-bits 2 --zero-gradient-bits-warmup 6:8"
+    load = f"--load {checkpoint} --zero-stage 2 --zero-quantized-gradients --zero-ranks-per-node 1"
+    argv = flags(data, NO_DROPOUT, load, bits)
+    metrics = run_ranks(2, train_each, {"": argv})[0][""]
+    sent = metrics["comm/bytes-between-nodes"]
+    assert len(sent) == 4 and sent[0] == sent[1] > sent[2] == sent[3]
+
+
+def test_state_from_before_a_setting_came_is_taken_over(data, tmp_path):
+    more = "--zero-quantized-gradients --zeropp-loco --zero-ranks-per-node 1 --zero-gradient-bits 2"
+    save = f"--save {tmp_path} --save-interval 4 --exit-interval 4"
+    expected = run_ranks(2, train_each, {"": flags(data, more)})[0][""]["lm loss"]
+    run_ranks(2, train_each, {"": flags(data, more, save)})
+    newer = ("gradient_bits_warmup", "weight_difference_bits_warmup", "scale_dtype")
+    _edit_meta(tmp_path / "iter_0000004", lambda meta: [meta["zeropp"]["config"].pop(name) for name in newer])
+    out, metrics = run_ranks(2, _train, flags(data, more, f"--load {tmp_path}"))[0]
+    assert "start anew" not in out and metrics["lm loss"] == expected[4:]
+    out, metrics = run_ranks(2, _train, flags(data, more, f"--load {tmp_path} --zero-scale-dtype bf16"))[0]
+    assert "LoCo's errors and weight copies start anew" in out
 
 
 @pytest.mark.long

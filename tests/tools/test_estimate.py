@@ -39,7 +39,8 @@ RECIPES = {
     "all": f"{ALL_FLAGS} --zero-weight-block-size 0",
     "LoCo, both hops": f"{ALL_FLAGS} --zeropp-loco --zeropp-loco-hops both --hpz-secondary-dtype int8",
     "differences": f"{ALL_FLAGS} --zeropp-loco --zeropp-loco-error-dtype bf16 --zero-weight-difference-bits 4 "
-    "--zero-gradient-bits 2 --zero-scale-dtype bf16",
+    "--zero-gradient-bits 2 --zero-scale-dtype bf16 --zero-gradient-bits-warmup 2:8 "
+    "--zero-weight-difference-bits-warmup 1:8",
     "least memory": f"{ALL_FLAGS} --zeropp-loco --hpz-secondary-dtype int8 --zero-weight-difference-bits 4 "
     "--zero-gradient-sum-dtype int8",
     "undone steps": f"{ALL_FLAGS} --zeropp-loco --loss-spike-factor 1000 --zero-gradient-sum-dtype bf16 "

@@ -105,6 +105,17 @@ def test_without_ranks_that_share_a_node_nothing_of_ours_needs_hpz(trained):
     assert len(outcomes) > 3 and not any("difference" in outcome.name for outcome in outcomes)
 
 
+@pytest.mark.parametrize(
+    ("given", "steps"),
+    [("", 2), ("--lr-warmup-iters 4", 4), ("--lr-warmup-fraction 0.2", 4)],
+)
+def test_bits_warm_up_with_the_learning_rate(trained, given, steps):
+    ours = argparse.Namespace(**{**vars(ARGS), "tried": None})
+    outcomes, _ = measure(ours, [*RUN.split(), "--mock-data", *given.split()])
+    warm = [outcome.flags for outcome in outcomes if "warm-up" in outcome.name]
+    assert len(warm) == 1 and warm[0].endswith(f"--zero-gradient-bits-warmup {steps}:4")
+
+
 def outcome(name: str, loss: float, nbytes: float) -> Outcome:
     return Outcome(name, "", loss, nbytes)
 

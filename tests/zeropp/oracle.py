@@ -20,7 +20,7 @@ from megatron_zpp.zeropp.config import ZeroPPConfig
 from megatron_zpp.zeropp.wire_layout import ParameterShard
 
 # The step over mean |x|, by bits, and where a quarter or more of a block is zero.
-STEPS = {1: 2, 2: 1, 3: 3 / 4, 4: 7 / 16}
+STEPS = {1: 2, 2: 5 / 4, 3: 3 / 4, 4: 7 / 16}
 STEPS_WITH_ZEROS = {2: 3 / 2, 3: 13 / 16, 4: 7 / 16}
 SCALE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 _ERROR_HOPS = {"int8": (8, torch.float32), "bf16": (None, torch.bfloat16), "fp32": (None, torch.float32)}
@@ -68,6 +68,12 @@ def round_trip_by_mean(block: Tensor, bits: int, noise: Tensor | None, scale_dty
         lower = np.floor(in_steps + (random - np.float32(0.5)))
         levels = lower.clip(-(2 ** (bits - 1)), 2 ** (bits - 1) - 1) + np.float32(0.5)
     return torch.from_numpy(levels.astype(np.float32) * scale)
+
+
+def code_at(step: int, later: tuple[int | None, str | None], warmup: str | None, scaling_at_first: str | None) -> tuple:
+    """Bits and scaling in the optimizer step with this index, from 0."""
+    steps, at_first = (warmup or "0:0").split(":")
+    return (int(at_first), scaling_at_first) if step < int(steps) else later
 
 
 def seed_of(*draw: int | str) -> int:
@@ -193,8 +199,10 @@ def all_gather(
                 state.copies = send(shards, config.weight_bits, config.weight_block_size, config.weight_scaling)
         else:
             differences = [s.float() - copy.float() for s, copy in zip(shards, state.copies, strict=True)]
-            bits, block_size = config.weight_difference_bits, config.weight_difference_block_size
-            arrived = send(differences, bits, block_size, config.weight_difference_scaling)
+            # The first version is that before any step, and travelled in full.
+            later = (config.weight_difference_bits, config.weight_difference_scaling)
+            bits, scaling = code_at(state.versions - 2, later, config.weight_difference_bits_warmup, "absmax")
+            arrived = send(differences, bits, config.weight_difference_block_size, scaling)
             moved = [c.float() + d for c, d in zip(state.copies, arrived, strict=True)]
             kept = Hop(
                 parameters, config.weight_bits, config.weight_block_size, dtype, config.weight_scaling, scale_dtype
@@ -235,13 +243,10 @@ def reduce_scatter(
     """Each rank's sum over ranks and micro-batches, fp32 [L], from gradients [micro-batch][rank] of shape [W, L]."""
     world_size, dtype = len(micro_batches[0]), micro_batches[0][0].dtype
     ranks_per_node = world_size // num_nodes
+    between = code_at(state.steps, (config.gradient_bits, config.gradient_scaling), config.gradient_bits_warmup, None)
     choices = {
         "intra": (config.gradient_intra_bits, config.gradient_intra_scaling, dtype),
-        "inter": (
-            config.gradient_bits,
-            config.gradient_scaling,
-            dtype if config.gradient_bits is None else torch.float32,
-        ),
+        "inter": (*between, dtype if config.gradient_bits is None else torch.float32),
     }
     scale_dtype = SCALE_DTYPES[config.scale_dtype]
     hops = {

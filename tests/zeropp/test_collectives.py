@@ -232,6 +232,7 @@ GRADIENT_OPTIONS = {
     ),
     "fp32 error": dict(loco=LoCoConfig(error_dtype="fp32")),
     "stochastic": dict(gradient_rounding="stochastic", loco=LoCoConfig()),
+    "more bits at first": dict(loco=LoCoConfig(), gradient_scaling="absmax", gradient_bits_warmup="2:3"),
     "absmax codes, short scales": dict(
         loco=LoCoConfig(),
         gradient_scaling="absmax",

@@ -104,7 +104,7 @@ def test_mean_is_for_few_bits_and_the_default_there():
 @over(MEAN)
 def test_levels_stand_half_a_step_off_zero_and_outer_ones_take_the_rest(code):
     """Values by hand, and 500 that make their mean magnitude 1."""
-    step = {1: 2, 2: 1, 3: 0.75, 4: 0.4375}[code.bits]
+    step = {1: 2, 2: 1.25, 3: 0.75, 4: 0.4375}[code.bits]
     own = torch.tensor([0.0, 0.25, -0.25, step - 0.01, step + 0.01, 0.01 - step, -step - 0.01, 9, -9, 3, -3, -0.0])
     rest = torch.full((500,), (512 - own.abs().sum().item()) / 500)
     codes, scale = quantize_blocks(torch.cat([own, rest]).unsqueeze(0), code)
@@ -113,6 +113,16 @@ def test_levels_stand_half_a_step_off_zero_and_outer_ones_take_the_rest(code):
     by_hand = [math.floor(value / step) for value in own.tolist()]
     assert codes[0, :12].tolist() == [min(max(level, lowest), highest) for level in by_hand]
     assert dequantize_blocks(codes, scale, code).equal((codes + 0.5) * scale.float())
+
+
+@over(MEAN)
+@pytest.mark.parametrize("magnitude", [1.0, 0.3, 1e-20])
+def test_values_of_one_magnitude_arrive_with_one_magnitude(code, magnitude):
+    """Where all |x| are their mean, no border between levels is."""
+    signs = normal(4, 64).sign()
+    arrived = restored(signs * magnitude, code)
+    assert (arrived * signs).unique().numel() == 1
+    assert (arrived * signs / magnitude)[0, 0] == pytest.approx(1, abs=0.4)
 
 
 def test_one_bit_sends_signs_and_the_mean_magnitude():

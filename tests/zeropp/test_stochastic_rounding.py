@@ -92,7 +92,7 @@ def gradient_draws(config: ZeroPPConfig, unit: str, rank: int, steps: int, fract
 def weight_draws(config: ZeroPPConfig, unit: str, rank: int, versions: int, fraction: float) -> Iterator[Tensor]:
     """Of every wire that a rank sends of some versions of its parameters."""
     layout = RankLayout(NODES, RANKS_PER_NODE, rank)
-    encoder = WeightEncoder(OneMatrix(unit), layout, config, ErrorMonitor())
+    encoder = WeightEncoder(OneMatrix(unit), layout, config, ErrorMonitor(), MicroBatch())
     for _ in range(versions):
         encoder.versions += 1
         format = encoder.in_full(torch.float32)

@@ -104,6 +104,7 @@ class EmulatedZeroPP:
                 layouts=layouts,
                 traffic=self.traffic,
                 monitor=self._monitor,
+                micro_batch=self._micro_batch,
                 zero_stage=zero_stage,
             )
             for unit in units
@@ -179,7 +180,8 @@ class EmulatedZeroPP:
 
     def undo_step(self) -> None:
         """Say that the gradients since the last optimizer step are thrown away; the next are rank 0's."""
-        self._next_rank, self._micro_batch.is_accumulating = 0, False
+        self._next_rank = 0
+        self._micro_batch.undo_step()
         for reduce_scatter in self._gradients:
             reduce_scatter.undo_step()
 
@@ -189,6 +191,10 @@ class EmulatedZeroPP:
             for hops in reduce_scatter.hops:
                 for feedback in hops.feedback.values():
                     feedback.rescale(factor)
+
+    def set_optimizer_steps(self, steps: int) -> None:
+        """Say how many optimizer steps the run has taken, where no loaded state says it."""
+        self._micro_batch.set_optimizer_steps(steps)
 
     def monitor_errors(self, every: int | None) -> None:
         """Sample quantization errors at every so many optimizer steps; None = never."""
@@ -208,6 +214,8 @@ class EmulatedZeroPP:
                 for kind, of_unit in (("weights", weights), ("gradients", gradients))
                 for key, value in of_unit.state_dict(layout).items()
             }
+            if self.config.has_bits_warmup:
+                own |= self._micro_batch.state_dict()
             if own:
                 own["fingerprint"] = torch.tensor(fingerprint(self.config, [layout], self.units))
             state |= {f"{layout.rank}.{key}": value for key, value in own.items()}
@@ -219,6 +227,7 @@ class EmulatedZeroPP:
         for layout in self.layouts:
             own = below(state, f"{layout.rank}.")
             check_fingerprint(own, self.config, [layout], self.units)
+            self._micro_batch.load_state_dict(own)
             for unit, weights, gradients in zip(self.units, self._weights, self._gradients, strict=True):
                 for kind, of_unit in (("weights", weights), ("gradients", gradients)):
                     of_unit.load_state_dict(layout, below(own, unit_prefix(kind, unit.name)))

@@ -27,10 +27,11 @@ class EmulatedAllGather:
         layouts: list[RankLayout],
         traffic: Traffic,
         monitor: ErrorMonitor,
+        micro_batch: MicroBatch,
         zero_stage: int,
     ) -> None:
         self.unit, self.config, self.layouts, self.traffic = unit, config, layouts, traffic
-        self.encoder = WeightEncoder(unit, layouts[0], config, monitor)
+        self.encoder = WeightEncoder(unit, layouts[0], config, monitor, micro_batch)
         self.copies: Tensor | None = None  # [W, L] or [W, nbytes], of the ranks' shards, with weight differences
         self._has_secondary = config.hpz_partition_size > 1 and layouts[0].num_nodes > 1
         self._is_encoded = self._has_secondary or (config.quantized_weights and len(layouts) > 1)
@@ -103,7 +104,7 @@ class EmulatedAllGather:
         if self._has_secondary:
             self.traffic.add(inter_node=(self.layouts[0].num_nodes - 1) * wires.nbytes, stays=True)
         if self.copies is not None:
-            self.copies = self.encoder.move_copies(self.copies, wires, shards.dtype)
+            self.copies = self.encoder.move_copies(self.copies, wires, format, shards.dtype)
             return self.encoder.copies_as_numbers(self.copies, shards.dtype).to(shards.dtype)
         arrived = format.decode(wires, out=shards)
         if by_differences:

@@ -35,6 +35,19 @@ CASES = {
         ),
         None,
     ),
+    "bits that warm up": (
+        "net",
+        ZeroPPConfig(
+            **ALL_FLAGS,
+            **BLOCKS,
+            loco=LoCoConfig(),
+            gradient_bits=2,
+            gradient_bits_warmup="2:4",
+            weight_difference_bits=3,
+            weight_difference_bits_warmup="1:8",
+        ),
+        None,
+    ),
     "noise": (
         "net",
         ZeroPPConfig(

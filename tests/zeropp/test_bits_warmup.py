@@ -1,0 +1,223 @@
+"""More bits in the first steps: which step gets which, what counts as a step, and that a resume changes neither."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+
+from megatron_zpp.zeropp import LoCoConfig, ZeroPPConfig, apply_zeropp, emulate_zeropp
+from megatron_zpp.zeropp.wire_layout import ParameterShard
+from tests.ranks import run_ranks
+from tests.zeropp import oracle
+
+NODES, RANKS_PER_NODE, ROWS, COLUMNS, BLOCK = 2, 2, 64, 32, 32
+GRADIENTS = dict(quantized_gradients=True, gradient_bits=2, gradient_block_size=BLOCK, loco=LoCoConfig())
+DIFFERENCES = dict(weight_difference_bits=2, weight_difference_scaling="mean", weight_difference_block_size=BLOCK)
+WARMUPS = dict(gradient_bits_warmup="2:4", weight_difference_bits_warmup="3:8")
+
+
+def config_of(**options) -> ZeroPPConfig:
+    return ZeroPPConfig(**(dict(hpz_partition_size=RANKS_PER_NODE, **GRADIENTS, **DIFFERENCES) | WARMUPS | options))
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        *(
+            (dict(gradient_bits_warmup=text), f"gradient_bits_warmup must be STEPS:BITS, such as 500:4, got '{text}'")
+            for text in ("", "4", "0:4", "-1:4", "10:", "10:4:2", "1.5:4", "10:four", " 10:4")
+        ),
+        (dict(gradient_bits_warmup="10:5"), "gradient_bits_warmup 10:5 must have bits of"),
+        (dict(gradient_bits_warmup="10:2"), "and more than gradient_bits 2"),
+        (dict(weight_difference_bits_warmup="10:1"), "and more than weight_difference_bits 2"),
+        (dict(gradient_bits=None, loco=None), "gradient_bits_warmup 2:4 is about quantized values: set gradient_bits"),
+        (dict(quantized_gradients=False, loco=None), "gradient_bits_warmup 2:4 is about quantized values"),
+        (
+            dict(weight_difference_bits=None, weight_difference_scaling="absmax"),
+            "weight_difference_bits_warmup 3:8 is about quantized values: set weight_difference_bits",
+        ),
+    ],
+)
+def test_what_cannot_be_is_refused_by_name(options, message):
+    with pytest.raises(ValueError) as caught:
+        config_of(**options)
+    assert message in str(caught.value)
+
+
+def model_and_zeropp(config: ZeroPPConfig, is_emulated: bool):
+    torch.manual_seed(1)
+    model = nn.Linear(COLUMNS, ROWS, bias=False)
+    if is_emulated:
+        return model, emulate_zeropp(model, config, NODES, RANKS_PER_NODE)
+    fully_shard(model)
+    return model, apply_zeropp(model, config)
+
+
+def backward(model, zeropp, step: int, micro_batches: int = 1):
+    """One step's gradients, which depend on the rank, the step and the weights that arrived."""
+    for i in range(micro_batches):
+        zeropp.set_is_last_micro_batch(i == micro_batches - 1)
+        ranks = range(len(zeropp.ranks)) if len(zeropp.ranks) > 1 else [dist.get_rank()]
+        for rank, as_rank in zip(ranks, zeropp.ranks, strict=True):
+            generator = torch.Generator().manual_seed(100 * step + 10 * i + rank)
+            with as_rank:
+                model(torch.randn(8, COLUMNS, generator=generator)).square().mean().backward()
+
+
+def evaluate(model, zeropp):
+    for as_rank in zeropp.ranks:
+        with as_rank, torch.no_grad():
+            model(torch.ones(1, COLUMNS))
+    if len(zeropp.ranks) == 1:
+        model.reshard()
+
+
+def sent_between_nodes(zeropp) -> int:
+    """Since the last call, by all ranks."""
+    sent = torch.tensor(zeropp.traffic.take().inter_node)
+    if len(zeropp.ranks) == 1:
+        dist.all_reduce(sent)
+    return int(sent)
+
+
+def nbytes(bits: int) -> int:
+    """That all ranks send to the other node: a code for each element and a scale for each block."""
+    numel = ROWS * COLUMNS
+    return (NODES - 1) * (numel * bits // 8 + 4 * numel // BLOCK)
+
+
+def _bytes_by_step(is_emulated: bool):
+    """Steps of two micro-batches, with all that is no optimizer step in between."""
+    model, zeropp = model_and_zeropp(config_of(), is_emulated)
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.05), torch.optim.SGD(model.parameters(), lr=0.05)]
+    sent = []
+    for step in range(5):
+        if step == 1:
+            evaluate(model, zeropp)
+            evaluate(model, zeropp)
+            for skipped in (70, 71):
+                backward(model, zeropp, skipped)
+                model.zero_grad()
+                zeropp.undo_step()
+            zeropp.traffic.take()
+        backward(model, zeropp, step, micro_batches=2)
+        for optimizer in optimizers:
+            optimizer.step()
+        model.zero_grad()
+        sent.append(sent_between_nodes(zeropp))
+    return sent, zeropp.describe(), int(next(v for k, v in zeropp.state_dict().items() if "optimizer_steps" in k))
+
+
+@pytest.mark.parametrize("is_emulated", [False, True])
+def test_bytes_of_each_step_are_those_of_its_bits(is_emulated):
+    """Gradients of steps 0 and 1 in 4 bits; differences, which travel with the next step's forward pass, of 0 to 2."""
+    in_full = (NODES - 1) * 4 * ROWS * COLUMNS
+    differences = [in_full, nbytes(8), nbytes(8), nbytes(8), nbytes(2)]
+    gradients = [nbytes(4), nbytes(4), nbytes(2), nbytes(2), nbytes(2)]
+    expected = [d + g for d, g in zip(differences, gradients, strict=True)]
+    for sent, description, steps in run_ranks(1 if is_emulated else 4, _bytes_by_step, is_emulated):
+        assert (sent, steps) == (expected, 5)
+        assert "as differences int2 (mean, int8 in the first 3 steps) between nodes" in description
+        assert "int2 (mean, int4 in the first 2 steps) with LoCo" in description
+
+
+def local(model) -> torch.Tensor:
+    weight = model.weight.detach()
+    return weight.to_local() if hasattr(weight, "to_local") else weight
+
+
+def train(model, zeropp, steps, skipped: int | None = None):
+    """SGD over these steps; before the one with the number ``skipped`` another one is skipped."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    for step in steps:
+        if step == skipped:
+            backward(model, zeropp, 70)
+            model.zero_grad()
+            zeropp.undo_step()
+        backward(model, zeropp, step)
+        optimizer.step()
+        model.zero_grad()
+
+
+def _resumed(is_emulated: bool, cases):
+    """Whether each resume after so many steps went on to the same bits."""
+    same = {}
+    for save_at, skipped in cases:
+        model, zeropp = model_and_zeropp(config_of(), is_emulated)
+        train(model, zeropp, range(save_at), skipped)
+        state, weights = {k: v.clone() for k, v in zeropp.state_dict().items()}, local(model).clone()
+        train(model, zeropp, range(save_at, 6), skipped)
+        again, zeropp = model_and_zeropp(config_of(), is_emulated)
+        with torch.no_grad():
+            local(again).copy_(weights)
+        zeropp.load_state_dict(state)
+        train(again, zeropp, range(save_at, 6), skipped)
+        same[save_at, skipped] = local(again).equal(local(model))
+    return same
+
+
+# Gradients switch after 2 steps, and differences in the pass of step 4.
+RESUMES = [(1, None), (2, None), (2, 1), (3, None), (3, 3), (4, None), (5, None)]
+
+
+@pytest.mark.parametrize("is_emulated, cases", [(False, RESUMES[1:3]), (True, RESUMES)])
+def test_a_resume_before_at_and_after_a_switch_is_exact(is_emulated, cases):
+    for same in run_ranks(1 if is_emulated else 4, _resumed, is_emulated, cases):
+        assert len(same) == len(cases) and all(same.values()), same
+
+
+def _gathered_by_step():
+    """This rank's shard before each step, and the weights that its forward pass sees."""
+    model, zeropp = model_and_zeropp(config_of(), is_emulated=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    seen: list[torch.Tensor] = []
+    model.register_forward_hook(lambda *_: seen.append(model.weight.detach().clone()))
+    shards = []
+    for step in range(5):
+        shards.append(local(model).flatten().clone())
+        backward(model, zeropp, step)
+        optimizer.step()
+        model.zero_grad()
+    return shards, seen
+
+
+def test_differences_equal_the_oracle():
+    ranks = run_ranks(NODES * RANKS_PER_NODE, _gathered_by_step)
+    parameters = [ParameterShard("weight", ROWS * COLUMNS // len(ranks), True)]
+    state = oracle.WeightState()
+    for step in range(5):
+        shards = [of_rank[0][step] for of_rank in ranks]
+        expected = oracle.all_gather(shards, config_of(), NODES, parameters, state).view(ROWS, COLUMNS)
+        for _, seen in ranks:
+            assert seen[step].equal(expected), step
+
+
+def _continued(options_of_saved, told: int | None):
+    """Bytes of the step after 4 others were taken, saved with other settings, and loaded; as emulated ranks."""
+    model, zeropp = model_and_zeropp(config_of(**options_of_saved), is_emulated=True)
+    train(model, zeropp, range(4))
+    state = zeropp.state_dict()
+    again, zeropp = model_and_zeropp(config_of(gradient_bits_warmup="5:4"), is_emulated=True)
+    again.load_state_dict(model.state_dict())
+    zeropp.load_state_dict(state)
+    if told is not None:
+        zeropp.set_optimizer_steps(told)
+    sent = []
+    for step in range(4, 6):
+        train(again, zeropp, [step])
+        sent.append(sent_between_nodes(zeropp) - nbytes(2))
+    return sent
+
+
+def test_another_warmup_takes_over_the_state_and_its_number_of_steps():
+    ((with_number, without_one, told),) = run_ranks(1, _three_continuations)
+    assert with_number == told == [nbytes(4), nbytes(2)]
+    assert without_one == [nbytes(8) - nbytes(2) + nbytes(4)] * 2
+
+
+def _three_continuations():
+    none = dict.fromkeys(WARMUPS)
+    return _continued({}, None), _continued(none, None), _continued(none, 4)
