@@ -58,7 +58,9 @@ def _gradients(config: ZeroPPConfig, num_nodes: int, ranks_per_node: int) -> str
     if not config.quantized_gradients:
         return "unquantized at every micro-batch"
     within = _bits(config.gradient_intra_bits, config.gradient_intra_scaling, config.gradient_rounding)
-    between = _bits(config.gradient_bits, config.gradient_scaling, config.gradient_rounding)
+    between = _bits(
+        config.gradient_bits, config.gradient_scaling, config.gradient_rounding, config.gradient_element_scales
+    )
     if config.loco is not None:
         loco = f" with LoCo (beta {config.loco.beta})"
         between += loco
@@ -72,10 +74,11 @@ def _gradients(config: ZeroPPConfig, num_nodes: int, ranks_per_node: int) -> str
     return ", ".join(hops)
 
 
-def _bits(bits: int | None, scaling: str | None, rounding: str) -> str:
+def _bits(bits: int | None, scaling: str | None, rounding: str, element_scales: bool = False) -> str:
     if bits is None:
         return "unquantized"
     how = ["mean"] if Code(bits, scaling).is_mean else []
+    how += ["element scales"] if element_scales else []
     how += ["stochastic"] if rounding == "stochastic" else []
     return f"int{bits}" + (f" ({', '.join(how)})" if how else "")
 
@@ -93,6 +96,7 @@ def fingerprint(config: ZeroPPConfig, layouts: Sequence[RankLayout], units: Sequ
     # How copies are kept as wires; there was one way when the first states were saved.
     ways = (config.weight_scaling, config.scale_dtype)
     kept_as = [] if ways == ("absmax", "fp32") else [repr(ways)]
+    kept_as += ["gradient_element_scales"] if config.gradient_element_scales else []
     return mix_seed(repr(replace(config, seed=0)), repr(shape), repr(shards), *kept_as)
 
 
@@ -127,6 +131,8 @@ def warn(config: ZeroPPConfig, units: Sequence[Unit], layouts: Sequence[RankLayo
                 logger.warning("hpZ has no effect on %s: all gathers stay within it", where)
             if config.loco is not None and config.loco.hops == "inter":
                 logger.warning("LoCo has no effect on %s: it corrects the hop between nodes", where)
+            if config.gradient_element_scales:
+                logger.warning("gradient_element_scales has no effect on %s: it is about the hop between nodes", where)
             if config.quantized_gradients and config.gradient_intra_bits is None:
                 logger.warning(
                     "qgZ has no effect on %s: gradient_intra_bits leaves the hop within it unquantized", where

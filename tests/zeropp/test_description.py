@@ -42,6 +42,7 @@ GRADIENTS = [
             dict(gradient_bits=None),
             dict(gradient_bits=None, gradient_intra_bits=None),
             dict(gradient_sum_dtype="int8", loco=LOCO),
+            dict(gradient_element_scales=True, gradient_bits=2, loco=LOCO),
         )
     ),
 ]
@@ -59,7 +60,8 @@ def configs(ranks_per_node):
 
 
 CLAUSE = re.compile(
-    r"(as differences )?(unquantized|int(?P<bits>\d))( \((?P<mean>mean)?(, )?(?P<noise>stochastic)?\))?"
+    r"(as differences )?(unquantized|int(?P<bits>\d))"
+    r"( \((?P<mean>mean)?(, )?(?P<scales>element scales)?(, )?(?P<noise>stochastic)?\))?"
     r"(?P<loco> with LoCo \(beta 0.7\))?"
     r"( (?P<where>between nodes|within a node))? (?P<when>once per step|at every gather|at every micro-batch)"
 )

@@ -62,6 +62,11 @@ CASES = {
         torch.bfloat16,
     ),
     "bf16 sums": ("net", ZeroPPConfig(**ALL_FLAGS, **BLOCKS, gradient_sum_dtype="bf16"), None),
+    "scales of elements": (
+        "net",
+        ZeroPPConfig(**ALL_FLAGS, **BLOCKS, gradient_bits=2, gradient_element_scales=True, loco=LoCoConfig()),
+        torch.bfloat16,
+    ),
     "no blocks": (
         "net",
         ZeroPPConfig(**ALL_FLAGS, weight_block_size=None, gradient_block_size=None, gradient_intra_bits=None),

@@ -1,0 +1,214 @@
+"""Scales of their own for elements: gradients are divided by them before they are coded, and multiplied afterwards.
+
+Elements of a block differ by orders of magnitude, and Adam divides each by its own history. Noise that is small beside
+the block is large beside a quiet element. So each element has a scale s, which follows the root of its mean square:
+
+    v <- (1 - w) v + w decoded^2,  s = sqrt(v),  decoded = level * step * s
+
+``step`` is the scale of the element's block, which travels with the codes. It adapts to whatever all elements of the
+block have in common, so v needs only to be right within a block, and decoded may be counted in steps:
+
+    v <- v (1 - w + w level^2 / m),  m = the mean square of levels, about
+
+So a scale moves by a factor that its code alone decides, as in Jayant's adaptive quantizers ("Adaptive Quantization
+with a One-Word Memory", 1973). Sender and receiver have the codes; neither tells the other anything. They count in
+integers, so that they cannot come apart: s = 2^(-e / 16), with e a byte, 0 for the loudest element of each block. Moves
+of less than one are up to a dither that all elements share.
+
+As only ratios count, the loss scale does not matter.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from . import reference
+from .quantization import STEPS, Code
+from .wire_format import WireFormat
+from .wire_layout import Compensation, ParameterShard, Segment
+
+STEPS_PER_OCTAVE = 16
+QUIETEST = 255
+WEIGHT = 0.02  # w; larger at first, so that v is the mean of what came
+
+
+@dataclass(frozen=True)
+class ScaledFormat:
+    """A wire format for values that are divided by their elements' scales; encodes and decodes as WireFormat does."""
+
+    format: WireFormat
+    exponents: Tensor  # e, uint8 [N, L]: of N pieces to send, or of those that N peers sent
+
+    @property
+    def numel(self) -> int:
+        return self.format.numel
+
+    @property
+    def parameters(self) -> tuple[ParameterShard, ...]:
+        return self.format.parameters
+
+    @property
+    def block_size(self) -> int | None:
+        return self.format.block_size
+
+    def encode(
+        self,
+        values: Tensor,
+        noise_seed: int | None = None,
+        *,
+        plus: Tensor | None = None,
+        compensation: Compensation | None = None,
+    ) -> Tensor:
+        """Encode values [N, L] and what is to be added to them into uint8 [N, nbytes]."""
+        values = values.float() if plus is None else values.float() + plus
+        scales = _scales(self.exponents)
+        if compensation is None:
+            return self.format.encode(values / scales, noise_seed)
+        assert isinstance(compensation.format, WireFormat)
+        error = torch.zeros_like(values)
+        if compensation.error is not None:
+            compensation.format.decode(compensation.error, out=error)
+        compensated = values + error
+        wires = self.format.encode(compensated / scales, noise_seed)
+        if compensation.new_error is not None:
+            sent = self.decode(wires, out=torch.empty_like(values))
+            compensation.format.encode(compensation.moved(error, compensated, sent), out=compensation.new_error)
+        return wires
+
+    def encode_sum(
+        self,
+        peers: Tensor,
+        source: WireFormat,
+        noise_seed: int | None = None,
+        *,
+        plus: Tensor | None = None,
+        compensation: Compensation | None = None,
+    ) -> Tensor:
+        """Encode the sum of what G peers sent in the format ``source``, uint8 [G, N, nbytes]: uint8 [N, nbytes]."""
+        total = source.decode_sum(peers, out=torch.empty(self.exponents.shape, device=peers.device))
+        return self.encode(total, noise_seed, plus=plus, compensation=compensation)
+
+    def decode(self, wires: Tensor, out: Tensor) -> Tensor:
+        """Decode wire buffers uint8 [N, nbytes] into ``out`` fp32 [N, L]; returns ``out``."""
+        return self.format.decode(wires, out).mul_(_scales(self.exponents))
+
+    def decode_sum(self, peers: Tensor, out: Tensor, accumulate: bool = False) -> Tensor:
+        """Decode the buffers uint8 [N, nbytes] of N peers, and add them in order, into or onto ``out`` fp32 [L]."""
+        total, addend = torch.zeros_like(out), torch.empty_like(out)
+        for peer, exponents in zip(peers, self.exponents, strict=True):
+            total += self.format.decode(peer, addend).mul_(_scales(exponents))
+        return out.copy_(total.add_(out) if accumulate else total)
+
+
+class ElementScales:
+    """The scales of one hop of one unit, at its sending and its receiving end: of pieces [N, L] to, and from, N ranks.
+
+    They move when the next step begins, so that a step which is undone before that leaves no trace. Until then what
+    travelled is kept, as bytes. A reduction whose gradients did not arrive counts at neither end.
+    """
+
+    def __init__(self) -> None:
+        self.sent: Tensor | None = None  # e, uint8 [N, L]; None = all 0
+        self.received: Tensor | None = None
+        self.steps = 0  # reductions that moved them
+        self._travelled: list[tuple[WireFormat, Tensor, Tensor]] = []  # since the step began, uint8 [N, nbytes] both
+
+    def to_send(self, format: WireFormat) -> WireFormat | ScaledFormat:
+        return format if self.sent is None else ScaledFormat(format, self.sent)
+
+    def to_receive(self, format: WireFormat) -> WireFormat | ScaledFormat:
+        return format if self.received is None else ScaledFormat(format, self.received)
+
+    def travelled(self, format: WireFormat, sent: Tensor, received: Tensor) -> None:
+        """Say that these wire buffers, uint8 [N, nbytes], were sent and have arrived."""
+        self._travelled.append((format, sent, received))
+
+    def begin_step(self) -> None:
+        """Say that the gradients to come are another optimizer step's."""
+        self.sent, self.received, self.steps = self._moved()
+        self._travelled = []
+
+    def undo_step(self) -> None:
+        """Say that the gradients since ``begin_step`` were thrown away."""
+        self._travelled = []
+
+    def state_dict(self) -> dict[str, Tensor]:
+        sent, received, steps = self._moved()
+        state = {"steps": torch.tensor(steps), "sent": sent, "received": received}
+        return {key: value for key, value in state.items() if value is not None}
+
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        self.sent, self.received, self.steps = state.get("sent"), state.get("received"), int(state["steps"])
+        self._travelled = []
+
+    def _moved(self) -> tuple[Tensor | None, Tensor | None, int]:
+        sent, received, steps = self.sent, self.received, self.steps
+        for format, wires, arrived in self._travelled:
+            sent, received = moved(sent, format, wires, steps), moved(received, format, arrived, steps)
+            steps += 1
+        return sent, received, steps
+
+
+def moved(exponents: Tensor | None, format: WireFormat, wires: Tensor, steps: int) -> Tensor:
+    """Exponents uint8 [N, L] after ``steps`` reductions and one more, whose wire buffers were uint8 [N, nbytes]."""
+    assert format.code is not None
+    if exponents is None:
+        exponents = torch.zeros(len(wires), format.numel, dtype=torch.uint8, device=wires.device)
+    moves = _moves(format.code, steps)
+    if not any(moves):
+        return exponents
+    result, table = exponents.clone(), torch.tensor(moves, dtype=torch.int16, device=wires.device)
+    for segment in format.quantized:
+        codes, scales = reference.codes_and_scales(format, segment, wires)  # [N, blocks, B], [N, blocks]
+        # Rows of the table: of levels c + 1/2 or c times the scale, and of blocks of zeros or NaN, where nothing moves.
+        rows = torch.where(scales > 0, 0, torch.where(scales < 0, 1, 2)).to(torch.int32)
+        places = codes.to(torch.int32).add_(2 ** (format.code.bits - 1)).add_(rows.unsqueeze(-1) << format.code.bits)
+        blocks = _blocks(segment, exponents).to(torch.int16)
+        blocks -= table.index_select(0, places.view(-1)).view(blocks.shape)
+        blocks = (blocks - blocks.amin(dim=-1, keepdim=True)).clamp_(max=QUIETEST).to(torch.uint8)
+        result[:, segment.start : segment.stop] = blocks.flatten(-2)[:, : segment.stop - segment.start]
+    return result
+
+
+def _blocks(segment: Segment, exponents: Tensor) -> Tensor:
+    """A segment of exponents [N, L] as blocks [N, blocks, B]; padding is as quiet as can be."""
+    padded = F.pad(exponents[:, segment.start : segment.stop], (0, segment.padding), value=QUIETEST)
+    return padded.unflatten(-1, (segment.num_blocks, segment.block_size))
+
+
+@functools.lru_cache(maxsize=16)
+def _moves(code: Code, steps: int) -> list[int]:
+    """By how many steps each code [3 * 2^bits] makes a scale larger: with levels c + 1/2, with levels c, and nothing.
+
+    Codes begin with the lowest. In the first rows of a code without half levels, there are whole ones.
+    """
+    weight = max(WEIGHT, 1 / (steps + 2))
+    dither = steps * (math.sqrt(5) - 1) / 2 % 1  # evenly spread over any stretch of steps
+    # Of a normally distributed block, about: the rest is a factor of w.
+    mean_square = (code.qmax / 3) ** 2 if not code.is_mean else math.pi / 2 / STEPS[code.bits][0] ** 2
+
+    def move(level: float) -> int:
+        factor = 1 - weight + weight * level**2 / mean_square
+        return math.floor(STEPS_PER_OCTAVE / 2 * math.log2(factor) + dither)
+
+    codes = range(-(2 ** (code.bits - 1)), 2 ** (code.bits - 1))
+    half = 0.5 if code.is_mean else 0.0
+    return [*(move(c + half) for c in codes), *(move(c) for c in codes), *[0] * len(codes)]
+
+
+def _scales(exponents: Tensor) -> Tensor:
+    """s, fp32, of exponents uint8 of any shape."""
+    return (
+        _table_of_scales(exponents.device).index_select(0, exponents.reshape(-1).to(torch.int32)).view(exponents.shape)
+    )
+
+
+@functools.cache
+def _table_of_scales(device: torch.device) -> Tensor:
+    return torch.tensor([2.0 ** (-e / STEPS_PER_OCTAVE) for e in range(QUIETEST + 1)], device=device)
