@@ -107,7 +107,7 @@ def check_fingerprint(
     if state and int(state["fingerprint"]) != fingerprint(config, layouts, units):
         raise ValueError(
             "this ZeRO++ state was saved with another model, other ranks and nodes, or another ZeroPPConfig: start "
-            "without it, then LoCo's errors begin at zero and weights are sent in full"
+            "without it, then LoCo's errors begin at zero, elements have no scales, and weights are sent in full"
         )
 
 
