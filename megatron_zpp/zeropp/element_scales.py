@@ -77,7 +77,7 @@ class ScaledFormat:
         compensated = values + error
         wires = self.format.encode(compensated / scales, noise_seed)
         if compensation.new_error is not None:
-            sent = self.decode(wires, out=torch.empty_like(values))
+            sent = self.format.decode(wires, out=torch.empty_like(values)).mul_(scales)
             compensation.format.encode(compensation.moved(error, compensated, sent), out=compensation.new_error)
         return wires
 
@@ -107,78 +107,75 @@ class ScaledFormat:
 
 
 class ElementScales:
-    """The scales of one hop of one unit, at its sending and its receiving end: of pieces [N, L] to, and from, N ranks.
+    """The scales of one hop of one unit: of pieces [N, L] that are sent to N ranks, and of those that N ranks send.
 
     They move when the next step begins, so that a step which is undone before that leaves no trace. Until then what
     travelled is kept, as bytes. A reduction whose gradients did not arrive counts at neither end.
     """
 
     def __init__(self) -> None:
-        self.sent: Tensor | None = None  # e, uint8 [N, L]; None = all 0
-        self.received: Tensor | None = None
+        self.exponents: Tensor | None = None  # e, uint8 [2, N, L]: of what is sent, and of what comes; None = all 0
         self.steps = 0  # reductions that moved them
-        self._travelled: list[tuple[WireFormat, Tensor, Tensor]] = []  # since the step began, uint8 [N, nbytes] both
+        self.travelled: list[tuple[WireFormat, Tensor]] = []  # since the step began, each uint8 [2, N, nbytes]
 
     def to_send(self, format: WireFormat) -> WireFormat | ScaledFormat:
-        return format if self.sent is None else ScaledFormat(format, self.sent)
+        return format if self.exponents is None else ScaledFormat(format, self.exponents[0])
 
     def to_receive(self, format: WireFormat) -> WireFormat | ScaledFormat:
-        return format if self.received is None else ScaledFormat(format, self.received)
+        return format if self.exponents is None else ScaledFormat(format, self.exponents[1])
 
-    def travelled(self, format: WireFormat, sent: Tensor, received: Tensor) -> None:
+    def arrived(self, format: WireFormat, sent: Tensor, received: Tensor) -> None:
         """Say that these wire buffers, uint8 [N, nbytes], were sent and have arrived."""
-        self._travelled.append((format, sent, received))
+        self.travelled.append((format, torch.stack([sent, received])))
 
     def begin_step(self) -> None:
         """Say that the gradients to come are another optimizer step's."""
-        self.sent, self.received, self.steps = self._moved()
-        self._travelled = []
+        self.exponents, self.steps = self._moved()
+        self.travelled = []
 
     def undo_step(self) -> None:
         """Say that the gradients since ``begin_step`` were thrown away."""
-        self._travelled = []
+        self.travelled = []
 
     def state_dict(self) -> dict[str, Tensor]:
-        sent, received, steps = self._moved()
-        state = {"steps": torch.tensor(steps), "sent": sent, "received": received}
-        return {key: value for key, value in state.items() if value is not None}
+        exponents, steps = self._moved()
+        state = {"steps": torch.tensor(steps)}
+        return state if exponents is None else state | {"exponents": exponents}
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        self.sent, self.received, self.steps = state.get("sent"), state.get("received"), int(state["steps"])
-        self._travelled = []
+        self.exponents, self.steps, self.travelled = state.get("exponents"), int(state["steps"]), []
 
-    def _moved(self) -> tuple[Tensor | None, Tensor | None, int]:
-        sent, received, steps = self.sent, self.received, self.steps
-        for format, wires, arrived in self._travelled:
-            sent, received = moved(sent, format, wires, steps), moved(received, format, arrived, steps)
-            steps += 1
-        return sent, received, steps
+    def _moved(self) -> tuple[Tensor | None, int]:
+        exponents, steps = self.exponents, self.steps
+        for format, wires in self.travelled:
+            exponents, steps = moved(exponents, format, wires, steps), steps + 1
+        return exponents, steps
 
 
 def moved(exponents: Tensor | None, format: WireFormat, wires: Tensor, steps: int) -> Tensor:
-    """Exponents uint8 [N, L] after ``steps`` reductions and one more, whose wire buffers were uint8 [N, nbytes]."""
+    """Exponents uint8 [..., L] after ``steps`` reductions and one more, whose wire buffers were uint8 [..., nbytes]."""
     assert format.code is not None
     if exponents is None:
-        exponents = torch.zeros(len(wires), format.numel, dtype=torch.uint8, device=wires.device)
+        exponents = torch.zeros(*wires.shape[:-1], format.numel, dtype=torch.uint8, device=wires.device)
     moves = _moves(format.code, steps)
     if not any(moves):
         return exponents
     result, table = exponents.clone(), torch.tensor(moves, dtype=torch.int16, device=wires.device)
     for segment in format.quantized:
-        codes, scales = reference.codes_and_scales(format, segment, wires)  # [N, blocks, B], [N, blocks]
+        codes, scales = reference.codes_and_scales(format, segment, wires)  # [..., blocks, B], [..., blocks]
         # Rows of the table: of levels c + 1/2 or c times the scale, and of blocks of zeros or NaN, where nothing moves.
         rows = torch.where(scales > 0, 0, torch.where(scales < 0, 1, 2)).to(torch.int32)
         places = codes.to(torch.int32).add_(2 ** (format.code.bits - 1)).add_(rows.unsqueeze(-1) << format.code.bits)
         blocks = _blocks(segment, exponents).to(torch.int16)
         blocks -= table.index_select(0, places.view(-1)).view(blocks.shape)
         blocks = (blocks - blocks.amin(dim=-1, keepdim=True)).clamp_(max=QUIETEST).to(torch.uint8)
-        result[:, segment.start : segment.stop] = blocks.flatten(-2)[:, : segment.stop - segment.start]
+        result[..., segment.start : segment.stop] = blocks.flatten(-2)[..., : segment.stop - segment.start]
     return result
 
 
 def _blocks(segment: Segment, exponents: Tensor) -> Tensor:
-    """A segment of exponents [N, L] as blocks [N, blocks, B]; padding is as quiet as can be."""
-    padded = F.pad(exponents[:, segment.start : segment.stop], (0, segment.padding), value=QUIETEST)
+    """A segment of exponents [..., L] as blocks [..., blocks, B]; padding is as quiet as can be."""
+    padded = F.pad(exponents[..., segment.start : segment.stop], (0, segment.padding), value=QUIETEST)
     return padded.unflatten(-1, (segment.num_blocks, segment.block_size))
 
 

@@ -108,7 +108,7 @@ class GradientHop:
         """What the ranks sent each other, of which ``sent`` is this rank's, has arrived."""
         assert self.format is not None
         if self.element_scales is not None:
-            self.element_scales.travelled(self.format, sent, received.parts)
+            self.element_scales.arrived(self.format, sent, received.parts)
 
     def _sample(self, pieces: Tensor, wires: Tensor, format: WireFormat | ScaledFormat, error: Tensor | None) -> None:
         assert self.format is not None

@@ -95,7 +95,9 @@ def _measured(runs: dict[str, list[str]]) -> dict[str, tuple[int, float, dict[st
             "secondary": _nbytes(*copies),
             "summed": sum(sums.values()),
             "LoCo": _nbytes(*(tensor for f in feedbacks for tensor in (f.error, f._before_step[0]))),
-            "scales": _nbytes(*(tensor for s in scales for tensor in (s.sent, s.received, *s._travelled[0][1:]))),
+            "scales": _nbytes(
+                *(tensor for s in scales for tensor in (s.exponents, *(wires for _, wires in s.travelled)))
+            ),
         }
         found[name] = (sum(p.numel() for p in run.model.parameters()), metrics["comm/bytes-between-nodes"][-1], kept)
     return found

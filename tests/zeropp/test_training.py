@@ -398,7 +398,7 @@ def test_state_restores_errors_copies_and_noise_exactly():
         assert [names for _, names in of_rank[:2]] == [expected] * 2
         assert of_rank[2][1] == [name for name in expected if not name.endswith("checksum")]
         assert of_rank[3][1] == sorted([*expected, "weights/root/copies_dtype"])
-        scales = [f"gradients/root/element_scales.{key}" for key in ("sent", "received", "steps")]
+        scales = [f"gradients/root/element_scales.{key}" for key in ("exponents", "steps")]
         assert of_rank[4][1] == sorted([*expected, *scales])
 
 
@@ -437,9 +437,8 @@ def test_an_undone_step_leaves_no_trace_and_rescaling_is_exact():
         for hop in ("intra", "inter"):
             name = f"gradients/root/{hop}.error"
             assert before[name].any() and not moved[name].equal(before[name])
-        for end in ("sent", "received"):
-            name = f"gradients/root/element_scales.{end}"
-            assert before[name].any() and not moved[name].equal(before[name])
+        name = "gradients/root/element_scales.exponents"
+        assert before[name].any() and not moved[name].equal(before[name])
         assert all(before[name].equal(after[name]) for name in before)
         assert error.any() and rescaled.equal(error * 0.5)  # a power of 2 changes exponents alone
 
