@@ -21,6 +21,7 @@ As only ratios count, the loss scale does not matter.
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from dataclasses import dataclass
 
@@ -160,15 +161,18 @@ def moved(exponents: Tensor | None, format: WireFormat, wires: Tensor, steps: in
     moves = _moves(format.code, steps)
     if not any(moves):
         return exponents
-    result, table = exponents.clone(), torch.tensor(moves, dtype=torch.int16, device=wires.device)
+    result = exponents.clone()
     for segment in format.quantized:
         codes, scales = reference.codes_and_scales(format, segment, wires)  # [..., blocks, B], [..., blocks]
-        # Rows of the table: of levels c + 1/2 or c times the scale, and of blocks of zeros or NaN, where nothing moves.
-        rows = torch.where(scales > 0, 0, torch.where(scales < 0, 1, 2)).to(torch.int32)
-        places = codes.to(torch.int32).add_(2 ** (format.code.bits - 1)).add_(rows.unsqueeze(-1) << format.code.bits)
-        blocks = _blocks(segment, exponents).to(torch.int16)
-        blocks -= table.index_select(0, places.view(-1)).view(blocks.shape)
-        blocks = (blocks - blocks.amin(dim=-1, keepdim=True)).clamp_(max=QUIETEST).to(torch.uint8)
+        halves = (scales > 0) & format.code.is_mean  # levels are c + 1/2 there, elsewhere c
+        doubled = codes.to(torch.int16).mul_(2).add_(halves.unsqueeze(-1)).abs_()  # twice the size of levels
+        louder = torch.full_like(doubled, moves[0])
+        for size, (less, more) in enumerate(itertools.pairwise(moves), start=1):
+            if less != more:
+                louder.add_(doubled >= size, alpha=more - less)
+        louder.mul_((scales.abs() > 0).unsqueeze(-1))  # blocks of zeros or NaN tell nothing
+        blocks = louder.neg_().add_(_blocks(segment, exponents))
+        blocks = blocks.sub_(blocks.amin(dim=-1, keepdim=True)).clamp_(max=QUIETEST).to(torch.uint8)
         result[..., segment.start : segment.stop] = blocks.flatten(-2)[..., : segment.stop - segment.start]
     return result
 
@@ -181,31 +185,18 @@ def _blocks(segment: Segment, exponents: Tensor) -> Tensor:
 
 @functools.lru_cache(maxsize=16)
 def _moves(code: Code, steps: int) -> list[int]:
-    """By how many steps each code [3 * 2^bits] makes a scale larger: with levels c + 1/2, with levels c, and nothing.
-
-    Codes begin with the lowest. In the first rows of a code without half levels, there are whole ones.
-    """
+    """By how many steps a scale grows, by the element's level: 0, 1/2, 1 ... 2^(bits - 1)."""
     weight = max(WEIGHT, 1 / (steps + 2))
     dither = steps * (math.sqrt(5) - 1) / 2 % 1  # evenly spread over any stretch of steps
     # Of a normally distributed block, about: the rest is a factor of w.
-    mean_square = (code.qmax / 3) ** 2 if not code.is_mean else math.pi / 2 / STEPS[code.bits][0] ** 2
-
-    def move(level: float) -> int:
-        factor = 1 - weight + weight * level**2 / mean_square
-        return math.floor(STEPS_PER_OCTAVE / 2 * math.log2(factor) + dither)
-
-    codes = range(-(2 ** (code.bits - 1)), 2 ** (code.bits - 1))
-    half = 0.5 if code.is_mean else 0.0
-    return [*(move(c + half) for c in codes), *(move(c) for c in codes), *[0] * len(codes)]
+    mean_square = math.pi / 2 / STEPS[code.bits][0] ** 2 if code.is_mean else (code.qmax / 3) ** 2
+    levels = [size / 2 for size in range(2**code.bits + 1)]
+    factors = [1 - weight + weight * level**2 / mean_square for level in levels]
+    return [math.floor(STEPS_PER_OCTAVE / 2 * math.log2(factor) + dither) for factor in factors]
 
 
 def _scales(exponents: Tensor) -> Tensor:
     """s, fp32, of exponents uint8 of any shape."""
-    return (
-        _table_of_scales(exponents.device).index_select(0, exponents.reshape(-1).to(torch.int32)).view(exponents.shape)
-    )
-
-
-@functools.cache
-def _table_of_scales(device: torch.device) -> Tensor:
-    return torch.tensor([2.0 ** (-e / STEPS_PER_OCTAVE) for e in range(QUIETEST + 1)], device=device)
+    every = torch.arange(QUIETEST + 1, dtype=torch.float64, device=exponents.device)
+    table = every.div_(-STEPS_PER_OCTAVE).exp2_().float()
+    return table.index_select(0, exponents.reshape(-1).to(torch.int32)).view(exponents.shape)

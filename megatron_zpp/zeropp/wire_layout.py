@@ -142,9 +142,9 @@ class Compensation:
 
     def moved(self, error: Tensor, compensated: Tensor, sent: Tensor) -> Tensor:
         """The new error as numbers, fp32 [..., L], when ``compensated`` arrived as ``sent``."""
-        moved = self.beta * error + (1 - self.beta) * (compensated - sent)
+        moved = (compensated - sent).mul_(1 - self.beta).add_(self.beta * error)
         # A NaN or Inf is sent once, and not remembered.
-        return torch.where(moved.isfinite(), moved, error) * self.decay
+        return torch.where(moved.isfinite(), moved, error).mul_(self.decay)
 
 
 def _round_up(n: int, multiple: int) -> int:
