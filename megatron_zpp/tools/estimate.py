@@ -236,6 +236,9 @@ def _states(
         if config.loco.exact_undo:
             name, copies = f"{name}, and those before the step", 2
         states[name] = copies * hops[config.loco.hops] * error
+    if config.gradient_element_scales and nodes > 1:
+        travelled = sum(_gradients_format(config, unit, gradients).nbytes for unit in units)
+        states["elements' scales, int8, and what travelled last"] = 2 * nodes * (shard + travelled)  # to and from nodes
     if settings.zero.zero_stage < 3:
         states["all parameters, gathered"] = weights.itemsize * cluster.replica_size * shard
     if settings.zero.zero_stage == 1 and micro_batches > 1:

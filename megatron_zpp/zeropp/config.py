@@ -304,6 +304,14 @@ class ZeroPPConfig:
         choices=tuple(SCALE_DTYPES),
         repr=False,
     )
+    # Learned from what travels, at both ends alike. Not in repr, by which saved state is told apart: description.py.
+    gradient_element_scales: bool = _flag(
+        "--zero-gradient-element-scales",
+        False,
+        "give each element of gradients between nodes a scale of its own, which ranks learn from the codes that travel",
+        needs="quantized_gradients",
+        repr=False,
+    )
     seed: int = 0  # of stochastic rounding; the trainer sets it to --seed
 
     def __post_init__(self) -> None:
@@ -354,6 +362,13 @@ class ZeroPPConfig:
                 raise ValueError(
                     "hpz_secondary_dtype int8 passes the blocks on as they are: leave weight_intra_bits out"
                 )
+        if self.gradient_element_scales and not self.quantized_gradients:
+            raise ValueError("gradient_element_scales is about quantized gradients: set quantized_gradients too")
+        if self.gradient_element_scales and self.gradient_bits in (None, 1):
+            raise ValueError(
+                "gradient_element_scales learns from how large the codes between nodes are, which gradient_bits "
+                f"{self.gradient_bits} does not say: set 2 to 8 bits"
+            )
         if self.hadamard and not self.quantized_gradients:
             raise ValueError("hadamard rotates quantized gradients: set quantized_gradients too")
         if (self.gradient_sum_dtype != "fp32" or self.offload_gradient_sums) and not self.quantized_gradients:

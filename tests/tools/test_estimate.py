@@ -43,6 +43,7 @@ RECIPES = {
     "--zero-weight-difference-bits-warmup 1:8",
     "least memory": f"{ALL_FLAGS} --zeropp-loco --hpz-secondary-dtype int8 --zero-weight-difference-bits 4 "
     "--zero-gradient-sum-dtype int8",
+    "scales of elements": f"{ALL_FLAGS} --zero-gradient-bits 2 --zero-gradient-element-scales",
     "undone steps": f"{ALL_FLAGS} --zeropp-loco --loss-spike-factor 1000 --zero-gradient-sum-dtype bf16 "
     "--zero-offload-gradient-sums",
     "HSDP, a replica on each node": f"{REPLICAS} 2 --zero-ranks-per-node 2 --micro-batch-size 2",
@@ -81,6 +82,7 @@ def _measured(runs: dict[str, list[str]]) -> dict[str, tuple[int, float, dict[st
             if isinstance(module, FSDPModule):
                 module.reshard()  # the evaluation at the end leaves the root gathered, and below stage 3 all
         feedbacks = [f for r in zeropp._reduce_scatters.values() for f in r.hops.feedback.values()]
+        scales = [s for r in zeropp._reduce_scatters.values() if (s := r.hops.element_scales) is not None]
         copies = [getattr(gather, "secondary_partition", None) for gather in zeropp._all_gathers.values()]
         moments = [
             _local(value)
@@ -94,6 +96,9 @@ def _measured(runs: dict[str, list[str]]) -> dict[str, tuple[int, float, dict[st
             "secondary": _nbytes(*copies),
             "summed": sum(sums.values()),
             "LoCo": _nbytes(*(tensor for f in feedbacks for tensor in (f.error, f._before_step[0]))),
+            "scales": _nbytes(
+                *(tensor for s in scales for tensor in (s.exponents, *(wires for _, wires in s.travelled)))
+            ),
         }
         found[name] = (sum(p.numel() for p in run.model.parameters()), metrics["comm/bytes-between-nodes"][-1], kept)
     return found

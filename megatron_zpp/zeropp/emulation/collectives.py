@@ -241,7 +241,7 @@ class EmulatedReduceScatter:
             elif hops.between_nodes is None:
                 total = hops.with_kept(node_sum).only_piece()
                 hops.sent()
-                totals.append(hops.finish(total))
+                totals.append(hops.finish(total, sent=None))
             else:
                 self._between_nodes.append(hops.between_nodes.send(hops.with_kept(node_sum)))
                 hops.sent()
@@ -251,7 +251,8 @@ class EmulatedReduceScatter:
                 assert hops.between_nodes is not None
                 of_local_rank = from_all[hops.layout.local_rank :: ranks_per_node]
                 received = torch.stack([wires[hops.layout.node] for wires in of_local_rank])
-                totals.append(hops.finish(hops.between_nodes.receive(received)))
+                sent = from_all[hops.layout.rank]
+                totals.append(hops.finish(hops.between_nodes.receive(received), sent))
         if not totals:
             return None
         self.unit.mark_reduced(completes_step=True)
