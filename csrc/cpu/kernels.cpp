@@ -1,5 +1,5 @@
 // The kernels on a CPU: plain loops over tiles that stay in the L1 cache, which the compiler turns into vector code.
-// GCC makes three versions of them (AVX-512, AVX2, baseline) and the loader takes the best that the processor has.
+// GCC makes three versions of them (AVX-512, AVX2, baseline), of which the best that the processor has is taken.
 
 #include <ATen/Parallel.h>
 
@@ -7,12 +7,6 @@
 #include <vector>
 
 #include "../kernel_arguments.h"
-
-#if defined(__x86_64__) && defined(__linux__) && defined(__GNUC__) && !defined(__clang__)
-#define ZEROPP_VERSIONS __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
-#else
-#define ZEROPP_VERSIONS
-#endif
 
 namespace zeropp::cpu {
 namespace {
@@ -116,35 +110,42 @@ uint8_t* at(const Rows& rows, const Tile& tile, int64_t element) {
 
 // ---- Packed codes.
 
-// Eight codes take `bits` bytes. Where those are a machine word, the compiler makes vector code of the loops.
-using Eight __attribute__((may_alias)) = uint64_t;
-using Four __attribute__((may_alias)) = uint32_t;
-using Two __attribute__((may_alias)) = uint16_t;
+// What is moved at once: the codes of one byte of the stream, or eight. The compiler makes vector code of the loops.
+template <int bits>
+struct Word {
+  using type __attribute__((may_alias)) = uint64_t;
+};
+template <>
+struct Word<2> {
+  using type __attribute__((may_alias)) = uint32_t;
+};
+template <>
+struct Word<4> {
+  using type __attribute__((may_alias)) = uint16_t;
+};
 
 template <int bits>
-ZEROPP_INLINE void pack_as(const uint8_t* codes, int64_t count, uint8_t* stream) {
-  const Eight* __restrict from = reinterpret_cast<const Eight*>(codes);
-  Four* __restrict fours = reinterpret_cast<Four*>(stream);
-  Two* __restrict twos = reinterpret_cast<Two*>(stream);
-  for (int64_t group = 0; group < count / 8; group++) {
-    const uint64_t packed = pack<bits>(uint64_t(from[group]));
-    if (bits == 4) fours[group] = uint32_t(packed);
-    else if (bits == 2) twos[group] = uint16_t(packed);
-    else memcpy(stream + bits * group, &packed, bits);
+ZEROPP_INLINE void pack_as(const uint8_t* codes, int64_t count, uint8_t* __restrict stream) {
+  using Codes = typename Word<bits>::type;
+  constexpr int64_t kCodes = sizeof(Codes), kBytes = kCodes * bits / 8;
+  const Codes* __restrict from = reinterpret_cast<const Codes*>(codes);
+  for (int64_t i = 0; i < count / kCodes; i++) {
+    const Codes packed = pack<bits, Codes>(from[i]);
+    if constexpr (kBytes == 1) stream[i] = uint8_t(packed);
+    else memcpy(stream + kBytes * i, &packed, kBytes);
   }
 }
 
 template <int bits>
-ZEROPP_INLINE void unpack_as(const uint8_t* stream, int64_t count, uint8_t* codes) {
-  Eight* __restrict to = reinterpret_cast<Eight*>(codes);
-  const Four* __restrict fours = reinterpret_cast<const Four*>(stream);
-  const Two* __restrict twos = reinterpret_cast<const Two*>(stream);
-  for (int64_t group = 0; group < (count + 7) / 8; group++) {
-    uint64_t packed = 0;
-    if (bits == 4) packed = fours[group];
-    else if (bits == 2) packed = twos[group];
-    else memcpy(&packed, stream + bits * group, bits);
-    to[group] = unpack<bits>(packed);
+ZEROPP_INLINE void unpack_as(const uint8_t* __restrict stream, int64_t count, uint8_t* codes) {
+  using Codes = typename Word<bits>::type;
+  constexpr int64_t kCodes = sizeof(Codes), kBytes = kCodes * bits / 8;
+  Codes* __restrict to = reinterpret_cast<Codes*>(codes);
+  for (int64_t i = 0; i < (count + kCodes - 1) / kCodes; i++) {
+    Codes packed = 0;
+    if constexpr (kBytes == 1) packed = stream[i];
+    else memcpy(&packed, stream + kBytes * i, kBytes);
+    to[i] = unpack<bits, Codes>(packed);
   }
 }
 
@@ -162,6 +163,12 @@ ZEROPP_INLINE void unpack_codes(int bits, const uint8_t* stream, int64_t count, 
   if (bits == 3) unpack_as<3>(stream, count, codes);
   if (bits == 4) unpack_as<4>(stream, count, codes);
   if (bits == 6) unpack_as<6>(stream, count, codes);
+}
+
+// What the compiler knows of a format is kBits; 0: nothing. 2 is the code "mean", 4 and 8 are "absmax".
+template <int kBits>
+ZEROPP_INLINE bool is_mean(const Format& format) {
+  return kBits ? kBits == 2 : format.is_mean;
 }
 
 float load_scale(const uint8_t* scales, int64_t block, int bytes) {
@@ -227,64 +234,14 @@ struct Noise {
   bool wanted;
   uint32_t seed;
   uint32_t index;  // of the tile's first element
+
+  ZEROPP_INLINE float at(int64_t i) const { return counter_uniform(index + uint32_t(i), seed); }
 };
 
 ZEROPP_INLINE uint32_t largest_magnitude(const float* __restrict values, int64_t count) {
   uint32_t largest = 0;
   for (int64_t i = 0; i < count; i++) largest = std::max(largest, magnitude_of(values[i]));
   return largest;
-}
-
-// Codes, a byte each, of one block; returns the largest distance of a product from its code.
-ZEROPP_INLINE float quantize_by_product(
-    const float* __restrict values, int64_t count, float reciprocal, uint8_t* __restrict codes) {
-  uint32_t largest = 0;  // as an integer, of which the compiler may reorder the maximum
-  for (int64_t i = 0; i < count; i++) {
-    const RoundedProduct rounded = round_product(values[i], reciprocal);
-    codes[i] = uint8_t(rounded.code);
-    largest = std::max(largest, bits_of(rounded.distance));
-  }
-  return float_of(largest);
-}
-
-ZEROPP_INLINE void quantize_by_quotient(
-    const float* __restrict values, int64_t count, float scale, int qmax, uint8_t* __restrict codes) {
-  if (has_reciprocal(scale)) {  // then nothing has to be clamped
-    // In double precision the product rounds to the quotient: it is off by less than 2^-27 units in fp32's last place,
-    // and a quotient of two fp32 numbers is never closer than 2^-25 to the middle of two others.
-    const double reciprocal = 1 / double(scale);
-    for (int64_t i = 0; i < count; i++) codes[i] = uint8_t(int(rintf(float(double(values[i]) * reciprocal))));
-  } else {
-    for (int64_t i = 0; i < count; i++) codes[i] = uint8_t(round_quotient(values[i], scale, qmax));
-  }
-}
-
-// Scales and codes, a byte each, of a tile, strip by strip: a block, or a part of one, of a size that the compiler may
-// know. One loop over the tile after the other, so that no block waits for the reductions and divisions of another.
-ZEROPP_INLINE void quantize(const float* values, int64_t count, int64_t block, int64_t strip, const Format& format,
-                            const Noise& noise, float* scales, uint8_t* codes) {
-  const int qmax = qmax_of(format.bits);
-  for (int64_t first = 0; first < count; first += block) {
-    uint32_t largest = 0;
-    for (int64_t s = first; s < first + block; s += strip) largest = std::max(largest, largest_magnitude(values + s, strip));
-    scales[first / block] = scale_of(largest, qmax, format.scale_bytes == 2);
-  }
-  if (noise.wanted) {
-    for (int64_t i = 0; i < count; i++) {
-      const float uniform = counter_uniform(noise.index + uint32_t(i), noise.seed);
-      codes[i] = uint8_t(round_quotient(values[i], scales[i / block], qmax, uniform));
-    }
-    return;
-  }
-  for (int64_t first = 0; first < count; first += block) {
-    const float scale = scales[first / block], reciprocal = 1 / scale;
-    for (int64_t s = first; s < first + block; s += strip) {
-      const float distance = quantize_by_product(values + s, strip, reciprocal, codes + s);
-      if (!has_reciprocal(scale) || is_near_tie(distance, qmax)) {
-        quantize_by_quotient(values + s, strip, scale, qmax, codes + s);
-      }
-    }
-  }
 }
 
 ZEROPP_INLINE uint32_t num_nonzeros(const float* __restrict values, int64_t count) {
@@ -303,60 +260,112 @@ ZEROPP_INLINE uint64_t total_in_units(const float* __restrict values, int64_t co
   return total;
 }
 
-// The same for the code "mean", of a tile whose elements from `count` on are padding.
-ZEROPP_INLINE void quantize_by_mean(const float* values, int64_t count, int64_t padded, int64_t block, int64_t strip,
-                                    const Format& format, const Noise& noise, float* scales, uint8_t* codes) {
-  const int qmax = qmax_of(format.bits);
-  for (int64_t first = 0; first < padded; first += block) {
-    uint32_t largest = 0, nonzeros = 0;
-    for (int64_t s = first; s < first + block; s += strip) {
-      largest = std::max(largest, largest_magnitude(values + s, strip));
-      nonzeros += num_nonzeros(values + s, strip);
-    }
-    const float units = per_unit(exponent_of(largest));
-    uint64_t total = 0;
-    for (int64_t s = first; s < first + block; s += strip) total += total_in_units(values + s, strip, units);
-    const int64_t size = std::min(block, count - first);
-    scales[first / block] = mean_scale(total, largest, size, nonzeros, format.bits, format.scale_bytes == 2);
+// The scale of a block, taken strip by strip; `size` of its elements are no padding.
+template <int kBits>
+ZEROPP_INLINE float scale_of_block(
+    const float* values, int64_t block, int64_t strip, int64_t size, const Format& format) {
+  const int bits = kBits ? kBits : format.bits;
+  const bool is_short = format.scale_bytes == 2;
+  uint32_t largest = 0;
+  for (int64_t s = 0; s < block; s += strip) largest = std::max(largest, largest_magnitude(values + s, strip));
+  if (!is_mean<kBits>(format)) return scale_of(largest, qmax_of(bits), is_short);
+  const float units = per_unit(exponent_of(largest));
+  uint32_t nonzeros = 0;
+  uint64_t total = 0;
+  for (int64_t s = 0; s < block; s += strip) {
+    nonzeros += num_nonzeros(values + s, strip);
+    total += total_in_units(values + s, strip, units);
   }
-  for (int64_t first = 0; first < padded; first += block) {
-    const Levels levels = levels_of(scales[first / block], true);
-    const float reciprocal = 1 / levels.scale;
-    if (!(levels.scale > 0)) {
-      std::fill(codes + first, codes + first + block, uint8_t(0));
-    } else if (noise.wanted) {
-      for (int64_t i = first; i < first + block; i++) {
-        const float uniform = i < count ? counter_uniform(noise.index + uint32_t(i), noise.seed) : 0.5f;
-        codes[i] = uint8_t(mean_code(values[i], reciprocal, levels, qmax, uniform));
-      }
-    } else {
-      for (int64_t s = first; s < first + block; s += strip) {
-        for (int64_t i = s; i < s + strip; i++) {
-          codes[i] = uint8_t(mean_code(values[i], reciprocal, levels, qmax, 0.5f));
-        }
-      }
+  return mean_scale(total, largest, size, nonzeros, bits, is_short);
+}
+
+// Puts the codes [first, stop) of a tile, a byte each, and what arrives of them where that is wanted. code_of(i) is a code
+// plus kIntegers.
+template <class CodeOf>
+ZEROPP_INLINE void put_codes(int64_t first, int64_t stop, Levels levels, uint8_t* __restrict codes,
+                             float* __restrict sent, const CodeOf& code_of) {
+  if (sent == nullptr) {
+    for (int64_t i = first; i < stop; i++) codes[i] = uint8_t(bits_of(code_of(i)));
+  } else {
+    for (int64_t i = first; i < stop; i++) {
+      const float code = code_of(i);
+      codes[i] = uint8_t(bits_of(code));
+      sent[i] = value_of(code - kIntegers, levels);
     }
   }
 }
 
+// The codes [first, stop) of a tile, all of one block. The tile's elements from `count` on are padding.
+template <int kBits, bool kHasFma>
+ZEROPP_INLINE void quantize_strip(const float* __restrict values, int64_t first, int64_t stop, int64_t count,
+                                  float sent_scale, const Format& format, const Noise& noise, uint8_t* codes,
+                                  float* sent) {
+  const int qmax = qmax_of(kBits ? kBits : format.bits);
+  const Levels levels = levels_of(sent_scale, is_mean<kBits>(format));
+  const float scale = levels.scale, reciprocal = 1 / scale;
+  const auto put = [&](const auto& code_of) __attribute__((always_inline)) {
+    put_codes(first, stop, levels, codes, sent, code_of);
+  };
+  if (is_mean<kBits>(format)) {
+    if (!(scale > 0)) {
+      put([&](int64_t) __attribute__((always_inline)) { return kIntegers; });
+    } else if (noise.wanted) {
+      put([&](int64_t i) __attribute__((always_inline)) {
+        return mean_code(values[i], reciprocal, levels, qmax, i < count ? noise.at(i) : 0.5f) + kIntegers;
+      });
+    } else {
+      put([&](int64_t i) __attribute__((always_inline)) {
+        return mean_code(values[i], reciprocal, levels, qmax, 0.5f) + kIntegers;
+      });
+    }
+  } else if (noise.wanted) {
+    put([&](int64_t i) __attribute__((always_inline)) {
+      return round_quotient(values[i], scale, qmax, noise.at(i)) + kIntegers;
+    });
+  } else if (has_reciprocal(scale)) {  // then nothing has to be clamped
+    put([&](int64_t i) __attribute__((always_inline)) {
+      return (kHasFma ? quotient_of(values[i], scale, reciprocal) : values[i] / scale) + kIntegers;
+    });
+  } else {
+    put([&](int64_t i) __attribute__((always_inline)) {
+      return round_quotient(values[i], scale, qmax) + kIntegers;
+    });
+  }
+}
+
+// Scales and codes, a byte each, of a tile, strip by strip: a block, or a part of one, of a size that the compiler may
+// know. One loop over the tile after the other, so that no block waits for the reductions and divisions of another.
+template <int kBits, bool kHasFma>
+ZEROPP_INLINE void quantize(const float* values, int64_t count, int64_t padded, int64_t block, int64_t strip,
+                            const Format& format, const Noise& noise, float* scales, uint8_t* codes, float* sent) {
+  for (int64_t first = 0; first < padded; first += block) {
+    const int64_t size = std::min(block, count - first);
+    scales[first / block] = scale_of_block<kBits>(values + first, block, strip, size, format);
+  }
+  for (int64_t first = 0; first < padded; first += block) {
+    for (int64_t s = first; s < first + block; s += strip) {
+      quantize_strip<kBits, kHasFma>(values, s, s + strip, count, scales[first / block], format, noise, codes, sent);
+    }
+  }
+}
+
+template <int kBits, bool kHasFma>
 ZEROPP_INLINE void write_blocks(const Format& format, const Segment& segment, uint8_t* wire, const Tile& tile,
                                 const Noise& noise, Scratch& scratch, float* values, float* sent) {
   const int64_t block = segment.block_size, count = tile.count, padded = tile.padded;
   std::fill(values + count, values + padded, 0.f);
-  uint8_t* stream = wire + segment.codes + tile.first * format.bits / 8;
-  uint8_t* codes = format.bits == 8 ? stream : scratch.codes.data();
+  const int bits = kBits ? kBits : format.bits;
+  uint8_t* stream = wire + segment.codes + tile.first * bits / 8;
+  uint8_t* codes = bits == 8 ? stream : scratch.codes.data();
   float* scales = scratch.scales.data();
-  if (format.is_mean) {
-    if (block % 128 == 0) quantize_by_mean(values, count, padded, block, 128, format, noise, scales, codes);
-    else quantize_by_mean(values, count, padded, block, block, format, noise, scales, codes);
+  if (block % 128 == 0) {
+    quantize<kBits, kHasFma>(values, count, padded, block, 128, format, noise, scales, codes, sent);
   } else {
-    if (block % 128 == 0) quantize(values, padded, block, 128, format, noise, scales, codes);
-    else quantize(values, padded, block, block, format, noise, scales, codes);
+    quantize<kBits, kHasFma>(values, count, padded, block, block, format, noise, scales, codes, sent);
   }
   uint8_t* sent_scales = wire + segment.scales + tile.first / block * format.scale_bytes;
   for (int64_t b = 0; b < padded / block; b++) store_scale(scales[b], sent_scales, b, format.scale_bytes);
-  if (sent) dequantize<false>(codes, sent_scales, format, block, padded, sent);
-  if (format.bits != 8) pack_codes(format.bits, codes, padded, stream);
+  if (bits != 8) pack_codes(bits, codes, padded, stream);
 }
 
 // The gaps that alignment leaves behind the last code and the last scale.
@@ -370,6 +379,7 @@ void zero_gaps(const Segment& segment, const Format& format, uint8_t* wire) {
 }
 
 // Writes a tile to a wire; ``sent``, if not null, receives what will arrive. Sets the padding of ``values`` to zero.
+template <int kBits, bool kHasFma>
 ZEROPP_INLINE void write_wire(const Wires& wires, const Segment& own, const Tile& tile, const Noise& noise,
                               Scratch& scratch, float* values, float* sent) {
   const Format& format = wires.format;
@@ -381,14 +391,15 @@ ZEROPP_INLINE void write_wire(const Wires& wires, const Segment& own, const Tile
     store(values, format.type, tile.count, to);
     if (sent) load(to, format.type, tile.count, sent);
   } else {
-    write_blocks(format, segment, wire, tile, noise, scratch, values, sent);
+    write_blocks<kBits, kHasFma>(format, segment, wire, tile, noise, scratch, values, sent);
   }
   if (own.start + tile.first + tile.count == segment.stop) zero_gaps(segment, format, wire);
 }
 
 // ---- The kernels, for some of the tiles.
 
-ZEROPP_VERSIONS void encode_tiles(const EncodeArguments& a, int64_t begin, int64_t end) {
+template <int kBits, bool kHasFma>
+ZEROPP_INLINE void encode_tiles(const EncodeArguments& a, int64_t begin, int64_t end) {
   Scratch scratch(a.wire.format);
   float *values = scratch.values.data(), *sent = scratch.sent.data(), *error = scratch.error.data();
   uint8_t* codes = scratch.codes.data();
@@ -400,19 +411,29 @@ ZEROPP_VERSIONS void encode_tiles(const EncodeArguments& a, int64_t begin, int64
     if (a.addend.data) add(at(a.addend, tile, element), a.addend.type, tile.count, a.addend_sign, values);
 
     const Noise noise{a.stochastic, a.noise_seed, uint32_t(row * a.numel + element)};
-    if (!a.compensates) return write_wire(a.wire, segment, tile, noise, scratch, values, nullptr);
+    if (!a.compensates) return write_wire<kBits, kHasFma>(a.wire, segment, tile, noise, scratch, values, nullptr);
 
     if (a.error.data) read_wire<false>(a.error, 0, segment, tile, codes, error);
     else std::fill(error, error + tile.count, 0.f);
     for (int64_t i = 0; i < tile.count; i++) values[i] += error[i];
-    write_wire(a.wire, segment, tile, noise, scratch, values, sent);
+    write_wire<kBits, kHasFma>(a.wire, segment, tile, noise, scratch, values, sent);
     if (!a.new_error.data) return;
     for (int64_t i = 0; i < tile.count; i++) error[i] = moved_error(error[i], values[i], sent[i], averaging);
-    write_wire(a.new_error, segment, tile, Noise{}, scratch, error, nullptr);
+    write_wire<8, kHasFma>(a.new_error, segment, tile, Noise{}, scratch, error, nullptr);
   });
 }
 
-ZEROPP_VERSIONS void decode_tiles(const DecodeArguments& a, int64_t begin, int64_t end) {
+template <bool kHasFma>
+ZEROPP_INLINE void encode_some(const EncodeArguments& a, int64_t begin, int64_t end) {
+  const Format& format = a.wire.format;
+  if (format.is_mean && format.bits == 2) encode_tiles<2, kHasFma>(a, begin, end);
+  else if (!format.is_mean && format.bits == 4) encode_tiles<4, kHasFma>(a, begin, end);
+  else if (!format.is_mean && format.bits == 8) encode_tiles<8, kHasFma>(a, begin, end);
+  else encode_tiles<0, kHasFma>(a, begin, end);
+}
+
+template <bool>
+ZEROPP_INLINE void decode_some(const DecodeArguments& a, int64_t begin, int64_t end) {
   Scratch scratch(a.peers.format);
   for_each_tile(a.peers.format, a.rows1, begin, end, [&](const Segment& segment, const Tile& tile) __attribute__((always_inline)) {
     uint8_t* out = at(a.out, tile, segment.start + tile.first);
@@ -436,7 +457,8 @@ ZEROPP_INLINE void rotate_pairs(float* values, int64_t count) {
   }
 }
 
-ZEROPP_VERSIONS void rotate_tiles(const RotateArguments& a, int64_t begin, int64_t end) {
+template <bool>
+ZEROPP_INLINE void rotate_some(const RotateArguments& a, int64_t begin, int64_t end) {
   for_each_tile(a.format, a.rows1, begin, end, [&](const Segment& segment, const Tile& tile) __attribute__((always_inline)) {
     const int64_t element = segment.start + tile.first;
     float* out = reinterpret_cast<float*>(at(a.out, tile, element));
@@ -452,16 +474,47 @@ ZEROPP_VERSIONS void rotate_tiles(const RotateArguments& a, int64_t begin, int64
   });
 }
 
+// ---- Versions of the kernels for processors with AVX-512, AVX2 and neither.
+
 template <class Arguments>
-void run_parallel(const Arguments& a, const Format& format, void (*work)(const Arguments&, int64_t, int64_t)) {
+using Work = void (*)(const Arguments&, int64_t, int64_t);
+
+#if defined(__x86_64__) && defined(__linux__) && defined(__GNUC__) && !defined(__clang__)
+#define ZEROPP_VERSION(target_name, name, Arguments, work) \
+  __attribute__((target(target_name))) void name(const Arguments& a, int64_t begin, int64_t end) { work(a, begin, end); }
+#define ZEROPP_VERSIONS(work, Arguments)                                        \
+  ZEROPP_VERSION("arch=x86-64-v4", work##_v4, Arguments, work<true>)            \
+  ZEROPP_VERSION("arch=x86-64-v3", work##_v3, Arguments, work<true>)            \
+  ZEROPP_VERSION("default", work##_v1, Arguments, work<false>)                  \
+  Work<Arguments> best_of_##work() {                                            \
+    if (__builtin_cpu_supports("x86-64-v4")) return work##_v4;                  \
+    return __builtin_cpu_supports("x86-64-v3") ? work##_v3 : work##_v1;         \
+  }
+#else
+#ifdef __FP_FAST_FMAF
+constexpr bool kTargetHasFma = true;
+#else
+constexpr bool kTargetHasFma = false;
+#endif
+#define ZEROPP_VERSIONS(work, Arguments)                                                                       \
+  void work##_v1(const Arguments& a, int64_t begin, int64_t end) { work<kTargetHasFma>(a, begin, end); }       \
+  Work<Arguments> best_of_##work() { return work##_v1; }
+#endif
+
+ZEROPP_VERSIONS(encode_some, EncodeArguments)
+ZEROPP_VERSIONS(decode_some, DecodeArguments)
+ZEROPP_VERSIONS(rotate_some, RotateArguments)
+
+template <class Arguments>
+void run_parallel(const Arguments& a, const Format& format, Work<Arguments> work) {
   const int64_t tiles = a.rows0 * a.rows1 * tiles_per_row(format);
   at::parallel_for(0, tiles, kTilesPerThread, [&](int64_t begin, int64_t end) { work(a, begin, end); });
 }
 
 }  // namespace
 
-void encode(const EncodeArguments& a) { run_parallel(a, a.wire.format, encode_tiles); }
-void decode(const DecodeArguments& a) { run_parallel(a, a.peers.format, decode_tiles); }
-void rotate(const RotateArguments& a) { run_parallel(a, a.format, rotate_tiles); }
+void encode(const EncodeArguments& a) { run_parallel(a, a.wire.format, best_of_encode_some()); }
+void decode(const DecodeArguments& a) { run_parallel(a, a.peers.format, best_of_decode_some()); }
+void rotate(const RotateArguments& a) { run_parallel(a, a.format, best_of_rotate_some()); }
 
 }  // namespace zeropp::cpu
