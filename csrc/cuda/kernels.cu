@@ -89,14 +89,17 @@ __device__ void fetch(const uint8_t* from, int nbytes, Vectors<kWords>& vectors)
   }
 }
 
+template <int width, int kWords>
+__device__ void drop_words(uint32_t (&words)[kWords], bool drops) {
+#pragma unroll
+  for (int i = 0; i + width < kWords; i++) words[i] = drops ? words[i + width] : words[i];
+}
+
 // Drops the first bytes, an even number below 16.
 template <int kWords>
 __device__ void drop(uint32_t (&words)[kWords], uint32_t bytes) {
-#pragma unroll
-  for (int width = 2; width > 0; width /= 2) {
-#pragma unroll
-    for (int i = 0; i + width < kWords; i++) words[i] = bytes & (4 * width) ? words[i + width] : words[i];
-  }
+  drop_words<2>(words, bytes & 8);
+  drop_words<1>(words, bytes & 4);
 #pragma unroll
   for (int i = 0; i + 1 < kWords; i++) words[i] = bytes & 2 ? words[i] >> 16 | words[i + 1] << 16 : words[i];
 }
