@@ -240,7 +240,7 @@ bool is_mean(const Format& format) {
 }
 
 template <int kBits>
-int bits_of(const Format& format) {
+int code_bits(const Format& format) {
   return kBits ? kBits : format.bits;
 }
 
@@ -292,7 +292,7 @@ ZEROPP_INLINE void put_codes(int64_t first, int64_t count, Levels levels, uint8_
 #pragma GCC ivdep
   for (int64_t i = first; i < first + (kCount ? kCount : count); i++) {
     const float code = code_of(i);
-    codes[i] = uint8_t(zeropp::bits_of(code));
+    codes[i] = uint8_t(bits_of(code));
     arrives(i, value_of(code - kIntegers, levels));
   }
 }
@@ -302,7 +302,7 @@ template <int kBits, int64_t kCount, class Arrives>
 ZEROPP_INLINE void quantize_strip(const float* __restrict values, int64_t first, int64_t count, int64_t size,
                                   float sent_scale, const Format& format, const Noise& noise, uint8_t* codes,
                                   const Arrives& arrives) {
-  const int qmax = qmax_of(bits_of<kBits>(format));
+  const int qmax = qmax_of(code_bits<kBits>(format));
   const Levels levels = levels_of(sent_scale, is_mean<kBits>(format));
   const float scale = levels.scale, reciprocal = 1 / scale;
   const auto put = [&](const auto& code_of) __attribute__((always_inline)) {
@@ -334,7 +334,7 @@ ZEROPP_INLINE void quantize_strip(const float* __restrict values, int64_t first,
 template <int kBits, int64_t kCount, class Arrives>
 void quantize(const float* values, int64_t block, const Tile& tile, const Format& format, const Noise& noise,
               Sums* sums, float* scales, uint8_t* codes, const Arrives& arrives) {
-  const int bits = bits_of<kBits>(format);
+  const int bits = code_bits<kBits>(format);
   const bool is_short = format.scale_bytes == 2;
   const int64_t strip = kCount ? kCount : block;
   for (int64_t b = 0; b < tile.blocks; b++) {
@@ -369,7 +369,7 @@ template <int kBits, class Arrives>
 void write_blocks(const Format& format, const Segment& segment, uint8_t* wire, const Tile& tile, const Noise& noise,
                   Scratch& scratch, float* values, const Arrives& arrives) {
   const int64_t block = segment.block_size, padded = tile.blocks * block;
-  const int bits = bits_of<kBits>(format);
+  const int bits = code_bits<kBits>(format);
   std::fill(values + tile.count, values + padded, 0.f);
   uint8_t* stream = wire + segment.codes + tile.first * bits / 8;
   uint8_t* codes = bits == 8 ? stream : scratch.codes.data();
