@@ -169,7 +169,7 @@ def seconds_of(run: Callable[[], object], device: torch.device, repeat: int = 1)
 
 
 def measure(kernel: Kernel, device: torch.device, rounds: int, with_compile: bool) -> dict[str, float]:
-    """Seconds of the fastest round, in turns with a copy of as many bytes: others on the machine only make it slower."""
+    """Seconds of the fastest round, in turns with a copy of as many bytes: others on the machine only slow it."""
     source = torch.empty(kernel.nbytes // 2, dtype=torch.uint8, device=device)
     source.random_()
     target = torch.empty_like(source)
