@@ -36,7 +36,7 @@ def kernels() -> dict:
     sources = ["csrc/operators.cpp", "csrc/cpu/kernels.cpp"]
     compile_args = {"cxx": ["-std=c++20", "-O3", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-g0"]}
     if sys.platform == "linux":
-        # at::parallel_for is OpenMP's, of torch's own library. A tile is copied faster by a loop than by memcpy.
+        # at::parallel_for is OpenMP's, of the library that torch brings. A loop copies a tile faster than memcpy.
         compile_args["cxx"] += ["-fopenmp", "-fno-tree-loop-distribute-patterns"]
     macros: list = []
     make_extension = cpp_extension.CppExtension
