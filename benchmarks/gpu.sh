@@ -84,6 +84,13 @@ part kernel-tests 120 "file:$KERNELS,pytest,hypothesis" "$PYTHON" -m pytest -q t
 part kernels 120 "file:$KERNELS,numpy" "$PYTHON" benchmarks/kernels.py --output "$OUT/kernels.json"
 part trainer-gpt 180 numpy \
     "$PYTHON" benchmarks/trainer.py --model gpt-350m --steps 4 --rounds 2 --output "$OUT/trainer.jsonl"
+# Four ranks on the card, as two nodes, gloo on copies in host memory between them: launches, and how much of the
+# communication is exposed. The copies go through the host, so the times of the collectives are not NCCL's.
+for flags in "" "--zero-quantized-weights --zero-quantized-gradients --zero-hpz-partition-size 2 --zeropp-loco"; do
+    part "step${flags:+-all-flags}" 120 "file:$KERNELS,numpy" "$PYTHON" -m torch.distributed.run --standalone \
+        --nproc-per-node 4 tests/gpu/share_device.py cuda:0 benchmarks/trainer.py --model gpt-350m --micro-batch-size 1 \
+        --no-compile --steps 2 --rounds 1 --flags "$flags" --output "$OUT/step.jsonl"
+done
 part gpu-tests 150 numpy,pytest "$PYTHON" -m pytest -q -m "" tests/gpu -k cuda
 for tool in memcheck racecheck; do
     # Each tensor in an allocation of its own, so that a step beyond its end is seen.

@@ -3,13 +3,15 @@
 Every operation belongs to the innermost range around it that names a part. PyTorch names some by itself (FSDP2's
 collectives with their copies and casts, the optimizer, the loader); the others are wrapped here, for the profiled
 steps alone. Two times are kept: the host's is the main thread's, which on a GPU runs ahead and waits; the device's is
-that of the kernels, by the part that launched them.
+that of the kernels, by the part that launched them. Of a device it also counts the launches of each part, and how long
+a step communicates without computing: the exposed time, which overlap should have hidden.
 """
 
 from __future__ import annotations
 
 import bisect
 import functools
+import math
 import statistics
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -28,7 +30,7 @@ from megatron_zpp.architectures import ARCHITECTURES
 from megatron_zpp.training import pretrain, step
 from megatron_zpp.training.setup import Run
 from megatron_zpp.zeropp.all_gather import HierarchicalAllGather, QuantizedAllGather
-from megatron_zpp.zeropp.reduce_scatter import HierarchicalReduceScatter
+from megatron_zpp.zeropp.reduce_scatter import GradientsInFlight, HierarchicalReduceScatter
 
 PARTS = ("forward", "backward", "optimizer", "collectives", "quantizers", "data", "other")
 STEP = "training step"
@@ -40,7 +42,9 @@ WRAPPED: tuple[tuple[Any, str, str], ...] = (
     (step, "clip_gradients", "optimizer"),
     (QuantizedAllGather, "__call__", "quantizers"),  # what ZeRO++ does, but for the collectives inside
     (HierarchicalAllGather, "__call__", "quantizers"),
+    (HierarchicalAllGather, "send_early", "quantizers"),
     (HierarchicalReduceScatter, "__call__", "quantizers"),
+    (GradientsInFlight, "finish", "quantizers"),
     (dist.Work, "wait", "collectives"),
 )
 NAMED_BY_PYTORCH = {
@@ -75,6 +79,7 @@ def profile_steps(run: Run, training: OurTraining, num_steps: int) -> dict[str, 
 
 def sum_up(events: list[FunctionEvent], num_steps: int) -> dict[str, Any]:
     """The result of ``profile_steps`` from the profiler's events."""
+    on_device = [event for event in events if event.device_type != DeviceType.CPU and not event.is_user_annotation]
     events = [event for event in events if event.device_type == DeviceType.CPU and not event.is_async]
     steps = [event for event in events if event.name == STEP]
     main_thread = steps[0].thread
@@ -108,6 +113,7 @@ def sum_up(events: list[FunctionEvent], num_steps: int) -> dict[str, Any]:
 
     host: dict[str | None, float] = defaultdict(float)
     device: dict[str | None, float] = defaultdict(float)
+    launches: dict[str | None, int] = defaultdict(int)
     kernels: dict[str, float] = defaultdict(float)
     for event in events:
         part = part_of(event)
@@ -115,6 +121,7 @@ def sum_up(events: list[FunctionEvent], num_steps: int) -> dict[str, Any]:
             host[part] += event.self_cpu_time_total
         for kernel in event.kernels:
             device[part] += kernel.duration
+            launches[part] += 1
             kernels[kernel.name] += kernel.duration
 
     def per_step(microseconds: float) -> float:
@@ -128,6 +135,8 @@ def sum_up(events: list[FunctionEvent], num_steps: int) -> dict[str, Any]:
         "host_ms": {part: per_step(host[part]) for part in PARTS},
         "device_ms": {part: per_step(device[part]) for part in PARTS} if kernels else None,
         "device_idle_ms": round(wall / 1000 - per_step(sum(device.values())), 3) if kernels else None,
+        "launches": {part: round(launches[part] / num_steps, 1) for part in PARTS} if kernels else None,
+        "exposed_communication_ms": per_step(exposed(on_device)) if kernels else None,
         "longest_kernels_ms": {name: per_step(duration) for name, duration in longest},
     }
 
@@ -135,13 +144,34 @@ def sum_up(events: list[FunctionEvent], num_steps: int) -> dict[str, Any]:
 def format_parts(parts: dict[str, Any]) -> str:
     """The result of ``profile_steps`` as a table."""
     host, device = parts["host_ms"], parts["device_ms"]
-    lines = [f"| part of a step of {parts['step_ms']:.2f} ms | host, ms | device, ms |", "|---|---|---|"]
-    lines += [f"| {part} | {host[part]:.2f} | {f'{device[part]:.2f}' if device else '-'} |" for part in PARTS]
+    lines = [f"| part of a step of {parts['step_ms']:.2f} ms | host, ms | device, ms | launches |", "|---|---|---|---|"]
+    for part in PARTS:
+        of_device = f"{device[part]:.2f} | {parts['launches'][part]:g}" if device else "- | -"
+        lines.append(f"| {part} | {host[part]:.2f} | {of_device} |")
     if device:
-        lines.append(f"| idle |  | {parts['device_idle_ms']:.2f} |")
+        lines.append(f"| idle |  | {parts['device_idle_ms']:.2f} | |")
+        lines.append(f"| communicates, does not compute |  | {parts['exposed_communication_ms']:.2f} | |")
         lines += ["", "| longest kernels | ms |", "|---|---|"]
         lines += [f"| {name[:80]} | {duration:.2f} |" for name, duration in parts["longest_kernels_ms"].items()]
     return "\n".join(lines)
+
+
+def exposed(on_device: list[FunctionEvent]) -> float:
+    """Microseconds in which only kernels and copies of collectives run: NCCL's, or copies to and from the host."""
+    when: dict[bool, list[tuple[float, float]]] = {True: [], False: []}  # of communication, and of all else
+    for event in on_device:
+        communicates = event.name.lower().startswith(("nccl", "memcpy htod", "memcpy dtoh"))
+        when[communicates].append((event.time_range.start, event.time_range.end))
+    return covered(when[True] + when[False]) - covered(when[False])
+
+
+def covered(intervals: list[tuple[float, float]]) -> float:
+    """The length of the union of intervals (start, end)."""
+    total, reached = 0.0, -math.inf
+    for start, end in sorted(intervals):
+        total += max(0.0, end - max(start, reached))
+        reached = max(reached, end)
+    return total
 
 
 def _named_part(event: FunctionEvent) -> str | None:

@@ -201,6 +201,15 @@ E6_RECIPE = (
 INT8_COPIES = "--zero-quantized-weights --hpz-secondary-dtype int8"
 
 
+ELEMENT_SCALES = "--zero-gradient-element-scales"
+
+
+def with_and_without_element_scales(title: str, wire: str) -> Group:
+    return Group(
+        title, (Arm("block scales", f"{BF16} {wire}"), Arm("and scales of elements", f"{BF16} {wire} {ELEMENT_SCALES}"))
+    )
+
+
 def _less_memory(name: str, flags: str) -> Arm:
     return Arm(name, f"{E6_RECIPE} {flags}", control=E6_RECIPE)
 
@@ -350,6 +359,20 @@ EXPERIMENTS = {
                     _less_memory("sums in int8", "--zero-gradient-sum-dtype int8"),
                     _less_memory("sums and copies in int8", f"--zero-gradient-sum-dtype int8 {INT8_COPIES}"),
                 ),
+            ),
+        ),
+    ),
+    "E7": Experiment(
+        "Scales of elements",
+        (
+            CONTROLS,
+            with_and_without_element_scales(
+                "int4 differences, 8-2 gradients, LoCo between nodes",
+                f"{differences(4)} {gradients(8, 2)} {loco(0.8, 'inter')}",
+            ),
+            with_and_without_element_scales("8 bits within, 4 between nodes, blocks of 4096", gradients(8, 4, 4096)),
+            with_and_without_element_scales(
+                "8 bits within, 4 between nodes, blocks of 4096, LoCo", f"{gradients(8, 4, 4096)} {loco(0.8, 'inter')}"
             ),
         ),
     ),

@@ -96,38 +96,32 @@ ZEROPP_INLINE float scale_of(uint32_t largest_magnitude, int qmax, bool is_short
   return largest_magnitude < 0x7f800000u && is_finite(scale) ? scale : float_of(0x7fc00000u);
 }
 
-// Whether codes of this scale may be found through its reciprocal: not for 0, NaN, and the ends of fp32's range.
+// Whether quotients by this scale may be found through its reciprocal: not for 0, NaN, and the ends of fp32's range.
 ZEROPP_INLINE bool has_reciprocal(float scale) { return scale > 0x1p-100f && scale < 0x1p100f; }
 
-// value / scale by the reciprocal, rounded to an integer. Division costs most of a kernel's time; the product differs
-// from it by less than 2^-22 of its size, so both round alike unless the product is that close to a tie.
-struct RoundedProduct {
-  uint32_t code;   // its low 8 bits, in two's complement
-  float distance;  // |product - code|
-};
-
-ZEROPP_INLINE RoundedProduct round_product(float value, float reciprocal) {
-  const float magic = 12582912.f;  // 1.5 * 2^23: the sum's last bit is worth 1, so the addition rounds half to even
-  float product = value * reciprocal;
-  float shifted = product + magic;
-  return {bits_of(shifted), fabsf(product - (shifted - magic))};
+// value / scale from the scale's rounded reciprocal: a product, moved by what is left of the value (Markstein). Division
+// would cost most of a kernel's time. tests/zeropp/quotients.cpp shows, for all scales, that it rounds to an integer as the
+// quotient does.
+ZEROPP_INLINE float quotient_of(float value, float scale, float reciprocal) {
+  const float product = value * reciprocal;
+  return fmaf(fmaf(-product, scale, value), reciprocal, product);
 }
 
-// Whether a product this far from an integer cannot tell how the quotient rounds: divide.
-ZEROPP_INLINE bool is_near_tie(float distance, int qmax) { return distance > 0.5f - float(qmax) * 0x1p-22f; }
+// 1.5 * 2^23. A small number that is added to it is rounded to an integer, half to even, and is in the sum's low bits in
+// two's complement.
+constexpr float kIntegers = 12582912.f;
 
 // The definition. 0 / 0, NaN and Inf give 0; a denormal scale is inexact, hence the clamp.
-ZEROPP_INLINE int clamp_code(float rounded, int qmax) {
-  if (rounded != rounded) return 0;
-  return int(fminf(fmaxf(rounded, -float(qmax)), float(qmax)));
+ZEROPP_INLINE float clamp_code(float rounded, int qmax) {
+  return rounded == rounded ? fminf(fmaxf(rounded, -float(qmax)), float(qmax)) : 0.f;
 }
 
-ZEROPP_INLINE int round_quotient(float value, float scale, int qmax) {
+ZEROPP_INLINE float round_quotient(float value, float scale, int qmax) {
   return clamp_code(rintf(value / scale), qmax);
 }
 
 // Stochastic rounding; uniform in [0, 1).
-ZEROPP_INLINE int round_quotient(float value, float scale, int qmax, float uniform) {
+ZEROPP_INLINE float round_quotient(float value, float scale, int qmax, float uniform) {
   return clamp_code(floorf(value / scale + uniform), qmax);
 }
 
@@ -184,10 +178,10 @@ ZEROPP_INLINE Levels levels_of(float sent_scale, bool is_mean) {
 ZEROPP_INLINE float value_of(float code, Levels levels) { return (code + levels.offset) * levels.scale; }
 
 // The code of a value in a block with a scale above 0. uniform in [0, 1) rounds stochastically, 1/2 to the nearest level.
-ZEROPP_INLINE int mean_code(float value, float reciprocal, Levels levels, int qmax, float uniform) {
+ZEROPP_INLINE float mean_code(float value, float reciprocal, Levels levels, int qmax, float uniform) {
   const float code = floorf(value * reciprocal + (uniform - levels.offset));
   const float lowest = float(-qmax) - 2 * levels.offset, capped = code < float(qmax) ? code : float(qmax);
-  return int(capped > lowest ? capped : lowest);
+  return capped > lowest ? capped : lowest;
 }
 
 // Numbers in [0, 1) that depend on index and seed alone: the low bias 32-bit integer hash of Chris Wellons.

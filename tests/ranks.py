@@ -5,14 +5,17 @@ The processes are forked from a server that has imported torch once, so that sta
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import faulthandler
 import gc
 import multiprocessing
 import os
 import pickle
+import random
 import re
 import signal
+import socket
 import sys
 import tempfile
 import traceback
@@ -44,7 +47,10 @@ def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, timeout
             pipes.append(receiver)
             processes.append(process)
         try:
-            answers = [_answer(rank, pipe, timeout, _report(folder, rank)) for rank, pipe in enumerate(pipes)]
+            answers = [
+                _answer(rank, pipe, process, timeout, _report(folder, rank))
+                for rank, (pipe, process) in enumerate(zip(pipes, processes, strict=True))
+            ]
         finally:
             for process in processes:
                 process.kill()
@@ -58,14 +64,23 @@ def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, timeout
     return [value for value, _ in answers]
 
 
-def _answer(rank: int, pipe: Any, timeout: float, report: Path) -> tuple[Any, str | None]:
+def free_port() -> int:
+    """One that nothing listens on, and that no outgoing connection is given before someone does."""
+    while True:
+        port = random.SystemRandom().randrange(20000, 32000)  # below what Linux gives out by itself
+        with contextlib.suppress(OSError), socket.create_server(("localhost", port)):
+            return port
+
+
+def _answer(rank: int, pipe: Any, process: Any, timeout: float, report: Path) -> tuple[Any, str | None]:
     """What a rank returned, or its error."""
     if not pipe.poll(timeout):
         return None, f"rank {rank} did not answer within {timeout} s\n{report.read_text()}"
     try:
         return pickle.loads(pipe.recv_bytes())
     except EOFError:
-        return None, f"rank {rank} died without a message"
+        process.join(10)
+        return None, f"rank {rank} died without a message, with exit status {process.exitcode}"
 
 
 def _die_with_parent() -> None:

@@ -17,7 +17,6 @@ import itertools
 import os
 import re
 import shlex
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -30,7 +29,7 @@ from megatron_zpp.architectures import find_architecture
 from megatron_zpp.arguments.parse import parse_settings
 from megatron_zpp.training.pretrain import pretrain
 from tests.conftest import ROOT, environment
-from tests.ranks import run_ranks
+from tests.ranks import free_port, run_ranks
 
 # Their commands train or measure for long, also where it is made small: `make test-long` runs them.
 LONG = ("benchmarks", "CONTRIBUTING", "experiments", "zeropp")
@@ -115,11 +114,6 @@ def train(architecture: str, argv: list[str], port: int, folder: str) -> tuple[o
         except SystemExit as exit_:
             code = exit_.code
     return code, out.getvalue(), err.getvalue()
-
-
-def free_port() -> int:
-    with socket.create_server(("localhost", 0)) as server:
-        return server.getsockname()[1]
 
 
 @pytest.fixture

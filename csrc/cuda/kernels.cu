@@ -1,11 +1,13 @@
-// The kernels on a GPU. A thread works on groups of 8 elements, 16 bytes of bf16, and issues the loads of several groups
-// before it uses the first. A block's maximum goes through warp shuffles. Nothing is atomic, nothing waits for the host.
+// The kernels on a GPU. A thread works on groups of 8 elements, 16 bytes of bf16, and issues the loads of several groups, or
+// of what several peers sent of one, before it uses the first. A block's maximum goes through warp shuffles. Nothing is
+// atomic, nothing waits for the host.
 //
 // The wire formats travel as kernel parameters. This file includes nothing of torch: nvcc alone compiles it.
 
 #include <cuda_runtime.h>
 
 #include <algorithm>
+#include <type_traits>
 #include <vector>
 
 #define ZEROPP_CUDA
@@ -45,58 +47,128 @@ struct Row {
   int64_t row0, row1;
 };
 
-__device__ Row row_of_block(int64_t rows1) { return {blockIdx.y / rows1, blockIdx.y % rows1}; }
+__device__ Row row_of_block(int64_t rows1) { return {blockIdx.y / uint32_t(rows1), blockIdx.y % uint32_t(rows1)}; }
 
 __device__ uint8_t* at(const Wires& wires, const Row& row) {
   return wires.data + row.row0 * wires.stride0 + row.row1 * wires.stride1;
 }
 
-// ---- Groups of 8 elements in registers. `valid` of them exist; the others are zero, and are not written.
+__device__ uint8_t* at(const Rows& rows, const Row& row, int64_t element) {
+  const int64_t offset = row.row0 * rows.stride0 + row.row1 * rows.stride1 + element;
+  return static_cast<uint8_t*>(rows.data) + offset * size_of(rows.type);
+}
+
+// ---- Groups of 8 elements in dense memory. They begin anywhere, since parameters of one dimension shift those behind them,
+// and all of a warp equally far from a multiple of 16 bytes. A thread reads the aligned vectors that hold its group, and
+// moves the words; what it writes are aligned vectors, too, for which it takes over elements of the next thread. `valid`
+// elements exist; others are zero, and are not written.
+
+// Aligned vectors, the group in them, and the bytes before it.
+template <int kWords>
+struct Vectors {
+  uint32_t words[kWords];
+  uint32_t before;
+};
 
 template <class T>
-__device__ void load_as(const void* data, int valid, float (&values)[kGroup]) {
-  constexpr int kPerLoad = 16 / sizeof(T);
-  const T* from = static_cast<const T*>(data);
-  if (valid == kGroup && reinterpret_cast<uintptr_t>(from) % 16 == 0) {
-    union {
-      uint4 raw[kGroup / kPerLoad];
-      T elements[kGroup];
-    } loaded;
+constexpr int kGroupWords = kGroup * sizeof(T) / 4;
+template <class T>
+using VectorsOf = Vectors<kGroupWords<T> + 4>;
+
+// The vectors with the bytes [from, from + nbytes); no others are touched.
+template <int kWords>
+__device__ void fetch(const uint8_t* from, int nbytes, Vectors<kWords>& vectors) {
+  vectors.before = uint32_t(reinterpret_cast<uintptr_t>(from) % 16);
+  const int stop = nbytes > 0 ? int(vectors.before) + nbytes : 0;
 #pragma unroll
-    for (int j = 0; j < kGroup / kPerLoad; j++) loaded.raw[j] = reinterpret_cast<const uint4*>(from)[j];
-#pragma unroll
-    for (int i = 0; i < kGroup; i++) values[i] = to_float(loaded.elements[i]);
-  } else {
-#pragma unroll
-    for (int i = 0; i < kGroup; i++) values[i] = i < valid ? to_float(from[i]) : 0.f;
+  for (int v = 0; v < kWords / 4; v++) {
+    uint4 vector = make_uint4(0, 0, 0, 0);
+    if (16 * v < stop) vector = reinterpret_cast<const uint4*>(from - vectors.before)[v];
+    vectors.words[4 * v] = vector.x, vectors.words[4 * v + 1] = vector.y;
+    vectors.words[4 * v + 2] = vector.z, vectors.words[4 * v + 3] = vector.w;
   }
 }
 
+template <int width, int kWords>
+__device__ void drop_words(uint32_t (&words)[kWords], bool drops) {
+#pragma unroll
+  for (int i = 0; i + width < kWords; i++) words[i] = drops ? words[i + width] : words[i];
+}
+
+// Drops the first bytes, an even number below 16.
+template <int kWords>
+__device__ void drop(uint32_t (&words)[kWords], uint32_t bytes) {
+  drop_words<2>(words, bytes & 8);
+  drop_words<1>(words, bytes & 4);
+#pragma unroll
+  for (int i = 0; i + 1 < kWords; i++) words[i] = bytes & 2 ? words[i] >> 16 | words[i + 1] << 16 : words[i];
+}
+
+template <class T, int kWords>
+__device__ T element_of(const uint32_t (&words)[kWords], int i) {
+  if constexpr (sizeof(T) == 4) return float_of(words[i]);
+  else return T{uint16_t(words[i / 2] >> (16 * (i % 2)))};
+}
+
+template <class T, int kWords>
+__device__ void read_as(Vectors<kWords> vectors, int valid, float (&values)[kGroup]) {
+  if (vectors.before != 0) drop(vectors.words, vectors.before);
+#pragma unroll
+  for (int i = 0; i < kGroup; i++) values[i] = i < valid ? to_float(element_of<T>(vectors.words, i)) : 0.f;
+}
+
+template <int kWords>
+__device__ void read(const Vectors<kWords>& vectors, Type type, int valid, float (&values)[kGroup]) {
+  if constexpr (kWords == kGroupWords<float> + 4) {
+    if (type == Type::kFloat) return read_as<float>(vectors, valid, values);
+  }
+  if (type == Type::kBFloat16) read_as<BFloat16>(vectors, valid, values);
+  else read_as<Half>(vectors, valid, values);
+}
+
+// All threads of a warp come here together.
 template <class T>
 __device__ void store_as(const float (&values)[kGroup], int valid, void* data) {
-  constexpr int kPerStore = 16 / sizeof(T);
+  constexpr int kWords = kGroupWords<T>;
+  uint32_t words[2 * kWords];
+#pragma unroll
+  for (int i = 0; i < kGroup; i++) {
+    T element;
+    from_float(values[i], element);
+    if constexpr (sizeof(T) == 4) words[i] = bits_of(element);
+    else words[i / 2] = i % 2 ? words[i / 2] | uint32_t(element.bits) << 16 : element.bits;
+  }
   T* to = static_cast<T*>(data);
-  union {
-    uint4 raw[kGroup / kPerStore];
-    T elements[kGroup];
-  } stored;
+  const uint32_t before = uint32_t(reinterpret_cast<uintptr_t>(to) % 16);
+  const int left = before == 0 ? 0 : int(16 - before) / int(sizeof(T));  // to the thread before, or to nobody
+  int stored = valid - left;
+  if (before != 0) {
+    const uint32_t lane = threadIdx.x % 32;
+    if (lane == 0) {
 #pragma unroll
-  for (int i = 0; i < kGroup; i++) from_float(values[i], stored.elements[i]);
-  if (valid == kGroup && reinterpret_cast<uintptr_t>(to) % 16 == 0) {
+      for (int i = 0; i < 16 / int(sizeof(T)); i++) {
+        if (i < left && i < valid) to[i] = element_of<T>(words, i);
+      }
+    }
+    const int next_valid = __shfl_down_sync(0xffffffffu, valid, 1);
+    if (lane < 31) stored += next_valid < left ? next_valid : left;
 #pragma unroll
-    for (int j = 0; j < kGroup / kPerStore; j++) reinterpret_cast<uint4*>(to)[j] = stored.raw[j];
+    for (int i = 0; i < kWords; i++) words[kWords + i] = __shfl_down_sync(0xffffffffu, words[i], 1);
+    drop(words, 16 - before);
+  }
+  to += left;
+  if (stored == kGroup) {
+#pragma unroll
+    for (int v = 0; v < kWords / 4; v++) {
+      const uint32_t* of = words + 4 * v;
+      reinterpret_cast<uint4*>(to)[v] = make_uint4(of[0], of[1], of[2], of[3]);
+    }
   } else {
 #pragma unroll
     for (int i = 0; i < kGroup; i++) {
-      if (i < valid) to[i] = stored.elements[i];
+      if (i < stored) to[i] = element_of<T>(words, i);
     }
   }
-}
-
-__device__ void load(const void* from, Type type, int valid, float (&values)[kGroup]) {
-  if (type == Type::kFloat) load_as<float>(from, valid, values);
-  else if (type == Type::kBFloat16) load_as<BFloat16>(from, valid, values);
-  else load_as<Half>(from, valid, values);
 }
 
 __device__ void store(const float (&values)[kGroup], Type type, int valid, void* to) {
@@ -105,22 +177,31 @@ __device__ void store(const float (&values)[kGroup], Type type, int valid, void*
   else store_as<Half>(values, valid, to);
 }
 
-__device__ uint8_t* at(const Rows& rows, const Row& row, int64_t element) {
-  const int64_t offset = row.row0 * rows.stride0 + row.row1 * rows.stride1 + element;
-  return static_cast<uint8_t*>(rows.data) + offset * size_of(rows.type);
+// What a receiver makes of a value that travels as it is.
+__device__ float rounded_to(Type type, float value) {
+  BFloat16 bfloat16;
+  Half half;
+  from_float(value, bfloat16);
+  from_float(value, half);
+  return type == Type::kFloat ? value : type == Type::kBFloat16 ? to_float(bfloat16) : to_float(half);
 }
 
-// ---- Codes of a group, a byte each in the two words; `bits` bytes on the wire. kBits = 0: bits and code known at run time
-// only; kBits = 2 is the code "mean", 4 and 8 are "absmax".
+// ---- Codes of a group, `bits` bytes on the wire. kBits = 0: bits and code known at run time only; kBits = 2 is the code
+// "mean", 4 and 8 are "absmax".
 
 template <int kBits>
 __device__ bool is_mean(const Format& format) {
   return kBits ? kBits == 2 : format.is_mean;
 }
 
-__device__ float load_scale(const uint8_t* scales, uint32_t block, int bytes) {
-  if (bytes == 4) return reinterpret_cast<const float*>(scales)[block];
-  return to_float(reinterpret_cast<const BFloat16*>(scales)[block]);
+template <int kBits>
+__device__ int code_bits(const Format& format) {
+  return kBits ? kBits : format.bits;
+}
+
+__device__ float load_scale(const uint8_t* scale, int bytes) {
+  if (bytes == 4) return *reinterpret_cast<const float*>(scale);
+  return to_float(*reinterpret_cast<const BFloat16*>(scale));
 }
 
 __device__ void store_scale(float scale, uint8_t* scales, uint32_t block, int bytes) {
@@ -128,6 +209,7 @@ __device__ void store_scale(float scale, uint8_t* scales, uint32_t block, int by
   else from_float(scale, reinterpret_cast<BFloat16*>(scales)[block]);  // exactly
 }
 
+// Codes are a byte each in two words.
 template <int bits>
 __device__ void store_codes_as(uint32_t low, uint32_t high, uint8_t* to) {
   if constexpr (bits == 8) {
@@ -145,89 +227,129 @@ __device__ void store_codes_as(uint32_t low, uint32_t high, uint8_t* to) {
 }
 
 template <int bits>
-__device__ void load_codes_as(const uint8_t* from, float (&codes)[kGroup]) {
-  uint32_t low, high;
+__device__ uint64_t load_stream_as(const uint8_t* from) {
   if constexpr (bits == 8) {
     const uint2 raw = *reinterpret_cast<const uint2*>(from);
-    low = raw.x, high = raw.y;
-  } else {
-    uint64_t stream = 0;
-    if constexpr (bits == 4) stream = *reinterpret_cast<const uint32_t*>(from);
-    if constexpr (bits == 2) stream = *reinterpret_cast<const uint16_t*>(from);
-    if constexpr (bits == 1) stream = *from;
-    if constexpr (bits == 3 || bits == 6) {
-#pragma unroll
-      for (int i = 0; i < bits; i++) stream |= uint64_t(from[i]) << (8 * i);
-    }
-    constexpr uint32_t half = uint32_t((uint64_t(1) << (4 * bits)) - 1);
-    low = unpack<bits>(uint32_t(stream) & half), high = unpack<bits>(uint32_t(stream >> (4 * bits)) & half);
+    return raw.x | uint64_t(raw.y) << 32;
   }
+  if constexpr (bits == 4) return *reinterpret_cast<const uint32_t*>(from);
+  if constexpr (bits == 2) return *reinterpret_cast<const uint16_t*>(from);
+  uint64_t stream = 0;
+#pragma unroll
+  for (int i = 0; i < bits; i++) stream |= uint64_t(from[i]) << (8 * i);
+  return stream;
+}
+
+template <int bits>
+__device__ void read_stream_as(uint64_t stream, float (&codes)[kGroup]) {
+  constexpr uint32_t half = uint32_t((uint64_t(1) << (4 * bits)) - 1);
+  const uint32_t low = unpack<bits>(uint32_t(stream) & half), high = unpack<bits>(uint32_t(stream >> (4 * bits)) & half);
 #pragma unroll
   for (int i = 0; i < kGroup; i++) codes[i] = code_value((i < 4 ? low : high) >> (8 * (i % 4)) & 0xff);
 }
 
-template <int kBits>
-__device__ void store_codes(uint32_t low, uint32_t high, int bits, uint8_t* to) {
+// work(the number of bits, as a constant)
+template <int kBits, class Work>
+__device__ void with_bits(int bits, const Work& work) {
   if constexpr (kBits != 0) {
-    store_codes_as<kBits>(low, high, to);
+    work(std::integral_constant<int, kBits>());
   } else {
     switch (bits) {
-      case 1: return store_codes_as<1>(low, high, to);
-      case 2: return store_codes_as<2>(low, high, to);
-      case 3: return store_codes_as<3>(low, high, to);
-      case 4: return store_codes_as<4>(low, high, to);
-      case 6: return store_codes_as<6>(low, high, to);
-      default: return store_codes_as<8>(low, high, to);
-    }
-  }
-}
-
-template <int kBits>
-__device__ void load_codes(const uint8_t* from, int bits, float (&codes)[kGroup]) {
-  if constexpr (kBits != 0) {
-    load_codes_as<kBits>(from, codes);
-  } else {
-    switch (bits) {
-      case 1: return load_codes_as<1>(from, codes);
-      case 2: return load_codes_as<2>(from, codes);
-      case 3: return load_codes_as<3>(from, codes);
-      case 4: return load_codes_as<4>(from, codes);
-      case 6: return load_codes_as<6>(from, codes);
-      default: return load_codes_as<8>(from, codes);
+      case 1: return work(std::integral_constant<int, 1>());
+      case 2: return work(std::integral_constant<int, 2>());
+      case 3: return work(std::integral_constant<int, 3>());
+      case 4: return work(std::integral_constant<int, 4>());
+      case 6: return work(std::integral_constant<int, 6>());
+      default: return work(std::integral_constant<int, 8>());
     }
   }
 }
 
 // ---- Wires.
 
-// What one wire says of the group at `element` of the shard.
+// Where a group is in a wire, in bytes: its codes or values, and its block's scale.
+struct Place {
+  int64_t codes, scale;
+};
+
 template <int kBits>
-__device__ void read_wire(const uint8_t* wire, const Format& format, const Segment& segment, int64_t element, int valid,
-                          float (&values)[kGroup]) {
+__device__ Place place_of(const Format& format, const Segment& segment, int64_t element) {
   const int64_t offset = element - segment.start;
-  if (segment.block_size == 0) {
-    return load(wire + segment.codes + offset * size_of(format.type), format.type, valid, values);
-  }
-  const uint32_t group = uint32_t(offset / kGroup), groups_per_block = uint32_t(segment.block_size) / kGroup;
-  const float scale = load_scale(wire + segment.scales, group / groups_per_block, format.scale_bytes);
-  const Levels levels = levels_of(scale, is_mean<kBits>(format));
-  const int bits = kBits ? kBits : format.bits;
-  load_codes<kBits>(wire + segment.codes + int64_t(group) * bits, bits, values);
+  if (segment.block_size == 0) return {segment.codes + offset * size_of(format.type), 0};
+  const uint32_t group = uint32_t(offset / kGroup), block = group / (uint32_t(segment.block_size) / kGroup);
+  return {segment.codes + int64_t(group) * code_bits<kBits>(format), segment.scales + int64_t(block) * format.scale_bytes};
+}
+
+// A group as it arrived.
+struct Encoded {
+  uint64_t stream;
+  float scale;
+};
+
+template <int kBits>
+__device__ void fetch_codes(const uint8_t* wire, const Format& format, const Place& place, Encoded& group) {
+  with_bits<kBits>(format.bits, [&](auto bits) { group.stream = load_stream_as<decltype(bits)::value>(wire + place.codes); });
+  group.scale = load_scale(wire + place.scale, format.scale_bytes);
+}
+
+template <int kBits>
+__device__ void read_codes(const Encoded& group, const Format& format, int valid, float (&values)[kGroup]) {
+  const Levels levels = levels_of(group.scale, is_mean<kBits>(format));
+  with_bits<kBits>(format.bits, [&](auto bits) { read_stream_as<decltype(bits)::value>(group.stream, values); });
 #pragma unroll
   for (int i = 0; i < kGroup; i++) values[i] = i < valid ? value_of(values[i], levels) : 0.f;
 }
 
+__device__ void add(float (&values)[kGroup], const float (&addend)[kGroup]) {
+#pragma unroll
+  for (int i = 0; i < kGroup; i++) values[i] += addend[i];
+}
+
+// Peers whose loads a thread issues before it uses the first.
+constexpr int kPlainPeers = 4;
+template <int kBits>
+constexpr int kPeers = kBits == 0 ? 4 : kBits == 8 ? 8 : 16;
+
+// The sum of what all peers sent of a group, in their order.
 template <int kBits>
 __device__ void read_sum(const Wires& wires, const Segment& segment, const Row& row, int64_t element, int valid,
                          float (&values)[kGroup]) {
-  const uint8_t* wire = at(wires, row);
-  read_wire<kBits>(wire, wires.format, segment, element, valid, values);
-#pragma unroll 2
-  for (int peer = 1; peer < wires.num_peers; peer++) {
-    float addend[kGroup];
-    read_wire<kBits>(wire + peer * wires.peer_stride, wires.format, segment, element, valid, addend);
 #pragma unroll
-    for (int i = 0; i < kGroup; i++) values[i] += addend[i];
+  for (int i = 0; i < kGroup; i++) values[i] = -0.f;  // which changes nothing that is added to it
+  if (valid == 0) return;
+  const Format& format = wires.format;
+  const Place place = place_of<kBits>(format, segment, element);
+  const auto add_peers = [&](auto at_once, auto group, const auto& fetch_from, const auto& read_it) {
+    constexpr int kAtOnce = decltype(at_once)::value;
+    const uint8_t* wire = at(wires, row);
+#pragma unroll 1
+    for (int left = wires.num_peers; left > 0; left -= kAtOnce) {
+      decltype(group) groups[kAtOnce];
+#pragma unroll
+      for (int j = 0; j < kAtOnce; j++) {
+        if (j < left) fetch_from(wire + j * wires.peer_stride, groups[j]);
+      }
+#pragma unroll
+      for (int j = 0; j < kAtOnce; j++) {
+        if (j < left) {
+          float addend[kGroup];
+          read_it(groups[j], addend);
+          add(values, addend);
+        }
+      }
+      wire += kAtOnce * wires.peer_stride;
+    }
+  };
+  if (segment.block_size == 0) {
+    add_peers(
+        std::integral_constant<int, kPlainPeers>(), VectorsOf<float>(),
+        [&](const uint8_t* wire, auto& group) { fetch(wire + place.codes, valid * int(size_of(format.type)), group); },
+        [&](const auto& group, auto& addend) { read(group, format.type, valid, addend); });
+  } else {
+    add_peers(
+        std::integral_constant<int, kPeers<kBits>>(), Encoded(),
+        [&](const uint8_t* wire, auto& group) { fetch_codes<kBits>(wire, format, place, group); },
+        [&](const auto& group, auto& addend) { read_codes<kBits>(group, format, valid, addend); });
   }
 }
 
@@ -285,132 +407,142 @@ __device__ uint32_t total_in_units(const float (&values)[kGroup], float units) {
   return total;
 }
 
-// Codes of a group of a block with this scale.
+// Codes of a group of a block with this scale, each plus kIntegers.
 __device__ void quantize_by_absmax(
-    const float (&values)[kGroup], float scale, int qmax, const Noise& noise, uint32_t (&codes)[kGroup]) {
-  float distance = 1;
+    const float (&values)[kGroup], float scale, int qmax, const Noise& noise, float (&codes)[kGroup]) {
   if (has_reciprocal(scale) && !noise.wanted) {
     const float reciprocal = 1 / scale;
-    distance = 0;
 #pragma unroll
-    for (int i = 0; i < kGroup; i++) {
-      const RoundedProduct rounded = round_product(values[i], reciprocal);
-      codes[i] = rounded.code;
-      distance = fmaxf(distance, rounded.distance);
-    }
-  }
-  if (is_near_tie(distance, qmax)) {
+    for (int i = 0; i < kGroup; i++) codes[i] = quotient_of(values[i], scale, reciprocal) + kIntegers;
+  } else {
 #pragma unroll
     for (int i = 0; i < kGroup; i++) {
       codes[i] = noise.wanted
                      ? round_quotient(values[i], scale, qmax, counter_uniform(noise.index + i, noise.seed))
                      : round_quotient(values[i], scale, qmax);
+      codes[i] += kIntegers;
     }
   }
 }
 
 __device__ void quantize_by_mean(const float (&values)[kGroup], int valid, float scale, int qmax, const Noise& noise,
-                                 uint32_t (&codes)[kGroup]) {
+                                 float (&codes)[kGroup]) {
   const Levels levels = levels_of(scale, true);
   const float reciprocal = 1 / levels.scale;
 #pragma unroll
   for (int i = 0; i < kGroup; i++) {
     const float uniform = noise.wanted && i < valid ? counter_uniform(noise.index + i, noise.seed) : 0.5f;
-    codes[i] = levels.scale > 0 ? mean_code(values[i], reciprocal, levels, qmax, uniform) : 0;
+    codes[i] = (levels.scale > 0 ? mean_code(values[i], reciprocal, levels, qmax, uniform) : 0.f) + kIntegers;
   }
 }
 
-// The same as bytes in two words.
+// Codes as bytes in two words, and what arrives of them.
 template <int kBits>
-__device__ void quantize(const float (&values)[kGroup], int valid, float scale, const Format& format,
-                         const Noise& noise, uint32_t& low, uint32_t& high) {
-  const int qmax = qmax_of(kBits ? kBits : format.bits);
-  uint32_t codes[kGroup];
+__device__ void quantize(const float (&values)[kGroup], int valid, float scale, const Format& format, const Noise& noise,
+                         uint32_t& low, uint32_t& high, float (&sent)[kGroup]) {
+  const int qmax = qmax_of(code_bits<kBits>(format));
+  float codes[kGroup];
   if (is_mean<kBits>(format)) quantize_by_mean(values, valid, scale, qmax, noise, codes);
   else quantize_by_absmax(values, scale, qmax, noise, codes);
-  const auto bytes = [](uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
-    return __byte_perm(__byte_perm(a, b, 0x0040), __byte_perm(c, d, 0x0040), 0x5410);
+  const auto bytes = [](float a, float b, float c, float d) {
+    const uint32_t first = __byte_perm(bits_of(a), bits_of(b), 0x0040);
+    return __byte_perm(first, __byte_perm(bits_of(c), bits_of(d), 0x0040), 0x5410);
   };
   low = bytes(codes[0], codes[1], codes[2], codes[3]);
   high = bytes(codes[4], codes[5], codes[6], codes[7]);
+  const Levels levels = levels_of(scale, is_mean<kBits>(format));
+#pragma unroll
+  for (int i = 0; i < kGroup; i++) sent[i] = value_of(codes[i] - kIntegers, levels);
 }
 
 // ---- Encoding: what a thread does with a group, in the order in which it does it.
 
-enum class Source { kFloat, k16Bit, kWires };
+enum class Source { kFloat, k16Bit, kWires8, kWires };  // kWires8: in 8 bits, as within nodes by default
+
+ZEROPP_INLINE constexpr bool is_wires(Source source) { return source == Source::kWires8 || source == Source::kWires; }
 
 // Groups whose loads a thread issues before it uses the first. One has several loads already where there are peers or
 // errors, and more would not fit the registers.
 template <Source kSource, bool kCompensates>
-constexpr int kEncodesInFlight = kSource == Source::kWires || kCompensates ? 1 : 2;
+constexpr int kEncodesInFlight = is_wires(kSource) || kCompensates ? 1 : 2;
 constexpr int kDecodesInFlight = 2;
 
+// What a group is encoded from, as it is in memory; of peers' wires, nothing yet.
 template <Source kSource>
-__device__ void read_source(const EncodeArguments& a, const Item& item, const Row& row, int64_t element, int valid,
-                            float (&values)[kGroup]) {
-  if constexpr (kSource == Source::kWires) {
-    read_sum<0>(a.peers, item.source, row, element, valid, values);
-  } else {
-    const uint8_t* from = at(a.values, row, element);
-    if constexpr (kSource == Source::kFloat) load_as<float>(from, valid, values);
-    else if (a.values.type == Type::kBFloat16) load_as<BFloat16>(from, valid, values);
-    else load_as<Half>(from, valid, values);
+struct Fetched {
+  Vectors<kSource == Source::kFloat ? kGroupWords<float> + 4 : kGroupWords<Half> + 4> values;
+  VectorsOf<float> addend, plain_error;
+  Encoded error;  // in 8 bits, where it is not kept as it is
+};
+
+template <Source kSource, bool kCompensates>
+__device__ void fetch_group(
+    const EncodeArguments& a, const Item& item, const Row& row, int64_t element, int valid, Fetched<kSource>& group) {
+  if constexpr (!is_wires(kSource)) {
+    fetch(at(a.values, row, element), valid * (kSource == Source::kFloat ? 4 : 2), group.values);
   }
-  if (a.addend.data != nullptr) {
-    float addend[kGroup];
-    load(at(a.addend, row, element), a.addend.type, valid, addend);
-#pragma unroll
-    for (int i = 0; i < kGroup; i++) values[i] += a.addend_sign * addend[i];
+  if (a.addend.data != nullptr) fetch(at(a.addend, row, element), valid * int(size_of(a.addend.type)), group.addend);
+  if constexpr (kCompensates) {
+    if (a.error.data != nullptr && valid > 0) {
+      const Place place = place_of<8>(a.error.format, item.error, element);
+      const uint8_t* wire = at(a.error, row);
+      if (item.error.block_size != 0) fetch_codes<8>(wire, a.error.format, place, group.error);
+      else fetch(wire + place.codes, valid * int(size_of(a.error.format.type)), group.plain_error);
+    }
   }
 }
 
-__device__ void read_error(const EncodeArguments& a, const Item& item, const Row& row, int64_t element, int valid,
-                           float (&error)[kGroup]) {
-  if (a.error.data != nullptr) {
-    // In 8 bits, or not quantized at all.
-    return read_wire<8>(at(a.error, row), a.error.format, item.error, element, valid, error);
-  }
+// The values to encode, errors included, and the errors.
+template <Source kSource, bool kCompensates>
+__device__ void read_group(const EncodeArguments& a, const Item& item, const Row& row, int64_t element, int valid,
+                           const Fetched<kSource>& group, float (&values)[kGroup], float (&error)[kGroup]) {
+  if constexpr (kSource == Source::kWires8) read_sum<8>(a.peers, item.source, row, element, valid, values);
+  else if constexpr (kSource == Source::kWires) read_sum<0>(a.peers, item.source, row, element, valid, values);
+  else if constexpr (kSource == Source::kFloat) read_as<float>(group.values, valid, values);
+  else read(group.values, a.values.type, valid, values);
+  if (a.addend.data != nullptr) {
+    float addend[kGroup];
+    read(group.addend, a.addend.type, valid, addend);
 #pragma unroll
-  for (int i = 0; i < kGroup; i++) error[i] = 0;
+    for (int i = 0; i < kGroup; i++) values[i] += a.addend_sign * addend[i];
+  }
+  if constexpr (kCompensates) {
+#pragma unroll
+    for (int i = 0; i < kGroup; i++) error[i] = 0;
+    if (a.error.data != nullptr && valid > 0) {
+      if (item.error.block_size != 0) read_codes<8>(group.error, a.error.format, valid, error);
+      else read(group.plain_error, a.error.format.type, valid, error);
+    }
+    add(values, error);
+  }
 }
 
 // Replaces the error by the new one; ``values`` are compensated, ``sent`` what arrives of them.
 __device__ void move_error(const EncodeArguments& a, const float (&values)[kGroup], const float (&sent)[kGroup],
-                           float (&error)[kGroup]) {
-#pragma unroll
-  for (int i = 0; i < kGroup; i++) error[i] = moved_error(error[i], values[i], sent[i], a.averaging);
-}
-
-__device__ void add(float (&values)[kGroup], const float (&addend)[kGroup]) {
-#pragma unroll
-  for (int i = 0; i < kGroup; i++) values[i] += addend[i];
-}
-
-__device__ void dequantize(uint32_t low, uint32_t high, Levels levels, float (&values)[kGroup]) {
+                           int valid, float (&error)[kGroup]) {
 #pragma unroll
   for (int i = 0; i < kGroup; i++) {
-    values[i] = value_of(code_value((i < 4 ? low : high) >> (8 * (i % 4)) & 0xff), levels);
+    error[i] = i < valid ? moved_error(error[i], values[i], sent[i], a.averaging) : 0.f;
   }
 }
 
-// Writes values that travel as they are; returns where.
-__device__ uint8_t* store_plain(const float (&values)[kGroup], const Wires& wires, const Segment& segment,
-                                const Row& row, int64_t element, int valid) {
+// Writes values that travel as they are.
+__device__ void store_plain(const float (&values)[kGroup], const Wires& wires, const Segment& segment, const Row& row,
+                            int64_t element, int valid) {
   const Type type = wires.format.type;
-  uint8_t* to = at(wires, row) + segment.codes + (element - segment.start) * size_of(type);
-  store(values, type, valid, to);
-  return to;
+  store(values, type, valid, at(wires, row) + segment.codes + (element - segment.start) * size_of(type));
 }
 
 template <bool kCompensates>
 __device__ void write_plain(const EncodeArguments& a, const Item& item, const Row& row, int64_t element, int valid,
                             const float (&values)[kGroup], float (&error)[kGroup]) {
-  const uint8_t* to = store_plain(values, a.wire, item.own, row, element, valid);
+  store_plain(values, a.wire, item.own, row, element, valid);
   if constexpr (kCompensates) {
     if (a.new_error.data == nullptr) return;
     float sent[kGroup];
-    load(to, a.wire.format.type, valid, sent);
-    move_error(a, values, sent, error);
+#pragma unroll
+    for (int i = 0; i < kGroup; i++) sent[i] = rounded_to(a.wire.format.type, values[i]);
+    move_error(a, values, sent, valid, error);
     store_plain(error, a.new_error, item.error, row, element, valid);
   }
 }
@@ -419,15 +551,14 @@ __device__ void write_plain(const EncodeArguments& a, const Item& item, const Ro
 template <int kBits>
 __device__ void write_codes(uint8_t* wire, const Format& format, const Segment& segment, int64_t offset, int valid,
                             float scale, const Noise& noise, const float (&values)[kGroup], float (&sent)[kGroup]) {
-  const int bits = kBits ? kBits : format.bits;
   uint32_t low, high;
-  quantize<kBits>(values, valid, scale, format, noise, low, high);
-  store_codes<kBits>(low, high, bits, wire + segment.codes + offset / kGroup * bits);
+  quantize<kBits>(values, valid, scale, format, noise, low, high, sent);
   const uint32_t group = uint32_t(offset / kGroup), groups_per_block = uint32_t(segment.block_size) / kGroup;
+  uint8_t* to = wire + segment.codes + int64_t(group) * code_bits<kBits>(format);
+  with_bits<kBits>(format.bits, [&](auto bits) { store_codes_as<decltype(bits)::value>(low, high, to); });
   if (group % groups_per_block == 0) {
     store_scale(scale, wire + segment.scales, group / groups_per_block, format.scale_bytes);
   }
-  dequantize(low, high, levels_of(scale, is_mean<kBits>(format)), sent);
 }
 
 // Elements of the block at `offset` that are no padding.
@@ -462,14 +593,18 @@ __global__ void __launch_bounds__(kThreads) encode_tiles(const __grid_constant__
   constexpr int kInFlight = kEncodesInFlight<kSource, kCompensates>;
   const int64_t first = (blockIdx.x - item.first_tile) * kInFlight * kStride + threadIdx.x * kGroup;
 
+  Fetched<kSource> fetched[kInFlight];
+#pragma unroll
+  for (int j = 0; j < kInFlight; j++) {
+    const int64_t offset = first + j * kStride;
+    fetch_group<kSource, kCompensates>(a, item, row, own.start + offset, num_valid(own, offset), fetched[j]);
+  }
   float values[kInFlight][kGroup], error[kInFlight][kGroup];
 #pragma unroll
   for (int j = 0; j < kInFlight; j++) {
     const int64_t offset = first + j * kStride;
-    read_source<kSource>(a, item, row, own.start + offset, num_valid(own, offset), values[j]);
-    if constexpr (kCompensates) {
-      read_error(a, item, row, own.start + offset, num_valid(own, offset), error[j]);
-    }
+    read_group<kSource, kCompensates>(
+        a, item, row, own.start + offset, num_valid(own, offset), fetched[j], values[j], error[j]);
   }
   const int team = int(own.block_size) / kGroup;
   const auto largest_of_team = [team](const float (&group)[kGroup]) {
@@ -487,12 +622,11 @@ __global__ void __launch_bounds__(kThreads) encode_tiles(const __grid_constant__
   for (int j = 0; j < kInFlight; j++) {
     const int64_t offset = first + j * kStride, element = own.start + offset;
     const int valid = num_valid(own, offset);
-    if constexpr (kCompensates) add(values[j], error[j]);
     if (own.block_size == 0) {
-      if (valid > 0) write_plain<kCompensates>(a, item, row, element, valid, values[j], error[j]);
+      write_plain<kCompensates>(a, item, row, element, valid, values[j], error[j]);
       continue;
     }
-    const int bits = kBits ? kBits : a.wire.format.bits;
+    const int bits = code_bits<kBits>(a.wire.format);
     const bool is_short = a.wire.format.scale_bytes == 2;
     const uint32_t largest = largest_of_team(values[j]);
     float scale;
@@ -511,11 +645,9 @@ __global__ void __launch_bounds__(kThreads) encode_tiles(const __grid_constant__
     }
     if constexpr (kCompensates) {
       if (a.new_error.data == nullptr) continue;
-      move_error(a, values[j], sent, error[j]);
-#pragma unroll
-      for (int i = 0; i < kGroup; i++) error[j][i] = i < valid ? error[j][i] : 0.f;
+      move_error(a, values[j], sent, valid, error[j]);
       if (item.error.block_size == 0) {
-        if (valid > 0) store_plain(error[j], a.new_error, item.error, row, element, valid);
+        store_plain(error[j], a.new_error, item.error, row, element, valid);
         continue;
       }
       const float error_scale = scale_of(largest_of_team(error[j]), qmax_of(8), false);
@@ -539,12 +671,16 @@ __global__ void __launch_bounds__(kThreads, 1) encode_blocks(const __grid_consta
   const int64_t start = block * own.block_size, stop = start + own.block_size;
 
   float values[kGroup], error[kGroup], sent[kGroup];
-  const auto read = [&](int64_t offset) {
-    const int valid = num_valid(own, offset);
-    read_source<kSource>(a, item, row, own.start + offset, valid, values);
-    if constexpr (kCompensates) {
-      read_error(a, item, row, own.start + offset, valid, error);
-      add(values, error);
+  // work(offset, valid, whether it exists) for a group of each thread at a time, once its values are read.
+  const auto for_each_group = [&](const auto& work) {
+    for (int64_t tile = start; tile < stop; tile += kStride) {
+      const int64_t offset = tile + threadIdx.x * kGroup, element = own.start + offset;
+      const bool exists = offset < stop;
+      const int valid = exists ? num_valid(own, offset) : 0;
+      Fetched<kSource> fetched;
+      fetch_group<kSource, kCompensates>(a, item, row, element, valid, fetched);
+      read_group<kSource, kCompensates>(a, item, row, element, valid, fetched, values, error);
+      work(offset, valid, exists);
     }
   };
   __shared__ float largest_of_warp[kThreads / 32];
@@ -571,84 +707,115 @@ __global__ void __launch_bounds__(kThreads, 1) encode_blocks(const __grid_consta
 
   float largest = 0;
   uint64_t nonzeros = 0;
-  for (int64_t offset = start + threadIdx.x * kGroup; offset < stop; offset += kStride) {
-    read(offset);
+  for_each_group([&](int64_t, int, bool) {
     largest = max_nan(largest, largest_magnitude(values));
     nonzeros += num_nonzeros(values);
-  }
+  });
   const uint32_t largest_of_block = largest_of_threads(largest);
   const bool is_short = a.wire.format.scale_bytes == 2;
   float scale = scale_of(largest_of_block, qmax_of(a.wire.format.bits), is_short);
   if (a.wire.format.is_mean) {
     uint64_t total = 0;
-    for (int64_t offset = start + threadIdx.x * kGroup; offset < stop; offset += kStride) {
-      read(offset);
+    for_each_group([&](int64_t, int, bool) {
       total += total_in_units(values, per_unit(exponent_of(largest_of_block)));
-    }
+    });
     total = sum_of_threads(total);
     nonzeros = sum_of_threads(nonzeros);
     scale = mean_scale(total, largest_of_block, size_of_block(own, start), nonzeros, a.wire.format.bits, is_short);
   }
 
   largest = 0;
-  for (int64_t offset = start + threadIdx.x * kGroup; offset < stop; offset += kStride) {
+  for_each_group([&](int64_t offset, int valid, bool exists) {
     const int64_t element = own.start + offset;
-    const int valid = num_valid(own, offset);
-    read(offset);
-    write_codes<0>(
-        at(a.wire, row), a.wire.format, own, offset, valid, scale, noise_at(a, row, element), values, sent);
+    if (exists) {
+      const Noise noise = noise_at(a, row, element);
+      write_codes<0>(at(a.wire, row), a.wire.format, own, offset, valid, scale, noise, values, sent);
+    }
     if constexpr (kCompensates) {
-      move_error(a, values, sent, error);
-      for (int i = 0; i < kGroup; i++) error[i] = i < valid ? error[i] : 0.f;
+      move_error(a, values, sent, valid, error);
       largest = max_nan(largest, largest_magnitude(error));
-      if (a.new_error.data != nullptr && item.error.block_size == 0 && valid > 0) {
+      if (a.new_error.data != nullptr && item.error.block_size == 0) {
         store_plain(error, a.new_error, item.error, row, element, valid);
       }
     }
-  }
+  });
   if constexpr (kCompensates) {
     if (a.new_error.data != nullptr && item.error.block_size != 0) {
       const float error_scale = scale_of(largest_of_threads(largest), qmax_of(8), false);
-      for (int64_t offset = start + threadIdx.x * kGroup; offset < stop; offset += kStride) {
-        const int64_t element = own.start + offset;
-        const int valid = num_valid(own, offset);
-        read(offset);
+      for_each_group([&](int64_t offset, int valid, bool exists) {
         uint32_t low, high;
-        quantize<0>(values, valid, scale, a.wire.format, noise_at(a, row, element), low, high);
-        dequantize(low, high, levels_of(scale, a.wire.format.is_mean), sent);
-        move_error(a, values, sent, error);
-        for (int i = 0; i < kGroup; i++) error[i] = i < valid ? error[i] : 0.f;
-        write_codes<8>(
-            at(a.new_error, row), a.new_error.format, item.error, offset, valid, error_scale, Noise{}, error, sent);
-      }
+        quantize<0>(values, valid, scale, a.wire.format, noise_at(a, row, own.start + offset), low, high, sent);
+        move_error(a, values, sent, valid, error);
+        if (exists) {
+          write_codes<8>(
+              at(a.new_error, row), a.new_error.format, item.error, offset, valid, error_scale, Noise{}, error, sent);
+        }
+      });
     }
   }
   if (block == 0 && threadIdx.x == 0) write_gaps(a, item, row);
 }
 
-// ---- Decoding.
+// ---- Decoding: of one peer several groups at a time, of several peers one group.
+
+template <class Out>
+__device__ void write_out(const DecodeArguments& a, const VectorsOf<Out>& before, int valid, float (&values)[kGroup],
+                          uint8_t* out) {
+  if (a.accumulates) {
+    float addend[kGroup];
+    read_as<Out>(before, valid, addend);
+    add(values, addend);
+  }
+  store_as<Out>(values, valid, out);
+}
 
 template <int kBits, class Out>
 __global__ void __launch_bounds__(kThreads) decode_tiles(const __grid_constant__ Launch<DecodeArguments> launch) {
   const DecodeArguments& a = launch.arguments;
   const Item& item = item_of_block(launch);
+  const Format& format = a.peers.format;
   const Row row = row_of_block(a.rows1);
+  const uint8_t* wire = at(a.peers, row);
   const int64_t first = (blockIdx.x - item.first_tile) * kDecodesInFlight * kStride + threadIdx.x * kGroup;
+  const bool is_plain = item.own.block_size == 0;
+  Encoded encoded[kDecodesInFlight];
+  VectorsOf<float> plain[kDecodesInFlight];
+  VectorsOf<Out> before[kDecodesInFlight];
 #pragma unroll
   for (int j = 0; j < kDecodesInFlight; j++) {
     const int64_t offset = first + j * kStride, element = item.own.start + offset;
     const int valid = num_valid(item.own, offset);
     if (valid == 0) continue;
-    float values[kGroup];
-    read_sum<kBits>(a.peers, item.own, row, element, valid, values);
-    uint8_t* out = at(a.out, row, element);
-    if (a.accumulates) {
-      float addend[kGroup];
-      load_as<Out>(out, valid, addend);
-      add(values, addend);
-    }
-    store_as<Out>(values, valid, out);
+    const Place place = place_of<kBits>(format, item.own, element);
+    if (is_plain) fetch(wire + place.codes, valid * int(size_of(format.type)), plain[j]);
+    else fetch_codes<kBits>(wire, format, place, encoded[j]);
+    if (a.accumulates) fetch(at(a.out, row, element), valid * int(sizeof(Out)), before[j]);
   }
+#pragma unroll
+  for (int j = 0; j < kDecodesInFlight; j++) {
+    const int64_t offset = first + j * kStride;
+    const int valid = num_valid(item.own, offset);
+    float values[kGroup];
+    if (is_plain) read(plain[j], format.type, valid, values);
+    else read_codes<kBits>(encoded[j], format, valid, values);
+    write_out<Out>(a, before[j], valid, values, at(a.out, row, item.own.start + offset));
+  }
+}
+
+template <int kBits, class Out>
+__global__ void __launch_bounds__(kThreads) decode_sums(const __grid_constant__ Launch<DecodeArguments> launch) {
+  const DecodeArguments& a = launch.arguments;
+  const Item& item = item_of_block(launch);
+  const Row row = row_of_block(a.rows1);
+  const int64_t offset = (blockIdx.x - item.first_tile) * kStride + threadIdx.x * kGroup;
+  const int64_t element = item.own.start + offset;
+  const int valid = num_valid(item.own, offset);
+  uint8_t* out = at(a.out, row, element);
+  VectorsOf<Out> before;
+  if (a.accumulates) fetch(out, valid * int(sizeof(Out)), before);
+  float values[kGroup];
+  read_sum<kBits>(a.peers, item.own, row, element, valid, values);
+  write_out<Out>(a, before, valid, values, out);
 }
 
 // ---- Rotation: a group of 32 elements is in the 32 threads of a warp, one each.
@@ -729,7 +896,7 @@ int compiled_bits(const Format& format) {
 
 template <Source kSource, bool kCompensates>
 int encode_from(const EncodeArguments& a, cudaStream_t stream) {
-  const Format* source = kSource == Source::kWires ? &a.peers.format : nullptr;
+  const Format* source = is_wires(kSource) ? &a.peers.format : nullptr;
   const Format* error = kCompensates ? &a.error.format : nullptr;
   constexpr int kInFlight = kEncodesInFlight<kSource, kCompensates>;
   auto* tiles = encode_tiles<0, kSource, kCompensates>;
@@ -749,15 +916,23 @@ int encode_with(const EncodeArguments& a, cudaStream_t stream) {
   return a.compensates ? encode_from<kSource, true>(a, stream) : encode_from<kSource, false>(a, stream);
 }
 
+template <int kBits, class Out>
+int decode_bits_to(const DecodeArguments& a, cudaStream_t stream) {
+  const auto all = [](const Segment&) { return true; };
+  const bool is_sum = a.peers.num_peers > 1;
+  auto* kernel = is_sum ? decode_sums<kBits, Out> : decode_tiles<kBits, Out>;
+  const auto tiles = is_sum ? num_tiles<1> : num_tiles<kDecodesInFlight>;
+  return launch(kernel, a, a.peers.format, nullptr, nullptr, stream, all, tiles);
+}
+
 template <class Out>
 int decode_to(const DecodeArguments& a, cudaStream_t stream) {
-  auto* tiles = decode_tiles<0, Out>;
-  const int bits = compiled_bits(a.peers.format);
-  if (bits == 8) tiles = decode_tiles<8, Out>;
-  if (bits == 4) tiles = decode_tiles<4, Out>;
-  if (bits == 2) tiles = decode_tiles<2, Out>;
-  const auto all = [](const Segment&) { return true; };
-  return launch(tiles, a, a.peers.format, nullptr, nullptr, stream, all, num_tiles<kDecodesInFlight>);
+  switch (compiled_bits(a.peers.format)) {
+    case 8: return decode_bits_to<8, Out>(a, stream);
+    case 4: return decode_bits_to<4, Out>(a, stream);
+    case 2: return decode_bits_to<2, Out>(a, stream);
+    default: return decode_bits_to<0, Out>(a, stream);
+  }
 }
 
 }  // namespace
@@ -765,7 +940,9 @@ int decode_to(const DecodeArguments& a, cudaStream_t stream) {
 int encode(const EncodeArguments& a, void* stream) {
   const auto on = static_cast<cudaStream_t>(stream);
   if (a.rows0 * a.rows1 == 0) return cudaSuccess;
-  if (a.values.data == nullptr) return encode_with<Source::kWires>(a, on);
+  if (a.values.data == nullptr) {
+    return compiled_bits(a.peers.format) == 8 ? encode_with<Source::kWires8>(a, on) : encode_with<Source::kWires>(a, on);
+  }
   if (a.values.type == Type::kFloat) return encode_with<Source::kFloat>(a, on);
   return encode_with<Source::k16Bit>(a, on);
 }

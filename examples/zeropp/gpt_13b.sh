@@ -34,9 +34,9 @@
 # What the full scale needs, as estimated by ESTIMATE=1 for 8 nodes of 8 A100 and 100 Gbit/s out of each node
 # (an MFU of 40 % is assumed, activations are about right, and nothing of it was measured on GPUs):
 #   RECIPE=zero3: 26 GB a GPU; a node sends 603 GB per step in 48 s, computing takes 21 s; 11 to 16 days
-#   RECIPE=zeropp: 37 GB a GPU; a node sends 17 GB per step in 1.4 s, computing takes 21 s; 4.8 to 5.2 days
-#   RECIPE=zeropp WEIGHT_BITS=6: 37 GB a GPU; a node sends 15 GB per step in 1.2 s, computing takes 21 s; 4.8 to 5.1 days
-#   RECIPE=zeropp-nonblocked: 37 GB a GPU; a node sends 17 GB per step in 1.4 s, computing takes 21 s; 4.8 to 5.2 days
+#   RECIPE=zeropp: 36 GB a GPU; a node sends 17 GB per step in 1.4 s, computing takes 21 s; 4.8 to 5.2 days
+#   RECIPE=zeropp WEIGHT_BITS=6: 36 GB a GPU; a node sends 15 GB per step in 1.2 s, computing takes 21 s; 4.8 to 5.1 days
+#   RECIPE=zeropp-nonblocked: 36 GB a GPU; a node sends 17 GB per step in 1.4 s, computing takes 21 s; 4.8 to 5.2 days
 set -euo pipefail
 cd "${SLURM_SUBMIT_DIR:-$(dirname "${BASH_SOURCE[0]}")/../..}"
 source examples/common.sh

@@ -21,6 +21,7 @@ from megatron_zpp.arguments.resolve_parallel import (
 )
 from megatron_zpp.optim.batch_size import BatchSchedule
 from megatron_zpp.optim.schedule import Schedule
+from megatron_zpp.parallel.pipeline import SPLITS_BACKWARD
 from megatron_zpp.settings.checks import Mistakes, SettingsError, flag_of, require
 from megatron_zpp.settings.groups import (
     ActivationSettings,
@@ -59,7 +60,7 @@ def resolve(
         model = architecture.resolve(settings.model, training.seq_length or 0)
         activation = _resolve_activation(settings.activation, model.num_layers)
     with mistakes.collected():
-        precision = _resolve_precision(settings.precision)
+        precision = _resolve_precision(settings.precision, _sums_gradients_in_fp32(settings))
     with mistakes.collected():
         _check_data(settings.data)
     with mistakes.collected():
@@ -163,7 +164,15 @@ def _resolve_zeropp(config: ZeroPPConfig, training: TrainingSettings, precision:
 # Precision and memory
 
 
-def _resolve_precision(precision: PrecisionSettings) -> PrecisionSettings:
+def _sums_gradients_in_fp32(settings: Settings) -> bool:
+    """Whether all that adds up gradients does it in fp32, whatever it is handed: qgZ on both hops, and no other."""
+    zero, zeropp = settings.zero, settings.zeropp
+    quantized = zeropp.quantized_gradients and None not in (zeropp.gradient_bits, zeropp.gradient_intra_bits)
+    # Where micro-batches are reduced together, FSDP2 adds them up before.
+    return quantized and zero.zero_stage >= 2 and settings.distributed.pipeline_schedule not in SPLITS_BACKWARD
+
+
+def _resolve_precision(precision: PrecisionSettings, sums_in_fp32: bool) -> PrecisionSettings:
     require(not (precision.fp16 and precision.bf16), "--fp16 and --bf16 exclude each other; give one")
     require(precision.bf16 or not precision.grad_reduce_in_bf16, "--grad-reduce-in-bf16 needs --bf16")
     require(
@@ -175,8 +184,12 @@ def _resolve_precision(precision: PrecisionSettings) -> PrecisionSettings:
         not precision.fp16 or precision.loss_scale is not None or first >= smallest,
         f"--initial-loss-scale {first:g} is below --min-loss-scale {smallest:g}",
     )
-    # Megatron's rule: bf16 has too few digits to sum gradients in, so it is fp32 unless asked otherwise.
-    in_fp32 = precision.accumulate_allreduce_grads_in_fp32 or (precision.bf16 and not precision.grad_reduce_in_bf16)
+    # Megatron's rule: bf16 has too few digits to sum gradients in, so it is fp32 unless asked otherwise. Autograd's are
+    # bf16, and half the memory, where they are only handed over.
+    in_fp32 = precision.accumulate_allreduce_grads_in_fp32
+    if precision.bf16 and not in_fp32 and not precision.grad_reduce_in_bf16:
+        in_fp32 = not sums_in_fp32
+        precision = dataclasses.replace(precision, grad_reduce_in_bf16=sums_in_fp32)
     return dataclasses.replace(precision, accumulate_allreduce_grads_in_fp32=in_fp32)
 
 

@@ -3,7 +3,7 @@
 model.NAME             parameters, fp32
 optimizer.NAME.KEY     the optimizer's state of a parameter
 rng.RANK.DEVICE        random states
-zeropp.RANK.KEY        LoCo's errors, copies of weights that travel as differences, noise counters
+zeropp.RANK.KEY        LoCo's errors, scales of elements, copies of weights that travel as differences, noise counters
 """
 
 from __future__ import annotations
@@ -108,7 +108,8 @@ def load_checkpoint(
         state |= {f"rng.{name}": tensor for name, tensor in rng.items()}
     load_zeropp = zeropp is not None and optimizer is not None and bool(zeropp.state_dict())
     if load_zeropp and (not same_layout or _comparable(meta["zeropp"]) != _comparable(_zeropp_layout(zeropp))):
-        notes.append("LoCo's errors and weight copies start anew: saved with other ranks, nodes or ZeRO++ settings")
+        kept = "LoCo's errors, scales of elements and weight copies"
+        notes.append(f"{kept} start anew: saved with other ranks, nodes or ZeRO++ settings")
         load_zeropp = False
 
     with errors_on_all_ranks():

@@ -180,6 +180,22 @@ def output_logits(hidden: Tensor, weight: Tensor) -> Tensor:
     return F.linear(hidden, weight)
 
 
+class OutputLayer(nn.Linear):
+    """The linear layer [V, H] to the vocabulary, and the loss behind it: hidden states [..., H] and labels int64 [...]
+    -> each token's loss, fp32 [...]; without labels: logits [..., V]."""
+
+    def __init__(self, hidden_size: int, vocab_size: int) -> None:
+        super().__init__(hidden_size, vocab_size, bias=False)
+
+    def forward(self, hidden: Tensor, labels: Tensor | None = None) -> Tensor:
+        return losses_or_logits(hidden, self.weight, labels)
+
+
+def losses_or_logits(hidden: Tensor, weight: Tensor, labels: Tensor | None) -> Tensor:
+    """What the last layer gives with ``weight`` [V, H]: see ``OutputLayer``."""
+    return output_logits(hidden, weight) if labels is None else linear_cross_entropy(hidden, weight, labels)
+
+
 def _whole(hidden: Tensor) -> Tensor:
     """All tokens of a DTensor [..., H]; each rank's gradient of it is one of its own rows, to be summed."""
     assert isinstance(hidden, DTensor)

@@ -8,11 +8,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .layers import (
+    OutputLayer,
     SelfAttention,
     document_attention,
     head_size,
-    linear_cross_entropy,
-    output_logits,
+    losses_or_logits,
     rotary_table,
 )
 from .transformer import Transformer
@@ -106,7 +106,8 @@ class Llama(Transformer):
         self.final_norm = nn.RMSNorm(config.hidden_size, eps=config.norm_epsilon)
         self.document_attention = document_attention  # parallel.context has another one
         if not config.tie_embeddings:
-            self.output_layer = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+            self.output_layer = OutputLayer(config.hidden_size, config.vocab_size)
+            self.ends = ("word_embeddings", "output_layer")
 
     def forward(
         self,
@@ -139,7 +140,6 @@ class Llama(Transformer):
         if not hasattr(self, "final_norm"):
             return x
         x = self.final_norm(x)
-        output_weight = self.word_embeddings.weight if config.tie_embeddings else self.output_layer.weight
-        if labels is None:
-            return output_logits(x, output_weight)
-        return linear_cross_entropy(x, output_weight, labels)
+        if config.tie_embeddings:
+            return losses_or_logits(x, self.word_embeddings.weight, labels)
+        return self.output_layer(x, labels)

@@ -59,7 +59,7 @@ class DecoderConfig(TransformerConfig, Protocol):
 
 
 class Transformer(nn.Module):
-    """What every model has; a type only.
+    """What every model has.
 
     ``forward(tokens, labels, position_ids, cu_seqlens)`` returns each token's loss, fp32 [B, S], or a ``ModelOutput``;
     without ``labels`` logits [B, S, V].
@@ -67,7 +67,13 @@ class Transformer(nn.Module):
 
     config: TransformerConfig
     layers: nn.ModuleList  # the blocks [B, S, H] -> [B, S, H]: units of sharding, recomputation and compilation
+    ends: tuple[str, ...] = ()  # modules before and after them that are units of sharding too
     document_attention: Callable[..., Tensor | None]  # of ``layers``; context parallelism puts another one there
+
+    def units(self) -> list[nn.Module]:
+        """What is sharded as units, layers first; the rest of the model is one more. A pipeline's stage has some."""
+        ends = (self._modules.get(name) for name in self.ends)
+        return [*self.layers, *(end for end in ends if end is not None)]
 
 
 class ModelOutput(NamedTuple):

@@ -9,7 +9,7 @@ from torch.distributed.tensor import Placement, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, PrepareModuleInput, RowwiseParallel
 
 from megatron_zpp.models.transformer import DecoderConfig
-from megatron_zpp.parallel.tensor import Replicated, norm_style
+from megatron_zpp.parallel.tensor import Replicated, ShardedRows, norm_style
 
 Plan = dict[str, ParallelStyle]
 
@@ -45,7 +45,7 @@ def _decoder_plan(tie_embeddings: bool, sequence_parallel: bool) -> Plan:
         "layers.*.pre_mlp_norm": norm,
         "layers.*.mlp.linear_fc2": RowwiseParallel(output_layouts=between),
         "final_norm": norm,
-    } | ({} if tie_embeddings else {"output_layer": ColwiseParallel()})
+    } | ({} if tie_embeddings else {"output_layer": ShardedRows()})
 
 
 def _between_linear_layers(sequence_parallel: bool) -> Placement:

@@ -14,15 +14,16 @@ from megatron_zpp.parallel.mesh import Mesh
 def shard_model(
     model: Transformer, mesh: Mesh, zero_stage: int, precision: MixedPrecisionPolicy, offload: OffloadPolicy
 ) -> None:
-    """Shard ``model``, built on the meta device, in place: each of ``model.layers`` is a unit, the rest another.
+    """Shard ``model``, built on the meta device, in place: each of ``model.units()``, and the rest.
 
-    Stage 3 shards parameters too: they are gathered for each forward and backward pass. Stages 2 and 1 keep them from
-    the first forward pass of an optimizer step to its last backward pass. Stage 0 shards nothing: ``mesh`` must have a
-    replica for each rank.
+    Stage 3 shards parameters too: those of layers are gathered for each forward and backward pass, the others once for
+    both. Stages 2 and 1 keep all from the first forward pass of an optimizer step to its last backward pass. Stage 0
+    shards nothing: ``mesh`` must have a replica for each rank.
     """
     shard = partial(fully_shard, mesh=mesh.sharding, mp_policy=precision, offload_policy=offload)
-    for block in model.layers:
-        shard(block, reshard_after_forward=zero_stage == 3)
+    layers = set(model.layers)
+    for unit in model.units():
+        shard(unit, reshard_after_forward=zero_stage == 3 and unit in layers)
     shard(model, reshard_after_forward=False)
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Replicate, distribute_module
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_module, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle, SequenceParallel, parallelize_module
 
 from megatron_zpp.models.layers import SelfAttention
@@ -60,6 +60,18 @@ class Replicated(ParallelStyle):
     def _prepare_output(self, module: nn.Module, output: Any, mesh: DeviceMesh) -> Any:
         output = output.redistribute(placements=[self.output_layouts])
         return output.to_local() if self.use_local_output else output
+
+
+class ShardedRows(ParallelStyle):
+    """A module whose parameters are split by rows, and which itself sees to what goes in and comes out."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        return distribute_module(module, device_mesh, self._split)
+
+    def _split(self, name: str, module: nn.Module, mesh: DeviceMesh) -> None:
+        for key, parameter in module.named_parameters(recurse=False):
+            rows = distribute_tensor(parameter, mesh, [Shard(0)])
+            module.register_parameter(key, nn.Parameter(rows, requires_grad=parameter.requires_grad))
 
 
 def norm_style(sequence_parallel: bool) -> ParallelStyle:

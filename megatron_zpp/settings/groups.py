@@ -170,8 +170,12 @@ class PrecisionSettings:
 
     bf16: bool = flag(False, "compute in bfloat16")
     fp16: bool = flag(False, "compute in float16, with loss scaling")
-    accumulate_allreduce_grads_in_fp32: bool = flag(False, "reduce gradients in fp32 (always so with --bf16)")
-    grad_reduce_in_bf16: bool = flag(False, "reduce gradients in bfloat16")
+    accumulate_allreduce_grads_in_fp32: bool = flag(
+        False, "reduce gradients in fp32; default with --bf16, unless --zero-quantized-gradients quantizes both hops"
+    )
+    grad_reduce_in_bf16: bool = flag(
+        False, "reduce gradients in bfloat16; quantized ones are handed over in it and added up in fp32"
+    )
     loss_scale: float | None = flag(None, "fixed loss scale of --fp16; default dynamic", above=0)
     initial_loss_scale: float = flag(2.0**32, "first dynamic loss scale", above=0)
     min_loss_scale: float = flag(1.0, "smallest dynamic loss scale", above=0)

@@ -119,10 +119,10 @@ def short(number: float) -> str:
 
 
 def units_of(model: Transformer) -> list[list[tuple[str, nn.Parameter]]]:
-    """The parameters of each FSDP2 unit as the trainer makes them: the root, then each block."""
-    in_blocks = {id(p) for block in model.layers for p in block.parameters()}
-    root = [(name, p) for name, p in model.named_parameters() if id(p) not in in_blocks]
-    return [root, *(list(block.named_parameters()) for block in model.layers)]
+    """The parameters of each FSDP2 unit as the trainer makes them: each layer, then the others, the root last."""
+    units = [list(module.named_parameters()) for module in model.units()]
+    elsewhere = {id(p) for unit in units for _, p in unit}
+    return [*units, [(name, p) for name, p in model.named_parameters() if id(p) not in elsewhere]]
 
 
 def shards_of(parameters: list[tuple[str, nn.Parameter]], world_size: int) -> Shards:
@@ -185,7 +185,7 @@ def estimate(architecture: Architecture, settings: Settings, vocabulary: int, cl
         states=states,
         working=_working_memory(architecture, settings, model, units, cluster),
         host=host,
-        sent_between_nodes=_sent_between_nodes(settings, config, units, cluster, micro_batches),
+        sent_between_nodes=_sent_between_nodes(settings, config, units, len(model.layers), cluster, micro_batches),
     )
 
 
@@ -236,6 +236,9 @@ def _states(
         if config.loco.exact_undo:
             name, copies = f"{name}, and those before the step", 2
         states[name] = copies * hops[config.loco.hops] * error
+    if config.gradient_element_scales and nodes > 1:
+        travelled = sum(_gradients_format(config, unit, gradients).nbytes for unit in units)
+        states["elements' scales, int8, and what travelled last"] = 2 * nodes * (shard + travelled)  # to and from nodes
     if settings.zero.zero_stage < 3:
         states["all parameters, gathered"] = weights.itemsize * cluster.replica_size * shard
     if settings.zero.zero_stage == 1 and micro_batches > 1:
@@ -253,10 +256,11 @@ def _working_memory(
 ) -> dict[str, int]:
     """About what comes and goes within a step."""
     weights, gradients = (dtype.itemsize for dtype in _dtypes(settings))
-    root, block = (cluster.replica_size * _numel(unit) for unit in units[:2])
-    gathered = weights * (root + 2 * block) if settings.zero.zero_stage == 3 else 0  # this block and the next one
+    layer, *_ = sizes = [cluster.replica_size * _numel(unit) for unit in units]
+    others = sizes[len(model.layers) :]  # they stay gathered
+    gathered = weights * (sum(others) + 2 * layer) if settings.zero.zero_stage == 3 else 0  # this layer and the next
     return {
-        "gathered weights, gradients on their way": gathered + (weights + gradients) * (root + block),
+        "gathered weights, gradients on their way": gathered + (weights + gradients) * (max(others) + layer),
         "activations": _activations(architecture, settings, model, weights),
     }
 
@@ -292,11 +296,16 @@ def _weights_format(config: ZeroPPConfig, unit: Shards, dtype: torch.dtype) -> W
 def _gradients_format(config: ZeroPPConfig, unit: Shards, dtype: torch.dtype) -> WireFormat:
     """As a step's gradients travel between nodes once their bits have warmed up."""
     bits, size, scaling = config.gradient_bits, config.gradient_block_size, config.gradient_scaling
-    return wire_format(unit, bits, size, dtype, scaling, SCALE_DTYPES[config.scale_dtype])
+    return wire_format(unit, bits, size, config.sums_dtype(dtype), scaling, SCALE_DTYPES[config.scale_dtype])
 
 
 def _sent_between_nodes(
-    settings: Settings, config: ZeroPPConfig, units: list[Shards], cluster: Cluster, micro_batches: int
+    settings: Settings,
+    config: ZeroPPConfig,
+    units: list[Shards],
+    num_layers: int,
+    cluster: Cluster,
+    micro_batches: int,
 ) -> dict[str, int]:
     """Bytes that all ranks send to other nodes in one step, as ``megatron_zpp.zeropp.traffic`` counts them."""
     if cluster.nodes == 1:
@@ -312,8 +321,8 @@ def _sent_between_nodes(
         if config.hpz_partition_size > 1:
             sent["weights"] += pairs * shard
         else:
-            # Blocks are gathered for each forward and backward pass, the root stays gathered between the two.
-            gathers = (1 if i == 0 else 2) * micro_batches if stage == 3 else 1
+            # Layers are gathered for each forward and backward pass, the others stay gathered between the two.
+            gathers = (2 if i < num_layers else 1) * micro_batches if stage == 3 else 1
             sent["weights"] += gathers * ring * shard
         if config.quantized_gradients:
             sent["gradients"] += pairs * _gradients_format(config, unit, gradients).nbytes

@@ -304,6 +304,14 @@ class ZeroPPConfig:
         choices=tuple(SCALE_DTYPES),
         repr=False,
     )
+    # Learned from what travels, at both ends alike. Not in repr, by which saved state is told apart: description.py.
+    gradient_element_scales: bool = _flag(
+        "--zero-gradient-element-scales",
+        False,
+        "give each element of gradients between nodes a scale of its own, which ranks learn from the codes that travel",
+        needs="quantized_gradients",
+        repr=False,
+    )
     seed: int = 0  # of stochastic rounding; the trainer sets it to --seed
 
     def __post_init__(self) -> None:
@@ -354,6 +362,13 @@ class ZeroPPConfig:
                 raise ValueError(
                     "hpz_secondary_dtype int8 passes the blocks on as they are: leave weight_intra_bits out"
                 )
+        if self.gradient_element_scales and not self.quantized_gradients:
+            raise ValueError("gradient_element_scales is about quantized gradients: set quantized_gradients too")
+        if self.gradient_element_scales and self.gradient_bits in (None, 1):
+            raise ValueError(
+                "gradient_element_scales learns from how large the codes between nodes are, which gradient_bits "
+                f"{self.gradient_bits} does not say: set 2 to 8 bits"
+            )
         if self.hadamard and not self.quantized_gradients:
             raise ValueError("hadamard rotates quantized gradients: set quantized_gradients too")
         if (self.gradient_sum_dtype != "fp32" or self.offload_gradient_sums) and not self.quantized_gradients:
@@ -363,6 +378,13 @@ class ZeroPPConfig:
             )
         if self.hadamard and (self.gradient_block_size or 32) % 32:
             raise ValueError(f"hadamard needs gradient blocks of a multiple of 32, got {self.gradient_block_size}")
+
+    def sums_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """What gradients in ``dtype`` that stay unquantized travel in between nodes, where they are a node's sums.
+
+        In fp32 where the others are quantized: few are left, so that it costs nothing to keep all digits.
+        """
+        return dtype if self.gradient_bits is None else torch.float32
 
     def _check_bits_warmup(self, name: str) -> None:
         text, bits = getattr(self, f"{name}_bits_warmup"), getattr(self, f"{name}_bits")

@@ -61,7 +61,7 @@ def _gradients(config: ZeroPPConfig, num_nodes: int, ranks_per_node: int) -> str
         return "unquantized at every micro-batch"
     rounding, warmup = config.gradient_rounding, config.gradient_bits_warmup
     within = _bits(config.gradient_intra_bits, config.gradient_intra_scaling, rounding)
-    between = _bits(config.gradient_bits, config.gradient_scaling, rounding, warmup)
+    between = _bits(config.gradient_bits, config.gradient_scaling, rounding, warmup, config.gradient_element_scales)
     if config.loco is not None:
         loco = f" with LoCo (beta {config.loco.beta})"
         between += loco
@@ -75,10 +75,13 @@ def _gradients(config: ZeroPPConfig, num_nodes: int, ranks_per_node: int) -> str
     return ", ".join(hops)
 
 
-def _bits(bits: int | None, scaling: str | None, rounding: str, warmup: str | None = None) -> str:
+def _bits(
+    bits: int | None, scaling: str | None, rounding: str, warmup: str | None = None, element_scales: bool = False
+) -> str:
     if bits is None:
         return "unquantized"
     how = ["mean"] if Code(bits, scaling).is_mean else []
+    how += ["element scales"] if element_scales else []
     how += ["stochastic"] if rounding == "stochastic" else []
     if warmup is not None:
         first = BitsWarmup.parse(warmup)
@@ -99,6 +102,7 @@ def fingerprint(config: ZeroPPConfig, layouts: Sequence[RankLayout], units: Sequ
     # How copies are kept as wires; there was one way when the first states were saved.
     ways = (config.weight_scaling, config.scale_dtype)
     kept_as = [] if ways == ("absmax", "fp32") else [repr(ways)]
+    kept_as += ["gradient_element_scales"] if config.gradient_element_scales else []
     return mix_seed(repr(replace(config, seed=0)), repr(shape), repr(shards), *kept_as)
 
 
@@ -109,7 +113,7 @@ def check_fingerprint(
     if state and int(state["fingerprint"]) != fingerprint(config, layouts, units):
         raise ValueError(
             "this ZeRO++ state was saved with another model, other ranks and nodes, or another ZeroPPConfig: start "
-            "without it, then LoCo's errors begin at zero and weights are sent in full"
+            "without it, then LoCo's errors begin at zero, elements have no scales, and weights are sent in full"
         )
 
 
@@ -133,6 +137,8 @@ def warn(config: ZeroPPConfig, units: Sequence[Unit], layouts: Sequence[RankLayo
                 logger.warning("hpZ has no effect on %s: all gathers stay within it", where)
             if config.loco is not None and config.loco.hops == "inter":
                 logger.warning("LoCo has no effect on %s: it corrects the hop between nodes", where)
+            if config.gradient_element_scales:
+                logger.warning("gradient_element_scales has no effect on %s: it is about the hop between nodes", where)
             if config.quantized_gradients and config.gradient_intra_bits is None:
                 logger.warning(
                     "qgZ has no effect on %s: gradient_intra_bits leaves the hop within it unquantized", where

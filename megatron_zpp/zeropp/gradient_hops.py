@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from .config import SCALE_DTYPES, ZeroPPConfig
+from .element_scales import ElementScales, ScaledFormat
 from .gradient_sum import GradientSum
 from .loco import ErrorFeedback
 from .monitor import ErrorMonitor
@@ -84,16 +85,20 @@ class GradientHop:
     micro_batch: MicroBatch
     progress: Progress
     feedback: ErrorFeedback | None = field(default=None, init=False)  # LoCo's
+    element_scales: ElementScales | None = field(default=None, init=False)
     format: WireFormat | None = field(default=None, init=False)  # of the gradients in ``begin``; None before any came
 
     def __post_init__(self) -> None:
         loco = self.config.loco
         if loco is not None and (self.name == "inter" or loco.hops == "both"):
             self.feedback = ErrorFeedback(loco)
+        if self.config.gradient_element_scales and self.name == "inter":
+            self.element_scales = ElementScales()
 
     def send(self, gradients: GradientSum) -> Tensor:
         """Encode gradients [G, ..., L], a piece for each rank of the hop, with LoCo: uint8 [G, ..., nbytes]."""
         assert self.format is not None  # by ``GradientHops.begin``
+        format = self.element_scales.to_send(self.format) if self.element_scales is not None else self.format
         noise_seed = None
         if self.config.gradient_rounding == "stochastic":
             draw = (self.name, self.unit.name, self.rank, self.progress.steps, self.progress.micro_batches)
@@ -104,11 +109,11 @@ class GradientHop:
         error = self.feedback.error if self.feedback is not None else None  # what is added to these gradients
         if self.feedback is not None:
             # The hop between nodes runs once per step, that within a node once per micro-batch.
-            wires = self.feedback.encode(gradients, self.format, noise_seed, self.micro_batch.is_last)
+            wires = self.feedback.encode(gradients, format, noise_seed, self.micro_batch.is_last)
         else:
-            wires = gradients.encode(self.format, noise_seed)
+            wires = gradients.encode(format, noise_seed)
         if is_sampled:
-            self._sample(gradients.parts, wires, self.format, error)
+            self._sample(gradients.parts, wires, format, error)
         sent = wires.nbytes - wires[0].nbytes  # one piece is this rank's own
         if self.name == "intra":
             self.traffic.add(intra_node=sent)
@@ -119,13 +124,21 @@ class GradientHop:
     def receive(self, wires: Tensor) -> GradientSum:
         """The sum [..., L] of what each of the G ranks sent here, uint8 [G, ..., nbytes]."""
         assert self.format is not None  # GradientSum would take None for parts that are numbers
-        return GradientSum(wires, self.format)
+        format = self.element_scales.to_receive(self.format) if self.element_scales is not None else self.format
+        return GradientSum(wires, format)
 
-    def _sample(self, pieces: Tensor, wires: Tensor, format: WireFormat, error: Tensor | None) -> None:
+    def arrived(self, sent: Tensor, received: GradientSum) -> None:
+        """What the ranks sent each other, of which ``sent`` is this rank's, has arrived."""
+        assert self.format is not None
+        if self.element_scales is not None:
+            self.element_scales.arrived(self.format, sent, received.parts)
+
+    def _sample(self, pieces: Tensor, wires: Tensor, format: WireFormat | ScaledFormat, error: Tensor | None) -> None:
+        assert self.format is not None
         arrived = format.decode(wires, out=torch.empty_like(pieces, dtype=torch.float32))
         what, unit = f"gradients/{self.name}", self.unit.name
         self.monitor.record(what, unit, pieces, arrived)
-        self.monitor.record_codes(what, unit, format, wires)
+        self.monitor.record_codes(what, unit, self.format, wires)
         if self.feedback is not None:
             old = self.feedback.decode(error) if error is not None else arrived.new_zeros(())
             self.monitor.record_error_state(what, unit, pieces, old)
@@ -174,28 +187,36 @@ class GradientHops:
         hops = (self.within_node, self.between_nodes)
         return {hop.name: hop.feedback for hop in hops if hop is not None and hop.feedback is not None}
 
+    @property
+    def element_scales(self) -> ElementScales | None:
+        return self.between_nodes.element_scales if self.between_nodes is not None else None
+
     def begin(self, gradients: Tensor) -> GradientSum:
         """Take in a micro-batch's gradients [N, P, L]: [P, N, L], a piece for each rank of the node, rotated."""
         if self.node_sum.kept is None:
             self.begun_at = self.unit.optimizer_steps
             for feedback in self.feedback.values():
                 feedback.begin_step()
+            if self.element_scales is not None:
+                self.element_scales.begin_step()
         parameters, config = self.unit.parameter_shards(trainable_only=True), self.config
         of_bits = partial(
             wire_format,
             parameters,
             block_size=config.gradient_block_size,
-            dtype=gradients.dtype,
             scale_dtype=SCALE_DTYPES[config.scale_dtype],
         )
         if self.within_node is not None:
-            self.within_node.format = of_bits(config.gradient_intra_bits, scaling=config.gradient_intra_scaling)
+            self.within_node.format = of_bits(
+                config.gradient_intra_bits, scaling=config.gradient_intra_scaling, dtype=gradients.dtype
+            )
         if self.between_nodes is not None:
             bits, scaling = config.gradient_code(self.micro_batch.optimizer_steps)
-            self.between_nodes.format = of_bits(bits, scaling=scaling)
+            sums_dtype = config.sums_dtype(gradients.dtype)
+            self.between_nodes.format = of_bits(bits, scaling=scaling, dtype=sums_dtype)
         if config.hadamard:
             # Sums of rotated gradients are rotated sums: rotate once before both hops and back once after them.
-            self._rotation = of_bits(config.gradient_bits or config.gradient_intra_bits)
+            self._rotation = of_bits(config.gradient_bits or config.gradient_intra_bits, dtype=gradients.dtype)
             gradients = self._rotation.rotate(gradients)
         return GradientSum(gradients.transpose(0, 1))
 
@@ -215,9 +236,14 @@ class GradientHops:
         self._drop_kept()
         self.progress.steps += 1
 
-    def finish(self, total: GradientSum) -> Tensor:
-        """The sum [L] over all ranks and micro-batches, in fp32 and rotated back."""
+    def finish(self, total: GradientSum, sent: Tensor | None) -> Tensor:
+        """The sum [L] over all ranks and micro-batches, in fp32 and rotated back.
+
+        sent: uint8 [N, nbytes], what this rank sent between nodes; None: there is one node.
+        """
         result = total.compute()
+        if self.between_nodes is not None and sent is not None:
+            self.between_nodes.arrived(sent, total)
         return self._rotation.rotate(result) if self._rotation is not None else result
 
     def undo_step(self) -> None:
@@ -226,6 +252,8 @@ class GradientHops:
         if self.begun_at == self.unit.optimizer_steps:  # no optimizer has used what the errors went with
             for feedback in self.feedback.values():
                 feedback.undo_step()
+            if self.element_scales is not None:
+                self.element_scales.undo_step()
 
     def _drop_kept(self) -> None:
         self.node_sum.drop()
@@ -235,6 +263,8 @@ class GradientHops:
         state = {f"{hop}.{k}": v for hop, feedback in self.feedback.items() for k, v in feedback.state_dict().items()}
         if self.config.gradient_rounding == "stochastic" or self.config.gradient_sum_dtype != "fp32":
             state["steps"] = torch.tensor(self.progress.steps)
+        if self.element_scales is not None:
+            state |= {f"element_scales.{key}": value for key, value in self.element_scales.state_dict().items()}
         return state
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
@@ -244,3 +274,6 @@ class GradientHops:
         for hop, feedback in self.feedback.items():
             own = below(state, f"{hop}.")
             feedback.load_state_dict({key: value.to(self.unit.device) for key, value in own.items()})
+        if self.element_scales is not None:
+            own = below(state, "element_scales.")
+            self.element_scales.load_state_dict({key: value.to(self.unit.device) for key, value in own.items()})

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from .element_scales import ScaledFormat
 from .wire_format import WireFormat
 from .wire_layout import Compensation
 
@@ -19,7 +20,7 @@ class GradientSum:
     """
 
     parts: Tensor
-    format: WireFormat | None = None
+    format: WireFormat | ScaledFormat | None = None
     plus: Tensor | None = None  # fp32 [..., L]
 
     @property
@@ -49,8 +50,11 @@ class GradientSum:
         is_sum = self.format is not None or self.plus is not None
         return GradientSum(self.compute()) if is_sum else self
 
-    def encode(self, format: WireFormat, noise_seed: int | None, compensation: Compensation | None = None) -> Tensor:
+    def encode(
+        self, format: WireFormat | ScaledFormat, noise_seed: int | None, compensation: Compensation | None = None
+    ) -> Tensor:
         """Add up and encode: uint8 [..., nbytes]."""
         if self.format is None:
             return format.encode(self.parts, noise_seed, plus=self.plus, compensation=compensation)
+        assert isinstance(self.format, WireFormat)  # what has scales of elements has come to the end of its way
         return format.encode_sum(self.parts, self.format, noise_seed, plus=self.plus, compensation=compensation)

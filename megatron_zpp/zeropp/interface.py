@@ -100,8 +100,8 @@ class ZeroPPInterface(Protocol):
     def undo_step(self) -> None:
         """Say that the gradients since the last optimizer step are thrown away (an overflow, an exception).
 
-        LoCo's errors return to what they were, and micro-batches that wait for the last one are dropped. Without
-        ``LoCoConfig.exact_undo``, errors that these gradients have moved become zero.
+        LoCo's errors and the scales of elements return to what they were, and micro-batches that wait for the last one
+        are dropped. Without ``LoCoConfig.exact_undo``, errors that these gradients have moved become zero.
         """
 
     def rescale_errors(self, factor: float) -> None:
@@ -127,7 +127,7 @@ class ZeroPPInterface(Protocol):
         """
 
     def state_dict(self) -> dict[str, Tensor]:
-        """What the ranks must keep for an exact continuation: LoCo's errors, 4-bit weights' copies, noise counters."""
+        """What the ranks must keep for an exact continuation: LoCo's errors, element scales, copies, noise counters."""
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
         """Take back what ``state_dict`` gave on the same ranks of the same layout; without it, gather weights anew.

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from .config import LoCoConfig
+from .element_scales import ScaledFormat
 from .gradient_sum import GradientSum
 from .wire_format import WireFormat, wire_format
 from .wire_layout import Compensation
@@ -40,7 +41,11 @@ class ErrorFeedback:
         self._before_step = (self.error, self.steps)
 
     def encode(
-        self, gradients: GradientSum, hop: WireFormat, noise_seed: int | None = None, is_last: bool = True
+        self,
+        gradients: GradientSum,
+        hop: WireFormat | ScaledFormat,
+        noise_seed: int | None = None,
+        is_last: bool = True,
     ) -> Tensor:
         """Compensate and encode gradients [..., L] into uint8 [..., nbytes], and update the error.
 

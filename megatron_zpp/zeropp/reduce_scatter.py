@@ -129,7 +129,9 @@ class GradientsInFlight:
 
     def total(self) -> Tensor:
         """The sum over all ranks and micro-batches fp32 [L], scaled as FSDP2 asks."""
-        return scaled_as(self.op, self.hops.finish(self.exchange.wait()), self.unit.topology.world_size)
+        return scaled_as(
+            self.op, self.hops.finish(self.exchange.wait(), self.exchange.sent), self.unit.topology.world_size
+        )
 
     @torch.no_grad()
     def finish(self, divisor: float | None) -> None:

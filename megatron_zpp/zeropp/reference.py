@@ -45,10 +45,7 @@ def encode(
     if compensation.new_error is not None:
         sent = torch.empty_like(error)
         decode(format, wire.unsqueeze(0), sent, accumulate=False)
-        moved = compensation.beta * error + (1 - compensation.beta) * (compensated - sent)
-        # A NaN or Inf is sent once, and not remembered.
-        new_error = torch.where(moved.isfinite(), moved, error) * compensation.decay
-        _write(compensation.format, new_error, compensation.new_error, None)
+        _write(compensation.format, compensation.moved(error, compensated, sent), compensation.new_error, None)
 
 
 def decode(format: WireLayout, peers: Tensor, out: Tensor, accumulate: bool) -> None:
@@ -69,7 +66,7 @@ def count_codes(format: WireLayout, wire: Tensor) -> Tensor:
     assert format.code is not None
     counts = torch.zeros(3, device=wire.device)
     for segment in format.quantized:
-        codes, scales = _codes_and_scales(format, segment, wire)
+        codes, scales = codes_and_scales(format, segment, wire)
         total = (scales.abs() > 0).sum() * segment.block_size
         counts += torch.stack([count_largest(codes, scales, format.code), total, scales.isnan().sum()])
     return counts
@@ -105,14 +102,14 @@ def _write(format: WireLayout, values: Tensor, wire: Tensor, noise_seed: int | N
 def _read(format: WireLayout, wire: Tensor, out: Tensor) -> Tensor:
     for segment in format.quantized:
         assert format.code is not None
-        values = dequantize_blocks(*_codes_and_scales(format, segment, wire), format.code).flatten(-2)
+        values = dequantize_blocks(*codes_and_scales(format, segment, wire), format.code).flatten(-2)
         out[..., segment.start : segment.stop] = values[..., : segment.stop - segment.start]
     for segment in format.unquantized:
         out[..., segment.start : segment.stop] = wire[..., segment.codes].view(format.dtype)
     return out
 
 
-def _codes_and_scales(format: WireLayout, segment: Segment, wire: Tensor) -> tuple[Tensor, Tensor]:
+def codes_and_scales(format: WireLayout, segment: Segment, wire: Tensor) -> tuple[Tensor, Tensor]:
     """A segment's codes int8 [..., num_blocks, block_size] and scales [..., num_blocks], of a buffer [..., nbytes]."""
     assert format.code is not None
     packed = wire[..., segment.codes].unflatten(-1, (segment.num_blocks, -1))

@@ -140,6 +140,12 @@ class Compensation:
     beta: float
     decay: float
 
+    def moved(self, error: Tensor, compensated: Tensor, sent: Tensor) -> Tensor:
+        """The new error as numbers, fp32 [..., L], when ``compensated`` arrived as ``sent``."""
+        moved = (compensated - sent).mul_(1 - self.beta).add_(self.beta * error)
+        # A NaN or Inf is sent once, and not remembered.
+        return torch.where(moved.isfinite(), moved, error).mul_(self.decay)
+
 
 def _round_up(n: int, multiple: int) -> int:
     return -(-n // multiple) * multiple

@@ -161,6 +161,23 @@ def test_bf16_reduces_in_fp32_unless_told_otherwise():
     assert not parse(SMALL + "--fp16")[0].precision.accumulate_allreduce_grads_in_fp32
 
 
+@pytest.mark.parametrize(
+    "more, in_fp32",
+    [
+        ("", False),
+        ("--accumulate-allreduce-grads-in-fp32", True),
+        ("--zero-gradient-bits 0", True),
+        ("--zero-gradient-intra-bits 0", True),
+        ("--zero-stage 1", True),  # FSDP2 adds up micro-batches
+        ("--zero-stage 2", False),
+    ],
+)
+def test_bf16_gradients_are_handed_over_as_they_are_where_all_sums_are_in_fp32(more, in_fp32):
+    precision = parse(f"{SMALL} --bf16 --zero-quantized-gradients {more}")[0].precision
+    assert precision.accumulate_allreduce_grads_in_fp32 is in_fp32
+    assert precision.grad_reduce_in_bf16 is not in_fp32
+
+
 def test_zero_means_none():
     settings, _ = parse(
         SMALL + "--zero-quantized-gradients --zero-gradient-block-size 0 --zero-gradient-intra-bits 0 "

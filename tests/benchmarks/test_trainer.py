@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,16 +12,19 @@ import torch
 from tests.conftest import ROOT, environment
 from tests.warm_python import programs
 
+sys.path.insert(0, str(ROOT / "benchmarks"))
+import step_parts
+
 SMALL = ["--no-compile", "--steps", "2", "--rounds", "1", "--profiled-steps", "2"]
 PARTS = {"forward", "backward", "optimizer", "collectives", "quantizers", "data", "other"}
 
 
-def measure(folder, *arguments, ranks=0):
+def measure(folder, *arguments, ranks=0, through=()):
     launcher = [programs() / "python"]
     if ranks:
         launcher = [programs() / "torchrun", "--standalone", "--nproc-per-node", str(ranks)]
     output = folder / "new" / "trainer.jsonl"
-    command = [*launcher, "benchmarks/trainer.py", *SMALL, *arguments, "--output", output]
+    command = [*launcher, *through, "benchmarks/trainer.py", *SMALL, *arguments, "--output", output]
     # On the CPU also where there is a GPU: what is tested here is the program.
     done = subprocess.run(
         command, cwd=ROOT, env=environment(CUDA_VISIBLE_DEVICES=""), capture_output=True, text=True, check=False
@@ -49,7 +53,29 @@ def test_both_sides_do_the_same_work(tmp_path):
         assert result["micro_batch_size"] == plain["micro_batch_size"] == 3
         assert ours["mfu"] is None and ours["peak_memory_gb"] is None  # a CPU has neither
         assert check_parts(result)["quantizers"] == 0
-    assert printed.count("| quantizers | 0.00 | - |") == 2
+    assert printed.count("| quantizers | 0.00 | - | - |") == 2
+
+
+def test_exposed_communication_is_what_no_computation_covers():
+    def on_device(name, start, end):
+        return SimpleNamespace(name=name, time_range=SimpleNamespace(start=start, end=end))
+
+    kernels = [
+        ("ncclDevKernel_AllGather", 0, 10),
+        ("gemm", 2, 5),
+        ("gemm", 4, 6),
+        ("Memcpy DtoH", 8, 12),
+        ("sum", 20, 30),
+    ]
+    assert step_parts.exposed([on_device(*kernel) for kernel in kernels]) == 12 - 4
+    assert step_parts.covered([]) == 0
+
+
+def test_ranks_that_share_a_device_are_profiled(tmp_path):
+    share = ["tests/gpu/share_device.py", "cpu"]
+    (result,), printed = measure(tmp_path, "--model", "tiny-gpt", ranks=2, through=share)
+    assert result["ranks"] == 2 and result["parts"]["launches"] is None
+    assert printed.count("| collectives |") == 1
 
 
 def test_quantizers_are_a_part_of_their_own(tmp_path):

@@ -112,7 +112,7 @@ def test_state_from_before_a_setting_came_is_taken_over(data, tmp_path):
     out, metrics = run_ranks(2, _train, flags(data, more, f"--load {tmp_path}"))[0]
     assert "start anew" not in out and metrics["lm loss"] == expected[4:]
     out, metrics = run_ranks(2, _train, flags(data, more, f"--load {tmp_path} --zero-scale-dtype bf16"))[0]
-    assert "LoCo's errors and weight copies start anew" in out
+    assert "LoCo's errors, scales of elements and weight copies start anew" in out
 
 
 @pytest.mark.long

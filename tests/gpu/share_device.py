@@ -1,4 +1,4 @@
-"""Runs a training program whose ranks share one device, through the staging backend.
+"""Runs a program that trains on ranks which share one device, through the staging backend.
 
 ``torchrun --nproc-per-node 4 tests/gpu/share_device.py cuda:0 pretrain_gpt.py FLAGS``
 """
@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from megatron_zpp.training import pretrain
+from megatron_zpp.parallel import distributed
 from tests.gpu.staged_backend import NAME, register
 
 
@@ -28,5 +28,6 @@ def init_distributed(backend: str | None, timeout_minutes: float) -> torch.devic
 
 device, script = torch.device(sys.argv[1]), sys.argv[2]
 sys.argv = sys.argv[2:]
-pretrain.init_distributed = init_distributed
+sys.path.insert(0, str(Path(script).parent))  # as Python does for a script
+distributed.init_distributed = init_distributed  # before a program imports it
 runpy.run_path(script, run_name="__main__")

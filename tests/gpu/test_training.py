@@ -68,7 +68,7 @@ def on_gloo(runs):
     return run_ranks(4, train_each, runs, "cpu")[0]
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("device", [pytest.param(DEVICES[0], marks=pytest.mark.long), *DEVICES[1:]])
 def test_training_equals_gloo(device, runs, on_gloo, tmp_path):
     """On CPU tensors to the bit. A GPU adds up in another order, and a value may be rounded to the next level."""
     results = run_ranks(4, train_each, runs, device, str(tmp_path / "store"), timeout=300)

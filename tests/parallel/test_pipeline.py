@@ -47,23 +47,26 @@ def data(tmp_path_factory) -> str:
 
 # Two ranks, GPT: its embeddings are tied, so the first and the last stage have a copy each.
 TWO = {
-    "1f1b": "",
     "gpipe, stages of 3 and 1": "--pipeline-schedule gpipe --decoder-first-pipeline-num-layers 3 --zero-stage 2",
-    "interleaved": VIRTUAL,
-    "zero-bubble": "--pipeline-schedule zero-bubble",
     "zero-bubble, virtual": f"--pipeline-schedule zero-bubble {VIRTUAL} --zero-stage 1",
     "token mean, recomputed": "--calculate-per-token-loss --recompute-granularity full --reset-attention-mask",
+}
+TWO_MORE = {
+    "1f1b": "",
+    "interleaved": VIRTUAL,
+    "zero-bubble": "--pipeline-schedule zero-bubble",
     "recomputed, zero-bubble": "--pipeline-schedule zero-bubble --recompute-granularity full",
 }
 
 
-def test_two_stages_train_as_one_rank(data):
+@pytest.mark.parametrize("layouts", [TWO, pytest.param(TWO_MORE, marks=pytest.mark.long)], ids=["some", "more"])
+def test_two_stages_train_as_one_rank(data, layouts):
     alone = {"": "", "token mean, recomputed": TWO["token mean, recomputed"]}
     expected = results_on(
         1, {name: ("gpt", flags(data, FOUR_LAYERS, more, length=TWENTY)) for name, more in alone.items()}
     )
     results = results_on(
-        2, {name: ("gpt", flags(data, FOUR_LAYERS, PP2, more, length=TWENTY)) for name, more in TWO.items()}
+        2, {name: ("gpt", flags(data, FOUR_LAYERS, PP2, more, length=TWENTY)) for name, more in layouts.items()}
     )
     for name, result in results.items():
         assert_same(result, expected[name if name in expected else ""], name)

@@ -15,9 +15,10 @@ from megatron_zpp.zeropp import ZeroPPConfig, apply_zeropp
 from tests.ranks import run_ranks
 
 
-def _sharded_gpt(stage: int) -> GPT:
+def _sharded_gpt(stage: int, tie_embeddings: bool = True) -> GPT:
+    shape = GPTConfig(2, 16, 2, 32, 8, attention_dropout=0.0, hidden_dropout=0.0, tie_embeddings=tie_embeddings)
     with torch.device("meta"):
-        model = GPT(GPTConfig(2, 16, 2, 32, 8, attention_dropout=0.0, hidden_dropout=0.0))
+        model = GPT(shape)
     mesh = build_mesh("cpu", replicas=dist.get_world_size() if stage == 0 else 1)
     shard_model(model, mesh, stage, MixedPrecisionPolicy(), OffloadPolicy())
     model.to_empty(device="cpu")
@@ -44,6 +45,24 @@ def test_how_often_a_stage_gathers_and_reduces(stage):
         gathers = num_micro_batches * (2 * blocks + rest) if stage == 3 else blocks + rest
         reductions = (1 if stage == 1 else num_micro_batches) * (blocks + rest)
         assert sent == gathers + 2 * reductions  # gloo's reduce-scatter sends twice
+
+
+def _order_of_gradients() -> list[str]:
+    """Units of an untied model, in the order in which a backward pass reduces them."""
+    model = _sharded_gpt(3, tie_embeddings=False)
+    zeropp, order = apply_zeropp(model, ZeroPPConfig()), list[str]()
+    for unit in zeropp.units:
+        for parameter in unit.parameters:
+            parameter.register_post_accumulate_grad_hook(lambda _, unit=unit: order.append(unit.label))
+    tokens = torch.full((1, 8), dist.get_rank())
+    model(tokens, tokens).mean().backward()
+    return list(dict.fromkeys(order))
+
+
+def test_the_output_layer_need_not_wait_for_the_embedding():
+    for order in run_ranks(2, _order_of_gradients):
+        assert order[:3] == ["output_layer", "layers.1", "layers.0"]
+        assert set(order[3:]) == {"word_embeddings", "the root module"}
 
 
 def _elements_held(stage: int) -> tuple[int, int]:

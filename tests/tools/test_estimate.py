@@ -43,6 +43,7 @@ RECIPES = {
     "--zero-weight-difference-bits-warmup 1:8",
     "least memory": f"{ALL_FLAGS} --zeropp-loco --hpz-secondary-dtype int8 --zero-weight-difference-bits 4 "
     "--zero-gradient-sum-dtype int8",
+    "scales of elements": f"{ALL_FLAGS} --zero-gradient-bits 2 --zero-gradient-element-scales",
     "undone steps": f"{ALL_FLAGS} --zeropp-loco --loss-spike-factor 1000 --zero-gradient-sum-dtype bf16 "
     "--zero-offload-gradient-sums",
     "HSDP, a replica on each node": f"{REPLICAS} 2 --zero-ranks-per-node 2 --micro-batch-size 2",
@@ -81,6 +82,7 @@ def _measured(runs: dict[str, list[str]]) -> dict[str, tuple[int, float, dict[st
             if isinstance(module, FSDPModule):
                 module.reshard()  # the evaluation at the end leaves the root gathered, and below stage 3 all
         feedbacks = [f for r in zeropp._reduce_scatters.values() for f in r.hops.feedback.values()]
+        scales = [s for r in zeropp._reduce_scatters.values() if (s := r.hops.element_scales) is not None]
         copies = [getattr(gather, "secondary_partition", None) for gather in zeropp._all_gathers.values()]
         moments = [
             _local(value)
@@ -94,6 +96,9 @@ def _measured(runs: dict[str, list[str]]) -> dict[str, tuple[int, float, dict[st
             "secondary": _nbytes(*copies),
             "summed": sum(sums.values()),
             "LoCo": _nbytes(*(tensor for f in feedbacks for tensor in (f.error, f._before_step[0]))),
+            "scales": _nbytes(
+                *(tensor for s in scales for tensor in (s.exponents, *(wires for _, wires in s.travelled)))
+            ),
         }
         found[name] = (sum(p.numel() for p in run.model.parameters()), metrics["comm/bytes-between-nodes"][-1], kept)
     return found
@@ -132,6 +137,8 @@ LAYERS = (
     "--recompute-method uniform --recompute-num-layers 1"
 )
 PEAKS = ("ZeRO-3", "all", "least memory")
+# Both ends are larger than a layer, and units of their own.
+LARGE_ENDS = "--untie-embeddings-and-output-weights --make-vocab-size-divisible-by 4096"
 
 
 def _peaks(runs: dict[str, list[str]]) -> dict[str, int]:
@@ -150,12 +157,14 @@ def _peaks(runs: dict[str, list[str]]) -> dict[str, int]:
 
 
 @pytest.mark.long
-def test_peaks_of_memory_are_within_five_percent_of_those_of_real_ranks(tmp_path):
+@pytest.mark.parametrize("more", ["", LARGE_ENDS], ids=["tied", "large ends"])
+def test_peaks_of_memory_are_within_five_percent_of_those_of_real_ranks(tmp_path, more):
     data = write_text(tmp_path)
-    runs = {name: flags(data, LAYERS, RECIPES[name], length="--train-iters 3") for name in PEAKS}
-    measured = run_ranks(4, _peaks, runs, timeout=600)
+    runs = {name: flags(data, LAYERS, more, RECIPES[name], length="--train-iters 3") for name in PEAKS}
+    # A thread of gloo may keep a buffer for longer than its collective takes, which only adds: the least is it.
+    measured = [peaks for _ in range(3) for peaks in run_ranks(4, _peaks, runs, timeout=600)]
     for name, argv in runs.items():
-        assert planned(argv).memory == pytest.approx(measured[0][name], rel=0.05), name
+        assert planned(argv).memory == pytest.approx(min(peaks[name] for peaks in measured), rel=0.05), name
 
 
 class Results(TorchDispatchMode):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import socket
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +12,7 @@ import torch.distributed as dist
 
 from megatron_zpp.data.indexed_dataset import IndexedDataset, IndexedDatasetWriter
 from megatron_zpp.data.tokenizers import NullTokenizer
-from tests.ranks import run_ranks
+from tests.ranks import free_port, run_ranks
 from tests.training.small_run import NO_DROPOUT, call_pretrain, flags
 
 GOLDEN = Path(__file__).parents[1] / "data" / "golden"
@@ -30,11 +29,6 @@ def write_data(prefix: Path, skip: int = 0) -> None:
     with IndexedDatasetWriter(prefix, a.dtype) as writer:
         for i in range(len(a) - skip):
             writer.add_document([np.where(a[i] == 256, NullTokenizer(300).eod, a[i])])
-
-
-def free_port() -> int:
-    with socket.create_server(("localhost", 0)) as server:
-        return server.getsockname()[1]
 
 
 def run(folder: Path, *more: str, ranks: int = 1, length: int = 4) -> tuple[int, list[str], str]:

@@ -26,27 +26,30 @@ SCALE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 _ERROR_HOPS = {"int8": (8, torch.float32), "bf16": (None, torch.bfloat16), "fp32": (None, torch.float32)}
 
 
-def round_trip(block: Tensor, bits: int, noise: Tensor | None, scale_dtype: torch.dtype = torch.float32) -> Tensor:
-    """What arrives of a block [B], in fp32: the nearest codes, even at ties, or with ``noise`` [B] the random ones."""
+def absmax_levels(
+    block: Tensor, bits: int, noise: Tensor | None, scale_dtype: torch.dtype = torch.float32
+) -> tuple[Tensor, Tensor]:
+    """The levels [B] of a block [B], and their unit: the nearest, even at ties, or with ``noise`` [B] the random ones.
+
+    The unit is 0 or NaN where the whole block is that.
+    """
     values, largest = block.float(), torch.tensor(2.0 ** (bits - 1) - 1)
     scale = values.abs().max() / largest
     short = scale.to(scale_dtype)
     if short < scale:  # rounded down, so that the block's largest value would be clipped
         short = short.nextafter(torch.tensor(torch.inf, dtype=scale_dtype))
     scale = short.float()
-    if not scale.isfinite():
-        return torch.full_like(values, torch.nan)
-    if scale == 0:
-        return torch.zeros_like(values)
+    if not scale.isfinite() or scale == 0:
+        return torch.zeros_like(values), torch.where(scale == 0, 0.0, torch.nan)
     codes = (values / scale).round() if noise is None else (values / scale + noise).floor()
-    return codes.clamp(-largest, largest) * scale
+    return codes.clamp(-largest, largest), scale
 
 
-def round_trip_by_mean(block: Tensor, bits: int, noise: Tensor | None, scale_dtype: torch.dtype) -> Tensor:
-    """What arrives of a block [B], in fp32: the middle of the step that each value is in, or whole steps."""
+def mean_levels(block: Tensor, bits: int, noise: Tensor | None, scale_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """The same by the mean: the middle of the step that each value is in, or whole steps."""
     values = block.float().numpy()
     magnitudes, zeros = np.abs(values.astype(np.float64)), int((values == 0).sum())
-    nothing, everything = torch.zeros(len(values)), torch.full((len(values),), torch.nan)
+    nothing, everything = ((torch.zeros(len(values)), torch.tensor(unit)) for unit in (0.0, torch.nan))
     if not np.isfinite(magnitudes).all():
         return everything
     whole_steps = bits > 1 and zeros / len(values) >= 0.25
@@ -67,7 +70,7 @@ def round_trip_by_mean(block: Tensor, bits: int, noise: Tensor | None, scale_dty
     else:
         lower = np.floor(in_steps + (random - np.float32(0.5)))
         levels = lower.clip(-(2 ** (bits - 1)), 2 ** (bits - 1) - 1) + np.float32(0.5)
-    return torch.from_numpy(levels.astype(np.float32) * scale)
+    return torch.from_numpy(levels.astype(np.float32)), torch.tensor(scale)
 
 
 def code_at(step: int, later: tuple[int | None, str | None], warmup: str | None, scaling_at_first: str | None) -> tuple:
@@ -120,28 +123,41 @@ class Hop:
     scaling: str | None = None
     scale_dtype: torch.dtype = torch.float32
 
+    @property
+    def is_mean(self) -> bool:
+        return self.scaling == "mean" or (self.scaling is None and self.bits is not None and self.bits <= 3)
+
     def is_quantized(self, parameter: ParameterShard) -> bool:
         fewest = min(self.block_size or 8, 32)
         return self.bits is not None and parameter.quantizable and parameter.numel >= fewest
 
+    def blocks(self, numel: int) -> list[slice]:
+        """Of the ``numel`` elements of a quantized parameter."""
+        size = self.block_size or numel
+        return [slice(start, min(start + size, numel)) for start in range(0, numel, size)]
+
     def transmit(self, shard: Tensor, noise: Tensor | None = None) -> Tensor:
         """What arrives, in fp32, of a shard [L] that is sent over this hop; ``noise`` [L] rounds stochastically."""
-        arrived, start = [], 0
+        return self.transmit_levels(shard, noise)[0]
+
+    def transmit_levels(self, shard: Tensor, noise: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """What arrives, and its levels [L]: NaN where there are none, or where a block's unit is 0 or NaN."""
+        arrived, levels, start = [], [], 0
         for parameter in self.parameters:
             own = slice(start, start + parameter.numel)
             start = own.stop
             if not self.is_quantized(parameter):
                 arrived.append(shard[own].to(self.dtype).float())
+                levels.append(torch.full((parameter.numel,), torch.nan))
                 continue
             assert self.bits is not None
-            size = self.block_size or parameter.numel
-            blocks = shard[own].split(size)
-            noises = [None] * len(blocks) if noise is None else noise[own].split(size)
-            for block, noise_of_block in zip(blocks, noises, strict=True):
-                is_mean = self.scaling == "mean" or (self.scaling is None and self.bits <= 3)
-                one_way = round_trip_by_mean if is_mean else round_trip
-                arrived.append(one_way(block, self.bits, noise_of_block, self.scale_dtype))
-        return torch.cat(arrived)
+            for place in self.blocks(parameter.numel):
+                one_way = mean_levels if self.is_mean else absmax_levels
+                noise_of_block = None if noise is None else noise[own][place]
+                of_block, unit = one_way(shard[own][place], self.bits, noise_of_block, self.scale_dtype)
+                arrived.append(of_block * unit)
+                levels.append(of_block if unit > 0 else torch.full_like(of_block, torch.nan))
+        return torch.cat(arrived), torch.cat(levels)
 
     def transmit_all(self, shards: Tensor, noise_seed: int | None) -> Tensor:
         """``transmit`` for each of shards [..., L] of one rank."""
@@ -223,6 +239,40 @@ def all_gather(
     return torch.stack(gathered)
 
 
+class ElementScales:
+    """How much quieter each element of pieces [N, L] is than the loudest of its block, in sixteenths of an octave."""
+
+    def __init__(self, hop: Hop, shape: torch.Size) -> None:
+        self.hop, self.quieter, self.steps = hop, np.zeros(shape, dtype=np.int64), 0
+
+    def transmit_all(self, pieces: Tensor, noise_seed: int | None) -> Tensor:
+        """What arrives of pieces [N, L], each element of which is sent in units of its scale."""
+        scales = torch.from_numpy((0.5 ** (self.quieter / 16)).astype(np.float32))
+        noise: Sequence[Tensor | None] = [None] * len(pieces)
+        if noise_seed is not None:
+            noise = list(uniform(noise_seed, pieces.numel()).view(pieces.shape))
+        sent = [self.hop.transmit_levels(row, u) for row, u in zip(pieces / scales, noise, strict=True)]
+        self._learn(torch.stack([levels for _, levels in sent]).double().numpy())
+        return torch.stack([arrived for arrived, _ in sent]) * scales
+
+    def _learn(self, levels: np.ndarray) -> None:
+        bits = self.hop.bits
+        assert bits is not None
+        usual = math.pi / 2 / STEPS[bits] ** 2 if self.hop.is_mean else ((2 ** (bits - 1) - 1) / 3) ** 2
+        weight = max(1 / (2 + self.steps), 0.02)
+        octaves = np.log2(1 - weight + weight * levels**2 / usual) / 2  # of the scale, half of those of the square
+        louder = np.floor(16 * octaves + self.steps * 0.6180339887498949 % 1)
+        self.quieter -= np.where(np.isnan(levels), 0, louder).astype(np.int64)
+        start = 0
+        for parameter in self.hop.parameters:
+            for place in self.hop.blocks(parameter.numel) if self.hop.is_quantized(parameter) else ():
+                block = self.quieter[:, start + place.start : start + place.stop]
+                block -= block.min(axis=1, keepdims=True)
+            start += parameter.numel
+        self.quieter = self.quieter.clip(0, 255)
+        self.steps += 1
+
+
 @dataclass
 class GradientState:
     """What the ranks keep of the gradients from step to step."""
@@ -230,6 +280,7 @@ class GradientState:
     steps: int = 0
     steps_since_reset: int = 0
     errors: dict[tuple[str, int], Tensor] = field(default_factory=dict)  # LoCo's e by (hop, rank)
+    scales: dict[int, ElementScales] = field(default_factory=dict)  # of what each rank sends between nodes
 
 
 def reduce_scatter(
@@ -243,16 +294,15 @@ def reduce_scatter(
     """Each rank's sum over ranks and micro-batches, fp32 [L], from gradients [micro-batch][rank] of shape [W, L]."""
     world_size, dtype = len(micro_batches[0]), micro_batches[0][0].dtype
     ranks_per_node = world_size // num_nodes
+    between = code_at(state.steps, (config.gradient_bits, config.gradient_scaling), config.gradient_bits_warmup, None)
     choices = {
-        "intra": (config.gradient_intra_bits, config.gradient_intra_scaling),
-        "inter": code_at(
-            state.steps, (config.gradient_bits, config.gradient_scaling), config.gradient_bits_warmup, None
-        ),
+        "intra": (config.gradient_intra_bits, config.gradient_intra_scaling, dtype),
+        "inter": (*between, dtype if config.gradient_bits is None else torch.float32),
     }
     scale_dtype = SCALE_DTYPES[config.scale_dtype]
     hops = {
-        name: Hop(parameters, bits, config.gradient_block_size, dtype, scaling, scale_dtype)
-        for name, (bits, scaling) in choices.items()
+        name: Hop(parameters, bits, config.gradient_block_size, unquantized, scaling, scale_dtype)
+        for name, (bits, scaling, unquantized) in choices.items()
     }
     rotation = hops["inter"] if config.gradient_bits is not None else hops["intra"]
 
@@ -261,11 +311,14 @@ def reduce_scatter(
         noise_seed, loco = None, config.loco
         if config.gradient_rounding == "stochastic":
             noise_seed = seed_of(config.seed, "gradients", hop, unit, rank, state.steps, micro_batch)
+        over: Hop | ElementScales = hops[hop]
+        if config.gradient_element_scales and hop == "inter":
+            over = state.scales.setdefault(rank, ElementScales(hops[hop], pieces.shape))
         if loco is None or (hop == "intra" and loco.hops == "inter"):
-            return hops[hop].transmit_all(pieces, noise_seed)
+            return over.transmit_all(pieces, noise_seed)
         error = state.errors.get((hop, rank), torch.zeros_like(pieces, dtype=torch.float32))
         compensated = pieces + error
-        sent = hops[hop].transmit_all(compensated, noise_seed)
+        sent = over.transmit_all(compensated, noise_seed)
         moved = loco.beta * error + (1 - loco.beta) * (compensated - sent)
         error = torch.where(moved.isfinite(), moved, error)
         if micro_batch == len(micro_batches) - 1 and loco.reset == "decay" and loco.reset_interval is not None:

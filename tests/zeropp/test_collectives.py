@@ -240,6 +240,16 @@ GRADIENT_OPTIONS = {
         gradient_intra_scaling="mean",
         scale_dtype="bf16",
     ),
+    "scales of elements": dict(gradient_element_scales=True, loco=LoCoConfig()),
+    "scales of elements, 4 bits, no feedback": dict(
+        gradient_element_scales=True, gradient_bits=4, gradient_rounding="stochastic"
+    ),
+    "scales of elements, absmax, one scale": dict(
+        gradient_element_scales=True,
+        gradient_scaling="absmax",
+        gradient_block_size=None,
+        loco=LoCoConfig(error_dtype="bf16", reset="decay", reset_interval=10),
+    ),
     "hadamard": dict(hadamard=True),
     "everything": dict(hadamard=True, gradient_rounding="stochastic", loco=LoCoConfig(hops="both"), seed=3),
 }

@@ -10,6 +10,7 @@ import re
 import shutil
 import site
 import subprocess
+from collections import Counter
 from collections.abc import Callable, Iterator
 from glob import glob
 from typing import Any
@@ -37,7 +38,9 @@ NOWHERE = 4096  # an address; a null pointer would be a tensor without memory
 pytestmark = pytest.mark.skipif(not kernels.has_cuda, reason=f"no CUDA build: {kernels.why_not_on(CUDA)}")
 without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="has a GPU: test_kernels.py runs the kernels on it")
 
-FORMAT = WireFormat([ParameterShard("weight", 4096, True), ParameterShard("bias", 37, False)], 4, 128, torch.bfloat16)
+PARAMETERS = [ParameterShard("weight", 4096, True), ParameterShard("bias", 37, False)]
+FORMAT = WireFormat(PARAMETERS, 4, 128, torch.bfloat16)
+ERROR = WireFormat(PARAMETERS, 8, 128, torch.float32)  # LoCo's
 
 
 @pytest.mark.parametrize("operator", kernels.OPERATORS)
@@ -55,6 +58,70 @@ def test_it_holds_code_for_the_cards_that_the_documentation_names():
 
     assert {"sm_80", "sm_90"} <= set(listed("--list-elf"))
     assert listed("--list-ptx") == ["sm_90"]  # what newer cards translate for themselves
+
+
+# What nvcc made of the kernels, for sm_90
+
+
+@pytest.fixture(scope="module")
+def compiled() -> dict[str, list[str]]:
+    """The instructions of each kernel in their order, without operands, by its name and mangled template arguments."""
+    if CUOBJDUMP is None:
+        pytest.skip("needs cuobjdump, of the CUDA toolkit or triton")
+    command = [CUOBJDUMP, "-sass", "-arch", "sm_90", str(kernels.LIBRARY)]
+    text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    functions = {}
+    for function in text.split("Function : ")[1:]:
+        name = re.search(r"(encode_tiles|encode_blocks|decode_tiles|decode_sums|rotate_tiles)\w*", function.split()[0])
+        instruction = r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9._]+)"
+        assert name is not None
+        functions[name.group()] = re.findall(instruction, function, re.MULTILINE)
+    return functions
+
+
+def places(instructions: list[str], *beginnings: str) -> list[int]:
+    return [place for place, name in enumerate(instructions) if name.startswith(beginnings)]
+
+
+def test_all_loads_come_before_the_first_store(compiled):
+    """And values stay in registers. Kernels for blocks that a warp does not hold read them once more for each pass."""
+    checked = {name: code for name, code in compiled.items() if name.startswith(("encode_tiles", "decode"))}
+    assert len(checked) == 32 + 24
+    for name, code in checked.items():
+        assert places(code, "LDG")[-1] < places(code, "STG")[0], name
+        assert not places(code, "LDL", "STL"), name
+
+
+def test_what_16_peers_sent_is_loaded_before_the_first_is_added(compiled):
+    """8 peers with int8, whose codes take two registers."""
+    loads_of_codes = {2: ("LDG.E.U16", 16), 4: ("LDG.E", 16), 8: ("LDG.E.64", 8)}
+    for bits, (load, peers) in loads_of_codes.items():
+        names = [name for name in compiled if name.startswith(f"decode_sumsILi{bits}E")]
+        assert len(names) == 3
+        for name in names:
+            code = compiled[name]
+            sums = places(code, "FADD")
+            before = Counter(code[: sums[0]])
+            # A scale is in fp32 or in bf16: one load for each.
+            scales = Counter({"LDG.E": peers, "LDG.E.U16": peers})
+            assert before[load] >= peers + scales[load], name
+            assert all(before[kind] >= count for kind, count in scales.items()), name
+
+
+def test_values_are_read_in_vectors_wherever_they_begin(compiled):
+    """Nothing but codes and scales is read in less than 16 bytes: there is no path for what is not aligned."""
+    in_flight = 2
+    for name, code in compiled.items():
+        if not name.startswith(("encode_tiles", "decode_tiles")) or "ILi4E" not in name or "SourceE3" in name:
+            continue
+        loads = Counter(instruction for instruction in code if instruction.startswith("LDG"))
+        vectors = loads.pop("LDG.E.128")
+        assert vectors >= 2 * in_flight, name  # a group of 16 bytes may lie in two vectors
+        if name.startswith("decode_tiles"):
+            assert loads == {"LDG.E": 2 * in_flight, "LDG.E.U16": in_flight}, name  # codes and scales
+        elif "SourceE2" not in name:  # peers' codes have loads, too
+            errors = "ELb1E" in name
+            assert loads == ({"LDG.E.64": 1, "LDG.E": 1, "LDG.E.U16": 1} if errors else {}), name
 
 
 # Arguments
@@ -76,11 +143,12 @@ def arguments() -> dict[str, dict[str, Any]]:
     values = torch.zeros(2, FORMAT.numel)
     wire = torch.zeros(2, FORMAT.nbytes, dtype=torch.uint8)
     peers = torch.zeros(3, 2, FORMAT.nbytes, dtype=torch.uint8)
+    error = torch.zeros(2, ERROR.nbytes, dtype=torch.uint8)
     table = FORMAT.table
     return {
         "encode": dict(
             values=values, peers=None, peers_format=[], addend=values.clone(), addend_sign=1.0, wire=wire,
-            format=table, error=wire.clone(), new_error=wire.clone(), error_format=table, beta=0.8, decay=1.0,
+            format=table, error=error, new_error=error.clone(), error_format=ERROR.table, beta=0.8, decay=1.0,
             noise_seed=None,
         ),
         "decode": dict(peers=peers, format=table, out=values, accumulate=False),

@@ -28,6 +28,18 @@ def cuda_on_cpu(tmp_path_factory):
 
 
 @pytest.mark.long
+def test_quotients_by_the_reciprocal_round_as_division_does(tmp_path):
+    """For all scales and all ties: what test_kernels.py, which draws some, cannot show."""
+    program = tmp_path / "quotients"
+    flags = ["-std=c++20", "-O3", "-march=native", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"]
+    compiler = os.environ.get("CXX", "c++")
+    subprocess.run([compiler, *flags, str(HERE / "quotients.cpp"), "-o", str(program)], check=True)
+    done = subprocess.run([program], capture_output=True, text=True, check=True)
+    wrong, wrong_products = map(int, done.stdout.split())
+    assert wrong == 0 and wrong_products > 0
+
+
+@pytest.mark.long
 def test_the_kernels_logic_equals_plain_torch(cuda_on_cpu):
     environment = os.environ | {"ZEROPP_KERNELS": str(cuda_on_cpu)}
     command = [sys.executable, "-m", "pytest", "-q", "-x", "--no-header", str(HERE / "test_kernels.py")]

@@ -1,4 +1,4 @@
-"""What a configuration is said to do on some nodes and ranks, against the bytes it sends and the errors it keeps."""
+"""What a configuration is said to do on some nodes and ranks, against the bytes it sends and the state it keeps."""
 
 from __future__ import annotations
 
@@ -42,6 +42,7 @@ GRADIENTS = [
             dict(gradient_bits=None),
             dict(gradient_bits=None, gradient_intra_bits=None),
             dict(gradient_sum_dtype="int8", loco=LOCO),
+            dict(gradient_element_scales=True, gradient_bits=2, loco=LOCO),
         )
     ),
 ]
@@ -59,14 +60,15 @@ def configs(ranks_per_node):
 
 
 CLAUSE = re.compile(
-    r"(as differences )?(unquantized|int(?P<bits>\d))( \((?P<mean>mean)?(, )?(?P<noise>stochastic)?\))?"
+    r"(as differences )?(unquantized|int(?P<bits>\d))"
+    r"( \((?P<mean>mean)?(, )?(?P<scales>element scales)?(, )?(?P<noise>stochastic)?\))?"
     r"(?P<loco> with LoCo \(beta 0.7\))?"
     r"( (?P<where>between nodes|within a node))? (?P<when>once per step|at every gather|at every micro-batch)"
 )
 
 
 def said(description, num_nodes, ranks_per_node):
-    """By the text alone: bytes of all ranks within and between nodes in a step, the hops with an error, and noise."""
+    """By the text alone: bytes of all ranks within and between nodes in a step, hops with a state, and noise."""
     plural = ["s" if n > 1 else "" for n in (num_nodes, ranks_per_node)]
     nodes, rest = description.split("; ", 1)
     assert nodes == f"{num_nodes} node{plural[0]} of {ranks_per_node} rank{plural[1]}"
@@ -79,7 +81,7 @@ def said(description, num_nodes, ranks_per_node):
     within = between = 0
     hops, noise = set(), False
     for what, text in (("weights", weights.removeprefix("weights travel ")), ("gradients", gradients[10:])):
-        for clause in text.split(", "):
+        for clause in re.split(r", (?![^(]*\))", text):
             if clause == "kept as int8 (stochastic) between micro-batches":
                 noise = True
                 continue
@@ -100,6 +102,8 @@ def said(description, num_nodes, ranks_per_node):
                 within += (world_size - crossing) * nbytes
             if match["loco"]:
                 hops.add("inter" if match["where"] == "between nodes" else "intra")
+            if match["scales"]:
+                hops.add("scales")
             noise |= match["noise"] is not None
     assert bool(seed) == noise
     return within, between, hops, noise
@@ -120,6 +124,7 @@ def train(model, zeropp):
         optimizer.zero_grad()
     sent = zeropp.traffic.take()
     hops = {name.split("/")[-1].removesuffix(".error") for name in zeropp.state_dict() if name.endswith(".error")}
+    hops |= {"scales" for name in zeropp.state_dict() if "/element_scales." in name}
     return zeropp.describe(), sent.intra_node, sent.inter_node, hops, model.weight.detach().clone()
 
 

@@ -134,6 +134,38 @@ def test_rotation_small(dtype, block_size, device):
     assert identical(format.rotate(values), expected)
 
 
+@on_devices
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("error_bits", [8, None])
+@pytest.mark.parametrize("shift", range(1, 9))
+def test_parameters_that_begin_anywhere(shift, error_bits, dtype, device):
+    """One-dimensional parameters shift those behind them: by a multiple of 16 bytes, or not."""
+    norm, rows = ParameterShard("norm", shift, False), 2
+    parameters = [norm, ParameterShard("weight", 777, True), norm, ParameterShard("small", 301, True)]
+    parameters.append(ParameterShard("bias", 600 + shift, False))
+    format, plain = (WireFormat(parameters, bits, 128, dtype) for bits in (4, None))
+    error_format = WireFormat(parameters, error_bits, 128, dtype)
+    values, addend, error = (random(rows, format.numel, dtype=dtype, device=device, seed=seed) for seed in range(3))
+    errors = [torch.empty(rows, error_format.nbytes, dtype=torch.uint8, device=device) for _ in range(3)]
+    error_format.encode(error, out=errors[0])
+    for source in (None, plain):
+        wire, expected = (torch.zeros(rows, format.nbytes, dtype=torch.uint8, device=device) for _ in range(2))
+        compensations = [Compensation(error_format, errors[0], new, 0.8, 0.99) for new in errors[1:]]
+        if source is None:
+            format.encode(values, plus=addend, compensation=compensations[0], out=wire)
+        else:
+            peers = source.encode(values).unsqueeze(0)
+            format.encode_sum(peers, source, plus=addend, compensation=compensations[0], out=wire)
+        reference.encode(format, values, expected, addend, 1, compensations[1], None)
+        assert wire.equal(expected) and errors[1].equal(errors[2])
+    for peers, accumulate in itertools.product([1, 19], [False, True]):  # and more than are read at once
+        wires = torch.stack([format.encode(values.roll(peer, 0)) for peer in range(peers)])
+        out, expected_out = addend.clone(), addend.clone()
+        format.decode_sum(wires, out, accumulate)
+        reference.decode(format, wires, expected_out, accumulate)
+        assert identical(out, expected_out)
+
+
 @pytest.fixture
 def eight_threads():
     before = torch.get_num_threads()

@@ -366,7 +366,7 @@ def _after_a_failed_backward():
     results = []
     for fails in (True, False):
         # Exact weights: what was reduced counts as a step, and differences would be sent anew.
-        model, zeropp = build(replace(HPZ, loco=LoCoConfig()))
+        model, zeropp = build(replace(HPZ, loco=LoCoConfig(), gradient_element_scales=True))
         model.head.requires_grad_(False)  # FSDP2 itself keeps what a unit that it did not come to has got
         parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         optimizer, message = sgd(parameters), ""

@@ -103,7 +103,7 @@ def _all_flags_and_plain(dtype):
     return train(None, num_steps=30, dtype=dtype), train(ALL_FLAGS, num_steps=30, dtype=dtype)
 
 
-@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [pytest.param(None, marks=pytest.mark.long), torch.bfloat16])
 def test_all_flags_train_close_to_fsdp2_and_alike_on_all_ranks(dtype):
     results = run_ranks(4, _all_flags_and_plain, dtype)
     for (plain_losses, _), (losses, parameters) in results:
@@ -323,6 +323,7 @@ def test_bytes_between_nodes_are_those_of_one_gather_and_one_reduction(num_micro
 
 
 NOISE = dict(gradient_rounding="stochastic")
+ELEMENT_SCALES = dict(gradient_element_scales=True)
 INT8_STATE = dict(quantized_weights=True, hpz_secondary_dtype="int8", gradient_sum_dtype="int8")
 
 
@@ -330,6 +331,7 @@ def _state_round_trip():
     return [
         *(_continued_and_resumed(then, NOISE) for then in ("evaluate", "change", "nothing")),
         _continued_and_resumed("evaluate", INT8_STATE, num_micro_batches=2),
+        _continued_and_resumed("evaluate", NOISE | ELEMENT_SCALES),
     ]
 
 
@@ -392,15 +394,19 @@ def test_state_restores_errors_copies_and_noise_exactly():
         "weights/root/versions",
     ]
     for of_rank in run_ranks(4, _state_round_trip):
-        assert [same for same, _ in of_rank] == [True] * 4
+        assert [same for same, _ in of_rank] == [True] * 5
         assert [names for _, names in of_rank[:2]] == [expected] * 2
         assert of_rank[2][1] == [name for name in expected if not name.endswith("checksum")]
         assert of_rank[3][1] == sorted([*expected, "weights/root/copies_dtype"])
+        scales = [f"gradients/root/element_scales.{key}" for key in ("exponents", "steps")]
+        assert of_rank[4][1] == sorted([*expected, *scales])
 
 
 def _undone_step():
     loco = LoCoConfig(hops="both", reset="decay", reset_interval=4)
-    config = ZeroPPConfig(quantized_gradients=True, ranks_per_node=2, gradient_bits=2, loco=loco)
+    config = ZeroPPConfig(
+        quantized_gradients=True, ranks_per_node=2, gradient_bits=2, gradient_element_scales=True, loco=loco
+    )
     model = nn.Linear(128, 96)
     fully_shard(model)
     zeropp = apply_zeropp(model, config)
@@ -431,6 +437,8 @@ def test_an_undone_step_leaves_no_trace_and_rescaling_is_exact():
         for hop in ("intra", "inter"):
             name = f"gradients/root/{hop}.error"
             assert before[name].any() and not moved[name].equal(before[name])
+        name = "gradients/root/element_scales.exponents"
+        assert before[name].any() and not moved[name].equal(before[name])
         assert all(before[name].equal(after[name]) for name in before)
         assert error.any() and rescaled.equal(error * 0.5)  # a power of 2 changes exponents alone
 
@@ -542,8 +550,10 @@ def _state_of_another_config():
     others = (
         replace(ALL_FLAGS, seed=7),
         replace(ALL_FLAGS, gradient_sum_dtype="int8", offload_gradient_sums=True, loco=LoCoConfig(exact_undo=False)),
+        replace(ALL_FLAGS, **ELEMENT_SCALES),
         replace(ALL_FLAGS, loco=LoCoConfig(beta=0.5)),
     )
+    refusals = []
     for config in others:
         other = nn.Linear(64, 64)
         fully_shard(other)
@@ -551,13 +561,16 @@ def _state_of_another_config():
         try:
             another.load_state_dict(state)
         except ValueError as error:
-            return str(error)
+            refusals.append(str(error))
+            continue
         loaded = another.state_dict()
         assert all(value.equal(loaded[name]) for name, value in state.items()), config
+    return refusals
 
 
 def test_state_of_another_config_is_refused_but_not_where_it_keeps_the_same():
-    assert "another ZeroPPConfig" in run_ranks(4, _state_of_another_config)[0]
+    refusals = run_ranks(4, _state_of_another_config)[0]
+    assert len(refusals) == 2 and all("another ZeroPPConfig" in message for message in refusals)
 
 
 def _bytes_on_one_node():

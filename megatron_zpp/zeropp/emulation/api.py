@@ -40,6 +40,7 @@ def emulate_zeropp(
     ranks_per_node: int,
     *,
     units: Sequence[nn.Module] = (),
+    gathered_once: Sequence[nn.Module] = (),
     param_dtype: torch.dtype | None = None,
     reduce_dtype: torch.dtype | None = None,
     zero_stage: int = 3,
@@ -47,6 +48,7 @@ def emulate_zeropp(
     """Prepare ``model`` to be trained as ``num_nodes`` x ``ranks_per_node`` ranks would with ``apply_zeropp``.
 
     units: the modules that ``fully_shard`` would be called on before the whole model.
+    gathered_once: those of them with ``reshard_after_forward=False``; FSDP2 keeps the root for backward anyway.
     param_dtype, reduce_dtype: as in FSDP2's MixedPrecisionPolicy.
     zero_stage: 3, or 2, which keeps gathered parameters for all micro-batches of a step.
 
@@ -64,7 +66,7 @@ def emulate_zeropp(
     if zero_stage not in (2, 3):
         raise ValueError(f"stages 2 and 3 of ZeRO can be emulated, not stage {zero_stage}")
     emulated = EmulatedZeroPP(
-        units=find_emulated_units(model, units, num_nodes * ranks_per_node, param_dtype),
+        units=find_emulated_units(model, units, gathered_once, num_nodes * ranks_per_node, param_dtype),
         config=config,
         layouts=[RankLayout(num_nodes, ranks_per_node, rank) for rank in range(num_nodes * ranks_per_node)],
         reduce_dtype=reduce_dtype,

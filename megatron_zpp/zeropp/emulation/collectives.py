@@ -37,7 +37,7 @@ class EmulatedAllGather:
         self._is_encoded = self._has_secondary or (config.quantized_weights and len(layouts) > 1)
         self._arrived = False  # the weights of the last refresh are in unit.arrived
         self._checksums: list[Tensor] = []  # of each rank's shard, as it last went between nodes
-        self._reshards_after_forward = zero_stage == 3 and unit.name != ""  # FSDP2 keeps the root for backward
+        self._reshards_after_forward = zero_stage == 3 and not unit.is_gathered_once
         self._reshards_after_backward = zero_stage == 3
         self._unsharded = [False] * len(layouts)
 
@@ -241,7 +241,7 @@ class EmulatedReduceScatter:
             elif hops.between_nodes is None:
                 total = hops.with_kept(node_sum).only_piece()
                 hops.sent()
-                totals.append(hops.finish(total))
+                totals.append(hops.finish(total, sent=None))
             else:
                 self._between_nodes.append(hops.between_nodes.send(hops.with_kept(node_sum)))
                 hops.sent()
@@ -251,7 +251,8 @@ class EmulatedReduceScatter:
                 assert hops.between_nodes is not None
                 of_local_rank = from_all[hops.layout.local_rank :: ranks_per_node]
                 received = torch.stack([wires[hops.layout.node] for wires in of_local_rank])
-                totals.append(hops.finish(hops.between_nodes.receive(received)))
+                sent = from_all[hops.layout.rank]
+                totals.append(hops.finish(hops.between_nodes.receive(received), sent))
         if not totals:
             return None
         self.unit.mark_reduced(completes_step=True)

@@ -30,6 +30,7 @@ class EmulatedUnit(Unit):
     dtype: torch.dtype
     world_size: int
     casts_inputs: bool
+    is_gathered_once: bool  # for a forward pass and its backward pass
     _is_shown: bool = False
 
     def __post_init__(self) -> None:
@@ -142,10 +143,15 @@ def _join(part: Tensor, out: Tensor) -> Tensor:
 
 
 def find_emulated_units(
-    model: nn.Module, modules: Sequence[nn.Module], world_size: int, param_dtype: torch.dtype | None
+    model: nn.Module,
+    modules: Sequence[nn.Module],
+    gathered_once: Sequence[nn.Module],
+    world_size: int,
+    param_dtype: torch.dtype | None,
 ) -> list[EmulatedUnit]:
     """One unit of each of ``modules`` and one of the rest of ``model``, in the order of ``find_units``.
 
+    That rest, and ``gathered_once`` of the modules, stay gathered from a forward pass to its backward pass.
     Raises ValueError for parameters that have no storage, no dimension, two units, or other dtypes than their unit's.
     """
     owners: dict[int, list[tuple[nn.Module, str]]] = {}
@@ -185,6 +191,7 @@ def find_emulated_units(
                 dtype=dtype,
                 world_size=world_size,
                 casts_inputs=param_dtype is not None,
+                is_gathered_once=module is model or module in gathered_once,
             )
         )
     return units

@@ -33,6 +33,7 @@ struct alignas(16) uint4 {
   uint32_t x, y, z, w;
 };
 inline uint2 make_uint2(uint32_t x, uint32_t y) { return {x, y}; }
+inline uint4 make_uint4(uint32_t x, uint32_t y, uint32_t z, uint32_t w) { return {x, y, z, w}; }
 
 using cudaStream_t = void*;
 using cudaError_t = int;
@@ -114,16 +115,31 @@ inline void run_block(unsigned threads) {
 
 inline void __syncthreads() { cuda_on_cpu::wait_at(cuda_on_cpu::block_barrier); }
 
+namespace cuda_on_cpu {
+
 template <class T>
-T __shfl_xor_sync(unsigned, T value, int mask) {
+T shuffle(T value, unsigned source) {
   static_assert(sizeof(T) == sizeof(uint32_t));
   const unsigned own = threadIdx.x;
-  std::memcpy(&cuda_on_cpu::shuffled[own], &value, sizeof value);
-  cuda_on_cpu::wait_at(cuda_on_cpu::warp_barriers[own / 32]);
+  std::memcpy(&shuffled[own], &value, sizeof value);
+  wait_at(warp_barriers[own / 32]);
   T other;
-  std::memcpy(&other, &cuda_on_cpu::shuffled[own ^ unsigned(mask)], sizeof other);
-  cuda_on_cpu::wait_at(cuda_on_cpu::warp_barriers[own / 32]);  // all have read before any writes again
+  std::memcpy(&other, &shuffled[source], sizeof other);
+  wait_at(warp_barriers[own / 32]);  // all have read before any writes again
   return other;
+}
+
+}  // namespace cuda_on_cpu
+
+template <class T>
+T __shfl_xor_sync(unsigned, T value, int mask) {
+  return cuda_on_cpu::shuffle(value, threadIdx.x ^ unsigned(mask));
+}
+
+template <class T>
+T __shfl_down_sync(unsigned, T value, unsigned by) {
+  const unsigned own = threadIdx.x;
+  return cuda_on_cpu::shuffle(value, own % 32 + by < 32 ? own + by : own);
 }
 
 inline uint32_t __byte_perm(uint32_t a, uint32_t b, uint32_t selector) {

@@ -75,6 +75,11 @@ CASES = {
         torch.bfloat16,
     ),
     "bf16 sums": ("net", ZeroPPConfig(**ALL_FLAGS, **BLOCKS, gradient_sum_dtype="bf16"), None),
+    "scales of elements": (
+        "net",
+        ZeroPPConfig(**ALL_FLAGS, **BLOCKS, gradient_bits=2, gradient_element_scales=True, loco=LoCoConfig()),
+        torch.bfloat16,
+    ),
     "no blocks": (
         "net",
         ZeroPPConfig(**ALL_FLAGS, weight_block_size=None, gradient_block_size=None, gradient_intra_bits=None),
@@ -283,7 +288,8 @@ def _undone(every_rank: bool, loco: LoCoConfig, micro_batches: int):
     states = []
     for disturbed in (False, True):
         model = build("net").eval()  # dropout would draw on
-        emulated = emulate_zeropp(model, ZeroPPConfig(**ALL_FLAGS, **BLOCKS, loco=loco), 2, 2, units=list(model.layers))
+        config = ZeroPPConfig(**ALL_FLAGS, **BLOCKS, loco=loco, gradient_element_scales=True)
+        emulated = emulate_zeropp(model, config, 2, 2, units=list(model.layers))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
         for step in [0, 8, 1] if disturbed else [0, 1]:
             for i in range(micro_batches):

@@ -187,7 +187,10 @@ CONFIGS: dict[str, tuple[bool, ZeroPPConfig]] = {
     "hpZ, parameters stay gathered": (False, ZeroPPConfig(hpz_partition_size=2)),
     "qgZ": (True, ZeroPPConfig(quantized_gradients=True, gradient_intra_bits=None)),
     "all": (True, replace(ZEROPP, loco=LoCoConfig(hops="both"), weight_difference_bits=4)),
-    "all, int8 copies": (True, replace(ZEROPP, loco=LoCoConfig(reset="decay"), hpz_secondary_dtype="int8")),
+    "all, int8 copies, element scales": (
+        True,
+        replace(ZEROPP, loco=LoCoConfig(reset="decay"), hpz_secondary_dtype="int8", gradient_element_scales=True),
+    ),
     "all, every option": (
         True,
         replace(

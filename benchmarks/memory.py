@@ -1,0 +1,60 @@
+"""The table of memory in docs/zeropp.md: what a GPU needs on 64 nodes x 8, in GB, as tools/estimate.py says it.
+
+    .venv/bin/python benchmarks/memory.py
+
+Estimates of three models with all flags and LoCo, bf16, one sample per micro-batch, full recomputation. In brackets:
+host memory for each GPU.
+"""
+
+from __future__ import annotations
+
+import shlex
+
+from megatron_zpp.tools import estimate
+
+CLUSTER = "--nodes 64 --ranks-per-node 8 --gpu H100"
+COMMON = (
+    "--bf16 --micro-batch-size 1 --train-iters 1000 --lr 1e-4 --mock-data --recompute-granularity full "
+    "--recompute-method uniform --recompute-num-layers 1"
+)
+LLAMA_70B = (
+    "--num-layers 80 --hidden-size 8192 --ffn-hidden-size 28672 --num-attention-heads 64 --group-query-attention "
+    "--num-query-groups 8 --seq-length 4096 --vocab-size 128256"
+)
+MODELS = {
+    "GPT-13B": (50257, "pretrain_gpt.py --preset gpt-13b --vocab-size 50257"),
+    "Llama-8B": (128256, "pretrain_llama.py --preset llama-8b --seq-length 4096 --vocab-size 128256"),
+    "Llama-70B": (128256, f"pretrain_llama.py {LLAMA_70B}"),
+}
+ALL_FLAGS = "--zero-quantized-weights --zero-quantized-gradients --zero-hpz-partition-size 8 --zeropp-loco"
+INT8 = "--zero-gradient-sum-dtype int8 --hpz-secondary-dtype int8 --zero-weight-difference-bits 4"
+COLUMNS = {
+    "ZeRO-3": "",
+    "2 errors": f"{ALL_FLAGS} --loss-spike-factor 2",
+    "default": ALL_FLAGS,
+    "bf16 sums": f"{ALL_FLAGS} --zero-gradient-sum-dtype bf16",
+    "int8": f"{ALL_FLAGS} {INT8}",
+    "int8, on the host": f"{ALL_FLAGS} {INT8} --zero-offload-gradient-sums",
+}
+
+
+def main() -> None:
+    print(f"| model | micro-batches | {' | '.join(COLUMNS)} |\n|{'---|' * (2 + len(COLUMNS))}")
+    for model, (vocabulary, program) in MODELS.items():
+        for micro_batches in (1, 4):
+            batch = f"--global-batch-size {512 * micro_batches}"
+            cells = [
+                memory(f"{CLUSTER} --vocabulary {vocabulary} {program} {COMMON} {batch} {flags}")
+                for flags in COLUMNS.values()
+            ]
+            print(f"| {model} | {micro_batches} | {' | '.join(cells)} |")
+
+
+def memory(command: str) -> str:
+    _, found = estimate.run(estimate.parse_arguments(shlex.split(command)))
+    host = f" ({sum(found.host.values()) / 1e9:.1f})" if found.host else ""
+    return f"{found.memory / 1e9:.1f}{host}"
+
+
+if __name__ == "__main__":
+    main()

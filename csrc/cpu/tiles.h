@@ -1,0 +1,498 @@
+// What the kernels do with some of the tiles: plain loops over memory that stays in the L1 cache, which the compiler turns
+// into vector code. kernels.cpp includes this once for every kind of processor, in a namespace each.
+
+namespace {
+
+#if defined(__FMA__) || defined(__FP_FAST_FMAF)
+constexpr bool kHasFma = true;
+#else
+constexpr bool kHasFma = false;
+#endif
+
+constexpr int64_t kTile = 1024;  // elements, unless one block is more
+constexpr int64_t kStrip = 128;  // elements of a block that one loop goes through, where blocks are a multiple of it
+
+// Some whole blocks of a segment, or some values that travel as they are, of one row.
+struct Tile {
+  int64_t row0, row1;
+  int64_t first;   // element of the segment
+  int64_t count;   // elements
+  int64_t block;   // of the segment, the first
+  int64_t blocks;  // 0 where values travel as they are
+};
+
+int64_t blocks_per_tile(const Segment& segment) {
+  return segment.block_size ? std::max<int64_t>(kTile / segment.block_size, 1) : 0;
+}
+
+int64_t tile_size(const Segment& segment) {
+  return segment.block_size ? blocks_per_tile(segment) * segment.block_size : kTile;
+}
+
+int64_t num_tiles(const Segment& segment) {
+  return (segment.stop - segment.start + tile_size(segment) - 1) / tile_size(segment);
+}
+
+int64_t tiles_per_row(const Format& format) {
+  int64_t tiles = 0;
+  for (int s = 0; s < format.num_segments; s++) tiles += num_tiles(format.segments[s]);
+  return tiles;
+}
+
+// What the scale of a block depends on.
+struct Sums {
+  uint32_t largest, nonzeros;
+  uint64_t total;
+};
+
+struct Scratch {
+  explicit Scratch(const Format& format) {
+    int64_t size = kTile;
+    for (int s = 0; s < format.num_segments; s++) size = std::max(size, tile_size(format.segments[s]));
+    values.resize(size), sent.resize(size), error.resize(size), codes.resize(size);
+    scales.resize(kTile / 8), sums.resize(kTile / 8);  // of the smallest blocks
+  }
+  std::vector<float> values, sent, error, scales;
+  std::vector<Sums> sums;
+  std::vector<uint8_t> codes;
+};
+
+// Calls work(segment, tile) for the tiles [begin, end) of all rows.
+template <class Work>
+void for_each_tile(const Format& format, int64_t rows1, int64_t begin, int64_t end, const Work& work) {
+  const int64_t per_row = tiles_per_row(format);
+  for (int64_t row = begin / per_row; row * per_row < end; row++) {
+    int64_t index = row * per_row;  // of the segment's first tile
+    for (int s = 0; s < format.num_segments; s++) {
+      const Segment& segment = format.segments[s];
+      const int64_t size = tile_size(segment), numel = segment.stop - segment.start, tiles = num_tiles(segment);
+      const int64_t blocks = blocks_per_tile(segment);
+      for (int64_t t = std::max<int64_t>(begin - index, 0); t < std::min(end - index, tiles); t++) {
+        const int64_t count = std::min(size, numel - t * size);
+        const bool is_cut = count < size && blocks > 0;
+        work(segment, Tile{row / rows1, row % rows1, t * size, count, t * blocks,
+                           is_cut ? (count + segment.block_size - 1) / segment.block_size : blocks});
+      }
+      index += tiles;
+    }
+  }
+}
+
+// ---- Dense tensors.
+
+// Fetches what the next tile will read, too, while this one is worked on.
+template <class T>
+void load_as(const T* from, int64_t count, float* values) {
+  for (int64_t i = 0; i < count; i += 64 / sizeof(T)) __builtin_prefetch(from + count + i);
+  for (int64_t i = 0; i < count; i++) values[i] = to_float(from[i]);
+}
+
+template <class T>
+void add_as(const float* base, const T* __restrict from, int64_t count, float sign, float* values) {
+  for (int64_t i = 0; i < count; i += 64 / sizeof(T)) __builtin_prefetch(from + count + i);
+#pragma GCC ivdep
+  for (int64_t i = 0; i < count; i++) values[i] = base[i] + sign * to_float(from[i]);
+}
+
+template <class T>
+void store_as(const float* __restrict values, int64_t count, T* __restrict to) {
+  for (int64_t i = 0; i < count; i++) from_float(values[i], to[i]);
+}
+
+void load(const void* from, Type type, int64_t count, float* values) {
+  if (type == Type::kFloat) load_as(static_cast<const float*>(from), count, values);
+  if (type == Type::kBFloat16) load_as(static_cast<const BFloat16*>(from), count, values);
+  if (type == Type::kHalf) load_as(static_cast<const Half*>(from), count, values);
+}
+
+// values = base + sign * from; base may be values.
+void add(const float* base, const void* from, Type type, int64_t count, float sign, float* values) {
+  if (type == Type::kFloat) add_as(base, static_cast<const float*>(from), count, sign, values);
+  if (type == Type::kBFloat16) add_as(base, static_cast<const BFloat16*>(from), count, sign, values);
+  if (type == Type::kHalf) add_as(base, static_cast<const Half*>(from), count, sign, values);
+}
+
+void store(const float* values, Type type, int64_t count, void* to) {
+  if (type == Type::kFloat) store_as(values, count, static_cast<float*>(to));
+  if (type == Type::kBFloat16) store_as(values, count, static_cast<BFloat16*>(to));
+  if (type == Type::kHalf) store_as(values, count, static_cast<Half*>(to));
+}
+
+uint8_t* at(const Rows& rows, const Tile& tile, int64_t element) {
+  const int64_t offset = tile.row0 * rows.stride0 + tile.row1 * rows.stride1 + element;
+  return static_cast<uint8_t*>(rows.data) + offset * size_of(rows.type);
+}
+
+// ---- Packed codes.
+
+// What is moved at once: the codes of one byte of the stream, or eight.
+template <int bits>
+struct Word {
+  using type __attribute__((may_alias)) = uint64_t;
+};
+template <>
+struct Word<2> {
+  using type __attribute__((may_alias)) = uint32_t;
+};
+template <>
+struct Word<4> {
+  using type __attribute__((may_alias)) = uint16_t;
+};
+
+template <int bits>
+void pack_as(const uint8_t* codes, int64_t count, uint8_t* __restrict stream) {
+  using Codes = typename Word<bits>::type;
+  constexpr int64_t kCodes = sizeof(Codes), kBytes = kCodes * bits / 8;
+  const Codes* __restrict from = reinterpret_cast<const Codes*>(codes);
+  for (int64_t i = 0; i < count / kCodes; i++) {
+    const Codes packed = pack<bits, Codes>(from[i]);
+    if constexpr (kBytes == 1) stream[i] = uint8_t(packed);
+    else memcpy(stream + kBytes * i, &packed, kBytes);
+  }
+}
+
+template <int bits>
+void unpack_as(const uint8_t* __restrict stream, int64_t count, uint8_t* codes) {
+  using Codes = typename Word<bits>::type;
+  constexpr int64_t kCodes = sizeof(Codes), kBytes = kCodes * bits / 8;
+  Codes* __restrict to = reinterpret_cast<Codes*>(codes);
+  for (int64_t i = 0; i < (count + kCodes - 1) / kCodes; i++) {
+    Codes packed = 0;
+    if constexpr (kBytes == 1) packed = stream[i];
+    else memcpy(&packed, stream + kBytes * i, kBytes);
+    to[i] = unpack<bits, Codes>(packed);
+  }
+}
+
+void pack_codes(int bits, const uint8_t* codes, int64_t count, uint8_t* stream) {
+  if (bits == 1) pack_as<1>(codes, count, stream);
+  if (bits == 2) pack_as<2>(codes, count, stream);
+  if (bits == 3) pack_as<3>(codes, count, stream);
+  if (bits == 4) pack_as<4>(codes, count, stream);
+  if (bits == 6) pack_as<6>(codes, count, stream);
+}
+
+void unpack_codes(int bits, const uint8_t* stream, int64_t count, uint8_t* codes) {
+  if (bits == 1) unpack_as<1>(stream, count, codes);
+  if (bits == 2) unpack_as<2>(stream, count, codes);
+  if (bits == 3) unpack_as<3>(stream, count, codes);
+  if (bits == 4) unpack_as<4>(stream, count, codes);
+  if (bits == 6) unpack_as<6>(stream, count, codes);
+}
+
+// ---- Wires.
+
+float load_scale(const uint8_t* scales, int64_t block, int bytes) {
+  if (bytes == 4) return reinterpret_cast<const float*>(scales)[block];
+  return to_float(reinterpret_cast<const BFloat16*>(scales)[block]);
+}
+
+void store_scale(float scale, uint8_t* scales, int64_t block, int bytes) {
+  if (bytes == 4) reinterpret_cast<float*>(scales)[block] = scale;
+  else from_float(scale, reinterpret_cast<BFloat16*>(scales)[block]);  // exactly
+}
+
+template <bool adds>
+void dequantize(const uint8_t* __restrict codes, int64_t count, Levels levels, float* __restrict values) {
+  for (int64_t i = 0; i < count; i++) {
+    const float value = value_of(code_value(codes[i]), levels);
+    values[i] = adds ? values[i] + value : value;
+  }
+}
+
+// What one wire buffer says of a tile, set or added. The tile is of another format, with the same blocks if any.
+template <bool adds>
+void read_wire(const Wires& wires, int peer, const Segment& own, const Tile& tile, uint8_t* scratch, float* values) {
+  const Format& format = wires.format;
+  const uint8_t* wire = wires.data + peer * wires.peer_stride + tile.row0 * wires.stride0 + tile.row1 * wires.stride1;
+  const Segment& segment = segment_at(format, own.start);
+  if (segment.block_size == 0) {
+    const int64_t skipped = own.start + tile.first - segment.start;
+    const uint8_t* from = wire + segment.codes + skipped * size_of(format.type);
+    if (adds) add(values, from, format.type, tile.count, 1, values);
+    else load(from, format.type, tile.count, values);
+    return;
+  }
+  const uint8_t* codes = wire + segment.codes + tile.first * format.bits / 8;
+  if (format.bits != 8) {
+    unpack_codes(format.bits, codes, tile.count, scratch);
+    codes = scratch;
+  }
+  const int64_t size = segment.block_size;
+  for (int64_t b = 0; b < tile.blocks; b++) {
+    const float scale = load_scale(wire + segment.scales, tile.block + b, format.scale_bytes);
+    const int64_t first = b * size;
+    dequantize<adds>(codes + first, std::min(size, tile.count - first), levels_of(scale, format.is_mean), values + first);
+  }
+}
+
+void read_sum(const Wires& wires, const Segment& own, const Tile& tile, uint8_t* scratch, float* values) {
+  read_wire<false>(wires, 0, own, tile, scratch, values);
+  for (int peer = 1; peer < wires.num_peers; peer++) read_wire<true>(wires, peer, own, tile, scratch, values);
+}
+
+// ---- Quantization.
+
+// What the compiler knows of a code: kBits; 0 = nothing. 2 is the code "mean", 4 and 8 are "absmax".
+template <int kBits>
+bool is_mean(const Format& format) {
+  return kBits ? kBits == 2 : format.is_mean;
+}
+
+template <int kBits>
+int code_bits(const Format& format) {
+  return kBits ? kBits : format.bits;
+}
+
+struct Noise {
+  bool wanted;
+  uint32_t seed;
+  uint32_t index;  // of the tile's first element
+
+  float at(int64_t i) const { return counter_uniform(index + uint32_t(i), seed); }
+};
+
+// What a strip of a block, kCount elements or `count` if that is 0, has to say about the scale.
+template <int64_t kCount>
+ZEROPP_INLINE uint32_t largest_magnitude(const float* __restrict values, int64_t count) {
+  uint32_t largest = 0;
+  for (int64_t i = 0; i < (kCount ? kCount : count); i++) largest = std::max(largest, magnitude_of(values[i]));
+  return largest;
+}
+
+template <int64_t kCount>
+ZEROPP_INLINE uint32_t num_nonzeros(const float* __restrict values, int64_t count) {
+  uint32_t nonzeros = 0;
+  for (int64_t i = 0; i < (kCount ? kCount : count); i++) nonzeros += values[i] != 0;
+  return nonzeros;
+}
+
+template <int64_t kCount>
+ZEROPP_INLINE uint64_t total_in_units(const float* __restrict values, int64_t count, float units) {
+  const int64_t stop = kCount ? kCount : count;
+  uint64_t total = 0;
+  for (int64_t first = 0; first < stop; first += 256) {
+    uint32_t part = 0;
+    for (int64_t i = first; i < std::min(first + 256, stop); i++) part += in_units(values[i], units);
+    total += part;
+  }
+  return total;
+}
+
+// Nobody asks what arrives.
+struct Unasked {
+  ZEROPP_INLINE void operator()(int64_t, float) const {}
+};
+
+// The codes of a strip of a block, which begins at `first` of the tile, a byte each. code_of(i) is a code plus kIntegers;
+// arrives(i, value) is told what it stands for.
+template <int64_t kCount, class CodeOf, class Arrives>
+ZEROPP_INLINE void put_codes(int64_t first, int64_t count, Levels levels, uint8_t* __restrict codes,
+                             const CodeOf& code_of, const Arrives& arrives) {
+#pragma GCC ivdep
+  for (int64_t i = first; i < first + (kCount ? kCount : count); i++) {
+    const float code = code_of(i);
+    codes[i] = uint8_t(bits_of(code));
+    arrives(i, value_of(code - kIntegers, levels));
+  }
+}
+
+// The codes of a strip of a tile whose elements from `size` on are padding.
+template <int kBits, int64_t kCount, class Arrives>
+ZEROPP_INLINE void quantize_strip(const float* __restrict values, int64_t first, int64_t count, int64_t size,
+                                  float sent_scale, const Format& format, const Noise& noise, uint8_t* codes,
+                                  const Arrives& arrives) {
+  const int qmax = qmax_of(code_bits<kBits>(format));
+  const Levels levels = levels_of(sent_scale, is_mean<kBits>(format));
+  const float scale = levels.scale, reciprocal = 1 / scale;
+  const auto put = [&](const auto& code_of) __attribute__((always_inline)) {
+    put_codes<kCount>(first, count, levels, codes, code_of, arrives);
+  };
+  if (is_mean<kBits>(format)) {
+    if (!(scale > 0)) {
+      put([](int64_t) { return kIntegers; });
+    } else if (noise.wanted) {
+      put([&](int64_t i) {
+        return mean_code(values[i], reciprocal, levels, qmax, i < size ? noise.at(i) : 0.5f) + kIntegers;
+      });
+    } else {
+      put([&](int64_t i) { return mean_code(values[i], reciprocal, levels, qmax, 0.5f) + kIntegers; });
+    }
+  } else if (noise.wanted) {
+    put([&](int64_t i) { return round_quotient(values[i], scale, qmax, noise.at(i)) + kIntegers; });
+  } else if (has_reciprocal(scale)) {  // then nothing has to be clamped
+    put([&](int64_t i) {
+      return (kHasFma ? quotient_of(values[i], scale, reciprocal) : values[i] / scale) + kIntegers;
+    });
+  } else {
+    put([&](int64_t i) { return round_quotient(values[i], scale, qmax) + kIntegers; });
+  }
+}
+
+// Scales and codes, a byte each, of a tile; kCount: elements of a strip, 0 = a block. One loop over the tile after the
+// other, so that no block waits for the reductions and divisions of another.
+template <int kBits, int64_t kCount, class Arrives>
+void quantize(const float* values, int64_t block, const Tile& tile, const Format& format, const Noise& noise,
+              Sums* sums, float* scales, uint8_t* codes, const Arrives& arrives) {
+  const int bits = code_bits<kBits>(format);
+  const bool is_short = format.scale_bytes == 2;
+  const int64_t strip = kCount ? kCount : block;
+  for (int64_t b = 0; b < tile.blocks; b++) {
+    sums[b] = {0, 0, 0};
+    for (const float* at = values + b * block; at < values + (b + 1) * block; at += strip) {
+      sums[b].largest = std::max(sums[b].largest, largest_magnitude<kCount>(at, strip));
+    }
+  }
+  if (is_mean<kBits>(format)) {
+    for (int64_t b = 0; b < tile.blocks; b++) {
+      const float units = per_unit(exponent_of(sums[b].largest));
+      for (const float* at = values + b * block; at < values + (b + 1) * block; at += strip) {
+        sums[b].nonzeros += num_nonzeros<kCount>(at, strip);
+        sums[b].total += total_in_units<kCount>(at, strip, units);
+      }
+    }
+    for (int64_t b = 0; b < tile.blocks; b++) {
+      const auto [largest, nonzeros, total] = sums[b];
+      scales[b] = mean_scale(total, largest, std::min(block, tile.count - b * block), nonzeros, bits, is_short);
+    }
+  } else {
+    for (int64_t b = 0; b < tile.blocks; b++) scales[b] = scale_of(sums[b].largest, qmax_of(bits), is_short);
+  }
+  for (int64_t b = 0; b < tile.blocks; b++) {
+    for (int64_t s = b * block; s < (b + 1) * block; s += strip) {
+      quantize_strip<kBits, kCount>(values, s, strip, tile.count, scales[b], format, noise, codes, arrives);
+    }
+  }
+}
+
+template <int kBits, class Arrives>
+void write_blocks(const Format& format, const Segment& segment, uint8_t* wire, const Tile& tile, const Noise& noise,
+                  Scratch& scratch, float* values, const Arrives& arrives) {
+  const int64_t block = segment.block_size, padded = tile.blocks * block;
+  const int bits = code_bits<kBits>(format);
+  std::fill(values + tile.count, values + padded, 0.f);
+  uint8_t* stream = wire + segment.codes + tile.first * bits / 8;
+  uint8_t* codes = bits == 8 ? stream : scratch.codes.data();
+  float* scales = scratch.scales.data();
+  const auto run = block % kStrip == 0 ? quantize<kBits, kStrip, Arrives> : quantize<kBits, 0, Arrives>;
+  run(values, block, tile, format, noise, scratch.sums.data(), scales, codes, arrives);
+  for (int64_t b = 0; b < tile.blocks; b++) {
+    store_scale(scales[b], wire + segment.scales, tile.block + b, format.scale_bytes);
+  }
+  if (bits != 8) pack_codes(bits, codes, padded, stream);
+}
+
+// The gaps that alignment leaves behind the last code and the last scale.
+void zero_gaps(const Segment& segment, const Format& format, uint8_t* wire) {
+  const auto zero_from = [wire](int64_t stop) { memset(wire + stop, 0, round_up(stop, 16) - stop); };
+  const int64_t numel = segment.stop - segment.start;
+  if (segment.block_size == 0) return zero_from(segment.codes + numel * size_of(format.type));
+  const int64_t blocks = (numel + segment.block_size - 1) / segment.block_size;
+  zero_from(segment.codes + blocks * segment.block_size * format.bits / 8);
+  zero_from(segment.scales + format.scale_bytes * blocks);
+}
+
+// Writes a tile to a wire. Sets the padding of ``values`` to zero.
+template <int kBits, class Arrives>
+void write_wire(const Wires& wires, const Segment& own, const Tile& tile, const Noise& noise, Scratch& scratch,
+                float* values, const Arrives& arrives) {
+  const Format& format = wires.format;
+  uint8_t* wire = wires.data + tile.row0 * wires.stride0 + tile.row1 * wires.stride1;
+  const Segment& segment = segment_at(format, own.start);
+  if (segment.block_size == 0) {
+    const int64_t skipped = own.start + tile.first - segment.start;
+    uint8_t* to = wire + segment.codes + skipped * size_of(format.type);
+    store(values, format.type, tile.count, to);
+    if constexpr (!std::is_same_v<Arrives, Unasked>) {
+      float* sent = scratch.sent.data();
+      load(to, format.type, tile.count, sent);
+      for (int64_t i = 0; i < tile.count; i++) arrives(i, sent[i]);
+    }
+  } else {
+    write_blocks<kBits>(format, segment, wire, tile, noise, scratch, values, arrives);
+  }
+  if (own.start + tile.first + tile.count == segment.stop) zero_gaps(segment, format, wire);
+}
+
+// ---- The kernels, for tiles [begin, end).
+
+template <int kBits>
+void encode_tiles(const EncodeArguments& a, int64_t begin, int64_t end) {
+  Scratch scratch(a.wire.format);
+  float *values = scratch.values.data(), *error = scratch.error.data();
+  uint8_t* codes = scratch.codes.data();
+  for_each_tile(a.wire.format, a.rows1, begin, end, [&](const Segment& segment, const Tile& tile) {
+    const int64_t element = segment.start + tile.first, row = tile.row0 * a.rows1 + tile.row1;
+    const Noise noise{a.stochastic, a.noise_seed, uint32_t(row * a.numel + element)};
+    if (a.compensates) {
+      if (a.error.data) read_wire<false>(a.error, 0, segment, tile, codes, error);
+      else std::fill(error, error + tile.count, 0.f);
+    }
+    if (a.values.data && a.compensates && !a.addend.data) {  // the same in one pass
+      add(error, at(a.values, tile, element), a.values.type, tile.count, 1, values);
+    } else {
+      if (a.values.data) load(at(a.values, tile, element), a.values.type, tile.count, values);
+      else read_sum(a.peers, segment, tile, codes, values);
+      if (a.addend.data) add(values, at(a.addend, tile, element), a.addend.type, tile.count, a.addend_sign, values);
+      if (a.compensates) add_as(values, error, tile.count, 1, values);
+    }
+    if (!a.new_error.data) return write_wire<kBits>(a.wire, segment, tile, noise, scratch, values, Unasked{});
+
+    const auto arrives = [values, error, averaging = a.averaging](int64_t i, float value)
+                             __attribute__((always_inline)) {
+      error[i] = moved_error(error[i], values[i], value, averaging);
+    };
+    write_wire<kBits>(a.wire, segment, tile, noise, scratch, values, arrives);
+    write_wire<8>(a.new_error, segment, tile, Noise{}, scratch, error, Unasked{});
+  });
+}
+
+void encode(const EncodeArguments& a, int64_t begin, int64_t end) {
+  const Format& format = a.wire.format;
+  if (format.is_mean && format.bits == 2) encode_tiles<2>(a, begin, end);
+  else if (!format.is_mean && format.bits == 4) encode_tiles<4>(a, begin, end);
+  else if (!format.is_mean && format.bits == 8) encode_tiles<8>(a, begin, end);
+  else encode_tiles<0>(a, begin, end);
+}
+
+void decode(const DecodeArguments& a, int64_t begin, int64_t end) {
+  Scratch scratch(a.peers.format);
+  for_each_tile(a.peers.format, a.rows1, begin, end, [&](const Segment& segment, const Tile& tile) {
+    uint8_t* out = at(a.out, tile, segment.start + tile.first);
+    const bool straight = a.out.type == Type::kFloat && !a.accumulates;
+    float* values = straight ? reinterpret_cast<float*>(out) : scratch.values.data();
+    read_sum(a.peers, segment, tile, scratch.codes.data(), values);
+    if (a.accumulates) add(values, out, a.out.type, tile.count, 1, values);
+    if (!straight) store(values, a.out.type, tile.count, out);
+  });
+}
+
+template <int width>
+void rotate_pairs(float* values, int64_t count) {
+  for (int64_t pair = 0; pair < count; pair += 2 * width) {
+    ZEROPP_UNROLL
+    for (int i = 0; i < width; i++) {
+      const float first = values[pair + i], second = values[pair + i + width];
+      values[pair + i] = first + second;
+      values[pair + i + width] = first - second;
+    }
+  }
+}
+
+void rotate(const RotateArguments& a, int64_t begin, int64_t end) {
+  for_each_tile(a.format, a.rows1, begin, end, [&](const Segment& segment, const Tile& tile) {
+    const int64_t element = segment.start + tile.first;
+    float* out = reinterpret_cast<float*>(at(a.out, tile, element));
+    load(at(a.values, tile, element), a.values.type, tile.count, out);
+    if (segment.block_size == 0) return;
+    const int64_t whole = tile.count / 32 * 32;
+    rotate_pairs<1>(out, whole);
+    rotate_pairs<2>(out, whole);
+    rotate_pairs<4>(out, whole);
+    rotate_pairs<8>(out, whole);
+    rotate_pairs<16>(out, whole);
+    for (int64_t i = 0; i < whole; i++) out[i] *= kHadamardScale;
+  });
+}
+
+}  // namespace

@@ -1,0 +1,167 @@
+"""Scales of elements: both ends agree, what should cancel does, and quiet elements arrive with less noise."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_zpp.zeropp import LoCoConfig, ZeroPPConfig
+from megatron_zpp.zeropp.element_scales import ElementScales
+from megatron_zpp.zeropp.gradient_sum import GradientSum
+from megatron_zpp.zeropp.loco import ErrorFeedback
+from megatron_zpp.zeropp.wire_format import WireFormat, wire_format
+from megatron_zpp.zeropp.wire_layout import ParameterShard
+
+PARAMETERS = (ParameterShard("matrix", 600, True), ParameterShard("bias", 5, False), ParameterShard("rows", 70, True))
+NUMEL = 675
+HOP = wire_format(PARAMETERS, 2, 64, torch.float32)
+LOUDNESS = 2.0 ** torch.linspace(-6, 0, NUMEL)[torch.randperm(NUMEL, generator=torch.Generator().manual_seed(9))]
+
+
+def gradients_of(node: int, step: int) -> Tensor:
+    """[2, L], elements of which differ by orders of magnitude."""
+    generator = torch.Generator().manual_seed(100 * step + node)
+    return torch.randn(2, NUMEL, generator=generator) * LOUDNESS
+
+
+class TwoNodes:
+    """What one rank on each of two nodes sends to the other."""
+
+    def __init__(self, hop: WireFormat = HOP, loco: LoCoConfig | None = None, learns: bool = True) -> None:
+        self.hop, self.scales, self.learns = hop, [ElementScales(), ElementScales()], learns
+        self.feedback = [ErrorFeedback(loco), ErrorFeedback(loco)] if loco is not None else None
+
+    def step(self, gradients: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+        """The wires uint8 [2, nbytes] that each rank sends, and the sum [L] that arrives there."""
+        if self.learns:
+            for scales in self.scales:
+                scales.begin_step()
+        wires = []
+        for node, own in enumerate(gradients):
+            format = self.scales[node].to_send(self.hop)
+            if self.feedback is None:
+                wires.append(GradientSum(own).encode(format, None))
+            else:
+                wires.append(self.feedback[node].encode(GradientSum(own), format))
+        totals = []
+        for node, scales in enumerate(self.scales):
+            received = torch.stack([sent[node] for sent in wires])
+            totals.append(GradientSum(received, scales.to_receive(self.hop)).compute())
+            scales.arrived(self.hop, wires[node], received)
+        return wires, totals
+
+    def steps(self, first: int, last: int, factor: float = 1.0) -> list[Tensor]:
+        """The wires of steps ``first`` to ``last``, of gradients times ``factor``."""
+        return [
+            torch.stack(self.step([factor * gradients_of(node, step) for node in (0, 1)])[0])
+            for step in range(first, last)
+        ]
+
+
+@pytest.mark.parametrize(
+    "bits, block_size, scaling",
+    [(2, 64, "mean"), (2, 64, "absmax"), (3, 128, "mean"), (4, None, "absmax"), (8, 64, None)],
+)
+def test_both_ends_have_the_same_scales(bits, block_size, scaling):
+    hop = wire_format(PARAMETERS, bits, block_size, torch.float32, scaling)
+    nodes = TwoNodes(hop, LoCoConfig())
+    nodes.steps(0, 60)
+    for scales in nodes.scales:
+        scales.begin_step()
+    (sent, received), (sent_by_other, received_by_other) = (scales.exponents for scales in nodes.scales)
+    assert len(sent.unique()) > 20
+    assert not sent[1].equal(sent[0])
+    assert sent[1].equal(received_by_other[0]) and sent_by_other[0].equal(received[1])
+    assert not sent[:, 600:605].any()  # what travels unquantized has none
+
+
+@pytest.mark.parametrize("bits", [2, 4])
+def test_quiet_elements_arrive_with_less_noise(bits):
+    """The error of each element relative to its own size, after both ends have learned for 200 steps."""
+    hop = wire_format(PARAMETERS, bits, None, torch.float32)
+    errors = []
+    for learns in (True, False):
+        nodes, of_steps = TwoNodes(hop, learns=learns), []
+        for step in range(300):
+            gradients = [gradients_of(node, step) for node in (0, 1)]
+            _, (total, _) = nodes.step(gradients)
+            of_steps.append((total - gradients[0][0] - gradients[1][0]) / LOUDNESS)
+        errors.append(torch.stack(of_steps[200:]).square().mean().sqrt().item())
+    with_scales, without = errors
+    assert with_scales < without / 3, errors
+
+
+def test_the_loss_scale_cancels():
+    plain, scaled = TwoNodes(), TwoNodes()
+    before, expected = plain.steps(0, 10), plain.steps(10, 20)
+    assert all(a.equal(b) for a, b in zip(before, scaled.steps(0, 10), strict=True))
+    scaled.steps(10, 20, factor=2.0**12)
+    for own, other in zip(plain.scales, scaled.scales, strict=True):
+        own.begin_step(), other.begin_step()
+        assert own.exponents.equal(other.exponents)
+    assert len(expected) == 10
+
+
+def test_zeros_stay_zeros_and_nothing_else_is_lost_of_a_nan():
+    nodes = TwoNodes()
+    nodes.steps(0, 31)  # the next one moves the scales of all quiet codes
+    gradients = [gradients_of(node, 31) for node in (0, 1)]
+    for own in gradients:
+        own[:, 64:128:2] = 0.0
+    gradients[1][0, 200] = torch.nan
+    gradients[1][0, 300] = torch.inf
+    before = [scales.state_dict()["exponents"] for scales in nodes.scales]
+    _, (total, _) = nodes.step(gradients)
+    assert not total[64:128:2].any() and total[65:128:2].any()
+    poisoned = torch.zeros(NUMEL, dtype=torch.bool)
+    poisoned[192:320] = True
+    assert total[poisoned].isnan().all() and total[~poisoned].isfinite().all()
+    assert total[600:605].equal((gradients[0] + gradients[1])[0, 600:605])
+    # The poisoned blocks told nothing to those who sent or received them.
+    for node, scales in enumerate(nodes.scales):
+        of_blocks = (scales.state_dict()["exponents"] == before[node])[..., 192:320].all(dim=-1)  # [2, 2]
+        assert of_blocks.tolist() == ([[False, False], [False, True]] if node == 0 else [[True, False], [False, False]])
+
+
+def test_what_did_not_arrive_and_what_was_undone_count_at_neither_end():
+    expected, nodes = TwoNodes(), TwoNodes()
+    expected.steps(0, 5)
+    nodes.steps(0, 5)
+    for scales in nodes.scales:
+        scales.begin_step()
+        GradientSum(gradients_of(0, 7)).encode(scales.to_send(HOP), None)  # a backward pass that fails
+    nodes.steps(8, 9)
+    for scales in nodes.scales:
+        scales.undo_step()
+    assert all(a.equal(b) for a, b in zip(nodes.steps(5, 8), expected.steps(5, 8), strict=True))
+
+
+def test_a_loaded_state_goes_on_as_the_saved_one():
+    nodes, loaded = TwoNodes(), TwoNodes()
+    nodes.steps(0, 7)
+    for own, other in zip(nodes.scales, loaded.scales, strict=True):
+        other.load_state_dict({key: value.clone() for key, value in own.state_dict().items()})
+    assert all(a.equal(b) for a, b in zip(nodes.steps(7, 12), loaded.steps(7, 12), strict=True))
+
+
+def test_loco_keeps_its_error_in_the_units_of_gradients():
+    """Nothing is lost in the long run: sum(sent) = sum(g) - e_T / (1 - beta)."""
+    beta = 0.8
+    nodes = TwoNodes(loco=LoCoConfig(beta=beta, reset_interval=None, error_dtype="fp32"))
+    arrived, sent = torch.zeros(NUMEL, dtype=torch.float64), torch.zeros(NUMEL, dtype=torch.float64)
+    for step in range(100):
+        gradients = [gradients_of(node, step) for node in (0, 1)]
+        arrived += nodes.step(gradients)[1][0]
+        sent += gradients[0][0].double() + gradients[1][0]
+    errors = sum(feedback.decode(feedback.error)[0].double() for feedback in nodes.feedback)
+    torch.testing.assert_close(arrived, sent - errors / (1 - beta), rtol=0, atol=2e-3)
+    assert (arrived - sent).abs().max() > 0.1
+
+
+@pytest.mark.parametrize("bits", [None, 1])
+def test_codes_that_tell_no_size_are_refused(bits):
+    with pytest.raises(ValueError, match=f"gradient_element_scales .* gradient_bits {bits} does not say"):
+        ZeroPPConfig(quantized_gradients=True, gradient_bits=bits, gradient_element_scales=True)
+    with pytest.raises(ValueError, match="set quantized_gradients too"):
+        ZeroPPConfig(gradient_element_scales=True)
