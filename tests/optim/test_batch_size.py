@@ -1,7 +1,7 @@
 """Batch sizes along the run: Megatron's ramp-up, rounding, and the counts derived from them."""
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_zpp.optim.batch_size import BatchSchedule
@@ -28,6 +28,7 @@ def test_start_equal_to_the_global_batch_is_no_ramp() -> None:
     assert BatchSchedule(32, 2, 4, rampup=(32, 8, 100)).global_batch_size(0) == 32
 
 
+@settings(deadline=None)
 @given(
     unit=st.integers(1, 4),
     start=st.integers(1, 5),

@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_zpp.zeropp.quantization import (
@@ -158,6 +158,7 @@ def test_padding_does_not_count():
 
 
 @over(MEAN)
+@settings(deadline=None)
 @given(data=st.data())
 def test_the_order_of_a_block_does_not_matter(code, data):
     floats = st.floats(-(2.0**100), 2.0**100, width=32, allow_subnormal=False)
@@ -207,6 +208,7 @@ ALL_BITS = pytest.mark.parametrize("bits", [1, 2, 3, 4, 6, 8])
 
 
 @ALL_BITS
+@settings(deadline=None)
 @given(data=st.data())
 def test_packing_round_trips(bits, data):
     qmax = 2 ** (bits - 1) - 1
