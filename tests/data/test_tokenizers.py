@@ -136,7 +136,6 @@ TEXT = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\u25
 
 
 @pytest.mark.parametrize("name", ["sentencepiece", "gpt2", "hf", "tiktoken", "byte"])
-@settings(deadline=None)
 @given(texts=st.lists(TEXT, max_size=5))
 @settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_any_texts_come_back_and_a_batch_is_no_other_than_its_texts(request, name, texts):
