@@ -58,16 +58,9 @@ class ScaledFormat:
     def block_size(self) -> int | None:
         return self.format.block_size
 
-    def encode(
-        self,
-        values: Tensor,
-        noise_seed: int | None = None,
-        *,
-        plus: Tensor | None = None,
-        compensation: Compensation | None = None,
-    ) -> Tensor:
-        """Encode values [N, L] and what is to be added to them into uint8 [N, nbytes]."""
-        values = values.float() if plus is None else values.float() + plus
+    def encode(self, values: Tensor, noise_seed: int | None, compensation: Compensation | None = None) -> Tensor:
+        """Encode values [N, L] of any float type into uint8 [N, nbytes]."""
+        values = values.float()
         scales = _scales(self.exponents)
         if compensation is None:
             return self.format.encode(values / scales, noise_seed)
@@ -81,19 +74,6 @@ class ScaledFormat:
             sent = self.format.decode(wires, out=torch.empty_like(values)).mul_(scales)
             compensation.format.encode(compensation.moved(error, compensated, sent), out=compensation.new_error)
         return wires
-
-    def encode_sum(
-        self,
-        peers: Tensor,
-        source: WireFormat,
-        noise_seed: int | None = None,
-        *,
-        plus: Tensor | None = None,
-        compensation: Compensation | None = None,
-    ) -> Tensor:
-        """Encode the sum of what G peers sent in the format ``source``, uint8 [G, N, nbytes]: uint8 [N, nbytes]."""
-        total = source.decode_sum(peers, out=torch.empty(self.exponents.shape, device=peers.device))
-        return self.encode(total, noise_seed, plus=plus, compensation=compensation)
 
     def decode(self, wires: Tensor, out: Tensor) -> Tensor:
         """Decode wire buffers uint8 [N, nbytes] into ``out`` fp32 [N, L]; returns ``out``."""
