@@ -70,10 +70,10 @@ class Transformer(nn.Module):
     ends: tuple[str, ...] = ()  # modules before and after them that are units of sharding too
     document_attention: Callable[..., Tensor | None]  # of ``layers``; context parallelism puts another one there
 
-    def units(self) -> list[nn.Module]:
-        """What is sharded as units, layers first; the rest of the model is one more. A pipeline's stage has some."""
+    def end_units(self) -> list[nn.Module]:
+        """The ``ends`` that this model has; a pipeline's stage has some. What is in no unit is one more."""
         ends = (self._modules.get(name) for name in self.ends)
-        return [*self.layers, *(end for end in ends if end is not None)]
+        return [end for end in ends if end is not None]
 
 
 class ModelOutput(NamedTuple):

@@ -14,17 +14,17 @@ from megatron_zpp.parallel.mesh import Mesh
 def shard_model(
     model: Transformer, mesh: Mesh, zero_stage: int, precision: MixedPrecisionPolicy, offload: OffloadPolicy
 ) -> None:
-    """Shard ``model``, built on the meta device, in place: each of ``model.units()``, and the rest.
+    """Shard ``model``, built on the meta device, in place: its layers, its ends, and the rest.
 
     Stage 3 shards parameters too: those of layers are gathered for each forward and backward pass, the others once for
     both. Stages 2 and 1 keep all from the first forward pass of an optimizer step to its last backward pass. Stage 0
     shards nothing: ``mesh`` must have a replica for each rank.
     """
     shard = partial(fully_shard, mesh=mesh.sharding, mp_policy=precision, offload_policy=offload)
-    layers = set(model.layers)
-    for unit in model.units():
-        shard(unit, reshard_after_forward=zero_stage == 3 and unit in layers)
-    shard(model, reshard_after_forward=False)
+    for layer in model.layers:
+        shard(layer, reshard_after_forward=zero_stage == 3)
+    for module in (*model.end_units(), model):
+        shard(module, reshard_after_forward=False)
 
 
 def prepare_backward(model: nn.Module, zero_stage: int, is_last_micro_batch: bool) -> None:

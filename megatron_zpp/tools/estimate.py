@@ -120,7 +120,7 @@ def short(number: float) -> str:
 
 def units_of(model: Transformer) -> list[list[tuple[str, nn.Parameter]]]:
     """The parameters of each FSDP2 unit as the trainer makes them: each layer, then the others, the root last."""
-    units = [list(module.named_parameters()) for module in model.units()]
+    units = [list(module.named_parameters()) for module in (*model.layers, *model.end_units())]
     elsewhere = {id(p) for unit in units for _, p in unit}
     return [*units, [(name, p) for name, p in model.named_parameters() if id(p) not in elsewhere]]
 
