@@ -15,7 +15,7 @@ from .agreement import Agreement
 from .collectives import TorchAllocator, all_gather, all_gather_each, count_flat_ring
 from .config import ZeroPPConfig
 from .fsdp_unit import AllGather, FSDPUnit, is_capturing, refuse_capture
-from .gradient_hops import MicroBatch
+from .micro_batch import MicroBatch
 from .monitor import ErrorMonitor
 from .streams import on_stream
 from .traffic import Traffic

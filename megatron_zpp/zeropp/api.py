@@ -22,7 +22,8 @@ from .collectives import PlainAllGather, PlainReduceScatter, count_all_reduces
 from .config import ZeroPPConfig
 from .description import check_fingerprint, describe, fingerprint, warn
 from .fsdp_unit import FSDPUnit, find_units, follow_forward_passes
-from .gradient_hops import GradientHops, MicroBatch
+from .gradient_hops import GradientHops
+from .micro_batch import MicroBatch
 from .monitor import ErrorMonitor
 from .own_rank import OwnRank
 from .reduce_scatter import HierarchicalReduceScatter

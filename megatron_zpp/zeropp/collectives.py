@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import _coalescing_manager
 
 from .fsdp_unit import AllGather, FSDPUnit, ReduceScatter
-from .gradient_hops import MicroBatch
+from .micro_batch import MicroBatch
 from .topology import RankLayout
 from .traffic import Traffic
 

@@ -15,8 +15,9 @@ from torch import Tensor
 from .collectives import TorchAllocator
 from .config import ZeroPPConfig
 from .fsdp_unit import FSDPUnit, ReduceScatter, call_after_backward, refuse_capture
-from .gradient_hops import GradientHop, GradientHops, MicroBatch
+from .gradient_hops import GradientHop, GradientHops
 from .gradient_sum import GradientSum
+from .micro_batch import MicroBatch
 from .monitor import ErrorMonitor
 from .streams import current_stream, on_stream
 from .traffic import Traffic

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from .collectives import count_all_reduce
 from .fsdp_unit import FSDPUnit
-from .gradient_hops import MicroBatch
+from .micro_batch import MicroBatch
 from .topology import Topology
 from .traffic import Traffic
 from .unit import Unit

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from .config import SCALE_DTYPES, ZeroPPConfig
 from .encoded_addend import encoded_addend
-from .gradient_hops import MicroBatch
+from .micro_batch import MicroBatch
 from .monitor import ErrorMonitor
 from .quantization import mix_seed
 from .topology import RankLayout

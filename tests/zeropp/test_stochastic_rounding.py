@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from megatron_zpp.zeropp import ZeroPPConfig
-from megatron_zpp.zeropp.gradient_hops import GradientHops, MicroBatch
+from megatron_zpp.zeropp.gradient_hops import GradientHops
 from megatron_zpp.zeropp.gradient_sum import GradientSum
+from megatron_zpp.zeropp.micro_batch import MicroBatch
 from megatron_zpp.zeropp.monitor import ErrorMonitor
 from megatron_zpp.zeropp.quantization import counter_uniform
 from megatron_zpp.zeropp.topology import RankLayout

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from ..config import ZeroPPConfig
 from ..description import check_fingerprint, describe, fingerprint, warn
-from ..gradient_hops import MicroBatch
+from ..micro_batch import MicroBatch
 from ..monitor import ErrorMonitor
 from ..state_keys import below, unit_prefix
 from ..topology import RankLayout

@@ -7,7 +7,8 @@ from torch import Tensor
 
 from ..collectives import count_all_reduce, count_flat_ring, count_reduce_scatter
 from ..config import ZeroPPConfig
-from ..gradient_hops import GradientHops, MicroBatch
+from ..gradient_hops import GradientHops
+from ..micro_batch import MicroBatch
 from ..monitor import ErrorMonitor
 from ..topology import RankLayout
 from ..traffic import Traffic
