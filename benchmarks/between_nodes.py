@@ -43,6 +43,10 @@ SETTINGS = {
     "all flags, LoCo": f"{QUANTIZED} --zero-hpz-partition-size {{P}} --zeropp-loco",
     "all flags, LoCo, 4-bit weight differences": f"{QUANTIZED} --zero-hpz-partition-size {{P}} --zeropp-loco "
     "--zero-weight-difference-bits 4",
+    "all flags, LoCo, 2-bit weight differences and gradients": f"{QUANTIZED} --zero-hpz-partition-size {{P}} "
+    "--zeropp-loco --zero-gradient-intra-bits 8 --zero-gradient-bits 2 --zero-gradient-bits-warmup 1:4 "
+    "--zero-weight-difference-bits 2 --zero-weight-difference-block-size 256 --zero-weight-difference-scaling mean "
+    "--zero-weight-difference-bits-warmup 1:4",
 }
 WITHOUT_TENSOR_PARALLELISM = list(SETTINGS)
 SETTINGS |= {
@@ -55,8 +59,8 @@ STAGES = "pipeline of 2, one stage a node"
 SETTINGS[STAGES] = "--pipeline-model-parallel-size 2 --untie-embeddings-and-output-weights --seq-length 256"
 BYTES_SHAPES = {  # (nodes, ranks of a node)
     (2, 2): WITHOUT_TENSOR_PARALLELISM,
-    (3, 2): WITHOUT_TENSOR_PARALLELISM[-3:],
-    (2, 3): WITHOUT_TENSOR_PARALLELISM[-3:],
+    (3, 2): WITHOUT_TENSOR_PARALLELISM[-4:],
+    (2, 3): WITHOUT_TENSOR_PARALLELISM[-4:],
     (2, 4): ["all flags, tensor parallel 2", "all flags, LoCo, tensor parallel 2"],
 }
 PIPELINE_MICRO_BATCHES = (2, 8)

@@ -38,7 +38,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="The study of docs/experiments.md.")
     commands = parser.add_subparsers(dest="command", required=True)
     run = commands.add_parser("run", help="train what is not in the results yet")
-    run.add_argument("experiments", nargs="*", metavar="E1…E7", help="default: all")
+    run.add_argument("experiments", nargs="*", metavar="E1…E8", help="default: all")
     run.add_argument("--match", default="", metavar="REGEX", help="only arms whose name or flags hold it")
     run.add_argument("--seeds", type=int, nargs="+", default=SEEDS)
     run.add_argument("--jobs", type=int, help="runs side by side; default as the scale says")
@@ -91,7 +91,7 @@ def arms(experiments: list[str]) -> list[Arm]:
 
 def make_text(name: str, scale: Scale) -> str:
     """Corpus, tokenizer and tokens under runs/study, made once; the flags that name them."""
-    folder = Path("runs/study")
+    name, folder = scale.text_of or name, Path("runs/study")
     corpus, model, prefix = folder / f"{name}.jsonl", folder / f"{name}.model", folder / name
     commands = {
         corpus: f"examples/quickstart/make_corpus.py --output {corpus} {scale.corpus}",
@@ -137,13 +137,14 @@ def train(results: Path, scale_name: str, text: str, arm: Arm, seed: int) -> dic
     log = parse_log(ran.stdout)
     if ran.returncode != 0 or math.isnan(log.validation_loss):
         raise RuntimeError(f"exit code {ran.returncode}\n{ran.stderr[-3000:]}")
+    nodes = int(re.findall(r"--emulate-nodes (\d+)", flags)[-1])
     row = {
         "scale": scale_name,
         "flags": arm.flags,
         "seed": seed,
         "validation_loss": log.validation_loss,
         # All nodes together send what the log shows; the last interval has no step that sends weights in full.
-        "bytes_per_parameter": round(log.lines[-1][BETWEEN] * 1e6 / NODES / log.num_parameters, 4),
+        "bytes_per_parameter": round(log.lines[-1][BETWEEN] * 1e6 / nodes / log.num_parameters, 4),
         "train_losses": [line["lm loss"] for line in log.lines],
         "seconds": round(time.monotonic() - start, 1),
         "command": f"python pretrain_gpt.py {flags}",

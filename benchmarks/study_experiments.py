@@ -25,6 +25,7 @@ class Scale:
     vocab_size: int
     corpus: str  # flags of make_corpus.py
     jobs: int = 1  # runs side by side
+    text_of: str = ""  # another scale, whose corpus, tokenizer and tokens it takes
 
 
 SCALES = {
@@ -38,6 +39,18 @@ SCALES = {
         vocab_size=2048,
         corpus="--packages torch --max-megabytes 70",
         jobs=2,
+    ),
+    "larger": Scale(  # 5.3M parameters, 3.1M tokens
+        "--num-layers 6 --hidden-size 256 --num-attention-heads 4 --seq-length 128",
+        micro_batch_size=2,
+        train_iters=3000,
+        eval_iters=128,
+        lr=1e-3,
+        adam_beta2=0.99,
+        vocab_size=2048,
+        corpus="--packages torch --max-megabytes 70",
+        jobs=2,
+        text_of="cpu",
     ),
     "gpu": Scale(  # 30M parameters, 66M tokens
         "--num-layers 8 --hidden-size 512 --num-attention-heads 8 --seq-length 512",
@@ -128,6 +141,18 @@ HADAMARD = "--zero-hadamard"
 GRADIENTS_WARM_UP = "--zero-gradient-bits-warmup {warmup}:4"
 DIFFERENCES_WARM_UP = "--zero-weight-difference-bits-warmup {warmup}:4"
 
+
+def few_bits(gradient_bits: int, difference_bits: int) -> str:
+    """The recipe of docs/zeropp.md: 8 bits within nodes, LoCo between them, 4 bits at first."""
+    four_bits_at_first = GRADIENTS_WARM_UP
+    if difference_bits == 4:
+        weights = differences(4)
+    else:
+        weights = differences(difference_bits, 256, "mean")
+        four_bits_at_first += f" {DIFFERENCES_WARM_UP}"
+    return f"{BF16} {weights} {gradients(8, gradient_bits)} {loco(0.8, 'inter')} {four_bits_at_first}"
+
+
 # The best learning rate of 0.03, 0.06, 0.1, 0.3, 1 and 3 for the fp32 wire.
 SGD = "--optimizer sgd --sgd-momentum 0.9 --weight-decay 1e-4 --lr 0.1 --min-lr 0.01"
 
@@ -143,12 +168,12 @@ def feedback_group(title: str, wire: str, hops: str) -> Group:
     return Group(title, tuple(arms), recovers=True)
 
 
-def on_twice_the_ranks(group: Group) -> Group:
-    """The same batches on nodes of twice the ranks, each of which has half of the samples."""
-    eight = f"--emulate-ranks {2 * RANKS} --emulate-nodes {NODES} --micro-batch-size {{half}}"
-    hpz = f"--zero-hpz-partition-size {2 * RANKS // NODES}"
+def on_twice_the_ranks(group: Group, nodes: int = NODES) -> Group:
+    """The same batches on twice the ranks, each of which has half of the samples."""
+    eight = f"--emulate-ranks {2 * RANKS} --emulate-nodes {nodes} --micro-batch-size {{half}}"
+    hpz = f"--zero-hpz-partition-size {2 * RANKS // nodes}"
     arms = tuple(Arm(arm.name, f"{arm.flags.replace(HPZ, hpz)} {eight}") for arm in group.arms)
-    return Group(f"{group.title}, {NODES} nodes of {2 * RANKS // NODES} ranks", arms, group.recovers)
+    return Group(f"{group.title}, {nodes} nodes of {2 * RANKS // nodes} ranks", arms, group.recovers)
 
 
 TWO = f"{BF16} {gradients(8, 2, scaling=ABSMAX)}"
@@ -202,6 +227,16 @@ INT8_COPIES = "--zero-quantized-weights --hpz-secondary-dtype int8"
 
 
 ELEMENT_SCALES = "--zero-gradient-element-scales"
+
+
+FEW_BITS = Group(
+    "LoCo between nodes, 4 bits at first",
+    (
+        Arm("2-bit gradients, int4 differences", few_bits(2, 4)),
+        Arm("2-bit gradients, int2 differences", few_bits(2, 2)),
+    ),
+)
+ONE_BIT = Arm("1-bit gradients, int4 differences", few_bits(1, 4))
 
 
 def with_and_without_element_scales(title: str, wire: str) -> Group:
@@ -328,18 +363,8 @@ EXPERIMENTS = {
                         for name, feedback in (("no feedback", ""), ("LoCo between nodes", f" {loco(0.8, 'inter')}"))
                         for scales, flag in (("", ""), (", bf16 scales", " --zero-scale-dtype bf16"))
                     ),
-                    Arm(
-                        "int4 differences, 8-2 gradients by mean, LoCo, 4 bits at first",
-                        f"{BF16} {differences(4)} {gradients(8, 2)} {loco(0.8, 'inter')} {GRADIENTS_WARM_UP}",
-                    ),
-                    *(
-                        Arm(
-                            f"int2 differences by {scaling}, 8-2 gradients by mean, LoCo, 4 bits at first",
-                            f"{BF16} {differences(2, 256, scaling)} {gradients(8, 2)} {loco(0.8, 'inter')} "
-                            f"{GRADIENTS_WARM_UP} {DIFFERENCES_WARM_UP}",
-                        )
-                        for scaling in ("absmax", "mean")
-                    ),
+                    Arm("int4 differences, 8-2 gradients by mean, LoCo, 4 bits at first", few_bits(2, 4)),
+                    Arm("int2 differences by mean, 8-2 gradients by mean, LoCo, 4 bits at first", few_bits(2, 2)),
                     Arm(
                         "int4 differences, 8-2 gradients, LoCo between nodes",
                         f"{BF16} {differences(4)} {gradients(8, 2, scaling=ABSMAX)} {loco(0.8, 'inter')}",
@@ -374,6 +399,17 @@ EXPERIMENTS = {
             with_and_without_element_scales(
                 "8 bits within, 4 between nodes, blocks of 4096, LoCo", f"{gradients(8, 4, 4096)} {loco(0.8, 'inter')}"
             ),
+        ),
+    ),
+    "E8": Experiment(
+        "Two bits and one",
+        (
+            CONTROLS,
+            Group(FEW_BITS.title, (*FEW_BITS.arms, ONE_BIT)),
+            on_twice_the_ranks(FEW_BITS),
+            on_twice_the_ranks(FEW_BITS, nodes=2 * NODES),
+            Group("SGD with momentum", (Arm("fp32 wire", SGD, control=SGD),)),
+            with_sgd(FEW_BITS),
         ),
     ),
 }
