@@ -171,8 +171,9 @@ struct Levels {
   float scale, offset;
 };
 
+// Adding -0 changes nothing, so that compilers leave it out.
 ZEROPP_INLINE Levels levels_of(float sent_scale, bool is_mean) {
-  return {fabsf(sent_scale), is_mean && !(sent_scale < 0) ? 0.5f : 0.f};
+  return {fabsf(sent_scale), is_mean && !(sent_scale < 0) ? 0.5f : -0.f};
 }
 
 ZEROPP_INLINE float value_of(float code, Levels levels) { return (code + levels.offset) * levels.scale; }
@@ -259,6 +260,11 @@ struct Averaging {
 ZEROPP_INLINE float moved_error(float error, float compensated, float sent, Averaging averaging) {
   float moved = averaging.beta * error + averaging.one_minus_beta * (compensated - sent);
   return (magnitude_of(moved) < 0x7f800000u ? moved : error) * averaging.decay;
+}
+
+// The same of a block whose scale has_reciprocal: then all of it is finite.
+ZEROPP_INLINE float moved_finite_error(float error, float compensated, float sent, Averaging averaging) {
+  return (averaging.beta * error + averaging.one_minus_beta * (compensated - sent)) * averaging.decay;
 }
 
 // ---- The orthonormal 32 x 32 Hadamard rotation, its own inverse: for each width of 1, 2, 4, 8 and 16, elements i and

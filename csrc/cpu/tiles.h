@@ -78,18 +78,24 @@ void for_each_tile(const Format& format, int64_t rows1, int64_t begin, int64_t e
   }
 }
 
+// Fetches what the next tile will read or write, while this one, of so many bytes, is worked on.
+template <bool writes = false>
+ZEROPP_INLINE void fetch_next(const void* from, int64_t bytes) {
+  const char* next = static_cast<const char*>(from) + bytes;
+  for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(next + i, writes);
+}
+
 // ---- Dense tensors.
 
-// Fetches what the next tile will read, too, while this one is worked on.
 template <class T>
 void load_as(const T* from, int64_t count, float* values) {
-  for (int64_t i = 0; i < count; i += 64 / sizeof(T)) __builtin_prefetch(from + count + i);
+  fetch_next(from, count * sizeof(T));
   for (int64_t i = 0; i < count; i++) values[i] = to_float(from[i]);
 }
 
 template <class T>
 void add_as(const float* base, const T* __restrict from, int64_t count, float sign, float* values) {
-  for (int64_t i = 0; i < count; i += 64 / sizeof(T)) __builtin_prefetch(from + count + i);
+  fetch_next(from, count * sizeof(T));
 #pragma GCC ivdep
   for (int64_t i = 0; i < count; i++) values[i] = base[i] + sign * to_float(from[i]);
 }
@@ -192,43 +198,48 @@ void store_scale(float scale, uint8_t* scales, int64_t block, int bytes) {
   else from_float(scale, reinterpret_cast<BFloat16*>(scales)[block]);  // exactly
 }
 
-template <bool adds>
-void dequantize(const uint8_t* __restrict codes, int64_t count, Levels levels, float* __restrict values) {
-  for (int64_t i = 0; i < count; i++) {
-    const float value = value_of(code_value(codes[i]), levels);
-    values[i] = adds ? values[i] + value : value;
-  }
+template <class Arrives>
+ZEROPP_INLINE void dequantize(const uint8_t* __restrict codes, int64_t first, int64_t count, Levels levels,
+                              const Arrives& arrives) {
+#pragma GCC ivdep
+  for (int64_t i = first; i < first + count; i++) arrives(i, value_of(code_value(codes[i]), levels));
 }
 
-// What one wire buffer says of a tile, set or added. The tile is of another format, with the same blocks if any.
-template <bool adds>
-void read_wire(const Wires& wires, int peer, const Segment& own, const Tile& tile, uint8_t* scratch, float* values) {
+// Tells arrives(i, value) what one wire buffer says of a tile. The tile is of another format, with the same blocks if any.
+template <class Arrives>
+void read_wire(const Wires& wires, int peer, const Segment& own, const Tile& tile, Scratch& scratch,
+               const Arrives& arrives) {
   const Format& format = wires.format;
   const uint8_t* wire = wires.data + peer * wires.peer_stride + tile.row0 * wires.stride0 + tile.row1 * wires.stride1;
   const Segment& segment = segment_at(format, own.start);
   if (segment.block_size == 0) {
     const int64_t skipped = own.start + tile.first - segment.start;
-    const uint8_t* from = wire + segment.codes + skipped * size_of(format.type);
-    if (adds) add(values, from, format.type, tile.count, 1, values);
-    else load(from, format.type, tile.count, values);
+    float* sent = scratch.sent.data();
+    load(wire + segment.codes + skipped * size_of(format.type), format.type, tile.count, sent);
+#pragma GCC ivdep
+    for (int64_t i = 0; i < tile.count; i++) arrives(i, sent[i]);
     return;
   }
   const uint8_t* codes = wire + segment.codes + tile.first * format.bits / 8;
+  fetch_next(codes, tile.count * format.bits / 8);
   if (format.bits != 8) {
-    unpack_codes(format.bits, codes, tile.count, scratch);
-    codes = scratch;
+    unpack_codes(format.bits, codes, tile.count, scratch.codes.data());
+    codes = scratch.codes.data();
   }
   const int64_t size = segment.block_size;
   for (int64_t b = 0; b < tile.blocks; b++) {
     const float scale = load_scale(wire + segment.scales, tile.block + b, format.scale_bytes);
-    const int64_t first = b * size;
-    dequantize<adds>(codes + first, std::min(size, tile.count - first), levels_of(scale, format.is_mean), values + first);
+    const int64_t first = b * size, count = std::min(size, tile.count - first);
+    if (format.is_mean) dequantize(codes, first, count, levels_of(scale, true), arrives);
+    else dequantize(codes, first, count, levels_of(scale, false), arrives);
   }
 }
 
-void read_sum(const Wires& wires, const Segment& own, const Tile& tile, uint8_t* scratch, float* values) {
-  read_wire<false>(wires, 0, own, tile, scratch, values);
-  for (int peer = 1; peer < wires.num_peers; peer++) read_wire<true>(wires, peer, own, tile, scratch, values);
+void read_sum(const Wires& wires, const Segment& own, const Tile& tile, Scratch& scratch, float* __restrict values) {
+  const auto set = [values](int64_t i, float value) __attribute__((always_inline)) { values[i] = value; };
+  const auto add = [values](int64_t i, float value) __attribute__((always_inline)) { values[i] += value; };
+  read_wire(wires, 0, own, tile, scratch, set);
+  for (int peer = 1; peer < wires.num_peers; peer++) read_wire(wires, peer, own, tile, scratch, add);
 }
 
 // ---- Quantization.
@@ -281,19 +292,33 @@ ZEROPP_INLINE uint64_t total_in_units(const float* __restrict values, int64_t co
 
 // Nobody asks what arrives.
 struct Unasked {
-  ZEROPP_INLINE void operator()(int64_t, float) const {}
+  template <bool all_finite>
+  ZEROPP_INLINE void tell(int64_t, float) const {}
+};
+
+// LoCo's error is what did not.
+struct MovesError {
+  const float* __restrict values;
+  float* __restrict error;
+  Averaging averaging;
+
+  template <bool all_finite>
+  ZEROPP_INLINE void tell(int64_t i, float sent) const {
+    const auto moved = all_finite ? moved_finite_error : moved_error;
+    error[i] = moved(error[i], values[i], sent, averaging);
+  }
 };
 
 // The codes of a strip of a block, which begins at `first` of the tile, a byte each. code_of(i) is a code plus kIntegers;
-// arrives(i, value) is told what it stands for.
-template <int64_t kCount, class CodeOf, class Arrives>
+// `arrives` is told what it stands for.
+template <int64_t kCount, bool all_finite, class CodeOf, class Arrives>
 ZEROPP_INLINE void put_codes(int64_t first, int64_t count, Levels levels, uint8_t* __restrict codes,
                              const CodeOf& code_of, const Arrives& arrives) {
 #pragma GCC ivdep
   for (int64_t i = first; i < first + (kCount ? kCount : count); i++) {
     const float code = code_of(i);
     codes[i] = uint8_t(bits_of(code));
-    arrives(i, value_of(code - kIntegers, levels));
+    arrives.template tell<all_finite>(i, value_of(code - kIntegers, levels));
   }
 }
 
@@ -306,7 +331,7 @@ ZEROPP_INLINE void quantize_strip(const float* __restrict values, int64_t first,
   const Levels levels = levels_of(sent_scale, is_mean<kBits>(format));
   const float scale = levels.scale, reciprocal = 1 / scale;
   const auto put = [&](const auto& code_of) __attribute__((always_inline)) {
-    put_codes<kCount>(first, count, levels, codes, code_of, arrives);
+    put_codes<kCount, false>(first, count, levels, codes, code_of, arrives);
   };
   if (is_mean<kBits>(format)) {
     if (!(scale > 0)) {
@@ -320,10 +345,11 @@ ZEROPP_INLINE void quantize_strip(const float* __restrict values, int64_t first,
     }
   } else if (noise.wanted) {
     put([&](int64_t i) { return round_quotient(values[i], scale, qmax, noise.at(i)) + kIntegers; });
-  } else if (has_reciprocal(scale)) {  // then nothing has to be clamped
-    put([&](int64_t i) {
+  } else if (has_reciprocal(scale)) {  // then nothing has to be clamped, and all is finite
+    const auto code_of = [&](int64_t i) __attribute__((always_inline)) {
       return (kHasFma ? quotient_of(values[i], scale, reciprocal) : values[i] / scale) + kIntegers;
-    });
+    };
+    put_codes<kCount, true>(first, count, levels, codes, code_of, arrives);
   } else {
     put([&](int64_t i) { return round_quotient(values[i], scale, qmax) + kIntegers; });
   }
@@ -372,6 +398,7 @@ void write_blocks(const Format& format, const Segment& segment, uint8_t* wire, c
   const int bits = code_bits<kBits>(format);
   std::fill(values + tile.count, values + padded, 0.f);
   uint8_t* stream = wire + segment.codes + tile.first * bits / 8;
+  fetch_next<true>(stream, padded * bits / 8);
   uint8_t* codes = bits == 8 ? stream : scratch.codes.data();
   float* scales = scratch.scales.data();
   const auto run = block % kStrip == 0 ? quantize<kBits, kStrip, Arrives> : quantize<kBits, 0, Arrives>;
@@ -406,7 +433,7 @@ void write_wire(const Wires& wires, const Segment& own, const Tile& tile, const 
     if constexpr (!std::is_same_v<Arrives, Unasked>) {
       float* sent = scratch.sent.data();
       load(to, format.type, tile.count, sent);
-      for (int64_t i = 0; i < tile.count; i++) arrives(i, sent[i]);
+      for (int64_t i = 0; i < tile.count; i++) arrives.template tell<false>(i, sent[i]);
     }
   } else {
     write_blocks<kBits>(format, segment, wire, tile, noise, scratch, values, arrives);
@@ -420,29 +447,24 @@ template <int kBits>
 void encode_tiles(const EncodeArguments& a, int64_t begin, int64_t end) {
   Scratch scratch(a.wire.format);
   float *values = scratch.values.data(), *error = scratch.error.data();
-  uint8_t* codes = scratch.codes.data();
   for_each_tile(a.wire.format, a.rows1, begin, end, [&](const Segment& segment, const Tile& tile) {
     const int64_t element = segment.start + tile.first, row = tile.row0 * a.rows1 + tile.row1;
     const Noise noise{a.stochastic, a.noise_seed, uint32_t(row * a.numel + element)};
-    if (a.compensates) {
-      if (a.error.data) read_wire<false>(a.error, 0, segment, tile, codes, error);
-      else std::fill(error, error + tile.count, 0.f);
-    }
-    if (a.values.data && a.compensates && !a.addend.data) {  // the same in one pass
-      add(error, at(a.values, tile, element), a.values.type, tile.count, 1, values);
-    } else {
-      if (a.values.data) load(at(a.values, tile, element), a.values.type, tile.count, values);
-      else read_sum(a.peers, segment, tile, codes, values);
-      if (a.addend.data) add(values, at(a.addend, tile, element), a.addend.type, tile.count, a.addend_sign, values);
-      if (a.compensates) add_as(values, error, tile.count, 1, values);
+    if (a.values.data) load(at(a.values, tile, element), a.values.type, tile.count, values);
+    else read_sum(a.peers, segment, tile, scratch, values);
+    if (a.addend.data) add(values, at(a.addend, tile, element), a.addend.type, tile.count, a.addend_sign, values);
+    if (a.error.data) {
+      read_wire(a.error, 0, segment, tile, scratch, [values, error](int64_t i, float value)
+                                                        __attribute__((always_inline)) {
+        error[i] = value;
+        values[i] += value;
+      });
+    } else if (a.compensates) {  // the first error is 0: added, as -0 + 0 is 0
+      for (int64_t i = 0; i < tile.count; i++) error[i] = 0, values[i] += 0.f;
     }
     if (!a.new_error.data) return write_wire<kBits>(a.wire, segment, tile, noise, scratch, values, Unasked{});
 
-    const auto arrives = [values, error, averaging = a.averaging](int64_t i, float value)
-                             __attribute__((always_inline)) {
-      error[i] = moved_error(error[i], values[i], value, averaging);
-    };
-    write_wire<kBits>(a.wire, segment, tile, noise, scratch, values, arrives);
+    write_wire<kBits>(a.wire, segment, tile, noise, scratch, values, MovesError{values, error, a.averaging});
     write_wire<8>(a.new_error, segment, tile, Noise{}, scratch, error, Unasked{});
   });
 }
@@ -461,7 +483,7 @@ void decode(const DecodeArguments& a, int64_t begin, int64_t end) {
     uint8_t* out = at(a.out, tile, segment.start + tile.first);
     const bool straight = a.out.type == Type::kFloat && !a.accumulates;
     float* values = straight ? reinterpret_cast<float*>(out) : scratch.values.data();
-    read_sum(a.peers, segment, tile, scratch.codes.data(), values);
+    read_sum(a.peers, segment, tile, scratch, values);
     if (a.accumulates) add(values, out, a.out.type, tile.count, 1, values);
     if (!straight) store(values, a.out.type, tile.count, out);
   });
