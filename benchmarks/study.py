@@ -129,7 +129,7 @@ def train(results: Path, scale_name: str, text: str, arm: Arm, seed: int) -> dic
     threads = str(max(1, (os.cpu_count() or 1) // scale.jobs))
     start = time.monotonic()
     ran = subprocess.run(
-        [sys.executable, str(ROOT / "pretrain_gpt.py"), *flags.split()],
+        [sys.executable, str(ROOT / arm.program), *flags.split()],
         env=os.environ | {"OMP_NUM_THREADS": threads},
         capture_output=True,
         text=True,
@@ -147,7 +147,7 @@ def train(results: Path, scale_name: str, text: str, arm: Arm, seed: int) -> dic
         "bytes_per_parameter": round(log.lines[-1][BETWEEN] * 1e6 / nodes / log.num_parameters, 4),
         "train_losses": [line["lm loss"] for line in log.lines],
         "seconds": round(time.monotonic() - start, 1),
-        "command": f"python pretrain_gpt.py {flags}",
+        "command": f"python {arm.program} {flags}",
         "machine": f"{platform.machine()}, torch {torch_version}",
     }
     with results.open("a") as file:

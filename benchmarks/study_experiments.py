@@ -88,6 +88,10 @@ class Arm:
     flags: str
     control: str = ""  # the fp32 wire
 
+    @property
+    def program(self) -> str:
+        return "benchmarks/study_trials.py" if "--trial" in self.flags else "pretrain_gpt.py"
+
 
 @dataclass(frozen=True)
 class Group:
@@ -236,6 +240,7 @@ FEW_BITS = Group(
         Arm("2-bit gradients, int2 differences", few_bits(2, 2)),
     ),
 )
+TWO_FROM_THE_START = f"{BF16} {differences(4)} {gradients(8, 2)} {loco(0.8, 'inter')}"
 ONE_BIT = Arm("1-bit gradients, int4 differences", few_bits(1, 4))
 
 
@@ -410,6 +415,25 @@ EXPERIMENTS = {
             on_twice_the_ranks(FEW_BITS, nodes=2 * NODES),
             Group("SGD with momentum", (Arm("fp32 wire", SGD, control=SGD),)),
             with_sgd(FEW_BITS),
+            Group(
+                "Tried: 1-bit gradients, int4 differences, LoCo between nodes, 4 bits at first",
+                (
+                    ONE_BIT,
+                    Arm("scales of elements, learned from the 4 bits", f"{ONE_BIT.flags} {ELEMENT_SCALES}"),
+                    Arm("the largest of a block in bf16", f"{ONE_BIT.flags} --trial outliers"),
+                    Arm("the four largest of a block in bf16", f"{ONE_BIT.flags} --trial four-outliers"),
+                    Arm("4 bits for the embeddings, 1 for the rest", f"{ONE_BIT.flags} --trial bits-by-layer"),
+                    Arm("subtractive dither", f"{ONE_BIT.flags} --trial dither"),
+                ),
+            ),
+            Group(
+                "Tried: 2-bit gradients, int4 differences, LoCo between nodes",
+                (
+                    Arm("as they are", TWO_FROM_THE_START),
+                    Arm("subtractive dither", f"{TWO_FROM_THE_START} --trial dither"),
+                    Arm("the largest of a block in bf16", f"{TWO_FROM_THE_START} --trial outliers"),
+                ),
+            ),
         ),
     ),
 }

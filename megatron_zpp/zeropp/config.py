@@ -364,10 +364,11 @@ class ZeroPPConfig:
                 )
         if self.gradient_element_scales and not self.quantized_gradients:
             raise ValueError("gradient_element_scales is about quantized gradients: set quantized_gradients too")
-        if self.gradient_element_scales and self.gradient_bits in (None, 1):
+        learns = self.gradient_bits not in (None, 1) or self.gradient_bits_warmup is not None
+        if self.gradient_element_scales and not learns:
             raise ValueError(
                 "gradient_element_scales learns from how large the codes between nodes are, which gradient_bits "
-                f"{self.gradient_bits} does not say: set 2 to 8 bits"
+                f"{self.gradient_bits} does not say: set 2 to 8 bits, or more bits at first (gradient_bits_warmup)"
             )
         if self.hadamard and not self.quantized_gradients:
             raise ValueError("hadamard rotates quantized gradients: set quantized_gradients too")
