@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from megatron_zpp.zeropp import LoCoConfig, ZeroPPConfig
-from megatron_zpp.zeropp.element_scales import ElementScales
+from megatron_zpp.zeropp.element_scales import ElementScales, moved
 from megatron_zpp.zeropp.gradient_sum import GradientSum
 from megatron_zpp.zeropp.loco import ErrorFeedback
 from megatron_zpp.zeropp.wire_format import WireFormat, wire_format
@@ -165,3 +165,17 @@ def test_codes_that_tell_no_size_are_refused(bits):
         ZeroPPConfig(quantized_gradients=True, gradient_bits=bits, gradient_element_scales=True)
     with pytest.raises(ValueError, match="set quantized_gradients too"):
         ZeroPPConfig(gradient_element_scales=True)
+
+
+def test_signs_alone_leave_what_the_bits_of_a_warm_up_taught():
+    ZeroPPConfig(
+        quantized_gradients=True, gradient_bits=1, gradient_bits_warmup="2:4", gradient_element_scales=True
+    )  # is not refused
+    four, one = (wire_format((ParameterShard("weight", 256, True),), bits, 128, torch.float32) for bits in (4, 1))
+    values = torch.randn(1, 256, generator=torch.Generator().manual_seed(0)) * torch.logspace(-3, 0, 256)
+    learned = None
+    for step in range(20):
+        learned = moved(learned, four, four.encode(values), step)
+    assert learned.unique().numel() > 5
+    for step in range(20, 60):
+        assert torch.equal(moved(learned, one, one.encode(values / 3), step), learned)
