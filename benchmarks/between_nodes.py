@@ -77,9 +77,9 @@ def main() -> None:
         for (nodes, ranks_per_node), names in BYTES_SHAPES.items():
             for name in names:
                 for micro_batches in (1, 8):
-                    measure(BYTES, name, nodes, ranks_per_node, micro_batches, None, steps=6)
+                    measure(BYTES, name, nodes, ranks_per_node, micro_batches, None, steps=16)
         for micro_batches in PIPELINE_MICRO_BATCHES:
-            measure(BYTES, STAGES, 2, 2, micro_batches, None, steps=6)
+            measure(BYTES, STAGES, 2, 2, micro_batches, None, steps=16)
     elif what == "throughput":
         for rate in RATES:
             for micro_batches in (1, 8):
