@@ -27,7 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves
 
 import megatron_zpp.zeropp
-from megatron_zpp.zeropp import LoCoConfig, ZeroPP, ZeroPPConfig, apply_zeropp
+from megatron_zpp.zeropp import LoCoConfig, ZeroPP, ZeroPPConfig, apply_zeropp, kernels
 from tests.ranks import run_ranks
 from tests.zeropp.order.fake_cuda import CUDA, fake_cuda
 from tests.zeropp.order.races import find_races
@@ -36,6 +36,7 @@ from tests.zeropp.order.trace import Operation, Wait
 
 NODES, PER_NODE = 64, 8
 RANK, WIDTH = 5, 1024
+pytestmark = pytest.mark.skipif(kernels.why_not_loaded is not None, reason=f"needs kernels: {kernels.why_not_loaded}")
 OURS = {file.name for file in Path(megatron_zpp.zeropp.__file__).parent.glob("*.py")}
 ALL = ZeroPPConfig(
     quantized_weights=True, hpz_partition_size=PER_NODE, quantized_gradients=True, loco=LoCoConfig(exact_undo=False)

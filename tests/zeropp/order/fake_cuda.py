@@ -47,6 +47,8 @@ def fake_cuda() -> Iterator[FakeTensorMode]:
             (kernels, "has_cuda", kernels.why_not_loaded is None),
             (torch.cuda, "current_device", lambda: CUDA.index),
             (torch.cuda, "is_current_stream_capturing", lambda: False),
+            # Stubs that do nothing; a Recorder has others.
+            *((torch.cuda, name, getattr(torch.cpu, name)) for name in ("Stream", "Event", "stream", "current_stream")),
         ):
             patches.enter_context(patch.object(owner, name, replacement))
         patches.enter_context(patch.dict(fake_tensor._DISPATCH_META_HANDLERS, {is_device: _device_in_cpp}))
@@ -64,8 +66,13 @@ class _Cpp(TorchDispatchMode):
     """What C++ makes "where the other one is" is on the GPU; collectives are done at once and bring nothing."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace != "c10d":
-            is_misled = kwargs and kwargs.get("device") == META
-            return func(*args, **(kwargs | {"device": CUDA} if is_misled else kwargs or {}))
-        work = FakeWork().boxed()
-        return work if len(func._schema.returns) == 1 else (args[0], work)
+        if func.namespace == "c10d":
+            work = FakeWork().boxed()
+            return work if len(func._schema.returns) == 1 else (args[0], work)
+        kwargs = kwargs or {}
+        if func.namespace != "prim":
+            with self:  # operators that are made of others
+                result = func.decompose(*args, **kwargs)
+            if result is not NotImplemented:
+                return result
+        return func(*args, **(kwargs | {"device": CUDA} if kwargs.get("device") == META else kwargs))
