@@ -73,12 +73,12 @@ def encodings(preset: str, nodes: int) -> dict[str, set[Encoding]]:
         def table(bits: int | None, block_size: int, dtype: torch.dtype, shards: Any = shards) -> Table:
             return tuple(wire_format(shards, bits, block_size, dtype).table)
 
-        within, error = table(8, 128, torch.float32), table(8, 128, torch.float32)
+        within, error = table(8, 128, torch.bfloat16), table(8, 128, torch.float32)
         for what, encoding in {
             "weights": (BFLOAT16, table(8, 256, torch.bfloat16), (), ()),
             "weights in 16 bits": (BFLOAT16, table(None, 256, torch.bfloat16), (), ()),
             "differences": (BFLOAT16, table(4, 2048, torch.bfloat16), (), ()),
-            "gradients within a node": (FLOAT, within, (), ()),
+            "gradients within a node": (BFLOAT16, within, (), ()),
             "gradients between nodes": (PEERS, table(4, 128, torch.float32), within, error),
         }.items():
             found.setdefault(what, set()).add(encoding)
@@ -106,7 +106,7 @@ def _encodings_of_two_steps(preset: str, nodes: int) -> set[Encoding]:
     mesh = init_device_mesh("cuda", (8 * nodes,))
     with fake_cuda(), Encodings() as encodings:
         model = model_of(preset, CUDA)
-        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)  # as the trainer
         for module in (*model.layers, *model.end_units(), model):
             fully_shard(module, mesh=mesh, mp_policy=policy)
         with _disable_current_modes():
