@@ -44,7 +44,7 @@ test-lower-bound: TESTED := tests/zeropp
 test-cuda-build:  ## build the CUDA kernels against torch for CUDA, and run what needs no GPU; needs nvcc
 test-cuda-build: COPY := build/cuda-build
 test-cuda-build: CHECK := $(VENV)/bin/python -c 'from megatron_zpp.zeropp import kernels; exit(not kernels.has_cuda and "error: the build left the CUDA kernels out")'
-test-cuda-build: TESTED := tests/zeropp/test_cuda_build.py
+test-cuda-build: TESTED := tests/zeropp/test_cuda_build.py tests/zeropp/test_fake_cuda.py
 test-cuda-build: TORCH_INDEX :=
 # The toolkit is where nvcc itself says: what lies on PATH may be a wrapper elsewhere.
 test-cuda-build: export CUDA_HOME ?= $(or $(realpath $(shell nvcc --dryrun -x cu /dev/null 2>&1 | sed -n 's/^#$$ TOP=//p')),$(error no nvcc: install the CUDA toolkit))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from types import FrameType
 from typing import Any
 
@@ -16,7 +17,10 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather as AllGather  # for those who implement it
 from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter as ReduceScatter
-from torch.distributed.fsdp._fully_shard._fsdp_collectives import _get_gradient_divide_factors
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
+    _get_gradient_divide_factors,
+    _get_param_all_gather_inputs,
+)
 
 from .topology import Topology, build_topology
 from .unit import Unit
@@ -85,7 +89,8 @@ class FSDPUnit(Unit):
 
     def flat_shard(self) -> Tensor:
         """The shard [L] as FSDP2 would hand it to a gather now."""
-        return torch.cat([shard for param in self._param_group.fsdp_params for shard in param.all_gather_inputs])
+        # By FSDP2's own way, which casts all parameters in one launch.
+        return torch.cat([*chain.from_iterable(_get_param_all_gather_inputs(self._param_group.fsdp_params))])
 
     def set_collectives(self, all_gather: AllGather, reduce_scatter: ReduceScatter) -> None:
         """Let FSDP2 gather and reduce this unit by these."""

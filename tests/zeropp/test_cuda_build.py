@@ -124,6 +124,16 @@ def test_values_are_read_in_vectors_wherever_they_begin(compiled):
             assert loads == ({"LDG.E.64": 1, "LDG.E": 1, "LDG.E.U16": 1} if errors else {}), name
 
 
+def test_values_of_large_blocks_are_read_in_vectors(compiled):
+    """Such as those of weight differences, which the kernels for tiles leave to those for blocks."""
+    checked = {name: code for name, code in compiled.items() if re.match("encode_blocksI.*SourceE[01]E", name)}
+    assert len(checked) == 4
+    for name, code in checked.items():
+        loads = {instruction for instruction in code if instruction.startswith("LDG")}
+        of_errors = {"LDG.E.64", "LDG.E", "LDG.E.U16"} if "ELb1E" in name else set()  # codes and scales
+        assert loads == {"LDG.E.128"} | of_errors, name
+
+
 # Arguments
 
 

@@ -55,6 +55,7 @@ DEFAULT = "the default stream"
 ANSWERS_THE_HOST = {"aten::_local_scalar_dense", "aten::equal", "aten::is_nonzero", "aten::nonzero", "c10d::barrier"}
 # Operators that do not say in their schema what they write.
 WRITES_UNSAID = {"fsdp::all_gather_copy_in": {"all_gather_output"}}
+NO_PROGRAMS = {__file__, str(Path(__file__).with_name("fake_cuda.py"))}
 TORCH, FSDP2 = Path(torch.__file__).parent, "/torch/distributed/fsdp/_fully_shard/"
 
 
@@ -69,9 +70,13 @@ class Collective:
 
 
 class Recorder:
-    """``with Recorder() as recorder: program()``; then ``recorder.trace`` and ``recorder.collectives``."""
+    """``with Recorder() as recorder: program()``; then ``recorder.trace`` and ``recorder.collectives``.
 
-    def __init__(self) -> None:
+    ``device_type``: whose streams are replaced, "cpu" or, for fake tensors, "cuda".
+    """
+
+    def __init__(self, device_type: str = "cpu") -> None:
+        self.device_module: Any = torch.get_device_module(device_type)
         self.trace: Trace = []
         self.collectives: list[Collective] = []
         self.streams = [Stream(self, DEFAULT)]
@@ -83,13 +88,14 @@ class Recorder:
         self._patches = ExitStack()
 
     def __enter__(self) -> Recorder:
+        device = self.device_module
         replacements = [
-            (torch.cpu, "Stream", self._new_stream),
-            (torch.cpu, "Event", lambda **_: Event(self)),
-            (torch.cpu, "stream", self._use_stream),
-            (torch.cpu, "current_stream", lambda device=None: self.current_stream),
+            (device, "Stream", self._new_stream),
+            (device, "Event", lambda **_: Event(self)),
+            (device, "stream", self._use_stream),
+            (device, "current_stream", lambda device=None: self.current_stream),
             (torch.accelerator, "current_stream", lambda device=None: self.current_stream),
-            (torch.cpu, "synchronize", lambda device=None: self.synchronize()),
+            (device, "synchronize", lambda device=None: self.synchronize()),
             (torch.UntypedStorage, "resize_", self._resizing(torch.UntypedStorage.resize_)),
             (torch.Tensor, "record_stream", lambda tensor, stream: self._record_stream(tensor, stream)),
             *((torch.Tensor, name, self._reading(getattr(torch.Tensor, name))) for name in ("tolist", "cpu", "numpy")),
@@ -230,7 +236,7 @@ class Recorder:
 def _is_shown(path: str) -> bool:
     if FSDP2 in path:
         return not path.endswith("_fsdp_common.py")  # decorators
-    return not (path == __file__ or path.startswith((str(TORCH), "<")) or "/contextlib" in path)
+    return not (path in NO_PROGRAMS or path.startswith((str(TORCH), "<")) or "/contextlib" in path)
 
 
 @functools.cache
@@ -314,6 +320,8 @@ class _Operators(TorchDispatchMode):
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented  # its operators on local tensors come here
         name = func._schema.name
+        if func.namespace == "prim":  # C++ asks where a fake tensor is
+            return func(*args, **kwargs)
         if func.namespace == "c10d":
             return self._collective(name, func, args, kwargs)
         if func.namespace == "_c10d_functional":

@@ -1,0 +1,282 @@
+"""A training step on GPUs that are not there: what it launches, where its tensors are, and whom it waits for.
+
+One rank of 64 nodes of 8, whose collectives bring nothing, and whose tensors are fake: they have devices, types and
+shapes, and no values. FSDP2, autograd, the optimizer and ZeRO++ run as they are.
+
+It cannot show what depends on values, on other ranks, or on CUDA: whether kernels launch and are right
+(test_kernels.py and test_cuda_source.py ask that), what a launch costs, what NCCL does, and how autograd's threads and
+streams behave. What torch's own C++ asks the device is answered with "meta".
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_leaves
+
+import megatron_zpp.zeropp
+from megatron_zpp.zeropp import LoCoConfig, ZeroPP, ZeroPPConfig, apply_zeropp, kernels
+from tests.ranks import run_ranks
+from tests.zeropp.order.fake_cuda import CUDA, fake_cuda
+from tests.zeropp.order.races import find_races
+from tests.zeropp.order.recorder import ANSWERS_THE_HOST, DEFAULT, Collective, Recorder
+from tests.zeropp.order.trace import Operation, Wait
+
+NODES, PER_NODE = 64, 8
+RANK, WIDTH = 5, 1024
+pytestmark = pytest.mark.skipif(kernels.why_not_loaded is not None, reason=f"needs kernels: {kernels.why_not_loaded}")
+OURS = {file.name for file in Path(megatron_zpp.zeropp.__file__).parent.glob("*.py")}
+ALL = ZeroPPConfig(
+    quantized_weights=True, hpz_partition_size=PER_NODE, quantized_gradients=True, loco=LoCoConfig(exact_undo=False)
+)
+
+
+class Net(nn.Module):
+    """Two blocks that are units, and a head that is the root's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH)) for _ in range(2)
+        )
+        self.head = nn.Linear(WIDTH, 8 * WIDTH, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = x + block(x)
+        return self.head(x)
+
+
+@dataclass
+class Step:
+    """What one rank did in one optimizer step, from the first forward pass to the optimizer."""
+
+    collectives: list[tuple[str, int, str, int]]  # name, ranks, dtype, elements that this rank sends
+    launches: Counter[tuple[str, str]]  # of this package, without collectives: operator, and the stream's variable
+    host_waits: list[str]  # where the host waits for the device
+    on_host: set[str]  # operators on tensors in host memory
+    races: list[str]
+    tensors: dict[str, tuple[str, torch.dtype, tuple[int, ...]]]  # what the rank has afterwards
+
+
+class Host(TorchDispatchMode):
+    """What is done in host memory, and what the host waits for; a number as a tensor is no memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.operators: set[str] = set()
+        self.waits: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        tensors = [t for t in tree_leaves((args, kwargs, result)) if isinstance(t, Tensor)]
+        on_host = [t for t in tensors if t.device.type == "cpu"]
+        if any(t.dim() > 0 for t in on_host) and func.namespace != "prim":
+            self.operators.add(func.name())
+        given = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | (kwargs or {})
+        crosses = func.name() in ("aten::copy_", "aten::_to_copy") and 0 < len(on_host) < len(tensors)
+        if func.name() in ANSWERS_THE_HOST or (crosses and not given.get("non_blocking")):
+            self.waits.append(func.name())
+        return result
+
+
+def third_step(config: ZeroPPConfig, micro_batches: int = 2) -> Step:
+    """On a process of its own: a fake group cannot be told from others of the process."""
+    dist.destroy_process_group()  # that of the test's own rank
+    dist.init_process_group("fake", rank=RANK, world_size=NODES * PER_NODE, store=FakeStore())
+    mesh = init_device_mesh("cuda", (NODES * PER_NODE,))
+    with fake_cuda(), Host() as host, Recorder("cuda") as recorder:
+        with CUDA:
+            model = Net()
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        for module in (*model.blocks, model):
+            fully_shard(module, mesh=mesh, mp_policy=policy)
+        with _disable_current_modes():  # ranks tell each other where they are, in tensors with values
+            zeropp = apply_zeropp(model, config)
+        optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+        for _ in range(3):
+            optimizer.zero_grad()
+            begin = len(recorder.trace)
+            recorder.collectives.clear()
+            host.operators.clear()
+            host.waits.clear()
+            for i in range(micro_batches):
+                zeropp.set_is_last_micro_batch(i == micro_batches - 1)
+                model(torch.empty(4, WIDTH, device=CUDA)).float().square().mean().backward()
+            step = recorder.trace[begin:]
+            waits = host.waits + [str(w.site) for w in step if isinstance(w, Wait) and w.stream is None]
+            on_host = set(host.operators)
+            optimizer.step()
+        ours = [op for op in step if isinstance(op, Operation) and _is_ours(op) and "c10d" not in op.name]
+        return Step(
+            collectives=[_sent(collective) for collective in recorder.collectives],
+            launches=Counter((op.name.removeprefix("aten::"), op.stream.partition(" (")[0]) for op in ours),
+            host_waits=waits,
+            on_host=on_host,
+            races=[str(race) for race in find_races(recorder.trace)],
+            tensors=_tensors(model, zeropp),
+        )
+
+
+def _is_ours(op: Operation) -> bool:
+    """Whether this package launched it, or had FSDP2 launch it for a flat shard."""
+    return op.site[0].file in OURS or "flat_shard" in {line.function for line in op.site}
+
+
+def _sent(collective: Collective) -> tuple[str, int, str, int]:
+    sent = collective.shapes[: len(collective.shapes) // 2]  # what arrives follows
+    (dtype,) = {dtype for _, dtype in sent}
+    return collective.name, len(collective.ranks), dtype, sum(math.prod(shape) for shape, _ in sent)
+
+
+def _tensors(model: nn.Module, zeropp: ZeroPP) -> dict[str, tuple[str, torch.dtype, tuple[int, ...]]]:
+    tensors: dict[str, Any] = {f"gradient of {name}": p.grad.to_local() for name, p in model.named_parameters()}
+    for name, gather in zeropp._all_gathers.items():
+        tensors[f"copies of {name}"] = getattr(gather, "secondary_partition", None)
+    for name, reduction in zeropp._reduce_scatters.items():
+        tensors |= {f"{hop} error of {name}": feedback.error for hop, feedback in reduction.hops.feedback.items()}
+    return {name: (str(t.device), t.dtype, tuple(t.shape)) for name, t in tensors.items() if t is not None}
+
+
+def nbytes(bits: int, block_size: int, matrices: list[int], biases: list[int], value: int) -> int:
+    """A wire's, with fp32 scales and ``value`` bytes for an element of a bias: parts begin at multiples of 16."""
+    parts = [numel * bits // 8 for numel in matrices]
+    parts += [numel // block_size * 4 for numel in matrices]
+    parts += [numel * value for numel in biases]
+    return sum(math.ceil(part / 16) * 16 for part in parts)
+
+
+def test_a_step_of_all_flags_launches_what_it_must_and_waits_for_nothing():
+    micro_batches = 2
+    (step,) = run_ranks(1, third_step, ALL, micro_batches)
+    assert step.host_waits == [] and step.on_host == set() and step.races == []
+
+    # What a rank has of the two blocks and of the head: matrices, and biases. Only blocks are freed after forward.
+    matrix, gathered, reduced, tensors = 8 * WIDTH**2 // 512, Counter(), Counter(), {}
+    for unit, matrices, biases in [("blocks.0", 2, [8, 2]), ("blocks.1", 2, [8, 2]), ("", 1, [])]:
+        shards = ([matrix // 2] * 2 if matrices == 2 else [matrix], biases)
+        numel, weights = matrix + sum(biases), nbytes(8, 256, *shards, 2)
+        within, between = nbytes(8, 128, *shards, 4), nbytes(4, 128, *shards, 4)
+        gathered["c10d::_allgather_base_", NODES, "torch.uint8", weights] += 1
+        passes = 2 if unit else 1
+        within_node = ("c10d::allgather_into_tensor_coalesced_", PER_NODE, "torch.bfloat16", NODES * numel)
+        gathered[within_node] += passes * micro_batches
+        reduced["c10d::alltoall_base_", PER_NODE, "torch.uint8", PER_NODE * NODES * within] += micro_batches
+        reduced["c10d::alltoall_base_", NODES, "torch.uint8", NODES * between] += 1
+        tensors[f"copies of {unit}"] = ("cuda:0", torch.bfloat16, (NODES, numel))
+        tensors[f"inter error of {unit}"] = ("cuda:0", torch.uint8, (NODES, nbytes(8, 128, *shards, 4)))
+    assert Counter(step.collectives) == gathered + reduced
+
+    for name, shape in [("0.weight", (8, WIDTH)), ("0.bias", (8,)), ("2.weight", (2, 4 * WIDTH)), ("2.bias", (2,))]:
+        tensors |= {f"gradient of blocks.{i}.{name}": ("cuda:0", torch.float32, shape) for i in range(2)}
+    tensors["gradient of head.weight"] = ("cuda:0", torch.float32, (16, WIDTH))
+    assert step.tensors == tensors
+
+    units, gathers, reductions = 3, "stream", "reduce_scatter_stream"
+    assert step.launches == {
+        # Weights: cast together, and made one flat shard; then its checksum, of whole words of 8 bytes.
+        ("_foreach_copy_", gathers): units,
+        ("cat", gathers): 2 * units,
+        ("sum", gathers): 2 * units,
+        ("constant_pad_nd", gathers): 2,
+        ("megatron_zpp::encode", gathers): units,
+        ("megatron_zpp::decode", gathers): units,
+        # Gradients: each micro-batch within the node, where the last is added up and encoded in one launch.
+        ("megatron_zpp::encode", reductions): units * (micro_batches + 1),
+        ("megatron_zpp::decode", reductions): units * (micro_batches - 1 + 1),
+        ("zero_", reductions): units * micro_batches,  # what FSDP2 gets
+        ("new_full", reductions): units,  # the mean over ranks
+        ("div", reductions): units,
+        ("_foreach_add_", reductions): units,  # to .grad
+    }
+
+
+CONFIGS = {
+    "off": ZeroPPConfig(),
+    "hpZ": ZeroPPConfig(hpz_partition_size=PER_NODE),
+    "qwZ": ZeroPPConfig(quantized_weights=True, ranks_per_node=PER_NODE),
+    "qgZ": ZeroPPConfig(quantized_gradients=True, ranks_per_node=PER_NODE),
+    "differences": replace(ALL, weight_difference_bits=4),
+    "int8 copies": replace(ALL, weight_difference_bits=4, hpz_secondary_dtype="int8"),
+    "element scales": replace(ALL, gradient_bits=2, gradient_element_scales=True),
+    "bf16 sums": replace(ALL, gradient_sum_dtype="bf16"),
+    "int8 sums": replace(ALL, gradient_sum_dtype="int8"),
+    "stochastic, rotated, both hops": replace(
+        ALL,
+        weight_intra_bits=8,
+        weight_rounding="stochastic",
+        gradient_rounding="stochastic",
+        hadamard=True,
+        loco=LoCoConfig(hops="both", reset="decay"),
+    ),
+}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+def test_no_setting_waits_for_the_device_or_computes_on_the_host(config):
+    (step,) = run_ranks(1, third_step, config)
+    assert step.host_waits == [] and step.on_host == set() and step.races == []
+    assert all(device == "cuda:0" for device, _, _ in step.tensors.values())
+    assert all(stream != DEFAULT for _, stream in step.launches)
+    if config.enabled:
+        assert step.launches
+
+
+@pytest.mark.long
+def test_offloaded_sums_are_copied_without_a_wait():
+    (step,) = run_ranks(1, third_step, replace(ALL, offload_gradient_sums=True))
+    assert step.host_waits == [] and step.races == []
+    assert step.on_host == {"aten::empty.memory_format", "aten::copy_", "aten::_to_copy"}
+    copies = [step.launches[name, "reduce_scatter_stream"] for name in ("copy_", "_to_copy")]
+    assert copies == [3, 3]  # there and back, of each unit
+
+
+# What the tests above would see
+
+
+def _offences() -> dict[str, tuple[bool, bool]]:
+    """Of programs of one line: whether the host waits, and whether they use its memory."""
+    seen = {}
+    with fake_cuda(), Host() as host, Recorder("cuda") as recorder:
+        x = torch.ones(4, device=CUDA)
+        for name, program in {
+            "to host": lambda: x.to("cpu"),
+            "cpu()": lambda: x.cpu(),
+            "without waiting": lambda: x.to("cpu", non_blocking=True),
+            "to device": lambda: torch.zeros(2).to(CUDA),
+            "nothing": lambda: x.to(CUDA) + 1,
+            "stream": lambda: torch.cuda.current_stream().synchronize(),
+        }.items():
+            host.waits.clear()
+            host.operators.clear()
+            begin = len(recorder.trace)
+            program()
+            waits = [step for step in recorder.trace[begin:] if isinstance(step, Wait) and step.stream is None]
+            seen[name] = (bool(waits or host.waits), bool(host.operators))
+    return seen
+
+
+def test_waits_and_host_memory_are_seen():
+    assert run_ranks(1, _offences) == [
+        {
+            "to host": (True, True),
+            "cpu()": (True, True),
+            "without waiting": (False, True),
+            "to device": (True, True),
+            "nothing": (False, False),
+            "stream": (True, False),
+        }
+    ]
