@@ -35,7 +35,7 @@ def saved_model(meta: Mapping[str, Any], given: Architecture | None = None) -> t
     try:
         if architecture in ARCHITECTURES:  # what values others may have, only they know
             _check_config(meta["model_config"], architecture.config_class)
-        return architecture, architecture.config_class(**meta["model_config"])
+        return architecture, (architecture.saved_config or architecture.config_class)(**meta["model_config"])
     except (TypeError, ValueError) as error:
         raise CheckpointError(f"the checkpoint's model_config is not one of {architecture.name} ({error})") from error
 

@@ -52,7 +52,7 @@ def export(args: argparse.Namespace, given: Architecture | None = None) -> str:
         raise CheckpointError(f"{checkpoint} is damaged: {'; '.join(wrong)}. Export another one with --ckpt-step")
     meta = read_meta(checkpoint)
     architecture, config = saved_model(meta, given)
-    mapping, settings = architecture.require_huggingface(), meta["settings"] | given_tokenizer(args)
+    mapping, settings = architecture.huggingface_model(config), meta["settings"] | given_tokenizer(args)
     tokenizer = None if args.no_tokenizer else load_tokenizer(settings, config.vocab_size)
     if args.trim_vocab and tokenizer is not None:
         config = dataclasses.replace(config, vocab_size=tokenizer.vocab_size)  # type: ignore[type-var]

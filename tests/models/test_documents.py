@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from megatron_zpp.models.activation_checkpoint import apply_activation_checkpointing
-from megatron_zpp.models.gpt import GPT, GPTConfig
+from megatron_zpp.models.decoder import Decoder
 from megatron_zpp.models.init import init_weights
 from megatron_zpp.models.layers import document_attention
-from megatron_zpp.models.llama import Llama, LlamaConfig
+from tests.models.configs import gpt_config, llama_config
 
 LENGTHS = [[5, 1, 10], [16], [1, 8, 7]]  # documents of each row
 CU_SEQLENS = torch.tensor([0, 5, 6, 16, 32, 33, 41, 48], dtype=torch.int32)
@@ -21,9 +21,9 @@ def build(architecture, dtype=torch.float32, device="cpu", **options):
     torch.manual_seed(0)
     if architecture == "gpt":
         options = dict(attention_dropout=0.0, hidden_dropout=0.0) | options
-        model = GPT(GPTConfig(**SHAPE, max_position_embeddings=16, **options))
+        model = Decoder(gpt_config(**SHAPE, max_position_embeddings=16, **options))
     else:
-        model = Llama(LlamaConfig(**SHAPE, num_query_groups=2, **options))
+        model = Decoder(llama_config(**SHAPE, num_query_groups=2, **options))
     init_weights(model, seed=1)
     for parameter in model.parameters():  # far from the initial weights, which hardly attend
         parameter.data += 0.1 * torch.randn_like(parameter)

@@ -14,10 +14,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megatron_zpp.architectures import GPT
 from megatron_zpp.arguments.parse import SettingsError, parse_settings
 from megatron_zpp.models.activation_checkpoint import apply_activation_checkpointing
+from megatron_zpp.models.decoder import Decoder
 from megatron_zpp.models.init import init_weights
 from megatron_zpp.models.layers import document_attention
-from megatron_zpp.models.llama import Llama, LlamaConfig
 from megatron_zpp.parallel.context import ContextParallel, apply_context_parallel, crop_cu_seqlens, shard, shard_batch
+from tests.models.configs import llama_config
 from tests.parallel.layouts import EPS, assert_same, results_on
 from tests.ranks import run_ranks
 from tests.training.small_run import (
@@ -116,10 +117,10 @@ def _count_gathers():
     mesh = init_device_mesh("cpu", (2,))
     counts = []
     for recompute in (None, "selective", "full"):
-        config = LlamaConfig(
+        config = llama_config(
             num_layers=3, hidden_size=32, num_attention_heads=4, num_query_groups=2, vocab_size=50, ffn_hidden_size=64
         )
-        model = Llama(config)
+        model = Decoder(config)
         init_weights(model, seed=1)
         apply_context_parallel(model, mesh)
         if recompute is not None:

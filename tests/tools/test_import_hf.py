@@ -16,10 +16,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from megatron_zpp.data.tokenizers import ByteTokenizer
 from megatron_zpp.huggingface.tokenizer import write_tokenizer
-from megatron_zpp.models.llama import LlamaConfig
 from megatron_zpp.tools import export_hf, generate_text, import_hf
 from megatron_zpp.training.pretrain import train
 from tests.huggingface.small_models import CONFIGS, POSITIONS, mapping_of, to_hf_config
+from tests.models.configs import llama_config
 from tests.ranks import run_ranks
 from tests.training.small_run import start, write_text
 
@@ -67,6 +67,9 @@ def tensors_of(folder: Path) -> dict[str, tuple[torch.dtype, bytes]]:
         ("llama", "float16", {}),
         ("llama-grouped", "float32", {"max_shard_size": "20KB"}),
         ("llama-tied", "bfloat16", {}),
+        ("mistral", "bfloat16", {}),
+        ("qwen2-window", "float32", {}),
+        ("qwen3", "bfloat16", {}),
     ],
 )
 def test_imported_and_exported_again_the_tensors_are_the_same_bytes(call, tmp_path, name, dtype, options):
@@ -102,7 +105,7 @@ def check_parameters(argv: list[str], architecture: str, folder: str) -> tuple[l
 
 def test_a_run_starts_from_the_import_and_text_is_generated(call, tmp_path):
     # As Llama 3.2 1B: grouped queries, tied embeddings, scaled rotary frequencies, in bfloat16, with its tokenizer.
-    config = LlamaConfig(
+    config = llama_config(
         2, 32, 4, 257, num_query_groups=2, rotary_base=500000, rope_scaling_factor=32.0, tie_embeddings=True
     )
     save_theirs(tmp_path / "theirs", config, torch.bfloat16)
@@ -177,7 +180,7 @@ MISTAKES = {
     "no config": (lambda f: (f / "config.json").unlink(), "is no model of transformers: it has no config.json"),
     "damaged config": (lambda f: (f / "config.json").write_text("{"), "config.json is damaged"),
     "wrong value": (lambda f: edit_config(f, num_hidden_layers="two"), "two"),
-    "other model": (lambda f: edit_config(f, model_type="mamba"), "model_type is mamba; gpt2 and llama"),
+    "other model": (lambda f: edit_config(f, model_type="mamba"), "model_type is mamba; gpt2, llama, mistral,"),
     "inexpressible": (lambda f: edit_config(f, attention_bias=True), "attention_bias is True, supported: False"),
     "no weights": (lambda f: (f / "model.safetensors").unlink(), "has no weights: neither model.safetensors nor"),
     "pickled": (pickle_weights, "has its weights pickled (pytorch_model.bin), and unpickling runs what is in the file"),
