@@ -1,7 +1,7 @@
 """A mixture of experts in place of an MLP: a router sends each token to k of E experts, and adds up what they make.
 
-Shazeer et al. (arXiv 1701.06538), with the balancing loss of Switch Transformers (Fedus et al., arXiv 2101.03961) and the
-z-loss of ST-MoE (Zoph et al., arXiv 2202.08906). T tokens are B * S; experts are SwiGLUs or MLPs without biases.
+Shazeer et al. (arXiv 1701.06538), with the balancing loss of Switch Transformers (Fedus et al., arXiv 2101.03961) and
+the z-loss of ST-MoE (Zoph et al., arXiv 2202.08906). T tokens are B * S; experts are SwiGLUs or MLPs without biases.
 """
 
 from __future__ import annotations
