@@ -110,6 +110,10 @@ def test_a_run_starts_from_the_import_and_text_is_generated(call, tmp_path):
     )
     save_theirs(tmp_path / "theirs", config, torch.bfloat16)
     write_tokenizer({"tokenizer_type": "ByteTokenizer"}, ByteTokenizer(), tmp_path / "theirs")
+    # As the Llama 3.1 models that follow instructions: several tokens end an answer.
+    edit_config(tmp_path / "theirs", bos_token_id=1, eos_token_id=[5, 256], pad_token_id=7)
+    generation = {"bos_token_id": 1, "eos_token_id": [5, 256], "do_sample": True, "temperature": 0.6, "top_p": 0.9}
+    (tmp_path / "theirs" / "generation_config.json").write_text(json.dumps(generation))
     code, out, err = call(import_hf, "--input", tmp_path / "theirs", "--save", tmp_path / "ours")
     assert (code, err) == (0, "")
     assert "logits differ from transformers' by" in out
@@ -132,6 +136,9 @@ def test_a_run_starts_from_the_import_and_text_is_generated(call, tmp_path):
     assert not torch.equal(
         *(load_file(tmp_path / f / "model.safetensors")["model.norm.weight"] for f in ("theirs", "back"))
     )
+    assert json.loads((tmp_path / "back" / "generation_config.json").read_text()) == generation
+    exported = json.loads((tmp_path / "back" / "config.json").read_text())
+    assert [exported[f"{kind}_token_id"] for kind in ("bos", "eos", "pad")] == [1, [5, 256], 7]
 
 
 def rename(folder: Path, change) -> None:
