@@ -10,6 +10,7 @@ from typing import Any
 from megatron_zpp.architectures.architecture import Architecture, BlockActivations
 from megatron_zpp.architectures.huggingface import HuggingFaceMapping
 from megatron_zpp.models.decoder import Decoder, DecoderConfig, default_ffn_size
+from megatron_zpp.models.moe import MoEConfig
 from megatron_zpp.parallel.context import apply_context_parallel
 from megatron_zpp.parallel.plans import decoder_plan
 from megatron_zpp.parallel.stages import StageModules
@@ -102,6 +103,9 @@ def resolve(model: ModelSettings, seq_length: int, defaults: Mapping[str, Any]) 
     )
     _check_positions(model)
     _window(model)
+    if model.num_experts is not None:
+        model = dataclasses.replace(model, moe_ffn_hidden_size=model.moe_ffn_hidden_size or model.ffn_hidden_size)
+        _check_experts(model)
     return model
 
 
@@ -142,6 +146,29 @@ def _check_positions(model: ModelSettings) -> None:
         )
 
 
+def _check_experts(model: ModelSettings) -> None:
+    """Raise SettingsError for experts that do not fit."""
+    assert model.num_experts and model.num_layers
+    require(
+        model.moe_router_topk <= model.num_experts,
+        f"--moe-router-topk {model.moe_router_topk} is more than --num-experts {model.num_experts}",
+    )
+    require(model.disable_bias_linear, "experts have no biases: give --disable-bias-linear with --num-experts")
+    require(
+        not (model.moe_router_pre_softmax and model.moe_router_score_function == "sigmoid"),
+        "--moe-router-pre-softmax is about softmax; leave it out with --moe-router-score-function sigmoid",
+    )
+    require(
+        not (model.moe_aux_loss_coeff and model.moe_router_load_balancing_type == "none"),
+        f"--moe-aux-loss-coeff {model.moe_aux_loss_coeff:g} and --moe-router-load-balancing-type none exclude each "
+        "other; give one",
+    )
+    require(
+        model.moe_layer_freq <= model.num_layers,
+        f"--moe-layer-freq {model.moe_layer_freq} is more than --num-layers {model.num_layers}",
+    )
+
+
 def _window(model: ModelSettings) -> int | None:
     """How many tokens before it a token attends to; None for all. Raises SettingsError."""
     if model.window_size is None:
@@ -153,6 +180,24 @@ def _window(model: ModelSettings) -> int | None:
         "to none after it",
     )
     return int(left)
+
+
+def _experts(model: ModelSettings) -> MoEConfig | None:
+    if model.num_experts is None:
+        return None
+    assert model.moe_ffn_hidden_size
+    return MoEConfig(
+        num_experts=model.num_experts,
+        ffn_hidden_size=model.moe_ffn_hidden_size,
+        router_topk=model.moe_router_topk,
+        score_function=model.moe_router_score_function,
+        router_pre_softmax=model.moe_router_pre_softmax,
+        topk_scaling_factor=model.moe_router_topk_scaling_factor,
+        aux_loss_coeff=model.moe_aux_loss_coeff,
+        z_loss_coeff=model.moe_z_loss_coeff,
+        expert_capacity_factor=model.moe_expert_capacity_factor,
+        shared_expert_size=model.moe_shared_expert_intermediate_size,
+    )
 
 
 def build_config(model: ModelSettings, vocab_size: int) -> DecoderConfig:
@@ -191,6 +236,8 @@ def build_config(model: ModelSettings, vocab_size: int) -> DecoderConfig:
         hidden_dropout=model.hidden_dropout,
         init_method_std=model.init_method_std,
         tie_embeddings=model.tie_embeddings_and_output_weights,
+        moe=_experts(model),
+        moe_layer_freq=model.moe_layer_freq,
     )
 
 
@@ -199,6 +246,8 @@ def saved_config(defaults: Mapping[str, Any], **fields: Any) -> DecoderConfig:
 
     Earlier versions had a class for GPT and one for Llama: what these had none of is what they were, ``defaults``.
     """
+    if isinstance(experts := fields.get("moe"), Mapping):
+        fields["moe"] = MoEConfig(**experts)
     config = DecoderConfig(**{**defaults, **fields})
     return dataclasses.replace(
         config, ffn_hidden_size=config.ffn_size, num_query_groups=config.num_groups, kv_channels=config.head_dim
@@ -250,7 +299,24 @@ def flags_of(config: DecoderConfig, positions: int, defaults: Mapping[str, Any])
         words += ["--use-rope-scaling", "--rope-scaling-factor", str(config.rope_scaling_factor)]
     if config.window_size is not None:
         words += ["--window-size", f"{config.window_size},0"]
-    return words
+    return words + (_flags_of_experts(config.moe, config.moe_layer_freq) if config.moe is not None else [])
+
+
+def _flags_of_experts(moe: MoEConfig, layer_freq: int) -> list[str]:
+    flags = {
+        "--num-experts": moe.num_experts,
+        "--moe-layer-freq": layer_freq,
+        "--moe-ffn-hidden-size": moe.ffn_hidden_size,
+        "--moe-router-topk": moe.router_topk,
+        "--moe-router-score-function": moe.score_function,
+        "--moe-router-topk-scaling-factor": moe.topk_scaling_factor,
+        "--moe-aux-loss-coeff": moe.aux_loss_coeff,
+        "--moe-z-loss-coeff": moe.z_loss_coeff,
+        "--moe-expert-capacity-factor": moe.expert_capacity_factor,
+        "--moe-shared-expert-intermediate-size": moe.shared_expert_size,
+    }
+    words = [word for flag, value in flags.items() if value is not None for word in (flag, str(value))]
+    return [*words, "--moe-router-pre-softmax"] if moe.router_pre_softmax else words
 
 
 # What it costs
@@ -269,8 +335,15 @@ def flops_per_token(config: DecoderConfig, seq_length: int) -> float:
     keys = config.num_groups * config.head_dim
 
     attention_weights = hidden * (queries + 2 * keys) + queries * hidden
-    mlp_weights = (3 if config.swiglu else 2) * hidden * config.ffn_size
-    weights = config.num_layers * (attention_weights + mlp_weights) + hidden * config.vocab_size
+    # Of a mixture of experts a token meets the router, the experts that it goes to, and the shared one.
+    widths, router = [config.ffn_size] * config.num_layers, 0
+    if (moe := config.moe) is not None:
+        of_experts = range(0, config.num_layers, config.moe_layer_freq)
+        for layer in of_experts:
+            widths[layer] = moe.router_topk * moe.ffn_hidden_size + (moe.shared_expert_size or 0)
+        router = len(of_experts) * hidden * moe.num_experts
+    mlp_weights = (3 if config.swiglu else 2) * hidden * sum(widths)
+    weights = config.num_layers * attention_weights + mlp_weights + router + hidden * config.vocab_size
     attended = seq_length / 2  # tokens, on average
     if config.window_size is not None and config.window_size + 1 < seq_length:
         window = config.window_size + 1
@@ -289,6 +362,9 @@ def activations(config: DecoderConfig, itemsize: int) -> BlockActivations:
     # Vectors of the MLP's width: what linear layers from hidden_size make, and all that is kept. GELU keeps what fc1
     # makes, and fc2 what GELU makes. SwiGLU keeps gate and up, what SiLU makes of the gate, and the product.
     outputs, kept = (2, 4) if config.swiglu else (1, 2)
+    if (moe := config.moe) is not None:  # the largest blocks: of each of a token's experts the same, input and output
+        ffn = moe.router_topk * moe.ffn_hidden_size + (moe.shared_expert_size or 0)
+        before_norms += 2 * moe.router_topk * hidden
     masks = 2 * hidden if config.hidden_dropout > 0 else 0  # a byte each
     return BlockActivations(
         everything=itemsize * (4 * hidden + attention + before_norms + kept * ffn) + masks,

@@ -6,7 +6,7 @@ Modules and parameters have Megatron's names. Weights are garbage until ``init_w
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -22,8 +22,9 @@ from .layers import (
     head_size,
     losses_or_logits,
 )
+from .moe import MoE, MoEConfig, Routed, auxiliary_losses, observations
 from .rotary import frequencies, rotary_table, scaled_as_llama3, scaled_as_yarn, yarn_magnitude
-from .transformer import Transformer
+from .transformer import ModelOutput, Transformer
 
 NORMS = {
     ("LayerNorm", False): nn.LayerNorm,
@@ -66,6 +67,8 @@ class DecoderConfig:
     hidden_dropout: float = 0.1
     init_method_std: float = 0.02
     tie_embeddings: bool = True
+    moe: MoEConfig | None = None  # experts in place of MLPs,
+    moe_layer_freq: int = 1  # in every so manyth block, the first included
 
     def __post_init__(self) -> None:
         """Raises ValueError for what cannot be built."""
@@ -134,6 +137,7 @@ class Block(nn.Module):
     """Attention and an MLP, a norm before each, [B, S, H] -> [B, S, H]."""
 
     def __init__(self, config: DecoderConfig, mlp: nn.Module) -> None:
+        """mlp: [B, S, H] -> [B, S, H], or to that and a ``Routed``."""
         super().__init__()
         self.input_norm = make_norm(config, config.hidden_size)
         self.self_attention = SelfAttention(
@@ -153,19 +157,29 @@ class Block(nn.Module):
 
     def forward(
         self, x: Tensor, cos: Tensor | None = None, sin: Tensor | None = None, documents: Tensor | None = None
-    ) -> Tensor:
+    ) -> Tensor | tuple[Tensor, Routed]:
         """``cos`` and ``sin``: the ``rotary_table``, where positions are rotary. ``documents``: of
-        ``document_attention``."""
+        ``document_attention``. What experts did comes along: FSDP2 must see all that the loss depends on."""
         x = x + self.dropout(self.self_attention(self.input_norm(x), cos, sin, documents))
-        return x + self.dropout(self.mlp(self.pre_mlp_norm(x)))
+        y = self.mlp(self.pre_mlp_norm(x))
+        if isinstance(y, Tensor):
+            return x + self.dropout(y)
+        y, routed = y
+        return x + self.dropout(y), routed
 
 
 def make_norm(config: DecoderConfig, width: int) -> nn.Module:
     return NORMS[config.normalization, config.layernorm_1p](width, eps=config.norm_epsilon)
 
 
-def make_mlp(config: DecoderConfig) -> nn.Module:
-    return SwiGLU(config) if config.swiglu else MLP(config)
+def make_mlp(config: DecoderConfig, layer: int) -> nn.Module:
+    """Of the block with that number."""
+    if config.moe is None or layer % config.moe_layer_freq > 0:
+        return SwiGLU(config) if config.swiglu else MLP(config)
+    shared_size, shared = config.moe.shared_expert_size, None
+    if shared_size is not None:
+        shared = make_mlp(replace(config, ffn_hidden_size=shared_size, moe=None), layer)
+    return MoE(config.moe, config.hidden_size, config.swiglu, shared)
 
 
 class Decoder(Transformer):
@@ -181,7 +195,7 @@ class Decoder(Transformer):
             assert config.max_position_embeddings is not None  # by the config
             self.position_embeddings = nn.Embedding(config.max_position_embeddings, config.hidden_size)
         self.dropout = nn.Dropout(config.hidden_dropout)
-        self.layers = nn.ModuleList(Block(config, make_mlp(config)) for _ in range(config.num_layers))
+        self.layers = nn.ModuleList(Block(config, make_mlp(config, i)) for i in range(config.num_layers))
         self.final_norm = make_norm(config, config.hidden_size)
         self.document_attention = document_attention  # parallel.context has another one
         if not config.tie_embeddings:
@@ -194,8 +208,9 @@ class Decoder(Transformer):
         labels: Tensor | None = None,
         position_ids: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
-    ) -> Tensor:
+    ) -> Tensor | ModelOutput:
         """``tokens``, ``labels`` int64 [B, S] -> each token's loss, fp32 [B, S]; without labels: logits [B, S, V].
+        With experts and labels a ``ModelOutput``.
 
         ``position_ids`` int64 [B, S] or [1, S]: default 0 to S - 1. ``cu_seqlens`` int32 [D + 1]: where documents
         begin in the flattened batch, and B * S, for attention within documents.
@@ -210,14 +225,22 @@ class Decoder(Transformer):
         cos, sin = self.rotary(ids, position_ids, x.dtype)
         dropout = self.training and config.attention_dropout > 0
         documents = self.document_attention(cu_seqlens, ids, x.dtype, dropout, config.window_size)
+        of_experts: list[Routed] = []
         for layer in self.layers:
             x = layer(x, cos, sin, documents)
+            if isinstance(x, tuple):
+                x, routed = x
+                of_experts.append(routed)
         if not hasattr(self, "final_norm"):
             return x
         x = self.final_norm(x)
         if config.tie_embeddings:
-            return losses_or_logits(x, self.word_embeddings.weight, labels)
-        return self.output_layer(x, labels)
+            output = losses_or_logits(x, self.word_embeddings.weight, labels)
+        else:
+            output = self.output_layer(x, labels)
+        if config.moe is None or labels is None:
+            return output
+        return ModelOutput(output, auxiliary_losses(of_experts, config.moe), observations(of_experts, config.moe))
 
     def embed(self, tokens: Tensor, position_ids: Tensor | None) -> Tensor:
         """``tokens`` int64 [B, S] -> [B, S, H]."""

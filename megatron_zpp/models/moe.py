@@ -6,6 +6,7 @@ the z-loss of ST-MoE (Zoph et al., arXiv 2202.08906). T tokens are B * S; expert
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -22,9 +23,8 @@ class MoEConfig:
     ffn_hidden_size: int  # of an expert
     router_topk: int = 2
     score_function: str = "softmax"  # or sigmoid
-    router_pre_softmax: bool = False  # softmax over all experts, not over the chosen ones
-    normalize: bool = True  # the weights of a token's experts add up to 1
-    topk_scaling_factor: float = 1.0  # of these weights
+    router_pre_softmax: bool = False  # softmax over all experts, not over the chosen ones, whose weights add up to 1
+    topk_scaling_factor: float = 1.0  # of the weights
     aux_loss_coeff: float = 0.0
     z_loss_coeff: float = 0.0
     expert_capacity_factor: float | None = None  # an expert takes so many times its even share of tokens; None = all
@@ -50,13 +50,13 @@ class Routing(NamedTuple):
     scores: Tensor  # fp32 [T, E], rows of which add up to 1: of all experts, for the balancing loss
 
 
-class Losses(NamedTuple):
-    """Of one layer and micro-batch: scalars that are trained on, coefficients included, and some to look at."""
+class Routed(NamedTuple):
+    """What one layer did with a micro-batch."""
 
-    balance: Tensor
-    z: Tensor
-    load: Tensor  # int64 [E]: tokens that came to each expert
-    dropped: Tensor  # tokens that an expert had no room for, of T * k
+    balancing_loss: Tensor  # coefficients included
+    z_loss: Tensor
+    load: Tensor  # int64 [E]: tokens that chose each expert
+    dropped: Tensor  # choices that an expert had no room for, of T * k
     entropy: Tensor  # of a token's scores, mean over the tokens; log E where the router knows no difference
 
 
@@ -72,9 +72,8 @@ def route(logits: Tensor, config: MoEConfig, bias: Tensor | None = None) -> Rout
         every = scores = logits.softmax(dim=-1)
     experts = (every if bias is None else every + bias).topk(config.router_topk, dim=-1).indices
     weights = every.gather(-1, experts)
-    # Softmax over the chosen ones is softmax over all of them, normalised.
-    after = config.score_function == "softmax" and not config.router_pre_softmax
-    if after or (config.normalize and config.router_topk > 1):
+    # Softmax over the chosen ones is softmax over all of them, normalised. A single sigmoid stays as it is.
+    if not config.router_pre_softmax and (config.score_function == "softmax" or config.router_topk > 1):
         weights = weights / weights.sum(dim=-1, keepdim=True)
     return Routing(experts, weights * config.topk_scaling_factor, scores)
 
@@ -143,7 +142,7 @@ class MoE(nn.Module):
         self.experts = Experts(config, hidden_size, swiglu)
         self.shared_expert = shared_expert
 
-    def forward(self, x: Tensor) -> tuple[Tensor, Losses]:
+    def forward(self, x: Tensor) -> tuple[Tensor, Routed]:
         """``x`` [B, S, H] -> [B, S, H]."""
         config, tokens = self.config, x.flatten(0, -2)  # [T, H]
         logits = F.linear(tokens.float(), self.router.weight.float())  # [T, E]; 16 bit would change the choice
@@ -158,14 +157,14 @@ class MoE(nn.Module):
         y = placed.unflatten(0, (-1, config.router_topk)).sum(dim=1).view_as(x)
         if self.shared_expert is not None:
             y = y + self.shared_expert(x)
-        losses = Losses(
-            balance=config.aux_loss_coeff * balancing_loss(routing),
-            z=config.z_loss_coeff * z_loss(logits),
+        routed = Routed(
+            balancing_loss=config.aux_loss_coeff * balancing_loss(routing),
+            z_loss=config.z_loss_coeff * z_loss(logits),
             load=experts.bincount(minlength=config.num_experts),
             dropped=dropped,
             entropy=torch.special.entr(routing.scores.detach()).sum(dim=-1).mean(),
         )
-        return y, losses
+        return y, routed
 
 
 def sorted_by_expert(routing: Routing, config: MoEConfig) -> tuple[Tensor, Tensor, Tensor]:
@@ -188,3 +187,26 @@ def sorted_by_expert(routing: Routing, config: MoEConfig) -> tuple[Tensor, Tenso
         order = order[place < capacity]
         kept = load.clamp(max=capacity)
     return order, kept.cumsum(0).int(), experts.numel() - kept.sum()
+
+
+def auxiliary_losses(layers: Sequence[Routed], config: MoEConfig) -> dict[str, Tensor]:
+    """What is added to the loss, by name: sums over the layers. Those without a coefficient are left out."""
+    losses = {}
+    if config.aux_loss_coeff:
+        losses["load balancing loss"] = torch.stack([routed.balancing_loss for routed in layers]).sum()
+    if config.z_loss_coeff:
+        losses["router z-loss"] = torch.stack([routed.z_loss for routed in layers]).sum()
+    return losses
+
+
+def observations(layers: Sequence[Routed], config: MoEConfig) -> dict[str, Tensor]:
+    """What is logged, by name: means over the layers."""
+    load = torch.stack([routed.load for routed in layers]).float()  # [layers, E]
+    observed = {
+        "expert load (max/mean)": (load.amax(dim=1) / load.mean(dim=1)).mean(),
+        "router entropy": torch.stack([routed.entropy for routed in layers]).mean(),
+    }
+    if config.expert_capacity_factor is not None:
+        dropped = torch.stack([routed.dropped for routed in layers]).float()
+        observed["dropped tokens (share)"] = (dropped / load.sum(dim=1)).mean()
+    return observed

@@ -53,6 +53,7 @@ class ModelOutput(NamedTuple):
     # Scalars of this micro-batch by name, coefficients included: added to the loss. The same names in the same order in
     # every micro-batch on every rank.
     auxiliary: Mapping[str, Tensor]
+    observed: Mapping[str, Tensor] = {}  # the same of what is logged and not trained on
 
 
 def as_model_output(output: Tensor | ModelOutput) -> ModelOutput:

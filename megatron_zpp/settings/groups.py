@@ -69,6 +69,39 @@ class ModelSettings:
     swiglu: bool = flag(False, "SwiGLU in the MLP, not GELU; always with pretrain_llama.py")
     disable_bias_linear: bool = flag(False, "linear layers without bias; always with pretrain_llama.py")
     add_qkv_bias: bool = flag(False, "with --disable-bias-linear: queries, keys and values have biases all the same")
+    num_experts: int | None = flag(
+        None, "experts in place of the MLP, of which each token has a few; default: an MLP", at_least=2, at_most=2**16
+    )
+    moe_layer_freq: int = flag(
+        1, "experts in every so manyth block, the first included", needs="num_experts", at_least=1
+    )
+    moe_ffn_hidden_size: int | None = flag(
+        None, "width of an expert; default --ffn-hidden-size", needs="num_experts", at_least=1, at_most=2**26
+    )
+    moe_shared_expert_intermediate_size: int | None = flag(
+        None, "width of an expert that has all tokens; default: there is none", needs="num_experts", at_least=1
+    )
+    moe_router_topk: int = flag(2, "experts that a token goes to", needs="num_experts", at_least=1)
+    moe_router_score_function: str = flag(
+        "softmax", "what makes scores of the router's logits", choices=("softmax", "sigmoid"), needs="num_experts"
+    )
+    moe_router_pre_softmax: bool = flag(
+        False, "softmax over all experts, so that the weights of a token's do not add up to 1", needs="num_experts"
+    )
+    moe_router_topk_scaling_factor: float = flag(
+        1.0, "multiply the weights of a token's experts", needs="num_experts", above=0
+    )
+    moe_router_load_balancing_type: str = flag(
+        "aux_loss", "what spreads tokens over experts", choices=("aux_loss", "none"), needs="num_experts"
+    )
+    moe_aux_loss_coeff: float = flag(0.0, "coefficient of the balancing loss, as 0.01", needs="num_experts", at_least=0)
+    moe_z_loss_coeff: float = flag(0.0, "coefficient of the router's z-loss, as 0.001", needs="num_experts", at_least=0)
+    moe_expert_capacity_factor: float | None = flag(
+        None,
+        "an expert drops tokens beyond so many times its even share; default: it drops none",
+        needs="num_experts",
+        above=0,
+    )
     init_method_std: float = flag(0.02, "standard deviation of the initial weights", above=0)
     attention_dropout: float | None = flag(
         None, "dropout of attention weights; default: the architecture's", at_least=0, below=1

@@ -51,12 +51,12 @@ def test_outputs_and_gradients_are_those_of_a_plain_loop():
     direction = torch.randn(x.shape, generator=torch.Generator().manual_seed(2))
     inputs = [x, *moe.parameters()]
     theirs = torch.autograd.grad((expected * direction).sum(), inputs)
-    y, losses = moe(x)
+    y, routed = moe(x)
     ours = torch.autograd.grad((y * direction).sum(), inputs)
     torch.testing.assert_close(y, expected)
     for ours_of, theirs_of in zip(ours, theirs, strict=True):
         torch.testing.assert_close(ours_of, theirs_of)
-    assert losses.load.sum() == 2 * 7 * TOPK and losses.dropped == 0
+    assert routed.load.sum() == 2 * 7 * TOPK and routed.dropped == 0
 
 
 @pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "qwen3_moe without norm_topk_prob"])
@@ -77,7 +77,7 @@ def test_outputs_and_gradients_are_those_of_transformers(family):
             hidden_size=HIDDEN, moe_intermediate_size=FFN, num_experts=EXPERTS, num_experts_per_tok=TOPK,
             norm_topk_prob=normalize,
         )  # fmt: skip
-        moe = moe_of(router_pre_softmax=True, normalize=normalize)
+        moe = moe_of(router_pre_softmax=not normalize)
     theirs = Block(config)
     experts = moe.experts
 
@@ -109,11 +109,11 @@ def test_outputs_and_gradients_are_those_of_transformers(family):
 def test_a_full_expert_drops_the_tokens_that_weigh_least():
     moe, x = moe_of(expert_capacity_factor=0.5), tokens_of()
     dropless, _ = moe_of()(x)
-    y, losses = moe(x)
+    y, routed = moe(x)
     capacity = math.ceil(0.5 * 14 * TOPK / EXPERTS)
-    assert losses.dropped == (losses.load - capacity).clamp(min=0).sum() > 0
+    assert routed.dropped == (routed.load - capacity).clamp(min=0).sum() > 0
     routing = route(F.linear(x.flatten(0, 1), moe.router.weight), moe.config)
-    full = [e for e in range(EXPERTS) if losses.load[e] > capacity]
+    full = [e for e in range(EXPERTS) if routed.load[e] > capacity]
     lost = torch.zeros(14, dtype=torch.bool)  # tokens that some expert dropped
     for e in full:
         tokens, places = torch.where(routing.experts == e)
@@ -128,7 +128,7 @@ def test_experts_with_gelu_and_a_shared_expert():
     for parameter in moe.parameters():
         parameter.data.normal_(0, 0.3)
     x = tokens_of()
-    y, losses = moe(x)
+    y, routed = moe(x)
     first, second = (
         layer.weight.view(EXPERTS, -1, layer.weight.size(1))
         for layer in (moe.experts.linear_fc1, moe.experts.linear_fc2)
@@ -137,7 +137,7 @@ def test_experts_with_gelu_and_a_shared_expert():
     e = (moe.router.weight @ token).argmax()
     expected = second[e] @ F.gelu(first[e] @ token, approximate="tanh") + shared(token)
     torch.testing.assert_close(y[1, 3], expected)  # the weight of one expert, normalised, is 1
-    assert losses.load.sum() == 14
+    assert routed.load.sum() == 14
 
 
 def test_sigmoid_scores_and_a_bias_that_chooses_but_does_not_weigh():
@@ -160,12 +160,12 @@ def test_losses_by_their_formulas():
     torch.testing.assert_close(z_loss(torch.zeros(3, 4)), torch.tensor(math.log(4) ** 2))
     moe = moe_of(aux_loss_coeff=0.5, z_loss_coeff=0.25)
     x = tokens_of()
-    _, losses = moe(x)
+    _, routed = moe(x)
     logits = F.linear(x.flatten(0, 1), moe.router.weight)
-    torch.testing.assert_close(losses.balance, 0.5 * balancing_loss(route(logits, moe.config)))
-    torch.testing.assert_close(losses.z, 0.25 * z_loss(logits))
+    torch.testing.assert_close(routed.balancing_loss, 0.5 * balancing_loss(route(logits, moe.config)))
+    torch.testing.assert_close(routed.z_loss, 0.25 * z_loss(logits))
     probabilities = logits.softmax(-1)
-    torch.testing.assert_close(losses.entropy, -(probabilities * probabilities.log()).sum(-1).mean())
+    torch.testing.assert_close(routed.entropy, -(probabilities * probabilities.log()).sum(-1).mean())
 
 
 @pytest.mark.parametrize(
