@@ -118,11 +118,11 @@ def measure(
 def count_parameters(flags: str) -> int:
 
     from megatron_zpp.architectures import GPT
-    from megatron_zpp.models.gpt import GPTConfig
+    from megatron_zpp.models.decoder import DecoderConfig
 
     value = {flag: int(number) for flag, number in re.findall(r"--([a-z-]+) (\d+)", flags)}
     return GPT.num_parameters(
-        GPTConfig(
+        DecoderConfig(
             value["num-layers"],
             value["hidden-size"],
             value["num-attention-heads"],

@@ -154,7 +154,7 @@ def train(flags: list[str]) -> None:
     import torch
 
     from megatron_zpp.architectures import GPT
-    from megatron_zpp.models import gpt
+    from megatron_zpp.models.transformer import Transformer
     from megatron_zpp.training import pretrain, step
     from megatron_zpp.zeropp.traffic import Traffic
 
@@ -193,7 +193,7 @@ def train(flags: list[str]) -> None:
     with (
         patch.object(Traffic, "add", counted),
         patch.object(pretrain, "train_step", timed_step),
-        patch.object(gpt.GPT, "__call__", timed("forward", gpt.GPT.__call__)),
+        patch.object(Transformer, "__call__", timed("forward", Transformer.__call__)),
         patch.object(step, "masked_sum", timed("forward", step.masked_sum)),
         patch.object(torch.Tensor, "backward", timed("backward", torch.Tensor.backward)),
     ):

@@ -19,9 +19,8 @@ from megatron_zpp.architectures import Architecture
 from megatron_zpp.arguments.parse import parse_settings
 from megatron_zpp.data.indexed_dataset import IndexedDatasetWriter
 from megatron_zpp.data.loader import build_loader
-from megatron_zpp.models.gpt import GPTConfig
-from megatron_zpp.models.layers import rotary_table
-from megatron_zpp.models.llama import LlamaConfig
+from megatron_zpp.models.decoder import DecoderConfig
+from megatron_zpp.models.rotary import frequencies, rotary_table
 from megatron_zpp.training.pretrain import train
 from megatron_zpp.training.setup import Run, build_run
 
@@ -50,7 +49,7 @@ class PlainAttention(nn.Module):
 
 
 class PlainGPTBlock(nn.Module):
-    def __init__(self, config: GPTConfig) -> None:
+    def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
         hidden, ffn = config.hidden_size, config.ffn_size
         self.norm1, self.norm2 = nn.LayerNorm(hidden), nn.LayerNorm(hidden)
@@ -63,9 +62,10 @@ class PlainGPTBlock(nn.Module):
 
 
 class PlainGPT(nn.Module):
-    def __init__(self, config: GPTConfig) -> None:
+    def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
         self.tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        assert config.max_position_embeddings is not None
         self.positions = nn.Embedding(config.max_position_embeddings, config.hidden_size)
         self.blocks = nn.ModuleList(PlainGPTBlock(config) for _ in range(config.num_layers))
         self.norm = nn.LayerNorm(config.hidden_size)
@@ -84,7 +84,7 @@ class PlainGPT(nn.Module):
 
 
 class PlainLlamaBlock(nn.Module):
-    def __init__(self, config: LlamaConfig) -> None:
+    def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
         hidden, ffn, eps = config.hidden_size, config.ffn_size, config.norm_epsilon
         self.norm1, self.norm2 = nn.RMSNorm(hidden, eps=eps), nn.RMSNorm(hidden, eps=eps)
@@ -98,7 +98,7 @@ class PlainLlamaBlock(nn.Module):
 
 
 class PlainLlama(nn.Module):
-    def __init__(self, config: LlamaConfig) -> None:
+    def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
         self.config = config
         self.tokens = nn.Embedding(config.vocab_size, config.hidden_size)
@@ -107,7 +107,8 @@ class PlainLlama(nn.Module):
         self.output = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
 
     def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
-        tables = rotary_table(tokens.shape[1], self.config.head_dim, self.config.rotary_base, None, tokens.device)
+        frequency = frequencies(self.config.head_dim, self.config.rotary_base, tokens.device)
+        tables = rotary_table(frequency, tokens.shape[1])
         rotary = tuple(table.squeeze(1).repeat(1, 2) for table in tables)  # [S, head_dim]
         x = self.tokens(tokens)
         for block in self.blocks:

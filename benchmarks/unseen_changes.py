@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from megatron_zpp.models.gpt import GPT, GPTConfig
+from megatron_zpp.models.decoder import Decoder, DecoderConfig
 from megatron_zpp.models.init import init_weights
 from megatron_zpp.zeropp.unseen_changes import checksum
 
@@ -28,7 +28,7 @@ LAYERS, HIDDEN, HEADS, LENGTH, BATCH, VOCAB, RANKS, ROUNDS = 4, 512, 8, 256, 4, 
 
 
 def measure() -> dict[str, Any]:
-    model = GPT(GPTConfig(LAYERS, HIDDEN, HEADS, vocab_size=VOCAB, max_position_embeddings=LENGTH))
+    model = Decoder(DecoderConfig(LAYERS, HIDDEN, HEADS, vocab_size=VOCAB, max_position_embeddings=LENGTH))
     init_weights(model, seed=1)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     tokens = torch.randint(VOCAB, (BATCH, LENGTH))

@@ -14,7 +14,7 @@ from pathlib import Path
 def architecture_names() -> list[str]:
     """Of the records in architectures/, which are read and not imported: torch would keep --help waiting."""
     files = sorted((Path(__file__).parent / "architectures").rglob("*.py"))
-    record = re.compile(r'^\w+ = Architecture\(\s*name="([\w-]+)"', re.MULTILINE)
+    record = re.compile(r'^\w+ = (?:Architecture|decoder)\(\s*name="([\w-]+)"', re.MULTILINE)
     return [name for file in files for name in record.findall(file.read_text(encoding="utf-8"))]
 
 

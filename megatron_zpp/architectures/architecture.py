@@ -44,6 +44,8 @@ class Architecture:
     build_config: Callable[[ModelSettings, int], Config]  # of completed flags and the padded size of the vocabulary
     flops_per_token: Callable[[Config, int], float]  # of a forward and backward pass at a --seq-length
     initial_std: Callable[[str, Config], float] = initial_std  # of a weight, by its name; see ``models.init``
+    # Of the fields that a checkpoint keeps, those of earlier versions too; default config_class.
+    saved_config: Callable[..., Config] | None = None
     # Published shapes by name: fields of ModelSettings, and ``seq_length`` of TrainingSettings; flags override them.
     presets: Mapping[str, Mapping[str, object]] = field(default_factory=dict)
 
@@ -51,7 +53,9 @@ class Architecture:
     stages: Callable[[Config], StageModules] | None = None
     apply_context_parallel: Callable[[Transformer, DeviceMesh], None] | None = None
     activations: Callable[[Config, int], BlockActivations] | None = None  # int: bytes of an element
-    huggingface: HuggingFaceMapping | None = None
+    # Models of transformers that it is imported from, or exported to: the first that can express a config.
+    huggingface: tuple[HuggingFaceMapping, ...] = ()
+    flags: Callable[[Config, int], list[str]] | None = None  # the trainer's, of a config and the number of positions
 
     @property
     def script(self) -> str:
@@ -82,7 +86,7 @@ class Architecture:
         )
         return dict(self.presets[name])
 
-    def check_parallel(self, distributed: DistributedSettings) -> None:
+    def check_parallel(self, model: ModelSettings, distributed: DistributedSettings) -> None:
         """Raise SettingsError for a kind of parallelism that this model has no description for."""
         described = {
             "--tensor-model-parallel-size": (distributed.tensor_model_parallel_size, self.tensor_parallel_plan),
@@ -92,12 +96,21 @@ class Architecture:
         for flag, (size, description) in described.items():
             if size > 1 and description is None:
                 raise SettingsError(f"{flag} {size}: the architecture {self.name} does not support it; leave it out")
+            if size > 1 and model.num_experts is not None and flag != "--context-parallel-size":
+                raise SettingsError(f"{flag} {size} does not work with --num-experts yet: leave one out")
 
-    def require_huggingface(self) -> HuggingFaceMapping:
-        """Raises ValueError without a mapping."""
-        if self.huggingface is None:
+    def huggingface_model(self, config: Config) -> HuggingFaceMapping:
+        """The model of transformers that ``config`` is. Raises ValueError that says why it is none."""
+        if not self.huggingface:
             raise ValueError(f"the architecture {self.name} has no mapping to a model of Hugging Face transformers")
-        return self.huggingface
+        reasons = []
+        for mapping in self.huggingface:
+            try:
+                mapping.to_config(config, 1)
+                return mapping
+            except ValueError as error:
+                reasons.append(str(error))
+        raise ValueError(f"transformers has no such model: {'; '.join(reasons)}")
 
 
 def padded_vocab_size(vocab_size: int, multiple: int) -> int:

@@ -1,56 +1,54 @@
-"""What decoder-only transformers have in common: their flags, arithmetic, memory and stages."""
+"""The records of decoders: their flags, arithmetic, memory and stages. GPT and Llama differ in defaults alone."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
-from megatron_zpp.architectures.architecture import BlockActivations
-from megatron_zpp.models.transformer import DecoderConfig
+from megatron_zpp.architectures.architecture import Architecture, BlockActivations
+from megatron_zpp.architectures.huggingface import HuggingFaceMapping
+from megatron_zpp.models.decoder import Decoder, DecoderConfig, default_ffn_size
+from megatron_zpp.models.moe import MoEConfig
+from megatron_zpp.parallel.context import apply_context_parallel
+from megatron_zpp.parallel.plans import decoder_plan
 from megatron_zpp.parallel.stages import StageModules
 from megatron_zpp.settings.checks import flag_of, require
-from megatron_zpp.settings.groups import ModelSettings
+from megatron_zpp.settings.groups import ModelSettings, all_flags
+
+_MEGATRONS = {field.name: field.default for field in dataclasses.fields(DecoderConfig)}
 
 
-def resolve(
-    model: ModelSettings, seq_length: int, *, default_ffn_size: int, dropout: float, tied: bool
-) -> ModelSettings:
-    """Completed flags of the shape. Raises SettingsError where they do not fit together.
+def decoder(
+    name: str,
+    title: str,
+    defaults: Mapping[str, object],
+    presets: Mapping[str, Mapping[str, object]],
+    huggingface: tuple[HuggingFaceMapping, ...],
+) -> Architecture:
+    """A record. defaults: fields of the config whose default is not Megatron's, which ``DecoderConfig`` has."""
+    defaults = _MEGATRONS | dict(defaults)
+    return Architecture(
+        name=name,
+        title=title,
+        config_class=DecoderConfig,
+        module=Decoder,
+        resolve=partial(resolve, defaults=defaults),
+        build_config=build_config,
+        saved_config=partial(saved_config, defaults=defaults),
+        flops_per_token=flops_per_token,
+        presets=presets,
+        tensor_parallel_plan=decoder_plan,
+        stages=stages,
+        apply_context_parallel=apply_context_parallel,
+        activations=activations,
+        huggingface=huggingface,
+        flags=partial(flags_of, defaults=defaults),
+    )
 
-    model: of ``check_shape``. dropout, tied: the architecture's defaults.
-    """
-    assert model.hidden_size and model.num_attention_heads
-    hidden, heads = model.hidden_size, model.num_attention_heads
-    require(
-        model.kv_channels is not None or hidden % heads == 0,
-        f"--hidden-size {hidden} is not divisible by --num-attention-heads {heads}; change one or give --kv-channels",
-    )
-    # Megatron's default of --num-query-groups is 1; without --group-query-attention every head has its own group.
-    groups = (model.num_query_groups or 1) if model.group_query_attention else heads
-    require(heads % groups == 0, f"--num-attention-heads {heads} is not divisible by --num-query-groups {groups}")
-    positions = model.max_position_embeddings or seq_length
-    require(
-        seq_length <= positions,
-        f"--seq-length {seq_length} is longer than --max-position-embeddings {positions}; raise the latter",
-    )
-    tie, untie = model.tie_embeddings_and_output_weights, model.untie_embeddings_and_output_weights
-    require(
-        not (tie and untie),
-        "--tie-embeddings-and-output-weights and --untie-embeddings-and-output-weights exclude each other; give one",
-    )
-    tied = tie or (tied and not untie)
-    return dataclasses.replace(
-        model,
-        ffn_hidden_size=model.ffn_hidden_size or default_ffn_size,
-        kv_channels=model.kv_channels or hidden // heads,
-        num_query_groups=groups,
-        max_position_embeddings=positions,
-        attention_dropout=dropout if model.attention_dropout is None else model.attention_dropout,
-        hidden_dropout=dropout if model.hidden_dropout is None else model.hidden_dropout,
-        untie_embeddings_and_output_weights=not tied,
-        tie_embeddings_and_output_weights=tied,
-    )
+
+# From flags to a config, and back
 
 
 def check_shape(model: ModelSettings) -> None:
@@ -60,40 +58,205 @@ def check_shape(model: ModelSettings) -> None:
     require(not missing, f"how large is the model? give {', '.join(missing)}, or a model with --preset")
 
 
-def check_described(model: ModelSettings, title: str, lacks: Sequence[str] = (), **truth: str) -> None:
-    """Raise SettingsError for a flag that describes another network than this one.
+def resolve(model: ModelSettings, seq_length: int, defaults: Mapping[str, Any]) -> ModelSettings:
+    """Completed flags. Raises SettingsError where they do not fit together."""
+    check_shape(model)
+    assert model.hidden_size and model.num_attention_heads
+    hidden, heads = model.hidden_size, model.num_attention_heads
+    require(
+        model.kv_channels is not None or hidden % heads == 0,
+        f"--hidden-size {hidden} is not divisible by --num-attention-heads {heads}; change one or give --kv-channels",
+    )
+    # Megatron's default of --num-query-groups is 1; without --group-query-attention every head has its own group.
+    groups = (model.num_query_groups or 1) if model.group_query_attention else heads
+    require(heads % groups == 0, f"--num-attention-heads {heads} is not divisible by --num-query-groups {groups}")
+    length = model.max_position_embeddings or seq_length
+    require(
+        seq_length <= length,
+        f"--seq-length {seq_length} is longer than --max-position-embeddings {length}; raise the latter",
+    )
+    tie, untie = model.tie_embeddings_and_output_weights, model.untie_embeddings_and_output_weights
+    require(
+        not (tie and untie),
+        "--tie-embeddings-and-output-weights and --untie-embeddings-and-output-weights exclude each other; give one",
+    )
+    tied = tie or (defaults["tie_embeddings"] and not untie)
+    swiglu = model.swiglu or defaults["swiglu"]
+    model = dataclasses.replace(
+        model,
+        ffn_hidden_size=model.ffn_hidden_size or default_ffn_size(hidden, swiglu),
+        kv_channels=model.kv_channels or hidden // heads,
+        num_query_groups=groups,
+        max_position_embeddings=length,
+        normalization=model.normalization or defaults["normalization"],
+        swiglu=swiglu,
+        disable_bias_linear=model.disable_bias_linear or not defaults["add_bias_linear"],
+        position_embedding_type=model.position_embedding_type or defaults["position_embedding_type"],
+        attention_dropout=_first(model.attention_dropout, defaults["attention_dropout"]),
+        hidden_dropout=_first(model.hidden_dropout, defaults["hidden_dropout"]),
+        untie_embeddings_and_output_weights=not tied,
+        tie_embeddings_and_output_weights=tied,
+    )
+    require(
+        model.disable_bias_linear or not model.add_qkv_bias,
+        "--add-qkv-bias adds nothing: all linear layers have biases; give --disable-bias-linear too, or leave it out",
+    )
+    _check_positions(model)
+    _window(model)
+    if model.num_experts is not None:
+        model = dataclasses.replace(model, moe_ffn_hidden_size=model.moe_ffn_hidden_size or model.ffn_hidden_size)
+        _check_experts(model)
+    return model
 
-    title: the architecture's. lacks: switches for what it does not have, by field name. truth: what flags with a value
-    may say, by field name.
-    """
-    instead = "leave it out, or use the program of an architecture that has it"
-    for name in lacks:
-        require(not getattr(model, name), f"{flag_of(name)} does not fit: {title} does not have it; {instead}")
-    for name, value in truth.items():
-        given = getattr(model, name)
-        require(given in (None, value), f"{flag_of(name)} {given} does not fit: {title} has {value}; {instead}")
+
+def _first(given: float | None, default: float) -> float:
+    return default if given is None else given
 
 
-def shape_of(model: ModelSettings, vocab_size: int) -> dict[str, Any]:
-    """The fields that configs of decoder-only transformers share, of completed flags."""
-    return dict(
+_ROTARY = ("rotary_base", "rotary_percent", "use_rope_scaling")
+_YARN = ("yarn_rotary_scaling_factor", "yarn_original_max_position_embeddings", "yarn_beta_fast", "yarn_beta_slow")
+
+
+def _check_positions(model: ModelSettings) -> None:
+    """Raise SettingsError for flags about another kind of positions than the model's."""
+    kind = model.position_embedding_type
+    for names, kinds in (_ROTARY, ("rope", "yarn")), (_YARN, ("yarn",)):
+        for name in names:
+            require(
+                kind in kinds or getattr(model, name) == all_flags()[name].default,
+                f"{flag_of(name)} is of --position-embedding-type {' or '.join(kinds)}, and this model's is {kind}",
+            )
+    if kind not in ("rope", "yarn"):
+        return
+    assert model.kv_channels
+    rotated = int(model.kv_channels * model.rotary_percent)
+    require(
+        rotated % 2 == 0 and rotated > 0,
+        f"rotary embeddings need an even number of channels per head, got {rotated}; change --hidden-size, "
+        "--num-attention-heads or --rotary-percent, or give --kv-channels",
+    )
+    if kind == "yarn":
+        for name in _YARN[:2]:
+            require(getattr(model, name) is not None, f"--position-embedding-type yarn needs {flag_of(name)}")
+        require(not model.use_rope_scaling, "--use-rope-scaling and --position-embedding-type yarn exclude each other")
+        require(model.rotary_base > 1, "--position-embedding-type yarn needs a --rotary-base above 1")
+        require(
+            model.yarn_beta_fast > model.yarn_beta_slow,
+            f"--yarn-beta-fast {model.yarn_beta_fast:g} must be above --yarn-beta-slow {model.yarn_beta_slow:g}",
+        )
+
+
+def _check_experts(model: ModelSettings) -> None:
+    """Raise SettingsError for experts that do not fit."""
+    assert model.num_experts and model.num_layers
+    require(
+        model.moe_router_topk <= model.num_experts,
+        f"--moe-router-topk {model.moe_router_topk} is more than --num-experts {model.num_experts}",
+    )
+    require(model.disable_bias_linear, "experts have no biases: give --disable-bias-linear with --num-experts")
+    require(
+        not (model.moe_router_pre_softmax and model.moe_router_score_function == "sigmoid"),
+        "--moe-router-pre-softmax is about softmax; leave it out with --moe-router-score-function sigmoid",
+    )
+    require(
+        not (model.moe_aux_loss_coeff and model.moe_router_load_balancing_type == "none"),
+        f"--moe-aux-loss-coeff {model.moe_aux_loss_coeff:g} and --moe-router-load-balancing-type none exclude each "
+        "other; give one",
+    )
+    require(
+        model.moe_layer_freq <= model.num_layers,
+        f"--moe-layer-freq {model.moe_layer_freq} is more than --num-layers {model.num_layers}",
+    )
+
+
+def _window(model: ModelSettings) -> int | None:
+    """How many tokens before it a token attends to; None for all. Raises SettingsError."""
+    if model.window_size is None:
+        return None
+    left, _, right = model.window_size.strip("()").replace(" ", "").partition(",")
+    require(
+        left.isdecimal() and 1 <= int(left) < 2**31 and right == "0",
+        f"--window-size {model.window_size} must be LEFT,0: a token attends to LEFT tokens before it, at least 1, and "
+        "to none after it",
+    )
+    return int(left)
+
+
+def _experts(model: ModelSettings) -> MoEConfig | None:
+    if model.num_experts is None:
+        return None
+    assert model.moe_ffn_hidden_size
+    return MoEConfig(
+        num_experts=model.num_experts,
+        ffn_hidden_size=model.moe_ffn_hidden_size,
+        router_topk=model.moe_router_topk,
+        score_function=model.moe_router_score_function,
+        router_pre_softmax=model.moe_router_pre_softmax,
+        topk_scaling_factor=model.moe_router_topk_scaling_factor,
+        aux_loss_coeff=model.moe_aux_loss_coeff,
+        z_loss_coeff=model.moe_z_loss_coeff,
+        expert_capacity_factor=model.moe_expert_capacity_factor,
+        shared_expert_size=model.moe_shared_expert_intermediate_size,
+    )
+
+
+def build_config(model: ModelSettings, vocab_size: int) -> DecoderConfig:
+    """model: of ``resolve``."""
+    assert model.num_layers and model.hidden_size and model.num_attention_heads
+    assert model.normalization and model.position_embedding_type
+    assert model.attention_dropout is not None and model.hidden_dropout is not None
+    return DecoderConfig(
         num_layers=model.num_layers,
         hidden_size=model.hidden_size,
         num_attention_heads=model.num_attention_heads,
         vocab_size=vocab_size,
+        max_position_embeddings=(
+            model.max_position_embeddings if model.position_embedding_type == "learned_absolute" else None
+        ),
         ffn_hidden_size=model.ffn_hidden_size,
+        num_query_groups=model.num_query_groups,
         kv_channels=model.kv_channels,
+        normalization=model.normalization,
         norm_epsilon=model.norm_epsilon,
+        layernorm_1p=model.apply_layernorm_1p,
+        qk_layernorm=model.qk_layernorm,
+        swiglu=model.swiglu,
+        add_bias_linear=not model.disable_bias_linear,
+        add_qkv_bias=model.add_qkv_bias,
+        window_size=_window(model),
+        position_embedding_type=model.position_embedding_type,
+        rotary_percent=model.rotary_percent,
+        rotary_base=model.rotary_base,
+        rope_scaling_factor=model.rope_scaling_factor if model.use_rope_scaling else None,
+        yarn_scaling_factor=model.yarn_rotary_scaling_factor,
+        yarn_original_context=model.yarn_original_max_position_embeddings,
+        yarn_beta_fast=model.yarn_beta_fast,
+        yarn_beta_slow=model.yarn_beta_slow,
         attention_dropout=model.attention_dropout,
         hidden_dropout=model.hidden_dropout,
         init_method_std=model.init_method_std,
         tie_embeddings=model.tie_embeddings_and_output_weights,
+        moe=_experts(model),
+        moe_layer_freq=model.moe_layer_freq,
     )
 
 
-def flags_of(config: DecoderConfig, positions: int, tied: bool) -> list[str]:
-    """The trainer's flags that become ``config``. positions: the longest sequence. tied: the architecture's default."""
-    flags = {
+def saved_config(defaults: Mapping[str, Any], **fields: Any) -> DecoderConfig:
+    """A config of the fields that a checkpoint keeps, with every width filled in.
+
+    Earlier versions had a class for GPT and one for Llama: what these had none of is what they were, ``defaults``.
+    """
+    if isinstance(experts := fields.get("moe"), Mapping):
+        fields["moe"] = MoEConfig(**experts)
+    config = DecoderConfig(**{**defaults, **fields})
+    return dataclasses.replace(
+        config, ffn_hidden_size=config.ffn_size, num_query_groups=config.num_groups, kv_channels=config.head_dim
+    )
+
+
+def flags_of(config: DecoderConfig, positions: int, defaults: Mapping[str, Any]) -> list[str]:
+    """The trainer's flags that become ``config``. positions: the longest sequence."""
+    sizes = {
         "--num-layers": config.num_layers,
         "--hidden-size": config.hidden_size,
         "--ffn-hidden-size": config.ffn_size,
@@ -107,55 +270,113 @@ def flags_of(config: DecoderConfig, positions: int, tied: bool) -> list[str]:
         "--hidden-dropout": config.hidden_dropout,
         "--init-method-std": config.init_method_std,
     }
-    words = [word for flag, value in flags.items() for word in (flag, str(value))]
+    words = [word for flag, value in sizes.items() for word in (flag, str(value))]
     if config.num_groups != config.num_attention_heads:
         words += ["--group-query-attention", "--num-query-groups", str(config.num_groups)]
-    if config.tie_embeddings != tied:
-        words.append(f"--{'tie' if config.tie_embeddings else 'untie'}-embeddings-and-output-weights")
-    return words
+    values = {
+        "normalization": "--normalization",
+        "position_embedding_type": "--position-embedding-type",
+        "rotary_base": "--rotary-base",
+        "rotary_percent": "--rotary-percent",
+        "yarn_scaling_factor": "--yarn-rotary-scaling-factor",
+        "yarn_original_context": "--yarn-original-max-position-embeddings",
+        "yarn_beta_fast": "--yarn-beta-fast",
+        "yarn_beta_slow": "--yarn-beta-slow",
+    }
+    for name, flag in values.items():
+        if getattr(config, name) != defaults[name]:
+            words += [flag, str(getattr(config, name))]
+    switches = {
+        "swiglu": "--swiglu",
+        "add_bias_linear": "--disable-bias-linear",
+        "add_qkv_bias": "--add-qkv-bias",
+        "qk_layernorm": "--qk-layernorm",
+        "layernorm_1p": "--apply-layernorm-1p",
+        "tie_embeddings": f"--{'tie' if config.tie_embeddings else 'untie'}-embeddings-and-output-weights",
+    }
+    words += [flag for name, flag in switches.items() if getattr(config, name) != defaults[name]]
+    if config.rope_scaling_factor is not None:
+        words += ["--use-rope-scaling", "--rope-scaling-factor", str(config.rope_scaling_factor)]
+    if config.window_size is not None:
+        words += ["--window-size", f"{config.window_size},0"]
+    return words + (_flags_of_experts(config.moe, config.moe_layer_freq) if config.moe is not None else [])
 
 
-def flops_per_token(config: DecoderConfig, seq_length: int, mlp_layers: int) -> float:
+def _flags_of_experts(moe: MoEConfig, layer_freq: int) -> list[str]:
+    flags = {
+        "--num-experts": moe.num_experts,
+        "--moe-layer-freq": layer_freq,
+        "--moe-ffn-hidden-size": moe.ffn_hidden_size,
+        "--moe-router-topk": moe.router_topk,
+        "--moe-router-score-function": moe.score_function,
+        "--moe-router-topk-scaling-factor": moe.topk_scaling_factor,
+        "--moe-aux-loss-coeff": moe.aux_loss_coeff,
+        "--moe-z-loss-coeff": moe.z_loss_coeff,
+        "--moe-expert-capacity-factor": moe.expert_capacity_factor,
+        "--moe-shared-expert-intermediate-size": moe.shared_expert_size,
+    }
+    words = [word for flag, value in flags.items() if value is not None for word in (flag, str(value))]
+    return [*words, "--moe-router-pre-softmax"] if moe.router_pre_softmax else words
+
+
+# What it costs
+
+
+def flops_per_token(config: DecoderConfig, seq_length: int) -> float:
     """Floating-point operations per token of one forward and backward pass, by Megatron-LM's convention.
 
     Each weight of a linear layer costs 6 (a multiplication and an addition, once forward and twice backward), the
     output layer with its padded vocabulary included. Attention is counted as causal: a token attends to half of the
-    sequence. Embedding look-ups, norms and activation recomputation count nothing.
-
-    mlp_layers: linear layers of a block's MLP, each of hidden_size * ffn_size weights.
+    sequence, or with a window to what of it is within. Embedding look-ups, norms and activation recomputation count
+    nothing.
     """
     hidden = config.hidden_size
     queries = config.num_attention_heads * config.head_dim
     keys = config.num_groups * config.head_dim
 
     attention_weights = hidden * (queries + 2 * keys) + queries * hidden
-    mlp_weights = mlp_layers * hidden * config.ffn_size
-    weights = config.num_layers * (attention_weights + mlp_weights) + hidden * config.vocab_size
-    # Scores and their product with the values: each 2 * queries * (seq_length / 2) forward, and twice that backward.
-    attention = config.num_layers * 6 * queries * seq_length
+    # Of a mixture of experts a token meets the router, the experts that it goes to, and the shared one.
+    widths, router = [config.ffn_size] * config.num_layers, 0
+    if (moe := config.moe) is not None:
+        of_experts = range(0, config.num_layers, config.moe_layer_freq)
+        for layer in of_experts:
+            widths[layer] = moe.router_topk * moe.ffn_hidden_size + (moe.shared_expert_size or 0)
+        router = len(of_experts) * hidden * moe.num_experts
+    mlp_weights = (3 if config.swiglu else 2) * hidden * sum(widths)
+    weights = config.num_layers * attention_weights + mlp_weights + router + hidden * config.vocab_size
+    attended = seq_length / 2  # tokens, on average
+    if config.window_size is not None and config.window_size + 1 < seq_length:
+        window = config.window_size + 1
+        attended = window - window**2 / (2 * seq_length)
+    # Scores and their product with the values: each 2 * queries * attended forward, and twice that backward.
+    attention = config.num_layers * 12 * queries * attended
     return float(6 * weights + attention)
 
 
-def activations(config: DecoderConfig, itemsize: int, mlp_outputs: int, mlp_kept: int) -> BlockActivations:
-    """What autograd keeps of a block; ``itemsize``: bytes of an element.
-
-    Of the MLP, in vectors of ffn_size a token: mlp_outputs that linear layers from hidden_size make, mlp_kept in all.
-    """
+def activations(config: DecoderConfig, itemsize: int) -> BlockActivations:
+    """What autograd keeps of a block; ``itemsize``: bytes of an element. GPT with dropout: 34 S B H in 16 bit."""
     hidden, queries = config.hidden_size, config.num_attention_heads * config.head_dim
     keys, ffn = config.num_groups * config.head_dim, config.ffn_size
     attention = 2 * queries + 2 * keys  # q, k, v, result
+    before_norms = queries + keys if config.qk_layernorm else 0
+    # Vectors of the MLP's width: what linear layers from hidden_size make, and all that is kept. GELU keeps what fc1
+    # makes, and fc2 what GELU makes. SwiGLU keeps gate and up, what SiLU makes of the gate, and the product.
+    outputs, kept = (2, 4) if config.swiglu else (1, 2)
+    if (moe := config.moe) is not None:  # the largest blocks: of each of a token's experts the same, input and output
+        ffn = moe.router_topk * moe.ffn_hidden_size + (moe.shared_expert_size or 0)
+        before_norms += 2 * moe.router_topk * hidden
     masks = 2 * hidden if config.hidden_dropout > 0 else 0  # a byte each
     return BlockActivations(
-        everything=itemsize * (4 * hidden + attention + mlp_kept * ffn) + masks,
-        linear_layers=itemsize * (3 * hidden + attention + mlp_outputs * ffn),
+        everything=itemsize * (4 * hidden + attention + before_norms + kept * ffn) + masks,
+        linear_layers=itemsize * (3 * hidden + attention + outputs * ffn),
         input=itemsize * hidden,
     )
 
 
-def stages(config: DecoderConfig, positions: tuple[str, ...] = ()) -> StageModules:
-    """positions: modules that the embeddings of positions are."""
+def stages(config: DecoderConfig) -> StageModules:
+    learned = config.position_embedding_type == "learned_absolute"
     return StageModules(
-        first=("word_embeddings", *positions),
+        first=("word_embeddings", "position_embeddings") if learned else ("word_embeddings",),
         last=("final_norm",) if config.tie_embeddings else ("final_norm", "output_layer"),
         tied="word_embeddings" if config.tie_embeddings else None,
     )

@@ -3,26 +3,39 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from functools import partial
 from typing import Any
 
 from torch import Tensor
 
-from megatron_zpp.architectures.decoder_only import flags_of
 from megatron_zpp.architectures.huggingface import (
     HuggingFaceMapping,
     Weight,
+    require_fields,
     require_sizes,
     require_values,
     same,
     same_weight_and_bias,
 )
-from megatron_zpp.models.gpt import GPTConfig
+from megatron_zpp.models.decoder import DecoderConfig
+
+# Fields of our config that it must have.
+OURS: dict[str, tuple[Any, ...]] = {
+    "normalization": ("LayerNorm",),
+    "layernorm_1p": (False,),
+    "qk_layernorm": (False,),
+    "swiglu": (False,),
+    "add_bias_linear": (True,),
+    "window_size": (None,),
+    "position_embedding_type": ("learned_absolute",),
+}
 
 
-def to_config(config: GPTConfig, positions: int) -> dict[str, Any]:
+def to_config(config: DecoderConfig, positions: int) -> dict[str, Any]:
     """config.json; the number of positions is the configuration's own."""
+    require_fields(config, "GPT-2", OURS)
     hidden, heads = config.hidden_size, config.num_attention_heads
+    if config.num_groups != heads:
+        raise ValueError(f"GPT-2 does not have grouped queries ({config.num_groups} groups for {heads} heads)")
     if config.head_dim * heads != hidden:
         raise ValueError(
             f"transformers' GPT-2 has heads of hidden_size / num_attention_heads = {hidden} / {heads} channels; "
@@ -47,7 +60,7 @@ def to_config(config: GPTConfig, positions: int) -> dict[str, Any]:
     }
 
 
-def from_config(hf: Mapping[str, Any]) -> tuple[GPTConfig, int]:
+def from_config(hf: Mapping[str, Any]) -> tuple[DecoderConfig, int]:
     require_sizes(hf, "n_layer", "n_embd", "n_head", "vocab_size", "n_positions")
     require_values(
         hf,
@@ -59,13 +72,14 @@ def from_config(hf: Mapping[str, Any]) -> tuple[GPTConfig, int]:
         },
     )
     hidden, heads = hf["n_embd"], hf["n_head"]
-    config = GPTConfig(
+    config = DecoderConfig(
         num_layers=hf["n_layer"],
         hidden_size=hidden,
         num_attention_heads=heads,
         vocab_size=hf["vocab_size"],
         max_position_embeddings=hf["n_positions"],
         ffn_hidden_size=hf["n_inner"] or 4 * hidden,
+        num_query_groups=heads,
         kv_channels=hidden // heads,
         norm_epsilon=hf["layer_norm_epsilon"],
         attention_dropout=hf["attn_pdrop"],
@@ -73,10 +87,10 @@ def from_config(hf: Mapping[str, Any]) -> tuple[GPTConfig, int]:
         init_method_std=hf["initializer_range"],
         tie_embeddings=hf["tie_word_embeddings"],
     )
-    return config, config.max_position_embeddings
+    return config, hf["n_positions"]
 
 
-def weights(config: GPTConfig) -> Iterator[Weight]:
+def weights(config: DecoderConfig) -> Iterator[Weight]:
     heads, head_dim = config.num_attention_heads, config.head_dim
 
     # GPT-2 has the rows of all queries, then of all keys, then of all values; we have q, k, v head by head.
@@ -109,4 +123,4 @@ def _transposed(ours: str, theirs: str) -> Iterator[Weight]:
     yield same(f"{ours}.bias", f"{theirs}.bias")
 
 
-GPT2 = HuggingFaceMapping("gpt2", to_config, from_config, weights, flags=partial(flags_of, tied=True))
+GPT2 = HuggingFaceMapping("gpt2", to_config, from_config, weights)

@@ -44,9 +44,17 @@ class HuggingFaceMapping:
     # ValueError that names each key whose value our model cannot express.
     from_config: Callable[[Mapping[str, Any]], tuple[Any, int]]
     weights: Callable[[Any], Iterator[Weight]]  # every parameter of the model, each of either side's tensors once
-    flags: Callable[[Any, int], list[str]]  # the trainer's, of a config and the number of positions
     # Of ours: a row is a token, so that rows beyond the tokenizer's may be left out.
     with_vocabulary: tuple[str, ...] = ("word_embeddings.weight", "output_layer.weight")
+
+
+def require_fields(config: Any, title: str, supported: Mapping[str, tuple[Any, ...]]) -> None:
+    """Raise ValueError that names each field of our config whose value transformers' model ``title`` does not have."""
+    wrong = [
+        f"{name} {getattr(config, name)}" for name, values in supported.items() if getattr(config, name) not in values
+    ]
+    if wrong:
+        raise ValueError(f"{title} does not have {', '.join(wrong)}")
 
 
 def require_sizes(hf: Mapping[str, Any], *names: str) -> None:

@@ -1,4 +1,4 @@
-"""Llama: rotary positions, RMSNorm, SwiGLU, grouped-query attention, no biases.
+"""Llama and its relatives: rotary positions, RMSNorm, SwiGLU, grouped-query attention, no biases.
 
 Defaults: an MLP of 8/3 * hidden_size, rounded down to a multiple of 64; no dropout; an output layer of its own. The
 small models of Llama 3.2 tie theirs to the embeddings; ``--use-rope-scaling`` is Llama 3.1's.
@@ -6,18 +6,18 @@ small models of Llama 3.2 tie theirs to the embeddings; ``--use-rope-scaling`` i
 
 from __future__ import annotations
 
-import dataclasses
-from functools import partial
-from typing import Any
+from megatron_zpp.architectures.decoder_only import decoder
+from megatron_zpp.architectures.llama_huggingface import LLAMA_FAMILIES
 
-from megatron_zpp.architectures import decoder_only
-from megatron_zpp.architectures.architecture import Architecture
-from megatron_zpp.architectures.llama_huggingface import HF_LLAMA
-from megatron_zpp.models import llama
-from megatron_zpp.parallel.context import apply_context_parallel
-from megatron_zpp.parallel.plans import llama_plan
-from megatron_zpp.settings.checks import require
-from megatron_zpp.settings.groups import ModelSettings
+DEFAULTS: dict[str, object] = dict(
+    normalization="RMSNorm",
+    swiglu=True,
+    add_bias_linear=False,
+    position_embedding_type="rope",
+    attention_dropout=0.0,
+    hidden_dropout=0.0,
+    tie_embeddings=False,
+)
 
 PRESETS: dict[str, dict[str, object]] = {
     # LoCo (arXiv 2407.04480) trains a "LLAMA2-0.8B". Its exact shape is not known to us; this one, of 24 layers in the
@@ -59,48 +59,46 @@ PRESETS: dict[str, dict[str, object]] = {
         norm_epsilon=1e-5,
         seq_length=8192,
     ),
+    # Mistral 7B (Jiang et al., arXiv 2310.06825, table 1), v0.1: with a sliding window.
+    "mistral-7b": dict(
+        num_layers=32,
+        hidden_size=4096,
+        num_attention_heads=32,
+        group_query_attention=True,
+        num_query_groups=8,
+        ffn_hidden_size=14336,
+        window_size="4095,0",  # 4,096 tokens with its own
+        norm_epsilon=1e-5,
+        seq_length=8192,
+    ),
+    # Qwen3 (Yang et al., arXiv 2505.09388, table 1); widths are those of the published configurations.
+    "qwen3-0.6b": dict(
+        num_layers=28,
+        hidden_size=1024,
+        num_attention_heads=16,
+        kv_channels=128,
+        group_query_attention=True,
+        num_query_groups=8,
+        ffn_hidden_size=3072,
+        qk_layernorm=True,
+        rotary_base=1000000,
+        norm_epsilon=1e-6,
+        tie_embeddings_and_output_weights=True,
+        seq_length=4096,
+    ),
+    "qwen3-8b": dict(
+        num_layers=36,
+        hidden_size=4096,
+        num_attention_heads=32,
+        kv_channels=128,
+        group_query_attention=True,
+        num_query_groups=8,
+        ffn_hidden_size=12288,
+        qk_layernorm=True,
+        rotary_base=1000000,
+        norm_epsilon=1e-6,
+        seq_length=4096,
+    ),
 }
 
-
-def resolve(model: ModelSettings, seq_length: int) -> ModelSettings:
-    """Completed flags. Raises SettingsError, also for a flag that describes another network."""
-    truth: dict[str, Any] = {"normalization": "RMSNorm", "position_embedding_type": "rope"}
-    decoder_only.check_described(model, LLAMA.title, **truth)
-    decoder_only.check_shape(model)
-    assert model.hidden_size
-    ffn_size = llama.default_ffn_size(model.hidden_size)
-    resolved = decoder_only.resolve(model, seq_length, default_ffn_size=ffn_size, dropout=0.0, tied=False)
-    assert resolved.kv_channels
-    require(
-        resolved.kv_channels % 2 == 0,
-        f"rotary embeddings need an even number of channels per head, got {resolved.kv_channels}; change --hidden-size "
-        "or --num-attention-heads, or give --kv-channels",
-    )
-    return dataclasses.replace(resolved, **truth, swiglu=True, disable_bias_linear=True)
-
-
-def build_config(model: ModelSettings, vocab_size: int) -> llama.LlamaConfig:
-    return llama.LlamaConfig(
-        **decoder_only.shape_of(model, vocab_size),
-        num_query_groups=model.num_query_groups,
-        rotary_base=model.rotary_base,
-        rope_scaling_factor=model.rope_scaling_factor if model.use_rope_scaling else None,
-    )
-
-
-LLAMA = Architecture(
-    name="llama",
-    title="Llama",
-    config_class=llama.LlamaConfig,
-    module=llama.Llama,
-    resolve=resolve,
-    build_config=build_config,
-    flops_per_token=partial(decoder_only.flops_per_token, mlp_layers=3),
-    presets=PRESETS,
-    tensor_parallel_plan=llama_plan,
-    stages=decoder_only.stages,
-    apply_context_parallel=apply_context_parallel,
-    # Gate and up are kept, and beside them what SiLU makes of the gate, and the product of the two.
-    activations=partial(decoder_only.activations, mlp_outputs=2, mlp_kept=4),
-    huggingface=HF_LLAMA,
-)
+LLAMA = decoder(name="llama", title="Llama", defaults=DEFAULTS, presets=PRESETS, huggingface=LLAMA_FAMILIES)

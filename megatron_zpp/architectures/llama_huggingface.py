@@ -1,96 +1,226 @@
-"""Llama as transformers' Llama."""
+"""Llama and its relatives as models of transformers; ``FAMILIES`` says in what they differ."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from megatron_zpp.architectures.decoder_only import flags_of
-from megatron_zpp.architectures.huggingface import HuggingFaceMapping, Weight, require_sizes, require_values, same
-from megatron_zpp.models.llama import LlamaConfig
+from megatron_zpp.architectures.huggingface import (
+    HuggingFaceMapping,
+    Weight,
+    require_fields,
+    require_sizes,
+    require_values,
+    same,
+)
+from megatron_zpp.models.decoder import DecoderConfig
 
-# What Llama 3.1's scaling of rotary frequencies has beside its factor: constants in ``rotary_table``.
+# What all of them have: fields of our config, and the values that they may have.
+OURS: dict[str, tuple[Any, ...]] = {
+    "normalization": ("RMSNorm",),
+    "layernorm_1p": (False,),
+    "swiglu": (True,),
+    "add_bias_linear": (False,),
+    "position_embedding_type": ("rope", "yarn"),
+    "rotary_percent": (1.0,),
+}
+# What Llama 3.1's scaling of rotary frequencies has beside its factor: constants in ``models.rotary``.
 LLAMA3_SCALING = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 
 
-def to_config(config: LlamaConfig, positions: int) -> dict[str, Any]:
-    hidden, heads = config.hidden_size, config.num_attention_heads
-    if hidden % heads:
+# Sliding windows: keys of config.json, of our config and the other way round. Theirs count the token itself too.
+
+
+def window_to_mistral(config: DecoderConfig) -> dict[str, Any]:
+    return {"sliding_window": None if config.window_size is None else config.window_size + 1}
+
+
+def window_from_mistral(hf: Mapping[str, Any]) -> int | None:
+    return None if hf["sliding_window"] is None else hf["sliding_window"] - 1
+
+
+def window_to_qwen(config: DecoderConfig) -> dict[str, Any]:
+    if config.window_size is None:
+        return {"use_sliding_window": False, "sliding_window": None, "max_window_layers": config.num_layers}
+    return {"use_sliding_window": True, "max_window_layers": 0} | window_to_mistral(config)
+
+
+def window_from_qwen(hf: Mapping[str, Any]) -> int | None:
+    if not hf["use_sliding_window"] or hf["sliding_window"] is None:
+        return None
+    first, layers = hf["max_window_layers"], hf["num_hidden_layers"]  # layers before the first attend to all
+    kinds = hf.get("layer_types") or ["full_attention" if i < first else "sliding_attention" for i in range(layers)]
+    if len(set(kinds)) > 1:
         raise ValueError(
-            f"transformers' Llama needs a hidden_size that its number of heads divides; this model's is {hidden}, with "
-            f"{heads} heads of {config.head_dim} channels (--kv-channels), so it cannot be exported"
+            "layer_types has both full_attention and sliding_attention, or max_window_layers "
+            f"{first} is between 0 and num_hidden_layers {layers}: our window is the same in all layers"
         )
-    scaling = None
-    if config.rope_scaling_factor is not None:
-        scaling = {"rope_type": "llama3", "factor": config.rope_scaling_factor} | LLAMA3_SCALING
+    return window_from_mistral(hf) if kinds[0] == "sliding_attention" else None
+
+
+@dataclass(frozen=True)
+class Family:
+    """In what one of transformers' models differs from the others here."""
+
+    model_type: str
+    class_name: str
+    ours: Mapping[str, tuple[Any, ...]]  # fields of our config, and the values that they may have
+    theirs: Mapping[str, Any] = field(default_factory=dict)  # further keys of config.json, which have this value only
+    has_head_dim: bool = True  # else heads are of hidden_size / num_attention_heads channels
+    window_to: Callable[[DecoderConfig], dict[str, Any]] = lambda config: {}
+    window_from: Callable[[Mapping[str, Any]], int | None] = lambda hf: None
+
+
+FAMILIES = (
+    Family(
+        "llama",
+        "LlamaForCausalLM",
+        ours={"add_qkv_bias": (False,), "qk_layernorm": (False,), "window_size": (None,)},
+        theirs={"attention_bias": False, "mlp_bias": False},
+    ),
+    Family(
+        "mistral",
+        "MistralForCausalLM",
+        ours={"add_qkv_bias": (False,), "qk_layernorm": (False,)},
+        window_to=window_to_mistral,
+        window_from=window_from_mistral,
+    ),
+    Family(
+        "qwen2",
+        "Qwen2ForCausalLM",
+        ours={"add_qkv_bias": (True,), "qk_layernorm": (False,)},
+        has_head_dim=False,
+        window_to=window_to_qwen,
+        window_from=window_from_qwen,
+    ),
+    Family(
+        "qwen3",
+        "Qwen3ForCausalLM",
+        ours={"add_qkv_bias": (False,), "qk_layernorm": (True,)},
+        theirs={"attention_bias": False},
+        window_to=window_to_qwen,
+        window_from=window_from_qwen,
+    ),
+)
+
+
+def to_config(family: Family, config: DecoderConfig, positions: int) -> dict[str, Any]:
+    require_fields(config, family.model_type, OURS | dict(family.ours))
+    hidden, heads = config.hidden_size, config.num_attention_heads
+    if hidden % heads or not (family.has_head_dim or config.head_dim == hidden // heads):
+        raise ValueError(
+            f"{family.model_type} needs a hidden_size that its number of heads divides"
+            f"{'' if family.has_head_dim else ', into heads of that width'}; this model's is {hidden}, with {heads} "
+            f"heads of {config.head_dim} channels (--kv-channels), so it cannot be exported"
+        )
     return {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
+        "architectures": [family.class_name],
+        "model_type": family.model_type,
         "vocab_size": config.vocab_size,
         "hidden_size": hidden,
         "intermediate_size": config.ffn_size,
         "num_hidden_layers": config.num_layers,
         "num_attention_heads": heads,
         "num_key_value_heads": config.num_groups,
-        "head_dim": config.head_dim,
+        **({"head_dim": config.head_dim} if family.has_head_dim else {}),
         "hidden_act": "silu",
         "max_position_embeddings": positions,
         "rms_norm_eps": config.norm_epsilon,
         # Two keys that every version reads; version 5 would write them as one, rope_parameters.
         "rope_theta": float(config.rotary_base),
-        "rope_scaling": scaling,
-        "attention_bias": False,
-        "mlp_bias": False,
+        "rope_scaling": _scaling(config),
         "attention_dropout": config.attention_dropout,
         "initializer_range": config.init_method_std,
         "tie_word_embeddings": config.tie_embeddings,
+        **family.window_to(config),
+        **family.theirs,
     }
 
 
-def from_config(hf: Mapping[str, Any]) -> tuple[LlamaConfig, int]:
+def _scaling(config: DecoderConfig) -> dict[str, Any] | None:
+    if config.position_embedding_type == "yarn":
+        return {
+            "rope_type": "yarn",
+            "factor": config.yarn_scaling_factor,
+            "original_max_position_embeddings": config.yarn_original_context,
+            "beta_fast": config.yarn_beta_fast,
+            "beta_slow": config.yarn_beta_slow,
+        }
+    if config.rope_scaling_factor is not None:
+        return {"rope_type": "llama3", "factor": config.rope_scaling_factor} | LLAMA3_SCALING
+    return None
+
+
+def from_config(family: Family, hf: Mapping[str, Any]) -> tuple[DecoderConfig, int]:
     require_sizes(hf, "num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size", "intermediate_size")
     require_sizes(hf, "max_position_embeddings")
-    # Version 5 keeps all that is about rotary embeddings in rope_parameters; before it there were two keys.
-    rope = dict(hf.get("rope_parameters") or hf.get("rope_scaling") or {})
-    rope.setdefault("rope_theta", hf.get("rope_theta"))
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    require_values(
-        dict(hf)
-        | {f"rope_parameters.{key}": value for key, value in rope.items()}
-        | {"rope_parameters.rope_type": kind},
-        {
-            "hidden_act": ("silu", "swish"),
-            "attention_bias": (False,),
-            "mlp_bias": (False,),
-            "rope_parameters.rope_type": ("default", "llama3"),
-            "rope_parameters.partial_rotary_factor": (None, 1.0),
-            **{f"rope_parameters.{key}": (value,) for key, value in LLAMA3_SCALING.items() if kind == "llama3"},
-        },
-    )
-    if rope["rope_theta"] != int(rope["rope_theta"]):
-        raise ValueError(f"rope_theta is {rope['rope_theta']}; only whole numbers can be imported (--rotary-base)")
-    config = LlamaConfig(
+    require_values(hf, {"hidden_act": ("silu", "swish"), **{key: (value,) for key, value in family.theirs.items()}})
+    config = DecoderConfig(
         num_layers=hf["num_hidden_layers"],
         hidden_size=hf["hidden_size"],
         num_attention_heads=hf["num_attention_heads"],
         vocab_size=hf["vocab_size"],
         ffn_hidden_size=hf["intermediate_size"],
         num_query_groups=hf["num_key_value_heads"] or hf["num_attention_heads"],
-        kv_channels=hf["head_dim"] or hf["hidden_size"] // hf["num_attention_heads"],
+        kv_channels=hf.get("head_dim") or hf["hidden_size"] // hf["num_attention_heads"],
+        normalization="RMSNorm",
         norm_epsilon=hf["rms_norm_eps"],
+        qk_layernorm=family.ours["qk_layernorm"][0],
+        swiglu=True,
+        add_bias_linear=False,
+        add_qkv_bias=family.ours["add_qkv_bias"][0],
+        window_size=family.window_from(hf),
         attention_dropout=hf["attention_dropout"],
-        rotary_base=int(rope["rope_theta"]),
-        rope_scaling_factor=float(rope["factor"]) if kind == "llama3" else None,
+        hidden_dropout=0.0,
         init_method_std=hf["initializer_range"],
         tie_embeddings=hf["tie_word_embeddings"],
+        **_rotary(hf),
     )
     return config, hf["max_position_embeddings"]
 
 
-def weights(config: LlamaConfig) -> Iterator[Weight]:
+def _rotary(hf: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of our config that are about positions."""
+    # Version 5 keeps all that is about rotary embeddings in rope_parameters; before it there were two keys.
+    rope = dict(hf.get("rope_parameters") or hf.get("rope_scaling") or {})
+    rope.setdefault("rope_theta", hf.get("rope_theta"))
+    kind = rope["rope_type"] = rope.get("rope_type", rope.get("type", "default"))
+    supported: dict[str, tuple[Any, ...]] = {
+        "rope_type": ("default", "llama3", "yarn"),
+        "partial_rotary_factor": (None, 1.0),
+    }
+    if kind == "llama3":
+        supported |= {key: (value,) for key, value in LLAMA3_SCALING.items()}
+    if kind == "yarn":
+        supported |= {key: (None,) for key in ("attention_factor", "mscale", "mscale_all_dim")}
+        supported["truncate"] = (None, True)
+    require_values(
+        {f"rope_parameters.{key}": value for key, value in rope.items()},
+        {f"rope_parameters.{key}": values for key, values in supported.items()},
+    )
+    if rope["rope_theta"] != int(rope["rope_theta"]):
+        raise ValueError(f"rope_theta is {rope['rope_theta']}; only whole numbers can be imported (--rotary-base)")
+    base = {"position_embedding_type": "rope", "rotary_base": int(rope["rope_theta"])}
+    if kind == "llama3":
+        return base | {"rope_scaling_factor": float(rope["factor"])}
+    if kind == "yarn":
+        require_sizes(rope, "original_max_position_embeddings")
+        return base | {
+            "position_embedding_type": "yarn",
+            "yarn_scaling_factor": float(rope["factor"]),
+            "yarn_original_context": rope["original_max_position_embeddings"],
+            "yarn_beta_fast": float(rope.get("beta_fast") or 32),
+            "yarn_beta_slow": float(rope.get("beta_slow") or 1),
+        }
+    return base
+
+
+def weights(config: DecoderConfig) -> Iterator[Weight]:
     groups, head_dim = config.num_groups, config.head_dim
     queries = config.num_attention_heads // groups  # per group
 
@@ -107,13 +237,13 @@ def weights(config: LlamaConfig) -> Iterator[Weight]:
         ours, theirs = f"layers.{layer}", f"model.layers.{layer}"
         attention, mlp = f"{theirs}.self_attn", f"{theirs}.mlp"
         yield same(f"{ours}.input_norm.weight", f"{theirs}.input_layernorm.weight")
-        yield Weight(
-            f"{ours}.self_attention.linear_qkv.weight",
-            tuple(f"{attention}.{name}_proj.weight" for name in "qkv"),
-            split_qkv,
-            join_qkv,
-        )
+        for kind in ("weight", "bias") if config.add_qkv_bias else ("weight",):
+            parts = tuple(f"{attention}.{name}_proj.{kind}" for name in "qkv")
+            yield Weight(f"{ours}.self_attention.linear_qkv.{kind}", parts, split_qkv, join_qkv)
         yield same(f"{ours}.self_attention.linear_proj.weight", f"{attention}.o_proj.weight")
+        if config.qk_layernorm:
+            yield same(f"{ours}.self_attention.q_layernorm.weight", f"{attention}.q_norm.weight")
+            yield same(f"{ours}.self_attention.k_layernorm.weight", f"{attention}.k_norm.weight")
         yield same(f"{ours}.pre_mlp_norm.weight", f"{theirs}.post_attention_layernorm.weight")
         yield same(f"{ours}.mlp.linear_fc1_gate.weight", f"{mlp}.gate_proj.weight")
         yield same(f"{ours}.mlp.linear_fc1_up.weight", f"{mlp}.up_proj.weight")
@@ -123,11 +253,7 @@ def weights(config: LlamaConfig) -> Iterator[Weight]:
         yield same("output_layer.weight", "lm_head.weight")
 
 
-def flags(config: LlamaConfig, positions: int) -> list[str]:
-    words = [*flags_of(config, positions, tied=False), "--rotary-base", str(config.rotary_base)]
-    if config.rope_scaling_factor is not None:
-        words += ["--use-rope-scaling", "--rope-scaling-factor", str(config.rope_scaling_factor)]
-    return words
-
-
-HF_LLAMA = HuggingFaceMapping("llama", to_config, from_config, weights, flags)
+LLAMA_FAMILIES = tuple(
+    HuggingFaceMapping(family.model_type, partial(to_config, family), partial(from_config, family), weights)
+    for family in FAMILIES
+)

@@ -33,7 +33,7 @@ _ATTENTION = "attention is torch's scaled_dot_product_attention, which picks the
 _COMMUNICATION = "FSDP2 overlaps its communication with computation"
 _NO_SUCH_FUSION = "no hand-written fused kernel is used"
 _EACH_ITS_PART = "each rank always saves and loads its own part, and any number of ranks loads it"
-_NO_MOE = "there are no experts; --num-experts is not supported"
+_ALL_EXPERTS = "each rank has all experts"
 
 NOT_NEEDED: dict[str, NotNeeded] = {
     **_same(_ATTENTION, "--use-flash-attn", "--use-flash-attn-v2"),
@@ -54,7 +54,6 @@ NOT_NEEDED: dict[str, NotNeeded] = {
         "--no-persist-layer-norm",
     ),
     **_same("the output layer and the loss are one fused operation", "--cross-entropy-loss-fusion"),
-    "--rotary-percent": NotNeeded("all channels are rotated", ("1", "1.0")),
     "--vocab-extra-ids": NotNeeded("the vocabulary is the tokenizer's", ("0",)),
     "--mlp-type": NotNeeded("the MLP is the usual one", ("standard",)),
     # Sharding and communication
@@ -85,9 +84,14 @@ NOT_NEEDED: dict[str, NotNeeded] = {
         "context-parallel ranks all-gather keys and values, whose result is that of p2p", ("p2p", "all_gather")
     ),
     "--ds-sequence-parallel-size": NotNeeded("sequences are shared by --context-parallel-size", ("1",)),
-    "--expert-model-parallel-size": NotNeeded(_NO_MOE, ("1",)),
-    "--expert-tensor-parallel-size": NotNeeded(_NO_MOE, ("1",)),
-    "--moe-expert-parallel-size": NotNeeded(_NO_MOE, ("1",)),
+    "--expert-model-parallel-size": NotNeeded(_ALL_EXPERTS, ("1",)),
+    "--expert-tensor-parallel-size": NotNeeded(_ALL_EXPERTS, ("1",)),
+    "--moe-expert-parallel-size": NotNeeded(_ALL_EXPERTS, ("1",)),
+    "--moe-token-dispatcher-type": NotNeeded(_ALL_EXPERTS, ("allgather", "alltoall", "alltoall_seq", "flex")),
+    **_same("the products of a layer's experts are one grouped operation", "--moe-grouped-gemm"),
+    **_same("tokens are sorted by expert in plain PyTorch", "--moe-permute-fusion"),
+    "--moe-token-drop-policy": NotNeeded("experts drop the tokens that weigh least", ("probs",)),
+    "--moe-router-dtype": NotNeeded("the router computes in fp32", ("fp32",)),
     "--remote-device": NotNeeded("what is offloaded is chosen by --cpu-offload", ("none",)),
     # Training
     **_same(
@@ -171,24 +175,21 @@ REFUSED: dict[str, str] = {
     **_refused("use --cpu-offload, for parameters and gradients too", "--cpu-optimizer", "--optimizer-cpu-offload"),
     "--use-pin-memory": "leave it out: --cpu-offload pins host memory where there is a GPU",
     # Models that do not exist here
+    "--topk": "use --moe-router-topk",
+    "--moe-loss-coeff": "use --moe-aux-loss-coeff",
+    "--moe-train-capacity-factor": "use --moe-expert-capacity-factor",
     **_refused(
-        "mixtures of experts are not supported; leave it out",
-        "--num-experts",
-        "--moe-router-topk",
-        "--moe-aux-loss-coeff",
-        "--moe-grouped-gemm",
-        "--topk",
+        "the balancing loss (--moe-aux-loss-coeff) spreads tokens over experts; leave it out",
+        "--moe-router-enable-expert-bias",
+        "--moe-router-bias-update-rate",
+        "--moe-input-jitter-eps",
     ),
     **_refused(
         "this is part of the architecture and no flag changes it; leave it out",
         "--squared-relu",
         "--openai-gelu",
-        "--apply-layernorm-1p",
-        "--qk-layernorm",
-        "--add-qkv-bias",
         "--rotary-interleaved",
         "--rotary-seq-len-interpolation-factor",
-        "--window-size",
         "--fp32-residual-connection",
         "--apply-query-key-layer-scaling",
         "--apply-residual-connection-post-layernorm",

@@ -62,7 +62,7 @@ def parse_settings(
     with mistakes.collected():
         _check_agreement(given, config)
     with mistakes.collected():
-        preset = _preset(architecture, given["preset"]) if "preset" in given else {}
+        preset = _preset(architecture, given) if "preset" in given else {}
     values, chosen = preset | config.values | given, given.keys() | config.values.keys()
 
     checked_from = len(mistakes.messages)
@@ -124,12 +124,16 @@ def _as_typed(flag: str, value: Any) -> str:
     return flag if value is True else f"{flag} {value}"
 
 
-def _preset(architecture: Architecture, name: str) -> dict[str, Any]:
+def _preset(architecture: Architecture, given: dict[str, Any]) -> dict[str, Any]:
     """The settings of a published model, by field name."""
+    name = given["preset"]
     other = next((other for other in ARCHITECTURES if name in other.presets), architecture)
     if name not in architecture.presets and other is not architecture:
         raise SettingsError(f"--preset {name} is for {other.script}")
-    return architecture.preset(name)
+    preset = architecture.preset(name)
+    if "untie_embeddings_and_output_weights" in given:  # overrides its opposite
+        preset.pop("tie_embeddings_and_output_weights", None)
+    return preset
 
 
 def _into_groups(architecture: str, values: dict[str, Any], mistakes: Mistakes) -> Settings:

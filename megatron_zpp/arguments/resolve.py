@@ -52,7 +52,7 @@ def resolve(
     """
     mistakes, distributed, training = Mistakes(), settings.distributed, settings.training
     with mistakes.collected():
-        architecture.check_parallel(distributed)
+        architecture.check_parallel(settings.model, distributed)
     with mistakes.collected():
         check_parallel(distributed, settings.zero.zero_stage, training.seq_length, world_size)
     with mistakes.collected():

@@ -100,8 +100,10 @@ def _check_meta(meta: Any) -> None:
     if not _is_finite(meta.get("loss") or 0):
         raise ValueError(f"loss is {_short(meta['loss'])}")
     _check_kinds("settings.", meta["settings"], _SETTINGS)
-    for group in ("settings", "model_config", "schedule"):
-        for key, value in (meta[group] or {}).items():
+    parts = {f"model_config.{key}": part for key, part in meta["model_config"].items() if isinstance(part, dict)}
+    groups = {"settings": meta["settings"], "schedule": meta["schedule"] or {}, **parts}
+    for group, values in groups.items():
+        for key, value in values.items():
             if isinstance(value, dict):
                 raise ValueError(f"{group}.{key} is {_short(value)}")
     for key, value in meta["counters"].items():

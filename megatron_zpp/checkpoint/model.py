@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import reprlib
 import typing
 from collections.abc import Mapping
@@ -35,23 +36,27 @@ def saved_model(meta: Mapping[str, Any], given: Architecture | None = None) -> t
     try:
         if architecture in ARCHITECTURES:  # what values others may have, only they know
             _check_config(meta["model_config"], architecture.config_class)
-        return architecture, architecture.config_class(**meta["model_config"])
+        return architecture, (architecture.saved_config or architecture.config_class)(**meta["model_config"])
     except (TypeError, ValueError) as error:
         raise CheckpointError(f"the checkpoint's model_config is not one of {architecture.name} ({error})") from error
 
 
-def _check_config(values: Mapping[str, Any], config_class: type) -> None:
+def _check_config(values: Mapping[str, Any], config_class: type, within: str = "") -> None:
     """Raise ValueError where a value is not of its field's type, or a size is none that a model has."""
     for name, hint in typing.get_type_hints(config_class).items():
         kinds = typing.get_args(hint) or (hint,)
         if name not in values:
             continue
         value: Any = values[name]
+        part = next((kind for kind in kinds if isinstance(kind, type) and dataclasses.is_dataclass(kind)), None)
+        if part is not None and isinstance(value, Mapping):
+            _check_config(value, part, f"{name}.")
+            continue
         is_number = type(value) is int or (type(value) is float and float in kinds)
         largest = _MOST_LAYERS if name == "num_layers" else 2**31
         fits = type(value) in kinds or (float in kinds and type(value) is int)
         if not fits or (is_number and not (0 if float in kinds else 1) <= value <= largest):
-            raise ValueError(f"{name} is {reprlib.repr(value)}")
+            raise ValueError(f"{within}{name} is {reprlib.repr(value)}")
 
 
 def check_architecture(meta: Mapping[str, Any], architecture: Architecture) -> None:

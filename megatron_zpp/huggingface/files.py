@@ -158,12 +158,14 @@ def read_config(folder: Path, model_types: Sequence[str]) -> dict[str, Any]:
         raise ValueError(f"{path} is damaged: {' '.join(str(error).split())[:300]}") from error
 
 
-def write_config(folder: Path, config: dict[str, Any], tokens: dict[str, int], dtype: str) -> None:
-    """config.json, and what generate() reads. tokens: ids of the tokenizer's special tokens; {} where there is none."""
+def write_config(
+    folder: Path, config: dict[str, Any], tokens: dict[str, Any], generation: dict[str, Any], dtype: str
+) -> None:
+    """config.json, and what generate() reads. tokens: ids of special tokens; {} where there is no tokenizer."""
     # Without a tokenizer no id is special; the defaults are those of published models.
     tokens_or_none = {"bos_token_id": None, "eos_token_id": None} | tokens
     write_json(folder / "config.json", config | tokens_or_none | {"torch_dtype": dtype})
-    write_json(folder / "generation_config.json", tokens)
+    write_json(folder / "generation_config.json", generation)
 
 
 def write_json(path: Path, content: Any) -> None:

@@ -19,10 +19,12 @@ def from_hf_config(
     hf: config.json with all keys, defaults included. Raises ValueError for a model that none of ``architectures`` is,
     and ValueError that names each key whose value it cannot express.
     """
-    kinds = {a.huggingface.model_type: (a, a.huggingface) for a in architectures if a.huggingface is not None}
+    # The last that has it: GPT's flags describe all models, but a Llama's are shorter.
+    kinds = {mapping.model_type: (each, mapping) for each in architectures for mapping in each.huggingface}
     kind = hf.get("model_type")
     if kind not in kinds:
-        raise ValueError(f"model_type is {kind}; {' and '.join(kinds)} can be imported")
+        *others, last = kinds
+        raise ValueError(f"model_type is {kind}; {', '.join(others)} and {last} can be imported")
     if hf.get("quantization_config") is not None:
         raise ValueError("the weights are quantized (quantization_config); import the model they were made from")
     architecture, mapping = kinds[kind]
@@ -35,6 +37,6 @@ def their_shapes(architecture: Architecture, config: TransformerConfig) -> dict[
     ours = dict(architecture.build_empty(config).named_parameters())
     return {
         name: tensor.shape
-        for weight in architecture.require_huggingface().weights(config)
+        for weight in architecture.huggingface_model(config).weights(config)
         for name, tensor in zip(weight.theirs, weight.split(ours[weight.ours]), strict=True)
     }

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+from .layers import LayerNorm1p, RMSNorm1p
 from .transformer import Transformer, TransformerConfig
 
 BLOCK_ELEMENTS = 2**20
@@ -26,15 +27,16 @@ BLOCK_ELEMENTS = 2**20
 def init_weights(model: Transformer, seed: int, std_of: Callable[[str, Any], float] | None = None) -> None:
     """Fill every parameter in place; plain tensors and DTensors alike.
 
-    Norms are 1, biases 0, other weights normal with mean 0. ``std_of`` gives the standard deviation of a weight by its
-    name and the model's config; default ``initial_std``.
+    Norms multiply by 1, biases are 0, other weights normal with mean 0. ``std_of`` gives the standard deviation of a
+    weight by its name and the model's config; default ``initial_std``.
     Raises ValueError for a model that is still on the meta device.
     """
     std_of = std_of or initial_std
+    kept_less_1 = {f"{n}.weight" for n, m in model.named_modules() if isinstance(m, (LayerNorm1p, RMSNorm1p))}
     for name, parameter in model.named_parameters():
         if parameter.is_meta:
             raise ValueError(f"{name} is on the meta device; call model.to_empty(device=...) before init_weights")
-        if name.endswith("bias"):
+        if name.endswith("bias") or name in kept_less_1:
             parameter.zero_()
         elif parameter.dim() == 1:
             parameter.fill_(1.0)

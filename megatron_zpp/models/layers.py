@@ -1,8 +1,8 @@
-"""Layers that GPT and Llama share: attention, rotary embedding, and the loss that never holds all logits at once."""
+"""Layers of the models: attention, norms, and the loss that never holds all logits at once."""
 
 from __future__ import annotations
 
-import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,6 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.nn.attention.varlen import varlen_attn
+
+from .rotary import apply_rotary
 
 # Rows of the vocabulary whose logits exist at one time: 8 KiB of fp32 per token, and large enough matrix products.
 VOCABULARY_BLOCK = 2048
@@ -23,23 +25,39 @@ class SelfAttention(nn.Module):
     """
 
     def __init__(
-        self, hidden_size: int, num_heads: int, num_query_groups: int, head_dim: int, bias: bool, dropout: float
+        self,
+        hidden_size: int,
+        num_heads: int,
+        num_query_groups: int,
+        head_dim: int,
+        bias: bool,
+        dropout: float,
+        qkv_bias: bool | None = None,
+        head_norm: Callable[[int], nn.Module] | None = None,
+        window: int | None = None,
     ) -> None:
+        """qkv_bias: default ``bias``. head_norm: makes a norm of ``head_dim`` channels; queries get one, and keys.
+        window: a token attends to so many tokens before it; default all."""
         super().__init__()
         self.num_heads = num_heads
         self.num_query_groups = num_query_groups
         self.head_dim = head_dim
         self.dropout = dropout
-        self.linear_qkv = nn.Linear(hidden_size, (num_heads + 2 * num_query_groups) * head_dim, bias=bias)
+        self.window = window
+        rows = (num_heads + 2 * num_query_groups) * head_dim
+        self.linear_qkv = nn.Linear(hidden_size, rows, bias=bias if qkv_bias is None else qkv_bias)
         self.linear_proj = nn.Linear(num_heads * head_dim, hidden_size, bias=bias)
+        self.q_layernorm = None if head_norm is None else head_norm(head_dim)
+        self.k_layernorm = None if head_norm is None else head_norm(head_dim)
         self.attention = attention  # parallel.context has another one
 
     def forward(
-        self, x: Tensor, rotary: tuple[Tensor, Tensor] | None = None, documents: Tensor | None = None
+        self, x: Tensor, cos: Tensor | None = None, sin: Tensor | None = None, documents: Tensor | None = None
     ) -> Tensor:
-        """``x`` [B, S, H] -> [B, S, H]. ``rotary`` is the ``rotary_table``; without it there is no rotation.
+        """``x`` [B, S, H] -> [B, S, H]. ``cos`` and ``sin`` are the ``rotary_table``; without it there is no rotation.
 
-        ``documents``, of ``document_attention``, keeps tokens from attending to another document than their own.
+        ``documents``, of ``document_attention``, keeps tokens from attending to another document than their own, or
+        beyond the window.
         """
         queries_per_group = self.num_heads // self.num_query_groups
         qkv = self.linear_qkv(x)  # under tensor parallelism of this rank's heads alone
@@ -48,28 +66,38 @@ class SelfAttention(nn.Module):
         q, k, v = qkv.split([queries_per_group, 1, 1], dim=3)
         q = q.reshape(batch, length, -1, self.head_dim)  # [B, S, heads, head_dim]
         k, v = k.squeeze(3), v.squeeze(3)  # [B, S, groups, head_dim]
-        if rotary is not None:
-            q, k = apply_rotary(q, *rotary), apply_rotary(k, *rotary)
-        attended = self.attention(q, k, v, documents, self.dropout if self.training else 0.0)
+        if self.q_layernorm is not None and self.k_layernorm is not None:
+            q, k = self.q_layernorm(q), self.k_layernorm(k)
+        if cos is not None and sin is not None:
+            q, k = apply_rotary(q, cos, sin), apply_rotary(k, cos, sin)
+        attended = self.attention(q, k, v, documents, self.dropout if self.training else 0.0, self.window)
         return self.linear_proj(attended.flatten(2))
 
 
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, dropout: float, key_documents: Tensor | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    documents: Tensor | None,
+    dropout: float,
+    window: int | None = None,
+    key_documents: Tensor | None = None,
 ) -> Tensor:
     """Causal attention of q [B, Q, heads, head_dim] to k, v [B, K, groups, head_dim] -> [B, Q, heads, head_dim].
 
-    ``documents`` is what ``document_attention`` returns; None only for Q = K. Where it is a cu_seqlens and K is not Q,
-    ``key_documents`` is that of the keys: the last query of a document attends to all its keys, the one before it to
-    one key less.
+    ``documents`` is what ``document_attention`` returns for this ``window``; None only for Q = K. Where it is a
+    cu_seqlens and K is not Q, ``key_documents`` is that of the keys: the last query of a document is where its last
+    key is, the one before it a key earlier.
     """
     grouped: dict[str, Any] = {"enable_gqa": True} if k.shape[2] < q.shape[2] else {}
     if documents is not None and documents.dim() == 1:
-        # All documents of the batch side by side, [B * Q, heads, head_dim]; the right edge of the window is causal.
+        # All documents of the batch side by side, [B * Q, heads, head_dim]; the right edge of the kernel's window is
+        # causal, and -1 is no left edge.
         queries, keys, values = (tensor.flatten(0, 1) for tensor in (q, k, v))
         key_documents = documents if key_documents is None else key_documents
+        edges = (-1 if window is None else window, 0)
         attended = varlen_attn(
-            queries, keys, values, documents, key_documents, q.shape[1], k.shape[1], window_size=(-1, 0), **grouped
+            queries, keys, values, documents, key_documents, q.shape[1], k.shape[1], window_size=edges, **grouped
         )
         assert isinstance(attended, Tensor)
         return attended.view(q.shape)
@@ -84,19 +112,34 @@ def attention(
     ).transpose(1, 2)
 
 
-def document_attention(cu_seqlens: Tensor | None, tokens: Tensor, dtype: torch.dtype, dropout: bool) -> Tensor | None:
-    """What ``SelfAttention`` takes as ``documents``, made once for all layers; None without ``cu_seqlens``.
+def document_attention(
+    cu_seqlens: Tensor | None, tokens: Tensor, dtype: torch.dtype, dropout: bool, window: int | None = None
+) -> Tensor | None:
+    """What ``SelfAttention`` takes as ``documents``, made once for all layers; None where attention is only causal.
 
-    ``cu_seqlens`` int32 [D + 1] says where the documents of the flattened batch ``tokens`` [B, S] begin. It is itself
-    what PyTorch's kernel for variable lengths takes, on GPUs in 16 bit and without dropout of attention weights;
-    elsewhere a mask bool [B, 1, S, S], True where a token attends, does the same with ``scaled_dot_product_attention``.
+    ``cu_seqlens`` int32 [D + 1] says where the documents of the flattened batch ``tokens`` [B, S] begin; None where
+    each row is one. It is itself what PyTorch's kernel for variable lengths takes, on GPUs in 16 bit and without
+    dropout of attention weights; elsewhere a mask bool [B or 1, 1, S, S], True where a token attends, does the same
+    with ``scaled_dot_product_attention``. ``window``: a token attends to so many tokens before it; None for all.
     """
-    if cu_seqlens is None or takes_variable_lengths(tokens.device, dtype, dropout):
-        return cu_seqlens
     batch, length = tokens.shape
+    if window is not None and window >= length - 1:
+        window = None
+    if cu_seqlens is None and window is None:
+        return None
+    if takes_variable_lengths(tokens.device, dtype, dropout):
+        return whole_rows(batch, length, tokens.device) if cu_seqlens is None else cu_seqlens
+    if cu_seqlens is None:
+        batch, cu_seqlens = 1, whole_rows(1, length, tokens.device)  # the same mask for all
     position = torch.arange(batch * length, device=tokens.device, dtype=cu_seqlens.dtype)
     document = torch.bucketize(position, cu_seqlens, right=True).view(batch, 1, length)
-    return (document.unsqueeze(-1) == document.unsqueeze(-2)).tril()
+    mask = (document.unsqueeze(-1) == document.unsqueeze(-2)).tril()
+    return mask if window is None else mask.triu(-window)
+
+
+def whole_rows(batch: int, length: int, device: torch.device) -> Tensor:
+    """The ``cu_seqlens`` of a batch whose rows are one document each."""
+    return torch.arange(0, (batch + 1) * length, length, device=device, dtype=torch.int32)
 
 
 def takes_variable_lengths(device: torch.device, dtype: torch.dtype, dropout: bool) -> bool:
@@ -119,38 +162,18 @@ def head_size(hidden_size: int, num_heads: int, num_query_groups: int, kv_channe
     return kv_channels or hidden_size // num_heads
 
 
-def rotary_table(
-    length: int,
-    head_dim: int,
-    base: float,
-    scaling_factor: float | None,
-    device: torch.device,
-    positions: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Cosine and sine [S, 1, head_dim / 2], fp32, of the angles position / base^(2i / head_dim).
+class LayerNorm1p(nn.LayerNorm):
+    """A norm whose weight is kept less 1, so that weight decay would pull it to 1, and 16 bits hold it more exactly."""
 
-    ``positions`` int [B, S] instead of 0 to S - 1 make these [B, S, 1, head_dim / 2].
-
-    ``scaling_factor`` applies Llama 3.1's scaling: wavelengths beyond the original context of 8192 tokens are
-    stretched by the factor, those below a quarter of it are kept, and those between are interpolated.
-    The table is cheap, so it is made anew in each forward pass; a buffer would have to survive ``to_empty``.
-    """
-    frequency = base ** (-torch.arange(0, head_dim, 2, dtype=torch.float32, device=device) / head_dim)
-    if scaling_factor is not None:
-        low, high, original_context = 1.0, 4.0, 8192
-        turns = original_context * frequency / (2 * math.pi)  # rotations within the original context
-        keep = ((turns - low) / (high - low)).clamp(0, 1)  # 1: high frequency, kept; 0: low frequency, stretched
-        frequency = keep * frequency + (1 - keep) * frequency / scaling_factor
-    if positions is None:
-        positions = torch.arange(length, device=device)
-    angle = positions.float().unsqueeze(-1) * frequency  # [..., S, head_dim / 2]
-    return angle.cos().unsqueeze(-2), angle.sin().unsqueeze(-2)
+    def forward(self, x: Tensor) -> Tensor:
+        return F.layer_norm(x, self.normalized_shape, self.weight + 1, self.bias, self.eps)
 
 
-def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary embedding of ``x`` [B, S, heads, head_dim]; channel i forms a pair with channel i + head_dim / 2."""
-    first, second = x.chunk(2, dim=-1)
-    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
+class RMSNorm1p(nn.RMSNorm):
+    """The same of RMSNorm."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x, self.normalized_shape, self.weight + 1, self.eps)
 
 
 def linear_cross_entropy(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:

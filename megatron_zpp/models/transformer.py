@@ -28,36 +28,6 @@ class TransformerConfig(Protocol):
     def init_method_std(self) -> float: ...
 
 
-class DecoderConfig(TransformerConfig, Protocol):
-    """The shape of blocks of attention and MLP."""
-
-    @property
-    def num_attention_heads(self) -> int: ...
-
-    @property
-    def num_groups(self) -> int:
-        """Key/value heads."""
-        ...
-
-    @property
-    def head_dim(self) -> int: ...
-
-    @property
-    def ffn_size(self) -> int: ...
-
-    @property
-    def norm_epsilon(self) -> float: ...
-
-    @property
-    def attention_dropout(self) -> float: ...
-
-    @property
-    def hidden_dropout(self) -> float: ...
-
-    @property
-    def tie_embeddings(self) -> bool: ...
-
-
 class Transformer(nn.Module):
     """What every model has.
 
@@ -83,6 +53,7 @@ class ModelOutput(NamedTuple):
     # Scalars of this micro-batch by name, coefficients included: added to the loss. The same names in the same order in
     # every micro-batch on every rank.
     auxiliary: Mapping[str, Tensor]
+    observed: Mapping[str, Tensor] = {}  # the same of what is logged and not trained on
 
 
 def as_model_output(output: Tensor | ModelOutput) -> ModelOutput:

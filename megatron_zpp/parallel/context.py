@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
-from megatron_zpp.models.layers import SelfAttention, attention, takes_variable_lengths
+from megatron_zpp.models.layers import SelfAttention, attention, takes_variable_lengths, whole_rows
 from megatron_zpp.models.transformer import Transformer
 
 
@@ -66,24 +66,26 @@ class ContextParallel:
     size: int
 
     def document_attention(
-        self, cu_seqlens: Tensor | None, tokens: Tensor, dtype: torch.dtype, dropout: bool
+        self, cu_seqlens: Tensor | None, tokens: Tensor, dtype: torch.dtype, dropout: bool, window: int | None = None
     ) -> Tensor:
         """As ``layers.document_attention``, for ``tokens`` [B, S / cp]; the mask is bool [B or 1, 1, S / cp, S].
 
         Also without documents: then each sequence is one.
         """
         batch, length, device = tokens.shape[0], tokens.shape[1] * self.size, tokens.device
-        whole = torch.arange(0, (batch + 1) * length, length, device=device, dtype=torch.int32)
         if takes_variable_lengths(device, dtype, dropout):
-            return whole if cu_seqlens is None else cu_seqlens
+            return whole_rows(batch, length, device) if cu_seqlens is None else cu_seqlens
         if cu_seqlens is None:
-            batch, cu_seqlens = 1, whole[:2]  # the same mask for all
+            batch, cu_seqlens = 1, whole_rows(1, length, device)  # the same mask for all
         position = torch.arange(batch * length, device=device, dtype=torch.int32).view(batch, 1, length)
         document = torch.bucketize(position, cu_seqlens, right=True)
         of_queries = [shard(tensor, self.rank, self.size).unsqueeze(-1) for tensor in (document, position)]
-        return (of_queries[0] == document.unsqueeze(-2)) & (of_queries[1] >= position.unsqueeze(-2))
+        mask = (of_queries[0] == document.unsqueeze(-2)) & (of_queries[1] >= position.unsqueeze(-2))
+        return mask if window is None else mask & (of_queries[1] - position.unsqueeze(-2) <= window)
 
-    def attention(self, q: Tensor, k: Tensor, v: Tensor, documents: Tensor, dropout: float) -> Tensor:
+    def attention(
+        self, q: Tensor, k: Tensor, v: Tensor, documents: Tensor, dropout: float, window: int | None = None
+    ) -> Tensor:
         """As ``layers.attention``, for q [B, S / cp, heads, head_dim] and k, v [B, S / cp, groups, head_dim]."""
         k, v = self._gather(k, v)
         chunk = q.shape[1] // 2
@@ -95,7 +97,7 @@ class ContextParallel:
                 of_queries, of_keys = crop_cu_seqlens(documents, length, begin, end)
             else:
                 of_queries, of_keys = documents[:, :, here, :end], None
-            attended.append(attention(q[:, here], k[:, :end], v[:, :end], of_queries, dropout, of_keys))
+            attended.append(attention(q[:, here], k[:, :end], v[:, :end], of_queries, dropout, window, of_keys))
         return torch.cat(attended, dim=1)
 
     def _gather(self, k: Tensor, v: Tensor) -> Tensor:

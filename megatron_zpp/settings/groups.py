@@ -37,11 +37,71 @@ class ModelSettings:
     max_position_embeddings: int | None = flag(
         None, "longest sequence that the model can take; default --seq-length", at_least=1
     )
+    position_embedding_type: str | None = flag(
+        None,
+        "kind of positions; yarn is rope that YaRN stretches; default: the architecture's",
+        choices=("learned_absolute", "rope", "yarn", "none"),
+    )
     rotary_base: int = flag(10000, "base of the rotary embedding", at_least=1)
-    use_rope_scaling: bool = flag(False, "divide low rotary frequencies, for sequences beyond 8192 tokens")
+    rotary_percent: float = flag(1.0, "share of each head's channels that are rotated", above=0, at_most=1)
+    use_rope_scaling: bool = flag(
+        False, "divide low rotary frequencies as Llama 3.1 does, for sequences beyond 8192 tokens"
+    )
     rope_scaling_factor: float = flag(8.0, "what --use-rope-scaling divides by", above=0)
+    yarn_rotary_scaling_factor: float | None = flag(
+        None, "how many times the original context yarn reaches", at_least=1
+    )
+    yarn_original_max_position_embeddings: int | None = flag(
+        None, "context that the model was trained with before yarn", at_least=1
+    )
+    yarn_beta_fast: float = flag(32.0, "yarn keeps channels that turn so often within that context", above=0)
+    yarn_beta_slow: float = flag(1.0, "yarn stretches channels that turn no more often than this", above=0)
+    window_size: str | None = flag(
+        None, "a token attends to LEFT tokens before it, and to RIGHT = 0 after it; default all", metavar="LEFT,RIGHT"
+    )
     make_vocab_size_divisible_by: int = flag(128, "pad the vocabulary up to a multiple of this", at_least=1)
+    normalization: str | None = flag(
+        None, "norms before the sublayers; default: the architecture's", choices=("LayerNorm", "RMSNorm")
+    )
     norm_epsilon: float = flag(1e-5, "epsilon of LayerNorm and RMSNorm", at_least=1e-37)
+    apply_layernorm_1p: bool = flag(False, "norms multiply by 1 + weight")
+    qk_layernorm: bool = flag(False, "norms of each head's queries and keys")
+    swiglu: bool = flag(False, "SwiGLU in the MLP, not GELU; always with pretrain_llama.py")
+    disable_bias_linear: bool = flag(False, "linear layers without bias; always with pretrain_llama.py")
+    add_qkv_bias: bool = flag(False, "with --disable-bias-linear: queries, keys and values have biases all the same")
+    num_experts: int | None = flag(
+        None, "experts in place of the MLP, of which each token has a few; default: an MLP", at_least=2, at_most=2**16
+    )
+    moe_layer_freq: int = flag(
+        1, "experts in every so manyth block, the first included", needs="num_experts", at_least=1
+    )
+    moe_ffn_hidden_size: int | None = flag(
+        None, "width of an expert; default --ffn-hidden-size", needs="num_experts", at_least=1, at_most=2**26
+    )
+    moe_shared_expert_intermediate_size: int | None = flag(
+        None, "width of an expert that has all tokens; default: there is none", needs="num_experts", at_least=1
+    )
+    moe_router_topk: int = flag(2, "experts that a token goes to", needs="num_experts", at_least=1)
+    moe_router_score_function: str = flag(
+        "softmax", "what makes scores of the router's logits", choices=("softmax", "sigmoid"), needs="num_experts"
+    )
+    moe_router_pre_softmax: bool = flag(
+        False, "softmax over all experts, so that the weights of a token's do not add up to 1", needs="num_experts"
+    )
+    moe_router_topk_scaling_factor: float = flag(
+        1.0, "multiply the weights of a token's experts", needs="num_experts", above=0
+    )
+    moe_router_load_balancing_type: str = flag(
+        "aux_loss", "what spreads tokens over experts", choices=("aux_loss", "none"), needs="num_experts"
+    )
+    moe_aux_loss_coeff: float = flag(0.0, "coefficient of the balancing loss, as 0.01", needs="num_experts", at_least=0)
+    moe_z_loss_coeff: float = flag(0.0, "coefficient of the router's z-loss, as 0.001", needs="num_experts", at_least=0)
+    moe_expert_capacity_factor: float | None = flag(
+        None,
+        "an expert drops tokens beyond so many times its even share; default: it drops none",
+        needs="num_experts",
+        above=0,
+    )
     init_method_std: float = flag(0.02, "standard deviation of the initial weights", above=0)
     attention_dropout: float | None = flag(
         None, "dropout of attention weights; default: the architecture's", at_least=0, below=1
@@ -53,15 +113,6 @@ class ModelSettings:
     tie_embeddings_and_output_weights: bool = flag(
         False, "the embeddings are the output layer too; default: the architecture's"
     )
-    # Flags that Megatron's scripts pass to describe the architecture: accepted where true of it.
-    normalization: str | None = flag(
-        None, "norm of the blocks; must be the architecture's", choices=("LayerNorm", "RMSNorm")
-    )
-    position_embedding_type: str | None = flag(
-        None, "kind of positions; must be the architecture's", choices=("learned_absolute", "rope")
-    )
-    swiglu: bool = flag(False, "SwiGLU in the MLP; refused where the architecture has none")
-    disable_bias_linear: bool = flag(False, "linear layers without bias; refused where the architecture's have one")
 
 
 @dataclass(frozen=True)

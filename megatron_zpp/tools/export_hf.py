@@ -27,6 +27,7 @@ from megatron_zpp.data.tokenizers import Tokenizer
 from megatron_zpp.huggingface import files
 from megatron_zpp.huggingface.checkpoint import parameter_reader
 from megatron_zpp.huggingface.compare import compare
+from megatron_zpp.huggingface.generation import generation_settings
 from megatron_zpp.huggingface.mapping import their_shapes
 from megatron_zpp.huggingface.tokenizer import add_tokenizer_flags, build, given_tokenizer, write_tokenizer
 from megatron_zpp.metrics.progress import progress
@@ -52,7 +53,7 @@ def export(args: argparse.Namespace, given: Architecture | None = None) -> str:
         raise CheckpointError(f"{checkpoint} is damaged: {'; '.join(wrong)}. Export another one with --ckpt-step")
     meta = read_meta(checkpoint)
     architecture, config = saved_model(meta, given)
-    mapping, settings = architecture.require_huggingface(), meta["settings"] | given_tokenizer(args)
+    mapping, settings = architecture.huggingface_model(config), meta["settings"] | given_tokenizer(args)
     tokenizer = None if args.no_tokenizer else load_tokenizer(settings, config.vocab_size)
     if args.trim_vocab and tokenizer is not None:
         config = dataclasses.replace(config, vocab_size=tokenizer.vocab_size)  # type: ignore[type-var]
@@ -83,7 +84,8 @@ def export(args: argparse.Namespace, given: Architecture | None = None) -> str:
         if tokenizer is not None:
             with progress("writing the tokenizer"):
                 tokens = write_tokenizer(settings, tokenizer, folder)
-        files.write_config(folder, hf_config, tokens, args.dtype)
+        special, generation = generation_settings(settings, tokens)
+        files.write_config(folder, hf_config, special, generation, args.dtype)
         with progress("writing weights"):
             shapes = their_shapes(architecture, config)
             written = files.write_weights(folder, shapes, DTYPES[args.dtype], theirs, args.max_file_size)

@@ -41,7 +41,7 @@ def import_(args: argparse.Namespace, architectures: Sequence[Architecture] = AR
         raise ValueError(f"--input {args.input} is not a folder: give the one that holds the model's config.json")
     hf_config = files.read_config(args.input, model_types(architectures))
     architecture, config, positions = from_hf_config(hf_config, architectures)
-    mapping = architecture.require_huggingface()
+    mapping = architecture.huggingface_model(config)
     stored = files.WeightFiles(args.input)
     name_of = match_names(stored, their_shapes(architecture, config), hf_config["tie_word_embeddings"])
     chosen = given_tokenizer(args) or find_tokenizer(args.input)
@@ -50,7 +50,8 @@ def import_(args: argparse.Namespace, architectures: Sequence[Architecture] = AR
             f"{args.input} has no tokenizer (tokenizer.json, tokenizer.model, or vocab.json and merges.txt): give its "
             "own with --tokenizer-type and its files; a NullTokenizer with --vocab-size serves data that is ids already"
         )
-    flags = mapping.flags(config, positions)
+    assert architecture.flags is not None
+    flags = architecture.flags(config, positions)
     flags += [word for name, value in chosen.items() for word in (f"--{name.replace('_', '-')}", str(value))]
     settings = settings_of_import(architecture, config, flags, positions, build(chosen))
 
@@ -83,7 +84,7 @@ def import_(args: argparse.Namespace, architectures: Sequence[Architecture] = AR
 
 def model_types(architectures: Sequence[Architecture]) -> list[str]:
     """What transformers calls them in config.json."""
-    return [each.huggingface.model_type for each in architectures if each.huggingface is not None]
+    return list(dict.fromkeys(mapping.model_type for each in architectures for mapping in each.huggingface))
 
 
 def match_names(stored: files.WeightFiles, shapes: Mapping[str, torch.Size], tied: bool) -> dict[str, str]:

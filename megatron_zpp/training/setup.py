@@ -17,7 +17,7 @@ from megatron_zpp.architectures import Architecture, padded_vocab_size
 from megatron_zpp.arguments.resolve_parallel import check_vocabulary
 from megatron_zpp.checkpoint import CheckpointError, FolderLock, load_checkpoint, read_meta
 from megatron_zpp.checkpoint.counters import Counters
-from megatron_zpp.checkpoint.model import check_architecture
+from megatron_zpp.checkpoint.model import saved_model
 from megatron_zpp.checkpoint.resume import check_same_batches_and_data, check_same_order, checkpoint_to_load
 from megatron_zpp.data.build import Datasets
 from megatron_zpp.metrics.writers import MetricWriters
@@ -187,12 +187,12 @@ def _evaluations_to_come(training: TrainingSettings, counters: Counters, train_i
 def _load(run: Run, checkpoint: Path, meta: dict[str, Any]) -> None:
     settings = run.settings
     with errors_on_all_ranks():
-        check_architecture(meta, run.architecture)
-        ours = dataclasses.asdict(run.model.config)
+        _, saved = saved_model(meta, run.architecture)
+        theirs = dataclasses.asdict(saved)
         differing = [
-            f"{k} {meta['model_config'].get(k)} there, {v} here"
-            for k, v in ours.items()
-            if meta["model_config"].get(k) != v and not k.endswith("dropout") and k != "init_method_std"
+            f"{k} {theirs[k]} there, {v} here"
+            for k, v in dataclasses.asdict(run.model.config).items()
+            if theirs[k] != v and not k.endswith("dropout") and k != "init_method_std"
         ]
         if differing:
             raise CheckpointError(f"{checkpoint} is of another model: {'; '.join(differing)}")

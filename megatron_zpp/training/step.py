@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_zpp.data.loader import Batch
-from megatron_zpp.models.transformer import as_model_output
+from megatron_zpp.models.transformer import ModelOutput, as_model_output
 from megatron_zpp.optim.gradients import clip_gradients, count_zeros, scale_gradients
 from megatron_zpp.optim.optimizer import set_lr_and_weight_decay
 from megatron_zpp.parallel.context import shard_batch
@@ -33,7 +33,7 @@ class StepResult:
     spiked: bool  # the loss was far above that of the steps before
     stop: bool  # some rank wants to save and exit
     num_zeros: int | None
-    auxiliary: dict[str, float]  # auxiliary losses by name: means over micro-batches and ranks
+    auxiliary: dict[str, float]  # auxiliary losses and what else a model shows: means over micro-batches and ranks
     micro_batches: list[Batch] = field(repr=False)  # this rank's, or in turn those of all that it emulates
 
     def losses(self) -> dict[str, float]:
@@ -101,8 +101,8 @@ def accumulate_gradients(
 ) -> tuple[Tensor, list[str]]:
     """Forward and backward passes of one step, gradients reduced but not scaled back.
 
-    Returns fp64 [3 + A], and A names: this rank's summed loss, its tokens, a 0 to fill in, and its auxiliary losses,
-    weighted by ``weighted_auxiliary``; add them over all ranks.
+    Returns fp64 [3 + A], and A names: this rank's summed loss, its tokens, a 0 to fill in, and its auxiliary losses and
+    observations, weighted by ``weighted_auxiliary``; add them over all ranks.
     """
     settings, model = run.settings, run.model
     per_token = settings.training.calculate_per_token_loss
@@ -117,14 +117,14 @@ def accumulate_gradients(
         mean = loss_sum * run.mesh.cp_size / num_tokens.clamp(min=1)
         return (loss_sum if per_token else mean / num_micro_batches) * scale
 
-    def weighted_auxiliary(auxiliary: Mapping[str, Tensor], target: Target) -> Tensor:
+    def weighted_auxiliary(output: ModelOutput, target: Target) -> Tensor | float:
         # Averaged over micro-batches and (FSDP2) over ranks; per token, over the tokens that are in them. Ranks of a
         # context-parallel group count the same tokens.
         weight = target[1] / run.mesh.cp_size if per_token else 1 / num_micro_batches
-        for name, value in auxiliary.items():
+        for name, value in (*output.auxiliary.items(), *output.observed.items()):
             so_far = auxiliary_totals.setdefault(name, torch.zeros((), dtype=torch.float64, device=run.device))
             so_far += value.detach() * weight
-        return torch.stack([*auxiliary.values()]).sum() * weight * scale
+        return sum(output.auxiliary.values()) * weight * scale
 
     if run.pipeline is not None:
         micro_batches = [to_inputs(run, next(batches)) for _ in range(num_micro_batches)]
@@ -138,10 +138,8 @@ def accumulate_gradients(
         for as_rank in run.ranks:
             with as_rank:
                 inputs, target = to_inputs(run, next(batches))
-                losses, auxiliary = as_model_output(model(**inputs))
-                loss = scaled_loss(losses, target)
-                if auxiliary:
-                    loss = loss + weighted_auxiliary(auxiliary, target)
+                output = as_model_output(model(**inputs))
+                loss = scaled_loss(output.losses, target) + weighted_auxiliary(output, target)
                 loss.backward()
     return count_once(run, torch.stack([*totals, *auxiliary_totals.values()])), list(auxiliary_totals)
 

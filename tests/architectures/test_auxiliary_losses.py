@@ -14,14 +14,14 @@ from torch import Tensor
 
 from megatron_zpp.architectures import GPT
 from megatron_zpp.data.loader import build_loader
-from megatron_zpp.models import gpt
+from megatron_zpp.models.decoder import Decoder
 from megatron_zpp.models.transformer import ModelOutput
 from megatron_zpp.training.pretrain import train
 from tests.ranks import run_ranks
 from tests.training.small_run import NO_DROPOUT, Metrics, flags, start, write_text
 
 
-class WithAuxiliary(gpt.GPT):
+class WithAuxiliary(Decoder):
     """Penalizes large losses, as much as it minimizes them."""
 
     def forward(self, tokens: Tensor, labels: Tensor | None = None, *args: Any, **kwargs: Any) -> Any:

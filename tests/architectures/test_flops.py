@@ -9,29 +9,29 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from megatron_zpp.architectures import ARCHITECTURES, GPT, LLAMA
-from megatron_zpp.models.gpt import GPTConfig
-from megatron_zpp.models.llama import LlamaConfig
+from megatron_zpp.architectures import ARCHITECTURES, GPT
+from megatron_zpp.arguments.parse import parse_settings
+from megatron_zpp.models.decoder import DecoderConfig
 from megatron_zpp.settings.groups import ModelSettings, TrainingSettings
 from tests.architectures.find import architecture_of
 from tests.models.test_models import CONFIGS, batch, build
 
 
-def flops_per_token(config: GPTConfig | LlamaConfig, seq_length: int) -> float:
+def flops_per_token(config: DecoderConfig, seq_length: int) -> float:
     return architecture_of(config).flops_per_token(config, seq_length)
 
 
-def num_parameters(config: GPTConfig | LlamaConfig) -> int:
+def num_parameters(config: DecoderConfig) -> int:
     return architecture_of(config).num_parameters(config)
 
 
-def preset_config(name: str) -> GPTConfig | LlamaConfig:
-    preset = dict({**GPT.presets, **LLAMA.presets}[name])
-    length = preset.pop("seq_length")
-    if name.startswith("gpt-"):
-        return GPTConfig(vocab_size=50304, max_position_embeddings=length, **preset)
-    preset.pop("group_query_attention", None)
-    return LlamaConfig(vocab_size=128256 if name == "llama-8b" else 32000, **preset)
+def preset_config(name: str) -> DecoderConfig:
+    architecture = next(each for each in ARCHITECTURES if name in each.presets)
+    run = "--micro-batch-size 1 --train-iters 1 --lr 1 --mock-data --vocab-size 9"
+    settings = parse_settings(architecture, f"--preset {name} {run}".split())
+    vocabulary = {"gpt": 50304, "qwen3": 151936, "llama-8b": 128256}
+    size = vocabulary.get(name) or vocabulary.get(name.partition("-")[0]) or 32000
+    return architecture.build_config(settings.model, size)
 
 
 def test_flops_by_hand():
@@ -40,6 +40,15 @@ def test_flops_by_hand():
     assert flops_per_token(preset_config("llama-8b"), 8192) == 6 * (32 * layer + 4096 * 128256) + 6 * 32 * 4096 * 8192
     layer = 4 * 768 * 768 + 2 * 768 * 3072
     assert flops_per_token(preset_config("gpt-125m"), 1024) == 6 * (12 * layer + 768 * 50304) + 6 * 12 * 768 * 1024
+
+
+def test_flops_of_a_window_count_what_is_within():
+    config, length = preset_config("mistral-7b"), 8192
+    of_scores = flops_per_token(config, length) - flops_per_token(config, 0)
+    within = sum(min(token + 1, 4096) for token in range(length)) / length  # on average, the diagonal whole
+    assert of_scores / (32 * 12 * 4096) == pytest.approx(within, abs=0.5)
+    everything = dataclasses.replace(config, window_size=None)
+    assert flops_per_token(config, 4096) == flops_per_token(everything, 4096)
 
 
 @CONFIGS
@@ -73,6 +82,9 @@ def test_parameters_by_hand():
         ("llama-7b", 6.738),  # as published with the weights
         ("llama-13b", 13.016),
         ("llama-8b", 8.030),
+        ("mistral-7b", 7.242),
+        ("qwen3-0.6b", 0.596),
+        ("qwen3-8b", 8.191),
     ],
 )
 def test_presets_have_their_size(name, billions):
@@ -83,7 +95,7 @@ def test_presets_are_settings():
     fields = {field.name for group in (ModelSettings, TrainingSettings) for field in dataclasses.fields(group)}
     for architecture in ARCHITECTURES:
         for name, preset in architecture.presets.items():
-            assert name.startswith(f"{architecture.name}-") and preset.keys() <= fields
+            assert preset.keys() <= fields, name
 
 
 def test_18b_on_meta_allocates_nothing():

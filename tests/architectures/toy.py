@@ -16,13 +16,8 @@ from torch import Tensor, nn
 from megatron_zpp.architectures import Architecture, BlockActivations, HuggingFaceMapping, Weight
 from megatron_zpp.architectures.decoder_only import check_shape
 from megatron_zpp.architectures.huggingface import require_sizes, require_values, same, same_weight_and_bias
-from megatron_zpp.models.layers import (
-    SelfAttention,
-    document_attention,
-    linear_cross_entropy,
-    output_logits,
-    rotary_table,
-)
+from megatron_zpp.models.layers import SelfAttention, document_attention, linear_cross_entropy, output_logits
+from megatron_zpp.models.rotary import frequencies, rotary_table
 from megatron_zpp.models.transformer import ModelOutput, Transformer
 from megatron_zpp.settings.checks import require
 from megatron_zpp.settings.groups import ModelSettings
@@ -57,7 +52,7 @@ class ToyBlock(nn.Module):
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, documents: Tensor | None) -> Tensor:
         mlp = self.linear_fc2(F.relu(self.linear_fc1(self.norm2(x))))
-        return x + self.self_attention(self.norm1(x), (cos, sin), documents) + mlp
+        return x + self.self_attention(self.norm1(x), cos, sin, documents) + mlp
 
 
 class Toy(Transformer):
@@ -80,7 +75,8 @@ class Toy(Transformer):
         cu_seqlens: Tensor | None = None,
     ) -> Tensor | ModelOutput:
         x = self.word_embeddings(tokens)
-        cos, sin = rotary_table(tokens.shape[1], self.config.head_dim, 10000, None, tokens.device, position_ids)
+        frequency = frequencies(self.config.head_dim, 10000, tokens.device)
+        cos, sin = rotary_table(frequency, tokens.shape[1], position_ids)
         documents = self.document_attention(cu_seqlens, tokens, x.dtype, False)
         for layer in self.layers:
             x = layer(x, cos.to(x.dtype), sin.to(x.dtype), documents)
@@ -179,6 +175,7 @@ TOY = Architecture(
     initial_std=lambda name, config: 2 * config.init_method_std if "output_layer" in name else config.init_method_std,
     presets={"toy-1": dict(num_layers=1, hidden_size=16, num_attention_heads=2, seq_length=16)},
     activations=activations,
-    huggingface=HuggingFaceMapping("gpt_neox", to_hf_config, from_hf_config, weights, flags),
+    huggingface=(HuggingFaceMapping("gpt_neox", to_hf_config, from_hf_config, weights),),
+    flags=flags,
 )
-BARE = dataclasses.replace(TOY, activations=None, huggingface=None)  # what is optional left out
+BARE = dataclasses.replace(TOY, activations=None, huggingface=())  # what is optional left out

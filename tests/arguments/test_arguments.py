@@ -1,6 +1,7 @@
 """parse_settings: what a command line becomes, and what it is refused for."""
 
 import dataclasses
+import re
 import shlex
 from pathlib import Path
 
@@ -11,17 +12,18 @@ from megatron_zpp.arguments.command_line import help_text
 from megatron_zpp.arguments.foreign_flags import NOT_NEEDED, REFUSED
 from megatron_zpp.arguments.page import render_reference
 from megatron_zpp.arguments.parse import SettingsError, parse_settings
-from megatron_zpp.models.llama import LlamaConfig
+from megatron_zpp.models.decoder import DecoderConfig
 from megatron_zpp.settings.checks import flag_of
 from megatron_zpp.settings.flags import iterate_flags
 from megatron_zpp.settings.groups import Settings, all_flags, iterate_groups
 from megatron_zpp.zeropp import LoCoConfig, ZeroPPConfig
+from tests.models.configs import llama_config
 
 SMALL = (
     "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --micro-batch-size 2 "
     "--train-iters 10 --lr 1e-3 --mock-data --vocab-size 100 "
 )
-
+YARN = "--position-embedding-type yarn --yarn-rotary-scaling-factor 4 --yarn-original-max-position-embeddings 4096"
 PRESETS = {name: preset for each in ARCHITECTURES for name, preset in each.presets.items()}
 
 
@@ -122,7 +124,7 @@ def test_derived_llama():
     assert (model.normalization, model.position_embedding_type) == ("RMSNorm", "rope")
     # So narrow that 8/3 of it rounds down to 0: one multiple of 64, by the flags and by the model's own rule.
     assert parse(SMALL.replace("--hidden-size 64", "--hidden-size 16"), "llama")[0].model.ffn_hidden_size == 64
-    assert LlamaConfig(1, 16, 1, 128).ffn_size == 64
+    assert llama_config(1, 16, 1, 128).ffn_size == 64
 
 
 @pytest.mark.parametrize("architecture", ["gpt", "llama"])
@@ -136,7 +138,8 @@ def test_embeddings_are_tied_as_asked(architecture):
 @pytest.mark.parametrize("name", PRESETS)
 def test_presets_parse(name):
     settings, notes = parse(
-        f"--preset {name} --micro-batch-size 1 --train-iters 1 --lr 1 --mock-data --vocab-size 9", name.split("-")[0]
+        f"--preset {name} --micro-batch-size 1 --train-iters 1 --lr 1 --mock-data --vocab-size 9",
+        "gpt" if name in GPT.presets else "llama",
     )
     flat = settings.as_flat_dict()
     assert {key: flat[key] for key in PRESETS[name]} == PRESETS[name]
@@ -395,21 +398,75 @@ def test_refused_for_llama(extra, words):
 
 
 @pytest.mark.parametrize(
-    ("architecture", "flag", "truth"),
+    ("architecture", "flags", "message"),
     [
-        ("gpt", "--swiglu", "GPT does not have it"),
-        ("gpt", "--disable-bias-linear", "GPT does not have it"),
-        ("gpt", "--group-query-attention", "GPT does not have it"),
-        ("gpt", "--use-rope-scaling", "GPT does not have it"),
-        ("gpt", "--normalization RMSNorm", "GPT has LayerNorm"),
-        ("gpt", "--position-embedding-type rope", "GPT has learned_absolute"),
-        ("llama", "--normalization LayerNorm", "Llama has RMSNorm"),
-        ("llama", "--position-embedding-type learned_absolute", "Llama has rope"),
+        ("gpt", "--add-qkv-bias", "--add-qkv-bias adds nothing"),
+        (
+            "gpt",
+            "--rotary-base 500000",
+            "--rotary-base is of --position-embedding-type rope or yarn, ",
+        ),
+        ("gpt", "--use-rope-scaling", "--use-rope-scaling is of --position-embedding-type rope or yarn"),
+        ("llama", "--position-embedding-type none --rotary-percent 0.5", "--rotary-percent is of --position"),
+        (
+            "llama",
+            "--yarn-rotary-scaling-factor 4",
+            "--yarn-rotary-scaling-factor is of --position-embedding-type yarn",
+        ),
+        ("llama", "--rotary-percent 0.2", "even number of channels per head, got 3; .*--rotary-percent"),
+        ("llama", "--rotary-percent 0.01", "even number of channels per head, got 0"),
+        ("llama", "--position-embedding-type yarn", "yarn needs --yarn-rotary-scaling-factor"),
+        ("llama", f"{YARN} --use-rope-scaling", "--use-rope-scaling and --position-embedding-type yarn exclude"),
+        ("llama", f"{YARN} --rotary-base 1", "yarn needs a --rotary-base above 1"),
+        ("llama", f"{YARN} --yarn-beta-slow 40", "--yarn-beta-fast 32 must be above --yarn-beta-slow 40"),
+        ("llama", "--window-size 4096", "--window-size 4096 must be LEFT,0"),
+        ("llama", "--window-size 16,16", "--window-size 16,16 must be LEFT,0"),
+        ("gpt", "--window-size 0,0", "--window-size 0,0 must be LEFT,0"),
     ],
 )
-def test_a_flag_that_describes_another_network_is_refused(architecture, flag, truth):
-    instead = "leave it out, or use the program of an architecture that has it"
-    assert refusal(SMALL + flag, architecture) == f"{flag} does not fit: {truth}; {instead}"
+def test_descriptions_of_a_network_that_make_no_sense_are_refused(architecture, flags, message):
+    found = refusal(SMALL + flags, architecture)
+    assert re.search(message, found) and found.count("\n") == 0
+
+
+def test_flags_describe_any_decoder():
+    flags = """--swiglu --normalization RMSNorm --position-embedding-type rope --rotary-percent 0.5 --rotary-base 500000
+        --group-query-attention --num-query-groups 2 --disable-bias-linear --add-qkv-bias --qk-layernorm
+        --window-size (15,0) --apply-layernorm-1p --untie-embeddings-and-output-weights --use-rope-scaling"""
+    settings, notes = parse(SMALL + flags)
+    config = GPT.build_model(settings.model, 100).config
+    assert notes == [] and config == DecoderConfig(
+        *(4, 64, 4, 128),
+        ffn_hidden_size=128,  # SwiGLU's
+        num_query_groups=2,
+        kv_channels=16,
+        normalization="RMSNorm",
+        layernorm_1p=True,
+        qk_layernorm=True,
+        swiglu=True,
+        add_bias_linear=False,
+        add_qkv_bias=True,
+        window_size=15,
+        position_embedding_type="rope",
+        rotary_percent=0.5,
+        rotary_base=500000,
+        rope_scaling_factor=8.0,
+        tie_embeddings=False,
+    )
+    # Llama's flags, given to pretrain_gpt.py, describe pretrain_llama.py's model.
+    llama = """--swiglu --normalization RMSNorm --position-embedding-type rope --disable-bias-linear
+        --attention-dropout 0 --hidden-dropout 0 --untie-embeddings-and-output-weights"""
+    of_gpt, of_llama = (parse(SMALL + more, name)[0].model for more, name in ((llama, "gpt"), ("", "llama")))
+    assert of_gpt == of_llama
+    other = parse(SMALL + f"--normalization LayerNorm {YARN}", "llama")[0].model
+    assert (other.normalization, other.position_embedding_type) == ("LayerNorm", "yarn")
+
+
+def test_a_preset_that_ties_the_embeddings_is_overridden():
+    rest = "--micro-batch-size 1 --train-iters 1 --lr 1 --mock-data --vocab-size 9"
+    for more, tied in ("", True), (" --untie-embeddings-and-output-weights", False):
+        model = parse(f"--preset qwen3-0.6b {rest}{more}", "llama")[0].model
+        assert model.tie_embeddings_and_output_weights == tied
 
 
 def test_split_is_refused_with_data_for_each_split():

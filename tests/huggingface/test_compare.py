@@ -2,12 +2,14 @@
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from megatron_zpp.huggingface.compare import compare, streamed_logits, transformers_model
 from tests.huggingface.small_models import CONFIGS, POSITIONS, build, build_empty, mapping_of, to_hf_config
 
+YARN = to_hf_config(CONFIGS["llama-yarn"])["rope_scaling"]
 TOKENS = torch.randint(101, (2, 32), generator=torch.Generator().manual_seed(1))
 
 
@@ -36,6 +38,26 @@ def test_streamed_logits_are_those_of_the_whole_model(config):
     assert compare(build_empty(config), parameters.__getitem__, hf_config, tensors.__getitem__, POSITIONS) < 1e-4
 
 
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+def test_a_training_step_is_transformers(config):
+    ours = build(config)
+    theirs = AutoModelForCausalLM.from_config(AutoConfig.for_model(**to_hf_config(config))).eval()  # no dropout
+    theirs.load_state_dict(split(config, dict(ours.named_parameters())), strict=False)
+    found = []
+    for model, logits in (ours, ours), (theirs, lambda tokens: theirs(tokens).logits):
+        optimizer, losses = torch.optim.SGD(model.parameters(), lr=0.1), []
+        for _ in range(2):
+            loss = F.cross_entropy(logits(TOKENS[:, :-1]).flatten(0, 1), TOKENS[:, 1:].flatten())
+            optimizer.zero_grad()
+            loss.backward()
+            losses.append(loss.item())
+            norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+        found.append([*losses, norm.item()])
+    assert found[0] == pytest.approx(found[1], rel=1e-5)
+    assert found[0][1] < found[0][0]
+
+
 def test_one_block_is_in_memory_at_a_time():
     config = CONFIGS["llama-grouped"]
     parameters, model, filled = dict(build(config).named_parameters()), build_empty(config).eval(), set()
@@ -57,6 +79,8 @@ def test_one_block_is_in_memory_at_a_time():
         ("gpt", {"transformer.h.0.ln_1.bias": torch.zeros_like}),
         ("llama-grouped", {"model.layers.1.self_attn.k_proj.weight": lambda x: x.flip(0)}),
         ("llama", {"model.layers.0.mlp.up_proj.weight": lambda x: x + 1e-2}),
+        ("qwen2", {"model.layers.1.self_attn.k_proj.bias": torch.zeros_like}),
+        ("qwen3", {"model.layers.0.self_attn.q_norm.weight": torch.ones_like}),
     ],
 )
 def test_a_wrong_weight_is_noticed(name, change):
@@ -75,3 +99,21 @@ def test_a_wrong_configuration_is_noticed():
     for change in ({"rope_theta": 10000.0}, {"rope_scaling": None}, {"rms_norm_eps": 1e-2}):
         with pytest.raises(ValueError, match="transformers' logits differ from ours"):
             compare(build_empty(config), parameters.__getitem__, hf_config | change, tensors.__getitem__, POSITIONS)
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("mistral", {"sliding_window": 5}),  # ours is 5 tokens and the token itself
+        ("mistral", {"sliding_window": None}),
+        ("qwen2-window", {"max_window_layers": 1}),
+        ("llama-yarn", {"rope_scaling": YARN | {"beta_slow": 1.0}}),
+        ("llama-yarn", {"rope_scaling": YARN | {"attention_factor": 1.0}}),
+    ],
+)
+def test_another_window_or_yarn_is_noticed(name, change):
+    config = CONFIGS[name]
+    parameters = dict(build(config).named_parameters())
+    tensors, hf_config = split(config, parameters), to_hf_config(config)
+    with pytest.raises(ValueError, match="transformers' logits differ from ours"):
+        compare(build_empty(config), parameters.__getitem__, hf_config | change, tensors.__getitem__, POSITIONS)

@@ -5,16 +5,46 @@ import dataclasses
 import pytest
 from transformers import AutoConfig
 
-from megatron_zpp.architectures import ARCHITECTURES, LLAMA
+from megatron_zpp.architectures import ARCHITECTURES, GPT, LLAMA, Architecture
+from megatron_zpp.arguments.parse import parse_settings
 from megatron_zpp.huggingface.mapping import from_hf_config
-from tests.architectures.find import architecture_of
+from megatron_zpp.models.decoder import DecoderConfig
 from tests.huggingface.small_models import CONFIGS, POSITIONS, to_hf_config
 
 
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 def test_configurations_survive_the_round_trip(config):
     theirs = AutoConfig.for_model(**to_hf_config(config)).to_dict()
-    assert from_hf_config(theirs, ARCHITECTURES) == (architecture_of(config), config, POSITIONS)
+    assert from_hf_config(theirs, ARCHITECTURES) == (record_of(config), config, POSITIONS)
+
+
+def record_of(config: DecoderConfig) -> Architecture:
+    """GPT's flags can describe them all, but the others' are Llama's but for a few."""
+    return LLAMA if config.swiglu else GPT
+
+
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+def test_the_trainers_flags_are_the_configuration(config):
+    for architecture in {GPT.name: GPT, record_of(config).name: record_of(config)}.values():
+        flags = [*architecture.flags(config, POSITIONS), "--mock-data", "--vocab-size", "50", "--lr", "1"]
+        run = ["--seq-length", "8", "--micro-batch-size", "1", "--train-iters", "1"]
+        settings = parse_settings(architecture, [*flags, *run], note=pytest.fail)
+        assert architecture.build_model(settings.model, 51).config == config
+
+
+@pytest.mark.parametrize("kind", ["mistral", "qwen2", "qwen3"])
+def test_what_transformers_writes_by_default_is_read(kind):
+    theirs = AutoConfig.for_model(kind).to_dict()
+    architecture, config, positions = from_hf_config(theirs, ARCHITECTURES)
+    assert architecture is LLAMA and positions == theirs["max_position_embeddings"]
+    assert config.window_size == (4095 if kind == "mistral" else None)
+    assert (config.add_qkv_bias, config.qk_layernorm) == (kind == "qwen2", kind == "qwen3")
+
+
+def test_windows_of_earlier_versions_without_layer_types_are_read():
+    hf = to_hf_config(CONFIGS["qwen2-window"])
+    assert "layer_types" not in hf and from_hf_config(hf, ARCHITECTURES)[1].window_size == 9
+    assert from_hf_config(hf | {"max_window_layers": 2}, ARCHITECTURES)[1].window_size is None
 
 
 def test_both_spellings_of_rotary_settings_are_read():
@@ -27,12 +57,13 @@ def test_both_spellings_of_rotary_settings_are_read():
 
 
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+YARN = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 32}
 
 
 @pytest.mark.parametrize(
     ("name", "change", "message"),
     [
-        ("gpt", {"model_type": "bert"}, "model_type is bert; gpt2 and llama can be imported"),
+        ("gpt", {"model_type": "bert"}, "model_type is bert; gpt2, llama, mistral, qwen2 and qwen3 can be imported"),
         ("gpt", {"activation_function": "relu"}, "activation_function is relu, supported: gelu_new or"),
         ("gpt", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx is True"),
         ("gpt", {"scale_attn_weights": False}, "scale_attn_weights is False"),
@@ -40,7 +71,17 @@ LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_fr
         ("llama", {"num_attention_heads": 0}, "num_attention_heads is 0, not a size"),
         ("llama", {"hidden_act": "gelu"}, "hidden_act is gelu, supported: silu"),
         ("llama", {"attention_bias": True, "mlp_bias": True}, "attention_bias is True, supported: False; mlp_bias is"),
-        ("llama", {"rope_scaling": {"rope_type": "yarn"}}, "rope_parameters.rope_type is yarn"),
+        ("llama", {"rope_scaling": YARN | {"mscale": 0.7}}, "rope_parameters.mscale is 0.7, supported: None"),
+        ("llama", {"rope_scaling": YARN | {"truncate": False}}, "rope_parameters.truncate is False"),
+        ("llama", {"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "original_max_position_embeddings is None"),
+        ("llama", {"rope_scaling": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "partial_rotary_factor is"),
+        ("qwen3", {"attention_bias": True}, "attention_bias is True, supported: False"),
+        (
+            "qwen2-window",
+            {"layer_types": ["full_attention", "sliding_attention"]},
+            "layer_types has both full_attention and sliding_attention",
+        ),
+        ("qwen2-window", {"layer_types": None, "max_window_layers": 1}, "max_window_layers 1 is between 0 and"),
         ("llama", {"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_parameters.rope_type is linear"),
         ("llama", {"rope_scaling": LLAMA3}, "original_max_position_embeddings is None, supported: 8192"),
         ("llama", {"rope_theta": 10000.5}, "only whole numbers"),
@@ -61,8 +102,14 @@ def test_what_ours_cannot_express_is_named(name, change, message):
         (dataclasses.replace(CONFIGS["gpt"], kv_channels=16), "GPT-2 has heads of hidden_size / num_attention_heads"),
         (
             dataclasses.replace(CONFIGS["llama"], num_attention_heads=3, num_query_groups=3),
-            "Llama needs a hidden_size that its number of heads divides; this model's is 32, with 3 heads",
+            "llama needs a hidden_size that its number of heads divides; this model's is 32, with 3 heads",
         ),
+        (dataclasses.replace(CONFIGS["qwen2"], kv_channels=16), "qwen2 needs .* into heads of that width"),
+        (
+            dataclasses.replace(CONFIGS["qwen3"], add_bias_linear=True, layernorm_1p=True),
+            "GPT-2 does not have .*; llama does not have .*; qwen3 does not have layernorm_1p True, add_bias_linear",
+        ),
+        (dataclasses.replace(CONFIGS["gpt"], num_query_groups=2), "GPT-2 does not have grouped queries"),
     ],
 )
 def test_what_theirs_cannot_express_is_named(config, message):

@@ -12,8 +12,9 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_zpp.models.activation_checkpoint import apply_activation_checkpointing
-from megatron_zpp.models.gpt import GPT, GPTConfig
+from megatron_zpp.models.decoder import Decoder
 from megatron_zpp.models.init import init_weights
+from tests.models.configs import gpt_config
 from tests.models.test_models import CONFIGS, GPT_CONFIG, batch, build
 from tests.ranks import run_ranks
 
@@ -56,7 +57,7 @@ class OperatorCounts(TorchDispatchMode):
 
 def recomputed(*choice) -> tuple[int, int, int]:
     """(linear layers, attentions, GELUs) that the backward pass of a GPT with 4 layers computes again."""
-    config = GPTConfig(4, 48, 4, 130, 24, attention_dropout=0.0, hidden_dropout=0.0)
+    config = gpt_config(4, 48, 4, 130, 24, attention_dropout=0.0, hidden_dropout=0.0)
     model = build(config)
     tokens, labels = batch()
     if choice:
@@ -111,7 +112,7 @@ def test_composes_with_compile(choice):
 
 def sharded_gradients(choice, dtype, reshard, compiled) -> dict[str, torch.Tensor]:
     with torch.device("meta"):
-        model = GPT(GPT_CONFIG)
+        model = Decoder(GPT_CONFIG)
     apply_activation_checkpointing(model, *choice)
     for block in model.layers if compiled else ():
         block.compile(backend="aot_eager", fullgraph=True)

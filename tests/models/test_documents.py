@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.nn.functional as F
 
+from megatron_zpp.models import layers
 from megatron_zpp.models.activation_checkpoint import apply_activation_checkpointing
-from megatron_zpp.models.gpt import GPT, GPTConfig
+from megatron_zpp.models.decoder import Decoder
 from megatron_zpp.models.init import init_weights
 from megatron_zpp.models.layers import document_attention
-from megatron_zpp.models.llama import Llama, LlamaConfig
+from tests.models.configs import gpt_config, llama_config
 
 LENGTHS = [[5, 1, 10], [16], [1, 8, 7]]  # documents of each row
 CU_SEQLENS = torch.tensor([0, 5, 6, 16, 32, 33, 41, 48], dtype=torch.int32)
@@ -21,13 +23,29 @@ def build(architecture, dtype=torch.float32, device="cpu", **options):
     torch.manual_seed(0)
     if architecture == "gpt":
         options = dict(attention_dropout=0.0, hidden_dropout=0.0) | options
-        model = GPT(GPTConfig(**SHAPE, max_position_embeddings=16, **options))
+        model = Decoder(gpt_config(**SHAPE, max_position_embeddings=16, **options))
     else:
-        model = Llama(LlamaConfig(**SHAPE, num_query_groups=2, **options))
+        model = Decoder(llama_config(**SHAPE, num_query_groups=2, **options))
     init_weights(model, seed=1)
     for parameter in model.parameters():  # far from the initial weights, which hardly attend
         parameter.data += 0.1 * torch.randn_like(parameter)
     return model.to(device, dtype)
+
+
+def varlen_by_formula(q, k, v, cu_q, cu_k, max_q, max_k, *, window_size, enable_gqa=False):
+    """What PyTorch's kernel for variable lengths computes, which needs a GPU: see its docstring."""
+    left, right = window_size
+    attended = []
+    for document in range(len(cu_q) - 1):
+        queries, keys, values = (
+            x[cu[document] : cu[document + 1]].transpose(0, 1) for x, cu in ((q, cu_q), (k, cu_k), (v, cu_k))
+        )
+        mask = torch.ones(queries.shape[1], keys.shape[1], dtype=torch.bool).tril(keys.shape[1] - queries.shape[1])
+        if left >= 0:
+            mask = mask.triu(keys.shape[1] - queries.shape[1] - left)
+        assert right == 0
+        attended.append(F.scaled_dot_product_attention(queries, keys, values, mask, enable_gqa=enable_gqa))
+    return torch.cat(attended, dim=1).transpose(0, 1)
 
 
 def batch(device="cpu"):
@@ -82,13 +100,26 @@ def test_mask_is_causal_and_within_documents():
     assert document_attention(None, tokens, torch.float32, dropout=False) is None
 
 
+@pytest.mark.parametrize("architecture", ["gpt", "llama"])
+@pytest.mark.parametrize("cu_seqlens", [None, CU_SEQLENS], ids=["rows", "documents"])
+def test_the_kernel_is_asked_for_what_the_mask_hides(monkeypatch, architecture, cu_seqlens):
+    tokens, labels = batch()
+    model = build(architecture, window_size=3)
+    masked = model(tokens, labels, POSITIONS, cu_seqlens)
+    monkeypatch.setattr(layers, "takes_variable_lengths", lambda *of: True)
+    monkeypatch.setattr(layers, "varlen_attn", varlen_by_formula)
+    torch.testing.assert_close(model(tokens, labels, POSITIONS, cu_seqlens), masked)
+    assert (build(architecture)(tokens, labels, POSITIONS, cu_seqlens) - masked).abs().max() > 1e-2  # it does hide
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="PyTorch's kernel for variable lengths needs a GPU")
 @pytest.mark.parametrize("architecture", ["gpt", "llama"])
-def test_kernel_for_variable_lengths_equals_the_mask(architecture):
+@pytest.mark.parametrize("window", [None, 3])
+def test_kernel_for_variable_lengths_equals_the_mask(architecture, window):
     tokens, labels = batch("cuda")
     positions, cu_seqlens = POSITIONS.cuda(), CU_SEQLENS.cuda()
-    exact = build(architecture, device="cuda")(tokens, labels, positions, cu_seqlens)
-    model = build(architecture, torch.bfloat16, "cuda")
+    exact = build(architecture, device="cuda", window_size=window)(tokens, labels, positions, cu_seqlens)
+    model = build(architecture, torch.bfloat16, "cuda", window_size=window)
     assert document_attention(cu_seqlens, tokens, torch.bfloat16, False).dim() == 1
     packed = model(tokens, labels, positions, cu_seqlens)
     torch.testing.assert_close(packed, exact, rtol=0.05, atol=0.05)

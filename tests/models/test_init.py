@@ -11,31 +11,32 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from megatron_zpp.models import init
-from megatron_zpp.models.gpt import GPTConfig
-from megatron_zpp.models.llama import LlamaConfig
+from megatron_zpp.models.decoder import DecoderConfig
 from megatron_zpp.models.transformer import Transformer
 from tests.architectures.find import architecture_of
+from tests.models.configs import gpt_config, llama_config
 from tests.models.test_layers import LargestTensor
 from tests.ranks import run_ranks
 
 # Three position embeddings over four ranks: one rank has an empty shard.
-GPT_CONFIG = GPTConfig(2, 36, 3, vocab_size=130, max_position_embeddings=3)
-LLAMA_CONFIG = LlamaConfig(2, 36, 6, vocab_size=131, num_query_groups=2, ffn_hidden_size=50)
+GPT_CONFIG = gpt_config(2, 36, 3, vocab_size=130, max_position_embeddings=3)
+LLAMA_CONFIG = llama_config(2, 36, 6, vocab_size=131, num_query_groups=2, ffn_hidden_size=50)
+LESS_1_CONFIG = gpt_config(1, 36, 3, vocab_size=130, max_position_embeddings=3, layernorm_1p=True, qk_layernorm=True)
 SMALL_BLOCK = 500  # several blocks per weight, whose edges are no shard's edges
 
 
-def on_meta(config: GPTConfig | LlamaConfig) -> Transformer:
+def on_meta(config: DecoderConfig) -> Transformer:
     return architecture_of(config).build_empty(config)
 
 
-def initialised(config: GPTConfig | LlamaConfig, seed: int = 5) -> dict[str, torch.Tensor]:
+def initialised(config: DecoderConfig, seed: int = 5) -> dict[str, torch.Tensor]:
     model = on_meta(config).to_empty(device="cpu")
     init.init_weights(model, seed)
     return model.state_dict()
 
 
 def test_values_follow_megatrons_rules():
-    config = GPTConfig(8, 256, 4, vocab_size=1000, max_position_embeddings=128, init_method_std=0.05)
+    config = gpt_config(8, 256, 4, vocab_size=1000, max_position_embeddings=128, init_method_std=0.05)
     weights = initialised(config)
     for name, value in weights.items():
         if name.endswith("bias"):
@@ -49,6 +50,11 @@ def test_values_follow_megatrons_rules():
             assert value.std() == pytest.approx(std, rel=error)
             assert value.unique().numel() > 0.95 * value.numel()  # no block repeats another
     assert not torch.equal(weights["layers.0.mlp.linear_fc1.weight"], weights["layers.1.mlp.linear_fc1.weight"])
+
+
+def test_norms_that_add_1_to_their_weight_begin_at_0():
+    norms = {name: value for name, value in initialised(LESS_1_CONFIG).items() if "norm" in name}
+    assert len(norms) == 10 and all((value == 0).all() for value in norms.values())
 
 
 def test_seed_decides():

@@ -12,12 +12,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megatron_zpp.models import layers
 from megatron_zpp.models.layers import (
     VOCABULARY_BLOCK,
+    LayerNorm1p,
+    RMSNorm1p,
     SelfAttention,
-    apply_rotary,
+    document_attention,
     head_size,
     linear_cross_entropy,
-    rotary_table,
 )
+from megatron_zpp.models.rotary import apply_rotary, frequencies, rotary_table, scaled_as_llama3, scaled_as_yarn
 
 CPU = torch.device("cpu")
 
@@ -49,8 +51,8 @@ def test_grouped_queries_equal_repeated_keys_and_values():
     full.linear_qkv.weight = torch.nn.Parameter(rows)
     full.linear_proj = grouped.linear_proj
     x = torch.randn(2, 6, 32)
-    table = rotary_table(6, dim, 10000, None, CPU)
-    torch.testing.assert_close(grouped(x, table), full(x, table))
+    table = rotary_table(frequencies(dim, 10000, CPU), 6)
+    torch.testing.assert_close(grouped(x, *table), full(x, *table))
 
 
 def test_attention_dropout_only_in_training():
@@ -62,10 +64,34 @@ def test_attention_dropout_only_in_training():
     assert torch.equal(attention(x), attention(x))
 
 
+def test_a_window_ends_attention_so_many_tokens_back():
+    torch.manual_seed(0)
+    attention = SelfAttention(16, 2, 2, 8, bias=True, dropout=0.0, window=3)
+    x, tokens = torch.randn(2, 8, 16), torch.zeros(2, 8)
+    q, k, v = attention.linear_qkv(x).unflatten(2, (2, 3, 8)).unbind(3)  # [B, S, heads, head_dim]
+    scores = torch.einsum("bqhd,bkhd->bhqk", q, k) / math.sqrt(8)
+    for query in range(8):
+        for key in range(8):
+            if not query - 3 <= key <= query:
+                scores[:, :, query, key] = -torch.inf
+    expected = attention.linear_proj(torch.einsum("bhqk,bkhd->bqhd", scores.softmax(-1), v).flatten(2))
+    documents = document_attention(None, tokens, torch.float32, False, window=3)
+    torch.testing.assert_close(attention(x, documents=documents), expected)
+    assert document_attention(None, tokens, torch.float32, False, window=7) is None  # it holds all of the sequence
+
+
+def test_norms_whose_weight_is_kept_less_1():
+    torch.manual_seed(0)
+    x, weight = torch.randn(3, 16), torch.randn(16)
+    for plain, less_1 in (torch.nn.LayerNorm(16), LayerNorm1p(16)), (torch.nn.RMSNorm(16), RMSNorm1p(16)):
+        plain.weight.data, less_1.weight.data = weight, weight - 1
+        torch.testing.assert_close(less_1(x), plain(x))
+
+
 def test_rotation_is_a_complex_product():
     torch.manual_seed(0)
     x = torch.randn(2, 50, 3, 16)
-    cos, sin = rotary_table(50, 16, 10000, None, CPU)
+    cos, sin = rotary_table(frequencies(16, 10000, CPU), 50)
     assert cos.dtype == torch.float32
     frequency = torch.tensor([10000 ** (-2 * i / 16) for i in range(8)], dtype=torch.float64)
     angle = torch.arange(50, dtype=torch.float64)[:, None] * frequency
@@ -74,14 +100,14 @@ def test_rotation_is_a_complex_product():
     )
     expected = torch.cat([turned.real, turned.imag], dim=-1).float()
     torch.testing.assert_close(apply_rotary(x, cos, sin), expected, rtol=1e-5, atol=1e-5)
+    wider = torch.cat([x, torch.randn(2, 50, 3, 8)], dim=-1)  # channels beyond those of the table stay as they are
+    assert torch.equal(apply_rotary(wider, cos, sin), torch.cat([apply_rotary(x, cos, sin), wider[..., 16:]], dim=-1))
 
 
 def test_llama3_scaling_of_rotary_frequencies():
-    # Position 1 has the frequency itself as its angle. Written with wavelengths, as the scaling was published.
-    cos, sin = rotary_table(2, 128, 500000, 8.0, CPU)
-    angles = torch.atan2(sin[1, 0], cos[1, 0])
+    # Written with wavelengths, as the scaling was published.
     kept = stretched = between = 0
-    for i, angle in enumerate(angles.tolist()):
+    for i, angle in enumerate(scaled_as_llama3(frequencies(128, 500000, CPU), 8.0).tolist()):
         frequency = 500000 ** (-2 * i / 128)
         wavelength = 2 * math.pi / frequency
         if wavelength < 8192 / 4:
@@ -93,6 +119,16 @@ def test_llama3_scaling_of_rotary_frequencies():
             expected, between = (1 - smooth) * frequency / 8 + smooth * frequency, between + 1
         assert angle == pytest.approx(expected, rel=1e-4)
     assert kept > 10 and stretched > 10 and between > 3
+
+
+def test_yarn_keeps_channels_that_turn_often_and_stretches_those_that_hardly_do():
+    frequency = frequencies(128, 10000, CPU)
+    scaled = scaled_as_yarn(frequency, 10000, 4.0, 4096, 32.0, 1.0)
+    turns = 4096 * frequency / (2 * math.pi)
+    ratio = frequency / scaled
+    torch.testing.assert_close(ratio[turns > 40], torch.ones(int((turns > 40).sum())))
+    torch.testing.assert_close(ratio[turns < 0.8], torch.full((int((turns < 0.8).sum()),), 4.0))
+    assert (ratio.diff() >= -1e-5).all() and ((ratio > 1.01) & (ratio < 3.9)).sum() > 5
 
 
 def test_heads_that_do_not_divide():

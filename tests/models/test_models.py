@@ -1,4 +1,4 @@
-"""GPT and Llama as wholes: shapes, causality, loss, names, and an independent implementation of a block."""
+"""Decoders as wholes: shapes, causality, loss, names, and an independent implementation of a block."""
 
 from __future__ import annotations
 
@@ -8,18 +8,34 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from megatron_zpp.models.gpt import GPTConfig
+from megatron_zpp.models.decoder import DecoderConfig
 from megatron_zpp.models.init import init_weights
-from megatron_zpp.models.llama import LlamaConfig
 from megatron_zpp.models.transformer import Transformer
 from tests.architectures.find import architecture_of
+from tests.models.configs import gpt_config, llama_config
 
-GPT_CONFIG = GPTConfig(2, 48, 4, vocab_size=130, max_position_embeddings=24, attention_dropout=0.0, hidden_dropout=0.0)
-LLAMA_CONFIG = LlamaConfig(2, 48, 4, vocab_size=130, num_query_groups=2, ffn_hidden_size=96)
-CONFIGS = pytest.mark.parametrize("config", [GPT_CONFIG, LLAMA_CONFIG], ids=["gpt", "llama"])
+GPT_CONFIG = gpt_config(2, 48, 4, vocab_size=130, max_position_embeddings=24, attention_dropout=0.0, hidden_dropout=0.0)
+LLAMA_CONFIG = llama_config(2, 48, 4, vocab_size=130, num_query_groups=2, ffn_hidden_size=96)
+# Between the two: what neither has.
+MIXED_CONFIG = gpt_config(
+    *(2, 48, 4, 130),
+    num_query_groups=2,
+    ffn_hidden_size=64,
+    normalization="RMSNorm",
+    layernorm_1p=True,
+    qk_layernorm=True,
+    swiglu=True,
+    position_embedding_type="yarn",
+    rotary_percent=0.5,
+    yarn_scaling_factor=4.0,
+    yarn_original_context=8,
+    attention_dropout=0.0,
+    hidden_dropout=0.0,
+)
+CONFIGS = pytest.mark.parametrize("config", [GPT_CONFIG, LLAMA_CONFIG, MIXED_CONFIG], ids=["gpt", "llama", "mixed"])
 
 
-def build(config: GPTConfig | LlamaConfig, seed: int = 1) -> Transformer:
+def build(config: DecoderConfig, seed: int = 1) -> Transformer:
     model = architecture_of(config).build_empty(config).to_empty(device="cpu")
     init_weights(model, seed)
     return model
@@ -159,8 +175,52 @@ def test_parameter_names_are_megatrons():
     assert names == layer_names | {"word_embeddings.weight", "final_norm.weight", "output_layer.weight"}
 
 
+def test_biases_are_where_the_config_says():
+    qkv_alone = build(dataclasses.replace(LLAMA_CONFIG, add_qkv_bias=True))
+    assert [name for name, _ in qkv_alone.named_parameters() if name.endswith("bias")] == [
+        f"layers.{layer}.self_attention.linear_qkv.bias" for layer in range(2)
+    ]
+    linear = [name for name, module in build(MIXED_CONFIG).named_modules() if isinstance(module, torch.nn.Linear)]
+    biased = [name for name, _ in build(MIXED_CONFIG).named_parameters() if name.endswith("bias")]
+    assert biased == [f"{name}.bias" for name in linear] and len(biased) == 2 * 5
+
+
+def test_without_positions_earlier_tokens_may_be_exchanged():
+    model = build(dataclasses.replace(LLAMA_CONFIG, position_embedding_type="none", num_layers=1))
+    tokens, _ = batch()
+    exchanged = tokens.clone()
+    exchanged[:, [3, 9]] = tokens[:, [9, 3]]
+    torch.testing.assert_close(model(tokens)[:, -1], model(exchanged)[:, -1])
+
+
+def test_a_window_is_within_a_document_and_reaches_so_far_in_each_layer():
+    model = build(dataclasses.replace(LLAMA_CONFIG, window_size=4))
+    tokens, _ = batch()
+    changed = tokens.clone()
+    changed[:, 10] = (tokens[:, 10] + 1) % 130
+    for cu_seqlens, end in (None, 10 + 2 * 4), (torch.tensor([0, 13, 24, 48, 72], dtype=torch.int32), 12):
+        before, after = model(tokens, cu_seqlens=cu_seqlens)[0], model(changed, cu_seqlens=cu_seqlens)[0]
+        differing = (before - after).abs().amax(dim=1) > 1e-6
+        assert differing.nonzero().flatten().tolist() == [*range(10, end + 1)]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (dict(normalization="BatchNorm"), "normalization is 'BatchNorm'; choose"),
+        (dict(position_embedding_type="alibi"), "position_embedding_type is 'alibi'; choose from"),
+        (dict(position_embedding_type="learned_absolute"), "learned positions need max_position_embeddings"),
+        (dict(position_embedding_type="yarn"), "yarn needs yarn_scaling_factor"),
+        (dict(window_size=0), "window_size is 0"),
+    ],
+)
+def test_a_config_that_cannot_be_built_is_refused(change, message):
+    with pytest.raises(ValueError, match=message):
+        dataclasses.replace(LLAMA_CONFIG, **change)
+
+
 def test_llama_defaults_follow_megatron():
-    config = LlamaConfig(2, 4096, 32, 128)
+    config = llama_config(2, 4096, 32, 128)
     assert (config.ffn_size, config.num_groups, config.head_dim) == (10880, 32, 128)  # int(8 * 4096 / 3 / 64) * 64
 
 

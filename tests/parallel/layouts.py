@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
+from torch.distributed.tensor import DTensor
 
 from megatron_zpp.training.pretrain import train
 from tests.ranks import run_ranks
@@ -32,7 +33,8 @@ def train_runs(runs: dict[str, Run]) -> dict[str, Result]:
         with contextlib.redirect_stdout(io.StringIO()) as out:
             run, metrics = start(argv, architecture)
             train(run, time.monotonic())
-        parameters = {key: value.full_tensor() for key, value in get_model_state_dict(run.model).items()}
+        parameters = get_model_state_dict(run.model)
+        parameters = {k: v.full_tensor() if isinstance(v, DTensor) else v for k, v in parameters.items()}
         results[name] = metrics, parameters, out.getvalue()
         if run.lock is not None:
             run.lock.release()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import re
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -13,11 +15,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_zpp.architectures import GPT
 from megatron_zpp.arguments.parse import SettingsError, parse_settings
+from megatron_zpp.models import layers
 from megatron_zpp.models.activation_checkpoint import apply_activation_checkpointing
+from megatron_zpp.models.decoder import Decoder
 from megatron_zpp.models.init import init_weights
 from megatron_zpp.models.layers import document_attention
-from megatron_zpp.models.llama import Llama, LlamaConfig
+from megatron_zpp.parallel import context as context_module
 from megatron_zpp.parallel.context import ContextParallel, apply_context_parallel, crop_cu_seqlens, shard, shard_batch
+from tests.models.configs import llama_config
+from tests.models.test_documents import varlen_by_formula
 from tests.parallel.layouts import EPS, assert_same, results_on
 from tests.ranks import run_ranks
 from tests.training.small_run import (
@@ -43,7 +49,7 @@ def data(tmp_path_factory) -> str:
 
 
 def _attend(groups: int, dtype: torch.dtype):
-    """Largest errors of this rank's outputs and gradients, for cp 2 and 4 with and without documents."""
+    """Largest errors of this rank's outputs and gradients, for cp 2 and 4, with and without documents and a window."""
     generator = torch.Generator().manual_seed(0)
     q = torch.randn(3, 16, 4, 8, generator=generator, dtype=dtype)
     k, v = (torch.randn(3, 16, groups, 8, generator=generator, dtype=dtype) for _ in range(2))
@@ -56,17 +62,22 @@ def _attend(groups: int, dtype: torch.dtype):
         def mine(tensor, context=context):
             return shard(tensor.movedim(1, -1), context.rank, context.size).movedim(-1, 1)
 
-        for cu_seqlens in (None, CU_SEQLENS):
+        for cu_seqlens, window, kernel in itertools.product((None, CU_SEQLENS), (None, 3), (False, True)):
             whole = [tensor.clone().requires_grad_() for tensor in (q, k, v)]
-            documents = document_attention(cu_seqlens, q[:, :, 0, 0], dtype, dropout=False)
+            documents = document_attention(cu_seqlens, q[:, :, 0, 0], dtype, False, window)
             expected = F.scaled_dot_product_attention(
                 *(tensor.transpose(1, 2) for tensor in whole), documents, is_causal=documents is None, enable_gqa=True
             ).transpose(1, 2)
             (expected * weight).sum().backward()
 
             parts = [mine(tensor).clone().requires_grad_() for tensor in (q, k, v)]
-            documents = context.document_attention(cu_seqlens, mine(q)[:, :, 0, 0], dtype, dropout=False)
-            actual = context.attention(*parts, documents, 0.0)
+            with (
+                patch.object(context_module, "takes_variable_lengths", lambda *of, kernel=kernel: kernel),
+                patch.object(layers, "varlen_attn", varlen_by_formula),
+            ):
+                documents = context.document_attention(cu_seqlens, mine(q)[:, :, 0, 0], dtype, False, window)
+                actual = context.attention(*parts, documents, 0.0, window)
+            assert documents.dim() == (1 if kernel else 4)
             (actual * mine(weight)).sum().backward()
             pairs = [(actual, mine(expected)), *((a.grad, mine(b.grad)) for a, b in zip(parts, whole, strict=True))]
             errors.append([(a - b).abs().max().item() for a, b in pairs])
@@ -77,7 +88,7 @@ def _attend(groups: int, dtype: torch.dtype):
 def test_attention_and_gradients_equal_plain_attention(groups):
     for errors in run_ranks(4, _attend, groups, torch.float64):
         assert torch.tensor(errors).max() < 1e-14
-        assert len(errors) == 4
+        assert len(errors) == 2 * 8
 
 
 @pytest.mark.parametrize("begin, end", [(0, 4), (4, 8), (12, 16)])
@@ -116,10 +127,10 @@ def _count_gathers():
     mesh = init_device_mesh("cpu", (2,))
     counts = []
     for recompute in (None, "selective", "full"):
-        config = LlamaConfig(
+        config = llama_config(
             num_layers=3, hidden_size=32, num_attention_heads=4, num_query_groups=2, vocab_size=50, ffn_hidden_size=64
         )
-        model = Llama(config)
+        model = Decoder(config)
         init_weights(model, seed=1)
         apply_context_parallel(model, mesh)
         if recompute is not None:

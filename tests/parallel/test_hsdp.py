@@ -13,11 +13,12 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
-from megatron_zpp.models.gpt import GPT, GPTConfig
+from megatron_zpp.models.decoder import Decoder
 from megatron_zpp.models.init import init_weights
 from megatron_zpp.parallel.mesh import build_mesh
 from megatron_zpp.parallel.sharding import prepare_backward, shard_model
 from megatron_zpp.zeropp import ZeroPPConfig, apply_zeropp
+from tests.models.configs import gpt_config
 from tests.parallel.layouts import EPS, TIMEOUT, assert_same, results_on
 from tests.ranks import run_ranks
 from tests.training.small_run import NO_DROPOUT, flags, train_each, write_text
@@ -45,17 +46,17 @@ def test_it_trains_like_zero_3_at_every_stage(data):
         assert run["num-zeros"] == pytest.approx(expected["num-zeros"], abs=2), name
 
 
-CONFIG = GPTConfig(2, 16, 2, 33, 8, attention_dropout=0.0, hidden_dropout=0.0)
+CONFIG = gpt_config(2, 16, 2, 33, 8, attention_dropout=0.0, hidden_dropout=0.0)
 POLICY = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 NUM_MICRO_BATCHES, NUM_STEPS = 3, 2
 
 
-def _ours(model: GPT) -> None:
+def _ours(model: Decoder) -> None:
     shard_model(model, build_mesh("cpu", replicas=2), 3, POLICY, OffloadPolicy())
     apply_zeropp(model, ZeroPPConfig(ranks_per_node=2))
 
 
-def _fsdp2_alone(model: GPT) -> None:
+def _fsdp2_alone(model: Decoder) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     for block in model.layers:
         fully_shard(block, mesh=mesh, mp_policy=POLICY)
@@ -65,7 +66,7 @@ def _fsdp2_alone(model: GPT) -> None:
 def _trained(ours: bool) -> list[Tensor]:
     """Losses, and this rank's shards after NUM_STEPS."""
     with torch.device("meta"):
-        model = GPT(CONFIG)
+        model = Decoder(CONFIG)
     (_ours if ours else _fsdp2_alone)(model)
     model.to_empty(device="cpu")
     init_weights(model, seed=1)
@@ -116,7 +117,7 @@ def _traffic(layouts: list[Layout]) -> list[Sent]:
     found = []
     for replicas, ranks_per_node, stage in layouts:
         with torch.device("meta"):
-            model = GPT(CONFIG)
+            model = Decoder(CONFIG)
         shard_model(model, build_mesh("cpu", replicas=replicas), stage, POLICY, OffloadPolicy())
         zeropp = apply_zeropp(model, ZeroPPConfig(ranks_per_node=ranks_per_node))
         model.to_empty(device="cpu")

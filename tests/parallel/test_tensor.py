@@ -17,14 +17,14 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPoli
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from megatron_zpp.models import init, layers
-from megatron_zpp.models.gpt import GPTConfig
-from megatron_zpp.models.llama import LlamaConfig
+from megatron_zpp.models.decoder import DecoderConfig
 from megatron_zpp.parallel.distributed import FailedTogether
 from megatron_zpp.parallel.mesh import build_mesh
 from megatron_zpp.parallel.sharding import shard_model
 from megatron_zpp.parallel.tensor import apply_tensor_parallelism, dropout_seed
 from megatron_zpp.training.pretrain import train
 from tests.architectures.find import architecture_of
+from tests.models.configs import gpt_config, llama_config
 from tests.parallel.layouts import EPS, Result, assert_same, results_on
 from tests.ranks import run_ranks
 from tests.training.small_run import NO_DROPOUT, flags, start, write_text
@@ -174,7 +174,7 @@ def test_the_loss_over_sharded_vocabulary_and_sequence(dtype, tolerance):
             torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance, equal_nan=True)
 
 
-def initial_weights(config: GPTConfig | LlamaConfig, tp_size: int) -> dict[str, Tensor]:
+def initial_weights(config: DecoderConfig, tp_size: int) -> dict[str, Tensor]:
     """Runs on each rank: whole initial weights, put together from the ranks' parts."""
     init.BLOCK_ELEMENTS = 500
     architecture = architecture_of(config)
@@ -192,8 +192,8 @@ def initial_weights(config: GPTConfig | LlamaConfig, tp_size: int) -> dict[str, 
 @pytest.mark.parametrize(
     "config",
     [
-        GPTConfig(2, 36, 4, vocab_size=130, max_position_embeddings=3, tie_embeddings=False),
-        LlamaConfig(2, 36, 12, vocab_size=132, num_query_groups=2, ffn_hidden_size=50),
+        gpt_config(2, 36, 4, vocab_size=130, max_position_embeddings=3, tie_embeddings=False),
+        llama_config(2, 36, 12, vocab_size=132, num_query_groups=2, ffn_hidden_size=50),
     ],
     ids=["gpt", "llama"],
 )

@@ -15,11 +15,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from megatron_zpp.checkpoint import find_checkpoint, read_meta
 from megatron_zpp.data.tokenizers import ByteTokenizer
 from megatron_zpp.huggingface.checkpoint import save_imported, settings_of_import
-from megatron_zpp.models.llama import LlamaConfig
 from megatron_zpp.tools import export_hf, generate_text
 from megatron_zpp.training.pretrain import train
 from tests.architectures.find import architecture_of
-from tests.huggingface.small_models import CONFIGS, build, mapping_of
+from tests.huggingface.small_models import CONFIGS, build
+from tests.models.configs import llama_config
 from tests.ranks import run_ranks
 from tests.training.small_run import flags, start, write_text
 
@@ -29,6 +29,7 @@ RUNS = {
     "llama": "",
     "llama-grouped": "--group-query-attention --num-query-groups 2 --kv-channels 16 --use-rope-scaling",
     "llama-tied": "--tie-embeddings-and-output-weights --rotary-base 500000",
+    "llama-qwen3": "--qk-layernorm --window-size 20,0",
 }
 
 
@@ -121,7 +122,7 @@ def save_untrained(folder: Path, config, change=lambda model: None) -> Path:
         change(model)
     parameters = {name: parameter.detach() for name, parameter in model.named_parameters()}
     architecture = architecture_of(config)
-    argv = [*mapping_of(config).flags(config, 64), "--tokenizer-type", "ByteTokenizer"]
+    argv = [*architecture.flags(config, 64), "--tokenizer-type", "ByteTokenizer"]
     settings = settings_of_import(architecture, config, argv, 64, ByteTokenizer())
     save_imported(folder, architecture, config, settings, parameters.__getitem__)
     return folder
@@ -146,7 +147,7 @@ def test_mistakes_are_one_line_and_leave_nothing(export, checkpoints, tmp_path):
     (tmp_path / "used" / "file").touch()
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "model.safetensors").touch()
-    odd = LlamaConfig(1, 32, 3, 257, ffn_hidden_size=64, num_query_groups=3, kv_channels=8)
+    odd = llama_config(1, 32, 3, 257, ffn_hidden_size=64, num_query_groups=3, kv_channels=8)
     save_untrained(tmp_path / "nan", llama, set_weight(torch.nan))
     save_untrained(tmp_path / "large", llama, set_weight(1e6))
     save_untrained(tmp_path / "odd", odd)
@@ -161,7 +162,7 @@ def test_mistakes_are_one_line_and_leave_nothing(export, checkpoints, tmp_path):
         f"--load {damaged}": "is not what was written: its SHA-256 differs. Export another",
         f"--load {tmp_path}/nan": "has NaN or Inf: export an earlier one with --ckpt-step",
         f"--load {tmp_path}/large --dtype float16": "linear_fc2.weight has values beyond the range of float16",
-        f"--load {tmp_path}/odd": "Llama needs a hidden_size that its number of heads divides",
+        f"--load {tmp_path}/odd": "llama needs a hidden_size that its number of heads divides",
     }
     before = sorted(path.name for path in tmp_path.iterdir())
     for case, message in cases.items():

@@ -9,9 +9,10 @@ import pytest
 import torch
 
 from megatron_zpp.data.indexed_dataset import IndexedDatasetWriter
-from megatron_zpp.models.gpt import GPT, GPTConfig
+from megatron_zpp.models.decoder import Decoder
 from megatron_zpp.tools import generate_text
 from megatron_zpp.training.pretrain import train
+from tests.models.configs import gpt_config
 from tests.ranks import run_ranks
 from tests.training.small_run import start
 
@@ -66,9 +67,9 @@ def test_seed_decides_the_text_and_one_candidate_is_greedy(checkpoint, sample):
     assert only == sample(*base, "--temperature", "0")[1]
 
 
-def constant_model(likeliest: list[int], vocab_size: int) -> GPT:
+def constant_model(likeliest: list[int], vocab_size: int) -> Decoder:
     """A GPT whose logits are 9 for ``likeliest``, 8 for id 0 and 0 else, whatever it reads."""
-    model = GPT(GPTConfig(1, 4, 1, vocab_size, 8)).eval()
+    model = Decoder(gpt_config(1, 4, 1, vocab_size, 8)).eval()
     with torch.no_grad():
         model.final_norm.weight.zero_()
         model.final_norm.bias.copy_(torch.tensor([1.0, 0, 0, 0]))

@@ -16,10 +16,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from megatron_zpp.data.tokenizers import ByteTokenizer
 from megatron_zpp.huggingface.tokenizer import write_tokenizer
-from megatron_zpp.models.llama import LlamaConfig
 from megatron_zpp.tools import export_hf, generate_text, import_hf
 from megatron_zpp.training.pretrain import train
 from tests.huggingface.small_models import CONFIGS, POSITIONS, mapping_of, to_hf_config
+from tests.models.configs import llama_config
 from tests.ranks import run_ranks
 from tests.training.small_run import start, write_text
 
@@ -67,6 +67,9 @@ def tensors_of(folder: Path) -> dict[str, tuple[torch.dtype, bytes]]:
         ("llama", "float16", {}),
         ("llama-grouped", "float32", {"max_shard_size": "20KB"}),
         ("llama-tied", "bfloat16", {}),
+        ("mistral", "bfloat16", {}),
+        ("qwen2-window", "float32", {}),
+        ("qwen3", "bfloat16", {}),
     ],
 )
 def test_imported_and_exported_again_the_tensors_are_the_same_bytes(call, tmp_path, name, dtype, options):
@@ -102,11 +105,15 @@ def check_parameters(argv: list[str], architecture: str, folder: str) -> tuple[l
 
 def test_a_run_starts_from_the_import_and_text_is_generated(call, tmp_path):
     # As Llama 3.2 1B: grouped queries, tied embeddings, scaled rotary frequencies, in bfloat16, with its tokenizer.
-    config = LlamaConfig(
+    config = llama_config(
         2, 32, 4, 257, num_query_groups=2, rotary_base=500000, rope_scaling_factor=32.0, tie_embeddings=True
     )
     save_theirs(tmp_path / "theirs", config, torch.bfloat16)
     write_tokenizer({"tokenizer_type": "ByteTokenizer"}, ByteTokenizer(), tmp_path / "theirs")
+    # As the Llama 3.1 models that follow instructions: several tokens end an answer.
+    edit_config(tmp_path / "theirs", bos_token_id=1, eos_token_id=[5, 256], pad_token_id=7)
+    generation = {"bos_token_id": 1, "eos_token_id": [5, 256], "do_sample": True, "temperature": 0.6, "top_p": 0.9}
+    (tmp_path / "theirs" / "generation_config.json").write_text(json.dumps(generation))
     code, out, err = call(import_hf, "--input", tmp_path / "theirs", "--save", tmp_path / "ours")
     assert (code, err) == (0, "")
     assert "logits differ from transformers' by" in out
@@ -129,6 +136,9 @@ def test_a_run_starts_from_the_import_and_text_is_generated(call, tmp_path):
     assert not torch.equal(
         *(load_file(tmp_path / f / "model.safetensors")["model.norm.weight"] for f in ("theirs", "back"))
     )
+    assert json.loads((tmp_path / "back" / "generation_config.json").read_text()) == generation
+    exported = json.loads((tmp_path / "back" / "config.json").read_text())
+    assert [exported[f"{kind}_token_id"] for kind in ("bos", "eos", "pad")] == [1, [5, 256], 7]
 
 
 def rename(folder: Path, change) -> None:
@@ -177,7 +187,7 @@ MISTAKES = {
     "no config": (lambda f: (f / "config.json").unlink(), "is no model of transformers: it has no config.json"),
     "damaged config": (lambda f: (f / "config.json").write_text("{"), "config.json is damaged"),
     "wrong value": (lambda f: edit_config(f, num_hidden_layers="two"), "two"),
-    "other model": (lambda f: edit_config(f, model_type="mamba"), "model_type is mamba; gpt2 and llama"),
+    "other model": (lambda f: edit_config(f, model_type="mamba"), "model_type is mamba; gpt2, llama, mistral,"),
     "inexpressible": (lambda f: edit_config(f, attention_bias=True), "attention_bias is True, supported: False"),
     "no weights": (lambda f: (f / "model.safetensors").unlink(), "has no weights: neither model.safetensors nor"),
     "pickled": (pickle_weights, "has its weights pickled (pytorch_model.bin), and unpickling runs what is in the file"),

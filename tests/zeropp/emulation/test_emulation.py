@@ -8,11 +8,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-from megatron_zpp.models.gpt import GPTConfig
 from megatron_zpp.models.init import init_weights
-from megatron_zpp.models.llama import LlamaConfig
 from megatron_zpp.zeropp import LoCoConfig, ZeroPPConfig, apply_zeropp, emulate_zeropp
 from tests.architectures.find import architecture_of
+from tests.models.configs import gpt_config, llama_config
 from tests.ranks import run_ranks
 from tests.zeropp.fsdp_model import HAS_UNUSED_SWITCH
 
@@ -94,8 +93,8 @@ CASES = {
     "ZeRO-3": ("net", ZeroPPConfig(ranks_per_node=2), None),
 }
 CONFIGS = {
-    "gpt": GPTConfig(2, 36, 2, vocab_size=50, max_position_embeddings=16, attention_dropout=0.1, hidden_dropout=0.1),
-    "llama": LlamaConfig(2, 36, 2, vocab_size=50),
+    "gpt": gpt_config(2, 36, 2, vocab_size=50, max_position_embeddings=16, attention_dropout=0.1, hidden_dropout=0.1),
+    "llama": llama_config(2, 36, 2, vocab_size=50),
 }
 UNQUANTIZED_GRADIENTS = ("qwZ alone", "hpZ alone", "ZeRO-3")
 

@@ -1,0 +1,212 @@
+"""A mixture of experts in place of an MLP: a router sends each token to k of E experts, and adds up what they make.
+
+Shazeer et al. (arXiv 1701.06538), with the balancing loss of Switch Transformers (Fedus et al., arXiv 2101.03961) and
+the z-loss of ST-MoE (Zoph et al., arXiv 2202.08906). T tokens are B * S; experts are SwiGLUs or MLPs without biases.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True)
+class MoEConfig:
+    """The experts of one layer, and how tokens come to them. Megatron's flags have the same names."""
+
+    num_experts: int
+    ffn_hidden_size: int  # of an expert
+    router_topk: int = 2
+    score_function: str = "softmax"  # or sigmoid
+    router_pre_softmax: bool = False  # softmax over all experts, not over the chosen ones, whose weights add up to 1
+    topk_scaling_factor: float = 1.0  # of the weights
+    aux_loss_coeff: float = 0.0
+    z_loss_coeff: float = 0.0
+    expert_capacity_factor: float | None = None  # an expert takes so many times its even share of tokens; None = all
+    shared_expert_size: int | None = None  # width of an expert that has all tokens
+
+    def __post_init__(self) -> None:
+        """Raises ValueError for what cannot be built."""
+        if not 1 <= self.router_topk <= self.num_experts:
+            raise ValueError(f"router_topk is {self.router_topk}; a token goes to 1 to {self.num_experts} experts")
+        if self.score_function not in ("softmax", "sigmoid"):
+            raise ValueError(f"score_function is {self.score_function!r}; choose softmax or sigmoid")
+        if self.router_pre_softmax and self.score_function == "sigmoid":
+            raise ValueError("router_pre_softmax is about softmax, and score_function is sigmoid")
+        if self.expert_capacity_factor is not None and self.expert_capacity_factor <= 0:
+            raise ValueError(f"expert_capacity_factor is {self.expert_capacity_factor}; it must be above 0")
+
+
+class Routing(NamedTuple):
+    """Where tokens go."""
+
+    experts: Tensor  # int64 [T, k]
+    weights: Tensor  # fp32 [T, k]: of what the experts make
+    scores: Tensor  # fp32 [T, E], rows of which add up to 1: of all experts, for the balancing loss
+
+
+class Routed(NamedTuple):
+    """What one layer did with a micro-batch."""
+
+    balancing_loss: Tensor  # coefficients included
+    z_loss: Tensor
+    load: Tensor  # int64 [E]: tokens that chose each expert
+    dropped: Tensor  # choices that an expert had no room for, of T * k
+    entropy: Tensor  # of a token's scores, mean over the tokens; log E where the router knows no difference
+
+
+def route(logits: Tensor, config: MoEConfig, bias: Tensor | None = None) -> Routing:
+    """Choose each token's experts by the router's ``logits``, fp32 [T, E].
+
+    bias: fp32 [E], added to the scores for the choice alone (Wang et al., arXiv 2408.15664).
+    """
+    if config.score_function == "sigmoid":
+        every = logits.sigmoid()
+        scores = every / every.sum(dim=-1, keepdim=True)
+    else:
+        every = scores = logits.softmax(dim=-1)
+    experts = (every if bias is None else every + bias).topk(config.router_topk, dim=-1).indices
+    weights = every.gather(-1, experts)
+    # Softmax over the chosen ones is softmax over all of them, normalised. A single sigmoid stays as it is.
+    if not config.router_pre_softmax and (config.score_function == "softmax" or config.router_topk > 1):
+        weights = weights / weights.sum(dim=-1, keepdim=True)
+    return Routing(experts, weights * config.topk_scaling_factor, scores)
+
+
+def balancing_loss(routing: Routing) -> Tensor:
+    """E * sum over experts of (share of the choices) * (mean score): 1 where both are even (Switch, equation 4)."""
+    tokens, num_experts = routing.scores.shape
+    chosen = routing.experts.flatten().bincount(minlength=num_experts).float() / routing.experts.numel()
+    return num_experts * (chosen * routing.scores.sum(dim=0) / max(tokens, 1)).sum()
+
+
+def z_loss(logits: Tensor) -> Tensor:
+    """Mean square of the log of the softmax's denominator (ST-MoE, equation 5): keeps logits small."""
+    return logits.logsumexp(dim=-1).square().mean()
+
+
+class GroupedLinear(nn.Module):
+    """E linear layers without biases, each of which has a run of the rows.
+
+    ``weight`` [E * out, in] has the layers one below the other, so that any number of ranks shards it evenly.
+    """
+
+    def __init__(self, num_groups: int, in_features: int, out_features: int) -> None:
+        super().__init__()
+        self.out_features = out_features
+        self.weight = nn.Parameter(torch.empty(num_groups * out_features, in_features))
+
+    def forward(self, x: Tensor, stops: Tensor) -> Tensor:
+        """``x`` [R, in], ``stops`` int32 [E], the row after each layer's last -> [R, out]."""
+        weight = self.weight.unflatten(0, (-1, self.out_features))  # [E, out, in]
+        if x.dtype == torch.bfloat16:  # what torch has on every device
+            return F.grouped_mm(x, weight.transpose(1, 2), offs=stops)
+        rows = stops.diff(prepend=stops.new_zeros(1)).tolist()
+        return torch.cat([F.linear(part, w) for part, w in zip(x.split(rows), weight, strict=True)])
+
+
+class Experts(nn.Module):
+    """SwiGLUs, or MLPs with GELU, for tokens that are sorted by expert."""
+
+    def __init__(self, config: MoEConfig, hidden_size: int, swiglu: bool) -> None:
+        super().__init__()
+        sizes = config.num_experts, hidden_size, config.ffn_hidden_size
+        self.swiglu = swiglu
+        if swiglu:
+            self.linear_fc1_gate, self.linear_fc1_up = GroupedLinear(*sizes), GroupedLinear(*sizes)
+        else:
+            self.linear_fc1 = GroupedLinear(*sizes)
+        self.linear_fc2 = GroupedLinear(config.num_experts, config.ffn_hidden_size, hidden_size)
+
+    def forward(self, x: Tensor, stops: Tensor) -> Tensor:
+        """``x`` [R, H] -> [R, H]; ``stops`` as in ``GroupedLinear``."""
+        if self.swiglu:
+            hidden = F.silu(self.linear_fc1_gate(x, stops)) * self.linear_fc1_up(x, stops)
+        else:
+            hidden = F.gelu(self.linear_fc1(x, stops), approximate="tanh")
+        return self.linear_fc2(hidden, stops)
+
+
+class MoE(nn.Module):
+    """The router, its experts, and the expert that has all tokens, if there is one."""
+
+    def __init__(self, config: MoEConfig, hidden_size: int, swiglu: bool, shared_expert: nn.Module | None) -> None:
+        super().__init__()
+        self.config = config
+        self.router = nn.Linear(hidden_size, config.num_experts, bias=False)
+        self.experts = Experts(config, hidden_size, swiglu)
+        self.shared_expert = shared_expert
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Routed]:
+        """``x`` [B, S, H] -> [B, S, H]."""
+        config, tokens = self.config, x.flatten(0, -2)  # [T, H]
+        logits = F.linear(tokens.float(), self.router.weight.float())  # [T, E]; 16 bit would change the choice
+        routing = route(logits, config)
+        experts = routing.experts.flatten()  # [T * k]
+        order, stops, dropped = sorted_by_expert(routing, config)
+        out = self.experts(tokens[order // config.router_topk], stops)  # [R, H]
+        # In the order of tokens again, so that each token's sum has one order, whatever the device does.
+        weights = routing.weights.flatten()[order].unsqueeze(-1).to(out.dtype)
+        placed = torch.zeros(experts.numel(), out.size(-1), dtype=out.dtype, device=out.device)
+        placed = placed.index_copy(0, order, out * weights)
+        y = placed.unflatten(0, (-1, config.router_topk)).sum(dim=1).view_as(x)
+        if self.shared_expert is not None:
+            y = y + self.shared_expert(x)
+        routed = Routed(
+            balancing_loss=config.aux_loss_coeff * balancing_loss(routing),
+            z_loss=config.z_loss_coeff * z_loss(logits),
+            load=experts.bincount(minlength=config.num_experts),
+            dropped=dropped,
+            entropy=torch.special.entr(routing.scores.detach()).sum(dim=-1).mean(),
+        )
+        return y, routed
+
+
+def sorted_by_expert(routing: Routing, config: MoEConfig) -> tuple[Tensor, Tensor, Tensor]:
+    """Choices of T * k by expert: which ones, int64 [R]; where each expert's stop, int32 [E]; how many were dropped.
+
+    With a capacity an expert drops the tokens that weigh least.
+    """
+    experts = routing.experts.flatten()
+    if config.expert_capacity_factor is None:
+        order = experts.argsort(stable=True)
+        kept = experts.bincount(minlength=config.num_experts)
+    else:
+        even_share = experts.numel() / config.num_experts
+        capacity = max(1, int(-(-even_share * config.expert_capacity_factor // 1)))
+        heaviest = routing.weights.detach().flatten().argsort(descending=True, stable=True)
+        order = heaviest[experts[heaviest].argsort(stable=True)]
+        load = experts.bincount(minlength=config.num_experts)
+        begins = load.cumsum(0) - load
+        place = torch.arange(order.numel(), device=order.device) - begins[experts[order]]  # in its expert's queue
+        order = order[place < capacity]
+        kept = load.clamp(max=capacity)
+    return order, kept.cumsum(0).int(), experts.numel() - kept.sum()
+
+
+def auxiliary_losses(layers: Sequence[Routed], config: MoEConfig) -> dict[str, Tensor]:
+    """What is added to the loss, by name: sums over the layers. Those without a coefficient are left out."""
+    losses = {}
+    if config.aux_loss_coeff:
+        losses["load balancing loss"] = torch.stack([routed.balancing_loss for routed in layers]).sum()
+    if config.z_loss_coeff:
+        losses["router z-loss"] = torch.stack([routed.z_loss for routed in layers]).sum()
+    return losses
+
+
+def observations(layers: Sequence[Routed], config: MoEConfig) -> dict[str, Tensor]:
+    """What is logged, by name: means over the layers."""
+    load = torch.stack([routed.load for routed in layers]).float()  # [layers, E]
+    observed = {
+        "expert load (max/mean)": (load.amax(dim=1) / load.mean(dim=1)).mean(),
+        "router entropy": torch.stack([routed.entropy for routed in layers]).mean(),
+    }
+    if config.expert_capacity_factor is not None:
+        dropped = torch.stack([routed.dropped for routed in layers]).float()
+        observed["dropped tokens (share)"] = (dropped / load.sum(dim=1)).mean()
+    return observed

@@ -1,0 +1,138 @@
+"""What checkpoints keep of a decoder's shape, those of earlier versions too."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import pytest
+
+from megatron_zpp.architectures import find_architecture
+from megatron_zpp.arguments.parse import parse_settings
+from megatron_zpp.checkpoint import CheckpointError
+from megatron_zpp.checkpoint.model import saved_model
+from megatron_zpp.models.decoder import DecoderConfig
+from megatron_zpp.models.moe import MoEConfig
+from megatron_zpp.settings.checks import SettingsError
+
+# model_config of meta.json as GPTConfig and LlamaConfig were written, before one class took their place.
+EARLIER = {
+    "gpt": {
+        "num_layers": 4, "hidden_size": 64, "num_attention_heads": 4, "vocab_size": 512, "max_position_embeddings": 64,
+        "ffn_hidden_size": 256, "kv_channels": 16, "norm_epsilon": 1e-05, "attention_dropout": 0.1,
+        "hidden_dropout": 0.1, "init_method_std": 0.02, "tie_embeddings": True,
+    },
+    "llama": {
+        "num_layers": 4, "hidden_size": 64, "num_attention_heads": 4, "vocab_size": 512, "ffn_hidden_size": 128,
+        "num_query_groups": 2, "kv_channels": 16, "norm_epsilon": 1e-05, "attention_dropout": 0.0,
+        "hidden_dropout": 0.0, "rotary_base": 500000, "rope_scaling_factor": 8.0, "init_method_std": 0.02,
+        "tie_embeddings": False,
+    },
+}  # fmt: skip
+EXPECTED = {
+    "gpt": DecoderConfig(4, 64, 4, 512, 64, ffn_hidden_size=256, num_query_groups=4, kv_channels=16),
+    "llama": DecoderConfig(
+        *(4, 64, 4, 512),
+        ffn_hidden_size=128,
+        num_query_groups=2,
+        kv_channels=16,
+        normalization="RMSNorm",
+        swiglu=True,
+        add_bias_linear=False,
+        position_embedding_type="rope",
+        rotary_base=500000,
+        rope_scaling_factor=8.0,
+        attention_dropout=0.0,
+        hidden_dropout=0.0,
+        tie_embeddings=False,
+    ),
+}
+
+
+def meta(name: str, config: dict) -> dict:
+    return {"settings": {"architecture": name}, "model_config": config}
+
+
+@pytest.mark.parametrize("name", EARLIER)
+def test_shapes_of_earlier_versions_are_what_they_were(name):
+    assert saved_model(meta(name, EARLIER[name])) == (find_architecture(name), EXPECTED[name])
+    now = dataclasses.asdict(EXPECTED[name])
+    assert saved_model(meta(name, now))[1] == EXPECTED[name]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"normalization": "none"}, {"window_size": 0}, {"swiglu": 1}, {"experts": 4}, {"moe": {"num_experts": 0}}],
+)
+def test_shapes_that_are_none_are_refused(change):
+    with pytest.raises(CheckpointError, match=f"not one of llama .*{next(iter(change))}"):
+        saved_model(meta("llama", EARLIER["llama"] | change))
+
+
+EXPERTS = (
+    "--num-experts 8 --moe-router-topk 3 --moe-ffn-hidden-size 96 --moe-layer-freq 2 --moe-router-pre-softmax "
+    "--moe-aux-loss-coeff 0.01 --moe-z-loss-coeff 0.001 --moe-expert-capacity-factor 1.5 "
+    "--moe-shared-expert-intermediate-size 48 --moe-router-topk-scaling-factor 2.5"
+)
+RUN = "--num-layers 5 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --micro-batch-size 1 --train-iters 1"
+
+
+def config_of(argv: str) -> DecoderConfig:
+    llama = find_architecture("llama")
+    settings = parse_settings(llama, f"{RUN} --lr 1 --mock-data --vocab-size 9 {argv}".split(), note=lambda text: None)
+    return llama.build_config(settings.model, 512)
+
+
+def test_experts_come_through_flags_and_checkpoints():
+    llama, config = find_architecture("llama"), config_of(EXPERTS)
+    assert config.moe == MoEConfig(
+        *(8, 96, 3),
+        router_pre_softmax=True,
+        topk_scaling_factor=2.5,
+        aux_loss_coeff=0.01,
+        z_loss_coeff=0.001,
+        expert_capacity_factor=1.5,
+        shared_expert_size=48,
+    )
+    assert llama.flags is not None
+    assert config_of(" ".join(llama.flags(config, 32))) == dataclasses.replace(config)
+    assert saved_model(meta("llama", json.loads(json.dumps(dataclasses.asdict(config))))) == (llama, config)
+
+
+def test_operations_of_experts_by_hand():
+    llama, config = find_architecture("llama"), config_of(EXPERTS)
+    dense = dataclasses.replace(config, moe=None)
+    # 3 of 5 blocks: in place of a SwiGLU the router, 3 experts and the shared one.
+    more = 3 * (64 * 8 + 3 * 64 * (3 * 96 + 48 - dense.ffn_size))
+    assert llama.flops_per_token(config, 32) - llama.flops_per_token(dense, 32) == 6 * more
+    all_experts = 3 * (64 * 8 + 3 * 64 * (8 * 96 + 48 - dense.ffn_size))
+    assert llama.num_parameters(config) - llama.num_parameters(dense) == all_experts
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        ("--num-experts 2 --moe-router-topk 3", "--moe-router-topk 3 is more than --num-experts 2"),
+        ("--moe-router-topk 1", "--moe-router-topk .*--num-experts"),
+        ("--num-experts 4 --moe-layer-freq 6", "--moe-layer-freq 6 is more than --num-layers 5"),
+        (
+            "--num-experts 4 --moe-router-pre-softmax --moe-router-score-function sigmoid",
+            "--moe-router-pre-softmax is about softmax",
+        ),
+        (
+            "--num-experts 4 --moe-aux-loss-coeff 0.1 --moe-router-load-balancing-type none",
+            "exclude each other; give one",
+        ),
+    ],
+)
+def test_experts_that_do_not_fit_are_refused(argv, message):
+    with pytest.raises(SettingsError, match=message):
+        config_of(argv)
+
+
+def test_experts_refuse_layouts_that_they_do_not_have_yet():
+    llama = find_architecture("llama")
+    for flag in ("--tensor-model-parallel-size", "--pipeline-model-parallel-size"):
+        argv = f"{RUN} --lr 1 --mock-data --vocab-size 9 --num-layers 4 --num-experts 4 {flag} 2".split()
+        with pytest.raises(SettingsError, match=f"{flag} 2 does not work with --num-experts yet"):
+            parse_settings(llama, argv, 2, note=lambda text: None)

@@ -1,0 +1,182 @@
+"""Mixtures of experts against transformers' Mixtral and Qwen3-MoE, and against a loop over tokens written plainly."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatron_zpp.models.moe import MoE, MoEConfig, balancing_loss, route, z_loss
+
+HIDDEN, FFN, EXPERTS, TOPK = 16, 24, 6, 2
+
+
+def moe_of(swiglu: bool = True, **options: object) -> MoE:
+    config = MoEConfig(EXPERTS, FFN, TOPK, **options)
+    moe = MoE(config, HIDDEN, swiglu, shared_expert=None)
+    generator = torch.Generator().manual_seed(1)
+    for parameter in moe.parameters():
+        parameter.data.normal_(0, 0.3, generator=generator)
+    return moe
+
+
+def tokens_of(seed: int = 0) -> Tensor:
+    return torch.randn(2, 7, HIDDEN, generator=torch.Generator().manual_seed(seed), requires_grad=True)
+
+
+def plainly(moe: MoE, x: Tensor) -> Tensor:
+    """One token after the other, one expert after the other; experts' weights [E, out, in]."""
+    rows = []
+    for token in x.flatten(0, 1):
+        probabilities = (moe.router.weight @ token).softmax(0)
+        best = probabilities.argsort(descending=True)[:TOPK].tolist()
+        y = torch.zeros(HIDDEN)
+        for e in best:
+            gate, up, down = (
+                layer.weight.view(EXPERTS, -1, layer.weight.size(1))[e]
+                for layer in (moe.experts.linear_fc1_gate, moe.experts.linear_fc1_up, moe.experts.linear_fc2)
+            )
+            weight = probabilities[e] / sum(probabilities[other] for other in best)
+            y = y + weight * (down @ (F.silu(gate @ token) * (up @ token)))
+        rows.append(y)
+    return torch.stack(rows).view_as(x)
+
+
+def test_outputs_and_gradients_are_those_of_a_plain_loop():
+    moe, x = moe_of(), tokens_of()
+    expected = plainly(moe, x)
+    direction = torch.randn(x.shape, generator=torch.Generator().manual_seed(2))
+    inputs = [x, *moe.parameters()]
+    theirs = torch.autograd.grad((expected * direction).sum(), inputs)
+    y, routed = moe(x)
+    ours = torch.autograd.grad((y * direction).sum(), inputs)
+    torch.testing.assert_close(y, expected)
+    for ours_of, theirs_of in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(ours_of, theirs_of)
+    assert routed.load.sum() == 2 * 7 * TOPK and routed.dropped == 0
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "qwen3_moe without norm_topk_prob"])
+def test_outputs_and_gradients_are_those_of_transformers(family):
+    transformers = pytest.importorskip("transformers")
+    if family == "mixtral":
+        from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock as Block
+
+        config = transformers.MixtralConfig(
+            hidden_size=HIDDEN, intermediate_size=FFN, num_local_experts=EXPERTS, num_experts_per_tok=TOPK
+        )
+        moe = moe_of()
+    else:
+        from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock as Block
+
+        normalize = family == "qwen3_moe"
+        config = transformers.Qwen3MoeConfig(
+            hidden_size=HIDDEN, moe_intermediate_size=FFN, num_experts=EXPERTS, num_experts_per_tok=TOPK,
+            norm_topk_prob=normalize,
+        )  # fmt: skip
+        moe = moe_of(router_pre_softmax=not normalize)
+    theirs = Block(config)
+    experts = moe.experts
+
+    def of_experts(layer: torch.nn.Module) -> Tensor:
+        return layer.weight.detach().view(EXPERTS, -1, layer.weight.size(1))
+
+    gate_and_up = torch.cat([of_experts(experts.linear_fc1_gate), of_experts(experts.linear_fc1_up)], dim=1)
+    theirs.load_state_dict(
+        {
+            "gate.weight": moe.router.weight.detach(),
+            "experts.gate_up_proj": gate_and_up,
+            "experts.down_proj": of_experts(experts.linear_fc2),
+        }
+    )
+    x, direction = tokens_of(), torch.randn(2, 7, HIDDEN, generator=torch.Generator().manual_seed(2))
+    expected = theirs(x)
+    expected = expected[0] if isinstance(expected, tuple) else expected
+    gradient_of_x, of_router, of_down = torch.autograd.grad(
+        (expected * direction).sum(), [x, theirs.gate.weight, theirs.experts.down_proj]
+    )
+    y, _ = moe(x)
+    found = torch.autograd.grad((y * direction).sum(), [x, moe.router.weight, experts.linear_fc2.weight])
+    torch.testing.assert_close(y, expected)
+    torch.testing.assert_close(found[0], gradient_of_x)
+    torch.testing.assert_close(found[1], of_router)
+    torch.testing.assert_close(found[2].view_as(of_down), of_down)
+
+
+def test_a_full_expert_drops_the_tokens_that_weigh_least():
+    moe, x = moe_of(expert_capacity_factor=0.5), tokens_of()
+    dropless, _ = moe_of()(x)
+    y, routed = moe(x)
+    capacity = math.ceil(0.5 * 14 * TOPK / EXPERTS)
+    assert routed.dropped == (routed.load - capacity).clamp(min=0).sum() > 0
+    routing = route(F.linear(x.flatten(0, 1), moe.router.weight), moe.config)
+    full = [e for e in range(EXPERTS) if routed.load[e] > capacity]
+    lost = torch.zeros(14, dtype=torch.bool)  # tokens that some expert dropped
+    for e in full:
+        tokens, places = torch.where(routing.experts == e)
+        lost[tokens[routing.weights[tokens, places].argsort(descending=True)[capacity:]]] = True
+    same = y.isclose(dropless, rtol=1e-4, atol=1e-5).all(-1).flatten()
+    assert torch.equal(same, ~lost)
+
+
+def test_experts_with_gelu_and_a_shared_expert():
+    shared = torch.nn.Linear(HIDDEN, HIDDEN)
+    moe = MoE(MoEConfig(EXPERTS, FFN, 1), HIDDEN, swiglu=False, shared_expert=shared)
+    for parameter in moe.parameters():
+        parameter.data.normal_(0, 0.3)
+    x = tokens_of()
+    y, routed = moe(x)
+    first, second = (
+        layer.weight.view(EXPERTS, -1, layer.weight.size(1))
+        for layer in (moe.experts.linear_fc1, moe.experts.linear_fc2)
+    )
+    token = x[1, 3]
+    e = (moe.router.weight @ token).argmax()
+    expected = second[e] @ F.gelu(first[e] @ token, approximate="tanh") + shared(token)
+    torch.testing.assert_close(y[1, 3], expected)  # the weight of one expert, normalised, is 1
+    assert routed.load.sum() == 14
+
+
+def test_sigmoid_scores_and_a_bias_that_chooses_but_does_not_weigh():
+    config = MoEConfig(4, FFN, 2, score_function="sigmoid", topk_scaling_factor=2.5)
+    logits = torch.tensor([[2.0, 1.0, 0.0, -1.0]])
+    chosen = route(logits, config, bias=torch.tensor([0.0, 0.0, 0.0, 9.0]))
+    assert chosen.experts.tolist() == [[3, 0]]
+    first, second = torch.sigmoid(torch.tensor([-1.0, 2.0])).tolist()
+    expected = [2.5 * first / (first + second), 2.5 * second / (first + second)]
+    torch.testing.assert_close(chosen.weights, torch.tensor([expected]))
+
+
+def test_losses_by_their_formulas():
+    even = torch.zeros(8, 4)
+    even[range(8), [0, 1, 2, 3, 0, 1, 2, 3]] = 1e-6  # each expert is the first choice of two tokens
+    routing = route(even, MoEConfig(4, FFN, 1))
+    torch.testing.assert_close(balancing_loss(routing), torch.tensor(1.0))
+    one = torch.tensor([[50.0, 0, 0, 0]]).expand(8, 4)  # all tokens go to one expert
+    torch.testing.assert_close(balancing_loss(route(one, MoEConfig(4, FFN, 1))), torch.tensor(4.0))
+    torch.testing.assert_close(z_loss(torch.zeros(3, 4)), torch.tensor(math.log(4) ** 2))
+    moe = moe_of(aux_loss_coeff=0.5, z_loss_coeff=0.25)
+    x = tokens_of()
+    _, routed = moe(x)
+    logits = F.linear(x.flatten(0, 1), moe.router.weight)
+    torch.testing.assert_close(routed.balancing_loss, 0.5 * balancing_loss(route(logits, moe.config)))
+    torch.testing.assert_close(routed.z_loss, 0.25 * z_loss(logits))
+    probabilities = logits.softmax(-1)
+    torch.testing.assert_close(routed.entropy, -(probabilities * probabilities.log()).sum(-1).mean())
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"router_topk": 7}, "a token goes to 1 to 6 experts"),
+        ({"score_function": "tanh"}, "choose softmax or sigmoid"),
+        ({"score_function": "sigmoid", "router_pre_softmax": True}, "router_pre_softmax is about softmax"),
+        ({"expert_capacity_factor": 0.0}, "must be above 0"),
+    ],
+)
+def test_what_cannot_be_built_is_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        MoEConfig(EXPERTS, FFN, **options)
