@@ -61,7 +61,7 @@ class ScaledFormat:
     def encode(self, values: Tensor, noise_seed: int | None, compensation: Compensation | None = None) -> Tensor:
         """Encode values [N, L] of any float type into uint8 [N, nbytes]."""
         values = values.float()
-        scales = _scales(self.exponents)
+        scales = _scales(self.exponents, _table(values.device))
         if compensation is None:
             return self.format.encode(values / scales, noise_seed)
         assert isinstance(compensation.format, WireFormat)
@@ -77,13 +77,13 @@ class ScaledFormat:
 
     def decode(self, wires: Tensor, out: Tensor) -> Tensor:
         """Decode wire buffers uint8 [N, nbytes] into ``out`` fp32 [N, L]; returns ``out``."""
-        return self.format.decode(wires, out).mul_(_scales(self.exponents))
+        return self.format.decode(wires, out).mul_(_scales(self.exponents, _table(out.device)))
 
     def decode_sum(self, peers: Tensor, out: Tensor, accumulate: bool = False) -> Tensor:
         """Decode the buffers uint8 [N, nbytes] of N peers, and add them in order, into or onto ``out`` fp32 [L]."""
-        total, addend = torch.zeros_like(out), torch.empty_like(out)
+        total, addend, table = torch.zeros_like(out), torch.empty_like(out), _table(out.device)
         for peer, exponents in zip(peers, self.exponents, strict=True):
-            total += self.format.decode(peer, addend).mul_(_scales(exponents))
+            total += self.format.decode(peer, addend).mul_(_scales(exponents, table))
         return out.copy_(total.add_(out) if accumulate else total)
 
 
@@ -175,8 +175,12 @@ def _moves(code: Code, steps: int) -> list[int]:
     return [math.floor(STEPS_PER_OCTAVE / 2 * math.log2(factor) + dither) for factor in factors]
 
 
-def _scales(exponents: Tensor) -> Tensor:
+def _table(device: torch.device) -> Tensor:
+    """s, fp32, of every exponent."""
+    every = torch.arange(QUIETEST + 1, dtype=torch.float64, device=device)
+    return every.div_(-STEPS_PER_OCTAVE).exp2_().float()
+
+
+def _scales(exponents: Tensor, table: Tensor) -> Tensor:
     """s, fp32, of exponents uint8 of any shape."""
-    every = torch.arange(QUIETEST + 1, dtype=torch.float64, device=exponents.device)
-    table = every.div_(-STEPS_PER_OCTAVE).exp2_().float()
     return table.index_select(0, exponents.reshape(-1).to(torch.int32)).view(exponents.shape)
