@@ -96,7 +96,7 @@ class Architecture:
         for flag, (size, description) in described.items():
             if size > 1 and description is None:
                 raise SettingsError(f"{flag} {size}: the architecture {self.name} does not support it; leave it out")
-            if size > 1 and model.num_experts is not None and flag != "--context-parallel-size":
+            if size > 1 and model.num_experts is not None and flag == "--tensor-model-parallel-size":
                 raise SettingsError(f"{flag} {size} does not work with --num-experts yet: leave one out")
 
     def huggingface_model(self, config: Config) -> HuggingFaceMapping:

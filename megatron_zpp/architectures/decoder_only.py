@@ -338,10 +338,9 @@ def flops_per_token(config: DecoderConfig, seq_length: int) -> float:
     # Of a mixture of experts a token meets the router, the experts that it goes to, and the shared one.
     widths, router = [config.ffn_size] * config.num_layers, 0
     if (moe := config.moe) is not None:
-        of_experts = range(0, config.num_layers, config.moe_layer_freq)
-        for layer in of_experts:
+        for layer in config.layers_with_experts:
             widths[layer] = moe.router_topk * moe.ffn_hidden_size + (moe.shared_expert_size or 0)
-        router = len(of_experts) * hidden * moe.num_experts
+        router = len(config.layers_with_experts) * hidden * moe.num_experts
     mlp_weights = (3 if config.swiglu else 2) * hidden * sum(widths)
     weights = config.num_layers * attention_weights + mlp_weights + router + hidden * config.vocab_size
     attended = seq_length / 2  # tokens, on average

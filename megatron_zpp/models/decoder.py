@@ -103,6 +103,10 @@ class DecoderConfig:
     def ffn_size(self) -> int:
         return self.ffn_hidden_size or default_ffn_size(self.hidden_size, self.swiglu)
 
+    @property
+    def layers_with_experts(self) -> range:
+        return range(0, self.num_layers if self.moe is not None else 0, self.moe_layer_freq)
+
 
 def default_ffn_size(hidden_size: int, swiglu: bool) -> int:
     """Megatron's width of the MLP: 4 times the hidden size; of SwiGLU 8/3 of it, rounded down to a multiple of 64."""
@@ -174,7 +178,7 @@ def make_norm(config: DecoderConfig, width: int) -> nn.Module:
 
 def make_mlp(config: DecoderConfig, layer: int) -> nn.Module:
     """Of the block with that number."""
-    if config.moe is None or layer % config.moe_layer_freq > 0:
+    if config.moe is None or layer not in config.layers_with_experts:
         return SwiGLU(config) if config.swiglu else MLP(config)
     shared_size, shared = config.moe.shared_expert_size, None
     if shared_size is not None:
@@ -231,16 +235,16 @@ class Decoder(Transformer):
             if isinstance(x, tuple):
                 x, routed = x
                 of_experts.append(routed)
-        if not hasattr(self, "final_norm"):
+        if hasattr(self, "final_norm"):
+            x = self.final_norm(x)
+            if config.tie_embeddings:
+                x = losses_or_logits(x, self.word_embeddings.weight, labels)
+            else:
+                x = self.output_layer(x, labels)
+        if config.moe is None or labels is None or not of_experts:
             return x
-        x = self.final_norm(x)
-        if config.tie_embeddings:
-            output = losses_or_logits(x, self.word_embeddings.weight, labels)
-        else:
-            output = self.output_layer(x, labels)
-        if config.moe is None or labels is None:
-            return output
-        return ModelOutput(output, auxiliary_losses(of_experts, config.moe), observations(of_experts, config.moe))
+        observed = observations(of_experts, config.moe, len(config.layers_with_experts))
+        return ModelOutput(x, auxiliary_losses(of_experts, config.moe), observed)
 
     def embed(self, tokens: Tensor, position_ids: Tensor | None) -> Tensor:
         """``tokens`` int64 [B, S] -> [B, S, H]."""

@@ -199,14 +199,13 @@ def auxiliary_losses(layers: Sequence[Routed], config: MoEConfig) -> dict[str, T
     return losses
 
 
-def observations(layers: Sequence[Routed], config: MoEConfig) -> dict[str, Tensor]:
-    """What is logged, by name: means over the layers."""
+def observations(layers: Sequence[Routed], config: MoEConfig, of_model: int) -> dict[str, Tensor]:
+    """What is logged, by name: means over the model's layers with experts, ``of_model`` many; of some their part."""
     load = torch.stack([routed.load for routed in layers]).float()  # [layers, E]
     observed = {
-        "expert load (max/mean)": (load.amax(dim=1) / load.mean(dim=1)).mean(),
-        "router entropy": torch.stack([routed.entropy for routed in layers]).mean(),
+        "expert load (max/mean)": load.amax(dim=1) / load.mean(dim=1),
+        "router entropy": torch.stack([routed.entropy for routed in layers]),
     }
     if config.expert_capacity_factor is not None:
-        dropped = torch.stack([routed.dropped for routed in layers]).float()
-        observed["dropped tokens (share)"] = (dropped / load.sum(dim=1)).mean()
-    return observed
+        observed["dropped tokens (share)"] = torch.stack([routed.dropped for routed in layers]) / load.sum(dim=1)
+    return {name: values.sum() / of_model for name, values in observed.items()}

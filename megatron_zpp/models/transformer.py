@@ -49,9 +49,9 @@ class Transformer(nn.Module):
 class ModelOutput(NamedTuple):
     """What a forward pass with labels returns, where there is more than the tokens' losses."""
 
-    losses: Tensor  # of each token, fp32 [B, S]
+    losses: Tensor  # of each token, fp32 [B, S]; of a pipeline's stage before the last one its hidden states [B, S, H]
     # Scalars of this micro-batch by name, coefficients included: added to the loss. The same names in the same order in
-    # every micro-batch on every rank.
+    # every micro-batch on every rank; stages of a pipeline have some of them, and sums are over all stages.
     auxiliary: Mapping[str, Tensor]
     observed: Mapping[str, Tensor] = {}  # the same of what is logged and not trained on
 

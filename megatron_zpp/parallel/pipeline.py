@@ -18,7 +18,7 @@ from torch.distributed.pipelining import (
 )
 from torch.distributed.tensor import DTensor
 
-from megatron_zpp.models.transformer import ModelOutput
+from megatron_zpp.models.transformer import ModelOutput, as_model_output
 from megatron_zpp.parallel.mesh import Mesh
 from megatron_zpp.parallel.sharding import prepare_backward
 from megatron_zpp.parallel.stages import Placement
@@ -55,7 +55,7 @@ class Pipeline:
     ) -> None:
         """``stages``: by number, of ``keep_stage``. ``tokens``, ``hidden``: of a micro-batch, on the meta device.
 
-        ``tied``: of the model's ``StageModules``. A stage that returns auxiliary losses ends the run by ValueError.
+        ``tied``: of the model's ``StageModules``.
         """
         self.stages, self.placement, self.schedule = stages, placement, schedule
         self.tokens, self.hidden = tokens, hidden
@@ -65,13 +65,15 @@ class Pipeline:
         self.last = placement.num_stages - 1
         self._built: Any = None  # the schedule for as many micro-batches as were run last
         self._loss: Callable[[Tensor, Any], Tensor] | None = None
+        self._auxiliary: Callable[[ModelOutput], Tensor | float] | None = None
+        self._names: list[str] | None = None  # of what stages return beside hidden states or losses
         # The first and the last stage both have the tied weight; which the last one has is a copy, not to be counted.
         self._tied = f"{tied}.weight" if tied is not None and (0 in stages or self.last in stages) else None
         self.copies: list[nn.Parameter] = []
         if self._tied is not None and self.last in stages:
             self.copies = [stages[self.last].get_parameter(self._tied)]
         for stage in stages.values():
-            stage.register_forward_hook(_refuse_auxiliary_losses)
+            stage.register_forward_hook(self._add_auxiliary_losses)
 
     def describe(self) -> str:
         """One line: which layers each stage has, and the schedule."""
@@ -84,19 +86,22 @@ class Pipeline:
     # Training
 
     def forward_backward(
-        self, micro_batches: Sequence[tuple[Inputs, Any]], loss: Callable[[Tensor, Any], Tensor]
+        self,
+        micro_batches: Sequence[tuple[Inputs, Any]],
+        loss: Callable[[Tensor, Any], Tensor],
+        auxiliary: Callable[[ModelOutput], Tensor | float],
     ) -> None:
         """One optimizer step's forward and backward passes; gradients are reduced at the end.
 
         ``micro_batches``: what the model takes, and what ``loss`` does beside the tokens' losses [B, S]; the last
-        stage's backward pass begins with what it returns.
+        stage's backward pass begins with what it returns. ``auxiliary``: what a stage's own losses add to it.
         """
-        self._loss = loss
+        self._loss, self._auxiliary = loss, auxiliary
         try:
             self._run_schedule(micro_batches)
         except RuntimeError as error:
             raise error.__cause__ or error from None  # PipelineStage wraps what went wrong
-        self._loss = None
+        self._loss = self._auxiliary = None
         if self._tied is not None:
             self._add_up_tied_gradients(self._tied)
         self._count_hidden(len(micro_batches))
@@ -127,6 +132,22 @@ class Pipeline:
             loss_fn=lambda losses, target: self._loss(losses, target),  # type: ignore[misc]
             scale_grads=False,
         )
+
+    def _add_auxiliary_losses(self, stage: nn.Module, inputs: Any, output: Tensor | ModelOutput) -> Tensor:
+        """Of what a stage returns, what goes to the next one. Its own losses join the backward pass there."""
+        output = as_model_output(output)
+        if self._auxiliary is None or not torch.is_grad_enabled():  # an evaluation, or shapes that are tried
+            return output.losses
+        added = self._auxiliary(output)
+        return _AndLoss.apply(output.losses, added) if isinstance(added, Tensor) else output.losses
+
+    def names_of_all_stages(self, names: Sequence[str]) -> list[str]:
+        """``names``: of this rank's auxiliary losses and observations, the same in every step. Collective, once."""
+        if self._names is None:
+            of_ranks: list[Any] = [None] * self.group.size()
+            dist.all_gather_object(of_ranks, list(names), group=self.group)
+            self._names = list(dict.fromkeys(name for of_rank in of_ranks for name in of_rank))
+        return self._names
 
     def _stages_of(self, schedule: Any) -> list[PipelineStage]:
         return [schedule._stage] if self.schedule in _ONE_STAGE else schedule._stages
@@ -236,12 +257,16 @@ class _Call(nn.Module):
         return self.module(*args, **kwargs)
 
 
-def _refuse_auxiliary_losses(stage: nn.Module, inputs: Any, output: Any) -> None:
-    if isinstance(output, ModelOutput):
-        raise ValueError(
-            f"the model has auxiliary losses ({', '.join(output.auxiliary)}), which a pipeline does not add up "
-            "yet: leave --pipeline-model-parallel-size out"
-        )
+class _AndLoss(torch.autograd.Function):
+    """A tensor as it is, whose backward pass is that of a scalar ``loss`` too."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, loss: Tensor) -> Tensor:
+        return x.clone()  # not a view, which PipelineStage cannot detach
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        return gradient, gradient.new_ones((), dtype=torch.float32)
 
 
 def wait_for_neighbour(work: dist.Work | None) -> None:

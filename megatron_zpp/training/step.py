@@ -128,8 +128,19 @@ def accumulate_gradients(
 
     if run.pipeline is not None:
         micro_batches = [to_inputs(run, next(batches)) for _ in range(num_micro_batches)]
-        run.pipeline.forward_backward(micro_batches, scaled_loss)
-        return count_once(run, totals), []
+
+        def of_stage(output: ModelOutput) -> Tensor | float:
+            if output.auxiliary and per_token:  # a stage does not know whose tokens it has
+                raise ValueError(
+                    "auxiliary losses per token do not work in a pipeline: leave --calculate-per-token-loss out, or "
+                    "--pipeline-model-parallel-size"
+                )
+            return weighted_auxiliary(output, micro_batches[0][1])
+
+        run.pipeline.forward_backward(micro_batches, scaled_loss, of_stage)
+        names = run.pipeline.names_of_all_stages(list(auxiliary_totals))
+        of_names = [auxiliary_totals.get(name, totals.new_zeros(())) for name in names]
+        return count_once(run, torch.stack([*totals, *of_names])), names
     for i in range(num_micro_batches):
         is_last = i == num_micro_batches - 1
         prepare_backward(model, settings.zero.zero_stage, is_last)

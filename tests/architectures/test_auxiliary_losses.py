@@ -112,8 +112,18 @@ def test_every_layout_comes_to_the_same(data, alone, ranks):
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble"])
-def test_a_pipeline_refuses_them(data, schedule):
+def test_a_pipeline_adds_those_of_its_last_stage(data, schedule):
     virtual = "--num-layers-per-virtual-pipeline-stage 1" if schedule == "zero-bubble" else ""
-    argv = flags(data, f"--pipeline-model-parallel-size 2 --pipeline-schedule {schedule} {virtual}")
-    with pytest.raises(RuntimeError, match=r"auxiliary losses \(square, cube\), which a pipeline does not add up yet"):
-        run_ranks(2, train_each, {schedule: argv})
+    pipeline = f"--pipeline-model-parallel-size 2 --pipeline-schedule {schedule} {virtual} --micro-batch-size 2"
+    runs = {"": flags(data, NO_DROPOUT, pipeline, "--num-layers 4", length="--train-iters 4")}
+    alone = {"": flags(data, NO_DROPOUT, "--micro-batch-size 2 --num-layers 4", length="--train-iters 4")}
+    expected = run_ranks(1, train_each, alone)[0][""]
+    metrics = run_ranks(2, train_each, runs)[-1][""]
+    for key in ("lm loss", "square", "cube", "grad-norm", "lm loss validation"):
+        assert metrics[key] == pytest.approx(expected[key], rel=1e-5), key
+
+
+def test_a_pipeline_refuses_them_per_token(data):
+    argv = flags(data, "--pipeline-model-parallel-size 2 --calculate-per-token-loss")
+    with pytest.raises(RuntimeError, match="auxiliary losses per token do not work in a pipeline"):
+        run_ranks(2, train_each, {"": argv})
