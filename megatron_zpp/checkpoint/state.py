@@ -183,8 +183,10 @@ def _comparable(zeropp_layout: dict[str, Any] | None) -> Any:
     if zeropp_layout is None or not isinstance(config, dict):
         return zeropp_layout
     config = dataclasses.asdict(ZeroPPConfig()) | config
-    # A run may go on with other bits in its first steps: nothing is kept in them.
-    config = {name: value for name, value in config.items() if not name.endswith("_bits_warmup")}
+    # Nothing is kept in the bits of first steps, none of what is kept is random, and no error is of a step to be undone.
+    config = {name: value for name, value in config.items() if not name.endswith("_bits_warmup") and name != "seed"}
+    if isinstance(loco := config["loco"], dict):
+        config["loco"] = {name: value for name, value in loco.items() if name != "exact_undo"}
     return json.loads(json.dumps(zeropp_layout | {"config": config}))
 
 

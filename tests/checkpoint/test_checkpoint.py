@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import hashlib
 import io
 import json
@@ -17,8 +18,10 @@ import torch.distributed as dist
 from safetensors import safe_open
 
 from megatron_zpp.checkpoint import CheckpointError, FolderLock, iterate_parameters, read_meta
+from megatron_zpp.checkpoint.state import _comparable
 from megatron_zpp.parallel.distributed import FailedTogether
 from megatron_zpp.training.pretrain import train
+from megatron_zpp.zeropp import LoCoConfig, ZeroPPConfig
 from tests.ranks import run_ranks
 from tests.training.small_run import NO_DROPOUT, Metrics, call_pretrain, flags, start, train_each, write_text
 
@@ -405,3 +408,32 @@ def test_an_empty_or_absent_folder_starts_from_scratch(data, tmp_path):
         ((code, out, err),) = run_ranks(1, call_pretrain, flags(data, f"--load {folder} --train-iters 1"))[0]
         assert code == 0, err
         assert f"no checkpoint in {folder} yet: starting from scratch" in out
+
+
+def test_zeropp_state_of_earlier_versions_is_taken_over():
+    """Their configuration lacked newer settings, and had no seed but 0."""
+    earlier = {
+        "quantized_weights": True, "hpz_partition_size": 2, "quantized_gradients": True, "ranks_per_node": None,
+        "loco": {"beta": 0.8, "reset_interval": 1024, "reset": "hard", "hops": "inter", "error_dtype": "int8"},
+        "weight_bits": 8, "weight_intra_bits": None, "weight_block_size": 64, "gradient_bits": 4,
+        "gradient_intra_bits": 8, "gradient_block_size": 32, "weight_rounding": "nearest", "hadamard": False,
+        "gradient_rounding": "nearest", "hpz_secondary_dtype": "16bit", "weight_difference_bits": None,
+        "weight_difference_block_size": 2048, "seed": 0,
+    }  # fmt: skip
+    now = ZeroPPConfig(
+        quantized_weights=True,
+        quantized_gradients=True,
+        hpz_partition_size=2,
+        weight_block_size=64,
+        gradient_block_size=32,
+        loco=LoCoConfig(exact_undo=False),
+        seed=1234,
+    )
+
+    def layout(config: dict) -> dict:
+        return {"topology": [2, 2], "config": config}
+
+    ours = _comparable(layout(dataclasses.asdict(now)))
+    assert _comparable(layout(earlier)) == ours
+    assert _comparable(layout(earlier | {"gradient_block_size": 64})) != ours
+    assert _comparable(layout(earlier | {"loco": earlier["loco"] | {"error_dtype": "bf16"}})) != ours
