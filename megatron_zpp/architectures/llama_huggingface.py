@@ -33,34 +33,39 @@ OURS: dict[str, tuple[Any, ...]] = {
 LLAMA3_SCALING = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 
 
-# Sliding windows: keys of config.json, of our config and the other way round. Theirs count the token itself too.
+@dataclass(frozen=True)
+class Window:
+    """How a sliding window is written in config.json, where it counts the token itself too."""
+
+    write: Callable[[DecoderConfig], dict[str, Any]]
+    read: Callable[[Mapping[str, Any]], int | None]
 
 
-def window_to_mistral(config: DecoderConfig) -> dict[str, Any]:
+def _write_window(config: DecoderConfig) -> dict[str, Any]:
     return {"sliding_window": None if config.window_size is None else config.window_size + 1}
 
 
-def window_from_mistral(hf: Mapping[str, Any]) -> int | None:
+def _read_window(hf: Mapping[str, Any]) -> int | None:
     return None if hf["sliding_window"] is None else hf["sliding_window"] - 1
 
 
-def window_to_qwen(config: DecoderConfig) -> dict[str, Any]:
-    if config.window_size is None:
-        return {"use_sliding_window": False, "sliding_window": None, "max_window_layers": config.num_layers}
-    return {"use_sliding_window": True, "max_window_layers": 0} | window_to_mistral(config)
+def _write_window_of_qwen(config: DecoderConfig) -> dict[str, Any]:
+    has_window = config.window_size is not None
+    layers = 0 if has_window else config.num_layers  # which come before those that have it
+    return _write_window(config) | {"use_sliding_window": has_window, "max_window_layers": layers}
 
 
-def window_from_qwen(hf: Mapping[str, Any]) -> int | None:
+def _read_window_of_qwen(hf: Mapping[str, Any]) -> int | None:
     if not hf["use_sliding_window"] or hf["sliding_window"] is None:
         return None
-    first, layers = hf["max_window_layers"], hf["num_hidden_layers"]  # layers before the first attend to all
+    first, layers = hf["max_window_layers"], hf["num_hidden_layers"]
     kinds = hf.get("layer_types") or ["full_attention" if i < first else "sliding_attention" for i in range(layers)]
     if len(set(kinds)) > 1:
         raise ValueError(
             "layer_types has both full_attention and sliding_attention, or max_window_layers "
             f"{first} is between 0 and num_hidden_layers {layers}: our window is the same in all layers"
         )
-    return window_from_mistral(hf) if kinds[0] == "sliding_attention" else None
+    return _read_window(hf) if kinds[0] == "sliding_attention" else None
 
 
 @dataclass(frozen=True)
@@ -69,48 +74,41 @@ class Family:
 
     model_type: str
     class_name: str
-    ours: Mapping[str, tuple[Any, ...]]  # fields of our config, and the values that they may have
-    theirs: Mapping[str, Any] = field(default_factory=dict)  # further keys of config.json, which have this value only
+    add_qkv_bias: bool = False
+    qk_layernorm: bool = False
+    window: Window | None = None
     has_head_dim: bool = True  # else heads are of hidden_size / num_attention_heads channels
-    window_to: Callable[[DecoderConfig], dict[str, Any]] = lambda config: {}
-    window_from: Callable[[Mapping[str, Any]], int | None] = lambda hf: None
+    always: Mapping[str, Any] = field(default_factory=dict)  # further keys of config.json, and their only value
+
+    @property
+    def ours(self) -> dict[str, tuple[Any, ...]]:
+        """Fields of our config, and the values that they may have."""
+        own = {"add_qkv_bias": (self.add_qkv_bias,), "qk_layernorm": (self.qk_layernorm,)}
+        return OURS | own | ({} if self.window is not None else {"window_size": (None,)})
 
 
 FAMILIES = (
-    Family(
-        "llama",
-        "LlamaForCausalLM",
-        ours={"add_qkv_bias": (False,), "qk_layernorm": (False,), "window_size": (None,)},
-        theirs={"attention_bias": False, "mlp_bias": False},
-    ),
-    Family(
-        "mistral",
-        "MistralForCausalLM",
-        ours={"add_qkv_bias": (False,), "qk_layernorm": (False,)},
-        window_to=window_to_mistral,
-        window_from=window_from_mistral,
-    ),
+    Family("llama", "LlamaForCausalLM", always={"attention_bias": False, "mlp_bias": False}),
+    Family("mistral", "MistralForCausalLM", window=Window(_write_window, _read_window)),
     Family(
         "qwen2",
         "Qwen2ForCausalLM",
-        ours={"add_qkv_bias": (True,), "qk_layernorm": (False,)},
+        add_qkv_bias=True,
+        window=Window(_write_window_of_qwen, _read_window_of_qwen),
         has_head_dim=False,
-        window_to=window_to_qwen,
-        window_from=window_from_qwen,
     ),
     Family(
         "qwen3",
         "Qwen3ForCausalLM",
-        ours={"add_qkv_bias": (False,), "qk_layernorm": (True,)},
-        theirs={"attention_bias": False},
-        window_to=window_to_qwen,
-        window_from=window_from_qwen,
+        qk_layernorm=True,
+        window=Window(_write_window_of_qwen, _read_window_of_qwen),
+        always={"attention_bias": False},
     ),
 )
 
 
 def to_config(family: Family, config: DecoderConfig, positions: int) -> dict[str, Any]:
-    require_fields(config, family.model_type, OURS | dict(family.ours))
+    require_fields(config, family.model_type, family.ours)
     hidden, heads = config.hidden_size, config.num_attention_heads
     if hidden % heads or not (family.has_head_dim or config.head_dim == hidden // heads):
         raise ValueError(
@@ -137,8 +135,8 @@ def to_config(family: Family, config: DecoderConfig, positions: int) -> dict[str
         "attention_dropout": config.attention_dropout,
         "initializer_range": config.init_method_std,
         "tie_word_embeddings": config.tie_embeddings,
-        **family.window_to(config),
-        **family.theirs,
+        **({} if family.window is None else family.window.write(config)),
+        **family.always,
     }
 
 
@@ -159,7 +157,10 @@ def _scaling(config: DecoderConfig) -> dict[str, Any] | None:
 def from_config(family: Family, hf: Mapping[str, Any]) -> tuple[DecoderConfig, int]:
     require_sizes(hf, "num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size", "intermediate_size")
     require_sizes(hf, "max_position_embeddings")
-    require_values(hf, {"hidden_act": ("silu", "swish"), **{key: (value,) for key, value in family.theirs.items()}})
+    always: dict[str, tuple[Any, ...]] = {key: (value,) for key, value in family.always.items()}
+    if not family.has_head_dim:
+        always["head_dim"] = (None, hf["hidden_size"] // hf["num_attention_heads"])
+    require_values(hf, {"hidden_act": ("silu", "swish"), **always})
     config = DecoderConfig(
         num_layers=hf["num_hidden_layers"],
         hidden_size=hf["hidden_size"],
@@ -170,11 +171,11 @@ def from_config(family: Family, hf: Mapping[str, Any]) -> tuple[DecoderConfig, i
         kv_channels=hf.get("head_dim") or hf["hidden_size"] // hf["num_attention_heads"],
         normalization="RMSNorm",
         norm_epsilon=hf["rms_norm_eps"],
-        qk_layernorm=family.ours["qk_layernorm"][0],
+        qk_layernorm=family.qk_layernorm,
         swiglu=True,
         add_bias_linear=False,
-        add_qkv_bias=family.ours["add_qkv_bias"][0],
-        window_size=family.window_from(hf),
+        add_qkv_bias=family.add_qkv_bias,
+        window_size=None if family.window is None else family.window.read(hf),
         attention_dropout=hf["attention_dropout"],
         hidden_dropout=0.0,
         init_method_std=hf["initializer_range"],

@@ -75,6 +75,7 @@ YARN = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 
         ("llama", {"rope_scaling": YARN | {"truncate": False}}, "rope_parameters.truncate is False"),
         ("llama", {"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "original_max_position_embeddings is None"),
         ("llama", {"rope_scaling": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "partial_rotary_factor is"),
+        ("qwen2", {"head_dim": 16}, "head_dim is 16, supported: None or 8"),
         ("qwen3", {"attention_bias": True}, "attention_bias is True, supported: False"),
         (
             "qwen2-window",
