@@ -44,6 +44,9 @@ class HuggingFaceMapping:
     # ValueError that names each key whose value our model cannot express.
     from_config: Callable[[Mapping[str, Any]], tuple[Any, int]]
     weights: Callable[[Any], Iterator[Weight]]  # every parameter of the model, each of either side's tensors once
+    # Parameters that transformers' model makes of several tensors of its files, or calls otherwise; ``ours`` is then
+    # the name in that model.
+    in_memory: Callable[[Any], Iterator[Weight]] = lambda config: iter(())
     # Of ours: a row is a token, so that rows beyond the tokenizer's may be left out.
     with_vocabulary: tuple[str, ...] = ("word_embeddings.weight", "output_layer.weight")
 

@@ -99,6 +99,38 @@ PRESETS: dict[str, dict[str, object]] = {
         norm_epsilon=1e-6,
         seq_length=4096,
     ),
+    "qwen3-30b-a3b": dict(
+        num_layers=48,
+        hidden_size=2048,
+        num_attention_heads=32,
+        kv_channels=128,
+        group_query_attention=True,
+        num_query_groups=4,
+        ffn_hidden_size=6144,
+        num_experts=128,
+        moe_router_topk=8,
+        moe_ffn_hidden_size=768,
+        moe_aux_loss_coeff=0.001,
+        qk_layernorm=True,
+        rotary_base=1000000,
+        norm_epsilon=1e-6,
+        seq_length=4096,
+    ),
+    # Mixtral of Experts (Jiang et al., arXiv 2401.04088, table 1).
+    "mixtral-8x7b": dict(
+        num_layers=32,
+        hidden_size=4096,
+        num_attention_heads=32,
+        group_query_attention=True,
+        num_query_groups=8,
+        ffn_hidden_size=14336,
+        num_experts=8,
+        moe_router_topk=2,
+        moe_aux_loss_coeff=0.02,
+        rotary_base=1000000,
+        norm_epsilon=1e-5,
+        seq_length=4096,
+    ),
 }
 
 LLAMA = decoder(name="llama", title="Llama", defaults=DEFAULTS, presets=PRESETS, huggingface=LLAMA_FAMILIES)

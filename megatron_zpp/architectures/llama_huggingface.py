@@ -19,6 +19,7 @@ from megatron_zpp.architectures.huggingface import (
     same,
 )
 from megatron_zpp.models.decoder import DecoderConfig
+from megatron_zpp.models.moe import MoEConfig
 
 # What all of them have: fields of our config, and the values that they may have.
 OURS: dict[str, tuple[Any, ...]] = {
@@ -33,34 +34,110 @@ OURS: dict[str, tuple[Any, ...]] = {
 LLAMA3_SCALING = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 
 
-# Sliding windows: keys of config.json, of our config and the other way round. Theirs count the token itself too.
+@dataclass(frozen=True)
+class Window:
+    """How a sliding window is written in config.json, where it counts the token itself too."""
+
+    write: Callable[[DecoderConfig], dict[str, Any]]
+    read: Callable[[Mapping[str, Any]], int | None]
 
 
-def window_to_mistral(config: DecoderConfig) -> dict[str, Any]:
+def _write_window(config: DecoderConfig) -> dict[str, Any]:
     return {"sliding_window": None if config.window_size is None else config.window_size + 1}
 
 
-def window_from_mistral(hf: Mapping[str, Any]) -> int | None:
+def _read_window(hf: Mapping[str, Any]) -> int | None:
     return None if hf["sliding_window"] is None else hf["sliding_window"] - 1
 
 
-def window_to_qwen(config: DecoderConfig) -> dict[str, Any]:
-    if config.window_size is None:
-        return {"use_sliding_window": False, "sliding_window": None, "max_window_layers": config.num_layers}
-    return {"use_sliding_window": True, "max_window_layers": 0} | window_to_mistral(config)
+def _write_window_of_qwen(config: DecoderConfig) -> dict[str, Any]:
+    has_window = config.window_size is not None
+    layers = 0 if has_window else config.num_layers  # which come before those that have it
+    return _write_window(config) | {"use_sliding_window": has_window, "max_window_layers": layers}
 
 
-def window_from_qwen(hf: Mapping[str, Any]) -> int | None:
+def _read_window_of_qwen(hf: Mapping[str, Any]) -> int | None:
     if not hf["use_sliding_window"] or hf["sliding_window"] is None:
         return None
-    first, layers = hf["max_window_layers"], hf["num_hidden_layers"]  # layers before the first attend to all
+    first, layers = hf["max_window_layers"], hf["num_hidden_layers"]
     kinds = hf.get("layer_types") or ["full_attention" if i < first else "sliding_attention" for i in range(layers)]
     if len(set(kinds)) > 1:
         raise ValueError(
             "layer_types has both full_attention and sliding_attention, or max_window_layers "
             f"{first} is between 0 and num_hidden_layers {layers}: our window is the same in all layers"
         )
-    return window_from_mistral(hf) if kinds[0] == "sliding_attention" else None
+    return _read_window(hf) if kinds[0] == "sliding_attention" else None
+
+
+@dataclass(frozen=True)
+class Experts:
+    """How a mixture of experts is written, in config.json and among the tensors of a layer."""
+
+    number: str  # keys: how many there are,
+    width: str  # and how wide one is
+    module: str
+    projections: tuple[str, str, str]  # gate, up and down
+    pre_softmax: str | None = None  # the key that is false where scores are softmax over all experts; None: never
+
+    def write(self, moe: MoEConfig, num_layers: int) -> dict[str, Any]:
+        values = {
+            self.number: moe.num_experts,
+            self.width: moe.ffn_hidden_size,
+            "num_experts_per_tok": moe.router_topk,
+            # Theirs is a mean over layers, and counts each of a token's choices whole.
+            "router_aux_loss_coef": moe.aux_loss_coeff * num_layers / moe.router_topk,
+        }
+        return values if self.pre_softmax is None else values | {self.pre_softmax: not moe.router_pre_softmax}
+
+    def read(self, hf: Mapping[str, Any]) -> MoEConfig:
+        # Version 5 calls the number so in every family.
+        number = "num_local_experts" if "num_local_experts" in hf else self.number
+        require_sizes(hf, number, self.width, "num_experts_per_tok")
+        return MoEConfig(
+            num_experts=hf[number],
+            ffn_hidden_size=hf[self.width],
+            router_topk=hf["num_experts_per_tok"],
+            router_pre_softmax=self.pre_softmax is not None and not hf[self.pre_softmax],
+            aux_loss_coeff=hf["router_aux_loss_coef"] * hf["num_experts_per_tok"] / hf["num_hidden_layers"],
+        )
+
+    def weights(self, ours: str, theirs: str, moe: MoEConfig) -> Iterator[Weight]:
+        """Of one layer's experts, which we have one below the other."""
+
+        def apart(x: Tensor) -> tuple[Tensor, ...]:
+            return x.unflatten(0, (moe.num_experts, -1)).unbind(0)
+
+        def one_below_the_other(*experts: Tensor) -> Tensor:
+            return torch.cat(experts)
+
+        yield same(f"{ours}.router.weight", f"{theirs}.gate.weight")
+        for layer, name in zip(("fc1_gate", "fc1_up", "fc2"), self._tensors(theirs, moe), strict=True):
+            yield Weight(f"{ours}.experts.linear_{layer}.weight", name, apart, one_below_the_other)
+
+    def in_memory(self, layer: str, moe: MoEConfig) -> Iterator[Weight]:
+        """What version 5 makes of a layer's tensors: experts [E, out, in], gate and up one below the other."""
+
+        def gates_and_ups(*experts: Tensor) -> Tensor:
+            gates, ups = experts[: moe.num_experts], experts[moe.num_experts :]
+            return torch.stack([torch.cat(pair) for pair in zip(gates, ups, strict=True)])
+
+        def stack(*experts: Tensor) -> Tensor:
+            return torch.stack(experts)
+
+        theirs = f"{layer}.{self.module}"
+        gates, ups, downs = self._tensors(theirs, moe)
+        yield same(f"{layer}.mlp.gate.weight", f"{theirs}.gate.weight")
+        yield Weight(f"{layer}.mlp.experts.gate_up_proj", gates + ups, _one_way, gates_and_ups)
+        yield Weight(f"{layer}.mlp.experts.down_proj", downs, _one_way, stack)
+
+    def _tensors(self, theirs: str, moe: MoEConfig) -> list[tuple[str, ...]]:
+        """Names of all gates, ups and downs."""
+        experts = range(moe.num_experts)
+        return [tuple(f"{theirs}.experts.{i}.{name}.weight" for i in experts) for name in self.projections]
+
+
+def _one_way(x: Tensor) -> tuple[Tensor, ...]:
+    raise NotImplementedError("nothing is written from transformers' model in memory")
 
 
 @dataclass(frozen=True)
@@ -69,48 +146,78 @@ class Family:
 
     model_type: str
     class_name: str
-    ours: Mapping[str, tuple[Any, ...]]  # fields of our config, and the values that they may have
-    theirs: Mapping[str, Any] = field(default_factory=dict)  # further keys of config.json, which have this value only
+    add_qkv_bias: bool = False
+    qk_layernorm: bool = False
+    window: Window | None = None
     has_head_dim: bool = True  # else heads are of hidden_size / num_attention_heads channels
-    window_to: Callable[[DecoderConfig], dict[str, Any]] = lambda config: {}
-    window_from: Callable[[Mapping[str, Any]], int | None] = lambda hf: None
+    experts: Experts | None = None
+    always: Mapping[str, Any] = field(default_factory=dict)  # further keys of config.json, and their only value
+
+    @property
+    def ours(self) -> dict[str, tuple[Any, ...]]:
+        """Fields of our config, and the values that they may have."""
+        own: dict[str, tuple[Any, ...]] = {"add_qkv_bias": (self.add_qkv_bias,), "qk_layernorm": (self.qk_layernorm,)}
+        if self.experts is None:
+            own["moe"] = (None,)
+        return OURS | own | ({} if self.window is not None else {"window_size": (None,)})
+
+    def require_experts(self, config: DecoderConfig) -> None:
+        """Raise ValueError that names what of our mixture of experts this family does not have."""
+        if self.experts is None:
+            return
+        require_fields(config, self.model_type, {"moe_layer_freq": (1,)})
+        if config.moe is None:
+            raise ValueError(f"{self.model_type} does not have layers without experts")
+        supported: dict[str, tuple[Any, ...]] = {
+            "score_function": ("softmax",),
+            "topk_scaling_factor": (1.0,),
+            "shared_expert_size": (None,),
+            "expert_capacity_factor": (None,),
+        }
+        if self.experts.pre_softmax is None:
+            supported["router_pre_softmax"] = (False,)
+        require_fields(config.moe, self.model_type, supported)
 
 
 FAMILIES = (
-    Family(
-        "llama",
-        "LlamaForCausalLM",
-        ours={"add_qkv_bias": (False,), "qk_layernorm": (False,), "window_size": (None,)},
-        theirs={"attention_bias": False, "mlp_bias": False},
-    ),
-    Family(
-        "mistral",
-        "MistralForCausalLM",
-        ours={"add_qkv_bias": (False,), "qk_layernorm": (False,)},
-        window_to=window_to_mistral,
-        window_from=window_from_mistral,
-    ),
+    Family("llama", "LlamaForCausalLM", always={"attention_bias": False, "mlp_bias": False}),
+    Family("mistral", "MistralForCausalLM", window=Window(_write_window, _read_window)),
     Family(
         "qwen2",
         "Qwen2ForCausalLM",
-        ours={"add_qkv_bias": (True,), "qk_layernorm": (False,)},
+        add_qkv_bias=True,
+        window=Window(_write_window_of_qwen, _read_window_of_qwen),
         has_head_dim=False,
-        window_to=window_to_qwen,
-        window_from=window_from_qwen,
     ),
     Family(
         "qwen3",
         "Qwen3ForCausalLM",
-        ours={"add_qkv_bias": (False,), "qk_layernorm": (True,)},
-        theirs={"attention_bias": False},
-        window_to=window_to_qwen,
-        window_from=window_from_qwen,
+        qk_layernorm=True,
+        window=Window(_write_window_of_qwen, _read_window_of_qwen),
+        always={"attention_bias": False},
+    ),
+    Family(
+        "mixtral",
+        "MixtralForCausalLM",
+        window=Window(_write_window, _read_window),
+        experts=Experts("num_local_experts", "intermediate_size", "block_sparse_moe", ("w1", "w3", "w2")),
+        always={"router_jitter_noise": 0.0},
+    ),
+    Family(
+        "qwen3_moe",
+        "Qwen3MoeForCausalLM",
+        qk_layernorm=True,
+        experts=Experts(
+            "num_experts", "moe_intermediate_size", "mlp", ("gate_proj", "up_proj", "down_proj"), "norm_topk_prob"
+        ),
+        always={"attention_bias": False, "decoder_sparse_step": 1, "mlp_only_layers": [], "use_sliding_window": False},
     ),
 )
 
 
 def to_config(family: Family, config: DecoderConfig, positions: int) -> dict[str, Any]:
-    require_fields(config, family.model_type, OURS | dict(family.ours))
+    require_fields(config, family.model_type, family.ours)
+    family.require_experts(config)
     hidden, heads = config.hidden_size, config.num_attention_heads
     if hidden % heads or not (family.has_head_dim or config.head_dim == hidden // heads):
         raise ValueError(
@@ -137,8 +244,9 @@ def to_config(family: Family, config: DecoderConfig, positions: int) -> dict[str
         "attention_dropout": config.attention_dropout,
         "initializer_range": config.init_method_std,
         "tie_word_embeddings": config.tie_embeddings,
-        **family.window_to(config),
-        **family.theirs,
+        **({} if family.window is None else family.window.write(config)),
+        **({} if family.experts is None or config.moe is None else family.experts.write(config.moe, config.num_layers)),
+        **family.always,
     }
 
 
@@ -159,7 +267,10 @@ def _scaling(config: DecoderConfig) -> dict[str, Any] | None:
 def from_config(family: Family, hf: Mapping[str, Any]) -> tuple[DecoderConfig, int]:
     require_sizes(hf, "num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size", "intermediate_size")
     require_sizes(hf, "max_position_embeddings")
-    require_values(hf, {"hidden_act": ("silu", "swish"), **{key: (value,) for key, value in family.theirs.items()}})
+    always: dict[str, tuple[Any, ...]] = {key: (value,) for key, value in family.always.items()}
+    if not family.has_head_dim:
+        always["head_dim"] = (None, hf["hidden_size"] // hf["num_attention_heads"])
+    require_values(hf, {"hidden_act": ("silu", "swish"), **always})
     config = DecoderConfig(
         num_layers=hf["num_hidden_layers"],
         hidden_size=hf["hidden_size"],
@@ -170,15 +281,16 @@ def from_config(family: Family, hf: Mapping[str, Any]) -> tuple[DecoderConfig, i
         kv_channels=hf.get("head_dim") or hf["hidden_size"] // hf["num_attention_heads"],
         normalization="RMSNorm",
         norm_epsilon=hf["rms_norm_eps"],
-        qk_layernorm=family.ours["qk_layernorm"][0],
+        qk_layernorm=family.qk_layernorm,
         swiglu=True,
         add_bias_linear=False,
-        add_qkv_bias=family.ours["add_qkv_bias"][0],
-        window_size=family.window_from(hf),
+        add_qkv_bias=family.add_qkv_bias,
+        window_size=None if family.window is None else family.window.read(hf),
         attention_dropout=hf["attention_dropout"],
         hidden_dropout=0.0,
         init_method_std=hf["initializer_range"],
         tie_embeddings=hf["tie_word_embeddings"],
+        moe=None if family.experts is None else family.experts.read(hf),
         **_rotary(hf),
     )
     return config, hf["max_position_embeddings"]
@@ -220,7 +332,7 @@ def _rotary(hf: Mapping[str, Any]) -> dict[str, Any]:
     return base
 
 
-def weights(config: DecoderConfig) -> Iterator[Weight]:
+def weights(family: Family, config: DecoderConfig) -> Iterator[Weight]:
     groups, head_dim = config.num_groups, config.head_dim
     queries = config.num_attention_heads // groups  # per group
 
@@ -245,6 +357,9 @@ def weights(config: DecoderConfig) -> Iterator[Weight]:
             yield same(f"{ours}.self_attention.q_layernorm.weight", f"{attention}.q_norm.weight")
             yield same(f"{ours}.self_attention.k_layernorm.weight", f"{attention}.k_norm.weight")
         yield same(f"{ours}.pre_mlp_norm.weight", f"{theirs}.post_attention_layernorm.weight")
+        if family.experts is not None and config.moe is not None:
+            yield from family.experts.weights(f"{ours}.mlp", f"{theirs}.{family.experts.module}", config.moe)
+            continue
         yield same(f"{ours}.mlp.linear_fc1_gate.weight", f"{mlp}.gate_proj.weight")
         yield same(f"{ours}.mlp.linear_fc1_up.weight", f"{mlp}.up_proj.weight")
         yield same(f"{ours}.mlp.linear_fc2.weight", f"{mlp}.down_proj.weight")
@@ -253,7 +368,19 @@ def weights(config: DecoderConfig) -> Iterator[Weight]:
         yield same("output_layer.weight", "lm_head.weight")
 
 
+def in_memory(family: Family, config: DecoderConfig) -> Iterator[Weight]:
+    if family.experts is not None and config.moe is not None:
+        for layer in range(config.num_layers):
+            yield from family.experts.in_memory(f"model.layers.{layer}", config.moe)
+
+
 LLAMA_FAMILIES = tuple(
-    HuggingFaceMapping(family.model_type, partial(to_config, family), partial(from_config, family), weights)
+    HuggingFaceMapping(
+        model_type=family.model_type,
+        to_config=partial(to_config, family),
+        from_config=partial(from_config, family),
+        weights=partial(weights, family),
+        in_memory=partial(in_memory, family),
+    )
     for family in FAMILIES
 )

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from megatron_zpp.architectures import Architecture
+from megatron_zpp.architectures import Architecture, HuggingFaceMapping
 from megatron_zpp.models.transformer import TransformerConfig
 
 
@@ -32,8 +33,20 @@ def from_hf_config(
     return architecture, config, positions
 
 
+def in_memory(
+    mapping: HuggingFaceMapping, config: TransformerConfig, read: Callable[[str], Tensor]
+) -> Callable[[str], Tensor]:
+    """``read``, which reads a tensor of transformers' files by its name, for the parameters of its model."""
+    made = {weight.ours: weight for weight in mapping.in_memory(config)}
+
+    def read_parameter(name: str) -> Tensor:
+        return made[name].join(*map(read, made[name].theirs)) if name in made else read(name)
+
+    return read_parameter
+
+
 def their_shapes(architecture: Architecture, config: TransformerConfig) -> dict[str, torch.Size]:
-    """{name: shape} of every tensor of transformers' model."""
+    """{name: shape} of every tensor in the files of transformers' model."""
     ours = dict(architecture.build_empty(config).named_parameters())
     return {
         name: tensor.shape

@@ -28,7 +28,7 @@ from megatron_zpp.huggingface import files
 from megatron_zpp.huggingface.checkpoint import parameter_reader
 from megatron_zpp.huggingface.compare import compare
 from megatron_zpp.huggingface.generation import generation_settings
-from megatron_zpp.huggingface.mapping import their_shapes
+from megatron_zpp.huggingface.mapping import in_memory, their_shapes
 from megatron_zpp.huggingface.tokenizer import add_tokenizer_flags, build, given_tokenizer, write_tokenizer
 from megatron_zpp.metrics.progress import progress
 from megatron_zpp.settings.flags import number
@@ -92,7 +92,7 @@ def export(args: argparse.Namespace, given: Architecture | None = None) -> str:
         with progress("comparing logits"):
             model, stored = architecture.build_empty(config), files.WeightFiles(folder)
             written_config = files.read_config(folder, [mapping.model_type])
-            difference = compare(model, ours, written_config, stored.read, positions)
+            difference = compare(model, ours, written_config, in_memory(mapping, config, stored.read), positions)
     weights = f"{len(written)} file{'s' if len(written) > 1 else ''} of {args.dtype} weights"
     has_tokenizer = (args.output / "tokenizer_config.json").exists()  # NullTokenizer has none to write
     return (

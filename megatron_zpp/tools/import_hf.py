@@ -22,7 +22,7 @@ from megatron_zpp.architectures import ARCHITECTURES, Architecture
 from megatron_zpp.huggingface import files
 from megatron_zpp.huggingface.checkpoint import parameter_reader, save_imported, settings_of_import
 from megatron_zpp.huggingface.compare import compare
-from megatron_zpp.huggingface.mapping import from_hf_config, their_shapes
+from megatron_zpp.huggingface.mapping import from_hf_config, in_memory, their_shapes
 from megatron_zpp.huggingface.tokenizer import add_tokenizer_flags, build, find_tokenizer, given_tokenizer
 from megatron_zpp.metrics.progress import progress
 from megatron_zpp.tools.given_architecture import given_architecture
@@ -71,7 +71,8 @@ def import_(args: argparse.Namespace, architectures: Sequence[Architecture] = AR
             checkpoint, meta = save_imported(folder, architecture, config, settings, ours)
         with progress("comparing logits"):
             model = architecture.build_empty(config)
-            difference = compare(model, parameter_reader(checkpoint, meta), hf_config, theirs, positions)
+            ours_read, theirs_read = parameter_reader(checkpoint, meta), in_memory(mapping, config, theirs)
+            difference = compare(model, ours_read, hf_config, theirs_read, positions)
     is_ours = architecture in ARCHITECTURES
     trainer = f"megatron-zpp pretrain-{architecture.name}" if is_ours else architecture.script
     return (

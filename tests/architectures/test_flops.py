@@ -85,6 +85,8 @@ def test_parameters_by_hand():
         ("mistral-7b", 7.242),
         ("qwen3-0.6b", 0.596),
         ("qwen3-8b", 8.191),
+        ("qwen3-30b-a3b", 30.53),
+        ("mixtral-8x7b", 46.70),
     ],
 )
 def test_presets_have_their_size(name, billions):

@@ -9,6 +9,7 @@ from torch import nn
 
 from megatron_zpp.architectures import HuggingFaceMapping
 from megatron_zpp.models.decoder import DecoderConfig
+from megatron_zpp.models.moe import MoEConfig
 from megatron_zpp.models.transformer import Transformer
 from tests.architectures.find import architecture_of
 from tests.models.configs import gpt_config, llama_config
@@ -65,6 +66,25 @@ CONFIGS: dict[str, DecoderConfig] = {
     ),
     "qwen3": llama_config(
         2, 32, 4, 101, ffn_hidden_size=64, num_query_groups=2, kv_channels=16, qk_layernorm=True, rotary_base=1000000
+    ),
+    "mixtral": llama_config(
+        *(2, 32, 4, 101),
+        ffn_hidden_size=40,
+        num_query_groups=2,
+        kv_channels=8,
+        window_size=9,
+        moe=MoEConfig(4, 40, 2, aux_loss_coeff=0.5),
+    ),
+    "qwen3-moe": llama_config(
+        *(2, 32, 4, 101),
+        ffn_hidden_size=64,
+        num_query_groups=2,
+        kv_channels=16,
+        qk_layernorm=True,
+        moe=MoEConfig(6, 24, 3, router_pre_softmax=True),
+    ),
+    "qwen3-moe-normalized": llama_config(
+        2, 32, 4, 101, ffn_hidden_size=64, num_query_groups=1, kv_channels=8, qk_layernorm=True, moe=MoEConfig(4, 24, 2)
     ),
 }
 

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from megatron_zpp.huggingface.compare import compare, streamed_logits, transformers_model
+from megatron_zpp.huggingface.mapping import in_memory
 from tests.huggingface.small_models import CONFIGS, POSITIONS, build, build_empty, mapping_of, to_hf_config
 
 YARN = to_hf_config(CONFIGS["llama-yarn"])["rope_scaling"]
@@ -14,12 +15,17 @@ TOKENS = torch.randint(101, (2, 32), generator=torch.Generator().manual_seed(1))
 
 
 def split(config, ours: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Tensors of transformers' model by name."""
-    return {
+    """Parameters of transformers' model by name."""
+    mapping = mapping_of(config)
+    tensors = {
         name: tensor
-        for weight in mapping_of(config).weights(config)
+        for weight in mapping.weights(config)
         for name, tensor in zip(weight.theirs, weight.split(ours[weight.ours]), strict=True)
     }
+    made = {weight.ours: weight for weight in mapping.in_memory(config)}
+    of_others = {name for weight in made.values() for name in weight.theirs}
+    read = in_memory(mapping, config, tensors.__getitem__)
+    return {name: read(name) for name in (*(tensors.keys() - of_others), *made)}
 
 
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)

@@ -9,6 +9,7 @@ from megatron_zpp.architectures import ARCHITECTURES, GPT, LLAMA, Architecture
 from megatron_zpp.arguments.parse import parse_settings
 from megatron_zpp.huggingface.mapping import from_hf_config
 from megatron_zpp.models.decoder import DecoderConfig
+from megatron_zpp.models.moe import MoEConfig
 from tests.huggingface.small_models import CONFIGS, POSITIONS, to_hf_config
 
 
@@ -63,7 +64,11 @@ YARN = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 
 @pytest.mark.parametrize(
     ("name", "change", "message"),
     [
-        ("gpt", {"model_type": "bert"}, "model_type is bert; gpt2, llama, mistral, qwen2 and qwen3 can be imported"),
+        (
+            "gpt",
+            {"model_type": "bert"},
+            "model_type is bert; gpt2, llama, mistral, qwen2, qwen3, mixtral and qwen3_moe can be imported",
+        ),
         ("gpt", {"activation_function": "relu"}, "activation_function is relu, supported: gelu_new or"),
         ("gpt", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx is True"),
         ("gpt", {"scale_attn_weights": False}, "scale_attn_weights is False"),
@@ -75,6 +80,7 @@ YARN = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 
         ("llama", {"rope_scaling": YARN | {"truncate": False}}, "rope_parameters.truncate is False"),
         ("llama", {"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "original_max_position_embeddings is None"),
         ("llama", {"rope_scaling": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "partial_rotary_factor is"),
+        ("qwen2", {"head_dim": 16}, "head_dim is 16, supported: None or 8"),
         ("qwen3", {"attention_bias": True}, "attention_bias is True, supported: False"),
         (
             "qwen2-window",
@@ -110,6 +116,11 @@ def test_what_ours_cannot_express_is_named(name, change, message):
             "GPT-2 does not have .*; llama does not have .*; qwen3 does not have layernorm_1p True, add_bias_linear",
         ),
         (dataclasses.replace(CONFIGS["gpt"], num_query_groups=2), "GPT-2 does not have grouped queries"),
+        (
+            dataclasses.replace(CONFIGS["mixtral"], moe=MoEConfig(4, 40, shared_expert_size=8)),
+            "llama does not have moe .*; mixtral does not have shared_expert_size 8",
+        ),
+        (dataclasses.replace(CONFIGS["qwen3-moe"], moe_layer_freq=2), "qwen3_moe does not have moe_layer_freq 2"),
     ],
 )
 def test_what_theirs_cannot_express_is_named(config, message):
