@@ -107,8 +107,8 @@ def load_checkpoint(
     if load_rng:
         state |= {f"rng.{name}": tensor for name, tensor in rng.items()}
     load_zeropp = zeropp is not None and optimizer is not None and bool(zeropp.state_dict())
+    kept = "LoCo's errors, scales of elements and weight copies"
     if load_zeropp and (not same_layout or _comparable(meta["zeropp"]) != _comparable(_zeropp_layout(zeropp))):
-        kept = "LoCo's errors, scales of elements and weight copies"
         notes.append(f"{kept} start anew: saved with other ranks, nodes or ZeRO++ settings")
         load_zeropp = False
 
@@ -141,7 +141,10 @@ def load_checkpoint(
     if zeropp is not None:
         zeropp.invalidate()
         if load_zeropp:
-            zeropp.load_state_dict({name: tensor.to(zeropp.device) for name, tensor in zeropp_state.items()})
+            try:
+                zeropp.load_state_dict({name: tensor.to(zeropp.device) for name, tensor in zeropp_state.items()})
+            except ValueError:  # on all ranks: earlier versions divided some models into other units
+                notes.append(f"{kept} start anew: saved by a version with other units of this model")
     return notes
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import hashlib
 import io
 import json
@@ -12,16 +11,16 @@ import resource
 import shutil
 import time
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch.distributed as dist
 from safetensors import safe_open
 
 from megatron_zpp.checkpoint import CheckpointError, FolderLock, iterate_parameters, read_meta
-from megatron_zpp.checkpoint.state import _comparable
+from megatron_zpp.models.decoder import Decoder
 from megatron_zpp.parallel.distributed import FailedTogether
 from megatron_zpp.training.pretrain import train
-from megatron_zpp.zeropp import LoCoConfig, ZeroPPConfig
 from tests.ranks import run_ranks
 from tests.training.small_run import NO_DROPOUT, Metrics, call_pretrain, flags, start, train_each, write_text
 
@@ -110,12 +109,34 @@ def test_state_from_before_a_setting_came_is_taken_over(data, tmp_path):
     save = f"--save {tmp_path} --save-interval 4 --exit-interval 4"
     expected = run_ranks(2, train_each, {"": flags(data, more)})[0][""]["lm loss"]
     run_ranks(2, train_each, {"": flags(data, more, save)})
-    newer = ("gradient_bits_warmup", "weight_difference_bits_warmup", "scale_dtype")
-    _edit_meta(tmp_path / "iter_0000004", lambda meta: [meta["zeropp"]["config"].pop(name) for name in newer])
+
+    def as_earlier(meta: dict) -> None:
+        config = meta["zeropp"]["config"]
+        for name in ("gradient_bits_warmup", "weight_difference_bits_warmup", "scale_dtype"):
+            del config[name]
+        del config["loco"]["exact_undo"]
+        config["seed"] = 0  # whatever --seed was
+
+    _edit_meta(tmp_path / "iter_0000004", as_earlier)
     out, metrics = run_ranks(2, _train, flags(data, more, f"--load {tmp_path}"))[0]
     assert "start anew" not in out and metrics["lm loss"] == expected[4:]
     out, metrics = run_ranks(2, _train, flags(data, more, f"--load {tmp_path} --zero-scale-dtype bf16"))[0]
     assert "LoCo's errors, scales of elements and weight copies start anew" in out
+
+
+def _train_with_ends_in_the_root(argv: list[str]) -> None:
+    with patch.object(Decoder, "end_units", lambda model: []):
+        train_each({"": argv})
+
+
+def test_state_of_a_model_with_other_units_starts_anew(data, tmp_path):
+    """Before they had units of their own, an untied model's embeddings and output layer were in the root's."""
+    more = "--zero-quantized-gradients --zeropp-loco --zero-ranks-per-node 1 --untie-embeddings-and-output-weights"
+    save = f"--save {tmp_path} --save-interval 4 --exit-interval 4"
+    run_ranks(2, _train_with_ends_in_the_root, flags(data, more, save))
+    out, metrics = run_ranks(2, _train, flags(data, more, f"--load {tmp_path}"))[0]
+    assert "start anew: saved by a version with other units of this model" in out
+    assert len(metrics["lm loss"]) == 4
 
 
 @pytest.mark.long
@@ -408,32 +429,3 @@ def test_an_empty_or_absent_folder_starts_from_scratch(data, tmp_path):
         ((code, out, err),) = run_ranks(1, call_pretrain, flags(data, f"--load {folder} --train-iters 1"))[0]
         assert code == 0, err
         assert f"no checkpoint in {folder} yet: starting from scratch" in out
-
-
-def test_zeropp_state_of_earlier_versions_is_taken_over():
-    """Their configuration lacked newer settings, and had no seed but 0."""
-    earlier = {
-        "quantized_weights": True, "hpz_partition_size": 2, "quantized_gradients": True, "ranks_per_node": None,
-        "loco": {"beta": 0.8, "reset_interval": 1024, "reset": "hard", "hops": "inter", "error_dtype": "int8"},
-        "weight_bits": 8, "weight_intra_bits": None, "weight_block_size": 64, "gradient_bits": 4,
-        "gradient_intra_bits": 8, "gradient_block_size": 32, "weight_rounding": "nearest", "hadamard": False,
-        "gradient_rounding": "nearest", "hpz_secondary_dtype": "16bit", "weight_difference_bits": None,
-        "weight_difference_block_size": 2048, "seed": 0,
-    }  # fmt: skip
-    now = ZeroPPConfig(
-        quantized_weights=True,
-        quantized_gradients=True,
-        hpz_partition_size=2,
-        weight_block_size=64,
-        gradient_block_size=32,
-        loco=LoCoConfig(exact_undo=False),
-        seed=1234,
-    )
-
-    def layout(config: dict) -> dict:
-        return {"topology": [2, 2], "config": config}
-
-    ours = _comparable(layout(dataclasses.asdict(now)))
-    assert _comparable(layout(earlier)) == ours
-    assert _comparable(layout(earlier | {"gradient_block_size": 64})) != ours
-    assert _comparable(layout(earlier | {"loco": earlier["loco"] | {"error_dtype": "bf16"}})) != ours
