@@ -14,7 +14,7 @@ clipping, the optimizer, logging. They are wall-clock medians of the last rank, 
 unlimited link, so gathers and reductions within the node, encoding, decoding and gloo's own work between the nodes are
 in them. T_w and T_g are the link's time for the weights and for the gradients that leave a node per step: bytes as the
 program counts them, and the headers that Ethernet, IP and TCP add, over the rate of the link. The rates are those at
-which (T_w + T_g) / (T_f + T_b) without headers is 0.25, 0.5, 1, 2 and 4.
+which (T_w + T_g) / (T_f + T_b) without headers is 0.25, 0.5, 1, 2 and 4; 0 is an unlimited link.
 
 Beside it run ZeRO-3 of FSDP2, which takes minutes a step at the slowest link, and with --before the same flags in
 another checkout, against the same bound; --settings chooses among them. All repetitions go to
@@ -105,18 +105,21 @@ def measure(
                 )
 
 
-def parts_rate(parts: dict[str, Any], ratio: float) -> int:
+def parts_rate(parts: dict[str, Any], ratio: float) -> int | None:
     """Bits per second at which the link is busy ``ratio`` times as long as a forward and a backward pass take."""
+    if ratio == 0:
+        return None
     return round(8 * (parts["weight_bytes"] + parts["gradient_bytes"]) / (ratio * (parts["t_f"] + parts["t_b"])))
 
 
-def bound(parts: dict[str, Any], rate: int, micro_batches: int) -> float:
+def bound(parts: dict[str, Any], rate: int | None, micro_batches: int) -> float:
     """Seconds that a step takes at least; see above."""
+    per_byte = 8 * HEADERS / rate if rate is not None else 0.0
     t_f, t_b, t_w, t_g = (
         parts["t_f"],
         parts["t_b"],
-        8 * HEADERS * parts["weight_bytes"] / rate,
-        8 * HEADERS * parts["gradient_bytes"] / rate,
+        per_byte * parts["weight_bytes"],
+        per_byte * parts["gradient_bytes"],
     )
     return max(t_f, t_w) + max(t_b, t_g) + (micro_batches - 1) * (t_f + t_b) + parts["t_opt"]
 
