@@ -85,7 +85,30 @@ class TrainingSettings:
     decrease_batch_size_if_needed: bool = flag(False, "round a batch size that does not divide down, not refuse it")
     train_iters: int | None = flag(None, "optimizer steps to train", at_least=1)
     train_samples: int | None = flag(None, "samples to train, instead of --train-iters", at_least=1, at_most=2**53)
+    train_tokens: int | None = flag(
+        None,
+        "tokens to train, at most; ends the run before --train-iters or --train-samples",
+        at_least=1,
+        at_most=2**53,
+    )
     seq_length: int | None = flag(None, "tokens per sample", at_least=1)
+    curriculum_min_length: int | None = flag(
+        None,
+        "cut samples to so many tokens at first, and less and less until --curriculum-iters; default whole ones",
+        at_least=1,
+    )
+    curriculum_max_length: int | None = flag(
+        None,
+        "tokens of samples after --curriculum-iters; default --seq-length",
+        at_least=1,
+        needs="curriculum_min_length",
+    )
+    curriculum_iters: int | None = flag(
+        None, "optimizer steps over which samples grow", at_least=1, needs="curriculum_min_length"
+    )
+    curriculum_length_step: int = flag(
+        8, "lengths of growing samples are multiples of this", at_least=1, needs="curriculum_min_length"
+    )
     seed: int = flag(
         1234, "seed of initialisation, data order, dropout and stochastic rounding", at_least=0, at_most=2**32 - 1
     )
@@ -145,6 +168,11 @@ class ScheduleSettings:
     )
     lr_decay_iters: int | None = flag(None, "steps over which to decay; default the length of the run", at_least=1)
     lr_decay_samples: int | None = flag(None, "samples over which to decay", at_least=1, at_most=2**53)
+    lr_decay_tokens: int | None = flag(None, "tokens over which to decay", at_least=1, at_most=2**53)
+    lr_warmup_style: str = flag(
+        "linear", "shape of the warm-up; log is the default of DeepSpeed's schedulers", choices=("linear", "log")
+    )
+    lr_warmup_tokens: int = flag(0, "tokens of linear warm-up", at_least=0, at_most=2**53)
     lr_warmup_iters: int = flag(0, "steps of linear warm-up", at_least=0)
     lr_warmup_samples: int = flag(0, "samples of linear warm-up", at_least=0, at_most=2**53)
     lr_warmup_fraction: float | None = flag(None, "warm-up as a fraction of the decay length", at_least=0, below=1)
@@ -274,10 +302,13 @@ class TokenizerSettings:
 
     tokenizer_type: str | None = flag(
         None,
-        "kind of tokenizer",
+        "kind of tokenizer; default GPT2BPETokenizer with --vocab-file",
         choices=(
             "SentencePieceTokenizer",
+            "GPTSentencePieceTokenizer",
+            "Llama2Tokenizer",
             "HuggingFaceTokenizer",
+            "HFTokenizer",
             "GPT2BPETokenizer",
             "TikTokenizer",
             "ByteTokenizer",

@@ -10,6 +10,10 @@ from megatron_zpp.settings.groups import all_flags
 WORDS = ("0", "-1", "nan", "inf", "1e300", "", "9" * 20, "ünï🙂", "1e-300", "0.5", "1")
 # Without these, a run only notes that a flag has no effect. Each needs no more than is here.
 NEEDED = {
+    "curriculum_min_length": "--curriculum-iters 2",
+    "curriculum_max_length": "--curriculum-min-length 8 --curriculum-iters 2",
+    "curriculum_iters": "--curriculum-min-length 8",
+    "curriculum_length_step": "--curriculum-min-length 8 --curriculum-iters 2",
     "num_query_groups": "--group-query-attention",
     "rope_scaling_factor": "--use-rope-scaling",
     "loss_scale": "--fp16",

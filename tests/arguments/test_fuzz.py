@@ -92,8 +92,8 @@ def test_one_start_reports_all_mistakes():
         "--log-interval must be at least 1, got 0",
         "--lr must be a finite number, got nan",
         "--save must not be empty, got nothing",
-        "--warmup is not supported: use --lr-warmup-fraction",
         "--adam-beta1 must be below 1, got 1",
+        "--warmup is not supported: use --lr-warmup-fraction",
         "--zeropp-loco needs --zero-quantized-gradients",
         "--finetune needs --load",
     ]
