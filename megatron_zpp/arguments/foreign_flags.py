@@ -223,7 +223,6 @@ REFUSED: dict[str, str] = {
         "--apply-query-key-layer-scaling",
         "--apply-residual-connection-post-layernorm",
     ),
-    **_refused("use --lr and --min-lr, which hold for all parameters", "--decoupled-lr", "--decoupled-min-lr"),
     # Data, checkpoints, logging
     "--dataloader-inter-document-masking": "use --reset-attention-mask --reset-position-ids",
     **_refused(

@@ -103,7 +103,23 @@ class Schedule:
             warmup_log_steps=warmup_log_steps,
         )
         result._check()
+        result.decoupled_lr(optimizer, 0)
         return result
+
+    def decoupled_lr(self, optimizer: OptimizerSettings, samples: float) -> float | None:
+        """As ``lr``, of word embeddings and output layer; None where they have that of the rest.
+
+        Raises ValueError for bounds in an impossible order.
+        """
+        if optimizer.decoupled_lr is None:
+            return None
+        least = self.min_lr if optimizer.decoupled_min_lr is None else optimizer.decoupled_min_lr
+        if not max(least, self.warmup_init_lr) <= optimizer.decoupled_lr:
+            raise ValueError(
+                f"--decoupled-lr {optimizer.decoupled_lr} is below --decoupled-min-lr {least}, by default --min-lr, or "
+                f"below --lr-warmup-init {self.warmup_init_lr}"
+            )
+        return dataclasses.replace(self, max_lr=optimizer.decoupled_lr, min_lr=least).lr(samples)
 
     def lr(self, samples: float) -> float:
         """Learning rate of the step that follows ``samples`` trained samples."""

@@ -143,6 +143,12 @@ class OptimizerSettings:
     optimizer: str = flag("adam", "adam is AdamW, as in Megatron", choices=("adam", "sgd"))
     lr: float | None = flag(None, "peak learning rate", at_least=0)
     min_lr: float = flag(0.0, "learning rate at the end of the decay", at_least=0)
+    decoupled_lr: float | None = flag(
+        None, "peak learning rate of word embeddings and output layer; default --lr", at_least=0
+    )
+    decoupled_min_lr: float | None = flag(
+        None, "their learning rate at the end of the decay; default --min-lr", at_least=0, needs="decoupled_lr"
+    )
     weight_decay: float = flag(0.01, "decoupled weight decay; not applied to biases and 1-D parameters", at_least=0)
     start_weight_decay: float | None = flag(
         None, "weight decay at the start, with --weight-decay-incr-style", at_least=0

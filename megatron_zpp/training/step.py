@@ -71,9 +71,10 @@ def train_step(run: Run, batches: Iterator[Batch], num_micro_batches: int, stop:
     skipped = not finite or spiked
     if not skipped:
         assert run.schedule is not None
-        lr = run.schedule.lr(run.scheduled_samples())
+        position = run.scheduled_samples()
+        lr, decoupled_lr = run.schedule.lr(position), run.schedule.decoupled_lr(settings.optimizer, position)
         weight_decay = run.schedule.weight_decay(run.counters.scheduled_samples)
-        set_lr_and_weight_decay(run.optimizer, lr, weight_decay)
+        set_lr_and_weight_decay(run.optimizer, lr, weight_decay, decoupled_lr)
         run.optimizer.step()
     run.optimizer.zero_grad()
     run.scaler.update(overflow=not finite)
