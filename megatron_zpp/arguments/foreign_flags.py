@@ -80,6 +80,10 @@ NOT_NEEDED: dict[str, NotNeeded] = {
     ),
     **_same("the output layer and the loss are one fused operation", "--cross-entropy-loss-fusion"),
     "--rotary-percent": NotNeeded("all channels are rotated", ("1", "1.0")),
+    "--no-position-embedding": NotNeeded(
+        "positions are learned only with --position-embedding-type learned_absolute",
+        holds=lambda settings: settings.model.position_embedding_type != "learned_absolute",
+    ),
     "--vocab-extra-ids": NotNeeded("the vocabulary is the tokenizer's", ("0",)),
     # Sharding and communication
     **_same("ZeRO is built in; choose its stage by --zero-stage", "--deepspeed"),
@@ -190,7 +194,6 @@ REFUSED: dict[str, str] = {
     "--warmup": "use --lr-warmup-fraction",
     "--model-parallel-size": "use --tensor-model-parallel-size",
     "--use-rotary-position-embeddings": "use --position-embedding-type rope",
-    "--no-position-embedding": "use --position-embedding-type",
     "--dropout": "use --hidden-dropout and --attention-dropout",
     "--checkpoint-in-cpu": _NO_OFFLOAD,
     "--step-batch-size-schedule": "use --rampup-batch-size",

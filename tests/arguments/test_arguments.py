@@ -394,6 +394,7 @@ def test_reference_page_is_up_to_date():
         ("--zero-quantised-weights", "did you mean --zero-quantized-weights?"),
         ("--use-flash-attention", "did you mean --use-flash-attn"),
         ("--xyzzy", "--xyzzy --help"),
+        ("--no-position-embedding", "--no-position-embedding does not hold --position-embedding-type"),
         ("--num-layer 3", "--num-layer did you mean --num-layers?"),  # no abbreviations
         ("--batch-size 1", "--batch-size --micro-batch-size"),
         ("--warmup 1", "--lr-warmup-fraction"),
