@@ -27,6 +27,7 @@ OURS: dict[str, tuple[Any, ...]] = {
     "add_bias_linear": (True,),
     "window_size": (None,),
     "position_embedding_type": ("learned_absolute",),
+    "moe": (None,),
 }
 
 

@@ -5,33 +5,87 @@ from __future__ import annotations
 import argparse
 import difflib
 from collections.abc import Iterable
+from dataclasses import dataclass, field
 from typing import Any
 
 from megatron_zpp.architectures import ARCHITECTURES, Architecture
-from megatron_zpp.arguments.foreign_flags import NOT_NEEDED, REFUSED
+from megatron_zpp.arguments.foreign_flags import (
+    EXPERTS,
+    NO_SUCH_EXPERTS,
+    NOT_NEEDED,
+    REFUSED,
+    WITHOUT_EXPERTS,
+    NotNeeded,
+    describes_experts,
+)
+from megatron_zpp.arguments.translated_flags import TRANSLATED, translate
 from megatron_zpp.settings.checks import Mistakes, SettingsError
 from megatron_zpp.settings.flags import Flag, group_title, iterate_flags
 from megatron_zpp.settings.groups import all_flags, iterate_groups
 
+NEAR = 0.8  # of difflib: below it, the nearest name is another thing
 
-def read_command_line(argv: Iterable[str], mistakes: Mistakes) -> tuple[dict[str, Any], list[str]]:
-    """{setting: value} of the flags that are given, and those of ``NOT_NEEDED`` that are.
 
-    Of a flag that is given twice, the last one holds. What is wrong with a flag goes to ``mistakes``.
+@dataclass
+class CommandLine:
+    """What the words of a command line say.
+
+    given: {setting: value}. not_needed: the flags of ``foreign_flags`` that change nothing. translated: those of
+    ``translated_flags`` with their value, and what they are here.
     """
+
+    given: dict[str, Any] = field(default_factory=dict)
+    not_needed: dict[str, NotNeeded] = field(default_factory=dict)
+    translated: dict[str, str] = field(default_factory=dict)
+
+    def notes(self) -> list[str]:
+        """A line for each reason why flags need no setting, and for each flag that has another name here."""
+        flags: dict[str, list[str]] = {}
+        for name, flag in self.not_needed.items():
+            flags.setdefault(flag.because, []).append(name)
+        return [
+            *(f"{typed} is {meaning} here" for typed, meaning in self.translated.items()),
+            *(
+                f"{', '.join(names)} {'is' if len(names) == 1 else 'are'} accepted but "
+                f"{'needs' if len(names) == 1 else 'need'} no setting: {because}"
+                for because, names in flags.items()
+            ),
+        ]
+
+
+def read_command_line(argv: Iterable[str], mistakes: Mistakes) -> CommandLine:
+    """Of a flag that is given twice, the last one holds. What is wrong with a flag goes to ``mistakes``."""
+    line, words_of = CommandLine(), _split(argv)
     flags = {flag.name: flag for flag in all_flags().values()}
-    given: dict[str, Any] = {}
-    not_needed: list[str] = []
-    for name, words in _split(argv):
+    has_experts = any(name == EXPERTS and set(words) != {"1"} for name, words in words_of)
+    refused: dict[str, str] = {}
+    for name, words in words_of:
         with mistakes.collected():
-            if name in flags:
-                given[flags[name].setting] = _value(flags[name], words)
+            if describes_experts(name) and not has_experts:
+                line.not_needed[name] = WITHOUT_EXPERTS
+            elif name in flags:
+                line.given[flags[name].setting] = _value(flags[name], words)
+            elif name in TRANSLATED:
+                line.translated[" ".join([name, *words])] = translate(name, words)
             elif name in NOT_NEEDED:
                 _check_not_needed(name, words)
-                not_needed.append(name)
+                line.not_needed[name] = NOT_NEEDED[name]
+            elif name in REFUSED:
+                refused[name] = REFUSED[name]
+            elif describes_experts(name):
+                refused[name] = NO_SUCH_EXPERTS
             else:
                 raise SettingsError(_unknown(name, words))
-    return given, list(dict.fromkeys(not_needed))
+    for instead in dict.fromkeys(refused.values()):
+        names = [name for name in refused if refused[name] == instead]
+        mistakes.messages.append(f"{', '.join(names)} {'is' if len(names) == 1 else 'are'} not supported: {instead}")
+    for typed, meaning in line.translated.items():
+        for name, words in _split(meaning.split()):
+            with mistakes.collected():
+                value = _value(flags[name], words)
+                if line.given.setdefault(flags[name].setting, value) != value:
+                    raise SettingsError(f"{typed} is {meaning} here, and {name} says otherwise; give one of them")
+    return line
 
 
 def _split(argv: Iterable[str]) -> list[tuple[str, list[str]]]:
@@ -57,17 +111,15 @@ def _check_not_needed(name: str, words: list[str]) -> None:
     flag, value = NOT_NEEDED[name], " ".join(words)
     if flag.accepted is None and words:
         raise SettingsError(f"{name} takes no value, got {value}")
-    if flag.accepted is not None and value not in flag.accepted:
+    if flag.accepted and value not in flag.accepted:
         raise SettingsError(f"{name} {value} is not supported, only {' or '.join(flag.accepted)}: {flag.because}")
 
 
 def _unknown(name: str, words: list[str]) -> str:
     if not name:
         return f"{' '.join(words)} belongs to no flag; see --help"
-    if name in REFUSED:
-        return f"{name} is not supported: {REFUSED[name]}"
-    known = [*(flag.name for flag in all_flags().values()), *NOT_NEEDED]
-    nearest = difflib.get_close_matches(name.replace("_", "-"), known, n=1)
+    known = [*(flag.name for flag in all_flags().values()), *NOT_NEEDED, *TRANSLATED]
+    nearest = difflib.get_close_matches(name.replace("_", "-"), known, n=1, cutoff=NEAR)
     return f"unknown flag {name}; " + (f"did you mean {nearest[0]}?" if nearest else "see --help")
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -42,8 +43,9 @@ def read_deepspeed_config(path: str) -> DeepSpeedConfig:
     content = _load(path)
     with reader.mistakes.collected():
         reader.section(content, TOP, "")
-    with reader.mistakes.collected():
-        reader.scale_cosine_ratios()
+    for put_together in (reader.scale_cosine_ratios, reader.add_up_cycle, reader.join_tensorboard_dir):
+        with reader.mistakes.collected():
+            put_together()
     reader.mistakes.report()
     config = DeepSpeedConfig(path, reader.values, reader.origins, reader.values.pop("accumulation_steps", None))
     config.notes = [f"{', '.join(keys)} of {path} not needed: {why}" for why, keys in reader.not_needed.items()]
@@ -92,8 +94,13 @@ class _Reader:
             if name not in section.keys
         ]
         self.mistakes.messages += map(str, missing + unknown)
-        if section.switch is not None and content.get(section.switch) is False:
+        is_off = section.switch is not None and content.get(section.switch) is False
+        if is_off:
             content = {section.switch: False}
+        else:
+            content = {**section.defaults, **content}
+            if section.turns_on is not None:
+                self.set(section.turns_on, True, prefix[:-1], content)
         for name, value in content.items():
             if name in section.keys and value is not None and value != "auto":
                 with self.mistakes.collected():
@@ -102,8 +109,6 @@ class _Reader:
     def key(self, name: str, value: Any, key: Key) -> None:
         match key:
             case Section():
-                if key.turns_on is not None:
-                    self.set(key.turns_on, True, name, value)
                 self.section(value, key, f"{name}.")
             case ByType():
                 self.by_type(value, key, f"{name}.")
@@ -113,8 +118,8 @@ class _Reader:
             case Only(values, otherwise):
                 if (type(value) is bool, value) not in [(type(allowed) is bool, allowed) for allowed in values]:
                     raise self.error(name, f"cannot be {json.dumps(value)}: {otherwise}")
-            case Off(otherwise, switch):
-                if not isinstance(value, dict) or value.get(switch) not in (None, False, "none"):
+            case Off(otherwise, switch, anywhere):
+                if not isinstance(value, dict) or any(_switches(value, switch, anywhere)):
                     raise self.error(name, f"cannot be honoured: {otherwise}")
             case NotNeeded(because):
                 self.not_needed.setdefault(because, []).append(name)
@@ -136,6 +141,19 @@ class _Reader:
                 self.values[setting] = self.values.pop(ratio) * self.values["lr"]
                 self.origins[setting] = self.origins.pop(ratio)
 
+    def add_up_cycle(self) -> None:
+        """OneCycle's two parts: the warm-up, which our decay includes, and the way back, by default as long."""
+        if self.values.get("lr_decay_style") == "linear" and "cycle_max_lr" in self.origins.get("lr", ""):
+            first = self.values["lr_warmup_iters"]
+            self.values["lr_decay_iters"] = first + self.values.pop("cycle_second_step_size", first)
+            self.origins["lr_decay_iters"] = self.origins.pop("cycle_second_step_size", self.origins["lr_warmup_iters"])
+
+    def join_tensorboard_dir(self) -> None:
+        if "output_path" in self.values:
+            self.values["tensorboard_dir"] = os.path.join(self.values.pop("output_path"), self.values.pop("job_name"))
+            self.origins["tensorboard_dir"] = self.origins.pop("output_path")
+            del self.origins["job_name"]
+
     def converted(self, name: str, value: Any, convert: Callable[[Any], Any]) -> Any:
         try:
             return convert(value)
@@ -154,6 +172,14 @@ class _Reader:
 
     def error(self, name: str, message: str) -> SettingsError:
         return SettingsError(f"{name} in {self.path} {message}")
+
+
+def _switches(content: dict[str, Any], switch: str, anywhere: bool) -> Iterator[bool]:
+    """Whether the switch of a section is on, and with ``anywhere`` those of the sections in it."""
+    yield content.get(switch) not in (None, False, "none")
+    for value in content.values():
+        if anywhere and isinstance(value, dict):
+            yield from _switches(value, switch, anywhere)
 
 
 def _nearest(name: str, section: Section, prefix: str) -> str:

@@ -7,8 +7,8 @@ file holds is an error, since a misspelt key would otherwise train something oth
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from megatron_zpp.optim.optimizer import OPTIMIZERS
@@ -26,13 +26,15 @@ class Sets:
 class Section:
     """An object of further keys. With ``switch``, a false one turns the section off and its other keys are unused.
 
-    turns_on: the setting that is on where the section is there.
+    turns_on: the setting that is on where the section is there and not off. defaults: DeepSpeed's values of keys that
+    the section may lack.
     """
 
     keys: dict[str, Key]
     required: tuple[str, ...] = ()
     switch: str | None = None
     turns_on: str | None = None
+    defaults: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -53,10 +55,11 @@ class Only:
 
 @dataclass(frozen=True)
 class Off:
-    """A section of a feature that we do not have: accepted while its ``switch`` is off."""
+    """A section of a feature that we do not have: accepted while its ``switch`` is off, or all that are in it."""
 
     otherwise: str
     switch: str = "enabled"
+    anywhere: bool = False
 
 
 @dataclass(frozen=True)
@@ -107,6 +110,12 @@ def _power_of_two(value: Any) -> float:
     return 2.0 ** int(value)
 
 
+def _warmup_style(value: Any) -> str:
+    if value not in ("linear", "log"):
+        raise ValueError("must be linear or log")
+    return str(value)
+
+
 def _offload_device(value: Any) -> bool:
     if value not in ("none", "cpu"):
         raise ValueError("must be none or cpu")
@@ -138,11 +147,13 @@ _OFFLOAD = Section(
     {
         "device": _sets("cpu_offload", _offload_device),
         "pin_memory": _PINNED,
-        "ratio": Only((1,), "all of it is offloaded; leave it out"),
+        "ratio": NotNeeded("all of the optimizer is offloaded, with the same result"),
         **{name: _MEMORY_BY_FSDP2 for name in ("buffer_count", "buffer_size", "max_in_cpu", "fast_init")},
         **{name: NotNeeded("nothing is kept on NVMe") for name in ("nvme_path", "pipeline_read", "pipeline_write")},
     }
 )
+_OF_MOMENTUM = ("cycle_min_mom", "cycle_max_mom", "decay_mom_rate")
+_NO_STAIRS = Only((0,), "the learning rate moves along straight lines; leave it out")
 _LOGGED_BY_FLAGS = NotNeeded("what is logged, and how often, is --log-interval, --log-throughput and their kin")
 
 _LOCO = Section(
@@ -152,6 +163,12 @@ _LOCO = Section(
     },
     turns_on="zeropp_loco",
 )
+
+
+def _stage_3(effect: Key, *names: str) -> dict[str, Key]:
+    """Keys by DeepSpeed's two names for each."""
+    return {f"{prefix}{name}": effect for name in names for prefix in ("stage3_", "")}
+
 
 _ZERO = Section(
     {
@@ -175,20 +192,25 @@ _ZERO = Section(
         "allgather_bucket_size": _SCHEDULED_BY_FSDP2,
         "overlap_comm": _SCHEDULED_BY_FSDP2,
         "use_multi_rank_bucket_allreduce": _SCHEDULED_BY_FSDP2,
-        "stage3_prefetch_bucket_size": _SCHEDULED_BY_FSDP2,
-        "stage3_module_granularity_threshold": _SCHEDULED_BY_FSDP2,
-        "stage3_use_all_reduce_for_fetch_params": _SCHEDULED_BY_FSDP2,
-        "stage3_allgather_sequential": _SCHEDULED_BY_FSDP2,
         "contiguous_gradients": _MEMORY_BY_FSDP2,
         "round_robin_gradients": _MEMORY_BY_FSDP2,
         "sub_group_size": _MEMORY_BY_FSDP2,
         "memory_efficient_linear": _MEMORY_BY_FSDP2,
-        "stage3_max_live_parameters": _MEMORY_BY_FSDP2,
-        "stage3_max_reuse_distance": _MEMORY_BY_FSDP2,
-        "stage3_param_persistence_threshold": _MEMORY_BY_FSDP2,
-        "stage3_model_persistence_threshold": _MEMORY_BY_FSDP2,
-        "stage3_gather_16bit_weights_on_model_save": _CHECKPOINTS,
-        "stage3_gather_fp16_weights_on_model_save": _CHECKPOINTS,
+        **_stage_3(
+            _SCHEDULED_BY_FSDP2,
+            "prefetch_bucket_size",
+            "module_granularity_threshold",
+            "use_all_reduce_for_fetch_params",
+            "allgather_sequential",
+        ),
+        **_stage_3(
+            _MEMORY_BY_FSDP2,
+            "max_live_parameters",
+            "max_reuse_distance",
+            "param_persistence_threshold",
+            "model_persistence_threshold",
+        ),
+        **_stage_3(_CHECKPOINTS, "gather_16bit_weights_on_model_save", "gather_fp16_weights_on_model_save"),
         "load_from_fp32_weights": _CHECKPOINTS,
         "elastic_checkpoint": _CHECKPOINTS,
         "pipeline_loading_checkpoint": _CHECKPOINTS,
@@ -248,12 +270,12 @@ _OPTIMIZER = Section(
 )
 
 # DeepSpeed's schedulers count steps, which are iterations here; WarmupDecayLR decays to where it started.
-_LINEAR_WARMUP = Only(("linear",), "DeepSpeed's logarithmic warm-up, its default, is not supported; use linear")
-_STEPS: dict[str, Key] = {
-    "warmup_type": _LINEAR_WARMUP,
+_WARMUP: dict[str, Key] = {
+    "warmup_type": _sets("lr_warmup_style", _warmup_style),
     "warmup_num_steps": _sets("lr_warmup_iters", whole_number),
-    "total_num_steps": _sets("lr_decay_iters", whole_number),
 }
+_LOGARITHMIC = {"warmup_type": "log"}
+_TOTAL: dict[str, Key] = {"total_num_steps": _sets("lr_decay_iters", whole_number)}
 _SCHEDULER = ByType(
     "lr_decay_style",
     {
@@ -261,23 +283,25 @@ _SCHEDULER = ByType(
             "constant",
             Section(
                 {
-                    "warmup_type": _LINEAR_WARMUP,
-                    "warmup_num_steps": _STEPS["warmup_num_steps"],
+                    **_WARMUP,
                     "warmup_min_lr": _sets("lr_warmup_init", number),
                     "warmup_max_lr": _sets("lr", number),
                 },
-                required=("warmup_type", "warmup_num_steps", "warmup_max_lr"),
+                required=("warmup_num_steps", "warmup_max_lr"),
+                defaults=_LOGARITHMIC,
             ),
         ),
         "WarmupDecayLR": (
             "linear",
             Section(
                 {
-                    **_STEPS,
+                    **_WARMUP,
+                    **_TOTAL,
                     "warmup_min_lr": Sets(("lr_warmup_init", "min_lr"), lambda value: (number(value), number(value))),
                     "warmup_max_lr": _sets("lr", number),
                 },
-                required=("warmup_type", "warmup_num_steps", "total_num_steps", "warmup_max_lr"),
+                required=("warmup_num_steps", "total_num_steps", "warmup_max_lr"),
+                defaults=_LOGARITHMIC,
             ),
         ),
         "WarmupCosineLR": (
@@ -285,14 +309,110 @@ _SCHEDULER = ByType(
             # The ratios are no settings: deepspeed_config.py multiplies them by the optimizer's learning rate.
             Section(
                 {
-                    **_STEPS,
+                    **_WARMUP,
+                    **_TOTAL,
                     "warmup_min_ratio": _sets("warmup_min_ratio", number),
                     "cos_min_ratio": _sets("cos_min_ratio", number),
                 },
-                required=("warmup_type", "warmup_num_steps", "total_num_steps", "cos_min_ratio"),
+                required=("warmup_num_steps", "total_num_steps", "cos_min_ratio"),
+                defaults=_LOGARITHMIC,
+            ),
+        ),
+        # Up and down along straight lines, and then constant.
+        "OneCycle": (
+            "linear",
+            Section(
+                {
+                    "cycle_min_lr": Sets(("lr_warmup_init", "min_lr"), lambda value: (number(value), number(value))),
+                    "cycle_max_lr": _sets("lr", number),
+                    "cycle_first_step_size": _sets("lr_warmup_iters", whole_number),
+                    # No setting: deepspeed_config.py adds the first.
+                    "cycle_second_step_size": _sets("cycle_second_step_size", whole_number),
+                    "cycle_first_stair_count": _NO_STAIRS,
+                    "cycle_second_stair_count": _NO_STAIRS,
+                    "decay_step_size": NotNeeded("the learning rate does not decay after the cycle"),
+                    "decay_lr_rate": Only((0,), "after the cycle the learning rate stays at cycle_min_lr"),
+                    "cycle_momentum": Only((False,), "momentum stays as it is; DeepSpeed's default is true"),
+                    **{name: NotNeeded("momentum stays as it is") for name in _OF_MOMENTUM},
+                },
+                required=("cycle_min_lr", "cycle_max_lr", "cycle_first_step_size"),
+                defaults={"cycle_momentum": True},
             ),
         ),
     },
+)
+
+_CURRICULUM = Section(
+    {
+        "enabled": Only((True, False), "must be true or false"),
+        "curriculum_type": Only(("seqlen",), "only sequences grow"),
+        "min_difficulty": _sets("curriculum_min_length", whole_number),
+        "max_difficulty": _sets("curriculum_max_length", whole_number),
+        "schedule_type": Only(("fixed_linear",), "sequences grow linearly; use fixed_linear"),
+        "schedule_config": Section(
+            {
+                "total_curriculum_step": _sets("curriculum_iters", whole_number),
+                "difficulty_step": _sets("curriculum_length_step", whole_number),
+            },
+            required=("total_curriculum_step", "difficulty_step"),
+        ),
+    },
+    required=("enabled", "min_difficulty", "max_difficulty", "schedule_type", "schedule_config"),
+    switch="enabled",
+)
+
+_NO_EFFICIENCY = "choosing data by difficulty and dropping tokens at random do not exist here; turn it off"
+_DATA_EFFICIENCY = Section(
+    {
+        "enabled": NotNeeded("it turns on nothing by itself"),
+        "seed": NotNeeded("--seed orders the data"),
+        "data_routing": Off(_NO_EFFICIENCY),
+        "data_sampling": Off(_NO_EFFICIENCY),
+    },
+    switch="enabled",
+)
+
+_ONE_RUN = NotNeeded("a run has one folder of TensorBoard events, --tensorboard-dir, and one wandb run")
+_TENSORBOARD = Section(
+    {
+        "enabled": _ONE_RUN,
+        "output_path": _sets("output_path", str),  # no setting: deepspeed_config.py puts the two together
+        "job_name": _sets("job_name", str),
+    },
+    required=("enabled", "output_path"),
+    switch="enabled",
+    defaults={"job_name": "DeepSpeedJobName"},
+)
+_WANDB = Section(
+    {
+        "enabled": _ONE_RUN,
+        "project": _sets("wandb_project", str),
+        "team": _sets("wandb_entity", str),
+        "group": NotNeeded("wandb reads WANDB_RUN_GROUP from the environment"),
+    },
+    required=("enabled",),
+    switch="enabled",
+    defaults={"project": "deepspeed"},
+)
+_FLOPS = NotNeeded("--log-throughput logs TFLOP/s of the whole model at each line, and no part's")
+_FLOPS_PROFILER = Section(
+    {
+        "enabled": _FLOPS,
+        **{
+            name: _FLOPS
+            for name in (
+                "profile_step",
+                "module_depth",
+                "top_modules",
+                "detailed",
+                "output_file",
+                "recompute_fwd_factor",
+            )
+        },
+    },
+    required=("enabled",),
+    switch="enabled",
+    turns_on="log_throughput",
 )
 
 _ACTIVATIONS = Section(
@@ -313,6 +433,7 @@ def _reduce_in(value: Any) -> tuple[bool, bool]:
     return value == "fp32", value != "fp32"
 
 
+_MEAN = NotNeeded("the mean of the gradients is the same; FSDP2 divides so that fp16 does not overflow")
 _UNSUPPORTED = "it is not supported; leave it out"
 
 TOP = Section(
@@ -328,8 +449,12 @@ TOP = Section(
         "gradient_clipping": _sets("clip_grad", number),
         "communication_data_type": Sets(("accumulate_allreduce_grads_in_fp32", "grad_reduce_in_bf16"), _reduce_in),
         "data_types": Section({"grad_accum_dtype": Only(("fp32",), "gradients are summed in fp32; leave it out")}),
-        "prescale_gradients": Only((False,), "gradients are scaled so that fp16 does not overflow; leave it out"),
-        "gradient_predivide_factor": Only((1,), "gradients are scaled so that fp16 does not overflow; leave it out"),
+        "prescale_gradients": _MEAN,
+        "gradient_predivide_factor": _MEAN,
+        "dataloader_drop_last": NotNeeded("a step never trains on fewer samples than the batch size"),
+        "curriculum_learning": _CURRICULUM,
+        "data_efficiency": _DATA_EFFICIENCY,
+        "compression_training": Off("compressing a model does not exist here; leave it out", anywhere=True),
         "sparse_gradients": Only((False,), _UNSUPPORTED),
         "disable_allgather": Only((False,), _UNSUPPORTED),
         "activation_checkpointing": _ACTIVATIONS,
@@ -339,12 +464,12 @@ TOP = Section(
         "wall_clock_breakdown": _LOGGED_BY_FLAGS,
         "memory_breakdown": _LOGGED_BY_FLAGS,
         "dump_state": _LOGGED_BY_FLAGS,
-        "tensorboard": Off("use --tensorboard-dir"),
-        "wandb": Off("use --wandb-project"),
-        "csv_monitor": Off("use --tensorboard-dir or --wandb-project"),
+        "tensorboard": _TENSORBOARD,
+        "wandb": _WANDB,
+        "csv_monitor": NotNeeded("no CSV file is written: log line, TensorBoard and wandb have the numbers"),
         "comet": Off("use --tensorboard-dir or --wandb-project"),
-        "comms_logger": Off("the log line shows bytes per step and level; leave it out"),
-        "flops_profiler": Off("use --log-throughput"),
+        "comms_logger": NotNeeded("each log line shows the bytes that a step sends"),
+        "flops_profiler": _FLOPS_PROFILER,
         "checkpoint": Section(
             {
                 "tag_validation": _CHECKPOINTS,
@@ -362,8 +487,6 @@ TOP = Section(
                 "autotuning",
                 "eigenvalue",
                 "progressive_layer_drop",
-                "curriculum_learning",
-                "data_efficiency",
                 "elasticity",
                 "hybrid_engine",
                 "nebula",

@@ -12,7 +12,8 @@ from typing import Any
 
 from megatron_zpp.architectures import ARCHITECTURES
 from megatron_zpp.arguments.deepspeed_keys import TOP, ByType, Key, NotNeeded, Off, Only, Section, Sets
-from megatron_zpp.arguments.foreign_flags import NOT_NEEDED, REFUSED
+from megatron_zpp.arguments.foreign_flags import EXPERTS, NOT_NEEDED, OF_EXPERTS, REFUSED
+from megatron_zpp.arguments.translated_flags import TRANSLATED
 from megatron_zpp.settings.checks import flag_of
 from megatron_zpp.settings.flags import Flag, group_title, iterate_flags
 from megatron_zpp.settings.groups import iterate_groups
@@ -40,12 +41,27 @@ def render_reference() -> str:
         rows = [(f"`{flag.name}`", _default(flag), _meaning(flag)) for flag in iterate_flags(group)]
         parts.append(_table(("flag", "default", "meaning"), rows))
     parts.append("## Flags of Megatron-LM and Megatron-DeepSpeed that need no setting\n")
-    parts.append("They are accepted, with one note, because what they ask for is so anyway.\n")
+    of_experts = ", ".join(f"`{flag}`" for flag in (*OF_EXPERTS, "--moe-..."))
+    parts.append(
+        "They are accepted, with one note: what they ask for is so anyway, or changes neither the model nor its "
+        f"training. So are {of_experts} without `{EXPERTS}`, or with 1 of them; with more, all are refused.\n"
+    )
     accepted = [
         (f"`{name}`" + (f" {' or '.join(foreign.accepted)}" if foreign.accepted else ""), foreign.because)
         for name, foreign in NOT_NEEDED.items()
     ]
     parts.append(_table(("flag", "because"), accepted))
+    parts.append("## Flags of Megatron-LM and Megatron-DeepSpeed that have another name here\n")
+    translated = [
+        row
+        for name, meaning in TRANSLATED.items()
+        for row in (
+            [(f"`{name} {value}`", f"`{written}`") for value, written in meaning.items()]
+            if isinstance(meaning, dict)
+            else [(f"`{name}{' X' if '{}' in meaning else ''}`", f"`{meaning.format('X')}`")]
+        )
+    ]
+    parts.append(_table(("flag", "is"), translated))
     parts.append("## Flags of Megatron-LM and Megatron-DeepSpeed that are refused\n")
     parts.append(_table(("flag", "what to do"), [(f"`{name}`", instead) for name, instead in REFUSED.items()]))
     parts.append("## Keys of the DeepSpeed file\n")
@@ -94,6 +110,9 @@ _NO_FLAG = {
     "accumulation_steps": "micro-batches per optimizer step, and so a batch size that is not given",
     "warmup_min_ratio": "`--lr-warmup-init` as a part of the learning rate",
     "cos_min_ratio": "`--min-lr` as a part of the learning rate",
+    "cycle_second_step_size": "`--lr-decay-iters`, together with cycle_first_step_size",
+    "output_path": "`--tensorboard-dir`, together with job_name",
+    "job_name": "the last part of `--tensorboard-dir`",
 }
 
 

@@ -11,13 +11,13 @@ import dataclasses
 import os
 import re
 import sys
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from megatron_zpp.architectures import ARCHITECTURES, Architecture
 from megatron_zpp.arguments.command_line import help_text, read_command_line
 from megatron_zpp.arguments.deepspeed_config import DeepSpeedConfig, read_deepspeed_config
-from megatron_zpp.arguments.foreign_flags import NOT_NEEDED
+from megatron_zpp.arguments.foreign_flags import NotNeeded
 from megatron_zpp.arguments.resolve import OF_DYNAMIC_SCALES, check_needed, resolve
 from megatron_zpp.settings.checks import Mistakes, SettingsError, flag_of, flags_in, require
 from megatron_zpp.settings.flags import group_from
@@ -52,13 +52,15 @@ def parse_settings(
         print(help_text(architecture))
         raise SystemExit(0)
     mistakes = Mistakes()
-    given, not_needed = read_command_line(argv, mistakes)
+    line = read_command_line(argv, mistakes)
+    given = line.given
     config, preset = DeepSpeedConfig(), dict[str, Any]()
     if "deepspeed_config" in given:
         try:
             config = read_deepspeed_config(given["deepspeed_config"])
         except SettingsError as error:  # without its settings, others would seem to be missing
             raise SettingsError(*mistakes.messages, *error.messages) from error
+    notes = _choose_between(given, config)
     with mistakes.collected():
         _check_agreement(given, config)
     with mistakes.collected():
@@ -68,21 +70,49 @@ def parse_settings(
     checked_from = len(mistakes.messages)
     with mistakes.collected_unless_named():
         check_needed(values, chosen)
-    settings, notes = _into_groups(architecture.name, values, mistakes), list[str]()
+    settings = _into_groups(architecture.name, values, mistakes)
     with mistakes.collected_unless_named():
-        settings, notes = resolve(architecture, settings, chosen, world_size, config.accumulation_steps)
+        settings, without_effect = resolve(architecture, settings, chosen, world_size, config.accumulation_steps)
+        notes += without_effect
     with mistakes.collected_unless_named():
-        _check_what_holds(not_needed, settings)
+        _check_what_holds(line.not_needed, settings)
     for i, message in enumerate(mistakes.messages[checked_from:], checked_from):
         mistakes.messages[i] += _where_from(message, config)
     mistakes.report()
-    notes += [f"{name} is accepted but needs no setting: {NOT_NEEDED[name].because}" for name in not_needed]
-    for text in [*config.notes, *notes]:
+    for text in [*config.notes, *notes, *line.notes()]:
         note(text)
     return settings
 
 
 # Values
+
+
+# Where DeepSpeed writes its own points, and Megatron others, beside each other.
+_OF_MONITORS = ("tensorboard_dir", "wandb_project", "wandb_entity")
+
+
+def _choose_between(given: dict[str, Any], config: DeepSpeedConfig) -> list[str]:
+    """Drop what a flag or the file says in vain with Megatron-DeepSpeed, whose scripts hold both; a note for each.
+
+    There the file's sections fp16 and bf16 say what computes and scales the loss, and monitors write to places of
+    their own.
+    """
+    notes, fixed = list[str](), given.get("loss_scale")
+    dynamic = [config.origins[name] for name in ("loss_scale", *OF_DYNAMIC_SCALES) if name in config.values]
+    if fixed is not None and dynamic and config.values.get("loss_scale") is None:
+        del given["loss_scale"]
+        notes.append(f"--loss-scale {fixed:g} has no effect: {dynamic[0]} of {config.path} asks for a dynamic one")
+    for precision, other in ("fp16", "bf16"), ("bf16", "fp16"):
+        if precision in given and config.values.get(other) and not config.values.get(precision):
+            del given[precision]
+            config.values.pop(precision, None)
+            notes.append(f"--{precision} has no effect: {config.origins[other]} of {config.path} computes otherwise")
+    for name in _OF_MONITORS:
+        if name in given and name in config.values:
+            written = f"{config.origins.pop(name)} of {config.path}"
+            if config.values.pop(name) != given[name]:
+                notes.append(f"{written} has no effect beside {flag_of(name)} {given[name]}")
+    return notes
 
 
 def _check_agreement(given: dict[str, Any], config: DeepSpeedConfig) -> None:
@@ -94,21 +124,19 @@ def _check_agreement(given: dict[str, Any], config: DeepSpeedConfig) -> None:
         for name in given
         if name in config.values and given[name] != config.values[name]
     ]
-    for scale, fixed, other in (given, typed, written), (config.values, written, typed):
-        dynamic = [other[name] for name in OF_DYNAMIC_SCALES if name in other and name not in fixed]
-        if scale.get("loss_scale") is not None and "loss_scale" not in other and dynamic:
-            mistakes.append(
-                f"{fixed['loss_scale']} is a fixed loss scale, and {', '.join(dynamic)} is of a dynamic one; leave "
-                "one of them out"
-            )
+    dynamic = [typed[name] for name in OF_DYNAMIC_SCALES if name in typed and name not in written]
+    if config.values.get("loss_scale") is not None and "loss_scale" not in typed and dynamic:
+        mistakes.append(
+            f"{written['loss_scale']} is a fixed loss scale, and {', '.join(dynamic)} is of a dynamic one; leave "
+            "one of them out"
+        )
     if mistakes:
         raise SettingsError(*mistakes)
 
 
-def _check_what_holds(not_needed: Collection[str], settings: Settings) -> None:
+def _check_what_holds(not_needed: Mapping[str, NotNeeded], settings: Settings) -> None:
     """Refuse a flag that needs no setting where what it asks for is not so."""
-    for name in not_needed:
-        flag = NOT_NEEDED[name]
+    for name, flag in not_needed.items():
         holds = flag.holds is None or flag.holds(settings)
         require(holds, f"{name} does not hold for this run: {flag.because}")
 

@@ -14,12 +14,13 @@ from megatron_zpp.architectures import Architecture
 from megatron_zpp.arguments.check_zero import check_zero
 from megatron_zpp.arguments.resolve_parallel import (
     check_parallel,
-    check_pipeline_batches,
     check_tensor_parallel,
     data_parallel_size,
     resolve_pipeline,
+    resolve_schedule,
 )
 from megatron_zpp.optim.batch_size import BatchSchedule
+from megatron_zpp.optim.curriculum import Curriculum, end_after_tokens
 from megatron_zpp.optim.schedule import Schedule
 from megatron_zpp.parallel.pipeline import SPLITS_BACKWARD
 from megatron_zpp.settings.checks import Mistakes, SettingsError, flag_of, require
@@ -83,7 +84,9 @@ def resolve(
         settings = dataclasses.replace(settings, distributed=resolve_pipeline(settings))
     with mistakes.collected():
         settings = dataclasses.replace(settings, training=_resolve_training(training, dp_size, accumulation_steps))
-        _check_batches_and_schedule(settings, dp_size)
+        settings = _resolve_length(settings, dp_size)
+    with mistakes.collected():
+        _check_curriculum(settings)
     with mistakes.collected():
         check_tensor_parallel(distributed, model, training.seq_length, activation.compile)
     with mistakes.collected():
@@ -130,8 +133,8 @@ def _resolve_training(training: TrainingSettings, dp_size: int, accumulation_ste
     return dataclasses.replace(training, global_batch_size=total)
 
 
-def _check_batches_and_schedule(settings: Settings, dp_size: int) -> None:
-    """Build, and throw away, what the trainer will build: both refuse what they cannot do."""
+def _resolve_length(settings: Settings, dp_size: int) -> Settings:
+    """End the run by its tokens, and build what the trainer will build: it refuses what it cannot do."""
     training = settings.training
     assert training.global_batch_size and training.micro_batch_size
     try:
@@ -143,10 +146,34 @@ def _check_batches_and_schedule(settings: Settings, dp_size: int) -> None:
             training.decrease_batch_size_if_needed,
         )
         if not training.skip_train:
+            training = end_after_tokens(training, batches)
             Schedule.from_settings(settings.optimizer, settings.schedule, training, batches)
-            check_pipeline_batches(settings.distributed, batches)
+            settings = dataclasses.replace(settings, distributed=resolve_schedule(settings.distributed, batches))
     except ValueError as error:
         raise SettingsError(str(error)) from error
+    return dataclasses.replace(settings, training=training)
+
+
+def _check_curriculum(settings: Settings) -> None:
+    """Samples that are cut must still be divisible among ranks, and be one document each."""
+    try:
+        curriculum = Curriculum.from_settings(settings.training)
+    except ValueError as error:
+        raise SettingsError(str(error)) from error
+    if curriculum is None:
+        return
+    ranks = settings.distributed
+    parts = 2 * ranks.context_parallel_size if ranks.context_parallel_size > 1 else 1
+    parts *= ranks.tensor_model_parallel_size if ranks.sequence_parallel else 1
+    require(
+        curriculum.step % parts == 0 and curriculum.last % parts == 0,
+        f"--curriculum-length-step {curriculum.step} and the last length {curriculum.last} must be multiples of "
+        f"{parts}, the parts into which --context-parallel-size and --sequence-parallel divide a sample",
+    )
+    require(
+        not settings.data.reset_attention_mask,
+        "--reset-attention-mask counts documents in whole samples, --curriculum-min-length cuts them; leave one out",
+    )
 
 
 # ZeRO++
@@ -241,15 +268,18 @@ def _check_data(data: DataSettings) -> None:
 
 
 def _resolve_tokenizer(tokenizer: TokenizerSettings, data: DataSettings) -> TokenizerSettings:
-    if tokenizer.tokenizer_type is None and data.mock_data and tokenizer.vocab_size is not None:
+    if tokenizer.tokenizer_type is not None:
+        return tokenizer
+    if tokenizer.vocab_file is not None or tokenizer.merge_file is not None:  # as in Megatron
+        return dataclasses.replace(tokenizer, tokenizer_type="GPT2BPETokenizer")
+    if data.mock_data and tokenizer.vocab_size is not None:
         return dataclasses.replace(tokenizer, tokenizer_type="NullTokenizer")
-    require(
-        tokenizer.tokenizer_type is not None,
+    raise SettingsError(
         "which vocabulary? give --vocab-size with --mock-data"
         if data.mock_data
-        else "which tokenizer was the data made with? give --tokenizer-type and its files",
+        else "which tokenizer was the data made with? give --tokenizer-type and its files, or --vocab-file and "
+        "--merge-file of GPT2BPETokenizer"
     )
-    return tokenizer
 
 
 def _check_checkpoint(checkpoint: CheckpointSettings, schedule: ScheduleSettings) -> None:

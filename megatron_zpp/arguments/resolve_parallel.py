@@ -22,10 +22,6 @@ def check_parallel(distributed: DistributedSettings, zero_stage: int, seq_length
         f"{sizes} = {product} does not divide the {world_size} rank(s) of this run; choose sizes whose product is one "
         f"of {', '.join(map(str, divisors(world_size)))}",
     )
-    require(
-        product == 1 or zero_stage > 0,
-        f"--zero-stage 0 keeps the whole model on every rank, and {sizes} divides it; use --zero-stage 1",
-    )
     _check_context_parallel(distributed.context_parallel_size, seq_length)
     _check_emulation(distributed, zero_stage, world_size)
 
@@ -72,7 +68,7 @@ _PIPELINE_ONLY = (
 
 
 def resolve_pipeline(settings: Settings) -> DistributedSettings:
-    """Check how layers are split into stages and what the schedule needs, and fill the schedule in."""
+    """Check how layers are split into stages and what the schedule needs; ``resolve_schedule`` fills it in."""
     ranks = settings.distributed
     if ranks.pipeline_model_parallel_size == 1:
         for name in _PIPELINE_ONLY:
@@ -80,7 +76,6 @@ def resolve_pipeline(settings: Settings) -> DistributedSettings:
         return ranks
     is_virtual = ranks.num_layers_per_virtual_pipeline_stage is not None
     schedule = ranks.pipeline_schedule or ("interleaved" if is_virtual else "1f1b")
-    ranks = dataclasses.replace(ranks, pipeline_schedule=schedule)
     virtual = "--num-layers-per-virtual-pipeline-stage"
     for name in _PIPELINE_ONLY[2:]:
         require(
@@ -143,11 +138,21 @@ def placement_of(ranks: DistributedSettings, num_layers: int) -> Placement:
     )
 
 
-def check_pipeline_batches(ranks: DistributedSettings, batches: BatchSchedule) -> None:
-    """Raise ValueError if a step may have a number of micro-batches that the pipeline's schedule cannot run."""
-    if ranks.pipeline_schedule is not None:
-        for count in sorted(batches.micro_batch_counts()):
-            check_micro_batches(ranks.pipeline_schedule, ranks.pipeline_model_parallel_size, count)
+def resolve_schedule(ranks: DistributedSettings, batches: BatchSchedule) -> DistributedSettings:
+    """Fill the pipeline's schedule in. Raises ValueError if it cannot run the micro-batches that a step may have.
+
+    By default it is 1f1b, or, where too few micro-batches never fill the pipeline, gpipe, which then does the same.
+    """
+    if ranks.pipeline_model_parallel_size == 1:
+        return ranks
+    counts, schedule = sorted(batches.micro_batch_counts()), ranks.pipeline_schedule
+    if schedule is None and ranks.num_layers_per_virtual_pipeline_stage is not None:
+        schedule = "interleaved"
+    elif schedule is None:
+        schedule = "1f1b" if counts[0] >= ranks.pipeline_model_parallel_size else "gpipe"
+    for count in counts:
+        check_micro_batches(schedule, ranks.pipeline_model_parallel_size, count)
+    return dataclasses.replace(ranks, pipeline_schedule=schedule)
 
 
 def check_tensor_parallel(

@@ -21,12 +21,13 @@ class Counters:
     scheduled_samples: int = 0  # as the learning-rate schedule counts: skipped steps left out
     skipped_iterations: int = 0
     nan_iterations: int = 0
+    cut_tokens: int = 0  # that a curriculum left out of scheduled_samples
     average_loss: float = 0.0  # of the steps so far, moving; 0 = not asked for; see is_loss_spike
 
     @classmethod
     def from_meta(cls, meta: Mapping[str, Any]) -> Counters:
         """A checkpoint's. Raises CheckpointError for those of another version, or without sense."""
-        saved, later = meta["counters"], {"average_loss"}  # earlier versions had none
+        saved, later = meta["counters"], {"average_loss", "cut_tokens"}  # earlier versions had none
         names = {field.name for field in dataclasses.fields(cls)}
         wrong = sorted((saved.keys() | later) ^ names)
         wrong += [name for name in sorted(names - later - {*wrong}) if type(saved[name]) is not int]

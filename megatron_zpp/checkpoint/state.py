@@ -186,8 +186,9 @@ def _comparable(zeropp_layout: dict[str, Any] | None) -> Any:
     if zeropp_layout is None or not isinstance(config, dict):
         return zeropp_layout
     config = dataclasses.asdict(ZeroPPConfig()) | config
-    # Nothing is kept in the bits of first steps, none of what is kept is random, and no error is of a step to be undone.
-    config = {name: value for name, value in config.items() if not name.endswith("_bits_warmup") and name != "seed"}
+    # Nothing is kept in the bits of first steps, what is kept is not random, and no error is of a step to be undone.
+    of_no_state = {"seed", "gradient_bits_warmup", "weight_difference_bits_warmup"}
+    config = {name: value for name, value in config.items() if name not in of_no_state}
     if isinstance(loco := config["loco"], dict):
         config["loco"] = {name: value for name, value in loco.items() if name != "exact_undo"}
     return json.loads(json.dumps(zeropp_layout | {"config": config}))

@@ -110,7 +110,9 @@ def parse_blend(paths: Sequence[str]) -> tuple[list[str], list[float] | None]:
 def split_edges(split: str) -> list[Edges | None]:
     """Where train, valid and test begin and end, of ``969, 30, 1`` or the like; None for a share of 0."""
     try:
-        parts = [float(number) for number in re.split(r"\s*,\s*|\s+", split.strip())]
+        parts = [
+            float(number) for number in re.split(r"\s*,\s*|\s+", split.strip("'\" "))
+        ]  # of quotes that a script left
     except ValueError:
         parts = []
     if not 1 <= len(parts) <= 3 or not all(part >= 0 for part in parts) or not 0 < sum(parts) < math.inf:

@@ -1,7 +1,7 @@
 """Tokenizers: text to ids and back, and the end-of-document id.
 
 ``build_tokenizer`` is the one entry; what it returns has ``vocab_size``, ``eod``, ``tokenize`` and ``detokenize``.
-No tokenizer adds ids of its own (such as a beginning-of-sequence id) to a text.
+No tokenizer but Llama2Tokenizer adds ids of its own (such as a beginning-of-sequence id) to a text.
 """
 
 from __future__ import annotations
@@ -20,7 +20,10 @@ from megatron_zpp.data.files import read_json_object
 
 TOKENIZER_TYPES = (
     "SentencePieceTokenizer",
+    "GPTSentencePieceTokenizer",
+    "Llama2Tokenizer",
     "HuggingFaceTokenizer",
+    "HFTokenizer",
     "GPT2BPETokenizer",
     "TikTokenizer",
     "ByteTokenizer",
@@ -112,9 +115,11 @@ def build_tokenizer(
     ImportError if the package it needs is not installed.
     """
     match tokenizer_type:
-        case "SentencePieceTokenizer":
+        case "SentencePieceTokenizer" | "GPTSentencePieceTokenizer":
             return SentencePieceTokenizer(_file(tokenizer_type, "--tokenizer-model", tokenizer_model))
-        case "HuggingFaceTokenizer":
+        case "Llama2Tokenizer":
+            return Llama2Tokenizer(_file(tokenizer_type, "--tokenizer-model", tokenizer_model))
+        case "HuggingFaceTokenizer" | "HFTokenizer":
             return HuggingFaceTokenizer(_path(tokenizer_type, "--tokenizer-model", tokenizer_model))
         case "GPT2BPETokenizer":
             return GPT2BPETokenizer(
@@ -164,6 +169,22 @@ class SentencePieceTokenizer:
 
     def detokenize(self, ids: list[int]) -> str:
         return self._processor.decode(ids)
+
+
+class Llama2Tokenizer(SentencePieceTokenizer):
+    """A SentencePiece model whose ``<s>`` begins each text, as in Megatron."""
+
+    def __init__(self, model: Path) -> None:
+        super().__init__(model)
+        self._bos: int = self._processor.bos_id()
+        if self._bos < 0:
+            raise ValueError(f"{model} has no beginning-of-sequence id; use GPTSentencePieceTokenizer, which adds none")
+
+    def tokenize(self, text: str) -> list[int]:
+        return [self._bos, *super().tokenize(text)]
+
+    def tokenize_batch(self, texts: list[str]) -> Sequence[Ids]:
+        return [[self._bos, *ids] for ids in super().tokenize_batch(texts)]
 
 
 class HuggingFaceTokenizer:

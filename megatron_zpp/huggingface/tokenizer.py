@@ -57,7 +57,7 @@ def write_tokenizer(settings: dict[str, Any], tokenizer: Tokenizer, folder: Path
     settings: ``tokenizer_type`` and the files it names. Raises ValueError for a tokenizer that comes out different.
     """
     match settings["tokenizer_type"]:
-        case "HuggingFaceTokenizer":
+        case "HuggingFaceTokenizer" | "HFTokenizer":
             _copy_tokenizer(Path(settings["tokenizer_model"]), tokenizer.eod, folder)
         case "GPT2BPETokenizer":
             shutil.copyfile(settings["vocab_file"], folder / "vocab.json")
@@ -65,7 +65,7 @@ def write_tokenizer(settings: dict[str, Any], tokenizer: Tokenizer, folder: Path
             end = "<|endoftext|>"
             tokens = {"bos_token": end, "eos_token": end, "unk_token": end}
             write_json(folder / "tokenizer_config.json", {"tokenizer_class": "GPT2Tokenizer"} | tokens)
-        case "SentencePieceTokenizer":
+        case "SentencePieceTokenizer" | "GPTSentencePieceTokenizer":
             _write_sentencepiece(Path(settings["tokenizer_model"]), folder)
         case "ByteTokenizer":
             _write_bytes(tokenizer.eod, folder)

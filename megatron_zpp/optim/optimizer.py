@@ -62,8 +62,9 @@ def build_optimizer(model: nn.Module, settings: OptimizerSettings) -> torch.opti
     """The optimizer that ``settings`` name, over the trainable parameters of ``model``.
 
     Two parameter groups, by Megatron's rule: no weight decay on biases and 1-D parameters (norms), decay on everything
-    else, embeddings included. ``set_lr_and_weight_decay`` moves both along the schedule. AdamW's weight decay is
-    decoupled; SGD's is torch's, an L2 term in the gradient.
+    else, embeddings included. With ``decoupled_lr`` word embeddings and output layer are a third.
+    ``set_lr_and_weight_decay`` moves all along the schedule. AdamW's weight decay is decoupled; SGD's is torch's, an L2
+    term in the gradient.
 
     Args:
         model: already sharded; its parameters keep their identity afterwards.
@@ -74,7 +75,7 @@ def build_optimizer(model: nn.Module, settings: OptimizerSettings) -> torch.opti
     """
     if settings.optimizer not in OPTIMIZERS:
         raise ValueError(f"--optimizer {settings.optimizer} is not one of {', '.join(OPTIMIZERS)}")
-    kind, groups = OPTIMIZERS[settings.optimizer], _parameter_groups(model)
+    kind, groups = OPTIMIZERS[settings.optimizer], _parameter_groups(model, settings.decoupled_lr is not None)
     arguments = dict(lr=settings.lr or 0.0, **kind.arguments(settings))
     if not settings.use_apex:
         return kind.torch_class(groups, **arguments)
@@ -83,22 +84,34 @@ def build_optimizer(model: nn.Module, settings: OptimizerSettings) -> torch.opti
     return _apex_optimizer(groups, kind.apex, arguments)
 
 
-def set_lr_and_weight_decay(optimizer: torch.optim.Optimizer, lr: float, weight_decay: float) -> None:
+def set_lr_and_weight_decay(
+    optimizer: torch.optim.Optimizer, lr: float, weight_decay: float, decoupled_lr: float | None = None
+) -> None:
     """Set this step's values. Groups built without weight decay stay without."""
     for group in optimizer.param_groups:
-        group["lr"] = lr
+        group["lr"] = decoupled_lr if group.get("decoupled") else lr
         group["weight_decay"] = weight_decay if group["decays"] else 0.0
 
 
-def _parameter_groups(model: nn.Module) -> list[dict[str, Any]]:
+_DECOUPLED = ("word_embeddings", "output_layer")  # the modules whose weights --decoupled-lr is for
+
+
+def _parameter_groups(model: nn.Module, decouples: bool) -> list[dict[str, Any]]:
     decay: list[nn.Parameter] = []
     no_decay: list[nn.Parameter] = []
+    decoupled: list[nn.Parameter] = []
     for name, parameter in model.named_parameters():  # a tied weight comes once
         if not parameter.requires_grad:
             continue
-        without = parameter.ndim <= 1 or name.rsplit(".", 1)[-1] == "bias"
-        (no_decay if without else decay).append(parameter)
+        module, _, last = name.rpartition(".")
+        if parameter.ndim <= 1 or last == "bias":
+            no_decay.append(parameter)
+        elif decouples and module.rpartition(".")[2] in _DECOUPLED:
+            decoupled.append(parameter)
+        else:
+            decay.append(parameter)
     groups = [dict(params=decay, decays=True), dict(params=no_decay, decays=False, weight_decay=0.0)]
+    groups.append(dict(params=decoupled, decays=True, decoupled=True))
     groups = [group for group in groups if group["params"]]
     if not groups:
         raise ValueError("the model has no trainable parameter")

@@ -35,6 +35,7 @@ class Schedule:
     end_weight_decay: float
     weight_decay_samples: int  # length of the ramp from start to end
     weight_decay_style: str
+    warmup_log_steps: float = 0  # optimizer steps of a logarithmic warm-up; 0: it is linear
 
     @classmethod
     def from_settings(
@@ -44,11 +45,12 @@ class Schedule:
         training: TrainingSettings,
         batch: BatchSchedule,
     ) -> Schedule:
-        """Settle lengths in samples: given in iterations, they are what ``batch`` consumes in these iterations.
+        """Settle lengths in samples: given in iterations, they are what ``batch`` consumes in these iterations; given
+        in tokens, they are so many samples of ``--seq-length``.
 
         Raises:
             ValueError: lengths in the wrong unit (``--train-iters`` goes with ``--lr-*-iters``, ``--train-samples``
-                with ``--lr-*-samples``), given twice, missing, or in an impossible order.
+                with ``--lr-*-samples``; tokens go with both), given twice, missing, or in an impossible order.
         """
         if optimizer.lr is None:
             raise ValueError("--lr is required: the peak learning rate")
@@ -70,12 +72,21 @@ class Schedule:
             decay_samples = run_samples if schedule.lr_decay_samples is None else schedule.lr_decay_samples
             warmup_samples = schedule.lr_warmup_samples
             wsd_decay_samples = schedule.lr_wsd_decay_samples
+        if schedule.lr_decay_tokens is not None:
+            assert training.seq_length
+            decay_samples = math.ceil(schedule.lr_decay_tokens / training.seq_length)
+        if schedule.lr_warmup_tokens:
+            assert training.seq_length
+            warmup_samples = schedule.lr_warmup_tokens / training.seq_length
         if schedule.lr_warmup_fraction is not None:
             warmup_samples = schedule.lr_warmup_fraction * decay_samples
 
         if schedule.lr_decay_style == "WSD" and wsd_decay_samples is None:
             raise ValueError("--lr-decay-style WSD needs --lr-wsd-decay-iters or --lr-wsd-decay-samples")
         start_weight_decay, end_weight_decay = _weight_decay_range(optimizer)
+        warmup_log_steps = 0.0
+        if schedule.lr_warmup_style == "log" and warmup_samples > 0:
+            warmup_log_steps = max(2.0, warmup_samples / batch.global_batch_size(0))
         result = cls(
             max_lr=optimizer.lr,
             min_lr=optimizer.min_lr,
@@ -89,13 +100,34 @@ class Schedule:
             end_weight_decay=end_weight_decay,
             weight_decay_samples=run_samples,
             weight_decay_style=optimizer.weight_decay_incr_style,
+            warmup_log_steps=warmup_log_steps,
         )
         result._check()
+        result.decoupled_lr(optimizer, 0)
         return result
 
-    def lr(self, samples: int) -> float:
+    def decoupled_lr(self, optimizer: OptimizerSettings, samples: float) -> float | None:
+        """As ``lr``, of word embeddings and output layer; None where they have that of the rest.
+
+        Raises ValueError for bounds in an impossible order.
+        """
+        if optimizer.decoupled_lr is None:
+            return None
+        least = self.min_lr if optimizer.decoupled_min_lr is None else optimizer.decoupled_min_lr
+        if not max(least, self.warmup_init_lr) <= optimizer.decoupled_lr:
+            raise ValueError(
+                f"--decoupled-lr {optimizer.decoupled_lr} is below --decoupled-min-lr {least}, by default --min-lr, or "
+                f"below --lr-warmup-init {self.warmup_init_lr}"
+            )
+        return dataclasses.replace(self, max_lr=optimizer.decoupled_lr, min_lr=least).lr(samples)
+
+    def lr(self, samples: float) -> float:
         """Learning rate of the step that follows ``samples`` trained samples."""
         if self.warmup_samples > 0 and samples <= self.warmup_samples:
+            if self.warmup_log_steps:
+                steps = samples / self.warmup_samples * self.warmup_log_steps
+                progress = min(1.0, math.log(1 + steps) / math.log(self.warmup_log_steps))
+                return self.warmup_init_lr + (self.max_lr - self.warmup_init_lr) * progress
             return self.warmup_init_lr + (self.max_lr - self.warmup_init_lr) * samples / self.warmup_samples
         if self.decay_style == "constant":
             return self.max_lr
@@ -118,12 +150,15 @@ class Schedule:
 
     def state_dict(self) -> dict[str, Any]:
         """Plain values for a checkpoint; ``resume_schedule`` compares them."""
-        return dataclasses.asdict(self)
+        values = dataclasses.asdict(self)
+        if not self.warmup_log_steps:
+            del values["warmup_log_steps"]  # which earlier versions do not know
+        return values
 
     @classmethod
     def from_state_dict(cls, state: dict[str, Any]) -> Schedule:
         """Raises ValueError for what is no ``state_dict``."""
-        fields = dataclasses.fields(cls)
+        fields, state = dataclasses.fields(cls), {"warmup_log_steps": 0} | state
         wrong = sorted({field.name for field in fields} ^ state.keys())
         for field in fields:
             value = state.get(field.name, 0)
@@ -147,12 +182,12 @@ class Schedule:
         if self.decay_style != "WSD":
             unused |= {"wsd_decay_samples", "wsd_decay_style"}
         if self.warmup_samples == 0:
-            unused.add("warmup_init_lr")
+            unused |= {"warmup_init_lr", "warmup_log_steps"}
         if self.weight_decay_style == "constant":
             unused |= {"start_weight_decay", "weight_decay_samples"}
         return unused
 
-    def _decay_coefficient(self, samples: int) -> float:
+    def _decay_coefficient(self, samples: float) -> float:
         """Where between ``min_lr`` (0) and ``max_lr`` (1) the decay stands, for warmup <= samples <= decay."""
         if self.decay_style == "WSD":
             anneal_start = self.decay_samples - self.wsd_decay_samples
@@ -222,10 +257,11 @@ def resume_schedule(
     if use_checkpoint:
         return before
     unused = before.unused() & from_flags.unused()
+    values = dataclasses.asdict(before)
     differences = [
-        f"{name} {saved[name]} in the checkpoint, {value} by the flags"
-        for name, value in from_flags.state_dict().items()
-        if saved[name] != value and name not in unused
+        f"{name} {values[name]} in the checkpoint, {value} by the flags"
+        for name, value in dataclasses.asdict(from_flags).items()
+        if values[name] != value and name not in unused
     ]
     if differences:
         raise ValueError(
@@ -243,7 +279,7 @@ def _cosine_decay(ratio: float) -> float:
 
 def _check_units(schedule: ScheduleSettings, training: TrainingSettings) -> None:
     if (training.train_iters is None) == (training.train_samples is None):
-        raise ValueError("give the length of the run as either --train-iters or --train-samples")
+        raise ValueError("give the length of the run as either --train-iters or --train-samples, or as --train-tokens")
     in_iters, in_samples = training.train_iters is not None, training.train_samples is not None
     for name in ("lr-decay", "lr-warmup", "lr-wsd-decay"):
         for unit, allowed, instead in (("iters", in_iters, "samples"), ("samples", in_samples, "iters")):
@@ -255,11 +291,15 @@ def _check_units(schedule: ScheduleSettings, training: TrainingSettings) -> None
             if value and not allowed:
                 raise ValueError(f"--{name}-{unit} does not go with --train-{instead}; use --{name}-{instead}")
     fraction = schedule.lr_warmup_fraction
-    if fraction is not None:
-        if schedule.lr_warmup_iters or schedule.lr_warmup_samples:
-            raise ValueError("give the warm-up once: --lr-warmup-fraction or --lr-warmup-iters/-samples")
-        if not 0 <= fraction < 1:
-            raise ValueError(f"--lr-warmup-fraction is a part of the decay, 0 <= fraction < 1, not {fraction}")
+    if schedule.lr_decay_tokens is not None and (schedule.lr_decay_iters or schedule.lr_decay_samples):
+        raise ValueError("give the decay once: --lr-decay-tokens or --lr-decay-iters/-samples")
+    warmups = [schedule.lr_warmup_tokens, schedule.lr_warmup_iters or schedule.lr_warmup_samples, fraction is not None]
+    if sum(map(bool, warmups)) > 1:
+        raise ValueError(
+            "give the warm-up once: --lr-warmup-fraction, --lr-warmup-tokens or --lr-warmup-iters/-samples"
+        )
+    if fraction is not None and not 0 <= fraction < 1:
+        raise ValueError(f"--lr-warmup-fraction is a part of the decay, 0 <= fraction < 1, not {fraction}")
 
 
 def _weight_decay_range(optimizer: OptimizerSettings) -> tuple[float, float]:

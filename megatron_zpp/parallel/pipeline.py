@@ -106,7 +106,16 @@ class Pipeline:
             self._add_up_tied_gradients(self._tied)
         self._count_hidden(len(micro_batches))
 
+    def _resize(self, length: int) -> None:
+        """Expect micro-batches whose sequences have so many tokens on this rank."""
+        if length != self.tokens.shape[1]:
+            of_hidden = length * self.hidden.shape[1] // self.tokens.shape[1]  # fewer with sequence parallelism
+            self.tokens = self.tokens.new_empty(self.tokens.shape[0], length)
+            self.hidden = self.hidden.new_empty(self.hidden.shape[0], of_hidden, self.hidden.shape[2]).requires_grad_()
+            self._built = None
+
     def _run_schedule(self, micro_batches: Sequence[tuple[Inputs, Any]]) -> None:
+        self._resize(micro_batches[0][0]["tokens"].shape[1])
         if self._built is None or self._built._n_microbatches != len(micro_batches):
             self._built = self._build_schedule(len(micro_batches))
         for stage in self._stages_of(self._built):
@@ -207,6 +216,7 @@ class Pipeline:
     @torch.no_grad()
     def forward(self, micro_batches: Sequence[Inputs]) -> list[Tensor]:
         """Tokens' losses [B, S] of each micro-batch, on the rank of the last stage; elsewhere none. Any number goes."""
+        self._resize(micro_batches[0]["tokens"].shape[1])
         ranks, outputs = self.placement.ranks, list[Tensor]()
         sends: list[tuple[dist.Work | None, Tensor]] = []
         for number, module in self.stages.items():

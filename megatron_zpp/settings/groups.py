@@ -70,7 +70,7 @@ class ModelSettings:
     disable_bias_linear: bool = flag(False, "linear layers without bias; always with pretrain_llama.py")
     add_qkv_bias: bool = flag(False, "with --disable-bias-linear: queries, keys and values have biases all the same")
     num_experts: int | None = flag(
-        None, "experts in place of the MLP, of which each token has a few; default: an MLP", at_least=2, at_most=2**16
+        None, "experts in place of the MLP, of which each token has a few; default: an MLP", at_least=2, at_most=2**10
     )
     moe_layer_freq: int = flag(
         1, "experts in every so manyth block, the first included", needs="num_experts", at_least=1
@@ -136,7 +136,30 @@ class TrainingSettings:
     decrease_batch_size_if_needed: bool = flag(False, "round a batch size that does not divide down, not refuse it")
     train_iters: int | None = flag(None, "optimizer steps to train", at_least=1)
     train_samples: int | None = flag(None, "samples to train, instead of --train-iters", at_least=1, at_most=2**53)
+    train_tokens: int | None = flag(
+        None,
+        "tokens to train, at most; ends the run before --train-iters or --train-samples",
+        at_least=1,
+        at_most=2**53,
+    )
     seq_length: int | None = flag(None, "tokens per sample", at_least=1)
+    curriculum_min_length: int | None = flag(
+        None,
+        "cut samples to so many tokens at first, and less and less until --curriculum-iters; default whole ones",
+        at_least=1,
+    )
+    curriculum_max_length: int | None = flag(
+        None,
+        "tokens of samples after --curriculum-iters; default --seq-length",
+        at_least=1,
+        needs="curriculum_min_length",
+    )
+    curriculum_iters: int | None = flag(
+        None, "optimizer steps over which samples grow", at_least=1, needs="curriculum_min_length"
+    )
+    curriculum_length_step: int = flag(
+        8, "lengths of growing samples are multiples of this", at_least=1, needs="curriculum_min_length"
+    )
     seed: int = flag(
         1234, "seed of initialisation, data order, dropout and stochastic rounding", at_least=0, at_most=2**32 - 1
     )
@@ -171,6 +194,12 @@ class OptimizerSettings:
     optimizer: str = flag("adam", "adam is AdamW, as in Megatron", choices=("adam", "sgd"))
     lr: float | None = flag(None, "peak learning rate", at_least=0)
     min_lr: float = flag(0.0, "learning rate at the end of the decay", at_least=0)
+    decoupled_lr: float | None = flag(
+        None, "peak learning rate of word embeddings and output layer; default --lr", at_least=0
+    )
+    decoupled_min_lr: float | None = flag(
+        None, "their learning rate at the end of the decay; default --min-lr", at_least=0, needs="decoupled_lr"
+    )
     weight_decay: float = flag(0.01, "decoupled weight decay; not applied to biases and 1-D parameters", at_least=0)
     start_weight_decay: float | None = flag(
         None, "weight decay at the start, with --weight-decay-incr-style", at_least=0
@@ -196,6 +225,11 @@ class ScheduleSettings:
     )
     lr_decay_iters: int | None = flag(None, "steps over which to decay; default the length of the run", at_least=1)
     lr_decay_samples: int | None = flag(None, "samples over which to decay", at_least=1, at_most=2**53)
+    lr_decay_tokens: int | None = flag(None, "tokens over which to decay", at_least=1, at_most=2**53)
+    lr_warmup_style: str = flag(
+        "linear", "shape of the warm-up; log is the default of DeepSpeed's schedulers", choices=("linear", "log")
+    )
+    lr_warmup_tokens: int = flag(0, "tokens of linear warm-up", at_least=0, at_most=2**53)
     lr_warmup_iters: int = flag(0, "steps of linear warm-up", at_least=0)
     lr_warmup_samples: int = flag(0, "samples of linear warm-up", at_least=0, at_most=2**53)
     lr_warmup_fraction: float | None = flag(None, "warm-up as a fraction of the decay length", at_least=0, below=1)
@@ -325,10 +359,13 @@ class TokenizerSettings:
 
     tokenizer_type: str | None = flag(
         None,
-        "kind of tokenizer",
+        "kind of tokenizer; default GPT2BPETokenizer with --vocab-file",
         choices=(
             "SentencePieceTokenizer",
+            "GPTSentencePieceTokenizer",
+            "Llama2Tokenizer",
             "HuggingFaceTokenizer",
+            "HFTokenizer",
             "GPT2BPETokenizer",
             "TikTokenizer",
             "ByteTokenizer",

@@ -104,6 +104,7 @@ def train(run: Run, start: float) -> None:
     """
     settings, counters = run.settings, run.counters
     training, checkpoint = settings.training, settings.checkpoint
+    assert training.seq_length
     saver = _build_saver(run) if checkpoint.save is not None else None
     signals = StopSignals(run.device)
     valid_batches = _batches(run, "valid", counters.consumed_valid_samples)
@@ -132,6 +133,8 @@ def train(run: Run, start: float) -> None:
             counters.iteration += 1
             counters.consumed_train_samples += batch_size
             counters.scheduled_samples += 0 if result.skipped else batch_size
+            cut = training.seq_length - run.sample_length(counters.iteration)
+            counters.cut_tokens += 0 if result.skipped else batch_size * cut
             counters.skipped_iterations += result.skipped
             counters.nan_iterations += result.loss != result.loss
             reporter.step(result, batch_size)
@@ -180,6 +183,15 @@ def train(run: Run, start: float) -> None:
             _check_loss(run, loss, "test")
 
 
+# A plain Megatron script has no --zero-stage, and would keep all of these whole on each data-parallel rank.
+_SHARDED = (
+    "data-parallel ranks shard nothing, as Megatron without --use-distributed-optimizer",
+    "data-parallel ranks shard optimizer state, as Megatron with --use-distributed-optimizer",
+    "data-parallel ranks shard gradients and optimizer state",
+    "data-parallel ranks shard parameters, gradients and optimizer state, unless --zero-stage says 0, 1 or 2",
+)
+
+
 def _describe(run: Run) -> None:
     zeropp, world_size = run.zeropp, run.ranks.world_size
     ranks = ("emulated rank" if run.mesh.emulated_ranks > 1 else "rank") + ("s" if world_size > 1 else "")
@@ -188,6 +200,8 @@ def _describe(run: Run) -> None:
         f"{run.settings.zero.zero_stage} on {world_size} {ranks} ({run.device.type}, torch "
         f"{torch.__version__})"
     )
+    if world_size > 1:
+        print_once(_SHARDED[run.settings.zero.zero_stage])
     if run.pipeline is not None:
         print_once(run.pipeline.describe())
     if zeropp is not None and world_size > 1:

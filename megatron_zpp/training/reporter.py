@@ -19,10 +19,7 @@ class Reporter:
     """Collects what happened since the last log line."""
 
     def __init__(self, run: Run) -> None:
-        assert run.settings.training.seq_length
         self.run = run
-        self.seq_length = run.settings.training.seq_length
-        self.flops_per_token = run.architecture.flops_per_token(run.model.config, self.seq_length)
         name = torch.cuda.get_device_name(run.device) if run.device.type == "cuda" else "CPU"
         given = run.settings.logging.peak_tflops
         self.peak = given if given is not None else peak_tflops(name)
@@ -33,7 +30,8 @@ class Reporter:
 
     def _clear(self) -> None:
         self.losses: dict[str, list[float]] = {}  # by name, of the steps that were not skipped
-        self.num_steps = self.num_samples = self.skipped = self.nan = 0
+        self.num_steps = self.num_tokens = self.skipped = self.nan = 0
+        self.flops = 0.0
         self.seconds = 0.0
         self.sent = Traffic()
 
@@ -42,7 +40,9 @@ class Reporter:
         run, logging = self.run, self.run.settings.logging
         self.is_first_step = False
         self.num_steps += 1
-        self.num_samples += num_samples
+        length = run.sample_length(run.counters.iteration)
+        self.num_tokens += num_samples * length
+        self.flops += num_samples * length * run.architecture.flops_per_token(run.model.config, length)
         self.skipped += result.skipped
         self.nan += result.loss != result.loss
         if not result.skipped:
@@ -75,8 +75,8 @@ class Reporter:
         run, logging, counters = self.run, self.run.settings.logging, self.run.counters
         self.pause()
         seconds = self.seconds / self.num_steps
-        tokens_per_second = self.num_samples * self.seq_length / self.seconds
-        per_device = tokens_per_second / dist.get_world_size()
+        tokens_per_second = self.num_tokens / self.seconds
+        per_device, flops_per_token = tokens_per_second / dist.get_world_size(), self.flops / self.num_tokens
         sent = torch.tensor([self.sent.inter_node, self.sent.intra_node], dtype=torch.float64, device=run.device)
         dist.all_reduce(sent)
         between_nodes, within_nodes = (sent / self.num_steps).tolist()
@@ -97,9 +97,9 @@ class Reporter:
             skipped_iterations=self.skipped,
             nan_iterations=self.nan,
             seconds_per_iteration=seconds,
-            tflops_per_device=model_tflops(per_device, self.flops_per_token) if logging.log_throughput else None,
+            tflops_per_device=model_tflops(per_device, flops_per_token) if logging.log_throughput else None,
             tokens_per_second=tokens_per_second,
-            mfu=mfu(per_device, self.flops_per_token, self.peak),
+            mfu=mfu(per_device, flops_per_token, self.peak),
             eta_seconds=seconds * (run.train_iters - counters.iteration),
             bytes_between_nodes=between_nodes if run.zeropp is not None else None,
             bytes_within_nodes=within_nodes if run.zeropp is not None else None,
@@ -135,4 +135,4 @@ class Reporter:
 
     def _learning_rate(self) -> float:
         assert self.run.schedule is not None
-        return self.run.schedule.lr(self.run.counters.scheduled_samples)
+        return self.run.schedule.lr(self.run.scheduled_samples())

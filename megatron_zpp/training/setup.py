@@ -23,11 +23,12 @@ from megatron_zpp.data.build import Datasets
 from megatron_zpp.metrics.writers import MetricWriters
 from megatron_zpp.models.transformer import Transformer
 from megatron_zpp.optim.batch_size import BatchSchedule
+from megatron_zpp.optim.curriculum import Curriculum
 from megatron_zpp.optim.loss_scaler import LossScaler
 from megatron_zpp.optim.optimizer import build_optimizer
 from megatron_zpp.optim.schedule import Schedule, resume_schedule
 from megatron_zpp.parallel.distributed import errors_on_all_ranks, print_once
-from megatron_zpp.parallel.mesh import Mesh, build_mesh, model_parallel_sizes
+from megatron_zpp.parallel.mesh import Mesh, build_mesh, model_parallel_sizes, ranks_per_model_copy
 from megatron_zpp.parallel.pipeline import Pipeline
 from megatron_zpp.parallel.tensor import dropout_seed
 from megatron_zpp.settings.groups import Settings, TrainingSettings
@@ -51,6 +52,7 @@ class Run:
     zeropp: ZeroPPInterface | None  # None at ZeRO stage 0, which has no sharded collectives
     schedule: Schedule | None  # None with --skip-train
     batches: BatchSchedule
+    curriculum: Curriculum | None  # None: every sample has --seq-length tokens
     scaler: LossScaler
     datasets: Datasets
     writers: MetricWriters
@@ -63,6 +65,19 @@ class Run:
     def set_training(self, mode: bool) -> None:
         """Training mode, or evaluation mode."""
         (self.model if self.pipeline is None else self.pipeline).train(mode)
+
+    def sample_length(self, iteration: int) -> int:
+        """Tokens of a sample in the optimizer step that ends at ``iteration``."""
+        assert self.settings.training.seq_length
+        return self.settings.training.seq_length if self.curriculum is None else self.curriculum.length(iteration)
+
+    def scheduled_samples(self) -> float:
+        """Where the learning-rate schedule stands: samples, or, if it counts tokens, the whole samples they make."""
+        counters, schedule = self.counters, self.settings.schedule
+        if counters.cut_tokens and (schedule.lr_decay_tokens is not None or schedule.lr_warmup_tokens):
+            assert self.settings.training.seq_length
+            return counters.scheduled_samples - counters.cut_tokens / self.settings.training.seq_length
+        return counters.scheduled_samples
 
     @property
     def copies(self) -> Sequence[Tensor]:
@@ -81,7 +96,8 @@ class Run:
             "loss": self.last_loss if loss_is_finite else None,  # JSON has no NaN
             "nonfinite": [] if loss_is_finite else ["the loss"],
             "data_order": self.datasets.train.order if self.datasets.train is not None else None,
-            "tokens": self.counters.consumed_train_samples * (self.settings.training.seq_length or 0),
+            "tokens": self.counters.consumed_train_samples * (self.settings.training.seq_length or 0)
+            - self.counters.cut_tokens,
             "layout": self.layout(),
         }
 
@@ -97,8 +113,10 @@ def build_run(architecture: Architecture, settings: Settings, device: torch.devi
     """Build, on all ranks together, and load the checkpoint of ``--load`` if there is one."""
     training, ranks = settings.training, settings.distributed
     assert training.global_batch_size and training.micro_batch_size and training.seq_length  # by parse_settings
-    # Stage 0: shards of one rank each, that is plain data parallelism with FSDP2's mixed precision.
-    replicas = dist.get_world_size() if settings.zero.zero_stage == 0 else ranks.num_distributed_optimizer_instances
+    replicas = ranks.num_distributed_optimizer_instances
+    if settings.zero.zero_stage == 0:
+        # Shards of one rank each, that is plain data parallelism with FSDP2's mixed precision.
+        replicas = dist.get_world_size() * ranks.context_parallel_size // ranks_per_model_copy(ranks)
     mesh = build_mesh(device.type, model_parallel_sizes(ranks), ranks.emulate_ranks or 1, replicas)
     batches = BatchSchedule(
         training.global_batch_size,
@@ -159,6 +177,7 @@ def build_run(architecture: Architecture, settings: Settings, device: torch.devi
         zeropp=zeropp,
         schedule=schedule,
         batches=batches,
+        curriculum=Curriculum.from_settings(training),
         scaler=LossScaler.from_settings(settings.precision),
         datasets=datasets,
         writers=writers,

@@ -45,6 +45,8 @@ def train_step(run: Run, batches: Iterator[Batch], num_micro_batches: int, stop:
     """Accumulate gradients over the micro-batches, clip, and let the optimizer step, unless they are not finite."""
     settings, model, scale = run.settings, run.model, run.scaler.scale
     micro_batches: list[Batch] = []
+    if run.curriculum is not None:
+        batches = _cut(batches, run.sample_length(run.counters.iteration + 1))
     totals, names = accumulate_gradients(run, _remember(batches, micro_batches), num_micro_batches, scale)
     totals[2] = float(stop)
     dist.all_reduce(totals)
@@ -69,8 +71,10 @@ def train_step(run: Run, batches: Iterator[Batch], num_micro_batches: int, stop:
     skipped = not finite or spiked
     if not skipped:
         assert run.schedule is not None
-        samples = run.counters.scheduled_samples
-        set_lr_and_weight_decay(run.optimizer, run.schedule.lr(samples), run.schedule.weight_decay(samples))
+        position = run.scheduled_samples()
+        lr, decoupled_lr = run.schedule.lr(position), run.schedule.decoupled_lr(settings.optimizer, position)
+        weight_decay = run.schedule.weight_decay(run.counters.scheduled_samples)
+        set_lr_and_weight_decay(run.optimizer, lr, weight_decay, decoupled_lr)
         run.optimizer.step()
     run.optimizer.zero_grad()
     run.scaler.update(overflow=not finite)
@@ -168,6 +172,12 @@ def _remember(batches: Iterator[Batch], seen: list[Batch]) -> Iterator[Batch]:
     for batch in batches:
         seen.append(batch)
         yield batch
+
+
+def _cut(batches: Iterator[Batch], length: int) -> Iterator[Batch]:
+    """Micro-batches of the first ``length`` tokens of each sample, [B, length]."""
+    for batch in batches:
+        yield {name: tensor[:, :length].contiguous() for name, tensor in batch.items()}
 
 
 def to_inputs(run: Run, batch: Batch) -> tuple[Batch, Target]:

@@ -161,7 +161,10 @@ def test_it_is_exported_imported_and_sampled(call, trained, tmp_path):
         code, _, err = call(tool, "--load", run, *argv, "--architecture", "llama")
         assert code == 1 and "is of the architecture toy, not llama" in err
     code, _, err = call(import_hf, "--input", tmp_path / "hf", "--save", tmp_path / "other")
-    assert code == 1 and "model_type is gpt_neox; gpt2, llama, mistral, qwen2 and qwen3 can be imported" in err
+    assert (
+        code == 1
+        and "model_type is gpt_neox; gpt2, llama, mistral, qwen2, qwen3, mixtral and qwen3_moe can be imported" in err
+    )
     bare = "tests.architectures.toy:BARE"
     code, _, err = call(export_hf, "--load", run, "--output", tmp_path / "again", "--architecture", bare)
     assert code == 1 and "the architecture toy has no mapping to a model of Hugging Face transformers" in err

@@ -9,7 +9,14 @@ from megatron_zpp.settings.groups import all_flags
 
 WORDS = ("0", "-1", "nan", "inf", "1e300", "", "9" * 20, "ünï🙂", "1e-300", "0.5", "1")
 # Without these, a run only notes that a flag has no effect. Each needs no more than is here.
+EXPERTS = "--disable-bias-linear --num-experts 2"
 NEEDED = {
+    "num_experts": "--disable-bias-linear",
+    **{flag.setting: EXPERTS for flag in all_flags().values() if flag.needs == "num_experts"},
+    "curriculum_min_length": "--curriculum-iters 2",
+    "curriculum_max_length": "--curriculum-min-length 8 --curriculum-iters 2",
+    "curriculum_iters": "--curriculum-min-length 8",
+    "curriculum_length_step": "--curriculum-min-length 8 --curriculum-iters 2",
     "num_query_groups": "--group-query-attention",
     "rope_scaling_factor": "--use-rope-scaling",
     "loss_scale": "--fp16",
@@ -50,7 +57,7 @@ def cases(folder: str) -> Iterator[tuple[Flag, str, list[str]]]:
         needed = NEEDED.get(flag.setting, "").format(folder=folder).split()
         if flag.needs is not None and flag.setting not in NEEDED:
             switch = all_flags()[flag.needs]
-            needed = [switch.name]
+            needed = [switch.name] if switch.value_type is bool else [switch.name, "2"]
             needed += [all_flags()[switch.needs].name] if switch.needs else []
         for word in WORDS:
             count = flag.nargs if isinstance(flag.nargs, int) else 1

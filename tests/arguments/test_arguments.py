@@ -12,6 +12,7 @@ from megatron_zpp.arguments.command_line import help_text
 from megatron_zpp.arguments.foreign_flags import NOT_NEEDED, REFUSED
 from megatron_zpp.arguments.page import render_reference
 from megatron_zpp.arguments.parse import SettingsError, parse_settings
+from megatron_zpp.arguments.translated_flags import TRANSLATED, translate
 from megatron_zpp.models.decoder import DecoderConfig
 from megatron_zpp.settings.checks import flag_of
 from megatron_zpp.settings.flags import iterate_flags
@@ -71,7 +72,7 @@ def test_every_setting_is_one_flag_with_help():
     assert {"--num-layers", "--override-opt_param-scheduler", "--zeropp-loco-beta"} <= set(flags)
     assert len(flags) == len(set(flags))
     assert not set(flags) & NOT_NEEDED.keys() and not set(flags) & REFUSED.keys()
-    assert not REFUSED.keys() & NOT_NEEDED.keys()
+    assert not REFUSED.keys() & NOT_NEEDED.keys() and not TRANSLATED.keys() & {*flags, *REFUSED, *NOT_NEEDED}
 
 
 def test_refusals_point_to_flags_that_exist():
@@ -244,6 +245,113 @@ def test_megatron_llama_script_with_its_usual_flags():
     ]  # fmt: skip
 
 
+# Flags as published scripts have them, a few of each kind
+
+
+def test_flags_of_a_deepspeed_launcher_and_of_logging_change_nothing():
+    settings, notes = parse(
+        SMALL + "--local_rank=3 --log-batch-size-to-tensorboard --log-optimizer-states-to-tensorboard --DDP-impl local "
+        "--transformer-impl transformer_engine --ckpt-format torch_dist --fp8-format hybrid --fp8-param-gather "
+        "--profile --profile-step-start 4 --timing-log-level 1 --recompute-modules core_attn mlp "
+        "--moe-expert-parallel-size 1 --num-experts 1 --moe-loss-coeff 0.01 --mlp-type residual"
+    )
+    assert settings == parse(SMALL)[0]
+    assert [note.partition(" ")[0].rstrip(",") for note in notes] == [
+        "--local_rank", "--log-batch-size-to-tensorboard", "--log-optimizer-states-to-tensorboard", "--DDP-impl",
+        "--transformer-impl", "--ckpt-format", "--fp8-format", "--profile", "--timing-log-level", "--recompute-modules",
+        "--moe-expert-parallel-size",
+    ]  # fmt: skip
+    assert notes[-1] == (
+        "--moe-expert-parallel-size, --num-experts, --moe-loss-coeff, --mlp-type are accepted but need no setting: "
+        "there is one MLP, and so no experts"
+    )
+
+
+@pytest.mark.parametrize(
+    ("foreign", "ours"),
+    [
+        ("--activations-checkpoint-method uniform", "--recompute-granularity full --recompute-method uniform"),
+        ("--ds-sequence-parallel-size 2", "--context-parallel-size 2"),
+        ("--layernorm-epsilon=1e-6", "--norm-epsilon 1e-6"),
+        ("--enable-zbh1-pipeline --pipeline-model-parallel-size 2 --global-batch-size 8",
+         "--pipeline-schedule zero-bubble --pipeline-model-parallel-size 2 --global-batch-size 8"),
+        ("--cpu-optimizer", "--cpu-offload"),
+        ("--data-parallel-sharding-strategy optim_grads --use-megatron-fsdp", "--zero-stage 2"),
+    ],
+)  # fmt: skip
+def test_flags_with_another_name(foreign, ours):
+    settings, notes = parse(SMALL + foreign)
+    assert settings == parse(SMALL + ours)[0]
+    assert any(foreign.replace("=", " ").startswith(note.partition(" is --")[0]) for note in notes[:1])
+
+
+def test_every_translation_is_of_flags_that_exist():
+    flags = {flag.name for flag in all_flags().values()}
+    for name, meaning in TRANSLATED.items():
+        for value in meaning if isinstance(meaning, dict) else [[], ["1"]]["{}" in meaning] or [""]:
+            words = translate(name, [value] if value else []).split()
+            assert {word for word in words if word.startswith("--")} <= flags, name
+
+
+def test_megatrons_default_tokenizer():
+    command = SMALL.replace("--mock-data --vocab-size 100", "--data-path p --vocab-file v --merge-file m")
+    assert parse(command)[0].tokenizer.tokenizer_type == "GPT2BPETokenizer"
+    message = refusal(SMALL.replace("--mock-data --vocab-size 100", "--data-path p"))
+    assert "--tokenizer-type" in message and "--vocab-file and --merge-file" in message
+
+
+@pytest.mark.parametrize(
+    ("words", "samples"),
+    [
+        ("--train-tokens 6400", 200),
+        ("--train-tokens 6401", 208),  # by the step that reaches it
+        ("--train-samples 100 --train-tokens 6400", 100),
+        ("--train-samples 1000 --train-tokens 6400", 200),
+        ("--train-tokens 6400 --rampup-batch-size 4 4 20 --micro-batch-size 1 --global-batch-size 8", 204),
+    ],
+)
+def test_a_run_ends_at_its_tokens(words, samples):
+    command = SMALL.replace("--train-iters 10 ", "--lr-decay-tokens 6400 --lr-warmup-tokens 640 ")
+    assert parse(command + words)[0].training.train_samples == samples
+
+
+def test_tokens_end_a_run_in_iterations_too():
+    assert parse(SMALL + "--train-tokens 1000")[0].training.train_iters == 4  # of 8 * 32 tokens
+    assert parse(SMALL + "--train-tokens 100000")[0].training.train_iters == 10
+
+
+def test_tokens_of_samples_that_grow():
+    # Steps of 8 samples: 8 and then 16 tokens, 24, 32.
+    command = SMALL + "--curriculum-min-length 8 --curriculum-iters 6 --train-tokens "
+    assert parse(command + str(8 * (8 + 16 + 16 + 24)))[0].training.train_iters == 4
+    assert parse(command + str(8 * (8 + 16 + 16 + 24) + 1))[0].training.train_iters == 5
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--curriculum-min-length 8", "--curriculum-iters"),
+        ("--curriculum-iters 3", "--curriculum-iters needs --curriculum-min-length"),
+        ("--curriculum-min-length 4 --curriculum-iters 3", "--curriculum-length-step 8"),
+        ("--curriculum-min-length 8 --curriculum-iters 3 --context-parallel-size 2 --curriculum-length-step 2",
+         "--curriculum-length-step 2 4"),
+        ("--curriculum-min-length 8 --curriculum-iters 3 --reset-attention-mask", "--reset-attention-mask"),
+        ("--lr-decay-tokens 64 --lr-decay-iters 4", "--lr-decay-tokens --lr-decay-iters"),
+        ("--lr-warmup-tokens 64 --lr-warmup-iters 4", "--lr-warmup-tokens --lr-warmup-iters"),
+    ],
+)  # fmt: skip
+def test_what_tokens_and_growing_samples_are_refused_for(words, message):
+    said = refusal(SMALL + words)
+    assert all(word in said for word in message.split()), said
+
+
+def test_a_pipeline_that_is_never_full():
+    command = SMALL + "--pipeline-model-parallel-size 4 --global-batch-size "
+    assert parse(command + "2")[0].distributed.pipeline_schedule == "gpipe"
+    assert parse(command + "8")[0].distributed.pipeline_schedule == "1f1b"
+    assert "--pipeline-schedule 1f1b needs" in refusal(command + "2 --pipeline-schedule 1f1b")
+
+
 def test_notes_for_settings_without_effect():
     _, notes = parse(SMALL + "--bf16 --initial-loss-scale 65536 --manual-gc-interval 5 --wandb-exp-name x")
     assert [note.split(" has no effect without ") for note in notes] == [
@@ -287,17 +395,28 @@ def test_reference_page_is_up_to_date():
         ("--micro-batchsize 1", "--micro-batchsize did you mean --micro-batch-size?"),
         ("--zero_stage 3", "--zero_stage did you mean --zero-stage?"),
         ("--zero-quantised-weights", "did you mean --zero-quantized-weights?"),
-        ("--use-flash-attention", "did you mean --use-flash-attn?"),
+        ("--use-flash-attention", "did you mean --use-flash-attn"),
         ("--xyzzy", "--xyzzy --help"),
+        ("--no-position-embedding", "--no-position-embedding does not hold --position-embedding-type"),
         ("--num-layer 3", "--num-layer did you mean --num-layers?"),  # no abbreviations
         ("--batch-size 1", "--batch-size --micro-batch-size"),
         ("--warmup 1", "--lr-warmup-fraction"),
         ("--model-parallel-size=1", "--tensor-model-parallel-size"),
-        ("--local_rank=0", "torchrun"),
-        ("--num-experts 8", "--num-experts"),
-        ("--ckpt-format torch_dist", "--ckpt-format safetensors Megatron does not read"),
-        ("--use-dist-ckpt", "--use-dist-ckpt safetensors"),
-        ("--transformer-impl transformer_engine", "transformer_engine local"),
+        (
+            "--disable-bias-linear --num-experts 8 --moe-router-topk 2 --topk 1",
+            "--topk 1 is --moe-router-topk says otherwise",
+        ),
+        (
+            "--disable-bias-linear --num-experts 8 --moe-min-capacity 4 --moe-eval-capacity-factor 1",
+            "--moe-min-capacity, --moe-eval-capacity-factor are not supported: experts do not have this here",
+        ),
+        ("--kd --load-teacher x --num-layers-teacher 3", "--kd, --load-teacher, --num-layers-teacher distillation"),
+        ("--load-studnt x", "unknown flag --load-studnt see --help"),  # and no flag that is only a little like it
+        ("--layernorm-epsilon 0", "--norm-epsilon"),
+        ("--layernorm-epsilon", "--layernorm-epsilon takes one value"),
+        ("--enable-zbh1-pipeline 1", "--enable-zbh1-pipeline takes no value"),
+        ("--data-parallel-sharding-strategy some", "no_shard, optim, optim_grads, optim_grads_params some"),
+        ("--layernorm-epsilon 1e-3 --norm-epsilon 1e-4", "--layernorm-epsilon 1e-3 --norm-epsilon otherwise"),
         ("--dataloader-type external", "external single cyclic"),
         ("--use-distributed-optimizer --zero-stage 0", "--use-distributed-optimizer --zero-stage 1"),
         ("--optimizer lion", "--optimizer lion adam sgd"),
@@ -319,7 +438,6 @@ def test_reference_page_is_up_to_date():
         ("--tensor-model-parallel-size 4 --num-attention-heads 2", "--num-attention-heads 1, 2"),
         ("--tensor-model-parallel-size 4 --ffn-hidden-size 6", "--ffn-hidden-size 1, 2"),
         ("--tensor-model-parallel-size 4 --sequence-parallel --seq-length 34", "--seq-length 1, 2"),
-        ("--tensor-model-parallel-size 2 --zero-stage 0", "--zero-stage 1"),
         ("--tensor-model-parallel-size 2 --compile", "--compile --tensor-model-parallel-size"),
         # optimizer, schedule, precision, recomputation
         ("--min-lr 1", "--min-lr --lr"),

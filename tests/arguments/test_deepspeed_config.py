@@ -201,15 +201,20 @@ def test_a_flag_that_contradicts_the_file(write, config, flags, words):
 
 
 FP16 = {"enabled": True}
+CYCLE = {"cycle_min_lr": 1e-4, "cycle_max_lr": 1e-3, "cycle_first_step_size": 20}
+CURRICULUM = {
+    "enabled": True,
+    "curriculum_type": "seqlen",
+    "min_difficulty": 8,
+    "max_difficulty": 32,
+    "schedule_type": "fixed_linear",
+    "schedule_config": {"total_curriculum_step": 10, "difficulty_step": 8},
+}
 
 
 @pytest.mark.parametrize(
     ("fp16", "flags", "fixed", "dynamic"),
     [
-        (FP16 | {"initial_scale_power": 15}, "--loss-scale 15", "--loss-scale 15.0", "fp16.initial_scale_power 15"),
-        (FP16 | {"min_loss_scale": 2}, "--loss-scale 15", "--loss-scale 15.0", "fp16.min_loss_scale 2"),
-        (FP16 | {"loss_scale_window": 9}, "--loss-scale 15", "--loss-scale 15.0", "fp16.loss_scale_window 9"),
-        (FP16 | {"hysteresis": 3}, "--loss-scale 15", "--loss-scale 15.0", "fp16.hysteresis 3"),
         (FP16 | {"loss_scale": 8}, "--initial-loss-scale 64", "fp16.loss_scale 8", "--initial-loss-scale 64.0"),
         (FP16 | {"loss_scale": 8}, "--min-loss-scale 2", "fp16.loss_scale 8", "--min-loss-scale 2.0"),
         (FP16 | {"loss_scale": 8}, "--loss-scale-window 9", "fp16.loss_scale 8", "--loss-scale-window 9"),
@@ -224,11 +229,14 @@ def test_a_fixed_loss_scale_beside_a_dynamic_one(write, fp16, flags, fixed, dyna
 
 
 def test_which_loss_scales_agree(write):
-    # DeepSpeed's 0 asks for a dynamic one.
+    # As with DeepSpeed, whose 0 asks for a dynamic one, the file decides.
+    for dynamic in {"loss_scale": 0}, {"initial_scale_power": 15}, {"hysteresis": 3}:
+        path, notes = write({"fp16": FP16 | dynamic}), []
+        argv = [*shlex.split(RUN + "--loss-scale 15"), "--deepspeed_config", path]
+        assert parse_settings(GPT, argv, 4, notes.append).precision.loss_scale is None
+        (key,) = dynamic
+        assert notes == [f"--loss-scale 15 has no effect: fp16.{key} {dynamic[key]} of {path} asks for a dynamic one"]
     path = write({"fp16": FP16 | {"loss_scale": 0}})
-    assert f"--loss-scale 15.0 contradicts fp16.loss_scale 0 of {path}" in refusal(
-        lambda: parse(RUN + "--loss-scale 15", path)
-    )
     assert parse(RUN + "--initial-loss-scale 64", path).precision.initial_loss_scale == 64
     # What the file says of both is DeepSpeed's own way to write a fixed scale, and may be repeated.
     path = write({"fp16": FP16 | {"loss_scale": 8, "initial_scale_power": 15}})
@@ -290,17 +298,16 @@ def test_a_flag_that_repeats_the_file_is_fine(write):
         ({"optimizer": {"type": "Lamb"}}, "optimizer.type Adam AdamW SGD Lamb"),
         ({"optimizer": {"type": "Adam", "params": {"adam_w_mode": False}}}, "optimizer.params.adam_w_mode false"),
         ({"optimizer": {"type": "Adam", "params": {"betas": 0.9}}}, "optimizer.params.betas two"),
-        ({"scheduler": {"type": "OneCycle", "params": {}}}, "scheduler.type OneCycle WarmupLR"),
-        ({"scheduler": {"type": "WarmupLR", "params": {}}}, "scheduler.params.warmup_type missing"),
+        ({"scheduler": {"type": "OneCycle", "params": {}}}, "scheduler.params.cycle_min_lr missing"),
+        ({"scheduler": {"type": "OneCycle", "params": CYCLE}}, "scheduler.params.cycle_momentum true momentum stays"),
+        ({"scheduler": {"type": "WarmupLR", "params": {}}}, "scheduler.params.warmup_num_steps missing"),
+        ({"scheduler": {"type": "WarmupLR", "params": {"warmup_type": "sine"}}}, "warmup_type sine linear log"),
         (
-            {
-                "scheduler": {
-                    "type": "WarmupLR",
-                    "params": {"warmup_type": "log", "warmup_num_steps": 1, "warmup_max_lr": 1},
-                }
-            },
-            "scheduler.params.warmup_type log linear",
+            {"curriculum_learning": CURRICULUM | {"schedule_type": "fixed_root"}},
+            "schedule_type fixed_root fixed_linear",
         ),
+        ({"data_efficiency": {"enabled": True, "data_routing": {"enabled": True}}}, "data_efficiency.data_routing"),
+        ({"compression_training": {"a": {"shared_parameters": {"enabled": True}}}}, "compression_training compressing"),
         (
             {
                 "optimizer": {"type": "Adam", "params": {"lr": 1}},
@@ -311,9 +318,7 @@ def test_a_flag_that_repeats_the_file_is_fine(write):
             },
             "scheduler.params.warmup_max_lr 2 optimizer.params.lr 1",
         ),
-        ({"prescale_gradients": True}, "prescale_gradients"),
-        ({"gradient_predivide_factor": 2.0}, "gradient_predivide_factor 2.0"),
-        ({"tensorboard": {"enabled": True}}, "tensorboard --tensorboard-dir"),
+        ({"tensorboard": {"enabled": True}}, "tensorboard.output_path missing"),
         ({"amp": {"enabled": True}}, "amp"),
         ({"activation_checkpointing": {"cpu_checkpointing": True}}, "activation_checkpointing.cpu_checkpointing"),
         ('{"bf16": {"enabled": true}, "bf16": {"enabled": false}}', "bf16 twice"),
@@ -331,7 +336,7 @@ def test_refused_files(write, content, words):
 
 def test_all_mistakes_are_told_at_once(write):
     fp16 = '{"enabled": 1, "loss_scal": 8}'
-    path = write(f'{{"fp16": {fp16}, "gradient_clipping": NaN, "wandb": {{"enabled": true}}, "x": 1}}')
+    path = write(f'{{"fp16": {fp16}, "gradient_clipping": NaN, "comet": {{"enabled": true}}, "x": 1}}')
     known = ", ".join(TOP.keys)
     assert refusal(lambda: parse(RUN + "--seed x", path)).splitlines() == [
         "--seed must be a whole number, got x",
@@ -339,7 +344,7 @@ def test_all_mistakes_are_told_at_once(write):
         f"fp16.loss_scal in {path} is unknown; did you mean fp16.loss_scale?",
         f"fp16.enabled in {path} must be true or false, not 1",
         f"gradient_clipping in {path} must be a finite number, not NaN",
-        f"wandb in {path} cannot be honoured: use --wandb-project",
+        f"comet in {path} cannot be honoured: use --tensorboard-dir or --wandb-project",
     ]
 
 
@@ -362,3 +367,80 @@ def test_auto_and_null_leave_it_to_the_flags(write):
 def test_communication_data_type(write):
     settings = parse(RUN + "--bf16", write({"communication_data_type": "bf16"}))
     assert settings.precision.grad_reduce_in_bf16 and not settings.precision.accumulate_allreduce_grads_in_fp32
+
+
+def test_a_warm_up_is_logarithmic_unless_the_file_says_linear(write):
+    params = {"warmup_num_steps": 5, "warmup_max_lr": 2e-3}
+    for said, style in ({}, "log"), ({"warmup_type": "log"}, "log"), ({"warmup_type": "linear"}, "linear"):
+        path = write({"scheduler": {"type": "WarmupLR", "params": params | said}})
+        assert parse(MODEL + "--micro-batch-size 1 --train-iters 60", path).schedule.lr_warmup_style == style
+
+
+def test_one_cycle_goes_up_and_down(write):
+    for second, end in ({}, 40), ({"cycle_second_step_size": 5}, 25):
+        params = CYCLE | second | {"cycle_momentum": False, "decay_lr_rate": 0}
+        settings = parse(
+            MODEL + "--micro-batch-size 1 --train-iters 60",
+            write({"scheduler": {"type": "OneCycle", "params": params}}),
+        )
+        schedule, optimizer = settings.schedule, settings.optimizer
+        assert (schedule.lr_decay_style, schedule.lr_warmup_iters, schedule.lr_decay_iters) == ("linear", 20, end)
+        assert (schedule.lr_warmup_init, optimizer.min_lr, optimizer.lr) == (1e-4, 1e-4, 1e-3)
+
+
+def test_monitors_are_those_that_exist_here(write):
+    config = {
+        "tensorboard": {"enabled": True, "output_path": "out", "job_name": "job"},
+        "wandb": {"enabled": True, "project": "p", "team": "t", "group": "g"},
+        "flops_profiler": {"enabled": True, "profile_step": 1},
+        "csv_monitor": {"enabled": True, "output_path": "out"},
+        "comms_logger": {"enabled": True},
+    }
+    logging = parse(RUN, write(config)).logging
+    assert (logging.tensorboard_dir, logging.wandb_project, logging.wandb_entity) == ("out/job", "p", "t")
+    assert logging.log_throughput
+    for section in config.values():
+        section["enabled"] = False
+    assert parse(RUN, write(config)).logging == parse(RUN, write({})).logging
+    # A run has one folder of events, and the flag's says which.
+    config["tensorboard"]["enabled"], notes = True, []
+    argv = [*shlex.split(RUN + "--tensorboard-dir mine"), "--deepspeed_config", write(config)]
+    assert parse_settings(GPT, argv, 4, notes.append).logging.tensorboard_dir == "mine"
+    assert any("has no effect beside --tensorboard-dir mine" in note for note in notes)
+
+
+def test_samples_that_grow(write):
+    training = parse(RUN, write({"curriculum_learning": CURRICULUM})).training
+    assert (training.curriculum_min_length, training.curriculum_max_length) == (8, 32)
+    assert (training.curriculum_iters, training.curriculum_length_step) == (10, 8)
+    off = CURRICULUM | {"enabled": False}
+    assert parse(RUN, write({"curriculum_learning": off})).training.curriculum_min_length is None
+
+
+def test_sections_whose_parts_are_off_are_off(write):
+    off = {"enabled": False}
+    config = {
+        "data_efficiency": {
+            "enabled": True,
+            "seed": 1,
+            "data_routing": off | {"random_ltd": off},
+            "data_sampling": off,
+        },
+        "compression_training": {"weight_quantization": {"shared_parameters": off, "different_groups": {}}},
+    }
+    assert read_deepspeed_config(write(config)).values == {}
+
+
+def test_keys_of_stage_3_have_two_names(write):
+    for name in "stage3_max_live_parameters", "max_live_parameters", "prefetch_bucket_size":
+        assert read_deepspeed_config(write({"zero_optimization": {name: 1e9}})).values == {}
+    for key in {"prescale_gradients": True}, {"gradient_predivide_factor": 2.0}, {"dataloader_drop_last": True}:
+        assert read_deepspeed_config(write(key)).values == {}
+
+
+def test_the_file_says_which_precision_computes(write):
+    path, notes = write({"fp16": {"enabled": False}, "bf16": {"enabled": True}}), []
+    argv = [*shlex.split(RUN + "--fp16"), "--deepspeed_config", path]
+    precision = parse_settings(GPT, argv, 4, notes.append).precision
+    assert precision.bf16 and not precision.fp16
+    assert notes == [f"--fp16 has no effect: bf16.enabled true of {path} computes otherwise"]

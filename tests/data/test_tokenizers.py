@@ -382,3 +382,29 @@ def test_missing_tiktoken_names_the_extra(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "tiktoken", None)
     with pytest.raises(ImportError, match=r"pip install tiktoken, or megatron_zpp's extra data"):
         build_tokenizer("TikTokenizer", write_ranks(tmp_path / "a", BYTES), tiktoken_pattern="gpt2")
+
+
+def test_megatrons_names_of_sentencepiece_models(tmp_path, corpus):
+    model = str(write_sentencepiece_model(tmp_path / "t.model", corpus))
+    plain, megatrons, llama2 = (
+        build_tokenizer(name, model)
+        for name in ("SentencePieceTokenizer", "GPTSentencePieceTokenizer", "Llama2Tokenizer")
+    )
+    bos = sentencepiece.SentencePieceProcessor(model_file=model).bos_id()
+    for text in TEXTS:
+        ids = plain.tokenize(text)
+        assert megatrons.tokenize(text) == ids
+        assert llama2.tokenize(text) == [bos, *ids]
+        assert llama2.detokenize(llama2.tokenize(text)) == plain.detokenize(ids)
+    assert [list(ids) for ids in llama2.tokenize_batch(TEXTS)] == [llama2.tokenize(text) for text in TEXTS]
+    assert (llama2.eod, llama2.vocab_size) == (plain.eod, plain.vocab_size)
+    without = str(write_sentencepiece_model(tmp_path / "w.model", corpus, bos_id=-1))
+    with pytest.raises(ValueError, match="no beginning-of-sequence id"):
+        build_tokenizer("Llama2Tokenizer", without)
+
+
+def test_hftokenizer_is_huggingfaces(tmp_path, byte_level_bpe):
+    byte_level_bpe.add_special_tokens(["<|endoftext|>"])
+    byte_level_bpe.save(str(tmp_path / "tokenizer.json"))
+    ours = [build_tokenizer(name, str(tmp_path)) for name in ("HFTokenizer", "HuggingFaceTokenizer")]
+    assert ours[0].tokenize(TEXTS[0]) == ours[1].tokenize(TEXTS[0])

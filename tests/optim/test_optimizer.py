@@ -169,3 +169,28 @@ def _compare_shards_with_whole() -> None:
 
 def test_shards_equal_whole_tensors() -> None:
     run_ranks(4, _compare_shards_with_whole)
+
+
+def test_decoupled_learning_rates_are_of_embeddings_and_output_layer_alone():
+    class Ends(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.word_embeddings, self.norm = nn.Embedding(7, 3), nn.LayerNorm(3)
+            self.layer, self.output_layer = nn.Linear(3, 3), nn.Linear(3, 7)
+
+    def step(decoupled_lr: float | None) -> dict[str, torch.Tensor]:
+        torch.manual_seed(0)
+        model = Ends()
+        before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+        optimizer = build_optimizer(model, OptimizerSettings(optimizer="sgd", lr=1.0, decoupled_lr=decoupled_lr))
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        set_lr_and_weight_decay(optimizer, 0.5, 0.0, decoupled_lr)
+        optimizer.step()
+        return {name: before[name] - parameter.detach() for name, parameter in model.named_parameters()}
+
+    for decoupled_lr in 0.125, None:
+        for name, moved in step(decoupled_lr).items():
+            is_end = name in ("word_embeddings.weight", "output_layer.weight")
+            expected = decoupled_lr if is_end and decoupled_lr is not None else 0.5
+            torch.testing.assert_close(moved, torch.full_like(moved, expected))

@@ -1,6 +1,7 @@
 """Learning rates and weight decays against values worked out by hand from Megatron's formulas."""
 
 import dataclasses
+import math
 
 import pytest
 
@@ -166,3 +167,42 @@ def test_a_longer_run_is_refused_only_for_values_that_a_step_depends_on(optimize
     else:
         with pytest.raises(ValueError, match=differs):
             resume_schedule(now, saved.state_dict())
+
+
+def test_lengths_in_tokens_are_samples_of_the_sequence_length():
+    in_tokens = dict(lr_decay_tokens=6401, lr_warmup_tokens=640)
+    training = TrainingSettings(train_samples=900, seq_length=64)
+    made = Schedule.from_settings(OptimizerSettings(lr=1.0), ScheduleSettings(**in_tokens), training, BATCH)
+    assert (made.decay_samples, made.warmup_samples) == (101, 10)
+
+
+def test_decoupled_learning_rates_have_the_same_shape():
+    optimizer = OptimizerSettings(lr=1.0, min_lr=0.5, decoupled_lr=4.0, decoupled_min_lr=2.0)
+    training = TrainingSettings(train_iters=10, seq_length=64)
+    schedule = Schedule.from_settings(optimizer, ScheduleSettings(lr_warmup_iters=2), training, BATCH)
+    for samples in 0, 5, 20, 60, 100, 200:
+        assert schedule.decoupled_lr(optimizer, samples) == pytest.approx(4 * schedule.lr(samples))
+    assert schedule.decoupled_lr(OptimizerSettings(lr=1.0), 5) is None
+    with pytest.raises(ValueError, match=r"--decoupled-lr 0\.1 is below --decoupled-min-lr 0\.5"):
+        wrong = OptimizerSettings(lr=1.0, min_lr=0.5, decoupled_lr=0.1)
+        Schedule.from_settings(wrong, ScheduleSettings(), training, BATCH)
+
+
+def test_a_logarithmic_warm_up_is_deepspeeds():
+    steps, top, bottom = 8, 1.0, 0.1
+    training = TrainingSettings(train_iters=20, seq_length=64)
+    settings = ScheduleSettings(
+        lr_warmup_iters=steps, lr_warmup_init=bottom, lr_warmup_style="log", lr_decay_style="constant"
+    )
+    schedule = Schedule.from_settings(OptimizerSettings(lr=top), settings, training, BATCH)
+    for step in range(steps):
+        expected = bottom + (top - bottom) * math.log(step + 1) / math.log(steps)
+        assert schedule.lr(10 * step) == pytest.approx(expected)
+    assert schedule.lr(10 * steps) == top
+    # Only a schedule that has it says so: earlier checkpoints do not.
+    assert "warmup_log_steps" in schedule.state_dict() and Schedule.from_state_dict(schedule.state_dict()) == schedule
+    linear = Schedule.from_settings(OptimizerSettings(lr=top), ScheduleSettings(lr_warmup_iters=8), training, BATCH)
+    assert "warmup_log_steps" not in linear.state_dict()
+    assert resume_schedule(linear, linear.state_dict()) == linear
+    with pytest.raises(ValueError, match="warmup_log_steps"):
+        resume_schedule(schedule, linear.state_dict())

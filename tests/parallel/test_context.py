@@ -258,7 +258,6 @@ def test_every_rank_draws_its_own_dropout(data):
             "of a sequence; choose another length, or a --context-parallel-size of 1, 2, 3, 6, 9, 18",
         ),
         ("--context-parallel-size 3", "does not divide the 8 rank(s) of this run"),
-        ("--context-parallel-size 2 --zero-stage 0", "use --zero-stage 1"),
         ("--context-parallel-size 2 --global-batch-size 6", "micro-batch size 1 * data-parallel size 4"),
         ("--context-parallel-size 0", "--context-parallel-size must be at least 1"),
     ],

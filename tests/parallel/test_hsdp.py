@@ -179,6 +179,15 @@ def test_checkpoints_go_to_zero_3_and_back(data, tmp_path):
 TP, PP, CP = (f"--{kind}-parallel-size 2" for kind in ("tensor-model", "pipeline-model", "context"))
 
 
+def test_plain_data_parallelism_beside_other_kinds(data):
+    common = f"--num-layers 4 {NO_DROPOUT} {EPS} --train-iters 3 --log-params-norm"
+    layouts = {"tp": f"{TP} --sequence-parallel", "pp": PP, "cp": CP}
+    runs = {name: ("gpt", flags(data, common, more, "--zero-stage 0")) for name, more in layouts.items()}
+    expected = results_on(1, {"": ("gpt", flags(data, common))})[""]
+    for name, result in results_on(4, runs).items():
+        assert_same(result, expected, name)
+
+
 @pytest.mark.long
 def test_beside_other_kinds_of_parallelism(data):
     common = f"--num-layers 4 {NO_DROPOUT} {EPS} --train-iters 3 --log-params-norm"
