@@ -88,7 +88,7 @@ def resolve(model: ModelSettings, seq_length: int, defaults: Mapping[str, Any]) 
         kv_channels=model.kv_channels or hidden // heads,
         num_query_groups=groups,
         max_position_embeddings=length,
-        normalization=model.normalization or defaults["normalization"],
+        normalization=NORMALIZATIONS[(model.normalization or defaults["normalization"]).lower()],
         swiglu=swiglu,
         disable_bias_linear=model.disable_bias_linear or not defaults["add_bias_linear"],
         position_embedding_type=model.position_embedding_type or defaults["position_embedding_type"],
@@ -113,6 +113,7 @@ def _first(given: float | None, default: float) -> float:
     return default if given is None else given
 
 
+NORMALIZATIONS = {"layernorm": "LayerNorm", "rmsnorm": "RMSNorm"}  # Megatron-DeepSpeed's names and Megatron-LM's
 _ROTARY = ("rotary_base", "rotary_percent", "use_rope_scaling")
 _YARN = ("yarn_rotary_scaling_factor", "yarn_original_max_position_embeddings", "yarn_beta_fast", "yarn_beta_slow")
 

@@ -203,7 +203,6 @@ REFUSED: dict[str, str] = {
     "--batch-size": "use --micro-batch-size (samples per rank) and --global-batch-size",
     "--warmup": "use --lr-warmup-fraction",
     "--model-parallel-size": "use --tensor-model-parallel-size",
-    "--use-rotary-position-embeddings": "use --position-embedding-type rope",
     "--dropout": "use --hidden-dropout and --attention-dropout",
     "--checkpoint-in-cpu": _NO_OFFLOAD,
     "--step-batch-size-schedule": "use --rampup-batch-size",

@@ -61,7 +61,9 @@ class ModelSettings:
     )
     make_vocab_size_divisible_by: int = flag(128, "pad the vocabulary up to a multiple of this", at_least=1)
     normalization: str | None = flag(
-        None, "norms before the sublayers; default: the architecture's", choices=("LayerNorm", "RMSNorm")
+        None,
+        "norms before the sublayers; default: the architecture's",
+        choices=("LayerNorm", "RMSNorm", "layernorm", "rmsnorm"),
     )
     norm_epsilon: float = flag(1e-5, "epsilon of LayerNorm and RMSNorm", at_least=1e-37)
     apply_layernorm_1p: bool = flag(False, "norms multiply by 1 + weight")
