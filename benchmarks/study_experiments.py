@@ -40,9 +40,9 @@ SCALES = {
         corpus="--packages torch --max-megabytes 70",
         jobs=2,
     ),
-    "larger": Scale(  # 5.3M parameters, 1.5M tokens
+    "larger": Scale(  # 5.3M parameters, 3.1M tokens
         "--num-layers 6 --hidden-size 256 --num-attention-heads 4 --seq-length 128",
-        micro_batch_size=1,
+        micro_batch_size=2,
         train_iters=3000,
         eval_iters=128,
         lr=1e-3,

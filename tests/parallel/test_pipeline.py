@@ -232,7 +232,10 @@ def test_a_killed_stage_ends_the_job_and_is_named(data):
         ("", "--num-layers 6 cannot be split for --pipeline-model-parallel-size 4: 6 layers are not divisible by 4"),
         ("--decoder-first-pipeline-num-layers 5", "1 layers are not divisible by 3 pipeline ranks"),
         ("--pipeline-schedule interleaved", "say how many layers each has by --num-layers-per-virtual"),
-        ("--num-layers 8 --global-batch-size 3", "1f1b needs at least as many micro-batches as its 4 stages, got 3"),
+        (
+            "--num-layers 8 --global-batch-size 3 --pipeline-schedule 1f1b",
+            "1f1b needs at least as many micro-batches as its 4 stages, got 3",
+        ),
         (f"--num-layers 8 {VIRTUAL} --global-batch-size 9", "9 do not divide into 2 rounds"),
         (f"{VIRTUAL} --decoder-last-pipeline-num-layers 2", "exclude each other"),
         (f"--num-layers 8 {VIRTUAL} --pipeline-schedule gpipe", "has one stage on each rank"),
