@@ -6,6 +6,7 @@ the z-loss of ST-MoE (Zoph et al., arXiv 2202.08906). T tokens are B * S; expert
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -177,8 +178,8 @@ def sorted_by_expert(routing: Routing, config: MoEConfig) -> tuple[Tensor, Tenso
         order = experts.argsort(stable=True)
         kept = experts.bincount(minlength=config.num_experts)
     else:
-        even_share = experts.numel() / config.num_experts
-        capacity = max(1, int(-(-even_share * config.expert_capacity_factor // 1)))
+        room = math.ceil(experts.numel() / config.num_experts * config.expert_capacity_factor)
+        capacity = min(max(room, 1), experts.numel())
         heaviest = routing.weights.detach().flatten().argsort(descending=True, stable=True)
         order = heaviest[experts[heaviest].argsort(stable=True)]
         load = experts.bincount(minlength=config.num_experts)

@@ -103,6 +103,7 @@ class ModelSettings:
         "an expert drops tokens beyond so many times its even share; default: it drops none",
         needs="num_experts",
         above=0,
+        at_most=2**10,
     )
     init_method_std: float = flag(0.02, "standard deviation of the initial weights", above=0)
     attention_dropout: float | None = flag(
