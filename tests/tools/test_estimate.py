@@ -4,6 +4,7 @@ import contextlib
 import gc
 import io
 import itertools
+import math
 import re
 import shlex
 import time
@@ -161,10 +162,16 @@ def _peaks(runs: dict[str, list[str]]) -> dict[str, int]:
 def test_peaks_of_memory_are_within_five_percent_of_those_of_real_ranks(tmp_path, more):
     data = write_text(tmp_path)
     runs = {name: flags(data, LAYERS, more, RECIPES[name], length="--train-iters 3") for name in PEAKS}
-    # A thread of gloo may keep a buffer for longer than its collective takes, which only adds: the least is it.
-    measured = [peaks for _ in range(3) for peaks in run_ranks(4, _peaks, runs, timeout=600)]
-    for name, argv in runs.items():
-        assert planned(argv).memory == pytest.approx(min(peaks[name] for peaks in measured), rel=0.05), name
+    expected = {name: planned(argv).memory for name, argv in runs.items()}
+    # A thread of gloo may keep a buffer for longer than its collective takes, on a busy machine often, which only adds:
+    # the least of several measurements is it.
+    least = dict.fromkeys(runs, math.inf)
+    for _ in range(8):
+        for peaks in run_ranks(4, _peaks, runs, timeout=600):
+            least = {name: min(least[name], peaks[name]) for name in runs}
+        if all(least[name] <= 1.05 * expected[name] for name in runs):
+            break
+    assert least == pytest.approx(expected, rel=0.05)
 
 
 class Results(TorchDispatchMode):
