@@ -179,6 +179,7 @@ def test_checkpoints_go_to_zero_3_and_back(data, tmp_path):
 TP, PP, CP = (f"--{kind}-parallel-size 2" for kind in ("tensor-model", "pipeline-model", "context"))
 
 
+@pytest.mark.long
 def test_plain_data_parallelism_beside_other_kinds(data):
     common = f"--num-layers 4 {NO_DROPOUT} {EPS} --train-iters 3 --log-params-norm"
     layouts = {"tp": f"{TP} --sequence-parallel", "pp": PP, "cp": CP}

@@ -36,6 +36,7 @@ def test_the_loss_is_that_of_the_first_tokens(data):
     assert cut == 8 * ((32 - 16) + (32 - 24) + 0 + 0)
 
 
+@pytest.mark.long
 def test_it_is_so_in_every_layout(data):
     common = f"{GROWS} {EPS} --num-layers 4 --train-iters 3 --log-params-norm --train-tokens 100000"
     tokens = "--lr-decay-tokens 700 --lr-warmup-tokens 200"
