@@ -33,6 +33,15 @@ def same_weight_and_bias(ours: str, theirs: str) -> Iterator[Weight]:
 
 
 @dataclass(frozen=True)
+class InMemory:
+    """A parameter of transformers' model that is several tensors of its files, or has another name there."""
+
+    name: str
+    tensors: tuple[str, ...]
+    join: Callable[..., Tensor]  # tensors -> parameter
+
+
+@dataclass(frozen=True)
 class HuggingFaceMapping:
     """A model as one of transformers. ``Any`` is the record's config class."""
 
@@ -44,9 +53,7 @@ class HuggingFaceMapping:
     # ValueError that names each key whose value our model cannot express.
     from_config: Callable[[Mapping[str, Any]], tuple[Any, int]]
     weights: Callable[[Any], Iterator[Weight]]  # every parameter of the model, each of either side's tensors once
-    # Parameters that transformers' model makes of several tensors of its files, or calls otherwise; ``ours`` is then
-    # the name in that model.
-    in_memory: Callable[[Any], Iterator[Weight]] = lambda config: iter(())
+    in_memory: Callable[[Any], Iterator[InMemory]] = lambda config: iter(())
     # Of ours: a row is a token, so that rows beyond the tokenizer's may be left out.
     with_vocabulary: tuple[str, ...] = ("word_embeddings.weight", "output_layer.weight")
 

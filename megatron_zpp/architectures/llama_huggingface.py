@@ -12,6 +12,7 @@ from torch import Tensor
 
 from megatron_zpp.architectures.huggingface import (
     HuggingFaceMapping,
+    InMemory,
     Weight,
     require_fields,
     require_sizes,
@@ -114,7 +115,7 @@ class Experts:
         for layer, name in zip(("fc1_gate", "fc1_up", "fc2"), self._tensors(theirs, moe), strict=True):
             yield Weight(f"{ours}.experts.linear_{layer}.weight", name, apart, one_below_the_other)
 
-    def in_memory(self, layer: str, moe: MoEConfig) -> Iterator[Weight]:
+    def in_memory(self, layer: str, moe: MoEConfig) -> Iterator[InMemory]:
         """What version 5 makes of a layer's tensors: experts [E, out, in], gate and up one below the other."""
 
         def gates_and_ups(*experts: Tensor) -> Tensor:
@@ -126,18 +127,14 @@ class Experts:
 
         theirs = f"{layer}.{self.module}"
         gates, ups, downs = self._tensors(theirs, moe)
-        yield same(f"{layer}.mlp.gate.weight", f"{theirs}.gate.weight")
-        yield Weight(f"{layer}.mlp.experts.gate_up_proj", gates + ups, _one_way, gates_and_ups)
-        yield Weight(f"{layer}.mlp.experts.down_proj", downs, _one_way, stack)
+        yield InMemory(f"{layer}.mlp.gate.weight", (f"{theirs}.gate.weight",), lambda x: x)
+        yield InMemory(f"{layer}.mlp.experts.gate_up_proj", gates + ups, gates_and_ups)
+        yield InMemory(f"{layer}.mlp.experts.down_proj", downs, stack)
 
     def _tensors(self, theirs: str, moe: MoEConfig) -> list[tuple[str, ...]]:
         """Names of all gates, ups and downs."""
         experts = range(moe.num_experts)
         return [tuple(f"{theirs}.experts.{i}.{name}.weight" for i in experts) for name in self.projections]
-
-
-def _one_way(x: Tensor) -> tuple[Tensor, ...]:
-    raise NotImplementedError("nothing is written from transformers' model in memory")
 
 
 @dataclass(frozen=True)
@@ -368,7 +365,7 @@ def weights(family: Family, config: DecoderConfig) -> Iterator[Weight]:
         yield same("output_layer.weight", "lm_head.weight")
 
 
-def in_memory(family: Family, config: DecoderConfig) -> Iterator[Weight]:
+def in_memory(family: Family, config: DecoderConfig) -> Iterator[InMemory]:
     if family.experts is not None and config.moe is not None:
         for layer in range(config.num_layers):
             yield from family.experts.in_memory(f"model.layers.{layer}", config.moe)

@@ -37,10 +37,10 @@ def in_memory(
     mapping: HuggingFaceMapping, config: TransformerConfig, read: Callable[[str], Tensor]
 ) -> Callable[[str], Tensor]:
     """``read``, which reads a tensor of transformers' files by its name, for the parameters of its model."""
-    made = {weight.ours: weight for weight in mapping.in_memory(config)}
+    made = {parameter.name: parameter for parameter in mapping.in_memory(config)}
 
     def read_parameter(name: str) -> Tensor:
-        return made[name].join(*map(read, made[name].theirs)) if name in made else read(name)
+        return made[name].join(*map(read, made[name].tensors)) if name in made else read(name)
 
     return read_parameter
 

@@ -49,6 +49,7 @@ class Routing(NamedTuple):
     experts: Tensor  # int64 [T, k]
     weights: Tensor  # fp32 [T, k]: of what the experts make
     scores: Tensor  # fp32 [T, E], rows of which add up to 1: of all experts, for the balancing loss
+    load: Tensor  # int64 [E]: tokens that chose each expert
 
 
 class Routed(NamedTuple):
@@ -76,13 +77,14 @@ def route(logits: Tensor, config: MoEConfig, bias: Tensor | None = None) -> Rout
     # Softmax over the chosen ones is softmax over all of them, normalised. A single sigmoid stays as it is.
     if not config.router_pre_softmax and (config.score_function == "softmax" or config.router_topk > 1):
         weights = weights / weights.sum(dim=-1, keepdim=True)
-    return Routing(experts, weights * config.topk_scaling_factor, scores)
+    load = experts.flatten().bincount(minlength=config.num_experts)
+    return Routing(experts, weights * config.topk_scaling_factor, scores, load)
 
 
 def balancing_loss(routing: Routing) -> Tensor:
     """E * sum over experts of (share of the choices) * (mean score): 1 where both are even (Switch, equation 4)."""
     tokens, num_experts = routing.scores.shape
-    chosen = routing.experts.flatten().bincount(minlength=num_experts).float() / routing.experts.numel()
+    chosen = routing.load.float() / routing.experts.numel()
     return num_experts * (chosen * routing.scores.sum(dim=0) / max(tokens, 1)).sum()
 
 
@@ -161,7 +163,7 @@ class MoE(nn.Module):
         routed = Routed(
             balancing_loss=config.aux_loss_coeff * balancing_loss(routing),
             z_loss=config.z_loss_coeff * z_loss(logits),
-            load=experts.bincount(minlength=config.num_experts),
+            load=routing.load,
             dropped=dropped,
             entropy=torch.special.entr(routing.scores.detach()).sum(dim=-1).mean(),
         )
@@ -176,17 +178,16 @@ def sorted_by_expert(routing: Routing, config: MoEConfig) -> tuple[Tensor, Tenso
     experts = routing.experts.flatten()
     if config.expert_capacity_factor is None:
         order = experts.argsort(stable=True)
-        kept = experts.bincount(minlength=config.num_experts)
+        kept = routing.load
     else:
         room = math.ceil(experts.numel() / config.num_experts * config.expert_capacity_factor)
         capacity = min(max(room, 1), experts.numel())
         heaviest = routing.weights.detach().flatten().argsort(descending=True, stable=True)
         order = heaviest[experts[heaviest].argsort(stable=True)]
-        load = experts.bincount(minlength=config.num_experts)
-        begins = load.cumsum(0) - load
+        begins = routing.load.cumsum(0) - routing.load
         place = torch.arange(order.numel(), device=order.device) - begins[experts[order]]  # in its expert's queue
         order = order[place < capacity]
-        kept = load.clamp(max=capacity)
+        kept = routing.load.clamp(max=capacity)
     return order, kept.cumsum(0).int(), experts.numel() - kept.sum()
 
 

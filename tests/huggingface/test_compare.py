@@ -22,8 +22,8 @@ def split(config, ours: dict[str, Tensor]) -> dict[str, Tensor]:
         for weight in mapping.weights(config)
         for name, tensor in zip(weight.theirs, weight.split(ours[weight.ours]), strict=True)
     }
-    made = {weight.ours: weight for weight in mapping.in_memory(config)}
-    of_others = {name for weight in made.values() for name in weight.theirs}
+    made = {parameter.name: parameter for parameter in mapping.in_memory(config)}
+    of_others = {name for parameter in made.values() for name in parameter.tensors}
     read = in_memory(mapping, config, tensors.__getitem__)
     return {name: read(name) for name in (*(tensors.keys() - of_others), *made)}
 
