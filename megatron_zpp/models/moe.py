@@ -12,8 +12,10 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 
 @dataclass(frozen=True)
@@ -57,7 +59,7 @@ class Routed(NamedTuple):
 
     balancing_loss: Tensor  # coefficients included
     z_loss: Tensor
-    load: Tensor  # int64 [E]: tokens that chose each expert
+    load: Tensor  # int64 [E]: tokens that chose each expert, over all parts of the samples
     dropped: Tensor  # choices that an expert had no room for, of T * k
     entropy: Tensor  # of a token's scores, mean over the tokens; log E where the router knows no difference
 
@@ -81,11 +83,10 @@ def route(logits: Tensor, config: MoEConfig, bias: Tensor | None = None) -> Rout
     return Routing(experts, weights * config.topk_scaling_factor, scores, load)
 
 
-def balancing_loss(routing: Routing) -> Tensor:
+def balancing_loss(scores: Tensor, load: Tensor) -> Tensor:
     """E * sum over experts of (share of the choices) * (mean score): 1 where both are even (Switch, equation 4)."""
-    tokens, num_experts = routing.scores.shape
-    chosen = routing.load.float() / routing.experts.numel()
-    return num_experts * (chosen * routing.scores.sum(dim=0) / max(tokens, 1)).sum()
+    tokens, num_experts = scores.shape
+    return num_experts * (load.float() / load.sum() * scores.sum(dim=0) / max(tokens, 1)).sum()
 
 
 def z_loss(logits: Tensor) -> Tensor:
@@ -106,7 +107,8 @@ class GroupedLinear(nn.Module):
 
     def forward(self, x: Tensor, stops: Tensor) -> Tensor:
         """``x`` [R, in], ``stops`` int32 [E], the row after each layer's last -> [R, out]."""
-        weight = self.weight.unflatten(0, (-1, self.out_features))  # [E, out, in]
+        weight = self.weight.to_local() if isinstance(self.weight, DTensor) else self.weight  # those that are here
+        weight = weight.unflatten(0, (-1, self.out_features))  # [E, out, in]
         if x.dtype == torch.bfloat16:  # what torch has on every device
             return F.grouped_mm(x, weight.transpose(1, 2), offs=stops)
         rows = stops.diff(prepend=stops.new_zeros(1)).tolist()
@@ -135,35 +137,56 @@ class Experts(nn.Module):
         return self.linear_fc2(hidden, stops)
 
 
+def run_experts(experts: Experts, rows: Tensor, counts: Tensor) -> Tensor:
+    """``rows`` [R, H] sorted by expert, of which expert e has ``counts[e]``, int64 [E] -> [R, H]."""
+    return experts(rows, counts.cumsum(0).int())
+
+
+class Router(nn.Linear):
+    """Scores of tokens for experts, in fp32: 16 bits would change the choice."""
+
+    def __init__(self, hidden_size: int, num_experts: int) -> None:
+        super().__init__(hidden_size, num_experts, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``x`` [T, H] -> fp32 [T, E]."""
+        return F.linear(x.float(), self.weight.float())
+
+
 class MoE(nn.Module):
     """The router, its experts, and the expert that has all tokens, if there is one."""
 
     def __init__(self, config: MoEConfig, hidden_size: int, swiglu: bool, shared_expert: nn.Module | None) -> None:
         super().__init__()
         self.config = config
-        self.router = nn.Linear(hidden_size, config.num_experts, bias=False)
+        self.router = Router(hidden_size, config.num_experts)
         self.experts = Experts(config, hidden_size, swiglu)
         self.shared_expert = shared_expert
+        self.run_experts = run_experts  # parallel.experts has another one
+        self.sample_group: dist.ProcessGroup | None = None  # the ranks with the other parts of the same samples
 
     def forward(self, x: Tensor) -> tuple[Tensor, Routed]:
         """``x`` [B, S, H] -> [B, S, H]."""
         config, tokens = self.config, x.flatten(0, -2)  # [T, H]
-        logits = F.linear(tokens.float(), self.router.weight.float())  # [T, E]; 16 bit would change the choice
+        logits = self.router(tokens)  # [T, E]
         routing = route(logits, config)
-        experts = routing.experts.flatten()  # [T * k]
-        order, stops, dropped = sorted_by_expert(routing, config)
-        out = self.experts(tokens[order // config.router_topk], stops)  # [R, H]
+        order, counts, dropped = sorted_by_expert(routing, config)
+        out = self.run_experts(self.experts, tokens[order // config.router_topk], counts)  # [R, H]
         # In the order of tokens again, so that each token's sum has one order, whatever the device does.
         weights = routing.weights.flatten()[order].unsqueeze(-1).to(out.dtype)
-        placed = torch.zeros(experts.numel(), out.size(-1), dtype=out.dtype, device=out.device)
+        placed = torch.zeros(routing.experts.numel(), out.size(-1), dtype=out.dtype, device=out.device)
         placed = placed.index_copy(0, order, out * weights)
+        load = routing.load
+        if self.sample_group is not None:
+            load = load.clone()
+            dist.all_reduce(load, group=self.sample_group)
         y = placed.unflatten(0, (-1, config.router_topk)).sum(dim=1).view_as(x)
         if self.shared_expert is not None:
             y = y + self.shared_expert(x)
         routed = Routed(
-            balancing_loss=config.aux_loss_coeff * balancing_loss(routing),
+            balancing_loss=config.aux_loss_coeff * balancing_loss(routing.scores, load),
             z_loss=config.z_loss_coeff * z_loss(logits),
-            load=routing.load,
+            load=load,
             dropped=dropped,
             entropy=torch.special.entr(routing.scores.detach()).sum(dim=-1).mean(),
         )
@@ -171,7 +194,7 @@ class MoE(nn.Module):
 
 
 def sorted_by_expert(routing: Routing, config: MoEConfig) -> tuple[Tensor, Tensor, Tensor]:
-    """Choices of T * k by expert: which ones, int64 [R]; where each expert's stop, int32 [E]; how many were dropped.
+    """Choices of T * k by expert: which ones, int64 [R]; how many of each expert, int64 [E]; how many were dropped.
 
     With a capacity an expert drops the tokens that weigh least.
     """
@@ -188,7 +211,7 @@ def sorted_by_expert(routing: Routing, config: MoEConfig) -> tuple[Tensor, Tenso
         place = torch.arange(order.numel(), device=order.device) - begins[experts[order]]  # in its expert's queue
         order = order[place < capacity]
         kept = routing.load.clamp(max=capacity)
-    return order, kept.cumsum(0).int(), experts.numel() - kept.sum()
+    return order, kept, experts.numel() - kept.sum()
 
 
 def auxiliary_losses(layers: Sequence[Routed], config: MoEConfig) -> dict[str, Tensor]:

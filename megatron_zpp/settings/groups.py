@@ -493,6 +493,9 @@ class DistributedSettings:
     context_parallel_size: int = flag(
         1, "ranks that share each sequence, whose length 2 * so many must divide", at_least=1
     )
+    expert_model_parallel_size: int = flag(
+        1, "ranks among which the experts of a layer are divided; tokens travel to them", at_least=1
+    )
 
 
 @dataclass(frozen=True)
