@@ -224,8 +224,6 @@ REFUSED: dict[str, str] = {
     # Models that do not exist here
     **_refused(
         "the balancing loss (--moe-aux-loss-coeff) spreads tokens over experts; leave it out",
-        "--moe-router-enable-expert-bias",
-        "--moe-router-bias-update-rate",
         "--moe-input-jitter-eps",
     ),
     **_refused(

@@ -190,7 +190,6 @@ def check_expert_parallel(settings: Settings, fsdp_size: int) -> None:
     size, tp_size = distributed.expert_model_parallel_size, distributed.tensor_model_parallel_size
     given = f"--expert-model-parallel-size {size}"
     if size > 1:
-        require(experts is not None, f"{given} divides experts, and the model has none: give --num-experts")
         require(
             fsdp_size % size == 0,
             f"{given} does not divide the {fsdp_size} rank(s) that have different samples or parts of them; choose one "

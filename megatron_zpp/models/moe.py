@@ -7,7 +7,7 @@ the z-loss of ST-MoE (Zoph et al., arXiv 2202.08906). T tokens are B * S; expert
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -32,6 +32,7 @@ class MoEConfig:
     z_loss_coeff: float = 0.0
     expert_capacity_factor: float | None = None  # an expert takes so many times its even share of tokens; None = all
     shared_expert_size: int | None = None  # width of an expert that has all tokens
+    bias_update_rate: float | None = None  # of biases for the choice of experts, which follow their load; None: none
 
     def __post_init__(self) -> None:
         """Raises ValueError for what cannot be built."""
@@ -41,6 +42,8 @@ class MoEConfig:
             raise ValueError(f"score_function is {self.score_function!r}; choose softmax or sigmoid")
         if self.router_pre_softmax and self.score_function == "sigmoid":
             raise ValueError("router_pre_softmax is about softmax, and score_function is sigmoid")
+        if self.bias_update_rate is not None and self.score_function == "softmax":
+            raise ValueError("bias_update_rate moves biases of sigmoid scores, and score_function is softmax")
         if self.expert_capacity_factor is not None and self.expert_capacity_factor <= 0:
             raise ValueError(f"expert_capacity_factor is {self.expert_capacity_factor}; it must be above 0")
 
@@ -162,6 +165,9 @@ class MoE(nn.Module):
         self.router = Router(hidden_size, config.num_experts)
         self.experts = Experts(config, hidden_size, swiglu)
         self.shared_expert = shared_expert
+        if config.bias_update_rate is not None:
+            self.register_buffer("expert_bias", torch.zeros(config.num_experts))
+            self.register_buffer("chosen", torch.zeros(config.num_experts), persistent=False)  # in this step so far
         self.run_experts = run_experts  # parallel.experts has another one
         self.sample_group: dist.ProcessGroup | None = None  # the ranks with the other parts of the same samples
 
@@ -169,7 +175,9 @@ class MoE(nn.Module):
         """``x`` [B, S, H] -> [B, S, H]."""
         config, tokens = self.config, x.flatten(0, -2)  # [T, H]
         logits = self.router(tokens)  # [T, E]
-        routing = route(logits, config)
+        routing = route(logits, config, self.expert_bias if config.bias_update_rate is not None else None)
+        if config.bias_update_rate is not None and self.training:
+            self.chosen += routing.load  # recomputation counts all of a layer's tokens twice, which changes no sign
         order, counts, dropped = sorted_by_expert(routing, config)
         out = self.run_experts(self.experts, tokens[order // config.router_topk], counts)  # [R, H]
         # In the order of tokens again, so that each token's sum has one order, whatever the device does.
@@ -191,6 +199,26 @@ class MoE(nn.Module):
             entropy=torch.special.entr(routing.scores.detach()).sum(dim=-1).mean(),
         )
         return y, routed
+
+
+@torch.no_grad()
+def finish_step(layers: Sequence[MoE], moved: bool, add_up: Callable[[Tensor], None]) -> None:
+    """Raise the biases of experts that had less than their share of a step's tokens, and lower the others'.
+
+    By ``bias_update_rate``, and so that no gradient is needed to balance them (Wang et al., arXiv 2408.15664, algorithm
+    1). moved: whether the step took place; else its tokens are forgotten. add_up: sums a tensor over all data-parallel
+    ranks, in place.
+    """
+    if not layers or (rate := layers[0].config.bias_update_rate) is None:
+        return
+    chosen = torch.stack([layer.chosen for layer in layers])  # [layers, E]
+    if moved:
+        add_up(chosen)
+        steps = rate * (chosen.mean(dim=1, keepdim=True) - chosen).sign()
+    for i, layer in enumerate(layers):
+        if moved:
+            layer.expert_bias += steps[i]
+        layer.chosen.zero_()
 
 
 def sorted_by_expert(routing: Routing, config: MoEConfig) -> tuple[Tensor, Tensor, Tensor]:

@@ -39,6 +39,14 @@ MORE = {
     "cp 2, ep 4": f"--context-parallel-size 2 {EP4}",
     "offloaded": f"{EP2} --cpu-offload",
 }
+SIGMOID = (
+    "--moe-router-score-function sigmoid --moe-router-enable-expert-bias --moe-router-bias-update-rate 0.05 "
+    "--moe-router-topk-scaling-factor 1.5"
+)
+QUANTIZED = (
+    "--bf16 --zero-quantized-weights --zero-quantized-gradients --zero-hpz-partition-size 2 --zeropp-loco "
+    "--zero-weight-difference-bits 4"
+)
 LOSSES = ("load balancing loss", "router z-loss")
 
 
@@ -72,3 +80,29 @@ def test_training_equals_one_rank(data):
 @pytest.mark.parametrize("model", MODELS)
 def test_every_layout_trains_as_one_rank(data, model):
     assert_all_train_alike(data, model, SOME | MORE, 20)
+
+
+def test_checkpoints_and_biases_move_between_layouts(data, tmp_path):
+    """Of a model whose experts are balanced by biases: saved by one layout, and trained on by the others."""
+    save, load = f"--save {tmp_path} --save-interval 3 --no-async-save", f"--load {tmp_path} --override-data"
+    whole = results_on(1, runs(data, "like Mixtral", {"": SIGMOID}, 6))[""]
+    biases = [value for name, value in whole[1].items() if name.endswith("expert_bias")]
+    assert len(biases) == 4 and all(bias.any() for bias in biases)
+    results_on(4, runs(data, "like Mixtral", {"": f"{SIGMOID} {EP2} {save}"}, 3))
+    layouts = {"ep 4": EP4, "tp 2, ep 2": f"{TP2} {EP2}", "pp 2, ep 2": f"{PP2} {EP2}"}
+    resumed = results_on(
+        4, runs(data, "like Mixtral", {name: f"{SIGMOID} {flags} {load}" for name, flags in layouts.items()}, 6)
+    )
+    for name, result in resumed.items():
+        assert len(result[0]["lm loss"]) == 3
+        assert_same(result, whole, name)
+
+
+def test_a_resume_with_low_bits_goes_on_to_the_bit(data, tmp_path):
+    shape = f"{QUANTIZED} {EP2}"
+    whole = results_on(4, runs(data, "like Mixtral", {"": shape}, 6))[""]
+    save, load = f"--save {tmp_path} --save-interval 3 --no-async-save", f"--load {tmp_path}"
+    results_on(4, runs(data, "like Mixtral", {"": f"{shape} {save}"}, 3))
+    resumed = results_on(4, runs(data, "like Mixtral", {"": f"{shape} {load}"}, 6))[""]
+    assert resumed[0]["lm loss"] == whole[0]["lm loss"][3:]
+    assert_same(resumed, whole, "resumed", tolerance=0)
