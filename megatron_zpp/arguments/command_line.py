@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -53,11 +53,20 @@ class CommandLine:
         ]
 
 
-def read_command_line(argv: Iterable[str], mistakes: Mistakes) -> CommandLine:
-    """Of a flag that is given twice, the last one holds. What is wrong with a flag goes to ``mistakes``."""
+def read_command_line(
+    argv: Iterable[str], mistakes: Mistakes, presets: Mapping[str, Mapping[str, Any]] = {}
+) -> CommandLine:
+    """Of a flag that is given twice, the last one holds. What is wrong with a flag goes to ``mistakes``.
+
+    presets: settings of models that ``--preset`` may name.
+    """
     line, words_of = CommandLine(), _split(argv)
     flags = {flag.name: flag for flag in all_flags().values()}
-    has_experts = any(name == EXPERTS and set(words) != {"1"} for name, words in words_of)
+    has_experts = any(
+        (name == EXPERTS and set(words) != {"1"})
+        or (name == "--preset" and any("num_experts" in presets.get(word, {}) for word in words))
+        for name, words in words_of
+    )
     refused: dict[str, str] = {}
     for name, words in words_of:
         with mistakes.collected():

@@ -53,7 +53,7 @@ def parse_settings(
         print(help_text(architecture))
         raise SystemExit(0)
     mistakes = Mistakes()
-    line = read_command_line(argv, mistakes)
+    line = read_command_line(argv, mistakes, architecture.presets)
     given = line.given
     world_size = given.get("dry_run_world_size", world_size)
     config, preset = DeepSpeedConfig(), dict[str, Any]()

@@ -242,6 +242,16 @@ def sorted_by_expert(routing: Routing, config: MoEConfig) -> tuple[Tensor, Tenso
     return order, kept, experts.numel() - kept.sum()
 
 
+def active_parameters(model: nn.Module) -> int:
+    """Parameters that a token meets: of each layer's experts its ``router_topk``; tied ones counted once."""
+    idle = 0
+    for module in model.modules():
+        if isinstance(module, MoE):
+            of_experts = sum(parameter.numel() for parameter in module.experts.parameters())
+            idle += of_experts // module.config.num_experts * (module.config.num_experts - module.config.router_topk)
+    return sum(parameter.numel() for parameter in model.parameters()) - idle
+
+
 def auxiliary_losses(layers: Sequence[Routed], config: MoEConfig) -> dict[str, Tensor]:
     """What is added to the loss, by name: sums over the layers. Those without a coefficient are left out."""
     losses = {}

@@ -39,8 +39,8 @@ def report(settings: Settings, found: Estimate, gpu: str) -> str:
     """All of it, in lines."""
     cluster = found.cluster
     lines = [
-        f"{settings.architecture}, {found.parameters / 1e9:.3f} billion parameters, on {cluster.nodes} x "
-        f"{cluster.ranks_per_node} {gpu}",
+        f"{settings.architecture}, {found.parameters / 1e9:.3f} billion parameters{found.of_a_token}, on "
+        f"{cluster.nodes} x {cluster.ranks_per_node} {gpu}",
         f"{found.tokens / 1e9:.1f} billion tokens in {found.steps:,} steps of {found.micro_batches} micro-batches a "
         f"rank; {found.flops_per_token * found.tokens:.2e} FLOPs",
         "",

@@ -113,7 +113,7 @@ def _needs(architecture: Architecture, settings: Settings, cluster: Cluster) -> 
             f"other memory and traffic are not estimated: {error}",
         ]
     return [
-        f"{found.parameters:,} parameters",
+        f"{found.parameters:,} parameters{found.of_a_token}",
         f"{found.tokens:,} tokens in {found.steps:,} steps, the last of {found.micro_batches} micro-batch(es) a rank",
         "",
         *memory_and_traffic(found),

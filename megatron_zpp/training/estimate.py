@@ -15,6 +15,7 @@ from torch import nn
 
 from megatron_zpp.architectures import Architecture
 from megatron_zpp.arguments.check_zero import check_replicas_on_nodes
+from megatron_zpp.models.moe import active_parameters
 from megatron_zpp.models.transformer import Transformer
 from megatron_zpp.optim.batch_size import BatchSchedule
 from megatron_zpp.optim.optimizer import OPTIMIZERS
@@ -57,6 +58,7 @@ class Estimate:
 
     cluster: Cluster
     parameters: int
+    active_parameters: int  # that a token meets
     tokens: int
     steps: int
     micro_batches: int  # of one rank and step
@@ -69,6 +71,13 @@ class Estimate:
     @property
     def memory(self) -> int:
         return sum(self.states.values()) + sum(self.working.values())
+
+    @property
+    def of_a_token(self) -> str:
+        """What to say behind the number of parameters, where a token does not meet all."""
+        if self.active_parameters == self.parameters:
+            return ""
+        return f", {self.active_parameters / 1e9:.3f} billion of them for a token"
 
     @property
     def compute_seconds(self) -> float:
@@ -111,6 +120,41 @@ def units_of(model: Transformer) -> list[list[tuple[str, nn.Parameter]]]:
     return [*units, [(name, p) for name, p in model.named_parameters() if id(p) not in elsewhere]]
 
 
+@dataclass(frozen=True)
+class PlannedUnit:
+    """One FSDP2 unit as each of its ranks has it."""
+
+    shards: Shards
+    ranks: int  # that share it
+    layer: int | None  # which one it is of, or its experts
+
+    @property
+    def numel(self) -> int:
+        """Of a rank's shard."""
+        return sum(shard.numel for shard in self.shards)
+
+    @property
+    def gathered(self) -> int:
+        """Elements of the whole, as a rank gathers it."""
+        return self.ranks * self.numel
+
+
+def plan_units(model: Transformer, world_size: int, expert_parallel: int) -> list[PlannedUnit]:
+    """As ``units_of``; with expert parallelism a layer's experts are a unit of fewer ranks, each with some of them."""
+    planned = []
+    for i, unit in enumerate(units_of(model)):
+        layer = i if i < len(model.layers) else None
+        experts = [(name, p) for name, p in unit if ".experts." in name] if expert_parallel > 1 else []
+        of_experts = {id(p) for _, p in experts}
+        rest = [(name, p) for name, p in unit if id(p) not in of_experts]
+        planned.append(PlannedUnit(shards_of(rest, world_size), world_size, layer))
+        if experts:
+            mine = [(name, nn.Parameter(p[: p.shape[0] // expert_parallel])) for name, p in experts]
+            ranks = world_size // expert_parallel
+            planned.append(PlannedUnit(shards_of(mine, ranks), ranks, layer))
+    return planned
+
+
 def shards_of(parameters: list[tuple[str, nn.Parameter]], world_size: int) -> Shards:
     """One rank's shards as FSDP2 splits them: rows, padded to the same number on every rank."""
     return tuple(
@@ -143,6 +187,11 @@ def estimate(architecture: Architecture, settings: Settings, vocabulary: int, cl
             f"--ranks-per-node {cluster.ranks_per_node} is not what --zero-ranks-per-node or --zero-hpz-partition-size "
             "say; make them agree"
         )
+    expert_parallel = settings.distributed.expert_model_parallel_size
+    if expert_parallel > 1 and cluster.ranks_per_node % expert_parallel:
+        raise ValueError(
+            "experts that are divided among nodes are not estimated; give a smaller --expert-model-parallel-size"
+        )
     if cluster.replicas > 1:
         check_replicas_on_nodes(cluster.replicas, cluster.world_size, cluster.ranks_per_node)
     batches = BatchSchedule(
@@ -160,25 +209,22 @@ def estimate(architecture: Architecture, settings: Settings, vocabulary: int, cl
         for _ in range(steps):
             samples += batches.global_batch_size(samples)
     model = architecture.build_model(settings.model, vocabulary)
-    units = [shards_of(parameters, cluster.replica_size) for parameters in units_of(model)]
+    units = plan_units(model, cluster.replica_size, expert_parallel)
     micro_batches = batches.num_micro_batches(samples)
     states, host = _states(settings, config, units, cluster, micro_batches)
     return Estimate(
         cluster=cluster,
         parameters=sum(p.numel() for p in model.parameters()),
+        active_parameters=active_parameters(model),
         tokens=samples * training.seq_length,
         steps=steps,
         micro_batches=micro_batches,
         flops_per_token=architecture.flops_per_token(model.config, training.seq_length),
         states=states,
-        working=_working_memory(architecture, settings, model, units, cluster),
+        working=_working_memory(architecture, settings, model, units),
         host=host,
-        sent_between_nodes=_sent_between_nodes(settings, config, units, len(model.layers), cluster, micro_batches),
+        sent_between_nodes=_sent_between_nodes(settings, config, units, cluster, micro_batches),
     )
-
-
-def _numel(shards: Shards) -> int:
-    return sum(shard.numel for shard in shards)
 
 
 def _dtypes(settings: Settings) -> tuple[torch.dtype, torch.dtype]:
@@ -188,10 +234,10 @@ def _dtypes(settings: Settings) -> tuple[torch.dtype, torch.dtype]:
 
 
 def _states(
-    settings: Settings, config: ZeroPPConfig, units: list[Shards], cluster: Cluster, micro_batches: int
+    settings: Settings, config: ZeroPPConfig, units: list[PlannedUnit], cluster: Cluster, micro_batches: int
 ) -> tuple[dict[str, int], dict[str, int]]:
     """What a rank keeps from step to step, gradients and their sums included: on the device, and in host memory."""
-    shard = sum(map(_numel, units))
+    shard, whole = sum(unit.numel for unit in units), sum(unit.gathered for unit in units)
     nodes = cluster.nodes
     weights, gradients = _dtypes(settings)
     state_tensors = OPTIMIZERS[settings.optimizer.optimizer].state_tensors(settings.optimizer)
@@ -208,44 +254,48 @@ def _states(
         copy = weights.itemsize * shard
         if config.hpz_secondary_dtype == "int8":
             blocks = (config.weight_bits, config.weight_block_size)
-            copy = sum(wire_format(unit, *blocks, weights).nbytes for unit in units)
+            copy = sum(wire_format(unit.shards, *blocks, weights).nbytes for unit in units)
         states[f"hpZ's secondary partition, {config.hpz_secondary_dtype}"] = nodes * copy
     if config.quantized_gradients and micro_batches > 1:
         kept = {"fp32": 4 * shard, "bf16": 2 * shard, "int8": sum(map(partial(_int8_sum, config), units))}
         dtype = config.gradient_sum_dtype
         where = host if config.offload_gradient_sums else states
         where[f"gradients of earlier micro-batches, summed within the node, {dtype}"] = nodes * kept[dtype]
-    hops = {"inter": nodes * (nodes > 1)}
-    hops["both"] = hops["inter"] + cluster.world_size * (cluster.ranks_per_node > 1)
-    if config.loco is not None and hops[config.loco.hops]:
+    errors = 0
+    if config.loco is not None:
         bits, loco_dtype = ERROR_FORMATS[config.loco.error_dtype]
-        error = sum(wire_format(unit, bits, config.gradient_block_size, loco_dtype).nbytes for unit in units)
+        for unit in units:
+            pieces = nodes * (nodes > 1)  # that a rank sends, this one's own among them
+            if config.loco.hops == "both":
+                pieces += unit.ranks * (unit.ranks > nodes)
+            errors += pieces * wire_format(unit.shards, bits, config.gradient_block_size, loco_dtype).nbytes
+    if config.loco is not None and errors:
         name, copies = f"LoCo's errors, {config.loco.error_dtype}", 1
         if config.loco.exact_undo:
             name, copies = f"{name}, and those before the step", 2
-        states[name] = copies * hops[config.loco.hops] * error
+        states[name] = copies * errors
     if config.gradient_element_scales and nodes > 1:
         travelled = sum(_gradients_format(config, unit, gradients).nbytes for unit in units)
         states["elements' scales, int8, and what travelled last"] = 2 * nodes * (shard + travelled)  # to and from nodes
     if settings.zero.zero_stage < 3:
-        states["all parameters, gathered"] = weights.itemsize * cluster.replica_size * shard
+        states["all parameters, gathered"] = weights.itemsize * whole
     if settings.zero.zero_stage == 1 and micro_batches > 1:
-        states["gradients of earlier micro-batches, whole"] = gradients.itemsize * cluster.replica_size * shard
+        states["gradients of earlier micro-batches, whole"] = gradients.itemsize * whole
     return states, host
 
 
-def _int8_sum(config: ZeroPPConfig, unit: Shards) -> int:
+def _int8_sum(config: ZeroPPConfig, unit: PlannedUnit) -> int:
     """Bytes of the sum for one node's shard."""
-    return wire_format(unit, 8, config.gradient_block_size, torch.float32).nbytes
+    return wire_format(unit.shards, 8, config.gradient_block_size, torch.float32).nbytes
 
 
 def _working_memory(
-    architecture: Architecture, settings: Settings, model: Transformer, units: list[Shards], cluster: Cluster
+    architecture: Architecture, settings: Settings, model: Transformer, units: list[PlannedUnit]
 ) -> dict[str, int]:
     """About what comes and goes within a step."""
     weights, gradients = (dtype.itemsize for dtype in _dtypes(settings))
-    layer, *_ = sizes = [cluster.replica_size * _numel(unit) for unit in units]
-    others = sizes[len(model.layers) :]  # they stay gathered
+    layer = sum(unit.gathered for unit in units if unit.layer == 0)
+    others = [unit.gathered for unit in units if unit.layer is None]  # they stay gathered
     gathered = weights * (sum(others) + 2 * layer) if settings.zero.zero_stage == 3 else 0  # this layer and the next
     return {
         "gathered weights, gradients on their way": gathered + (weights + gradients) * (max(others) + layer),
@@ -271,27 +321,26 @@ def _activations(architecture: Architecture, settings: Settings, model: Transfor
     return settings.training.micro_batch_size * settings.training.seq_length * per_token
 
 
-def _weights_format(config: ZeroPPConfig, unit: Shards, dtype: torch.dtype) -> WireFormat:
+def _weights_format(config: ZeroPPConfig, unit: PlannedUnit, dtype: torch.dtype) -> WireFormat:
     """As a step's weights travel between nodes once their bits have warmed up."""
     bits = config.weight_bits if config.quantized_weights else None
     size, scaling = config.weight_block_size, config.weight_scaling
     if config.hpz_partition_size > 1 and config.weight_difference_bits is not None:
         bits, size = config.weight_difference_bits, config.weight_difference_block_size
         scaling = config.weight_difference_scaling
-    return wire_format(unit, bits, size, dtype, scaling, SCALE_DTYPES[config.scale_dtype])
+    return wire_format(unit.shards, bits, size, dtype, scaling, SCALE_DTYPES[config.scale_dtype])
 
 
-def _gradients_format(config: ZeroPPConfig, unit: Shards, dtype: torch.dtype) -> WireFormat:
+def _gradients_format(config: ZeroPPConfig, unit: PlannedUnit, dtype: torch.dtype) -> WireFormat:
     """As a step's gradients travel between nodes once their bits have warmed up."""
     bits, size, scaling = config.gradient_bits, config.gradient_block_size, config.gradient_scaling
-    return wire_format(unit, bits, size, config.sums_dtype(dtype), scaling, SCALE_DTYPES[config.scale_dtype])
+    return wire_format(unit.shards, bits, size, config.sums_dtype(dtype), scaling, SCALE_DTYPES[config.scale_dtype])
 
 
 def _sent_between_nodes(
     settings: Settings,
     config: ZeroPPConfig,
-    units: list[Shards],
-    num_layers: int,
+    units: list[PlannedUnit],
     cluster: Cluster,
     micro_batches: int,
 ) -> dict[str, int]:
@@ -299,28 +348,30 @@ def _sent_between_nodes(
     if cluster.nodes == 1:
         return {"weights": 0, "gradients": 0}
     weights, gradients = _dtypes(settings)
-    # Times a shard: only the last rank of a node sends to another one, and none where nodes hold whole replicas.
-    ring = cluster.nodes * (cluster.replica_size - 1) * (cluster.replica_size > cluster.ranks_per_node)
     pairs = cluster.world_size * (cluster.nodes - 1)
     stage, sent = settings.zero.zero_stage, {"weights": 0, "gradients": 0}
-    for i, unit in enumerate(units):
+    for unit in units:
+        # Times a shard: only a node's last rank of those that share a unit sends to another node, and none where nodes
+        # hold whole replicas. With expert parallelism as many share a layer's experts as there are parts of them.
+        ring = cluster.replica_size // unit.ranks * cluster.nodes * (unit.ranks - 1)
+        ring *= cluster.replica_size > cluster.ranks_per_node
         is_plain = not config.quantized_weights and config.hpz_partition_size == 1  # FSDP2's own gather
-        shard = weights.itemsize * _numel(unit) if is_plain else _weights_format(config, unit, weights).nbytes
+        shard = weights.itemsize * unit.numel if is_plain else _weights_format(config, unit, weights).nbytes
         if config.hpz_partition_size > 1:
             sent["weights"] += pairs * shard
         else:
             # Layers are gathered for each forward and backward pass, the others stay gathered between the two.
-            gathers = (2 if i < num_layers else 1) * micro_batches if stage == 3 else 1
+            gathers = (2 if unit.layer is not None else 1) * micro_batches if stage == 3 else 1
             sent["weights"] += gathers * ring * shard
         if config.quantized_gradients:
             sent["gradients"] += pairs * _gradients_format(config, unit, gradients).nbytes
         else:
             reductions = micro_batches if stage >= 2 else 1
-            sent["gradients"] += cluster.ring_passes * reductions * ring * gradients.itemsize * _numel(unit)
+            sent["gradients"] += cluster.ring_passes * reductions * ring * gradients.itemsize * unit.numel
         if cluster.replicas > 1:
             # A ring for each shard of a replica; of a node's replicas, only the last one sends to another node.
             senders = min(cluster.world_size, cluster.nodes * cluster.replica_size)
-            piece = math.ceil(gradients.itemsize * _numel(unit) / cluster.replicas)
+            piece = math.ceil(gradients.itemsize * unit.numel / cluster.replicas)
             sent["gradients"] += senders * 2 * (cluster.replicas - 1) * piece
     return sent
 

@@ -162,14 +162,15 @@ def find_units(model: nn.Module, ranks_per_node: int | None) -> list[FSDPUnit]:
         return topologies[group]
 
     for name, module, param_group in found:
-        mesh_info, replicas = param_group.mesh_info, None
-        per_node = ranks_per_node and ranks_per_node_of_part(mesh_info.shard_process_group, largest, ranks_per_node)
-        size = mesh_info.shard_process_group.size()
+        mesh_info, replicas, per_node = param_group.mesh_info, None, ranks_per_node
+        group = mesh_info.shard_process_group
         if hasattr(mesh_info, "replicate_process_group"):
             # Consecutive ranks share shards: a node has a part of them, or several times all.
-            replicas = topology_of(mesh_info.replicate_process_group, per_node and max(1, per_node // size))
-            per_node = per_node and min(per_node, size)
-        topology = topology_of(mesh_info.shard_process_group, per_node)
+            replicas = topology_of(mesh_info.replicate_process_group, per_node and max(1, per_node // group.size()))
+            per_node = per_node and min(per_node, group.size())
+        elif per_node is not None:
+            per_node = ranks_per_node_of_part(group, largest, per_node)
+        topology = topology_of(group, per_node)
         units.append(FSDPUnit(name, module, topology, replicas, param_group))
     return units
 

@@ -139,7 +139,11 @@ def test_experts_that_do_not_fit_are_refused(argv, message):
             "--num-experts 2 --expert-model-parallel-size 2 --tensor-model-parallel-size 2",
             r"--num-experts 2 cannot be divided evenly among .* = 4 rank\(s\)",
         ),
-        (2, "--num-experts 4 --moe-expert-parallel-size 2 --zero-stage 0", "expert-model-parallel-size 2 needs --zero-stage 1, 2 or 3"),
+        (
+            2,
+            "--num-experts 4 --moe-expert-parallel-size 2 --zero-stage 0",
+            "expert-model-parallel-size 2 needs --zero-stage 1, 2 or 3",
+        ),
         (
             4,
             "--num-experts 4 --expert-model-parallel-size 2 --num-distributed-optimizer-instances 2",
@@ -157,3 +161,11 @@ def test_expert_parallelism_that_cannot_be_is_refused(world_size, flags, message
     argv = f"{RUN} --lr 1 --mock-data --vocab-size 9 --make-vocab-size-divisible-by 2 {flags}".split()
     with pytest.raises(SettingsError, match=message):
         parse_settings(find_architecture("llama"), argv, world_size, note=lambda text: None)
+
+
+def test_flags_of_experts_change_a_preset_that_has_them():
+    llama, argv = find_architecture("llama"), "--micro-batch-size 1 --seq-length 8 --train-iters 1 --lr 1 --mock-data"
+    flags = "--preset mixtral-8x7b --moe-aux-loss-coeff 0.25 --expert-model-parallel-size 2 --vocab-size 9"
+    settings = parse_settings(llama, f"{argv} {flags}".split(), 2, note=lambda text: None)
+    assert settings.model.moe_aux_loss_coeff == 0.25
+    assert settings.distributed.expert_model_parallel_size == 2

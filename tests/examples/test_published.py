@@ -180,6 +180,7 @@ def run_laptop(script: Path, variant: str, folder: Path) -> tuple[RunLog, list[s
         ("zeropp/finetune", "BITS=8"),
         pytest.param("loco/llama_0.8b", "RECIPE=loco", marks=pytest.mark.long),
         ("loco/llama_8b", "RECIPE=recommended"),
+        pytest.param("loco/mixtral", "RECIPE=recommended", marks=pytest.mark.long),
         ("loco/gpt_345m", "RECIPE=zeropp OPTIMIZER=sgd"),
     ],
 )

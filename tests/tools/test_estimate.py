@@ -31,6 +31,7 @@ from tests.training.small_run import flags, start, write_text
 SHAPE = "--hidden-size 72 --num-attention-heads 3 --micro-batch-size 1 --bf16 --distributed-backend gloo"
 ALL_FLAGS = "--zero-quantized-weights --zero-hpz-partition-size 2 --zero-quantized-gradients"
 REPLICAS = "--num-distributed-optimizer-instances"
+EXPERTS = "--num-experts 4 --expert-model-parallel-size 2 --disable-bias-linear"
 RECIPES = {
     "ZeRO-3": "--zero-ranks-per-node 2 --grad-reduce-in-bf16",
     "ZeRO-2": "--zero-stage 2 --zero-ranks-per-node 2",
@@ -50,6 +51,9 @@ RECIPES = {
     "HSDP, a replica on each node": f"{REPLICAS} 2 --zero-ranks-per-node 2 --micro-batch-size 2",
     "HSDP, several on a node": f"{REPLICAS} 4 --zero-ranks-per-node 2 --zero-stage 2 --grad-reduce-in-bf16",
     "HSDP, each over two nodes": f"{REPLICAS} 2 --zero-ranks-per-node 1",
+    "experts divided in a node": f"{EXPERTS} {ALL_FLAGS} --zeropp-loco --zeropp-loco-hops both "
+    "--zero-weight-difference-bits 4",
+    "experts divided, ZeRO-3": f"{EXPERTS} --zero-ranks-per-node 2",
     "LoCo on one node": "--zero-quantized-gradients --zeropp-loco --zeropp-loco-hops both --zero-ranks-per-node 4",
 }
 _ADD = NodeSum.add
