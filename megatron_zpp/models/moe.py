@@ -159,6 +159,9 @@ class Router(nn.Linear):
 class MoE(nn.Module):
     """The router, its experts, and the expert that has all tokens, if there is one."""
 
+    expert_bias: Tensor  # fp32 [E], and
+    chosen: Tensor  # fp32 [E], tokens of this step so far, if config.bias_update_rate is given
+
     def __init__(self, config: MoEConfig, hidden_size: int, swiglu: bool, shared_expert: nn.Module | None) -> None:
         super().__init__()
         self.config = config
@@ -167,7 +170,7 @@ class MoE(nn.Module):
         self.shared_expert = shared_expert
         if config.bias_update_rate is not None:
             self.register_buffer("expert_bias", torch.zeros(config.num_experts))
-            self.register_buffer("chosen", torch.zeros(config.num_experts), persistent=False)  # in this step so far
+            self.register_buffer("chosen", torch.zeros(config.num_experts), persistent=False)
         self.run_experts = run_experts  # parallel.experts has another one
         self.sample_group: dist.ProcessGroup | None = None  # the ranks with the other parts of the same samples
 

@@ -112,7 +112,10 @@ def _parameter_groups(model: nn.Module, decouples: bool) -> list[dict[str, Any]]
             decoupled.append(parameter)
         else:
             decay.append(parameter)
-    groups = [dict(params=decay, decays=True), dict(params=no_decay, decays=False, weight_decay=0.0)]
+    groups: list[dict[str, Any]] = [
+        dict(params=decay, decays=True),
+        dict(params=no_decay, decays=False, weight_decay=0.0),
+    ]
     groups.append(dict(params=decoupled, decays=True, decoupled=True))
     if not any(group["params"] for group in groups):
         raise ValueError("the model has no trainable parameter")
