@@ -22,14 +22,21 @@ from megatron_zpp.parallel.mesh import Mesh
 from megatron_zpp.parallel.tensor import ShardedRows
 from megatron_zpp.zeropp.topology import gather_node_names
 from megatron_zpp.zeropp.traffic import Traffic
+from megatron_zpp.zeropp.wire_format import wire_format
+from megatron_zpp.zeropp.wire_layout import ParameterShard
+
+TOKEN_BLOCK = 128  # elements of a token that share a scale, where tokens travel in few bits
 
 
-def apply_expert_parallelism(model: nn.Module, mesh: Mesh, ranks_per_node: int | None, traffic: Traffic) -> None:
+def apply_expert_parallelism(
+    model: nn.Module, mesh: Mesh, ranks_per_node: int | None, token_bits: int | None, traffic: Traffic
+) -> None:
     """Divide the experts of ``model``, built on the meta device, in place; before it is sharded. Collective.
 
-    ranks_per_node: of ``Mesh.fsdp``; None: as the ranks run. traffic: counts what leaves a rank for its tokens.
+    ranks_per_node: of ``Mesh.fsdp``; None: as the ranks run. token_bits: of what travels; None: as computed.
+    traffic: counts what leaves a rank for its tokens.
     """
-    exchange = TokenExchange(mesh, ranks_per_node, traffic)
+    exchange = TokenExchange(mesh, ranks_per_node, token_bits, traffic)
     for module in model.modules():
         if isinstance(module, MoE):
             ShardedRows()._apply(module.experts, _mesh_of_experts(mesh))
@@ -50,8 +57,8 @@ class TokenExchange:
     e. The ranks wait for their devices once a layer and pass, to know how many tokens come.
     """
 
-    def __init__(self, mesh: Mesh, ranks_per_node: int | None, traffic: Traffic) -> None:
-        self.traffic = traffic
+    def __init__(self, mesh: Mesh, ranks_per_node: int | None, token_bits: int | None, traffic: Traffic) -> None:
+        self.token_bits, self.traffic = token_bits, traffic
         self.tp_size, self.tp_rank, self.ep_size = mesh.tp_size, mesh.tp_rank, mesh.ep_size
         self.tp_group = mesh.tp.get_group()
         self.ep_group = mesh.ep.get_group() if mesh.ep_size > 1 else None
@@ -88,7 +95,18 @@ class TokenExchange:
         return _AllToAll.apply(out, received, sent, self)
 
     def all_to_all(self, rows: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
-        """``rows`` [sum of sent, H], so many for each expert-parallel rank -> [sum of received, H]."""
+        """``rows`` [sum of sent, H], so many for each expert-parallel rank -> [sum of received, H].
+
+        In few bits each row is a wire buffer of blocks with a scale each, as weights and gradients are.
+        """
+        if self.token_bits is None:
+            return self._all_to_all(rows, sent, received)
+        row = (ParameterShard("token", numel=rows.size(1), quantizable=True),)
+        format = wire_format(row, self.token_bits, TOKEN_BLOCK, rows.dtype)
+        wires = self._all_to_all(format.encode(rows.contiguous()), sent, received)
+        return format.decode(wires, out=rows.new_empty(sum(received), rows.size(1)))
+
+    def _all_to_all(self, rows: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
         arrived = rows.new_empty(sum(received), rows.size(1))
         dist.all_to_all_single(arrived, rows.contiguous(), list(received), list(sent), group=self.ep_group)
         row_bytes = rows.size(1) * rows.element_size()

@@ -510,6 +510,12 @@ class DistributedSettings:
     expert_model_parallel_size: int = flag(
         1, "ranks among which the experts of a layer are divided; tokens travel to them", at_least=1
     )
+    moe_token_bits: int | None = flag(
+        None,
+        "bits of tokens that travel to experts, of what comes back, and of their gradients; default: as computed",
+        needs="expert_model_parallel_size",
+        choices=(4, 6, 8),
+    )
 
 
 @dataclass(frozen=True)

@@ -170,7 +170,8 @@ def _build_whole(
     if settings.model.num_experts is not None and mesh.tp_size * mesh.ep_size > 1:
         hpz_size = settings.zeropp.hpz_partition_size
         ranks_per_node = settings.zeropp.ranks_per_node or (hpz_size if hpz_size > 1 else None)
-        apply_expert_parallelism(model, mesh, ranks_per_node, token_traffic)
+        token_bits = settings.distributed.moe_token_bits
+        apply_expert_parallelism(model, mesh, ranks_per_node, token_bits, token_traffic)
     return model
 
 

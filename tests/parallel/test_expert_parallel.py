@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from tests.parallel.layouts import EPS, Run, assert_same, results_on
@@ -106,3 +108,32 @@ def test_a_resume_with_low_bits_goes_on_to_the_bit(data, tmp_path):
     resumed = results_on(4, runs(data, "like Mixtral", {"": f"{shape} {load}"}, 6))[""]
     assert resumed[0]["lm loss"] == whole[0]["lm loss"][3:]
     assert_same(resumed, whole, "resumed", tolerance=0)
+
+
+def test_tokens_are_counted_and_may_travel_in_few_bits(data):
+    """Two nodes of one rank. Each choice of a token makes four rows travel: there and back, and their gradients."""
+    common = (
+        f"{EP2} --zero-ranks-per-node 1 --moe-router-topk 4"  # each token goes to all four experts, two on each rank
+    )
+    layouts = {
+        "fp32": "",
+        "int8": "--moe-token-bits 8",
+        "int4": "--moe-token-bits 4",
+        "recomputed": "--recompute-granularity full",
+    }
+    ran = results_on(2, runs(data, "like Mixtral", {name: f"{common} {flags}" for name, flags in layouts.items()}, 4))
+    sent = {name: log_lines(result[2]) for name, result in ran.items()}
+    hidden, layers, tokens = 32, 4, 8 * 32
+    rows = layers * tokens * 4 // 2  # of a step: half of a token's choices are of the other rank
+    row_bytes = {"fp32": 4 * hidden, "int8": 48, "int4": 32}  # codes and a scale, up to a multiple of 16
+    for name, size in row_bytes.items():
+        assert sent[name] == pytest.approx([4 * rows * size / 1e6] * 4, abs=0.0006), name
+    assert sent["recomputed"] == pytest.approx([6 * rows * row_bytes["fp32"] / 1e6] * 4, abs=0.0006)
+    exact = ran["fp32"][0]["lm loss"]
+    assert ran["int8"][0]["lm loss"] == pytest.approx(exact, rel=1e-3)
+    assert ran["int8"][0]["lm loss"] != exact
+    assert ran["int4"][0]["lm loss"] == pytest.approx(exact, rel=2e-2)
+
+
+def log_lines(text: str) -> list[float]:
+    return [float(megabytes) for megabytes in re.findall(r"tokens sent between nodes per step \(MB\): ([\d.]+)", text)]
