@@ -17,6 +17,7 @@ import math
 import os
 import platform
 import re
+import statistics
 import subprocess
 import sys
 import time
@@ -24,7 +25,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from study_experiments import EXPERIMENTS, FP32, NODES, RANKS, SCALES, Arm, Scale
+from study_experiments import EXPERIMENTS, FP32, NODES, OBSERVED, RANKS, SCALES, Arm, Scale
 from study_tables import SEEDS, by_flags_and_seed, table, write_page
 from torch import __version__ as torch_version
 
@@ -38,7 +39,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="The study of docs/experiments.md.")
     commands = parser.add_subparsers(dest="command", required=True)
     run = commands.add_parser("run", help="train what is not in the results yet")
-    run.add_argument("experiments", nargs="*", metavar="E1…E8", help="default: all")
+    run.add_argument("experiments", nargs="*", metavar="E1…E9", help="default: all")
     run.add_argument("--match", default="", metavar="REGEX", help="only arms whose name or flags hold it")
     run.add_argument("--seeds", type=int, nargs="+", default=SEEDS)
     run.add_argument("--jobs", type=int, help="runs side by side; default as the scale says")
@@ -146,6 +147,12 @@ def train(results: Path, scale_name: str, text: str, arm: Arm, seed: int) -> dic
         # All nodes together send what the log shows; the last interval has no step that sends weights in full.
         "bytes_per_parameter": round(log.lines[-1][BETWEEN] * 1e6 / nodes / log.num_parameters, 4),
         "train_losses": [line["lm loss"] for line in log.lines],
+        # Over the last tenth of the steps.
+        "observed": {
+            name: statistics.fmean(line[name] for line in log.lines[-max(1, len(log.lines) // 10) :])
+            for name in OBSERVED
+            if name in log.lines[-1]
+        },
         "seconds": round(time.monotonic() - start, 1),
         "command": f"python {arm.program} {flags}",
         "machine": f"{platform.machine()}, torch {torch_version}",

@@ -106,6 +106,7 @@ class Group:
 class Experiment:
     title: str
     groups: tuple[Group, ...]
+    observed: str = ""  # what the log shows beside losses, and the table at the end of training
 
 
 ABSMAX = "absmax"  # three levels at 2 bits, as in the published work
@@ -160,6 +161,13 @@ def few_bits(gradient_bits: int, difference_bits: int) -> str:
 # The best learning rate of 0.03, 0.06, 0.1, 0.3, 1 and 3 for the fp32 wire.
 SGD = "--optimizer sgd --sgd-momentum 0.9 --weight-decay 1e-4 --lr 0.1 --min-lr 0.01"
 
+EXPERTS = (
+    "--swiglu --normalization RMSNorm --position-embedding-type rope --disable-bias-linear --group-query-attention "
+    "--num-query-groups 2 --untie-embeddings-and-output-weights --num-experts 8 --moe-ffn-hidden-size 512 "
+    "--moe-aux-loss-coeff 0.02"
+)
+EXPERTS_LOAD = "expert load (max/mean)"
+
 FP32 = Arm("fp32 wire", "")
 BF16_WIRE = Arm("bf16 wire (ZeRO-3 in 16 bit)", f"{BF16} --grad-reduce-in-bf16")
 CONTROLS = Group("Controls", (FP32, BF16_WIRE))
@@ -194,6 +202,12 @@ def with_sgd(group: Group) -> Group:
     """The same under SGD, against the fp32 wire under SGD."""
     arms = tuple(Arm(arm.name, f"{SGD} {arm.flags}", control=SGD) for arm in group.arms)
     return Group(f"SGD: {group.title}", arms, group.recovers)
+
+
+def with_experts(group: Group) -> Group:
+    """The same for a mixture of experts like Mixtral, of 5.7M parameters, of which a token meets 2.2M."""
+    arms = tuple(Arm(arm.name, f"{EXPERTS} {arm.flags}".strip(), control=EXPERTS) for arm in group.arms)
+    return Group(group.title, arms)
 
 
 E4_EIGHT_RANKS = (
@@ -436,4 +450,27 @@ EXPERIMENTS = {
             ),
         ),
     ),
+    "E9": Experiment(
+        "A mixture of experts",
+        (
+            Group(
+                "Controls", (Arm("fp32 wire", EXPERTS, control=EXPERTS), *with_experts(Group("", (BF16_WIRE,))).arms)
+            ),
+            with_experts(
+                Group(
+                    "4 bits between nodes",
+                    (
+                        Arm("ZeRO++ (int8 weights, 4-4 gradients)", f"{weights(8, 256)} {gradients(4, 4)}"),
+                        Arm("ZeRO++ with LoCo", f"{weights(8, 256)} {gradients(4, 4)} {loco(0.8, 'both')}"),
+                        Arm(
+                            "int4 differences, 8-4 gradients, LoCo between nodes",
+                            f"{BF16} {differences(4)} {gradients(8, 4)} {loco(0.8, 'inter')}",
+                        ),
+                    ),
+                )
+            ),
+        ),
+        observed=EXPERTS_LOAD,
+    ),
 }
+OBSERVED = {experiment.observed for experiment in EXPERIMENTS.values()} - {""}

@@ -48,17 +48,19 @@ def replace_table(page: str, name: str, text: str) -> str:
 def table(experiment: Experiment, rows: Rows) -> str:
     """One Markdown table: the groups one below the other."""
     recovers = any(group.recovers for group in experiment.groups)
+    observed = experiment.observed
     columns = ["on the wire", "validation loss", "over the fp32 wire", *["recovered"] * recovers, "bytes"]
+    columns += [observed] * bool(observed)
     lines = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
     for group in experiment.groups:
         trained = [arm for arm in group.arms if arm.flags in rows and arm.control in rows]
         if trained:
             lines.append(f"| **{group.title}** " + "| " * (len(columns) - 1) + "|")
-        lines += [_line(group, arm, rows, recovers) for arm in trained]
+        lines += [_line(group, arm, rows, recovers, observed) for arm in trained]
     return "\n".join(lines) + "\n"
 
 
-def _line(group: Group, arm: Arm, rows: Rows, recovers: bool) -> str:
+def _line(group: Group, arm: Arm, rows: Rows, recovers: bool, observed: str) -> str:
     losses = [row["validation_loss"] for row in rows[arm.flags].values()]
     cells = [arm.name, mean_and_spread(losses, "{:.4f}")]
     cells.append("" if arm.flags == arm.control else mean_and_spread(excesses(arm, rows), "{:+.2f}", " %"))
@@ -66,6 +68,8 @@ def _line(group: Group, arm: Arm, rows: Rows, recovers: bool) -> str:
         shares = recovered(group.arms[0], arm, rows) if group.recovers and arm != group.arms[0] else []
         cells.append(mean_and_spread(shares, "{:.0f}", " %") if shares else "")
     cells.append(f"{next(iter(rows[arm.flags].values()))['bytes_per_parameter']:.2f}")
+    if observed:
+        cells.append(mean_and_spread([row["observed"][observed] for row in rows[arm.flags].values()], "{:.2f}"))
     return f"| {' | '.join(cells)} |"
 
 
