@@ -7,7 +7,7 @@ import re
 import pytest
 
 from tests.parallel.layouts import EPS, Run, assert_same, results_on
-from tests.training.small_run import flags, write_text
+from tests.training.small_run import err_after_a_kill, flags, torchrun, write_text
 
 EXPERTS = (
     "--num-layers 4 --num-experts 4 --moe-ffn-hidden-size 40 --moe-aux-loss-coeff 0.02 --moe-z-loss-coeff 0.001 "
@@ -69,8 +69,9 @@ def runs(data: str, model: str, layouts: dict[str, str], iterations: int) -> dic
 def assert_all_train_alike(data: str, model: str, layouts: dict[str, str], iterations: int) -> None:
     expected = results_on(1, runs(data, model, {"": ""}, iterations))[""]
     for name, result in results_on(4, runs(data, model, layouts, iterations)).items():
-        assert_same(result, expected, name)
-        for key in LOSSES:
+        # Rounding turns a token to another expert now and then; its gradient jumps, and the losses hardly move.
+        assert_same(result, expected, name, tolerance=1e-4)
+        for key in ("lm loss", *LOSSES):
             assert result[0][key] == pytest.approx(expected[0][key], rel=1e-5), f"{name}, {key}"
 
 
@@ -87,16 +88,16 @@ def test_every_layout_trains_as_one_rank(data, model):
 def test_checkpoints_and_biases_move_between_layouts(data, tmp_path):
     """Of a model whose experts are balanced by biases: saved by one layout, and trained on by the others."""
     save, load = f"--save {tmp_path} --save-interval 3 --no-async-save", f"--load {tmp_path} --override-data"
-    whole = results_on(1, runs(data, "like Mixtral", {"": SIGMOID}, 6))[""]
+    whole = results_on(1, runs(data, "like Mixtral", {"": SIGMOID}, 5))[""]
     biases = [value for name, value in whole[1].items() if name.endswith("expert_bias")]
-    assert len(biases) == 4 and all(bias.any() for bias in biases)
+    assert len(biases) == 4 and all(bias.any() for bias in biases)  # an odd number of steps up or down
     results_on(4, runs(data, "like Mixtral", {"": f"{SIGMOID} {EP2} {save}"}, 3))
     layouts = {"ep 4": EP4, "tp 2, ep 2": f"{TP2} {EP2}", "pp 2, ep 2": f"{PP2} {EP2}"}
     resumed = results_on(
-        4, runs(data, "like Mixtral", {name: f"{SIGMOID} {flags} {load}" for name, flags in layouts.items()}, 6)
+        4, runs(data, "like Mixtral", {name: f"{SIGMOID} {flags} {load}" for name, flags in layouts.items()}, 5)
     )
     for name, result in resumed.items():
-        assert len(result[0]["lm loss"]) == 3
+        assert len(result[0]["lm loss"]) == 2
         assert_same(result, whole, name)
 
 
@@ -137,3 +138,9 @@ def test_tokens_are_counted_and_may_travel_in_few_bits(data):
 
 def log_lines(text: str) -> list[float]:
     return [float(megabytes) for megabytes in re.findall(r"tokens sent between nodes per step \(MB\): ([\d.]+)", text)]
+
+
+@pytest.mark.long
+def test_a_killed_rank_ends_the_job_and_is_named(data):
+    _, shape = MODELS["like GPT"]
+    err_after_a_kill(torchrun(4, flags(data, shape, EP4, length="--train-iters 100000")), 2)

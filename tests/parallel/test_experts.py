@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
-import pytest
+import dataclasses
 
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
+
+from megatron_zpp.models.moe import MoE, MoEConfig
+from megatron_zpp.zeropp import LoCoConfig, ZeroPPConfig, apply_zeropp
 from tests.parallel.layouts import EPS, assert_same, results_on
+from tests.ranks import run_ranks
 from tests.training.small_run import flags, write_text
 
 SHAPE = (
@@ -70,3 +78,44 @@ def test_a_resume_on_other_ranks_goes_on(data, tmp_path):
     resumed = results_on(4, runs(data, {"": f"{SHARED} {load} --override-data"}))[""]
     assert len(resumed[0]["lm loss"]) == 3
     assert_same(resumed, whole, "resumed")
+
+
+def gradients_of_a_shunned_expert(config, first_step_to_it):
+    """Of each of three steps the largest gradient of the last expert, to which no token goes, and of the others.
+
+    With ``first_step_to_it`` all tokens of the first step go there.
+    """
+    torch.manual_seed(0)
+    moe = MoE(MoEConfig(4, 24, 1), 16, swiglu=True, shared_expert=None)
+    for parameter in moe.parameters():
+        parameter.data.normal_(0, 0.3)
+    towards, x = torch.zeros(4, 1), torch.rand(4, 32, 16, generator=torch.Generator().manual_seed(dist.get_rank()))
+    fully_shard(moe)
+    zeropp = apply_zeropp(moe, config) if config is not None else None
+    moe.router.register_forward_hook(lambda module, inputs, logits: logits + towards.T)
+    found = []
+    for step in range(3):
+        towards[3] = 10 if first_step_to_it and step == 0 else -10
+        y, _ = moe(x)
+        y.square().sum().backward()
+        gradients = [p.grad.full_tensor().unflatten(0, (4, -1)).abs() for p in moe.experts.parameters()]
+        found.append([max(g[e].max().item() for g in gradients for e in es) for es in ([3], [0, 1, 2])])
+        moe.zero_grad()
+    assert zeropp is None or zeropp.traffic.inter_node > 0
+    return found
+
+
+LOW_BITS = dict(quantized_weights=True, hpz_partition_size=2, quantized_gradients=True, gradient_block_size=32)
+
+
+@pytest.mark.parametrize("bits", [8, 4, 2, 1])
+def test_an_expert_without_tokens_gets_no_gradient(bits):
+    """As in plain training, so that Adam moves it no more."""
+    config = ZeroPPConfig(**LOW_BITS, gradient_bits=bits, gradient_intra_bits=bits)
+    with_loco = dataclasses.replace(config, loco=LoCoConfig(hops="both"))
+    plain, low, loco = (run_ranks(4, gradients_of_a_shunned_expert, c, False)[0] for c in (None, config, with_loco))
+    for of_step in (*plain, *low, *loco):
+        assert of_step[0] == 0 < of_step[1]
+    # Later there is only what LoCo owes it from a step in which it had tokens: the error of that step.
+    first, second, _ = run_ranks(4, gradients_of_a_shunned_expert, with_loco, True)[0]
+    assert second[0] <= 0.5 * first[0]
