@@ -4,7 +4,7 @@ Commands are the lines of blocks marked ``bash``. Each page's commands run in th
 quickstart has been run on little text:
 
 * the trainer: its flags are checked as they stand for its number of ranks; then, where these are at most 4, it runs on
-  so many real ranks, with flags put behind that make it small;
+  so many real ranks, with flags put behind that make it small. With --dry-run it is a program like others;
 * other programs run as they stand, or with what ``SMALL`` adds;
 * ``make`` targets must exist: continuous integration runs ``make test``, and the quickstart's test the quickstart;
   pytest, ruff and mypy are parts of ``make test``;
@@ -67,7 +67,7 @@ def trainer(command: str) -> tuple[int, str, list[str]] | None:
     if script is None:
         return None
     launcher, flags = words[: words.index(script)], words[words.index(script) + 1 :]
-    if any(word.startswith("tools/") or word in TOOLS for word in launcher):
+    if "--dry-run" in flags or any(word.startswith("tools/") or word in TOOLS for word in launcher):
         return None  # a program that takes the trainer's command
 
     def option(name: str) -> int:

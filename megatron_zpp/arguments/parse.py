@@ -42,7 +42,8 @@ def parse_settings(
     """All settings of a run, complete and checked.
 
     architecture: the kind of model that the program trains. argv: default ``sys.argv[1:]``. world_size: ranks of
-    the run, all data-parallel. note: receives one line for each flag or key that was accepted but changes nothing.
+    the run, unless --dry-run-world-size says another number. note: receives one line for each flag or key that was
+    accepted but changes nothing.
 
     Raises SettingsError with one line for each mistake, which says what to do. ``--help`` prints and raises
     SystemExit(0). Needs no process group, and reads no file but that of ``--deepspeed_config``.
@@ -54,6 +55,7 @@ def parse_settings(
     mistakes = Mistakes()
     line = read_command_line(argv, mistakes)
     given = line.given
+    world_size = given.get("dry_run_world_size", world_size)
     config, preset = DeepSpeedConfig(), dict[str, Any]()
     if "deepspeed_config" in given:
         try:

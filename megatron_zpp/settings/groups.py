@@ -169,6 +169,14 @@ class TrainingSettings:
     eval_iters: int = flag(100, "batches per evaluation", at_least=0)
     eval_interval: int | None = flag(None, "optimizer steps between evaluations; default none but the last", at_least=1)
     skip_train: bool = flag(False, "only evaluate")
+    dry_run: bool = flag(False, "say what this command asks for and what it needs, and leave without starting it")
+    dry_run_world_size: int | None = flag(
+        None,
+        "ranks that --dry-run is about; default those that the launcher started",
+        needs="dry_run",
+        at_least=1,
+        at_most=2**20,
+    )
     exit_interval: int | None = flag(None, "save and exit at iterations divisible by this", at_least=1)
     exit_duration_in_mins: float | None = flag(None, "save and exit after this many minutes", at_least=0)
     exit_signal_handler: bool = flag(False, "save and exit on SIGTERM, SIGUSR1 or Ctrl-C")

@@ -13,21 +13,14 @@ from megatron_zpp.data.gpt_dataset import SampleOptions
 from megatron_zpp.data.tokenizers import Tokenizer, build_tokenizer
 from megatron_zpp.metrics.progress import progress
 from megatron_zpp.parallel.distributed import errors_on_all_ranks
-from megatron_zpp.settings.groups import DataSettings, Settings
+from megatron_zpp.settings.groups import DataSettings, Settings, TokenizerSettings
 
 
 def build_data(settings: Settings, num_samples: tuple[int, int, int]) -> tuple[int, Datasets]:
     """The vocabulary's size and the datasets. ``num_samples``: that the whole run reads to train, validate and test."""
-    training, data, names = settings.training, settings.data, settings.tokenizer
-    assert training.seq_length and names.tokenizer_type
-    tokenizer = build_tokenizer(
-        names.tokenizer_type,
-        names.tokenizer_model,
-        names.vocab_file,
-        names.merge_file,
-        names.vocab_size,
-        names.tiktoken_pattern,
-    )
+    training, data = settings.training, settings.data
+    assert training.seq_length
+    tokenizer = find_tokenizer(settings.tokenizer)
     options = SampleOptions(
         seq_length=training.seq_length,
         seed=training.seed,
@@ -58,6 +51,18 @@ def build_data(settings: Settings, num_samples: tuple[int, int, int]) -> tuple[i
         progress=partial(progress, any_rank=True, line_every=10.0),
     )
     return tokenizer.vocab_size, datasets
+
+
+def find_tokenizer(names: TokenizerSettings) -> Tokenizer:
+    assert names.tokenizer_type  # by parse_settings
+    return build_tokenizer(
+        names.tokenizer_type,
+        names.tokenizer_model,
+        names.vocab_file,
+        names.merge_file,
+        names.vocab_size,
+        names.tiktoken_pattern,
+    )
 
 
 def _fill_in_the_middle(data: DataSettings, tokenizer: Tokenizer) -> FillInTheMiddle:

@@ -28,11 +28,13 @@ from megatron_zpp.parallel.distributed import (
     errors_on_all_ranks,
     init_distributed,
     leave,
+    messages_of,
     print_once,
     ranks_of_environment,
     report_error,
 )
 from megatron_zpp.settings.groups import DistributedSettings
+from megatron_zpp.training.dry_run import dry_run
 from megatron_zpp.training.evaluate import evaluate
 from megatron_zpp.training.nonfinite import NonfiniteSteps
 from megatron_zpp.training.reporter import Reporter
@@ -62,6 +64,9 @@ def pretrain(architecture: Architecture) -> None:
     """Run what the command line says; ends the process with a status unless all went well."""
     start = time.monotonic()
     try:
+        if "--dry-run" in sys.argv[1:]:
+            dry_run(architecture)
+            return
         settings, mistake, ranks = None, None, DistributedSettings()
         try:
             settings = parse_settings(architecture, world_size=ranks_of_environment())
@@ -309,7 +314,7 @@ def _report_alone_or_together(error: Exception) -> None:
     """
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # remembered only, it would not end the wait
     if os.environ.get("RANK", "0") == "0":
-        report_error(str(error))
+        report_error(*messages_of(error))
     else:
         time.sleep(5)
         print(f"error: rank {os.environ['RANK']}: " + " ".join(str(error).split()), file=sys.stderr, flush=True)

@@ -1,0 +1,340 @@
+"""What a training run needs, counted before it starts: memory of each rank, bytes between nodes, seconds per step.
+
+Parameters, states and bytes are counted from the model's own shards and the collectives' own wire formats; activations
+and times are estimates.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import nn
+
+from megatron_zpp.architectures import Architecture
+from megatron_zpp.arguments.check_zero import check_replicas_on_nodes
+from megatron_zpp.models.transformer import Transformer
+from megatron_zpp.optim.batch_size import BatchSchedule
+from megatron_zpp.optim.optimizer import OPTIMIZERS
+from megatron_zpp.parallel.mesh import ranks_per_model_copy
+from megatron_zpp.settings.groups import Settings
+from megatron_zpp.training.model import mixed_precision
+from megatron_zpp.zeropp.config import SCALE_DTYPES, ZeroPPConfig
+from megatron_zpp.zeropp.loco import ERROR_FORMATS
+from megatron_zpp.zeropp.wire_format import WireFormat, wire_format
+from megatron_zpp.zeropp.wire_layout import ParameterShard, rows_per_rank
+
+Shards = tuple[ParameterShard, ...]
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """What a run is planned for."""
+
+    nodes: int
+    ranks_per_node: int
+    peak_tflops: float = math.nan  # dense, of one device, in 16 bit; without it and the next two there are no times
+    mfu: float = math.nan  # share of it that the model's arithmetic reaches
+    link_gbps: float = math.nan  # Gbit/s that leave a node, all its links together
+    ring_passes: int = 1  # of an unquantized reduce-scatter: gloo's is an all-reduce, 2
+    replicas: int = 1  # HSDP's: groups of ranks that each hold the whole model
+
+    @property
+    def world_size(self) -> int:
+        return self.nodes * self.ranks_per_node
+
+    @property
+    def replica_size(self) -> int:
+        """Ranks that share the shards of one model."""
+        return self.world_size // self.replicas
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Memory in bytes of one rank, traffic in bytes of all nodes per optimizer step, seconds per optimizer step."""
+
+    cluster: Cluster
+    parameters: int
+    tokens: int
+    steps: int
+    micro_batches: int  # of one rank and step
+    flops_per_token: float
+    states: dict[str, int]
+    working: dict[str, int]
+    host: dict[str, int]  # states that are kept in the host's memory instead of the device's
+    sent_between_nodes: dict[str, int]
+
+    @property
+    def memory(self) -> int:
+        return sum(self.states.values()) + sum(self.working.values())
+
+    @property
+    def compute_seconds(self) -> float:
+        rate = self.cluster.world_size * self.cluster.peak_tflops * 1e12 * self.cluster.mfu
+        return self.tokens / self.steps * self.flops_per_token / rate
+
+    @property
+    def sent_by_a_node(self) -> float:
+        return sum(self.sent_between_nodes.values()) / self.cluster.nodes
+
+    @property
+    def network_seconds(self) -> float:
+        return self.sent_by_a_node * 8 / (self.cluster.link_gbps * 1e9)
+
+    def duration(self) -> str:
+        """From all communication hidden behind computing, or the other way round, to none hidden."""
+        least = self.steps * max(self.compute_seconds, self.network_seconds)
+        most = self.steps * (self.compute_seconds + self.network_seconds)
+        unit, seconds = next((u for u in (("days", 86400), ("hours", 3600)) if most >= u[1]), ("minutes", 60))
+        numbers = dict.fromkeys(short(duration / seconds) for duration in (least, most))
+        return f"{' to '.join(numbers)} {unit}"
+
+    def brief(self) -> str:
+        """One line, which the comments of the scripts in examples/ repeat."""
+        return (
+            f"{short(self.memory / 1e9)} GB a GPU; a node sends {short(self.sent_by_a_node / 1e9)} GB per step in "
+            f"{short(self.network_seconds)} s, computing takes {short(self.compute_seconds)} s; {self.duration()}"
+        )
+
+
+def short(number: float) -> str:
+    """Two digits, or all before the point: 0.028, 3.1, 48, 603."""
+    return f"{number:.2g}" if number < 10 else f"{number:.0f}"
+
+
+def units_of(model: Transformer) -> list[list[tuple[str, nn.Parameter]]]:
+    """The parameters of each FSDP2 unit as the trainer makes them: each layer, then the others, the root last."""
+    units = [list(module.named_parameters()) for module in (*model.layers, *model.end_units())]
+    elsewhere = {id(p) for unit in units for _, p in unit}
+    return [*units, [(name, p) for name, p in model.named_parameters() if id(p) not in elsewhere]]
+
+
+def shards_of(parameters: list[tuple[str, nn.Parameter]], world_size: int) -> Shards:
+    """One rank's shards as FSDP2 splits them: rows, padded to the same number on every rank."""
+    return tuple(
+        ParameterShard(
+            name,
+            numel=rows_per_rank(p.shape[0], world_size) * math.prod(p.shape[1:]),
+            quantizable=p.dim() >= 2,
+        )
+        for name, p in parameters
+    )
+
+
+def estimate(architecture: Architecture, settings: Settings, vocabulary: int, cluster: Cluster) -> Estimate:
+    """Raises ValueError for what is not estimated: --zero-stage 0, evaluation alone."""
+    training, config = settings.training, settings.zeropp
+    assert training.global_batch_size and training.micro_batch_size and training.seq_length  # by parse_settings
+    if settings.zero.zero_stage == 0:
+        raise ValueError("--zero-stage 0 shards nothing and is not estimated; give 1, 2 or 3")
+    if ranks_per_model_copy(settings.distributed) > 1:
+        raise ValueError("tensor, pipeline and context parallelism are not estimated; leave them out")
+    if settings.distributed.emulate_ranks is not None:
+        raise ValueError("the one process of --emulate-ranks is not estimated; leave it out")
+    if training.skip_train:
+        raise ValueError("with --skip-train there is no training to estimate; leave it out")
+    if config.ranks_per_node not in (None, cluster.ranks_per_node) or config.hpz_partition_size not in (
+        1,
+        cluster.ranks_per_node,
+    ):
+        raise ValueError(
+            f"--ranks-per-node {cluster.ranks_per_node} is not what --zero-ranks-per-node or --zero-hpz-partition-size "
+            "say; make them agree"
+        )
+    if cluster.replicas > 1:
+        check_replicas_on_nodes(cluster.replicas, cluster.world_size, cluster.ranks_per_node)
+    batches = BatchSchedule(
+        training.global_batch_size,
+        training.micro_batch_size,
+        cluster.world_size,
+        training.rampup_batch_size,
+        training.decrease_batch_size_if_needed,
+    )
+    if training.train_samples is not None:
+        samples = training.train_samples
+        steps = batches.total_iterations(samples, 0)
+    else:
+        samples, steps = 0, training.train_iters or 0
+        for _ in range(steps):
+            samples += batches.global_batch_size(samples)
+    model = architecture.build_model(settings.model, vocabulary)
+    units = [shards_of(parameters, cluster.replica_size) for parameters in units_of(model)]
+    micro_batches = batches.num_micro_batches(samples)
+    states, host = _states(settings, config, units, cluster, micro_batches)
+    return Estimate(
+        cluster=cluster,
+        parameters=sum(p.numel() for p in model.parameters()),
+        tokens=samples * training.seq_length,
+        steps=steps,
+        micro_batches=micro_batches,
+        flops_per_token=architecture.flops_per_token(model.config, training.seq_length),
+        states=states,
+        working=_working_memory(architecture, settings, model, units, cluster),
+        host=host,
+        sent_between_nodes=_sent_between_nodes(settings, config, units, len(model.layers), cluster, micro_batches),
+    )
+
+
+def _numel(shards: Shards) -> int:
+    return sum(shard.numel for shard in shards)
+
+
+def _dtypes(settings: Settings) -> tuple[torch.dtype, torch.dtype]:
+    """What weights travel and compute in, and what unquantized gradients travel in."""
+    policy = mixed_precision(settings.precision)
+    return policy.param_dtype or torch.float32, policy.reduce_dtype or torch.float32
+
+
+def _states(
+    settings: Settings, config: ZeroPPConfig, units: list[Shards], cluster: Cluster, micro_batches: int
+) -> tuple[dict[str, int], dict[str, int]]:
+    """What a rank keeps from step to step, gradients and their sums included: on the device, and in host memory."""
+    shard = sum(map(_numel, units))
+    nodes = cluster.nodes
+    weights, gradients = _dtypes(settings)
+    state_tensors = OPTIMIZERS[settings.optimizer.optimizer].state_tensors(settings.optimizer)
+    states: dict[str, int] = {}
+    host: dict[str, int] = {}
+    (host if settings.zero.cpu_offload else states).update(
+        {
+            "parameters, fp32": 4 * shard,
+            "gradients, fp32": 4 * shard,
+            f"{settings.optimizer.optimizer}'s state, fp32": 4 * state_tensors * shard,
+        }
+    )
+    if config.hpz_partition_size > 1 and nodes > 1:
+        copy = weights.itemsize * shard
+        if config.hpz_secondary_dtype == "int8":
+            blocks = (config.weight_bits, config.weight_block_size)
+            copy = sum(wire_format(unit, *blocks, weights).nbytes for unit in units)
+        states[f"hpZ's secondary partition, {config.hpz_secondary_dtype}"] = nodes * copy
+    if config.quantized_gradients and micro_batches > 1:
+        kept = {"fp32": 4 * shard, "bf16": 2 * shard, "int8": sum(map(partial(_int8_sum, config), units))}
+        dtype = config.gradient_sum_dtype
+        where = host if config.offload_gradient_sums else states
+        where[f"gradients of earlier micro-batches, summed within the node, {dtype}"] = nodes * kept[dtype]
+    hops = {"inter": nodes * (nodes > 1)}
+    hops["both"] = hops["inter"] + cluster.world_size * (cluster.ranks_per_node > 1)
+    if config.loco is not None and hops[config.loco.hops]:
+        bits, loco_dtype = ERROR_FORMATS[config.loco.error_dtype]
+        error = sum(wire_format(unit, bits, config.gradient_block_size, loco_dtype).nbytes for unit in units)
+        name, copies = f"LoCo's errors, {config.loco.error_dtype}", 1
+        if config.loco.exact_undo:
+            name, copies = f"{name}, and those before the step", 2
+        states[name] = copies * hops[config.loco.hops] * error
+    if config.gradient_element_scales and nodes > 1:
+        travelled = sum(_gradients_format(config, unit, gradients).nbytes for unit in units)
+        states["elements' scales, int8, and what travelled last"] = 2 * nodes * (shard + travelled)  # to and from nodes
+    if settings.zero.zero_stage < 3:
+        states["all parameters, gathered"] = weights.itemsize * cluster.replica_size * shard
+    if settings.zero.zero_stage == 1 and micro_batches > 1:
+        states["gradients of earlier micro-batches, whole"] = gradients.itemsize * cluster.replica_size * shard
+    return states, host
+
+
+def _int8_sum(config: ZeroPPConfig, unit: Shards) -> int:
+    """Bytes of the sum for one node's shard."""
+    return wire_format(unit, 8, config.gradient_block_size, torch.float32).nbytes
+
+
+def _working_memory(
+    architecture: Architecture, settings: Settings, model: Transformer, units: list[Shards], cluster: Cluster
+) -> dict[str, int]:
+    """About what comes and goes within a step."""
+    weights, gradients = (dtype.itemsize for dtype in _dtypes(settings))
+    layer, *_ = sizes = [cluster.replica_size * _numel(unit) for unit in units]
+    others = sizes[len(model.layers) :]  # they stay gathered
+    gathered = weights * (sum(others) + 2 * layer) if settings.zero.zero_stage == 3 else 0  # this layer and the next
+    return {
+        "gathered weights, gradients on their way": gathered + (weights + gradients) * (max(others) + layer),
+        "activations": _activations(architecture, settings, model, weights),
+    }
+
+
+def _activations(architecture: Architecture, settings: Settings, model: Transformer, itemsize: int) -> int:
+    """What autograd keeps of one micro-batch."""
+    if architecture.activations is None:
+        raise ValueError(f"the architecture {architecture.name} does not say what memory its activations take")
+    activation, num_blocks = settings.activation, len(model.layers)
+    block = architecture.activations(model.config, itemsize)
+    if activation.recompute_granularity is None:
+        per_token = num_blocks * block.everything
+    elif activation.recompute_granularity == "selective":
+        per_token = num_blocks * block.linear_layers + block.everything
+    else:
+        k = activation.recompute_num_layers or 1
+        recomputed = -(-num_blocks // k) if activation.recompute_method == "uniform" else k
+        per_token = recomputed * block.input + (num_blocks - recomputed) * block.everything + block.everything
+    assert settings.training.micro_batch_size and settings.training.seq_length
+    return settings.training.micro_batch_size * settings.training.seq_length * per_token
+
+
+def _weights_format(config: ZeroPPConfig, unit: Shards, dtype: torch.dtype) -> WireFormat:
+    """As a step's weights travel between nodes once their bits have warmed up."""
+    bits = config.weight_bits if config.quantized_weights else None
+    size, scaling = config.weight_block_size, config.weight_scaling
+    if config.hpz_partition_size > 1 and config.weight_difference_bits is not None:
+        bits, size = config.weight_difference_bits, config.weight_difference_block_size
+        scaling = config.weight_difference_scaling
+    return wire_format(unit, bits, size, dtype, scaling, SCALE_DTYPES[config.scale_dtype])
+
+
+def _gradients_format(config: ZeroPPConfig, unit: Shards, dtype: torch.dtype) -> WireFormat:
+    """As a step's gradients travel between nodes once their bits have warmed up."""
+    bits, size, scaling = config.gradient_bits, config.gradient_block_size, config.gradient_scaling
+    return wire_format(unit, bits, size, config.sums_dtype(dtype), scaling, SCALE_DTYPES[config.scale_dtype])
+
+
+def _sent_between_nodes(
+    settings: Settings,
+    config: ZeroPPConfig,
+    units: list[Shards],
+    num_layers: int,
+    cluster: Cluster,
+    micro_batches: int,
+) -> dict[str, int]:
+    """Bytes that all ranks send to other nodes in one step, as ``megatron_zpp.zeropp.traffic`` counts them."""
+    if cluster.nodes == 1:
+        return {"weights": 0, "gradients": 0}
+    weights, gradients = _dtypes(settings)
+    # Times a shard: only the last rank of a node sends to another one, and none where nodes hold whole replicas.
+    ring = cluster.nodes * (cluster.replica_size - 1) * (cluster.replica_size > cluster.ranks_per_node)
+    pairs = cluster.world_size * (cluster.nodes - 1)
+    stage, sent = settings.zero.zero_stage, {"weights": 0, "gradients": 0}
+    for i, unit in enumerate(units):
+        is_plain = not config.quantized_weights and config.hpz_partition_size == 1  # FSDP2's own gather
+        shard = weights.itemsize * _numel(unit) if is_plain else _weights_format(config, unit, weights).nbytes
+        if config.hpz_partition_size > 1:
+            sent["weights"] += pairs * shard
+        else:
+            # Layers are gathered for each forward and backward pass, the others stay gathered between the two.
+            gathers = (2 if i < num_layers else 1) * micro_batches if stage == 3 else 1
+            sent["weights"] += gathers * ring * shard
+        if config.quantized_gradients:
+            sent["gradients"] += pairs * _gradients_format(config, unit, gradients).nbytes
+        else:
+            reductions = micro_batches if stage >= 2 else 1
+            sent["gradients"] += cluster.ring_passes * reductions * ring * gradients.itemsize * _numel(unit)
+        if cluster.replicas > 1:
+            # A ring for each shard of a replica; of a node's replicas, only the last one sends to another node.
+            senders = min(cluster.world_size, cluster.nodes * cluster.replica_size)
+            piece = math.ceil(gradients.itemsize * _numel(unit) / cluster.replicas)
+            sent["gradients"] += senders * 2 * (cluster.replicas - 1) * piece
+    return sent
+
+
+def memory_and_traffic(found: Estimate) -> list[str]:
+    """What a rank keeps and a node sends, in lines."""
+    nodes = found.cluster.nodes
+    lines = ["memory of a GPU, GB"]
+    memory = [*found.states.items(), *((f"{name} (about)", size) for name, size in found.working.items())]
+    lines += [f"  {size / 1e9:9.3g}  {name}" for name, size in [*memory, ("in all", found.memory)]]
+    if found.host:
+        lines += ["", "host memory for each GPU, GB"]
+        lines += [f"  {size / 1e9:9.3g}  {name}" for name, size in found.host.items()]
+    lines += ["", "sent to other nodes per step by each node, GB"]
+    lines += [f"  {size / nodes / 1e9:9.3g}  {name}" for name, size in found.sent_between_nodes.items()]
+    lines += [f"  {found.sent_by_a_node / found.parameters:9.3g}  bytes for each parameter of the model"]
+    return lines
