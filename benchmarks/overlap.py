@@ -158,6 +158,7 @@ def train(flags: list[str]) -> None:
 
     from megatron_zpp.architectures import GPT
     from megatron_zpp.models.transformer import Transformer
+    from megatron_zpp.parallel.distributed import leave
     from megatron_zpp.training import pretrain, step
     from megatron_zpp.zeropp.traffic import Traffic
 
@@ -213,6 +214,7 @@ def train(flags: list[str]) -> None:
             "gradient_bytes": RANKS_PER_NODE * steady["gradients"],
         }
         print(PARTS + json.dumps(parts), flush=True)
+    leave(0)  # gloo's threads may abort a process that ends otherwise
 
 
 def append(row: dict[str, Any]) -> None:

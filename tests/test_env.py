@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 
+import pytest
 import torch
 
 from megatron_zpp.zeropp import kernels
@@ -21,6 +22,7 @@ def test_it_reports_versions_devices_and_the_path_of_each_operator():
     assert all("compiled" in lines[f"{operator} on cpu"] for operator in kernels.OPERATORS)
 
 
+@pytest.mark.long
 def test_it_says_why_plain_torch_runs(tmp_path):
     lines = dict(line.split("  ", 1) for line in run_env(ZEROPP_KERNELS="off").splitlines())
     assert "plain torch: switched off by ZEROPP_KERNELS=off" in lines["encode on cpu"]

@@ -86,7 +86,7 @@ class Architecture:
         )
         return dict(self.presets[name])
 
-    def check_parallel(self, model: ModelSettings, distributed: DistributedSettings) -> None:
+    def check_parallel(self, distributed: DistributedSettings) -> None:
         """Raise SettingsError for a kind of parallelism that this model has no description for."""
         described = {
             "--tensor-model-parallel-size": (distributed.tensor_model_parallel_size, self.tensor_parallel_plan),
@@ -96,8 +96,6 @@ class Architecture:
         for flag, (size, description) in described.items():
             if size > 1 and description is None:
                 raise SettingsError(f"{flag} {size}: the architecture {self.name} does not support it; leave it out")
-            if size > 1 and model.num_experts is not None and flag == "--tensor-model-parallel-size":
-                raise SettingsError(f"{flag} {size} does not work with --num-experts yet: leave one out")
 
     def huggingface_model(self, config: Config) -> HuggingFaceMapping:
         """The model of transformers that ``config`` is. Raises ValueError that says why it is none."""

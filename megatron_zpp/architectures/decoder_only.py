@@ -160,6 +160,10 @@ def _check_experts(model: ModelSettings) -> None:
         "--moe-router-pre-softmax is about softmax; leave it out with --moe-router-score-function sigmoid",
     )
     require(
+        not (model.moe_router_enable_expert_bias and model.moe_router_score_function == "softmax"),
+        "--moe-router-enable-expert-bias needs --moe-router-score-function sigmoid: give it too",
+    )
+    require(
         not (model.moe_aux_loss_coeff and model.moe_router_load_balancing_type == "none"),
         f"--moe-aux-loss-coeff {model.moe_aux_loss_coeff:g} and --moe-router-load-balancing-type none exclude each "
         "other; give one",
@@ -198,6 +202,7 @@ def _experts(model: ModelSettings) -> MoEConfig | None:
         z_loss_coeff=model.moe_z_loss_coeff,
         expert_capacity_factor=model.moe_expert_capacity_factor,
         shared_expert_size=model.moe_shared_expert_intermediate_size,
+        bias_update_rate=model.moe_router_bias_update_rate if model.moe_router_enable_expert_bias else None,
     )
 
 
@@ -316,7 +321,10 @@ def _flags_of_experts(moe: MoEConfig, layer_freq: int) -> list[str]:
         "--moe-expert-capacity-factor": moe.expert_capacity_factor,
         "--moe-shared-expert-intermediate-size": moe.shared_expert_size,
     }
+    if moe.bias_update_rate is not None:
+        flags["--moe-router-bias-update-rate"] = moe.bias_update_rate
     words = [word for flag, value in flags.items() if value is not None for word in (flag, str(value))]
+    words += ["--moe-router-enable-expert-bias"] if moe.bias_update_rate is not None else []
     return [*words, "--moe-router-pre-softmax"] if moe.router_pre_softmax else words
 
 

@@ -37,7 +37,6 @@ _ATTENTION = "attention is torch's scaled_dot_product_attention, which picks the
 _COMMUNICATION = "FSDP2 overlaps its communication with computation"
 _NO_SUCH_FUSION = "no hand-written fused kernel is used"
 _EACH_ITS_PART = "each rank always saves and loads its own part, and any number of ranks loads it"
-_ALL_EXPERTS = "each rank has all experts"
 _ONE_FORMAT = "checkpoints have one format, safetensors files with a JSON index, which any number of ranks loads"
 _NO_FP8 = "matrix products are computed in bf16 or fp16: there is no fp8"
 _NOT_LOGGED = "times of single operations are not logged"
@@ -133,10 +132,12 @@ NOT_NEEDED: dict[str, NotNeeded] = {
     **_same(
         "backward passes are split so that the step's result is that of an unsplit one", "--enable-zbh1-exact-semantics"
     ),
-    "--expert-model-parallel-size": NotNeeded(_ALL_EXPERTS, ("1",)),
-    "--expert-tensor-parallel-size": NotNeeded(_ALL_EXPERTS, ("1",)),
-    "--moe-expert-parallel-size": NotNeeded(_ALL_EXPERTS, ("1",)),
-    "--moe-token-dispatcher-type": NotNeeded(_ALL_EXPERTS, ("allgather", "alltoall", "alltoall_seq", "flex")),
+    "--expert-tensor-parallel-size": NotNeeded(
+        "tensor-parallel ranks divide experts, each of which stays whole", ("1",)
+    ),
+    "--moe-token-dispatcher-type": NotNeeded(
+        "tokens travel by an all-to-all wherever experts are divided", ("allgather", "alltoall", "alltoall_seq", "flex")
+    ),
     **_same("the products of a layer's experts are one grouped operation", "--moe-grouped-gemm"),
     **_same("tokens are sorted by expert in plain PyTorch", "--moe-permute-fusion"),
     **_same("experts are sharded as all other parameters", "--create-moe-param-group"),
@@ -223,8 +224,6 @@ REFUSED: dict[str, str] = {
     # Models that do not exist here
     **_refused(
         "the balancing loss (--moe-aux-loss-coeff) spreads tokens over experts; leave it out",
-        "--moe-router-enable-expert-bias",
-        "--moe-router-bias-update-rate",
         "--moe-input-jitter-eps",
     ),
     **_refused(

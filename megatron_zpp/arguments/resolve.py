@@ -13,6 +13,7 @@ from typing import Any
 from megatron_zpp.architectures import Architecture
 from megatron_zpp.arguments.check_zero import check_zero
 from megatron_zpp.arguments.resolve_parallel import (
+    check_expert_parallel,
     check_parallel,
     check_tensor_parallel,
     data_parallel_size,
@@ -53,7 +54,7 @@ def resolve(
     """
     mistakes, distributed, training = Mistakes(), settings.distributed, settings.training
     with mistakes.collected():
-        architecture.check_parallel(settings.model, distributed)
+        architecture.check_parallel(distributed)
     with mistakes.collected():
         check_parallel(distributed, settings.zero.zero_stage, training.seq_length, world_size)
     with mistakes.collected():
@@ -89,6 +90,8 @@ def resolve(
         _check_curriculum(settings)
     with mistakes.collected():
         check_tensor_parallel(distributed, model, training.seq_length, activation.compile)
+    with mistakes.collected():
+        check_expert_parallel(settings, dp_size * distributed.context_parallel_size)
     with mistakes.collected():
         require(
             not (settings.zero.cpu_offload and settings.optimizer.use_apex),

@@ -184,6 +184,39 @@ def check_tensor_parallel(
     )
 
 
+def check_expert_parallel(settings: Settings, fsdp_size: int) -> None:
+    """Raise SettingsError unless experts can be divided among the ranks, ``fsdp_size`` of which shard a model."""
+    distributed, experts = settings.distributed, settings.model.num_experts
+    size, tp_size = distributed.expert_model_parallel_size, distributed.tensor_model_parallel_size
+    given = f"--expert-model-parallel-size {size}"
+    if size > 1:
+        require(
+            fsdp_size % size == 0,
+            f"{given} does not divide the {fsdp_size} rank(s) that have different samples or parts of them; choose one "
+            f"of {', '.join(map(str, divisors(fsdp_size)))}",
+        )
+        require(settings.zero.zero_stage >= 1, f"{given} needs --zero-stage 1, 2 or 3: stage 0 replicates experts")
+        require(
+            distributed.num_distributed_optimizer_instances == 1,
+            f"{given} does not work with --num-distributed-optimizer-instances (HSDP): leave one out",
+        )
+        require(distributed.emulate_ranks is None, f"{given} cannot be emulated; leave --emulate-ranks or it out")
+        require(not settings.activation.compile, f"--compile does not see tokens that travel: leave it or {given} out")
+        per_node = settings.zeropp.ranks_per_node or settings.zeropp.hpz_partition_size
+        require(
+            per_node == 1 or per_node % size == 0 or size % per_node == 0,
+            f"{given} and nodes of {per_node} data-parallel ranks: one must be a multiple of the other",
+        )
+    if experts is not None:
+        parts = size * tp_size
+        require(
+            experts % parts == 0,
+            f"--num-experts {experts} cannot be divided evenly among --expert-model-parallel-size {size} * "
+            f"--tensor-model-parallel-size {tp_size} = {parts} rank(s); choose sizes whose product is one of "
+            f"{', '.join(map(str, divisors(experts)))}",
+        )
+
+
 def check_vocabulary(distributed: DistributedSettings, padded_size: int, multiple: int) -> None:
     """Raise SettingsError unless the vocabulary, padded to ``multiple``, can be sharded over the tensor-parallel ranks.
 

@@ -25,6 +25,7 @@ TRANSLATED: dict[str, str | dict[str, str]] = {
         "optim_grads_params": "--zero-stage 3",
     },
     "--use-rotary-position-embeddings": "--position-embedding-type rope",
+    "--moe-expert-parallel-size": "--expert-model-parallel-size {}",
     "--topk": "--moe-router-topk {}",
     "--moe-loss-coeff": "--moe-aux-loss-coeff {}",
     "--moe-train-capacity-factor": "--moe-expert-capacity-factor {}",

@@ -36,6 +36,8 @@ class TrainingReport:
     eta_seconds: float | None = None
     bytes_between_nodes: float | None = None  # sent per step, all ranks
     bytes_within_nodes: float | None = None
+    token_bytes_between_nodes: float | None = None  # of tokens that travel to experts, beside those
+    token_bytes_within_nodes: float | None = None
     quantization_errors: Mapping[str, float] = field(default_factory=dict)  # of ZeroPP.quantization_errors
 
 
@@ -67,6 +69,8 @@ def format_training_line(report: TrainingReport, now: datetime | None = None) ->
         None if r.eta_seconds is None else f"ETA: {format_duration(r.eta_seconds)}",
         _field("sent between nodes per step (MB): {:.3f}", r.bytes_between_nodes, factor=1e-6),
         _field("sent within nodes per step (MB): {:.3f}", r.bytes_within_nodes, factor=1e-6),
+        _field("tokens sent between nodes per step (MB): {:.3f}", r.token_bytes_between_nodes, factor=1e-6),
+        _field("tokens sent within nodes per step (MB): {:.3f}", r.token_bytes_within_nodes, factor=1e-6),
         *(_field(f"error of {hop}: {{:.4f}}", r.quantization_errors.get(f"error/{hop}")) for hop in HOPS),
     ]
     return f" [{now:%Y-%m-%d %H:%M:%S.%f}] " + " ".join(f"{field} |" for field in fields if field is not None)

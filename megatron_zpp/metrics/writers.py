@@ -28,6 +28,8 @@ def training_metrics(report: TrainingReport, settings: LoggingSettings) -> dict[
         "tokens-per-second": r.tokens_per_second,
         "comm/bytes-between-nodes": r.bytes_between_nodes,
         "comm/bytes-within-nodes": r.bytes_within_nodes,
+        "comm/token-bytes-between-nodes": r.token_bytes_between_nodes,
+        "comm/token-bytes-within-nodes": r.token_bytes_within_nodes,
         **{f"comm/{name}": value for name, value in r.quantization_errors.items()},
     }
     if settings.log_timers_to_tensorboard:

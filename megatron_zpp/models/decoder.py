@@ -6,6 +6,7 @@ Modules and parameters have Megatron's names. Weights are garbage until ``init_w
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -22,7 +23,7 @@ from .layers import (
     head_size,
     losses_or_logits,
 )
-from .moe import MoE, MoEConfig, Routed, auxiliary_losses, observations
+from .moe import MoE, MoEConfig, Routed, auxiliary_losses, finish_step, observations
 from .rotary import frequencies, rotary_table, scaled_as_llama3, scaled_as_yarn, yarn_magnitude
 from .transformer import ModelOutput, Transformer
 
@@ -245,6 +246,9 @@ class Decoder(Transformer):
             return x
         observed = observations(of_experts, config.moe, len(config.layers_with_experts))
         return ModelOutput(x, auxiliary_losses(of_experts, config.moe), observed)
+
+    def finish_step(self, moved: bool, add_up: Callable[[Tensor], None]) -> None:
+        finish_step([layer.mlp for layer in self.layers if isinstance(layer.mlp, MoE)], moved, add_up)
 
     def embed(self, tokens: Tensor, position_ids: Tensor | None) -> Tensor:
         """``tokens`` int64 [B, S] -> [B, S, H]."""

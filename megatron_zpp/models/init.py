@@ -25,13 +25,15 @@ BLOCK_ELEMENTS = 2**20
 
 @torch.no_grad()
 def init_weights(model: Transformer, seed: int, std_of: Callable[[str, Any], float] | None = None) -> None:
-    """Fill every parameter in place; plain tensors and DTensors alike.
+    """Fill every parameter in place; plain tensors and DTensors alike. Buffers begin at 0.
 
     Norms multiply by 1, biases are 0, other weights normal with mean 0. ``std_of`` gives the standard deviation of a
     weight by its name and the model's config; default ``initial_std``.
     Raises ValueError for a model that is still on the meta device.
     """
     std_of = std_of or initial_std
+    for buffer in model.buffers():
+        buffer.zero_()
     kept_less_1 = {f"{n}.weight" for n, m in model.named_modules() if isinstance(m, (LayerNorm1p, RMSNorm1p))}
     for name, parameter in model.named_parameters():
         if parameter.is_meta:

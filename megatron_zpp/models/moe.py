@@ -7,13 +7,15 @@ the z-loss of ST-MoE (Zoph et al., arXiv 2202.08906). T tokens are B * S; expert
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 
 @dataclass(frozen=True)
@@ -30,6 +32,7 @@ class MoEConfig:
     z_loss_coeff: float = 0.0
     expert_capacity_factor: float | None = None  # an expert takes so many times its even share of tokens; None = all
     shared_expert_size: int | None = None  # width of an expert that has all tokens
+    bias_update_rate: float | None = None  # of biases for the choice of experts, which follow their load; None: none
 
     def __post_init__(self) -> None:
         """Raises ValueError for what cannot be built."""
@@ -39,6 +42,8 @@ class MoEConfig:
             raise ValueError(f"score_function is {self.score_function!r}; choose softmax or sigmoid")
         if self.router_pre_softmax and self.score_function == "sigmoid":
             raise ValueError("router_pre_softmax is about softmax, and score_function is sigmoid")
+        if self.bias_update_rate is not None and self.score_function == "softmax":
+            raise ValueError("bias_update_rate moves biases of sigmoid scores, and score_function is softmax")
         if self.expert_capacity_factor is not None and self.expert_capacity_factor <= 0:
             raise ValueError(f"expert_capacity_factor is {self.expert_capacity_factor}; it must be above 0")
 
@@ -57,7 +62,7 @@ class Routed(NamedTuple):
 
     balancing_loss: Tensor  # coefficients included
     z_loss: Tensor
-    load: Tensor  # int64 [E]: tokens that chose each expert
+    load: Tensor  # int64 [E]: tokens that chose each expert, over all parts of the samples
     dropped: Tensor  # choices that an expert had no room for, of T * k
     entropy: Tensor  # of a token's scores, mean over the tokens; log E where the router knows no difference
 
@@ -81,11 +86,10 @@ def route(logits: Tensor, config: MoEConfig, bias: Tensor | None = None) -> Rout
     return Routing(experts, weights * config.topk_scaling_factor, scores, load)
 
 
-def balancing_loss(routing: Routing) -> Tensor:
+def balancing_loss(scores: Tensor, load: Tensor) -> Tensor:
     """E * sum over experts of (share of the choices) * (mean score): 1 where both are even (Switch, equation 4)."""
-    tokens, num_experts = routing.scores.shape
-    chosen = routing.load.float() / routing.experts.numel()
-    return num_experts * (chosen * routing.scores.sum(dim=0) / max(tokens, 1)).sum()
+    tokens, num_experts = scores.shape
+    return num_experts * (load.float() / load.sum() * scores.sum(dim=0) / max(tokens, 1)).sum()
 
 
 def z_loss(logits: Tensor) -> Tensor:
@@ -106,7 +110,8 @@ class GroupedLinear(nn.Module):
 
     def forward(self, x: Tensor, stops: Tensor) -> Tensor:
         """``x`` [R, in], ``stops`` int32 [E], the row after each layer's last -> [R, out]."""
-        weight = self.weight.unflatten(0, (-1, self.out_features))  # [E, out, in]
+        weight = self.weight.to_local() if isinstance(self.weight, DTensor) else self.weight  # those that are here
+        weight = weight.unflatten(0, (-1, self.out_features))  # [E, out, in]
         if x.dtype == torch.bfloat16:  # what torch has on every device
             return F.grouped_mm(x, weight.transpose(1, 2), offs=stops)
         rows = stops.diff(prepend=stops.new_zeros(1)).tolist()
@@ -135,43 +140,89 @@ class Experts(nn.Module):
         return self.linear_fc2(hidden, stops)
 
 
+def run_experts(experts: Experts, rows: Tensor, counts: Tensor) -> Tensor:
+    """``rows`` [R, H] sorted by expert, of which expert e has ``counts[e]``, int64 [E] -> [R, H]."""
+    return experts(rows, counts.cumsum(0).int())
+
+
+class Router(nn.Linear):
+    """Scores of tokens for experts, in fp32: 16 bits would change the choice."""
+
+    def __init__(self, hidden_size: int, num_experts: int) -> None:
+        super().__init__(hidden_size, num_experts, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``x`` [T, H] -> fp32 [T, E]."""
+        return F.linear(x.float(), self.weight.float())
+
+
 class MoE(nn.Module):
     """The router, its experts, and the expert that has all tokens, if there is one."""
 
     def __init__(self, config: MoEConfig, hidden_size: int, swiglu: bool, shared_expert: nn.Module | None) -> None:
         super().__init__()
         self.config = config
-        self.router = nn.Linear(hidden_size, config.num_experts, bias=False)
+        self.router = Router(hidden_size, config.num_experts)
         self.experts = Experts(config, hidden_size, swiglu)
         self.shared_expert = shared_expert
+        if config.bias_update_rate is not None:
+            self.register_buffer("expert_bias", torch.zeros(config.num_experts))
+            self.register_buffer("chosen", torch.zeros(config.num_experts), persistent=False)  # in this step so far
+        self.run_experts = run_experts  # parallel.experts has another one
+        self.sample_group: dist.ProcessGroup | None = None  # the ranks with the other parts of the same samples
 
     def forward(self, x: Tensor) -> tuple[Tensor, Routed]:
         """``x`` [B, S, H] -> [B, S, H]."""
         config, tokens = self.config, x.flatten(0, -2)  # [T, H]
-        logits = F.linear(tokens.float(), self.router.weight.float())  # [T, E]; 16 bit would change the choice
-        routing = route(logits, config)
-        experts = routing.experts.flatten()  # [T * k]
-        order, stops, dropped = sorted_by_expert(routing, config)
-        out = self.experts(tokens[order // config.router_topk], stops)  # [R, H]
+        logits = self.router(tokens)  # [T, E]
+        routing = route(logits, config, self.expert_bias if config.bias_update_rate is not None else None)
+        if config.bias_update_rate is not None and self.training:
+            self.chosen += routing.load  # recomputation counts all of a layer's tokens twice, which changes no sign
+        order, counts, dropped = sorted_by_expert(routing, config)
+        out = self.run_experts(self.experts, tokens[order // config.router_topk], counts)  # [R, H]
         # In the order of tokens again, so that each token's sum has one order, whatever the device does.
         weights = routing.weights.flatten()[order].unsqueeze(-1).to(out.dtype)
-        placed = torch.zeros(experts.numel(), out.size(-1), dtype=out.dtype, device=out.device)
+        placed = torch.zeros(routing.experts.numel(), out.size(-1), dtype=out.dtype, device=out.device)
         placed = placed.index_copy(0, order, out * weights)
+        load = routing.load
+        if self.sample_group is not None:
+            load = load.clone()
+            dist.all_reduce(load, group=self.sample_group)
         y = placed.unflatten(0, (-1, config.router_topk)).sum(dim=1).view_as(x)
         if self.shared_expert is not None:
             y = y + self.shared_expert(x)
         routed = Routed(
-            balancing_loss=config.aux_loss_coeff * balancing_loss(routing),
+            balancing_loss=config.aux_loss_coeff * balancing_loss(routing.scores, load),
             z_loss=config.z_loss_coeff * z_loss(logits),
-            load=routing.load,
+            load=load,
             dropped=dropped,
             entropy=torch.special.entr(routing.scores.detach()).sum(dim=-1).mean(),
         )
         return y, routed
 
 
+@torch.no_grad()
+def finish_step(layers: Sequence[MoE], moved: bool, add_up: Callable[[Tensor], None]) -> None:
+    """Raise the biases of experts that had less than their share of a step's tokens, and lower the others'.
+
+    By ``bias_update_rate``, and so that no gradient is needed to balance them (Wang et al., arXiv 2408.15664, algorithm
+    1). moved: whether the step took place; else its tokens are forgotten. add_up: sums a tensor over all data-parallel
+    ranks, in place.
+    """
+    if not layers or (rate := layers[0].config.bias_update_rate) is None:
+        return
+    chosen = torch.stack([layer.chosen for layer in layers])  # [layers, E]
+    if moved:
+        add_up(chosen)
+        steps = rate * (chosen.mean(dim=1, keepdim=True) - chosen).sign()
+    for i, layer in enumerate(layers):
+        if moved:
+            layer.expert_bias += steps[i]
+        layer.chosen.zero_()
+
+
 def sorted_by_expert(routing: Routing, config: MoEConfig) -> tuple[Tensor, Tensor, Tensor]:
-    """Choices of T * k by expert: which ones, int64 [R]; where each expert's stop, int32 [E]; how many were dropped.
+    """Choices of T * k by expert: which ones, int64 [R]; how many of each expert, int64 [E]; how many were dropped.
 
     With a capacity an expert drops the tokens that weigh least.
     """
@@ -188,7 +239,7 @@ def sorted_by_expert(routing: Routing, config: MoEConfig) -> tuple[Tensor, Tenso
         place = torch.arange(order.numel(), device=order.device) - begins[experts[order]]  # in its expert's queue
         order = order[place < capacity]
         kept = routing.load.clamp(max=capacity)
-    return order, kept.cumsum(0).int(), experts.numel() - kept.sum()
+    return order, kept, experts.numel() - kept.sum()
 
 
 def auxiliary_losses(layers: Sequence[Routed], config: MoEConfig) -> dict[str, Tensor]:

@@ -45,6 +45,12 @@ class Transformer(nn.Module):
         ends = (self._modules.get(name) for name in self.ends)
         return [end for end in ends if end is not None]
 
+    def finish_step(self, moved: bool, add_up: Callable[[Tensor], None]) -> None:
+        """What a model does of its own after an optimizer step, or, not ``moved``, after one that was left out.
+
+        ``add_up`` sums a tensor over all data-parallel ranks, in place; every rank must ask for the same ones.
+        """
+
 
 class ModelOutput(NamedTuple):
     """What a forward pass with labels returns, where there is more than the tokens' losses."""

@@ -27,6 +27,8 @@ def scale_gradients(parameters: Sequence[Tensor], factor: float | Tensor) -> Non
     tokens."""
     gradients = [local_part(parameter.grad) for parameter in parameters if parameter.grad is not None]
     if gradients and (isinstance(factor, Tensor) or factor != 1.0):
+        if isinstance(factor, Tensor):
+            factor = factor.to(gradients[0].device)  # offloaded gradients are in host memory
         torch._foreach_mul_(gradients, factor)
 
 
@@ -47,7 +49,8 @@ def clip_gradients(
         .float()
     )
     if max_norm > 0:
-        torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, torch.where(norm.isfinite(), norm, 0.0))
+        factor = max_norm / (torch.where(norm.isfinite(), norm, 0.0) + 1e-6)  # as torch.nn.utils.clip_grad_norm_
+        scale_gradients(parameters, factor.clamp(max=1.0))
     return norm
 
 

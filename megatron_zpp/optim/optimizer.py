@@ -6,13 +6,15 @@ Parameters are fp32 masters (FSDP2 casts copies of them for computing), so no se
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from megatron_zpp.optim.gradients import local_part
 from megatron_zpp.settings.groups import OptimizerSettings
@@ -64,7 +66,7 @@ def build_optimizer(model: nn.Module, settings: OptimizerSettings) -> torch.opti
     Two parameter groups, by Megatron's rule: no weight decay on biases and 1-D parameters (norms), decay on everything
     else, embeddings included. With ``decoupled_lr`` word embeddings and output layer are a third.
     ``set_lr_and_weight_decay`` moves all along the schedule. AdamW's weight decay is decoupled; SGD's is torch's, an L2
-    term in the gradient.
+    term in the gradient. Each group is divided further by the ranks that share its parameters.
 
     Args:
         model: already sharded; its parameters keep their identity afterwards.
@@ -112,10 +114,18 @@ def _parameter_groups(model: nn.Module, decouples: bool) -> list[dict[str, Any]]
             decay.append(parameter)
     groups = [dict(params=decay, decays=True), dict(params=no_decay, decays=False, weight_decay=0.0)]
     groups.append(dict(params=decoupled, decays=True, decoupled=True))
-    groups = [group for group in groups if group["params"]]
-    if not groups:
+    if not any(group["params"] for group in groups):
         raise ValueError("the model has no trainable parameter")
-    return groups
+    return [{**group, "params": part} for group in groups for part in _by_mesh(group["params"])]
+
+
+def _by_mesh(parameters: Sequence[nn.Parameter]) -> Iterable[list[nn.Parameter]]:
+    """Torch's fused kernels take DTensors of one mesh at a time; experts may have one of their own."""
+    parts: dict[DeviceMesh | None, list[nn.Parameter]] = {}
+    for parameter in parameters:
+        mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
+        parts.setdefault(mesh, []).append(parameter)
+    return parts.values()
 
 
 def _apex_optimizer(

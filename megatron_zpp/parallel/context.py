@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from megatron_zpp.models.layers import SelfAttention, attention, takes_variable_lengths, whole_rows
+from megatron_zpp.models.moe import MoE
 from megatron_zpp.models.transformer import Transformer
 
 
@@ -55,6 +56,8 @@ def apply_context_parallel(model: Transformer, mesh: DeviceMesh) -> None:
     for module in model.modules():
         if isinstance(module, SelfAttention):
             module.attention = context.attention  # type: ignore[assignment]
+        elif isinstance(module, MoE):
+            module.sample_group = mesh.get_group()
 
 
 @dataclass(frozen=True)

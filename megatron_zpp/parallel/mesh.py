@@ -44,10 +44,14 @@ class Mesh:
     # What fully_shard gets: fsdp, which holds one model; or [replicate, shard] (HSDP), each row of which holds one.
     sharding: DeviceMesh
     emulated_ranks: int = 1  # data-parallel ranks that this process computes for, if it is the only one
+    # The ranks of fsdp as [expert_fsdp, ep]: in a row each has other experts, in a column all share the same.
+    # None: all ranks share all experts.
+    of_experts: DeviceMesh | None = None
 
     def sizes(self) -> dict[str, int]:
         """Ranks along each axis, emulated ones included."""
-        return {axis: self.grid[axis].size() * (self.emulated_ranks if axis == "dp" else 1) for axis in AXES}
+        sizes = {axis: self.grid[axis].size() * (self.emulated_ranks if axis == "dp" else 1) for axis in AXES}
+        return sizes | ({"ep": self.ep_size} if self.ep_size > 1 else {})
 
     @property
     def pp(self) -> DeviceMesh:
@@ -63,6 +67,18 @@ class Mesh:
     def tp(self) -> DeviceMesh:
         """The ranks with the other parts of this rank's layers."""
         return self.grid["tp"]
+
+    @property
+    def ep(self) -> DeviceMesh:
+        """The ranks with other samples, and the other experts of this rank's layers."""
+        assert self.of_experts is not None
+        return self.of_experts["ep"]
+
+    @property
+    def expert_fsdp(self) -> DeviceMesh:
+        """The ranks over which FSDP shards this rank's experts."""
+        assert self.of_experts is not None
+        return self.of_experts["expert_fsdp"]
 
     def tensor_parallel_group(self) -> dist.ProcessGroup | None:
         """The ranks with the other parts of this rank's layers; None if it has them whole."""
@@ -90,6 +106,10 @@ class Mesh:
         return self.tp.size()
 
     @property
+    def ep_size(self) -> int:
+        return 1 if self.of_experts is None else self.ep.size()
+
+    @property
     def pp_rank(self) -> int:
         return self.grid.get_local_rank("pp")
 
@@ -108,12 +128,17 @@ class Mesh:
 
 
 def build_mesh(
-    device_type: str, sizes: Mapping[str, int] | None = None, emulated_ranks: int = 1, replicas: int = 1
+    device_type: str,
+    sizes: Mapping[str, int] | None = None,
+    emulated_ranks: int = 1,
+    replicas: int = 1,
+    expert_parallel: int = 1,
 ) -> Mesh:
     """Divide all ranks of the default process group, whose number must be a multiple of the product. Collective.
 
     sizes: of ``model_parallel_sizes``; an axis that is not in it has size 1, and dp what is left.
     replicas: groups of ranks that each hold the whole of what FSDP shards; a divisor of the ranks of ``Mesh.fsdp``.
+    expert_parallel: consecutive ranks of ``Mesh.fsdp``, among which experts are divided; a divisor of them, too.
     """
     sizes = dict.fromkeys(AXES, 1) | dict(sizes or {})
     sizes["dp"] = dist.get_world_size() // math.prod(size for axis, size in sizes.items() if axis != "dp")
@@ -121,4 +146,7 @@ def build_mesh(
     fsdp = sharding = grid[SHARDED_AXES]._flatten("fsdp")
     if replicas > 1:
         sharding = fsdp._unflatten(0, (replicas, fsdp.size() // replicas), ("replicate", "shard"))
-    return Mesh(grid, fsdp, sharding, emulated_ranks)
+    of_experts = None
+    if expert_parallel > 1:
+        of_experts = fsdp._unflatten(0, (fsdp.size() // expert_parallel, expert_parallel), ("expert_fsdp", "ep"))
+    return Mesh(grid, fsdp, sharding, emulated_ranks, of_experts)

@@ -15,13 +15,17 @@ from torch.distributed.tensor.parallel import (
 )
 
 from megatron_zpp.models.decoder import DecoderConfig
+from megatron_zpp.parallel.experts import WholeTokens
 from megatron_zpp.parallel.tensor import Replicated, ShardedRows, norm_style
 
 Plan = dict[str, ParallelStyle]
 
 
 def decoder_plan(config: DecoderConfig, sequence_parallel: bool) -> Plan:
-    """Of ``models.decoder.Decoder``: attention by heads, the MLP by its channels, the vocabulary by its rows."""
+    """Of ``models.decoder.Decoder``: attention by heads, MLPs by their channels, the vocabulary by its rows.
+
+    Experts are divided by ``parallel.experts``; the plan is about what is around them.
+    """
     # How the tensor-parallel ranks hold activations [B, S, H] between linear layers.
     between: Placement = Shard(1) if sequence_parallel else Replicate()
     norm = norm_style(sequence_parallel)
@@ -31,7 +35,6 @@ def decoder_plan(config: DecoderConfig, sequence_parallel: bool) -> Plan:
         "layers.*.self_attention.linear_qkv": ColwiseParallel(input_layouts=between),
         "layers.*.self_attention.linear_proj": RowwiseParallel(output_layouts=between),
         "layers.*.pre_mlp_norm": norm,
-        "layers.*.mlp.linear_fc2": RowwiseParallel(output_layouts=between),
         "final_norm": norm,
     }
     if config.position_embedding_type == "learned_absolute":
@@ -40,12 +43,27 @@ def decoder_plan(config: DecoderConfig, sequence_parallel: bool) -> Plan:
         # Each rank norms its own heads [B, S, heads, head_dim] with the same weight.
         of_heads = SequenceParallel(sequence_dim=2, use_local_output=True)
         plan |= {"layers.*.self_attention.q_layernorm": of_heads, "layers.*.self_attention.k_layernorm": of_heads}
-    if config.swiglu:
-        # Gathered once for both linear layers.
-        plan["layers.*.mlp"] = PrepareModuleInput(input_layouts=between, desired_input_layouts=Replicate())
-        plan |= {"layers.*.mlp.linear_fc1_gate": ColwiseParallel(), "layers.*.mlp.linear_fc1_up": ColwiseParallel()}
-    else:
-        plan["layers.*.mlp.linear_fc1"] = ColwiseParallel(input_layouts=between)
+    for layer in range(config.num_layers):
+        mlp = f"layers.{layer}.mlp"
+        if layer not in config.layers_with_experts:
+            plan |= _mlp_plan(mlp, config.swiglu, between)
+            continue
+        plan |= {mlp: WholeTokens(between), f"{mlp}.router": Replicated(use_local_output=True)}
+        assert config.moe is not None
+        if config.moe.shared_expert_size is not None:
+            plan |= _mlp_plan(f"{mlp}.shared_expert", config.swiglu, Replicate())
     if not config.tie_embeddings:
         plan["output_layer"] = ShardedRows()
+    return plan
+
+
+def _mlp_plan(mlp: str, swiglu: bool, between: Placement) -> Plan:
+    """Of an MLP by its channels. ``between``: how the ranks hold what goes in and comes out."""
+    plan: Plan = {f"{mlp}.linear_fc2": RowwiseParallel(output_layouts=between)}
+    if swiglu:
+        # Gathered once for both linear layers.
+        plan[mlp] = PrepareModuleInput(input_layouts=between, desired_input_layouts=Replicate())
+        plan |= {f"{mlp}.linear_fc1_gate": ColwiseParallel(), f"{mlp}.linear_fc1_up": ColwiseParallel()}
+    else:
+        plan[f"{mlp}.linear_fc1"] = ColwiseParallel(input_layouts=between)
     return plan

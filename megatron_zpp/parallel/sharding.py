@@ -7,6 +7,7 @@ from functools import partial
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
+from megatron_zpp.models.moe import MoE
 from megatron_zpp.models.transformer import Transformer
 from megatron_zpp.parallel.mesh import Mesh
 
@@ -16,12 +17,15 @@ def shard_model(
 ) -> None:
     """Shard ``model``, built on the meta device, in place: its layers, its ends, and the rest.
 
+    With expert parallelism a layer's experts are a unit of their own, of the ranks that have the same ones.
     Stage 3 shards parameters too: those of layers are gathered for each forward and backward pass, the others once for
     both. Stages 2 and 1 keep all from the first forward pass of an optimizer step to its last backward pass. Stage 0
     shards nothing: ``mesh`` must have a replica for each rank.
     """
     shard = partial(fully_shard, mesh=mesh.sharding, mp_policy=precision, offload_policy=offload)
     for layer in model.layers:
+        if mesh.ep_size > 1 and isinstance(layer.mlp, MoE):
+            shard(layer.mlp.experts, mesh=mesh.expert_fsdp, reshard_after_forward=zero_stage == 3)
         shard(layer, reshard_after_forward=zero_stage == 3)
     for module in (*model.end_units(), model):
         shard(module, reshard_after_forward=False)

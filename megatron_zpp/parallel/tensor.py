@@ -63,14 +63,17 @@ class Replicated(ParallelStyle):
 
 
 class ShardedRows(ParallelStyle):
-    """A module whose parameters are split by rows, and which itself sees to what goes in and comes out."""
+    """A module whose parameters are split by rows, and which itself sees to what goes in and comes out.
+
+    Over a mesh of two dimensions by the first one, and each part by the second.
+    """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         return distribute_module(module, device_mesh, self._split)
 
     def _split(self, name: str, module: nn.Module, mesh: DeviceMesh) -> None:
         for key, parameter in module.named_parameters(recurse=False):
-            rows = distribute_tensor(parameter, mesh, [Shard(0)])
+            rows = distribute_tensor(parameter, mesh, [Shard(0)] * mesh.ndim)
             module.register_parameter(key, nn.Parameter(rows, requires_grad=parameter.requires_grad))
 
 

@@ -87,6 +87,12 @@ class ModelSettings:
     moe_router_score_function: str = flag(
         "softmax", "what makes scores of the router's logits", choices=("softmax", "sigmoid"), needs="num_experts"
     )
+    moe_router_enable_expert_bias: bool = flag(
+        False, "with sigmoid: balance experts by biases of their scores, which follow their load", needs="num_experts"
+    )
+    moe_router_bias_update_rate: float = flag(
+        1e-3, "what such a bias moves in a step", needs="moe_router_enable_expert_bias", above=0
+    )
     moe_router_pre_softmax: bool = flag(
         False, "softmax over all experts, so that the weights of a token's do not add up to 1", needs="num_experts"
     )
@@ -510,6 +516,9 @@ class DistributedSettings:
     )
     context_parallel_size: int = flag(
         1, "ranks that share each sequence, whose length 2 * so many must divide", at_least=1
+    )
+    expert_model_parallel_size: int = flag(
+        1, "ranks among which the experts of a layer are divided; tokens travel to them", at_least=1
     )
 
 

@@ -29,7 +29,11 @@ def evaluate(
     run.set_training(False)
     # A pipeline is full when it has as many micro-batches as ranks.
     at_once = run.mesh.pp_size
-    with progress("evaluating", num_micro_batches) as advance, _training_traffic_alone(run):
+    with (
+        progress("evaluating", num_micro_batches) as advance,
+        _training_traffic_alone(run),
+        run.token_traffic.evaluating(),
+    ):
         for start in range(0, num_micro_batches, at_once):
             if is_stopped := stop():
                 break

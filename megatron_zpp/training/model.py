@@ -21,6 +21,7 @@ from megatron_zpp.models.transformer import Transformer
 from megatron_zpp.optim.gradients import local_part
 from megatron_zpp.optim.optimizer import OPTIMIZERS
 from megatron_zpp.parallel.distributed import errors_on_all_ranks
+from megatron_zpp.parallel.experts import apply_expert_parallelism
 from megatron_zpp.parallel.mesh import Mesh
 from megatron_zpp.parallel.pipeline import SPLITS_BACKWARD, Pipeline
 from megatron_zpp.parallel.sharding import shard_model
@@ -29,6 +30,7 @@ from megatron_zpp.parallel.tensor import apply_tensor_parallelism
 from megatron_zpp.settings.groups import PrecisionSettings, Settings, ZeroSettings
 from megatron_zpp.zeropp import ZeroPP, ZeroPPInterface, apply_zeropp, emulate_zeropp
 from megatron_zpp.zeropp.topology import gather_node_names
+from megatron_zpp.zeropp.traffic import Traffic
 
 
 def mixed_precision(precision: PrecisionSettings) -> MixedPrecisionPolicy:
@@ -53,13 +55,21 @@ def offloading(zero: ZeroSettings, device: torch.device) -> tuple[OffloadPolicy,
 
 
 def build_model_on_ranks(
-    architecture: Architecture, settings: Settings, vocab_size: int, device: torch.device, mesh: Mesh
+    architecture: Architecture,
+    settings: Settings,
+    vocab_size: int,
+    device: torch.device,
+    mesh: Mesh,
+    token_traffic: Traffic,
 ) -> tuple[Transformer, Pipeline | None, ZeroPPInterface | None]:
-    """The model, sharded before it has storage, so that it never exists whole on one rank; whole if it emulates."""
+    """The model, sharded before it has storage, so that it never exists whole on one rank; whole if it emulates.
+
+    token_traffic: counts what tokens cause that travel to experts.
+    """
     zero, ranks, precision = settings.zero, settings.distributed, mixed_precision(settings.precision)
     _check_nodes_alike(settings, mesh)
     _check_replicas_on_nodes(settings, mesh)
-    build = partial(_build_whole, architecture, settings, vocab_size, mesh)
+    build = partial(_build_whole, architecture, settings, vocab_size, mesh, token_traffic)
     offload, storage = offloading(zero, device)
     pipeline: Pipeline | None = None
     zeropp: ZeroPPInterface | None = None
@@ -144,8 +154,10 @@ def _check_memory(model: nn.Module, settings: Settings, device: torch.device) ->
             )
 
 
-def _build_whole(architecture: Architecture, settings: Settings, vocab_size: int, mesh: Mesh) -> Transformer:
-    """The whole model on the meta device, as the context- and tensor-parallel ranks have it."""
+def _build_whole(
+    architecture: Architecture, settings: Settings, vocab_size: int, mesh: Mesh, token_traffic: Traffic
+) -> Transformer:
+    """The whole model on the meta device, as the context-, tensor- and expert-parallel ranks have it."""
     model = architecture.build_model(settings.model, vocab_size)
     if mesh.cp_size > 1:
         assert architecture.apply_context_parallel is not None  # by parse_settings
@@ -155,6 +167,10 @@ def _build_whole(architecture: Architecture, settings: Settings, vocab_size: int
         sequence_parallel = settings.distributed.sequence_parallel
         plan = architecture.tensor_parallel_plan(model.config, sequence_parallel)
         apply_tensor_parallelism(model, mesh, plan, sequence_parallel)
+    if settings.model.num_experts is not None and mesh.tp_size * mesh.ep_size > 1:
+        hpz_size = settings.zeropp.hpz_partition_size
+        ranks_per_node = settings.zeropp.ranks_per_node or (hpz_size if hpz_size > 1 else None)
+        apply_expert_parallelism(model, mesh, ranks_per_node, token_traffic)
     return model
 
 

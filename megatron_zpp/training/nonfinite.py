@@ -114,9 +114,10 @@ def locate_nonfinite(run: Run, micro_batches: list[Batch]) -> str:
             num_micro_batches = len(micro_batches) // len(run.ranks)
             accumulate_gradients(run, iter(micro_batches), num_micro_batches, run.scaler.scale)
     run.optimizer.zero_grad()
+    run.token_traffic.take()  # none of the run's own steps
     if run.zeropp is not None:
         run.zeropp.undo_step()
-        run.zeropp.traffic.take()  # none of the run's own steps
+        run.zeropp.traffic.take()
     mine = parameters, [(*event, f"the {event[0]} of {name} on {_this_rank()}") for event, name in found.items()]
     of_ranks: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(of_ranks, mine)

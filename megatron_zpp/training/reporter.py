@@ -33,7 +33,7 @@ class Reporter:
         self.num_steps = self.num_tokens = self.skipped = self.nan = 0
         self.flops = 0.0
         self.seconds = 0.0
-        self.sent = Traffic()
+        self.sent, self.sent_for_tokens = Traffic(), Traffic()
 
     def step(self, result: StepResult, num_samples: int) -> None:
         """Take one step in; print and write what is due. Call it on every rank, after the counters moved."""
@@ -51,6 +51,8 @@ class Reporter:
         if run.zeropp is not None:
             sent = run.zeropp.traffic.take()
             self.sent.add(sent.intra_node, sent.inter_node)
+        sent = run.token_traffic.take()
+        self.sent_for_tokens.add(sent.intra_node, sent.inter_node)
         iteration = run.counters.iteration
         is_log_step = iteration % logging.log_interval == 0 or iteration == 1
         is_point = iteration % logging.tensorboard_log_interval == 0
@@ -77,9 +79,11 @@ class Reporter:
         seconds = self.seconds / self.num_steps
         tokens_per_second = self.num_tokens / self.seconds
         per_device, flops_per_token = tokens_per_second / dist.get_world_size(), self.flops / self.num_tokens
-        sent = torch.tensor([self.sent.inter_node, self.sent.intra_node], dtype=torch.float64, device=run.device)
+        counts = [count for sent in (self.sent, self.sent_for_tokens) for count in (sent.inter_node, sent.intra_node)]
+        sent = torch.tensor(counts, dtype=torch.float64, device=run.device)
         dist.all_reduce(sent)
-        between_nodes, within_nodes = (sent / self.num_steps).tolist()
+        between_nodes, within_nodes, tokens_between_nodes, tokens_within_nodes = (sent / self.num_steps).tolist()
+        tokens_travel = run.mesh.ep_size > 1
         means = {name: sum(losses) / len(losses) for name, losses in self.losses.items()}
         return TrainingReport(
             iteration=counters.iteration,
@@ -103,6 +107,8 @@ class Reporter:
             eta_seconds=seconds * (run.train_iters - counters.iteration),
             bytes_between_nodes=between_nodes if run.zeropp is not None else None,
             bytes_within_nodes=within_nodes if run.zeropp is not None else None,
+            token_bytes_between_nodes=tokens_between_nodes if tokens_travel else None,
+            token_bytes_within_nodes=tokens_within_nodes if tokens_travel else None,
             quantization_errors=run.zeropp.quantization_errors() if run.zeropp is not None else {},
         )
 

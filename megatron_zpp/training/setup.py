@@ -35,6 +35,7 @@ from megatron_zpp.settings.groups import Settings, TrainingSettings
 from megatron_zpp.training.datasets import build_data, check_same_data_on_all_ranks
 from megatron_zpp.training.model import build_model_on_ranks
 from megatron_zpp.zeropp import Ranks, ZeroPPInterface, ranks_of
+from megatron_zpp.zeropp.traffic import Traffic
 
 
 @dataclass
@@ -50,6 +51,7 @@ class Run:
     optimizer: torch.optim.Optimizer
     ranks: Ranks  # that this process computes for
     zeropp: ZeroPPInterface | None  # None at ZeRO stage 0, which has no sharded collectives
+    token_traffic: Traffic  # of tokens that travel to experts
     schedule: Schedule | None  # None with --skip-train
     batches: BatchSchedule
     curriculum: Curriculum | None  # None: every sample has --seq-length tokens
@@ -117,7 +119,9 @@ def build_run(architecture: Architecture, settings: Settings, device: torch.devi
     if settings.zero.zero_stage == 0:
         # Shards of one rank each, that is plain data parallelism with FSDP2's mixed precision.
         replicas = dist.get_world_size() * ranks.context_parallel_size // ranks_per_model_copy(ranks)
-    mesh = build_mesh(device.type, model_parallel_sizes(ranks), ranks.emulate_ranks or 1, replicas)
+    mesh = build_mesh(
+        device.type, model_parallel_sizes(ranks), ranks.emulate_ranks or 1, replicas, ranks.expert_model_parallel_size
+    )
     batches = BatchSchedule(
         training.global_batch_size,
         training.micro_batch_size,
@@ -162,7 +166,8 @@ def build_run(architecture: Architecture, settings: Settings, device: torch.devi
             schedule = Schedule.from_settings(settings.optimizer, settings.schedule, training, batches)
 
     check_same_data_on_all_ranks(datasets)
-    model, pipeline, zeropp = build_model_on_ranks(architecture, settings, vocab_size, device, mesh)
+    token_traffic = Traffic()
+    model, pipeline, zeropp = build_model_on_ranks(architecture, settings, vocab_size, device, mesh, token_traffic)
     with errors_on_all_ranks():
         optimizer = build_optimizer(model, settings.optimizer)
     run = Run(
@@ -175,6 +180,7 @@ def build_run(architecture: Architecture, settings: Settings, device: torch.devi
         optimizer=optimizer,
         ranks=ranks_of(zeropp),
         zeropp=zeropp,
+        token_traffic=token_traffic,
         schedule=schedule,
         batches=batches,
         curriculum=Curriculum.from_settings(training),

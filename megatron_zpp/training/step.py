@@ -77,6 +77,7 @@ def train_step(run: Run, batches: Iterator[Batch], num_micro_batches: int, stop:
         set_lr_and_weight_decay(run.optimizer, lr, weight_decay, decoupled_lr)
         run.optimizer.step()
     run.optimizer.zero_grad()
+    model.finish_step(not skipped, lambda tensor: dist.all_reduce(tensor, group=run.mesh.fsdp.get_group()))
     run.scaler.update(overflow=not finite)
     if run.zeropp is not None:
         if skipped:

@@ -130,7 +130,7 @@ def warn(config: ZeroPPConfig, units: Sequence[Unit], layouts: Sequence[RankLayo
     for world_size, num_nodes in sorted({(layout.world_size, layout.num_nodes) for layout in layouts}):
         where = f"{world_size} data-parallel ranks on one node"
         if world_size == 1:
-            if config.enabled:
+            if config.enabled and all(layout.world_size == 1 for layout in layouts):
                 logger.warning("ZeRO++ has no effect on one rank: there is nothing to gather or reduce")
         elif num_nodes == 1:
             if config.hpz_partition_size > 1:

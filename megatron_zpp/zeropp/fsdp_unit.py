@@ -22,7 +22,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
     _get_param_all_gather_inputs,
 )
 
-from .topology import Topology, build_topology
+from .topology import Topology, build_topology, ranks_per_node_of_part
 from .unit import Unit
 from .wire_layout import ParameterShard
 
@@ -147,19 +147,23 @@ class FSDPUnit(Unit):
 def find_units(model: nn.Module, ranks_per_node: int | None) -> list[FSDPUnit]:
     """The FSDP2 units of ``model``, in module order, each with the topology of its process group.
 
-    Units may have different groups. ``ranks_per_node`` goes to build_topology; collective over all the groups.
-    Raises ValueError for what ZeRO++ does not support, by name.
+    Units may have different groups. ``ranks_per_node``: of the largest one, None = as its ranks run; a group of some of
+    its ranks has those nodes. Collective over all the groups. Raises ValueError for what ZeRO++ does not support, by
+    name.
     """
     units: list[FSDPUnit] = []
     topologies: dict[dist.ProcessGroup, Topology] = {}
+    found = _find_param_groups(model)
+    largest = max((group.mesh_info.shard_process_group for _, _, group in found), key=lambda group: group.size())
 
     def topology_of(group: dist.ProcessGroup, ranks_per_node: int | None) -> Topology:
         if group not in topologies:
             topologies[group] = build_topology(group, ranks_per_node)
         return topologies[group]
 
-    for name, module, param_group in _find_param_groups(model):
-        mesh_info, per_node, replicas = param_group.mesh_info, ranks_per_node, None
+    for name, module, param_group in found:
+        mesh_info, replicas = param_group.mesh_info, None
+        per_node = ranks_per_node and ranks_per_node_of_part(mesh_info.shard_process_group, largest, ranks_per_node)
         size = mesh_info.shard_process_group.size()
         if hasattr(mesh_info, "replicate_process_group"):
             # Consecutive ranks share shards: a node has a part of them, or several times all.

@@ -96,6 +96,25 @@ def _subgroup(group: dist.ProcessGroup, ranks: list[int]) -> dist.ProcessGroup:
     return dist.new_group(ranks, timeout=timeout, backend=dist.get_backend(group), use_local_synchronization=True)
 
 
+def ranks_per_node_of_part(part: dist.ProcessGroup, whole: dist.ProcessGroup, ranks_per_node: int) -> int:
+    """How many ranks of ``part`` a node has, if it has ``ranks_per_node`` consecutive ones of ``whole``.
+
+    A group that is no part of ``whole`` is taken to be like it. Raises ValueError where nodes have unequal parts.
+    """
+    of_whole = {rank: index for index, rank in enumerate(dist.get_process_group_ranks(whole))}
+    members = dist.get_process_group_ranks(part)
+    if not of_whole.keys() >= set(members):
+        return ranks_per_node
+    nodes = [of_whole[rank] // ranks_per_node for rank in members]
+    per_node = nodes.count(nodes[0])
+    if any(nodes.count(node) != per_node for node in nodes):
+        raise ValueError(
+            f"{ranks_per_node} data-parallel ranks per node divide the {len(members)} ranks of some units unevenly: "
+            f"they are on nodes {', '.join(map(str, nodes))}; choose sizes of which one is a multiple of the other"
+        )
+    return per_node
+
+
 def gather_node_names(group: dist.ProcessGroup) -> list[str]:
     """Where each rank of ``group`` runs; equal for ranks of one node. Collective."""
     # torchrun numbers its agents, one per node, in GROUP_RANK; other launchers (srun) leave the host's name.

@@ -129,8 +129,31 @@ def test_experts_that_do_not_fit_are_refused(argv, message):
         config_of(argv)
 
 
-def test_experts_refuse_layouts_that_they_do_not_have_yet():
-    llama = find_architecture("llama")
-    argv = f"{RUN} --lr 1 --mock-data --vocab-size 9 --num-experts 4 --tensor-model-parallel-size 2".split()
-    with pytest.raises(SettingsError, match="--tensor-model-parallel-size 2 does not work with --num-experts yet"):
-        parse_settings(llama, argv, 2, note=lambda text: None)
+@pytest.mark.parametrize(
+    ("world_size", "flags", "message"),
+    [
+        (3, "--num-experts 4 --expert-model-parallel-size 2", r"does not divide the 3 rank\(s\) .* choose one of 1, 3"),
+        (3, "--num-experts 4 --expert-model-parallel-size 3", r"choose sizes whose product is one of 1, 2, 4"),
+        (
+            4,
+            "--num-experts 2 --expert-model-parallel-size 2 --tensor-model-parallel-size 2",
+            r"--num-experts 2 cannot be divided evenly among .* = 4 rank\(s\)",
+        ),
+        (2, "--num-experts 4 --moe-expert-parallel-size 2 --zero-stage 0", "expert-model-parallel-size 2 needs --zero-stage 1, 2 or 3"),
+        (
+            4,
+            "--num-experts 4 --expert-model-parallel-size 2 --num-distributed-optimizer-instances 2",
+            r"does not work with --num-distributed-optimizer-instances \(HSDP\)",
+        ),
+        (2, "--num-experts 4 --expert-model-parallel-size 2 --compile", "--compile does not see tokens that travel"),
+        (
+            12,
+            "--num-experts 4 --expert-model-parallel-size 4 --zero-ranks-per-node 6",
+            "--expert-model-parallel-size 4 and nodes of 6 data-parallel ranks",
+        ),
+    ],
+)
+def test_expert_parallelism_that_cannot_be_is_refused(world_size, flags, message):
+    argv = f"{RUN} --lr 1 --mock-data --vocab-size 9 --make-vocab-size-divisible-by 2 {flags}".split()
+    with pytest.raises(SettingsError, match=message):
+        parse_settings(find_architecture("llama"), argv, world_size, note=lambda text: None)

@@ -7,7 +7,8 @@ import pytest
 from tests.training.small_run import torchrun
 
 
-@pytest.mark.parametrize("program", ["plain_pytorch.py", pytest.param("huggingface_llama.py", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("program", ["plain_pytorch.py", "huggingface_llama.py"])
 def test_the_loss_falls(program):
     process = torchrun(4, [], script=f"examples/library/{program}")
     out, err = process.communicate(timeout=120)

@@ -257,6 +257,7 @@ def slurm(tmp_path, folder) -> dict[str, str]:
     return where | job | {"PATH": f"{tmp_path / 'bin'}{os.pathsep}{where['PATH']}"}
 
 
+@pytest.mark.long
 def test_slurm_job_saves_requeues_and_goes_on(slurm, tmp_path):
     script = ROOT / "examples/loco/llama_0.8b.sh"
     job = [script, "--train-iters", "60"]

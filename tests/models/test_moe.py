@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_zpp.models.moe import MoE, MoEConfig, balancing_loss, route, z_loss
+from megatron_zpp.models.moe import MoE, MoEConfig, balancing_loss, finish_step, route, z_loss
 
 HIDDEN, FFN, EXPERTS, TOPK = 16, 24, 6, 2
 
@@ -154,15 +154,17 @@ def test_losses_by_their_formulas():
     even = torch.zeros(8, 4)
     even[range(8), [0, 1, 2, 3, 0, 1, 2, 3]] = 1e-6  # each expert is the first choice of two tokens
     routing = route(even, MoEConfig(4, FFN, 1))
-    torch.testing.assert_close(balancing_loss(routing), torch.tensor(1.0))
+    torch.testing.assert_close(balancing_loss(routing.scores, routing.load), torch.tensor(1.0))
     one = torch.tensor([[50.0, 0, 0, 0]]).expand(8, 4)  # all tokens go to one expert
-    torch.testing.assert_close(balancing_loss(route(one, MoEConfig(4, FFN, 1))), torch.tensor(4.0))
+    routing = route(one, MoEConfig(4, FFN, 1))
+    torch.testing.assert_close(balancing_loss(routing.scores, routing.load), torch.tensor(4.0))
     torch.testing.assert_close(z_loss(torch.zeros(3, 4)), torch.tensor(math.log(4) ** 2))
     moe = moe_of(aux_loss_coeff=0.5, z_loss_coeff=0.25)
     x = tokens_of()
     _, routed = moe(x)
     logits = F.linear(x.flatten(0, 1), moe.router.weight)
-    torch.testing.assert_close(routed.balancing_loss, 0.5 * balancing_loss(route(logits, moe.config)))
+    routing = route(logits, moe.config)
+    torch.testing.assert_close(routed.balancing_loss, 0.5 * balancing_loss(routing.scores, routing.load))
     torch.testing.assert_close(routed.z_loss, 0.25 * z_loss(logits))
     probabilities = logits.softmax(-1)
     torch.testing.assert_close(routed.entropy, -(probabilities * probabilities.log()).sum(-1).mean())
@@ -180,3 +182,23 @@ def test_losses_by_their_formulas():
 def test_what_cannot_be_built_is_refused(options, message):
     with pytest.raises(ValueError, match=message):
         MoEConfig(EXPERTS, FFN, **options)
+
+
+def test_biases_follow_the_load():
+    """Against the published rule, written plainly: experts with less than the mean rise, those with more fall."""
+    moe = moe_of(score_function="sigmoid", bias_update_rate=0.25)
+    with torch.no_grad():
+        moe.router.weight[0] *= 0.01  # scores of 1/2 for all tokens: seldom chosen, or never
+    x, expected = tokens_of(), torch.zeros(EXPERTS)
+    for step in range(12):
+        choices = (torch.sigmoid(x.detach().flatten(0, 1) @ moe.router.weight.T) + expected).topk(TOPK).indices
+        load = torch.tensor([(choices == e).sum() for e in range(EXPERTS)])
+        moe(x)
+        finish_step([moe], moved=step != 3, add_up=lambda chosen: None)
+        if step != 3:  # a step that was left out
+            expected += torch.tensor([0.25 if n < load.sum() / EXPERTS else -0.25 for n in load.tolist()])
+        torch.testing.assert_close(moe.expert_bias, expected, rtol=0, atol=0)
+        assert not moe.chosen.any()
+    moe.eval()
+    moe(x)
+    assert not moe.chosen.any()  # an evaluation moves nothing

@@ -24,9 +24,8 @@ ON_TWO = {
 ON_FOUR = {"tp with sp, cp, documents": f"{TP} --sequence-parallel {CP} {DOCUMENTS}", "pp, cp": f"{PP} {CP}"}
 
 
-@pytest.mark.parametrize(
-    ("world_size", "layouts"), [(2, ON_TWO), pytest.param(4, ON_FOUR, marks=pytest.mark.long)], ids=["two", "four"]
-)
+@pytest.mark.long
+@pytest.mark.parametrize(("world_size", "layouts"), [(2, ON_TWO), (4, ON_FOUR)], ids=["two", "four"])
 def test_training_equals_one_rank(tmp_path, world_size, layouts):
     common = f"{SHAPE} {NO_DROPOUT} {EPS} --micro-batch-size 2 --log-params-norm"
     data = write_text(tmp_path)

@@ -43,6 +43,7 @@ def runs(data: str, of: dict[str, str], length: str = "--train-iters 6") -> dict
     return {name: ("llama", flags(data, common, more, length=length)) for name, more in of.items()}
 
 
+@pytest.mark.long
 def test_training_equals_one_rank(data):
     of_one = results_on(1, runs(data, ON_ONE))
     expected = of_one[""]

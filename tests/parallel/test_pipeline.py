@@ -59,7 +59,8 @@ TWO_MORE = {
 }
 
 
-@pytest.mark.parametrize("layouts", [TWO, pytest.param(TWO_MORE, marks=pytest.mark.long)], ids=["some", "more"])
+@pytest.mark.long
+@pytest.mark.parametrize("layouts", [TWO, TWO_MORE], ids=["some", "more"])
 def test_two_stages_train_as_one_rank(data, layouts):
     alone = {"": "", "token mean, recomputed": TWO["token mean, recomputed"]}
     expected = results_on(

@@ -115,6 +115,7 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
+@pytest.mark.long
 def test_memory_and_bytes_are_those_of_real_ranks(tmp_path):
     data = write_text(tmp_path)
     runs = {name: flags(data, SHAPE, recipe, length="--train-iters 3") for name, recipe in RECIPES.items()}

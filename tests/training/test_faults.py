@@ -67,6 +67,7 @@ def test_a_bug_on_one_rank_is_named_with_its_traceback(data, tmp_path):
     assert "in broken" in report and "AssertionError: planted" in report  # the traceback
 
 
+@pytest.mark.long
 def test_torchrun_brings_the_job_back_from_its_last_checkpoint(data, tmp_path):
     argv = flags(data, "--eval-iters 0", length="--train-iters 30")
     expected = run_ranks(2, train_each, {"": argv})[0][""]["lm loss"]

@@ -255,7 +255,7 @@ GRADIENT_OPTIONS = {
 }
 
 
-@pytest.mark.parametrize("world_size", [4, 6])
+@pytest.mark.parametrize("world_size", [pytest.param(4, marks=pytest.mark.long), 6])
 def test_gradient_options_equal_the_oracle_over_steps(world_size):
     cases = []
     for options in list(GRADIENT_OPTIONS.values())[-2 if world_size == 6 else 0 :]:

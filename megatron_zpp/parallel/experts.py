@@ -1,0 +1,203 @@
+"""Expert parallelism: a rank has some of a layer's experts, and tokens travel to them and back.
+
+Experts are dealt out twice. Tensor-parallel ranks have the same tokens: each takes those that chose its experts, and
+what the experts make is gathered. Expert-parallel ranks have tokens of their own, which an all-to-all brings to the
+ranks of their experts, and another one back (GShard, arXiv 2006.16668, section 3).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate
+from torch.distributed.tensor.parallel import ParallelStyle
+
+from megatron_zpp.models.moe import Experts, MoE, Routed, run_experts
+from megatron_zpp.parallel.mesh import Mesh
+from megatron_zpp.parallel.tensor import ShardedRows
+from megatron_zpp.zeropp.topology import gather_node_names
+from megatron_zpp.zeropp.traffic import Traffic
+
+
+def apply_expert_parallelism(model: nn.Module, mesh: Mesh, ranks_per_node: int | None, traffic: Traffic) -> None:
+    """Divide the experts of ``model``, built on the meta device, in place; before it is sharded. Collective.
+
+    ranks_per_node: of ``Mesh.fsdp``; None: as the ranks run. traffic: counts what leaves a rank for its tokens.
+    """
+    exchange = TokenExchange(mesh, ranks_per_node, traffic)
+    for module in model.modules():
+        if isinstance(module, MoE):
+            ShardedRows()._apply(module.experts, _mesh_of_experts(mesh))
+            module.run_experts = exchange  # type: ignore[assignment]
+
+
+def _mesh_of_experts(mesh: Mesh) -> DeviceMesh:
+    """The ranks among which a layer's experts are divided: by the tensor-parallel rank first."""
+    if mesh.ep_size == 1:
+        return mesh.tp
+    return DeviceMesh._concatenate([mesh.tp, mesh.ep]) if mesh.tp_size > 1 else mesh.ep
+
+
+class TokenExchange:
+    """``models.moe.run_experts`` where a rank has one of tp * ep parts of the experts.
+
+    Expert (t * ep + e) * E / (tp * ep) + i is the one with number i of tensor-parallel rank t and expert-parallel rank
+    e. The ranks wait for their devices once a layer and pass, to know how many tokens come.
+    """
+
+    def __init__(self, mesh: Mesh, ranks_per_node: int | None, traffic: Traffic) -> None:
+        self.traffic = traffic
+        self.tp_size, self.tp_rank, self.ep_size = mesh.tp_size, mesh.tp_rank, mesh.ep_size
+        self.tp_group = mesh.tp.get_group()
+        self.ep_group = mesh.ep.get_group() if mesh.ep_size > 1 else None
+        self._is_near = _ranks_on_this_node(mesh, ranks_per_node) if mesh.ep_size > 1 else []
+
+    def __call__(self, experts: Experts, rows: Tensor, counts: Tensor) -> Tensor:
+        """``rows`` [R, H] sorted by expert, of which expert e of all has ``counts[e]``, int64 [E] -> [R, H]."""
+        counts = counts.view(self.tp_size, self.ep_size, -1)  # [tp, ep, experts of a rank]
+        mine = counts[self.tp_rank]  # [ep, experts of a rank]: what this rank sends
+        arriving = mine if self.ep_group is None else _exchange_counts(mine, self.ep_group)
+        sizes = torch.cat([counts.sum((1, 2)), mine.sum(1), arriving.sum(1)]).tolist()
+        of_tp, sent, received = sizes[: self.tp_size], sizes[self.tp_size : -self.ep_size], sizes[-self.ep_size :]
+        if self.tp_size > 1:
+            rows = _TakeOwn.apply(rows, of_tp, self.tp_rank, self.tp_group)
+        rows = self._run_on_ranks(experts, rows, arriving, sent, received)
+        if self.tp_size > 1:
+            rows = _GatherAll.apply(rows, of_tp, self.tp_rank, self.tp_group)
+        return rows
+
+    def _run_on_ranks(
+        self, experts: Experts, rows: Tensor, arriving: Tensor, sent: Sequence[int], received: Sequence[int]
+    ) -> Tensor:
+        """``rows`` [R, H] to the expert-parallel ranks that have their experts, and what those make of them back."""
+        if self.ep_group is None:
+            return run_experts(experts, rows, arriving[0])
+        rows = _AllToAll.apply(rows, sent, received, self)
+        # They come sorted by rank and then by expert.
+        number = torch.arange(arriving.size(1), device=rows.device).repeat(self.ep_size)
+        order = number.repeat_interleave(arriving.flatten(), output_size=sum(received)).argsort(stable=True)
+        # FSDP takes the mean over the ranks that share an expert, whose gradients are sums over ep ranks' tokens.
+        rows = _ScaleGradient.apply(rows[order], self.ep_size)
+        out = _ScaleGradient.apply(run_experts(experts, rows, arriving.sum(0)), 1 / self.ep_size)
+        out = torch.zeros_like(out).index_copy(0, order, out)
+        return _AllToAll.apply(out, received, sent, self)
+
+    def all_to_all(self, rows: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
+        """``rows`` [sum of sent, H], so many for each expert-parallel rank -> [sum of received, H]."""
+        arrived = rows.new_empty(sum(received), rows.size(1))
+        dist.all_to_all_single(arrived, rows.contiguous(), list(received), list(sent), group=self.ep_group)
+        row_bytes = rows.size(1) * rows.element_size()
+        near = sum(n for n, is_near in zip(sent, self._is_near, strict=True) if is_near)
+        own = sent[dist.get_rank(self.ep_group)]
+        self.traffic.add(intra_node=(near - own) * row_bytes, inter_node=(sum(sent) - near) * row_bytes)
+        return arrived
+
+
+def _ranks_on_this_node(mesh: Mesh, ranks_per_node: int | None) -> list[bool]:
+    """Of each expert-parallel rank, whether it runs on this rank's node."""
+    rank = mesh.ep.get_local_rank()
+    if ranks_per_node is None:
+        nodes: Sequence[Any] = gather_node_names(mesh.ep.get_group())
+    else:
+        first = mesh.expert_fsdp.get_local_rank() * mesh.ep_size
+        nodes = [(first + e) // ranks_per_node for e in range(mesh.ep_size)]
+    return [node == nodes[rank] for node in nodes]
+
+
+def _exchange_counts(counts: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """``counts`` [ep, experts of a rank]: of the tokens for each rank -> of those from each rank."""
+    arriving = torch.empty_like(counts)
+    dist.all_to_all_single(arriving, counts.contiguous(), group=group)
+    return arriving
+
+
+class _AllToAll(torch.autograd.Function):
+    """``TokenExchange.all_to_all``; gradients go the way back."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, rows: Tensor, sent: Sequence[int], received: Sequence[int], exchange: TokenExchange
+    ) -> Tensor:
+        ctx.sent, ctx.received, ctx.exchange = sent, received, exchange
+        return exchange.all_to_all(rows, sent, received)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
+        return ctx.exchange.all_to_all(gradient, ctx.received, ctx.sent), None, None, None
+
+
+class _ScaleGradient(torch.autograd.Function):
+    """Its input; gradients are multiplied by a factor."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, factor: float) -> Tensor:
+        ctx.factor = factor
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
+        return gradient * ctx.factor, None
+
+
+class _TakeOwn(torch.autograd.Function):
+    """Of rows [R, H] that all ranks of a group have this rank's run; gradients are gathered."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, sizes: Sequence[int], rank: int, group: dist.ProcessGroup) -> Tensor:
+        ctx.sizes, ctx.rank, ctx.group = sizes, rank, group
+        return rows.split(sizes)[rank]
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
+        return _gather(gradient, ctx.sizes, ctx.rank, ctx.group), None, None, None
+
+
+class _GatherAll(torch.autograd.Function):
+    """The inverse of ``_TakeOwn``. All ranks have the same gradient, of which each takes its run."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, sizes: Sequence[int], rank: int, group: dist.ProcessGroup) -> Tensor:
+        ctx.sizes, ctx.rank = sizes, rank
+        return _gather(rows, sizes, rank, group)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
+        return gradient.split(ctx.sizes)[ctx.rank], None, None, None
+
+
+def _gather(rows: Tensor, sizes: Sequence[int], rank: int, group: dist.ProcessGroup) -> Tensor:
+    """Runs of so many rows [sizes[rank], H] of each rank -> [R, H]."""
+    # An all-gather wants them equal, so each rank sends its run to each.
+    gathered = rows.new_empty(sum(sizes), rows.size(1))
+    dist.all_to_all_single(gathered, rows.repeat(len(sizes), 1), list(sizes), [sizes[rank]] * len(sizes), group=group)
+    return gathered
+
+
+class WholeTokens(ParallelStyle):
+    """A ``MoE`` that has all tokens on each tensor-parallel rank, whatever its neighbours have; all route alike."""
+
+    def __init__(self, between: Placement) -> None:
+        super().__init__()
+        self.between = between  # how the ranks hold activations [B, S, H] before and after
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        module.register_forward_pre_hook(self._gather)
+        module.register_forward_hook(self._split)
+        self.mesh = device_mesh
+        return module
+
+    def _gather(self, module: nn.Module, inputs: tuple[Tensor | DTensor]) -> Tensor:
+        (x,) = inputs
+        if not isinstance(x, DTensor):
+            x = DTensor.from_local(x, self.mesh, [self.between], run_check=False)
+        return x.redistribute(placements=[Replicate()]).to_local()
+
+    def _split(self, module: nn.Module, inputs: Any, outputs: tuple[Tensor, Routed]) -> tuple[Tensor, Routed]:
+        y, routed = outputs
+        whole = DTensor.from_local(y, self.mesh, [Replicate()], run_check=False)
+        return whole.redistribute(placements=[self.between]).to_local(), routed

@@ -1,0 +1,108 @@
+"""Expert parallelism: every layout trains as one rank does, tokens' bytes are counted, and its checkpoints move."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.parallel.layouts import EPS, Run, assert_same, results_on
+from tests.training.small_run import flags, write_text
+
+EXPERTS = (
+    "--num-layers 4 --num-experts 4 --moe-ffn-hidden-size 40 --moe-aux-loss-coeff 0.02 --moe-z-loss-coeff 0.001 "
+    "--micro-batch-size 2"
+)
+MODELS = {  # architecture and flags
+    "like Mixtral": ("llama", EXPERTS),
+    "like GPT": (
+        "gpt",
+        f"{EXPERTS} --disable-bias-linear --moe-layer-freq 2 --moe-shared-expert-intermediate-size 24 "
+        "--moe-router-topk 1 --moe-router-pre-softmax --hidden-dropout 0 --attention-dropout 0",
+    ),
+}
+HIERARCHY = "--zero-hpz-partition-size 2 --zero-quantized-gradients --zero-gradient-bits 0 --zero-gradient-intra-bits 0"
+EP2, EP4 = "--expert-model-parallel-size 2", "--expert-model-parallel-size 4"
+TP2, PP2 = "--tensor-model-parallel-size 2", "--pipeline-model-parallel-size 2"
+SOME = {"ep 2, hierarchy": f"{EP2} {HIERARCHY}", "tp 2, ep 2": f"{TP2} {EP2} --sequence-parallel"}
+MORE = {
+    "ep 2": EP2,
+    "ep 4": EP4,
+    "ep 4, hierarchy": f"{EP4} {HIERARCHY}",
+    "ep 2 at stage 1, per token": f"{EP2} --zero-stage 1 --calculate-per-token-loss",
+    "ep 2 at stage 2, recomputed": f"{EP2} --zero-stage 2 --recompute-granularity full",
+    "tp 2": TP2,
+    "tp 4": "--tensor-model-parallel-size 4",
+    "tp 2, ep 2, not sequence-parallel": f"{TP2} {EP2}",
+    "pp 2, ep 2": f"{PP2} {EP2}",
+    "pp 2, tp 2": f"{PP2} {TP2}",
+    "zero-bubble, ep 2": f"{PP2} {EP2} --pipeline-schedule zero-bubble --num-layers-per-virtual-pipeline-stage 1",
+    "cp 2, ep 2": f"--context-parallel-size 2 {EP2}",
+    "cp 2, ep 4": f"--context-parallel-size 2 {EP4}",
+    "offloaded": f"{EP2} --cpu-offload",
+}
+SIGMOID = (
+    "--moe-router-score-function sigmoid --moe-router-enable-expert-bias --moe-router-bias-update-rate 0.05 "
+    "--moe-router-topk-scaling-factor 1.5"
+)
+QUANTIZED = (
+    "--bf16 --zero-quantized-weights --zero-quantized-gradients --zero-hpz-partition-size 2 --zeropp-loco "
+    "--zero-weight-difference-bits 4"
+)
+LOSSES = ("load balancing loss", "router z-loss")
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory) -> str:
+    return write_text(tmp_path_factory.mktemp("text"))
+
+
+def runs(data: str, model: str, layouts: dict[str, str], iterations: int) -> dict[str, Run]:
+    architecture, shape = MODELS[model]
+    common = f"{shape} {EPS} --log-params-norm --lr-decay-style constant"
+    return {
+        name: (architecture, flags(data, common, layout, length=f"--train-iters {iterations}"))
+        for name, layout in layouts.items()
+    }
+
+
+def assert_all_train_alike(data: str, model: str, layouts: dict[str, str], iterations: int) -> None:
+    expected = results_on(1, runs(data, model, {"": ""}, iterations))[""]
+    for name, result in results_on(4, runs(data, model, layouts, iterations)).items():
+        assert_same(result, expected, name)
+        for key in LOSSES:
+            assert result[0][key] == pytest.approx(expected[0][key], rel=1e-5), f"{name}, {key}"
+
+
+def test_training_equals_one_rank(data):
+    assert_all_train_alike(data, "like Mixtral", SOME, 4)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("model", MODELS)
+def test_every_layout_trains_as_one_rank(data, model):
+    assert_all_train_alike(data, model, SOME | MORE, 20)
+
+
+def test_checkpoints_and_biases_move_between_layouts(data, tmp_path):
+    """Of a model whose experts are balanced by biases: saved by one layout, and trained on by the others."""
+    save, load = f"--save {tmp_path} --save-interval 3 --no-async-save", f"--load {tmp_path} --override-data"
+    whole = results_on(1, runs(data, "like Mixtral", {"": SIGMOID}, 6))[""]
+    biases = [value for name, value in whole[1].items() if name.endswith("expert_bias")]
+    assert len(biases) == 4 and all(bias.any() for bias in biases)
+    results_on(4, runs(data, "like Mixtral", {"": f"{SIGMOID} {EP2} {save}"}, 3))
+    layouts = {"ep 4": EP4, "tp 2, ep 2": f"{TP2} {EP2}", "pp 2, ep 2": f"{PP2} {EP2}"}
+    resumed = results_on(
+        4, runs(data, "like Mixtral", {name: f"{SIGMOID} {flags} {load}" for name, flags in layouts.items()}, 6)
+    )
+    for name, result in resumed.items():
+        assert len(result[0]["lm loss"]) == 3
+        assert_same(result, whole, name)
+
+
+def test_a_resume_with_low_bits_goes_on_to_the_bit(data, tmp_path):
+    shape = f"{QUANTIZED} {EP2}"
+    whole = results_on(4, runs(data, "like Mixtral", {"": shape}, 6))[""]
+    save, load = f"--save {tmp_path} --save-interval 3 --no-async-save", f"--load {tmp_path}"
+    results_on(4, runs(data, "like Mixtral", {"": f"{shape} {save}"}, 3))
+    resumed = results_on(4, runs(data, "like Mixtral", {"": f"{shape} {load}"}, 6))[""]
+    assert resumed[0]["lm loss"] == whole[0]["lm loss"][3:]
+    assert_same(resumed, whole, "resumed", tolerance=0)
