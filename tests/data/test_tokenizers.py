@@ -482,9 +482,7 @@ def test_a_model_of_hugging_face_by_its_name(tmp_path, byte_level_bpe, monkeypat
     ours = build_tokenizer("HuggingFaceTokenizer", "some/model")
     assert ours.tokenize(TEXTS[0]) == byte_level_bpe.encode(TEXTS[0]).ids
     assert ours.eod == byte_level_bpe.token_to_id("<|end|>")
-    with pytest.raises(
-        FileNotFoundError, match=r"has no tokenizer.json .*: hf download other/model "
-    ):
+    with pytest.raises(FileNotFoundError, match=r"has no tokenizer.json .*: hf download other/model "):
         build_tokenizer("HuggingFaceTokenizer", "other/model")
     with pytest.raises(FileNotFoundError, match=r"/no/such/folder does not exist$"):
         build_tokenizer("HuggingFaceTokenizer", "/no/such/folder")
