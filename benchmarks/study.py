@@ -146,7 +146,7 @@ def train(results: Path, scale_name: str, text: str, arm: Arm, seed: int) -> dic
         "validation_loss": log.validation_loss,
         # All nodes together send what the log shows; the last interval has no step that sends weights in full.
         "bytes_per_parameter": round(log.lines[-1][BETWEEN] * 1e6 / nodes / log.num_parameters, 4),
-        "train_losses": [line["lm loss"] for line in log.lines],
+        "train_losses": [line["lm loss"] for line in log.lines if "lm loss" in line],
         # Over the last tenth of the steps.
         "observed": {
             name: statistics.fmean(line[name] for line in log.lines[-max(1, len(log.lines) // 10) :])

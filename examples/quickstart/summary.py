@@ -7,6 +7,7 @@ python examples/quickstart/summary.py compare --data-path PREFIX --plot loss.png
 from __future__ import annotations
 
 import argparse
+import math
 import re
 import sys
 from pathlib import Path
@@ -66,7 +67,8 @@ def plot(runs: dict[str, RunLog], entropy: float, path: Path) -> None:
     figure, (curves, bars) = pyplot.subplots(1, 2, figsize=(10, 4), width_ratios=(3, 1), layout="constrained")
     styles = ["-", "--", ":"]
     for i, (name, run) in enumerate(runs.items()):
-        steps, losses = [line["iteration"] for line in run.lines], [line["lm loss"] for line in run.lines]
+        lines = [line for line in run.lines if "lm loss" in line]  # the others' steps were all skipped
+        steps, losses = [line["iteration"] for line in lines], [line["lm loss"] for line in lines]
         curves.plot(steps, losses, styles[i % len(styles)], label=name)
         bar = bars.bar(name, run.mean(BETWEEN))
         bars.bar_label(bar, fmt="%.1f")
@@ -86,9 +88,9 @@ def follow() -> None:
         if line is None:
             print(text, end="", flush=True)
             continue
-        eta = re.search(r"ETA: (\S+)", text)
+        eta, loss = re.search(r"ETA: (\S+)", text), line.get("lm loss", math.nan)
         print(
-            f"  step {line['iteration']:5.0f}/{line['train iterations']:.0f}   loss {line['lm loss']:.3f}   "
+            f"  step {line['iteration']:5.0f}/{line['train iterations']:.0f}   loss {loss:.3f}   "
             f"{line['tokens per second']:8,.0f} tokens/s   {line.get(BETWEEN, 0):7.2f} MB between nodes per step   "
             f"{eta[1] if eta else ''} left",
             flush=True,

@@ -10,6 +10,7 @@ from typing import Any
 
 from megatron_zpp.architectures import ARCHITECTURES, Architecture
 from megatron_zpp.arguments.foreign_flags import (
+    DIFFERENT_EXPERTS,
     EXPERTS,
     NO_SUCH_EXPERTS,
     NOT_NEEDED,
@@ -68,14 +69,17 @@ def read_command_line(
         for name, words in words_of
     )
     refused: dict[str, str] = {}
+    translated: dict[str, tuple[str, str]] = {}  # flag -> as typed, and what it is here
     for name, words in words_of:
         with mistakes.collected():
             if describes_experts(name) and not has_experts:
                 line.not_needed[name] = WITHOUT_EXPERTS
+            elif name == EXPERTS and len(words) > 1:
+                refused[" ".join([name, *words])] = DIFFERENT_EXPERTS
             elif name in flags:
                 line.given[flags[name].setting] = _value(flags[name], words)
             elif name in TRANSLATED:
-                line.translated[" ".join([name, *words])] = translate(name, words)
+                translated[name] = " ".join([name, *words]), translate(name, words)
             elif name in NOT_NEEDED:
                 _check_not_needed(name, words)
                 line.not_needed[name] = NOT_NEEDED[name]
@@ -88,6 +92,7 @@ def read_command_line(
     for instead in dict.fromkeys(refused.values()):
         names = [name for name in refused if refused[name] == instead]
         mistakes.messages.append(f"{', '.join(names)} {'is' if len(names) == 1 else 'are'} not supported: {instead}")
+    line.translated = dict(translated.values())
     for typed, meaning in line.translated.items():
         for name, words in _split(meaning.split()):
             with mistakes.collected():

@@ -237,6 +237,7 @@ REFUSED: dict[str, str] = {
         "--apply-residual-connection-post-layernorm",
     ),
     # Data, checkpoints, logging
+    "--tiktoken-special-tokens": "a JSON vocabulary begins with <unk>, <s>, </s> and special tokens without a name",
     "--dataloader-inter-document-masking": "use --reset-attention-mask --reset-position-ids",
     **_refused(
         "fill-in-the-middle permutes whole documents between their tokens; leave it out",
@@ -289,6 +290,7 @@ OF_EXPERTS = (
     "--expert-model-parallel-size",
     "--expert-tensor-parallel-size",
 )
+DIFFERENT_EXPERTS = "every layer of experts has the same number of them; give one number"
 WITHOUT_EXPERTS = NotNeeded("there is one MLP, and so no experts", ANY)
 NO_SUCH_EXPERTS = "experts do not have this here; leave it out"
 

@@ -96,10 +96,15 @@ _OF_MONITORS = ("tensorboard_dir", "wandb_project", "wandb_entity")
 def _choose_between(given: dict[str, Any], config: DeepSpeedConfig) -> list[str]:
     """Drop what a flag or the file says in vain with Megatron-DeepSpeed, whose scripts hold both; a note for each.
 
-    There the file's sections fp16 and bf16 say what computes and scales the loss, and monitors write to places of
-    their own.
+    There the file's sections fp16 and bf16 say what computes and scales the loss, monitors write to places of their
+    own, and --global-batch-size changes the file's batch size before the first step.
     """
-    notes, fixed = list[str](), given.get("loss_scale")
+    notes, fixed, batch = list[str](), given.get("loss_scale"), given.get("global_batch_size")
+    if batch is not None and config.values.get("global_batch_size", batch) != batch:
+        del config.values["global_batch_size"]
+        written = config.origins.pop("global_batch_size")
+        notes.append(f"{written} of {config.path} has no effect beside --global-batch-size {batch}")
+        config.accumulation_steps = None  # follows from the batch sizes
     dynamic = [config.origins[name] for name in ("loss_scale", *OF_DYNAMIC_SCALES) if name in config.values]
     if fixed is not None and dynamic and config.values.get("loss_scale") is None:
         del given["loss_scale"]

@@ -359,5 +359,7 @@ def _notes(settings: Settings, given: set[str]) -> Iterator[str]:
         for name in OF_DYNAMIC_SCALES:
             if name in given:
                 yield f"{flag_of(name)} has no effect with a fixed --loss-scale"
-    if "vocab_size" in given and settings.tokenizer.tokenizer_type != "NullTokenizer":
-        yield f"--vocab-size has no effect: {settings.tokenizer.tokenizer_type} knows its own"
+    tokenizer = settings.tokenizer
+    of_json = tokenizer.tokenizer_type == "TikTokenizer" and (tokenizer.tokenizer_model or "").endswith(".json")
+    if "vocab_size" in given and tokenizer.tokenizer_type != "NullTokenizer" and not of_json:
+        yield f"--vocab-size has no effect: {tokenizer.tokenizer_type} knows its own"

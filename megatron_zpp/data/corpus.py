@@ -6,6 +6,7 @@ but the files, so reading can go on at the end of any block.
 
 from __future__ import annotations
 
+import glob
 import gzip
 import io
 import json
@@ -14,6 +15,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
+
+from megatron_zpp.data.sentences import split_sentences
 
 FORMATS = ("jsonl", "parquet", "text")
 SUFFIXES = {
@@ -66,10 +69,12 @@ class Reading:
     keys: tuple[str, ...] = ("text",)
     text_documents: str = "file"  # of a text file: "file" or "line"
     max_document_bytes: int = 4 << 20
+    sentences: str | None = None  # each is a sequence: "alone", or with the "blanks" behind it; None: no splitting
 
 
 def find_files(inputs: Sequence[str], file_format: str | None = None) -> list[CorpusFile]:
-    """The files of a corpus: those named, and those below the folders named, sorted by path.
+    """The files of a corpus: those named, those that a pattern such as part-*.jsonl matches, and those below the
+    folders named, sorted by path.
 
     ``file_format`` None: by suffix; another file is JSON lines where it is named, and no part of the corpus in a
     folder. With a ``file_format`` all files of a folder belong to it, but hidden ones. Raises FileNotFoundError if
@@ -89,6 +94,8 @@ def find_files(inputs: Sequence[str], file_format: str | None = None) -> list[Co
             files += new
         elif path.is_file():
             files.append(_corpus_file(path, file_format or _format_of(path) or "jsonl"))
+        elif matching := sorted(glob.glob(name, recursive=True)):
+            files += find_files(matching, file_format)
         else:
             raise FileNotFoundError(f"--input {name} does not exist")
     return files
@@ -140,7 +147,8 @@ def texts_of(record: Any, file_format: str, reading: Reading) -> dict[str, list[
     """The document of each key, as the texts of its sequences. ValueError says what is wrong with the record."""
     if file_format == "text":
         text = record.decode("utf-8")
-        return {reading.keys[0]: [text.removesuffix("\r") if reading.text_documents == "line" else text]}
+        text = text.removesuffix("\r") if reading.text_documents == "line" else text
+        return {reading.keys[0]: _sequences([text], reading)}
     if file_format == "jsonl":
         try:
             record = json.loads(record)
@@ -152,12 +160,17 @@ def texts_of(record: Any, file_format: str, reading: Reading) -> dict[str, list[
     for key in reading.keys:
         if key not in record:
             raise ValueError(f"no key {key!r}; it has {', '.join(map(repr, record)) or 'none'}")
-        documents[key] = [
-            _text(text, key) for text in (record[key] if isinstance(record[key], list) else [record[key]])
-        ]
-        if sum(map(len, documents[key])) > reading.max_document_bytes:  # a row; a line was measured when it was read
+        texts = [_text(text, key) for text in (record[key] if isinstance(record[key], list) else [record[key]])]
+        if sum(map(len, texts)) > reading.max_document_bytes:  # a row; a line was measured when it was read
             raise ValueError(too_long(reading))
+        documents[key] = _sequences(texts, reading)
     return documents
+
+
+def _sequences(texts: list[str], reading: Reading) -> list[str]:
+    if reading.sentences is None:
+        return texts
+    return [sentence for text in texts for sentence in split_sentences(text, reading.sentences == "blanks")]
 
 
 def too_long(reading: Reading) -> str:

@@ -22,7 +22,7 @@ from megatron_zpp.data.corpus import Block, CorpusFile, Position, Reading, find_
 from megatron_zpp.data.encoding import EncodedBlock, encode_blocks
 from megatron_zpp.data.files import open_lock, read_json_object
 from megatron_zpp.data.indexed_dataset import IndexedDatasetWriter, best_dtype, finish_finalizing
-from megatron_zpp.data.tokenizers import TokenizerFlags, build_tokenizer
+from megatron_zpp.data.tokenizers import TokenizerFlags, build_tokenizer, huggingface_path
 
 PRINTED_BAD_RECORDS = 10  # the others are only in the file
 
@@ -42,7 +42,7 @@ class Job:
     save_seconds: float = 10.0
 
     def prefix(self, key: str) -> str:
-        return f"{self.output_prefix}_{key}_document"
+        return f"{self.output_prefix}_{key}_{'sentence' if self.reading.sentences else 'document'}"
 
     @property
     def state_file(self) -> Path:
@@ -219,9 +219,14 @@ def _identity(job: Job, files: list[CorpusFile]) -> dict[str, Any]:
         job.tokenizer.get("merge_file"),
     ):
         if name:
-            path = Path(name)
+            path = Path(name) if Path(name).exists() else huggingface_path(name)
             for file_path in sorted(path.glob("tokenizer*.json")) if path.is_dir() else [path]:
                 digest.update(file_path.read_bytes())
+    # Settings that came later: an unfinished output of an earlier version goes on without them.
+    later = {
+        "sentences": job.reading.sentences,
+        "tiktoken_num_special_tokens": job.tokenizer.get("tiktoken_num_special_tokens"),
+    }
     return {
         "corpus": corpus.hexdigest(),
         "tokenizer": {
@@ -234,6 +239,7 @@ def _identity(job: Job, files: list[CorpusFile]) -> dict[str, Any]:
         "json_keys": list(job.reading.keys),
         "text_documents": job.reading.text_documents,
         "append_eod": job.append_eod,
+        **{name: value for name, value in later.items() if value},
     }
 
 

@@ -6,8 +6,7 @@ No tokenizer but Llama2Tokenizer adds ids of its own (such as a beginning-of-seq
 
 from __future__ import annotations
 
-import base64
-import binascii
+import re
 import unicodedata
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -17,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_zpp.data.files import read_json_object
+from megatron_zpp.data.tiktoken_files import TIKTOKEN_PATTERNS, read_json_vocabulary, read_tiktoken
 
 TOKENIZER_TYPES = (
     "SentencePieceTokenizer",
@@ -45,45 +45,14 @@ class TokenizerFlags(TypedDict, total=False):
     merge_file: str | None
     vocab_size: int | None
     tiktoken_pattern: str | None
+    tiktoken_num_special_tokens: int | None
 
 
-# How published vocabularies cut a text into words before they merge bytes: part of a vocabulary, yet not in its file.
-_GPT2_WORDS = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"
-_CL100K_WORDS = (
-    r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,3}+"
-    r"| ?[^\s\p{L}\p{N}]++[\r\n]*+|\s++$|\s*[\r\n]|\s+(?!\S)|\s"
-)
-_O200K_WORDS = (
-    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
-    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
-    r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-_MEGATRON_V1_WORDS = r"[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]++[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+"
-_MEGATRON_V2_WORDS = (
-    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
-    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
-    r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-TIKTOKEN_PATTERNS = {
-    "gpt2": _GPT2_WORDS,
-    "cl100k_base": _CL100K_WORDS,
-    "o200k_base": _O200K_WORDS,
-    "v1": _MEGATRON_V1_WORDS,  # by Megatron-LM's names
-    "v2": _MEGATRON_V2_WORDS,
-}
 # A character of each kind that Unicode has, but half a surrogate pair, which is no text.
 ALL_KINDS = (
     "It's 12345 \u01c5ungla \u02b0\u6771\u4eac e\u0301 \u0915\u0903 a\u20dd \u2167 x\u00b2 a_b-c (d) \u00abe\u00bb, f! "
     "\u20ac5 + ^ \u00a9 \u00a0\u2028\u2029\r\n\n\t  \x00 \u200b \ue000 \u0378 \U0001f642  "
 )
-# Published files by their number of tokens: pattern, end of document, number of ids with all special ones.
-TIKTOKEN_FILES = {
-    50_256: ("gpt2", 50_256, 50_257),  # r50k_base
-    50_280: ("gpt2", 50_256, 50_281),  # p50k_base, whose end of document is amid the others
-    100_256: ("cl100k_base", 100_257, 100_277),
-    199_998: ("o200k_base", 199_999, 200_019),
-    128_000: ("cl100k_base", 128_001, 128_256),  # Llama 3's tokenizer.model
-}
 
 
 class Tokenizer(Protocol):
@@ -108,6 +77,7 @@ def build_tokenizer(
     merge_file: str | None = None,
     vocab_size: int | None = None,
     tiktoken_pattern: str | None = None,
+    tiktoken_num_special_tokens: int | None = None,
 ) -> Tokenizer:
     """The tokenizer that Megatron's flags of the same names describe.
 
@@ -120,13 +90,14 @@ def build_tokenizer(
         case "Llama2Tokenizer":
             return Llama2Tokenizer(_file(tokenizer_type, "--tokenizer-model", tokenizer_model))
         case "HuggingFaceTokenizer" | "HFTokenizer":
-            return HuggingFaceTokenizer(_path(tokenizer_type, "--tokenizer-model", tokenizer_model))
+            return HuggingFaceTokenizer(huggingface_path(tokenizer_model))
         case "GPT2BPETokenizer":
             return GPT2BPETokenizer(
                 _file(tokenizer_type, "--vocab-file", vocab_file), _file(tokenizer_type, "--merge-file", merge_file)
             )
         case "TikTokenizer":
-            return TikTokenizer(_file(tokenizer_type, "--tokenizer-model", tokenizer_model), tiktoken_pattern)
+            file = _file(tokenizer_type, "--tokenizer-model", tokenizer_model)
+            return TikTokenizer(file, tiktoken_pattern, vocab_size, tiktoken_num_special_tokens)
         case "ByteTokenizer":
             return ByteTokenizer()
         case "NullTokenizer":
@@ -188,7 +159,7 @@ class Llama2Tokenizer(SentencePieceTokenizer):
 
 
 class HuggingFaceTokenizer:
-    """A ``tokenizer.json``, or a model folder that holds one.
+    """A ``tokenizer.json``, or a model folder that holds one; ``huggingface_path`` finds them by a model's name.
 
     Documents end with the ``eos_token`` of the ``tokenizer_config.json`` beside it, or else with the first of
     ``KNOWN_EOD_TOKENS`` that it has. As in the library, a text that spells a special token becomes that token.
@@ -287,53 +258,52 @@ class GPT2BPETokenizer:
 
 
 class TikTokenizer:
-    """A ``.tiktoken`` file: a line per token, its bytes in base64 and its id.
+    """A ``.tiktoken`` file, or Megatron's ``.json`` vocabulary, as ``tiktoken_files.py`` reads them.
 
-    The file says neither how texts are cut into words nor which special ids there are. Published files are known by
-    their size; with another one ``pattern`` is a name of ``TIKTOKEN_PATTERNS`` or a regular expression, and the id
-    after the last ends a document. Special tokens inside a text are text.
+    Neither says how texts are cut into words. Published .tiktoken files are known by their size; with another one
+    ``pattern`` is a name of ``TIKTOKEN_PATTERNS`` or a regular expression. Special tokens inside a text are text.
 
     ``tokenize`` raises ValueError for a text of which ``pattern`` leaves something out.
     """
 
-    def __init__(self, file: Path, pattern: str | None = None) -> None:
+    def __init__(
+        self,
+        file: Path,
+        pattern: str | None = None,
+        vocab_size: int | None = None,
+        num_special_tokens: int | None = None,
+    ) -> None:
         try:
             import tiktoken
         except ImportError as error:
             raise ImportError(
                 "TikTokenizer needs the package tiktoken: pip install tiktoken, or megatron_zpp's extra data"
             ) from error
-        try:
-            lines = [line.split() for line in file.read_bytes().splitlines() if line]
-            ranks = {base64.b64decode(token, validate=True): int(rank) for token, rank in lines}
-        except (ValueError, binascii.Error) as error:
-            raise ValueError(f"{file} is not a tiktoken file: {error}") from error
-        if len(set(ranks.values())) < len(lines) or not all(bytes([byte]) in ranks for byte in range(256)):
-            raise ValueError(f"{file} is not a tiktoken file: it must hold each of the 256 bytes, and no id twice")
-        after = max(ranks.values()) + 1
-        known_pattern, self.eod, self.vocab_size = TIKTOKEN_FILES.get(len(ranks), (None, after, after + 1))
-        pattern = pattern or known_pattern
+        if file.suffix == ".json":
+            found = read_json_vocabulary(file, vocab_size, num_special_tokens)
+        else:
+            found = read_tiktoken(file)
+        pattern = pattern or found.pattern
         if pattern is None:
             raise ValueError(
                 f"{file} is none of the published files; how does it cut texts into words? give --tiktoken-pattern, "
                 f"{', '.join(TIKTOKEN_PATTERNS)} or a regular expression"
             )
-        if self.eod in ranks.values() or self.vocab_size < after:
-            raise ValueError(f"{file} has as many tokens as a published file, but other ids")
+        self.eod, self.vocab_size = found.eod, found.size
         try:
             self._encoding = tiktoken.Encoding(
                 file.name,
                 pat_str=TIKTOKEN_PATTERNS.get(pattern, pattern),
-                mergeable_ranks=ranks,
-                special_tokens={"<|endoftext|>": self.eod},
+                mergeable_ranks=found.ids,
+                special_tokens={found.eod_name: found.eod},
             )
         except ValueError as error:
             raise ValueError(f"--tiktoken-pattern {pattern}: {error}") from error
-        self._known = {*ranks.values(), self.eod}
+        self._known = {*found.ids.values(), self.eod}
         self._pattern = pattern
-        self._num_bytes = np.zeros(after, np.int64)  # of each id
-        for token, rank in ranks.items():
-            self._num_bytes[rank] = len(token)
+        self._num_bytes = np.zeros(max(found.ids.values()) + 1, np.int64)  # of each id
+        for token, i in found.ids.items():
+            self._num_bytes[i] = len(token)
         try:
             self.tokenize(ALL_KINDS)  # most patterns which leave something out are refused before the first text
         except BaseException as error:
@@ -409,6 +379,25 @@ def _tokenizers_library(tokenizer_type: str) -> Any:
             f"{tokenizer_type} needs the package tokenizers: pip install tokenizers, or megatron_zpp's extra hf"
         ) from error
     return tokenizers
+
+
+def huggingface_path(value: str | None) -> Path:
+    """What ``--tokenizer-model`` of HuggingFaceTokenizer says: a path, or a model's name, whose files are then those in
+    Hugging Face's cache. Nothing is downloaded."""
+    if value is None or Path(value).exists() or not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", value):
+        return _path("HuggingFaceTokenizer", "--tokenizer-model", value)
+    try:
+        from huggingface_hub import try_to_load_from_cache
+    except ImportError:
+        found = None
+    else:
+        found = try_to_load_from_cache(value, "tokenizer.json")
+    if not isinstance(found, str):
+        raise FileNotFoundError(
+            f"--tokenizer-model {value} does not exist, and Hugging Face's cache has no tokenizer.json of a model of "
+            f"that name; where there is a network: hf download {value} tokenizer.json tokenizer_config.json"
+        )
+    return Path(found).parent
 
 
 def _path(tokenizer_type: str, flag: str, value: str | None) -> Path:

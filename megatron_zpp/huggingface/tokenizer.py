@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from megatron_zpp.data.tokenizers import TOKENIZER_TYPES, Tokenizer, TokenizerFlags, build_tokenizer
+from megatron_zpp.data.tokenizers import TOKENIZER_TYPES, Tokenizer, TokenizerFlags, build_tokenizer, huggingface_path
 from megatron_zpp.settings.flags import number
 
 from .files import write_json
@@ -38,6 +38,7 @@ def add_tokenizer_flags(parser: argparse.ArgumentParser, title: str) -> None:
     group.add_argument(
         "--tiktoken-pattern", metavar="NAME", help="how a .tiktoken file that is not published cuts words"
     )
+    group.add_argument("--tiktoken-num-special-tokens", type=number(int, at_least=3), metavar="N", help="default 1000")
 
 
 def given_tokenizer(args: argparse.Namespace) -> dict[str, Any]:
@@ -58,7 +59,7 @@ def write_tokenizer(settings: dict[str, Any], tokenizer: Tokenizer, folder: Path
     """
     match settings["tokenizer_type"]:
         case "HuggingFaceTokenizer" | "HFTokenizer":
-            _copy_tokenizer(Path(settings["tokenizer_model"]), tokenizer.eod, folder)
+            _copy_tokenizer(huggingface_path(settings["tokenizer_model"]), tokenizer.eod, folder)
         case "GPT2BPETokenizer":
             shutil.copyfile(settings["vocab_file"], folder / "vocab.json")
             shutil.copyfile(settings["merge_file"], folder / "merges.txt")

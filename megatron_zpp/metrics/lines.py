@@ -21,7 +21,7 @@ class TrainingReport:
     consumed_samples: int
     learning_rate: float  # of the next step, as in Megatron
     global_batch_size: int
-    losses: Mapping[str, float]  # by name, such as "lm loss"; the line's are means over the interval
+    losses: Mapping[str, float]  # by name, such as "lm loss"; the line's are means over the interval's steps that count
     loss_scale: float
     grad_norm: float | None = None
     num_zeros: int | None = None

@@ -16,7 +16,8 @@ MODEL = re.compile(r"^\w+ with ([\d,]+) parameters, ZeRO stage")
 
 @dataclass
 class RunLog:
-    """What one log says. ``lines``: the fields of each training line by name, as numbers."""
+    """What one log says. ``lines``: the fields of each training line by name, as numbers; where all of a line's steps
+    were skipped, it has no "lm loss"."""
 
     lines: list[dict[str, float]] = field(default_factory=list)
     validation_loss: float = math.nan  # of the evaluation after training

@@ -390,13 +390,23 @@ class TokenizerSettings:
         ),
     )
     tokenizer_model: str | None = flag(
-        None, "SentencePiece model, .tiktoken file, or tokenizer.json or its folder", metavar="PATH"
+        None,
+        "SentencePiece model; .tiktoken file or JSON vocabulary; tokenizer.json, its folder, or its model's name in "
+        "Hugging Face's cache",
+        metavar="PATH",
     )
     vocab_file: str | None = flag(None, "vocab.json of GPT2BPETokenizer", metavar="FILE")
     merge_file: str | None = flag(None, "merges.txt of GPT2BPETokenizer", metavar="FILE")
-    vocab_size: int | None = flag(None, "vocabulary size of NullTokenizer", at_least=1)
+    vocab_size: int | None = flag(
+        None, "vocabulary size of NullTokenizer, and of TikTokenizer with a JSON vocabulary: default 131072", at_least=1
+    )
     tiktoken_pattern: str | None = flag(
         None, "how TikTokenizer cuts words: gpt2, cl100k_base, o200k_base, v1, v2 or a regular expression", metavar="P"
+    )
+    tiktoken_num_special_tokens: int | None = flag(
+        None,
+        "ids before the tokens of TikTokenizer's JSON vocabulary: <unk>, <s>, </s> and others; default 1000",
+        at_least=3,
     )
 
 

@@ -56,6 +56,7 @@ def load_tokenizer(settings: dict[str, Any], args: argparse.Namespace) -> Tokeni
         args.merge_file or settings["merge_file"],
         settings["vocab_size"],
         settings.get("tiktoken_pattern"),  # checkpoints of earlier versions have none
+        settings.get("tiktoken_num_special_tokens"),
     )
 
 

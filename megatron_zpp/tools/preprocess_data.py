@@ -33,12 +33,10 @@ from megatron_zpp.tools.run import report_errors
 # Megatron's flags that ask for what is always so here, or for what GPT and Llama have no use for.
 NOT_NEEDED = {
     "partitions": "--partitions has no effect: the corpus is read as one stream, by as many --workers as you like",
+    "chunk_size": "--chunk-size has no effect: workers get pieces of a quarter of a megabyte",
     "keep_sequential_samples": "--keep-sequential-samples has no effect: documents keep their order anyway",
-    "lang": "--lang has no effect: texts are not split into sentences",
-}
-REFUSED = {
-    "split_sentences": "--split-sentences is for BERT; a JSON list of texts makes one sequence of each text",
-    "keep_newlines": "--keep-newlines goes with --split-sentences, which is for BERT; texts keep their line breaks",
+    "lang": "--lang has no effect: --split-sentences has the same rules for all languages",
+    "dataset_impl": "--dataset-impl has no effect: the output is always of the kind mmap",
 }
 
 
@@ -135,11 +133,13 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         description="Tokenize text into PREFIX_KEY_document.bin and .idx.", allow_abbrev=False
     )
     add = parser.add_argument
-    add("--input", nargs="+", required=True, metavar="PATH", help="files, or folders of files")
+    add("--input", nargs="+", required=True, metavar="PATH", help="files, patterns of files, or folders")
     add("--input-format", choices=FORMATS, help="of all files; default: by suffix, JSON lines where that says nothing")
     add("--json-keys", nargs="+", default=["text"], metavar="KEY", help="keys or columns to tokenize; default text")
     add("--text-documents", choices=("file", "line"), default="file", help="documents of text files; default file")
     add("--append-eod", action="store_true", help="end each document with the end-of-document id")
+    add("--split-sentences", action="store_true", help="make each sentence a sequence; writes PREFIX_KEY_sentence.bin")
+    add("--keep-newlines", action="store_true", help="sentences keep the blanks and line breaks behind them")
     add("--output-prefix", required=True, metavar="PREFIX", help="path of the output, without suffix")
     add(
         "--workers",
@@ -188,29 +188,40 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         metavar="N",
         help="to measure on; default 100,000",
     )
-    for name in (*NOT_NEEDED, *REFUSED):
-        flag = "--" + name.replace("_", "-")
-        if name in ("partitions", "lang"):
-            add(flag, help=argparse.SUPPRESS)
-        else:
-            add(flag, action="store_true", help=argparse.SUPPRESS)
+    add("--dataset-impl", choices=("mmap",), help=argparse.SUPPRESS)
+    add("--keep-sequential-samples", action="store_true", help=argparse.SUPPRESS)
+    for flag in ("--partitions", "--chunk-size", "--lang"):
+        add(flag, help=argparse.SUPPRESS)
     group = parser.add_argument_group("tokenizer")
     group.add_argument("--tokenizer-type", required=True, choices=TOKENIZER_TYPES)
     group.add_argument(
-        "--tokenizer-model", metavar="PATH", help="SentencePiece model, .tiktoken file, or tokenizer.json or its folder"
+        "--tokenizer-model",
+        metavar="PATH",
+        help="SentencePiece model; .tiktoken file or JSON vocabulary; tokenizer.json, its folder, or its model's name "
+        "in Hugging Face's cache",
     )
     group.add_argument("--vocab-file", metavar="FILE", help="vocab.json of GPT2BPETokenizer")
     group.add_argument("--merge-file", metavar="FILE", help="merges.txt of GPT2BPETokenizer")
-    group.add_argument("--vocab-size", type=number(int, at_least=1), metavar="N", help="number of ids of NullTokenizer")
+    group.add_argument(
+        "--vocab-size",
+        type=number(int, at_least=1),
+        metavar="N",
+        help="number of ids of NullTokenizer, and of TikTokenizer with a JSON vocabulary: default 131072",
+    )
     group.add_argument(
         "--tiktoken-pattern",
         metavar="P",
         help="how TikTokenizer cuts words: gpt2, cl100k_base, o200k_base, v1, v2, a regex",
     )
+    group.add_argument(
+        "--tiktoken-num-special-tokens",
+        type=number(int, at_least=3),
+        metavar="N",
+        help="ids before the tokens of TikTokenizer's JSON vocabulary; default 1000",
+    )
     args = parser.parse_args(argv)
-    for name, message in REFUSED.items():
-        if getattr(args, name):
-            parser.error(message)
+    if args.keep_newlines and not args.split_sentences:
+        parser.error("--keep-newlines needs --split-sentences: whole texts keep their line breaks anyway")
     if len(set(args.json_keys)) < len(args.json_keys):
         parser.error("--json-keys names a key twice")
     return args
@@ -224,13 +235,16 @@ def job_of(args: argparse.Namespace) -> Job:
         merge_file=args.merge_file,
         vocab_size=args.vocab_size,
         tiktoken_pattern=args.tiktoken_pattern,
+        tiktoken_num_special_tokens=args.tiktoken_num_special_tokens,
     )
+    sentences = ("blanks" if args.keep_newlines else "alone") if args.split_sentences else None
+    max_document_bytes = int(args.max_document_megabytes * 2**20)
     return Job(
         inputs=tuple(args.input),
         output_prefix=args.output_prefix,
         tokenizer=tokenizer,
         input_format=args.input_format,
-        reading=Reading(tuple(args.json_keys), args.text_documents, int(args.max_document_megabytes * 2**20)),
+        reading=Reading(tuple(args.json_keys), args.text_documents, max_document_bytes, sentences),
         append_eod=args.append_eod,
         workers=args.workers,
         ordered=not args.unordered,

@@ -215,7 +215,7 @@ def train(architecture: str, flags: list[str]) -> RunLog:
 
 def final_loss(log: RunLog) -> float:
     """The training loss over the last quarter of a run: every setting's is over the same samples."""
-    losses = [line["lm loss"] for line in log.lines]
+    losses = [line["lm loss"] for line in log.lines if "lm loss" in line]
     return statistics.mean(losses[-max(1, len(losses) // 4) :])
 
 

@@ -62,6 +62,7 @@ def find_tokenizer(names: TokenizerSettings) -> Tokenizer:
         names.merge_file,
         names.vocab_size,
         names.tiktoken_pattern,
+        names.tiktoken_num_special_tokens,
     )
 
 

@@ -141,7 +141,7 @@ def train(run: Run, start: float) -> None:
             cut = training.seq_length - run.sample_length(counters.iteration)
             counters.cut_tokens += 0 if result.skipped else batch_size * cut
             counters.skipped_iterations += result.skipped
-            counters.nan_iterations += result.loss != result.loss
+            counters.nan_iterations += not math.isfinite(result.loss)
             reporter.step(result, batch_size)
             if result.spiked:
                 print_once(f"note: the loss at iteration {counters.iteration} spiked to {result.loss:g}: step skipped")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 import torch.distributed as dist
 
@@ -44,7 +46,7 @@ class Reporter:
         self.num_tokens += num_samples * length
         self.flops += num_samples * length * run.architecture.flops_per_token(run.model.config, length)
         self.skipped += result.skipped
-        self.nan += result.loss != result.loss
+        self.nan += not math.isfinite(result.loss)
         if not result.skipped:
             for name, loss in result.losses().items():
                 self.losses.setdefault(name, []).append(loss)
@@ -91,9 +93,9 @@ class Reporter:
             consumed_samples=counters.consumed_train_samples,
             learning_rate=self._learning_rate(),
             global_batch_size=num_samples,
-            losses=means or result.losses(),
+            losses=means,
             loss_scale=run.scaler.scale,
-            grad_norm=result.grad_norm,
+            grad_norm=result.grad_norm if math.isfinite(result.grad_norm) else None,
             num_zeros=result.num_zeros,
             params_norm=params_norm([*run.model.parameters()], run.ranks, run.copies)
             if logging.log_params_norm

@@ -285,6 +285,12 @@ def test_flags_with_another_name(foreign, ours):
     assert any(foreign.replace("=", " ").startswith(note.partition(" is --")[0]) for note in notes[:1])
 
 
+def test_of_a_flag_with_another_name_the_last_holds():
+    settings, notes = parse(SMALL + "--ds-sequence-parallel-size 2 --ds-sequence-parallel-size 4")
+    assert settings.distributed.context_parallel_size == 4
+    assert notes == ["--ds-sequence-parallel-size 4 is --context-parallel-size 4 here"]
+
+
 def test_every_translation_is_of_flags_that_exist():
     flags = {flag.name for flag in all_flags().values()}
     for name, meaning in TRANSLATED.items():
@@ -409,6 +415,11 @@ def test_reference_page_is_up_to_date():
         (
             "--disable-bias-linear --num-experts 8 --moe-min-capacity 4 --moe-eval-capacity-factor 1",
             "--moe-min-capacity, --moe-eval-capacity-factor are not supported: experts do not have this here",
+        ),
+        ("--num-experts 4 8 8", "--num-experts 4 8 8 is not supported: every layer the same number; give one number"),
+        (
+            "--disable-bias-linear --num-experts 8 --mlp-type residual",
+            "--mlp-type residual is not supported, only standard",
         ),
         ("--kd --load-teacher x --num-layers-teacher 3", "--kd, --load-teacher, --num-layers-teacher distillation"),
         ("--load-studnt x", "unknown flag --load-studnt see --help"),  # and no flag that is only a little like it

@@ -39,8 +39,9 @@ def write(tmp_path):
     return write
 
 
-def parse(command: str, path: str, world_size: int = 4) -> Settings:
-    return parse_settings(GPT, [*shlex.split(command), "--deepspeed_config", path], world_size, lambda note: None)
+def parse(command: str, path: str, world_size: int = 4, notes: list[str] | None = None) -> Settings:
+    note = (lambda text: None) if notes is None else notes.append
+    return parse_settings(GPT, [*shlex.split(command), "--deepspeed_config", path], world_size, note)
 
 
 def refusal(call) -> str:
@@ -162,10 +163,17 @@ def test_batch_sizes_complete_each_other(write, sizes, flags, expected):
     assert (training.micro_batch_size, training.global_batch_size) == expected
 
 
+def test_the_flag_of_the_batch_size_wins_as_in_megatron_deepspeed(write):
+    notes: list[str] = []
+    path = write({"train_batch_size": 16, "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 2})
+    training = parse(MODEL + "--train-iters 1 --lr 1 --global-batch-size 24", path, notes=notes).training
+    assert (training.micro_batch_size, training.global_batch_size) == (2, 24)
+    assert notes == [f"train_batch_size 16 of {path} has no effect beside --global-batch-size 24"]
+
+
 @pytest.mark.parametrize(
     ("sizes", "flags", "words"),
     [
-        ({"train_batch_size": 16}, "--micro-batch-size 2 --global-batch-size 8", "--global-batch-size 8 16"),
         ({"gradient_accumulation_steps": 3}, "--micro-batch-size 2 --global-batch-size 8", "8 2 3 4 24"),
         ({"train_batch_size": 9, "gradient_accumulation_steps": 2}, "", "9 2 4"),
         ({"train_batch_size": 9}, "--micro-batch-size 2", "9 2 4"),

@@ -159,7 +159,22 @@ def test_what_is_missing_is_named(tmp_path):
         list(read_blocks(find_files([str(tmp_path)]), Reading(("body",))))
     with pytest.raises(FileNotFoundError, match="nothing does not exist"):
         find_files([str(tmp_path / "nothing")])
+    with pytest.raises(FileNotFoundError, match="does not exist"):
+        find_files([str(tmp_path / "*.nothing")])
     (tmp_path / "empty").mkdir()
     with pytest.raises(FileNotFoundError, match="holds no file of"):
         find_files([str(tmp_path / "empty")])
     assert list(read_blocks([], Reading(), Position())) == []
+
+
+def test_a_pattern_stands_for_the_files_that_it_matches_in_order(tmp_path):
+    for name in ("part-2.jsonl", "part-10.jsonl", "part-1.txt", "below/part-3.jsonl", "[odd].jsonl"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("{}\n")
+
+    def names(pattern):
+        return [str(file.path.relative_to(tmp_path)) for file in find_files([str(tmp_path / pattern)])]
+
+    assert names("part-*.jsonl") == ["part-10.jsonl", "part-2.jsonl"]
+    assert names("**/part-[1-3].*") == ["below/part-3.jsonl", "part-1.txt", "part-2.jsonl"]
+    assert names("[odd].jsonl") == ["[odd].jsonl"]  # a file of that very name is no pattern

@@ -18,7 +18,8 @@ from tiktoken_ext import openai_public
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from tokenizers.processors import TemplateProcessing
 
-from megatron_zpp.data.tokenizers import ALL_KINDS, TIKTOKEN_FILES, TIKTOKEN_PATTERNS, build_tokenizer
+from megatron_zpp.data.tiktoken_files import TIKTOKEN_FILES, TIKTOKEN_PATTERNS
+from megatron_zpp.data.tokenizers import ALL_KINDS, build_tokenizer
 
 TEXTS = ["the cat sat on the mat\n", "größe naïve 東京 🙂", "  indented\n\n\ttext  ", "a<|endoftext|>b </s>"]
 
@@ -204,6 +205,62 @@ def test_megatrons_patterns_by_their_names(tmp_path, pattern, words):
     tokens = [*BYTES, *(piece for piece in pieces if len(piece) > 1)]
     tokenizer = build_tokenizer("TikTokenizer", write_ranks(tmp_path / "t", tokens), tiktoken_pattern=pattern)
     assert [tokenizer.detokenize([i]) for i in tokenizer.tokenize(text)] == words
+
+
+def write_json_vocabulary(path, tokens):
+    entries = [
+        {"rank": rank, "token_bytes": base64.b64encode(token).decode(), "token_str": None}
+        for rank, token in enumerate(tokens)
+    ]
+    path.write_text(json.dumps(entries))
+    return str(path)
+
+
+@pytest.mark.parametrize("num_special", [1000, 5])
+def test_megatrons_json_vocabulary(tmp_path, num_special):
+    """As Megatron builds it: special tokens first, then as many of the others as there is room for."""
+    tokens = [*BYTES, b"th", b"the", b" c", b"at", b" cat"]
+    file = write_json_vocabulary(tmp_path / "vocab.json", tokens)
+    given = {} if num_special == 1000 else {"tiktoken_num_special_tokens": num_special}
+    size = num_special + len(tokens) - 1
+    tokenizer = build_tokenizer("TikTokenizer", file, vocab_size=size, tiktoken_pattern="v2", **given)
+    own = tiktoken.Encoding(
+        "own",
+        pat_str=TIKTOKEN_PATTERNS["v2"],
+        mergeable_ranks={token: num_special + rank for rank, token in enumerate(tokens[:-1])},
+        special_tokens={"<unk>": 0, "<s>": 1, "</s>": 2},
+    )
+    assert tokenizer.tokenize("the cat") == own.encode_ordinary("the cat") == [num_special + i for i in (257, 258, 259)]
+    assert (tokenizer.eod, tokenizer.vocab_size) == (2, size)
+    for text in TEXTS:
+        assert tokenizer.tokenize(text) == own.encode_ordinary(text)
+        assert tokenizer.detokenize([*tokenizer.tokenize(text), 2]) == text + "</s>"
+
+
+@pytest.mark.parametrize(
+    ("content", "sizes", "message"),
+    [
+        ("{}", {}, "not a JSON vocabulary"),
+        ('[{"rank": 0}]', {}, "not a JSON vocabulary"),
+        ("[1", {}, "not a JSON vocabulary"),
+        (None, {}, "has 256 tokens, and --vocab-size 131072 less 1000 special ones .*: give --vocab-size 1256"),
+        (None, {"vocab_size": 1255}, "room for 256 others"),
+        (None, {"tiktoken_num_special_tokens": 2}, "at least 3 special tokens"),
+    ],
+)
+def test_json_vocabularies_that_are_refused(tmp_path, content, sizes, message):
+    file = tmp_path / "vocab.json"
+    write_json_vocabulary(file, BYTES)
+    if content is not None:
+        file.write_text(content)
+    with pytest.raises(ValueError, match=message):
+        build_tokenizer("TikTokenizer", str(file), tiktoken_pattern="v2", **sizes)
+
+
+def test_a_json_vocabulary_begins_with_the_bytes(tmp_path):
+    file = write_json_vocabulary(tmp_path / "vocab.json", BYTES[::-1])
+    with pytest.raises(ValueError, match="ranks must count from 0, bytes first"):
+        build_tokenizer("TikTokenizer", file, tiktoken_pattern="v2", vocab_size=1256)
 
 
 @pytest.mark.parametrize("pattern", ["v3", "cl100k", r"\w+", r"\S+", r"\p{L}+|\s+|\p{N}+", r"[^\x00]+"])
@@ -408,3 +465,24 @@ def test_hftokenizer_is_huggingfaces(tmp_path, byte_level_bpe):
     byte_level_bpe.save(str(tmp_path / "tokenizer.json"))
     ours = [build_tokenizer(name, str(tmp_path)) for name in ("HFTokenizer", "HuggingFaceTokenizer")]
     assert ours[0].tokenize(TEXTS[0]) == ours[1].tokenize(TEXTS[0])
+
+
+def test_a_model_of_hugging_face_by_its_name(tmp_path, byte_level_bpe, monkeypatch):
+    """As ``hf download`` leaves it: a folder per model, in which a branch names a commit, and a commit has files."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    folder = tmp_path / "models--some--model"
+    snapshot = folder / "snapshots" / "0123abc"
+    snapshot.mkdir(parents=True)
+    (folder / "refs").mkdir()
+    (folder / "refs" / "main").write_text("0123abc")
+    byte_level_bpe.add_special_tokens(["<|end|>"])
+    byte_level_bpe.save(str(snapshot / "tokenizer.json"))
+    (snapshot / "tokenizer_config.json").write_text('{"eos_token": "<|end|>"}')
+    monkeypatch.chdir(tmp_path)
+    ours = build_tokenizer("HuggingFaceTokenizer", "some/model")
+    assert ours.tokenize(TEXTS[0]) == byte_level_bpe.encode(TEXTS[0]).ids
+    assert ours.eod == byte_level_bpe.token_to_id("<|end|>")
+    with pytest.raises(FileNotFoundError, match=r"has no tokenizer.json .*: hf download other/model "):
+        build_tokenizer("HuggingFaceTokenizer", "other/model")
+    with pytest.raises(FileNotFoundError, match=r"/no/such/folder does not exist$"):
+        build_tokenizer("HuggingFaceTokenizer", "/no/such/folder")

@@ -234,15 +234,29 @@ def test_progress_tells_rates_and_the_time_left(tmp_path):
 
 
 def test_megatrons_other_flags(tmp_path):
-    process = preprocess(tmp_path, LINES, "--partitions", "2", "--keep-sequential-samples")
+    flags = ("--partitions", "2", "--keep-sequential-samples", "--chunk-size", "25", "--dataset-impl", "mmap")
+    process = preprocess(tmp_path, LINES, *flags)
     assert process.returncode == 0
-    assert "note: --partitions has no effect" in process.stderr
-    process = preprocess(tmp_path, LINES, "--split-sentences")
-    assert process.returncode == 2
-    assert "a JSON list of texts makes one sequence of each text" in process.stderr
+    for flag in flags[::2]:
+        assert f"note: {flag} has no effect" in process.stderr or not flag.startswith("--")
+    process = preprocess(tmp_path, LINES, "--dataset-impl", "lazy")
+    assert process.returncode == 2 and "--dataset-impl" in process.stderr
     flags = ("--find-optimal-num-workers", "--workers-to-check", "1", "2", "--max-documents", "300")
     process = preprocess(tmp_path, LINES, *flags)
     assert re.findall(r"(\d) workers: [\d,]+ documents/s, [\d.,]+ MB/s\n", process.stdout) == ["1", "2"]
+
+
+def test_sentences_become_sequences(tmp_path):
+    lines = [json.dumps({"text": text}) for text in ("Dr. A came.\nHe saw B. And", "", "one only")]
+    process = preprocess(tmp_path, [*lines, '{"text": ["A. B", "C"]}'], "--split-sentences", "--append-eod")
+    assert process.returncode == 0, process.stderr
+    expected = [["Dr. A came.", "He saw B. And|"], [], ["one only|"], ["A. B", "C|"]]
+    assert documents(tmp_path / "out_text_sentence") == expected
+    process = preprocess(tmp_path, lines[:1], "--split-sentences", "--keep-newlines")
+    assert process.returncode == 0, process.stderr
+    assert documents(tmp_path / "out_text_sentence") == [["Dr. A came.\n", "He saw B. And"]]
+    process = preprocess(tmp_path, lines, "--keep-newlines")
+    assert process.returncode == 2 and "--keep-newlines needs --split-sentences" in process.stderr
 
 
 def test_two_runs_of_one_output_are_refused(tmp_path):
