@@ -184,11 +184,16 @@ def check_tensor_parallel(
     )
 
 
+TOKEN_BITS = (4, 6, 8)
+
+
 def check_expert_parallel(settings: Settings, fsdp_size: int) -> None:
     """Raise SettingsError unless experts can be divided among the ranks, ``fsdp_size`` of which shard a model."""
     distributed, experts = settings.distributed, settings.model.num_experts
     size, tp_size = distributed.expert_model_parallel_size, distributed.tensor_model_parallel_size
-    given = f"--expert-model-parallel-size {size}"
+    given, bits = f"--expert-model-parallel-size {size}", distributed.moe_token_bits
+    require(bits is None or size > 1, f"--moe-token-bits {bits} needs an --expert-model-parallel-size above 1")
+    require(bits is None or bits in TOKEN_BITS, f"--moe-token-bits must be one of {TOKEN_BITS}, got {bits}")
     if size > 1:
         require(
             fsdp_size % size == 0,

@@ -522,9 +522,10 @@ class DistributedSettings:
     )
     moe_token_bits: int | None = flag(
         None,
-        "bits of tokens that travel to experts, of what comes back, and of their gradients; default: as computed",
+        "bits, 4, 6 or 8, of tokens that travel to experts, of what comes back, and of their gradients; default: as computed",
         needs="expert_model_parallel_size",
-        choices=(4, 6, 8),
+        at_least=4,
+        at_most=8,
     )
 
 

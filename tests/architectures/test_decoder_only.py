@@ -149,6 +149,8 @@ def test_experts_that_do_not_fit_are_refused(argv, message):
             "--num-experts 4 --expert-model-parallel-size 2 --num-distributed-optimizer-instances 2",
             r"does not work with --num-distributed-optimizer-instances \(HSDP\)",
         ),
+        (2, "--num-experts 4 --expert-model-parallel-size 2 --moe-token-bits 5", r"must be one of \(4, 6, 8\), got 5"),
+        (2, "--num-experts 4 --expert-model-parallel-size 1 --moe-token-bits 8", "-size above 1"),
         (2, "--num-experts 4 --expert-model-parallel-size 2 --compile", "--compile does not see tokens that travel"),
         (
             12,
