@@ -522,7 +522,7 @@ class DistributedSettings:
     )
     moe_token_bits: int | None = flag(
         None,
-        "bits, 4, 6 or 8, of tokens that travel to experts, of what comes back, and of their gradients; default: as computed",
+        "bits (4, 6, 8) of tokens that travel to experts, of what comes back, and of gradients; default: as computed",
         needs="expert_model_parallel_size",
         at_least=4,
         at_most=8,
