@@ -1,0 +1,119 @@
+"""Launch scripts of Megatron-LM and Megatron-DeepSpeed, one of each kind, with their flags as published, train small.
+
+What is behind ``SMALL`` are sizes, lengths and paths: of a flag that is given twice, the last one holds.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+
+from tests.parallel.layouts import results_on
+from tests.training.small_run import write_text
+
+DEEPSPEED = (
+    "--override-opt_param-scheduler --adam-beta1 0.9 --adam-beta2 0.95 --init-method-std 0.013 --lr 2.0e-4 "
+    "--min-lr 1.0e-6 --lr-decay-style cosine --lr-decay-tokens 300000000000 --lr-warmup-tokens 3000000000 "
+    "--train-tokens 300000000000 --train-samples 292968750 --exit-duration-in-mins 30000000 --split 949,50,1 "
+    "--log-interval 10 --eval-interval 100 --eval-iters 10 --weight-decay 0.1 --clip-grad 1.0 --hysteresis 2 --fp16 "
+    "--seed 1234 --no-async-tensor-model-parallel-allreduce --tensorboard-queue-size 1 --log-timers-to-tensorboard "
+    "--log-batch-size-to-tensorboard --log-validation-ppl-to-tensorboard --log-optimizer-states-to-tensorboard "
+    "--data-impl mmap --vocab-file gpt2-vocab.json --merge-file gpt2-merges.txt --deepspeed "
+)
+SC21 = (
+    "--activations-checkpoint-method uniform --DDP-impl local --lr-decay-iters 320 --lr 0.0001 --min-lr 0.00001 "
+    "--lr-decay-style cosine --lr-warmup-fraction 0.01 --split 969,30,1 --clip-grad 1.0 --fp16 --loss-scale 8192 "
+    "--train-iters 500 "
+)
+SCRIPTS = {
+    "lengths that grow, activation checkpointing": DEEPSPEED
+    + "--checkpoint-activations --deepspeed-activation-checkpointing --tensor-model-parallel-size 2 --zero-stage 0 "
+    "--moe-expert-parallel-size 1 --num-experts 1 --no-pipeline-parallel --use-rotary-position-embeddings",
+    "zero bubbles": DEEPSPEED
+    + "--zero-stage 0 --enable-zbh1-pipeline --enable-zbh1-exact-semantics --pipeline-model-parallel-size 4",
+    "sequence parallelism": DEEPSPEED
+    + "--ds-sequence-parallel-size 4 --use-flash-attn-triton --zero-stage 3 --no-pipeline-parallel",
+    "Llama": "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --lr 3e-4 --lr-decay-style cosine "
+    "--min-lr 3e-5 --train-iters 250000 --lr-warmup-iters 2000 --bf16 --no-query-key-layer-scaling "
+    "--attention-dropout 0 --hidden-dropout 0 --use-rotary-position-embeddings --swiglu "
+    "--untie-embeddings-and-output-weights "
+    "--normalization rmsnorm --disable-bias-linear --zero-stage=0 --deepspeed --num-key-value-heads 2",
+    "interleaved stages": SC21
+    + "--num-layers-per-virtual-pipeline-stage 2 --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2",
+    "Transformer Engine and fp8": "--use-mcore-models --group-query-attention --num-query-groups 2 --kv-channels 8 "
+    "--position-embedding-type rope --rotary-base 1000000 --rotary-percent 1.0 --attention-dropout 0.0 "
+    "--hidden-dropout 0.0 --swiglu --normalization RMSNorm --init-method-std 0.0134 --attention-backend fused "
+    "--apply-layernorm-1p --untie-embeddings-and-output-weights --disable-bias-linear --train-samples 1953125000 "
+    "--lr-decay-samples 1949218748 --lr-warmup-samples 3906252 --lr 0.00015 --min-lr 0.00001 --decoupled-lr 5.0e-4 "
+    "--decoupled-min-lr 4.5e-5 --lr-decay-style cosine --weight-decay 0.1 --bf16 --grad-reduce-in-bf16 "
+    "--cross-entropy-loss-fusion --calculate-per-token-loss --manual-gc --empty-unused-memory-level 1 "
+    "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather --fp8-format hybrid "
+    "--fp8-amax-history-len 1024 --fp8-amax-compute-algo max --fp8-param-gather --sequence-parallel "
+    "--no-create-attention-mask-in-dataloader --no-mmap-bin-files --ckpt-format torch_dist --profile --log-throughput",
+}
+SMALL = (
+    "--num-layers 4 --hidden-size 32 --ffn-hidden-size 64 --num-attention-heads 4 --seq-length 32 "
+    "--max-position-embeddings 32 --make-vocab-size-divisible-by 32 --micro-batch-size 1 --global-batch-size 8 "
+    "--eval-iters 1 --log-interval 1 --num-workers 0 --tokenizer-type ByteTokenizer --distributed-backend gloo "
+)
+SMALLER = {
+    "--train-iters": 3,
+    "--train-samples": 24,
+    "--train-tokens": 768,
+    "--lr-decay-tokens": 768,
+    "--lr-decay-samples": 24,
+    "--lr-decay-iters": 3,
+    "--lr-warmup-tokens": 256,
+    "--lr-warmup-samples": 8,
+    "--lr-warmup-iters": 1,
+    "--num-layers-per-virtual-pipeline-stage": 1,
+}
+FILE = {
+    "train_batch_size": 512,  # --global-batch-size wins
+    "train_micro_batch_size_per_gpu": 1,
+    "steps_per_print": 10,
+    "gradient_clipping": 1.0,
+    "prescale_gradients": True,
+    "wall_clock_breakdown": False,
+}
+FP16 = {
+    "fp16": {
+        "enabled": True,
+        "loss_scale": 0,
+        "loss_scale_window": 500,
+        "hysteresis": 2,
+        "min_loss_scale": 1,
+        "initial_scale_power": 11,
+    }
+}
+CURRICULUM = {
+    "enabled": True,
+    "curriculum_type": "seqlen",
+    "min_difficulty": 8,
+    "max_difficulty": 32,
+    "schedule_type": "fixed_linear",
+    "schedule_config": {"total_curriculum_step": 3, "difficulty_step": 8},
+}
+
+
+@pytest.mark.long
+def test_published_scripts_train_small(tmp_path):
+    data, runs = write_text(tmp_path), {}
+    for name, script in SCRIPTS.items():
+        words = [*script.split(), *SMALL.split(), "--data-path", data]
+        words += [str(word) for flag, value in SMALLER.items() if flag in words for word in (flag, value)]
+        if "--deepspeed" in words:
+            content = FILE | (FP16 if "--fp16" in words else {"bf16": {"enabled": True}})
+            content |= {"curriculum_learning": CURRICULUM} if name.startswith("lengths") else {}
+            content["zero_optimization"] = {"stage": 3 if "--zero-stage 3" in script else 0}
+            file = tmp_path / f"{len(runs)}.json"
+            file.write_text(json.dumps(content))
+            words += ["--deepspeed_config", str(file)]
+        runs[name] = "gpt", words
+    for name, (metrics, _, out) in results_on(4, runs).items():
+        losses = metrics["lm loss"]
+        assert len(losses) == 3 and all(map(math.isfinite, losses)), name
+        assert losses[0] == pytest.approx(math.log(288), abs=0.5), name  # of the padded vocabulary
+        assert "lm loss value" in out, name
