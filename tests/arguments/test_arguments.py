@@ -416,7 +416,7 @@ def test_reference_page_is_up_to_date():
             "--disable-bias-linear --num-experts 8 --moe-min-capacity 4 --moe-eval-capacity-factor 1",
             "--moe-min-capacity, --moe-eval-capacity-factor are not supported: experts do not have this here",
         ),
-        ("--num-experts 4 8 8", "every layer of experts has the same number of them; give one number"),
+        (
             "--num-experts 4 8 8",
             "--num-experts 4 8 8 is not supported: every layer of experts has the same number of them; give one number",
         ),
