@@ -113,9 +113,10 @@ def make_text(name: str, scale: Scale) -> str:
 def flags_of(scale: Scale, arm: Arm) -> str:
     """Of the trainer, without text and seed."""
     batch, warmup = scale.micro_batch_size * RANKS, max(1, scale.train_iters // 10)
+    where = f"--emulate-ranks {RANKS} --emulate-nodes {NODES}" if arm.real_ranks is None else ""
     return (
-        f"{scale.shape} --emulate-ranks {RANKS} --emulate-nodes {NODES} --attention-dropout 0 "
-        f"--hidden-dropout 0 --micro-batch-size {scale.micro_batch_size} --train-iters {scale.train_iters} "
+        f"{scale.shape} {where} --attention-dropout 0 --hidden-dropout 0 "
+        f"--micro-batch-size {scale.micro_batch_size} --train-iters {scale.train_iters} "
         f"--eval-iters {scale.eval_iters} --eval-interval {scale.train_iters} --log-interval 20 --lr {scale.lr} "
         f"--min-lr {scale.lr / 10} --lr-decay-style cosine --lr-warmup-fraction 0.1 --adam-beta2 {scale.adam_beta2} "
         f"--weight-decay 0.1 --num-workers 0 "
@@ -129,8 +130,11 @@ def train(results: Path, scale_name: str, text: str, arm: Arm, seed: int) -> dic
     flags = f"{flags_of(scale, arm)} {text} --seed {seed}"
     threads = str(max(1, (os.cpu_count() or 1) // scale.jobs))
     start = time.monotonic()
+    launcher = [sys.executable]
+    if arm.real_ranks is not None:
+        launcher += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(arm.real_ranks)]
     ran = subprocess.run(
-        [sys.executable, str(ROOT / arm.program), *flags.split()],
+        [*launcher, str(ROOT / arm.program), *flags.split()],
         env=os.environ | {"OMP_NUM_THREADS": threads},
         capture_output=True,
         text=True,
@@ -138,7 +142,7 @@ def train(results: Path, scale_name: str, text: str, arm: Arm, seed: int) -> dic
     log = parse_log(ran.stdout)
     if ran.returncode != 0 or math.isnan(log.validation_loss):
         raise RuntimeError(f"exit code {ran.returncode}\n{ran.stderr[-3000:]}")
-    nodes = int(re.findall(r"--emulate-nodes (\d+)", flags)[-1])
+    nodes = arm.real_ranks or int(re.findall(r"--emulate-nodes (\d+)", flags)[-1])
     row = {
         "scale": scale_name,
         "flags": arm.flags,
@@ -154,7 +158,7 @@ def train(results: Path, scale_name: str, text: str, arm: Arm, seed: int) -> dic
             if name in log.lines[-1]
         },
         "seconds": round(time.monotonic() - start, 1),
-        "command": f"python {arm.program} {flags}",
+        "command": f"{'python' if len(launcher) == 1 else ' '.join(launcher[2:])} {arm.program} {flags}",
         "machine": f"{platform.machine()}, torch {torch_version}",
     }
     with results.open("a") as file:

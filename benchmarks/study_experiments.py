@@ -87,6 +87,7 @@ class Arm:
     name: str
     flags: str
     control: str = ""  # the fp32 wire
+    real_ranks: int | None = None  # each a node of its own, in place of emulated ones
 
     @property
     def program(self) -> str:
@@ -106,7 +107,7 @@ class Group:
 class Experiment:
     title: str
     groups: tuple[Group, ...]
-    observed: str = ""  # what the log shows beside losses, and the table at the end of training
+    observed: tuple[str, ...] = ()  # what the log shows beside losses, and the table at the end of training
 
 
 ABSMAX = "absmax"  # three levels at 2 bits, as in the published work
@@ -166,7 +167,14 @@ EXPERTS = (
     "--num-query-groups 2 --untie-embeddings-and-output-weights --num-experts 8 --moe-ffn-hidden-size 512 "
     "--moe-aux-loss-coeff 0.02"
 )
-EXPERTS_LOAD = "expert load (max/mean)"
+EXPERTS_LOAD, TOKENS_SENT = "expert load (max/mean)", "tokens sent between nodes per step (MB)"
+# The batch of four emulated ranks on two real ones, each of which has half of the experts.
+ON_TWO_NODES = f"{EXPERTS} {BF16} --expert-model-parallel-size 2 --zero-ranks-per-node 1 --global-batch-size {{batch}}"
+
+
+def tokens_on_two_nodes(name: str, flags: str) -> Arm:
+    return Arm(name, f"{ON_TWO_NODES} {flags}".strip(), control=ON_TWO_NODES, real_ranks=2)
+
 
 FP32 = Arm("fp32 wire", "")
 BF16_WIRE = Arm("bf16 wire (ZeRO-3 in 16 bit)", f"{BF16} --grad-reduce-in-bf16")
@@ -469,8 +477,16 @@ EXPERIMENTS = {
                     ),
                 )
             ),
+            Group(
+                "Experts divided between two real nodes, all in bf16: tokens on the wire",
+                (
+                    tokens_on_two_nodes("bf16", ""),
+                    tokens_on_two_nodes("int8, blocks of 128", "--moe-token-bits 8"),
+                    tokens_on_two_nodes("int4, blocks of 128", "--moe-token-bits 4"),
+                ),
+            ),
         ),
-        observed=EXPERTS_LOAD,
+        observed=(EXPERTS_LOAD, TOKENS_SENT),
     ),
 }
-OBSERVED = {experiment.observed for experiment in EXPERIMENTS.values()} - {""}
+OBSERVED = {name for experiment in EXPERIMENTS.values() for name in experiment.observed}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import statistics
 from collections import defaultdict
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +51,7 @@ def table(experiment: Experiment, rows: Rows) -> str:
     recovers = any(group.recovers for group in experiment.groups)
     observed = experiment.observed
     columns = ["on the wire", "validation loss", "over the fp32 wire", *["recovered"] * recovers, "bytes"]
-    columns += [observed] * bool(observed)
+    columns += observed
     lines = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
     for group in experiment.groups:
         trained = [arm for arm in group.arms if arm.flags in rows and arm.control in rows]
@@ -60,7 +61,7 @@ def table(experiment: Experiment, rows: Rows) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _line(group: Group, arm: Arm, rows: Rows, recovers: bool, observed: str) -> str:
+def _line(group: Group, arm: Arm, rows: Rows, recovers: bool, observed: Sequence[str]) -> str:
     losses = [row["validation_loss"] for row in rows[arm.flags].values()]
     cells = [arm.name, mean_and_spread(losses, "{:.4f}")]
     cells.append("" if arm.flags == arm.control else mean_and_spread(excesses(arm, rows), "{:+.2f}", " %"))
@@ -68,8 +69,9 @@ def _line(group: Group, arm: Arm, rows: Rows, recovers: bool, observed: str) -> 
         shares = recovered(group.arms[0], arm, rows) if group.recovers and arm != group.arms[0] else []
         cells.append(mean_and_spread(shares, "{:.0f}", " %") if shares else "")
     cells.append(f"{next(iter(rows[arm.flags].values()))['bytes_per_parameter']:.2f}")
-    if observed:
-        cells.append(mean_and_spread([row["observed"][observed] for row in rows[arm.flags].values()], "{:.2f}"))
+    for name in observed:
+        seen = [row["observed"][name] for row in rows[arm.flags].values() if name in row["observed"]]
+        cells.append(mean_and_spread(seen, "{:.2f}") if seen else "")
     return f"| {' | '.join(cells)} |"
 
 
