@@ -5,7 +5,8 @@
     fully_shard(model)
     zeropp = apply_zeropp(model, ZeroPPConfig(quantized_weights=True, quantized_gradients=True, hpz_partition_size=8))
 
-and, with gradient accumulation, ``zeropp.set_is_last_micro_batch(i == last)`` before each backward pass.
+and, with gradient accumulation, FSDP2's own ``model.set_is_last_backward(i == last)``, or
+``model.set_requires_gradient_sync(i == last)``, before each backward pass.
 """
 
 from __future__ import annotations
@@ -136,7 +137,7 @@ class ZeroPP:
 
     def set_is_last_micro_batch(self, is_last: bool) -> None:
         """Say before a backward pass whether it is the optimizer step's last."""
-        self._micro_batch.begin(is_last)
+        self._micro_batch.tell(is_last)
 
     def invalidate(self) -> None:
         """Say on all ranks that parameters were changed, where a change would not be looked for."""
@@ -193,9 +194,11 @@ class ZeroPP:
             for unit, collective in collectives.items():
                 collective.load_state_dict(below(state, unit_prefix(kind, unit)))
 
-    def _begin_forward_pass(self) -> None:
+    def _begin_forward_pass(self, synchronizes: bool) -> None:
         for unit in self.units:
             unit.check_collectives()
+        if torch.is_grad_enabled():
+            self._micro_batch.see(synchronizes)
         self._passes.begin()
         # In the order of the model. Not behind the optimizer already: what a program may change between its step and
         # this pass would have to be looked for on all ranks, over links that are busy with the weights by then.

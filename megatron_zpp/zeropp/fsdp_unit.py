@@ -138,6 +138,23 @@ class FSDPUnit(Unit):
         torch._foreach_add_(gradients, own)
 
     @property
+    def is_last_backward(self) -> bool:
+        """What ``set_is_last_backward`` said to the root of the pass that runs."""
+        is_last: bool = self.module._get_fsdp_state()._state_ctx.is_last_backward
+        return is_last
+
+    @property
+    def reduces_gradients(self) -> bool:
+        """What ``set_requires_gradient_sync`` said."""
+        reduces: bool = self._param_group.reduce_grads
+        return reduces
+
+    @property
+    def holds_reduced_gradients(self) -> bool:
+        """Whether ``.grad`` has what was reduced before, to which FSDP2 will add."""
+        return any(parameter.grad is not None for parameter in self.parameters)
+
+    @property
     def stays_gathered(self) -> bool:
         """Whether a forward pass leaves the parameters gathered for the passes that follow."""
         stays: bool = not self._param_group._reshard_after_forward
@@ -212,9 +229,11 @@ def _param_groups_of(module: FSDPModule) -> list[Any]:
     return groups
 
 
-def follow_forward_passes(model: nn.Module, units: Sequence[FSDPUnit], begin: Callable[[], None]) -> None:
+def follow_forward_passes(model: nn.Module, units: Sequence[FSDPUnit], begin: Callable[[bool], None]) -> None:
     """Call ``begin`` before each forward pass of ``model``, or of a part of it, gathers anything.
 
+    With whether FSDP2 is told that the backward pass that follows ends a step: by ``set_is_last_backward``, and by
+    ``set_requires_gradient_sync``.
     Methods of ``register_fsdp_forward_method`` are forward passes, too. The first pass raises RuntimeError if ``model``
     has got units beside ``units``.
     """
@@ -231,7 +250,8 @@ def follow_forward_passes(model: nn.Module, units: Sequence[FSDPUnit], begin: Ca
         # Whose pass it is, if one has begun; this unit's own, if its last pass was ended by an exception.
         root = state_of[module]._state_ctx.iter_forward_root
         if (root is state_of[module] or root not in states) and not _is_autograd_running():
-            begin()
+            is_last = all(state._state_ctx.is_last_backward for state in states)
+            begin(is_last and all(unit.reduces_gradients for unit in units))
 
     hook = torch.compiler.disable(before_forward)
     for module in state_of:
@@ -260,7 +280,13 @@ def _check_for_later_units(model: nn.Module, units: Sequence[FSDPUnit]) -> None:
 
 def _is_autograd_running() -> bool:
     """Whether this thread is in a backward pass."""
-    return torch._C._current_graph_task_id() != -1
+    return backward_pass() != -1
+
+
+def backward_pass() -> int:
+    """A number of the backward pass that this thread is in; -1 = none."""
+    number: int = torch._C._current_graph_task_id()
+    return number
 
 
 def call_after_backward(function: Callable[[], None]) -> None:

@@ -5,6 +5,8 @@ FSDP2 hands over the flat gradients [N, P, L] of one unit, rank by rank, and wan
 
 from __future__ import annotations
 
+import functools
+import logging
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,13 +16,15 @@ from torch import Tensor
 
 from .collectives import TorchAllocator
 from .config import ZeroPPConfig
-from .fsdp_unit import FSDPUnit, ReduceScatter, call_after_backward, refuse_capture
+from .fsdp_unit import FSDPUnit, ReduceScatter, backward_pass, call_after_backward, refuse_capture
 from .gradient_hops import GradientHop, GradientHops
 from .gradient_sum import GradientSum
 from .micro_batch import MicroBatch
 from .monitor import ErrorMonitor
 from .streams import current_stream, on_stream
 from .traffic import Traffic
+
+logger = logging.getLogger(__name__)
 
 
 class HierarchicalReduceScatter(TorchAllocator, ReduceScatter):
@@ -45,6 +49,7 @@ class HierarchicalReduceScatter(TorchAllocator, ReduceScatter):
         micro_batch: MicroBatch,
     ) -> None:
         self.unit, self.micro_batch = unit, micro_batch
+        self._last_reduction: tuple[int, int] | None = None  # its backward pass, and optimizer steps until then
         self.hops = GradientHops(
             unit=unit, layout=unit.topology, config=config, traffic=traffic, monitor=monitor, micro_batch=micro_batch
         )
@@ -54,7 +59,10 @@ class HierarchicalReduceScatter(TorchAllocator, ReduceScatter):
     ) -> dist.Work | None:
         refuse_capture(self.unit)
         topology, hops = self.unit.topology, self.hops
+        self.micro_batch.see(self.unit.is_last_backward)
         self.micro_batch.reduced()
+        if self.micro_batch.is_last:
+            self._warn_of_accumulation()
         self._check_reduced(output_tensor.numel())
         gradients = hops.begin(input_tensor.view(topology.num_nodes, topology.ranks_per_node, output_tensor.numel()))
         node_sum = send(gradients, hops.within_node, topology.intra_group).wait()  # [N, L]
@@ -80,6 +88,14 @@ class HierarchicalReduceScatter(TorchAllocator, ReduceScatter):
         self.unit.mark_reduced(completes_step=True)
         return None
 
+    def _warn_of_accumulation(self) -> None:
+        """Once: of a micro-batch that crosses nodes although no optimizer took the one before."""
+        now = backward_pass(), self.unit.optimizer_steps
+        before, self._last_reduction = self._last_reduction, now
+        accumulates = before is not None and before[0] != now[0] and before[1] == now[1]
+        if accumulates and self.hops.node_sum.kept is None and self.unit.holds_reduced_gradients:
+            warn_of_accumulation()
+
     def _check_reduced(self, shard_numel: int) -> None:
         if sum(parameter.numel for parameter in self.unit.parameter_shards(trainable_only=True)) != shard_numel:
             raise RuntimeError(
@@ -87,6 +103,15 @@ class HierarchicalReduceScatter(TorchAllocator, ReduceScatter):
                 "leaves them out and quantized gradients cannot tell which. Freeze them (requires_grad = False), or "
                 "call model.set_reduce_scatter_unused_params(True), which newer torch releases have"
             )
+
+
+@functools.cache  # once
+def warn_of_accumulation() -> None:
+    logger.warning(
+        "gradients of several backward passes were added up, and crossed nodes after each: say "
+        "model.set_is_last_backward(False) or set_requires_gradient_sync(False) before all of a step's backward passes "
+        "but the last, and they cross once"
+    )
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,92 @@
+"""The end of a gradient accumulation as FSDP2's own switches say it, which other people's loops set."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+
+from megatron_zpp.zeropp import LoCoConfig, ZeroPPConfig, apply_zeropp
+from megatron_zpp.zeropp.reduce_scatter import warn_of_accumulation
+from tests.ranks import run_ranks
+
+CONFIG = ZeroPPConfig(
+    quantized_weights=True, hpz_partition_size=2, quantized_gradients=True, loco=LoCoConfig(), gradient_block_size=32
+)
+MICRO_BATCHES, STEPS = 3, 4
+SAID_BY = {
+    "ZeRO++": lambda model, zeropp, is_last: zeropp.set_is_last_micro_batch(is_last),
+    "set_is_last_backward": lambda model, zeropp, is_last: model.set_is_last_backward(is_last),
+    "set_requires_gradient_sync": lambda model, zeropp, is_last: model.set_requires_gradient_sync(is_last),
+    "nobody": lambda model, zeropp, is_last: None,
+    # Asked to cross at each, against FSDP2: the loop's own word counts.
+    "ZeRO++ against FSDP2": lambda model, zeropp, is_last: (
+        model.set_is_last_backward(is_last),
+        zeropp.set_is_last_micro_batch(True),
+    ),
+}
+
+
+def train(said_by):
+    """Losses, bytes that this rank sent to another node in each step, and warnings."""
+    warnings = []
+    handler = logging.Handler()
+    handler.emit = lambda record: warnings.append(record.getMessage())
+    logging.getLogger("megatron_zpp.zeropp.reduce_scatter").addHandler(handler)
+    warn_of_accumulation.cache_clear()
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32)) for _ in range(3)))
+    for block in model:
+        fully_shard(block)
+    fully_shard(model)
+    zeropp = apply_zeropp(model, CONFIG)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    generator, losses, sent = torch.Generator().manual_seed(dist.get_rank()), [], []
+    for _ in range(STEPS):
+        for i in range(MICRO_BATCHES):
+            SAID_BY[said_by](model, zeropp, i == MICRO_BATCHES - 1)
+            x = torch.randn(8, 32, generator=generator)
+            loss = (model(x) - x.roll(1, 1)).square().mean() / MICRO_BATCHES
+            loss.backward()
+            losses.append(loss.item())
+        optimizer.step()
+        optimizer.zero_grad()
+        sent.append(zeropp.traffic.take().inter_node)
+    return losses, sent, warnings
+
+
+@pytest.fixture(scope="module")
+def trained():
+    return {said_by: run_ranks(4, train, said_by) for said_by in SAID_BY}
+
+
+def test_fsdp2s_own_switch_means_what_ours_does(trained):
+    """To the bit, and with the same bytes."""
+    for ours, theirs in zip(trained["ZeRO++"], trained["set_is_last_backward"], strict=True):
+        assert ours == theirs
+        assert not ours[2]
+
+
+def test_micro_batches_without_synchronization_cost_nothing(trained):
+    """They are added up before anything is rounded, so that losses differ by what rounding does."""
+    for ours, theirs in zip(trained["ZeRO++"], trained["set_requires_gradient_sync"], strict=True):
+        assert ours[1] == theirs[1]
+        assert theirs[0] == pytest.approx(ours[0], rel=0.02)
+        assert not theirs[2]
+
+
+def test_a_loop_that_says_nothing_is_told_once_what_it_costs(trained):
+    """It trains right all the same: gradients are added up after each crossing."""
+    gradients = trained["nobody"][0][1][0] - trained["ZeRO++"][0][1][0]  # of two more micro-batches
+    for ours, theirs in zip(trained["ZeRO++"], trained["nobody"], strict=True):
+        assert theirs[1] == [sent + gradients for sent in ours[1]] and gradients > 0
+        assert theirs[0] == pytest.approx(ours[0], rel=0.02)
+        assert len(theirs[2]) == 1 and "set_is_last_backward(False)" in theirs[2][0]
+
+
+def test_what_the_loop_says_to_zeropp_counts(trained):
+    assert [of_rank[1] for of_rank in trained["ZeRO++ against FSDP2"]] == [of_rank[1] for of_rank in trained["nobody"]]
