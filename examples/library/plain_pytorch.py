@@ -28,7 +28,7 @@ if rank == 0:
 torch.manual_seed(rank)  # other data on every rank
 for step in range(20):
     for i in range(MICRO_BATCHES):
-        model.set_is_last_backward(i == MICRO_BATCHES - 1)  # gradients cross nodes in that one alone
+        zeropp.set_is_last_micro_batch(i == MICRO_BATCHES - 1)  # only that one crosses nodes
         x = torch.randn(8, 16, 256, device=device)
         loss = (model(x) - x.flip(1)).square().mean()
         (loss / MICRO_BATCHES).backward()
