@@ -30,7 +30,7 @@ LAYERS = {
     ],
     "huggingface": ["models", "data", "settings", "optim", "architectures", "arguments", "checkpoint"],
     "tools": [
-        *("zeropp", "models", "data", "settings", "parallel", "metrics", "optim"),
+        *("zeropp", "models", "data", "settings", "metrics"),
         *("architectures", "arguments", "checkpoint", "training", "huggingface"),
     ],
 }
