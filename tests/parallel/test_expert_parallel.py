@@ -85,6 +85,7 @@ def test_every_layout_trains_as_one_rank(data, model):
     assert_all_train_alike(data, model, SOME | MORE, 20)
 
 
+@pytest.mark.long
 def test_checkpoints_and_biases_move_between_layouts(data, tmp_path):
     """Of a model whose experts are balanced by biases: saved by one layout, and trained on by the others."""
     save, load = f"--save {tmp_path} --save-interval 3 --no-async-save", f"--load {tmp_path} --override-data"
@@ -101,6 +102,7 @@ def test_checkpoints_and_biases_move_between_layouts(data, tmp_path):
         assert_same(result, whole, name)
 
 
+@pytest.mark.long
 def test_a_resume_with_low_bits_goes_on_to_the_bit(data, tmp_path):
     shape = f"{QUANTIZED} {EP2}"
     whole = results_on(4, runs(data, "like Mixtral", {"": shape}, 6))[""]
@@ -111,6 +113,7 @@ def test_a_resume_with_low_bits_goes_on_to_the_bit(data, tmp_path):
     assert_same(resumed, whole, "resumed", tolerance=0)
 
 
+@pytest.mark.long
 def test_tokens_are_counted_and_may_travel_in_few_bits(data):
     """Two nodes of one rank. Each choice of a token makes four rows travel: there and back, and their gradients."""
     common = (

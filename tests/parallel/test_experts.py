@@ -71,6 +71,7 @@ def test_quantized_ranks_equal_emulated_ones(data):
     assert all(0 < share < 0.5 for share in real[0]["dropped tokens (share)"])
 
 
+@pytest.mark.long
 def test_a_resume_on_other_ranks_goes_on(data, tmp_path):
     save, load = f"--save {tmp_path} --save-interval 3 --no-async-save", f"--load {tmp_path}"
     whole = results_on(1, runs(data, {"": SHARED}))[""]
@@ -108,7 +109,7 @@ def gradients_of_a_shunned_expert(config, first_step_to_it):
 LOW_BITS = dict(quantized_weights=True, hpz_partition_size=2, quantized_gradients=True, gradient_block_size=32)
 
 
-@pytest.mark.parametrize("bits", [8, 4, 2, 1])
+@pytest.mark.parametrize("bits", [4, *(pytest.param(bits, marks=pytest.mark.long) for bits in (8, 2, 1))])
 def test_an_expert_without_tokens_gets_no_gradient(bits):
     """As in plain training, so that Adam moves it no more."""
     config = ZeroPPConfig(**LOW_BITS, gradient_bits=bits, gradient_intra_bits=bits)
