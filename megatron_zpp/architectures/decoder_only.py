@@ -154,7 +154,6 @@ def _check_experts(model: ModelSettings) -> None:
         model.moe_router_topk <= model.num_experts,
         f"--moe-router-topk {model.moe_router_topk} is more than --num-experts {model.num_experts}",
     )
-    require(model.disable_bias_linear, "experts have no biases: give --disable-bias-linear with --num-experts")
     require(
         not (model.moe_router_pre_softmax and model.moe_router_score_function == "sigmoid"),
         "--moe-router-pre-softmax is about softmax; leave it out with --moe-router-score-function sigmoid",
@@ -171,6 +170,10 @@ def _check_experts(model: ModelSettings) -> None:
     require(
         model.moe_layer_freq <= model.num_layers,
         f"--moe-layer-freq {model.moe_layer_freq} is more than --num-layers {model.num_layers}",
+    )
+    require(
+        model.moe_first_layer <= model.num_layers,
+        f"--moe-first-layer {model.moe_first_layer} is more than --num-layers {model.num_layers}",
     )
 
 
@@ -201,6 +204,8 @@ def _experts(model: ModelSettings) -> MoEConfig | None:
         aux_loss_coeff=model.moe_aux_loss_coeff,
         z_loss_coeff=model.moe_z_loss_coeff,
         expert_capacity_factor=model.moe_expert_capacity_factor,
+        eval_capacity_factor=model.moe_eval_capacity_factor,
+        min_capacity=model.moe_min_capacity,
         shared_expert_size=model.moe_shared_expert_intermediate_size,
         bias_update_rate=model.moe_router_bias_update_rate if model.moe_router_enable_expert_bias else None,
     )
@@ -244,6 +249,7 @@ def build_config(model: ModelSettings, vocab_size: int) -> DecoderConfig:
         tie_embeddings=model.tie_embeddings_and_output_weights,
         moe=_experts(model),
         moe_layer_freq=model.moe_layer_freq,
+        moe_first_layer=model.moe_first_layer,
     )
 
 
@@ -305,13 +311,15 @@ def flags_of(config: DecoderConfig, positions: int, defaults: Mapping[str, Any])
         words += ["--use-rope-scaling", "--rope-scaling-factor", str(config.rope_scaling_factor)]
     if config.window_size is not None:
         words += ["--window-size", f"{config.window_size},0"]
-    return words + (_flags_of_experts(config.moe, config.moe_layer_freq) if config.moe is not None else [])
+    if config.moe is not None:
+        words += ["--moe-layer-freq", str(config.moe_layer_freq), *_flags_of_experts(config.moe)]
+        words += ["--moe-first-layer", str(config.moe_first_layer)]
+    return words
 
 
-def _flags_of_experts(moe: MoEConfig, layer_freq: int) -> list[str]:
+def _flags_of_experts(moe: MoEConfig) -> list[str]:
     flags = {
         "--num-experts": moe.num_experts,
-        "--moe-layer-freq": layer_freq,
         "--moe-ffn-hidden-size": moe.ffn_hidden_size,
         "--moe-router-topk": moe.router_topk,
         "--moe-router-score-function": moe.score_function,
@@ -319,6 +327,8 @@ def _flags_of_experts(moe: MoEConfig, layer_freq: int) -> list[str]:
         "--moe-aux-loss-coeff": moe.aux_loss_coeff,
         "--moe-z-loss-coeff": moe.z_loss_coeff,
         "--moe-expert-capacity-factor": moe.expert_capacity_factor,
+        "--moe-eval-capacity-factor": moe.eval_capacity_factor,
+        "--moe-min-capacity": moe.min_capacity if moe.expert_capacity_factor is not None else None,
         "--moe-shared-expert-intermediate-size": moe.shared_expert_size,
     }
     if moe.bias_update_rate is not None:

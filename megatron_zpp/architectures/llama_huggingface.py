@@ -162,7 +162,7 @@ class Family:
         """Raise ValueError that names what of our mixture of experts this family does not have."""
         if self.experts is None:
             return
-        require_fields(config, self.model_type, {"moe_layer_freq": (1,)})
+        require_fields(config, self.model_type, {"moe_layer_freq": (1,), "moe_first_layer": (1,)})
         if config.moe is None:
             raise ValueError(f"{self.model_type} does not have layers without experts")
         supported: dict[str, tuple[Any, ...]] = {
@@ -170,6 +170,7 @@ class Family:
             "topk_scaling_factor": (1.0,),
             "shared_expert_size": (None,),
             "expert_capacity_factor": (None,),
+            "eval_capacity_factor": (None,),
         }
         if self.experts.pre_softmax is None:
             supported["router_pre_softmax"] = (False,)

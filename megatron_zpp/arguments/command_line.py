@@ -19,7 +19,7 @@ from megatron_zpp.arguments.foreign_flags import (
     NotNeeded,
     describes_experts,
 )
-from megatron_zpp.arguments.translated_flags import TRANSLATED, translate
+from megatron_zpp.arguments.translated_flags import TRANSLATED, translate, unsaid_of_experts
 from megatron_zpp.settings.checks import Mistakes, SettingsError
 from megatron_zpp.settings.flags import Flag, group_title, iterate_flags
 from megatron_zpp.settings.groups import all_flags, iterate_groups
@@ -94,12 +94,22 @@ def read_command_line(
         mistakes.messages.append(f"{', '.join(names)} {'is' if len(names) == 1 else 'are'} not supported: {instead}")
     line.translated = dict(translated.values())
     for typed, meaning in line.translated.items():
-        for name, words in _split(meaning.split()):
-            with mistakes.collected():
-                value = _value(flags[name], words)
-                if line.given.setdefault(flags[name].setting, value) != value:
-                    raise SettingsError(f"{typed} is {meaning} here, and {name} says otherwise; give one of them")
+        _take_translated(line, typed, meaning, mistakes)
+    unsaid = unsaid_of_experts([name for name, _ in words_of], line.given) if has_experts else ""
+    if unsaid:
+        line.translated["what Megatron-DeepSpeed's experts leave unsaid"] = unsaid
+        _take_translated(line, "", unsaid, mistakes)
     return line
+
+
+def _take_translated(line: CommandLine, typed: str, meaning: str, mistakes: Mistakes) -> None:
+    """Set what ``typed`` means here."""
+    flags = {flag.name: flag for flag in all_flags().values()}
+    for name, words in _split(meaning.split()):
+        with mistakes.collected():
+            value = _value(flags[name], words)
+            if line.given.setdefault(flags[name].setting, value) != value:
+                raise SettingsError(f"{typed} is {meaning} here, and {name} says otherwise; give one of them")
 
 
 def _split(argv: Iterable[str]) -> list[tuple[str, list[str]]]:

@@ -286,6 +286,7 @@ EXPERTS = "--num-experts"
 OF_EXPERTS = (
     "--create-moe-param-group",
     "--topk",
+    "--expert-interval",
     "--mlp-type",
     "--expert-model-parallel-size",
     "--expert-tensor-parallel-size",

@@ -58,7 +58,7 @@ def render_reference() -> str:
         for row in (
             [(f"`{name} {value}`", f"`{written}`") for value, written in meaning.items()]
             if isinstance(meaning, dict)
-            else [(f"`{name}{' X' if '{}' in meaning else ''}`", f"`{meaning.format('X')}`")]
+            else [(f"`{name}{' X' if '{' in meaning else ''}`", f"`{meaning.format('X')}`")]
         )
     ]
     parts.append(_table(("flag", "is"), translated))

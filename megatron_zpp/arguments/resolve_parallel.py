@@ -200,7 +200,6 @@ def check_expert_parallel(settings: Settings, fsdp_size: int) -> None:
             f"{given} does not divide the {fsdp_size} rank(s) that have different samples or parts of them; choose one "
             f"of {', '.join(map(str, divisors(fsdp_size)))}",
         )
-        require(settings.zero.zero_stage >= 1, f"{given} needs --zero-stage 1, 2 or 3: stage 0 replicates experts")
         require(
             distributed.num_distributed_optimizer_instances == 1,
             f"{given} does not work with --num-distributed-optimizer-instances (HSDP): leave one out",

@@ -69,7 +69,8 @@ class DecoderConfig:
     init_method_std: float = 0.02
     tie_embeddings: bool = True
     moe: MoEConfig | None = None  # experts in place of MLPs,
-    moe_layer_freq: int = 1  # in every so manyth block, the first included
+    moe_layer_freq: int = 1  # in every so manyth block,
+    moe_first_layer: int = 1  # of which this is the first, counted from 1
 
     def __post_init__(self) -> None:
         """Raises ValueError for what cannot be built."""
@@ -106,7 +107,7 @@ class DecoderConfig:
 
     @property
     def layers_with_experts(self) -> range:
-        return range(0, self.num_layers if self.moe is not None else 0, self.moe_layer_freq)
+        return range(self.moe_first_layer - 1, self.num_layers if self.moe is not None else 0, self.moe_layer_freq)
 
 
 def default_ffn_size(hidden_size: int, swiglu: bool) -> int:
@@ -184,7 +185,7 @@ def make_mlp(config: DecoderConfig, layer: int) -> nn.Module:
     shared_size, shared = config.moe.shared_expert_size, None
     if shared_size is not None:
         shared = make_mlp(replace(config, ffn_hidden_size=shared_size, moe=None), layer)
-    return MoE(config.moe, config.hidden_size, config.swiglu, shared)
+    return MoE(config.moe, config.hidden_size, config.swiglu, shared, config.add_bias_linear)
 
 
 class Decoder(Transformer):

@@ -31,6 +31,8 @@ class MoEConfig:
     aux_loss_coeff: float = 0.0
     z_loss_coeff: float = 0.0
     expert_capacity_factor: float | None = None  # an expert takes so many times its even share of tokens; None = all
+    eval_capacity_factor: float | None = None  # the same in evaluations; None = as in training
+    min_capacity: int = 1  # tokens that an expert takes however small its share is
     shared_expert_size: int | None = None  # width of an expert that has all tokens
     bias_update_rate: float | None = None  # of biases for the choice of experts, which follow their load; None: none
 
@@ -44,8 +46,10 @@ class MoEConfig:
             raise ValueError("router_pre_softmax is about softmax, and score_function is sigmoid")
         if self.bias_update_rate is not None and self.score_function == "softmax":
             raise ValueError("bias_update_rate moves biases of sigmoid scores, and score_function is softmax")
-        if self.expert_capacity_factor is not None and self.expert_capacity_factor <= 0:
-            raise ValueError(f"expert_capacity_factor is {self.expert_capacity_factor}; it must be above 0")
+        for name in ("expert_capacity_factor", "eval_capacity_factor"):
+            factor = getattr(self, name)
+            if factor is not None and factor <= 0:
+                raise ValueError(f"{name} is {factor}; it must be above 0")
 
 
 class Routing(NamedTuple):
@@ -98,38 +102,50 @@ def z_loss(logits: Tensor) -> Tensor:
 
 
 class GroupedLinear(nn.Module):
-    """E linear layers without biases, each of which has a run of the rows.
+    """E linear layers, each of which has a run of the rows.
 
-    ``weight`` [E * out, in] has the layers one below the other, so that any number of ranks shards it evenly.
+    ``weight`` [E * out, in] has the layers one below the other, so that any number of ranks shards it evenly, and
+    ``bias`` [E * out].
     """
 
-    def __init__(self, num_groups: int, in_features: int, out_features: int) -> None:
+    def __init__(self, num_groups: int, in_features: int, out_features: int, bias: bool) -> None:
         super().__init__()
         self.out_features = out_features
         self.weight = nn.Parameter(torch.empty(num_groups * out_features, in_features))
+        self.bias = nn.Parameter(torch.empty(num_groups * out_features)) if bias else None
 
     def forward(self, x: Tensor, stops: Tensor) -> Tensor:
         """``x`` [R, in], ``stops`` int32 [E], the row after each layer's last -> [R, out]."""
-        weight = self.weight.to_local() if isinstance(self.weight, DTensor) else self.weight  # those that are here
-        weight = weight.unflatten(0, (-1, self.out_features))  # [E, out, in]
+        weight = _of_this_rank(self.weight).unflatten(0, (-1, self.out_features))  # [E, out, in]
+        counts = stops.diff(prepend=stops.new_zeros(1))
         if x.dtype == torch.bfloat16:  # what torch has on every device
-            return F.grouped_mm(x, weight.transpose(1, 2), offs=stops)
-        rows = stops.diff(prepend=stops.new_zeros(1)).tolist()
-        return torch.cat([F.linear(part, w) for part, w in zip(x.split(rows), weight, strict=True)])
+            y = F.grouped_mm(x, weight.transpose(1, 2), offs=stops)
+        else:
+            parts = x.split(counts.tolist())
+            y = torch.cat([F.linear(part, w) for part, w in zip(parts, weight, strict=True)])
+        if self.bias is not None:
+            bias = _of_this_rank(self.bias).unflatten(0, (-1, self.out_features))  # [E, out]
+            y = y + bias.repeat_interleave(counts, dim=0, output_size=x.size(0))
+        return y
+
+
+def _of_this_rank(parameter: Tensor) -> Tensor:
+    """Of experts that are divided among ranks those that are here."""
+    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
 class Experts(nn.Module):
     """SwiGLUs, or MLPs with GELU, for tokens that are sorted by expert."""
 
-    def __init__(self, config: MoEConfig, hidden_size: int, swiglu: bool) -> None:
+    def __init__(self, config: MoEConfig, hidden_size: int, swiglu: bool, bias: bool) -> None:
         super().__init__()
-        sizes = config.num_experts, hidden_size, config.ffn_hidden_size
+        sizes = config.num_experts, hidden_size, config.ffn_hidden_size, bias
         self.swiglu = swiglu
         if swiglu:
             self.linear_fc1_gate, self.linear_fc1_up = GroupedLinear(*sizes), GroupedLinear(*sizes)
         else:
             self.linear_fc1 = GroupedLinear(*sizes)
-        self.linear_fc2 = GroupedLinear(config.num_experts, config.ffn_hidden_size, hidden_size)
+        self.linear_fc2 = GroupedLinear(config.num_experts, config.ffn_hidden_size, hidden_size, bias)
 
     def forward(self, x: Tensor, stops: Tensor) -> Tensor:
         """``x`` [R, H] -> [R, H]; ``stops`` as in ``GroupedLinear``."""
@@ -162,11 +178,13 @@ class MoE(nn.Module):
     expert_bias: Tensor  # fp32 [E], and
     chosen: Tensor  # fp32 [E], tokens of this step so far, if config.bias_update_rate is given
 
-    def __init__(self, config: MoEConfig, hidden_size: int, swiglu: bool, shared_expert: nn.Module | None) -> None:
+    def __init__(
+        self, config: MoEConfig, hidden_size: int, swiglu: bool, shared_expert: nn.Module | None, bias: bool = False
+    ) -> None:
         super().__init__()
         self.config = config
         self.router = Router(hidden_size, config.num_experts)
-        self.experts = Experts(config, hidden_size, swiglu)
+        self.experts = Experts(config, hidden_size, swiglu, bias)
         self.shared_expert = shared_expert
         if config.bias_update_rate is not None:
             self.register_buffer("expert_bias", torch.zeros(config.num_experts))
@@ -181,7 +199,10 @@ class MoE(nn.Module):
         routing = route(logits, config, self.expert_bias if config.bias_update_rate is not None else None)
         if config.bias_update_rate is not None and self.training:
             self.chosen += routing.load  # recomputation counts all of a layer's tokens twice, which changes no sign
-        order, counts, dropped = sorted_by_expert(routing, config)
+        factor = config.expert_capacity_factor
+        if not self.training and config.eval_capacity_factor is not None:
+            factor = config.eval_capacity_factor
+        order, counts, dropped = sorted_by_expert(routing, factor, config.min_capacity)
         out = self.run_experts(self.experts, tokens[order // config.router_topk], counts)  # [R, H]
         # In the order of tokens again, so that each token's sum has one order, whatever the device does.
         weights = routing.weights.flatten()[order].unsqueeze(-1).to(out.dtype)
@@ -224,18 +245,20 @@ def finish_step(layers: Sequence[MoE], moved: bool, add_up: Callable[[Tensor], N
         layer.chosen.zero_()
 
 
-def sorted_by_expert(routing: Routing, config: MoEConfig) -> tuple[Tensor, Tensor, Tensor]:
+def sorted_by_expert(
+    routing: Routing, capacity_factor: float | None, min_capacity: int
+) -> tuple[Tensor, Tensor, Tensor]:
     """Choices of T * k by expert: which ones, int64 [R]; how many of each expert, int64 [E]; how many were dropped.
 
     With a capacity an expert drops the tokens that weigh least.
     """
-    experts = routing.experts.flatten()
-    if config.expert_capacity_factor is None:
+    experts, num_experts = routing.experts.flatten(), routing.load.numel()
+    if capacity_factor is None:
         order = experts.argsort(stable=True)
         kept = routing.load
     else:
-        room = math.ceil(experts.numel() / config.num_experts * config.expert_capacity_factor)
-        capacity = min(max(room, 1), experts.numel())
+        room = math.ceil(experts.numel() / num_experts * capacity_factor)
+        capacity = min(max(room, min_capacity), experts.numel())
         heaviest = routing.weights.detach().flatten().argsort(descending=True, stable=True)
         order = heaviest[experts[heaviest].argsort(stable=True)]
         begins = routing.load.cumsum(0) - routing.load

@@ -122,7 +122,7 @@ def _ranks_on_this_node(mesh: Mesh, ranks_per_node: int | None) -> list[bool]:
     if ranks_per_node is None:
         nodes: Sequence[Any] = gather_node_names(mesh.ep.get_group())
     else:
-        first = mesh.expert_fsdp.get_local_rank() * mesh.ep_size
+        first = mesh.fsdp.get_local_rank() // mesh.ep_size * mesh.ep_size
         nodes = [(first + e) // ranks_per_node for e in range(mesh.ep_size)]
     return [node == nodes[rank] for node in nodes]
 

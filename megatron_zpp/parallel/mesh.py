@@ -44,8 +44,8 @@ class Mesh:
     # What fully_shard gets: fsdp, which holds one model; or [replicate, shard] (HSDP), each row of which holds one.
     sharding: DeviceMesh
     emulated_ranks: int = 1  # data-parallel ranks that this process computes for, if it is the only one
-    # The ranks of fsdp as [expert_fsdp, ep]: in a row each has other experts, in a column all share the same.
-    # None: all ranks share all experts.
+    # The ranks of fsdp as [expert_replicate, expert_fsdp, ep]: along the last one each has other experts, along the
+    # others they share the same. None: all ranks share all experts.
     of_experts: DeviceMesh | None = None
 
     def sizes(self) -> dict[str, int]:
@@ -75,10 +75,11 @@ class Mesh:
         return self.of_experts["ep"]
 
     @property
-    def expert_fsdp(self) -> DeviceMesh:
-        """The ranks over which FSDP shards this rank's experts."""
+    def expert_sharding(self) -> DeviceMesh:
+        """What fully_shard gets for this rank's experts; as ``sharding``."""
         assert self.of_experts is not None
-        return self.of_experts["expert_fsdp"]
+        is_replicated = self.of_experts["expert_replicate"].size() > 1
+        return self.of_experts["expert_replicate", "expert_fsdp"] if is_replicated else self.of_experts["expert_fsdp"]
 
     def tensor_parallel_group(self) -> dist.ProcessGroup | None:
         """The ranks with the other parts of this rank's layers; None if it has them whole."""
@@ -148,5 +149,9 @@ def build_mesh(
         sharding = fsdp._unflatten(0, (replicas, fsdp.size() // replicas), ("replicate", "shard"))
     of_experts = None
     if expert_parallel > 1:
-        of_experts = fsdp._unflatten(0, (fsdp.size() // expert_parallel, expert_parallel), ("expert_fsdp", "ep"))
+        # Where every rank has a replica, so has every one of those with the same experts.
+        same = fsdp.size() // expert_parallel
+        sizes_of_experts = (same, 1) if replicas == fsdp.size() > 1 else (1, same)
+        names = ("expert_replicate", "expert_fsdp", "ep")
+        of_experts = fsdp._unflatten(0, (*sizes_of_experts, expert_parallel), names)
     return Mesh(grid, fsdp, sharding, emulated_ranks, of_experts)

@@ -25,7 +25,7 @@ def shard_model(
     shard = partial(fully_shard, mesh=mesh.sharding, mp_policy=precision, offload_policy=offload)
     for layer in model.layers:
         if mesh.ep_size > 1 and isinstance(layer.mlp, MoE):
-            shard(layer.mlp.experts, mesh=mesh.expert_fsdp, reshard_after_forward=zero_stage == 3)
+            shard(layer.mlp.experts, mesh=mesh.expert_sharding, reshard_after_forward=zero_stage == 3)
         shard(layer, reshard_after_forward=zero_stage == 3)
     for module in (*model.end_units(), model):
         shard(module, reshard_after_forward=False)

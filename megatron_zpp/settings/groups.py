@@ -74,9 +74,8 @@ class ModelSettings:
     num_experts: int | None = flag(
         None, "experts in place of the MLP, of which each token has a few; default: an MLP", at_least=2, at_most=2**10
     )
-    moe_layer_freq: int = flag(
-        1, "experts in every so manyth block, the first included", needs="num_experts", at_least=1
-    )
+    moe_layer_freq: int = flag(1, "experts in every so manyth block", needs="num_experts", at_least=1)
+    moe_first_layer: int = flag(1, "the first block with experts, counted from 1", needs="num_experts", at_least=1)
     moe_ffn_hidden_size: int | None = flag(
         None, "width of an expert; default --ffn-hidden-size", needs="num_experts", at_least=1, at_most=2**26
     )
@@ -110,6 +109,16 @@ class ModelSettings:
         needs="num_experts",
         above=0,
         at_most=2**10,
+    )
+    moe_eval_capacity_factor: float | None = flag(
+        None,
+        "the same in evaluations; default: as in training",
+        needs="moe_expert_capacity_factor",
+        above=0,
+        at_most=2**10,
+    )
+    moe_min_capacity: int = flag(
+        1, "tokens that an expert takes in any case", needs="moe_expert_capacity_factor", at_least=1, at_most=2**31
     )
     init_method_std: float = flag(0.02, "standard deviation of the initial weights", above=0)
     attention_dropout: float | None = flag(

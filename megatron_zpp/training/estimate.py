@@ -296,7 +296,7 @@ def _working_memory(
 ) -> dict[str, int]:
     """About what comes and goes within a step."""
     weights, gradients = (dtype.itemsize for dtype in _dtypes(settings))
-    layer = sum(unit.gathered for unit in units if unit.layer == 0)
+    layer = max(sum(unit.gathered for unit in units if unit.layer == i) for i in range(len(model.layers)))
     others = [unit.gathered for unit in units if unit.layer is None]  # they stay gathered
     gathered = weights * (sum(others) + 2 * layer) if settings.zero.zero_stage == 3 else 0  # this layer and the next
     return {

@@ -140,11 +140,6 @@ def test_experts_that_do_not_fit_are_refused(argv, message):
             r"--num-experts 2 cannot be divided evenly among .* = 4 rank\(s\)",
         ),
         (
-            2,
-            "--num-experts 4 --moe-expert-parallel-size 2 --zero-stage 0",
-            "expert-model-parallel-size 2 needs --zero-stage 1, 2 or 3",
-        ),
-        (
             4,
             "--num-experts 4 --expert-model-parallel-size 2 --num-distributed-optimizer-instances 2",
             r"does not work with --num-distributed-optimizer-instances \(HSDP\)",

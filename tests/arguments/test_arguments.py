@@ -294,9 +294,24 @@ def test_of_a_flag_with_another_name_the_last_holds():
 def test_every_translation_is_of_flags_that_exist():
     flags = {flag.name for flag in all_flags().values()}
     for name, meaning in TRANSLATED.items():
-        for value in meaning if isinstance(meaning, dict) else [[], ["1"]]["{}" in meaning] or [""]:
+        for value in meaning if isinstance(meaning, dict) else [[], ["1"]]["{" in meaning] or [""]:
             words = translate(name, [value] if value else []).split()
             assert {word for word in words if word.startswith("--")} <= flags, name
+
+
+def test_what_megatron_deepspeeds_experts_leave_unsaid_is_as_there():
+    settings, notes = parse(SMALL + " --num-experts 8 --moe-expert-parallel-size 1 --moe-loss-coeff 0.01")
+    model = settings.model
+    assert (model.moe_router_topk, model.moe_router_pre_softmax, model.moe_aux_loss_coeff) == (1, True, 0.01)
+    assert (model.moe_layer_freq, model.moe_first_layer) == (2, 2)
+    capacities = model.moe_expert_capacity_factor, model.moe_eval_capacity_factor, model.moe_min_capacity
+    assert capacities == (1.0, 1.0, 4)
+    assert any("what Megatron-DeepSpeed's experts leave unsaid is --moe-router-topk 1" in note for note in notes)
+    model = parse(SMALL + " --num-experts 8 --topk 2 --expert-interval 1 --moe-min-capacity 7")[0].model
+    assert (model.moe_router_topk, model.moe_router_pre_softmax, model.moe_min_capacity) == (2, False, 7)
+    assert (model.moe_layer_freq, model.moe_first_layer) == (1, 1)
+    model = parse(SMALL + " --num-experts 8 --moe-router-topk 2")[0].model  # Megatron-LM's
+    assert (model.moe_layer_freq, model.moe_aux_loss_coeff, model.moe_expert_capacity_factor) == (1, 0.0, None)
 
 
 def test_megatrons_default_tokenizer():
@@ -413,8 +428,8 @@ def test_reference_page_is_up_to_date():
             "--topk 1 is --moe-router-topk says otherwise",
         ),
         (
-            "--disable-bias-linear --num-experts 8 --moe-min-capacity 4 --moe-eval-capacity-factor 1",
-            "--moe-min-capacity, --moe-eval-capacity-factor are not supported: experts do not have this here",
+            "--num-experts 8 --moe-min-capacity 4",
+            "--moe-min-capacity needs --moe-expert-capacity-factor",
         ),
         (
             "--num-experts 4 8 8",

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_zpp.models.moe import MoE, MoEConfig, balancing_loss, finish_step, route, z_loss
+from megatron_zpp.models.moe import GroupedLinear, MoE, MoEConfig, balancing_loss, finish_step, route, z_loss
 
 HIDDEN, FFN, EXPERTS, TOPK = 16, 24, 6, 2
 
@@ -202,3 +202,40 @@ def test_biases_follow_the_load():
     moe.eval()
     moe(x)
     assert not moe.chosen.any()  # an evaluation moves nothing
+
+
+def test_experts_with_biases_are_linear_layers_of_their_own():
+    """Against torch's layers, one for each expert, values and gradients."""
+    torch.manual_seed(0)
+    layer, counts = GroupedLinear(3, 8, 5, bias=True), [4, 0, 2]
+    for parameter in layer.parameters():
+        torch.nn.init.normal_(parameter)
+    plain = [torch.nn.Linear(8, 5) for _ in counts]
+    for e, linear in enumerate(plain):
+        linear.weight.data = layer.weight.data[5 * e : 5 * e + 5].clone()
+        linear.bias.data = layer.bias.data[5 * e : 5 * e + 5].clone()
+    x = torch.randn(6, 8)
+    y = layer(x, torch.tensor(counts).cumsum(0).int())
+    expected = torch.cat([linear(part) for linear, part in zip(plain, x.split(counts), strict=True)])
+    torch.testing.assert_close(y, expected)
+    y.square().sum().backward()
+    expected.square().sum().backward()
+    torch.testing.assert_close(layer.bias.grad, torch.cat([linear.bias.grad for linear in plain]))
+    torch.testing.assert_close(layer.weight.grad, torch.cat([linear.weight.grad for linear in plain]))
+
+
+def test_evaluations_may_have_another_capacity_and_experts_a_least_one():
+    x = tokens_of()  # 14 tokens of 2 choices each, 6 experts
+    with torch.no_grad():
+        for options, in_training, in_evaluation in (
+            (dict(expert_capacity_factor=0.5), 3, 3),  # 28 / 6 * 0.5, rounded up
+            (dict(expert_capacity_factor=0.5, eval_capacity_factor=1.0), 3, 5),
+            (dict(expert_capacity_factor=0.5, min_capacity=4), 4, 4),
+            (dict(expert_capacity_factor=0.5, eval_capacity_factor=100.0), 3, 28),
+        ):
+            moe = moe_of(**options)
+            for mode, capacity in ((True, in_training), (False, in_evaluation)):
+                moe.train(mode)
+                _, routed = moe(x)
+                kept = routed.load.clamp(max=capacity).sum()
+                assert routed.dropped == 28 - kept, (options, mode)

@@ -17,7 +17,7 @@ MODELS = {  # architecture and flags
     "like Mixtral": ("llama", EXPERTS),
     "like GPT": (
         "gpt",
-        f"{EXPERTS} --disable-bias-linear --moe-layer-freq 2 --moe-shared-expert-intermediate-size 24 "
+        f"{EXPERTS} --moe-layer-freq 2 --moe-shared-expert-intermediate-size 24 "
         "--moe-router-topk 1 --moe-router-pre-softmax --hidden-dropout 0 --attention-dropout 0",
     ),
 }
@@ -30,6 +30,7 @@ MORE = {
     "ep 4": EP4,
     "ep 4, hierarchy": f"{EP4} {HIERARCHY}",
     "ep 2 at stage 1, per token": f"{EP2} --zero-stage 1 --calculate-per-token-loss",
+    "ep 2 at stage 0": f"{EP2} --zero-stage 0",
     "ep 2 at stage 2, recomputed": f"{EP2} --zero-stage 2 --recompute-granularity full",
     "tp 2": TP2,
     "tp 4": "--tensor-model-parallel-size 4",
