@@ -79,7 +79,7 @@ _IN_FILES = (
     "deepspeed.runtime.zero.config.ZeroStageEnum",
     "deepspeed.utils.tensor_fragment.fragment_address",
 )
-_SAFE: list[Any] = [argparse.Namespace, *((StandIn, name) for name in _IN_FILES)]
+_SAFE: list[Any] = [(argparse.Namespace, "argparse.Namespace"), *((StandIn, name) for name in _IN_FILES)]
 
 _CHECKPOINT = "torch.distributed.checkpoint.metadata"
 _IN_METADATA: dict[str, Any] = {
