@@ -122,7 +122,7 @@ def _latest_iteration(root: Path) -> int | None:
 
 
 def describe_empty(folder: str) -> str:
-    """What to say of a folder without a checkpoint, from which a run starts from scratch; with other files in it a warning.
+    """What to say of a folder without a checkpoint, where a run starts from scratch: a warning if it has other files.
 
     Folders of TensorBoard and wandb may be there before the first checkpoint is.
     """

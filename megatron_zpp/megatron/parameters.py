@@ -19,7 +19,7 @@ from .weights import VOCABULARY, Weight, weights
 def parameter_reader(
     saved: Saved, config: DecoderConfig, shapes: Mapping[str, torch.Size]
 ) -> Callable[[str, str], Tensor]:
-    """A function that reads, by its name in our model, a parameter, or of it a moment or "step"; in fp32.
+    """A function that reads in fp32, by its name in our model, a parameter ("") or of it a moment or its "step".
 
     shapes: of our parameters. Raises CheckpointError unless the checkpoint has all tensors of the model and no others.
     """
@@ -43,7 +43,7 @@ def parameter_reader(
             raise CheckpointError(f"{saved.path}: {weight.theirs} has NaN or Inf")
         return weight.split(theirs.float())
 
-    def read(name: str, moment: str = "") -> Tensor:
+    def read(name: str, moment: str) -> Tensor:
         weight, part = weight_of[name]
         if moment == "step":
             steps = saved.steps(weight.theirs)

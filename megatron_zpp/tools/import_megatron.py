@@ -46,7 +46,7 @@ def import_(args: argparse.Namespace) -> str:
     read = parameter_reader(saved, config, {name: parameter.shape for name, parameter in model.named_parameters()})
     with new_folder(args.save, "--save") as folder, progress("writing the checkpoint"):
         adam_of = read if saved.moments else None
-        save_imported(folder, architecture, config, settings, read, counters, adam_of)
+        save_imported(folder, architecture, config, settings, lambda name: read(name, ""), counters, adam_of)
     notes = notes_of(saved.args, config)
     if not saved.moments:
         notes.append("this format does not have the optimizer's state whole: Adam begins anew (--no-load-optim)")
