@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import multiprocessing
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +42,7 @@ COMMON = SHAPE | dict(
     attention_backend=AttnBackend.auto,
     params_dtype=torch.float32,
     iteration=3,
-    consumed_train_samples=24,
+    consumed_train_samples=12,
     consumed_valid_samples=8,
 )
 FLAGS: dict[str, dict[str, Any]] = {
@@ -98,6 +99,7 @@ def build(args: argparse.Namespace) -> GPTModel:
         tensor_parallel.random._CUDA_RNG_STATE_TRACKER.fork = contextlib.nullcontext
         torch.cuda.current_device = lambda: torch.device("cpu")
         torch.cuda.synchronize = lambda *device: None
+        multiprocessing.current_process()._config["daemon"] = False  # its writers are processes of their own
     config = TransformerConfig(
         num_layers=args.num_layers,
         hidden_size=args.hidden_size,
@@ -150,7 +152,7 @@ def logits(model: GPTModel, tokens: Tensor) -> Tensor:
     return model(tokens, torch.arange(length).expand(batch, -1), hidden)
 
 
-def train(model: GPTModel, optimizer: torch.optim.Optimizer, batches: list[Tensor], vocab_size: int) -> list[float]:
+def train(model: GPTModel, optimizer: torch.optim.Optimizer, batches: list[Tensor]) -> list[float]:
     """Losses of one optimizer step on each of the batches [B, S + 1]."""
     losses = []
     for batch in batches:
@@ -194,3 +196,16 @@ def common(args: Any) -> dict[str, Any]:
     scheduler = {"max_lr": 0.01, "num_steps": args.consumed_train_samples, "lr_decay_style": "constant"}
     counters = {"iteration": args.iteration, "num_floating_point_operations_so_far": 1e9}
     return {"args": args, "checkpoint_version": 3.0, "opt_param_scheduler": scheduler} | counters
+
+
+def load_torch_dist(folder: Path, args: Any) -> GPTModel:
+    """As Megatron's trainer does with --no-load-optim --no-load-rng; none of its parameters stays what it was."""
+    model = build(args)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(torch.nan)
+    checkpoint = folder / f"iter_{int((folder / 'latest_checkpointed_iteration.txt').read_text()):07d}"
+    loaded = dist_checkpointing.load({"model": model.sharded_state_dict()}, str(checkpoint))
+    assert loaded["iteration"] == args.iteration and loaded["args"].hidden_size == args.hidden_size
+    model.load_state_dict(loaded["model"])
+    return model

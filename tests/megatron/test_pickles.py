@@ -90,7 +90,7 @@ def test_a_damaged_index_is_one_line(exported):
 
 def test_files_that_leave_the_checkpoint_are_not_opened(exported, tmp_path):
     file = exported / ".metadata"
-    (tmp_path / "x" * 8).touch()
+    (tmp_path / "xxxxxx").touch()
     file.write_bytes(file.read_bytes().replace(b"__0_0.distcp", b"../../xxxxxx"))
     with pytest.raises(CheckpointError, match="is no file of the checkpoint"):
         open_checkpoint(exported)
