@@ -28,6 +28,8 @@ TOOLS = {
     "generate-text": "sample text from a checkpoint",
     "export-hf": "write a checkpoint as a model of Hugging Face transformers",
     "import-hf": "make a checkpoint out of a model of Hugging Face transformers",
+    "export-megatron": "write a checkpoint for Megatron-LM",
+    "import-megatron": "make a checkpoint out of one of Megatron-LM or Megatron-DeepSpeed",
     "estimate": "memory, traffic and time of a training run, before it starts",
     "suggest-settings": "rank ZeRO++ and LoCo settings by loss against bytes, on your model and data",
     "report": "compare training runs on one page",

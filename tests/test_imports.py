@@ -29,9 +29,10 @@ LAYERS = {
         *("architectures", "arguments", "checkpoint"),
     ],
     "huggingface": ["models", "data", "settings", "optim", "architectures", "arguments", "checkpoint"],
+    "megatron": ["models", "architectures", "checkpoint"],
     "tools": [
         *("zeropp", "models", "data", "settings", "metrics"),
-        *("architectures", "arguments", "checkpoint", "training", "huggingface"),
+        *("architectures", "arguments", "checkpoint", "training", "huggingface", "megatron"),
     ],
 }
 ALONE = {  # what the lower folders may import beside the standard library

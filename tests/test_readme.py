@@ -29,6 +29,7 @@ from megatron_zpp.architectures import find_architecture
 from megatron_zpp.arguments.parse import parse_settings
 from megatron_zpp.training.pretrain import pretrain
 from tests.conftest import ROOT, environment
+from tests.megatron.layouts import CONFIGS, random_model, write_torch, write_universal
 from tests.ranks import free_port, run_ranks
 
 # Their commands train or measure for long, also where it is made small: `make test-long` runs them.
@@ -123,7 +124,10 @@ def train(architecture: str, argv: list[str], port: int, folder: str) -> tuple[o
 
 @pytest.fixture
 def folder(quickstart) -> Path:
-    """A folder that looks like the repository's root to a user who has run the quickstart."""
+    """A folder that looks like the repository's root to a user who has run the quickstart, and has checkpoints of
+    other programs."""
+    for whose, layout in {"megatron": write_torch, "deepspeed": write_universal}.items():
+        layout(quickstart.folder / "checkpoints" / whose, random_model(CONFIGS["gpt"]), CONFIGS["gpt"])
     for name in ("tools", "examples", "benchmarks", "pretrain_gpt.py", "pretrain_llama.py", "tests", "docs"):
         (quickstart.folder / name).symlink_to(ROOT / name)
     return quickstart.folder

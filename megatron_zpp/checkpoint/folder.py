@@ -109,11 +109,6 @@ def _latest_iteration(root: Path) -> int | None:
         if complete:
             return iteration_of(complete[-1])
         refuse_foreign(root)
-        # Folders of TensorBoard and wandb may be there before the first checkpoint is.
-        if any(path.is_file() for path in root.iterdir() if path.name != LOCK):
-            raise CheckpointError(
-                f"{root} holds no checkpoint (it has files, but no {LATEST}): give --load what was given to --save"
-            )
         return None
     with open_regular(tracker) as file:
         text = file.read(40).decode(errors="replace").strip()
@@ -124,6 +119,17 @@ def _latest_iteration(root: Path) -> int | None:
             "checkpoint with --load-latest-good"
         )
     return int(text)
+
+
+def describe_empty(folder: str) -> str:
+    """What to say of a folder without a checkpoint, where a run starts from scratch: a warning if it has other files.
+
+    Folders of TensorBoard and wandb may be there before the first checkpoint is.
+    """
+    root = Path(folder)
+    if root.is_dir() and any(path.is_file() for path in root.iterdir() if path.name != LOCK):
+        return f"WARNING: {folder} has files, but no {LATEST} and no checkpoint: starting from scratch"
+    return f"no checkpoint in {folder} yet: starting from scratch"
 
 
 # Writing

@@ -1,4 +1,4 @@
-"""Whose checkpoints are in a folder that holds none of ours, and how to bring their weights here."""
+"""Whose checkpoints are in a folder that holds none of ours, and how to bring them here."""
 
 from __future__ import annotations
 
@@ -7,8 +7,24 @@ from pathlib import Path
 from .files import CheckpointError
 from .meta import MARKER, META
 
-_IMPORT = "then bring it here with tools/import_hf.py, and load that with --finetune"
-_VIA_HUGGING_FACE = f"it cannot be read here; make a Hugging Face model of it with its own tools, {_IMPORT}"
+# What ``kind_of`` tells, and whose it is.
+KINDS = {
+    "torch_dist": "Megatron-LM (--ckpt-format torch_dist)",
+    "torch": "Megatron-LM (--ckpt-format torch)",
+    "universal": "DeepSpeed, a universal one",
+    "deepspeed": "DeepSpeed",
+}
+_FILES = {
+    "torch_dist": ("common.pt",),
+    "torch": ("mp_rank_*/model_optim_rng.pt",),
+    "universal": ("zero/*/fp32.pt",),
+    "deepspeed": ("*mp_rank_*_model_states.pt",),
+}
+
+
+def kind_of(checkpoint: Path) -> str | None:
+    """Which of ``KINDS`` a folder is one checkpoint of, by the names of its files alone."""
+    return next((kind for kind, patterns in _FILES.items() if _has(checkpoint, *patterns)), None)
 
 
 def refuse_foreign(folder: Path) -> None:
@@ -18,25 +34,25 @@ def refuse_foreign(folder: Path) -> None:
             f"{folder} is one checkpoint, not a folder of checkpoints: give --load the folder that it is in, and its "
             "iteration with --ckpt-step"
         )
-    whose = _whose(folder)
-    if whose is not None:
-        raise CheckpointError(f"{folder} holds {whose}")
+    folders = (folder, *sorted(path for path in folder.iterdir() if path.is_dir()))
+    kind = next((kind for path in folders if (kind := kind_of(path)) is not None), None)
+    if kind is not None:
+        raise CheckpointError(
+            f"{folder} holds a checkpoint of {KINDS[kind]}: make one of ours of it with python "
+            f"tools/import_megatron.py --input {folder} --save NEW, and give --load NEW"
+        )
+    if _has(folder, ".metadata", "*/.metadata", "*.distcp", "*/*.distcp"):
+        raise CheckpointError(
+            f"{folder} holds a checkpoint of torch.distributed.checkpoint, whose names mean nothing here: make a "
+            "Hugging Face model of it with its own tools, then bring it here with tools/import_hf.py, and load that "
+            "with --finetune"
+        )
+    if _has(folder, "config.json") and _has(folder, "*.safetensors", "pytorch_model*.bin"):
+        raise CheckpointError(
+            f"{folder} holds a Hugging Face model, not a run to go on with: bring it here with tools/import_hf.py, and "
+            "load that with --finetune"
+        )
 
 
-def _whose(folder: Path) -> str | None:
-    """Told by the names of files alone: nothing is opened."""
-
-    def has(*patterns: str) -> bool:
-        return any(next(folder.glob(pattern), None) is not None for pattern in patterns)
-
-    if has("mp_rank_*/model_optim_rng.pt", "*/mp_rank_*/model_optim_rng.pt", "*/mp_rank_*/distrib_optim.pt"):
-        return f"a checkpoint of Megatron-LM (--ckpt-format torch): {_VIA_HUGGING_FACE}"
-    if has("common.pt", "iter_*/common.pt", "release/common.pt"):
-        return f"a checkpoint of Megatron-LM (--ckpt-format torch_dist): {_VIA_HUGGING_FACE}"
-    if has("*mp_rank_*_model_states.pt", "*/*mp_rank_*_model_states.pt"):
-        return f"a checkpoint of DeepSpeed: {_VIA_HUGGING_FACE}"
-    if has(".metadata", "*/.metadata", "*.distcp", "*/*.distcp"):
-        return f"a checkpoint of torch.distributed.checkpoint, whose pickled index is not read: {_VIA_HUGGING_FACE}"
-    if has("config.json") and has("*.safetensors", "pytorch_model*.bin"):
-        return f"a Hugging Face model, not a run to go on with: {_IMPORT.removeprefix('then ')}"
-    return None
+def _has(folder: Path, *patterns: str) -> bool:
+    return any(next(folder.glob(pattern), None) is not None for pattern in patterns)

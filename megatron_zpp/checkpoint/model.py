@@ -35,13 +35,13 @@ def saved_model(meta: Mapping[str, Any], given: Architecture | None = None) -> t
             ) from error
     try:
         if architecture in ARCHITECTURES:  # what values others may have, only they know
-            _check_config(meta["model_config"], architecture.config_class)
+            check_config(meta["model_config"], architecture.config_class)
         return architecture, (architecture.saved_config or architecture.config_class)(**meta["model_config"])
     except (TypeError, ValueError) as error:
         raise CheckpointError(f"the checkpoint's model_config is not one of {architecture.name} ({error})") from error
 
 
-def _check_config(values: Mapping[str, Any], config_class: type, within: str = "") -> None:
+def check_config(values: Mapping[str, Any], config_class: type, within: str = "") -> None:
     """Raise ValueError where a value is not of its field's type, or a size is none that a model has."""
     for name, hint in typing.get_type_hints(config_class).items():
         kinds = typing.get_args(hint) or (hint,)
@@ -50,7 +50,7 @@ def _check_config(values: Mapping[str, Any], config_class: type, within: str = "
         value: Any = values[name]
         part = next((kind for kind in kinds if isinstance(kind, type) and dataclasses.is_dataclass(kind)), None)
         if part is not None and isinstance(value, Mapping):
-            _check_config(value, part, f"{name}.")
+            check_config(value, part, f"{name}.")
             continue
         is_number = type(value) is int or (type(value) is float and float in kinds)
         largest = _MOST_LAYERS if name == "num_layers" else 2**31

@@ -412,21 +412,38 @@ def save_parameters(
     tensor_of: Callable[[str], Tensor],
     meta: dict[str, Any],
     iteration: int = 0,
+    adam_of: Callable[[str, str], Tensor] | None = None,
 ) -> Path:
     """Save a checkpoint of parameters that come from elsewhere, one in memory at a time; no process group is needed.
 
-    parts: the model's parameter names and shapes. tensor_of: each one's fp32 values, called once. meta: settings and
-    model_config as a run's ``Run.meta`` has them. Load it with --finetune.
+    parts: the model's parameter names and shapes. tensor_of: each one's fp32 values, called once. adam_of: likewise
+    what Adam keeps of it, its "exp_avg", "exp_avg_sq" or "step". meta: settings and model_config as a run's
+    ``Run.meta`` has them.
     """
-    shapes = {f"model.{name}": tuple(shape) for name, shape in parts}
+    shapes: dict[str, tuple[int, ...]] = {}
+    for name, shape in parts:
+        shapes[f"model.{name}"] = tuple(shape)
+        if adam_of is not None:
+            shapes |= {f"optimizer.{name}.{key}": tuple(shape) for key in ("exp_avg", "exp_avg_sq")}
+            shapes[f"optimizer.{name}.step"] = ()
     path = begin(folder, iteration)
     named = [(name, torch.float32, shape) for name, shape in shapes.items()]
+
+    def value(key: str) -> Tensor:
+        kind, _, name = key.partition(".")
+        if kind == "model":
+            return tensor_of(name)
+        assert adam_of is not None
+        parameter, _, state = name.rpartition(".")
+        return adam_of(parameter, state)
+
     name = "rank_00000.safetensors"
-    file = write_safetensors(path / name, named, lambda key: tensor_of(key.removeprefix("model.")))
+    file = write_safetensors(path / name, named, value)
     index = {}
     for key, shape in shapes.items():
         place = file.places[key]
         chunk = {"offsets": [0] * len(shape), "shape": list(shape), "file": name, "bytes": [place.begin, place.end]}
         index[key] = {"dtype": "F32", "shape": list(shape), "chunks": [chunk]}
-    meta = meta | {"iteration": iteration, "world_size": 1, "has_optimizer": False, "has_rng": False, "zeropp": None}
+    meta = meta | {"iteration": iteration, "world_size": 1, "has_rng": False, "zeropp": None}
+    meta |= {"has_optimizer": adam_of is not None}
     return finish(path, {"tensors": index}, meta | {"nonfinite": _names_of(meta, file.nonfinite)}, {name: file.entry})

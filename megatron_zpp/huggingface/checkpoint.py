@@ -71,17 +71,23 @@ def save_imported(
     config: TransformerConfig,
     settings: Settings,
     tensor_of: Callable[[str], Tensor],
+    counters: Counters | None = None,
+    adam_of: Callable[[str, str], Tensor] | None = None,
 ) -> tuple[Path, dict[str, Any]]:
-    """Save a checkpoint at iteration 0 of parameters from elsewhere; its folder and what ``read_meta`` says of it."""
+    """Save a checkpoint of parameters from elsewhere; its folder and what ``read_meta`` says of it.
+
+    counters: how far their run was; default not begun. adam_of: of ``save_parameters``.
+    """
+    counters = counters or Counters()
     of_no_run = {"architecture": settings.architecture, "seq_length": settings.training.seq_length}
     meta = {
         "settings": of_no_run | dataclasses.asdict(settings.model) | dataclasses.asdict(settings.tokenizer),
         "model_config": dataclasses.asdict(config),
-        "counters": dataclasses.asdict(Counters()),
+        "counters": dataclasses.asdict(counters),
         "schedule": None,
         "loss_scaler": LossScaler.from_settings(settings.precision).state_dict(),
     }
     model = architecture.build_empty(config)
     parts = [(name, tuple(parameter.shape)) for name, parameter in model.named_parameters()]
-    checkpoint = save_parameters(str(folder), parts, tensor_of, meta)
+    checkpoint = save_parameters(str(folder), parts, tensor_of, meta, counters.iteration, adam_of)
     return checkpoint, read_meta(checkpoint)

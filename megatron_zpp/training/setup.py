@@ -17,6 +17,7 @@ from megatron_zpp.architectures import Architecture, padded_vocab_size
 from megatron_zpp.arguments.resolve_parallel import check_vocabulary
 from megatron_zpp.checkpoint import CheckpointError, FolderLock, load_checkpoint, read_meta
 from megatron_zpp.checkpoint.counters import Counters
+from megatron_zpp.checkpoint.folder import describe_empty
 from megatron_zpp.checkpoint.model import saved_model
 from megatron_zpp.checkpoint.resume import check_same_batches_and_data, check_same_order, checkpoint_to_load
 from megatron_zpp.data.build import Datasets
@@ -198,7 +199,7 @@ def build_run(architecture: Architecture, settings: Settings, device: torch.devi
     if checkpoint is not None and meta is not None:
         _load(run, checkpoint, meta)
     elif settings.checkpoint.load is not None:
-        print_once(f"no checkpoint in {settings.checkpoint.load} yet: starting from scratch")
+        print_once(describe_empty(settings.checkpoint.load))
     return run
 
 

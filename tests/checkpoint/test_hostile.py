@@ -331,9 +331,15 @@ FOREIGN = {
         "global_step5/mp_rank_00_model_states.pt",
         "global_step5/zero_pp_rank_0_mp_rank_00_optim_states.pt",
     ],
+    "DeepSpeed, a universal one": [
+        "latest_universal",
+        "global_step5_universal/mp_rank_00_model_states.pt",
+        "global_step5_universal/zero/language_model.embedding.word_embeddings.weight/fp32.pt",
+    ],
     "torch.distributed.checkpoint": [".metadata", "__0_0.distcp"],
     "a Hugging Face model": ["config.json", "model.safetensors"],
 }
+ELSEWHERE = ("torch.distributed.checkpoint", "a Hugging Face model")  # what is not imported as Megatron's
 
 
 @pytest.mark.parametrize("whose", FOREIGN)
@@ -345,7 +351,8 @@ def test_folders_of_other_programs_are_named(tmp_path, whose, tracked):
     for iteration in (None, 5):
         with pytest.raises(CheckpointError) as error:
             find_checkpoint(str(tmp_path), iteration)
-        assert whose in str(error.value) and "tools/import_hf.py" in str(error.value)
+        tool = "tools/import_hf.py" if whose in ELSEWHERE else f"tools/import_megatron.py --input {tmp_path}"
+        assert whose in str(error.value) and tool in str(error.value)
 
 
 def test_a_folder_of_megatron_that_holds_no_file_is_no_fresh_one(tmp_path):

@@ -53,7 +53,7 @@ def test_torchrun_reports_a_mistake_once(data, tmp_path):
     several = f"--deepspeed_config {config} --log-interval 0 --sed 1 --bf16 yes"
     cases = {
         several: ["--log-interval", "--seed", "--bf16", "zero_quantized_weights"],  # before the ranks know each other
-        "--load /etc": ["/etc holds no checkpoint"],  # when they do
+        f"--load {config}": ["is a file, not a folder of checkpoints"],  # when they do
     }
     processes = [torchrun(4, flags(data, case)) for case in cases]
     for process, expected in zip(processes, cases.values(), strict=True):

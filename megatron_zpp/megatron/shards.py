@@ -1,0 +1,182 @@
+"""Megatron-LM's `torch` format and DeepSpeed's model states: files of each tensor- and pipeline-parallel rank.
+
+    iter_0000100/mp_rank_00/model_optim_rng.pt          Megatron-LM; mp_rank_00_000 with a pipeline
+    global_step100/mp_rank_00_model_states.pt           Megatron-DeepSpeed,
+    global_step100/layer_01-model_00-model_states.pt    with its PipelineModule one more of each module
+
+Tensor-parallel ranks have their rows or columns of a tensor; stages number their layers from 0.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_zpp.checkpoint import CheckpointError
+from megatron_zpp.models.decoder import DecoderConfig
+
+from .config import Args, config_of
+from .names import canonical, in_layer, layer_of, of_pipeline
+from .pickles import load_file
+from .saved import Saved, args_in
+from .weights import Weight, weights
+
+Parts = dict[str, list[Tensor]]  # of each tensor, by canonical name, what each tensor-parallel rank has
+
+
+def open_torch(folder: Path) -> Saved:
+    """A folder with Megatron-LM's ``mp_rank_*``. Raises CheckpointError."""
+    first = load_file(min(folder.glob("mp_rank_*/model_optim_rng.pt")))
+    args = args_in(first, str(folder))
+    tp, pp = _parallel_size(args, "tensor"), _parallel_size(args, "pipeline")
+    ranks = [[f"mp_rank_{t:02d}" if pp == 1 else f"mp_rank_{t:02d}_{p:03d}" for t in range(tp)] for p in range(pp)]
+    files = [[folder / rank / "model_optim_rng.pt" for rank in stage] for stage in ranks]
+    _require_files(folder, [file for stage in files for file in stage], "tensor- and pipeline-parallel ranks")
+    stages = [[_chunks(load_file(file), file) for file in stage] for stage in files]
+    parts: Parts = {}
+    layers = 0
+    for chunk in range(len(stages[0][0])):  # of a virtual pipeline's stages each has several
+        for stage in stages:
+            if any(len(rank) != len(stages[0][0]) for rank in stage):
+                raise CheckpointError(f"{folder} is damaged: its ranks have other numbers of virtual stages")
+            layers += _add_stage(parts, [_canonical(rank[chunk]) for rank in stage], layers)
+    return _saved(str(folder), "Megatron-LM (--ckpt-format torch)", args, first, parts)
+
+
+def open_deepspeed(folder: Path) -> Saved:
+    """A folder with DeepSpeed's ``mp_rank_*_model_states.pt``. Raises CheckpointError."""
+    found = sorted(folder.glob("mp_rank_*_model_states.pt"))
+    if not found:
+        raise CheckpointError(
+            f"{folder} has its parameters divided by ZeRO-3: make a universal checkpoint of it with DeepSpeed's "
+            "ds_to_universal.py, and import that"
+        )
+    first = load_file(found[0])
+    args = args_in(first, str(folder))
+    tp = _parallel_size(args, "tensor")
+    parts: Parts = {}
+    if first.get("module") is not None:
+        files = [folder / f"mp_rank_{t:02d}_model_states.pt" for t in range(tp)]
+        _require_files(folder, files, "tensor-parallel ranks")
+        _add_stage(parts, [_canonical(_flat(load_file(file).get("module"), file)) for file in files], 0)
+    else:
+        modules = sorted({int(path.name[6:].partition("-")[0]) for path in folder.glob("layer_*-model_*")})
+        files = [folder / f"layer_{m:02d}-model_{t:02d}-model_states.pt" for m in modules for t in range(tp)]
+        _require_files(folder, files, "tensor-parallel ranks")
+        for t in range(tp):
+            numbered = {
+                f"{module}.{name}": tensor
+                for module, file in zip(modules, files[t::tp], strict=True)
+                for name, tensor in _flat(load_file(file), file).items()
+            }
+            for name, new in of_pipeline(numbered).items():
+                ranks = parts.setdefault(new, [])
+                if len(ranks) == t:  # tied embeddings come twice
+                    ranks.append(numbered[name])
+    return _saved(str(folder), "DeepSpeed", args, first, parts)
+
+
+def _parallel_size(args: Args, kind: str) -> int:
+    value = args.get(f"{kind}_model_parallel_size", 1)
+    if type(value) is not int or not 1 <= value <= 2**16:
+        raise CheckpointError(f"the checkpoint's flag {kind}_model_parallel_size is {value!r}, not a size")
+    return value
+
+
+def _require_files(folder: Path, files: Sequence[Path], ranks: str) -> None:
+    missing = [str(file.relative_to(folder)) for file in files if not file.is_file()]
+    if missing:
+        more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
+        raise CheckpointError(
+            f"{folder} is not complete: {', '.join(missing[:3])}{more} missing, of {len(files)} files of its {ranks}"
+        )
+
+
+def _chunks(state: Any, file: Path) -> list[dict[str, Tensor]]:
+    """The tensors of a rank's stages of the pipeline, of which a virtual one has several."""
+    state = state if isinstance(state, dict) else {}
+    numbers = sorted(int(name[5:]) for name in map(str, state) if re.fullmatch("model[0-9]{1,6}", name))
+    names = [f"model{number}" for number in numbers] or ["model"]
+    return [_flat(state.get(name), file) for name in names]
+
+
+def _flat(state: Any, file: Path) -> dict[str, Tensor]:
+    """Nested dictionaries as one, names joined by dots; what is no tensor is left out."""
+    if not isinstance(state, dict):
+        raise CheckpointError(f"{file} is damaged: it has no dictionary of tensors")
+
+    def walk(value: Any, name: str) -> Iterator[tuple[str, Tensor]]:
+        if isinstance(value, Tensor):
+            yield name, value
+        elif isinstance(value, dict):
+            for key, child in value.items():
+                yield from walk(child, f"{name}.{key}" if name else str(key))
+
+    return dict(walk(state, ""))
+
+
+def _canonical(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {new: tensor for name, tensor in state.items() if (new := canonical(name)) is not None}
+
+
+def _add_stage(parts: Parts, ranks: Sequence[Mapping[str, Tensor]], first_layer: int) -> int:
+    """Add what the tensor-parallel ranks of one stage have; returns how many layers it has."""
+    if any(rank.keys() != ranks[0].keys() for rank in ranks):
+        differing = sorted(ranks[0].keys() ^ next(r.keys() for r in ranks if r.keys() != ranks[0].keys()))
+        raise CheckpointError(f"tensor-parallel ranks do not have the same tensors: {', '.join(differing[:3])}")
+    numbers = {layer for name in ranks[0] if (layer := layer_of(name)) is not None}
+    for name in ranks[0]:
+        layer = layer_of(name)
+        # Tied embeddings come again on the last stage.
+        parts.setdefault(name if layer is None else in_layer(name, first_layer + layer), [rank[name] for rank in ranks])
+    return len(numbers)
+
+
+def _saved(path: str, kind: str, args: Args, state: Mapping[str, Any], parts: Parts) -> Saved:
+    config = config_of(args, 1)
+    if config.moe is not None:
+        raise CheckpointError(f"{path} is of a mixture of experts, which is imported from the format torch_dist alone")
+    if config.tie_embeddings:
+        parts.pop("output_layer.weight", None)  # the last stage's copy
+    table = {weight.theirs: weight for weight in weights(config)}
+    version = state.get("checkpoint_version", 0)
+
+    def read(name: str, moment: str) -> Tensor:
+        ranks = parts[name]
+        if "linear_qkv" in name and version < 2:
+            ranks = [_by_heads(part, version, config, len(ranks)) for part in ranks]
+        return merge(table[name], ranks, path)
+
+    return Saved(path, kind, args, state, frozenset(parts), read, moments=False)
+
+
+def merge(weight: Weight, parts: Sequence[Tensor], path: str) -> Tensor:
+    """The whole tensor, of what tensor-parallel ranks have of it. Raises CheckpointError."""
+    if weight.divided is None or len(parts) == 1:
+        return parts[0]
+    try:
+        if not weight.stacked:
+            return torch.cat(list(parts), dim=weight.divided)
+        halves = [part.tensor_split(2) for part in parts]
+        return torch.cat([half[0] for half in halves] + [half[1] for half in halves])
+    except (RuntimeError, IndexError) as error:
+        shapes = ", ".join(str(list(part.shape)) for part in parts)
+        raise CheckpointError(f"{path}: what ranks have of {weight.theirs} makes up no tensor: {shapes}") from error
+
+
+def _by_heads(part: Tensor, version: float, config: DecoderConfig, ranks: int) -> Tensor:
+    """Queries, keys and values as versions before 2 have them -> q, k, v head by head. part: [3 * heads * head_dim, …]
+
+    Version 0 has all queries, then all keys, then all values; version 1 the three of each channel.
+    """
+    heads, width = config.num_attention_heads // ranks, config.head_dim
+    if part.shape[0] != 3 * heads * width:
+        raise CheckpointError(f"linear_qkv has {part.shape[0]} rows, not 3 * {heads} heads * {width}")
+    if version == 0:
+        return part.unflatten(0, (3, heads, width)).transpose(0, 1).flatten(0, 2)
+    return part.unflatten(0, (heads, width, 3)).transpose(1, 2).flatten(0, 2)

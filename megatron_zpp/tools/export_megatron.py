@@ -1,0 +1,89 @@
+"""Writes a checkpoint for Megatron-LM, in its format torch_dist: weights, flags and counters.
+
+    python tools/export_megatron.py --load runs/quickstart/zeropp --output runs/megatron
+
+Megatron-LM goes on from it with --no-load-optim --no-load-rng, on any ranks. Needs memory for the largest tensors, not
+for the model.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from torch import Tensor
+
+from megatron_zpp.checkpoint import CheckpointError, find_checkpoint, problems, read_meta
+from megatron_zpp.checkpoint.counters import Counters
+from megatron_zpp.checkpoint.model import saved_model
+from megatron_zpp.huggingface.checkpoint import parameter_reader
+from megatron_zpp.huggingface.files import new_folder
+from megatron_zpp.huggingface.tokenizer import SETTINGS
+from megatron_zpp.megatron.config import args_of
+from megatron_zpp.megatron.export import write_torch_dist
+from megatron_zpp.metrics.progress import progress
+from megatron_zpp.models.decoder import DecoderConfig
+from megatron_zpp.settings.flags import number
+from megatron_zpp.tools.export_hf import DTYPES
+from megatron_zpp.tools.run import report_errors
+
+
+def export(args: argparse.Namespace) -> str:
+    """Write the folder; returns what to tell the user. Raises ValueError or OSError on a mistake."""
+    checkpoint = find_checkpoint(args.load, args.ckpt_step)
+    if checkpoint is None:
+        raise CheckpointError(f"{args.load} holds no checkpoint: give --load what was given to --save in training")
+    with progress("verifying the checkpoint"):
+        wrong = problems(checkpoint)
+    if wrong:
+        raise CheckpointError(f"{checkpoint} is damaged: {'; '.join(wrong)}. Export another one with --ckpt-step")
+    meta = read_meta(checkpoint)
+    _, config = saved_model(meta)
+    assert isinstance(config, DecoderConfig)
+    settings, counters, saved = meta["settings"], Counters.from_meta(meta), parameter_reader(checkpoint, meta)
+    flags = args_of(config, settings["max_position_embeddings"] or settings["seq_length"])
+    flags.seq_length = settings["seq_length"]
+    flags.make_vocab_size_divisible_by = settings["make_vocab_size_divisible_by"]
+    flags.params_dtype = DTYPES[args.dtype]
+    flags.bf16, flags.fp16 = args.dtype == "bfloat16", args.dtype == "float16"
+    vars(flags).update({name: settings.get(name) for name in SETTINGS if name != "tiktoken_pattern"})
+
+    def read(name: str) -> Tensor:
+        tensor = saved(name).to(DTYPES[args.dtype])
+        if not tensor.isfinite().all():
+            raise CheckpointError(
+                f"{name} of {checkpoint} has NaN or Inf as {args.dtype}: export an earlier one with --ckpt-step, or "
+                "with --dtype float32"
+            )
+        return tensor
+
+    with new_folder(args.output, "--output") as folder, progress("writing the checkpoint"):
+        write_torch_dist(folder, config, flags, counters, read)
+    return (
+        f"{args.output}: {checkpoint} for Megatron-LM (--ckpt-format torch_dist), {args.dtype} weights, iteration "
+        f"{counters.iteration}, {counters.consumed_train_samples:,} samples. Its --load needs --no-load-optim "
+        "--no-load-rng"
+    )
+
+
+def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Write a checkpoint for Megatron-LM.", allow_abbrev=False)
+    parser.add_argument("--load", required=True, metavar="DIR", help="what was given to --save in training")
+    parser.add_argument(
+        "--ckpt-step", type=number(int, at_least=0), metavar="N", help="iteration to export; default the latest"
+    )
+    parser.add_argument("--output", type=Path, required=True, metavar="DIR", help="folder to write; must be new")
+    parser.add_argument(
+        "--dtype", choices=DTYPES, default="float32", help="of the weights; default float32, as trained"
+    )
+    return parser.parse_args(argv)
+
+
+def main() -> int:
+    args = parse_arguments()
+    return report_errors(lambda: print(export(args)))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,279 @@
+"""Small checkpoints in the layouts of Megatron-LM and Megatron-DeepSpeed, written from a model of ours.
+
+It goes the other way than the code that it checks, and shares nothing with it: names are replaced in turn, and ranks
+get their parts by the ends of names.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_zpp.models.decoder import Decoder, DecoderConfig
+from tests.models.configs import gpt_config, llama_config
+
+State = dict[str, Tensor]
+IDS = 257  # of the tokenizer
+PADDED = 264  # to multiples of 8
+CONFIGS: dict[str, DecoderConfig] = {
+    "gpt": gpt_config(4, 32, 4, PADDED, 32, ffn_hidden_size=128, num_query_groups=4, kv_channels=8),
+    "llama": llama_config(
+        4, 32, 4, PADDED, ffn_hidden_size=48, num_query_groups=2, kv_channels=16, qk_layernorm=True, rotary_base=500
+    ),
+}
+
+
+def random_model(config: DecoderConfig) -> State:
+    """Parameters by our names, with random values in every place."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = {name: parameter.shape for name, parameter in Decoder(config).named_parameters()}
+    return {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+
+
+def args_of(config: DecoderConfig, tp: int = 1, pp: int = 1, **more: Any) -> argparse.Namespace:
+    values = dict(
+        num_layers=config.num_layers,
+        hidden_size=config.hidden_size,
+        ffn_hidden_size=config.ffn_hidden_size,
+        num_attention_heads=config.num_attention_heads,
+        group_query_attention=config.num_query_groups != config.num_attention_heads,
+        num_query_groups=config.num_query_groups,
+        kv_channels=config.kv_channels,
+        seq_length=32,
+        max_position_embeddings=32,
+        position_embedding_type=config.position_embedding_type,
+        rotary_base=int(config.rotary_base),
+        rotary_percent=1.0,
+        normalization=config.normalization,
+        norm_epsilon=config.norm_epsilon,
+        swiglu=config.swiglu,
+        add_bias_linear=config.add_bias_linear,
+        qk_layernorm=config.qk_layernorm,
+        untie_embeddings_and_output_weights=not config.tie_embeddings,
+        attention_dropout=config.attention_dropout,
+        hidden_dropout=config.hidden_dropout,
+        init_method_std=0.02,
+        tokenizer_type="NullTokenizer",
+        vocab_size=IDS - 1,
+        make_vocab_size_divisible_by=8,
+        tensor_model_parallel_size=tp,
+        pipeline_model_parallel_size=pp,
+        consumed_train_samples=40,
+        consumed_valid_samples=16,
+    )
+    return argparse.Namespace(**(values | more))
+
+
+def common(args: argparse.Namespace, version: float = 3.0) -> dict[str, Any]:
+    scheduler = {"max_lr": 0.01, "num_steps": getattr(args, "scheduled_samples", 32)}
+    return {"args": args, "checkpoint_version": version, "iteration": 5, "opt_param_scheduler": scheduler}
+
+
+def megatron_core(ours: State) -> State:
+    """Names of megatron-core's local layers."""
+    theirs = {}
+    for name, tensor in ours.items():
+        if "fc1_up" in name:
+            continue
+        if "fc1_gate" in name:
+            tensor = torch.cat([tensor, ours[name.replace("fc1_gate", "fc1_up")]])
+        for old, new in (
+            ("word_embeddings", "embedding.word_embeddings"),
+            ("position_embeddings", "embedding.position_embeddings"),
+            ("layers.", "decoder.layers."),
+            ("final_norm", "decoder.final_layernorm"),
+            ("input_norm", "input_layernorm"),
+            ("pre_mlp_norm", "pre_mlp_layernorm"),
+            ("fc1_gate", "fc1"),
+        ):
+            name = name.replace(old, new)
+        theirs[name] = tensor
+    return theirs
+
+
+def with_rows(state: State, rows: int) -> State:
+    """With a vocabulary that is cut or padded to so many rows."""
+    result = dict(state)
+    for name in state:
+        if "word_embeddings" in name or "output_layer" in name:
+            more = torch.ones(max(0, rows - len(state[name])), state[name].shape[1])
+            result[name] = torch.cat([state[name][:rows], more])
+    return result
+
+
+def tensor_parallel(state: State, ranks: int) -> list[State]:
+    """What each rank has."""
+    parts: list[State] = [{} for _ in range(ranks)]
+    for name, tensor in state.items():
+        if "linear_fc1.weight" in name and tensor.shape[0] == 2 * 48:  # SwiGLU's
+            gates, ups = (half.chunk(ranks) for half in tensor.chunk(2))
+            pieces = [torch.cat(pair) for pair in zip(gates, ups, strict=True)]
+        elif any(part in name for part in ("word_embeddings", "output_layer", "linear_qkv", "linear_fc1")):
+            pieces = list(tensor.chunk(ranks))
+        elif name.endswith(("linear_proj.weight", "linear_fc2.weight")):
+            pieces = list(tensor.chunk(ranks, dim=1))
+        else:
+            pieces = [tensor] * ranks
+        for part, piece in zip(parts, pieces, strict=True):
+            part[name] = piece.clone()
+    return parts
+
+
+def stage(state: State, layers: list[int], first: bool, last: bool) -> State:
+    """The tensors of a pipeline's stage, whose layers are numbered from 0."""
+    result = {}
+    for name, tensor in state.items():
+        words = name.split(".")
+        if words[1] == "layers":
+            if int(words[2]) in layers:
+                words[2] = str(layers.index(int(words[2])))
+                result[".".join(words)] = tensor
+        elif first if words[0] == "embedding" else last:
+            result[name] = tensor
+    if last and not first and "output_layer.weight" not in state:  # the copy of tied embeddings
+        result["output_layer.weight"] = state["embedding.word_embeddings.weight"]
+    return result
+
+
+def transformer_engine(state: State) -> State:
+    """Norms under the names of Transformer Engine's fused layers."""
+    return {
+        name.replace("input_layernorm.", "self_attention.linear_qkv.layer_norm_").replace(
+            "pre_mlp_layernorm.", "mlp.linear_fc1.layer_norm_"
+        ): tensor
+        for name, tensor in state.items()
+    }
+
+
+def legacy(state: State) -> dict[str, Any]:
+    """Nested, and with the names before megatron-core's."""
+    embedding: dict[str, Any] = {}
+    encoder: dict[str, Tensor] = {}
+    model: dict[str, Any] = {"embedding": embedding, "encoder": encoder}
+    for name, tensor in state.items():
+        if name.startswith("embedding."):
+            embedding[name.split(".")[1]] = {"weight": tensor}
+        elif name == "output_layer.weight":
+            model["output_layer"] = {"weight": tensor}
+        else:
+            for old, new in (
+                ("decoder.", ""),
+                ("linear_qkv", "query_key_value"),
+                ("linear_proj", "dense"),
+                ("pre_mlp_layernorm", "post_attention_layernorm"),
+                ("linear_fc1", "dense_h_to_4h"),
+                ("linear_fc2", "dense_4h_to_h"),
+            ):
+                name = name.replace(old, new)
+            encoder[name] = tensor
+    return {"language_model": model}
+
+
+def flat(state: dict[str, Any], prefix: str = "") -> State:
+    result: State = {}
+    for name, value in state.items():
+        result |= flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {f"{prefix}{name}": value}
+    return result
+
+
+def of_pipeline_module(state: State) -> dict[str, State]:
+    """The tensors of each module of DeepSpeed's GPTModelPipe, by its number: embeddings are 01, layers begin at 03."""
+    modules: dict[str, State] = {}
+    last = 3 + max(int(name.split(".")[2]) for name in state if ".layers." in name)
+    for name, tensor in flat(legacy(state)).items():
+        words = name.removeprefix("language_model.").split(".")
+        if words[0] == "embedding":
+            number, rest = 1, words[1:]
+        elif words[0] == "output_layer":
+            number, rest = last + 3, ["lm_head", "weight"]
+        elif words[1] == "layers":
+            number, rest = 3 + int(words[2]), words[3:]
+        else:
+            number, rest = last + 2, words[2:]
+        modules.setdefault(f"{number:02d}", {})[".".join(rest)] = tensor
+    if "output_layer.weight" not in state:  # tied embeddings once more
+        modules[f"{last + 3:02d}"] = {"word_embeddings.weight": state["embedding.word_embeddings.weight"]}
+    return modules
+
+
+def save(path: Path, content: Any) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    torch.save(content, path)
+
+
+# Formats: each writes a model of ours into a folder, at iteration 5
+
+
+def write_torch(folder: Path, ours: State, config: DecoderConfig) -> None:
+    """Two tensor-parallel ranks, two stages of two virtual ones each, Transformer Engine's names."""
+    state = with_rows(megatron_core(ours), 272)
+    args = args_of(config, tp=2, pp=2, virtual_pipeline_model_parallel_size=2)
+    for t, rank in enumerate(tensor_parallel(state, 2)):
+        for p in range(2):
+            chunks = [stage(rank, [2 * c + p], first=p + c == 0, last=p + c == 2) for c in range(2)]
+            models = {f"model{c}": transformer_engine(chunk) for c, chunk in enumerate(chunks)}
+            save(folder / f"iter_0000005/mp_rank_{t:02d}_{p:03d}/model_optim_rng.pt", common(args) | models)
+    (folder / "latest_checkpointed_iteration.txt").write_text("5")
+
+
+def write_legacy(
+    folder: Path,
+    ours: State,
+    config: DecoderConfig,
+    version: float = 3.0,
+    qkv: Callable[[Tensor], Tensor] | None = None,
+) -> None:
+    """Two tensor-parallel ranks, with the names of old. qkv: what becomes of a rank's queries, keys and values."""
+    args = args_of(config, tp=2)
+    for t, rank in enumerate(tensor_parallel(with_rows(megatron_core(ours), 272), 2)):
+        rank = {name: qkv(x) if qkv is not None and "linear_qkv" in name else x for name, x in rank.items()}
+        file = folder / f"iter_0000005/mp_rank_{t:02d}/model_optim_rng.pt"
+        save(file, common(args, version) | {"model": legacy(rank)})
+    (folder / "latest_checkpointed_iteration.txt").write_text("5")
+
+
+def write_deepspeed(folder: Path, ours: State, config: DecoderConfig) -> None:
+    """Two tensor-parallel ranks, no pipeline."""
+    args = args_of(config, tp=2)
+    for t, rank in enumerate(tensor_parallel(with_rows(megatron_core(ours), 272), 2)):
+        state = common(args) | {"module": legacy(rank), "ds_version": "0.16.4", "optimizer": None}
+        save(folder / f"global_step5/mp_rank_{t:02d}_model_states.pt", state)
+    (folder / "latest").write_text("global_step5")
+
+
+def write_deepspeed_pipeline(folder: Path, ours: State, config: DecoderConfig) -> None:
+    """Two tensor-parallel ranks of a PipelineModule, which saves module by module."""
+    args = args_of(config, tp=2)
+    for t, rank in enumerate(tensor_parallel(with_rows(megatron_core(ours), 272), 2)):
+        save(folder / f"global_step5/mp_rank_{t:02d}_model_states.pt", common(args) | {"module": None})
+        for number, module in of_pipeline_module(rank).items():
+            save(folder / f"global_step5/layer_{number}-model_{t:02d}-model_states.pt", module)
+    (folder / "latest").write_text("global_step5")
+
+
+def write_universal(
+    folder: Path, ours: State, config: DecoderConfig, moments: dict[str, State] | None = None, **more: Any
+) -> None:
+    """Whole, without padding of the vocabulary, and with what Adam keeps: ``moments``, by our names."""
+    root = folder / "global_step5_universal"
+    save(root / "mp_rank_00_model_states.pt", common(args_of(config, **more)) | {"module": None})
+    kinds = moments or {"exp_avg": ours, "exp_avg_sq": ours}
+    for kind, state in {"fp32": ours, **kinds}.items():
+        for name, tensor in flat(legacy(with_rows(megatron_core(state), IDS))).items():
+            save(root / "zero" / name / f"{kind}.pt", {"param": tensor, "cat_dim": 0})
+            save(root / "zero" / name / "step.pt", torch.tensor(5.0))
+    (folder / "latest_universal").write_text("global_step5_universal")
+
+
+FORMATS: dict[str, Callable[..., None]] = {
+    "torch": write_torch,
+    "legacy": write_legacy,
+    "deepspeed": write_deepspeed,
+    "deepspeed-pipeline": write_deepspeed_pipeline,
+    "universal": write_universal,
+}

@@ -1,0 +1,8 @@
+"""`megatron-zpp import-megatron`, for a checkout that is not installed as a command."""
+
+import sys
+
+from megatron_zpp.tools.import_megatron import main
+
+if __name__ == "__main__":
+    sys.exit(main())
