@@ -381,10 +381,13 @@ def _tokenizers_library(tokenizer_type: str) -> Any:
     return tokenizers
 
 
+MODEL = re.compile(r"[\w.-]+(/[\w.-]+)?")  # a model's name at Hugging Face
+
+
 def huggingface_path(value: str | None) -> Path:
     """What ``--tokenizer-model`` of HuggingFaceTokenizer says: a path, or a model's name, whose files are then those in
     Hugging Face's cache. Nothing is downloaded."""
-    if value is None or Path(value).exists() or not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", value):
+    if value is None or value.endswith(".json") or Path(value).exists() or not MODEL.fullmatch(value):
         return _path("HuggingFaceTokenizer", "--tokenizer-model", value)
     try:
         from huggingface_hub import try_to_load_from_cache
