@@ -12,7 +12,7 @@ from torch import Tensor
 from megatron_zpp.checkpoint import CheckpointError
 from megatron_zpp.models.decoder import DecoderConfig
 
-from .saved import Saved
+from .saved import Saved, counters_of
 from .weights import VOCABULARY, Weight, weights
 
 
@@ -47,9 +47,7 @@ def parameter_reader(
         weight, part = weight_of[name]
         if moment == "step":
             steps = saved.steps(weight.theirs)
-            if steps is None:
-                raise CheckpointError(f"{saved.path} does not say how many steps its optimizer has made")
-            return torch.tensor(float(steps))
+            return torch.tensor(float(counters_of(saved).iteration if steps is None else steps))
         return split(weight, moment)[part]
 
     return read

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from megatron_zpp.checkpoint import CheckpointError
+from megatron_zpp.checkpoint.foreign import KINDS
 from megatron_zpp.models.decoder import DecoderConfig
 
 from .config import Args, config_of
@@ -45,7 +46,7 @@ def open_torch(folder: Path) -> Saved:
             if any(len(rank) != len(stages[0][0]) for rank in stage):
                 raise CheckpointError(f"{folder} is damaged: its ranks have other numbers of virtual stages")
             layers += _add_stage(parts, [_canonical(rank[chunk]) for rank in stage], layers)
-    return _saved(str(folder), "Megatron-LM (--ckpt-format torch)", args, first, parts)
+    return _saved(str(folder), KINDS["torch"], args, first, parts)
 
 
 def open_deepspeed(folder: Path) -> Saved:
@@ -78,7 +79,7 @@ def open_deepspeed(folder: Path) -> Saved:
                 ranks = parts.setdefault(new, [])
                 if len(ranks) == t:  # tied embeddings come twice
                     ranks.append(numbered[name])
-    return _saved(str(folder), "DeepSpeed", args, first, parts)
+    return _saved(str(folder), KINDS["deepspeed"], args, first, parts)
 
 
 def _parallel_size(args: Args, kind: str) -> int:
@@ -145,6 +146,8 @@ def _saved(path: str, kind: str, args: Args, state: Mapping[str, Any], parts: Pa
         parts.pop("output_layer.weight", None)  # the last stage's copy
     table = {weight.theirs: weight for weight in weights(config)}
     version = state.get("checkpoint_version", 0)
+    if not isinstance(version, int | float):
+        raise CheckpointError(f"{path} is damaged: its checkpoint_version is {version!r}")
 
     def read(name: str, moment: str) -> Tensor:
         ranks = parts[name]

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from megatron_zpp.checkpoint import CheckpointError
+from megatron_zpp.checkpoint.foreign import KINDS
 from megatron_zpp.checkpoint.meta import is_plain_name
 
 from .names import canonical, in_layer
@@ -93,7 +94,7 @@ def open_torch_dist(folder: Path) -> Saved:
     step = _step(common.get("optimizer"))
     return Saved(
         str(folder),
-        "Megatron-LM (--ckpt-format torch_dist)",
+        KINDS["torch_dist"],
         args,
         common,
         frozenset(weights),

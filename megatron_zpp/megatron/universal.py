@@ -12,6 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from megatron_zpp.checkpoint import CheckpointError
+from megatron_zpp.checkpoint.foreign import KINDS
 
 from .names import of_pipeline
 from .pickles import load_file
@@ -47,4 +48,4 @@ def open_universal(folder: Path) -> Saved:
             raise CheckpointError(f"{file} is damaged: it holds no number")
         return int(value)
 
-    return Saved(str(folder), "DeepSpeed, universal", args, state, frozenset(names), read, moments, steps)
+    return Saved(str(folder), KINDS["universal"], args, state, frozenset(names), read, moments, steps)

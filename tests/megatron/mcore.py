@@ -169,6 +169,9 @@ def save_torch_dist(folder: Path, model: GPTModel, args: Any, optimizer: torch.o
     state = common(args) | {"model": model.sharded_state_dict()}
     if optimizer is not None:
         kept = optimizer.state_dict()
+        kept["state"] = {
+            i: dict(of_parameter) for i, of_parameter in kept["state"].items()
+        }  # the optimizer keeps its own
         steps = {float(of_parameter.pop("step")) for of_parameter in kept["state"].values()}
         ids = get_param_id_to_sharded_param_map(state["model"], optimizer.param_groups[0]["params"])
         optim_state_to_sharding_state(kept, ids)

@@ -10,7 +10,9 @@ import pytest
 from megatron_zpp.tools import (
     estimate,
     export_hf,
+    export_megatron,
     generate_text,
+    import_megatron,
     inspect_checkpoint,
     inspect_dataset,
     preprocess_data,
@@ -28,6 +30,8 @@ TOOLS = {
     train_tokenizer: ("--input x --vocab-size 300 --output y", "--vocab-size --max-megabytes"),
     generate_text: ("--load x", "--ckpt-step --num-tokens --temperature --top-k --seed --device"),
     export_hf: ("--load x --output y", "--ckpt-step --vocab-size --max-file-size"),
+    export_megatron: ("--load x --output y", "--ckpt-step"),
+    import_megatron: ("--input x --save y", "--ckpt-step --vocab-size"),
     estimate: ("--vocabulary 9 pretrain-gpt", "--nodes --ranks-per-node --mfu --link-gbps --vocabulary"),
     inspect_dataset: (
         "--digest --seq-length 8",
