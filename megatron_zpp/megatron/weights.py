@@ -89,7 +89,7 @@ def _mlp(config: DecoderConfig, ours: str, theirs: str) -> Iterator[Weight]:
 
 
 def _experts(config: DecoderConfig, moe: MoEConfig, ours: str, theirs: str) -> Iterator[Weight]:
-    """Theirs are stacked, [E, out, in]; ours are one below the other, [E * out, in]."""
+    """Theirs are stacked, [E, out, in]; ours are one below the other, [E * out, in]. Biases without [in]."""
 
     def below(x: Tensor) -> tuple[Tensor, ...]:
         return (x.flatten(0, 1),)
@@ -104,12 +104,14 @@ def _experts(config: DecoderConfig, moe: MoEConfig, ours: str, theirs: str) -> I
         return torch.cat([apart(gates), apart(ups)], dim=1)
 
     yield Weight(f"{theirs}.router.weight", (f"{ours}.router.weight",))
-    inner, fc1, fc2 = f"{ours}.experts", f"{theirs}.experts.linear_fc1.weight", f"{theirs}.experts.linear_fc2.weight"
-    if config.swiglu:
-        names = (f"{inner}.linear_fc1_gate.weight", f"{inner}.linear_fc1_up.weight")
-        yield Weight(fc1, names, split=gates_and_ups, join=both)
-    else:
-        yield Weight(fc1, (f"{inner}.linear_fc1.weight",), split=below, join=apart)
-    yield Weight(fc2, (f"{inner}.linear_fc2.weight",), split=below, join=apart)
+    inner, outer = f"{ours}.experts", f"{theirs}.experts"
+    for kind in ("weight", "bias") if config.add_bias_linear else ("weight",):
+        fc1, fc2 = f"{outer}.linear_fc1.{kind}", f"{outer}.linear_fc2.{kind}"
+        if config.swiglu:
+            names = (f"{inner}.linear_fc1_gate.{kind}", f"{inner}.linear_fc1_up.{kind}")
+            yield Weight(fc1, names, split=gates_and_ups, join=both)
+        else:
+            yield Weight(fc1, (f"{inner}.linear_fc1.{kind}",), split=below, join=apart)
+        yield Weight(fc2, (f"{inner}.linear_fc2.{kind}",), split=below, join=apart)
     if moe.shared_expert_size is not None:
         yield from _mlp(config, f"{ours}.shared_expert", f"{theirs}.shared_experts")
