@@ -104,7 +104,12 @@ def resolve(model: ModelSettings, seq_length: int, defaults: Mapping[str, Any]) 
     _check_positions(model)
     _window(model)
     if model.num_experts is not None:
-        model = dataclasses.replace(model, moe_ffn_hidden_size=model.moe_ffn_hidden_size or model.ffn_hidden_size)
+        shared = model.moe_shared_expert_intermediate_size
+        model = dataclasses.replace(
+            model,
+            moe_ffn_hidden_size=model.moe_ffn_hidden_size or model.ffn_hidden_size,
+            moe_shared_expert_intermediate_size=shared or (model.ffn_hidden_size if model.moe_residual else None),
+        )
         _check_experts(model)
     return model
 
@@ -150,9 +155,21 @@ def _check_positions(model: ModelSettings) -> None:
 def _check_experts(model: ModelSettings) -> None:
     """Raise SettingsError for experts that do not fit."""
     assert model.num_experts and model.num_layers
+    per_layer = model.moe_experts_per_layer
+    blocks = range(model.moe_first_layer - 1, model.num_layers, model.moe_layer_freq)
+    numbers = [str(model.num_experts)] if per_layer is None else per_layer.split(",")
     require(
-        model.moe_router_topk <= model.num_experts,
-        f"--moe-router-topk {model.moe_router_topk} is more than --num-experts {model.num_experts}",
+        all(number.isdecimal() and 1 <= int(number) <= model.num_experts for number in numbers),
+        f"--moe-experts-per-layer {per_layer} must be numbers from 1 to --num-experts {model.num_experts}, as 32,32,64",
+    )
+    require(
+        per_layer is None or len(numbers) == len(blocks),
+        f"--moe-experts-per-layer {per_layer} has {len(numbers)} numbers, and {len(blocks)} of --num-layers "
+        f"{model.num_layers} have experts: give one for each",
+    )
+    require(
+        model.moe_router_topk <= min(map(int, numbers)),
+        f"--moe-router-topk {model.moe_router_topk} is more than --num-experts {min(map(int, numbers))}",
     )
     require(
         not (model.moe_router_pre_softmax and model.moe_router_score_function == "sigmoid"),
@@ -207,6 +224,7 @@ def _experts(model: ModelSettings) -> MoEConfig | None:
         eval_capacity_factor=model.moe_eval_capacity_factor,
         min_capacity=model.moe_min_capacity,
         shared_expert_size=model.moe_shared_expert_intermediate_size,
+        residual=model.moe_residual,
         bias_update_rate=model.moe_router_bias_update_rate if model.moe_router_enable_expert_bias else None,
     )
 
@@ -250,6 +268,7 @@ def build_config(model: ModelSettings, vocab_size: int) -> DecoderConfig:
         moe=_experts(model),
         moe_layer_freq=model.moe_layer_freq,
         moe_first_layer=model.moe_first_layer,
+        moe_experts_per_layer=model.moe_experts_per_layer,
     )
 
 
@@ -314,6 +333,8 @@ def flags_of(config: DecoderConfig, positions: int, defaults: Mapping[str, Any])
     if config.moe is not None:
         words += ["--moe-layer-freq", str(config.moe_layer_freq), *_flags_of_experts(config.moe)]
         words += ["--moe-first-layer", str(config.moe_first_layer)]
+        if config.moe_experts_per_layer is not None:
+            words += ["--moe-experts-per-layer", config.moe_experts_per_layer]
     return words
 
 
@@ -334,6 +355,7 @@ def _flags_of_experts(moe: MoEConfig) -> list[str]:
     if moe.bias_update_rate is not None:
         flags["--moe-router-bias-update-rate"] = moe.bias_update_rate
     words = [word for flag, value in flags.items() if value is not None for word in (flag, str(value))]
+    words += ["--moe-residual"] if moe.residual else []
     words += ["--moe-router-enable-expert-bias"] if moe.bias_update_rate is not None else []
     return [*words, "--moe-router-pre-softmax"] if moe.router_pre_softmax else words
 
@@ -359,7 +381,7 @@ def flops_per_token(config: DecoderConfig, seq_length: int) -> float:
     if (moe := config.moe) is not None:
         for layer in config.layers_with_experts:
             widths[layer] = moe.router_topk * moe.ffn_hidden_size + (moe.shared_expert_size or 0)
-        router = len(config.layers_with_experts) * hidden * moe.num_experts
+        router = hidden * sum(config.experts_of_layers)
     mlp_weights = (3 if config.swiglu else 2) * hidden * sum(widths)
     weights = config.num_layers * attention_weights + mlp_weights + router + hidden * config.vocab_size
     attended = seq_length / 2  # tokens, on average

@@ -162,7 +162,9 @@ class Family:
         """Raise ValueError that names what of our mixture of experts this family does not have."""
         if self.experts is None:
             return
-        require_fields(config, self.model_type, {"moe_layer_freq": (1,), "moe_first_layer": (1,)})
+        require_fields(
+            config, self.model_type, {"moe_layer_freq": (1,), "moe_first_layer": (1,), "moe_experts_per_layer": (None,)}
+        )
         if config.moe is None:
             raise ValueError(f"{self.model_type} does not have layers without experts")
         supported: dict[str, tuple[Any, ...]] = {

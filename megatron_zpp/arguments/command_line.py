@@ -10,7 +10,6 @@ from typing import Any
 
 from megatron_zpp.architectures import ARCHITECTURES, Architecture
 from megatron_zpp.arguments.foreign_flags import (
-    DIFFERENT_EXPERTS,
     EXPERTS,
     NO_SUCH_EXPERTS,
     NOT_NEEDED,
@@ -45,7 +44,7 @@ class CommandLine:
         for name, flag in self.not_needed.items():
             flags.setdefault(flag.because, []).append(name)
         return [
-            *(f"{typed} is {meaning} here" for typed, meaning in self.translated.items()),
+            *(f"{typed} is {meaning or 'the only kind'} here" for typed, meaning in self.translated.items()),
             *(
                 f"{', '.join(names)} {'is' if len(names) == 1 else 'are'} accepted but "
                 f"{'needs' if len(names) == 1 else 'need'} no setting: {because}"
@@ -74,8 +73,8 @@ def read_command_line(
         with mistakes.collected():
             if describes_experts(name) and not has_experts:
                 line.not_needed[name] = WITHOUT_EXPERTS
-            elif name == EXPERTS and len(words) > 1:
-                refused[" ".join([name, *words])] = DIFFERENT_EXPERTS
+            elif name == EXPERTS and len(words) > 1:  # Megatron-DeepSpeed's, of each block with experts
+                line.given |= _experts_per_layer(flags[name], words)
             elif name in flags:
                 line.given[flags[name].setting] = _value(flags[name], words)
             elif name in TRANSLATED:
@@ -129,6 +128,11 @@ def _value(flag: Flag, words: list[str]) -> Any:
         return flag.read(words)
     except ValueError as error:
         raise SettingsError(f"{flag.name} {error}") from None
+
+
+def _experts_per_layer(flag: Flag, words: list[str]) -> dict[str, Any]:
+    numbers = [_value(flag, [word]) for word in words]
+    return {flag.setting: max(numbers), "moe_experts_per_layer": ",".join(map(str, numbers))}
 
 
 def _check_not_needed(name: str, words: list[str]) -> None:

@@ -141,7 +141,6 @@ NOT_NEEDED: dict[str, NotNeeded] = {
     **_same("the products of a layer's experts are one grouped operation", "--moe-grouped-gemm"),
     **_same("tokens are sorted by expert in plain PyTorch", "--moe-permute-fusion"),
     **_same("experts are sharded as all other parameters", "--create-moe-param-group"),
-    "--mlp-type": NotNeeded("experts stand in place of the MLP", ("standard",)),
     "--moe-token-drop-policy": NotNeeded("experts drop the tokens that weigh least", ("probs",)),
     "--moe-router-dtype": NotNeeded("the router computes in fp32", ("fp32",)),
     "--remote-device": NotNeeded("what is offloaded is chosen by --cpu-offload", ("none",)),
@@ -291,7 +290,6 @@ OF_EXPERTS = (
     "--expert-model-parallel-size",
     "--expert-tensor-parallel-size",
 )
-DIFFERENT_EXPERTS = "every layer of experts has the same number of them; give one number"
 WITHOUT_EXPERTS = NotNeeded("there is one MLP, and so no experts", ANY)
 NO_SUCH_EXPERTS = "experts do not have this here; leave it out"
 

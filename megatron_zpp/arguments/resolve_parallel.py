@@ -212,9 +212,11 @@ def check_expert_parallel(settings: Settings, fsdp_size: int) -> None:
             f"{given} and nodes of {per_node} data-parallel ranks: one must be a multiple of the other",
         )
     if experts is not None:
-        parts = size * tp_size
+        parts, per_layer = size * tp_size, settings.model.moe_experts_per_layer
+        uneven = [number for number in map(int, per_layer.split(",") if per_layer else [experts]) if number % parts]
+        experts = next(iter(uneven), experts)
         require(
-            experts % parts == 0,
+            not uneven,
             f"--num-experts {experts} cannot be divided evenly among --expert-model-parallel-size {size} * "
             f"--tensor-model-parallel-size {tp_size} = {parts} rank(s); choose sizes whose product is one of "
             f"{', '.join(map(str, divisors(experts)))}",

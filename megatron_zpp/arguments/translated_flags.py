@@ -32,6 +32,7 @@ TRANSLATED: dict[str, str | dict[str, str]] = {
     },
     "--use-rotary-position-embeddings": "--position-embedding-type rope",
     "--moe-expert-parallel-size": "--expert-model-parallel-size {}",
+    "--mlp-type": {"standard": "", "residual": "--moe-residual"},
     "--expert-interval": _EXPERT_INTERVAL,
     "--topk": "--moe-router-topk {}",
     "--moe-loss-coeff": "--moe-aux-loss-coeff {}",

@@ -71,6 +71,7 @@ class DecoderConfig:
     moe: MoEConfig | None = None  # experts in place of MLPs,
     moe_layer_freq: int = 1  # in every so manyth block,
     moe_first_layer: int = 1  # of which this is the first, counted from 1
+    moe_experts_per_layer: str | None = None  # "32,64": of each block with experts, where they differ
 
     def __post_init__(self) -> None:
         """Raises ValueError for what cannot be built."""
@@ -84,6 +85,11 @@ class DecoderConfig:
             )
         if self.position_embedding_type == "learned_absolute" and self.max_position_embeddings is None:
             raise ValueError("learned positions need max_position_embeddings")
+        if len(self.experts_of_layers) != len(self.layers_with_experts):
+            raise ValueError(
+                f"moe_experts_per_layer has {len(self.experts_of_layers)} numbers, and {len(self.layers_with_experts)} "
+                "blocks have experts"
+            )
         if self.position_embedding_type == "yarn" and None in (self.yarn_scaling_factor, self.yarn_original_context):
             raise ValueError("yarn needs yarn_scaling_factor and yarn_original_context")
 
@@ -108,6 +114,15 @@ class DecoderConfig:
     @property
     def layers_with_experts(self) -> range:
         return range(self.moe_first_layer - 1, self.num_layers if self.moe is not None else 0, self.moe_layer_freq)
+
+    @property
+    def experts_of_layers(self) -> list[int]:
+        """How many experts each of ``layers_with_experts`` has."""
+        if self.moe is None:
+            return []
+        if self.moe_experts_per_layer is None:
+            return [self.moe.num_experts] * len(self.layers_with_experts)
+        return [int(number) for number in self.moe_experts_per_layer.split(",")]
 
 
 def default_ffn_size(hidden_size: int, swiglu: bool) -> int:
@@ -185,7 +200,8 @@ def make_mlp(config: DecoderConfig, layer: int) -> nn.Module:
     shared_size, shared = config.moe.shared_expert_size, None
     if shared_size is not None:
         shared = make_mlp(replace(config, ffn_hidden_size=shared_size, moe=None), layer)
-    return MoE(config.moe, config.hidden_size, config.swiglu, shared, config.add_bias_linear)
+    moe = replace(config.moe, num_experts=config.experts_of_layers[config.layers_with_experts.index(layer)])
+    return MoE(moe, config.hidden_size, config.swiglu, shared, config.add_bias_linear)
 
 
 class Decoder(Transformer):

@@ -34,6 +34,7 @@ class MoEConfig:
     eval_capacity_factor: float | None = None  # the same in evaluations; None = as in training
     min_capacity: int = 1  # tokens that an expert takes however small its share is
     shared_expert_size: int | None = None  # width of an expert that has all tokens
+    residual: bool = False  # that expert and the others are weighed for each token, by a layer that learns it
     bias_update_rate: float | None = None  # of biases for the choice of experts, which follow their load; None: none
 
     def __post_init__(self) -> None:
@@ -44,6 +45,8 @@ class MoEConfig:
             raise ValueError(f"score_function is {self.score_function!r}; choose softmax or sigmoid")
         if self.router_pre_softmax and self.score_function == "sigmoid":
             raise ValueError("router_pre_softmax is about softmax, and score_function is sigmoid")
+        if self.residual and self.shared_expert_size is None:
+            raise ValueError("residual weighs the shared expert: give shared_expert_size")
         if self.bias_update_rate is not None and self.score_function == "softmax":
             raise ValueError("bias_update_rate moves biases of sigmoid scores, and score_function is softmax")
         for name in ("expert_capacity_factor", "eval_capacity_factor"):
@@ -186,6 +189,8 @@ class MoE(nn.Module):
         self.router = Router(hidden_size, config.num_experts)
         self.experts = Experts(config, hidden_size, swiglu, bias)
         self.shared_expert = shared_expert
+        if config.residual:  # DeepSpeed-MoE, arXiv 2201.05596, section 4.1
+            self.coefficient = nn.Linear(hidden_size, 2)
         if config.bias_update_rate is not None:
             self.register_buffer("expert_bias", torch.zeros(config.num_experts))
             self.register_buffer("chosen", torch.zeros(config.num_experts), persistent=False)
@@ -213,7 +218,11 @@ class MoE(nn.Module):
             load = load.clone()
             dist.all_reduce(load, group=self.sample_group)
         y = placed.unflatten(0, (-1, config.router_topk)).sum(dim=1).view_as(x)
-        if self.shared_expert is not None:
+        if config.residual:
+            assert self.shared_expert is not None
+            share = self.coefficient(x).softmax(dim=-1)  # [B, S, 2]
+            y = y * share[..., :1] + self.shared_expert(x) * share[..., 1:]
+        elif self.shared_expert is not None:
             y = y + self.shared_expert(x)
         routed = Routed(
             balancing_loss=config.aux_loss_coeff * balancing_loss(routing.scores, load),
@@ -235,13 +244,12 @@ def finish_step(layers: Sequence[MoE], moved: bool, add_up: Callable[[Tensor], N
     """
     if not layers or (rate := layers[0].config.bias_update_rate) is None:
         return
-    chosen = torch.stack([layer.chosen for layer in layers])  # [layers, E]
+    chosen = torch.cat([layer.chosen for layer in layers])
     if moved:
         add_up(chosen)
-        steps = rate * (chosen.mean(dim=1, keepdim=True) - chosen).sign()
-    for i, layer in enumerate(layers):
+    for layer, of_layer in zip(layers, chosen.split([layer.chosen.numel() for layer in layers]), strict=True):
         if moved:
-            layer.expert_bias += steps[i]
+            layer.expert_bias += rate * (of_layer.mean() - of_layer).sign()
         layer.chosen.zero_()
 
 
@@ -290,11 +298,13 @@ def auxiliary_losses(layers: Sequence[Routed], config: MoEConfig) -> dict[str, T
 
 def observations(layers: Sequence[Routed], config: MoEConfig, of_model: int) -> dict[str, Tensor]:
     """What is logged, by name: means over the model's layers with experts, ``of_model`` many; of some their part."""
-    load = torch.stack([routed.load for routed in layers]).float()  # [layers, E]
+    loads = [routed.load.float() for routed in layers]  # [E] each
     observed = {
-        "expert load (max/mean)": load.amax(dim=1) / load.mean(dim=1),
+        "expert load (max/mean)": torch.stack([load.amax() / load.mean() for load in loads]),
         "router entropy": torch.stack([routed.entropy for routed in layers]),
     }
     if config.expert_capacity_factor is not None:
-        observed["dropped tokens (share)"] = torch.stack([routed.dropped for routed in layers]) / load.sum(dim=1)
+        observed["dropped tokens (share)"] = torch.stack(
+            [routed.dropped / load.sum() for routed, load in zip(layers, loads, strict=True)]
+        )
     return {name: values.sum() / of_model for name, values in observed.items()}

@@ -50,6 +50,8 @@ def decoder_plan(config: DecoderConfig, sequence_parallel: bool) -> Plan:
             continue
         plan |= {mlp: WholeTokens(between), f"{mlp}.router": Replicated(use_local_output=True)}
         assert config.moe is not None
+        if config.moe.residual:
+            plan[f"{mlp}.coefficient"] = Replicated(use_local_output=True)
         if config.moe.shared_expert_size is not None:
             plan |= _mlp_plan(f"{mlp}.shared_expert", config.swiglu, Replicate())
     if not config.tie_embeddings:

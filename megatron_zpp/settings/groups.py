@@ -76,6 +76,14 @@ class ModelSettings:
     )
     moe_layer_freq: int = flag(1, "experts in every so manyth block", needs="num_experts", at_least=1)
     moe_first_layer: int = flag(1, "the first block with experts, counted from 1", needs="num_experts", at_least=1)
+    moe_experts_per_layer: str | None = flag(
+        None, "such as 32,32,64: experts of each block that has some; default: all alike", needs="num_experts"
+    )
+    moe_residual: bool = flag(
+        False,
+        "weigh the MLP, or the expert that has all tokens, against a token's experts (Megatron-DeepSpeed's residual)",
+        needs="num_experts",
+    )
     moe_ffn_hidden_size: int | None = flag(
         None, "width of an expert; default --ffn-hidden-size", needs="num_experts", at_least=1, at_most=2**26
     )

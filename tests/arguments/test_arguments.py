@@ -314,6 +314,14 @@ def test_what_megatron_deepspeeds_experts_leave_unsaid_is_as_there():
     assert (model.moe_layer_freq, model.moe_aux_loss_coeff, model.moe_expert_capacity_factor) == (1, 0.0, None)
 
 
+def test_pyramids_of_residual_experts_as_megatron_deepspeed_says_them():
+    flags = "--num-layers 8 --num-experts 4 4 8 8 --mlp-type residual --moe-loss-coeff 0.01"
+    model = parse(f"{SMALL} {flags}")[0].model
+    assert (model.num_experts, model.moe_experts_per_layer, model.moe_residual) == (8, "4,4,8,8", True)
+    assert model.moe_shared_expert_intermediate_size == model.ffn_hidden_size
+    assert parse(f"{SMALL} --num-experts 4 --mlp-type standard")[0].model.moe_residual is False
+
+
 def test_megatrons_default_tokenizer():
     command = SMALL.replace("--mock-data --vocab-size 100", "--data-path p --vocab-file v --merge-file m")
     assert parse(command)[0].tokenizer.tokenizer_type == "GPT2BPETokenizer"
@@ -431,14 +439,9 @@ def test_reference_page_is_up_to_date():
             "--num-experts 8 --moe-min-capacity 4",
             "--moe-min-capacity needs --moe-expert-capacity-factor",
         ),
-        (
-            "--num-experts 4 8 8",
-            "--num-experts 4 8 8 is not supported: every layer of experts has the same number of them; give one number",
-        ),
-        (
-            "--disable-bias-linear --num-experts 8 --mlp-type residual",
-            "--mlp-type residual is not supported, only standard",
-        ),
+        ("--num-layers 4 --num-experts 4 8 8", "--moe-experts-per-layer 4,8,8 has 3 numbers, and 4 of --num-layers 4"),
+        ("--num-experts 4 --moe-experts-per-layer 4,x", "must be numbers from 1 to --num-experts 4, as 32,32,64"),
+        ("--num-experts 4 --mlp-type standart", "--mlp-type must be one of standard, residual, got standart"),
         ("--kd --load-teacher x --num-layers-teacher 3", "--kd, --load-teacher, --num-layers-teacher distillation"),
         ("--load-studnt x", "unknown flag --load-studnt see --help"),  # and no flag that is only a little like it
         ("--layernorm-epsilon 0", "--norm-epsilon"),

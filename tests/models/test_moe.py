@@ -239,3 +239,18 @@ def test_evaluations_may_have_another_capacity_and_experts_a_least_one():
                 _, routed = moe(x)
                 kept = routed.load.clamp(max=capacity).sum()
                 assert routed.dropped == 28 - kept, (options, mode)
+
+
+def test_a_residual_expert_is_weighed_against_the_others():
+    """y = c0 * experts + c1 * shared, c = softmax of a linear layer: DeepSpeed-MoE's."""
+    torch.manual_seed(0)
+    shared = torch.nn.Linear(HIDDEN, HIDDEN)
+    plain = moe_of()
+    moe = MoE(MoEConfig(EXPERTS, FFN, TOPK, shared_expert_size=FFN, residual=True), HIDDEN, True, shared)
+    moe.load_state_dict(plain.state_dict(), strict=False)
+    x = tokens_of()
+    share = torch.nn.functional.softmax(moe.coefficient(x), dim=-1)
+    expected = share[..., 0, None] * plain(x)[0] + share[..., 1, None] * shared(x)
+    torch.testing.assert_close(moe(x)[0], expected)
+    with pytest.raises(ValueError, match="residual weighs the shared expert"):
+        MoEConfig(EXPERTS, FFN, TOPK, residual=True)

@@ -21,6 +21,11 @@ MODELS = {  # architecture and flags
         "--moe-router-topk 1 --moe-router-pre-softmax --hidden-dropout 0 --attention-dropout 0",
     ),
 }
+MODELS["a pyramid of residual experts"] = (
+    "gpt",
+    f"{EXPERTS} --hidden-dropout 0 --attention-dropout 0 --moe-layer-freq 2 --moe-first-layer 2 --moe-residual "
+    "--num-experts 8 --moe-experts-per-layer 4,8",
+)
 HIERARCHY = "--zero-hpz-partition-size 2 --zero-quantized-gradients --zero-gradient-bits 0 --zero-gradient-intra-bits 0"
 EP2, EP4 = "--expert-model-parallel-size 2", "--expert-model-parallel-size 4"
 TP2, PP2 = "--tensor-model-parallel-size 2", "--pipeline-model-parallel-size 2"
@@ -81,9 +86,14 @@ def test_training_equals_one_rank(data):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", ["like Mixtral", "like GPT"])
 def test_every_layout_trains_as_one_rank(data, model):
     assert_all_train_alike(data, model, SOME | MORE, 20)
+
+
+@pytest.mark.long
+def test_a_pyramid_of_residual_experts_trains_as_on_one_rank(data):
+    assert_all_train_alike(data, "a pyramid of residual experts", SOME | {"pp 2, ep 2": MORE["pp 2, ep 2"]}, 8)
 
 
 @pytest.mark.long
