@@ -101,6 +101,7 @@ def test_what_is_exported_is_imported_as_the_same_bits(call, tmp_path):
         assert saved_model(read_meta(folder / "again" / "iter_0000005"))[1] == config
 
 
+@pytest.mark.long
 def test_a_run_goes_on_as_if_it_had_never_been_elsewhere(call, tmp_path):
     """Its checkpoint becomes DeepSpeed's universal one, is imported, and gives the losses of the run that went on."""
     data = write_text(tmp_path)

@@ -90,7 +90,7 @@ def our_logits(folder: Path) -> Tensor:
 @pytest.mark.parametrize("name", ["gpt", "llama"])
 def test_a_run_of_megatron_core_goes_on(tmp_path, name):
     data = write_text(tmp_path)
-    ((expected, losses),) = run_ranks(1, train_and_save, tmp_path, name, data)
+    ((expected, losses),) = run_ranks(1, train_and_save, tmp_path, name, data, timeout=400)
     for layout in ("torch", "torch_dist"):
         command = import_(tmp_path / layout, tmp_path / "ours" / layout)
         logits = our_logits(tmp_path / "ours" / layout)
@@ -98,13 +98,13 @@ def test_a_run_of_megatron_core_goes_on(tmp_path, name):
         torch.testing.assert_close(logits, expected, rtol=0, atol=1e-5)
     assert command[1] == f"pretrain-{name}" and "--no-load-optim" not in command
     argv = [*command[2:], *RUN.split(), "--data-path", data]
-    resumed = run_ranks(1, train_each, {"": argv}, name)[0][""]["lm loss"]
+    resumed = run_ranks(1, train_each, {"": argv}, name, timeout=400)[0][""]["lm loss"]
     assert resumed == pytest.approx(losses, rel=0, abs=1e-4)
 
 
 @pytest.mark.parametrize("name", ["gpt", "llama"])
 def test_tensor_parallel_ranks_of_megatron_core_there_and_back(tmp_path, name):
-    expected, _ = run_ranks(2, save_on_ranks, tmp_path, name)
+    expected, _ = run_ranks(2, save_on_ranks, tmp_path, name, timeout=400)
     assert expected.shape[-1] == 272  # padded for two ranks
     for layout in ("torch", "torch_dist"):
         import_(tmp_path / layout, tmp_path / "ours" / layout)
@@ -113,5 +113,5 @@ def test_tensor_parallel_ranks_of_megatron_core_there_and_back(tmp_path, name):
         torch.testing.assert_close(logits, expected[..., :264], rtol=0, atol=1e-5)
     argv = ["--load", str(tmp_path / "ours" / "torch"), "--output", str(tmp_path / "exported")]
     export_megatron.export(export_megatron.parse_arguments(argv))
-    for loaded in run_ranks(2, load_on_ranks, tmp_path / "exported", name):
+    for loaded in run_ranks(2, load_on_ranks, tmp_path / "exported", name, timeout=400):
         torch.testing.assert_close(loaded[..., :264], expected[..., :264], rtol=0, atol=1e-5)
