@@ -20,17 +20,7 @@ from megatron_zpp.settings.flags import number
 from megatron_zpp.settings.groups import Settings
 from megatron_zpp.tools.given_architecture import given_architecture
 from megatron_zpp.tools.run import report_errors
-from megatron_zpp.training.estimate import (
-    Cluster,
-    Estimate,
-    estimate,
-    memory_and_traffic,
-    shards_of,
-    short,
-    units_of,
-)
-
-__all__ = ["Cluster", "Estimate", "estimate", "main", "parse_arguments", "run", "shards_of", "units_of"]
+from megatron_zpp.training.estimate import Cluster, Estimate, estimate, memory_and_traffic, short
 
 PROGRAMS = {f"pretrain-{architecture.name}": architecture for architecture in ARCHITECTURES}
 

@@ -67,7 +67,8 @@ def _ranks(settings: Settings, cluster: Cluster, says_who: str) -> list[str]:
     if distributed.emulate_ranks is not None:
         nodes = distributed.emulate_nodes
         return [f"{kind}, {distributed.emulate_ranks} rank(s) on {nodes} node(s) emulated in one process"]
-    sizes = [f"{flag_of(name)} {getattr(distributed, name)}" for name in MODEL_PARALLEL_SETTINGS]
+    names = (*MODEL_PARALLEL_SETTINGS, "expert_model_parallel_size")
+    sizes = [f"{flag_of(name)} {getattr(distributed, name)}" for name in names]
     return [
         f"{kind}, {cluster.world_size} rank(s) on {cluster.nodes} node(s) ({says_who})",
         f"{data_parallel_size(distributed, cluster.world_size)} data-parallel rank(s), {', '.join(sizes)}",

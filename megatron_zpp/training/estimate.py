@@ -175,8 +175,6 @@ def estimate(architecture: Architecture, settings: Settings, vocabulary: int, cl
         raise ValueError("--zero-stage 0 shards nothing and is not estimated; give 1, 2 or 3")
     if ranks_per_model_copy(settings.distributed) > 1:
         raise ValueError("tensor, pipeline and context parallelism are not estimated; leave them out")
-    if settings.distributed.expert_model_parallel_size > 1:
-        raise ValueError("expert parallelism is not estimated; leave it out")
     if settings.distributed.emulate_ranks is not None:
         raise ValueError("the one process of --emulate-ranks is not estimated; leave it out")
     if training.skip_train:

@@ -77,14 +77,19 @@ class NonfiniteSteps:
                 f"NaN or Inf is in {names[0]} after iteration {run.counters.iteration}: lower --lr, and go on from an "
                 "older checkpoint with --ckpt-step"
             )
-        # Overflows are no end: the run goes on later, or came far before it was resumed.
-        is_part = run.counters.iteration < run.train_iters or run.counters.scheduled_samples > 0
-        if self.scale_adapts and is_part and math.isfinite(last.loss) and math.isfinite(run.scaler.scale):
+        scale, least = run.scaler.scale, run.settings.precision.min_loss_scale
+        if self.scale_adapts and math.isfinite(last.loss) and least < scale < math.inf:
+            # Overflows are no end: the scale comes down, as it would in a longer run.
+            if run.counters.scheduled_samples == 0 and run.counters.iteration == run.train_iters:
+                print_once(
+                    f"note: no step counted, and the parameters are the initial ones: the loss scale is still coming "
+                    f"down, and is {scale:g} by now; train longer, or begin with --initial-loss-scale {scale:g}"
+                )
             return None
         where = self.where or locate_nonfinite(run, last.micro_batches)
         return (
             f"not one of the {self.steps} steps up to iteration {run.counters.iteration} was without NaN or Inf (loss "
-            f"scale {run.scaler.scale:g}), so the parameters did not move: {where}; lower --lr or look at the data"
+            f"scale {scale:g}), so the parameters did not move: {where}; lower --lr or look at the data"
         )
 
 

@@ -282,6 +282,8 @@ def test_a_run_that_came_to_nothing_says_so_however_short_it_is_and_whatever_end
         ("no scale", "--fp16 --exit-interval 2", _spoil_loss_scale, [f"{two} (loss scale inf)", "gradient"]),
         # Its loss scale has not come down yet, and goes on to when the run does.
         ("early", "--fp16 --exit-interval 2", _spoil_nothing, []),
+        ("early and whole", "--fp16 --train-iters 2", _spoil_nothing, []),
+        ("least scale", "--fp16 --initial-loss-scale 2 --min-loss-scale 2 --train-iters 2", _spoil_gradient, [two]),
         ("early nan", "--fp16 --exit-interval 2", _spoil_parameter, [two, "it began in the parameter layers.1"]),
     ]
     cases = {
@@ -301,8 +303,10 @@ def test_a_run_that_came_to_nothing_says_so_however_short_it_is_and_whatever_end
 
 
 def test_status_3_and_what_was_written_before_it(data, tmp_path):
-    # The first loss scale, 2^32, overflows.
-    argv = flags(data, f"--fp16 --eval-iters 0 --tensorboard-dir {tmp_path}", length="--train-iters 1")
+    # The loss scale overflows, and stays.
+    argv = flags(
+        data, f"--fp16 --loss-scale 4294967296 --eval-iters 0 --tensorboard-dir {tmp_path}", length="--train-iters 1"
+    )
     ((code, _, error),) = run_ranks(1, call_pretrain, argv)[0]
     assert code == 3
     assert error.startswith("error: not one of the 1 steps") and "not saved: there is no --save" in error
