@@ -169,7 +169,8 @@ def _check_experts(model: ModelSettings) -> None:
     )
     require(
         model.moe_router_topk <= min(map(int, numbers)),
-        f"--moe-router-topk {model.moe_router_topk} is more than --num-experts {min(map(int, numbers))}",
+        f"--moe-router-topk {model.moe_router_topk} is more than --num-experts {model.num_experts}, or than one of "
+        f"--moe-experts-per-layer {per_layer or model.num_experts}",
     )
     require(
         not (model.moe_router_pre_softmax and model.moe_router_score_function == "sigmoid"),
