@@ -15,6 +15,8 @@ NEEDED = {
     **{flag.setting: EXPERTS for flag in all_flags().values() if flag.needs == "num_experts"},
     "expert_model_parallel_size": EXPERTS,
     "moe_token_bits": f"{EXPERTS} --expert-model-parallel-size 2",
+    "moe_eval_capacity_factor": f"{EXPERTS} --moe-expert-capacity-factor 1",
+    "moe_min_capacity": f"{EXPERTS} --moe-expert-capacity-factor 1",
     "moe_router_bias_update_rate": f"{EXPERTS} --moe-router-score-function sigmoid --moe-router-enable-expert-bias",
     "curriculum_min_length": "--curriculum-iters 2",
     "curriculum_max_length": "--curriculum-min-length 8 --curriculum-iters 2",
