@@ -215,7 +215,7 @@ def with_sgd(group: Group) -> Group:
 def with_experts(group: Group) -> Group:
     """The same for a mixture of experts like Mixtral, of 5.7M parameters, of which a token meets 2.2M."""
     arms = tuple(Arm(arm.name, f"{EXPERTS} {arm.flags}".strip(), control=EXPERTS) for arm in group.arms)
-    return Group(group.title, arms)
+    return Group(f"Experts: {group.title}", arms)
 
 
 E4_EIGHT_RANKS = (

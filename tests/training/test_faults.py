@@ -126,6 +126,7 @@ def test_a_lost_node_is_left_behind(data, tmp_path):
 # A rank hangs
 
 
+@pytest.mark.long
 def test_a_stuck_collective_is_named(data):
     argv = flags(data, "--distributed-timeout-minutes 0.1", length="--train-iters 100000")
     process = torchrun(2, argv, warm=False)
