@@ -461,9 +461,7 @@ EXPERIMENTS = {
     "E9": Experiment(
         "A mixture of experts",
         (
-            Group(
-                "Controls", (Arm("fp32 wire", EXPERTS, control=EXPERTS), *with_experts(Group("", (BF16_WIRE,))).arms)
-            ),
+            with_experts(CONTROLS),
             with_experts(
                 Group(
                     "4 bits between nodes",
