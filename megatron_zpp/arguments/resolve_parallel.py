@@ -206,7 +206,7 @@ def check_expert_parallel(settings: Settings, fsdp_size: int) -> None:
         )
         require(distributed.emulate_ranks is None, f"{given} cannot be emulated; leave --emulate-ranks or it out")
         require(not settings.activation.compile, f"--compile does not see tokens that travel: leave it or {given} out")
-        per_node = settings.zeropp.ranks_per_node or settings.zeropp.hpz_partition_size
+        per_node = settings.zeropp.stated_ranks_per_node or 1
         require(
             per_node == 1 or per_node % size == 0 or size % per_node == 0,
             f"{given} and nodes of {per_node} data-parallel ranks: one must be a multiple of the other",

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from megatron_zpp.architectures import Architecture
-from megatron_zpp.checkpoint import CheckpointError, find_checkpoint, problems, read_meta
+from megatron_zpp.checkpoint import CheckpointError
 from megatron_zpp.checkpoint.model import saved_model
 from megatron_zpp.data.tokenizers import Tokenizer
 from megatron_zpp.huggingface import files
@@ -33,6 +33,7 @@ from megatron_zpp.huggingface.tokenizer import add_tokenizer_flags, build, given
 from megatron_zpp.metrics.progress import progress
 from megatron_zpp.settings.flags import number
 from megatron_zpp.tools.given_architecture import given_architecture
+from megatron_zpp.tools.given_checkpoint import checkpoint_to_export
 from megatron_zpp.tools.run import report_errors
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -44,14 +45,7 @@ def export(args: argparse.Namespace, given: Architecture | None = None) -> str:
     given: the checkpoint's architecture, where it is none of ours.
     """
     files.require_packages()
-    checkpoint = find_checkpoint(args.load, args.ckpt_step)
-    if checkpoint is None:
-        raise CheckpointError(f"{args.load} holds no checkpoint: give --load what was given to --save in training")
-    with progress("verifying the checkpoint"):
-        wrong = problems(checkpoint)
-    if wrong:
-        raise CheckpointError(f"{checkpoint} is damaged: {'; '.join(wrong)}. Export another one with --ckpt-step")
-    meta = read_meta(checkpoint)
+    checkpoint, meta = checkpoint_to_export(args.load, args.ckpt_step)
     architecture, config = saved_model(meta, given)
     mapping, settings = architecture.huggingface_model(config), meta["settings"] | given_tokenizer(args)
     tokenizer = None if args.no_tokenizer else load_tokenizer(settings, config.vocab_size)

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from megatron_zpp.checkpoint import CheckpointError, find_checkpoint, problems, read_meta
+from megatron_zpp.checkpoint import CheckpointError
 from megatron_zpp.checkpoint.counters import Counters
 from megatron_zpp.checkpoint.model import saved_model
 from megatron_zpp.huggingface.checkpoint import parameter_reader
@@ -26,19 +26,13 @@ from megatron_zpp.metrics.progress import progress
 from megatron_zpp.models.decoder import DecoderConfig
 from megatron_zpp.settings.flags import number
 from megatron_zpp.tools.export_hf import DTYPES
+from megatron_zpp.tools.given_checkpoint import checkpoint_to_export
 from megatron_zpp.tools.run import report_errors
 
 
 def export(args: argparse.Namespace) -> str:
     """Write the folder; returns what to tell the user. Raises ValueError or OSError on a mistake."""
-    checkpoint = find_checkpoint(args.load, args.ckpt_step)
-    if checkpoint is None:
-        raise CheckpointError(f"{args.load} holds no checkpoint: give --load what was given to --save in training")
-    with progress("verifying the checkpoint"):
-        wrong = problems(checkpoint)
-    if wrong:
-        raise CheckpointError(f"{checkpoint} is damaged: {'; '.join(wrong)}. Export another one with --ckpt-step")
-    meta = read_meta(checkpoint)
+    checkpoint, meta = checkpoint_to_export(args.load, args.ckpt_step)
     _, config = saved_model(meta)
     assert isinstance(config, DecoderConfig)
     settings, counters, saved = meta["settings"], Counters.from_meta(meta), parameter_reader(checkpoint, meta)

@@ -106,7 +106,7 @@ def build_model_on_ranks(
 def _check_nodes_alike(settings: Settings, mesh: Mesh) -> None:
     """Refuse data-parallel groups that are split over nodes in different ways, each of which would be fine alone."""
     config = settings.zeropp
-    if mesh.pp_size * mesh.tp_size == 1 or config.ranks_per_node is not None or config.hpz_partition_size > 1:
+    if mesh.pp_size * mesh.tp_size == 1 or config.stated_ranks_per_node is not None:
         return
     names = gather_node_names(mesh.fsdp.get_group())
     mine = [names.count(name) for name in dict.fromkeys(names)]  # ranks on each node
@@ -168,10 +168,8 @@ def _build_whole(
         plan = architecture.tensor_parallel_plan(model.config, sequence_parallel)
         apply_tensor_parallelism(model, mesh, plan, sequence_parallel)
     if settings.model.num_experts is not None and mesh.tp_size * mesh.ep_size > 1:
-        hpz_size = settings.zeropp.hpz_partition_size
-        ranks_per_node = settings.zeropp.ranks_per_node or (hpz_size if hpz_size > 1 else None)
         token_bits = settings.distributed.moe_token_bits
-        apply_expert_parallelism(model, mesh, ranks_per_node, token_bits, token_traffic)
+        apply_expert_parallelism(model, mesh, settings.zeropp.stated_ranks_per_node, token_bits, token_traffic)
     return model
 
 

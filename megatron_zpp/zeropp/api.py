@@ -51,10 +51,7 @@ def apply_zeropp(
     ``tensor_parallel``: the group of ranks that have the other parts of the same parameters. Both are for statistics.
     Raises ValueError for models without FSDP2 units, ZeRO++ on HSDP meshes, unequal nodes, sizes that do not divide.
     """
-    ranks_per_node = config.ranks_per_node
-    if ranks_per_node is None and config.hpz_partition_size > 1:
-        ranks_per_node = config.hpz_partition_size
-    units = find_units(model, ranks_per_node)
+    units = find_units(model, config.stated_ranks_per_node)
     for unit in units:
         if config.enabled and unit.replicas is not None:
             raise ValueError(f"{unit.label} is sharded over a two-dimensional (HSDP) mesh; ZeRO++ needs a flat one")

@@ -427,6 +427,13 @@ class ZeroPPConfig:
         """Whether anything differs from plain ZeRO-3."""
         return self.quantized_weights or self.quantized_gradients or self.hpz_partition_size > 1
 
+    @property
+    def stated_ranks_per_node(self) -> int | None:
+        """What the settings say of a node's ranks: that of the secondary partition, where nothing else does."""
+        if self.ranks_per_node is None and self.hpz_partition_size > 1:
+            return self.hpz_partition_size
+        return self.ranks_per_node
+
 
 def _check_fields(config: LoCoConfig | ZeroPPConfig, owner: str) -> None:
     """Raise ValueError for a value outside of its field's choices or bounds."""
