@@ -267,9 +267,7 @@ ONE_BIT = Arm("1-bit gradients, int4 differences", few_bits(1, 4))
 
 
 def with_and_without_element_scales(title: str, wire: str) -> Group:
-    return Group(
-        title, (Arm("block scales", f"{BF16} {wire}"), Arm("and scales of elements", f"{BF16} {wire} {ELEMENT_SCALES}"))
-    )
+    return Group(title, (Arm("block scales", wire), Arm("and scales of elements", f"{wire} {ELEMENT_SCALES}")))
 
 
 def _less_memory(name: str, flags: str) -> Arm:
@@ -420,11 +418,25 @@ EXPERIMENTS = {
             CONTROLS,
             with_and_without_element_scales(
                 "int4 differences, 8-2 gradients, LoCo between nodes",
-                f"{differences(4)} {gradients(8, 2)} {loco(0.8, 'inter')}",
+                TWO_FROM_THE_START,
             ),
-            with_and_without_element_scales("8 bits within, 4 between nodes, blocks of 4096", gradients(8, 4, 4096)),
             with_and_without_element_scales(
-                "8 bits within, 4 between nodes, blocks of 4096, LoCo", f"{gradients(8, 4, 4096)} {loco(0.8, 'inter')}"
+                "int4 differences, 8-2 gradients, LoCo between nodes, 4 bits at first", few_bits(2, 4)
+            ),
+            with_and_without_element_scales(
+                "int2 differences, 8-2 gradients, LoCo between nodes, 4 bits at first", few_bits(2, 2)
+            ),
+            with_sgd(
+                with_and_without_element_scales(
+                    "int4 differences, 8-2 gradients, LoCo between nodes, 4 bits at first", few_bits(2, 4)
+                )
+            ),
+            with_and_without_element_scales(
+                "8 bits within, 4 between nodes, blocks of 4096", f"{BF16} {gradients(8, 4, 4096)}"
+            ),
+            with_and_without_element_scales(
+                "8 bits within, 4 between nodes, blocks of 4096, LoCo",
+                f"{BF16} {gradients(8, 4, 4096)} {loco(0.8, 'inter')}",
             ),
         ),
     ),
@@ -454,6 +466,13 @@ EXPERIMENTS = {
                     Arm("as they are", TWO_FROM_THE_START),
                     Arm("subtractive dither", f"{TWO_FROM_THE_START} --trial dither"),
                     Arm("the largest of a block in bf16", f"{TWO_FROM_THE_START} --trial outliers"),
+                ),
+            ),
+            Group(
+                "Tried: 2-bit gradients, int2 differences, LoCo between nodes, 4 bits at first",
+                (
+                    FEW_BITS.arms[1],
+                    Arm("scales of elements of differences", f"{FEW_BITS.arms[1].flags} --trial difference-scales"),
                 ),
             ),
         ),

@@ -1,4 +1,4 @@
-"""The trainer with formats of gradients between nodes that were tried and are not in the package; the study runs it.
+"""The trainer with formats between nodes that were tried and are not in the package; the study runs it.
 
 python benchmarks/study_trials.py --trial outliers ...  # the rest are flags of pretrain_gpt.py
 """
@@ -21,6 +21,7 @@ from megatron_zpp.zeropp import reference
 from megatron_zpp.zeropp.element_scales import ElementScales, ScaledFormat
 from megatron_zpp.zeropp.gradient_hops import GradientHop, GradientHops
 from megatron_zpp.zeropp.quantization import counter_uniform
+from megatron_zpp.zeropp.weight_encoder import WeightEncoder
 from megatron_zpp.zeropp.wire_format import WireFormat, wire_format
 from megatron_zpp.zeropp.wire_layout import Compensation, Segment
 
@@ -180,11 +181,48 @@ def with_bits_by_layer() -> None:
         main(GPT)
 
 
+def with_scales_of_differences() -> None:
+    """Train with a scale for each element of the weight differences, which all ranks learn from what travels.
+
+    The differences are divided by sqrt(v), where v <- 0.98 v + 0.02 arrived^2, at least a thousandth of its mean.
+    """
+    squares: dict[WeightEncoder, tuple[int, Tensor]] = {}  # steps so far, and v fp32 [W, L]
+    encode = WeightEncoder.encode
+
+    def scales(encoder: WeightEncoder) -> Tensor:
+        _, v = squares[encoder]
+        return v.clamp(min=1e-3 * v.mean()).sqrt()
+
+    def encode_scaled(
+        encoder: WeightEncoder, shard: Tensor, format: WireFormat, rank: int, copy: Tensor | None = None
+    ) -> Tensor:
+        if copy is None or encoder not in squares:
+            return encode(encoder, shard, format, rank, copy=copy)
+        return format.encode((shard.float() - copy) / scales(encoder)[rank])
+
+    def move_copies(
+        encoder: WeightEncoder, copies: Tensor, wires: Tensor, format: WireFormat, dtype: torch.dtype
+    ) -> Tensor:
+        arrived = format.decode(wires, torch.empty(copies.shape))
+        steps, v = squares.get(encoder, (0, torch.zeros_like(arrived)))
+        if steps:
+            arrived *= scales(encoder)
+        squares[encoder] = steps + 1, torch.lerp(v, arrived.square(), max(0.02, 1 / (steps + 1)))
+        return (copies + arrived).to(copies.dtype)
+
+    with (
+        patch.object(WeightEncoder, "encode", encode_scaled),
+        patch.object(WeightEncoder, "move_copies", move_copies),
+    ):
+        main(GPT)
+
+
 TRIALS = {
     "dither": lambda: with_format(Dither),
     "outliers": lambda: with_format(Outliers),
     "four-outliers": lambda: with_format(FourOutliers),
     "bits-by-layer": with_bits_by_layer,
+    "difference-scales": with_scales_of_differences,
 }
 
 if __name__ == "__main__":
