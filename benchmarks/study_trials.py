@@ -191,7 +191,7 @@ def with_scales_of_differences() -> None:
 
     def scales(encoder: WeightEncoder) -> Tensor:
         _, v = squares[encoder]
-        return v.clamp(min=1e-3 * v.mean()).sqrt()
+        return v.clamp(min=1e-3 * v.mean() + 1e-30).sqrt()  # nothing may have arrived yet
 
     def encode_scaled(
         encoder: WeightEncoder, shard: Tensor, format: WireFormat, rank: int, copy: Tensor | None = None
