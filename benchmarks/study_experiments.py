@@ -266,6 +266,29 @@ TWO_FROM_THE_START = f"{BF16} {differences(4)} {gradients(8, 2)} {loco(0.8, 'int
 ONE_BIT = Arm("1-bit gradients, int4 differences", few_bits(1, 4))
 
 
+def two_bits_with(feedback: str, name: str, intra_bits: int = 8) -> Arm:
+    flags = f"{BF16} {differences(4)} {gradients(intra_bits, 2)} {feedback}".strip()
+    return Arm(name, f"{flags} {GRADIENTS_WARM_UP}")
+
+
+FEEDBACK_AT_TWO_BITS = Group(
+    "2-bit gradients, int4 differences, 4 bits at first",
+    (
+        two_bits_with("", "no feedback"),
+        two_bits_with(loco(0.0, "inter"), "error feedback"),
+        two_bits_with(loco(0.5, "inter"), "LoCo, beta 0.5"),
+        two_bits_with(loco(0.8, "inter"), "LoCo, beta 0.8"),
+        two_bits_with(loco(0.95, "inter"), "LoCo, beta 0.95"),
+        two_bits_with(f"{loco(0.8, 'inter')} --trial rising-beta", "LoCo, beta rising from 0 to 0.95"),
+        two_bits_with(loco(0.8, "inter", error="bf16"), "LoCo, beta 0.8, error in bf16"),
+        two_bits_with(loco(0.8, "inter", error="fp32"), "LoCo, beta 0.8, error in fp32"),
+        two_bits_with(loco(0.8, "both"), "LoCo, beta 0.8, on both hops"),
+        two_bits_with(loco(0.8, "both"), "LoCo, beta 0.8, on both hops, 2 bits within nodes too", intra_bits=2),
+    ),
+    recovers=True,
+)
+
+
 def with_and_without_element_scales(title: str, wire: str) -> Group:
     return Group(title, (Arm("block scales", wire), Arm("and scales of elements", f"{wire} {ELEMENT_SCALES}")))
 
@@ -369,7 +392,7 @@ EXPERIMENTS = {
                 )
             ),
             Group(
-                "2 bits between nodes",
+                "2 bits and 1 between nodes",
                 (
                     Arm("ZeRO++ (int8 weights, 4-2 gradients)", f"{weights(8, 256)} {gradients(4, 2, scaling=ABSMAX)}"),
                     Arm(
@@ -390,6 +413,7 @@ EXPERIMENTS = {
                     ),
                     Arm("int4 differences, 8-2 gradients by mean, LoCo, 4 bits at first", few_bits(2, 4)),
                     Arm("int2 differences by mean, 8-2 gradients by mean, LoCo, 4 bits at first", few_bits(2, 2)),
+                    Arm("int4 differences, 8-1 gradients, LoCo, 4 bits at first", few_bits(1, 4)),
                     Arm(
                         "int4 differences, 8-2 gradients, LoCo between nodes",
                         f"{BF16} {differences(4)} {gradients(8, 2, scaling=ABSMAX)} {loco(0.8, 'inter')}",
@@ -449,6 +473,7 @@ EXPERIMENTS = {
             on_twice_the_ranks(FEW_BITS, nodes=2 * NODES),
             Group("SGD with momentum", (Arm("fp32 wire", SGD, control=SGD),)),
             with_sgd(FEW_BITS),
+            FEEDBACK_AT_TWO_BITS,
             Group(
                 "Tried: 1-bit gradients, int4 differences, LoCo between nodes, 4 bits at first",
                 (

@@ -9,6 +9,7 @@ import argparse
 import dataclasses
 import sys
 from collections.abc import Callable, Iterator
+from typing import Any
 from unittest.mock import patch
 
 import torch
@@ -20,6 +21,7 @@ from megatron_zpp.training.pretrain import main
 from megatron_zpp.zeropp import reference
 from megatron_zpp.zeropp.element_scales import ElementScales, ScaledFormat
 from megatron_zpp.zeropp.gradient_hops import GradientHop, GradientHops
+from megatron_zpp.zeropp.loco import ErrorFeedback
 from megatron_zpp.zeropp.quantization import counter_uniform
 from megatron_zpp.zeropp.weight_encoder import WeightEncoder
 from megatron_zpp.zeropp.wire_format import WireFormat, wire_format
@@ -217,12 +219,25 @@ def with_scales_of_differences() -> None:
         main(GPT)
 
 
+def with_rising_beta() -> None:
+    """Train with LoCo's beta rising from 0: 0.5 after 40 steps, 0.8 after 160, 0.95 after 800."""
+    encode = ErrorFeedback.encode
+
+    def encode_with_beta(feedback: ErrorFeedback, *arguments: Any, **named: Any) -> Tensor:
+        feedback.config = dataclasses.replace(feedback.config, beta=1 - 1 / (1 + feedback.steps / 40))
+        return encode(feedback, *arguments, **named)
+
+    with patch.object(ErrorFeedback, "encode", encode_with_beta):
+        main(GPT)
+
+
 TRIALS = {
     "dither": lambda: with_format(Dither),
     "outliers": lambda: with_format(Outliers),
     "four-outliers": lambda: with_format(FourOutliers),
     "bits-by-layer": with_bits_by_layer,
     "difference-scales": with_scales_of_differences,
+    "rising-beta": with_rising_beta,
 }
 
 if __name__ == "__main__":
