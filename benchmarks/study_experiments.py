@@ -263,6 +263,7 @@ FEW_BITS = Group(
     ),
 )
 TWO_FROM_THE_START = f"{BF16} {differences(4)} {gradients(8, 2)} {loco(0.8, 'inter')}"
+SHORT_SCALES = f"{few_bits(2, 2)} --zero-scale-dtype bf16"
 ONE_BIT = Arm("1-bit gradients, int4 differences", few_bits(1, 4))
 
 
@@ -403,16 +404,10 @@ EXPERIMENTS = {
                         "SDP4Bit, 8-2 gradients",
                         f"{BF16} {differences(4)} {gradients(8, 2, scaling=ABSMAX)} {UNBIASED} {HADAMARD}",
                     ),
-                    *(
-                        Arm(
-                            f"int4 differences, 8-2 gradients by mean, {name}{scales}",
-                            f"{BF16} {differences(4)} {gradients(8, 2)}{feedback}{flag}",
-                        )
-                        for name, feedback in (("no feedback", ""), ("LoCo between nodes", f" {loco(0.8, 'inter')}"))
-                        for scales, flag in (("", ""), (", bf16 scales", " --zero-scale-dtype bf16"))
-                    ),
+                    Arm("int4 differences, 8-2 gradients by mean, LoCo", TWO_FROM_THE_START),
                     Arm("int4 differences, 8-2 gradients by mean, LoCo, 4 bits at first", few_bits(2, 4)),
                     Arm("int2 differences by mean, 8-2 gradients by mean, LoCo, 4 bits at first", few_bits(2, 2)),
+                    Arm("int2 differences, 8-2 gradients, LoCo, 4 bits at first, bf16 scales", SHORT_SCALES),
                     Arm("int4 differences, 8-1 gradients, LoCo, 4 bits at first", few_bits(1, 4)),
                     Arm(
                         "int4 differences, 8-2 gradients, LoCo between nodes",
