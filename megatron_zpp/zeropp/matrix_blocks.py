@@ -3,8 +3,8 @@
 FSDP2 gives each of the W ranks c = ceil(rows / W) consecutive rows of a matrix, the last ranks fewer. So a node's ranks
 hold consecutive rows, too: its block. Each matrix is orthogonalized by one rank of every node, its owner there:
 
-    1. where whole matrices are wanted, each rank sends its rows to those of its local rank on the other nodes, all rows of
-       all matrices in one all-gather, in low bits or in bf16;
+    1. where whole matrices are wanted, each rank sends its rows to those of its local rank on the other nodes: all rows
+       of all matrices in one all-gather, in low bits or in bf16;
     2. what a rank now has goes to the owners within the node, in one all-to-all in bf16;
     3. the owners orthogonalize, and give each rank of the node its rows, in one all-to-all in bf16.
 
@@ -76,14 +76,14 @@ class MatrixPlan:
         return slice(min(rows, node * per_node), min(rows, (node + 1) * per_node))
 
     def flatten(self, shards: Sequence[Tensor]) -> Tensor:
-        """This rank's rows of all matrices, in the order of the matrices, as [L]: padded, and in the order of owners."""
+        """This rank's rows of all matrices, in the order of the shapes, as [L]: padded, in the order of owners."""
         flat = shards[0].new_zeros(sum(self.numels))
         for part, i in zip(flat.split([self.numels[i] for i in self.order]), self.order, strict=True):
             part[: shards[i].numel()] = shards[i].reshape(-1)
         return flat
 
     def count(self, traffic: Traffic, local_rank: int, wire_nbytes: int | None) -> None:
-        """Count what a rank sends: between nodes a wire of so many bytes to each (None: nothing), and within its node."""
+        """Count what a rank sends: a wire of so many bytes to each other node (None: nothing), and within its node."""
         nodes, per_node = self.layout.num_nodes, self.layout.ranks_per_node
         copies = 1
         if wire_nbytes is not None:
@@ -114,7 +114,9 @@ class MatrixBlocks:
             wires = wire.new_empty(topology.num_nodes, format.nbytes)
             all_gather(wires.view(-1), wire, group=topology.inter_group)
             # This node's rows are decoded as well, so that all nodes have the same matrix.
-            rows = format.decode(wires, out=torch.empty(len(wires), format.numel, dtype=torch.bfloat16, device=wire.device))
+            rows = format.decode(
+                wires, out=torch.empty(len(wires), format.numel, dtype=torch.bfloat16, device=wire.device)
+            )
             plan.count(self.traffic, topology.local_rank, format.nbytes)
         else:
             rows = flat.bfloat16().unsqueeze(0)
@@ -167,7 +169,7 @@ def _rows_and_columns(plan: MatrixPlan, matrix: int, node: int | None) -> tuple[
 
 
 def _owners(shapes: Sequence[torch.Size], ranks: int) -> list[int]:
-    """The local rank that orthogonalizes each matrix: the largest work first, each to the rank that has least so far."""
+    """The local rank that orthogonalizes each matrix: the most work first, each to the rank that has least so far."""
     work, owners = [0] * ranks, [0] * len(shapes)
     cost = [math.prod(shape) * min(shape) for shape in shapes]
     for i in sorted(range(len(shapes)), key=lambda i: -cost[i]):

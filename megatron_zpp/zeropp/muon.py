@@ -5,14 +5,14 @@
         [dict(params=hidden_matrices), dict(params=the_rest, use_muon=False)], zeropp, lr=1e-3, period=None
     )
 
-The momentum of a matrix is a matrix, of which each rank has rows. torch.optim.Muon takes DTensors, and sends them over all
-ranks for each of its products. Here rows are brought together once per step, as ``period`` says:
+The momentum of a matrix is a matrix, of which each rank has rows. torch.optim.Muon takes DTensors, and sends them over
+all ranks for each of its products. Here rows are brought together once per step, as ``period`` says:
 
     1      whole matrices at every step: Muon as published;
     None   never: the rows of a node's ranks count as a matrix of their own, and nothing crosses nodes;
     k      whole matrices every k steps, blocks in between: MuonBP (arXiv 2510.16981), with nodes for devices.
 
-``matrix_blocks.py`` has what travels. What is done to a matrix is what torch.optim.Muon does; so is what its arguments mean.
+``matrix_blocks.py`` has what travels. What is done to a matrix is what torch.optim.Muon does.
 """
 
 from __future__ import annotations
@@ -139,6 +139,7 @@ class Muon(torch.optim.AdamW):
 
     def _update_of(self, matrix: Tensor) -> Tensor:
         """This rank's rows of the momentum, which the gradient moves; or with Nesterov's, of the next one."""
+        assert matrix.grad is not None
         state = self.state[matrix]
         if not state:
             state["step"] = torch.zeros((), dtype=torch.float32)

@@ -29,6 +29,7 @@ RUNS = {
     "fp32": LONG,
     "bf16": f"{LONG} --bf16",
     "fp16": f"{LONG} --fp16 --initial-loss-scale 1048576 --hysteresis 1 --loss-scale-window 5",
+    "muon": f"{ALL_FLAGS} --optimizer muon --muon-period 3 --muon-momentum-bits 4",
     "stage 2": "--zero-stage 2 --zero-quantized-gradients --zero-ranks-per-node 2 --bf16 --calculate-per-token-loss",
 }
 
@@ -47,7 +48,7 @@ def command(data: str, *more: str) -> list[str]:
     [
         ("gpt", ("all flags", "noise", "fp16")),
         pytest.param("gpt", ("fp32", "bf16", "stage 2"), marks=pytest.mark.long),
-        ("llama", ("noise",)),
+        ("llama", ("noise", "muon")),
     ],
 )
 def test_logs_what_real_ranks_log(data, architecture, names):

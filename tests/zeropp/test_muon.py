@@ -8,7 +8,6 @@ from itertools import pairwise
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from torch.distributed.fsdp import fully_shard
 
 from megatron_zpp.zeropp import Muon, ZeroPPConfig, apply_zeropp, emulate_zeropp

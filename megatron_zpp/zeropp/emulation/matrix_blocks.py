@@ -35,9 +35,8 @@ class EmulatedMatrixBlocks:
         results = []
         for i, matrix in enumerate(matrices):
             blocks = [matrix if node is None else matrix[plan.rows_of_node(i, node)] for node in nodes]
-            results.append(
-                torch.cat([orthogonalize(block).float() * orthogonalize.scale(*block.shape) for block in blocks if len(block)])
-            )
+            filled = [block for block in blocks if len(block)]
+            results.append(torch.cat([orthogonalize(b).float() * orthogonalize.scale(*b.shape) for b in filled]))
         return results
 
     def _arrived(self, matrices: Sequence[Tensor], plan: MatrixPlan) -> list[Tensor]:
@@ -49,6 +48,7 @@ class EmulatedMatrixBlocks:
             padded[: matrices[i].numel()] = matrices[i].reshape(-1)
             flat.append(padded.view(world_size, -1))
         wires = format.encode(torch.cat(flat, dim=1))  # [W, nbytes]
-        decoded = format.decode(wires, out=torch.empty(world_size, format.numel, dtype=torch.bfloat16, device=wires.device))
+        decoded = torch.empty(world_size, format.numel, dtype=torch.bfloat16, device=wires.device)
+        format.decode(wires, out=decoded)
         columns = dict(zip(plan.order, decoded.split([plan.numels[i] for i in plan.order], dim=1), strict=True))
         return [columns[i].reshape(-1)[: shape.numel()].view(shape) for i, shape in enumerate(plan.shapes)]
