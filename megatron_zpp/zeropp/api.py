@@ -24,7 +24,7 @@ from .config import ZeroPPConfig
 from .description import check_fingerprint, describe, fingerprint, warn
 from .fsdp_unit import FSDPUnit, find_units, follow_forward_passes
 from .gradient_hops import GradientHops
-from .matrix_blocks import MatrixBlocks, MomentumWire
+from .matrix_blocks import MatrixBlocks, MomentumWire, batches
 from .micro_batch import MicroBatch
 from .monitor import ErrorMonitor
 from .own_rank import OwnRank
@@ -170,14 +170,18 @@ class ZeroPP:
         return self._monitor.take(groups, self._pipeline, self._tensor_parallel)
 
     def matrix_blocks(self, matrices: Sequence[Tensor], wire: MomentumWire) -> list[tuple[MatrixBlocks, list[Tensor]]]:
-        """``matrices``, by the ranks that share them."""
+        """``matrices``, by the ranks that share them, in batches."""
         topology_of = {id(parameter): unit.topology for unit in self.units for parameter in unit.parameters}
         shared: dict[Topology, list[Tensor]] = {}
         for matrix in matrices:
             if id(matrix) not in topology_of:
                 raise ValueError("Muon was given a parameter that is not of the model that apply_zeropp was called on")
             shared.setdefault(topology_of[id(matrix)], []).append(matrix)
-        return [(MatrixBlocks(topology, self.traffic, wire), of_group) for topology, of_group in shared.items()]
+        return [
+            (MatrixBlocks(topology, self.traffic, wire), batch)
+            for topology, of_group in shared.items()
+            for batch in batches(of_group, topology.ranks_per_node)
+        ]
 
     def state_dict(self) -> dict[str, Tensor]:
         """What this rank must keep for an exact continuation."""

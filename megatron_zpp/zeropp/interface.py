@@ -142,7 +142,7 @@ class ZeroPPInterface(Protocol):
     def matrix_blocks(
         self, matrices: Sequence[Tensor], wire: MomentumWire
     ) -> Sequence[tuple[MatrixBlocksInterface, list[Tensor]]]:
-        """For ``Muon``: ``matrices``, parameters of the model, by the ranks that share them, which send by ``wire``."""
+        """For ``Muon``: ``matrices`` of the model, by the ranks that share them and send by ``wire``, in batches."""
 
     def state_dict(self) -> dict[str, Tensor]:
         """What the ranks must keep for an exact continuation: LoCo's errors, element scales, copies, noise counters."""

@@ -14,7 +14,7 @@ Bf16 loses nothing there: orthogonalization begins and ends in it.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -27,6 +27,9 @@ from .topology import RankLayout, Topology
 from .traffic import Traffic
 from .wire_format import WireFormat, wire_format
 from .wire_layout import ParameterShard, rows_per_rank
+
+# Elements of whole matrices for each rank of a node at a time, where that is more than one matrix for each.
+ELEMENTS_AT_ONCE = 2**25
 
 
 class Orthogonalize(Protocol):
@@ -69,11 +72,18 @@ class MatrixPlan:
         """What a rank sends, for its wire format."""
         return [ParameterShard(str(i), self.numels[i], quantizable=True) for i in self.order]
 
-    def rows_of_node(self, matrix: int, node: int) -> slice:
-        """The rows of a matrix that the node's ranks hold."""
-        rows = self.shapes[matrix][0]
-        per_node = rows_per_rank(rows, self.layout.world_size) * self.layout.ranks_per_node
-        return slice(min(rows, node * per_node), min(rows, (node + 1) * per_node))
+    def rows(self, matrix: int, node: int | None) -> slice:
+        """The rows of a matrix that the node's ranks hold; None: all."""
+        num_rows = self.shapes[matrix][0]
+        if node is None:
+            return slice(0, num_rows)
+        per_node = rows_per_rank(num_rows, self.layout.world_size) * self.layout.ranks_per_node
+        return slice(min(num_rows, node * per_node), min(num_rows, (node + 1) * per_node))
+
+    def shape(self, matrix: int, node: int | None) -> tuple[int, int]:
+        """Of these rows."""
+        rows = self.rows(matrix, node)
+        return rows.stop - rows.start, self.shapes[matrix][1]
 
     def flatten(self, shards: Sequence[Tensor]) -> Tensor:
         """This rank's rows of all matrices, in the order of the shapes, as [L]: padded, in the order of owners."""
@@ -106,50 +116,47 @@ class MatrixBlocks:
     ) -> list[Tensor]:
         """Of matrices of ``shapes``, of which ``shards`` are this rank's rows: its rows of the results, fp32."""
         topology, plan = self.topology, MatrixPlan(shapes, self.topology)
-        crosses = whole and topology.num_nodes > 1
         flat = plan.flatten(shards)  # [L]
-        if crosses:
-            format = self.wire.format(plan.shards())
-            wire = format.encode(flat)
-            wires = wire.new_empty(topology.num_nodes, format.nbytes)
-            all_gather(wires.view(-1), wire, group=topology.inter_group)
-            # This node's rows are decoded as well, so that all nodes have the same matrix.
-            rows = format.decode(
-                wires, out=torch.empty(len(wires), format.numel, dtype=torch.bfloat16, device=wire.device)
-            )
-            plan.count(self.traffic, topology.local_rank, format.nbytes)
+        if whole and topology.num_nodes > 1:
+            rows = self._from_all_nodes(flat, plan)
         else:
             rows = flat.bfloat16().unsqueeze(0)
             plan.count(self.traffic, topology.local_rank, None)
-        results = self._on_owners(rows, plan, orthogonalize)  # [L]
-        pieces = results.split([plan.numels[i] for i in plan.order])
-        piece_of = dict(zip(plan.order, pieces, strict=True))
+        node = None if whole else topology.node
+        results = self._by_owners(rows, plan, node, orthogonalize).split([plan.numels[i] for i in plan.order])
+        result_of = dict(zip(plan.order, results, strict=True))
         return [
-            piece_of[i][: shard.numel()].view(shard.shape).float()
-            * orthogonalize.scale(*_rows_and_columns(plan, i, None if whole else topology.node))
+            result_of[i][: shard.numel()].view(shard.shape).float() * orthogonalize.scale(*plan.shape(i, node))
             for i, shard in enumerate(shards)
         ]
 
-    def _on_owners(self, rows: Tensor, plan: MatrixPlan, orthogonalize: Orthogonalize) -> Tensor:
-        """Of this rank's local rank on one node or on all, [n, L] in bf16: this rank's rows of the results, [L]."""
-        n, per_node, own = len(rows), self.topology.ranks_per_node, plan.sizes[self.topology.local_rank]
+    def _from_all_nodes(self, flat: Tensor, plan: MatrixPlan) -> Tensor:
+        """What the ranks of this local rank have, [N, L] in bf16, of what this one has, [L]."""
+        format = self.wire.format(plan.shards())
+        wire = format.encode(flat)
+        wires = wire.new_empty(self.topology.num_nodes, format.nbytes)
+        all_gather(wires.view(-1), wire, group=self.topology.inter_group)
+        plan.count(self.traffic, self.topology.local_rank, format.nbytes)
+        # This node's rows are decoded as well, so that all nodes have the same matrices.
+        return format.decode(wires, out=torch.empty(len(wires), len(flat), dtype=torch.bfloat16, device=flat.device))
+
+    def _by_owners(self, rows: Tensor, plan: MatrixPlan, node: int | None, orthogonalize: Orthogonalize) -> Tensor:
+        """This rank's rows of the results, [L], where ``rows`` [n, L] are of this local rank on one node or on all."""
+        n, topology, own = len(rows), self.topology, plan.sizes[self.topology.local_rank]
         # All nodes' rows for the first owner, then for the second, ...
         sent = torch.cat([part.reshape(-1) for part in rows.split(plan.sizes, dim=1)])
-        received = self._all_to_all(sent, [n * size for size in plan.sizes], [n * own] * per_node)
-        in_order = received.view(per_node, n, own).transpose(0, 1)  # of ranks: [n, P, own]
-        owned = plan.owned[self.topology.local_rank]
-        results = []
-        for i, part in zip(owned, in_order.split([plan.numels[i] for i in owned], dim=2), strict=True):
-            matrix = part.reshape(-1, plan.shapes[i][1])  # [n * P * c, columns]
-            node = None if n > 1 else self.topology.node
-            num_rows, _ = _rows_and_columns(plan, i, node)
-            padded = torch.zeros_like(matrix)
+        received = self._all_to_all(sent, [n * size for size in plan.sizes], [n * own] * topology.ranks_per_node)
+        in_rank_order = received.view(topology.ranks_per_node, n, own).transpose(0, 1)  # [n, P, own]
+        owned = plan.owned[topology.local_rank]
+        results = [received.new_empty(topology.ranks_per_node, 0)]
+        for i, part in zip(owned, in_rank_order.split([plan.numels[i] for i in owned], dim=2), strict=True):
+            num_rows, columns = plan.shape(i, node)
+            matrix = part.reshape(-1, columns)  # [n * P * c, columns], in the order of the rows, padded behind
             if num_rows > 0:
-                padded[:num_rows] = orthogonalize(matrix[:num_rows])
-            own_node = padded.view(n, per_node, plan.numels[i])[self.topology.node if n > 1 else 0]
-            results.append(own_node)  # [P, c * columns]
-        back = torch.cat(results, dim=1).reshape(-1) if results else received.new_empty(0)
-        return self._all_to_all(back, [own] * per_node, plan.sizes)
+                matrix[:num_rows] = orthogonalize(matrix[:num_rows])
+            results.append(matrix.view(part.shape)[topology.node if n > 1 else 0])  # [P, c * columns]
+        back = torch.cat(results, dim=1).reshape(-1)
+        return self._all_to_all(back, [own] * topology.ranks_per_node, plan.sizes)
 
     def _all_to_all(self, tensor: Tensor, sent: list[int], received: list[int]) -> Tensor:
         if self.topology.ranks_per_node == 1:
@@ -157,15 +164,6 @@ class MatrixBlocks:
         arrived = tensor.new_empty(sum(received))
         dist.all_to_all_single(arrived, tensor, received, sent, group=self.topology.intra_group)
         return arrived
-
-
-def _rows_and_columns(plan: MatrixPlan, matrix: int, node: int | None) -> tuple[int, int]:
-    """Of a matrix, or of a node's block of it."""
-    rows, columns = plan.shapes[matrix]
-    if node is not None:
-        of_node = plan.rows_of_node(matrix, node)
-        rows = of_node.stop - of_node.start
-    return rows, columns
 
 
 def _owners(shapes: Sequence[torch.Size], ranks: int) -> list[int]:
@@ -176,3 +174,14 @@ def _owners(shapes: Sequence[torch.Size], ranks: int) -> list[int]:
         owners[i] = work.index(min(work))
         work[owners[i]] += cost[i]
     return owners
+
+
+def batches(matrices: Sequence[Tensor], ranks: int) -> Iterator[list[Tensor]]:
+    """``matrices`` in batches that bound memory and give each of a node's ranks work: the largest first."""
+    rest = sorted(matrices, key=lambda matrix: -matrix.numel())
+    while rest:
+        count = ranks
+        while count < len(rest) and sum(m.numel() for m in rest[: count + ranks]) <= ranks * ELEMENTS_AT_ONCE:
+            count += ranks
+        yield rest[:count]
+        rest = rest[count:]

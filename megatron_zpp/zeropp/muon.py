@@ -128,11 +128,11 @@ class Muon(torch.optim.AdamW):
         if not group["use_muon"]:
             return bool(super()._init_group(group, *lists))
         matrices = [parameter for parameter in group["params"] if parameter.grad is not None]
-        for blocks, shared in self.zeropp.matrix_blocks(matrices, self.wire):
-            updates = [self._update_of(matrix) for matrix in shared]
-            whole = self._takes_whole(shared)
-            results = blocks.orthogonalized(updates, [matrix.shape for matrix in shared], whole, self.newton_schulz)
-            rows = [_local(matrix) for matrix in shared]
+        for blocks, batch in self.zeropp.matrix_blocks(matrices, self.wire):
+            updates = [self._update_of(matrix) for matrix in batch]
+            whole = self._takes_whole(batch)
+            results = blocks.orthogonalized(updates, [matrix.shape for matrix in batch], whole, self.newton_schulz)
+            rows = [_local(matrix) for matrix in batch]
             torch._foreach_mul_(rows, 1 - group["lr"] * group["weight_decay"])
             torch._foreach_add_(rows, results, alpha=-group["lr"])
         return False

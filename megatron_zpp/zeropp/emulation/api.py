@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from ..config import ZeroPPConfig
 from ..description import check_fingerprint, describe, fingerprint, warn
-from ..matrix_blocks import MomentumWire
+from ..matrix_blocks import MomentumWire, batches
 from ..micro_batch import MicroBatch
 from ..monitor import ErrorMonitor
 from ..state_keys import below, unit_prefix
@@ -209,8 +209,9 @@ class EmulatedZeroPP:
     def matrix_blocks(
         self, matrices: Sequence[Tensor], wire: MomentumWire
     ) -> list[tuple[EmulatedMatrixBlocks, list[Tensor]]]:
-        """``matrices``, and how the emulated ranks share them: all alike."""
-        return [(EmulatedMatrixBlocks(self.layouts, self.traffic, wire), list(matrices))] if matrices else []
+        """``matrices``, in batches, and how the emulated ranks share them: all alike."""
+        blocks = EmulatedMatrixBlocks(self.layouts, self.traffic, wire)
+        return [(blocks, batch) for batch in batches(matrices, self.layouts[0].ranks_per_node)]
 
     def state_dict(self) -> dict[str, Tensor]:
         """What ZeroPP's ``state_dict`` gives on each rank, its keys preceded by "RANK."."""

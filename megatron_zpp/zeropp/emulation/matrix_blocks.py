@@ -31,10 +31,10 @@ class EmulatedMatrixBlocks:
             matrices = self._arrived(shards, plan)
         for of_rank in self.layouts:
             plan.count(self.traffic, of_rank.local_rank, wire_nbytes)
-        nodes = [None] if whole else range(layout.num_nodes)
+        nodes: Sequence[int | None] = [None] if whole else range(layout.num_nodes)
         results = []
         for i, matrix in enumerate(matrices):
-            blocks = [matrix if node is None else matrix[plan.rows_of_node(i, node)] for node in nodes]
+            blocks = [matrix[plan.rows(i, node)] for node in nodes]
             filled = [block for block in blocks if len(block)]
             results.append(torch.cat([orthogonalize(b).float() * orthogonalize.scale(*b.shape) for b in filled]))
         return results
