@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .collectives import all_gather
+from .config import SUPPORTED_BITS
 from .topology import RankLayout, Topology
 from .traffic import Traffic
 from .wire_format import WireFormat, wire_format
@@ -48,6 +49,12 @@ class MomentumWire:
 
     bits: int | None = None  # None: bf16
     block_size: int = 128
+
+    def __post_init__(self) -> None:
+        if self.bits not in (None, *SUPPORTED_BITS):
+            raise ValueError(f"momentum_bits must be one of {SUPPORTED_BITS}, or None for bf16; got {self.bits}")
+        if self.block_size < 8 or self.block_size % 8:
+            raise ValueError(f"momentum_block_size must be a multiple of 8, got {self.block_size}")
 
     def format(self, shards: Sequence[ParameterShard]) -> WireFormat:
         return wire_format(tuple(shards), self.bits, self.block_size, torch.bfloat16)
