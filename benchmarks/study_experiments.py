@@ -176,6 +176,18 @@ def tokens_on_two_nodes(name: str, flags: str) -> Arm:
     return Arm(name, f"{ON_TWO_NODES} {flags}".strip(), control=ON_TWO_NODES, real_ranks=2)
 
 
+# Muon for the layers' matrices with updates as large as AdamW's, at learning rates that both take.
+MUON_RATES = (1e-3, 2e-3, 4e-3)
+WHOLE, BLOCKS = "--muon-period 1", "--muon-period 0"
+EVERY_TENTH = "--muon-period 10 --muon-momentum-bits 4"
+
+
+def muon(rate: float, period: str) -> str:
+    return (
+        f"--optimizer muon --muon-use-nesterov --muon-extra-scale-factor 0.2 {period} --lr {rate} --min-lr {rate / 10}"
+    )
+
+
 FP32 = Arm("fp32 wire", "")
 BF16_WIRE = Arm("bf16 wire (ZeRO-3 in 16 bit)", f"{BF16} --grad-reduce-in-bf16")
 CONTROLS = Group("Controls", (FP32, BF16_WIRE))
@@ -216,6 +228,21 @@ def with_experts(group: Group) -> Group:
     """The same for a mixture of experts like Mixtral, of 5.7M parameters, of which a token meets 2.2M."""
     arms = tuple(Arm(arm.name, f"{EXPERTS} {arm.flags}".strip(), control=EXPERTS) for arm in group.arms)
     return Group(f"Experts: {group.title}", arms)
+
+
+def with_muon(title: str, wire: str) -> Group:
+    """AdamW at its best learning rate, and Muon at several, over one wire."""
+    ways = {
+        "whole matrices": WHOLE,
+        "node blocks": BLOCKS,
+        "node blocks, every tenth whole in 4 bits": EVERY_TENTH,
+    }
+    arms = [
+        Arm(f"Muon, {name}, learning rate {rate:g}", f"{wire} {muon(rate, period)}")
+        for name, period in ways.items()
+        for rate in MUON_RATES
+    ]
+    return Group(title, (Arm("AdamW", wire), *arms))
 
 
 E4_EIGHT_RANKS = (
@@ -524,6 +551,16 @@ EXPERIMENTS = {
             ),
         ),
         observed=(EXPERTS_LOAD, TOKENS_SENT),
+    ),
+    "E10": Experiment(
+        "Muon",
+        (
+            with_muon("bf16 wire (ZeRO-3 in 16 bit)", BF16_WIRE.flags),
+            with_muon(
+                "int4 differences, 8-4 gradients, LoCo between nodes",
+                f"{BF16} {differences(4)} {gradients(8, 4)} {loco(0.8, 'inter')}",
+            ),
+        ),
     ),
 }
 OBSERVED = {name for experiment in EXPERIMENTS.values() for name in experiment.observed}

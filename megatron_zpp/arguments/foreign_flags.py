@@ -83,6 +83,9 @@ NOT_NEEDED: dict[str, NotNeeded] = {
         "positions are learned only with --position-embedding-type learned_absolute",
         holds=lambda settings: settings.model.position_embedding_type != "learned_absolute",
     ),
+    "--muon-no-split-qkv": NotNeeded("queries, keys and values of a layer are one matrix for Muon"),
+    "--muon-tp-mode": NotNeeded("--optimizer muon has no tensor parallelism beside it", ANY),
+    "--muon-fp32-matmul-prec": NotNeeded("Muon multiplies matrices in bf16, as torch.optim.Muon does", ANY),
     "--vocab-extra-ids": NotNeeded("the vocabulary is the tokenizer's", ("0",)),
     # Sharding and communication
     **_same("ZeRO is built in; choose its stage by --zero-stage", "--deepspeed"),

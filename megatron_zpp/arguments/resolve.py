@@ -11,6 +11,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 from megatron_zpp.architectures import Architecture
+from megatron_zpp.arguments.check_muon import check_muon
 from megatron_zpp.arguments.check_zero import check_zero
 from megatron_zpp.arguments.resolve_parallel import (
     check_expert_parallel,
@@ -98,6 +99,8 @@ def resolve(
             "--use-apex steps on the GPU, --cpu-offload on the host; leave one out",
         )
         check_zero(settings.zero, settings.zeropp, dp_size * distributed.context_parallel_size, distributed)
+    with mistakes.collected():
+        check_muon(settings)
     mistakes.report()
     return settings, list(_notes(settings, set(given)))
 

@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from megatron_zpp.optim.gradients import local_part
 from megatron_zpp.settings.groups import OptimizerSettings
+from megatron_zpp.zeropp import Muon, ZeroPPInterface
 
 
 @dataclass(frozen=True)
@@ -35,9 +36,11 @@ class OptimizerKind:
 
     torch_class: Callable[..., torch.optim.Optimizer]
     arguments: Callable[[OptimizerSettings], dict[str, Any]]  # that its class is called with
-    state_tensors: Callable[[OptimizerSettings], int]  # fp32 tensors of a parameter's shape that it keeps
+    # fp32 tensors of a parameter's shape that it keeps, by whether it is a hidden matrix
+    state_tensors: Callable[[OptimizerSettings, bool], int]
     deepspeed_names: tuple[str, ...] = ()  # what a DeepSpeed file calls it, in upper or lower case
     apex: ApexOptimizer | None = None  # of --use-apex
+    is_muon: bool = False  # takes hidden matrices in a group of their own, and the collectives that bring them together
 
 
 OPTIMIZERS = {
@@ -45,7 +48,7 @@ OPTIMIZERS = {
         # One fused kernel per group; torch has one for CPU and CUDA, and it takes DTensors.
         torch_class=partial(torch.optim.AdamW, fused=True),
         arguments=lambda settings: dict(betas=(settings.adam_beta1, settings.adam_beta2), eps=settings.adam_eps),
-        state_tensors=lambda settings: 2,
+        state_tensors=lambda settings, is_hidden_matrix: 2,
         deepspeed_names=("Adam", "AdamW"),
         apex=ApexOptimizer("FusedAdam", "multi_tensor_adam", dict(adam_w_mode=True)),
     ),
@@ -53,32 +56,55 @@ OPTIMIZERS = {
         # DTensor knows no fused SGD (torch 2.13).
         torch_class=partial(torch.optim.SGD, foreach=True),
         arguments=lambda settings: dict(momentum=settings.sgd_momentum),
-        state_tensors=lambda settings: int(settings.sgd_momentum > 0),
+        state_tensors=lambda settings, is_hidden_matrix: int(settings.sgd_momentum > 0),
         deepspeed_names=("SGD",),
         apex=ApexOptimizer("FusedSGD", "multi_tensor_sgd"),
+    ),
+    "muon": OptimizerKind(
+        torch_class=Muon,
+        arguments=lambda settings: dict(
+            momentum=settings.muon_momentum,
+            nesterov=settings.muon_use_nesterov,
+            ns_steps=settings.muon_num_ns_steps,
+            adjust_lr_fn=settings.muon_scale_mode,
+            extra_scale_factor=settings.muon_extra_scale_factor,
+            period=settings.muon_period or None,
+            momentum_bits=settings.muon_momentum_bits,
+            betas=(settings.adam_beta1, settings.adam_beta2),
+            eps=settings.adam_eps,
+        ),
+        state_tensors=lambda settings, is_hidden_matrix: 1 if is_hidden_matrix else 2,
+        is_muon=True,
     ),
 }
 
 
-def build_optimizer(model: nn.Module, settings: OptimizerSettings) -> torch.optim.Optimizer:
+def build_optimizer(
+    model: nn.Module, settings: OptimizerSettings, zeropp: ZeroPPInterface | None = None
+) -> torch.optim.Optimizer:
     """The optimizer that ``settings`` name, over the trainable parameters of ``model``.
 
     Two parameter groups, by Megatron's rule: no weight decay on biases and 1-D parameters (norms), decay on everything
-    else, embeddings included. With ``decoupled_lr`` word embeddings and output layer are a third.
+    else, embeddings included. With ``decoupled_lr`` word embeddings and output layer are a third, and Muon's matrices
+    are one of their own.
     ``set_lr_and_weight_decay`` moves all along the schedule. AdamW's weight decay is decoupled; SGD's is torch's, an L2
     term in the gradient. Each group is divided further by the ranks that share its parameters.
 
     Args:
         model: already sharded; its parameters keep their identity afterwards.
         settings: with ``use_apex``, NVIDIA Apex's fused kernels run in place of torch's.
+        zeropp: the model's collectives, which Muon needs.
 
     Raises:
         ValueError: an unknown optimizer, no trainable parameter, or ``use_apex`` without a usable NVIDIA Apex.
     """
     if settings.optimizer not in OPTIMIZERS:
         raise ValueError(f"--optimizer {settings.optimizer} is not one of {', '.join(OPTIMIZERS)}")
-    kind, groups = OPTIMIZERS[settings.optimizer], _parameter_groups(model, settings.decoupled_lr is not None)
+    kind = OPTIMIZERS[settings.optimizer]
+    groups = _parameter_groups(model, settings.decoupled_lr is not None, kind.is_muon)
     arguments = dict(lr=settings.lr or 0.0, **kind.arguments(settings))
+    if kind.is_muon:
+        arguments["zeropp"] = zeropp
     if not settings.use_apex:
         return kind.torch_class(groups, **arguments)
     if kind.apex is None:
@@ -98,8 +124,20 @@ def set_lr_and_weight_decay(
 _DECOUPLED = ("word_embeddings", "output_layer")  # the modules whose weights --decoupled-lr is for
 
 
-def _parameter_groups(model: nn.Module, decouples: bool) -> list[dict[str, Any]]:
+def is_hidden_matrix(name: str, parameter: Tensor) -> bool:
+    """Whether a parameter of a ``Transformer`` is a matrix of one of its layers, as Muon takes."""
+    return parameter.ndim == 2 and "layers" in name.split(".")
+
+
+def state_numel(parameters: Iterable[tuple[str, Tensor]], settings: OptimizerSettings) -> int:
+    """Elements, in fp32, of the optimizer's state for what this rank has of these parameters."""
+    tensors = OPTIMIZERS[settings.optimizer].state_tensors
+    return sum(tensors(settings, is_hidden_matrix(name, p)) * local_part(p).numel() for name, p in parameters)
+
+
+def _parameter_groups(model: nn.Module, decouples: bool, takes_matrices: bool) -> list[dict[str, Any]]:
     decay: list[nn.Parameter] = []
+    matrices: list[nn.Parameter] = []
     no_decay: list[nn.Parameter] = []
     decoupled: list[nn.Parameter] = []
     for name, parameter in model.named_parameters():  # a tied weight comes once
@@ -108,6 +146,8 @@ def _parameter_groups(model: nn.Module, decouples: bool) -> list[dict[str, Any]]
         module, _, last = name.rpartition(".")
         if parameter.ndim <= 1 or last == "bias":
             no_decay.append(parameter)
+        elif takes_matrices and is_hidden_matrix(name, parameter):
+            matrices.append(parameter)
         elif decouples and module.rpartition(".")[2] in _DECOUPLED:
             decoupled.append(parameter)
         else:
@@ -117,6 +157,8 @@ def _parameter_groups(model: nn.Module, decouples: bool) -> list[dict[str, Any]]
         dict(params=no_decay, decays=False, weight_decay=0.0),
     ]
     groups.append(dict(params=decoupled, decays=True, decoupled=True))
+    if takes_matrices:
+        groups = [*(group | {"use_muon": False} for group in groups), dict(params=matrices, decays=True, use_muon=True)]
     if not any(group["params"] for group in groups):
         raise ValueError("the model has no trainable parameter")
     return [{**group, "params": part} for group in groups for part in _by_mesh(group["params"])]

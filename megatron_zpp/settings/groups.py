@@ -225,7 +225,11 @@ class TrainingSettings:
 class OptimizerSettings:
     """Optimizer and regularization."""
 
-    optimizer: str = flag("adam", "adam is AdamW, as in Megatron", choices=("adam", "sgd"))
+    optimizer: str = flag(
+        "adam",
+        "adam is AdamW, as in Megatron; muon: Muon for the layers' matrices, AdamW for the rest",
+        choices=("adam", "sgd", "muon"),
+    )
     lr: float | None = flag(None, "peak learning rate", at_least=0)
     min_lr: float = flag(0.0, "learning rate at the end of the decay", at_least=0)
     decoupled_lr: float | None = flag(
@@ -247,6 +251,26 @@ class OptimizerSettings:
     adam_beta2: float = flag(0.999, "Adam's second-moment decay", at_least=0, below=1)
     adam_eps: float = flag(1e-8, "Adam's epsilon", at_least=1e-37)
     sgd_momentum: float = flag(0.9, "SGD's momentum", at_least=0, below=1)
+    muon_momentum: float = flag(0.95, "Muon's momentum", at_least=0, below=1)
+    muon_use_nesterov: bool = flag(False, "Nesterov's momentum for Muon")
+    muon_num_ns_steps: int = flag(5, "Newton-Schulz steps that orthogonalize Muon's momentum", at_least=1, below=100)
+    muon_scale_mode: str = flag(
+        "spectral",
+        "Muon's update for R rows, C columns: times sqrt(max(R, C)), sqrt(max(1, R/C)) or sqrt(R/C)",
+        choices=("spectral", "shape_scaling", "unit_rms_norm"),
+    )
+    muon_extra_scale_factor: float = flag(
+        1.0, "multiply Muon's update; 0.2 with spectral makes it as large as AdamW's", above=0
+    )
+    muon_period: int = flag(
+        1,
+        "Muon orthogonalizes whole matrices every so many steps, the rows of each node by themselves in between; "
+        "1 = always whole, 0 = never",
+        at_least=0,
+    )
+    muon_momentum_bits: int | None = flag(
+        None, "bits of the momentum that crosses nodes for whole matrices; default 16, which lose nothing", at_least=1
+    )
     use_apex: bool = flag(False, "NVIDIA Apex's fused optimizer, where it is installed")
 
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from megatron_zpp.architectures import Architecture, padded_vocab_size
 from megatron_zpp.arguments.parse import parse_settings
 from megatron_zpp.arguments.resolve_parallel import check_vocabulary, data_parallel_size
-from megatron_zpp.optim.optimizer import OPTIMIZERS
+from megatron_zpp.optim.optimizer import state_numel
 from megatron_zpp.parallel.distributed import ranks_of_environment
 from megatron_zpp.parallel.mesh import MODEL_PARALLEL_SETTINGS, ranks_per_model_copy
 from megatron_zpp.settings.checks import flag_of, require
@@ -104,10 +104,10 @@ def _needs(architecture: Architecture, settings: Settings, cluster: Cluster) -> 
     try:
         found = estimate(architecture, settings, vocabulary, cluster)
     except ValueError as error:
-        parameters = sum(p.numel() for p in architecture.build_model(settings.model, vocabulary).parameters())
+        model = architecture.build_model(settings.model, vocabulary)
+        parameters = sum(p.numel() for p in model.parameters())
         shards = cluster.replica_size if settings.zero.zero_stage > 0 else ranks_per_model_copy(distributed)
-        copies = 2 + OPTIMIZERS[settings.optimizer.optimizer].state_tensors(settings.optimizer)
-        least = 4 * copies * parameters / shards / 1e9
+        least = 4 * (2 * parameters + state_numel(model.named_parameters(), settings.optimizer)) / shards / 1e9
         return [
             f"{parameters:,} parameters",
             f"a rank keeps {least:.3g} GB of parameters, gradients and optimizer in fp32, if all divide evenly",

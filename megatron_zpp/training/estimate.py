@@ -24,6 +24,7 @@ from megatron_zpp.settings.groups import Settings
 from megatron_zpp.training.model import mixed_precision
 from megatron_zpp.zeropp.config import SCALE_DTYPES, ZeroPPConfig
 from megatron_zpp.zeropp.loco import ERROR_FORMATS
+from megatron_zpp.zeropp.matrix_blocks import MomentumWire
 from megatron_zpp.zeropp.wire_format import WireFormat, wire_format
 from megatron_zpp.zeropp.wire_layout import ParameterShard, rows_per_rank
 
@@ -240,14 +241,19 @@ def _states(
     shard, whole = sum(unit.numel for unit in units), sum(unit.gathered for unit in units)
     nodes = cluster.nodes
     weights, gradients = _dtypes(settings)
-    state_tensors = OPTIMIZERS[settings.optimizer.optimizer].state_tensors(settings.optimizer)
+    state_tensors = OPTIMIZERS[settings.optimizer.optimizer].state_tensors
+    optimizer_state = sum(
+        state_tensors(settings.optimizer, part.quantizable and unit.layer is not None) * part.numel
+        for unit in units
+        for part in unit.shards
+    )
     states: dict[str, int] = {}
     host: dict[str, int] = {}
     (host if settings.zero.cpu_offload else states).update(
         {
             "parameters, fp32": 4 * shard,
             "gradients, fp32": 4 * shard,
-            f"{settings.optimizer.optimizer}'s state, fp32": 4 * state_tensors * shard,
+            f"{settings.optimizer.optimizer}'s state, fp32": 4 * optimizer_state,
         }
     )
     if config.hpz_partition_size > 1 and nodes > 1:
@@ -373,6 +379,10 @@ def _sent_between_nodes(
             senders = min(cluster.world_size, cluster.nodes * cluster.replica_size)
             piece = math.ceil(gradients.itemsize * unit.numel / cluster.replicas)
             sent["gradients"] += senders * 2 * (cluster.replicas - 1) * piece
+    if settings.optimizer.optimizer == "muon" and settings.optimizer.muon_period and cluster.replicas == 1:
+        matrices = [part for unit in units if unit.layer is not None for part in unit.shards if part.quantizable]
+        wire = MomentumWire(settings.optimizer.muon_momentum_bits).format(matrices)
+        sent["momentum"] = pairs * wire.nbytes // settings.optimizer.muon_period
     return sent
 
 

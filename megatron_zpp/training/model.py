@@ -19,7 +19,7 @@ from megatron_zpp.models.activation_checkpoint import apply_activation_checkpoin
 from megatron_zpp.models.init import init_weights
 from megatron_zpp.models.transformer import Transformer
 from megatron_zpp.optim.gradients import local_part
-from megatron_zpp.optim.optimizer import OPTIMIZERS
+from megatron_zpp.optim.optimizer import state_numel
 from megatron_zpp.parallel.distributed import errors_on_all_ranks
 from megatron_zpp.parallel.experts import apply_expert_parallelism
 from megatron_zpp.parallel.mesh import Mesh
@@ -137,9 +137,10 @@ def _check_memory(model: nn.Module, settings: Settings, device: torch.device) ->
 
     Activations, gathered parameters and what else is on the machine come on top, so not all that passes fits.
     """
-    optimizer = settings.optimizer
-    copies = 1 if settings.training.skip_train else 2 + OPTIMIZERS[optimizer.optimizer].state_tensors(optimizer)
+    copies = 1 if settings.training.skip_train else 2
     needed = 4 * copies * sum(local_part(parameter).numel() for parameter in model.parameters())
+    if not settings.training.skip_train:
+        needed += 4 * state_numel(model.named_parameters(), settings.optimizer)
     if device.type == "cuda":
         memory, ranks, where = torch.cuda.mem_get_info(device)[1], 1, "its GPU"
     else:

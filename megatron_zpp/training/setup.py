@@ -170,7 +170,7 @@ def build_run(architecture: Architecture, settings: Settings, device: torch.devi
     token_traffic = Traffic()
     model, pipeline, zeropp = build_model_on_ranks(architecture, settings, vocab_size, device, mesh, token_traffic)
     with errors_on_all_ranks():
-        optimizer = build_optimizer(model, settings.optimizer)
+        optimizer = build_optimizer(model, settings.optimizer, zeropp)
     run = Run(
         architecture=architecture,
         settings=settings,

@@ -4,6 +4,7 @@ from .api import ZeroPP, apply_zeropp
 from .config import LoCoConfig, ZeroPPConfig
 from .emulation import EmulatedZeroPP, emulate_zeropp
 from .interface import RandomStates, Ranks, ZeroPPInterface
+from .muon import Muon
 from .own_rank import OwnRank, ranks_of
 from .random_states import unmoved
 from .topology import Topology, build_topology
@@ -12,6 +13,7 @@ from .traffic import Traffic
 __all__ = [
     "EmulatedZeroPP",
     "LoCoConfig",
+    "Muon",
     "OwnRank",
     "RandomStates",
     "Ranks",

@@ -11,7 +11,7 @@ and, with gradient accumulation, FSDP2's own ``model.set_is_last_backward(i == l
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -24,6 +24,7 @@ from .config import ZeroPPConfig
 from .description import check_fingerprint, describe, fingerprint, warn
 from .fsdp_unit import FSDPUnit, find_units, follow_forward_passes
 from .gradient_hops import GradientHops
+from .matrix_blocks import MatrixBlocks, MomentumWire, batches
 from .micro_batch import MicroBatch
 from .monitor import ErrorMonitor
 from .own_rank import OwnRank
@@ -167,6 +168,20 @@ class ZeroPP:
         """What all ranks sampled since the last call, of a unit all ranks that share it; collective."""
         groups = {unit.name: unit.topology.group for unit in self.units}
         return self._monitor.take(groups, self._pipeline, self._tensor_parallel)
+
+    def matrix_blocks(self, matrices: Sequence[Tensor], wire: MomentumWire) -> list[tuple[MatrixBlocks, list[Tensor]]]:
+        """``matrices``, by the ranks that share them, in batches."""
+        topology_of = {id(parameter): unit.topology for unit in self.units for parameter in unit.parameters}
+        shared: dict[Topology, list[Tensor]] = {}
+        for matrix in matrices:
+            if id(matrix) not in topology_of:
+                raise ValueError("Muon was given a parameter that is not of the model that apply_zeropp was called on")
+            shared.setdefault(topology_of[id(matrix)], []).append(matrix)
+        return [
+            (MatrixBlocks(topology, self.traffic, wire), batch)
+            for topology, of_group in shared.items()
+            for batch in batches(of_group, topology.ranks_per_node)
+        ]
 
     def state_dict(self) -> dict[str, Tensor]:
         """What this rank must keep for an exact continuation."""

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from .config import ZeroPPConfig
+from .matrix_blocks import MomentumWire, Orthogonalize
 from .topology import RankLayout
 from .traffic import Traffic
 
@@ -64,6 +65,18 @@ class Ranks(Protocol):
 
     def gather(self, of_ranks: Tensor) -> Tensor:
         """One number of each rank, from [R] of this process to [W] of all, in rank order. Collective."""
+
+
+class MatrixBlocksInterface(Protocol):
+    """The ranks that share some matrices: MatrixBlocks, EmulatedMatrixBlocks."""
+
+    def orthogonalized(
+        self, shards: Sequence[Tensor], shapes: Sequence[torch.Size], whole: bool, orthogonalize: Orthogonalize
+    ) -> list[Tensor]:
+        """Of matrices of ``shapes``, of which ``shards`` are what this process holds: its part of the results, fp32.
+
+        whole: whole matrices; else each node's block of rows by itself. Collective.
+        """
 
 
 class ZeroPPInterface(Protocol):
@@ -125,6 +138,11 @@ class ZeroPPInterface(Protocol):
         codes of the outermost levels in blocks that are not zero; ``nonfinite-blocks``, the number of blocks with a NaN
         or Inf.
         """
+
+    def matrix_blocks(
+        self, matrices: Sequence[Tensor], wire: MomentumWire
+    ) -> Sequence[tuple[MatrixBlocksInterface, list[Tensor]]]:
+        """For ``Muon``: ``matrices`` of the model, by the ranks that share them and send by ``wire``, in batches."""
 
     def state_dict(self) -> dict[str, Tensor]:
         """What the ranks must keep for an exact continuation: LoCo's errors, element scales, copies, noise counters."""

@@ -44,6 +44,7 @@ NEEDED = {
     "end_weight_decay": "--weight-decay-incr-style linear --start-weight-decay 0",
     "lr_wsd_decay_iters": "--lr-decay-style WSD",
     "sgd_momentum": "--optimizer sgd",
+    **{flag.setting: "--optimizer muon" for flag in all_flags().values() if flag.setting.startswith("muon_")},
     "emulate_nodes": "--emulate-ranks 2",
     "zero_weight_difference_block_size": (
         "--emulate-ranks 2 --zero-hpz-partition-size 2 --zero-weight-difference-bits 4"

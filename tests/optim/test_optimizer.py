@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from megatron_zpp.optim.gradients import clip_gradients, count_zeros, params_norm, scale_gradients
 from megatron_zpp.optim.optimizer import OPTIMIZERS, _on_local_tensors, build_optimizer, set_lr_and_weight_decay
 from megatron_zpp.settings.groups import OptimizerSettings, all_flags
-from megatron_zpp.zeropp import OwnRank
+from megatron_zpp.zeropp import OwnRank, ZeroPPConfig, emulate_zeropp
 from tests.ranks import run_ranks
 
 
@@ -85,13 +85,16 @@ def test_every_choice_is_there_and_keeps_as_much_state_as_it_says() -> None:
         for momentum in (0.0, 0.9):
             settings = OptimizerSettings(optimizer=name, lr=0.1, sgd_momentum=momentum)
             model = build_model()
-            optimizer = build_optimizer(model, settings)
+            model.layers = nn.ModuleList([nn.Linear(3, 3)])  # a hidden matrix
+            optimizer = build_optimizer(model, settings, emulate_zeropp(model, ZeroPPConfig(), 2, 2))
             for parameter in model.parameters():
                 parameter.grad = torch.ones_like(parameter)
             optimizer.step()
             for parameter in model.parameters():
                 kept = [value for value in optimizer.state[parameter].values() if isinstance(value, torch.Tensor)]
-                assert sum(value.shape == parameter.shape for value in kept) == kind.state_tensors(settings), name
+                is_hidden_matrix = parameter is model.layers[0].weight
+                expected = kind.state_tensors(settings, is_hidden_matrix)
+                assert sum(value.shape == parameter.shape for value in kept) == expected, name
     names = [name.lower() for kind in OPTIMIZERS.values() for name in kind.deepspeed_names]
     assert len(names) == len(set(names))
 

@@ -46,6 +46,7 @@ RECIPES = {
     "least memory": f"{ALL_FLAGS} --zeropp-loco --hpz-secondary-dtype int8 --zero-weight-difference-bits 4 "
     "--zero-gradient-sum-dtype int8",
     "scales of elements": f"{ALL_FLAGS} --zero-gradient-bits 2 --zero-gradient-element-scales",
+    "Muon": f"{ALL_FLAGS} --optimizer muon --muon-momentum-bits 4",
     "undone steps": f"{ALL_FLAGS} --zeropp-loco --loss-spike-factor 1000 --zero-gradient-sum-dtype bf16 "
     "--zero-offload-gradient-sums",
     "HSDP, a replica on each node": f"{REPLICAS} 2 --zero-ranks-per-node 2 --micro-batch-size 2",

@@ -21,6 +21,7 @@ ALL_FLAGS = (
 )
 NOISE = "--zero-weight-rounding stochastic --zero-gradient-rounding stochastic --zero-weight-difference-bits 4"
 QUANTIZED = "--zero-quantized-weights --zero-quantized-gradients --zero-ranks-per-node 2 --zeropp-loco"
+MUON = f"{ALL_FLAGS} --optimizer muon --muon-period 2 --muon-momentum-bits 4"
 LONG = f"{QUANTIZED} --train-iters 24 --log-params-norm --log-num-zeros-in-grad"
 # Two micro-batches a rank with dropout, clipped at 1; six steps, or long enough for a rounding error to flip codes.
 RUNS = {
@@ -29,6 +30,7 @@ RUNS = {
     "fp32": LONG,
     "bf16": f"{LONG} --bf16",
     "fp16": f"{LONG} --fp16 --initial-loss-scale 1048576 --hysteresis 1 --loss-scale-window 5",
+    "muon": MUON,
     "stage 2": "--zero-stage 2 --zero-quantized-gradients --zero-ranks-per-node 2 --bf16 --calculate-per-token-loss",
 }
 
@@ -47,7 +49,7 @@ def command(data: str, *more: str) -> list[str]:
     [
         ("gpt", ("all flags", "noise", "fp16")),
         pytest.param("gpt", ("fp32", "bf16", "stage 2"), marks=pytest.mark.long),
-        ("llama", ("noise",)),
+        ("llama", ("noise", "muon")),
     ],
 )
 def test_logs_what_real_ranks_log(data, architecture, names):
@@ -123,17 +125,25 @@ def test_an_evaluation_leaves_the_bytes_of_training_steps_as_they_are(data, worl
             assert with_evaluation == pytest.approx(without, rel=1e-4), (name, key)
 
 
-def _saved_and_resumed(data, folder, first, second):
+def _saved_and_resumed(data, folder, settings, first, second):
     """Three steps and a checkpoint, then from there to the end."""
     save = ["--save", folder, "--save-interval", "3", "--load", folder]
-    run = command(data, ALL_FLAGS, NOISE)
+    run = command(data, settings)
     if first:
         train_each({"": [*run, *save, "--exit-interval", "3", *first]})
     return train_each({"": [*run, *save, *second]})[""]["lm loss"] if second else None
 
 
-@pytest.mark.parametrize("saves, loads", [("emulated", "emulated"), ("emulated", "real"), ("real", "emulated")])
-def test_checkpoints_pass_between_emulated_and_real_ranks(data, tmp_path, saves, loads):
+@pytest.mark.parametrize(
+    "saves, loads, settings",
+    [
+        ("emulated", "emulated", f"{ALL_FLAGS} {NOISE}"),
+        ("emulated", "real", f"{ALL_FLAGS} {NOISE}"),
+        ("real", "emulated", f"{ALL_FLAGS} {NOISE}"),
+        ("real", "emulated", MUON),
+    ],
+)
+def test_checkpoints_pass_between_emulated_and_real_ranks(data, tmp_path, saves, loads, settings):
     def ranks(kind):
         return 1 if kind == "emulated" else 4
 
@@ -141,9 +151,9 @@ def test_checkpoints_pass_between_emulated_and_real_ranks(data, tmp_path, saves,
         return EMULATE if kind == "emulated" else ["--zero-stage", "3"]
 
     folder = str(tmp_path / "run")
-    whole = run_ranks(1, train_each, {"": command(data, ALL_FLAGS, NOISE) + EMULATE})[0][""]["lm loss"]
-    run_ranks(ranks(saves), _saved_and_resumed, data, folder, more(saves), None)
-    rest = run_ranks(ranks(loads), _saved_and_resumed, data, folder, None, more(loads))[-1]
+    whole = run_ranks(1, train_each, {"": command(data, settings) + EMULATE})[0][""]["lm loss"]
+    run_ranks(ranks(saves), _saved_and_resumed, data, folder, settings, more(saves), None)
+    rest = run_ranks(ranks(loads), _saved_and_resumed, data, folder, settings, None, more(loads))[-1]
     assert len(rest) == 3
     assert rest == whole[3:]
 

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from ..config import ZeroPPConfig
 from ..description import check_fingerprint, describe, fingerprint, warn
+from ..matrix_blocks import MomentumWire, batches
 from ..micro_batch import MicroBatch
 from ..monitor import ErrorMonitor
 from ..state_keys import below, unit_prefix
@@ -29,6 +30,7 @@ from ..traffic import Traffic
 from ..unit import follow_optimizers
 from ..unseen_changes import Passes
 from .collectives import EmulatedAllGather, EmulatedReduceScatter
+from .matrix_blocks import EmulatedMatrixBlocks
 from .ranks import EmulatedRanks
 from .unit import EmulatedUnit, find_emulated_units
 
@@ -203,6 +205,13 @@ class EmulatedZeroPP:
     def quantization_errors(self) -> dict[str, float]:
         """What the emulated ranks sampled since the last call."""
         return self._monitor.take({})
+
+    def matrix_blocks(
+        self, matrices: Sequence[Tensor], wire: MomentumWire
+    ) -> list[tuple[EmulatedMatrixBlocks, list[Tensor]]]:
+        """``matrices``, in batches, and how the emulated ranks share them: all alike."""
+        blocks = EmulatedMatrixBlocks(self.layouts, self.traffic, wire)
+        return [(blocks, batch) for batch in batches(matrices, self.layouts[0].ranks_per_node)]
 
     def state_dict(self) -> dict[str, Tensor]:
         """What ZeroPP's ``state_dict`` gives on each rank, its keys preceded by "RANK."."""

@@ -1,0 +1,173 @@
+"""Muon under FSDP2: momentum orthogonalized as whole matrices, or as each node's block of their rows.
+
+    zeropp = apply_zeropp(model, config)
+    optimizer = Muon(
+        [dict(params=hidden_matrices), dict(params=the_rest, use_muon=False)], zeropp, lr=1e-3, period=None
+    )
+
+The momentum of a matrix is a matrix, of which each rank has rows. torch.optim.Muon takes DTensors, and sends them over
+all ranks for each of its products. Here rows are brought together once per step, as ``period`` says:
+
+    1      whole matrices at every step: Muon as published;
+    None   never: the rows of a node's ranks count as a matrix of their own, and nothing crosses nodes;
+    k      whole matrices every k steps, blocks in between: MuonBP (arXiv 2510.16981), with nodes for devices.
+
+``matrix_blocks.py`` has what travels. What is done to a matrix is what torch.optim.Muon does.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Shard
+from torch.optim.optimizer import ParamsT
+
+from .interface import ZeroPPInterface
+from .matrix_blocks import MomentumWire
+
+# What an orthogonal matrix of so many rows and columns is multiplied by: Megatron's names, and torch's.
+SCALES: dict[str, Callable[[int, int], float]] = {
+    "spectral": lambda rows, columns: math.sqrt(max(rows, columns)),
+    "shape_scaling": lambda rows, columns: math.sqrt(max(1, rows / columns)),
+    "unit_rms_norm": lambda rows, columns: math.sqrt(rows / columns),
+    "original": lambda rows, columns: math.sqrt(max(1, rows / columns)),
+    "match_rms_adamw": lambda rows, columns: 0.2 * math.sqrt(max(rows, columns)),
+}
+
+
+@dataclass(frozen=True)
+class NewtonSchulz:
+    """Steps towards the nearest orthogonal matrix: X <- a·X + (b·XXᵀ + c·(XXᵀ)²)·X in bf16."""
+
+    steps: int
+    coefficients: tuple[float, float, float]  # a, b, c
+    eps: float  # the least norm to divide by
+    scaling: str  # of SCALES
+    scale_factor: float
+
+    def __call__(self, matrix: Tensor) -> Tensor:
+        """Of a matrix [rows, columns]: its singular values moved to about 1, in bf16."""
+        a, b, c = self.coefficients
+        is_tall = matrix.shape[0] > matrix.shape[1]
+        x = matrix.T if is_tall else matrix  # XXᵀ is the smaller product
+        x = x / x.norm().clamp(min=self.eps)
+        for _ in range(self.steps):
+            gram = x @ x.T
+            x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+        return x.T if is_tall else x
+
+    def scale(self, rows: int, columns: int) -> float:
+        return SCALES[self.scaling](rows, columns) * self.scale_factor
+
+
+class Muon(torch.optim.AdamW):
+    """Muon for matrices; groups of parameters with ``use_muon=False`` are AdamW's.
+
+    Args:
+        params: parameters, or groups of them, of the model that ``zeropp`` is of. Those of Muon must be matrices.
+        zeropp: of ``apply_zeropp`` or ``emulate_zeropp``; its ``traffic`` counts what this sends.
+        lr: of both; ``weight_decay``, too, which is decoupled.
+        momentum, nesterov, ns_coefficients, ns_steps: as torch.optim.Muon's; ``ns_eps`` is its ``eps``.
+        adjust_lr_fn: one of ``SCALES``, by the shape of what is orthogonalized, a matrix or a block; None: original.
+        extra_scale_factor: multiplies that.
+        period: whole matrices every so many steps, the first among them; None: blocks always.
+        momentum_bits, momentum_block_size: in what rows cross nodes for whole matrices; None: in bf16, without a loss.
+        betas, eps: AdamW's.
+    """
+
+    def __init__(
+        self,
+        params: ParamsT,
+        zeropp: ZeroPPInterface,
+        lr: float = 1e-3,
+        weight_decay: float = 0.1,
+        momentum: float = 0.95,
+        nesterov: bool = True,
+        ns_coefficients: tuple[float, float, float] = (3.4445, -4.7750, 2.0315),
+        ns_eps: float = 1e-7,
+        ns_steps: int = 5,
+        adjust_lr_fn: str | None = None,
+        extra_scale_factor: float = 1.0,
+        period: int | None = 1,
+        momentum_bits: int | None = None,
+        momentum_block_size: int = 128,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+    ) -> None:
+        adjust_lr_fn = adjust_lr_fn or "original"
+        if adjust_lr_fn not in SCALES:
+            raise ValueError(f"adjust_lr_fn {adjust_lr_fn!r} is not one of {', '.join(SCALES)}")
+        if not 0 <= momentum < 1:
+            raise ValueError(f"momentum must be at least 0 and below 1, got {momentum}")
+        if period is not None and period < 1:
+            raise ValueError(f"period must be at least 1, or None for blocks always; got {period}")
+        if ns_steps < 1:
+            raise ValueError(f"ns_steps must be at least 1, got {ns_steps}")
+        self.zeropp, self.period = zeropp, period
+        self.momentum, self.nesterov = momentum, nesterov
+        self.newton_schulz = NewtonSchulz(ns_steps, ns_coefficients, ns_eps, adjust_lr_fn, extra_scale_factor)
+        self.wire = MomentumWire(momentum_bits, momentum_block_size)
+        super().__init__(params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, fused=True)
+        # GradScaler would hand its scale to the fused AdamW, and leave the matrices' gradients scaled.
+        self._step_supports_amp_scaling = False
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        if group.setdefault("use_muon", True):
+            for parameter in group["params"]:
+                _check_matrix(parameter)
+
+    def _init_group(self, group: dict[str, Any], *lists: list[Tensor]) -> bool:
+        # What AdamW's step asks for the parameters of a group that it is to move.
+        if not group["use_muon"]:
+            return bool(super()._init_group(group, *lists))
+        matrices = [parameter for parameter in group["params"] if parameter.grad is not None]
+        for blocks, batch in self.zeropp.matrix_blocks(matrices, self.wire):
+            updates = [self._update_of(matrix) for matrix in batch]
+            whole = self._takes_whole(batch)
+            results = blocks.orthogonalized(updates, [matrix.shape for matrix in batch], whole, self.newton_schulz)
+            rows = [_local(matrix) for matrix in batch]
+            torch._foreach_mul_(rows, 1 - group["lr"] * group["weight_decay"])
+            torch._foreach_add_(rows, results, alpha=-group["lr"])
+        return False
+
+    def _update_of(self, matrix: Tensor) -> Tensor:
+        """This rank's rows of the momentum, which the gradient moves; or with Nesterov's, of the next one."""
+        assert matrix.grad is not None
+        state = self.state[matrix]
+        if not state:
+            state["step"] = torch.zeros((), dtype=torch.float32)
+            state["momentum_buffer"] = torch.zeros_like(matrix.grad)
+        gradient, momentum = _local(matrix.grad), _local(state["momentum_buffer"])
+        momentum.lerp_(gradient, 1 - self.momentum)
+        state["step"] += 1
+        return gradient.lerp(momentum, self.momentum) if self.nesterov else momentum
+
+    def _takes_whole(self, matrices: list[Tensor]) -> bool:
+        steps = int(self.state[matrices[0]]["step"].item()) - 1  # before this one
+        return self.period is not None and steps % self.period == 0
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _check_matrix(parameter: Tensor) -> None:
+    if parameter.ndim != 2:
+        raise ValueError(
+            f"Muon is for matrices, not for a parameter of shape {tuple(parameter.shape)}: put it in a group with "
+            "use_muon=False"
+        )
+    if isinstance(parameter, DTensor):
+        shards = [placement for placement in parameter.placements if not placement.is_replicate()]
+        if shards != [Shard(0)]:
+            raise ValueError(
+                f"Muon takes matrices whose rows are sharded, not placements {parameter.placements}: leave tensor "
+                "parallelism and shard_placement_fn out, or put it in a group with use_muon=False"
+            )
