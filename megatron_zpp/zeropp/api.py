@@ -12,6 +12,7 @@ and, with gradient accumulation, FSDP2's own ``model.set_is_last_backward(i == l
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 
 import torch
 import torch.distributed as dist
@@ -34,6 +35,7 @@ from .topology import Topology, process_rank
 from .traffic import Traffic
 from .unit import follow_optimizers
 from .unseen_changes import Passes, UnseenChanges
+from .weight_swaps import swapped_weights
 
 
 def apply_zeropp(
@@ -143,6 +145,10 @@ class ZeroPP:
             unit.mark_changed()
         for all_gather in self._all_gathers.values():
             all_gather.forget_secondary_partition()
+
+    def swapped_weights(self) -> AbstractContextManager[None]:
+        """Write other weights in here, on all ranks, and put the own ones back by its end."""
+        return swapped_weights(self)
 
     def undo_step(self) -> None:
         """Say that the gradients since the last optimizer step are thrown away."""

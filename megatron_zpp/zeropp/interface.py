@@ -93,6 +93,9 @@ class ZeroPPInterface(Protocol):
         micro-batches of one step; and after other weights were written over those of a step that no pass has used.
         """
 
+    def swapped_weights(self) -> AbstractContextManager[None]:
+        """Write other weights in here, on all ranks, and put the own ones back by its end: ``invalidate`` at both."""
+
     def undo_step(self) -> None:
         """Say that the gradients since the last optimizer step are thrown away (an overflow, an exception).
 

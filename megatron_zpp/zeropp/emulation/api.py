@@ -14,7 +14,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +28,7 @@ from ..topology import RankLayout
 from ..traffic import Traffic
 from ..unit import follow_optimizers
 from ..unseen_changes import Passes
+from ..weight_swaps import swapped_weights
 from .collectives import EmulatedAllGather, EmulatedReduceScatter
 from .ranks import EmulatedRanks
 from .unit import EmulatedUnit, find_emulated_units
@@ -177,6 +178,10 @@ class EmulatedZeroPP:
         for weights in self._weights:
             weights.unit.mark_changed()
             weights.forget_secondary_partition()
+
+    def swapped_weights(self) -> AbstractContextManager[None]:
+        """Write other weights in here, and put the own ones back by its end."""
+        return swapped_weights(self)
 
     def undo_step(self) -> None:
         """Say that the gradients since the last optimizer step are thrown away; the next are rank 0's."""
