@@ -379,10 +379,11 @@ def _sent_between_nodes(
             senders = min(cluster.world_size, cluster.nodes * cluster.replica_size)
             piece = math.ceil(gradients.itemsize * unit.numel / cluster.replicas)
             sent["gradients"] += senders * 2 * (cluster.replicas - 1) * piece
-    if settings.optimizer.optimizer == "muon" and settings.optimizer.muon_period and cluster.replicas == 1:
+    if settings.optimizer.optimizer == "muon" and settings.optimizer.muon_period:
         matrices = [part for unit in units if unit.layer is not None for part in unit.shards if part.quantizable]
         wire = MomentumWire(settings.optimizer.muon_momentum_bits).format(matrices)
-        sent["momentum"] = pairs * wire.nbytes // settings.optimizer.muon_period
+        other_nodes = max(1, cluster.replica_size // cluster.ranks_per_node) - 1  # that share a replica's matrices
+        sent["momentum"] = cluster.world_size * other_nodes * wire.nbytes // settings.optimizer.muon_period
     return sent
 
 

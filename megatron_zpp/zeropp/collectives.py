@@ -83,7 +83,7 @@ def count_all_reduces(unit: FSDPUnit, traffic: Traffic) -> None:
     """Count FSDP2's own all-reduces of the unit's gradients over its replicas, if it has any (HSDP)."""
     replicas = unit.replicas
     if replicas is not None:
-        unit.module.set_all_reduce_hook(lambda reduced: count_all_reduce(traffic, replicas, reduced.nbytes))
+        unit.set_all_reduce_hook(lambda reduced: count_all_reduce(traffic, replicas, reduced.nbytes))
 
 
 def count_flat_ring(traffic: Traffic, layout: RankLayout, nbytes: int, stays: bool = False) -> None:

@@ -1,6 +1,7 @@
 """What ZeRO++ has to know of FSDP2's units. The only file that reads FSDP2's private attributes.
 
-A unit is what one ``fully_shard`` call made: a list of parameters that are gathered and reduced together.
+A unit is what one ``fully_shard`` call made, or a part of it on one mesh: a list of parameters that are gathered and
+reduced together.
 """
 
 from __future__ import annotations
@@ -64,6 +65,12 @@ class FSDPUnit(Unit):
         return [param.sharded_param for param in self._param_group.fsdp_params]
 
     @property
+    def gathered_dtype(self) -> torch.dtype:
+        """In which parameters are gathered, as their mixed-precision policy says before the first pass."""
+        dtype: torch.dtype | None = self._param_group.mp_policy.param_dtype
+        return dtype if dtype is not None else self.parameters[0].dtype
+
+    @property
     def is_in_backward(self) -> bool:
         # Activation checkpointing runs forward passes within the backward pass.
         in_backward: bool = self._param_group._training_state.name == "PRE_BACKWARD"
@@ -94,9 +101,13 @@ class FSDPUnit(Unit):
 
     def set_collectives(self, all_gather: AllGather, reduce_scatter: ReduceScatter) -> None:
         """Let FSDP2 gather and reduce this unit by these."""
-        self.module.set_custom_all_gather(all_gather)
-        self.module.set_custom_reduce_scatter(reduce_scatter)
+        # As set_custom_all_gather does, which refuses a module whose parameters have several meshes.
+        self._param_group._all_gather_comm, self._param_group._reduce_scatter_comm = all_gather, reduce_scatter
         self._collectives = all_gather, reduce_scatter
+
+    def set_all_reduce_hook(self, hook: Callable[[Tensor], None]) -> None:
+        """Let FSDP2 call ``hook`` with what it has all-reduced over replicas."""
+        self._param_group._all_reduce_hook = hook
 
     def check_collectives(self) -> None:
         """Raise RuntimeError if FSDP2 was given others since."""
@@ -197,10 +208,10 @@ def _find_param_groups(model: nn.Module) -> list[tuple[str, FSDPModule, Any]]:
     found: list[tuple[str, FSDPModule, Any]] = []
     for name, module in model.named_modules():
         groups = _param_groups_of(module) if isinstance(module, FSDPModule) else []
-        if len(groups) > 1:
-            raise ValueError(f"{name or 'the root module'} shards its parameters over several meshes; use one mesh")
-        # fully_shard([a, b]) makes one unit of two modules.
-        found += [(name, module, group) for group in groups if all(group is not known for _, _, known in found)]
+        for index, group in enumerate(groups):
+            # fully_shard([a, b]) makes one unit of two modules; a shard_placement_fn one for each mesh of a module.
+            if all(group is not known for _, _, known in found):
+                found.append((f"{name or 'root'}[{index}]" if index > 0 else name, module, group))
     if not found:
         raise ValueError("the model has no FSDP2 units: call torch.distributed.fsdp.fully_shard on it first")
     if len({param_group.device for _, _, param_group in found}) > 1:

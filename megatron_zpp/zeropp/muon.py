@@ -121,16 +121,16 @@ class Muon(torch.optim.AdamW):
         group = self.param_groups[-1]
         if group.setdefault("use_muon", True):
             for parameter in group["params"]:
-                _check_matrix(parameter)
+                _check_matrix(parameter, self.zeropp.device)
 
     def _init_group(self, group: dict[str, Any], *lists: list[Tensor]) -> bool:
         # What AdamW's step asks for the parameters of a group that it is to move.
         if not group["use_muon"]:
             return bool(super()._init_group(group, *lists))
         matrices = [parameter for parameter in group["params"] if parameter.grad is not None]
+        whole = self._takes_whole(matrices)
         for blocks, batch in self.zeropp.matrix_blocks(matrices, self.wire):
             updates = [self._update_of(matrix) for matrix in batch]
-            whole = self._takes_whole(batch)
             results = blocks.orthogonalized(updates, [matrix.shape for matrix in batch], whole, self.newton_schulz)
             rows = [_local(matrix) for matrix in batch]
             torch._foreach_mul_(rows, 1 - group["lr"] * group["weight_decay"])
@@ -150,20 +150,23 @@ class Muon(torch.optim.AdamW):
         return gradient.lerp(momentum, self.momentum) if self.nesterov else momentum
 
     def _takes_whole(self, matrices: list[Tensor]) -> bool:
-        steps = int(self.state[matrices[0]]["step"].item()) - 1  # before this one
-        return self.period is not None and steps % self.period == 0
+        if self.period is None or self.period == 1 or not matrices:
+            return self.period is not None
+        return int(self.state[matrices[0]].get("step", 0)) % self.period == 0
 
 
 def _local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def _check_matrix(parameter: Tensor) -> None:
+def _check_matrix(parameter: Tensor, device: torch.device) -> None:
     if parameter.ndim != 2:
         raise ValueError(
             f"Muon is for matrices, not for a parameter of shape {tuple(parameter.shape)}: put it in a group with "
             "use_muon=False"
         )
+    if parameter.device.type != device.type:
+        raise ValueError(f"Muon takes matrices on the device that computes, {device.type}: leave CPUOffloadPolicy out")
     if isinstance(parameter, DTensor):
         shards = [placement for placement in parameter.placements if not placement.is_replicate()]
         if shards != [Shard(0)]:

@@ -18,7 +18,7 @@ from .wire_layout import ParameterShard
 class Unit:
     """What one ``fully_shard`` call made, or would make of an emulated model."""
 
-    name: str  # the module's name in the model; "" is the root
+    name: str  # the module's name in the model, "" is the root; "NAME[1]" is its second unit, on another mesh
     optimizer_steps: int = field(default=0, kw_only=True)  # of torch optimizers that hold parameters of this unit
     holds_gradients: bool = field(default=False, kw_only=True)  # which wait for the step's last micro-batch
     checksum: Tensor | None = field(default=None, repr=False, kw_only=True)  # of the shard that went between nodes

@@ -140,7 +140,7 @@ def _saved_and_resumed(data, folder, settings, first, second):
         ("emulated", "emulated", f"{ALL_FLAGS} {NOISE}"),
         ("emulated", "real", f"{ALL_FLAGS} {NOISE}"),
         ("real", "emulated", f"{ALL_FLAGS} {NOISE}"),
-        ("real", "emulated", MUON),
+        pytest.param("real", "emulated", MUON, id="muon"),
     ],
 )
 def test_checkpoints_pass_between_emulated_and_real_ranks(data, tmp_path, saves, loads, settings):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import logging
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,11 +10,29 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard
 
 from megatron_zpp.zeropp import LoCoConfig, ZeroPPConfig, apply_zeropp
 from tests.ranks import run_ranks
 from tests.zeropp import oracle
-from tests.zeropp.fsdp_model import ChosenGradients, coefficients, gathered, local_gradients, parameters_of, shards_of
+from tests.zeropp.fsdp_model import (
+    CapturedWarnings,
+    ChosenGradients,
+    coefficients,
+    gathered,
+    local_gradients,
+    own_state,
+    parameters_of,
+    shards_of,
+)
+
+try:
+    from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, ShardPlacementResult
+except ImportError:  # torch 2.11
+    ShardPlacementResult = None
+needs_meshes_of_parameters = pytest.mark.skipif(
+    ShardPlacementResult is None, reason="this torch's FSDP2 has one mesh for all parameters of a module"
+)
 
 HIERARCHY_ONLY = ZeroPPConfig(
     hpz_partition_size=2, quantized_gradients=True, gradient_bits=None, gradient_intra_bits=None
@@ -46,13 +64,34 @@ class MixedGroups(nn.Module):
         return self.head(x)
 
 
-def _train(config):
+def by_module(model):
     everyone, pair = meshes()
-    model = MixedGroups()
     for i, block in enumerate(model.blocks):
         fully_shard(block, mesh=pair if i % 2 else everyone)
     fully_shard(model, mesh=everyone)
-    zeropp = apply_zeropp(model, config) if config is not None else None
+
+
+def by_parameter(model):
+    """As torchtitan's expert parallelism: some parameters of a block on strided pairs, along another dimension."""
+    everyone = init_device_mesh("cpu", (RANKS,))
+    strided = FSDPMeshInfo(init_device_mesh("cpu", (2, 2), mesh_dim_names=("node", "rank"))["node"], shard_mesh_dim=0)
+    for i, block in enumerate(model.blocks):
+        experts = set(block[2].parameters()) if i % 2 else set()
+
+        def place(parameter, experts=experts):
+            if parameter in experts:
+                return ShardPlacementResult(placement=Shard(parameter.ndim - 1), mesh_info=strided)
+            return None
+
+        fully_shard(block, mesh=everyone, shard_placement_fn=place)
+    fully_shard(model, mesh=everyone)
+
+
+def _train(config, shard=by_module):
+    """Losses, what is said of the ranks, and the bytes that this rank sends between nodes in each step."""
+    model = MixedGroups()
+    shard(model)
+    zeropp, sent = apply_zeropp(model, config) if config is not None else None, []
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-4)
     generator, losses = torch.Generator().manual_seed(dist.get_rank()), []
     for _ in range(6):
@@ -64,16 +103,52 @@ def _train(config):
             losses.append(loss.item())
         optimizer.step()
         optimizer.zero_grad()
-    return losses, zeropp.describe() if zeropp is not None else None
+        if zeropp is not None:
+            sent.append(zeropp.traffic.take().inter_node)
+    return losses, zeropp.describe() if zeropp is not None else None, sent
 
 
 def test_without_quantization_training_equals_fsdp2():
     plain, ours = run_ranks(RANKS, _train, None), run_ranks(RANKS, _train, HIERARCHY_ONLY)
-    for (expected, _), (losses, described) in zip(plain, ours, strict=True):
+    for (expected, _, _), (losses, described, _) in zip(plain, ours, strict=True):
         assert losses == pytest.approx(expected, rel=1e-5)
         everyone, pair = described.splitlines()
         assert everyone.startswith("2 nodes of 2 ranks; ") and everyone.endswith("(3 units)")
         assert pair.startswith("1 node of 2 ranks; ") and pair.endswith("(2 units)")
+
+
+@needs_meshes_of_parameters
+def test_parameters_of_one_module_on_several_meshes_train_as_under_fsdp2():
+    plain, ours = run_ranks(RANKS, _train, None, by_parameter), run_ranks(RANKS, _train, HIERARCHY_ONLY, by_parameter)
+    model = MixedGroups()
+    experts = [block[2] for block in model.blocks[1::2]]  # units on 2 ranks each
+    others = [*model.blocks[0::2], *(block[0] for block in model.blocks[1::2]), model.head]  # on 4
+    shards = [sum(p.numel() for p in unit.parameters()) // 2 for unit in experts]
+    shards += [sum(p.numel() for p in unit.parameters()) // 4 for unit in others]
+    for (expected, _, _), (losses, described, sent) in zip(plain, ours, strict=True):
+        assert losses == pytest.approx(expected, rel=1e-5)
+        everyone, strided = described.splitlines()
+        assert everyone.startswith("2 nodes of 2 ranks; ") and everyone.endswith("(5 units)")
+        assert strided.startswith("2 nodes of 1 rank; ") and strided.endswith("(2 units)")
+        # A shard of the weights and one of the gradients to the other node, of 4 bytes an element in steps of 16 bytes.
+        assert sent == [2 * sum(-(-4 * numel // 16) * 16 for numel in shards)] * 6
+
+
+def _quantized_by_parameter():
+    """Losses, and names of units, of two runs with the same keys."""
+    model = MixedGroups()
+    by_parameter(model)
+    zeropp = apply_zeropp(model, replace(ALL_FLAGS, weight_difference_bits=4))
+    losses = _train(replace(ALL_FLAGS, weight_difference_bits=4), by_parameter)[0]
+    return losses, sorted({key.split("/")[1] for key in own_state(zeropp) if key.startswith("gradients/")})
+
+
+@needs_meshes_of_parameters
+def test_quantized_units_of_one_module_have_names_and_states_of_their_own():
+    plain = run_ranks(RANKS, _train, None, by_parameter)
+    for (expected, _, _), (losses, units) in zip(plain, run_ranks(RANKS, _quantized_by_parameter), strict=True):
+        assert losses == pytest.approx(expected, rel=0.05) and losses != expected
+        assert units == ["blocks.0", "blocks.1", "blocks.1[1]", "blocks.2", "blocks.3", "blocks.3[1]", "root"]
 
 
 def build():
@@ -98,26 +173,11 @@ def _quantized():
             gradients.append(local_gradients(of_unit, size_of(unit)))
             of_unit.zero_grad()
         seen[unit] = (weights, gradients)
-    state = zeropp.state_dict()
+    state, keys = zeropp.state_dict(), sorted(own_state(zeropp))
     model, again = build()
     again.load_state_dict(state)
     assert all(value.equal(again.state_dict()[name]) for name, value in state.items())
-    return seen, zeropp.quantization_errors(), sorted(state), warnings.messages
-
-
-class CapturedWarnings(logging.Handler):
-    """What zeropp says while it is in use."""
-
-    def __enter__(self) -> CapturedWarnings:
-        self.messages: list[str] = []
-        logging.getLogger("megatron_zpp").addHandler(self)
-        return self
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.messages.append(record.getMessage())
-
-    def __exit__(self, *_: object) -> None:
-        logging.getLogger("megatron_zpp").removeHandler(self)
+    return seen, zeropp.quantization_errors(), keys, warnings.messages
 
 
 def size_of(unit: str) -> int:

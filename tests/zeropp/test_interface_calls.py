@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
+import pytest
 import torch
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
-from megatron_zpp.zeropp import LoCoConfig, ZeroPPConfig, apply_zeropp
+from megatron_zpp.zeropp import LoCoConfig, ZeroPPConfig, apply_zeropp, emulate_zeropp
 from tests.ranks import run_ranks
 
 DIFFERENCES = ZeroPPConfig(hpz_partition_size=2, weight_difference_bits=4, quantized_gradients=True, loco=LoCoConfig())
@@ -71,3 +74,58 @@ def _undone_before_anything():
 
 def test_an_undo_before_the_first_step_counts_no_step():
     assert run_ranks(4, _undone_before_anything)[0] == (0, 1)
+
+
+class _InterruptedError(Exception):
+    pass
+
+
+def _swapped(is_emulated: bool):
+    """The largest errors of weights that passes saw: of swapped ones with and without the context, and of those since.
+
+    The swap follows a step that no pass has used; an exception ends it.
+    """
+    torch.manual_seed(0)
+    model = nn.Linear(128, 96)
+    if not is_emulated:
+        fully_shard(model)
+    zeropp = emulate_zeropp(model, DIFFERENCES, 2, 2) if is_emulated else apply_zeropp(model, DIFFERENCES)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def run(trains: bool) -> torch.Tensor:
+        """Of every rank a pass over the unit matrix: the weights that it sees, [rows, columns]."""
+        for as_rank in zeropp.ranks:
+            with as_rank, torch.set_grad_enabled(trains):
+                seen = model(torch.eye(128)) - model(torch.zeros(1, 128))
+                if trains:
+                    seen.square().mean().backward()
+        if not is_emulated:
+            model.reshard()
+        return seen.detach().T
+
+    def whole() -> torch.Tensor:
+        return (model.weight if is_emulated else model.weight.full_tensor()).detach().clone()
+
+    def local() -> torch.Tensor:
+        return (model.weight if is_emulated else model.weight.to_local()).detach()
+
+    errors = []
+    for context in (nullcontext, zeropp.swapped_weights):
+        for _ in range(2):
+            run(trains=True)
+            optimizer.step()
+            optimizer.zero_grad()
+        own = local().clone()
+        with pytest.raises(_InterruptedError), context():
+            local().normal_().mul_(100)  # further away than 4 bits can say
+            errors.append((run(trains=False) - whole()).abs().max().item())
+            local().copy_(own)
+            raise _InterruptedError
+        errors.append((run(trains=False) - whole()).abs().max().item())
+    return errors
+
+
+@pytest.mark.parametrize("is_emulated", [False, True])
+def test_swapped_weights_and_those_that_are_put_back_travel_in_full(is_emulated):
+    for without, _, swapped, back in run_ranks(1 if is_emulated else 4, _swapped, is_emulated):
+        assert without > 1 and swapped < 1e-4 and back < 1e-6

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from itertools import pairwise
+from types import SimpleNamespace
 from unittest.mock import patch
 
 import pytest
@@ -279,6 +280,11 @@ def test_refuses_arguments_that_cannot_be(arguments: dict, message: str) -> None
     model = Matrices()
     with pytest.raises(ValueError, match=message):
         Muon(groups(model), emulate_zeropp(model, ZeroPPConfig(), 1, 1), **arguments)
+
+
+def test_refuses_offloaded_matrices() -> None:
+    with pytest.raises(ValueError, match="on the device that computes, cuda"):
+        Muon(Matrices().matrices, SimpleNamespace(device=torch.device("cuda")))
 
 
 def test_refuses_what_is_no_matrix() -> None:

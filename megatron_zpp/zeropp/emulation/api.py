@@ -14,14 +14,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 
 import torch
 from torch import Tensor, nn
 
 from ..config import ZeroPPConfig
+<<<<<<< .merge_file_ImRKYU
 from ..description import check_fingerprint, describe, fingerprint, warn
 from ..matrix_blocks import MomentumWire, batches
+=======
+from ..description import describe, state_of, state_prefix, warn, warn_of_lost_state
+>>>>>>> .merge_file_IbnVN5
 from ..micro_batch import MicroBatch
 from ..monitor import ErrorMonitor
 from ..state_keys import below, unit_prefix
@@ -29,6 +33,7 @@ from ..topology import RankLayout
 from ..traffic import Traffic
 from ..unit import follow_optimizers
 from ..unseen_changes import Passes
+from ..weight_swaps import swapped_weights
 from .collectives import EmulatedAllGather, EmulatedReduceScatter
 from .matrix_blocks import EmulatedMatrixBlocks
 from .ranks import EmulatedRanks
@@ -180,6 +185,10 @@ class EmulatedZeroPP:
             weights.unit.mark_changed()
             weights.forget_secondary_partition()
 
+    def swapped_weights(self) -> AbstractContextManager[None]:
+        """Write other weights in here, and put the own ones back by its end."""
+        return swapped_weights(self)
+
     def undo_step(self) -> None:
         """Say that the gradients since the last optimizer step are thrown away; the next are rank 0's."""
         self._next_rank = 0
@@ -214,7 +223,7 @@ class EmulatedZeroPP:
         return [(blocks, batch) for batch in batches(matrices, self.layouts[0].ranks_per_node)]
 
     def state_dict(self) -> dict[str, Tensor]:
-        """What ZeroPP's ``state_dict`` gives on each rank, its keys preceded by "RANK."."""
+        """What ZeroPP's ``state_dict`` gives on all ranks."""
         state: dict[str, Tensor] = {}
         for layout in self.layouts:
             own = {
@@ -223,19 +232,22 @@ class EmulatedZeroPP:
                 for kind, of_unit in (("weights", weights), ("gradients", gradients))
                 for key, value in of_unit.state_dict(layout).items()
             }
-            if self.config.has_bits_warmup:
+            if own or self.config.has_bits_warmup:
                 own |= self._micro_batch.state_dict()
-            if own:
-                own["fingerprint"] = torch.tensor(fingerprint(self.config, [layout], self.units))
-            state |= {f"{layout.rank}.{key}": value for key, value in own.items()}
+            prefix = state_prefix(layout.rank, self.config, [layout], self.units)
+            state |= {prefix + key: value for key, value in own.items()}
         return state
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        """Take back what ``state_dict`` gave, on as many ranks. Raises ValueError for another model or config."""
+        """Take back what ``state_dict`` gave, on as many ranks."""
+        of_ranks = [state_of(layout.rank, state, self.config, [layout], self.units) for layout in self.layouts]
+        if None in of_ranks:
+            of_ranks = [{} for _ in self.layouts]
+            if self.state_dict():
+                warn_of_lost_state()
         self.invalidate()
-        for layout in self.layouts:
-            own = below(state, f"{layout.rank}.")
-            check_fingerprint(own, self.config, [layout], self.units)
+        for layout, own in zip(self.layouts, of_ranks, strict=True):
+            assert own is not None
             self._micro_batch.load_state_dict(own)
             for unit, weights, gradients in zip(self.units, self._weights, self._gradients, strict=True):
                 for kind, of_unit in (("weights", weights), ("gradients", gradients)):

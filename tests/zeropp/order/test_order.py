@@ -37,7 +37,7 @@ SPARE = {
         "what it adds to was written on the stream, or before the backward pass"
     ),
     "on_stream: current.wait_stream(stream), called from send_early": "the root is gathered next, on the same stream",
-    "on_stream: stream.wait_stream(current), called from load_state_dict": "the host has read the state's fingerprint",
+    "on_stream: stream.wait_stream(current), called from load_state_dict": "the host has read whether all have a state",
 }
 
 
