@@ -20,7 +20,7 @@ from .monitor import ErrorMonitor
 from .streams import on_stream
 from .traffic import Traffic
 from .unseen_changes import UnseenChanges
-from .weight_encoder import WeightEncoder
+from .weight_encoder import WeightEncoder, has_copies
 from .wire_format import WireFormat
 
 
@@ -267,19 +267,18 @@ class HierarchicalAllGather(QuantizedAllGather):
     def state_dict(self) -> dict[str, Tensor]:
         # What has not arrived yet is sent again after a resume, to the same bits.
         state = super().state_dict() if self._sent is None else dict(self._sent.state)
-        if state and state["is_current"] and self.unit.checksum is not None:
-            state["checksum"] = self.unit.checksum  # whatever changes before the next gather is seen there too
-        if self.encoder.sends_differences and self.secondary_partition is not None and self.unit.keeps_copies:
-            state["copies"] = self.secondary_partition.clone()  # training goes on in place
-            if self._keeps_wires and self._kept_as is not None:
-                state["copies_dtype"] = torch.zeros(1, dtype=self._kept_as[0])  # that they were encoded from
-        return state
+        if not state:
+            return state
+        dtype = self._kept_as[0] if self._kept_as is not None else self.unit.gathered_dtype
+        copies = self.secondary_partition if self.unit.keeps_copies else None
+        checksum = self.unit.checksum if state["is_current"] else None  # what changes later is seen there too
+        return state | self.encoder.partition_state(checksum, copies, self.topology.num_nodes, dtype)
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
         super().load_state_dict(state)
-        if "checksum" in state:
+        if "checksum" in state and state["is_current"]:
             self.unit.checksum = state["checksum"].to(self.unit.device, copy=True)
-        if "copies" in state:
+        if has_copies(state):
             with on_stream(self.stream, self.unit.device):
                 self.secondary_partition = state["copies"].to(self.unit.device, copy=True)
             self._kept_as = (state.get("copies_dtype", self.secondary_partition).dtype, self.secondary_partition.device)

@@ -13,7 +13,7 @@ from ..monitor import ErrorMonitor
 from ..topology import RankLayout
 from ..traffic import Traffic
 from ..unseen_changes import checksum
-from ..weight_encoder import WeightEncoder
+from ..weight_encoder import WeightEncoder, has_copies
 from .unit import EmulatedUnit
 
 
@@ -146,20 +146,18 @@ class EmulatedAllGather:
 
     def state_dict(self, layout: RankLayout) -> dict[str, Tensor]:
         state = self.encoder.state_dict() if self._is_encoded else {}
-        if state and state["is_current"] and self._checksums:
-            state["checksum"] = self._checksums[layout.rank]
-        if self.copies is not None and self.unit.keeps_copies:
-            state["copies"] = self._copies_of(layout).clone()
-            if self.encoder.keeps_wires:
-                state["copies_dtype"] = torch.zeros(1, dtype=self.unit.dtype)
-        return state
+        if not state or not self._has_secondary:
+            return state
+        checksum = self._checksums[layout.rank] if state["is_current"] and self._checksums else None
+        copies = self._copies_of(layout) if self.copies is not None and self.unit.keeps_copies else None
+        return state | self.encoder.partition_state(checksum, copies, layout.num_nodes, self.unit.dtype)
 
     def load_state_dict(self, layout: RankLayout, state: dict[str, Tensor]) -> None:
         self.encoder.load_state_dict(state)
-        if "checksum" in state:
+        if "checksum" in state and state["is_current"]:
             # Ranks are loaded in turn, from 0 on.
             self._checksums[layout.rank :] = [state["checksum"].to(self.unit.device, copy=True)]
-        if "copies" in state:
+        if has_copies(state):
             if self.copies is None:
                 num_shards = len(self.layouts)
                 self.copies = state["copies"].new_zeros(num_shards, state["copies"].shape[-1], device=self.unit.device)
