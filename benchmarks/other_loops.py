@@ -40,7 +40,6 @@ class Trained:
 # Under a configuration, or plain FSDP2 for None: so many steps of so many micro-batches.
 Case = Callable[[ZeroPPConfig | None, int, int], Trained]
 
-# The ranks that share parameters on a node: all of them, but with tensor parallelism.
 CASES = {  # by name: its module and function, ranks, and ranks of a node that share parameters
     "Llama": ("other_loops_models:llama", 4, 2),
     "GPT-2": ("other_loops_models:gpt2", 4, 2),
@@ -80,10 +79,13 @@ def main() -> None:
     if arguments.cases == ["table"]:
         print_table(arguments.results)
         return
+    if unknown := set(arguments.cases) - CASES.keys():
+        parser.error(f"there is no case {', '.join(sorted(unknown))}")
     dist.init_process_group("gloo")
     sys.path.append(str(Path(__file__).parents[1] / "examples" / "library"))
-    for name, (where, ranks, ranks_of_node) in CASES.items():
-        if (not arguments.cases or name in arguments.cases) and ranks == dist.get_world_size():
+    for name in arguments.cases or CASES:
+        where, ranks, ranks_of_node = CASES[name]
+        if ranks == dist.get_world_size():
             module, function = where.split(":")
             case: Case = getattr(importlib.import_module(module), function)
             for accumulation in (1, 4):

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from other_loops import Trained, take
 from other_loops_models import SAMPLES, TOKENS, blocks_of, counting, make_llama
 from torch import nn
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from megatron_zpp.zeropp import ZeroPPConfig, apply_zeropp
 
@@ -149,6 +149,9 @@ def torchtitan(config: ZeroPPConfig | None, accumulation: int, steps: int) -> Tr
         assert own.model_spec is not None
         own.model_spec.model.layers = own.model_spec.model.layers[:2]
         trainer = (own if config is None else with_zeropp(own, config)).build()
+        for module in trainer.model_parts[0].modules():
+            if isinstance(module, FSDPModule):  # torchtitan wants a factor, which gloo's own reductions lack
+                module.set_force_sum_reduction_for_comms(True)
         losses, sent = record(trainer, accumulation)
         trainer.train()
         trainer.close()

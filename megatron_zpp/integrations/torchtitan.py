@@ -19,22 +19,19 @@ class ZeroPPTrainer(Trainer):
     class Config(Trainer.Config):
         zeropp: ZeroPPConfig = field(default_factory=ZeroPPConfig)
 
-        def __post_init__(self) -> None:
-            Trainer.Config.__post_init__(self)  # super() knows nothing of the class that slots=True makes
-            if not self.training.disable_cuda_graphs:
-                raise ValueError(
-                    "a CUDA graph would replay for ever what ZeRO++ decided to send when it was captured: set "
-                    "--training.disable_cuda_graphs"
-                )
-            if isinstance(self.loss, ChunkedLossWrapper.Config):
-                raise ValueError(
-                    "ChunkedLossWrapper backpropagates through lm_head apart from the norm of the same FSDP2 unit, and "
-                    "ZeRO++ reduces a unit as a whole: take the loss inside, config.loss = config.loss.loss_fn"
-                )
-
     config: Config
 
     def __init__(self, config: Config) -> None:
+        if not config.training.disable_cuda_graphs:
+            raise ValueError(
+                "a CUDA graph would replay for ever what ZeRO++ decided to send when it was captured: set "
+                "--training.disable_cuda_graphs"
+            )
+        if isinstance(config.loss, ChunkedLossWrapper.Config):
+            raise ValueError(
+                "ChunkedLossWrapper backpropagates through lm_head apart from the norm of the same FSDP2 unit, and "
+                "ZeRO++ reduces a unit as a whole: take the loss inside, config.loss = config.loss.loss_fn"
+            )
         super().__init__(config)
         # All stages that this rank has of a pipeline, after their weights were made.
         self.zeropp = apply_zeropp(nn.ModuleList(self.model_parts), config.zeropp)
@@ -51,6 +48,6 @@ class ZeroPPTrainer(Trainer):
 
 def with_zeropp(config: Trainer.Config, zeropp: ZeroPPConfig) -> ZeroPPTrainer.Config:
     """``config`` for ``ZeroPPTrainer``, without CUDA graphs."""
-    values = {field.name: getattr(config, field.name) for field in fields(config)}
+    values = {of.name: getattr(config, of.name) for of in fields(config)}
     values["training"] = replace(config.training, disable_cuda_graphs=True)
     return ZeroPPTrainer.Config(**values, zeropp=zeropp)

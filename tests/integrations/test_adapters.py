@@ -29,19 +29,19 @@ def test_torchtitans_defaults_that_cannot_be_are_refused_by_name():
     from examples.library.on_cpus import let_torchtitan_train_on_cpus
 
     let_torchtitan_train_on_cpus()
-    from torchtitan.config import TrainingConfig
     from torchtitan.models.llama3.config_registry import llama3_debugmodel
 
-    from megatron_zpp.integrations.torchtitan import ZeroPPTrainer, with_zeropp
+    from megatron_zpp.integrations.torchtitan import with_zeropp
 
-    config = llama3_debugmodel()
+    own = llama3_debugmodel()
+    config = with_zeropp(own, ZeroPPConfig())
+    assert config.training.disable_cuda_graphs
+    assert not own.training.disable_cuda_graphs  # the one that was given stays as it was
     with pytest.raises(ValueError, match=r"config\.loss = config\.loss\.loss_fn"):
-        with_zeropp(config, ZeroPPConfig())
-    config.loss = config.loss.loss_fn
-    assert with_zeropp(config, ZeroPPConfig()).training.disable_cuda_graphs
-    assert not config.training.disable_cuda_graphs  # the one that was given stays as it was
+        config.build()
+    config.training.disable_cuda_graphs = False
     with pytest.raises(ValueError, match=r"--training\.disable_cuda_graphs"):
-        ZeroPPTrainer.Config(model_spec=config.model_spec, loss=config.loss, training=TrainingConfig())
+        config.build()
 
 
 def test_torchtitans_command_line_has_the_settings_of_zeropp():
@@ -53,9 +53,7 @@ def test_torchtitans_command_line_has_the_settings_of_zeropp():
 
     from megatron_zpp.integrations.torchtitan import ZeroPPTrainer, with_zeropp
 
-    config = llama3_debugmodel()
-    config.loss = config.loss.loss_fn
-    default = with_zeropp(config, ZeroPPConfig(quantized_gradients=True))
+    default = with_zeropp(llama3_debugmodel(), ZeroPPConfig(quantized_gradients=True))
     words = ["--zeropp.hpz-partition-size", "8", "--zeropp.gradient-bits", "2"]
     parsed = tyro.cli(ZeroPPTrainer.Config, args=words, default=default)
     assert parsed.zeropp == ZeroPPConfig(quantized_gradients=True, hpz_partition_size=8, gradient_bits=2)
