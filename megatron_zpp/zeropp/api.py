@@ -11,12 +11,8 @@ and, with gradient accumulation, FSDP2's own ``model.set_is_last_backward(i == l
 
 from __future__ import annotations
 
-<<<<<<< .merge_file_fIAX9K
 from collections.abc import Mapping, Sequence
-=======
-from collections.abc import Mapping
 from contextlib import AbstractContextManager
->>>>>>> .merge_file_0ePjAb
 
 import torch
 import torch.distributed as dist

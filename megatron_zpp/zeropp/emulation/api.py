@@ -20,12 +20,8 @@ import torch
 from torch import Tensor, nn
 
 from ..config import ZeroPPConfig
-<<<<<<< .merge_file_ImRKYU
-from ..description import check_fingerprint, describe, fingerprint, warn
-from ..matrix_blocks import MomentumWire, batches
-=======
 from ..description import describe, state_of, state_prefix, warn, warn_of_lost_state
->>>>>>> .merge_file_IbnVN5
+from ..matrix_blocks import MomentumWire, batches
 from ..micro_batch import MicroBatch
 from ..monitor import ErrorMonitor
 from ..state_keys import below, unit_prefix
