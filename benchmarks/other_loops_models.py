@@ -20,7 +20,7 @@ from megatron_zpp.zeropp import ZeroPPConfig, apply_zeropp
 VOCABULARY, TOKENS, SAMPLES = 512, 32, 2  # of each micro-batch
 Batch = dict[str, Tensor]
 
-DECODER = dict(
+DECODER: dict[str, Any] = dict(
     vocab_size=VOCABULARY,
     hidden_size=64,
     intermediate_size=128,
@@ -50,7 +50,9 @@ def make_llama() -> nn.Module:
 
 
 def make_gpt2() -> nn.Module:
-    shape = dict(vocab_size=VOCABULARY, n_embd=64, n_layer=2, n_head=4, n_positions=TOKENS, use_cache=False)
+    shape: dict[str, Any] = dict(
+        vocab_size=VOCABULARY, n_embd=64, n_layer=2, n_head=4, n_positions=TOKENS, use_cache=False
+    )
     return transformers.GPT2LMHeadModel(transformers.GPT2Config(**shape))
 
 
@@ -63,14 +65,14 @@ def make_qwen3() -> nn.Module:
 
 
 def make_vit() -> nn.Module:
-    shape = dict(hidden_size=64, num_hidden_layers=2, num_attention_heads=4, intermediate_size=128)
+    shape: dict[str, Any] = dict(hidden_size=64, num_hidden_layers=2, num_attention_heads=4, intermediate_size=128)
     return transformers.ViTForImageClassification(
         transformers.ViTConfig(**shape, image_size=32, patch_size=8, num_labels=8)
     )
 
 
 def make_bert() -> nn.Module:
-    shape = dict(hidden_size=64, num_hidden_layers=2, num_attention_heads=4, intermediate_size=128)
+    shape: dict[str, Any] = dict(hidden_size=64, num_hidden_layers=2, num_attention_heads=4, intermediate_size=128)
     return transformers.BertForMaskedLM(transformers.BertConfig(**shape, vocab_size=VOCABULARY))
 
 
@@ -97,7 +99,7 @@ def train(
     stance: torch.compile's, of the optimizer's step.
     """
     torch.manual_seed(0)
-    model = make()
+    model: Any = make()
     parameters = sum(parameter.numel() for parameter in model.parameters())
     told = prepare(model)
     for block in blocks_of(model):

@@ -86,13 +86,13 @@ def huggingface_trainer(config: ZeroPPConfig | None, accumulation: int, steps: i
             save_strategy="no",
             report_to="none",
             disable_tqdm=True,
-            fsdp=True,
+            fsdp=True,  # type: ignore[arg-type]
             fsdp_config={"version": 2},
         )
         dataset = [{name: tensor[i] for name, tensor in sample.items()} for sample in samples for i in range(SAMPLES)]
         parameters = size(llama)
         callbacks = [Sent()] if callback is None else [callback, Sent()]
-        Recorded(llama, arguments, train_dataset=dataset, callbacks=callbacks).train()
+        Recorded(llama, arguments, train_dataset=dataset, callbacks=callbacks).train()  # type: ignore[arg-type]
     return Trained(losses, sent, parameters)
 
 

@@ -45,10 +45,10 @@ trainer = Trainer(
         disable_tqdm=True,
         save_steps=arguments.steps // 2,
         report_to="none",
-        fsdp=True,
+        fsdp=True,  # type: ignore[arg-type]
         fsdp_config={"version": 2, "state_dict_type": "SHARDED_STATE_DICT"},
     ),
-    train_dataset=samples,
+    train_dataset=samples,  # type: ignore[arg-type]
     callbacks=[ZeroPPCallback(config)],
 )
 trainer.train(resume_from_checkpoint=arguments.resume)

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed.checkpoint as dcp
-from torch import nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from megatron_zpp.zeropp import ZeroPP, ZeroPPConfig, apply_zeropp
@@ -28,10 +27,10 @@ class ZeroPPCallback(TrainerCallback):
         self._loss_scale: float | None = None  # of fp16's gradients, since the first step
 
     def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, *, model: nn.Module, **kwargs: Any
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         if self.zeropp is None:  # train() may be called again
-            self.zeropp = apply_zeropp(model, self.config)
+            self.zeropp = apply_zeropp(kwargs["model"], self.config)
         folder = _folder(args, state)
         if folder.exists():
             dcp.load({"zeropp": self.zeropp}, checkpoint_id=folder)
@@ -39,9 +38,10 @@ class ZeroPPCallback(TrainerCallback):
             logger.warning("there is no state of ZeRO++ in %s: LoCo's errors and weight differences begin anew", folder)
 
     def on_optimizer_step(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, *, optimizer: Any, **kwargs: Any
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         assert self.zeropp is not None
+        optimizer = kwargs["optimizer"]  # accelerate's
         if optimizer.step_was_skipped:  # fp16 gradients overflowed
             self.zeropp.undo_step()
         if optimizer.scaler is not None:

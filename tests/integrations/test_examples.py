@@ -19,7 +19,7 @@ STEPS = 8
 def run(*words: str) -> list[float]:
     """The losses that one of the examples printed."""
     process = torchrun(4, list(words), script="examples/library/on_cpus.py")
-    out, err = process.communicate(timeout=200)
+    out, err = process.communicate(timeout=280)
     assert process.returncode == 0, err
     lines = re.findall(r"step: *(\d+) .*?loss: *([\d.]+)|step (\d+): loss ([\d.]+)", out + err)
     losses = {int(step or titans_step): float(loss or titans) for titans_step, titans, step, loss in lines}
