@@ -118,6 +118,19 @@ class WireLayout:
         self.nbytes = offset
         self.table = self._table()
 
+    def bytes_of(self, index: int) -> tuple[slice, ...]:
+        """Where the codes and the scales of one parameter are in a wire buffer, or its values."""
+        start = sum(parameter.numel for parameter in self.parameters[:index])
+        stop = start + self.parameters[index].numel
+        for segment in self.quantized:
+            if segment.start == start:
+                return segment.codes, segment.scales
+        for segment in self.unquantized:
+            if segment.start <= start < stop <= segment.stop:
+                first, last = (segment.codes.start + (at - segment.start) * self.dtype.itemsize for at in (start, stop))
+                return (slice(first, last),)
+        return ()  # no elements
+
     def _table(self) -> list[int]:
         """The format as the operators take it: five numbers of all of it, then five for each segment."""
         table = [self.bits or 0, kernels.TYPES.get(self.dtype, 0), self.nbytes]
