@@ -122,14 +122,13 @@ class WireLayout:
         """Where the codes and the scales of one parameter are in a wire buffer, or its values."""
         start = sum(parameter.numel for parameter in self.parameters[:index])
         stop = start + self.parameters[index].numel
-        for segment in self.quantized:
-            if segment.start == start:
-                return segment.codes, segment.scales
-        for segment in self.unquantized:
-            if segment.start <= start < stop <= segment.stop:
-                first, last = (segment.codes.start + (at - segment.start) * self.dtype.itemsize for at in (start, stop))
-                return (slice(first, last),)
-        return ()  # no elements
+        if start == stop:
+            return ()
+        (segment,) = (s for s in self.quantized + self.unquantized if s.start <= start < s.stop)
+        if segment.block_size:
+            return segment.codes, segment.scales
+        first, last = (segment.codes.start + (at - segment.start) * self.dtype.itemsize for at in (start, stop))
+        return (slice(first, last),)
 
     def _table(self) -> list[int]:
         """The format as the operators take it: five numbers of all of it, then five for each segment."""
