@@ -1,6 +1,6 @@
 """Frozen weights cross nodes once, and again when a program changes them; what arrives is as if all had crossed.
 
-The oracles: plain FSDP2, the same parameters in units of their own, and a run that is told at every step that all changed.
+The oracles: plain FSDP2, the same parameters in units of their own, and a run that is told each time that all changed.
 """
 
 from __future__ import annotations
