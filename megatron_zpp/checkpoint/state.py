@@ -3,14 +3,14 @@
 model.NAME             parameters, fp32
 optimizer.NAME.KEY     the optimizer's state of a parameter
 rng.RANK.DEVICE        random states
-zeropp.RANK.KEY        LoCo's errors, scales of elements, copies of weights that travel as differences, noise counters
+zeropp.RANK.…/KEY      LoCo's errors, scales of elements, copies of weights that travel as differences, noise counters
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -47,7 +47,7 @@ def checkpoint_state(
     if save_rng:
         state |= {f"rng.{name}": tensor for name, tensor in ranks.random_states.state_dict().items()}
     if zeropp is not None:
-        state |= {f"zeropp.{ranks.state_prefix}{name}": tensor for name, tensor in zeropp.state_dict().items()}
+        state |= {f"zeropp.{name}": tensor for name, tensor in zeropp.state_dict().items()}
     return state
 
 
@@ -106,7 +106,8 @@ def load_checkpoint(
         load_rng = False
     if load_rng:
         state |= {f"rng.{name}": tensor for name, tensor in rng.items()}
-    load_zeropp = zeropp is not None and optimizer is not None and bool(zeropp.state_dict())
+    own_ranks = {name.partition(".")[0] for name in zeropp.state_dict()} if zeropp is not None else set()
+    load_zeropp = optimizer is not None and bool(own_ranks)
     kept = "LoCo's errors, scales of elements and weight copies"
     if load_zeropp and (not same_layout or _comparable(meta["zeropp"]) != _comparable(_zeropp_layout(zeropp))):
         notes.append(f"{kept} start anew: saved with other ranks, nodes or ZeRO++ settings")
@@ -117,9 +118,8 @@ def load_checkpoint(
             raise CheckpointError(f"{checkpoint} was saved without its optimizer: load it with --no-load-optim")
         metadata, places = read_index(checkpoint, meta)
         if load_zeropp:
-            prefix = f"zeropp.{ranks.state_prefix}"
-            zeropp_state = _tensors_to_fill(metadata.state_dict_metadata, prefix)
-            state |= {f"{prefix}{name}": tensor for name, tensor in zeropp_state.items()}
+            zeropp_state = _zeropp_tensors_to_fill(metadata.state_dict_metadata, own_ranks)
+            state |= {f"zeropp.{name}": tensor for name, tensor in zeropp_state.items()}
         _check_shapes(checkpoint, state, metadata.state_dict_metadata)
     failure = None
     try:
@@ -141,10 +141,8 @@ def load_checkpoint(
     if zeropp is not None:
         zeropp.invalidate()
         if load_zeropp:
-            try:
-                zeropp.load_state_dict({name: tensor.to(zeropp.device) for name, tensor in zeropp_state.items()})
-            except ValueError:  # on all ranks: earlier versions divided some models into other units
-                notes.append(f"{kept} start anew: saved by a version with other units of this model")
+            # Which leaves it out with a warning where an earlier version divided the model into other units.
+            zeropp.load_state_dict({name: tensor.to(zeropp.device) for name, tensor in zeropp_state.items()})
     return notes
 
 
@@ -194,12 +192,12 @@ def _comparable(zeropp_layout: dict[str, Any] | None) -> Any:
     return json.loads(json.dumps(zeropp_layout | {"config": config}))
 
 
-def _tensors_to_fill(saved: Mapping[str, Any], prefix: str) -> dict[str, Tensor]:
-    """Empty tensors of the shapes in which those whose names begin with ``prefix`` were saved."""
+def _zeropp_tensors_to_fill(saved: Mapping[str, Any], ranks: Collection[str]) -> dict[str, Tensor]:
+    """Empty tensors of the shapes in which the ZeRO++ state of these ranks was saved, by whatever version."""
     return {
-        name.removeprefix(prefix): torch.empty(entry.size, dtype=entry.properties.dtype)
+        name.removeprefix("zeropp."): torch.empty(entry.size, dtype=entry.properties.dtype)
         for name, entry in saved.items()
-        if name.startswith(prefix)
+        if name.startswith("zeropp.") and name.split(".")[1] in ranks
     }
 
 

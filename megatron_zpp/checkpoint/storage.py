@@ -1,7 +1,8 @@
 """How torch.distributed.checkpoint's tensors lie in files: safetensors with a JSON index, no pickle anywhere.
 
-(DCP's own writers pickle their index, and its safetensors writer keeps a rank's whole part twice in memory.) Files are
-hashed as they are written. Everything that is read back is checked before it is used.
+(DCP's own writers pickle their index, and its safetensors writer keeps a rank's whole part twice in memory. Its
+HuggingFaceStorageReader opens what is written here.) Files are hashed as they are written. Everything that is read back
+is checked before it is used.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import json
 import math
 import os
 import reprlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -81,11 +82,16 @@ class _Written:
 
 
 def write_safetensors(
-    path: Path, parts: Iterable[tuple[str, torch.dtype, tuple[int, ...]]], tensor_of: Callable[[str], Tensor]
+    path: Path,
+    parts: Iterable[tuple[str, torch.dtype, tuple[int, ...]]],
+    tensor_of: Callable[[str], Tensor],
+    offsets: Mapping[str, Sequence[int]] | None = None,
 ) -> File:
     """Write tensors one by one.
 
     parts: name, dtype and shape of every tensor, in any order. tensor_of: called once for each, when its turn comes.
+    offsets: where each begins in the tensor that it is a part of. DCP's HuggingFaceStorageReader looks for them in the
+    header; our own reader goes by the index.
     """
     parts = sorted(parts, key=lambda part: -part[1].itemsize)  # so that all are aligned
     header: dict[str, Any] = {}
@@ -93,7 +99,11 @@ def write_safetensors(
     for name, dtype, shape in parts:
         begin, end = end, end + math.prod(shape) * dtype.itemsize
         header[name] = {"dtype": _DTYPE_NAMES[dtype], "shape": list(shape), "data_offsets": [begin, end]}
-    text = json.dumps(header, separators=(",", ":")).encode()
+    more = {}
+    if offsets is not None:
+        sharding = {name: {"saved_offsets": list(of_tensor)} for name, of_tensor in offsets.items()}
+        more["__metadata__"] = {"DCP_SHARDING_INFO": json.dumps(sharding, separators=(",", ":"))}
+    text = json.dumps(more | header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     prefix = len(text).to_bytes(8, "little") + text
     sums, nonfinite = Sums(), []
@@ -164,14 +174,17 @@ class CheckpointWriter(StorageWriter):
         if not items:
             done.set_result([])
             return done
-        parts = []
+        parts, offsets = [], {}
         for key, item in items.items():
             assert item.tensor_data is not None, f"{key} is not a tensor"
-            parts.append((key, item.tensor_data.properties.dtype, tuple(item.tensor_data.chunk.sizes)))
+            chunk = item.tensor_data.chunk
+            parts.append((key, item.tensor_data.properties.dtype, tuple(chunk.sizes)))
+            offsets[key] = tuple(chunk.offsets)
         file = write_safetensors(
             Path(folder) / name,
             parts,
             lambda key: planner.resolve_data(items[key]),  # type: ignore[arg-type,return-value]
+            offsets,
         )
         done.set_result(
             [

@@ -20,8 +20,8 @@ from .monitor import ErrorMonitor
 from .streams import on_stream
 from .traffic import Traffic
 from .unit_part import UnitPart
-from .unseen_changes import UnseenChanges, load_changes, state_of_changes
-from .weight_encoder import WeightEncoder
+from .unseen_changes import UnseenChanges, load_changes
+from .weight_encoder import WeightEncoder, has_copies
 from .wire_format import WireFormat
 
 
@@ -275,23 +275,22 @@ class HierarchicalAllGather(QuantizedAllGather):
     def state_dict(self) -> dict[str, Tensor]:
         # What has not arrived yet is sent again after a resume, to the same bits.
         state = super().state_dict() if self._sent is None else dict(self._sent.state)
-        if state:
-            in_flight = self._sent.part.indices if self._sent is not None else ()
-            unsent = {*in_flight, *self.unit.changed_part.indices} if not state["is_current"] else set()
-            state |= state_of_changes(self.unit, self.unit.checksums, unsent)
-        if self.encoder.sends_differences and self.secondary_partition is not None and self.unit.keeps_copies:
-            state["copies"] = self.secondary_partition.clone()  # training goes on in place
-            if self._keeps_wires and self._kept_as is not None:
-                state["copies_dtype"] = torch.zeros(1, dtype=self._kept_as[0])  # that they were encoded from
-        return state
+        if not state:
+            return state
+        dtype = self._kept_as[0] if self._kept_as is not None else self.unit.gathered_dtype
+        copies = self.secondary_partition if self.unit.keeps_copies else None
+        unsent = set() if state["is_current"] else set(self.unit.changed_part.indices)
+        if self._sent is not None:
+            unsent.update(self._sent.part.indices)
+        return state | self.encoder.partition_state(self.unit.checksums, unsent, copies, self.topology.num_nodes, dtype)
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
         super().load_state_dict(state)
-        if "copies" in state:
+        if has_copies(state):
             with on_stream(self.stream, self.unit.device):
                 self.secondary_partition = state["copies"].to(self.unit.device, copy=True)
             self._kept_as = (state.get("copies_dtype", self.secondary_partition).dtype, self.secondary_partition.device)
-        self.unit.checksums |= load_changes(self.unit, state)
+        self.unit.checksums |= load_changes(self.unit, state, has_copies(state))
 
 
 def gather_wires(wire: Tensor, group: dist.ProcessGroup) -> Tensor:

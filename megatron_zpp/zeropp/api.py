@@ -21,7 +21,7 @@ from .agreement import Agreement
 from .all_gather import HierarchicalAllGather, QuantizedAllGather
 from .collectives import PlainAllGather, PlainReduceScatter, count_all_reduces
 from .config import ZeroPPConfig
-from .description import check_fingerprint, describe, fingerprint, warn
+from .description import describe, state_of, state_prefix, warn, warn_of_lost_state
 from .fsdp_unit import FSDPUnit, find_units, follow_forward_passes
 from .gradient_hops import GradientHops
 from .micro_batch import MicroBatch
@@ -30,7 +30,7 @@ from .own_rank import OwnRank
 from .reduce_scatter import HierarchicalReduceScatter
 from .state_keys import below, unit_prefix
 from .streams import new_stream
-from .topology import Topology
+from .topology import Topology, process_rank
 from .traffic import Traffic
 from .unit import follow_optimizers
 from .unseen_changes import Passes, UnseenChanges
@@ -56,8 +56,7 @@ def apply_zeropp(
         if config.enabled and unit.replicas is not None:
             raise ValueError(f"{unit.label} is sharded over a two-dimensional (HSDP) mesh; ZeRO++ needs a flat one")
     zeropp = ZeroPP(model=model, units=units, config=config, pipeline=pipeline, tensor_parallel=tensor_parallel)
-    groups = {*(topology.group for topology in zeropp.topologies), pipeline, tensor_parallel}
-    if all(group is None or group.rank() == 0 for group in groups):  # one rank speaks for the job
+    if zeropp.speaks:
         warn(config, units, zeropp.topologies, zeropp.device)
     return zeropp
 
@@ -80,6 +79,8 @@ class ZeroPP:
         self.config, self.units, self.traffic = config, units, Traffic()
         self.ranks = OwnRank()
         self._pipeline, self._tensor_parallel = pipeline, tensor_parallel
+        groups = {*(topology.group for topology in self.topologies), pipeline, tensor_parallel}
+        self.speaks = all(group is None or group.rank() == 0 for group in groups)  # one rank for the job
         self._monitor, self._micro_batch = ErrorMonitor(), MicroBatch()
         self._passes = Passes(self._micro_batch)
         unseen_changes = {topology: UnseenChanges(topology, self._passes, self.traffic) for topology in self.topologies}
@@ -170,26 +171,38 @@ class ZeroPP:
 
     def state_dict(self) -> dict[str, Tensor]:
         """What this rank must keep for an exact continuation."""
-        state = {
+        own = {
             unit_prefix(kind, unit) + key: value
             for kind, collectives in self._stateful().items()
             for unit, collective in collectives.items()
             for key, value in collective.state_dict().items()
         }
-        if self.config.has_bits_warmup:
-            state |= self._micro_batch.state_dict()
-        if state:
-            state["fingerprint"] = torch.tensor(fingerprint(self.config, self.topologies, self.units))
-        return state
+        if own or self.config.has_bits_warmup:  # a run may begin with a warm-up when it resumes
+            own |= self._micro_batch.state_dict()
+        prefix = state_prefix(process_rank(), self.config, self.topologies, self.units)
+        return {prefix + key: value for key, value in own.items()}
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        """Take back what ``state_dict`` gave on the same rank of the same layout; raises ValueError for others."""
-        check_fingerprint(state, self.config, self.topologies, self.units)
+        """Take back what ``state_dict`` gave on the same rank of the same layout; collective."""
+        own = state_of(process_rank(), state, self.config, self.topologies, self.units)
+        if not self._all_have(own is not None):  # a rank alone would send other bytes than the others wait for
+            own = {}
+            if self.speaks and self.state_dict():
+                warn_of_lost_state()
+        assert own is not None
         self.invalidate()
-        self._micro_batch.load_state_dict(state)
+        self._micro_batch.load_state_dict(own)
         for kind, collectives in self._stateful().items():
             for unit, collective in collectives.items():
-                collective.load_state_dict(below(state, unit_prefix(kind, unit)))
+                collective.load_state_dict(below(own, unit_prefix(kind, unit)))
+
+    def _all_have(self, has: bool) -> bool:
+        """Whether it is so on all ranks that units are shared with; collective."""
+        flag = torch.tensor(int(has), device=self.device)
+        # The largest group last: it has the ranks of the others, and tells all of them the same.
+        for topology in sorted(dict.fromkeys(self.topologies), key=lambda topology: topology.world_size):
+            dist.all_reduce(flag, op=dist.ReduceOp.MIN, group=topology.group)
+        return bool(flag)
 
     def _begin_forward_pass(self, synchronizes: bool) -> None:
         for unit in self.units:

@@ -15,6 +15,7 @@ from . import kernels
 from .bits_warmup import BitsWarmup
 from .config import ZeroPPConfig
 from .quantization import Code, mix_seed
+from .state_keys import below
 from .topology import RankLayout
 from .unit import Unit
 from .wire_layout import FEWEST_QUANTIZED, block_size_of
@@ -106,15 +107,36 @@ def fingerprint(config: ZeroPPConfig, layouts: Sequence[RankLayout], units: Sequ
     return mix_seed(repr(replace(config, seed=0)), repr(shape), repr(shards), *kept_as)
 
 
-def check_fingerprint(
-    state: Mapping[str, Tensor], config: ZeroPPConfig, layouts: Sequence[RankLayout], units: Sequence[Unit]
-) -> None:
-    """Raise ValueError if a rank's saved ``state`` is of another layout."""
-    if state and int(state["fingerprint"]) != fingerprint(config, layouts, units):
-        raise ValueError(
-            "this ZeRO++ state was saved with another model, other ranks and nodes, or another ZeroPPConfig: start "
-            "without it, then LoCo's errors begin at zero, elements have no scales, and weights are sent in full"
-        )
+def state_prefix(rank: int, config: ZeroPPConfig, layouts: Sequence[RankLayout], units: Sequence[Unit]) -> str:
+    """Of the keys of a rank's state. They name its layout, so that a loader misses them where it has another one."""
+    shapes = dict.fromkeys((layout.num_nodes, layout.ranks_per_node) for layout in layouts)
+    nodes = " and ".join(f"{num_nodes} x {ranks_per_node}" for num_nodes, ranks_per_node in shapes)
+    return f"{rank}.{nodes} ranks, settings {fingerprint(config, layouts, units):08x}/"
+
+
+def state_of(
+    rank: int,
+    state: Mapping[str, Tensor],
+    config: ZeroPPConfig,
+    layouts: Sequence[RankLayout],
+    units: Sequence[Unit],
+) -> dict[str, Tensor] | None:
+    """What a saved ``state`` has for a rank of this layout, by KIND/UNIT/KEY; None: it is of another one."""
+    own = below(state, state_prefix(rank, config, layouts, units))
+    if own:
+        return own
+    # Earlier versions kept the fingerprint as a number, and left the rank to whoever saved.
+    own = below(state, f"{rank}.") or dict(state)
+    is_ours = "fingerprint" in own and int(own["fingerprint"]) == fingerprint(config, layouts, units)
+    return own if is_ours else None
+
+
+def warn_of_lost_state() -> None:
+    logger.warning(
+        "the state of ZeRO++ is left out: it was saved with another model, other ranks and nodes, or another "
+        "ZeroPPConfig, or not by all ranks. LoCo's errors begin at zero, elements have no scales, and weights are sent "
+        "in full once"
+    )
 
 
 def warn(config: ZeroPPConfig, units: Sequence[Unit], layouts: Sequence[RankLayout], device: torch.device) -> None:

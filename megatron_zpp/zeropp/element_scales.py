@@ -124,7 +124,9 @@ class ElementScales:
         return state if exponents is None else state | {"exponents": exponents}
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        self.exponents, self.steps, self.travelled = state.get("exponents"), int(state["steps"]), []
+        """Take back what ``state_dict`` gave; before the first step, and without a state, there are no scales."""
+        self.steps, self.travelled = int(state.get("steps", 0)), []
+        self.exponents = state["exponents"] if self.steps > 0 else None
 
     def _moved(self) -> tuple[Tensor | None, int]:
         exponents, steps = self.exponents, self.steps

@@ -64,6 +64,12 @@ class FSDPUnit(Unit):
         return [param.sharded_param for param in self._param_group.fsdp_params]
 
     @property
+    def gathered_dtype(self) -> torch.dtype:
+        """In which parameters are gathered, as their mixed-precision policy says before the first pass."""
+        dtype: torch.dtype | None = self._param_group.mp_policy.param_dtype
+        return dtype if dtype is not None else self.parameters[0].dtype
+
+    @property
     def is_in_backward(self) -> bool:
         # Activation checkpointing runs forward passes within the backward pass.
         in_backward: bool = self._param_group._training_state.name == "PRE_BACKWARD"

@@ -36,6 +36,7 @@ class GradientHop:
     """One rank's sending and receiving among the G ranks of one hop: those of its node, or those of its local rank."""
 
     name: str  # "intra" or "inter" nodes
+    rows: tuple[int, ...]  # of what is sent, but for L: (P, N) or (N,)
     unit: Unit
     rank: int
     config: ZeroPPConfig
@@ -92,6 +93,29 @@ class GradientHop:
         if self.element_scales is not None:
             self.element_scales.arrived(self.format, sent, received.parts)
 
+    def state_dict(self) -> dict[str, Tensor]:
+        """Of the same keys and shapes whether anything came or not: what is not there yet is zeros."""
+        parameters, state = self.unit.parameter_shards(trainable_only=True), dict[str, Tensor]()
+        zeros = partial(torch.zeros, dtype=torch.uint8, device=self.unit.device)
+        if self.feedback is not None:
+            own = self.feedback.state_dict()
+            if "error" not in own:
+                format = self.feedback.format(parameters, self.config.gradient_block_size)
+                own["error"] = zeros(*self.rows, format.nbytes)
+            state |= {f"{self.name}.{key}": value for key, value in own.items()}
+        if self.element_scales is not None:
+            own = self.element_scales.state_dict()
+            if "exponents" not in own:
+                own["exponents"] = zeros(2, *self.rows, sum(parameter.numel for parameter in parameters))
+            state |= {f"element_scales.{key}": value for key, value in own.items()}
+        return state
+
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        for prefix, part in ((f"{self.name}.", self.feedback), ("element_scales.", self.element_scales)):
+            if part is not None:
+                own = below(state, prefix)
+                part.load_state_dict({key: value.to(self.unit.device) for key, value in own.items()})
+
     def _sample(self, pieces: Tensor, wires: Tensor, format: WireFormat | ScaledFormat, error: Tensor | None) -> None:
         assert self.format is not None
         arrived = format.decode(wires, out=torch.empty_like(pieces, dtype=torch.float32))
@@ -137,14 +161,18 @@ class GradientHops:
             micro_batch=micro_batch,
             progress=self.progress,
         )
-        self.within_node = hop(name="intra") if layout.ranks_per_node > 1 else None
-        self.between_nodes = hop(name="inter") if layout.num_nodes > 1 else None
+        num_nodes, ranks_per_node = layout.num_nodes, layout.ranks_per_node
+        self.within_node = hop(name="intra", rows=(ranks_per_node, num_nodes)) if ranks_per_node > 1 else None
+        self.between_nodes = hop(name="inter", rows=(num_nodes,)) if num_nodes > 1 else None
+
+    @property
+    def _hops(self) -> list[GradientHop]:
+        return [hop for hop in (self.within_node, self.between_nodes) if hop is not None]
 
     @property
     def feedback(self) -> dict[str, ErrorFeedback]:
         """LoCo's, by the name of the hop."""
-        hops = (self.within_node, self.between_nodes)
-        return {hop.name: hop.feedback for hop in hops if hop is not None and hop.feedback is not None}
+        return {hop.name: hop.feedback for hop in self._hops if hop.feedback is not None}
 
     @property
     def element_scales(self) -> ElementScales | None:
@@ -219,20 +247,14 @@ class GradientHops:
         self.unit.holds_gradients, self.progress.micro_batches = False, 0
 
     def state_dict(self) -> dict[str, Tensor]:
-        state = {f"{hop}.{k}": v for hop, feedback in self.feedback.items() for k, v in feedback.state_dict().items()}
+        state = {key: value for hop in self._hops for key, value in hop.state_dict().items()}
         if self.config.gradient_rounding == "stochastic" or self.config.gradient_sum_dtype != "fp32":
             state["steps"] = torch.tensor(self.progress.steps)
-        if self.element_scales is not None:
-            state |= {f"element_scales.{key}": value for key, value in self.element_scales.state_dict().items()}
         return state
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
         self._drop_kept()
         if "steps" in state:
             self.progress.steps = int(state["steps"])
-        for hop, feedback in self.feedback.items():
-            own = below(state, f"{hop}.")
-            feedback.load_state_dict({key: value.to(self.unit.device) for key, value in own.items()})
-        if self.element_scales is not None:
-            own = below(state, "element_scales.")
-            self.element_scales.load_state_dict({key: value.to(self.unit.device) for key, value in own.items()})
+        for hop in self._hops:
+            hop.load_state_dict(state)

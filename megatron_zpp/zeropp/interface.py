@@ -41,10 +41,6 @@ class Ranks(Protocol):
     def random_states(self) -> RandomStates:
         """What the ranks' random numbers, such as dropout's, are drawn from."""
 
-    @property
-    def state_prefix(self) -> str:
-        """Prefix that makes ``state_dict``'s keys unique among all ranks: "RANK.", or "" where they are already."""
-
     def __len__(self) -> int: ...
 
     def __iter__(self) -> Iterator[AbstractContextManager[None]]: ...
@@ -127,10 +123,16 @@ class ZeroPPInterface(Protocol):
         """
 
     def state_dict(self) -> dict[str, Tensor]:
-        """What the ranks must keep for an exact continuation: LoCo's errors, element scales, copies, noise counters."""
+        """What the ranks must keep for an exact continuation: LoCo's errors, element scales, copies, noise counters.
+
+        Keys begin with "RANK.", so that those of all ranks make one state. They and their shapes are the same from the
+        start, as ``torch.distributed.checkpoint`` wants it, which loads into what it finds here. Training on changes
+        nothing in what was given.
+        """
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        """Take back what ``state_dict`` gave on the same ranks of the same layout; without it, gather weights anew.
+        """Take back what ``state_dict`` gave on the same ranks of the same layout; collective.
 
-        Raises ValueError when the state is of another model, layout or config.
+        State of another model, layout or config is left out with a warning, on all ranks if one does not find its own:
+        then all begins anew, and weights are gathered in full.
         """

@@ -9,7 +9,7 @@ from .config import LoCoConfig
 from .element_scales import ScaledFormat
 from .gradient_sum import GradientSum
 from .wire_format import WireFormat, wire_format
-from .wire_layout import Compensation
+from .wire_layout import Compensation, ParameterShard
 
 ERROR_FORMATS = {"int8": (8, torch.float32), "bf16": (None, torch.bfloat16), "fp32": (None, torch.float32)}
 
@@ -32,6 +32,11 @@ class ErrorFeedback:
         self._before_step: tuple[Tensor | None, int] = (None, 0)
         self._format: WireFormat | None = None  # of ``error``
 
+    def format(self, parameters: tuple[ParameterShard, ...], block_size: int | None) -> WireFormat:
+        """In which the error of these gradients is kept."""
+        bits, dtype = ERROR_FORMATS[self.config.error_dtype]
+        return wire_format(parameters, bits, block_size, dtype)
+
     def begin_step(self) -> None:
         """Say that the gradients to come are another optimizer step's: ``undo_step`` returns here.
 
@@ -52,8 +57,7 @@ class ErrorFeedback:
         is_last: whether this is the last encoding of an optimizer step.
         """
         config, interval = self.config, self.config.reset_interval
-        bits, dtype = ERROR_FORMATS[config.error_dtype]
-        self._format = wire_format(hop.parameters, bits, hop.block_size, dtype)
+        self._format = self.format(hop.parameters, hop.block_size)
         self.steps += is_last
         decay, new_error = 1.0, None
         if is_last and config.reset == "hard" and interval is not None and self.steps >= interval:
@@ -92,5 +96,7 @@ class ErrorFeedback:
         return state
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        self.steps, self.error = int(state["steps"]), state.get("error")
+        """Take back what ``state_dict`` gave; zeros stand for no error, and so does no state."""
+        self.steps, error = int(state.get("steps", 0)), state.get("error")
+        self.error = error if error is not None and error.any() else None
         self._before_step = (self.error, self.steps)

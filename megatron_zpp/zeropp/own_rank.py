@@ -26,10 +26,6 @@ class OwnRank:
     def world_size(self) -> int:
         return dist.get_world_size() if dist.is_initialized() else 1
 
-    @property
-    def state_prefix(self) -> str:
-        return f"{process_rank()}."
-
     def __len__(self) -> int:
         return 1
 

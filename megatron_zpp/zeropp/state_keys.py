@@ -1,4 +1,4 @@
-"""Keys of the states that checkpoints keep: "KIND/UNIT/KEY" of a unit's collectives, "RANK.KEY" of several ranks."""
+"""Keys of the states that checkpoints keep: "RANK.LAYOUT/KIND/UNIT/KEY"; of random states "RANK.DEVICE"."""
 
 from __future__ import annotations
 

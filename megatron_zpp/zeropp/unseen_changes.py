@@ -21,7 +21,7 @@ from .unit import Unit
 from .unit_part import UnitPart
 
 WORD_BYTES = 8
-CHECKSUM_KEYS = ("checksum", "frozen_checksum")  # of a unit's parts; there are two if some are trained and some are not
+CHECKSUM_KEYS = ("checksum", "frozen_checksum")  # of a unit's parts, which are one or two
 
 
 def checksum(shard: Tensor) -> Tensor:
@@ -48,30 +48,38 @@ def checksums(shard: Tensor, parts: Iterable[UnitPart]) -> dict[tuple[int, ...],
 
 
 def state_of_changes(
-    unit: Unit, of_parts: Mapping[tuple[int, ...], Tensor], unsent: Collection[int]
+    unit: Unit, known: Mapping[tuple[int, ...], Tensor], unsent: Collection[int], dtype: torch.dtype
 ) -> dict[str, Tensor]:
-    """What a resumed run must know of changes: checksums of what was gathered as it is, and the rest, by indices."""
-    # Whatever changes before the next gather is seen there too.
-    state = {
-        key: of_parts[part.indices]
-        for key, part in zip(CHECKSUM_KEYS, unit.parts, strict=False)
-        if part.indices in of_parts and not set(part.indices) & set(unsent)
-    }
-    if 0 < len(unsent) < len(unit.parameters):
-        state["unsent"] = torch.tensor(sorted(unsent))
+    """What a resumed run must know of changes: the parameters that are yet to be sent, and checksums of the others.
+
+    Of the same keys and shapes whatever is known; unknown checksums are zeros.
+    """
+    state = {}
+    for key, part in zip(CHECKSUM_KEYS, unit.parts, strict=False):
+        value = known.get(part.indices) if set(part.indices).isdisjoint(unsent) else None
+        if value is None:
+            numel = sum(parameter.numel for parameter in part.parameters)
+            value = torch.zeros_like(checksum(torch.empty(numel, dtype=dtype, device="meta")), device=unit.device)
+        state[key] = value
+    if len(unit.parts) > 1:
+        state["unsent"] = torch.tensor([index in unsent for index in unit.whole.indices])
     return state
 
 
-def load_changes(unit: Unit, state: Mapping[str, Tensor]) -> dict[tuple[int, ...], Tensor]:
-    """Take back what ``state_of_changes`` gave, beside copies: mark the unit's parameters; returns the checksums."""
-    if "copies" in state and unit.parameters_changed():
+def load_changes(unit: Unit, state: Mapping[str, Tensor], has_copies: bool) -> dict[tuple[int, ...], Tensor]:
+    """Take back what ``state_of_changes`` gave, and return the checksums; what is unsent, but for its copies, moved."""
+    if "unsent" in state:
+        unsent = set(state["unsent"].nonzero().flatten().tolist())
+    else:
+        unsent = set() if not state or state["is_current"] else set(unit.whole.indices)
+    if has_copies and unit.parameters_changed():
         unit.mark_gathered()
-        unit.mark_moved(state["unsent"].tolist() if "unsent" in state else unit.whole.indices)
+        unit.mark_moved(unsent)
         unit.may_have_stepped = True  # or there would be no copies
     return {
         part.indices: state[key].to(unit.device, copy=True)
         for key, part in zip(CHECKSUM_KEYS, unit.parts, strict=False)
-        if key in state
+        if key in state and unsent.isdisjoint(part.indices)
     }
 
 

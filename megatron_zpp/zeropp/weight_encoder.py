@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
+
 import torch
 from torch import Tensor
 
@@ -13,6 +15,7 @@ from .quantization import mix_seed
 from .topology import RankLayout
 from .unit import Unit
 from .unit_part import UnitPart
+from .unseen_changes import state_of_changes
 from .wire_format import WireFormat, wire_format
 from .wire_layout import ParameterShard
 
@@ -138,8 +141,39 @@ class WeightEncoder:
             "is_current": torch.tensor(not self.unit.parameters_changed()),  # an evaluation may have gathered already
         }
 
+    def partition_state(
+        self,
+        known: Mapping[tuple[int, ...], Tensor],
+        unsent: Collection[int],
+        copies: Tensor | None,
+        num_nodes: int,
+        dtype: torch.dtype,
+    ) -> dict[str, Tensor]:
+        """What one rank keeps beside ``state_dict`` where it has a secondary partition, of N rows in ``dtype``.
+
+        Of the same keys and shapes whether it is there or not: what is not is zeros.
+        """
+        numel, device = sum(parameter.numel for parameter in self.unit.parameter_shards()), self.unit.device
+        state = state_of_changes(self.unit, known, unsent, dtype)
+        if not self.sends_differences:
+            return state
+        state["has_copies"] = torch.tensor(copies is not None)
+        if self.keeps_wires:
+            state["copies_dtype"] = torch.zeros(1, dtype=dtype)  # that they were encoded from
+            numel, dtype = self.in_full(dtype).nbytes, torch.uint8
+        if copies is None:
+            state["copies"] = torch.zeros(num_nodes, numel, dtype=dtype, device=device)
+        else:
+            state["copies"] = copies.clone()  # training goes on in place
+        return state
+
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
         if state:
             self.versions = int(state["versions"])
             if state["is_current"]:
                 self.unit.mark_gathered()
+
+
+def has_copies(state: dict[str, Tensor]) -> bool:
+    """Whether the state of a secondary partition has copies; earlier versions had them, or did not mention them."""
+    return "copies" in state and bool(state.get("has_copies", True))

@@ -14,10 +14,12 @@ from pathlib import Path
 from unittest.mock import patch
 
 import pytest
+import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from safetensors import safe_open
 
-from megatron_zpp.checkpoint import CheckpointError, FolderLock, iterate_parameters, read_meta
+from megatron_zpp.checkpoint import CheckpointError, FolderLock, iterate_parameters, iterate_tensors, read_meta
 from megatron_zpp.models.decoder import Decoder
 from megatron_zpp.parallel.distributed import FailedTogether
 from megatron_zpp.training.pretrain import train
@@ -48,7 +50,7 @@ def uninterrupted(data) -> Metrics:
 
 def _train(argv: list[str]) -> tuple[str, Metrics]:
     """What a run printed, and its metrics."""
-    with contextlib.redirect_stdout(io.StringIO()) as out:
+    with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(out):
         run, metrics = start(argv)
         train(run, time.monotonic())
     return out.getvalue(), metrics
@@ -135,7 +137,7 @@ def test_state_of_a_model_with_other_units_starts_anew(data, tmp_path):
     save = f"--save {tmp_path} --save-interval 4 --exit-interval 4"
     run_ranks(2, _train_with_ends_in_the_root, flags(data, more, save))
     out, metrics = run_ranks(2, _train, flags(data, more, f"--load {tmp_path}"))[0]
-    assert "start anew: saved by a version with other units of this model" in out
+    assert "the state of ZeRO++ is left out: it was saved with another model" in out
     assert len(metrics["lm loss"]) == 4
 
 
@@ -417,6 +419,16 @@ def test_nothing_is_pickled(checkpoint):
             rows += file.get_tensor("model.layers.0.mlp.linear_fc1.weight").shape[0]
     whole = dict(iterate_parameters(folder, meta))["layers.0.mlp.linear_fc1.weight"]
     assert whole.shape == (rows, 32)
+
+
+def test_pytorchs_own_loader_reads_every_tensor(checkpoint):
+    """Four ranks' parts as whole tensors; without our reader, index or meta.json."""
+    folder = checkpoint / "iter_0000004"
+    expected = dict(iterate_tensors(folder, read_meta(folder)))
+    loaded = {name: torch.full_like(tensor, 77) for name, tensor in expected.items()}
+    dcp.load(loaded, storage_reader=dcp.HuggingFaceStorageReader(str(folder)))
+    assert {name.partition(".")[0] for name in loaded} == {"model", "optimizer", "rng"}
+    assert [name for name, tensor in expected.items() if not loaded[name].equal(tensor)] == []
 
 
 def test_an_empty_or_absent_folder_starts_from_scratch(data, tmp_path):

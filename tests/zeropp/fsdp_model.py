@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 
 import pytest
@@ -70,6 +71,11 @@ def gathered(model: ChosenGradients) -> list[Tensor]:
     return full
 
 
+def own_state(zeropp: ZeroPP) -> dict[str, Tensor]:
+    """This rank's state by KIND/UNIT/KEY, without the rank and the layout."""
+    return {key.partition("/")[2]: value for key, value in zeropp.state_dict().items()}
+
+
 def local_gradients(model: ChosenGradients, world_size: int) -> Tensor:
     """This rank's reduced gradients in the flat layout [L], with zeros where FSDP2 pads."""
     pieces = []
@@ -77,3 +83,18 @@ def local_gradients(model: ChosenGradients, world_size: int) -> Tensor:
         local = weight.grad.to_local().flatten()
         pieces.append(torch.cat([local, local.new_zeros(parameter.numel - local.numel())]))
     return torch.cat(pieces)
+
+
+class CapturedWarnings(logging.Handler):
+    """What zeropp says while it is in use."""
+
+    def __enter__(self) -> CapturedWarnings:
+        self.messages: list[str] = []
+        logging.getLogger("megatron_zpp").addHandler(self)
+        return self
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.messages.append(record.getMessage())
+
+    def __exit__(self, *_: object) -> None:
+        logging.getLogger("megatron_zpp").removeHandler(self)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -14,7 +12,16 @@ from torch.distributed.fsdp import fully_shard
 from megatron_zpp.zeropp import LoCoConfig, ZeroPPConfig, apply_zeropp
 from tests.ranks import run_ranks
 from tests.zeropp import oracle
-from tests.zeropp.fsdp_model import ChosenGradients, coefficients, gathered, local_gradients, parameters_of, shards_of
+from tests.zeropp.fsdp_model import (
+    CapturedWarnings,
+    ChosenGradients,
+    coefficients,
+    gathered,
+    local_gradients,
+    own_state,
+    parameters_of,
+    shards_of,
+)
 
 HIERARCHY_ONLY = ZeroPPConfig(
     hpz_partition_size=2, quantized_gradients=True, gradient_bits=None, gradient_intra_bits=None
@@ -98,26 +105,11 @@ def _quantized():
             gradients.append(local_gradients(of_unit, size_of(unit)))
             of_unit.zero_grad()
         seen[unit] = (weights, gradients)
-    state = zeropp.state_dict()
+    state, keys = zeropp.state_dict(), sorted(own_state(zeropp))
     model, again = build()
     again.load_state_dict(state)
     assert all(value.equal(again.state_dict()[name]) for name, value in state.items())
-    return seen, zeropp.quantization_errors(), sorted(state), warnings.messages
-
-
-class CapturedWarnings(logging.Handler):
-    """What zeropp says while it is in use."""
-
-    def __enter__(self) -> CapturedWarnings:
-        self.messages: list[str] = []
-        logging.getLogger("megatron_zpp").addHandler(self)
-        return self
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.messages.append(record.getMessage())
-
-    def __exit__(self, *_: object) -> None:
-        logging.getLogger("megatron_zpp").removeHandler(self)
+    return seen, zeropp.quantization_errors(), keys, warnings.messages
 
 
 def size_of(unit: str) -> int:

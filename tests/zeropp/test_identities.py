@@ -15,6 +15,7 @@ from megatron_zpp.zeropp.quantization import hadamard
 from megatron_zpp.zeropp.wire_format import wire_format
 from megatron_zpp.zeropp.wire_layout import ParameterShard
 from tests.ranks import run_ranks
+from tests.zeropp.fsdp_model import own_state
 
 PARAMETERS = (ParameterShard("weight", 500, True), ParameterShard("bias", 20, False))
 
@@ -117,7 +118,7 @@ def _hundred_steps(bits):
         optimizer.step()
         optimizer.zero_grad()
     model.unshard()
-    copies = zeropp.state_dict()["weights/root/copies"].clone()
+    copies = own_state(zeropp)["weights/root/copies"].clone()
     model.reshard()
     (topology,) = zeropp.topologies
     own = copies[topology.node]

@@ -15,7 +15,7 @@ from tests.ranks import run_ranks
 def test_a_process_without_a_process_group_is_the_only_rank():
     assert not dist.is_initialized()
     ranks = OwnRank()
-    assert (ranks.world_size, len(ranks), ranks.state_prefix) == (1, 1, "0.")
+    assert (ranks.world_size, len(ranks)) == (1, 1)
     tensor = torch.ones(3)
     assert ranks.shards_of(tensor)[0] is tensor and ranks.gather(tensor) is tensor
 
@@ -43,16 +43,15 @@ def _counted_once():
     with pytest.raises(ValueError, match="is not summed yet"):
         ranks.shards_of(DTensor.from_local(pair, mesh, [Replicate(), Partial()]))
     counted = [[shard.tolist() for shard in ranks.shards_of(tensor)] for tensor in tensors]
-    return counted, ranks.state_prefix, ranks.gather(torch.tensor([10.0 + rank])).tolist()
+    return counted, ranks.gather(torch.tensor([10.0 + rank])).tolist()
 
 
 def test_every_element_is_counted_by_one_of_the_ranks():
     of_ranks = run_ranks(4, _counted_once)
-    assert [counted for counted, _, _ in of_ranks] == [
+    assert [counted for counted, _ in of_ranks] == [
         [[[0, 1]], [[0]], [[0, 1, 2]]],
         [[[2, 3]], [[1]], [[]]],
         [[[]], [[2]], [[]]],  # the second replica of the first tensor
         [[[]], [[3]], [[]]],
     ]
-    assert [prefix for _, prefix, _ in of_ranks] == ["0.", "1.", "2.", "3."]
-    assert all(numbers == [10, 11, 12, 13] for _, _, numbers in of_ranks)
+    assert all(numbers == [10, 11, 12, 13] for _, numbers in of_ranks)

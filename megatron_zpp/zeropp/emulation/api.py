@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from ..config import ZeroPPConfig
-from ..description import check_fingerprint, describe, fingerprint, warn
+from ..description import describe, state_of, state_prefix, warn, warn_of_lost_state
 from ..micro_batch import MicroBatch
 from ..monitor import ErrorMonitor
 from ..state_keys import below, unit_prefix
@@ -205,7 +205,7 @@ class EmulatedZeroPP:
         return self._monitor.take({})
 
     def state_dict(self) -> dict[str, Tensor]:
-        """What ZeroPP's ``state_dict`` gives on each rank, its keys preceded by "RANK."."""
+        """What ZeroPP's ``state_dict`` gives on all ranks."""
         state: dict[str, Tensor] = {}
         for layout in self.layouts:
             own = {
@@ -214,19 +214,22 @@ class EmulatedZeroPP:
                 for kind, of_unit in (("weights", weights), ("gradients", gradients))
                 for key, value in of_unit.state_dict(layout).items()
             }
-            if self.config.has_bits_warmup:
+            if own or self.config.has_bits_warmup:
                 own |= self._micro_batch.state_dict()
-            if own:
-                own["fingerprint"] = torch.tensor(fingerprint(self.config, [layout], self.units))
-            state |= {f"{layout.rank}.{key}": value for key, value in own.items()}
+            prefix = state_prefix(layout.rank, self.config, [layout], self.units)
+            state |= {prefix + key: value for key, value in own.items()}
         return state
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        """Take back what ``state_dict`` gave, on as many ranks. Raises ValueError for another model or config."""
+        """Take back what ``state_dict`` gave, on as many ranks."""
+        of_ranks = [state_of(layout.rank, state, self.config, [layout], self.units) for layout in self.layouts]
+        if None in of_ranks:
+            of_ranks = [{} for _ in self.layouts]
+            if self.state_dict():
+                warn_of_lost_state()
         self.invalidate()
-        for layout in self.layouts:
-            own = below(state, f"{layout.rank}.")
-            check_fingerprint(own, self.config, [layout], self.units)
+        for layout, own in zip(self.layouts, of_ranks, strict=True):
+            assert own is not None
             self._micro_batch.load_state_dict(own)
             for unit, weights, gradients in zip(self.units, self._weights, self._gradients, strict=True):
                 for kind, of_unit in (("weights", weights), ("gradients", gradients)):

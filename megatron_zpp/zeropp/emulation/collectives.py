@@ -13,8 +13,8 @@ from ..monitor import ErrorMonitor
 from ..topology import RankLayout
 from ..traffic import Traffic
 from ..unit_part import UnitPart
-from ..unseen_changes import checksums, load_changes, state_of_changes
-from ..weight_encoder import WeightEncoder
+from ..unseen_changes import checksums, load_changes
+from ..weight_encoder import WeightEncoder, has_copies
 from .unit import EmulatedUnit
 
 
@@ -161,23 +161,20 @@ class EmulatedAllGather:
 
     def state_dict(self, layout: RankLayout) -> dict[str, Tensor]:
         state = self.encoder.state_dict() if self._is_encoded else {}
-        if state and self._has_secondary:
-            unsent = self.unit.changed_part.indices if not state["is_current"] else ()
-            state |= state_of_changes(self.unit, self._checksums[layout.rank], unsent)
-        if self.copies is not None and self.unit.keeps_copies:
-            state["copies"] = self._copies_of(layout).clone()
-            if self.encoder.keeps_wires:
-                state["copies_dtype"] = torch.zeros(1, dtype=self.unit.dtype)
-        return state
+        if not state or not self._has_secondary:
+            return state
+        known, unsent = self._checksums[layout.rank], () if state["is_current"] else self.unit.changed_part.indices
+        copies = self._copies_of(layout) if self.copies is not None and self.unit.keeps_copies else None
+        return state | self.encoder.partition_state(known, unsent, copies, layout.num_nodes, self.unit.dtype)
 
     def load_state_dict(self, layout: RankLayout, state: dict[str, Tensor]) -> None:
         self.encoder.load_state_dict(state)
-        if "copies" in state:
+        if has_copies(state):
             if self.copies is None:
                 num_shards = len(self.layouts)
                 self.copies = state["copies"].new_zeros(num_shards, state["copies"].shape[-1], device=self.unit.device)
             self._copies_of(layout).copy_(state["copies"])
-        self._checksums[layout.rank] |= load_changes(self.unit, state)
+        self._checksums[layout.rank] |= load_changes(self.unit, state, has_copies(state))
 
     def _copies_of(self, layout: RankLayout) -> Tensor:
         """The rank's secondary partition [N, L]: the shards of the ranks with its local rank p."""

@@ -22,10 +22,6 @@ class EmulatedRanks:
         self.world_size, self._as_rank = world_size, as_rank
         self.random_states = EmulatedRandomStates(device, world_size)
 
-    @property
-    def state_prefix(self) -> str:
-        return ""
-
     def __len__(self) -> int:
         return self.world_size
 

@@ -1,0 +1,171 @@
+"""Models of transformers, small and from configurations, in a plain loop; for ``other_loops.py``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import transformers
+from other_loops import Trained, take
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+from megatron_zpp.zeropp import ZeroPPConfig, apply_zeropp
+
+VOCABULARY, TOKENS, SAMPLES = 512, 32, 2  # of each micro-batch
+Batch = dict[str, Tensor]
+
+DECODER = dict(
+    vocab_size=VOCABULARY,
+    hidden_size=64,
+    intermediate_size=128,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=16,
+    use_cache=False,
+)
+
+
+def counting(generator: torch.Generator) -> Batch:
+    """Tokens that count on from a random one."""
+    tokens = torch.arange(TOKENS) + torch.randint(VOCABULARY - TOKENS, (SAMPLES, 1), generator=generator)
+    return {"input_ids": tokens, "labels": tokens}
+
+
+def images(generator: torch.Generator) -> Batch:
+    """Noise, brighter for a higher class."""
+    labels = torch.randint(8, (SAMPLES,), generator=generator)
+    noise = torch.randn(SAMPLES, 3, 32, 32, generator=generator)
+    return {"pixel_values": noise + labels.view(-1, 1, 1, 1) / 4, "labels": labels}
+
+
+def make_llama() -> nn.Module:
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**DECODER))
+
+
+def make_gpt2() -> nn.Module:
+    shape = dict(vocab_size=VOCABULARY, n_embd=64, n_layer=2, n_head=4, n_positions=TOKENS, use_cache=False)
+    return transformers.GPT2LMHeadModel(transformers.GPT2Config(**shape))
+
+
+def make_mixtral() -> nn.Module:
+    return transformers.MixtralForCausalLM(transformers.MixtralConfig(**DECODER, num_local_experts=4))
+
+
+def make_qwen3() -> nn.Module:
+    return transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**DECODER))
+
+
+def make_vit() -> nn.Module:
+    shape = dict(hidden_size=64, num_hidden_layers=2, num_attention_heads=4, intermediate_size=128)
+    return transformers.ViTForImageClassification(
+        transformers.ViTConfig(**shape, image_size=32, patch_size=8, num_labels=8)
+    )
+
+
+def make_bert() -> nn.Module:
+    shape = dict(hidden_size=64, num_hidden_layers=2, num_attention_heads=4, intermediate_size=128)
+    return transformers.BertForMaskedLM(transformers.BertConfig(**shape, vocab_size=VOCABULARY))
+
+
+def blocks_of(model: nn.Module) -> Iterable[nn.Module]:
+    """The model's list of layers."""
+    return max((module for module in model.modules() if isinstance(module, nn.ModuleList)), key=len)
+
+
+def train(
+    config: ZeroPPConfig | None,
+    accumulation: int,
+    steps: int,
+    *,
+    make: Callable[[], nn.Module],
+    batch: Callable[[torch.Generator], Batch] = counting,
+    prepare: Callable[[nn.Module], dict[str, Any]] = lambda model: {},
+    make_optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW,
+    scaled: bool = False,
+    stance: str = "default",
+) -> Trained:
+    """Clips, and accumulates as FSDP2 wants it.
+
+    prepare: makes the model ready for ``fully_shard``, and says what that is told. scaled: train with a GradScaler.
+    stance: torch.compile's, of the optimizer's step.
+    """
+    torch.manual_seed(0)
+    model = make()
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    told = prepare(model)
+    for block in blocks_of(model):
+        fully_shard(block, **told)
+    fully_shard(model, **told)
+    zeropp = None if config is None else apply_zeropp(model, config)
+    optimizer = make_optimizer(model.parameters(), lr=3e-3)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**40, growth_interval=4, enabled=scaled)  # overflows at first
+    rank = told["mesh"].get_local_rank() if told.get("mesh") is not None else dist.get_rank()
+    losses, sent = [], []
+    for step in range(steps):
+        for i in range(accumulation):
+            model.set_is_last_backward(i == accumulation - 1)
+            generator = torch.Generator().manual_seed(1000 * (step * accumulation + i) + rank)
+            torch.manual_seed(step * accumulation + i)  # dropout's
+            loss = model(**batch(generator)).loss
+            scaler.scale(loss / accumulation).backward()
+            losses.append(loss.item())
+        scaler.unscale_(optimizer)
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        with torch.compiler.set_stance(stance):
+            scaler.step(optimizer)
+        scale = scaler.get_scale()
+        scaler.update()
+        if zeropp is not None and scaler.get_scale() < scale:
+            zeropp.undo_step()
+        if zeropp is not None and scaler.get_scale() != scale:
+            zeropp.rescale_errors(scaler.get_scale() / scale)
+        optimizer.zero_grad()
+        sent.append(take(zeropp))
+    return Trained(losses, sent, parameters)
+
+
+def on_a_tensor_parallel_mesh(model: nn.Module) -> dict[str, Any]:
+    """Pairs of ranks share each matrix of the blocks, and what is left is sharded over the others."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size() // 2, 2), mesh_dim_names=("data", "tensor"))
+    columns = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj")
+    rows = ("self_attn.o_proj", "mlp.down_proj")
+    plan = dict.fromkeys(columns, ColwiseParallel()) | dict.fromkeys(rows, RowwiseParallel())
+    for block in blocks_of(model):
+        parallelize_module(block, mesh["tensor"], plan)
+    return {"mesh": mesh["data"]}
+
+
+def offload(model: nn.Module) -> dict[str, Any]:
+    return {"offload_policy": CPUOffloadPolicy(pin_memory=False)}
+
+
+def compile_blocks(model: nn.Module) -> dict[str, Any]:
+    for block in blocks_of(model):
+        block.compile()
+    return {}
+
+
+def adamw_8bit(config: ZeroPPConfig | None, accumulation: int, steps: int) -> Trained:
+    from torchao.optim import AdamW8bit
+
+    # Its step is compiled, for each shape anew: here it runs as it is written.
+    return llama(config, accumulation, steps, make_optimizer=AdamW8bit, stance="force_eager")
+
+
+llama = partial(train, make=make_llama)
+gpt2 = partial(train, make=make_gpt2)
+mixtral = partial(train, make=make_mixtral)
+qwen3 = partial(train, make=make_qwen3)
+vit = partial(train, make=make_vit, batch=images)
+bert = partial(train, make=make_bert)
+tensor_parallel = partial(llama, prepare=on_a_tensor_parallel_mesh)
+cpu_offload = partial(llama, prepare=offload)
+grad_scaler = partial(llama, scaled=True)
+compiled = partial(llama, prepare=compile_blocks)

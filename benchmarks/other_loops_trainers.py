@@ -1,0 +1,173 @@
+"""Training loops of other packages, with a small Llama each; for ``other_loops.py``."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from other_loops import Trained, take
+from other_loops_models import SAMPLES, TOKENS, blocks_of, counting, make_llama
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+
+from megatron_zpp.zeropp import ZeroPPConfig, apply_zeropp
+
+
+def size(model: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def batch(number: int) -> dict[str, torch.Tensor]:
+    """This rank's micro-batch of that number."""
+    return counting(torch.Generator().manual_seed(1000 * number + dist.get_rank()))
+
+
+def accelerate_loop(config: ZeroPPConfig | None, accumulation: int, steps: int) -> Trained:
+    from accelerate import Accelerator, FullyShardedDataParallelPlugin
+    from accelerate.state import AcceleratorState
+
+    AcceleratorState._reset_state(reset_partial_state=True)  # of the setting before
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=2, auto_wrap_policy="transformer_based_wrap")
+    accelerator = Accelerator(cpu=True, fsdp_plugin=plugin, gradient_accumulation_steps=accumulation)
+    torch.manual_seed(0)
+    llama = make_llama()
+    parameters = size(llama)
+    model, optimizer = accelerator.prepare(llama, torch.optim.AdamW(llama.parameters(), lr=3e-3))
+    zeropp = None if config is None else apply_zeropp(model, config)
+    losses, sent = [], []
+    for number in range(steps * accumulation):
+        with accelerator.accumulate(model):
+            loss = model(**batch(number)).loss
+            accelerator.backward(loss)
+            losses.append(loss.item())
+            if accelerator.sync_gradients:
+                accelerator.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+            if accelerator.sync_gradients:
+                sent.append(take(zeropp))
+    return Trained(losses, sent, parameters)
+
+
+def huggingface_trainer(config: ZeroPPConfig | None, accumulation: int, steps: int) -> Trained:
+    from transformers import Trainer, TrainerCallback, TrainingArguments
+
+    from megatron_zpp.integrations.huggingface import ZeroPPCallback
+
+    callback = None if config is None else ZeroPPCallback(config)
+    losses: list[float] = []
+    sent: list[int] = []
+
+    class Recorded(Trainer):
+        def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+            loss = super().compute_loss(*args, **kwargs)
+            losses.append(loss.item() * accumulation)  # which it divides by
+            return loss
+
+    class Sent(TrainerCallback):
+        def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+            sent.append(take(None if callback is None else callback.zeropp))
+
+    generator = torch.Generator().manual_seed(0)
+    samples = [counting(generator) for _ in range(steps * accumulation * dist.get_world_size())]
+    torch.manual_seed(0)
+    llama = make_llama()
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = TrainingArguments(
+            output_dir=folder,
+            max_steps=steps,
+            per_device_train_batch_size=SAMPLES,
+            gradient_accumulation_steps=accumulation,
+            learning_rate=3e-3,
+            lr_scheduler_type="constant",
+            save_strategy="no",
+            report_to="none",
+            disable_tqdm=True,
+            fsdp=True,
+            fsdp_config={"version": 2},
+        )
+        dataset = [{name: tensor[i] for name, tensor in sample.items()} for sample in samples for i in range(SAMPLES)]
+        parameters = size(llama)
+        callbacks = [Sent()] if callback is None else [callback, Sent()]
+        Recorded(llama, arguments, train_dataset=dataset, callbacks=callbacks).train()
+    return Trained(losses, sent, parameters)
+
+
+def fabric(config: ZeroPPConfig | None, accumulation: int, steps: int) -> Trained:
+    from lightning_fabric import Fabric
+    from lightning_fabric.strategies import ModelParallelStrategy
+
+    def parallelize(model: nn.Module, mesh: Any) -> nn.Module:
+        for block in blocks_of(model):
+            fully_shard(block, mesh=mesh["data_parallel"])
+        fully_shard(model, mesh=mesh["data_parallel"])
+        return model
+
+    ranks = dist.get_world_size()
+    strategy = ModelParallelStrategy(parallelize, data_parallel_size=ranks, tensor_parallel_size=1)
+    runner = Fabric(accelerator="cpu", devices=ranks, strategy=strategy)
+    runner.launch()
+    torch.manual_seed(0)
+    llama = make_llama()
+    parameters = size(llama)
+    model = runner.setup(llama)
+    zeropp = None if config is None else apply_zeropp(model, config)
+    optimizer = runner.setup_optimizers(torch.optim.AdamW(model.parameters(), lr=3e-3))
+    losses, sent = [], []
+    for step in range(steps):
+        for i in range(accumulation):
+            with runner.no_backward_sync(model, enabled=i < accumulation - 1):
+                loss = model(**batch(step * accumulation + i)).loss
+                runner.backward(loss / accumulation)
+            losses.append(loss.item())
+        runner.clip_gradients(model, optimizer, max_norm=1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        sent.append(take(zeropp))
+    return Trained(losses, sent, parameters)
+
+
+def torchtitan(config: ZeroPPConfig | None, accumulation: int, steps: int) -> Trained:
+    """Its debug model with two of six layers, its optimizer, scheduler, data loader and clipping; in fp32."""
+    from examples.library.torchtitan_llama import debug_llama3, write_text_and_tokenizer
+    from megatron_zpp.integrations.torchtitan import with_zeropp
+
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        write_text_and_tokenizer(folder)
+        own = debug_llama3(folder)
+        own.checkpoint.enable = False
+        own.debug.seed = 0
+        own.training.steps = steps
+        own.training.seq_len, own.training.local_batch_size = TOKENS, SAMPLES
+        own.training.global_batch_size = SAMPLES * accumulation * dist.get_world_size()
+        own.training.mixed_precision_param = "float32"
+        assert own.model_spec is not None
+        own.model_spec.model.layers = own.model_spec.model.layers[:2]
+        trainer = (own if config is None else with_zeropp(own, config)).build()
+        losses, sent = record(trainer, accumulation)
+        trainer.train()
+        trainer.close()
+    return Trained(losses, sent, sum(size(part) for part in trainer.model_parts))
+
+
+def record(trainer: Any, accumulation: int) -> tuple[list[float], list[int]]:
+    """What torchtitan's trainer will have trained: losses of micro-batches, bytes of steps."""
+    losses: list[float] = []
+    sent: list[int] = []
+    forward_backward_step, train_step = trainer.forward_backward_step, trainer.train_step
+
+    def recorded_micro_batch(**batch: Any) -> torch.Tensor:
+        loss = forward_backward_step(**batch)  # summed, over the number of the step's tokens on all ranks
+        losses.append(loss.item() * dist.get_world_size() * accumulation)
+        return loss
+
+    def recorded_step(data: Any) -> None:
+        train_step(data)
+        sent.append(take(getattr(trainer, "zeropp", None)))
+
+    trainer.forward_backward_step, trainer.train_step = recorded_micro_batch, recorded_step
+    return losses, sent

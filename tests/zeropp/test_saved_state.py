@@ -1,0 +1,234 @@
+"""State in torch.distributed.checkpoint: a fresh object on all ranks goes on to the same bits, others begin anew."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.stateful import Stateful
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+from megatron_zpp.zeropp import LoCoConfig, ZeroPPConfig, apply_zeropp
+from tests.ranks import run_ranks
+from tests.zeropp.fsdp_model import CapturedWarnings
+
+EVERYTHING = ZeroPPConfig(
+    quantized_weights=True,
+    hpz_partition_size=2,
+    weight_difference_bits=4,
+    weight_difference_bits_warmup="3:8",
+    weight_rounding="stochastic",
+    quantized_gradients=True,
+    gradient_bits=2,
+    gradient_bits_warmup="3:4",
+    gradient_rounding="stochastic",
+    gradient_element_scales=True,
+    loco=LoCoConfig(hops="both", reset_interval=3),
+    gradient_block_size=32,
+    weight_block_size=32,
+)
+INT8_COPIES = ZeroPPConfig(
+    quantized_weights=True,
+    hpz_partition_size=2,
+    hpz_secondary_dtype="int8",
+    weight_difference_bits=4,
+    quantized_gradients=True,
+    loco=LoCoConfig(exact_undo=False),
+)
+SETTINGS = {"everything": EVERYTHING, "int8": INT8_COPIES, "flat": ZeroPPConfig(True, weight_rounding="stochastic")}
+STEPS = 2
+
+
+class Loop:
+    """A model whose second unit has some frozen parameters, under ZeRO++, and its steps."""
+
+    def __init__(self, config: ZeroPPConfig, dtype: torch.dtype = torch.float32) -> None:
+        torch.manual_seed(0)
+        self.model = nn.Sequential(nn.Linear(48, 80), nn.GELU(), nn.Linear(80, 48))
+        self.model[2].bias.requires_grad_(False)
+        policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+        for module in (self.model[0], self.model):
+            fully_shard(module, mp_policy=policy)
+        self.zeropp = apply_zeropp(self.model, config)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)  # which keeps nothing
+
+    def train(self, first: int, steps: int = STEPS) -> None:
+        for step in range(first, first + steps):
+            generator = torch.Generator().manual_seed(10 * step + dist.get_rank())
+            for i in range(2):
+                self.model.set_is_last_backward(i == 1)
+                self.model(torch.randn(8, 48, generator=generator)).square().mean().backward()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+
+    def evaluate(self) -> float:
+        with torch.no_grad():
+            loss = self.model(torch.ones(1, 48)).sum().item()
+        self.model.reshard()
+        return loss
+
+    def state(self) -> dict:
+        return {"model": self.model.state_dict(), "zeropp": self.zeropp}
+
+    def bits(self) -> list[torch.Tensor]:
+        own = [p.to_local().detach().clone() for p in self.model.parameters()]
+        return [*own, *(value.clone() for _, value in sorted(self.zeropp.state_dict().items()))]
+
+
+def same(first: list[torch.Tensor], second: list[torch.Tensor]) -> bool:
+    return len(first) == len(second) and all(a.equal(b) for a, b in zip(first, second, strict=True))
+
+
+def _resumed(folder: str, config: ZeroPPConfig, moment: str, how: str) -> bool:
+    """Whether a run that goes on from a checkpoint has the bits of one that was never interrupted."""
+    dtype = torch.bfloat16 if config is INT8_COPIES else torch.float32
+    loop, again = Loop(config, dtype), Loop(config, dtype)
+    if moment != "before anything":
+        loop.train(0)
+    if moment == "after an evaluation":
+        loop.evaluate()
+    # async_save's collectives run beside those of training.
+    saving = getattr(dcp, how)(loop.state(), checkpoint_id=folder, process_group=dist.new_group(backend="gloo"))
+    loop.train(STEPS)
+    if how == "async_save":
+        saving.result()
+    dcp.load(again.state(), checkpoint_id=folder)
+    again.train(STEPS)
+    return same(loop.bits(), again.bits())
+
+
+LONG = pytest.mark.long
+
+
+@pytest.mark.parametrize(
+    "name, moment, how",
+    [
+        ("everything", "after a step", "async_save"),
+        ("int8", "after an evaluation", "save"),
+        pytest.param("everything", "before anything", "save", marks=LONG),
+        pytest.param("everything", "after a step", "save", marks=LONG),
+        pytest.param("everything", "after an evaluation", "async_save", marks=LONG),
+        pytest.param("int8", "before anything", "async_save", marks=LONG),
+        pytest.param("int8", "after a step", "save", marks=LONG),
+        pytest.param("flat", "after a step", "async_save", marks=LONG),
+        pytest.param("flat", "after an evaluation", "save", marks=LONG),
+    ],
+)
+def test_a_fresh_object_goes_on_to_the_same_bits(tmp_path, name, moment, how):
+    assert run_ranks(4, _resumed, str(tmp_path), SETTINGS[name], moment, how) == [True] * 4
+
+
+def _keys_and_shapes():
+    """By setting: what the state has before anything, after a step, and after an evaluation."""
+    results = {}
+    for name, config in SETTINGS.items():
+        loop, seen = Loop(config, torch.bfloat16), []
+        assert isinstance(loop.zeropp, Stateful)
+        for act in (lambda: None, lambda loop=loop: loop.train(0), loop.evaluate):
+            act()
+            seen.append({key: (value.shape, value.dtype) for key, value in loop.zeropp.state_dict().items()})
+        results[name] = seen
+    return results
+
+
+def test_keys_and_shapes_are_there_from_the_start_and_of_one_rank_each():
+    of_ranks = run_ranks(4, _keys_and_shapes)
+    for name in SETTINGS:
+        for of_rank in of_ranks:
+            first, *others = of_rank[name]
+            assert first and all(other == first for other in others)
+        keys = [key for of_rank in of_ranks for key in of_rank[name][0]]
+        assert len(set(keys)) == len(keys)
+
+
+def _on_other_settings(folder: str):
+    """What loading says where ranks or settings are others, and whether training then is as from the start."""
+    with CapturedWarnings() as warnings:
+        loop = Loop(EVERYTHING) if dist.get_world_size() == 4 else Loop(INT8_COPIES)
+        if dist.get_world_size() == 4:
+            loop.train(0)
+            dcp.save(loop.state(), checkpoint_id=folder)
+            saved = loop.zeropp.state_dict()
+            loop = Loop(INT8_COPIES)
+        try:
+            dcp.load(loop.state(), checkpoint_id=folder)
+            message = "loaded"
+        except dcp.api.CheckpointException as error:
+            message = str(error)
+        planner = dcp.DefaultLoadPlanner(allow_partial_load=True)
+        dcp.load(loop.state(), checkpoint_id=folder, planner=planner)
+        before = len(warnings.messages)
+        if dist.get_world_size() == 4:
+            loop.zeropp.load_state_dict(saved)
+    loop.train(STEPS)
+    fresh = Loop(INT8_COPIES)
+    dcp.load({"model": fresh.model.state_dict()}, checkpoint_id=folder)
+    fresh.train(STEPS)
+    return message, warnings.messages[before:], same(loop.bits(), fresh.bits())
+
+
+def test_state_of_other_ranks_or_settings_is_refused_by_name_or_left_out(tmp_path):
+    for rank, (message, warnings, is_anew) in enumerate(run_ranks(4, _on_other_settings, str(tmp_path))):
+        assert "Missing key in checkpoint state_dict: zeropp.0.2 x 2 ranks, settings " in message and is_anew
+        assert [text.startswith("the state of ZeRO++ is left out") for text in warnings] == [True] * (rank == 0)
+    for message, _, is_anew in run_ranks(2, _on_other_settings, str(tmp_path)):
+        assert "Missing key in checkpoint state_dict: zeropp.0.1 x 2 ranks, settings " in message and is_anew
+
+
+def _state_of_rank_0_alone():
+    """As accelerate's ``register_for_checkpointing`` saves it: then no rank may take its own."""
+    loop = Loop(EVERYTHING)
+    loop.train(0)
+    loop.evaluate()
+    state = [loop.zeropp.state_dict()]
+    dist.broadcast_object_list(state)
+    with CapturedWarnings() as warnings:
+        loop.zeropp.load_state_dict(state[0])
+    anew = [value.any().item() for key, value in loop.zeropp.state_dict().items() if "copies" in key or "error" in key]
+    loop.train(STEPS)
+    return warnings.messages, any(anew)
+
+
+def test_where_one_rank_has_no_state_all_begin_anew():
+    for rank, (warnings, has_any) in enumerate(run_ranks(4, _state_of_rank_0_alone)):
+        assert len(warnings) == (rank == 0) and not has_any
+
+
+def _state_of_an_earlier_version():
+    """Keys as they were: without rank and layout, errors and copies only where there were some."""
+    loop = Loop(EVERYTHING)
+    loop.train(0)
+    new = loop.zeropp.state_dict()
+    (prefix,) = {key.partition("/")[0] for key in new}
+    old = {key.partition("/")[2]: value.clone() for key, value in new.items() if "has_copies" not in key}
+    old["fingerprint"] = torch.tensor(int(prefix.split()[-1], 16))
+    weights = {name: value.clone() for name, value in loop.model.state_dict().items()}
+    loop.train(STEPS)
+    results = []
+    for of_trainer in (False, True):
+        again = Loop(EVERYTHING)
+        again.model.load_state_dict(weights)
+        again.zeropp.load_state_dict({f"{dist.get_rank()}." * of_trainer + key: value for key, value in old.items()})
+        again.train(STEPS)
+        results.append(same(loop.bits(), again.bits()))
+    return results
+
+
+def test_state_of_an_earlier_version_is_taken_over():
+    assert run_ranks(4, _state_of_an_earlier_version) == [[True, True]] * 4
+
+
+@pytest.mark.parametrize("config", [ZeroPPConfig(), ZeroPPConfig(True, 2)])
+def test_settings_that_keep_nothing_have_no_state_and_miss_none(config):
+    assert run_ranks(4, _nothing_kept, config) == [[]] * 4
+
+
+def _nothing_kept(config):
+    loop = Loop(config)
+    loop.train(0)
+    assert loop.zeropp.state_dict() == {}
+    with CapturedWarnings() as warnings:
+        loop.zeropp.load_state_dict({})
+    return warnings.messages
