@@ -81,7 +81,7 @@ def main() -> None:
         print_table(arguments.results)
         return
     dist.init_process_group("gloo")
-    sys.path.append(str(Path(__file__).parents[1]))  # where examples/ is
+    sys.path.append(str(Path(__file__).parents[1] / "examples" / "library"))
     for name, (where, ranks, ranks_of_node) in CASES.items():
         if (not arguments.cases or name in arguments.cases) and ranks == dist.get_world_size():
             module, function = where.split(":")

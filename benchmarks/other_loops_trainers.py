@@ -132,7 +132,8 @@ def fabric(config: ZeroPPConfig | None, accumulation: int, steps: int) -> Traine
 
 def torchtitan(config: ZeroPPConfig | None, accumulation: int, steps: int) -> Trained:
     """Its debug model with two of six layers, its optimizer, scheduler, data loader and clipping; in fp32."""
-    from examples.library.torchtitan_llama import debug_llama3, write_text_and_tokenizer
+    from torchtitan_llama import debug_llama3, write_text_and_tokenizer
+
     from megatron_zpp.integrations.torchtitan import with_zeropp
 
     with tempfile.TemporaryDirectory() as name:

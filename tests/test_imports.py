@@ -29,6 +29,7 @@ LAYERS = {
         *("architectures", "arguments", "checkpoint"),
     ],
     "huggingface": ["models", "data", "settings", "optim", "architectures", "arguments", "checkpoint"],
+    "integrations": ["zeropp"],
     "megatron": ["models", "architectures", "checkpoint"],
     "tools": [
         *("zeropp", "models", "data", "settings", "metrics"),

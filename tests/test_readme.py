@@ -33,6 +33,7 @@ from tests.megatron.layouts import CONFIGS, random_model, write_torch, write_uni
 from tests.ranks import free_port, run_ranks
 
 # Their commands train or measure for long, also where it is made small: `make test-long` runs them.
+WITH_PACKAGES = ("integrations",)  # of `make test-integrations`
 LONG = ("benchmarks", "CONTRIBUTING", "experiments", "zeropp")
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 SETUP = ("git clone", "cd ", "python3 -m venv ", "source ", "pip install", ".venv/bin/pip install")
@@ -45,6 +46,7 @@ SMALL = {
     "benchmarks/trainer.py": ["--rounds", "1", "--steps", "2", "--no-compile"],
     "benchmarks/study.py": ["E2", "--scale", "tiny", "--seeds", "1", "--results", "study.jsonl"],
     "examples/quickstart/make_corpus.py": ["--max-megabytes", "0.3"],
+    "examples/library/on_cpus.py": ["--steps", "2"],
     "tools/suggest_settings.py": ["--iterations", "20", "--try=--zero-quantized-gradients"],
     "tools/train_tokenizer.py": ["--vocab-size", "400"],
     "tools/generate_text.py": ["--num-tokens", "5"],
@@ -133,6 +135,10 @@ def folder(quickstart) -> Path:
     return quickstart.folder
 
 
+def marks_of(page: str) -> list[pytest.MarkDecorator]:
+    return [pytest.mark.long] * (page in LONG) + [pytest.mark.integrations] * (page in WITH_PACKAGES)
+
+
 def test_pages_have_commands():
     assert {"make quickstart", "make test"} <= set(commands(ROOT / "README.md"))
     assert sum(len(commands(page)) for page in PAGES) > 10
@@ -146,11 +152,7 @@ def test_pages_activate_the_environment_before_they_use_it(page):
 
 @pytest.mark.parametrize(
     "page",
-    [
-        pytest.param(page, marks=pytest.mark.long if page.stem in LONG else (), id=page.stem)
-        for page in PAGES
-        if commands(page)
-    ],
+    [pytest.param(page, marks=marks_of(page.stem), id=page.stem) for page in PAGES if commands(page)],
 )
 def test_commands_work(page, folder):
     for name, content in re.findall(r"`([\w.]+\.json)`[^\n]*\n+```json\n(.*?)^```", page.read_text(), re.M | re.S):

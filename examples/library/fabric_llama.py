@@ -53,10 +53,10 @@ config = ZeroPPConfig(quantized_weights=True, hpz_partition_size=2, quantized_gr
 zeropp = apply_zeropp(model, config)  # behind fabric.setup, which shards
 optimizer = fabric.setup_optimizers(torch.optim.AdamW(model.parameters(), lr=3e-3))
 
+output = Path(arguments.output)
 if arguments.resume is not None:
-    folder = Path(arguments.output) / str(arguments.resume)
-    fabric.load(folder, {"model": model, "optimizer": optimizer})
-    dcp.load({"zeropp": zeropp}, checkpoint_id=folder / "zeropp")
+    fabric.load(output / str(arguments.resume), {"model": model, "optimizer": optimizer})
+    dcp.load({"zeropp": zeropp}, checkpoint_id=output / str(arguments.resume) / "zeropp")
 text = torch.frombuffer(bytearray(Path("README.md").read_bytes()), dtype=torch.uint8).long()
 samples = text[: text.numel() // 64 * 64].view(-1, 64)
 for step in range(arguments.resume or 0, arguments.steps):
@@ -70,7 +70,8 @@ for step in range(arguments.resume or 0, arguments.steps):
     optimizer.step()
     optimizer.zero_grad()
     sent = zeropp.traffic.take()
-    fabric.print(f"step {step + 1}: loss {loss.item():.6f}, rank 0 sent {sent.inter_node / 1e6:.3f} MB to other nodes")
-folder = Path(arguments.output) / str(arguments.steps)
-fabric.save(folder, {"model": model, "optimizer": optimizer})
-dcp.save({"zeropp": zeropp}, checkpoint_id=folder / "zeropp")  # fabric.save would keep that of rank 0 alone
+    fabric.print(f"step {step + 1}: loss {loss.item():.4f}, rank 0 sent {sent.inter_node / 1e6:.3f} MB to other nodes")
+    if (step + 1) % (arguments.steps // 2) == 0:
+        fabric.save(output / str(step + 1), {"model": model, "optimizer": optimizer})
+        # By itself: fabric.save would keep that of rank 0 alone.
+        dcp.save({"zeropp": zeropp}, checkpoint_id=output / str(step + 1) / "zeropp")

@@ -16,7 +16,7 @@ from megatron_zpp.zeropp import LoCoConfig, ZeroPPConfig
 parser = argparse.ArgumentParser()
 parser.add_argument("--output", default="runs/huggingface_trainer")
 parser.add_argument("--steps", type=int, default=20)
-parser.add_argument("--resume", action="store_true")
+parser.add_argument("--resume", metavar="CHECKPOINT", help="a folder that a run with the same flags has saved")
 arguments = parser.parse_args()
 
 torch.manual_seed(0)
@@ -42,7 +42,8 @@ trainer = Trainer(
         gradient_accumulation_steps=2,  # only the last micro-batch crosses nodes
         learning_rate=3e-3,
         logging_steps=1,
-        save_steps=10,
+        disable_tqdm=True,
+        save_steps=arguments.steps // 2,
         report_to="none",
         fsdp=True,
         fsdp_config={"version": 2, "state_dict_type": "SHARDED_STATE_DICT"},
@@ -51,3 +52,6 @@ trainer = Trainer(
     callbacks=[ZeroPPCallback(config)],
 )
 trainer.train(resume_from_checkpoint=arguments.resume)
+if trainer.is_world_process_zero():
+    for line in trainer.state.log_history[:-1]:
+        print(f"step {line['step']}: loss {line['loss']:.4f}")

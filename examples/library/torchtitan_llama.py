@@ -59,7 +59,7 @@ def main() -> None:
     if os.environ["LOCAL_RANK"] == "0":
         write_text_and_tokenizer(arguments.output)
     config = debug_llama3(arguments.output)
-    config.training.steps = arguments.steps
+    config.training.steps, config.checkpoint.interval = arguments.steps, arguments.steps // 2
     zeropp = ZeroPPConfig(quantized_weights=True, hpz_partition_size=2, quantized_gradients=True, loco=LoCoConfig())
     trainer = with_zeropp(config, zeropp).build()  # its process group waits for rank 0
     try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,8 @@ from torch import nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from megatron_zpp.zeropp import ZeroPP, ZeroPPConfig, apply_zeropp
+
+logger = logging.getLogger(__name__)
 
 
 class ZeroPPCallback(TrainerCallback):
@@ -22,7 +25,7 @@ class ZeroPPCallback(TrainerCallback):
     def __init__(self, config: ZeroPPConfig) -> None:
         self.config = config
         self.zeropp: ZeroPP | None = None  # until training begins
-        self._loss_scale = 1.0
+        self._loss_scale: float | None = None  # of fp16's gradients, since the first step
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, *, model: nn.Module, **kwargs: Any
@@ -30,8 +33,21 @@ class ZeroPPCallback(TrainerCallback):
         if self.zeropp is None:  # train() may be called again
             self.zeropp = apply_zeropp(model, self.config)
         folder = _folder(args, state)
-        if state.global_step > 0 and folder.exists():
+        if folder.exists():
             dcp.load({"zeropp": self.zeropp}, checkpoint_id=folder)
+        elif state.global_step > 0 and self.zeropp.speaks:
+            logger.warning("there is no state of ZeRO++ in %s: LoCo's errors and weight differences begin anew", folder)
+
+    def on_optimizer_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, *, optimizer: Any, **kwargs: Any
+    ) -> None:
+        assert self.zeropp is not None
+        if optimizer.step_was_skipped:  # fp16 gradients overflowed
+            self.zeropp.undo_step()
+        if optimizer.scaler is not None:
+            scale = optimizer.scaler.get_scale()
+            self.zeropp.rescale_errors(scale / (self._loss_scale or scale))
+            self._loss_scale = scale
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         dcp.save({"zeropp": self.zeropp}, checkpoint_id=_folder(args, state))

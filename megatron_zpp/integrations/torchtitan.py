@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from torch import Tensor, nn
+from torchtitan.components.loss import ChunkedLossWrapper
 from torchtitan.trainer import Trainer
 
 from megatron_zpp.zeropp import ZeroPPConfig, apply_zeropp
@@ -24,6 +25,11 @@ class ZeroPPTrainer(Trainer):
                 raise ValueError(
                     "a CUDA graph would replay for ever what ZeRO++ decided to send when it was captured: set "
                     "--training.disable_cuda_graphs"
+                )
+            if isinstance(self.loss, ChunkedLossWrapper.Config):
+                raise ValueError(
+                    "ChunkedLossWrapper backpropagates through lm_head apart from the norm of the same FSDP2 unit, and "
+                    "ZeRO++ reduces a unit as a whole: take the loss inside, config.loss = config.loss.loss_fn"
                 )
 
     config: Config

@@ -1,0 +1,61 @@
+"""What the adapters do that no run on CPUs shows."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+from megatron_zpp.zeropp import ZeroPPConfig
+
+pytestmark = pytest.mark.integrations
+
+
+def test_the_trainers_callback_follows_the_loss_scale():
+    """The Trainer has a GradScaler on GPUs alone; a scale that falls is a step that was skipped."""
+    from megatron_zpp.integrations.huggingface import ZeroPPCallback
+
+    callback, said = ZeroPPCallback(ZeroPPConfig()), []
+    callback.zeropp = SimpleNamespace(undo_step=lambda: said.append("undo"), rescale_errors=said.append)
+    for scale, skipped in ((1024.0, False), (512.0, True), (512.0, False), (1024.0, False)):
+        optimizer = SimpleNamespace(
+            step_was_skipped=skipped, scaler=SimpleNamespace(get_scale=lambda scale=scale: scale)
+        )
+        callback.on_optimizer_step(None, None, None, optimizer=optimizer)
+    assert said == [1.0, "undo", 0.5, 1.0, 2.0]
+
+
+def test_torchtitans_defaults_that_cannot_be_are_refused_by_name():
+    from examples.library.on_cpus import let_torchtitan_train_on_cpus
+
+    let_torchtitan_train_on_cpus()
+    from torchtitan.config import TrainingConfig
+    from torchtitan.models.llama3.config_registry import llama3_debugmodel
+
+    from megatron_zpp.integrations.torchtitan import ZeroPPTrainer, with_zeropp
+
+    config = llama3_debugmodel()
+    with pytest.raises(ValueError, match=r"config\.loss = config\.loss\.loss_fn"):
+        with_zeropp(config, ZeroPPConfig())
+    config.loss = config.loss.loss_fn
+    assert with_zeropp(config, ZeroPPConfig()).training.disable_cuda_graphs
+    assert not config.training.disable_cuda_graphs  # the one that was given stays as it was
+    with pytest.raises(ValueError, match=r"--training\.disable_cuda_graphs"):
+        ZeroPPTrainer.Config(model_spec=config.model_spec, loss=config.loss, training=TrainingConfig())
+
+
+def test_torchtitans_command_line_has_the_settings_of_zeropp():
+    from examples.library.on_cpus import let_torchtitan_train_on_cpus
+
+    let_torchtitan_train_on_cpus()
+    import tyro
+    from torchtitan.models.llama3.config_registry import llama3_debugmodel
+
+    from megatron_zpp.integrations.torchtitan import ZeroPPTrainer, with_zeropp
+
+    config = llama3_debugmodel()
+    config.loss = config.loss.loss_fn
+    default = with_zeropp(config, ZeroPPConfig(quantized_gradients=True))
+    words = ["--zeropp.hpz-partition-size", "8", "--zeropp.gradient-bits", "2"]
+    parsed = tyro.cli(ZeroPPTrainer.Config, args=words, default=default)
+    assert parsed.zeropp == ZeroPPConfig(quantized_gradients=True, hpz_partition_size=8, gradient_bits=2)
