@@ -195,9 +195,11 @@ class EmulatedReduceScatter:
         monitor: ErrorMonitor,
         micro_batch: MicroBatch,
         reduce_dtype: torch.dtype | None,
+        find_unused_parameters: bool,
     ) -> None:
         self.unit, self.config, self.layouts, self.traffic = unit, config, layouts, traffic
-        self.micro_batch = micro_batch
+        self.micro_batch, self.find_unused_parameters = micro_batch, find_unused_parameters
+        self._used: set[int] = set()  # parameters that some rank has used in this step
         self.dtype = reduce_dtype or unit.dtype
         self.hops: list[GradientHops] = []  # of each rank
         if config.quantized_gradients:
@@ -214,6 +216,7 @@ class EmulatedReduceScatter:
     @torch.no_grad()
     def add(self, rank: int) -> None:
         """Reduce the gradients that ``rank`` left in the unit's arrived weights; those of the last rank complete it."""
+        self._used |= self.unit.used_parameters()
         gradients = self.unit.take_gradients(self.dtype)  # [W, L]
         if gradients.shape[1] == 0:
             return
@@ -229,7 +232,12 @@ class EmulatedReduceScatter:
                 after = 1.0
             if not self.hops:
                 totals = totals.to(self.dtype)  # FSDP2's own; ours goes to ``.grad`` as it is
+            without = [i for i, master in enumerate(self.unit.masters) if master.grad is None and i not in self._used]
             self.unit.accumulate_gradients(totals.div_(after))
+            if self.find_unused_parameters:
+                for index in without:
+                    self.unit.masters[index].grad = None
+            self._used = set()
 
     def _add_quantized(self, rank: int, gradients: Tensor) -> Tensor | None:
         """The sums over all ranks fp32 [W, L], when all have sent their last gradients [W, L]."""
@@ -281,7 +289,7 @@ class EmulatedReduceScatter:
         return total
 
     def undo_step(self) -> None:
-        self._within_node, self._between_nodes, self._sum = [], [], None
+        self._within_node, self._between_nodes, self._sum, self._used = [], [], None, set()
         for hops in self.hops:
             hops.undo_step()
 

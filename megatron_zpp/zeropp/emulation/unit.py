@@ -85,6 +85,10 @@ class EmulatedUnit(Unit):
         for arrived in self.arrived:
             arrived.grad = None
 
+    def used_parameters(self) -> set[int]:
+        """The indices of the arrived weights that have a gradient."""
+        return {index for index, arrived in enumerate(self.arrived) if arrived.grad is not None}
+
     def accumulate_gradients(self, shards: Tensor) -> None:
         """Add reduced gradients [W, L] of the trainable parameters to the masters'."""
         trainable = [master for master in self.masters if master.requires_grad]
