@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from megatron_zpp.zeropp import LoCoConfig, ZeroPPConfig, apply_zeropp
+from megatron_zpp.zeropp.emulation import emulate_zeropp
 from megatron_zpp.zeropp.unit_part import UnitPart
 from megatron_zpp.zeropp.wire_format import WireFormat
 from megatron_zpp.zeropp.wire_layout import ParameterShard
@@ -283,3 +284,19 @@ def test_a_part_is_taken_out_of_shards_and_wires_and_put_back():
             assert changed.equal(torch.where(mask > 0, 2 * values, values))
             moved = part.put_wires(own.encode(part.take(changed)), wires.clone(), whole, own)
             assert moved.equal(whole.encode(changed))
+
+
+def test_parameters_may_be_unfrozen_and_frozen_between_steps_with_loco():
+    config = ZeroPPConfig(**QUANTIZED, loco=LoCoConfig(), gradient_element_scales=True)
+    model = Net()
+    emulated = emulate_zeropp(model, config, 2, 2, units=list(model.layers))
+    optimizer, weight = torch.optim.SGD(model.parameters(), lr=0.1), model.layers[0].base.weight
+    for trains in (False, False, True, True, False):
+        weight.requires_grad_(trains)
+        before = weight.detach().clone()
+        for rank, as_rank in enumerate(emulated.ranks):
+            with as_rank:
+                model(X + rank).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        assert weight.isfinite().all() and weight.equal(before) != trains
