@@ -13,7 +13,7 @@ from other_loops import Trained, take
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 
 from megatron_zpp.zeropp import ZeroPPConfig, apply_zeropp
 
@@ -66,9 +66,8 @@ def make_qwen3() -> nn.Module:
 
 def make_vit() -> nn.Module:
     shape: dict[str, Any] = dict(hidden_size=64, num_hidden_layers=2, num_attention_heads=4, intermediate_size=128)
-    return transformers.ViTForImageClassification(
-        transformers.ViTConfig(**shape, image_size=32, patch_size=8, num_labels=8)
-    )
+    shape |= dict(image_size=32, patch_size=8, num_labels=8)
+    return transformers.ViTForImageClassification(transformers.ViTConfig(**shape))
 
 
 def make_bert() -> nn.Module:
@@ -138,7 +137,8 @@ def on_a_tensor_parallel_mesh(model: nn.Module) -> dict[str, Any]:
     mesh = init_device_mesh("cpu", (dist.get_world_size() // 2, 2), mesh_dim_names=("data", "tensor"))
     columns = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj")
     rows = ("self_attn.o_proj", "mlp.down_proj")
-    plan = dict.fromkeys(columns, ColwiseParallel()) | dict.fromkeys(rows, RowwiseParallel())
+    plan: dict[str, ParallelStyle] = {name: ColwiseParallel() for name in columns}
+    plan |= {name: RowwiseParallel() for name in rows}
     for block in blocks_of(model):
         parallelize_module(block, mesh["tensor"], plan)
     return {"mesh": mesh["data"]}

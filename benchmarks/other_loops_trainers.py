@@ -63,7 +63,7 @@ def huggingface_trainer(config: ZeroPPConfig | None, accumulation: int, steps: i
 
     class Recorded(Trainer):
         def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
-            loss = super().compute_loss(*args, **kwargs)
+            loss: Any = super().compute_loss(*args, **kwargs)
             losses.append(loss.item() * accumulation)  # which it divides by
             return loss
 

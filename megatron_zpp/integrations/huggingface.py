@@ -54,4 +54,5 @@ class ZeroPPCallback(TrainerCallback):
 
 
 def _folder(args: TrainingArguments, state: TrainerState) -> Path:
+    assert args.output_dir is not None  # TrainingArguments has a default
     return Path(args.output_dir) / f"checkpoint-{state.global_step}" / "zeropp"

@@ -19,7 +19,8 @@ from .micro_batch import MicroBatch
 from .monitor import ErrorMonitor
 from .streams import on_stream
 from .traffic import Traffic
-from .unseen_changes import UnseenChanges
+from .unit_part import UnitPart
+from .unseen_changes import UnseenChanges, load_changes
 from .weight_encoder import WeightEncoder, has_copies
 from .wire_format import WireFormat
 
@@ -69,8 +70,9 @@ class QuantizedAllGather(TorchAllocator, AllGather):
 
 @dataclass(frozen=True, kw_only=True)
 class SentShard:
-    """A shard [L] on its way between nodes, while the program goes on."""
+    """A part of a shard [L] on its way between nodes, while the program goes on."""
 
+    part: UnitPart
     format: WireFormat
     is_difference: bool  # from the copies in the secondary partition, which stay as they are until it arrives
     wire: Tensor  # uint8 [nbytes], this rank's
@@ -85,7 +87,8 @@ class HierarchicalAllGather(QuantizedAllGather):
 
     When the parameters changed, the N ranks with this local rank p gather their shards into the secondary partition
     [N, L]; every gather is then among the P ranks of the node. All ranks see the same weights: a rank's own
-    shard goes through the same quantization.
+    shard goes through the same quantization. Of a unit with frozen parameters only the trained part travels, unless
+    the others changed.
 
     When a forward pass begins, all shards that changed start on their way, and each must have arrived when FSDP2 asks
     for its unit. If a pass did not ask, and the parameters have changed by the next one, what was sent is dropped.
@@ -185,16 +188,19 @@ class HierarchicalAllGather(QuantizedAllGather):
     def _send(self, shard: Tensor, changed: bool) -> None:
         """Inter-node stage, its first half: encode the shard [L] and start its way to the N ranks with equal p."""
         version, state = self.encoder.versions, super().state_dict()
+        part = self.unit.whole if self.secondary_partition is None else self.unit.changed_part
         copies = self.secondary_partition if self.config.weight_difference_bits is not None else None
         self.encoder.versions += changed
-        self.unseen_changes.gathered(self.unit, shard)
+        self.unseen_changes.gathered(self.unit, shard, part)
         if copies is None:
-            format, copy = self.encoder.in_full(shard.dtype), None
+            format, copy = self.encoder.in_full(shard.dtype, part.parameters), None
         else:
-            format, copy = self.encoder.differences(shard.dtype), copies[self.topology.node]
-        wire = self.encoder.encode(shard, format, self.topology.rank, copy=copy)
+            format = self.encoder.differences(shard.dtype, part.parameters)
+            copy = self.encoder.copies_of(part, copies[self.topology.node], shard.dtype)
+        wire = self.encoder.encode(part.take(shard), format, self.topology.rank, copy=copy)
         wires, work = start_gather(wire, self.topology.inter_group)
         self._sent = SentShard(
+            part=part,
             format=format,
             is_difference=copies is not None,
             wire=wire,
@@ -214,27 +220,29 @@ class HierarchicalAllGather(QuantizedAllGather):
         self._sent, self.secondary_partition = None, None  # nothing half-done if this fails
         sent.work.wait()
         self._count(sent)
+        values = sent.part.take(shard)
         if sent.is_difference:
             assert old is not None
-            self.encoder.sample(shard, sent.format, sent.wire, self.topology.rank, copy=old[self.topology.node])
-            return self._add_differences(sent, old, shard.dtype)
-        self.encoder.sample(shard, sent.format, sent.wire, self.topology.rank)
-        return self._gather_in_full(sent, shard, old)
+            copies = self.encoder.copies_of(sent.part, old, shard.dtype)
+            self.encoder.sample(values, sent.format, sent.wire, self.topology.rank, copy=copies[self.topology.node])
+            # What changed since the copies [N, l], or [N, nbytes] (SDP4Bit section 3.1). All N ranks add the same
+            # dequantized differences in the same way, so their copies stay equal to the bit. What rounding lost of the
+            # own shard is in its next difference.
+            arrived = self.encoder.move_copies(copies, sent.wires, sent.format, shard.dtype)
+        else:
+            self.encoder.sample(values, sent.format, sent.wire, self.topology.rank)
+            arrived = self._in_full(sent, values, old)
+        return arrived if old is None else self.encoder.put_copies(sent.part, arrived, old, shard.dtype)
 
-    def _gather_in_full(self, sent: SentShard, shard: Tensor, old: Tensor | None) -> Tensor:
+    def _in_full(self, sent: SentShard, values: Tensor, old: Tensor | None) -> Tensor:
         """The shards themselves, quantized with qwZ, over the old ones: fresh memory is slow on a CPU."""
         if self._keeps_wires:
             return sent.wires
-        out = shard.new_empty(self.topology.num_nodes, shard.numel()) if old is None else old
+        if old is None or not sent.part.is_whole:
+            out = values.new_empty(self.topology.num_nodes, values.numel())
+        else:
+            out = old
         return sent.format.decode(sent.wires, out)
-
-    def _add_differences(self, sent: SentShard, copies: Tensor, dtype: torch.dtype) -> Tensor:
-        """What changed since the copies [N, L], or [N, nbytes] (SDP4Bit section 3.1).
-
-        All N ranks add the same dequantized differences in the same way, so their copies stay equal to the bit. What
-        rounding lost of the own shard is in its next difference.
-        """
-        return self.encoder.move_copies(copies, sent.wires, sent.format, dtype)
 
     def _drop_sent(self) -> None:
         """Take back what is on its way, as if it had never been sent; but its bytes were."""
@@ -245,7 +253,7 @@ class HierarchicalAllGather(QuantizedAllGather):
             sent.work.wait()  # it must not write to memory that others have by then
         self._count(sent)
         self.encoder.versions = sent.version
-        self.unit.mark_changed()
+        self.unit.mark_moved(sent.part.indices)
 
     def _count(self, sent: SentShard) -> None:
         # Not before it is used: a step's count has the bytes of the weights that its passes see.
@@ -271,18 +279,18 @@ class HierarchicalAllGather(QuantizedAllGather):
             return state
         dtype = self._kept_as[0] if self._kept_as is not None else self.unit.gathered_dtype
         copies = self.secondary_partition if self.unit.keeps_copies else None
-        checksum = self.unit.checksum if state["is_current"] else None  # what changes later is seen there too
-        return state | self.encoder.partition_state(checksum, copies, self.topology.num_nodes, dtype)
+        unsent = set() if state["is_current"] else set(self.unit.changed_part.indices)
+        if self._sent is not None:
+            unsent.update(self._sent.part.indices)
+        return state | self.encoder.partition_state(self.unit.checksums, unsent, copies, self.topology.num_nodes, dtype)
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
         super().load_state_dict(state)
-        if "checksum" in state and state["is_current"]:
-            self.unit.checksum = state["checksum"].to(self.unit.device, copy=True)
         if has_copies(state):
             with on_stream(self.stream, self.unit.device):
                 self.secondary_partition = state["copies"].to(self.unit.device, copy=True)
             self._kept_as = (state.get("copies_dtype", self.secondary_partition).dtype, self.secondary_partition.device)
-            self.unit.may_have_stepped = self.unit.parameters_changed()  # or there would be no copies
+        self.unit.checksums |= load_changes(self.unit, state, has_copies(state))
 
 
 def gather_wires(wire: Tensor, group: dist.ProcessGroup) -> Tensor:

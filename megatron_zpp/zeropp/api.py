@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from .agreement import Agreement
 from .all_gather import HierarchicalAllGather, QuantizedAllGather
 from .collectives import PlainAllGather, PlainReduceScatter, count_all_reduces
-from .config import ZeroPPConfig
+from .config import ZeroPPConfig, check_finds_unused
 from .description import describe, state_of, state_prefix, warn, warn_of_lost_state
 from .fsdp_unit import FSDPUnit, find_units, follow_forward_passes
 from .gradient_hops import GradientHops
@@ -36,6 +36,7 @@ from .topology import Topology, process_rank
 from .traffic import Traffic
 from .unit import follow_optimizers
 from .unseen_changes import Passes, UnseenChanges
+from .unused_parameters import UnusedParameters
 from .weight_swaps import swapped_weights
 
 
@@ -44,6 +45,7 @@ def apply_zeropp(
     config: ZeroPPConfig,
     pipeline: dist.ProcessGroup | None = None,
     tensor_parallel: dist.ProcessGroup | None = None,
+    find_unused_parameters: bool = False,
 ) -> ZeroPP:
     """Replace the collectives of a ``fully_shard``-ed model by those that ``config`` asks for.
 
@@ -52,13 +54,25 @@ def apply_zeropp(
 
     ``pipeline``: the group of ranks that have the other stages of the model, each with a ``ZeroPP`` of its own.
     ``tensor_parallel``: the group of ranks that have the other parts of the same parameters. Both are for statistics.
+    ``find_unused_parameters``: leave parameters that no rank used in a step without a gradient; see docs/zeropp.md.
     Raises ValueError for models without FSDP2 units, ZeRO++ on HSDP meshes, unequal nodes, sizes that do not divide.
     """
     units = find_units(model, config.stated_ranks_per_node)
     for unit in units:
         if config.enabled and unit.replicas is not None:
             raise ValueError(f"{unit.label} is sharded over a two-dimensional (HSDP) mesh; ZeRO++ needs a flat one")
-    zeropp = ZeroPP(model=model, units=units, config=config, pipeline=pipeline, tensor_parallel=tensor_parallel)
+    if find_unused_parameters:
+        check_finds_unused(config)
+        if not hasattr(units[0].module, "set_reduce_scatter_unused_params"):
+            raise ValueError("find_unused_parameters needs FSDP2's set_reduce_scatter_unused_params: a newer torch")
+    zeropp = ZeroPP(
+        model=model,
+        units=units,
+        config=config,
+        pipeline=pipeline,
+        tensor_parallel=tensor_parallel,
+        find_unused_parameters=find_unused_parameters,
+    )
     if zeropp.speaks:
         warn(config, units, zeropp.topologies, zeropp.device)
     return zeropp
@@ -78,6 +92,7 @@ class ZeroPP:
         config: ZeroPPConfig,
         pipeline: dist.ProcessGroup | None = None,
         tensor_parallel: dist.ProcessGroup | None = None,
+        find_unused_parameters: bool = False,
     ) -> None:
         self.config, self.units, self.traffic = config, units, Traffic()
         self.ranks = OwnRank()
@@ -87,6 +102,11 @@ class ZeroPP:
         self._monitor, self._micro_batch = ErrorMonitor(), MicroBatch()
         self._passes = Passes(self._micro_batch)
         unseen_changes = {topology: UnseenChanges(topology, self._passes, self.traffic) for topology in self.topologies}
+        unused_parameters: dict[Topology, UnusedParameters] = {}
+        if find_unused_parameters:
+            for topology in dict.fromkeys(self.topologies):
+                of_group = [unit for unit in units if unit.topology is topology]
+                unused_parameters[topology] = UnusedParameters(topology, of_group, self.traffic)
         agreement = Agreement(units, self.traffic) if config.check_agreement else None
         # One: find_units refuses several.
         (self.device,) = {unit.device for unit in units}
@@ -111,7 +131,12 @@ class ZeroPP:
                 )
             if config.quantized_gradients:
                 self._reduce_scatters[unit.name] = HierarchicalReduceScatter(
-                    unit=unit, config=config, traffic=self.traffic, monitor=self._monitor, micro_batch=self._micro_batch
+                    unit=unit,
+                    config=config,
+                    traffic=self.traffic,
+                    monitor=self._monitor,
+                    micro_batch=self._micro_batch,
+                    unused_parameters=unused_parameters.get(unit.topology),
                 )
                 if hasattr(unit.module, "set_reduce_scatter_unused_params"):
                     unit.module.set_reduce_scatter_unused_params(True)
@@ -154,6 +179,8 @@ class ZeroPP:
     def undo_step(self) -> None:
         """Say that the gradients since the last optimizer step are thrown away."""
         self._micro_batch.undo_step()
+        for unit in self.units:
+            unit.forget_use()
         for reduce_scatter in self._reduce_scatters.values():
             reduce_scatter.hops.undo_step()
 

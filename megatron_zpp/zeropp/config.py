@@ -446,3 +446,9 @@ def _check_fields(config: LoCoConfig | ZeroPPConfig, owner: str) -> None:
                 field.metadata["bounds"].check(value)
             except ValueError as error:
                 raise ValueError(f"{owner}{field.name} {error}, got {value}") from None
+
+
+def check_finds_unused(config: ZeroPPConfig) -> None:
+    """Raise ValueError where ``find_unused_parameters`` would have no effect."""
+    if not config.quantized_gradients:
+        raise ValueError("find_unused_parameters is about quantized_gradients; FSDP2's own leave unused parameters out")

@@ -100,6 +100,8 @@ class ElementScales:
         self.travelled: list[tuple[WireFormat, Tensor]] = []  # since the step began, each uint8 [2, N, nbytes]
 
     def to_send(self, format: WireFormat) -> WireFormat | ScaledFormat:
+        if self.exponents is not None and self.exponents.shape[-1] != format.numel:
+            self.exponents, self.steps = None, 0  # parameters were frozen or unfrozen
         return format if self.exponents is None else ScaledFormat(format, self.exponents[0])
 
     def to_receive(self, format: WireFormat) -> WireFormat | ScaledFormat:

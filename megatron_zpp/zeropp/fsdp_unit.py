@@ -6,7 +6,7 @@ reduced together.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from types import FrameType
@@ -37,6 +37,9 @@ class FSDPUnit(Unit):
     replicas: Topology | None  # with HSDP: the ranks that hold the same shard, whose gradients FSDP2 all-reduces
     _param_group: Any = field(repr=False)
     _collectives: tuple[AllGather, ReduceScatter] | None = field(default=None, repr=False, init=False)
+    # In this step so far, by index: the parameters that got a gradient, and those that had none when it began.
+    _used: set[int] = field(default_factory=set, repr=False, init=False)
+    _without_gradient: set[int] | None = field(default=None, repr=False, init=False)
 
     @property
     def device(self) -> torch.device:
@@ -148,6 +151,34 @@ class FSDPUnit(Unit):
         own = [piece[: g.numel()].view(g.shape) for piece, g in zip(pieces, gradients, strict=True)]
         torch._foreach_add_(gradients, own)
 
+    def watch_use(self) -> None:
+        """Note from now on which parameters backward passes use. Unused ones get zeros to reduce."""
+        self.module.set_reduce_scatter_unused_params(True)
+        post_backward = self._param_group.post_backward
+
+        def watched(*arguments: Any) -> None:
+            params = self._param_group.fsdp_params
+            if self._without_gradient is None:
+                self._without_gradient = {i for i, param in enumerate(params) if param.sharded_param.grad is None}
+            self._used |= {i for i, param in enumerate(params) if _has_gradient(param)}
+            post_backward(*arguments)
+
+        self._param_group.post_backward = watched
+
+    def use(self) -> list[bool]:
+        """Of each parameter whether this step used it; also of frozen ones, and those that had a gradient before."""
+        unused = (self._without_gradient or set()) - self._used
+        return [i not in unused or not parameter.requires_grad for i, parameter in enumerate(self.parameters)]
+
+    def drop_gradients(self, indices: Iterable[int]) -> None:
+        """Leave the parameters with these indices without a gradient."""
+        for index in indices:
+            self.parameters[index].grad = None
+
+    def forget_use(self) -> None:
+        """Another step begins."""
+        self._used, self._without_gradient = set(), None
+
     @property
     def is_last_backward(self) -> bool:
         """What ``set_is_last_backward`` said to the root of the pass that runs."""
@@ -170,6 +201,13 @@ class FSDPUnit(Unit):
         """Whether a forward pass leaves the parameters gathered for the passes that follow."""
         stays: bool = not self._param_group._reshard_after_forward
         return stays
+
+
+def _has_gradient(param: Any) -> bool:
+    """Whether a backward pass left an unsharded gradient of FSDP2's ``param`` since it was last reduced."""
+    if not hasattr(param, "_unsharded_param"):  # it was never gathered
+        return False
+    return param.unsharded_accumulated_grad is not None or param.unsharded_param.grad is not None
 
 
 def find_units(model: nn.Module, ranks_per_node: int | None) -> list[FSDPUnit]:

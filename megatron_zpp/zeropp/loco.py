@@ -57,7 +57,10 @@ class ErrorFeedback:
         is_last: whether this is the last encoding of an optimizer step.
         """
         config, interval = self.config, self.config.reset_interval
-        self._format = self.format(hop.parameters, hop.block_size)
+        format = self.format(hop.parameters, hop.block_size)
+        if self._format is not None and self._format.parameters != format.parameters:
+            self.error = None  # parameters were frozen or unfrozen
+        self._format = format
         self.steps += is_last
         decay, new_error = 1.0, None
         if is_last and config.reset == "hard" and interval is not None and self.steps >= interval:

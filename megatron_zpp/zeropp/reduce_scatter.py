@@ -23,6 +23,7 @@ from .micro_batch import MicroBatch
 from .monitor import ErrorMonitor
 from .streams import current_stream, on_stream
 from .traffic import Traffic
+from .unused_parameters import UnusedParameters
 
 logger = logging.getLogger(__name__)
 
@@ -47,8 +48,9 @@ class HierarchicalReduceScatter(TorchAllocator, ReduceScatter):
         traffic: Traffic,
         monitor: ErrorMonitor,
         micro_batch: MicroBatch,
+        unused_parameters: UnusedParameters | None = None,
     ) -> None:
-        self.unit, self.micro_batch = unit, micro_batch
+        self.unit, self.micro_batch, self.unused_parameters = unit, micro_batch, unused_parameters
         self._last_reduction: tuple[int, int] | None = None  # its backward pass, and optimizer steps until then
         self.hops = GradientHops(
             unit=unit, layout=unit.topology, config=config, traffic=traffic, monitor=monitor, micro_batch=micro_batch
@@ -84,9 +86,16 @@ class HierarchicalReduceScatter(TorchAllocator, ReduceScatter):
             divisor = self.unit.divisor_after_reduction(output_tensor.dtype, group)
             output_tensor.zero_()
             self.unit.holds_gradients = True
-            call_after_backward(lambda: in_flight.finish(divisor))
+            if self.unused_parameters is not None:
+                self.unused_parameters.sent(self.unit)
+            call_after_backward(lambda: self._finish(in_flight, divisor))
         self.unit.mark_reduced(completes_step=True)
         return None
+
+    def _finish(self, in_flight: GradientsInFlight, divisor: float | None) -> None:
+        in_flight.finish(divisor)
+        if self.unused_parameters is not None:
+            self.unused_parameters.arrived(self.unit)
 
     def _warn_of_accumulation(self) -> None:
         """Once: of a micro-batch that crosses nodes although no optimizer took the one before."""

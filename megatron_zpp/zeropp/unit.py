@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from .unit_part import UnitPart
 from .wire_layout import ParameterShard
 
 
@@ -21,10 +22,15 @@ class Unit:
     name: str  # the module's name in the model, "" is the root; "NAME[1]" is its second unit, on another mesh
     optimizer_steps: int = field(default=0, kw_only=True)  # of torch optimizers that hold parameters of this unit
     holds_gradients: bool = field(default=False, kw_only=True)  # which wait for the step's last micro-batch
-    checksum: Tensor | None = field(default=None, repr=False, kw_only=True)  # of the shard that went between nodes
+    # Of the shard that went between nodes: of each of ``parts``, by its indices.
+    checksums: dict[tuple[int, ...], Tensor] = field(default_factory=dict, repr=False, kw_only=True)
+    travels_whole: bool = field(default=False, kw_only=True)  # frozen parameters as well, with those that are trained
     # Since the last gather: an optimizer stepped, or gradients came that some optimizer may have stepped with.
     may_have_stepped: bool = field(default=False, kw_only=True)
-    _reduced: bool = field(default=False, kw_only=True)  # a step's gradients were reduced since the last gather
+    # Indices of parameters that did not stay frozen since the last gather: those that an optimizer may have moved, and
+    # those of which a step's gradients were reduced.
+    _moved: set[int] = field(default_factory=set, repr=False, kw_only=True)
+    _reduced: set[int] = field(default_factory=set, repr=False, kw_only=True)
     _gathered_versions: list[tuple[Any, int]] | None = field(default=None, repr=False, kw_only=True)
 
     @property
@@ -61,9 +67,45 @@ class Unit:
         Goes by what every rank's program does, never by a rank's memory: replaced parameters, autograd's version
         counters of the DTensors, and the ``mark_`` methods. ``UnseenChanges`` finds what leaves no such trace.
         """
-        # A unit used twice in one forward pass is reduced twice, and gathered in between, in backward.
-        reduced = self._reduced and not self.is_in_backward
-        return reduced or self._versions() != self._gathered_versions
+        return bool(self._changed())
+
+    @property
+    def trained(self) -> UnitPart:
+        """The parameters that optimizer steps move, or may have moved since the last gather; alike on all ranks."""
+        if self.travels_whole:
+            return self.whole
+        indices = self._trainable() | self._moved | self._reduced
+        return UnitPart(self.parameter_shards(), tuple(sorted(indices)))
+
+    @property
+    def frozen(self) -> UnitPart:
+        """The others, which stay as they are unless the program changes them."""
+        indices = set(range(len(self.parameters))).difference(self.trained.indices)
+        return UnitPart(self.parameter_shards(), tuple(sorted(indices)))
+
+    @property
+    def parts(self) -> tuple[UnitPart, ...]:
+        """The trained part and the frozen one, but for empty ones."""
+        return tuple(part for part in (self.trained, self.frozen) if part.indices)
+
+    @property
+    def whole(self) -> UnitPart:
+        """All parameters."""
+        return UnitPart(self.parameter_shards(), tuple(range(len(self.parameters))))
+
+    @property
+    def changed_part(self) -> UnitPart:
+        """What must be gathered anew, of parameters that changed: the trained ones, or all if others did as well."""
+        trained = self.trained
+        return trained if self._changed().issubset(trained.indices) else self.whole
+
+    @property
+    def unchanged_parts(self) -> tuple[UnitPart, ...]:
+        """Those of the ``parts`` of which nothing says that they changed."""
+        if not self.parameters_changed():
+            return self.parts
+        changed = set(self.changed_part.indices)
+        return tuple(part for part in self.parts if not changed.issuperset(part.indices))
 
     @property
     def keeps_copies(self) -> bool:
@@ -71,33 +113,52 @@ class Unit:
 
         What a program writes by itself is further away than low-bit differences can say.
         """
-        return self.may_have_stepped or not self.parameters_changed()
+        changed = self._changed()
+        return not changed or (self.may_have_stepped and changed.issubset(self.trained.indices))
 
     def mark_gathered(self) -> None:
         """Say that the parameters as they are now have been gathered."""
-        self._gathered_versions, self._reduced, self.may_have_stepped = self._versions(), False, False
+        self._gathered_versions, self.may_have_stepped = self._versions(), False
+        self._moved, self._reduced = set(), set()
 
     def mark_changed(self) -> None:
         """Make ``parameters_changed`` True until the next ``mark_gathered``."""
         self._gathered_versions = None
 
+    def mark_moved(self, indices: Iterable[int]) -> None:
+        """Say that optimizer steps have moved the parameters with these indices."""
+        self._moved |= set(indices)
+
     def mark_stepped(self) -> None:
         """Say that a torch optimizer that holds parameters of this unit has stepped."""
-        self.mark_changed()
+        self.mark_moved(self._trainable())
         self.may_have_stepped = True
         self.optimizer_steps += 1
 
     def mark_reduced(self, completes_step: bool) -> None:
-        """Say that gradients were reduced; if they are all of a step's, the parameters count as changed.
+        """Say that gradients were reduced; if they are all of a step's, the trainable parameters count as changed.
 
         Not every optimizer tells of its step: home-made ones with foreach operations do not.
         """
         self.may_have_stepped = True
-        self._reduced |= completes_step
+        if completes_step:
+            self._reduced |= self._trainable()
 
     def owns_any_of(self, parameters: set[int]) -> bool:
         """Whether one of the parameters with these ids is of this unit."""
         return any(id(parameter) in parameters for parameter in self.parameters)
+
+    def _changed(self) -> set[int]:
+        """The indices of the parameters that may have changed since the last ``mark_gathered``."""
+        now, then = self._versions(), self._gathered_versions
+        if then is None:
+            return set(range(len(now)))
+        changed = {index for index, pair in enumerate(zip(now, then, strict=True)) if pair[0] != pair[1]}
+        # A unit used twice in one forward pass is reduced twice, and gathered in between, in backward.
+        return changed | self._moved | (set() if self.is_in_backward else self._reduced)
+
+    def _trainable(self) -> set[int]:
+        return {index for index, parameter in enumerate(self.parameters) if parameter.requires_grad}
 
     def _versions(self) -> list[tuple[Any, int]]:
         # The parameters themselves, not their ids: an id may come again when its owner is gone.

@@ -6,7 +6,7 @@ Autograd's version counters do not move there, so the shards themselves are comp
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -18,8 +18,10 @@ from .micro_batch import MicroBatch
 from .topology import Topology
 from .traffic import Traffic
 from .unit import Unit
+from .unit_part import UnitPart
 
 WORD_BYTES = 8
+CHECKSUM_KEYS = ("checksum", "frozen_checksum")  # of a unit's parts, which are one or two
 
 
 def checksum(shard: Tensor) -> Tensor:
@@ -38,6 +40,47 @@ def checksum(shard: Tensor) -> Tensor:
     side = max(0, (math.isqrt(words.numel()) - 1) // 2 * 2 + 1)
     square = words[: side * side].view(side, side)
     return torch.cat([square.sum(0), square.sum(1), words[side * side :]])
+
+
+def checksums(shard: Tensor, parts: Iterable[UnitPart]) -> dict[tuple[int, ...], Tensor]:
+    """Of these parts of a unit whose shard is [L], by their indices."""
+    return {part.indices: checksum(part.take(shard)) for part in parts}
+
+
+def state_of_changes(
+    unit: Unit, known: Mapping[tuple[int, ...], Tensor], unsent: Collection[int], dtype: torch.dtype
+) -> dict[str, Tensor]:
+    """What a resumed run must know of changes: the parameters that are yet to be sent, and checksums of the others.
+
+    Of the same keys and shapes whatever is known; unknown checksums are zeros.
+    """
+    state = {}
+    for key, part in zip(CHECKSUM_KEYS, unit.parts, strict=False):
+        value = known.get(part.indices) if set(part.indices).isdisjoint(unsent) else None
+        if value is None:
+            numel = sum(parameter.numel for parameter in part.parameters)
+            value = torch.zeros_like(checksum(torch.empty(numel, dtype=dtype, device="meta")), device=unit.device)
+        state[key] = value
+    if len(unit.parts) > 1:
+        state["unsent"] = torch.tensor([index in unsent for index in unit.whole.indices])
+    return state
+
+
+def load_changes(unit: Unit, state: Mapping[str, Tensor], has_copies: bool) -> dict[tuple[int, ...], Tensor]:
+    """Take back what ``state_of_changes`` gave, and return the checksums; what is unsent, but for its copies, moved."""
+    if "unsent" in state:
+        unsent = set(state["unsent"].nonzero().flatten().tolist())
+    else:
+        unsent = set() if not state or state["is_current"] else set(unit.whole.indices)
+    if has_copies and unit.parameters_changed():
+        unit.mark_gathered()
+        unit.mark_moved(unsent)
+        unit.may_have_stepped = True  # or there would be no copies
+    return {
+        part.indices: state[key].to(unit.device, copy=True)
+        for key, part in zip(CHECKSUM_KEYS, unit.parts, strict=False)
+        if key in state and unsent.isdisjoint(part.indices)
+    }
 
 
 class Passes:
@@ -72,22 +115,24 @@ class UnseenChanges:
 
     def look_for(self, unit: FSDPUnit) -> None:
         """Mark ``unit``, which is about to be gathered, as changed if it is; in a forward pass the other units too."""
-        if unit.parameters_changed() or unit.is_in_backward:
+        if unit.is_in_backward or not unit.unchanged_parts:
             return
         if not unit.is_in_forward:
             self._look_at([unit])  # ``unshard()`` by hand
         elif unit not in self.passes.known:
             self._look_at([other for other in self.units if other.is_sharded and other not in self.passes.known])
 
-    def gathered(self, unit: FSDPUnit, shard: Tensor) -> None:
-        """The shard [L] of ``unit`` goes between nodes."""
+    def gathered(self, unit: FSDPUnit, shard: Tensor, part: UnitPart) -> None:
+        """A part of ``unit``, whose shard is [L], goes between nodes."""
         # Like the gather itself this is ordered after whatever wrote the parameters, and before what will write them:
         # FSDP2's streams wait for the program's when a pass begins, and the program's for each gather.
-        unit.checksum = checksum(shard)
-        self.passes.known.add(unit)
+        if part.is_whole:
+            unit.checksums.clear()
+            self.passes.known.add(unit)
+        unit.checksums |= checksums(shard, unit.parts if part.is_whole else (part,))
 
     def _look_at(self, units: Sequence[FSDPUnit]) -> None:
-        units = [unit for unit in units if not unit.parameters_changed() and unit.checksum is not None]
+        units = [unit for unit in units if unit.unchanged_parts and unit.checksums]
         if not units:
             return
         self.passes.known.update(units)
@@ -100,9 +145,13 @@ class UnseenChanges:
 
 
 def _has_changed(unit: FSDPUnit) -> Tensor:
-    """Whether the unit's shard is another than that whose checksum it has; on its device."""
-    now = checksum(unit.flat_shard())
-    assert unit.checksum is not None  # by ``_look_at``
-    if now.shape != unit.checksum.shape or now.device != unit.checksum.device:  # the model was cast or moved
+    """Whether what nothing says of that it changed is other than what the unit has the checksums of; on its device."""
+    now = checksums(unit.flat_shard(), unit.unchanged_parts)
+    return torch.stack([_differs(value, unit.checksums.get(indices)) for indices, value in now.items()]).any()
+
+
+def _differs(now: Tensor, then: Tensor | None) -> Tensor:
+    # The model was cast or moved, or parameters were frozen or unfrozen.
+    if then is None or now.shape != then.shape or now.device != then.device:
         return now.new_ones((), dtype=torch.bool)
-    return (now != unit.checksum).any()
+    return (now != then).any()

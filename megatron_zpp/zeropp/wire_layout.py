@@ -118,6 +118,18 @@ class WireLayout:
         self.nbytes = offset
         self.table = self._table()
 
+    def bytes_of(self, index: int) -> tuple[slice, ...]:
+        """Where the codes and the scales of one parameter are in a wire buffer, or its values."""
+        start = sum(parameter.numel for parameter in self.parameters[:index])
+        stop = start + self.parameters[index].numel
+        if start == stop:
+            return ()
+        (segment,) = (s for s in self.quantized + self.unquantized if s.start <= start < s.stop)
+        if segment.block_size:
+            return segment.codes, segment.scales
+        first, last = (segment.codes.start + (at - segment.start) * self.dtype.itemsize for at in (start, stop))
+        return (slice(first, last),)
+
     def _table(self) -> list[int]:
         """The format as the operators take it: five numbers of all of it, then five for each segment."""
         table = [self.bits or 0, kernels.TYPES.get(self.dtype, 0), self.nbytes]

@@ -19,7 +19,8 @@ from contextlib import AbstractContextManager, contextmanager
 import torch
 from torch import Tensor, nn
 
-from ..config import ZeroPPConfig
+from ..collectives import count_all_reduce
+from ..config import ZeroPPConfig, check_finds_unused
 from ..description import describe, state_of, state_prefix, warn, warn_of_lost_state
 from ..matrix_blocks import MomentumWire, batches
 from ..micro_batch import MicroBatch
@@ -47,12 +48,14 @@ def emulate_zeropp(
     param_dtype: torch.dtype | None = None,
     reduce_dtype: torch.dtype | None = None,
     zero_stage: int = 3,
+    find_unused_parameters: bool = False,
 ) -> EmulatedZeroPP:
     """Prepare ``model`` to be trained as ``num_nodes`` x ``ranks_per_node`` ranks would with ``apply_zeropp``.
 
     units: the modules that ``fully_shard`` would be called on before the whole model.
     gathered_once: those of them with ``reshard_after_forward=False``; FSDP2 keeps the root for backward anyway.
     param_dtype, reduce_dtype: as in FSDP2's MixedPrecisionPolicy.
+    find_unused_parameters: as ``apply_zeropp`` takes it.
     zero_stage: 3, or 2, which keeps gathered parameters for all micro-batches of a step.
 
     Raises ValueError for parameters that have no storage yet or belong to two units, and for what is not emulated.
@@ -68,12 +71,15 @@ def emulate_zeropp(
         raise ValueError("check_agreement compares real ranks, and emulated ones are one process: leave it out")
     if zero_stage not in (2, 3):
         raise ValueError(f"stages 2 and 3 of ZeRO can be emulated, not stage {zero_stage}")
+    if find_unused_parameters:
+        check_finds_unused(config)
     emulated = EmulatedZeroPP(
         units=find_emulated_units(model, units, gathered_once, num_nodes * ranks_per_node, param_dtype),
         config=config,
         layouts=[RankLayout(num_nodes, ranks_per_node, rank) for rank in range(num_nodes * ranks_per_node)],
         reduce_dtype=reduce_dtype,
         zero_stage=zero_stage,
+        find_unused_parameters=find_unused_parameters,
     )
     warn(config, emulated.units, emulated.topologies, emulated.device)
     return emulated
@@ -94,6 +100,7 @@ class EmulatedZeroPP:
         layouts: list[RankLayout],
         reduce_dtype: torch.dtype | None,
         zero_stage: int,
+        find_unused_parameters: bool,
     ) -> None:
         self.units, self.config, self.layouts = units, config, layouts
         self.topologies = layouts[:1] * len(units)  # all units' are the same
@@ -121,9 +128,11 @@ class EmulatedZeroPP:
                 monitor=self._monitor,
                 micro_batch=self._micro_batch,
                 reduce_dtype=reduce_dtype,
+                find_unused_parameters=find_unused_parameters,
             )
             for unit in units
         ]
+        self._find_unused_parameters = find_unused_parameters
         self._next_rank = 0  # whose gradients come next
         self._last_rank = len(layouts)  # that computed something; ranks do in turn, so that a lower one begins a pass
         self._passes = Passes(self._micro_batch)
@@ -166,6 +175,8 @@ class EmulatedZeroPP:
         self._next_rank = (rank + 1) % len(self.layouts)
         for reduce_scatter in self._gradients:
             reduce_scatter.add(rank)
+        if self._find_unused_parameters and self._micro_batch.is_last:
+            count_all_reduce(self.traffic, self.layouts[rank], sum(len(unit.parameters) for unit in self.units))
 
     def describe(self) -> str:
         """One line: the emulated nodes and ranks, and how weights and gradients travel."""

@@ -12,7 +12,8 @@ from ..micro_batch import MicroBatch
 from ..monitor import ErrorMonitor
 from ..topology import RankLayout
 from ..traffic import Traffic
-from ..unseen_changes import checksum
+from ..unit_part import UnitPart
+from ..unseen_changes import checksums, load_changes
 from ..weight_encoder import WeightEncoder, has_copies
 from .unit import EmulatedUnit
 
@@ -37,7 +38,8 @@ class EmulatedAllGather:
         self._has_secondary = config.hpz_partition_size > 1 and layouts[0].num_nodes > 1
         self._is_encoded = self._has_secondary or (config.quantized_weights and len(layouts) > 1)
         self._arrived = False  # the weights of the last refresh are in unit.arrived
-        self._checksums: list[Tensor] = []  # of each rank's shard, as it last went between nodes
+        # Of each part of each rank's shard, as it last went between nodes.
+        self._checksums: list[dict[tuple[int, ...], Tensor]] = [{} for _ in layouts]
         self._reshards_after_forward = zero_stage == 3 and not unit.is_gathered_once
         self._reshards_after_backward = zero_stage == 3
         self._unsharded = [False] * len(layouts)
@@ -47,17 +49,17 @@ class EmulatedAllGather:
     def refresh(self, look: bool) -> None:
         """Let the weights arrive anew, if they changed; ``look``: also where nothing says so, as UnseenChanges does."""
         changed = self.unit.parameters_changed()
-        if look and self._has_secondary and not changed and self._look():
+        if look and self._has_secondary and self.unit.unchanged_parts and self._look():
             self.unit.mark_changed()
             changed = True
         if not self.unit.keeps_copies:
-            self.copies = None
+            self.forget_secondary_partition()
         # Without a secondary partition, ranks gather their parameters at every pass.
         if self._arrived and not changed and (self._has_secondary or not look):
             return
         self.encoder.versions += changed
         if self._is_encoded:
-            self.unit.receive(self._gather(changed))
+            self._gather(changed)
         else:
             for arrived, master in zip(self.unit.arrived, self.unit.masters, strict=True):
                 arrived.copy_(master)
@@ -65,48 +67,61 @@ class EmulatedAllGather:
         self._arrived = True
 
     def _look(self) -> bool:
-        """Whether some rank's shard is another than that which went between nodes."""
-        if not self._checksums:
+        """Whether some rank's shard is another than that which went between nodes, where nothing says so."""
+        if not self._checksums[0]:
             return False
         for layout in self.layouts:
             if self.is_gathered(layout.rank):
                 count_all_reduce(self.traffic, layout, torch.int32.itemsize)
         shards = self.unit.shards_of(self.unit.masters, self.unit.dtype)
-        return any(not checksum(s).equal(old) for s, old in zip(shards, self._checksums, strict=True))
+        return any(
+            then is None or not then.equal(now)
+            for shard, of_parts in zip(shards, self._checksums, strict=True)
+            for indices, now in checksums(shard, self.unit.unchanged_parts).items()
+            for then in [of_parts.get(indices)]
+        )
 
-    def _gather(self, changed: bool) -> Tensor:
-        """What every rank holds after the gather, [W, L]."""
+    def _gather(self, changed: bool) -> None:
+        """Fill the arrived weights with what every rank holds after the gather."""
         layout, dtype = self.layouts[0], self.unit.dtype
-        if self.copies is None or changed:
-            arrived = self._gather_between_nodes(self.unit.shards_of(self.unit.masters, dtype))
+        if self.copies is not None and not changed:
+            part, arrived = self.unit.whole, self.encoder.copies_as_numbers(self.copies, dtype).to(dtype)
         else:
-            arrived = self.encoder.copies_as_numbers(self.copies, dtype).to(dtype)
-        within_node = self.encoder.within_node(dtype)
-        if within_node is None or not self._has_secondary or self.encoder.keeps_wires:
-            return arrived
-        partitions = arrived.view(layout.num_nodes, layout.ranks_per_node, -1)  # [N, P, L]
-        sent = [self.encoder.encode_within_node(partitions[:, p], within_node, p) for p in range(layout.ranks_per_node)]
-        wires = torch.stack(sent, dim=1)  # [N, P, nbytes]
-        return within_node.decode(wires, out=torch.empty_like(partitions)).flatten(0, 1)
+            part = self.unit.changed_part if self._has_secondary and self._arrived else self.unit.whole
+            arrived = self._gather_between_nodes(self.unit.shards_of(self.unit.masters, dtype), part)
+        within_node = self.encoder.within_node(dtype, part.parameters)
+        if within_node is not None and self._has_secondary and not self.encoder.keeps_wires:
+            partitions = arrived.view(layout.num_nodes, layout.ranks_per_node, -1)  # [N, P, l]
+            ranks = range(layout.ranks_per_node)
+            sent = [self.encoder.encode_within_node(partitions[:, p], within_node, p) for p in ranks]
+            wires = torch.stack(sent, dim=1)  # [N, P, nbytes]
+            arrived = within_node.decode(wires, out=torch.empty_like(partitions)).flatten(0, 1)
+        self.unit.receive(arrived, part)
 
-    def _gather_between_nodes(self, shards: Tensor) -> Tensor:
-        """All ranks' shards [W, L] as they arrive on other nodes; with weight differences the copies themselves."""
+    def _gather_between_nodes(self, shards: Tensor, part: UnitPart) -> Tensor:
+        """A part of all ranks' shards [W, L] as it arrives on other nodes, [W, l]; with differences its copies."""
         by_differences = self._has_secondary and self.config.weight_difference_bits is not None
         if self._has_secondary:
-            self._checksums = [checksum(shard) for shard in shards]
+            for shard, of_parts in zip(shards, self._checksums, strict=True):
+                if part.is_whole:
+                    of_parts.clear()
+                of_parts |= checksums(shard, self.unit.parts if part.is_whole else (part,))
+        shards = part.take(shards)
         if by_differences and self.copies is not None:
-            format = self.encoder.differences(shards.dtype)
-            copies: list[Tensor | None] = list(self.copies)
+            format = self.encoder.differences(shards.dtype, part.parameters)
+            of_part = self.encoder.copies_of(part, self.copies, shards.dtype)
+            copies: list[Tensor | None] = list(of_part)
         else:
-            format, copies = self.encoder.in_full(shards.dtype), [None] * len(shards)
+            format, copies = self.encoder.in_full(shards.dtype, part.parameters), [None] * len(shards)
         wires = torch.stack([self.encoder.encode(s, format, r, copy=copies[r]) for r, s in enumerate(shards)])
         for rank, shard in enumerate(shards):
             self.encoder.sample(shard, format, wires[rank], rank, copy=copies[rank])
         if self._has_secondary:
             self.traffic.add(inter_node=(self.layouts[0].num_nodes - 1) * wires.nbytes, stays=True)
         if self.copies is not None:
-            self.copies = self.encoder.move_copies(self.copies, wires, format, shards.dtype)
-            return self.encoder.copies_as_numbers(self.copies, shards.dtype).to(shards.dtype)
+            moved = self.encoder.move_copies(of_part, wires, format, shards.dtype)
+            self.copies = self.encoder.put_copies(part, moved, self.copies, shards.dtype)
+            return self.encoder.copies_as_numbers(moved, shards.dtype, part.parameters).to(shards.dtype)
         arrived = format.decode(wires, out=shards)
         if by_differences:
             self.copies = wires if self.encoder.keeps_wires else arrived
@@ -148,21 +163,18 @@ class EmulatedAllGather:
         state = self.encoder.state_dict() if self._is_encoded else {}
         if not state or not self._has_secondary:
             return state
-        checksum = self._checksums[layout.rank] if state["is_current"] and self._checksums else None
+        known, unsent = self._checksums[layout.rank], () if state["is_current"] else self.unit.changed_part.indices
         copies = self._copies_of(layout) if self.copies is not None and self.unit.keeps_copies else None
-        return state | self.encoder.partition_state(checksum, copies, layout.num_nodes, self.unit.dtype)
+        return state | self.encoder.partition_state(known, unsent, copies, layout.num_nodes, self.unit.dtype)
 
     def load_state_dict(self, layout: RankLayout, state: dict[str, Tensor]) -> None:
         self.encoder.load_state_dict(state)
-        if "checksum" in state and state["is_current"]:
-            # Ranks are loaded in turn, from 0 on.
-            self._checksums[layout.rank :] = [state["checksum"].to(self.unit.device, copy=True)]
         if has_copies(state):
             if self.copies is None:
                 num_shards = len(self.layouts)
                 self.copies = state["copies"].new_zeros(num_shards, state["copies"].shape[-1], device=self.unit.device)
             self._copies_of(layout).copy_(state["copies"])
-            self.unit.may_have_stepped = self.unit.parameters_changed()  # or there would be no copies
+        self._checksums[layout.rank] |= load_changes(self.unit, state, has_copies(state))
 
     def _copies_of(self, layout: RankLayout) -> Tensor:
         """The rank's secondary partition [N, L]: the shards of the ranks with its local rank p."""
@@ -183,9 +195,11 @@ class EmulatedReduceScatter:
         monitor: ErrorMonitor,
         micro_batch: MicroBatch,
         reduce_dtype: torch.dtype | None,
+        find_unused_parameters: bool,
     ) -> None:
         self.unit, self.config, self.layouts, self.traffic = unit, config, layouts, traffic
-        self.micro_batch = micro_batch
+        self.micro_batch, self.find_unused_parameters = micro_batch, find_unused_parameters
+        self._used: set[int] = set()  # parameters that some rank has used in this step
         self.dtype = reduce_dtype or unit.dtype
         self.hops: list[GradientHops] = []  # of each rank
         if config.quantized_gradients:
@@ -202,6 +216,7 @@ class EmulatedReduceScatter:
     @torch.no_grad()
     def add(self, rank: int) -> None:
         """Reduce the gradients that ``rank`` left in the unit's arrived weights; those of the last rank complete it."""
+        self._used |= self.unit.used_parameters()
         gradients = self.unit.take_gradients(self.dtype)  # [W, L]
         if gradients.shape[1] == 0:
             return
@@ -217,7 +232,12 @@ class EmulatedReduceScatter:
                 after = 1.0
             if not self.hops:
                 totals = totals.to(self.dtype)  # FSDP2's own; ours goes to ``.grad`` as it is
+            without = [i for i, master in enumerate(self.unit.masters) if master.grad is None and i not in self._used]
             self.unit.accumulate_gradients(totals.div_(after))
+            if self.find_unused_parameters:
+                for index in without:
+                    self.unit.masters[index].grad = None
+            self._used = set()
 
     def _add_quantized(self, rank: int, gradients: Tensor) -> Tensor | None:
         """The sums over all ranks fp32 [W, L], when all have sent their last gradients [W, L]."""
@@ -269,7 +289,7 @@ class EmulatedReduceScatter:
         return total
 
     def undo_step(self) -> None:
-        self._within_node, self._between_nodes, self._sum = [], [], None
+        self._within_node, self._between_nodes, self._sum, self._used = [], [], None, set()
         for hops in self.hops:
             hops.undo_step()
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from ..unit import Unit
+from ..unit_part import UnitPart
 from ..wire_layout import ParameterShard, rows_per_rank
 
 
@@ -68,10 +69,10 @@ class EmulatedUnit(Unit):
         """Tensors of the shapes of all masters as shards [W, L]."""
         return self._shard(tensors, self.parameter_shards(), dtype)
 
-    def receive(self, shards: Tensor) -> None:
-        """Fill the arrived weights from shards [W, L]."""
-        for arrived, part in zip(self.arrived, _columns(shards, self.parameter_shards()), strict=True):
-            _join(part, out=arrived)
+    def receive(self, shards: Tensor, part: UnitPart) -> None:
+        """Fill the arrived weights of a part from its shards [W, l]."""
+        for index, columns in zip(part.indices, _columns(shards, part.parameters), strict=True):
+            _join(columns, out=self.arrived[index])
 
     def take_gradients(self, dtype: torch.dtype) -> Tensor:
         """The gradients of the trainable arrived weights as shards [W, L], and none left; zeros where none came."""
@@ -84,6 +85,10 @@ class EmulatedUnit(Unit):
         for arrived in self.arrived:
             arrived.grad = None
 
+    def used_parameters(self) -> set[int]:
+        """The indices of the arrived weights that have a gradient."""
+        return {index for index, arrived in enumerate(self.arrived) if arrived.grad is not None}
+
     def accumulate_gradients(self, shards: Tensor) -> None:
         """Add reduced gradients [W, L] of the trainable parameters to the masters'."""
         trainable = [master for master in self.masters if master.requires_grad]
@@ -94,6 +99,8 @@ class EmulatedUnit(Unit):
     def show_arrived(self) -> None:
         """Put the arrived weights in the model, in place of the masters."""
         self._is_shown = True
+        for arrived, master in zip(self.arrived, self.masters, strict=True):
+            arrived.requires_grad_(master.requires_grad)  # parameters may be frozen and unfrozen
         self._show(self.arrived)
 
     def show_masters(self) -> None:

@@ -1,0 +1,302 @@
+"""Frozen weights cross nodes once, and again when a program changes them; what arrives is as if all had crossed.
+
+The oracles: plain FSDP2, the same parameters in units of their own, and a run that is told each time that all changed.
+"""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, fully_shard
+
+from megatron_zpp.zeropp import LoCoConfig, ZeroPPConfig, apply_zeropp
+from megatron_zpp.zeropp.emulation import emulate_zeropp
+from megatron_zpp.zeropp.unit_part import UnitPart
+from megatron_zpp.zeropp.wire_format import WireFormat
+from megatron_zpp.zeropp.wire_layout import ParameterShard
+from tests.ranks import run_ranks
+
+HPZ = ZeroPPConfig(hpz_partition_size=2)  # exact
+QUANTIZED = dict(quantized_weights=True, hpz_partition_size=2, quantized_gradients=True, weight_block_size=32)
+CONFIGS = {
+    "all flags": ZeroPPConfig(**QUANTIZED, loco=LoCoConfig()),
+    "4 bits": ZeroPPConfig(**QUANTIZED, weight_bits=4, weight_intra_bits=8),
+    "int8 copies": ZeroPPConfig(**QUANTIZED, hpz_secondary_dtype="int8"),
+    "int4 copies": ZeroPPConfig(**QUANTIZED, hpz_secondary_dtype="int8", weight_bits=4),
+    "differences": ZeroPPConfig(**QUANTIZED, weight_difference_bits=4),
+    "differences of int8 copies": ZeroPPConfig(**QUANTIZED, hpz_secondary_dtype="int8", weight_difference_bits=4),
+}
+X = torch.linspace(-1, 1, 3 * 20).view(3, 20)
+
+
+class Adapted(nn.Module):
+    """A frozen layer between two trained matrices and a trained bias, in the order of no one's choice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.down = nn.Linear(20, 8, bias=False)
+        self.base = nn.Linear(20, 20).requires_grad_(False)
+        self.up = nn.Linear(8, 20)
+        self.scale = nn.Parameter(torch.ones(20), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.scale * (self.base(x) + self.up(self.down(x))).tanh()
+
+
+class Net(nn.Module):
+    """Two adapted layers, one that is frozen, and a head that belongs to the root."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList([Adapted(), nn.Linear(20, 20).requires_grad_(False), Adapted()])
+        self.head = nn.Linear(20, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+def build(config, apart=False):
+    model = Net()
+    for layer in model.layers:
+        if apart and isinstance(layer, Adapted):
+            for module in (layer.down, layer.base, layer.up):
+                fully_shard(module)
+        fully_shard(layer)
+    fully_shard(model)
+    zeropp = apply_zeropp(model, config) if config is not None else None
+    # As programs do that leave it to the gradients which parameters move.
+    return model, zeropp, torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1, foreach=True)
+
+
+def step(model, optimizer):
+    loss = model(X + dist.get_rank()).square().mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.detach()
+
+
+def evaluate(model):
+    with torch.no_grad():
+        output = model(X).clone()
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+    return output
+
+
+@torch.no_grad()
+def counted(model):
+    model.layers[0].base.weight.mul_(1.5)
+
+
+def behind_autograd(model):
+    model.layers[2].base.weight.data.mul_(1.5)
+
+
+def on_one_rank(model):
+    if dist.get_rank() == 2:
+        model.layers[0].scale.to_local().data += 1e-3
+
+
+def trained_ones(model):
+    model.layers[2].up.bias.data.add_(0.5)
+
+
+def unfreeze(model):
+    model.layers[0].base.weight.requires_grad_(True)
+
+
+def freeze(model):
+    model.layers[0].base.weight.requires_grad_(False)
+    model.layers[0].up.requires_grad_(False)
+
+
+EVENTS = (counted, behind_autograd, on_one_rank, trained_ones, unfreeze, behind_autograd, freeze, counted)
+
+
+def _events(config, evaluates):
+    """Losses, and outputs of evaluations, of steps with an event after every other one."""
+    model, _, optimizer = build(config)
+    results = []
+    for event in EVENTS:
+        results += [step(model, optimizer), step(model, optimizer)]
+        event(model)  # the optimizer's step has not been gathered
+        if evaluates:
+            results.append(evaluate(model))
+            event(model)  # it has
+            results.append(evaluate(model))
+    return [*results, step(model, optimizer), step(model, optimizer)]
+
+
+def _events_with_and_without():
+    return [
+        (_events(None, evaluates), _events(config, evaluates))
+        for evaluates, config in ((False, HPZ), (True, ZeroPPConfig(hpz_partition_size=2, check_agreement=True)))
+    ]
+
+
+def test_whatever_changes_weights_are_those_of_plain_fsdp2():
+    for of_rank in run_ranks(4, _events_with_and_without):
+        for plain, ours in of_rank:
+            assert [i for i, (p, q) in enumerate(zip(plain, ours, strict=True)) if not p.equal(q)] == []
+
+
+def _in_units_of_their_own():
+    results = {}
+    for name, config in CONFIGS.items():
+        for apart in (False, True):
+            model, zeropp, optimizer = build(config, apart)
+            losses, traffic = [], []
+            for _ in range(3):
+                losses.append(step(model, optimizer))
+                traffic.append(zeropp.traffic.take().inter_node)
+            results[name, apart] = [*losses, evaluate(model), step(model, optimizer)], traffic
+    return results
+
+
+@pytest.mark.long
+def test_a_unit_of_both_kinds_is_as_units_of_one_kind():
+    for of_rank in run_ranks(4, _in_units_of_their_own):
+        for name in CONFIGS:
+            (ours, traffic), (theirs, _) = of_rank[name, False], of_rank[name, True]
+            assert [i for i, (p, q) in enumerate(zip(ours, theirs, strict=True)) if not p.equal(q)] == [], name
+            assert len({loss.sum().item() for loss in ours}) == len(ours)
+            assert traffic[1] == traffic[2] < traffic[0], name
+
+
+def _told_that_all_changed():
+    results = []
+    for config in (CONFIGS["all flags"], CONFIGS["4 bits"], CONFIGS["int4 copies"]):
+        for tells in (False, True):
+            model, zeropp, optimizer = build(config)
+            results.append([])
+            for _ in range(4):
+                if tells:
+                    zeropp.invalidate()
+                results[-1].append(step(model, optimizer))
+    return results
+
+
+def test_frozen_weights_are_those_that_would_arrive_each_time():
+    results = run_ranks(4, _told_that_all_changed)[0]
+    for once, each_time in zip(results[::2], results[1::2], strict=True):
+        assert all(p.equal(q) for p, q in zip(once, each_time, strict=True))
+
+
+def _resumed(name, is_gathered):
+    """Losses of three steps after two, and of the same after a resume in between."""
+    model, zeropp, optimizer = build(CONFIGS[name])
+    for _ in range(2):
+        step(model, optimizer)
+    if is_gathered:
+        evaluate(model)
+    weights = [parameter.to_local().clone() for parameter in model.parameters()]
+    state = {key: value.clone() for key, value in zeropp.state_dict().items()}
+    moments = copy.deepcopy(optimizer.state_dict())
+    goes_on = [step(model, optimizer) for _ in range(3)]
+
+    model, zeropp, optimizer = build(CONFIGS[name])
+    for parameter, shard in zip(model.parameters(), weights, strict=True):
+        parameter.to_local().data.copy_(shard)
+    optimizer.load_state_dict(moments)
+    zeropp.load_state_dict(state)
+    resumed = []
+    for _ in range(3):
+        resumed.append(step(model, optimizer))
+        sent = zeropp.traffic.take().inter_node
+    return goes_on, resumed, sent
+
+
+def _resumes():
+    return [
+        _resumed(name, is_gathered) for name in ("all flags", "differences of int8 copies") for is_gathered in (0, 1)
+    ]
+
+
+def test_a_resumed_run_is_exact():
+    for goes_on, resumed, _ in run_ranks(4, _resumes)[0]:
+        assert [p.equal(q) for p, q in zip(goes_on, resumed, strict=True)] == [True] * 3
+
+
+def _sent():
+    """Bytes that this rank sends to other nodes, by step: with an event before the third."""
+    sent = {}
+    for event in (None, counted, behind_autograd):
+        model, zeropp, optimizer = build(ZeroPPConfig(**QUANTIZED, gradient_bits=None, gradient_intra_bits=None))
+        sent[event] = []
+        for i in range(4):
+            if i == 2 and event is not None:
+                event(model)
+            step(model, optimizer)
+            sent[event].append(zeropp.traffic.take().inter_node)
+    return sent
+
+
+def aligned(nbytes):
+    return -(-nbytes // 16) * 16
+
+
+def test_only_the_trained_weights_are_sent():
+    # A rank's shard of a matrix: its elements in blocks of 32, and 4 bytes of each block's scale.
+    adapters = 2 * (aligned(2 * 32) + aligned(2 * 4)) + aligned(5 * 4)  # 2 x 20, 5 x 8, and a bias of 5 in fp32
+    head = aligned(2 * 32) + aligned(2 * 4) + aligned(2 * 4)
+    frozen_layer = aligned(4 * 32) + aligned(4 * 4) + aligned(5 * 4)  # 5 x 20, and a bias
+    # Unquantized ones side by side go as one: the bias of the frozen layer alone, that of the adapters with the scale.
+    whole = adapters + aligned(4 * 32) + aligned(4 * 4) + aligned((5 + 5) * 4)
+    gradients = 2 * aligned((40 + 40 + 5) * 4) + aligned((40 + 2) * 4)
+    trained = 2 * adapters + head + gradients
+    first = 2 * whole + frozen_layer + head + gradients
+    for rank, sent in enumerate(run_ranks(4, _sent)):
+        # Units with frozen weights are looked at, in one all-reduce of 4 bytes each, by a ring over all ranks.
+        looks = 3 * (4 - 1) * 2 if rank % 2 == 1 else 0
+        assert sent[None] == [first, *[trained + looks] * 3]
+        again = trained + looks + whole - adapters
+        looks_counted = looks * 2 // 3  # not at the one that has told
+        assert sent[counted] == [first, trained + looks, again - looks + looks_counted, trained + looks]
+        # What began its way before the look is sent twice.
+        assert sent[behind_autograd] == [first, trained + looks, again + adapters, trained + looks]
+
+
+def test_a_part_is_taken_out_of_shards_and_wires_and_put_back():
+    shards = [(40, True), (5, False), (0, True), (33, True), (7, False), (3, False), (20, True)]
+    parameters = tuple(ParameterShard(str(i), numel, matrix) for i, (numel, matrix) in enumerate(shards))
+    values = torch.randn(2, sum(numel for numel, _ in shards))
+    for bits in (None, 4, 8):
+        whole = WireFormat(parameters, bits, 16, torch.float32)
+        wires = whole.encode(values)
+        for indices in ((0, 1, 3), (2, 4), (5,), (1, 6), tuple(range(7))):
+            part = UnitPart(parameters, indices)
+            own = WireFormat(part.parameters, bits, 16, torch.float32)
+            pieces = values.split([numel for numel, _ in shards], dim=-1)
+            assert part.take(values).equal(torch.cat([pieces[i] for i in indices], dim=-1))
+            assert part.take_wires(wires, whole, own).equal(own.encode(part.take(values)))
+            changed = values.clone()
+            changed = part.put(part.take(values) * 2, changed)
+            mask = part.put(torch.ones_like(part.take(values)), torch.zeros_like(values))
+            assert changed.equal(torch.where(mask > 0, 2 * values, values))
+            moved = part.put_wires(own.encode(part.take(changed)), wires.clone(), whole, own)
+            assert moved.equal(whole.encode(changed))
+
+
+def test_parameters_may_be_unfrozen_and_frozen_between_steps_with_loco():
+    config = ZeroPPConfig(**QUANTIZED, loco=LoCoConfig(), gradient_element_scales=True)
+    model = Net()
+    emulated = emulate_zeropp(model, config, 2, 2, units=list(model.layers))
+    optimizer, weight = torch.optim.SGD(model.parameters(), lr=0.1), model.layers[0].base.weight
+    for trains in (False, False, True, True, False):
+        weight.requires_grad_(trains)
+        before = weight.detach().clone()
+        for rank, as_rank in enumerate(emulated.ranks):
+            with as_rank:
+                model(X + rank).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        assert weight.isfinite().all() and weight.equal(before) != trains
