@@ -68,8 +68,9 @@ def planned(argv: list[str], *more: str) -> estimate.Estimate:
     return estimate.run(estimate.parse_arguments([*cluster, "pretrain_gpt.py", *argv]))[1]
 
 
-def _measured(runs: dict[str, list[str]]) -> dict[str, tuple[int, float, dict[str, int]]]:
-    """Of each run: parameters, bytes between nodes in its last step, and bytes that this rank keeps, by their kind."""
+def _measured(runs: dict[str, list[str]]) -> dict[str, tuple[int, list[float], dict[str, int]]]:
+    """Of each run: parameters, bytes between nodes and within them in its last step, and bytes that this rank keeps, by
+    their kind."""
     found = {}
     for name, argv in runs.items():
         run, metrics = start(argv)
@@ -105,7 +106,8 @@ def _measured(runs: dict[str, list[str]]) -> dict[str, tuple[int, float, dict[st
                 *(tensor for s in scales for tensor in (s.exponents, *(wires for _, wires in s.travelled)))
             ),
         }
-        found[name] = (sum(p.numel() for p in run.model.parameters()), metrics["comm/bytes-between-nodes"][-1], kept)
+        sent = [metrics[f"comm/bytes-{where}-nodes"][-1] for where in ("between", "within")]
+        found[name] = (sum(p.numel() for p in run.model.parameters()), sent, kept)
     return found
 
 
@@ -128,7 +130,8 @@ def test_memory_and_bytes_are_those_of_real_ranks(tmp_path):
         plan = planned(argv, *CLUSTERS.get(name, []))
         parameters, sent, _ = ranks[0][name]
         assert plan.parameters == parameters
-        assert sum(plan.sent_between_nodes.values()) == pytest.approx(sent, rel=1e-6), name
+        counted = [sum(plan.sent_between_nodes.values()), sum(plan.sent_within_nodes.values())]
+        assert counted == pytest.approx(sent, rel=1e-6), name
         kept = ranks[0][name][2]
         expected = dict.fromkeys(kept, 0)
         for state, size in [*plan.states.items(), *plan.host.items()]:
