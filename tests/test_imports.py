@@ -30,9 +30,10 @@ LAYERS = {
     ],
     "huggingface": ["models", "data", "settings", "optim", "architectures", "arguments", "checkpoint"],
     "megatron": ["models", "architectures", "checkpoint"],
+    "planning": ["models", "settings", "metrics", "optim", "architectures", "arguments", "training"],
     "tools": [
         *("zeropp", "models", "data", "settings", "metrics"),
-        *("architectures", "arguments", "checkpoint", "training", "huggingface", "megatron"),
+        *("architectures", "arguments", "checkpoint", "training", "huggingface", "megatron", "planning"),
     ],
 }
 ALONE = {  # what the lower folders may import beside the standard library

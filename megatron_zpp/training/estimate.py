@@ -20,7 +20,7 @@ from megatron_zpp.models.transformer import Transformer
 from megatron_zpp.optim.batch_size import BatchSchedule
 from megatron_zpp.optim.optimizer import OPTIMIZERS
 from megatron_zpp.parallel.mesh import ranks_per_model_copy
-from megatron_zpp.settings.groups import Settings
+from megatron_zpp.settings.groups import ActivationSettings, Settings
 from megatron_zpp.training.exchanges import (
     Exchange,
     PlannedUnit,
@@ -88,6 +88,7 @@ class Estimate:
     host: dict[str, int]  # states that are kept in the host's memory instead of the device's
     sent_between_nodes: dict[str, int]
     sent_within_nodes: dict[str, int]
+    exchanges: list[UnitExchanges]
 
     @property
     def memory(self) -> int:
@@ -134,8 +135,17 @@ def short(number: float) -> str:
     return f"{number:.2g}" if number < 10 else f"{number:.0f}"
 
 
-def estimate(architecture: Architecture, settings: Settings, vocabulary: int, cluster: Cluster) -> Estimate:
-    """Raises ValueError for what is not estimated: --zero-stage 0, evaluation alone."""
+def estimate(
+    architecture: Architecture,
+    settings: Settings,
+    vocabulary: int,
+    cluster: Cluster,
+    model: Transformer | None = None,
+) -> Estimate:
+    """Raises ValueError for what is not estimated: --zero-stage 0, evaluation alone.
+
+    model: what ``architecture`` builds, if it is there already.
+    """
     training, config = settings.training, settings.zeropp
     assert training.global_batch_size and training.micro_batch_size and training.seq_length  # by parse_settings
     if settings.zero.zero_stage == 0:
@@ -175,7 +185,7 @@ def estimate(architecture: Architecture, settings: Settings, vocabulary: int, cl
         samples, steps = 0, training.train_iters or 0
         for _ in range(steps):
             samples += batches.global_batch_size(samples)
-    model = architecture.build_model(settings.model, vocabulary)
+    model = model if model is not None else architecture.build_model(settings.model, vocabulary)
     units = plan_units(model, cluster.group, expert_parallel)
     micro_batches = batches.num_micro_batches(samples)
     exchanges = [
@@ -195,6 +205,7 @@ def estimate(architecture: Architecture, settings: Settings, vocabulary: int, cl
         host=host,
         sent_between_nodes=_sent(exchanges, cluster, lambda exchange: exchange.sent_between_nodes),
         sent_within_nodes=_sent(exchanges, cluster, lambda exchange: exchange.sent_within_nodes),
+        exchanges=exchanges,
     )
 
 
@@ -279,11 +290,18 @@ def _activations(architecture: Architecture, settings: Settings, model: Transfor
     elif activation.recompute_granularity == "selective":
         per_token = num_blocks * block.linear_layers + block.everything
     else:
-        k = activation.recompute_num_layers or 1
-        recomputed = -(-num_blocks // k) if activation.recompute_method == "uniform" else k
+        recomputed = recomputed_blocks(activation, num_blocks)
         per_token = recomputed * block.input + (num_blocks - recomputed) * block.everything + block.everything
     assert settings.training.micro_batch_size and settings.training.seq_length
     return settings.training.micro_batch_size * settings.training.seq_length * per_token
+
+
+def recomputed_blocks(activation: ActivationSettings, num_blocks: int) -> int:
+    """Blocks of which the backward pass computes the whole forward pass again."""
+    if activation.recompute_granularity != "full":
+        return 0
+    k = activation.recompute_num_layers or 1
+    return -(-num_blocks // k) if activation.recompute_method == "uniform" else k
 
 
 def _sent(exchanges: list[UnitExchanges], cluster: Cluster, of_group: Callable[[Exchange], int]) -> dict[str, int]:

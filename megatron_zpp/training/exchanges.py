@@ -117,6 +117,7 @@ class Exchange:
     group: RankGroup
     nbytes: int  # of a piece
     passes: int = 1  # 2: an all-reduce, which is a reduce-scatter and a gather
+    is_straight: bool = False  # no ring
 
     @property
     def sent(self) -> int:
@@ -182,9 +183,10 @@ def exchanges_of(
     else:
         if group.ranks_per_node > 1:
             pieces = group.nodes * _gradients_within_node_format(config, unit, gradients).nbytes
-            reduce = Exchange(group.within_node, pieces)
+            reduce = Exchange(group.within_node, pieces, is_straight=True)
         if group.nodes > 1:
-            gradients_between = Exchange(group.between_nodes, gradients_format(config, unit, gradients).nbytes)
+            sent = gradients_format(config, unit, gradients).nbytes
+            gradients_between = Exchange(group.between_nodes, sent, is_straight=True)
     all_reduce = None
     if replicas is not None:
         all_reduce = Exchange(replicas, math.ceil(gradients.itemsize * unit.numel / replicas.size), passes=2)
