@@ -30,9 +30,9 @@ LAYERS = {
     ],
     "huggingface": ["models", "data", "settings", "optim", "architectures", "arguments", "checkpoint"],
     "megatron": ["models", "architectures", "checkpoint"],
-    "planning": ["models", "settings", "metrics", "optim", "architectures", "arguments", "training"],
+    "planning": ["zeropp", "models", "settings", "metrics", "optim", "architectures", "arguments", "training"],
     "tools": [
-        *("zeropp", "models", "data", "settings", "metrics"),
+        *("zeropp", "models", "data", "settings", "parallel", "metrics"),
         *("architectures", "arguments", "checkpoint", "training", "huggingface", "megatron", "planning"),
     ],
 }

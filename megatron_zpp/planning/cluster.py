@@ -37,9 +37,10 @@ class ClusterSpec:
     gpus_per_node: int = _field("GPUs, or ranks, of each")
     gpu: str = _field("their kind")
     peak_tflops: float = _field("dense 16-bit TFLOP/s of a GPU: what MFU is counted by")
-    efficiency: float = _field("share of the peak that a model's arithmetic reaches while nothing waits for links")
+    efficiency: float = _field("share of the peak that matrix products of the model's sizes reach")
+    attention_efficiency: float = _field("share of the peak that attention reaches")
     memory_gb: float = _field("GB of a GPU")
-    kernel_gbytes: float = _field("GB/s that quantization and optimizer read and write")
+    kernel_gbytes: float = _field("GB/s that kernels read and write: norms, quantization, optimizer")
     within_gbytes: float = _field("GB/s that a GPU sends within its node")
     between_gbits: float = _field("Gbit/s that leave a node, all its links together, as collectives reach them")
     within_microseconds: float = _field("microseconds that a hop within a node adds", LATENCY_WITHIN)
@@ -48,18 +49,19 @@ class ClusterSpec:
         "collectives run beside arithmetic, as with NCCL; gloo's wait, but those between nodes", True
     )
     ring_passes: int = _field("2 where a reduce-scatter is an all-reduce, as gloo's", 1)
-    dollars_per_gpu_hour: float = _field("price, for cost per token; nan: not known", math.nan)
+    dollars_per_gpu_hour: float = _field("price, for cost per token; 0: not known", 0.0)
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
-            if isinstance(value, bool | str) or (math.isnan(value) and field.name == "dollars_per_gpu_hour"):
+            may_be_zero = field.name.endswith("microseconds") or field.name == "dollars_per_gpu_hour"
+            if isinstance(value, str | bool):
                 continue
-            is_latency = field.name.endswith("microseconds")
-            if not (0 <= value < math.inf) or (value == 0 and not is_latency):
-                raise ValueError(f"{field.name} is {value}: give a number {'from' if is_latency else 'above'} 0")
-        if self.efficiency > 1:
-            raise ValueError(f"efficiency is {self.efficiency}: give a share of the peak, such as 0.5")
+            if not 0 <= value < math.inf or (value == 0 and not may_be_zero):
+                raise ValueError(f"{field.name} is {value}: give a number {'from' if may_be_zero else 'above'} 0")
+        for name in ("efficiency", "attention_efficiency"):
+            if getattr(self, name) > 1:
+                raise ValueError(f"{name} is {getattr(self, name)}: give a share of the peak, such as 0.5")
 
     @property
     def world_size(self) -> int:
@@ -67,7 +69,7 @@ class ClusterSpec:
 
     @property
     def flops_per_second(self) -> float:
-        """Of a GPU that waits for nothing."""
+        """Of a GPU's matrix products."""
         return self.peak_tflops * 1e12 * self.efficiency
 
     def seconds_of(self, exchange: Exchange) -> float:
@@ -116,6 +118,7 @@ def default_cluster(nodes: int, gpus_per_node: int, kind: str, gbits: float) -> 
         name,
         peak_tflops=peak,
         efficiency=EFFICIENCIES.get(name, DEFAULT_EFFICIENCY),
+        attention_efficiency=gpu.attention_efficiency,
         memory_gb=gpu.memory_gb,
         kernel_gbytes=MEMORY_SHARE * gpu.memory_gbytes,
         within_gbytes=LINK_SHARE * gpu.link_gbytes,

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
+from megatron_zpp.architectures import Architecture
+from megatron_zpp.models.transformer import Transformer
 from megatron_zpp.optim.optimizer import OPTIMIZERS
 from megatron_zpp.planning.cluster import ClusterSpec
 from megatron_zpp.planning.step import BETWEEN, WITHIN, StepShape, Transfer, UnitTimes
@@ -12,26 +14,30 @@ from megatron_zpp.training.estimate import Estimate, recomputed_blocks
 from megatron_zpp.training.exchanges import Exchange, UnitExchanges, travelling_dtypes
 
 FP32 = 4  # bytes
+# That a pass reads and writes: in 16 bit from or to the matrix product, in fp32 for the softmax and what comes of it.
+BYTES_OF_A_LOGIT = 16
+
+
+@dataclass(frozen=True)
+class Arithmetic:
+    """Seconds of one forward or backward pass of a micro-batch."""
+
+    layer: float
+    head: float
 
 
 def step_shape(
-    settings: Settings, found: Estimate, cluster: ClusterSpec, hidden_size: int, vocab_size: int, num_ends: int
+    architecture: Architecture, settings: Settings, found: Estimate, cluster: ClusterSpec, model: Transformer
 ) -> StepShape:
-    """The step of the run that ``found`` is about. num_ends: units before and behind the layers, the root left out."""
-    training = settings.training
-    assert training.micro_batch_size and training.seq_length  # by parse_settings
-    tokens = training.micro_batch_size * training.seq_length
-    # A forward pass takes a third of the arithmetic; attention's share of it is taken to be in all layers alike.
-    of_head = 2 * hidden_size * vocab_size * tokens / cluster.flops_per_second
-    of_layers = found.flops_per_token / 3 * tokens / cluster.flops_per_second - of_head
-    layers = {unit.unit.layer for unit in found.exchanges} - {None}
-    again = recomputed_blocks(settings.activation, len(layers)) / len(layers)
+    """The step of the run that ``found`` is about, of the whole ``model``."""
+    forward, backward = arithmetic(architecture, settings, cluster, model)
+    layers = sorted({unit.unit.layer for unit in found.exchanges if unit.unit.layer is not None})
     units = [_unit_times(settings, unit, cluster) for unit in found.exchanges]
-    parts = {layer: [i for i, unit in enumerate(found.exchanges) if unit.unit.layer == layer] for layer in layers}
-    for numbers in parts.values():
-        for number in numbers:  # a layer, and its experts where they are a unit of their own
-            forward = of_layers / len(layers) / len(numbers)
-            units[number] = replace(units[number], forward=forward, backward=(2 + again) * forward)
+    for layer in layers:  # a unit, and its experts where they are one of their own
+        numbers = [i for i, unit in enumerate(found.exchanges) if unit.unit.layer == layer]
+        for i in numbers:
+            units[i] = replace(units[i], forward=forward.layer / len(numbers), backward=backward.layer / len(numbers))
+    num_ends = len(model.end_units())
     # The root has what is in no other unit, and is gathered first; of the ends half stand before the layers.
     *layers_and_ends, root = units
     in_layers = len(layers_and_ends) - num_ends
@@ -41,11 +47,43 @@ def step_shape(
         units=(root, *ends[:before], *layers_and_ends[:in_layers], *ends[before:]),
         micro_batches=found.micro_batches,
         zero_stage=settings.zero.zero_stage,
-        head_forward=of_head,
-        head_backward=2 * of_head,
+        head_forward=forward.head,
+        head_backward=backward.head,
         optimizer=_optimizer_seconds(settings, found, cluster),
         overlaps=cluster.overlaps,
     )
+
+
+def arithmetic(
+    architecture: Architecture, settings: Settings, cluster: ClusterSpec, model: Transformer
+) -> tuple[Arithmetic, Arithmetic]:
+    """Of the forward and the backward pass, the latter with what it computes again.
+
+    Matrix products and attention take their operations, and what is between them its bytes. The backward pass has twice
+    the products, and 2.5 times the operations of attention, which computes scores again (FlashAttention).
+    """
+    config, training, activation = model.config, settings.training, settings.activation
+    assert training.micro_batch_size and training.seq_length  # by parse_settings
+    tokens, num_layers = training.micro_batch_size * training.seq_length, len(model.layers)
+    head = 2 * config.hidden_size * config.vocab_size
+    products = architecture.flops_per_token(config, 1) / 3 - head  # of a sequence of one token: no attention
+    attended = (architecture.flops_per_token(config, training.seq_length) / 3 - head - products) / num_layers
+    products = tokens * products / num_layers / cluster.flops_per_second
+    attended = tokens * attended / (cluster.peak_tflops * 1e12 * cluster.attention_efficiency)
+    weights, _ = travelling_dtypes(settings)
+    kept = recomputed = 0.0
+    if architecture.activations is not None:
+        block = architecture.activations(config, weights.itemsize)
+        kept = tokens * block.everything / (1e9 * cluster.kernel_gbytes)
+        if activation.recompute_granularity == "selective":
+            recomputed = tokens * max(0, block.everything - block.linear_layers) / (1e9 * cluster.kernel_gbytes)
+    logits = tokens * BYTES_OF_A_LOGIT * config.vocab_size / (1e9 * cluster.kernel_gbytes)
+    head_products = tokens * head / cluster.flops_per_second
+    # What is kept was written once and read once. The backward pass reads it, and writes and reads its gradient.
+    forward = Arithmetic(products + attended + 2 * kept, head_products + logits)
+    again = recomputed_blocks(activation, num_layers) / num_layers * forward.layer + 2 * recomputed
+    backward = Arithmetic(2 * products + 2.5 * attended + 3 * kept + again, 2 * head_products + logits)
+    return forward, backward
 
 
 def _optimizer_seconds(settings: Settings, found: Estimate, cluster: ClusterSpec) -> float:

@@ -15,6 +15,9 @@ class Gpu:
     memory_gb: float
     memory_gbytes: float  # GB/s of its memory
     link_gbytes: float  # GB/s to the other GPUs of its node in one direction: NVLink or the like, else PCIe
+    # Of the peak, that attention reaches. FlashAttention-2's authors say 50 to 73 % on an A100 (arXiv 2307.08691), and
+    # 35 % on an H100 (arXiv 2407.08608); of others the lower one is assumed.
+    attention_efficiency: float = 0.35
 
 
 # By the name that users give; the plain name is the SXM one.
@@ -24,9 +27,9 @@ GPUS = {
     "A10G": Gpu(24, 600, 32),
     "L4": Gpu(24, 300, 32),
     "L40S": Gpu(48, 864, 32),
-    "A100-40GB": Gpu(40, 1555, 300),
-    "A100": Gpu(80, 2039, 300),
-    "A800": Gpu(80, 2039, 200),
+    "A100-40GB": Gpu(40, 1555, 300, 0.5),
+    "A100": Gpu(80, 2039, 300, 0.5),
+    "A800": Gpu(80, 2039, 200, 0.5),
     "H100": Gpu(80, 3350, 450),
     "H100-PCIe": Gpu(80, 2000, 64),
     "H800": Gpu(80, 3350, 200),
@@ -43,9 +46,9 @@ LINK_SHARE = 0.8
 # (stas00/ml-engineering, network/README.md); between nodes the same page's figures make 29 over EFA, and InfiniBand
 # takes a few. Of such measurements a ring's formula explains the order of magnitude, no more.
 LATENCY_WITHIN, LATENCY_BETWEEN = 3.6, 10.0
-# The share of the memory's bandwidth that kernels reach which stream: quantization, and the optimizer. An assumption.
-MEMORY_SHARE = 0.5
-# The share of the peak that a model's arithmetic reaches while nothing waits for links: one constant for each kind of
+# The share of the memory's bandwidth that kernels reach: norms, quantization, the optimizer. An assumption.
+MEMORY_SHARE = 0.7
+# The share of the peak that matrix products of a model reach: one constant for each kind of
 # GPU, which ``benchmarks/planner.py published`` fits to published measurements. Others get the plain default.
 DEFAULT_EFFICIENCY = 0.5
 EFFICIENCIES: dict[str, float] = {}

@@ -144,7 +144,7 @@ def _best(
             least = needs
         if needs.memory > memory:
             continue
-        prediction = predict(variant, cluster, needs, model)
+        prediction = predict(architecture, variant, cluster, needs, model)
         if best is None or prediction.time.seconds < best.prediction.time.seconds:
             best = Outcome(candidate, recompute, prediction, f"{candidate.flags} {words}".strip())
     if best is not None:

@@ -35,7 +35,7 @@ class Prediction:
 
     @property
     def dollars_per_million_tokens(self) -> float:
-        """nan without a price."""
+        """0 without a price."""
         dollars = self.cluster.world_size * self.cluster.dollars_per_gpu_hour
         return dollars / 3600 / self.tokens_per_second * 1e6
 
@@ -53,8 +53,8 @@ def estimate_on(
     return estimate(architecture, settings, vocabulary, ranks, model)
 
 
-def predict(settings: Settings, cluster: ClusterSpec, needs: Estimate, model: Transformer) -> Prediction:
+def predict(
+    architecture: Architecture, settings: Settings, cluster: ClusterSpec, needs: Estimate, model: Transformer
+) -> Prediction:
     """model: the whole one, which ``needs`` is about."""
-    config = model.config
-    shape = step_shape(settings, needs, cluster, config.hidden_size, config.vocab_size, len(model.end_units()))
-    return Prediction(settings, cluster, needs, simulate(shape))
+    return Prediction(settings, cluster, needs, simulate(step_shape(architecture, settings, needs, cluster, model)))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 from megatron_zpp.planning.plan import Candidate, Outcome, Plan
@@ -19,7 +18,7 @@ PARTS = {  # of StepTime: headings, and what one says of them
 
 def table(plan: Plan, rows: int) -> list[str]:
     """The fastest so many, one line each."""
-    priced = not math.isnan(plan.cluster.dollars_per_gpu_hour)
+    priced = plan.cluster.dollars_per_gpu_hour > 0
     headings = ["", "travel", "layout", "batch", "recomputed", "GB", "step, s"]
     headings += [heading for heading, _ in PARTS.values()] + ["tokens/s", "MFU"]
     headings += ["$/M tokens"] if priced else []

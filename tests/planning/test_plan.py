@@ -62,7 +62,7 @@ def test_the_command_line_is_what_was_predicted(slow):
         words = [*told, *outcome.flags.split()[1:]]
         settings = parse_settings(LLAMA, words, cluster.world_size, note=lambda _: None)
         model = LLAMA.build_model(settings.model, VOCABULARY)
-        again = predict(settings, cluster, estimate_on(LLAMA, settings, VOCABULARY, cluster, model), model)
+        again = predict(LLAMA, settings, cluster, estimate_on(LLAMA, settings, VOCABULARY, cluster, model), model)
         assert again == outcome.prediction
 
 

@@ -15,6 +15,7 @@ from megatron_zpp.tools import (
     import_megatron,
     inspect_checkpoint,
     inspect_dataset,
+    measure_cluster,
     plan,
     preprocess_data,
     suggest_settings,
@@ -34,6 +35,7 @@ TOOLS = {
     export_megatron: ("--load x --output y", "--ckpt-step"),
     import_megatron: ("--input x --save y", "--ckpt-step --vocab-size"),
     estimate: ("--vocabulary 9 pretrain-gpt", "--nodes --ranks-per-node --mfu --link-gbps --vocabulary"),
+    measure_cluster: ("--output x", "--hidden-size --tokens --ranks-per-node"),
     plan: (
         "--cluster x --vocabulary 9 pretrain-gpt",
         "--vocabulary --dollars-per-gpu-hour --usable-memory --rows --commands",
