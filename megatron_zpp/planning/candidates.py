@@ -15,6 +15,7 @@ from megatron_zpp.settings.groups import ModelSettings
 ALL_FLAGS = "--zero-quantized-weights --zero-quantized-gradients --zero-hpz-partition-size {P} --zeropp-loco"
 DIFFERENCES = "--zero-weight-difference-bits"
 TWO_BITS = "--zero-gradient-bits 2 --zero-gradient-bits-warmup {warmup}:4"
+INT8_STATE = "--zero-gradient-sum-dtype int8 --hpz-secondary-dtype int8"  # costs no loss that shows: E6
 RECOMPUTE_ALL = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 
 
@@ -29,17 +30,23 @@ class Travel:
     loss: tuple[float, float] | None = None
 
     @property
+    def rank(self) -> int:
+        """Its place among all ways, of which the later ones round more; what the user gave is alone."""
+        return TRAVELS.index(self) if self in TRAVELS else 0
+
+    @property
     def risk(self) -> float:
         """What one may have to expect of the loss, in percent: the mean and its spread together."""
         return sum(self.loss) if self.loss is not None else 0.0
 
 
-TRAVELS = (
+TRAVELS = (  # from what rounds nothing to what rounds most
     Travel("ZeRO-3", ""),
     Travel("HSDP", "--num-distributed-optimizer-instances {N}"),
     Travel("hpZ", "--zero-hpz-partition-size {P}"),
     Travel("all flags", ALL_FLAGS, loss=(0.15, 0.19)),
     Travel("all flags, int4 differences", f"{ALL_FLAGS} {DIFFERENCES} 4", loss=(0.08, 0.13)),
+    Travel("all flags, int4 differences, int8 state", f"{ALL_FLAGS} {DIFFERENCES} 4 {INT8_STATE}", loss=(0.08, 0.13)),
     Travel(
         "all flags, int4 differences, 2-bit gradients", f"{ALL_FLAGS} {DIFFERENCES} 4 {TWO_BITS}", loss=(-0.06, 0.13)
     ),

@@ -66,7 +66,7 @@ def arithmetic(
     assert training.micro_batch_size and training.seq_length  # by parse_settings
     tokens, num_layers = training.micro_batch_size * training.seq_length, len(model.layers)
     head = 2 * config.hidden_size * config.vocab_size
-    products = architecture.flops_per_token(config, 1) / 3 - head  # of a sequence of one token: no attention
+    products = architecture.flops_per_token(config, 0) / 3 - head  # where nothing is attended to
     attended = (architecture.flops_per_token(config, training.seq_length) / 3 - head - products) / num_layers
     products = tokens * products / num_layers / cluster.flops_per_second
     attended = tokens * attended / (cluster.peak_tflops * 1e12 * cluster.attention_efficiency)

@@ -16,6 +16,9 @@ PARTS = {  # of StepTime: headings, and what one says of them
 }
 
 
+NEAR = 1.02  # times the fastest step: no difference that a prediction could tell
+
+
 def table(plan: Plan, rows: int) -> list[str]:
     """The fastest so many, one line each."""
     priced = plan.cluster.dollars_per_gpu_hour > 0
@@ -74,10 +77,10 @@ def why_behind(outcome: Outcome, first: Outcome) -> str:
 
 
 def suggested(plan: Plan) -> Outcome:
-    """Of those that are as fast as the fastest, within the model's own error, the one that risks least of the loss."""
+    """Of those that are as fast as the fastest, as far as predictions can tell, the one that rounds least."""
     fastest = plan.outcomes[0].prediction.time.seconds
-    near = [outcome for outcome in plan.outcomes if outcome.prediction.time.seconds <= 1.02 * fastest]
-    return min(near, key=lambda outcome: outcome.candidate.travel.risk)
+    near = [outcome for outcome in plan.outcomes if outcome.prediction.time.seconds <= NEAR * fastest]
+    return min(near, key=lambda outcome: outcome.candidate.travel.rank)
 
 
 def command(plan: Plan, outcome: Outcome, program: str, flags: Sequence[str]) -> str:

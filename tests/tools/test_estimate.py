@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megatron_zpp.architectures.gpt import GPT
 from megatron_zpp.models.activation_checkpoint import apply_activation_checkpointing
 from megatron_zpp.models.init import init_weights
+from megatron_zpp.planning.candidates import TRAVELS
 from megatron_zpp.tools import estimate
 from megatron_zpp.training.pretrain import train
 from megatron_zpp.zeropp.node_sum import NodeSum
@@ -56,6 +57,8 @@ RECIPES = {
     "experts divided, ZeRO-3": f"{EXPERTS} --zero-ranks-per-node 2",
     "LoCo on one node": "--zero-quantized-gradients --zeropp-loco --zeropp-loco-hops both --zero-ranks-per-node 4",
 }
+# All ways of travelling that the planner tries.
+RECIPES |= {f"plan: {way.name}": f"--zero-ranks-per-node 2 {way.flags.format(P=2, N=2, warmup=1)}" for way in TRAVELS}
 _ADD = NodeSum.add
 CLUSTERS = {  # the others: 2 nodes of 2 ranks
     "LoCo on one node": ["--nodes", "1", "--ranks-per-node", "4"],
