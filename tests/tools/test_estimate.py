@@ -57,8 +57,6 @@ RECIPES = {
     "experts divided, ZeRO-3": f"{EXPERTS} --zero-ranks-per-node 2",
     "LoCo on one node": "--zero-quantized-gradients --zeropp-loco --zeropp-loco-hops both --zero-ranks-per-node 4",
 }
-# All ways of travelling that the planner tries.
-RECIPES |= {f"plan: {way.name}": f"--zero-ranks-per-node 2 {way.flags.format(P=2, N=2, warmup=1)}" for way in TRAVELS}
 _ADD = NodeSum.add
 CLUSTERS = {  # the others: 2 nodes of 2 ranks
     "LoCo on one node": ["--nodes", "1", "--ranks-per-node", "4"],
@@ -141,6 +139,18 @@ def test_memory_and_bytes_are_those_of_real_ranks(tmp_path):
             for kind in kept:
                 expected[kind] += size * (kind in state and not state.startswith("all"))
         assert expected == kept, name
+
+
+@pytest.mark.long
+def test_bytes_of_all_that_the_planner_tries_are_those_of_real_ranks(tmp_path):
+    data = write_text(tmp_path)
+    ways = {way.name: f"--zero-ranks-per-node 2 {way.flags.format(P=2, N=2, warmup=1)}" for way in TRAVELS}
+    runs = {name: flags(data, SHAPE, way, length="--train-iters 3") for name, way in ways.items()}
+    ranks = run_ranks(4, _measured, runs, timeout=600)
+    for name, argv in runs.items():
+        plan = planned(argv)
+        counted = [sum(plan.sent_between_nodes.values()), sum(plan.sent_within_nodes.values())]
+        assert counted == pytest.approx(ranks[0][name][1], rel=1e-6), name
 
 
 LAYERS = (
