@@ -19,25 +19,27 @@ def plot(plan: Plan, path: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(figsize=(8, 5), layout="constrained")
     memories = [outcome.prediction.needs.memory / 1e9 for outcome in plan.outcomes]
-    rates = [outcome.prediction.tokens_per_second for outcome in plan.outcomes]
-    points = list(zip(memories, rates, strict=True))
-    colors = [o.candidate.travel.risk for o in plan.outcomes]
+    rates = [outcome.prediction.tokens_per_second / 1e6 for outcome in plan.outcomes]
+    colors = [outcome.candidate.travel.risk for outcome in plan.outcomes]
+    figure, axes = pyplot.subplots(figsize=(10, 4.8), layout="constrained")
+    front = [max(rate for memory, rate in zip(memories, rates, strict=True) if memory <= m) for m in sorted(memories)]
+    axes.plot(sorted(memories), front, color="0.6", linewidth=1, drawstyle="steps-post")
     drawn = axes.scatter(memories, rates, c=colors, cmap="viridis_r", vmin=0.0, zorder=3)
-    for outcome, point in zip(plan.outcomes, points, strict=True):
-        axes.annotate(name(outcome.candidate), point, textcoords="offset points", xytext=(5, 4), fontsize=7)
-    best = 0.0
-    front = []
-    for memory, rate in sorted(points):
-        if rate > best:
-            best = rate
-            front.append((memory, rate))
-    axes.plot(*zip(*front, strict=True), color="0.6", linewidth=1, drawstyle="steps-post", label="Pareto front")
-    figure.colorbar(drawn, label="loss over an fp32 wire, mean + spread, % (docs/experiments.md, E5)")
-    axes.set(xlabel="memory of a GPU, GB (estimate)", ylabel="tokens per second (predicted)", ylim=(0, None))
-    axes.set_xlim(left=0)
+    figure.colorbar(drawn, label="loss over an fp32 wire, %: mean + spread of E5")
+    # A number for each place, or several where points lie on each other; their names stand beside the chart.
+    places: dict[tuple[int, int], list[int]] = {}
+    for number, (memory, rate) in enumerate(zip(memories, rates, strict=True), 1):
+        places.setdefault((round(40 * memory / max(memories)), round(20 * rate / max(rates))), []).append(number)
+    for numbers in places.values():
+        at = memories[numbers[0] - 1], rates[numbers[0] - 1]
+        text = ", ".join(map(str, numbers))
+        axes.annotate(text, at, textcoords="offset points", xytext=(-6, 5), ha="right", fontsize=9)
+    names = [f"{number}  {name(outcome.candidate)}" for number, outcome in enumerate(plan.outcomes, 1)]
+    handles = [axes.plot([], [], " ")[0] for _ in names]
+    figure.legend(handles, names, loc="outside right upper", handlelength=0, fontsize=8, title="as in the table")
+    axes.set(xlabel="memory of a GPU, GB (estimate)", ylabel="million tokens per second (predicted)")
+    axes.set(xlim=(0, 1.08 * max(memories)), ylim=(0, 1.12 * max(rates)))
     axes.grid(alpha=0.3)
-    axes.legend(loc="lower right")
-    figure.savefig(path, dpi=120)
+    figure.savefig(path, dpi=110)
     pyplot.close(figure)
