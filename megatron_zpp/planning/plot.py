@@ -30,7 +30,7 @@ def plot(plan: Plan, path: Path) -> None:
     # A number for each place, or several where points lie on each other; their names stand beside the chart.
     places: dict[tuple[int, int], list[int]] = {}
     for number, (memory, rate) in enumerate(zip(memories, rates, strict=True), 1):
-        places.setdefault((round(40 * memory / max(memories)), round(20 * rate / max(rates))), []).append(number)
+        places.setdefault((round(15 * memory / max(memories)), round(20 * rate / max(rates))), []).append(number)
     for numbers in places.values():
         at = memories[numbers[0] - 1], rates[numbers[0] - 1]
         text = ", ".join(map(str, numbers))
