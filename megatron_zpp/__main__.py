@@ -31,6 +31,8 @@ TOOLS = {
     "export-megatron": "write a checkpoint for Megatron-LM",
     "import-megatron": "make a checkpoint out of one of Megatron-LM or Megatron-DeepSpeed",
     "estimate": "memory, traffic and time of a training run, before it starts",
+    "plan": "rank layouts and settings of a run on a cluster, by predicted speed",
+    "measure-cluster": "measure a cluster under torchrun, for plan",
     "suggest-settings": "rank ZeRO++ and LoCo settings by loss against bytes, on your model and data",
     "report": "compare training runs on one page",
     "env": "versions, devices, network and kernels, for a bug report",

@@ -31,9 +31,10 @@ LAYERS = {
     "huggingface": ["models", "data", "settings", "optim", "architectures", "arguments", "checkpoint"],
     "integrations": ["zeropp"],
     "megatron": ["models", "architectures", "checkpoint"],
+    "planning": ["zeropp", "models", "settings", "metrics", "optim", "architectures", "arguments", "training"],
     "tools": [
-        *("zeropp", "models", "data", "settings", "metrics"),
-        *("architectures", "arguments", "checkpoint", "training", "huggingface", "megatron"),
+        *("zeropp", "models", "data", "settings", "parallel", "metrics"),
+        *("architectures", "arguments", "checkpoint", "training", "huggingface", "megatron", "planning"),
     ],
 }
 ALONE = {  # what the lower folders may import beside the standard library

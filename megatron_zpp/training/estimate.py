@@ -7,11 +7,11 @@ and times are estimates.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
 import torch
-from torch import nn
 
 from megatron_zpp.architectures import Architecture
 from megatron_zpp.arguments.check_zero import check_replicas_on_nodes
@@ -20,15 +20,21 @@ from megatron_zpp.models.transformer import Transformer
 from megatron_zpp.optim.batch_size import BatchSchedule
 from megatron_zpp.optim.optimizer import OPTIMIZERS
 from megatron_zpp.parallel.mesh import ranks_per_model_copy
-from megatron_zpp.settings.groups import Settings
-from megatron_zpp.training.model import mixed_precision
-from megatron_zpp.zeropp.config import SCALE_DTYPES, ZeroPPConfig
+from megatron_zpp.settings.groups import ActivationSettings, OptimizerSettings, Settings
+from megatron_zpp.training.exchanges import (
+    Exchange,
+    PlannedUnit,
+    RankGroup,
+    UnitExchanges,
+    exchanges_of,
+    gradients_format,
+    plan_units,
+    travelling_dtypes,
+)
+from megatron_zpp.zeropp.config import ZeroPPConfig
 from megatron_zpp.zeropp.loco import ERROR_FORMATS
 from megatron_zpp.zeropp.matrix_blocks import MomentumWire
-from megatron_zpp.zeropp.wire_format import WireFormat, wire_format
-from megatron_zpp.zeropp.wire_layout import ParameterShard, rows_per_rank
-
-Shards = tuple[ParameterShard, ...]
+from megatron_zpp.zeropp.wire_format import wire_format
 
 
 @dataclass(frozen=True)
@@ -52,6 +58,20 @@ class Cluster:
         """Ranks that share the shards of one model."""
         return self.world_size // self.replicas
 
+    @property
+    def group(self) -> RankGroup:
+        """Those ranks."""
+        per_node = min(self.replica_size, self.ranks_per_node)
+        return RankGroup(self.replica_size // per_node, per_node)
+
+    @property
+    def replica_group(self) -> RankGroup | None:
+        """The ranks that have the same shard, one of each replica; None: there is one replica."""
+        if self.replicas == 1:
+            return None
+        nodes = min(self.nodes, self.replicas)
+        return RankGroup(nodes, self.replicas // nodes)
+
 
 @dataclass(frozen=True)
 class Estimate:
@@ -68,6 +88,8 @@ class Estimate:
     working: dict[str, int]
     host: dict[str, int]  # states that are kept in the host's memory instead of the device's
     sent_between_nodes: dict[str, int]
+    sent_within_nodes: dict[str, int]
+    exchanges: list[UnitExchanges]
 
     @property
     def memory(self) -> int:
@@ -114,62 +136,17 @@ def short(number: float) -> str:
     return f"{number:.2g}" if number < 10 else f"{number:.0f}"
 
 
-def units_of(model: Transformer) -> list[list[tuple[str, nn.Parameter]]]:
-    """The parameters of each FSDP2 unit as the trainer makes them: each layer, then the others, the root last."""
-    units = [list(module.named_parameters()) for module in (*model.layers, *model.end_units())]
-    elsewhere = {id(p) for unit in units for _, p in unit}
-    return [*units, [(name, p) for name, p in model.named_parameters() if id(p) not in elsewhere]]
+def estimate(
+    architecture: Architecture,
+    settings: Settings,
+    vocabulary: int,
+    cluster: Cluster,
+    model: Transformer | None = None,
+) -> Estimate:
+    """Raises ValueError for what is not estimated: --zero-stage 0, evaluation alone.
 
-
-@dataclass(frozen=True)
-class PlannedUnit:
-    """One FSDP2 unit as each of its ranks has it."""
-
-    shards: Shards
-    ranks: int  # that share it
-    layer: int | None  # which one it is of, or its experts
-
-    @property
-    def numel(self) -> int:
-        """Of a rank's shard."""
-        return sum(shard.numel for shard in self.shards)
-
-    @property
-    def gathered(self) -> int:
-        """Elements of the whole, as a rank gathers it."""
-        return self.ranks * self.numel
-
-
-def plan_units(model: Transformer, world_size: int, expert_parallel: int) -> list[PlannedUnit]:
-    """As ``units_of``; with expert parallelism a layer's experts are a unit of fewer ranks, each with some of them."""
-    planned = []
-    for i, unit in enumerate(units_of(model)):
-        layer = i if i < len(model.layers) else None
-        experts = [(name, p) for name, p in unit if ".experts." in name] if expert_parallel > 1 else []
-        of_experts = {id(p) for _, p in experts}
-        rest = [(name, p) for name, p in unit if id(p) not in of_experts]
-        planned.append(PlannedUnit(shards_of(rest, world_size), world_size, layer))
-        if experts:
-            mine = [(name, nn.Parameter(p[: p.shape[0] // expert_parallel])) for name, p in experts]
-            ranks = world_size // expert_parallel
-            planned.append(PlannedUnit(shards_of(mine, ranks), ranks, layer))
-    return planned
-
-
-def shards_of(parameters: list[tuple[str, nn.Parameter]], world_size: int) -> Shards:
-    """One rank's shards as FSDP2 splits them: rows, padded to the same number on every rank."""
-    return tuple(
-        ParameterShard(
-            name,
-            numel=rows_per_rank(p.shape[0], world_size) * math.prod(p.shape[1:]),
-            quantizable=p.dim() >= 2,
-        )
-        for name, p in parameters
-    )
-
-
-def estimate(architecture: Architecture, settings: Settings, vocabulary: int, cluster: Cluster) -> Estimate:
-    """Raises ValueError for what is not estimated: --zero-stage 0, evaluation alone."""
+    model: what ``architecture`` builds, if it is there already.
+    """
     training, config = settings.training, settings.zeropp
     assert training.global_batch_size and training.micro_batch_size and training.seq_length  # by parse_settings
     if settings.zero.zero_stage == 0:
@@ -209,10 +186,17 @@ def estimate(architecture: Architecture, settings: Settings, vocabulary: int, cl
         samples, steps = 0, training.train_iters or 0
         for _ in range(steps):
             samples += batches.global_batch_size(samples)
-    model = architecture.build_model(settings.model, vocabulary)
-    units = plan_units(model, cluster.replica_size, expert_parallel)
+    model = model if model is not None else architecture.build_model(settings.model, vocabulary)
+    units = plan_units(model, cluster.group, expert_parallel)
     micro_batches = batches.num_micro_batches(samples)
+    exchanges = [
+        exchanges_of(settings, unit, micro_batches, cluster.ring_passes, cluster.replica_group) for unit in units
+    ]
     states, host = _states(settings, config, units, cluster, micro_batches)
+    between_nodes = _sent(exchanges, cluster, lambda exchange: exchange.sent_between_nodes)
+    within_nodes = _sent(exchanges, cluster, lambda exchange: exchange.sent_within_nodes)
+    if settings.optimizer.optimizer == "muon":
+        between_nodes["momentum"], within_nodes["momentum"] = _sent_by_muon(settings.optimizer, units, cluster)
     return Estimate(
         cluster=cluster,
         parameters=sum(p.numel() for p in model.parameters()),
@@ -224,14 +208,10 @@ def estimate(architecture: Architecture, settings: Settings, vocabulary: int, cl
         states=states,
         working=_working_memory(architecture, settings, model, units),
         host=host,
-        sent_between_nodes=_sent_between_nodes(settings, config, units, cluster, micro_batches),
+        sent_between_nodes=between_nodes,
+        sent_within_nodes=within_nodes,
+        exchanges=exchanges,
     )
-
-
-def _dtypes(settings: Settings) -> tuple[torch.dtype, torch.dtype]:
-    """What weights travel and compute in, and what unquantized gradients travel in."""
-    policy = mixed_precision(settings.precision)
-    return policy.param_dtype or torch.float32, policy.reduce_dtype or torch.float32
 
 
 def _states(
@@ -240,7 +220,7 @@ def _states(
     """What a rank keeps from step to step, gradients and their sums included: on the device, and in host memory."""
     shard, whole = sum(unit.numel for unit in units), sum(unit.gathered for unit in units)
     nodes = cluster.nodes
-    weights, gradients = _dtypes(settings)
+    weights, gradients = travelling_dtypes(settings)
     state_tensors = OPTIMIZERS[settings.optimizer.optimizer].state_tensors
     optimizer_state = sum(
         state_tensors(settings.optimizer, part.quantizable and unit.layer is not None) * part.numel
@@ -273,7 +253,7 @@ def _states(
         for unit in units:
             pieces = nodes * (nodes > 1)  # that a rank sends, this one's own among them
             if config.loco.hops == "both":
-                pieces += unit.ranks * (unit.ranks > nodes)
+                pieces += unit.group.size * (unit.group.size > nodes)
             errors += pieces * wire_format(unit.shards, bits, config.gradient_block_size, loco_dtype).nbytes
     if config.loco is not None and errors:
         name, copies = f"LoCo's errors, {config.loco.error_dtype}", 1
@@ -281,7 +261,7 @@ def _states(
             name, copies = f"{name}, and those before the step", 2
         states[name] = copies * errors
     if config.gradient_element_scales and nodes > 1:
-        travelled = sum(_gradients_format(config, unit, gradients).nbytes for unit in units)
+        travelled = sum(gradients_format(config, unit, gradients).nbytes for unit in units)
         states["elements' scales, int8, and what travelled last"] = 2 * nodes * (shard + travelled)  # to and from nodes
     if settings.zero.zero_stage < 3:
         states["all parameters, gathered"] = weights.itemsize * whole
@@ -299,7 +279,7 @@ def _working_memory(
     architecture: Architecture, settings: Settings, model: Transformer, units: list[PlannedUnit]
 ) -> dict[str, int]:
     """About what comes and goes within a step."""
-    weights, gradients = (dtype.itemsize for dtype in _dtypes(settings))
+    weights, gradients = (dtype.itemsize for dtype in travelling_dtypes(settings))
     layer = max(sum(unit.gathered for unit in units if unit.layer == i) for i in range(len(model.layers)))
     others = [unit.gathered for unit in units if unit.layer is None]  # they stay gathered
     gathered = weights * (sum(others) + 2 * layer) if settings.zero.zero_stage == 3 else 0  # this layer and the next
@@ -320,71 +300,42 @@ def _activations(architecture: Architecture, settings: Settings, model: Transfor
     elif activation.recompute_granularity == "selective":
         per_token = num_blocks * block.linear_layers + block.everything
     else:
-        k = activation.recompute_num_layers or 1
-        recomputed = -(-num_blocks // k) if activation.recompute_method == "uniform" else k
+        recomputed = recomputed_blocks(activation, num_blocks)
         per_token = recomputed * block.input + (num_blocks - recomputed) * block.everything + block.everything
     assert settings.training.micro_batch_size and settings.training.seq_length
     return settings.training.micro_batch_size * settings.training.seq_length * per_token
 
 
-def _weights_format(config: ZeroPPConfig, unit: PlannedUnit, dtype: torch.dtype) -> WireFormat:
-    """As a step's weights travel between nodes once their bits have warmed up."""
-    bits = config.weight_bits if config.quantized_weights else None
-    size, scaling = config.weight_block_size, config.weight_scaling
-    if config.hpz_partition_size > 1 and config.weight_difference_bits is not None:
-        bits, size = config.weight_difference_bits, config.weight_difference_block_size
-        scaling = config.weight_difference_scaling
-    return wire_format(unit.shards, bits, size, dtype, scaling, SCALE_DTYPES[config.scale_dtype])
+def recomputed_blocks(activation: ActivationSettings, num_blocks: int) -> int:
+    """Blocks of which the backward pass computes the whole forward pass again."""
+    if activation.recompute_granularity != "full":
+        return 0
+    k = activation.recompute_num_layers or 1
+    return -(-num_blocks // k) if activation.recompute_method == "uniform" else k
 
 
-def _gradients_format(config: ZeroPPConfig, unit: PlannedUnit, dtype: torch.dtype) -> WireFormat:
-    """As a step's gradients travel between nodes once their bits have warmed up."""
-    bits, size, scaling = config.gradient_bits, config.gradient_block_size, config.gradient_scaling
-    return wire_format(unit.shards, bits, size, config.sums_dtype(dtype), scaling, SCALE_DTYPES[config.scale_dtype])
-
-
-def _sent_between_nodes(
-    settings: Settings,
-    config: ZeroPPConfig,
-    units: list[PlannedUnit],
-    cluster: Cluster,
-    micro_batches: int,
-) -> dict[str, int]:
-    """Bytes that all ranks send to other nodes in one step, as ``megatron_zpp.zeropp.traffic`` counts them."""
-    if cluster.nodes == 1:
-        return {"weights": 0, "gradients": 0}
-    weights, gradients = _dtypes(settings)
-    pairs = cluster.world_size * (cluster.nodes - 1)
-    stage, sent = settings.zero.zero_stage, {"weights": 0, "gradients": 0}
-    for unit in units:
-        # Times a shard: only a node's last rank of those that share a unit sends to another node, and none where nodes
-        # hold whole replicas. With expert parallelism as many share a layer's experts as there are parts of them.
-        ring = cluster.replica_size // unit.ranks * cluster.nodes * (unit.ranks - 1)
-        ring *= cluster.replica_size > cluster.ranks_per_node
-        is_plain = not config.quantized_weights and config.hpz_partition_size == 1  # FSDP2's own gather
-        shard = weights.itemsize * unit.numel if is_plain else _weights_format(config, unit, weights).nbytes
-        if config.hpz_partition_size > 1:
-            sent["weights"] += pairs * shard
-        else:
-            # Layers are gathered for each forward and backward pass, the others stay gathered between the two.
-            gathers = (2 if unit.layer is not None else 1) * micro_batches if stage == 3 else 1
-            sent["weights"] += gathers * ring * shard
-        if config.quantized_gradients:
-            sent["gradients"] += pairs * _gradients_format(config, unit, gradients).nbytes
-        else:
-            reductions = micro_batches if stage >= 2 else 1
-            sent["gradients"] += cluster.ring_passes * reductions * ring * gradients.itemsize * unit.numel
-        if cluster.replicas > 1:
-            # A ring for each shard of a replica; of a node's replicas, only the last one sends to another node.
-            senders = min(cluster.world_size, cluster.nodes * cluster.replica_size)
-            piece = math.ceil(gradients.itemsize * unit.numel / cluster.replicas)
-            sent["gradients"] += senders * 2 * (cluster.replicas - 1) * piece
-    if settings.optimizer.optimizer == "muon" and settings.optimizer.muon_period:
-        matrices = [part for unit in units if unit.layer is not None for part in unit.shards if part.quantizable]
-        wire = MomentumWire(settings.optimizer.muon_momentum_bits).format(matrices)
-        other_nodes = max(1, cluster.replica_size // cluster.ranks_per_node) - 1  # that share a replica's matrices
-        sent["momentum"] = cluster.world_size * other_nodes * wire.nbytes // settings.optimizer.muon_period
+def _sent(exchanges: list[UnitExchanges], cluster: Cluster, of_group: Callable[[Exchange], int]) -> dict[str, int]:
+    """Bytes that all ranks send in one step, as ``megatron_zpp.zeropp.traffic`` counts them; ``of_group``: by one."""
+    sent = {"weights": 0, "gradients": 0}
+    for unit in exchanges:
+        for what, found in (("weights", unit.of_weights()), ("gradients", unit.of_gradients())):
+            for exchange, times in found:
+                sent[what] += cluster.world_size // exchange.group.size * times * of_group(exchange)
     return sent
+
+
+def _sent_by_muon(settings: OptimizerSettings, units: list[PlannedUnit], cluster: Cluster) -> tuple[int, int]:
+    """Bytes that all ranks send between and within nodes in one step, a mean over Muon's period."""
+    nodes, per_node = cluster.group.nodes, cluster.group.ranks_per_node
+    matrices = [part for unit in units if unit.layer is not None for part in unit.shards if part.quantizable]
+    wire = MomentumWire(settings.muon_momentum_bits).format(matrices)
+    whole = 1 / settings.muon_period if settings.muon_period else 0.0  # share of the steps that take whole matrices
+    # Rows go to the owners, those of all nodes where matrices are whole, and a node's come back.
+    to_and_from_owners = (1 + whole * (nodes - 1) + 1) * (per_node - 1) * torch.bfloat16.itemsize * wire.numel
+    return (
+        round(cluster.world_size * whole * (nodes - 1) * wire.nbytes),
+        round(cluster.world_size // per_node * to_and_from_owners),
+    )
 
 
 def memory_and_traffic(found: Estimate) -> list[str]:

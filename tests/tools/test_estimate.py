@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megatron_zpp.architectures.gpt import GPT
 from megatron_zpp.models.activation_checkpoint import apply_activation_checkpointing
 from megatron_zpp.models.init import init_weights
+from megatron_zpp.planning.candidates import TRAVELS
 from megatron_zpp.tools import estimate
 from megatron_zpp.training.pretrain import train
 from megatron_zpp.zeropp.node_sum import NodeSum
@@ -69,8 +70,9 @@ def planned(argv: list[str], *more: str) -> estimate.Estimate:
     return estimate.run(estimate.parse_arguments([*cluster, "pretrain_gpt.py", *argv]))[1]
 
 
-def _measured(runs: dict[str, list[str]]) -> dict[str, tuple[int, float, dict[str, int]]]:
-    """Of each run: parameters, bytes between nodes in its last step, and bytes that this rank keeps, by their kind."""
+def _measured(runs: dict[str, list[str]]) -> dict[str, tuple[int, list[float], dict[str, int]]]:
+    """Of each run: parameters, bytes between nodes and within them in its last step, and bytes that this rank keeps, by
+    their kind."""
     found = {}
     for name, argv in runs.items():
         run, metrics = start(argv)
@@ -106,7 +108,8 @@ def _measured(runs: dict[str, list[str]]) -> dict[str, tuple[int, float, dict[st
                 *(tensor for s in scales for tensor in (s.exponents, *(wires for _, wires in s.travelled)))
             ),
         }
-        found[name] = (sum(p.numel() for p in run.model.parameters()), metrics["comm/bytes-between-nodes"][-1], kept)
+        sent = [metrics[f"comm/bytes-{where}-nodes"][-1] for where in ("between", "within")]
+        found[name] = (sum(p.numel() for p in run.model.parameters()), sent, kept)
     return found
 
 
@@ -129,13 +132,26 @@ def test_memory_and_bytes_are_those_of_real_ranks(tmp_path):
         plan = planned(argv, *CLUSTERS.get(name, []))
         parameters, sent, _ = ranks[0][name]
         assert plan.parameters == parameters
-        assert sum(plan.sent_between_nodes.values()) == pytest.approx(sent, rel=1e-6), name
+        counted = [sum(plan.sent_between_nodes.values()), sum(plan.sent_within_nodes.values())]
+        assert counted == pytest.approx(sent, rel=1e-6), name
         kept = ranks[0][name][2]
         expected = dict.fromkeys(kept, 0)
         for state, size in [*plan.states.items(), *plan.host.items()]:
             for kind in kept:
                 expected[kind] += size * (kind in state and not state.startswith("all"))
         assert expected == kept, name
+
+
+@pytest.mark.long
+def test_bytes_of_all_that_the_planner_tries_are_those_of_real_ranks(tmp_path):
+    data = write_text(tmp_path)
+    ways = {way.name: f"--zero-ranks-per-node 2 {way.flags.format(P=2, N=2, warmup=1)}" for way in TRAVELS}
+    runs = {name: flags(data, SHAPE, way, length="--train-iters 3") for name, way in ways.items()}
+    ranks = run_ranks(4, _measured, runs, timeout=600)
+    for name, argv in runs.items():
+        plan = planned(argv)
+        counted = [sum(plan.sent_between_nodes.values()), sum(plan.sent_within_nodes.values())]
+        assert counted == pytest.approx(ranks[0][name][1], rel=1e-6), name
 
 
 LAYERS = (

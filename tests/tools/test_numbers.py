@@ -15,6 +15,8 @@ from megatron_zpp.tools import (
     import_megatron,
     inspect_checkpoint,
     inspect_dataset,
+    measure_cluster,
+    plan,
     preprocess_data,
     suggest_settings,
     train_tokenizer,
@@ -33,6 +35,11 @@ TOOLS = {
     export_megatron: ("--load x --output y", "--ckpt-step"),
     import_megatron: ("--input x --save y", "--ckpt-step --vocab-size"),
     estimate: ("--vocabulary 9 pretrain-gpt", "--nodes --ranks-per-node --mfu --link-gbps --vocabulary"),
+    measure_cluster: ("--output x", "--hidden-size --tokens --ranks-per-node"),
+    plan: (
+        "--cluster x --vocabulary 9 pretrain-gpt",
+        "--vocabulary --dollars-per-gpu-hour --usable-memory --rows --commands",
+    ),
     inspect_dataset: (
         "--digest --seq-length 8",
         "--show --vocab-size --seed --seq-length --num-samples --mid-level-dataset-surplus",
@@ -50,7 +57,7 @@ def test_no_word_for_a_number_is_a_traceback(monkeypatch, capsys, tmp_path, tool
     for flag in flags.split():
         for word in {*WORDS, *NONSENSE}:
             given = [f"{flag}={word}"]
-            argv = [*common.split(), *given] if tool is not estimate else [*given, *common.split()]
+            argv = [*common.split(), *given] if tool not in (estimate, plan) else [*given, *common.split()]
             try:
                 if hasattr(tool, "parse_arguments"):
                     tool.parse_arguments(argv)

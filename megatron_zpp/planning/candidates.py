@@ -1,0 +1,113 @@
+"""What a planner tries: how weights and gradients travel, how ranks are divided, micro-batches, recomputation.
+
+Each is a piece of the trainer's command line, so that the trainer's own checks say what cannot be, and why.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from megatron_zpp.planning.cluster import ClusterSpec
+from megatron_zpp.settings.checks import divisors
+from megatron_zpp.settings.groups import ModelSettings
+
+ALL_FLAGS = "--zero-quantized-weights --zero-quantized-gradients --zero-hpz-partition-size {P} --zeropp-loco"
+DIFFERENCES = "--zero-weight-difference-bits"
+TWO_BITS = "--zero-gradient-bits 2 --zero-gradient-bits-warmup {warmup}:4"
+INT8_STATE = "--zero-gradient-sum-dtype int8 --hpz-secondary-dtype int8"  # costs no loss that shows: E6
+RECOMPUTE_ALL = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+
+
+@dataclass(frozen=True)
+class Travel:
+    """A way for weights and gradients to travel. flags: with {P} data-parallel ranks of a node, and {N} nodes."""
+
+    name: str
+    flags: str
+    # What it does to the loss, in percent over a wire of fp32, and the spread over three seeds: the nearest recipe of
+    # docs/experiments.md, E5, on a GPT of 1.3 million parameters. None: nothing is rounded below 16 bits.
+    loss: tuple[float, float] | None = None
+
+    @property
+    def rank(self) -> int:
+        """Its place among all ways, of which the later ones round more; what the user gave is alone."""
+        return TRAVELS.index(self) if self in TRAVELS else 0
+
+    @property
+    def risk(self) -> float:
+        """What one may have to expect of the loss, in percent: the mean and its spread together."""
+        return sum(self.loss) if self.loss is not None else 0.0
+
+
+TRAVELS = (  # from what rounds nothing to what rounds most
+    Travel("ZeRO-3", ""),
+    Travel("HSDP", "--num-distributed-optimizer-instances {N}"),
+    Travel("hpZ", "--zero-hpz-partition-size {P}"),
+    Travel("all flags", ALL_FLAGS, loss=(0.15, 0.19)),
+    Travel("all flags, int4 differences", f"{ALL_FLAGS} {DIFFERENCES} 4", loss=(0.08, 0.13)),
+    Travel("all flags, int4 differences, int8 state", f"{ALL_FLAGS} {DIFFERENCES} 4 {INT8_STATE}", loss=(0.08, 0.13)),
+    Travel(
+        "all flags, int4 differences, 2-bit gradients", f"{ALL_FLAGS} {DIFFERENCES} 4 {TWO_BITS}", loss=(-0.06, 0.13)
+    ),
+    Travel(
+        "all flags, 2 bits",
+        f"{ALL_FLAGS} {TWO_BITS} {DIFFERENCES} 2 --zero-weight-difference-block-size 256 "
+        "--zero-weight-difference-scaling mean --zero-weight-difference-bits-warmup {warmup}:4",
+        loss=(0.23, 0.14),
+    ),
+)
+RECOMPUTATIONS = {"": "nothing", "--recompute-activations": "selective", RECOMPUTE_ALL: "all"}
+MICRO_BATCH_SIZES = (1, 2, 4, 8, 16, 32)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How many ranks divide what."""
+
+    experts: int = 1
+
+    @property
+    def name(self) -> str:
+        sizes = {"EP": self.experts}
+        return " ".join(f"{kind}{size}" for kind, size in sizes.items() if size > 1) or "data"
+
+    @property
+    def flags(self) -> str:
+        sizes = {"--expert-model-parallel-size": self.experts}
+        return " ".join(f"{flag} {size}" for flag, size in sizes.items() if size > 1)
+
+
+# A flag with one of these beginnings settles a question: then only what the user says is tried.
+SETTLES = {
+    "travel": ("--zero-", "--zeropp", "--hpz", "--num-distributed-optimizer-instances", "--cpu-offload"),
+    "layout": ("--tensor-model", "--pipeline-model", "--context-parallel", "--expert-model"),
+    "recompute": ("--recompute",),
+    "micro-batch": ("--micro-batch-size",),
+}
+
+
+def is_settled(question: str, flags: Sequence[str]) -> bool:
+    return any(flag.startswith(SETTLES[question]) for flag in flags)
+
+
+def travels(cluster: ClusterSpec, flags: Sequence[str], steps: int) -> Iterator[tuple[Travel, str]]:
+    """The ways that make sense on the cluster, and their flags."""
+    if is_settled("travel", flags):
+        yield Travel("as given", ""), ""
+        return
+    places = {"P": cluster.gpus_per_node, "N": cluster.nodes, "warmup": max(1, steps // 10)}
+    for travel in TRAVELS:
+        has_levels = cluster.nodes > 1 and (cluster.gpus_per_node > 1 or "{P}" not in travel.flags)
+        if has_levels or not travel.flags:
+            yield travel, travel.flags.format(**places)
+
+
+def layouts(cluster: ClusterSpec, model: ModelSettings, flags: Sequence[str]) -> Iterator[Layout]:
+    """Those that keep what travels within a layer inside of a node."""
+    if is_settled("layout", flags):
+        yield Layout()
+        return
+    for experts in divisors(cluster.gpus_per_node) if model.num_experts else [1]:
+        if experts == 1 or (model.num_experts or 1) % experts == 0:
+            yield Layout(experts=experts)

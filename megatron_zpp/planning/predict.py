@@ -1,0 +1,60 @@
+"""What a run would do on a cluster: memory, bytes, and the parts of a step's time."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron_zpp.architectures import Architecture
+from megatron_zpp.models.transformer import Transformer
+from megatron_zpp.planning.cluster import ClusterSpec
+from megatron_zpp.planning.costs import step_shape
+from megatron_zpp.planning.step import StepTime, simulate
+from megatron_zpp.settings.groups import Settings
+from megatron_zpp.training.estimate import Cluster, Estimate, estimate
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """One run on one cluster."""
+
+    settings: Settings
+    cluster: ClusterSpec
+    needs: Estimate
+    time: StepTime
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Of the whole cluster."""
+        return self.needs.tokens / self.needs.steps / self.time.seconds
+
+    @property
+    def mfu(self) -> float:
+        """By the log's convention: recomputation is not counted."""
+        peak = self.cluster.world_size * self.cluster.peak_tflops * 1e12
+        return self.tokens_per_second * self.needs.flops_per_token / peak
+
+    @property
+    def dollars_per_million_tokens(self) -> float:
+        """0 without a price."""
+        dollars = self.cluster.world_size * self.cluster.dollars_per_gpu_hour
+        return dollars / 3600 / self.tokens_per_second * 1e6
+
+
+def estimate_on(
+    architecture: Architecture, settings: Settings, vocabulary: int, cluster: ClusterSpec, model: Transformer
+) -> Estimate:
+    """Memory and bytes. Raises ValueError for what is not estimated."""
+    ranks = Cluster(
+        cluster.nodes,
+        cluster.gpus_per_node,
+        ring_passes=cluster.ring_passes,
+        replicas=settings.distributed.num_distributed_optimizer_instances,
+    )
+    return estimate(architecture, settings, vocabulary, ranks, model)
+
+
+def predict(
+    architecture: Architecture, settings: Settings, cluster: ClusterSpec, needs: Estimate, model: Transformer
+) -> Prediction:
+    """model: the whole one, which ``needs`` is about."""
+    return Prediction(settings, cluster, needs, simulate(step_shape(architecture, settings, needs, cluster, model)))

@@ -1,0 +1,65 @@
+"""benchmarks/planner.py: published rows become flags, and the cluster in a box is measured and compared."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+from tests.conftest import ROOT
+
+sys.path.insert(0, str(ROOT / "benchmarks"))
+import planner
+
+TINY = f"--num-layers 2 --hidden-size 64 --num-attention-heads 2 {planner.BOX_COMMON}".replace("256", "32")
+
+
+def rows() -> dict[str, dict]:
+    """One published row of each program."""
+    lines = [json.loads(line) for line in planner.PUBLISHED.read_text().splitlines()]
+    assert all(line["source"] and line["tokens_s_gpu"] > 0 for line in lines)
+    return {line["source"].partition("@")[0]: line for line in lines if line["gpus"] <= 512}
+
+
+@pytest.mark.parametrize("row", rows().values(), ids=lambda row: row["source"].split("@")[0].split("/")[-1])
+def test_a_published_row_is_predicted(row):
+    found = planner.read_row(row)
+    assert found.settings.training.seq_length == row["seq"] and found.cluster.world_size == row["gpus"]
+    assert found.needs.micro_batches == (row["grad_accum"] or 1)
+    # Rates rise with the share of the peak, up to where links or memory set them.
+    assert 0 < found.predicted(0.2) < found.predicted(0.4)
+
+
+def test_the_fit_finds_the_share_that_made_the_rates():
+    found = planner.read_row(rows()["mosaicml/llm-foundry"])
+    row = dict(found.row, tokens_s_gpu=found.predicted(0.37))
+    assert planner.fit([planner.dataclasses.replace(found, row=row)]) == pytest.approx(0.37)
+
+
+@pytest.mark.long
+@pytest.mark.skipif(
+    sys.platform != "linux" or os.geteuid() != 0 or not (shutil.which("ip") and shutil.which("tc")),
+    reason="network namespaces need Linux, root and iproute2",
+)
+def test_the_box_is_measured_and_compared(tmp_path, monkeypatch, capsys):
+    made = subprocess.run(["ip", "netns", "add", "mzpp-planner"], capture_output=True, text=True, check=False)
+    subprocess.run(["ip", "netns", "del", "mzpp-planner"], capture_output=True, check=False)
+    if made.returncode != 0:
+        pytest.skip(f"this machine allows no network namespaces: {made.stderr.strip()}")
+    monkeypatch.setattr(planner, "BOX", tmp_path / "box.jsonl")
+    monkeypatch.setattr(planner, "BOX_CLUSTER", tmp_path / "box.yaml")
+    monkeypatch.setattr(planner, "BOX_MODELS", {"tiny": TINY})
+    monkeypatch.setattr(planner, "BOX_RATES", (1000,))
+    monkeypatch.setattr(planner, "BOX_MICRO_BATCHES", (1,))
+    with pytest.raises(SystemExit, match="nothing is measured yet"):
+        planner.compare()
+    planner.box()
+    planner.compare()
+    out = capsys.readouterr().out
+    assert f"{len(planner.BOX_SETTINGS)} points: median error" in out
+    planner.box()  # what is there is not measured again
+    assert not capsys.readouterr().out

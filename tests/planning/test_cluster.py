@@ -1,0 +1,89 @@
+"""Clusters as words and files, and how long their collectives take."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+
+import pytest
+
+from megatron_zpp.planning.cluster import parse_cluster, write_cluster
+from megatron_zpp.planning.hardware import GPUS, LINK_SHARE
+from megatron_zpp.training.exchanges import Exchange, RankGroup
+
+
+def test_a_word_is_nodes_gpus_kind_and_gigabits():
+    cluster = parse_cluster("64x8xH100@100")
+    assert (cluster.nodes, cluster.gpus_per_node, cluster.gpu, cluster.world_size) == (64, 8, "H100", 512)
+    assert (cluster.peak_tflops, cluster.memory_gb, cluster.between_gbits) == (989.0, 80, 100 * LINK_SHARE)
+    assert parse_cluster("1x1xa100-40gb@3.5").gpu == "A100-40GB"
+
+
+@pytest.mark.parametrize("gpu", GPUS)
+def test_every_gpu_of_the_table_has_a_peak(gpu):
+    assert parse_cluster(f"2x4x{gpu}@10").peak_tflops > 0
+
+
+@pytest.mark.parametrize(
+    ("word", "said"),
+    [
+        ("8xH100", "neither a file nor of the form 64x8xH100@100"),
+        ("8x8xZ80@100", "the GPU Z80 is not known: give one of T4, V100"),
+        ("0x8xH100@100", "nodes is 0"),
+        ("8x8xH100@0", "between_gbits is 0"),
+    ],
+)
+def test_what_is_no_cluster(word, said):
+    with pytest.raises(ValueError, match=re.escape(said)):
+        parse_cluster(word)
+
+
+def test_a_file_keeps_every_field(tmp_path):
+    cluster = dataclasses.replace(
+        parse_cluster("3x2xL40S@12.5"), overlaps=False, ring_passes=2, dollars_per_gpu_hour=1.5
+    )
+    write_cluster(tmp_path / "cluster.yaml", cluster, "measured today\nby me")
+    assert parse_cluster(str(tmp_path / "cluster.yaml")) == cluster
+    yaml = pytest.importorskip("yaml")  # it is YAML for others, too
+    assert yaml.safe_load((tmp_path / "cluster.yaml").read_text()) == dataclasses.asdict(cluster)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (("nodes: 2", "nodes: two"), "line 1: nodes is 'two', give a int"),
+        (("nodes: 2", "knots: 2"), "line 1: 'knots: 2' is not `name: value`"),
+        (("nodes: 2", ""), "lacks nodes"),
+        (("efficiency: 0.5", "efficiency: 50"), "efficiency is 50.0: give a share"),
+        (("gpus_per_node: 2", "gpus_per_node: -2"), "gpus_per_node is -2"),
+        (("overlaps: true", "overlaps: perhaps"), "overlaps is 'perhaps'"),
+    ],
+)
+def test_a_damaged_file_names_the_line(tmp_path, change, said):
+    path = tmp_path / "cluster.yaml"
+    write_cluster(path, dataclasses.replace(parse_cluster("2x2xH100@10"), efficiency=0.5))
+    path.write_text(path.read_text().replace(*change, 1))
+    with pytest.raises(ValueError, match=re.escape(said)):
+        parse_cluster(str(path))
+
+
+def test_seconds_of_collectives():
+    cluster = dataclasses.replace(
+        parse_cluster("4x8xH100@100"),
+        within_gbytes=100,
+        between_gbits=80,
+        within_microseconds=1,
+        between_microseconds=10,
+    )
+    # A ring over all 32 ranks: one of a node's 8 ranks sends 31 pieces of 1 MB over its 10 GB/s.
+    flat = Exchange(RankGroup(4, 8), 10**6)
+    assert cluster.seconds_of(flat) == pytest.approx(31e6 / 10e9 + 3e-5 + 28e-6)
+    # Groups of equal local ranks share the node's link: eight times 3 pieces.
+    between = Exchange(RankGroup(4, 1), 10**6)
+    assert cluster.seconds_of(between) == pytest.approx(8 * 3e6 / 10e9 + 3e-5)
+    # What is sent straight waits for one hop.
+    straight = dataclasses.replace(between, is_straight=True)
+    assert cluster.seconds_of(straight) == pytest.approx(8 * 3e6 / 10e9 + 1e-5)
+    within = Exchange(RankGroup(1, 8), 10**6, passes=2)
+    assert cluster.seconds_of(within) == pytest.approx(2 * (7e6 / 100e9 + 7e-6))
+    assert cluster.seconds_of(Exchange(RankGroup(1, 1), 10**6)) == 0

@@ -1,0 +1,94 @@
+"""Seconds of arithmetic and kernels, against counts of a model that was written down by hand."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from megatron_zpp.architectures import GPT
+from megatron_zpp.arguments.parse import parse_settings
+from megatron_zpp.planning.cluster import ClusterSpec, parse_cluster
+from megatron_zpp.planning.costs import arithmetic, step_shape
+from megatron_zpp.planning.predict import estimate_on
+
+H, S, B, V, LAYERS = 64, 128, 2, 512, 3
+FLAGS = (
+    f"--num-layers {LAYERS} --hidden-size {H} --num-attention-heads 4 --seq-length {S} --micro-batch-size {B} "
+    "--train-iters 1 --lr 1 --mock-data --vocab-size 100 --bf16 --disable-bias-linear --hidden-dropout 0"
+)
+
+
+def of(more: str, cluster: ClusterSpec):
+    settings = parse_settings(GPT, f"{FLAGS} {more}".split(), cluster.world_size, note=lambda _: None)
+    model = GPT.build_model(settings.model, V)
+    return settings, model
+
+
+def cluster(**more: float) -> ClusterSpec:
+    """Of 1 TFLOP/s; memory so fast that its time is nothing, unless told."""
+    rates = dict(peak_tflops=1.0, efficiency=0.5, attention_efficiency=0.25, kernel_gbytes=1e12) | more
+    return dataclasses.replace(parse_cluster("2x2xA100@10"), **rates)
+
+
+def test_products_and_attention():
+    spec = cluster()
+    settings, model = of("", spec)
+    forward, backward = arithmetic(GPT, settings, spec, model)
+    tokens = B * S
+    products = 2 * tokens * (4 * H * H + 8 * H * H) / 0.5e12  # attention's four matrices, the MLP's two
+    attended = 2 * 2 * tokens * H * S / 2 / 0.25e12  # scores and values, each half masked
+    assert forward.layer == pytest.approx(products + attended)
+    assert backward.layer == pytest.approx(2 * products + 2.5 * attended)
+    assert forward.head == pytest.approx(2 * tokens * H * V / 0.5e12)
+    assert backward.head == pytest.approx(2 * forward.head)
+
+
+def test_what_is_computed_again():
+    spec = cluster(kernel_gbytes=1.0)
+    nothing, selective, everything = (
+        arithmetic(GPT, *of(more, spec)[:1], spec, of(more, spec)[1])
+        for more in (
+            "",
+            "--recompute-activations",
+            "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
+        )
+    )
+    assert nothing[0] == selective[0] == everything[0]
+    assert everything[1].layer == pytest.approx(nothing[1].layer + nothing[0].layer)
+    assert nothing[1].layer < selective[1].layer < everything[1].layer
+
+
+def test_all_arithmetic_of_the_model_is_in_the_step():
+    spec = cluster(kernel_gbytes=1.0)
+    for more in ("", "--untie-embeddings-and-output-weights", "--num-experts 4 --expert-model-parallel-size 2"):
+        settings, model = of(more, spec)
+        shape = step_shape(GPT, settings, estimate_on(GPT, settings, V, spec, model), spec, model)
+        forward, backward = arithmetic(GPT, settings, spec, model)
+        assert sum(unit.forward for unit in shape.units) == pytest.approx(LAYERS * forward.layer)
+        assert sum(unit.backward for unit in shape.units) == pytest.approx(LAYERS * backward.layer)
+        # The root is gathered first; its ends stand around the layers, and stay gathered as it does.
+        stays = [unit.stays_gathered for unit in shape.units]
+        ends = len(model.end_units())
+        inner = stays[1 + (ends + 1) // 2 : len(stays) - ends // 2]
+        assert stays[0] and not any(inner) and stays.count(True) == 1 + ends
+
+
+def test_quantizing_touches_its_bytes_and_nothing_else_does():
+    spec = cluster(kernel_gbytes=1.0)
+    plain, quantized = (
+        step_shape(GPT, settings, estimate_on(GPT, settings, V, spec, model), spec, model)
+        for settings, model in (
+            of("--zero-ranks-per-node 2", spec),
+            of("--zero-quantized-weights --zero-quantized-gradients --zero-hpz-partition-size 2", spec),
+        )
+    )
+    unit = plain.units[1]
+    assert (unit.gather.encode, unit.gather.decode, unit.reduce.encode) == (0, 0, 0) and unit.gradients_between is None
+    unit = quantized.units[1]
+    numel = 12 * H * H / 4  # of the matrices, in a rank's shard; norms are little more
+    sent = 2 * numel + numel * (1 + 4 / 256)  # read in 16 bit; int8 and its scales are written
+    assert unit.weights_between.encode * 1e9 == pytest.approx(sent, rel=0.05)
+    assert unit.weights_between.decode == pytest.approx(2 * unit.weights_between.encode)  # of both nodes
+    gradients = 2 * 4 * numel + 4 * numel * (1 + 4 / 128)  # of all four ranks, in 16 bit and as int8
+    assert unit.reduce.encode * 1e9 == pytest.approx(gradients, rel=0.05)

@@ -1,0 +1,50 @@
+"""Measuring a cluster: whatever it finds, its ranks agree on it, and a plan can be made of it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from megatron_zpp.planning.cluster import ClusterSpec, parse_cluster
+from megatron_zpp.planning.measure import Sizes, measure_cluster
+from tests.conftest import ROOT
+from tests.ranks import run_ranks
+
+SIZES = Sizes(hidden_size=64, tokens=32, most_bytes=2**16, seconds=0.01)
+
+
+def _measure(ranks_per_node: int) -> tuple[ClusterSpec, list[str]]:
+    lines: list[str] = []
+    return measure_cluster(torch.device("cpu"), ranks_per_node, SIZES, lines.append), lines
+
+
+@pytest.mark.parametrize("ranks_per_node", [1, 2, 4])
+def test_ranks_find_the_same(ranks_per_node):
+    (cluster, lines), *others = run_ranks(4, _measure, ranks_per_node)
+    assert all(other == (cluster, lines) for other in others)
+    assert (cluster.nodes, cluster.gpus_per_node) == (4 // ranks_per_node, ranks_per_node)
+    assert (cluster.overlaps, cluster.ring_passes) == (False, 2)  # gloo
+    assert max(cluster.efficiency, cluster.attention_efficiency) == 1  # of the faster one, as a CPU's peak is unknown
+    assert len(lines) == 5 and lines[-1].startswith("between nodes: ")
+
+
+@pytest.mark.long
+def test_the_tool_writes_a_file_that_plans_take(tmp_path):
+    output = tmp_path / "cluster.yaml"
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    tool = ["tools/measure_cluster.py", "--output", str(output), "--hidden-size", "64", "--tokens", "32"]
+    done = subprocess.run([*torchrun, *tool], cwd=ROOT, capture_output=True, text=True, timeout=250)
+    assert done.returncode == 0 and f"written: {output}" in done.stdout, done.stderr
+    assert parse_cluster(str(output)).gpu == "CPU" and "# Measured on " in output.read_text()
+
+
+def test_without_ranks_it_says_how_to_start(monkeypatch, capsys):
+    from megatron_zpp.tools import measure_cluster as tool
+
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.setattr("sys.argv", ["measure_cluster.py", "--output", "x"])
+    assert tool.main() == 1
+    assert "start it under torchrun" in capsys.readouterr().err

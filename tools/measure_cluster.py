@@ -1,0 +1,8 @@
+"""`megatron-zpp measure-cluster`, for a checkout that is not installed as a command."""
+
+import sys
+
+from megatron_zpp.tools.measure_cluster import main
+
+if __name__ == "__main__":
+    sys.exit(main())
