@@ -56,7 +56,7 @@ def generate(
     else:
         read = read_again(model, context_length)
     for _ in range(num_tokens):
-        with torch.no_grad():
+        with torch.inference_mode():
             logits = read(texts)[:, :vocab_size]  # [B, V]
         ids = [draw(of_text, drawing, generator) for of_text, generator in zip(logits, generators, strict=True)]
         for text, i in zip(texts, ids, strict=True):

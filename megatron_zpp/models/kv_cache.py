@@ -25,6 +25,7 @@ class CachedModel:
         self.columns = columns
         self.filled = 0  # columns
         self.padding = torch.empty(0, dtype=torch.int64)  # [B]: columns on the left that hold no id
+        self.is_padded = False  # some row is
         self.caches: dict[int, Tensor] = {}  # of each attention: keys and values [2, B, C, groups, head_dim]
         for number, layer in enumerate(model.layers):
             found = [module for module in layer.modules() if isinstance(module, SelfAttention)]
@@ -41,6 +42,7 @@ class CachedModel:
         self.caches.clear()
         self.filled = 0
         self.padding = torch.tensor([length - len(row) for row in rows], device=device)
+        self.is_padded = any(len(row) < length for row in rows)
         return self.read_on(torch.tensor([[0] * (length - len(row)) + row for row in rows], device=device))
 
     def read_on(self, tokens: Tensor) -> Tensor:
@@ -58,11 +60,14 @@ class CachedModel:
         dtype: torch.dtype,
         dropout: bool,
         window: int | None = None,
-    ) -> Tensor:
-        """In place of ``document_attention``: which columns the ids [B, Q] attend to, bool [B, 1, Q, K].
+    ) -> Tensor | None:
+        """In place of ``document_attention``: which columns the ids [B, Q] attend to, 0 or -inf [B, 1, Q, K].
 
-        K columns are filled with them. Padding attends to itself: a row of nothing would become NaN, and spread.
+        K columns are filled with them; None: they attend to all of these. Padding attends to itself: a row of nothing
+        would become NaN, and spread.
         """
+        if tokens.shape[1] == 1 and window is None and not self.is_padded:
+            return None
         total = self.filled + tokens.shape[1]
         keys = torch.arange(total, device=tokens.device)  # [K]
         queries = keys[self.filled :].unsqueeze(1)  # [Q, 1]
@@ -70,7 +75,9 @@ class CachedModel:
         if window is not None:
             seen = seen & (queries - keys <= window)
         padding = self.padding.view(-1, 1, 1)  # [B, 1, 1]
-        return (seen & ((keys >= padding) | (keys == queries))).unsqueeze(1)
+        seen = seen & ((keys >= padding) | (keys == queries))  # [B, Q, K]
+        # Not as bool, which each layer's attention would turn into this.
+        return torch.zeros(seen.shape, dtype=dtype, device=tokens.device).masked_fill(~seen, -torch.inf).unsqueeze(1)
 
     def attention(
         self,
@@ -78,7 +85,7 @@ class CachedModel:
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        mask: Tensor,
+        mask: Tensor | None,
         dropout: float,
         window: int | None = None,
     ) -> Tensor:
