@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+import sys
 
 import torch
 import torch.distributed as dist
 
 from megatron_zpp.metrics.lines import TrainingReport, format_training_line
+from megatron_zpp.metrics.log_reader import shorten
 from megatron_zpp.metrics.throughput import IntervalTimer, describe_mfu, mfu, model_tflops, peak_tflops
 from megatron_zpp.metrics.writers import training_metrics
 from megatron_zpp.optim.gradients import params_norm
@@ -28,6 +30,7 @@ class Reporter:
         print_once(describe_mfu(name, self.peak, given=given is not None))
         self.is_first_step = True
         self.timer = IntervalTimer(run.device)
+        self.resume()
         self._clear()
 
     def _clear(self) -> None:
@@ -66,7 +69,8 @@ class Reporter:
             return
         interval = self._interval_report(result, num_samples) if is_log_step else None
         if interval is not None and dist.get_rank() == dist.get_world_size() - 1:
-            print(format_training_line(interval), flush=True)
+            line = format_training_line(interval)
+            print(shorten(line) if sys.stdout.isatty() else line, flush=True)
         if is_point:
             self._write_point(result, num_samples, interval)
         if is_log_step:

@@ -68,6 +68,7 @@ class HierarchicalReduceScatter(TorchAllocator, ReduceScatter):
         exchange = send(gradients, hops.within_node, topology.intra_group)
         with self.unit.waits.collective("reduce", self.unit, crosses_nodes=False):
             node_sum = exchange.wait()  # [N, L]
+        del exchange  # and the memory of what was sent
         if not self.micro_batch.is_last:
             hops.keep(node_sum)
             output_tensor.zero_()

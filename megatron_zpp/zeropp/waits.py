@@ -22,11 +22,12 @@ Interval = tuple[Any, Any]  # beginning and end: seconds, or events of one devic
 
 
 class Waits:
-    """Intervals since the last ``take``."""
+    """Intervals since the last ``take``; before the first one nothing is recorded."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.are_named = False  # while a profile is taken: torch.profiler and NVTX show each collective by its name
+        self._is_recording = False
         self._within_nodes: list[Interval] = []
         self._between_nodes: list[Interval] = []
         self._stalls: list[Interval] = []  # of the stream that computes
@@ -55,6 +56,7 @@ class Waits:
 
         On a GPU those that are over: the host waits for nothing here, and the rest counts next time.
         """
+        self._is_recording = True
         recorded = (self._stalls, self._within_nodes, self._between_nodes)
         if self.device.type != "cuda":
             seconds = total(self._within_nodes), total(self._between_nodes)
@@ -74,6 +76,9 @@ class Waits:
 
     @contextmanager
     def _timed(self, intervals: list[Interval]) -> Iterator[None]:
+        if not self._is_recording:
+            yield
+            return
         begin = self._now()
         yield
         intervals.append((begin, self._now()))

@@ -26,6 +26,7 @@ def counted(config: ZeroPPConfig) -> tuple[list[tuple[float, float]], set[str]]:
         fully_shard(layer)
     zeropp = apply_zeropp(model, config)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    assert zeropp.waits.take() == (0, 0)  # from here on
     taken, ticks = [], iter(range(10_000))
     with patch.object(waits, "time", SimpleNamespace(perf_counter=lambda: float(next(ticks)))):
         for step in range(4):
@@ -94,6 +95,7 @@ class Event:
 def test_on_a_gpu_what_counts_is_when_the_computing_stream_stood_still():
     unit = SimpleNamespace(label="layers.0")
     of_gpu = Waits(torch.device("cuda"))
+    assert of_gpu.take() == (0, 0)
 
     def record(around, begin: float, end: float) -> None:
         Event.now = begin
