@@ -7,15 +7,13 @@ python examples/quickstart/summary.py compare --data-path PREFIX --plot loss.png
 from __future__ import annotations
 
 import argparse
-import math
-import re
 import sys
 from pathlib import Path
 
 import numpy as np
 
 from megatron_zpp.data.indexed_dataset import IndexedDataset
-from megatron_zpp.metrics.log_reader import BETWEEN, WITHIN, RunLog, parse_line, read_log
+from megatron_zpp.metrics.log_reader import BETWEEN, WITHIN, RunLog, read_log, shorten
 
 
 def unigram_entropy(prefix: str) -> float:
@@ -84,17 +82,8 @@ def plot(runs: dict[str, RunLog], entropy: float, path: Path) -> None:
 def follow() -> None:
     """Training lines from stdin in short; every other line as it is."""
     for text in sys.stdin:
-        line = parse_line(text)
-        if line is None:
-            print(text, end="", flush=True)
-            continue
-        eta, loss = re.search(r"ETA: (\S+)", text), line.get("lm loss", math.nan)
-        print(
-            f"  step {line['iteration']:5.0f}/{line['train iterations']:.0f}   loss {loss:.3f}   "
-            f"{line['tokens per second']:8,.0f} tokens/s   {line.get(BETWEEN, 0):7.2f} MB between nodes per step   "
-            f"{eta[1] if eta else ''} left",
-            flush=True,
-        )
+        short = shorten(text)
+        print(text.rstrip("\n") if short is None else short, flush=True)
 
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:

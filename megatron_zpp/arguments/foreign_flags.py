@@ -40,7 +40,6 @@ _EACH_ITS_PART = "each rank always saves and loads its own part, and any number 
 _ONE_FORMAT = "checkpoints have one format, safetensors files with a JSON index, which any number of ranks loads"
 _NO_FP8 = "matrix products are computed in bf16 or fp16: there is no fp8"
 _NOT_LOGGED = "times of single operations are not logged"
-_NO_PROFILE = "no profile is recorded"
 _BY_BLOCKS = "FSDP2 communicates one transformer block at a time"
 _KEPT_WHOLE = "what is kept for recomputation is not divided over ranks, but by --sequence-parallel and its like"
 _ALWAYS_WRITTEN = "it is always written to TensorBoard and wandb"
@@ -167,8 +166,6 @@ NOT_NEEDED: dict[str, NotNeeded] = {
     **_same(_NOT_LOGGED, "--timing-log-level", "--timing-log-option", accepted=ANY),
     **_same(_NOT_LOGGED, "--log-straggler", "--profile-backward"),
     **_same("the log has its lines, and --save its checkpoints; no progress.txt is written", "--log-progress"),
-    **_same(_NO_PROFILE, "--profile", "--use-pytorch-profiler"),
-    **_same(_NO_PROFILE, "--profile-step-start", "--profile-step-end", "--profile-ranks", accepted=ANY),
     **_same(
         _ALWAYS_WRITTEN,
         "--log-batch-size-to-tensorboard",

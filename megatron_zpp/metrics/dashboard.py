@@ -17,6 +17,8 @@ DASHBOARD = {  # group: chart: key
     "Communication": {
         "bytes between nodes per step": "comm/bytes-between-nodes",
         "bytes within nodes per step": "comm/bytes-within-nodes",
+        "seconds waited for links between nodes, per step": "comm/seconds-waited-between-nodes",
+        "seconds waited for links within nodes, per step": "comm/seconds-waited-within-nodes",
     },
     "Quantization error": {
         "relative error of weights": "comm/error/weights",

@@ -38,6 +38,8 @@ class TrainingReport:
     bytes_within_nodes: float | None = None
     token_bytes_between_nodes: float | None = None  # of tokens that travel to experts, beside those
     token_bytes_within_nodes: float | None = None
+    waited_between_nodes: float | None = None  # seconds per step that a rank waited for these links, mean over ranks
+    waited_within_nodes: float | None = None
     quantization_errors: Mapping[str, float] = field(default_factory=dict)  # of ZeroPP.quantization_errors
 
 
@@ -71,6 +73,8 @@ def format_training_line(report: TrainingReport, now: datetime | None = None) ->
         _field("sent within nodes per step (MB): {:.3f}", r.bytes_within_nodes, factor=1e-6),
         _field("tokens sent between nodes per step (MB): {:.3f}", r.token_bytes_between_nodes, factor=1e-6),
         _field("tokens sent within nodes per step (MB): {:.3f}", r.token_bytes_within_nodes, factor=1e-6),
+        _field("waited between nodes per step (ms): {:.1f}", r.waited_between_nodes, factor=1000),
+        _field("waited within nodes per step (ms): {:.1f}", r.waited_within_nodes, factor=1000),
         *(_field(f"error of {hop}: {{:.4f}}", r.quantization_errors.get(f"error/{hop}")) for hop in HOPS),
     ]
     return f" [{now:%Y-%m-%d %H:%M:%S.%f}] " + " ".join(f"{field} |" for field in fields if field is not None)

@@ -47,6 +47,23 @@ def parse_line(line: str) -> dict[str, float] | None:
     return fields
 
 
+def shorten(text: str) -> str | None:
+    """A training line as a terminal shows it, in about 100 characters; None if the text is another line."""
+    line = parse_line(text)
+    if line is None:
+        return None
+    eta, skipped = re.search(r"ETA: (\S+)", text), line.get("number of skipped iterations", 0)
+    fields = [
+        f"  step {line['iteration']:5.0f}/{line['train iterations']:.0f}",
+        f"loss {line.get('lm loss', math.nan):.3f}",
+        f"{line['tokens per second']:8,.0f} tokens/s",
+        f"{line[BETWEEN]:7.2f} MB between nodes per step" if BETWEEN in line else None,
+        f"{skipped:.0f} steps skipped" if skipped else None,
+        f"{eta[1] if eta else ''} left",
+    ]
+    return "   ".join(field for field in fields if field is not None)
+
+
 def read_log(path: Path) -> RunLog:
     """Raises ValueError if the log is not one of a run that came to its end."""
     run = parse_log(path.read_text(encoding="utf-8", errors="replace"))

@@ -17,12 +17,17 @@ class RunHistory:
     settings: dict[str, str] = field(default_factory=dict)
     metrics: dict[str, Points] = field(default_factory=dict)  # by key, see docs/logging.md
     samples: Points = field(default_factory=dict)  # consumed by each iteration that has a loss
+    seconds: Points = field(default_factory=dict)  # since the first loss, without the time between a stop and a resume
 
     def over_tokens(self, key: str) -> list[tuple[float, float]]:
         """(tokens so far, value) of a key."""
         length = int(self.settings.get("seq_length", 0))
         points = self.metrics.get(key, {}) if length else {}
         return [(self.samples[i] * length, value) for i, value in points.items() if i in self.samples]
+
+    def over_seconds(self, key: str) -> list[tuple[float, float]]:
+        """(seconds so far, value) of a key."""
+        return [(self.seconds[i], value) for i, value in self.metrics.get(key, {}).items() if i in self.seconds]
 
     def over_bytes_between_nodes(self, key: str) -> list[tuple[float, float]]:
         """(bytes sent between nodes so far, value) of a key, where bytes were written."""
@@ -84,6 +89,10 @@ def read_run(name: str, files: list[Path]) -> RunHistory:
             samples = events.Scalars("lm loss vs samples") if "lm loss vs samples" in tags["scalars"] else []
             pairs = zip(scalars["lm loss"], samples, strict=False)
             _replace_from(first, run.samples, {loss.step: over_samples.step for loss, over_samples in pairs})
+            before = max((seconds for i, seconds in run.seconds.items() if i < first), default=0.0)
+            begun = scalars["lm loss"][0].wall_time - before
+            seconds = {point.step: point.wall_time - begun for point in scalars["lm loss"]}
+            _replace_from(first, run.seconds, seconds)
             scalars = {key: scalars.get(key, []) for key in run.metrics | scalars}
         for key, points in scalars.items():
             _replace_from(first, run.metrics.setdefault(key, {}), {point.step: point.value for point in points})

@@ -30,6 +30,8 @@ def training_metrics(report: TrainingReport, settings: LoggingSettings) -> dict[
         "comm/bytes-within-nodes": r.bytes_within_nodes,
         "comm/token-bytes-between-nodes": r.token_bytes_between_nodes,
         "comm/token-bytes-within-nodes": r.token_bytes_within_nodes,
+        "comm/seconds-waited-between-nodes": r.waited_between_nodes,
+        "comm/seconds-waited-within-nodes": r.waited_within_nodes,
         **{f"comm/{name}": value for name, value in r.quantization_errors.items()},
     }
     if settings.log_timers_to_tensorboard:

@@ -511,6 +511,19 @@ class LoggingSettings:
     wandb_exp_name: str | None = flag(None, "wandb run name")
     wandb_entity: str | None = flag(None, "wandb entity")
     wandb_save_dir: str | None = flag(None, "folder of wandb's files; default SAVE/wandb", metavar="DIR")
+    profile: bool = flag(False, "profile a few steps: for Nsight Systems, or with --use-pytorch-profiler")
+    use_pytorch_profiler: bool = flag(False, "write traces that Perfetto opens", needs="profile")
+    profile_step_start: int = flag(10, "profile the steps after this one", needs="profile", at_least=0)
+    profile_step_end: int = flag(12, "the last step to profile", needs="profile", at_least=1)
+    profile_ranks: tuple[int, ...] | None = flag(
+        None, "ranks to profile; default all", needs="profile", nargs="+", at_least=0
+    )
+    profile_dir: str | None = flag(
+        None, "folder of traces; default that of TensorBoard, or SAVE/profile", needs="profile", metavar="DIR"
+    )
+    record_memory_history: bool = flag(
+        False, "write a snapshot of GPU memory, with its history, after the profiled steps", needs="profile"
+    )
 
 
 @dataclass(frozen=True)

@@ -1,26 +1,30 @@
-"""Samples text from a checkpoint, in one process.
+"""Writes text with a checkpoint's model, in one process.
 
     python tools/generate_text.py --load runs/quickstart/zeropp --prompt "def " --num-tokens 100
 
 The checkpoint says which model and tokenizer it is of; it may have been saved by any number of ranks. The model
-computes in fp32, on the GPU where there is one. Every token is a forward pass over the text so far: meant for a look
-at what a model has learned, not for serving it.
+computes in fp32, on the GPU where there is one: meant for a look at what a model has learned, not for serving it.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from megatron_zpp.architectures import Architecture
 from megatron_zpp.checkpoint import CheckpointError, find_checkpoint, iterate_parameters, problems, read_meta
 from megatron_zpp.checkpoint.model import saved_model
-from megatron_zpp.data.tokenizers import Tokenizer, build_tokenizer
+from megatron_zpp.data.chat_template import apply_chat_template, read_chat_template
+from megatron_zpp.data.files import read_text
+from megatron_zpp.data.tokenizers import HuggingFaceTokenizer, Tokenizer, build_tokenizer, huggingface_path
+from megatron_zpp.huggingface.generation import generation_settings
+from megatron_zpp.models.generate import Drawing, generate
 from megatron_zpp.models.transformer import Transformer
 from megatron_zpp.settings.flags import number
 from megatron_zpp.tools.given_architecture import given_architecture
@@ -47,59 +51,71 @@ def load_model(
     return model.eval()
 
 
-def load_tokenizer(settings: dict[str, Any], args: argparse.Namespace) -> Tokenizer:
-    """The tokenizer that the run was trained with; flags say where its files are now, if they were moved."""
+def moved(settings: dict[str, Any], args: argparse.Namespace) -> dict[str, Any]:
+    """The checkpoint's settings, but that flags say where the tokenizer's files are now."""
+    flags = ("tokenizer_model", "vocab_file", "merge_file")
+    return settings | {flag: getattr(args, flag) for flag in flags if getattr(args, flag)}
+
+
+def load_tokenizer(settings: dict[str, Any]) -> Tokenizer:
+    """The tokenizer that the run was trained with."""
     return build_tokenizer(
         settings["tokenizer_type"],
-        args.tokenizer_model or settings["tokenizer_model"],
-        args.vocab_file or settings["vocab_file"],
-        args.merge_file or settings["merge_file"],
+        settings["tokenizer_model"],
+        settings["vocab_file"],
+        settings["merge_file"],
         settings["vocab_size"],
         settings.get("tiktoken_pattern"),  # checkpoints of earlier versions have none
         settings.get("tiktoken_num_special_tokens"),
     )
 
 
-@torch.no_grad()
-def generate(
-    model: Transformer,
-    prompt: list[int],
-    num_tokens: int,
-    *,
-    vocab_size: int,
-    context_length: int,
-    eod: int,
-    temperature: float = 1.0,
-    top_k: int = 0,
-    generator: torch.Generator | None = None,
-) -> list[int]:
-    """The ids that follow ``prompt``: ``num_tokens`` of them, or fewer if the document ends.
-
-    ``temperature`` 0 takes the likeliest token; ``top_k`` > 0 draws from the ``top_k`` likeliest. Ids from
-    ``vocab_size`` on pad the model's vocabulary and are never drawn. The model sees the last ``context_length`` ids.
-    """
-    device = next(model.parameters()).device
-    ids = list(prompt)
-    for _ in range(num_tokens):
-        logits = model(torch.tensor([ids[-context_length:]], device=device))[0, -1, :vocab_size]  # [V]
-        ids.append(draw(logits, temperature, top_k, generator))
-        if ids[-1] == eod:
-            break
-    return ids[len(prompt) :]
+def end_tokens(settings: dict[str, Any], tokenizer: Tokenizer) -> set[int]:
+    """Ids that end a text: of a document, and what the model's generation_config.json names."""
+    ends = generation_settings(settings, {"eos_token_id": tokenizer.eod})[1]["eos_token_id"]
+    return {tokenizer.eod, *(ends if isinstance(ends, list) else [ends])}
 
 
-def draw(logits: Tensor, temperature: float, top_k: int, generator: torch.Generator | None) -> int:
-    """One id from ``logits`` [V]."""
-    if temperature == 0:
-        return int(logits.argmax())
-    values, candidates = logits.float().topk(min(top_k or len(logits), len(logits)))
-    # Drawn on the CPU, so that a seed gives the same text on every device, up to rounding.
-    choice = torch.multinomial((values / temperature).softmax(dim=-1).cpu(), 1, generator=generator)
-    return int(candidates[int(choice)])
+def read_prompts(args: argparse.Namespace) -> list[str]:
+    """Texts to continue, of all flags that give them. Raises OSError."""
+    of_file = read_text(args.prompt_file).splitlines() if args.prompt_file else []
+    return [*args.prompt, *of_file] or [""]
 
 
-def run(args: argparse.Namespace, given: Architecture | None = None) -> str:
-    """Prompt and continuation. Raises ValueError or OSError on a user's mistake.
+def as_chat(prompts: list[str], settings: dict[str, Any], tokenizer: Tokenizer) -> list[str]:
+    """Each prompt as a user's message, up to where the answer begins. Raises ValueError."""
+    if not isinstance(tokenizer, HuggingFaceTokenizer):  # others read special tokens as text
+        raise ValueError(
+            f"--chat: {settings['tokenizer_type']} has no chat template; HuggingFaceTokenizer may have one"
+        )
+    template, tokens = read_chat_template(huggingface_path(settings["tokenizer_model"]))
+    return [apply_chat_template(template, tokens, [{"role": "user", "content": text}]) for text in prompts]
+
+
+def stream(written: Iterator[list[int | None]], text: list[int], decode: Callable[[list[int]], str]) -> Iterator[str]:
+    """What to print of one text: its beginning, then what is written behind it, character by character."""
+    shown = ""
+    for ids in itertools.chain([[]], written):
+        text += [i for i in ids if i is not None]
+        so_far = decode(text)
+        if not so_far.endswith("\ufffd"):  # the first bytes of a character, whose others are still to come
+            yield so_far[len(shown) :]
+            shown = so_far
+    yield decode(text)[len(shown) :]
+
+
+def collect(
+    written: Iterator[list[int | None]], texts: list[list[int]], decode: Callable[[list[int]], str]
+) -> Iterator[str]:
+    """The same of several texts, when all are written: each below a line with its number."""
+    for ids in written:
+        for text, i in zip(texts, ids, strict=True):
+            text += [] if i is None else [i]
+    yield "\n".join(f"== {number}\n{decode(text)}" for number, text in enumerate(texts, start=1))
+
+
+def run(args: argparse.Namespace, given: Architecture | None = None) -> Iterator[str]:
+    """What to print, piece by piece. Raises ValueError or OSError on a user's mistake.
 
     given: the checkpoint's architecture, where it is none of ours.
     """
@@ -107,23 +123,34 @@ def run(args: argparse.Namespace, given: Architecture | None = None) -> str:
     if checkpoint is None:
         raise CheckpointError(f"{args.load} holds no checkpoint: give --load what was given to --save in training")
     meta = read_meta(checkpoint)
-    settings = meta["settings"]
-    tokenizer = load_tokenizer(settings, args)
+    settings = moved(meta["settings"], args)
+    tokenizer = load_tokenizer(settings)
+    ends = end_tokens(settings, tokenizer)
+    texts = read_prompts(args)
+    if args.chat:
+        texts = as_chat(texts, settings, tokenizer)
     # A document without a beginning begins where the one before it ended.
-    prompt = tokenizer.tokenize(args.prompt) or [tokenizer.eod]
+    prompts = [tokenizer.tokenize(text) or [tokenizer.eod] for text in texts]
     device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    continuation = generate(
+    written = generate(
         load_model(checkpoint, meta, device, given),
-        prompt,
+        prompts,
         args.num_tokens,
         vocab_size=tokenizer.vocab_size,
         context_length=settings["seq_length"],
-        eod=tokenizer.eod,
-        temperature=args.temperature,
-        top_k=args.top_k,
-        generator=torch.Generator().manual_seed(args.seed),
+        ends=ends,
+        drawing=Drawing(args.temperature, args.top_k, args.top_p, args.seed),
+        cached=not args.no_kv_cache,
     )
-    return tokenizer.detokenize([i for i in prompt + continuation if i != tokenizer.eod])
+
+    def decode(ids: list[int]) -> str:
+        return tokenizer.detokenize([i for i in ids if i not in ends])
+
+    beginnings: list[list[int]] = [[] for _ in prompts] if args.chat else prompts
+    if len(prompts) == 1:
+        yield from stream(written, list(beginnings[0]), decode)
+    else:
+        yield from collect(written, [list(ids) for ids in beginnings], decode)
 
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
@@ -132,7 +159,17 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--ckpt-step", type=number(int, at_least=0), metavar="N", help="iteration to load; default the latest"
     )
-    parser.add_argument("--prompt", default="", metavar="TEXT", help="text to continue; default a new document")
+    parser.add_argument(
+        "--prompt",
+        action="append",
+        default=[],
+        metavar="TEXT",
+        help="text to continue; give it again for several at once; default a new document",
+    )
+    parser.add_argument("--prompt-file", type=Path, metavar="FILE", help="texts to continue, one a line")
+    parser.add_argument(
+        "--chat", action="store_true", help="prompts are a user's messages, by the tokenizer's chat template"
+    )
     parser.add_argument(
         "--num-tokens", type=number(int, at_least=1), default=100, metavar="N", help="to add; default 100"
     )
@@ -147,10 +184,20 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         help="draw from the N likeliest; default 0 = all",
     )
     parser.add_argument(
+        "--top-p",
+        type=number(float, above=0, at_most=1),
+        default=1.0,
+        metavar="X",
+        help="draw from the likeliest that together have probability X; default 1 = all",
+    )
+    parser.add_argument(
         "--seed", type=number(int, at_least=0), default=1234, metavar="N", help="of the drawing; default 1234"
     )
     parser.add_argument(
         "--device", type=device, metavar="NAME", help="such as cpu or cuda:1; default the GPU, if there is one"
+    )
+    parser.add_argument(
+        "--no-kv-cache", action="store_true", help="read the whole text again for each token; slow, for any model"
     )
     parser.add_argument("--architecture", metavar="MODULE:NAME", help="the checkpoint's, where it is none of ours")
     group = parser.add_argument_group("tokenizer, where its files are no longer where they were in training")
@@ -176,7 +223,13 @@ def device(word: str) -> torch.device:
 
 def main() -> int:
     args = parse_arguments()
-    return report_errors(lambda: print(run(args, given_architecture(args))))
+
+    def write() -> None:
+        for piece in run(args, given_architecture(args)):
+            print(piece, end="", flush=True)
+        print()
+
+    return report_errors(write)
 
 
 if __name__ == "__main__":

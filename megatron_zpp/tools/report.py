@@ -10,10 +10,10 @@ A run is a folder that holds TensorBoard events (--tensorboard-dir); a folder of
 from __future__ import annotations
 
 import argparse
-import base64
 import html
 import io
 import os
+import re
 import statistics
 import sys
 from collections.abc import Callable, Iterable, Mapping
@@ -22,17 +22,24 @@ from typing import Any
 
 from megatron_zpp.metrics.dashboard import DASHBOARD
 from megatron_zpp.metrics.tensorboard_reader import RunHistory, find_runs, read_run
+from megatron_zpp.metrics.throughput import format_duration
 from megatron_zpp.tools.run import report_errors
 
 Curve = list[tuple[float, float]]
+SMOOTHED_OVER = 40  # points of a training loss
+MOST_POINTS = 300  # of all curves of a chart
 BETWEEN, WITHIN = "comm/bytes-between-nodes", "comm/bytes-within-nodes"
 # Which folder a run wrote to says nothing about it.
-PLACES = {"tensorboard_dir", "save", "load", "wandb_exp_name", "wandb_save_dir", "data_cache_path"}
+PLACES = {"command", "tensorboard_dir", "save", "load", "wandb_exp_name", "wandb_save_dir", "data_cache_path"}
 PAGE = """<!DOCTYPE html>
-<html lang="en"><head><meta charset="utf-8"><title>{title}</title><style>
-body {{ font: 15px sans-serif; margin: 2em; }} table {{ border-collapse: collapse; }}
-th, td {{ border-bottom: 1px solid #ccc; padding: .3em .9em; text-align: right; }} th {{ text-align: left; }}
-td {{ font-variant-numeric: tabular-nums; }}
+<html lang="en"><head><meta charset="utf-8"><title>{title}</title>
+<meta name="viewport" content="width=device-width"><style>
+:root {{ color-scheme: light dark; }} body {{ font: 15px sans-serif; margin: 1em; }}
+.table {{ overflow-x: auto; }} table {{ border-collapse: collapse; }}
+th, td {{ border-bottom: 1px solid #8888; padding: .3em .9em; text-align: right; }} th {{ text-align: left; }}
+td {{ font-variant-numeric: tabular-nums; overflow-wrap: anywhere; }}
+svg {{ max-width: 100%; height: auto; font-family: sans-serif; }}
+@media (prefers-color-scheme: dark) {{ svg {{ filter: invert(1) hue-rotate(180deg); }} }}
 </style></head><body><h1>{title}</h1>
 {body}
 </body></html>
@@ -91,6 +98,7 @@ def charts(runs: list[RunHistory]) -> dict[str, dict[tuple[str, str], dict[str, 
         if group == "Loss":
             axes |= {
                 "tokens": RunHistory.over_tokens,
+                "time": RunHistory.over_seconds,
                 "bytes sent between nodes": RunHistory.over_bytes_between_nodes,
             }
         for chart, key in of_group.items():
@@ -134,27 +142,64 @@ def _table(rows: Mapping[str, list[str]], runs: list[RunHistory]) -> str:
         return f"<tr><th>{html.escape(name)}</th>{''.join(f'<td>{html.escape(cell)}</td>' for cell in cells)}</tr>"
 
     header = row("", [run.name for run in runs])
-    return f"<table>{header}{''.join(row(name, cells) for name, cells in rows.items())}</table>"
+    of_rows = "".join(row(name, cells) for name, cells in rows.items())
+    return f'<div class="table"><table>{header}{of_rows}</table></div>'
 
 
 def _plot(chart: str, axis: str, curves: dict[str, Curve], colors: dict[str, str]) -> str:
-    """One chart as an image in the page."""
-    from matplotlib import pyplot
+    """One chart, as a part of the page."""
+    from matplotlib import pyplot, rc_context
+    from matplotlib.ticker import EngFormatter, FuncFormatter
 
-    figure, axes = pyplot.subplots(figsize=(6, 3.6), layout="constrained")
-    for name, curve in curves.items():
-        x, y = zip(*curve, strict=True)
-        axes.plot(x, y, color=colors[name], label=name, linewidth=1, marker="." if len(x) < 30 else None)
-    axes.set(xlabel=axis, title=chart)
-    if "loss" not in chart:
-        axes.set_ylim(bottom=0)
-    axes.grid(alpha=0.3)
-    axes.legend(fontsize="small")
-    image = io.BytesIO()
-    figure.savefig(image, format="svg")
-    pyplot.close(figure)
-    encoded = base64.b64encode(image.getvalue()).decode()
-    return f'<img alt="{html.escape(chart)} over {axis}" src="data:image/svg+xml;base64,{encoded}">'
+    with rc_context({"svg.fonttype": "none"}):  # text stays text, which is smaller than its outlines
+        figure, axes = pyplot.subplots(figsize=(6, 3.6), layout="constrained")
+        points = max(10, MOST_POINTS // len(curves))
+        for name, curve in curves.items():
+            smooth = smoothed(curve) if chart == "training loss" and len(curve) > SMOOTHED_OVER else curve
+            x, y = zip(*thinned(smooth, points), strict=True)
+            axes.plot(x, y, color=colors[name], label=name, linewidth=1.2, marker="." if len(x) < 30 else None)
+            if smooth is not curve:
+                x, y = zip(*thinned(curve, points), strict=True)
+                axes.plot(x, y, color=colors[name], linewidth=0.6, alpha=0.3)
+        axes.set(xlabel=axis, title=chart)
+        if axis == "time":
+            axes.xaxis.set_major_formatter(FuncFormatter(lambda seconds, _: format_duration(max(0.0, seconds))))
+        else:
+            axes.xaxis.set_major_formatter(EngFormatter(unit="B" if "bytes" in axis else "", sep=" "))
+        if "loss" not in chart:
+            axes.set_ylim(bottom=0)
+            axes.yaxis.set_major_formatter(EngFormatter(unit="B" if "bytes" in chart else "", sep=" "))
+        axes.grid(alpha=0.3)
+        axes.legend(fontsize="small")
+        image = io.StringIO()
+        figure.savefig(image, format="svg")
+        pyplot.close(figure)
+    return compact(image.getvalue()).replace(
+        "<svg", f'<svg role="img" aria-label="{html.escape(chart)} over {axis}"', 1
+    )
+
+
+def compact(drawing: str) -> str:
+    """Matplotlib's SVG as a part of a page, without what a browser does not need: half of it."""
+    drawing = drawing[drawing.index("<svg") :]
+    drawing = re.sub(r"<metadata>.*?</metadata>", "", drawing, flags=re.DOTALL)
+    drawing = re.sub(r"(?<=\d\.\d)\d+", "", drawing)  # tenths of a point
+    drawing = re.sub(r'font-family: [^;"]*;', "", drawing)
+    drawing = re.sub(r'<g id="[^"]*"', "<g", drawing)
+    return re.sub(r"\s*\n\s*", " ", drawing)
+
+
+def smoothed(curve: Curve) -> Curve:
+    """The mean over a window of a twentieth of the points, half of them before each and half behind."""
+    half = max(1, len(curve) // 40)
+    values = [value for _, value in curve]
+    return [(x, statistics.fmean(values[max(0, i - half) : i + half + 1])) for i, (x, _) in enumerate(curve)]
+
+
+def thinned(curve: Curve, points: int) -> Curve:
+    """At most so many points, the last one among them."""
+    every = -(-len(curve) // points)
+    return curve[(len(curve) - 1) % every :: every]
 
 
 def wandb_report(project: str, entity: str | None) -> Any:

@@ -37,6 +37,7 @@ from megatron_zpp.settings.groups import DistributedSettings
 from megatron_zpp.training.dry_run import dry_run
 from megatron_zpp.training.evaluate import evaluate
 from megatron_zpp.training.nonfinite import NonfiniteSteps
+from megatron_zpp.training.profile import StepProfile
 from megatron_zpp.training.reporter import Reporter
 from megatron_zpp.training.setup import Run, build_run
 from megatron_zpp.training.step import train_step
@@ -121,7 +122,10 @@ def train(run: Run, start: float) -> None:
         assert train_batches is not None
         reporter = Reporter(run)
         nonfinite = NonfiniteSteps(run)
+        with errors_on_all_ranks():
+            step_profile = StepProfile(run)
         while counters.iteration < run.train_iters:
+            step_profile.before_step(counters.iteration)
             num_micro_batches = run.batches.num_micro_batches(counters.consumed_train_samples)
             batch_size = run.batches.global_batch_size(counters.consumed_train_samples)
             out_of_time = training.exit_duration_in_mins is not None and (
@@ -168,6 +172,8 @@ def train(run: Run, start: float) -> None:
                 reporter.resume()
             if training.manual_gc_interval and iteration % training.manual_gc_interval == 0:
                 gc.collect()
+            if ends or too_many:
+                step_profile.end()
             if too_many:
                 raise NotFiniteError(f"{nonfinite.report()}. {_where_saved(run, saver)}")
             if ends:

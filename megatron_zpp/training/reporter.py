@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+import sys
 
 import torch
 import torch.distributed as dist
 
 from megatron_zpp.metrics.lines import TrainingReport, format_training_line
+from megatron_zpp.metrics.log_reader import shorten
 from megatron_zpp.metrics.throughput import IntervalTimer, describe_mfu, mfu, model_tflops, peak_tflops
 from megatron_zpp.metrics.writers import training_metrics
 from megatron_zpp.optim.gradients import params_norm
@@ -28,6 +30,7 @@ class Reporter:
         print_once(describe_mfu(name, self.peak, given=given is not None))
         self.is_first_step = True
         self.timer = IntervalTimer(run.device)
+        self.resume()
         self._clear()
 
     def _clear(self) -> None:
@@ -36,6 +39,7 @@ class Reporter:
         self.flops = 0.0
         self.seconds = 0.0
         self.sent, self.sent_for_tokens = Traffic(), Traffic()
+        self.waited = [0.0, 0.0]  # seconds, for links within nodes and between nodes
 
     def step(self, result: StepResult, num_samples: int) -> None:
         """Take one step in; print and write what is due. Call it on every rank, after the counters moved."""
@@ -53,6 +57,9 @@ class Reporter:
         if run.zeropp is not None:
             sent = run.zeropp.traffic.take()
             self.sent.add(sent.intra_node, sent.inter_node)
+            if run.zeropp.waits is not None:
+                waited = run.zeropp.waits.take()
+                self.waited = [so_far + more for so_far, more in zip(self.waited, waited, strict=True)]
         sent = run.token_traffic.take()
         self.sent_for_tokens.add(sent.intra_node, sent.inter_node)
         iteration = run.counters.iteration
@@ -62,7 +69,8 @@ class Reporter:
             return
         interval = self._interval_report(result, num_samples) if is_log_step else None
         if interval is not None and dist.get_rank() == dist.get_world_size() - 1:
-            print(format_training_line(interval), flush=True)
+            line = format_training_line(interval)
+            print(shorten(line) if sys.stdout.isatty() else line, flush=True)
         if is_point:
             self._write_point(result, num_samples, interval)
         if is_log_step:
@@ -73,6 +81,8 @@ class Reporter:
         self.seconds += self.timer.restart()
 
     def resume(self) -> None:
+        if self.run.zeropp is not None and self.run.zeropp.waits is not None:
+            self.run.zeropp.waits.take()  # not training's
         self.timer.restart()
 
     def _interval_report(self, result: StepResult, num_samples: int) -> TrainingReport:
@@ -82,9 +92,11 @@ class Reporter:
         tokens_per_second = self.num_tokens / self.seconds
         per_device, flops_per_token = tokens_per_second / dist.get_world_size(), self.flops / self.num_tokens
         counts = [count for sent in (self.sent, self.sent_for_tokens) for count in (sent.inter_node, sent.intra_node)]
-        sent = torch.tensor(counts, dtype=torch.float64, device=run.device)
-        dist.all_reduce(sent)
-        between_nodes, within_nodes, tokens_between_nodes, tokens_within_nodes = (sent / self.num_steps).tolist()
+        of_ranks = torch.tensor([*counts, *self.waited], dtype=torch.float64, device=run.device)
+        dist.all_reduce(of_ranks)
+        *sent, waited_within, waited_between = (of_ranks / self.num_steps).tolist()
+        between_nodes, within_nodes, tokens_between_nodes, tokens_within_nodes = sent
+        waits = run.zeropp is not None and run.zeropp.waits is not None and dist.get_world_size() > 1
         tokens_travel = run.mesh.ep_size > 1
         means = {name: sum(losses) / len(losses) for name, losses in self.losses.items()}
         return TrainingReport(
@@ -111,6 +123,8 @@ class Reporter:
             bytes_within_nodes=within_nodes if run.zeropp is not None else None,
             token_bytes_between_nodes=tokens_between_nodes if tokens_travel else None,
             token_bytes_within_nodes=tokens_within_nodes if tokens_travel else None,
+            waited_between_nodes=waited_between / dist.get_world_size() if waits else None,
+            waited_within_nodes=waited_within / dist.get_world_size() if waits else None,
             quantization_errors=run.zeropp.quantization_errors() if run.zeropp is not None else {},
         )
 

@@ -21,6 +21,7 @@ from megatron_zpp.checkpoint.folder import describe_empty
 from megatron_zpp.checkpoint.model import saved_model
 from megatron_zpp.checkpoint.resume import check_same_batches_and_data, check_same_order, checkpoint_to_load
 from megatron_zpp.data.build import Datasets
+from megatron_zpp.metrics.program import describe_program
 from megatron_zpp.metrics.writers import MetricWriters
 from megatron_zpp.models.transformer import Transformer
 from megatron_zpp.optim.batch_size import BatchSchedule
@@ -158,8 +159,13 @@ def build_run(architecture: Architecture, settings: Settings, device: torch.devi
         check_vocabulary(ranks, padded_vocab_size(vocab_size, multiple), multiple)
         if meta is not None and not settings.checkpoint.finetune:
             check_same_order(settings, meta, datasets)
-        run_config = settings.as_flat_dict() | {"world_size": dist.get_world_size()}
         is_last_rank = dist.get_rank() == dist.get_world_size() - 1
+        config = architecture.build_config(settings.model, padded_vocab_size(vocab_size, multiple))
+        run_config = settings.as_flat_dict() | {
+            "world_size": dist.get_world_size(),
+            "num_parameters": architecture.num_parameters(config),
+            **(describe_program() if is_last_rank else {}),
+        }
         resumes = meta is not None and not settings.checkpoint.finetune and settings.checkpoint.load == save
         writers = MetricWriters(settings.logging, run_config, is_writer=is_last_rank, save=save, resumes=resumes)
         schedule = None

@@ -49,7 +49,9 @@ class QuantizedAllGather(TorchAllocator, AllGather):
         weights = self.encoder.in_full(input_tensor.dtype)
         wire = self.encoder.encode(input_tensor, weights, self.topology.rank)
         self.encoder.sample(input_tensor, weights, wire, self.topology.rank)
-        weights.decode(gather_wires(wire, group), out=output_tensor.view(-1, weights.numel))
+        with self.unit.waits.collective("gather", self.unit, crosses_nodes=self.topology.num_nodes > 1):
+            wires = gather_wires(wire, group)
+        weights.decode(wires, out=output_tensor.view(-1, weights.numel))
         self.unit.mark_gathered()
         count_flat_ring(self.traffic, self.topology, weights.nbytes, self.unit.stays_gathered)
         return None
@@ -218,7 +220,8 @@ class HierarchicalAllGather(QuantizedAllGather):
         sent, old = self._sent, self.secondary_partition
         assert sent is not None
         self._sent, self.secondary_partition = None, None  # nothing half-done if this fails
-        sent.work.wait()
+        with self.unit.waits.collective("gather", self.unit, crosses_nodes=True):
+            sent.work.wait()
         self._count(sent)
         values = sent.part.take(shard)
         if sent.is_difference:
@@ -250,7 +253,9 @@ class HierarchicalAllGather(QuantizedAllGather):
             return
         sent, self._sent = self._sent, None
         with on_stream(self.stream, sent.wire.device):
-            sent.work.wait()  # it must not write to memory that others have by then
+            # It must not write to memory that others have by then.
+            with self.unit.waits.collective("drop what was gathered", self.unit, crosses_nodes=True):
+                sent.work.wait()
         self._count(sent)
         self.encoder.versions = sent.version
         self.unit.mark_moved(sent.part.indices)
@@ -264,11 +269,14 @@ class HierarchicalAllGather(QuantizedAllGather):
         group, weights = self.topology.intra_group, self.encoder.within_node(output.dtype)
         sent = secondary_partition
         if weights is None:
-            all_gather_each(output.flatten(1).unbind(), secondary_partition.unbind(), group)
+            with self.unit.waits.collective("gather", self.unit, crosses_nodes=False):
+                all_gather_each(output.flatten(1).unbind(), secondary_partition.unbind(), group)
         else:
             if not self._keeps_wires:
                 sent = self.encoder.encode_within_node(secondary_partition, weights, self.topology.local_rank)
-            weights.decode(gather_wires(sent, group).transpose(0, 1), out=output)
+            with self.unit.waits.collective("gather", self.unit, crosses_nodes=False):
+                wires = gather_wires(sent, group)
+            weights.decode(wires.transpose(0, 1), out=output)
         nbytes = (self.topology.ranks_per_node - 1) * sent.nbytes
         self.traffic.add(intra_node=nbytes, stays=self.unit.stays_gathered)
 

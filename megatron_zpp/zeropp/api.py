@@ -110,6 +110,7 @@ class ZeroPP:
         agreement = Agreement(units, self.traffic) if config.check_agreement else None
         # One: find_units refuses several.
         (self.device,) = {unit.device for unit in units}
+        self.waits = units[0].waits
         gather_stream = new_stream(self.device)
         self._all_gathers: dict[str, QuantizedAllGather] = {}  # by unit, as the next
         self._reduce_scatters: dict[str, HierarchicalReduceScatter] = {}
@@ -141,6 +142,8 @@ class ZeroPP:
                 if hasattr(unit.module, "set_reduce_scatter_unused_params"):
                     unit.module.set_reduce_scatter_unused_params(True)
             count_all_reduces(unit, self.traffic)
+            if self.device.type == "cuda":
+                unit.time_stalls()
             unit.set_collectives(
                 self._all_gathers.get(unit.name, PlainAllGather(unit=unit, traffic=self.traffic)),
                 self._reduce_scatters.get(

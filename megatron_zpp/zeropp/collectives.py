@@ -48,7 +48,8 @@ class PlainAllGather(TorchAllocator, AllGather):
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> dist.Work | None:
         count_flat_ring(self.traffic, self.unit.topology, input_tensor.nbytes, self.unit.stays_gathered)
-        return all_gather(output_tensor, input_tensor, group=group, async_op=async_op)
+        with self.unit.waits.collective("gather", self.unit, crosses_nodes=self.unit.topology.num_nodes > 1):
+            return all_gather(output_tensor, input_tensor, group=group, async_op=async_op)
 
 
 class PlainReduceScatter(TorchAllocator, ReduceScatter):
@@ -64,7 +65,8 @@ class PlainReduceScatter(TorchAllocator, ReduceScatter):
         # It runs at every micro-batch, and not every loop says which is the last: no sign that a step was taken.
         self.unit.mark_reduced(completes_step=False)
         count_reduce_scatter(self.traffic, self.unit.topology, output_tensor)
-        return reduce_scatter(output_tensor, input_tensor, group=group, op=op, async_op=async_op)
+        with self.unit.waits.collective("reduce", self.unit, crosses_nodes=self.unit.topology.num_nodes > 1):
+            return reduce_scatter(output_tensor, input_tensor, group=group, op=op, async_op=async_op)
 
 
 def count_reduce_scatter(traffic: Traffic, layout: RankLayout, output: Tensor) -> None:

@@ -25,6 +25,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
 
 from .topology import Topology, build_topology, ranks_per_node_of_part
 from .unit import Unit
+from .waits import Waits
 from .wire_layout import ParameterShard
 
 
@@ -36,6 +37,7 @@ class FSDPUnit(Unit):
     topology: Topology
     replicas: Topology | None  # with HSDP: the ranks that hold the same shard, whose gradients FSDP2 all-reduces
     _param_group: Any = field(repr=False)
+    waits: Waits = field(repr=False)  # of all units of the model
     _collectives: tuple[AllGather, ReduceScatter] | None = field(default=None, repr=False, init=False)
     # In this step so far, by index: the parameters that got a gradient, and those that had none when it began.
     _used: set[int] = field(default_factory=set, repr=False, init=False)
@@ -111,6 +113,11 @@ class FSDPUnit(Unit):
     def set_all_reduce_hook(self, hook: Callable[[Tensor], None]) -> None:
         """Let FSDP2 call ``hook`` with what it has all-reduced over replicas."""
         self._param_group._all_reduce_hook = hook
+
+    def time_stalls(self) -> None:
+        """Time where FSDP2 lets the stream that computes wait for those of collectives. On a CPU they are one."""
+        for name in ("wait_for_unshard", "post_backward", "finalize_backward"):
+            setattr(self._param_group, name, self.waits.stall()(getattr(self._param_group, name)))
 
     def check_collectives(self) -> None:
         """Raise RuntimeError if FSDP2 was given others since."""
@@ -220,6 +227,7 @@ def find_units(model: nn.Module, ranks_per_node: int | None) -> list[FSDPUnit]:
     units: list[FSDPUnit] = []
     topologies: dict[dist.ProcessGroup, Topology] = {}
     found = _find_param_groups(model)
+    waits = Waits(found[0][2].device)
     largest = max((group.mesh_info.shard_process_group for _, _, group in found), key=lambda group: group.size())
 
     def topology_of(group: dist.ProcessGroup, ranks_per_node: int | None) -> Topology:
@@ -237,7 +245,7 @@ def find_units(model: nn.Module, ranks_per_node: int | None) -> list[FSDPUnit]:
         elif per_node is not None:
             per_node = ranks_per_node_of_part(group, largest, per_node)
         topology = topology_of(group, per_node)
-        units.append(FSDPUnit(name, module, topology, replicas, param_group))
+        units.append(FSDPUnit(name, module, topology, replicas, param_group, waits))
     return units
 
 

@@ -13,6 +13,7 @@ from .config import ZeroPPConfig
 from .matrix_blocks import MomentumWire, Orthogonalize
 from .topology import RankLayout
 from .traffic import Traffic
+from .waits import Waits
 
 
 class RandomStates(Protocol):
@@ -92,6 +93,10 @@ class ZeroPPInterface(Protocol):
     @property
     def device(self) -> torch.device:
         """Where the model's unsharded parameters and LoCo's errors live."""
+
+    @property
+    def waits(self) -> Waits | None:
+        """How long this rank waited for collectives; None of emulated ranks, which have none."""
 
     def describe(self) -> str:
         """One line: the topology, and how weights and gradients travel."""

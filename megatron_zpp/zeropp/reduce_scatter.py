@@ -67,7 +67,10 @@ class HierarchicalReduceScatter(TorchAllocator, ReduceScatter):
             self._warn_of_accumulation()
         self._check_reduced(output_tensor.numel())
         gradients = hops.begin(input_tensor.view(topology.num_nodes, topology.ranks_per_node, output_tensor.numel()))
-        node_sum = send(gradients, hops.within_node, topology.intra_group).wait()  # [N, L]
+        exchange = send(gradients, hops.within_node, topology.intra_group)
+        with self.unit.waits.collective("reduce", self.unit, crosses_nodes=False):
+            node_sum = exchange.wait()  # [N, L]
+        del exchange  # and the memory of what was sent
         if not self.micro_batch.is_last:
             hops.keep(node_sum)
             output_tensor.zero_()
@@ -164,14 +167,14 @@ class GradientsInFlight:
 
     def total(self) -> Tensor:
         """The sum over all ranks and micro-batches fp32 [L], scaled as FSDP2 asks."""
-        return scaled_as(
-            self.op, self.hops.finish(self.exchange.wait(), self.exchange.sent), self.unit.topology.world_size
-        )
+        with self.unit.waits.collective("reduce", self.unit, crosses_nodes=True):
+            arrived = self.exchange.wait()
+        return scaled_as(self.op, self.hops.finish(arrived, self.exchange.sent), self.unit.topology.world_size)
 
     @torch.no_grad()
     def finish(self, divisor: float | None) -> None:
         """Wait, and add the total, over ``divisor``, to the parameters' gradients."""
-        with on_stream(self.stream, self.unit.device):
+        with self.unit.waits.stall(), on_stream(self.stream, self.unit.device):
             total = self.total()
             self.unit.add_gradient(total if divisor is None else total.div_(divisor))
         self.unit.holds_gradients = False

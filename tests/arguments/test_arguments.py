@@ -252,13 +252,13 @@ def test_flags_of_a_deepspeed_launcher_and_of_logging_change_nothing():
     settings, notes = parse(
         SMALL + "--local_rank=3 --log-batch-size-to-tensorboard --log-optimizer-states-to-tensorboard --DDP-impl local "
         "--transformer-impl transformer_engine --ckpt-format torch_dist --fp8-format hybrid --fp8-param-gather "
-        "--profile --profile-step-start 4 --timing-log-level 1 --recompute-modules core_attn mlp "
+        "--timing-log-level 1 --recompute-modules core_attn mlp "
         "--moe-expert-parallel-size 1 --num-experts 1 --moe-loss-coeff 0.01 --mlp-type residual"
     )
     assert settings == parse(SMALL)[0]
     assert [note.partition(" ")[0].rstrip(",") for note in notes] == [
         "--local_rank", "--log-batch-size-to-tensorboard", "--log-optimizer-states-to-tensorboard", "--DDP-impl",
-        "--transformer-impl", "--ckpt-format", "--fp8-format", "--profile", "--timing-log-level", "--recompute-modules",
+        "--transformer-impl", "--ckpt-format", "--fp8-format", "--timing-log-level", "--recompute-modules",
         "--moe-expert-parallel-size",
     ]  # fmt: skip
     assert notes[-1] == (

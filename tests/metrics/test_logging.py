@@ -5,13 +5,17 @@ import importlib.util
 import math
 import os
 import re
+import subprocess
 import sys
 from datetime import datetime
 from pathlib import Path
 
 import pytest
+import torch
 
+from megatron_zpp.metrics import program
 from megatron_zpp.metrics.lines import TrainingReport, format_training_line, format_validation_lines
+from megatron_zpp.metrics.program import describe_program
 from megatron_zpp.metrics.progress import progress
 from megatron_zpp.metrics.writers import MetricWriters, training_metrics, validation_metrics
 from megatron_zpp.settings.groups import LoggingSettings
@@ -167,6 +171,23 @@ def test_a_resumed_run_goes_on_with_its_wandb_run(tmp_path: Path, monkeypatch: p
     writers = MetricWriters(settings, {}, is_writer=True, save=str(tmp_path), resumes=True)
     assert writers._wandb.id == "chosen"
     writers.close()
+
+
+def test_a_run_is_described_by_its_command_commit_and_versions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["pretrain_gpt.py", "--data-path", "a b"])
+    described = describe_program()
+    assert described["command"] == "pretrain_gpt.py --data-path 'a b'"
+    assert described["torch_version"] == torch.__version__
+    git = ["git", "-C", str(tmp_path), "-c", "user.name=n", "-c", "user.email=e@x"]
+    assert program._commit(tmp_path) == ""
+    subprocess.run([*git, "init", "-q"], check=True)
+    (tmp_path / "file").write_text("old")
+    subprocess.run([*git, "add", "."], check=True)
+    subprocess.run([*git, "commit", "-qm", "first"], check=True)
+    head = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=True).stdout.strip()
+    assert program._commit(tmp_path) == head
+    (tmp_path / "file").write_text("new")
+    assert program._commit(tmp_path) == f"{head}-dirty"
 
 
 def test_progress_shows_on_a_terminal_only(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:

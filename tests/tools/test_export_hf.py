@@ -98,7 +98,7 @@ def test_transformers_computes_our_logits(export, checkpoints, tmp_path, name):
     generated = model.generate(prompt, max_new_tokens=8, do_sample=False)
     assert model.generation_config.eos_token_id == tokenizer.eos_token_id == 256
     args = ["--load", str(checkpoints / name), "--prompt", "def f", "--num-tokens", "8", "--temperature", "0"]
-    expected = generate_text.run(generate_text.parse_arguments(args))
+    expected = "".join(generate_text.run(generate_text.parse_arguments(args)))
     assert tokenizer.decode(generated[0], skip_special_tokens=True) == expected
 
 

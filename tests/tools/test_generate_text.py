@@ -1,18 +1,18 @@
 """Text sampled from a checkpoint that two ranks saved."""
 
+import json
 import shutil
 import sys
 import time
 from pathlib import Path
 
 import pytest
-import torch
 
+from megatron_zpp.architectures import ARCHITECTURES
 from megatron_zpp.data.indexed_dataset import IndexedDatasetWriter
-from megatron_zpp.models.decoder import Decoder
-from megatron_zpp.tools import generate_text
+from megatron_zpp.data.tokenizers import ByteTokenizer
+from megatron_zpp.tools import export_hf, generate_text, import_hf
 from megatron_zpp.training.pretrain import train
-from tests.models.configs import gpt_config
 from tests.ranks import run_ranks
 from tests.training.small_run import start
 
@@ -67,28 +67,51 @@ def test_seed_decides_the_text_and_one_candidate_is_greedy(checkpoint, sample):
     assert only == sample(*base, "--temperature", "0")[1]
 
 
-def constant_model(likeliest: list[int], vocab_size: int) -> Decoder:
-    """A GPT whose logits are 9 for ``likeliest``, 8 for id 0 and 0 else, whatever it reads."""
-    model = Decoder(gpt_config(1, 4, 1, vocab_size, 8)).eval()
-    with torch.no_grad():
-        model.final_norm.weight.zero_()
-        model.final_norm.bias.copy_(torch.tensor([1.0, 0, 0, 0]))
-        model.word_embeddings.weight.zero_()
-        model.word_embeddings.weight[0, 0] = 8
-        model.word_embeddings.weight[likeliest, 0] = 9
-    return model
+def test_text_is_printed_as_it_is_written():
+    """Each piece as soon as its characters are whole; "é" is two bytes."""
+    tokenizer = ByteTokenizer()
+    written = iter([[i] for i in "né!".encode()])
+    pieces = generate_text.stream(written, tokenizer.tokenize("été "), tokenizer.detokenize)
+    assert [*pieces] == ["été ", "n", "é", "!", ""]
 
 
-def test_padding_of_the_vocabulary_is_never_drawn():
-    model = constant_model([10, 11], vocab_size=12)
-    ids = generate_text.generate(model, [1], 3, vocab_size=10, context_length=8, eod=9, temperature=0)
-    assert ids == [0, 0, 0]
+def test_a_text_that_ends_within_a_character_is_shown():
+    tokenizer = ByteTokenizer()
+    pieces = generate_text.stream(iter([["é".encode()[0]]]), [], tokenizer.detokenize)
+    assert "".join(pieces) == "\ufffd"
 
 
-def test_text_ends_with_the_document():
-    model = constant_model([7], vocab_size=12)
-    ids = generate_text.generate(model, [1], 5, vocab_size=12, context_length=8, eod=7, temperature=0)
-    assert ids == [7]
+def test_several_texts_at_once(checkpoint, sample, tmp_path):
+    file = tmp_path / "prompts.txt"
+    file.write_text("ijk\n")
+    code, text, err = sample(
+        *("--load", str(checkpoint), "--num-tokens", "5", "--temperature", "0"),
+        *("--prompt", "abcdefgh", "--prompt", "cd", "--prompt-file", str(file)),
+    )
+    assert (code, err) == (0, "")
+    assert text == "== 1\nabcdefghijklm\n== 2\ncdefghi\n== 3\nijklmnop"
+
+
+def test_the_cache_changes_no_word(checkpoint, sample):
+    base = ["--load", str(checkpoint), "--prompt", "p", "--num-tokens", "50", "--temperature", "1.2", "--top-p", "0.95"]
+    assert sample(*base) == sample(*base, "--no-kv-cache")
+
+
+def test_a_chat_is_asked_by_its_template(checkpoint, sample, tmp_path):
+    """The template writes the alphabet around the message, and one of the end tokens ends the answer."""
+    code, _, err = sample("--load", str(checkpoint), "--chat")
+    assert code == 1 and err == "error: --chat: ByteTokenizer has no chat template; HuggingFaceTokenizer may have one\n"
+
+    hf = tmp_path / "hf"
+    export_hf.export(export_hf.parse_arguments(["--load", str(checkpoint), "--output", str(hf)]), None)
+    (hf / "chat_template.jinja").write_text(
+        "{% for message in messages %}ab{{ message.content }}{% if add_generation_prompt %}gh{% endif %}{% endfor %}"
+    )
+    (hf / "generation_config.json").write_text(json.dumps({"eos_token_id": [ord("m"), 256]}))
+    import_hf.import_(import_hf.parse_arguments(["--input", str(hf), "--save", str(tmp_path / "run")]), ARCHITECTURES)
+    argv = ["--load", str(tmp_path / "run"), "--chat", "--prompt", "cdef", "--temperature", "0"]
+    code, text, err = sample(*argv)
+    assert (code, text, err) == (0, "ijkl", "")
 
 
 @pytest.mark.parametrize(

@@ -30,7 +30,7 @@ TOOLS = {
         "--vocab-size",
     ),
     train_tokenizer: ("--input x --vocab-size 300 --output y", "--vocab-size --max-megabytes"),
-    generate_text: ("--load x", "--ckpt-step --num-tokens --temperature --top-k --seed --device"),
+    generate_text: ("--load x", "--ckpt-step --num-tokens --temperature --top-k --top-p --seed --device"),
     export_hf: ("--load x --output y", "--ckpt-step --vocab-size --max-file-size"),
     export_megatron: ("--load x --output y", "--ckpt-step"),
     import_megatron: ("--input x --save y", "--ckpt-step --vocab-size"),

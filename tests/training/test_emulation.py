@@ -57,11 +57,12 @@ def test_logs_what_real_ranks_log(data, architecture, names):
     argv = {name: command(data, RUNS[name]) + EMULATE for name in names}
     emulated = run_ranks(1, train_each, argv, architecture)[0]
     for name in names:
-        assert real[name].keys() == emulated[name].keys()
+        waited = {key for key in real[name] if key.startswith("comm/seconds-waited")}
+        assert len(waited) == 2 and real[name].keys() - waited == emulated[name].keys()
         assert len(real[name]["lm loss"]) == (24 if LONG in RUNS[name] else 6)
         assert "comm/bytes-between-nodes" in real[name]
         for key, values in real[name].items():
-            if key.startswith("tokens-per-second"):
+            if key.startswith("tokens-per-second") or key in waited:
                 continue  # of this machine
             # Samples of quantization errors are added up over shards in another order.
             rel = 1e-4 if key.startswith("comm/error") else 0.0

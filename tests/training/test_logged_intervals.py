@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import math
+import re
 import time
 from unittest.mock import patch
 
@@ -75,6 +76,25 @@ def _logged_seconds(argv: list[str]) -> list[float]:
 def test_evaluations_and_saves_are_no_time_of_training(data, tmp_path):
     argv = flags(data, f"--eval-interval 1 --split 9,1,0 --save {tmp_path} --save-interval 2", length="--train-iters 4")
     assert run_ranks(1, _logged_seconds, argv)[0] == [8.0] * 4  # micro-batches of a step
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def _shown(argv: list[str]) -> str:
+    """What a run prints on a terminal."""
+    run, _ = start(argv)
+    with contextlib.redirect_stdout(Terminal()) as out:
+        train(run, time.monotonic())
+    return out.getvalue()
+
+
+def test_a_terminal_gets_short_lines(data):
+    shown = run_ranks(1, _shown, flags(data, length="--train-iters 3"))[0]
+    steps = re.findall(r"^  step +(\d+)/3   loss \d\.\d{3}   +[\d,]+ tokens/s   .*left$", shown, re.MULTILINE)
+    assert steps == ["1", "2", "3"] and "learning rate" not in shown
 
 
 @pytest.mark.long

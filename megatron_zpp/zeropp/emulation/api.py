@@ -106,6 +106,7 @@ class EmulatedZeroPP:
         self.topologies = layouts[:1] * len(units)  # all units' are the same
         (self.device,) = {unit.device for unit in units}
         self.traffic, self._monitor, self._micro_batch = Traffic(), ErrorMonitor(), MicroBatch()
+        self.waits = None  # emulated ranks wait for nothing
         self.ranks = EmulatedRanks(self.device, len(layouts), self.as_rank)
         self._weights = [
             EmulatedAllGather(

@@ -1,0 +1,83 @@
+"""``--profile``: where the time of a few steps goes, as traces that Perfetto opens, or as ranges for Nsight Systems."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.profiler import ProfilerActivity, profile
+
+from megatron_zpp.parallel.distributed import print_once
+from megatron_zpp.training.setup import Run
+
+
+class StepProfile:
+    """A profile of the steps and ranks that flags ask for; elsewhere it does nothing.
+
+    While it is taken, everything that goes between and within nodes has a name, as "gather between nodes: layers.3".
+    """
+
+    def __init__(self, run: Run) -> None:
+        """Raises ValueError for what this device cannot record, or where there is no place for it; on all ranks."""
+        settings, rank, on_gpu = run.settings.logging, dist.get_rank(), run.device.type == "cuda"
+        self.settings, self.waits = settings, run.zeropp.waits if run.zeropp is not None else None
+        if settings.record_memory_history and not on_gpu:
+            raise ValueError("--record-memory-history needs a GPU: PyTorch keeps no history of host memory")
+        if settings.profile and not settings.use_pytorch_profiler and not on_gpu:
+            print_once("note: --profile alone is for Nsight Systems and GPUs: add --use-pytorch-profiler for a trace")
+        writes = settings.use_pytorch_profiler or settings.record_memory_history
+        save = run.settings.checkpoint.save
+        folder = settings.profile_dir or settings.tensorboard_dir or (f"{save}/profile" if save else None)
+        if writes and folder is None:
+            raise ValueError("--profile needs a place for its files: give --profile-dir, --tensorboard-dir or --save")
+        of_rank = settings.profile and (not settings.profile_ranks or rank in settings.profile_ranks)
+        self.is_due = of_rank and (settings.use_pytorch_profiler or on_gpu)
+        self.is_on, self.keeps_memory = False, of_rank and settings.record_memory_history
+        self._profiler: profile | None = None
+        self._nvtx: torch.autograd.profiler.emit_nvtx | None = None
+        if self.is_due and folder is not None:
+            self.trace = Path(folder) / f"rank{rank:05d}.trace.json.gz"
+            self.memory = self.trace.with_name(f"rank{rank:05d}.memory.pickle")
+            self.trace.parent.mkdir(parents=True, exist_ok=True)
+        if self.keeps_memory:
+            torch.cuda.memory._record_memory_history()
+
+    def before_step(self, iteration: int) -> None:
+        """Begin or end; ``iteration``: steps that are done."""
+        if self.is_due and iteration == self.settings.profile_step_start:
+            self._begin()
+        if iteration == self.settings.profile_step_end:
+            self.end()
+
+    def end(self) -> None:
+        """Write what was recorded, if a profile is being taken."""
+        if not self.is_on:
+            return
+        self.is_on = False
+        if self.waits is not None:
+            self.waits.are_named = False
+        if self._profiler is not None:
+            self._profiler.stop()
+            self._profiler.export_chrome_trace(str(self.trace))
+            self._profiler = None
+        if self._nvtx is not None:
+            torch.cuda.profiler.stop()
+            self._nvtx.__exit__(None, None, None)
+            self._nvtx = None
+        if self.keeps_memory:
+            torch.cuda.memory._dump_snapshot(str(self.memory))
+            torch.cuda.memory._record_memory_history(enabled=None)
+
+    def _begin(self) -> None:
+        self.is_on = True
+        if self.waits is not None:
+            self.waits.are_named = True
+        if self.settings.use_pytorch_profiler:
+            activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])]
+            self._profiler = profile(activities=activities, record_shapes=True)
+            self._profiler.start()
+        else:
+            torch.cuda.profiler.start()  # of nsys --capture-range cudaProfilerApi
+            self._nvtx = torch.autograd.profiler.emit_nvtx(record_shapes=True)
+            self._nvtx.__enter__()

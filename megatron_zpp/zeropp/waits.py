@@ -1,0 +1,117 @@
+"""How long the program waited for collectives, per link: by the clock on a CPU, by events on a GPU.
+
+On a CPU a collective that has not arrived holds the program up, so the time in it is the time waited. On a GPU the
+host runs ahead, and streams of collectives wait beside the one that computes: what counts is when that one stood still
+while a collective was under way.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.profiler import record_function
+
+from .streams import current_stream
+from .unit import Unit
+
+Interval = tuple[Any, Any]  # beginning and end: seconds, or events of one device
+
+
+class Waits:
+    """Intervals since the last ``take``; before the first one nothing is recorded."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.are_named = False  # while a profile is taken: torch.profiler and NVTX show each collective by its name
+        self._is_recording = False
+        self._within_nodes: list[Interval] = []
+        self._between_nodes: list[Interval] = []
+        self._stalls: list[Interval] = []  # of the stream that computes
+
+    @contextmanager
+    def collective(self, name: str, unit: Unit, *, crosses_nodes: bool) -> Iterator[None]:
+        """Around waiting for one of the unit's collectives. A ring through all ranks is as fast as its slowest link."""
+        intervals, link = self._within_nodes, "within nodes"
+        if crosses_nodes:
+            intervals, link = self._between_nodes, "between nodes"
+        if self.are_named:
+            with record_function(f"{name} {link}: {unit.label}"), self._timed(intervals):
+                yield
+        else:
+            with self._timed(intervals):
+                yield
+
+    @contextmanager
+    def stall(self) -> Iterator[None]:
+        """Around where the stream that computes waits for others."""
+        with self._timed(self._stalls):
+            yield
+
+    def take(self) -> tuple[float, float]:
+        """Seconds waited for links within nodes, and between nodes, since the last call.
+
+        On a GPU those that are over: the host waits for nothing here, and the rest counts next time.
+        """
+        self._is_recording = True
+        recorded = (self._stalls, self._within_nodes, self._between_nodes)
+        if self.device.type != "cuda":
+            seconds = total(self._within_nodes), total(self._between_nodes)
+        elif not all(end.query() for intervals in recorded for _, end in intervals[-1:]):
+            return 0.0, 0.0
+        elif not self._stalls:
+            seconds = 0.0, 0.0
+        else:
+            first = self._stalls[0][0]
+            stalls, within, between = ([since(first, each) for each in intervals] for intervals in recorded)
+            # Where both links are busy, the slower one is to blame.
+            of_both, of_between = overlap(stalls, within + between), overlap(stalls, between)
+            seconds = of_both - of_between, of_between
+        for intervals in recorded:
+            intervals.clear()
+        return seconds
+
+    @contextmanager
+    def _timed(self, intervals: list[Interval]) -> Iterator[None]:
+        if not self._is_recording:
+            yield
+            return
+        begin = self._now()
+        yield
+        intervals.append((begin, self._now()))
+
+    def _now(self) -> Any:
+        if self.device.type != "cuda":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(current_stream(self.device))
+        return event
+
+
+def since(first: Any, interval: Interval) -> Interval:
+    """Seconds after an event, of two others."""
+    begin, end = (first.elapsed_time(event) / 1000 for event in interval)
+    return begin, end
+
+
+def total(intervals: Sequence[Interval]) -> float:
+    return float(sum(end - begin for begin, end in intervals))
+
+
+def overlap(first: Sequence[Interval], second: Sequence[Interval]) -> float:
+    """Seconds that are in some interval of both."""
+    return total(merged(first)) + total(merged(second)) - total(merged([*first, *second]))
+
+
+def merged(intervals: Sequence[Interval]) -> list[Interval]:
+    """The same time as intervals that do not overlap."""
+    result: list[Interval] = []
+    for begin, end in sorted(intervals):
+        if result and begin <= result[-1][1]:
+            result[-1] = result[-1][0], max(end, result[-1][1])
+        else:
+            result.append((begin, end))
+    return result

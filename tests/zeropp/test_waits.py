@@ -1,0 +1,115 @@
+"""Time that ranks wait for collectives: which of them, for how long, and under which name."""
+
+import random
+from types import SimpleNamespace
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.profiler import ProfilerActivity, profile
+
+from megatron_zpp.zeropp import ZeroPPConfig, apply_zeropp, waits
+from megatron_zpp.zeropp.waits import Waits, overlap
+from tests.ranks import run_ranks
+
+ALL_FLAGS = ZeroPPConfig(quantized_weights=True, hpz_partition_size=2, quantized_gradients=True)
+UNITS, MICRO_BATCHES = 3, 2  # two layers and the root
+
+
+def counted(config: ZeroPPConfig) -> tuple[list[tuple[float, float]], set[str]]:
+    """Of four steps how often a rank waited within and between nodes, as each wait takes a second; and their names."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16), nn.Linear(16, 4))
+    for layer in (*model[:2], model):
+        fully_shard(layer)
+    zeropp = apply_zeropp(model, config)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    assert zeropp.waits.take() == (0, 0)  # from here on
+    taken, ticks = [], iter(range(10_000))
+    with patch.object(waits, "time", SimpleNamespace(perf_counter=lambda: float(next(ticks)))):
+        for step in range(4):
+            zeropp.waits.are_named = step == 2
+            with profile(activities=[ProfilerActivity.CPU]) as recorded:
+                for i in range(MICRO_BATCHES):
+                    model.set_is_last_backward(i == MICRO_BATCHES - 1)
+                    model(torch.ones(2, 16)).sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            taken.append(zeropp.waits.take())
+            names = {event.key for event in recorded.key_averages() if " nodes: " in event.key}
+            assert bool(names) == (step == 2)
+            if names:
+                seen = names
+    return taken, seen
+
+
+def test_every_collective_is_waited_for_on_its_link():
+    taken, names = run_ranks(4, counted, ALL_FLAGS)[3]
+    # The root stays gathered from the forward to the backward pass.
+    gathers = MICRO_BATCHES * (2 * UNITS - 1)
+    assert taken == [(gathers + MICRO_BATCHES * UNITS, 2 * UNITS)] * 4
+    units = ("0", "1", "the root module")
+    assert names == {f"{what} {link} nodes: {unit}" for what in ("gather", "reduce") for link in ("between", "within")
+                     for unit in units}  # fmt: skip
+
+
+@pytest.mark.parametrize(("ranks_per_node", "crosses"), [(2, True), (4, False)])
+def test_a_flat_ring_waits_for_its_slowest_link(ranks_per_node, crosses):
+    taken, names = run_ranks(4, counted, ZeroPPConfig(ranks_per_node=ranks_per_node))[0]
+    waited = MICRO_BATCHES * (2 * UNITS - 1 + UNITS)
+    assert taken == [(0, waited) if crosses else (waited, 0)] * 4
+    assert all(("between" in name) == crosses for name in names) and len(names) == 2 * UNITS
+
+
+def test_overlap_of_intervals():
+    draw = random.Random(0)
+    for _ in range(200):
+        first, second = (
+            [(begin := draw.randrange(30), begin + draw.randrange(8)) for _ in range(draw.randrange(6))] for _ in "ab"
+        )
+        covered = [{tick for begin, end in each for tick in range(begin, end)} for each in (first, second)]
+        assert overlap(first, second) == len(covered[0] & covered[1])
+
+
+class Event:
+    """One of a GPU whose time, in ms, is what the stream shows when it is recorded."""
+
+    now, done = 0.0, 0.0
+
+    def __init__(self, enable_timing: bool) -> None:
+        assert enable_timing
+
+    def record(self, stream: object) -> None:
+        self.at = Event.now
+
+    def query(self) -> bool:
+        return self.at <= Event.done
+
+    def elapsed_time(self, other: "Event") -> float:
+        assert self.query() and other.query()  # CUDA raises an error
+        return other.at - self.at
+
+
+def test_on_a_gpu_what_counts_is_when_the_computing_stream_stood_still():
+    unit = SimpleNamespace(label="layers.0")
+    of_gpu = Waits(torch.device("cuda"))
+    assert of_gpu.take() == (0, 0)
+
+    def record(around, begin: float, end: float) -> None:
+        Event.now = begin
+        with around:
+            Event.now = end
+
+    with patch.object(torch.cuda, "Event", Event), patch.object(waits, "current_stream"):
+        record(of_gpu.collective("gather", unit, crosses_nodes=True), 1000, 3000)
+        record(of_gpu.collective("gather", unit, crosses_nodes=False), 3000, 5000)
+        record(of_gpu.collective("reduce", unit, crosses_nodes=False), 1500, 2500)  # beside the first
+        record(of_gpu.stall(), 2000, 4500)
+        record(of_gpu.stall(), 6000, 7000)  # for something else
+        Event.done = 6500
+        assert of_gpu.take() == (0, 0)  # the host does not wait for the rest
+        Event.done = 7000
+        assert of_gpu.take() == pytest.approx((1.5, 1.0))
+        assert of_gpu.take() == (0, 0)
