@@ -66,7 +66,8 @@ def _line(group: Group, arm: Arm, rows: Rows, recovers: bool, observed: Sequence
     cells = [arm.name, mean_and_spread(losses, "{:.4f}")]
     cells.append("" if arm.flags == arm.control else mean_and_spread(excesses(arm, rows), "{:+.2f}", " %"))
     if recovers:
-        shares = recovered(group.arms[0], arm, rows) if group.recovers and arm != group.arms[0] else []
+        first = group.arms[0]
+        shares = recovered(first, arm, rows) if group.recovers and arm != first and first.flags in rows else []
         cells.append(mean_and_spread(shares, "{:.0f}", " %") if shares else "")
     cells.append(f"{next(iter(rows[arm.flags].values()))['bytes_per_parameter']:.2f}")
     for name in observed:

@@ -7,8 +7,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
 
-from megatron_zpp.metrics.throughput import format_duration
-
 HOPS = ("weights", "gradients/intra", "gradients/inter")  # whose quantization errors the line shows
 
 
@@ -102,3 +100,11 @@ def _field(template: str, value: float | None, factor: float = 1) -> str | None:
     if value is None:
         return None
     return template.format(value if factor == 1 else value * factor)
+
+
+def format_duration(seconds: float) -> str:
+    """``1:02:03``, with days in front where there are any: ``2d 01:02:03``."""
+    minutes, second = divmod(round(seconds), 60)
+    hours, minute = divmod(minutes, 60)
+    days, hour = divmod(hours, 24)
+    return f"{days}d {hour:02d}:{minute:02d}:{second:02d}" if days else f"{hour}:{minute:02d}:{second:02d}"

@@ -1,4 +1,4 @@
-"""Speed of training: peak FLOP/s of known devices, model FLOPs utilization, and times in readable form."""
+"""Speed of training: peak FLOP/s of known devices and model FLOPs utilization."""
 
 from __future__ import annotations
 
@@ -74,14 +74,6 @@ def describe_mfu(device_name: str, peak: float | None, *, given: bool = False) -
         f"MFU: model FLOPs (forward + backward, causal attention counted half, recomputation not counted) "
         f"over a peak of {peak:g} TFLOP/s per device ({source})"
     )
-
-
-def format_duration(seconds: float) -> str:
-    """``1:02:03``, with days in front where there are any: ``2d 01:02:03``."""
-    minutes, second = divmod(round(seconds), 60)
-    hours, minute = divmod(minutes, 60)
-    days, hour = divmod(hours, 24)
-    return f"{days}d {hour:02d}:{minute:02d}:{second:02d}" if days else f"{hour}:{minute:02d}:{second:02d}"
 
 
 class IntervalTimer:

@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import Any
 
 from megatron_zpp.metrics.dashboard import DASHBOARD
+from megatron_zpp.metrics.lines import format_duration
 from megatron_zpp.metrics.tensorboard_reader import RunHistory, find_runs, read_run
-from megatron_zpp.metrics.throughput import format_duration
 from megatron_zpp.tools.run import report_errors
 
 Curve = list[tuple[float, float]]

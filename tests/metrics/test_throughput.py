@@ -5,7 +5,8 @@ import time
 import pytest
 import torch
 
-from megatron_zpp.metrics.throughput import IntervalTimer, describe_mfu, format_duration, mfu, peak_tflops
+from megatron_zpp.metrics.lines import format_duration
+from megatron_zpp.metrics.throughput import IntervalTimer, describe_mfu, mfu, peak_tflops
 
 
 @pytest.mark.parametrize(
