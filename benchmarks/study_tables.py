@@ -55,6 +55,8 @@ def table(experiment: Experiment, rows: Rows) -> str:
     lines = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
     for group in experiment.groups:
         trained = [arm for arm in group.arms if arm.flags in rows and arm.control in rows]
+        if len(trained) < min(2, len(group.arms)):  # nothing to compare
+            trained = []
         if trained:
             lines.append(f"| **{group.title}** " + "| " * (len(columns) - 1) + "|")
         lines += [_line(group, arm, rows, recovers, observed) for arm in trained]
