@@ -25,7 +25,8 @@
 #        loco         the same, and LoCo on both hops, as DeepSpeed had it (beta 0.8, reset every 1024 steps)
 #        recommended  ours: 4-bit weight differences; gradients in 8 bit within a node and 4 bit between them, LoCo there;
 #                     blocks of 128
-#        two_bits     the same, but gradients in 2 bit between nodes once the learning rate has warmed up
+#        two_bits     the same, but gradients in 2 bit between nodes once the learning rate has warmed up, with a scale
+#                     for each element
 # BLOCK               default: the model's width, about what DeepSpeed had. In blocks of 128, our default elsewhere,
 #                     4 bits lose so little that LoCo has nothing to win back (docs/experiments.md)
 #
@@ -82,7 +83,8 @@ case $RECIPE in
         COMMUNICATION=("${ZEROPP[@]}" --zero-gradient-intra-bits 8 --zeropp-loco)
         [ "$RANKS_PER_NODE" = 1 ] || COMMUNICATION+=(--zero-weight-difference-bits 4) # which needs hpZ
         # Every LENGTH ends with the iterations in which the learning rate warms up.
-        [ "$RECIPE" = recommended ] || COMMUNICATION+=(--zero-gradient-bits 2 --zero-gradient-bits-warmup "${LENGTH[-1]}:4")
+        [ "$RECIPE" = recommended ] || COMMUNICATION+=(--zero-gradient-bits 2 --zero-gradient-element-scales
+            --zero-gradient-bits-warmup "${LENGTH[-1]}:4")
         ;;
 esac
 

@@ -42,6 +42,7 @@ ALL = "--zero-quantized-weights --zero-quantized-gradients"
 LOCO = "--zeropp-loco"
 DIFFERENCES = "--zero-weight-difference-bits 4"
 WARMUP = "--zero-gradient-bits-warmup {warmup}:4"  # the learning rate's, or a tenth of the run where it has none
+ELEMENT_SCALES = "--zero-gradient-element-scales"
 TWO_BIT_DIFFERENCES = (
     "--zero-weight-difference-bits 2 --zero-weight-difference-scaling mean --zero-weight-difference-block-size 256 "
     "--zero-weight-difference-bits-warmup {warmup}:4"
@@ -56,7 +57,9 @@ SETTINGS = {  # from what sends most to what sends least; hpZ is added to all
     "4-bit weight differences, 3-bit gradients, LoCo": f"{ALL} {LOCO} {DIFFERENCES} --zero-gradient-bits 3",
     "4-bit weight differences, 2-bit gradients, LoCo": f"{ALL} {LOCO} {DIFFERENCES} --zero-gradient-bits 2",
     "the same, with 4 bits during the warm-up": f"{ALL} {LOCO} {DIFFERENCES} --zero-gradient-bits 2 {WARMUP}",
-    "2-bit weight differences as well": f"{ALL} {LOCO} {TWO_BIT_DIFFERENCES} --zero-gradient-bits 2 {WARMUP}",
+    "and with scales of elements": f"{ALL} {LOCO} {DIFFERENCES} --zero-gradient-bits 2 {WARMUP} {ELEMENT_SCALES}",
+    "2-bit weight differences as well": f"{ALL} {LOCO} {TWO_BIT_DIFFERENCES} --zero-gradient-bits 2 {WARMUP} "
+    f"{ELEMENT_SCALES}",
 }
 
 
