@@ -86,9 +86,14 @@ def test_training_equals_one_rank(data):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("model", ["like Mixtral", "like GPT"])
-def test_every_layout_trains_as_one_rank(data, model):
-    assert_all_train_alike(data, model, SOME | MORE, 10)
+def test_every_layout_trains_as_one_rank(data):
+    assert_all_train_alike(data, "like Mixtral", SOME | MORE, 10)
+
+
+@pytest.mark.long
+def test_shared_experts_and_biases_train_as_on_one_rank(data):
+    some = {name: MORE[name] for name in ("ep 4", "tp 2", "pp 2, ep 2", "cp 2, ep 2")}
+    assert_all_train_alike(data, "like GPT", SOME | some, 10)
 
 
 @pytest.mark.long

@@ -185,6 +185,7 @@ def _told_that_all_changed():
     return results
 
 
+@pytest.mark.long
 def test_frozen_weights_are_those_that_would_arrive_each_time():
     results = run_ranks(4, _told_that_all_changed)[0]
     for once, each_time in zip(results[::2], results[1::2], strict=True):
@@ -286,6 +287,7 @@ def test_a_part_is_taken_out_of_shards_and_wires_and_put_back():
             assert moved.equal(whole.encode(changed))
 
 
+@pytest.mark.long
 def test_parameters_may_be_unfrozen_and_frozen_between_steps_with_loco():
     config = ZeroPPConfig(**QUANTIZED, loco=LoCoConfig(), gradient_element_scales=True)
     model = Net()
