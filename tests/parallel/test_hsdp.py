@@ -173,7 +173,7 @@ def test_checkpoints_go_to_zero_3_and_back(data, tmp_path):
         for key in ("lm loss", "grad-norm", "params-norm"):
             assert begun[way][key] + ended[way][key] == pytest.approx(begun[""][key], rel=1e-5), (way, key)
     hsdp, zero_3 = (_size(tmp_path / folder / "iter_0000004") for folder in ("to", "fr"))
-    assert hsdp == pytest.approx(zero_3, rel=0.05)  # each shard is written once
+    assert hsdp == pytest.approx(zero_3, rel=0.1)  # each shard is written once; ZeRO-3 has more of them, with headers
 
 
 TP, PP, CP = (f"--{kind}-parallel-size 2" for kind in ("tensor-model", "pipeline-model", "context"))
