@@ -435,7 +435,7 @@ EXPERIMENTS = {
                     Arm("int4 differences, 8-2 gradients by mean, LoCo, 4 bits at first", few_bits(2, 4)),
                     Arm("int2 differences by mean, 8-2 gradients by mean, LoCo, 4 bits at first", few_bits(2, 2)),
                     Arm("int2 differences, 8-2 gradients, LoCo, 4 bits at first, bf16 scales", SHORT_SCALES),
-                    Arm("int4 differences, 8-1 gradients, LoCo, 4 bits at first", few_bits(1, 4)),
+                    Arm("int4 differences, 8-1 gradients, LoCo, 4 bits at first", ONE_BIT.flags),
                     Arm(
                         "int4 differences, 8-2 gradients, LoCo between nodes",
                         f"{BF16} {differences(4)} {gradients(8, 2, scaling=ABSMAX)} {loco(0.8, 'inter')}",

@@ -90,7 +90,7 @@ def _optimizer_seconds(settings: Settings, found: Estimate, cluster: ClusterSpec
     """The norm reads gradients; clipping and the step read and write them, parameters and the optimizer's state."""
     state_tensors = OPTIMIZERS[settings.optimizer.optimizer].state_tensors
     moved = sum(
-        part.numel * (1 + 2 * (2 + state_tensors(settings.optimizer, part.quantizable and unit.unit.layer is not None)))
+        part.numel * (1 + 2 * (2 + state_tensors(settings.optimizer, unit.unit.is_hidden_matrix(part))))
         for unit in found.exchanges
         for part in unit.unit.shards
     )

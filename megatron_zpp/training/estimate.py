@@ -223,7 +223,7 @@ def _states(
     weights, gradients = travelling_dtypes(settings)
     state_tensors = OPTIMIZERS[settings.optimizer.optimizer].state_tensors
     optimizer_state = sum(
-        state_tensors(settings.optimizer, part.quantizable and unit.layer is not None) * part.numel
+        state_tensors(settings.optimizer, unit.is_hidden_matrix(part)) * part.numel
         for unit in units
         for part in unit.shards
     )
@@ -327,7 +327,7 @@ def _sent(exchanges: list[UnitExchanges], cluster: Cluster, of_group: Callable[[
 def _sent_by_muon(settings: OptimizerSettings, units: list[PlannedUnit], cluster: Cluster) -> tuple[int, int]:
     """Bytes that all ranks send between and within nodes in one step, a mean over Muon's period."""
     nodes, per_node = cluster.group.nodes, cluster.group.ranks_per_node
-    matrices = [part for unit in units if unit.layer is not None for part in unit.shards if part.quantizable]
+    matrices = [part for unit in units for part in unit.shards if unit.is_hidden_matrix(part)]
     wire = MomentumWire(settings.muon_momentum_bits).format(matrices)
     whole = 1 / settings.muon_period if settings.muon_period else 0.0  # share of the steps that take whole matrices
     # Rows go to the owners, those of all nodes where matrices are whole, and a node's come back.

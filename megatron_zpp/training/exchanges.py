@@ -60,6 +60,10 @@ class PlannedUnit:
         """Of a rank's shard."""
         return sum(shard.numel for shard in self.shards)
 
+    def is_hidden_matrix(self, part: ParameterShard) -> bool:
+        """Whether a parameter of the unit is one that Muon takes."""
+        return part.quantizable and self.layer is not None
+
     @property
     def gathered(self) -> int:
         """Elements of the whole, as a rank gathers it."""
