@@ -25,19 +25,17 @@ import statistics
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from typing import Any
 
-from megatron_zpp.architectures import GPT, LLAMA, Architecture, find_architecture
+from megatron_zpp.architectures import GPT, LLAMA, Architecture
 from megatron_zpp.arguments.parse import parse_settings
-from megatron_zpp.models.transformer import Transformer
 from megatron_zpp.planning.candidates import RECOMPUTE_ALL
 from megatron_zpp.planning.cluster import ClusterSpec, default_cluster, read_cluster
 from megatron_zpp.planning.plan import complete, make_plan
 from megatron_zpp.planning.predict import Estimate, Prediction, estimate_on, predict
 from megatron_zpp.planning.table import suggested
-from megatron_zpp.settings.groups import ModelSettings, Settings
+from megatron_zpp.settings.groups import Settings
 
 RESULTS = Path(__file__).parent / "results"
 PUBLISHED, SCATTER = RESULTS / "published_throughput.jsonl", RESULTS / "planner_published.png"
@@ -62,15 +60,11 @@ class Published:
     settings: Settings
     cluster: ClusterSpec
     needs: Estimate
-    model: Transformer
 
     def predicted(self, efficiency: float) -> float:
         """Tokens per second and GPU."""
         cluster = dataclasses.replace(self.cluster, efficiency=efficiency)
-        return (
-            predict(self.architecture, self.settings, cluster, self.needs, self.model).tokens_per_second
-            / cluster.world_size
-        )
+        return predict(self.architecture, self.settings, cluster, self.needs).tokens_per_second / cluster.world_size
 
     def ratio(self, efficiency: float) -> float:
         return self.predicted(efficiency) / self.row["tokens_s_gpu"]
@@ -130,14 +124,8 @@ def read_row(row: dict[str, Any]) -> Published:
     vocabulary = row["vocab"] or 50257
     told, _ = complete(shlex.split(flags), cluster, vocabulary)
     settings = parse_settings(architecture, told, cluster.world_size, note=lambda _: None)
-    model = build(architecture.name, settings.model, vocabulary)
-    needs = estimate_on(architecture, settings, vocabulary, cluster, model)
-    return Published(row, gpu, architecture, settings, cluster, needs, model)
-
-
-@cache
-def build(architecture: str, model: ModelSettings, vocabulary: int) -> Transformer:
-    return find_architecture(architecture).build_model(model, vocabulary)
+    needs = estimate_on(architecture, settings, vocabulary, cluster)
+    return Published(row, gpu, architecture, settings, cluster, needs)
 
 
 def kind_of(name: str) -> str:
@@ -308,9 +296,8 @@ def box_prediction(row: dict[str, Any]) -> float:
     gbits = min(measured.between_gbits, row["mbit"] / 1000 / HEADERS)
     cluster = dataclasses.replace(measured, between_gbits=gbits)
     settings = parse_settings(GPT, row["flags"].split(), cluster.world_size, note=lambda _: None)
-    model = build("gpt", settings.model, BOX_VOCABULARY)
-    needs = estimate_on(GPT, settings, BOX_VOCABULARY, cluster, model)
-    return predict(GPT, settings, cluster, needs, model).time.seconds
+    needs = estimate_on(GPT, settings, BOX_VOCABULARY, cluster)
+    return predict(GPT, settings, cluster, needs).time.seconds
 
 
 def compare() -> None:
