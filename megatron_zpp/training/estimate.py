@@ -307,6 +307,11 @@ def _states(
     if config.gradient_element_scales and nodes > 1:
         travelled = sum(gradients_format(config, unit, gradients).nbytes for unit in units)
         states["elements' scales, int8, and what travelled last"] = 2 * nodes * (shard + travelled)  # to and from nodes
+    if settings.optimizer.muon_stale_rows and nodes > 1:
+        matrices = [part for unit in units for part in unit.shards if unit.is_hidden_matrix(part)]
+        rows = MomentumWire(settings.optimizer.muon_momentum_bits).format(matrices)
+        # This rank's own in bf16, for checkpoints, and those of its local rank on all nodes as they travelled.
+        states["matrices' rows as they travelled last"] = 2 * rows.numel + nodes * rows.nbytes
     if zero_stage < 3:
         states["all parameters, gathered"] = weights.itemsize * whole
     if zero_stage == 1 and micro_batches > 1:
@@ -387,7 +392,8 @@ def _sent_by_muon(settings: OptimizerSettings, rank: RankEstimate, ranks: int) -
     wire = MomentumWire(settings.muon_momentum_bits).format(matrices)
     whole = 1 / settings.muon_period if settings.muon_period else 0.0  # share of the steps that take whole matrices
     # Rows go to the owners, those of all nodes where matrices are whole, and a node's come back.
-    to_and_from_owners = (1 + whole * (nodes - 1) + 1) * (per_node - 1) * torch.bfloat16.itemsize * wire.numel
+    from_others = 1.0 if settings.muon_stale_rows else whole
+    to_and_from_owners = (1 + from_others * (nodes - 1) + 1) * (per_node - 1) * torch.bfloat16.itemsize * wire.numel
     return round(ranks * whole * (nodes - 1) * wire.nbytes), round(ranks // per_node * to_and_from_owners)
 
 
