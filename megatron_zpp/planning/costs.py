@@ -16,11 +16,11 @@ from megatron_zpp.training.estimate import (
     Estimate,
     RankEstimate,
     bytes_between_stages,
-    recomputed_blocks,
 )
 from megatron_zpp.training.exchanges import Exchange, UnitExchanges, travelling_dtypes, zero_stage_of
 from megatron_zpp.training.planned_units import pipeline_placement
 from megatron_zpp.training.rank_groups import RankGrid, RankGroup
+from megatron_zpp.training.rank_memory import recomputed_blocks
 
 FP32 = 4  # bytes
 # That a pass reads and writes: in 16 bit from or to the matrix product, in fp32 for the softmax and what comes of it.

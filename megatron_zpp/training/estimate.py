@@ -10,7 +10,6 @@ import itertools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
 
 import torch
 
@@ -20,17 +19,14 @@ from megatron_zpp.arguments.resolve_parallel import data_parallel_size
 from megatron_zpp.models.moe import active_parameters
 from megatron_zpp.models.transformer import Transformer
 from megatron_zpp.optim.batch_size import BatchSchedule
-from megatron_zpp.optim.optimizer import OPTIMIZERS
 from megatron_zpp.parallel.schedule_costs import micro_batches_kept
 from megatron_zpp.parallel.stages import Placement
-from megatron_zpp.settings.groups import ActivationSettings, OptimizerSettings, Settings
+from megatron_zpp.settings.groups import OptimizerSettings, Settings
 from megatron_zpp.training.exchanges import (
     Exchange,
     UnitExchanges,
     exchanges_of,
-    gradients_format,
     travelling_dtypes,
-    zero_stage_of,
 )
 from megatron_zpp.training.planned_units import (
     PlannedModel,
@@ -40,10 +36,8 @@ from megatron_zpp.training.planned_units import (
     plan_model,
 )
 from megatron_zpp.training.rank_groups import RankGrid
-from megatron_zpp.zeropp.config import ZeroPPConfig
-from megatron_zpp.zeropp.loco import ERROR_FORMATS
+from megatron_zpp.training.rank_memory import states_of_rank, working_memory
 from megatron_zpp.zeropp.matrix_blocks import MomentumWire
-from megatron_zpp.zeropp.wire_format import wire_format
 
 
 @dataclass(frozen=True)
@@ -154,35 +148,10 @@ def estimate(
 
     planned: the model on the grid of ``settings`` and ``cluster``, if it is there already.
     """
-    training, config, distributed = settings.training, settings.zeropp, settings.distributed
+    training, distributed = settings.training, settings.distributed
     assert training.global_batch_size and training.micro_batch_size and training.seq_length  # by parse_settings
-    if settings.zero.zero_stage == 0:
-        raise ValueError("--zero-stage 0 shards nothing and is not estimated; give 1, 2 or 3")
-    if distributed.emulate_ranks is not None:
-        raise ValueError("the one process of --emulate-ranks is not estimated; leave it out")
-    if training.skip_train:
-        raise ValueError("with --skip-train there is no training to estimate; leave it out")
     grid = RankGrid(cluster.nodes, cluster.ranks_per_node, distributed)
-    averaging = grid.sharing_gradients
-    if config.hpz_partition_size not in (1, averaging.ranks_per_node) or config.ranks_per_node not in (
-        None,
-        averaging.ranks_per_node,
-    ):
-        raise ValueError(
-            f"of {cluster.ranks_per_node} ranks per node {averaging.ranks_per_node} share parameters, and "
-            "--zero-ranks-per-node or --zero-hpz-partition-size say something else; make them agree"
-        )
-    expert_parallel = distributed.expert_model_parallel_size
-    if expert_parallel > 1 and averaging.ranks_per_node % expert_parallel:
-        raise ValueError(
-            "experts that are divided among nodes are not estimated; give a smaller --expert-model-parallel-size"
-        )
-    if settings.model.num_experts is not None and distributed.tensor_model_parallel_size > 1:
-        raise ValueError("experts with tensor parallelism are not estimated; leave one of them out")
-    if distributed.num_distributed_optimizer_instances > 1:
-        check_replicas_on_nodes(
-            distributed.num_distributed_optimizer_instances, averaging.size, averaging.ranks_per_node
-        )
+    _check(settings, grid)
     batches = BatchSchedule(
         training.global_batch_size,
         training.micro_batch_size,
@@ -229,6 +198,37 @@ def estimate(
     )
 
 
+def _check(settings: Settings, grid: RankGrid) -> None:
+    """Raise ValueError for what is not estimated, or cannot be on these nodes."""
+    training, config, distributed = settings.training, settings.zeropp, settings.distributed
+    if settings.zero.zero_stage == 0:
+        raise ValueError("--zero-stage 0 shards nothing and is not estimated; give 1, 2 or 3")
+    if distributed.emulate_ranks is not None:
+        raise ValueError("the one process of --emulate-ranks is not estimated; leave it out")
+    if training.skip_train:
+        raise ValueError("with --skip-train there is no training to estimate; leave it out")
+    averaging = grid.sharing_gradients
+    if config.hpz_partition_size not in (1, averaging.ranks_per_node) or config.ranks_per_node not in (
+        None,
+        averaging.ranks_per_node,
+    ):
+        raise ValueError(
+            f"of {grid.ranks_per_node} ranks per node {averaging.ranks_per_node} share parameters, and "
+            "--zero-ranks-per-node or --zero-hpz-partition-size say something else; make them agree"
+        )
+    expert_parallel = distributed.expert_model_parallel_size
+    if expert_parallel > 1 and averaging.ranks_per_node % expert_parallel:
+        raise ValueError(
+            "experts that are divided among nodes are not estimated; give a smaller --expert-model-parallel-size"
+        )
+    if settings.model.num_experts is not None and distributed.tensor_model_parallel_size > 1:
+        raise ValueError("experts with tensor parallelism are not estimated; leave one of them out")
+    if distributed.num_distributed_optimizer_instances > 1:
+        check_replicas_on_nodes(
+            distributed.num_distributed_optimizer_instances, averaging.size, averaging.ranks_per_node
+        )
+
+
 def _estimate_rank(
     architecture: Architecture,
     settings: Settings,
@@ -239,138 +239,20 @@ def _estimate_rank(
     ring_passes: int,
     pipeline_rank: int,
 ) -> RankEstimate:
-    states, host = _states(settings, settings.zeropp, units, micro_batches)
-    placement, schedule, kept = (
-        pipeline_placement(settings.distributed, model),
-        settings.distributed.pipeline_schedule,
-        1.0,
-    )
-    if placement is not None and schedule is not None:
+    states, host = states_of_rank(settings, settings.zeropp, units, micro_batches)
+    schedule, placement = settings.distributed.pipeline_schedule, pipeline_placement(settings.distributed, model)
+    kept = 1.0
+    if schedule is not None and placement is not None:
         kept = micro_batches_kept(schedule, placement, pipeline_rank, micro_batches)
     # Layers are alike.
     exchanges = {unit: exchanges_of(settings, unit, micro_batches, ring_passes, grid.replicas) for unit in set(units)}
     return RankEstimate(
         states=states,
-        working=_working_memory(architecture, settings, model, units, kept),
+        working=working_memory(architecture, settings, model, units, kept),
         host=host,
         exchanges=[exchanges[unit] for unit in units],
         num_layers=num_layers_of(units),
     )
-
-
-def _states(
-    settings: Settings, config: ZeroPPConfig, units: list[PlannedUnit], micro_batches: int
-) -> tuple[dict[str, int], dict[str, int]]:
-    """What a rank keeps from step to step, gradients and their sums included: on the device, and in host memory."""
-    shard, whole = sum(unit.numel for unit in units), sum(unit.gathered for unit in units)
-    nodes, zero_stage = units[0].group.nodes, zero_stage_of(settings)
-    weights, gradients = travelling_dtypes(settings)
-    state_tensors = OPTIMIZERS[settings.optimizer.optimizer].state_tensors
-    optimizer_state = sum(
-        state_tensors(settings.optimizer, unit.is_hidden_matrix(part)) * part.numel
-        for unit in units
-        for part in unit.shards
-    )
-    states: dict[str, int] = {}
-    host: dict[str, int] = {}
-    (host if settings.zero.cpu_offload else states).update(
-        {
-            "parameters, fp32": 4 * shard,
-            "gradients, fp32": 4 * shard,
-            f"{settings.optimizer.optimizer}'s state, fp32": 4 * optimizer_state,
-        }
-    )
-    if config.hpz_partition_size > 1 and nodes > 1:
-        copy = weights.itemsize * shard
-        if config.hpz_secondary_dtype == "int8":
-            blocks = (config.weight_bits, config.weight_block_size)
-            copy = sum(wire_format(unit.shards, *blocks, weights).nbytes for unit in units)
-        states[f"hpZ's secondary partition, {config.hpz_secondary_dtype}"] = nodes * copy
-    if config.quantized_gradients and micro_batches > 1:
-        kept = {"fp32": 4 * shard, "bf16": 2 * shard, "int8": sum(map(partial(_int8_sum, config), units))}
-        dtype = config.gradient_sum_dtype
-        where = host if config.offload_gradient_sums else states
-        where[f"gradients of earlier micro-batches, summed within the node, {dtype}"] = nodes * kept[dtype]
-    errors = 0
-    if config.loco is not None:
-        bits, loco_dtype = ERROR_FORMATS[config.loco.error_dtype]
-        for unit in units:
-            pieces = nodes * (nodes > 1)  # that a rank sends, this one's own among them
-            if config.loco.hops == "both":
-                pieces += unit.group.size * (unit.group.size > nodes)
-            errors += pieces * wire_format(unit.shards, bits, config.gradient_block_size, loco_dtype).nbytes
-    if config.loco is not None and errors:
-        name, copies = f"LoCo's errors, {config.loco.error_dtype}", 1
-        if config.loco.exact_undo:
-            name, copies = f"{name}, and those before the step", 2
-        states[name] = copies * errors
-    if config.gradient_element_scales and nodes > 1:
-        travelled = sum(gradients_format(config, unit, gradients).nbytes for unit in units)
-        states["elements' scales, int8, and what travelled last"] = 2 * nodes * (shard + travelled)  # to and from nodes
-    if settings.optimizer.muon_stale_rows and nodes > 1:
-        matrices = [part for unit in units for part in unit.shards if unit.is_hidden_matrix(part)]
-        rows = MomentumWire(settings.optimizer.muon_momentum_bits).format(matrices)
-        # This rank's own in bf16, for checkpoints, and those of its local rank on all nodes as they travelled.
-        states["matrices' rows as they travelled last"] = 2 * rows.numel + nodes * rows.nbytes
-    if zero_stage < 3:
-        states["all parameters, gathered"] = weights.itemsize * whole
-    if zero_stage == 1 and micro_batches > 1:
-        states["gradients of earlier micro-batches, whole"] = gradients.itemsize * whole
-    return states, host
-
-
-def _int8_sum(config: ZeroPPConfig, unit: PlannedUnit) -> int:
-    """Bytes of the sum for one node's shard."""
-    return wire_format(unit.shards, 8, config.gradient_block_size, torch.float32).nbytes
-
-
-def _working_memory(
-    architecture: Architecture, settings: Settings, model: Transformer, units: list[PlannedUnit], kept: float
-) -> dict[str, int]:
-    """About what comes and goes within a step. kept: micro-batches of which activations are kept at once."""
-    weights, gradients = (dtype.itemsize for dtype in travelling_dtypes(settings))
-    layer = max(sum(unit.gathered for unit in units if unit.layer == i) for i in range(num_layers_of(units)))
-    others = [unit.gathered for unit in units if unit.layer is None]  # they stay gathered
-    gathered = weights * (sum(others) + 2 * layer) if zero_stage_of(settings) == 3 else 0  # this layer and the next
-    return {
-        "gathered weights, gradients on their way": gathered + (weights + gradients) * (max(others) + layer),
-        "activations": _activations(architecture, settings, model, weights, num_layers_of(units), kept),
-    }
-
-
-def _activations(
-    architecture: Architecture,
-    settings: Settings,
-    model: Transformer,
-    itemsize: int,
-    num_blocks: int,
-    micro_batches: float,
-) -> int:
-    """What autograd keeps of so many blocks and micro-batches, on a rank that has its part of the tokens."""
-    if architecture.activations is None:
-        raise ValueError(f"the architecture {architecture.name} does not say what memory its activations take")
-    activation, distributed = settings.activation, settings.distributed
-    block = architecture.activations(model.config, itemsize).of_tensor_parallel_rank(
-        distributed.tensor_model_parallel_size, distributed.sequence_parallel
-    )
-    if activation.recompute_granularity is None:
-        kept, recomputed = num_blocks * block.everything, 0
-    elif activation.recompute_granularity == "selective":
-        kept, recomputed = num_blocks * block.linear_layers, block.everything
-    else:
-        again = recomputed_blocks(activation, num_blocks)
-        kept, recomputed = again * block.input + (num_blocks - again) * block.everything, block.everything
-    assert settings.training.micro_batch_size and settings.training.seq_length
-    tokens = settings.training.micro_batch_size * settings.training.seq_length // distributed.context_parallel_size
-    return round(tokens * (micro_batches * kept + recomputed))
-
-
-def recomputed_blocks(activation: ActivationSettings, num_blocks: int) -> int:
-    """Blocks of which the backward pass computes the whole forward pass again."""
-    if activation.recompute_granularity != "full":
-        return 0
-    k = activation.recompute_num_layers or 1
-    return -(-num_blocks // k) if activation.recompute_method == "uniform" else k
 
 
 def _sent(ranks: list[RankEstimate], grid: RankGrid, of_group: Callable[[Exchange], int]) -> dict[str, int]:

@@ -1,0 +1,133 @@
+"""What a rank keeps in memory: states, counted from its shards and wire formats; activations and other work, about."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+
+from megatron_zpp.architectures import Architecture
+from megatron_zpp.models.transformer import Transformer
+from megatron_zpp.optim.optimizer import OPTIMIZERS
+from megatron_zpp.settings.groups import ActivationSettings, Settings
+from megatron_zpp.training.exchanges import gradients_format, travelling_dtypes, zero_stage_of
+from megatron_zpp.training.planned_units import PlannedUnit, num_layers_of
+from megatron_zpp.zeropp.config import ZeroPPConfig
+from megatron_zpp.zeropp.loco import ERROR_FORMATS
+from megatron_zpp.zeropp.matrix_blocks import MomentumWire
+from megatron_zpp.zeropp.wire_format import wire_format
+
+
+def states_of_rank(
+    settings: Settings, config: ZeroPPConfig, units: list[PlannedUnit], micro_batches: int
+) -> tuple[dict[str, int], dict[str, int]]:
+    """What a rank keeps from step to step, gradients and their sums included: on the device, and in host memory."""
+    shard, whole = sum(unit.numel for unit in units), sum(unit.gathered for unit in units)
+    nodes, zero_stage = units[0].group.nodes, zero_stage_of(settings)
+    weights, gradients = travelling_dtypes(settings)
+    state_tensors = OPTIMIZERS[settings.optimizer.optimizer].state_tensors
+    optimizer_state = sum(
+        state_tensors(settings.optimizer, unit.is_hidden_matrix(part)) * part.numel
+        for unit in units
+        for part in unit.shards
+    )
+    states: dict[str, int] = {}
+    host: dict[str, int] = {}
+    (host if settings.zero.cpu_offload else states).update(
+        {
+            "parameters, fp32": 4 * shard,
+            "gradients, fp32": 4 * shard,
+            f"{settings.optimizer.optimizer}'s state, fp32": 4 * optimizer_state,
+        }
+    )
+    if config.hpz_partition_size > 1 and nodes > 1:
+        copy = weights.itemsize * shard
+        if config.hpz_secondary_dtype == "int8":
+            blocks = (config.weight_bits, config.weight_block_size)
+            copy = sum(wire_format(unit.shards, *blocks, weights).nbytes for unit in units)
+        states[f"hpZ's secondary partition, {config.hpz_secondary_dtype}"] = nodes * copy
+    if config.quantized_gradients and micro_batches > 1:
+        kept = {"fp32": 4 * shard, "bf16": 2 * shard, "int8": sum(map(partial(_int8_sum, config), units))}
+        dtype = config.gradient_sum_dtype
+        where = host if config.offload_gradient_sums else states
+        where[f"gradients of earlier micro-batches, summed within the node, {dtype}"] = nodes * kept[dtype]
+    errors = 0
+    if config.loco is not None:
+        bits, loco_dtype = ERROR_FORMATS[config.loco.error_dtype]
+        for unit in units:
+            pieces = nodes * (nodes > 1)  # that a rank sends, this one's own among them
+            if config.loco.hops == "both":
+                pieces += unit.group.size * (unit.group.size > nodes)
+            errors += pieces * wire_format(unit.shards, bits, config.gradient_block_size, loco_dtype).nbytes
+    if config.loco is not None and errors:
+        name, copies = f"LoCo's errors, {config.loco.error_dtype}", 1
+        if config.loco.exact_undo:
+            name, copies = f"{name}, and those before the step", 2
+        states[name] = copies * errors
+    if config.gradient_element_scales and nodes > 1:
+        travelled = sum(gradients_format(config, unit, gradients).nbytes for unit in units)
+        states["elements' scales, int8, and what travelled last"] = 2 * nodes * (shard + travelled)  # to and from nodes
+    if settings.optimizer.muon_stale_rows and nodes > 1:
+        matrices = [part for unit in units for part in unit.shards if unit.is_hidden_matrix(part)]
+        rows = MomentumWire(settings.optimizer.muon_momentum_bits).format(matrices)
+        # This rank's own in bf16, for checkpoints, and those of its local rank on all nodes as they travelled.
+        states["matrices' rows as they travelled last"] = 2 * rows.numel + nodes * rows.nbytes
+    if zero_stage < 3:
+        states["all parameters, gathered"] = weights.itemsize * whole
+    if zero_stage == 1 and micro_batches > 1:
+        states["gradients of earlier micro-batches, whole"] = gradients.itemsize * whole
+    return states, host
+
+
+def _int8_sum(config: ZeroPPConfig, unit: PlannedUnit) -> int:
+    """Bytes of the sum for one node's shard."""
+    return wire_format(unit.shards, 8, config.gradient_block_size, torch.float32).nbytes
+
+
+def working_memory(
+    architecture: Architecture, settings: Settings, model: Transformer, units: list[PlannedUnit], kept: float
+) -> dict[str, int]:
+    """About what comes and goes within a step. kept: micro-batches of which activations are kept at once."""
+    weights, gradients = (dtype.itemsize for dtype in travelling_dtypes(settings))
+    layer = max(sum(unit.gathered for unit in units if unit.layer == i) for i in range(num_layers_of(units)))
+    others = [unit.gathered for unit in units if unit.layer is None]  # they stay gathered
+    gathered = weights * (sum(others) + 2 * layer) if zero_stage_of(settings) == 3 else 0  # this layer and the next
+    return {
+        "gathered weights, gradients on their way": gathered + (weights + gradients) * (max(others) + layer),
+        "activations": _activations(architecture, settings, model, weights, num_layers_of(units), kept),
+    }
+
+
+def _activations(
+    architecture: Architecture,
+    settings: Settings,
+    model: Transformer,
+    itemsize: int,
+    num_blocks: int,
+    micro_batches: float,
+) -> int:
+    """What autograd keeps of so many blocks and micro-batches, on a rank that has its part of the tokens."""
+    if architecture.activations is None:
+        raise ValueError(f"the architecture {architecture.name} does not say what memory its activations take")
+    activation, distributed = settings.activation, settings.distributed
+    block = architecture.activations(model.config, itemsize).of_tensor_parallel_rank(
+        distributed.tensor_model_parallel_size, distributed.sequence_parallel
+    )
+    if activation.recompute_granularity is None:
+        kept, recomputed = num_blocks * block.everything, 0
+    elif activation.recompute_granularity == "selective":
+        kept, recomputed = num_blocks * block.linear_layers, block.everything
+    else:
+        again = recomputed_blocks(activation, num_blocks)
+        kept, recomputed = again * block.input + (num_blocks - again) * block.everything, block.everything
+    assert settings.training.micro_batch_size and settings.training.seq_length
+    tokens = settings.training.micro_batch_size * settings.training.seq_length // distributed.context_parallel_size
+    return round(tokens * (micro_batches * kept + recomputed))
+
+
+def recomputed_blocks(activation: ActivationSettings, num_blocks: int) -> int:
+    """Blocks of which the backward pass computes the whole forward pass again."""
+    if activation.recompute_granularity != "full":
+        return 0
+    k = activation.recompute_num_layers or 1
+    return -(-num_blocks // k) if activation.recompute_method == "uniform" else k
