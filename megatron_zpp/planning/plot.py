@@ -1,7 +1,8 @@
-"""Tokens per second over memory, the risk for the loss as colour."""
+"""Tokens per second over memory, the risk for the loss as colour, the Pareto front by name."""
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 from megatron_zpp.planning.plan import Plan
@@ -23,21 +24,19 @@ def plot(plan: Plan, path: Path) -> None:
     rates = [outcome.prediction.tokens_per_second / 1e6 for outcome in plan.outcomes]
     colors = [outcome.candidate.travel.risk for outcome in plan.outcomes]
     figure, axes = pyplot.subplots(figsize=(10, 4.8), layout="constrained")
-    front = [max(rate for memory, rate in zip(memories, rates, strict=True) if memory <= m) for m in sorted(memories)]
-    axes.plot(sorted(memories), front, color="0.6", linewidth=1, drawstyle="steps-post")
+    # Those that nothing with as little memory is faster than; plan.outcomes are in the order of their rates.
+    front = [i for i, memory in enumerate(memories) if memory < min([*memories[:i], math.inf])]
+    axes.step([memories[i] for i in front], [rates[i] for i in front], "0.6", linewidth=1, where="pre")
     drawn = axes.scatter(memories, rates, c=colors, cmap="viridis_r", vmin=0.0, zorder=3)
     figure.colorbar(drawn, label="loss over an fp32 wire, %: mean + spread of E5")
-    # A number for each place, or several where points lie on each other; their names stand beside the chart.
-    places: dict[tuple[int, int], list[int]] = {}
-    for number, (memory, rate) in enumerate(zip(memories, rates, strict=True), 1):
-        places.setdefault((round(15 * memory / max(memories)), round(20 * rate / max(rates))), []).append(number)
-    for numbers in places.values():
-        at = memories[numbers[0] - 1], rates[numbers[0] - 1]
-        text = ", ".join(map(str, numbers))
-        axes.annotate(text, at, textcoords="offset points", xytext=(-6, 5), ha="right", fontsize=9)
-    names = [f"{number}  {name(outcome.candidate)}" for number, outcome in enumerate(plan.outcomes, 1)]
+    for i in front:
+        at = memories[i], rates[i]
+        axes.annotate(str(i + 1), at, textcoords="offset points", xytext=(-6, 5), ha="right", fontsize=9)
+    names = [f"{i + 1}  {name(plan.outcomes[i].candidate)}" for i in front]
     handles = [axes.plot([], [], " ")[0] for _ in names]
-    figure.legend(handles, names, loc="outside right upper", handlelength=0, fontsize=8, title="as in the table")
+    figure.legend(
+        handles, names, loc="outside right upper", handlelength=0, fontsize=8, title="fastest for their memory"
+    )
     axes.set(xlabel="memory of a GPU, GB (estimate)", ylabel="million tokens per second (predicted)")
     axes.set(xlim=(0, 1.08 * max(memories)), ylim=(0, 1.12 * max(rates)))
     axes.grid(alpha=0.3)

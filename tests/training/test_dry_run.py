@@ -82,11 +82,16 @@ def test_files_may_be_missing(dry_run):
 def test_what_is_not_estimated_is_said(dry_run):
     # 4 layers of 12 * 64 * 64 weights and 13 * 64 biases and norms, the last norm, 32 positions, 1024 tokens
     parameters = 4 * (12 * 64 * 64 + 13 * 64) + 2 * 64 + 32 * 64 + 1024 * 64
-    for words, shards in (("--tensor-model-parallel-size 2", 16), ("--zero-stage 0", 1)):
-        status, out, _ = dry_run(f"{COMMAND} {FAKE} {words} --dry-run-world-size 16")
-        assert status == 0 and f"{parameters:,} parameters\n" in out
-        assert f"a rank keeps {16 * parameters / shards / 1e9:.3g} GB of parameters, gradients and optimizer" in out
-        assert "not estimated: " in out
+    status, out, _ = dry_run(f"{COMMAND} {FAKE} --zero-stage 0 --dry-run-world-size 16")
+    assert status == 0 and f"{parameters:,} parameters\n" in out
+    assert f"a rank keeps {16 * parameters / 1e9:.3g} GB of parameters, gradients and optimizer" in out
+    assert "not estimated: --zero-stage 0" in out
+
+
+def test_of_a_pipeline_the_rank_that_needs_most_is_shown(dry_run):
+    words = "--pipeline-model-parallel-size 2 --tensor-model-parallel-size 2 --dry-run-world-size 16"
+    status, out, _ = dry_run(f"{COMMAND} {FAKE} {words}")
+    assert status == 0 and "memory of a GPU of pipeline rank 0, the largest, GB" in out and "hidden states\n" in out
 
 
 def test_all_mistakes_are_said_at_once(dry_run):
