@@ -115,7 +115,7 @@ def fabric(config: ZeroPPConfig | None, accumulation: int, steps: int) -> Traine
     parameters = size(llama)
     model = runner.setup(llama)
     zeropp = None if config is None else apply_zeropp(model, config)
-    optimizer = runner.setup_optimizers(torch.optim.AdamW(model.parameters(), lr=3e-3))
+    optimizer: Any = runner.setup_optimizers(torch.optim.AdamW(model.parameters(), lr=3e-3))
     losses, sent = [], []
     for step in range(steps):
         for i in range(accumulation):

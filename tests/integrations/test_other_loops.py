@@ -14,7 +14,7 @@ CASES = [
     "Hugging Face Trainer",
     "Lightning Fabric",
     "torchtitan",
-    "Llama, GradScaler",
+    "Llama, fp16 and GradScaler",
     "Llama, torchao AdamW8bit",
 ]
 
