@@ -13,7 +13,7 @@ CASES = [
     "accelerate",
     "Hugging Face Trainer",
     "Lightning Fabric",
-    "torchtitan",
+    "torchtitan, chunked loss",
     "Llama, fp16 and GradScaler",
     "Llama, torchao AdamW8bit",
 ]
