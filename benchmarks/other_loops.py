@@ -49,13 +49,14 @@ CASES = {  # by name: its module and function, ranks, and ranks of a node that s
     "BERT": ("other_loops_models:bert", 4, 2),
     "Llama, tensor-parallel mesh": ("other_loops_models:tensor_parallel", 8, 2),
     "Llama, CPU offload": ("other_loops_models:cpu_offload", 4, 2),
-    "Llama, GradScaler": ("other_loops_models:grad_scaler", 4, 2),
+    "Llama, fp16 and GradScaler": ("other_loops_models:grad_scaler", 4, 2),
     "Llama, torchao AdamW8bit": ("other_loops_models:adamw_8bit", 4, 2),
     "Llama, torch.compile": ("other_loops_models:compiled", 4, 2),
     "accelerate": ("other_loops_trainers:accelerate_loop", 4, 2),
     "Hugging Face Trainer": ("other_loops_trainers:huggingface_trainer", 4, 2),
     "Lightning Fabric": ("other_loops_trainers:fabric", 4, 2),
     "torchtitan": ("other_loops_trainers:torchtitan", 4, 2),
+    "torchtitan, chunked loss": ("other_loops_trainers:torchtitan_in_chunks", 4, 2),
 }
 
 

@@ -12,7 +12,7 @@ import transformers
 from other_loops import Trained, take
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 
 from megatron_zpp.zeropp import ZeroPPConfig, apply_zeropp
@@ -89,13 +89,13 @@ def train(
     batch: Callable[[torch.Generator], Batch] = counting,
     prepare: Callable[[nn.Module], dict[str, Any]] = lambda model: {},
     make_optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW,
-    scaled: bool = False,
+    loss_scale: float | None = None,
     stance: str = "default",
 ) -> Trained:
     """Clips, and accumulates as FSDP2 wants it.
 
-    prepare: makes the model ready for ``fully_shard``, and says what that is told. scaled: train with a GradScaler.
-    stance: torch.compile's, of the optimizer's step.
+    prepare: makes the model ready for ``fully_shard``, and says what that is told. loss_scale: what a GradScaler begins
+    with; None = train without. stance: torch.compile's, of the optimizer's step.
     """
     torch.manual_seed(0)
     model: Any = make()
@@ -106,7 +106,8 @@ def train(
     fully_shard(model, **told)
     zeropp = None if config is None else apply_zeropp(model, config)
     optimizer = make_optimizer(model.parameters(), lr=3e-3)
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**127, growth_interval=4, enabled=scaled)  # skips some
+    has_scaler = loss_scale is not None
+    scaler = torch.amp.GradScaler("cpu", init_scale=loss_scale or 1.0, growth_interval=4, enabled=has_scaler)
     rank = told["mesh"].get_local_rank() if told.get("mesh") is not None else dist.get_rank()
     losses, sent = [], []
     for step in range(steps):
@@ -118,7 +119,7 @@ def train(
             scaler.scale(loss / accumulation).backward()
             losses.append(loss.item())
         scaler.unscale_(optimizer)
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        clip(model, 1.0)
         with torch.compiler.set_stance(stance):
             scaler.step(optimizer)
         scale = scaler.get_scale()
@@ -130,6 +131,17 @@ def train(
         optimizer.zero_grad()
         sent.append(take(zeropp))
     return Trained(losses, sent, parameters)
+
+
+def clip(model: nn.Module, max_norm: float) -> None:
+    """As ``clip_grad_norm_``, which takes parameters of one mesh alone; tensor parallelism leaves some of another."""
+    meshes: dict[Any, list[Any]] = {}
+    for parameter in model.parameters():
+        meshes.setdefault(parameter.device_mesh, []).append(parameter)  # type: ignore[attr-defined]
+    norms: list[Any] = [nn.utils.get_total_norm([p.grad for p in of_mesh]) for of_mesh in meshes.values()]
+    total = torch.stack([norm.full_tensor() for norm in norms]).norm()
+    for of_mesh in meshes.values():
+        nn.utils.clip_grads_with_norm_(of_mesh, max_norm, total)
 
 
 def on_a_tensor_parallel_mesh(model: nn.Module) -> dict[str, Any]:
@@ -146,6 +158,10 @@ def on_a_tensor_parallel_mesh(model: nn.Module) -> dict[str, Any]:
 
 def offload(model: nn.Module) -> dict[str, Any]:
     return {"offload_policy": CPUOffloadPolicy(pin_memory=False)}
+
+
+def in_fp16(model: nn.Module) -> dict[str, Any]:
+    return {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.float16, reduce_dtype=torch.float32)}
 
 
 def compile_blocks(model: nn.Module) -> dict[str, Any]:
@@ -169,5 +185,6 @@ vit = partial(train, make=make_vit, batch=images)
 bert = partial(train, make=make_bert)
 tensor_parallel = partial(llama, prepare=on_a_tensor_parallel_mesh)
 cpu_offload = partial(llama, prepare=offload)
-grad_scaler = partial(llama, scaled=True)
+# Some steps overflow, and are skipped.
+grad_scaler = partial(llama, prepare=in_fp16, loss_scale=2.0**21)
 compiled = partial(llama, prepare=compile_blocks)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -115,7 +116,7 @@ def fabric(config: ZeroPPConfig | None, accumulation: int, steps: int) -> Traine
     parameters = size(llama)
     model = runner.setup(llama)
     zeropp = None if config is None else apply_zeropp(model, config)
-    optimizer = runner.setup_optimizers(torch.optim.AdamW(model.parameters(), lr=3e-3))
+    optimizer: Any = runner.setup_optimizers(torch.optim.AdamW(model.parameters(), lr=3e-3))
     losses, sent = [], []
     for step in range(steps):
         for i in range(accumulation):
@@ -130,8 +131,11 @@ def fabric(config: ZeroPPConfig | None, accumulation: int, steps: int) -> Traine
     return Trained(losses, sent, parameters)
 
 
-def torchtitan(config: ZeroPPConfig | None, accumulation: int, steps: int) -> Trained:
-    """Its debug model with two of six layers, its optimizer, scheduler, data loader and clipping; in fp32."""
+def torchtitan(config: ZeroPPConfig | None, accumulation: int, steps: int, in_chunks: bool = False) -> Trained:
+    """Its debug model with two of six layers, its optimizer, scheduler, data loader and clipping; in fp32.
+
+    in_chunks: with its own loss, which does not hold all logits at once.
+    """
     from torchtitan_llama import debug_llama3, write_text_and_tokenizer
 
     from megatron_zpp.integrations.torchtitan import with_zeropp
@@ -142,6 +146,8 @@ def torchtitan(config: ZeroPPConfig | None, accumulation: int, steps: int) -> Tr
         own = debug_llama3(folder)
         own.checkpoint.enable = False
         own.debug.seed = 0
+        if not in_chunks:
+            own.loss = own.loss.loss_fn
         own.training.steps = steps
         own.training.seq_len, own.training.local_batch_size = TOKENS, SAMPLES
         own.training.global_batch_size = SAMPLES * accumulation * dist.get_world_size()
@@ -156,6 +162,9 @@ def torchtitan(config: ZeroPPConfig | None, accumulation: int, steps: int) -> Tr
         trainer.train()
         trainer.close()
     return Trained(losses, sent, sum(size(part) for part in trainer.model_parts))
+
+
+torchtitan_in_chunks = partial(torchtitan, in_chunks=True)
 
 
 def record(trainer: Any, accumulation: int) -> tuple[list[float], list[int]]:

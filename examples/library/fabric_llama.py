@@ -7,6 +7,7 @@ on the bytes of README.md; nothing is downloaded.
 import argparse
 import os
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -51,7 +52,7 @@ shape = LlamaConfig(
 model = fabric.setup(LlamaForCausalLM(shape))
 config = ZeroPPConfig(quantized_weights=True, hpz_partition_size=2, quantized_gradients=True, loco=LoCoConfig())
 zeropp = apply_zeropp(model, config)  # behind fabric.setup, which shards
-optimizer = fabric.setup_optimizers(torch.optim.AdamW(model.parameters(), lr=3e-3))
+optimizer: Any = fabric.setup_optimizers(torch.optim.AdamW(model.parameters(), lr=3e-3))
 
 output = Path(arguments.output)
 if arguments.resume is not None:

@@ -39,7 +39,6 @@ def debug_llama3(folder: Path) -> Trainer.Config:
     config.dataloader.dataset_path = str(folder / "text")
     config.training.seq_len, config.training.local_batch_size, config.training.global_batch_size = 64, 2, 16
     config.parallelism.spmd_backend = "partial_dtensor"  # torchtitan's default wants a torch newer than 2.13
-    config.loss = config.loss.loss_fn  # not in chunks: see docs/integrations.md
     config.validator.enable = False
     config.checkpoint.enable = True
     config.debug.seed = 0

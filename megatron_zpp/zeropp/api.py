@@ -102,6 +102,9 @@ class ZeroPP:
         self._monitor, self._micro_batch = ErrorMonitor(), MicroBatch()
         self._passes = Passes(self._micro_batch)
         unseen_changes = {topology: UnseenChanges(topology, self._passes, self.traffic) for topology in self.topologies}
+        if config.quantized_gradients:
+            for unit in units:
+                unit.reduce_unused()
         unused_parameters: dict[Topology, UnusedParameters] = {}
         if find_unused_parameters:
             for topology in dict.fromkeys(self.topologies):
@@ -139,8 +142,6 @@ class ZeroPP:
                     micro_batch=self._micro_batch,
                     unused_parameters=unused_parameters.get(unit.topology),
                 )
-                if hasattr(unit.module, "set_reduce_scatter_unused_params"):
-                    unit.module.set_reduce_scatter_unused_params(True)
             count_all_reduces(unit, self.traffic)
             if self.device.type == "cuda":
                 unit.time_stalls()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from .wire_layout import Compensation, WireLayout
@@ -13,3 +14,8 @@ def encoded_addend(format: WireLayout, wires: Tensor | None) -> Compensation:
     It is LoCo's compensation by an error that is left as it is.
     """
     return Compensation(format, error=wires, new_error=None, beta=0.0, decay=1.0)
+
+
+def can_be_addend(format: WireLayout) -> bool:
+    """Whether the operators of csrc/ add it so: in the forms that LoCo's errors have."""
+    return format.code is None or (format.bits == 8 and format.code.scale_dtype == torch.float32)

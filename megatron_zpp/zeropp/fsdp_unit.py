@@ -158,9 +158,22 @@ class FSDPUnit(Unit):
         own = [piece[: g.numel()].view(g.shape) for piece, g in zip(pieces, gradients, strict=True)]
         torch._foreach_add_(gradients, own)
 
-    def watch_use(self) -> None:
-        """Note from now on which parameters backward passes use. Unused ones get zeros to reduce."""
+    def reduce_unused(self) -> None:
+        """Let FSDP2 reduce zeros for trainable parameters that a backward pass did not use, where torch can."""
+        if not hasattr(self.module, "set_reduce_scatter_unused_params"):
+            return
         self.module.set_reduce_scatter_unused_params(True)
+        post_backward = self._param_group.post_backward
+
+        def of_one_dtype(*arguments: Any) -> None:
+            if self._param_group.reduce_grads:
+                _take_one_gradient_dtype(self._param_group.fsdp_params)
+            post_backward(*arguments)
+
+        self._param_group.post_backward = of_one_dtype
+
+    def watch_use(self) -> None:
+        """Note from now on which parameters backward passes use. Behind ``reduce_unused``, whose zeros are no use."""
         post_backward = self._param_group.post_backward
 
         def watched(*arguments: Any) -> None:
@@ -215,6 +228,21 @@ def _has_gradient(param: Any) -> bool:
     if not hasattr(param, "_unsharded_param"):  # it was never gathered
         return False
     return param.unsharded_accumulated_grad is not None or param.unsharded_param.grad is not None
+
+
+def _take_one_gradient_dtype(params: Sequence[Any]) -> None:
+    """Take all unsharded gradients of a unit in its reduce_dtype, where passes that did not reduce left one in it.
+
+    FSDP2 reduces gradients of one dtype alone. It has the others in that of the parameters: what only this pass used,
+    and zeros for what none did.
+    """
+    if all(param.unsharded_accumulated_grad is None for param in params):
+        return
+    for param in params:
+        if param.unsharded_accumulated_grad is None and param.sharded_param.requires_grad:
+            unsharded = param.unsharded_param
+            gradient = unsharded.grad if unsharded.grad is not None else torch.zeros_like(unsharded)
+            param.unsharded_accumulated_grad, unsharded.grad = gradient.to(param.reduce_dtype), None
 
 
 def find_units(model: nn.Module, ranks_per_node: int | None) -> list[FSDPUnit]:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from .config import SCALE_DTYPES, ZeroPPConfig
-from .encoded_addend import encoded_addend
+from .encoded_addend import can_be_addend, encoded_addend
 from .micro_batch import MicroBatch
 from .monitor import ErrorMonitor
 from .quantization import mix_seed
@@ -109,7 +109,10 @@ class WeightEncoder:
         # Rounded to nearest: what this loses is in the next difference, which is taken from the copy as it is kept.
         kept = self.in_full(dtype, differences.parameters)
         moved = torch.empty(len(wires), differences.numel, device=wires.device)
-        return kept.encode(differences.decode(wires, out=moved), compensation=encoded_addend(kept, copies))
+        if can_be_addend(kept):
+            return kept.encode(differences.decode(wires, out=moved), compensation=encoded_addend(kept, copies))
+        kept.decode(copies, out=moved)
+        return kept.encode(differences.decode_sum(wires.unsqueeze(0), out=moved, accumulate=True))
 
     def encode_within_node(self, partition: Tensor, format: WireFormat, local_rank: int) -> Tensor:
         """Encode the secondary partition [N, L] of the ranks with this ``local_rank``: uint8 [N, nbytes]."""

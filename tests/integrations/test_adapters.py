@@ -37,6 +37,7 @@ def test_torchtitans_defaults_that_cannot_be_are_refused_by_name():
     config = with_zeropp(own, ZeroPPConfig())
     assert config.training.disable_cuda_graphs
     assert not own.training.disable_cuda_graphs  # the one that was given stays as it was
+    config.parallelism.pipeline_parallel_degree = 2  # with its own loss, which is chunked
     with pytest.raises(ValueError, match=r"config\.loss = config\.loss\.loss_fn"):
         config.build()
     config.training.disable_cuda_graphs = False

@@ -13,8 +13,8 @@ CASES = [
     "accelerate",
     "Hugging Face Trainer",
     "Lightning Fabric",
-    "torchtitan",
-    "Llama, GradScaler",
+    "torchtitan, chunked loss",
+    "Llama, fp16 and GradScaler",
     "Llama, torchao AdamW8bit",
 ]
 

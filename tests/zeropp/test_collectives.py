@@ -206,6 +206,12 @@ WEIGHT_OPTIONS = {
     "stochastic differences of int8 copies": dict(
         quantized_weights=True, hpz_secondary_dtype="int8", weight_difference_bits=4, weight_rounding="stochastic"
     ),
+    "differences of int8 copies, short scales": dict(
+        quantized_weights=True, hpz_secondary_dtype="int8", weight_difference_bits=4, scale_dtype="bf16"
+    ),
+    "differences of 4-bit copies": dict(
+        quantized_weights=True, weight_bits=4, hpz_secondary_dtype="int8", weight_difference_bits=4
+    ),
     "2-bit differences, int8 within a node": dict(weight_difference_bits=2, weight_intra_bits=8),
     "stochastic": dict(quantized_weights=True, weight_bits=4, weight_rounding="stochastic"),
     "stochastic on both hops": dict(

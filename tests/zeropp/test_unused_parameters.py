@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from megatron_zpp.zeropp import LoCoConfig, ZeroPPConfig, apply_zeropp
 from megatron_zpp.zeropp.emulation import emulate_zeropp
@@ -147,6 +147,44 @@ def test_unused_parameters_are_as_in_one_process():
         assert all(mine.equal(its) for mine, its in zip(parameters, real_parameters, strict=True))
     # Emulated ranks gather every unit in every pass, so only a step that uses all of them sends the same.
     assert traffic[0].inter_node == sum(loco[2][0].inter_node for _, _, loco, _ in results)
+
+
+def held_back_in_bf16(heads):
+    """Gradients in fp32 of two micro-batches, of which the first is held back on each rank, through these heads."""
+    model, policy = Net(), MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    fully_shard(model, mp_policy=policy)
+    apply_zeropp(model, EXACT)
+    for i, head in enumerate(heads):
+        model.set_requires_gradient_sync(i == len(heads) - 1)
+        x = torch.full((4, 24), 1.0 + i + dist.get_rank())
+        model(x, True, head).square().mean().backward()
+    return [parameter.grad.full_tensor() for parameter in model.parameters() if parameter.requires_grad]
+
+
+def _held_back_in_bf16():
+    return held_back_in_bf16((0, 1)), held_back_in_bf16((0, 0))
+
+
+@needs_unused_switch
+def test_what_only_the_last_micro_batch_used_is_reduced_with_what_was_held_back():
+    """FSDP2 has sums of micro-batches in reduce_dtype, what came last in param_dtype, and refuses to reduce both."""
+    results = run_ranks(4, _held_back_in_bf16)
+    for case, heads in enumerate(((0, 1), (0, 0))):
+        model = Net().bfloat16()
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        expected = [torch.zeros(parameter.shape) for parameter in trained]
+        for rank in range(4):
+            for i, head in enumerate(heads):
+                x = torch.full((4, 24), 1.0 + i + rank, dtype=torch.bfloat16)
+                model(x, True, head).square().mean().backward()
+                for total, parameter in zip(expected, trained, strict=True):
+                    if parameter.grad is not None:
+                        total += parameter.grad.float() / 4
+                model.zero_grad()
+        for of_rank in results:
+            for mine, its in zip(of_rank[case], expected, strict=True):
+                torch.testing.assert_close(mine, its, rtol=1e-6, atol=1e-6)
+        assert expected[-1].any() == (heads == (0, 1))
 
 
 def test_what_needs_no_finding_is_refused():
