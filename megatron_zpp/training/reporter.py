@@ -79,6 +79,8 @@ class Reporter:
             self._write_point(result, num_samples, interval)
         if is_log_step:
             self._clear()
+        if self.stragglers is not None:
+            self.stragglers.resume()  # ranks have waited for each other here
 
     def pause(self) -> None:
         """Count the time so far to training; call ``resume`` after the evaluation or saving that follows."""
