@@ -181,18 +181,21 @@ def print_tables() -> None:
 
 def plot_throughput() -> None:
     import matplotlib.pyplot as plt
+    from matplotlib.ticker import LogLocator
 
-    labels = [rate or "unlimited" for rate in RATES]
+    labels = [(rate or "unlimited").replace("mbit", " Mbit/s").replace("gbit", " Gbit/s") for rate in RATES]
     tokens = {(r["micro_batches"], r["rate"], r["setting"]): tokens_per_second(r) for r in read(THROUGHPUT)}
-    figure, axes = plt.subplots(1, 2, figsize=(10, 4), sharex=True)
+    figure, axes = plt.subplots(1, 2, figsize=(11, 4), sharex=True, sharey=True, layout="constrained")
     for micro_batches, axis in zip((1, 8), axes, strict=True):
         for name in THROUGHPUT_SETTINGS:
             axis.plot(labels, [tokens[micro_batches, rate, name] for rate in RATES], marker="o", label=name)
         axis.set(title=f"{micro_batches} micro-batch{'es' if micro_batches > 1 else ''} per step", yscale="log")
         axis.set(xlabel="rate of a node's link", ylabel="tokens per second")
+        axis.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axis.yaxis.set_major_formatter("{x:g}")
+        axis.tick_params(labelleft=True)
         axis.grid(alpha=0.3)
-    axes[0].legend()
-    figure.tight_layout()
+    axes[0].legend(fontsize="small")
     figure.savefig(THROUGHPUT.with_suffix(".png"), dpi=120)
 
 

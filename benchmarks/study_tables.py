@@ -115,40 +115,48 @@ def _pyplot() -> Any:
 def plot_without_state(rows: Rows) -> None:
     """E1, E2 and E3: low-bit weights, their differences, and low-bit gradients, arm by arm."""
     plt = _pyplot()
+    from matplotlib.ticker import FixedLocator
+
     weights, differences = (EXPERIMENTS[name].groups[1].arms for name in ("E1", "E2"))
     sides = {"weights": (*weights, *differences[1:]), "gradients": EXPERIMENTS["E3"].groups[1].arms}
-    figure, both = plt.subplots(1, 2, figsize=(12, 4))
+    figure, both = plt.subplots(1, 2, figsize=(12, 4), layout="constrained")
     for axes, (title, arms) in zip(both, sides.items(), strict=True):
         of_arms = {arm.name: excesses(arm, rows) for arm in arms if arm.flags in rows}
         means, spreads = map(statistics.mean, of_arms.values()), map(statistics.stdev, of_arms.values())
         axes.barh([*of_arms], [*means], xerr=[*spreads], color="C0", capsize=3)
         axes.invert_yaxis()
-        axes.set_xscale("symlog", linthresh=0.1)
+        axes.set_xscale("symlog", linthresh=0.1, linscale=0.5)
+        axes.xaxis.set_major_locator(FixedLocator([-0.1, 0, 0.1, 1, 10]))
         axes.xaxis.set_major_formatter("{x:g}")
-        axes.set_xlabel(f"{title}: validation loss over the fp32 wire, %")
+        axes.set(title=title, xlabel="validation loss over the fp32 wire, %")
         axes.grid(alpha=0.3, axis="x")
-    figure.tight_layout()
     figure.savefig(PLOTS / "study_without_state.png", dpi=130)
 
 
 def plot_loss_over_bytes(rows: Rows) -> None:
-    """The whole recipes, by name."""
+    """The whole recipes, by name. Those with equal bytes stand side by side."""
     plt = _pyplot()
-    figure, axes = plt.subplots(figsize=(9, 4.5))
+    figure, axes = plt.subplots(figsize=(9, 6.5), layout="constrained")
     arms = [arm for group in EXPERIMENTS["E5"].groups for arm in group.arms if arm.flags in rows and arm != FP32]
+    drawn: list[float] = []  # bytes
     for i, arm in enumerate(arms):
         values = excesses(arm, rows)
-        point = float(next(iter(rows[arm.flags].values()))["bytes_per_parameter"]), statistics.mean(values)
-        axes.errorbar(*point, statistics.stdev(values), fmt="o", capsize=3, label=f"{i + 1}: {arm.name}")
-        axes.annotate(str(i + 1), point, textcoords="offset points", xytext=(6, 4), fontsize=9)
-    axes.set_xlabel("bytes that a node sends per parameter and step")
+        sent = float(next(iter(rows[arm.flags].values()))["bytes_per_parameter"])
+        beside = sum(abs(sent / other - 1) < 0.02 for other in drawn)
+        drawn.append(sent)
+        point = sent * 1.035**beside, statistics.mean(values)
+        style = f"C{i % 10}", "os^"[i // 5]
+        axes.errorbar(*point, statistics.stdev(values), color=style[0], fmt=style[1], capsize=3,
+                      label=f"{i + 1}: {arm.name}")  # fmt: skip
+        top = point[0], point[1] + statistics.stdev(values)
+        axes.annotate(str(i + 1), top, textcoords="offset points", xytext=(0, 4), fontsize=9, ha="center")
+    axes.set_xlabel("bytes that a node sends per parameter and step; points with equal bytes stand side by side")
     axes.set_ylabel("validation loss over the fp32 wire, %")
     axes.set_xscale("log")
     axes.xaxis.set_major_formatter("{x:g}")
     axes.xaxis.set_minor_formatter("{x:g}")
     axes.grid(alpha=0.3)
-    axes.legend(fontsize=7)
-    figure.tight_layout()
+    figure.legend(fontsize=7, loc="outside lower center", ncols=2)
     figure.savefig(PLOTS / "study_loss_over_bytes.png", dpi=130)
 
 
@@ -172,7 +180,8 @@ def plot_feedback(rows: Rows) -> None:
         means, spreads = map(statistics.mean, betas.values()), map(statistics.stdev, betas.values())
         curve.errorbar([*betas], [*means], [*spreads], fmt="o-", capsize=3)
         curve.axhline(statistics.mean(excesses(E4_SENSITIVITY.arms[0], rows)), color="grey", ls="--", label="nothing")
-        curve.set_xlabel("beta, 8 bits within and 2 between nodes, blocks of 128")
+        curve.set(xlabel="beta, 8 bits within and 2 between nodes, blocks of 128", ylim=(0, None))
+        curve.set_ylabel("validation loss over the fp32 wire, %")
         curve.legend(fontsize=8)
     for axes in (bars, curve):
         axes.grid(alpha=0.3, axis="y")

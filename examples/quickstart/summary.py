@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 
 from megatron_zpp.data.indexed_dataset import IndexedDataset
 from megatron_zpp.metrics.log_reader import BETWEEN, WITHIN, RunLog, read_log, shorten
+
+FEWEST_STEPS = 50  # of a run whose speed is compared
 
 
 def unigram_entropy(prefix: str) -> float:
@@ -25,30 +28,38 @@ def unigram_entropy(prefix: str) -> float:
 
 
 def table(runs: dict[str, RunLog], entropy: float) -> str:
-    """Runs side by side; differences are to the first."""
-    first, *others = runs.values()
+    """Runs side by side; differences are to the first, where the runs are long enough to differ by more than noise."""
+    every = [*runs.values()]
+    have_learned = all(run.validation_loss < entropy for run in every)
+    are_long = all(run.lines[-1]["iteration"] >= FEWEST_STEPS for run in every)
 
     def row(name: str, cells: list[str]) -> str:
         return name.ljust(34) + "".join(cell.rjust(24) for cell in cells)
 
-    def values(name: str, numbers: list[float], unit: str, compare: str) -> str:
-        cells = [f"{number:{unit}}" for number in numbers]
-        for i, number in enumerate(numbers[1:], start=1):
-            change = 100 * (number / numbers[0] - 1)
-            cells[i] += f" ({numbers[0] / number:.1f}x less)" if compare == "less" else f" ({change:+z.1f} %)"
-        return row(name, cells)
+    def less(number: float, first: float) -> str:
+        return f" ({first / number:.1f}x less)"
 
-    every = [first, *others]
-    return "\n".join(
-        [
-            row("", list(runs)),
-            values("validation loss, nats per token", [run.validation_loss for run in every], ".3f", "percent"),
-            row("unigram entropy of the text", [f"{entropy:.3f}"] * len(every)),
-            values("MB between nodes per step", [run.mean(BETWEEN) for run in every], ".2f", "less"),
-            values("MB within nodes per step", [run.mean(WITHIN) for run in every], ".2f", "percent"),
-            values("tokens per second", [run.tokens_per_second() for run in every], ",.0f", "percent"),
-        ]
-    )
+    def percent(number: float, first: float) -> str:
+        return f" ({100 * (number / first - 1):+z.1f} %)"
+
+    def values(name: str, numbers: list[float], unit: str, compare: Callable[[float, float], str] | None) -> str:
+        changes = ["" if compare is None else compare(number, numbers[0]) for number in numbers[1:]]
+        return row(name, [f"{number:{unit}}{change}" for number, change in zip(numbers, ["", *changes], strict=True)])
+
+    losses, speeds = [run.validation_loss for run in every], [run.tokens_per_second() for run in every]
+    lines = [
+        row("", list(runs)),
+        values("validation loss, nats per token", losses, ".3f", percent if have_learned else None),
+        row("unigram entropy of the text", [f"{entropy:.3f}"] * len(every)),
+        values("MB between nodes per step", [run.mean(BETWEEN) for run in every], ".2f", less),
+        values("MB within nodes per step", [run.mean(WITHIN) for run in every], ".2f", percent),
+        values("tokens per second", speeds, ",.0f", percent if are_long else None),
+    ]
+    if not have_learned:
+        lines.append("losses are not compared: train until they are below the unigram entropy")
+    if not are_long:
+        lines.append(f"speeds are not compared: train {FEWEST_STEPS} steps or more")
+    return "\n".join(lines)
 
 
 def plot(runs: dict[str, RunLog], entropy: float, path: Path) -> None:

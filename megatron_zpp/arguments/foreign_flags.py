@@ -164,7 +164,7 @@ NOT_NEEDED: dict[str, NotNeeded] = {
     "--exit-signal": NotNeeded("--exit-signal-handler waits for all of them", ("SIGTERM", "SIGUSR1", "SIGINT")),
     # Logging
     **_same(_NOT_LOGGED, "--timing-log-level", "--timing-log-option", accepted=ANY),
-    **_same(_NOT_LOGGED, "--log-straggler", "--profile-backward"),
+    **_same(_NOT_LOGGED, "--profile-backward"),
     **_same("the log has its lines, and --save its checkpoints; no progress.txt is written", "--log-progress"),
     **_same(
         _ALWAYS_WRITTEN,

@@ -14,6 +14,7 @@ from megatron_zpp.architectures import Architecture
 from megatron_zpp.arguments.check_muon import check_muon
 from megatron_zpp.arguments.check_zero import check_zero
 from megatron_zpp.arguments.resolve_parallel import (
+    cannot_tell_stragglers,
     check_expert_parallel,
     check_parallel,
     check_tensor_parallel,
@@ -102,7 +103,11 @@ def resolve(
     with mistakes.collected():
         check_muon(settings)
     mistakes.report()
-    return settings, list(_notes(settings, set(given)))
+    notes = [*_notes(settings, set(given))]
+    if settings.logging.log_straggler and (reason := cannot_tell_stragglers(distributed, settings.zero, world_size)):
+        notes.append(f"--log-straggler has no effect: {reason}")
+        settings = dataclasses.replace(settings, logging=dataclasses.replace(settings.logging, log_straggler=False))
+    return settings, notes
 
 
 # Ranks and batches

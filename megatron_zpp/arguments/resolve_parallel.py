@@ -10,7 +10,7 @@ from megatron_zpp.parallel.mesh import MODEL_PARALLEL_SETTINGS, ranks_per_model_
 from megatron_zpp.parallel.pipeline import SPLITS_BACKWARD, check_micro_batches
 from megatron_zpp.parallel.stages import Placement, place_stages
 from megatron_zpp.settings.checks import SettingsError, divisors, flag_of, require
-from megatron_zpp.settings.groups import DistributedSettings, ModelSettings, Settings
+from megatron_zpp.settings.groups import DistributedSettings, ModelSettings, Settings, ZeroSettings
 
 
 def check_parallel(distributed: DistributedSettings, zero_stage: int, seq_length: int | None, world_size: int) -> None:
@@ -40,6 +40,20 @@ def _check_emulation(distributed: DistributedSettings, zero_stage: int, world_si
         zero_stage in (2, 3),
         f"--emulate-ranks emulates --zero-stage 2 and 3, got {zero_stage}: below 2 each rank keeps its own gradients",
     )
+
+
+def cannot_tell_stragglers(distributed: DistributedSettings, zero: ZeroSettings, world_size: int) -> str | None:
+    """Why --log-straggler would tell nothing; None where it does."""
+    if world_size == 1:
+        return "there is one rank"
+    others = {
+        **{setting: getattr(distributed, setting) for setting in MODEL_PARALLEL_SETTINGS},
+        "expert_model_parallel_size": distributed.expert_model_parallel_size,
+        "num_distributed_optimizer_instances": distributed.num_distributed_optimizer_instances,
+    }
+    given = [f"{flag_of(name)} {size}" for name, size in others.items() if size > 1]
+    given += ["--zero-stage 0"] if zero.zero_stage == 0 else []
+    return f"how long ranks wait for each other is not known with {' and '.join(given)}" if given else None
 
 
 def data_parallel_size(distributed: DistributedSettings, world_size: int) -> int:

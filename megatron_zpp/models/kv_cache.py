@@ -26,7 +26,8 @@ class CachedModel:
         self.filled = 0  # columns
         self.padding = torch.empty(0, dtype=torch.int64)  # [B]: columns on the left that hold no id
         self.is_padded = False  # some row is
-        self.caches: dict[int, Tensor] = {}  # of each attention: keys and values [2, B, C, groups, head_dim]
+        # Of each attention: keys and values [B, groups, C, head_dim], where what a query reads of a head is in a row.
+        self.caches: dict[int, tuple[Tensor, Tensor]] = {}
         for number, layer in enumerate(model.layers):
             found = [module for module in layer.modules() if isinstance(module, SelfAttention)]
             if not found:
@@ -92,11 +93,18 @@ class CachedModel:
         """In place of ``layers.attention``: q [B, Q, heads, head_dim] and k, v [B, Q, groups, head_dim] of new ids."""
         if name not in self.caches:
             batch, _, groups, head_dim = k.shape
-            self.caches[name] = k.new_empty(2, batch, self.columns, groups, head_dim)
-        cache, new = self.caches[name], slice(self.filled, self.filled + q.shape[1])
-        cache[0, :, new], cache[1, :, new] = k, v
-        keys, values = cache[:, :, : new.stop].transpose(2, 3)  # [B, groups, K, head_dim] each
+            shape = (batch, groups, self.columns, head_dim)
+            self.caches[name] = k.new_empty(shape), v.new_empty(shape)
+        keys, values = self.caches[name]
+        # narrow and copy_: for one id, indexing would take longer than the attention itself.
+        for cache, new in (keys, k), (values, v):
+            cache.narrow(2, self.filled, q.shape[1]).copy_(new.transpose(1, 2))
+        total = self.filled + q.shape[1]
         attended = F.scaled_dot_product_attention(
-            q.transpose(1, 2), keys, values, attn_mask=mask, enable_gqa=k.shape[2] < q.shape[2]
+            q.transpose(1, 2),
+            keys.narrow(2, 0, total),  # [B, groups, K, head_dim]
+            values.narrow(2, 0, total),
+            attn_mask=mask,
+            enable_gqa=k.shape[2] < q.shape[2],
         )
         return attended.transpose(1, 2)

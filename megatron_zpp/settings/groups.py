@@ -500,6 +500,7 @@ class LoggingSettings:
     log_throughput: bool = flag(False, "log TFLOP/s per GPU")
     log_params_norm: bool = flag(False, "log the parameters' norm")
     log_num_zeros_in_grad: bool = flag(False, "log the number of zero gradients")
+    log_straggler: bool = flag(False, "say which rank computes slowly, and which node's link is slow, where that lasts")
     peak_tflops: float | None = flag(
         None, "peak TFLOP/s of one device, for MFU; default known for common GPUs", above=0
     )

@@ -23,6 +23,8 @@ from typing import Any
 from megatron_zpp.metrics.dashboard import DASHBOARD
 from megatron_zpp.metrics.lines import format_duration
 from megatron_zpp.metrics.tensorboard_reader import RunHistory, find_runs, read_run
+from megatron_zpp.planning.beside import PARTS, predicted_and_measured
+from megatron_zpp.planning.cluster import ClusterSpec, parse_cluster
 from megatron_zpp.tools.run import report_errors
 
 Curve = list[tuple[float, float]]
@@ -30,14 +32,23 @@ SMOOTHED_OVER = 40  # points of a training loss
 MOST_POINTS = 300  # of all curves of a chart
 BETWEEN, WITHIN = "comm/bytes-between-nodes", "comm/bytes-within-nodes"
 # Which folder a run wrote to says nothing about it.
-PLACES = {"command", "tensorboard_dir", "save", "load", "wandb_exp_name", "wandb_save_dir", "data_cache_path"}
+PLACES = {
+    "command",
+    "tensorboard_dir",
+    "save",
+    "load",
+    "wandb_exp_name",
+    "wandb_save_dir",
+    "data_cache_path",
+    "profile_dir",
+}
 PAGE = """<!DOCTYPE html>
 <html lang="en"><head><meta charset="utf-8"><title>{title}</title>
 <meta name="viewport" content="width=device-width"><style>
 :root {{ color-scheme: light dark; }} body {{ font: 15px sans-serif; margin: 1em; }}
 .table {{ overflow-x: auto; }} table {{ border-collapse: collapse; }}
 th, td {{ border-bottom: 1px solid #8888; padding: .3em .9em; text-align: right; }} th {{ text-align: left; }}
-td {{ font-variant-numeric: tabular-nums; overflow-wrap: anywhere; }}
+td {{ font-variant-numeric: tabular-nums; max-width: 20em; overflow-wrap: break-word; }}
 svg {{ max-width: 100%; height: auto; font-family: sans-serif; }}
 @media (prefers-color-scheme: dark) {{ svg {{ filter: invert(1) hue-rotate(180deg); }} }}
 </style></head><body><h1>{title}</h1>
@@ -113,8 +124,17 @@ def _over_iterations(run: RunHistory, key: str) -> Curve:
     return [(float(iteration), value) for iteration, value in run.metrics.get(key, {}).items()]
 
 
-def write_html(runs: list[RunHistory], path: Path) -> None:
-    """The page. Raises ImportError without matplotlib."""
+def prediction_rows(runs: list[RunHistory], cluster: ClusterSpec) -> dict[str, list[str]]:
+    """What the planner predicts of each run, beside what was measured. Raises ValueError."""
+    of_runs = [predicted_and_measured(run, cluster) for run in runs]
+    return {
+        f"ms for {part}": [f"{1000 * of_run[part][0]:,.1f}, {1000 * of_run[part][1]:,.1f}" for of_run in of_runs]
+        for part in PARTS
+    }
+
+
+def write_html(runs: list[RunHistory], path: Path, cluster: ClusterSpec | None = None) -> None:
+    """The page. Raises ImportError without matplotlib, ValueError where ``cluster`` is not the runs'."""
     try:
         import matplotlib
     except ImportError:
@@ -126,6 +146,7 @@ def write_html(runs: list[RunHistory], path: Path) -> None:
     rows = {name: [of_run[name] for of_run in summaries] for name in summaries[0]}
     parts = [
         _table({name: cells for name, cells in rows.items() if any(cells)}, runs),
+        *(["<h2>Predicted, measured</h2>", _table(prediction_rows(runs, cluster), runs)] if cluster else []),
         "<h2>Settings that differ</h2>",
         _table(differing_settings(runs), runs),
     ]
@@ -183,7 +204,8 @@ def compact(drawing: str) -> str:
     """Matplotlib's SVG as a part of a page, without what a browser does not need: half of it."""
     drawing = drawing[drawing.index("<svg") :]
     drawing = re.sub(r"<metadata>.*?</metadata>", "", drawing, flags=re.DOTALL)
-    drawing = re.sub(r"(?<=\d\.\d)\d+", "", drawing)  # tenths of a point
+    # Tenths of a point; but what stands between tags is numbers to read.
+    drawing = re.sub(r"<[^>]*>", lambda tag: re.sub(r"(?<=\d\.\d)\d+", "", tag[0]), drawing)
     drawing = re.sub(r'font-family: [^;"]*;', "", drawing)
     drawing = re.sub(r'<g id="[^"]*"', "<g", drawing)
     return re.sub(r"\s*\n\s*", " ", drawing)
@@ -232,11 +254,18 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Compare training runs on one page.", allow_abbrev=False)
     parser.add_argument("runs", nargs="*", type=Path, metavar="RUN_DIR", help="what was given to --tensorboard-dir")
     parser.add_argument("--output", type=Path, default=Path("report.html"), help="page to write; default report.html")
+    parser.add_argument(
+        "--cluster",
+        metavar="FILE",
+        help="what tools/measure_cluster.py wrote, or such as 2x8xH100@400: also show the planner's prediction",
+    )
     parser.add_argument("--wandb", metavar="PROJECT", help="save the plots as a report of this wandb project instead")
     parser.add_argument("--wandb-entity", metavar="NAME", help="the project's owner; default your own")
     args = parser.parse_args(argv)
     if bool(args.runs) == (args.wandb is not None):
         parser.error("give either folders of runs, or --wandb PROJECT")
+    if args.cluster and args.wandb:
+        parser.error("--cluster adds to the page of folders of runs; leave it or --wandb out")
     return report_errors(lambda: run(args))
 
 
@@ -247,7 +276,7 @@ def run(args: argparse.Namespace) -> None:
     found = find_runs(args.runs)
     common = os.path.commonpath([os.path.dirname(os.path.abspath(folder)) for folder in found])
     runs = [read_run(os.path.relpath(folder, common), files) for folder, files in found.items()]
-    write_html(runs, args.output)
+    write_html(runs, args.output, parse_cluster(args.cluster) if args.cluster else None)
     print(f"{len(runs)} run{'s' if len(runs) > 1 else ''}: {args.output}")
 
 

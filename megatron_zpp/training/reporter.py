@@ -16,6 +16,7 @@ from megatron_zpp.optim.gradients import params_norm
 from megatron_zpp.parallel.distributed import print_once
 from megatron_zpp.training.setup import Run
 from megatron_zpp.training.step import StepResult
+from megatron_zpp.training.stragglers import Stragglers
 from megatron_zpp.zeropp import Traffic
 
 
@@ -30,6 +31,7 @@ class Reporter:
         print_once(describe_mfu(name, self.peak, given=given is not None))
         self.is_first_step = True
         self.timer = IntervalTimer(run.device)
+        self.stragglers = Stragglers(run) if run.settings.logging.log_straggler else None
         self.resume()
         self._clear()
 
@@ -60,6 +62,8 @@ class Reporter:
             if run.zeropp.waits is not None:
                 waited = run.zeropp.waits.take()
                 self.waited = [so_far + more for so_far, more in zip(self.waited, waited, strict=True)]
+                if self.stragglers is not None:
+                    self.stragglers.step(waited, run.counters.iteration)
         sent = run.token_traffic.take()
         self.sent_for_tokens.add(sent.intra_node, sent.inter_node)
         iteration = run.counters.iteration
@@ -75,6 +79,8 @@ class Reporter:
             self._write_point(result, num_samples, interval)
         if is_log_step:
             self._clear()
+        if self.stragglers is not None:
+            self.stragglers.resume()  # ranks have waited for each other here
 
     def pause(self) -> None:
         """Count the time so far to training; call ``resume`` after the evaluation or saving that follows."""
@@ -83,6 +89,8 @@ class Reporter:
     def resume(self) -> None:
         if self.run.zeropp is not None and self.run.zeropp.waits is not None:
             self.run.zeropp.waits.take()  # not training's
+        if self.stragglers is not None:
+            self.stragglers.resume()
         self.timer.restart()
 
     def _interval_report(self, result: StepResult, num_samples: int) -> TrainingReport:

@@ -162,6 +162,8 @@ def build_run(architecture: Architecture, settings: Settings, device: torch.devi
         is_last_rank = dist.get_rank() == dist.get_world_size() - 1
         config = architecture.build_config(settings.model, padded_vocab_size(vocab_size, multiple))
         run_config = settings.as_flat_dict() | {
+            "architecture": architecture.name,
+            "padded_vocab_size": padded_vocab_size(vocab_size, multiple),
             "world_size": dist.get_world_size(),
             "num_parameters": architecture.num_parameters(config),
             **(describe_program() if is_last_rank else {}),

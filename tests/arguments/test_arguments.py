@@ -268,6 +268,23 @@ def test_flags_of_a_deepspeed_launcher_and_of_logging_change_nothing():
 
 
 @pytest.mark.parametrize(
+    ("flags", "reason"),
+    [
+        ("", "there is one rank"),
+        ("--tensor-model-parallel-size 2", "not known with --tensor-model-parallel-size 2"),
+        ("--num-distributed-optimizer-instances 2", "not known with --num-distributed-optimizer-instances 2"),
+        ("--zero-stage 0", "not known with --zero-stage 0"),
+    ],
+)
+def test_stragglers_are_told_apart_where_ranks_wait_in_fsdp_alone(flags, reason):
+    settings, notes = parse(f"{SMALL} --log-straggler {flags}", world_size=4 if flags else 1)
+    assert not settings.logging.log_straggler
+    assert notes[0].startswith("--log-straggler has no effect: ") and notes[0].endswith(reason)
+    settings, notes = parse(f"{SMALL} --log-straggler", world_size=4)
+    assert settings.logging.log_straggler and not notes
+
+
+@pytest.mark.parametrize(
     ("foreign", "ours"),
     [
         ("--activations-checkpoint-method uniform", "--recompute-granularity full --recompute-method uniform"),

@@ -2,13 +2,17 @@
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 
 import pytest
+
+from benchmarks.cluster_in_a_box import cluster, programs, sh
 
 PROGRAM = "benchmarks/cluster_in_a_box.py"
 TRAINING = (
@@ -76,3 +80,37 @@ def test_without_root_it_says_so(tmp_path):
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 1
     assert done.stderr.startswith("error: ") and len(done.stderr.splitlines()) == 1
+
+
+@pytest.mark.long
+@needs_namespaces
+def test_a_node_is_named_whose_link_becomes_slow():
+    """A tenth of the rate, one way, within 20 steps; and before that nobody is named."""
+    flags = TRAINING.replace("--zero-hpz-partition-size 2", "--zero-hpz-partition-size 1 --zero-ranks-per-node 1")
+    command = [*flags.replace("--global-batch-size 8", "--global-batch-size 3").split(), "1000", "--log-straggler"]
+    with cluster(3, "200mbit") as namespaces, programs(command, namespaces, 1) as processes:
+        steps, named = [0], []
+
+        def follow(process):
+            for line in process.stdout:
+                if found := re.search(r"iteration +(\d+)/", line):
+                    steps.append(int(found[1]))
+                if line.startswith("straggler: "):
+                    named.append((steps[-1], line))
+
+        for process in processes:
+            threading.Thread(target=follow, args=(process,), daemon=True).start()
+
+        def wait(is_over):
+            deadline = time.monotonic() + 100
+            while not is_over() and time.monotonic() < deadline:
+                time.sleep(0.02)
+
+        wait(lambda: steps[-1] >= 18)
+        assert not named
+        begin = steps[-1]
+        sh(f"tc -n {namespaces[1]} qdisc change dev eth0 root tbf rate 20mbit burst 256kb latency 200ms")
+        wait(lambda: named)
+        ((end, line),) = named
+    assert line.startswith("straggler: node 1 (") and ") sends slowly, 0.02" in line
+    assert begin < int(re.search(r"since step (\d+)$", line)[1]) + 5 and end <= begin + 20

@@ -82,6 +82,21 @@ def test_unigram_entropy(tmp_path):
     assert summary.unigram_entropy(str(tmp_path / "d")) == pytest.approx(1.5 * math.log(2))
 
 
+def test_only_runs_that_have_learned_and_are_long_are_compared(tmp_path):
+    def compared(validation: float, steps: int) -> str:
+        runs = {}
+        for name, loss in ("a", validation), ("b", validation + 0.1):
+            write_log(tmp_path / name, dataclasses.replace(LINE, iteration=steps), validation=loss)
+            runs[name] = log_reader.read_log(tmp_path / name)
+        return summary.table(runs, entropy=5.0)
+
+    long, untrained, short = compared(4.0, 300), compared(5.5, 300), compared(4.0, 10)
+    assert "(+2.5 %)" in long and "1.0x less" in long and "not compared" not in long
+    assert "(+1.8 %)" not in untrained and "losses are not compared" in untrained and "speeds" not in untrained
+    assert re.search(r"tokens per second +8,000 +8,000$", short, re.MULTILINE) and "speeds are not compared" in short
+    assert "losses are" not in short
+
+
 def test_follow_shortens_training_lines_and_keeps_the_others(monkeypatch, capsys):
     monkeypatch.setattr(sys, "stdin", io.StringIO(f"error: no data\n{format_training_line(LINE)}\n"))
     summary.follow()

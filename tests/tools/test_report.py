@@ -18,8 +18,21 @@ from megatron_zpp.arguments.parse import parse_settings
 from megatron_zpp.metrics.dashboard import DASHBOARD
 from megatron_zpp.metrics.tensorboard_reader import RunHistory, find_runs, read_run
 from megatron_zpp.metrics.writers import MetricWriters
+from megatron_zpp.planning.beside import predict_run
+from megatron_zpp.planning.cluster import parse_cluster
+from megatron_zpp.planning.plan import make_plan
 from megatron_zpp.settings.groups import LoggingSettings
-from megatron_zpp.tools.report import BETWEEN, WITHIN, charts, differing_settings, main, smoothed, summary, thinned
+from megatron_zpp.tools.report import (
+    BETWEEN,
+    WITHIN,
+    _plot,
+    charts,
+    differing_settings,
+    main,
+    smoothed,
+    summary,
+    thinned,
+)
 from megatron_zpp.training.pretrain import train
 from megatron_zpp.training.setup import build_run
 from tests.ranks import run_ranks
@@ -128,6 +141,14 @@ def test_what_a_chart_shows_of_many_points():
     assert thinned(curve[:100], 150) == curve[:100]
 
 
+def test_numbers_on_axes_keep_their_digits():
+    pytest.importorskip("matplotlib")
+    drawing = _plot("training loss", "iteration", {"run": [(0.0, 7.6052), (1.0, 7.6091)]}, {"run": "C0"})
+    labels = re.findall(r">(7\.\d+)</text>", drawing)
+    assert len({*labels}) == len(labels) >= 4 and all(7.604 <= float(label) <= 7.61 for label in labels)
+    assert not re.search(r' d="[^"]*\d\.\d\d', drawing)  # of lines, tenths of a point are enough
+
+
 def test_coarse_gradients_show(runs):
     groups = charts(list(runs.values()))
     assert list(groups) == list(DASHBOARD)
@@ -220,6 +241,39 @@ def test_bad_input_gets_one_line(tmp_path, capsys):
     assert not (tmp_path / "page.html").exists()
     with pytest.raises(SystemExit):
         main([])
+
+
+SHAPE = "--num-layers 4 --hidden-size 2048 --num-attention-heads 16 --seq-length 2048 --micro-batch-size 2 --bf16"
+TRAINED = "--train-iters 10 --lr 1e-3 --mock-data --vocab-size 1000 --global-batch-size 8"
+
+
+def test_predictions_stand_beside_what_was_measured(tmp_path, capsys):
+    """The prediction is the one that tools/plan.py ranks; what was measured is computed here by hand."""
+    pytest.importorskip("matplotlib")
+    of_run = {"seq_length": 2048, "architecture": "gpt", "padded_vocab_size": 1024, "world_size": 4}
+    of_run["command"] = f"pretrain_gpt.py {SHAPE} {TRAINED} --zero-quantized-weights --zero-ranks-per-node 2"
+    writers = MetricWriters(LoggingSettings(tensorboard_dir=str(tmp_path / "run")), of_run, is_writer=True)
+    for step, seconds in enumerate((9.0, 0.4, 0.6, 0.5), start=1):
+        waited = {f"comm/seconds-waited-{link}-nodes": seconds / n for link, n in (("between", 2), ("within", 10))}
+        writers.write(
+            {"lm loss": 1.0, "batch-size": 8, "tokens-per-second": 8 * 2048 / seconds} | waited, step, 8 * step
+        )
+    writers.close()
+    page = tmp_path / "page.html"
+    assert main([str(tmp_path / "run"), "--output", str(page), "--cluster", "2x2xH100@100"]) == 0, capsys.readouterr()
+    cells = dict(re.findall(r"<tr><th>ms for ([^<]*)</th><td>([^<]*)</td></tr>", page.read_text()))
+    predicted, measured = zip(*(map(float, cell.split(", ")) for cell in cells.values()), strict=True)
+    assert measured == (500, 250, 50, 200)
+    plan = make_plan(GPT, of_run["command"].split()[1:], 1024, parse_cluster("2x2xH100@100"))
+    (time,) = {outcome.prediction.time.seconds: outcome.prediction.time for outcome in plan.outcomes}.values()
+    rest = time.compute + time.compression + time.optimizer
+    of_plan = (time.seconds, time.exposed_between, time.exposed_within, rest)
+    assert predicted == pytest.approx([1000 * seconds for seconds in of_plan], abs=0.06) and predicted[0] > 10
+    for cluster, message in ("2x4xH100@100", "had 4"), ("nothing", "neither a file nor of the form"):
+        assert main([str(tmp_path / "run"), "--output", str(page), "--cluster", cluster]) == 1
+        assert message in capsys.readouterr().err
+    with pytest.raises(ValueError, match="does not say its architecture, command, padded_vocab_size, world_size"):
+        predict_run(RunHistory("old", {"seq_length": "32"}), parse_cluster("2x2xH100@100"))
 
 
 @pytest.mark.skipif(importlib.util.find_spec("wandb_workspaces") is not None, reason="wandb_workspaces is installed")

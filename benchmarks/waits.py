@@ -1,0 +1,146 @@
+"""What it costs that the trainer always records how long ranks wait for links, in two ways.
+
+    torchrun --nproc-per-node 4 benchmarks/waits.py --output benchmarks/results/waits.json
+
+First directly: the processor's time of one recorded wait, times the waits of a step, over the step's time. That says it
+to a small fraction of a percent, also on a busy machine. Then in pairs: turns of a few steps of the same run with and
+without recording, one after the other, by the clock and by the time of all ranks' processors. 2 nodes of 2 ranks with
+all flags and LoCo, on a CPU with gloo.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from side_by_side import OurTraining, our_run, write_tokens
+
+from megatron_zpp.architectures import GPT
+from megatron_zpp.parallel.distributed import init_distributed
+from megatron_zpp.training.setup import Run
+from megatron_zpp.zeropp.waits import Waits
+
+LAYERS, HIDDEN, HEADS, LENGTH, BATCH, VOCAB = 2, 128, 2, 128, 8, 2048  # the quickstart's
+FLAGS = (
+    f"--num-layers {LAYERS} --hidden-size {HIDDEN} --num-attention-heads {HEADS} --seq-length {LENGTH} --bf16 "
+    "--num-workers 0 --zero-quantized-weights --zero-quantized-gradients --zero-hpz-partition-size 2 --zeropp-loco"
+)
+REPEATS = 20_000
+
+
+def turns(training: OurTraining, rounds: int, steps: int) -> list[dict[bool, tuple[float, float]]]:
+    """Of each pair of turns, by whether waits were recorded: seconds per step, and of all ranks' processors."""
+    off = patch.multiple(Waits, collective=lambda *_, **__: nullcontext(), take=lambda _: (0.0, 0.0))
+    pairs: list[dict[bool, tuple[float, float]]] = []
+    for turn in range(rounds + 1):
+        pair = {}
+        for recorded in (True, False) if turn % 2 else (False, True):
+            with nullcontext() if recorded else off:
+                dist.barrier()
+                begin, begin_of_processor = time.perf_counter(), time.process_time()
+                training.steps(steps)
+                times = torch.tensor([time.perf_counter() - begin, time.process_time() - begin_of_processor]).double()
+                dist.all_reduce(times)
+                pair[recorded] = (float(times[0]) / dist.get_world_size() / steps, float(times[1]) / steps)
+        pairs.append(pair)
+    return pairs[1:]  # the first warms up
+
+
+def recorded_waits(training: OurTraining, steps: int) -> float:
+    """How many this rank records per step."""
+    record, count = Waits._now, [0]
+
+    def counted(waits: Waits) -> Any:
+        count[0] += 1
+        return record(waits)
+
+    with patch.object(Waits, "_now", counted):
+        training.steps(steps)
+    return count[0] / 2 / steps
+
+
+def seconds_of_a_wait(run: Run) -> float:
+    """The processor's, with its part of ``take``."""
+    assert run.zeropp is not None
+    waits, unit = Waits(run.device), run.zeropp.units[0]  # type: ignore[attr-defined]
+
+    def timed(body: Callable[[], Any]) -> float:
+        begin = time.process_time()
+        for i in range(REPEATS):
+            body()
+            if i % 50 == 0:
+                waits.take()
+        return (time.process_time() - begin) / REPEATS
+
+    def wait() -> None:
+        with waits.collective("gather", unit, crosses_nodes=True):
+            pass
+
+    waits.take()
+    return min(timed(wait) - timed(lambda: None) for _ in range(5))
+
+
+def spread(ratios: list[float]) -> dict[str, float]:
+    low, middle, high = statistics.quantiles(ratios, n=4)
+    return {"median": round(middle, 4), "lower quartile": round(low, 4), "upper quartile": round(high, 4)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=40, metavar="N", help="pairs of turns; default 40")
+    parser.add_argument("--steps", type=int, default=4, metavar="N", help="optimizer steps of a turn; default 4")
+    parser.add_argument("--output", type=Path, metavar="FILE", help="also write the result there, as JSON")
+    args = parser.parse_args()
+    device = init_distributed("gloo", 10)
+    num_steps = (2 * args.rounds + 4) * args.steps
+    with tempfile.TemporaryDirectory() as folder:
+        prefix = f"{folder}/tokens"
+        write_tokens(prefix, (num_steps * BATCH * dist.get_world_size() + 20) * LENGTH, VOCAB)
+        run = our_run(
+            GPT,
+            prefix,
+            vocab_size=VOCAB,
+            micro_batch_size=BATCH,
+            num_steps=num_steps,
+            log_interval=args.steps,
+            device=device,
+            flags=FLAGS,
+        )
+        training = OurTraining(run)
+        pairs = turns(training, args.rounds, args.steps)
+        of_step = recorded_waits(training, args.steps)
+        each = seconds_of_a_wait(run)
+    step = statistics.median(pair[False][0] for pair in pairs)
+    ratios = [[pair[True][i] / pair[False][i] for pair in pairs] for i in (0, 1)]
+    result = {
+        "model": f"GPT: {LAYERS} layers, hidden {HIDDEN}, vocabulary {VOCAB}; {BATCH} x {LENGTH} tokens a rank",
+        "machine": f"{platform.machine()} CPU, {dist.get_world_size()} ranks, torch {torch.__version__}",
+        "milliseconds per step": round(1000 * step, 1),
+        "waits per step and rank": of_step,
+        "microseconds per wait": round(1e6 * each, 2),
+        "share of a step": each * of_step / step,
+        "pairs": len(pairs),
+        "time with over without, by the clock": spread(ratios[0]),
+        "time with over without, of processors": spread(ratios[1]),
+    }
+    if dist.get_rank() == 0:
+        text = json.dumps(result, indent=1)
+        print(text)
+        if args.output is not None:
+            args.output.write_text(text + "\n")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
