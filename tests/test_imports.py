@@ -17,6 +17,7 @@ LAYERS = {
     "zeropp": [],
     "models": [],
     "data": [],
+    "islands": ["zeropp"],
     "settings": ["zeropp"],
     "parallel": ["zeropp", "models"],
     "metrics": ["settings"],
@@ -40,6 +41,7 @@ LAYERS = {
 ALONE = {  # what the lower folders may import beside the standard library
     "zeropp": {"torch"},
     "models": {"torch"},
+    "islands": {"torch"},
     "settings": set(),
     "optim": {"torch", "apex"},
     "parallel": {"torch"},

@@ -1,4 +1,4 @@
-"""Counts the bytes that this rank sends, within its node and to other nodes."""
+"""Counts the bytes that this rank sends, within its node, to other nodes, and to other islands."""
 
 from __future__ import annotations
 
@@ -16,13 +16,15 @@ class Traffic:
 
     intra_node: int = 0
     inter_node: int = 0
+    inter_island: int = 0
     _is_evaluating: bool = field(default=False, init=False, repr=False, compare=False)
 
-    def add(self, intra_node: int = 0, inter_node: int = 0, stays: bool = False) -> None:
+    def add(self, intra_node: int = 0, inter_node: int = 0, inter_island: int = 0, stays: bool = False) -> None:
         """``stays``: later passes use what was sent, until the parameters change, and do not send it again."""
         if stays or not self._is_evaluating:
             self.intra_node += intra_node
             self.inter_node += inter_node
+            self.inter_island += inter_island
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
@@ -35,6 +37,6 @@ class Traffic:
 
     def take(self) -> Traffic:
         """Return the counts and start again from zero."""
-        counts = Traffic(self.intra_node, self.inter_node)
-        self.intra_node = self.inter_node = 0
+        counts = Traffic(self.intra_node, self.inter_node, self.inter_island)
+        self.intra_node = self.inter_node = self.inter_island = 0
         return counts
