@@ -22,6 +22,12 @@ def check_parallel(distributed: DistributedSettings, zero_stage: int, seq_length
         f"{sizes} = {product} does not divide the {world_size} rank(s) of this run; choose sizes whose product is one "
         f"of {', '.join(map(str, divisors(world_size)))}",
     )
+    dp_size, islands = data_parallel_size(distributed, world_size), distributed.islands
+    require(
+        dp_size % islands == 0,
+        f"--islands {islands} does not divide the {dp_size} data-parallel rank(s); choose one of "
+        f"{', '.join(map(str, divisors(dp_size)))}",
+    )
     _check_context_parallel(distributed.context_parallel_size, seq_length)
     _check_emulation(distributed, zero_stage, world_size)
 

@@ -2,6 +2,7 @@
 
 from .api import Islands, apply_islands
 from .config import IslandConfig
+from .emulation import EmulatedIslands, emulate_islands
 from .interface import IslandsInterface
 
-__all__ = ["IslandConfig", "Islands", "IslandsInterface", "apply_islands"]
+__all__ = ["EmulatedIslands", "IslandConfig", "Islands", "IslandsInterface", "apply_islands", "emulate_islands"]

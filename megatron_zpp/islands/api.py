@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
 
 from megatron_zpp.zeropp import Traffic, ZeroPPInterface
 from megatron_zpp.zeropp.collectives import all_gather
@@ -63,7 +64,7 @@ def apply_islands(
             "ranks of the same place in their islands hold other parameters, or other parts of them: shard the model "
             "alike in each island, with meshes of its own ranks"
         )
-    return Islands(parameters, optimizer, config, group, zeropp)
+    return Islands(model, parameters, optimizer, config, group, zeropp)
 
 
 class Fragment:
@@ -99,6 +100,11 @@ class Fragment:
         self.agreed.merge_into(self._parameters)
         self.hops.in_flight = None
 
+    @property
+    def is_in_flight(self) -> bool:
+        """False before the first start, and where a run goes on with other ranks than those that held it."""
+        return self.hops.in_flight is not None
+
     def arrived(self) -> Tensor:
         """What is in flight, when it is here."""
         if self._work is not None:
@@ -116,6 +122,7 @@ class Islands:
 
     def __init__(
         self,
+        model: nn.Module,
         parameters: Mapping[str, nn.Parameter],
         optimizer: torch.optim.Optimizer,
         config: IslandConfig,
@@ -123,7 +130,7 @@ class Islands:
         zeropp: ZeroPPInterface | None,
     ) -> None:
         self.config, self.traffic, self.num_islands, self.steps = config, Traffic(), group.size(), 0
-        self._parameters, self._group, self._zeropp = parameters, group, zeropp
+        self._model, self._parameters, self._group, self._zeropp = model, parameters, group, zeropp
         of_fragments = divide(parameters, config.fragments)
         self._fragments = [Fragment(part, config, group, self.traffic) for part in of_fragments]
         self.begin_anew()
@@ -154,9 +161,9 @@ class Islands:
             fragment = self._fragments[number]
             if action == START:
                 fragment.start()
-            elif action == TURN:
+            elif action == TURN and fragment.is_in_flight:
                 fragment.turn()
-            elif action == FINISH:
+            elif action == FINISH and fragment.is_in_flight:
                 fragment.finish()
                 self._parameters_replaced()
 
@@ -180,6 +187,9 @@ class Islands:
         """Others are in the model, further away than an optimizer step."""
         if self._zeropp is not None:
             self._zeropp.invalidate()
+        for module in self._model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()  # units may stay gathered after an evaluation
 
     def agreed_state(self) -> dict[str, Tensor]:
         """What all islands have alike, by "agreed.NAME" and "momentum.NAME"."""
@@ -189,7 +199,7 @@ class Islands:
         """What else this rank must keep for an exact continuation; collective."""
         state = {f"{process_rank()}.steps": torch.tensor(self.steps)}
         for number, fragment in enumerate(self._fragments):
-            if fragment.hops.in_flight is not None:
+            if fragment.is_in_flight:
                 fragment.arrived()
             own = fragment.hops.state_dict()
             state |= {f"{process_rank()}.fragment{number}.{key}": value for key, value in own.items()}
@@ -198,7 +208,7 @@ class Islands:
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Take back what ``state_dict`` gave on the same rank."""
         own = below(state, f"{process_rank()}.")
-        self.steps = int(own["steps"])
+        self.steps = int(own.get("steps", 0))
         for number, fragment in enumerate(self._fragments):
             of_fragment = below(own, f"fragment{number}.")
             device = device_of(self._group)

@@ -18,6 +18,7 @@ class IslandsInterface(Protocol):
 
     config: IslandConfig
     num_islands: int
+    steps: int  # of the islands' optimizers so far, skipped ones included
     traffic: Traffic  # what the ranks of this process have sent to other islands
 
     def describe(self) -> str:
@@ -51,4 +52,7 @@ class IslandsInterface(Protocol):
         """
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Take back what ``state_dict`` gave on the same ranks, when ``agreed_state`` and the models are filled."""
+        """Take back what ``state_dict`` gave on the same ranks, when ``agreed_state`` and the models are filled.
+
+        Of an empty state steps, errors and what is on its way begin anew.
+        """
