@@ -11,10 +11,16 @@ from megatron_zpp.zeropp.gradient_sum import GradientSum
 from megatron_zpp.zeropp.loco import ErrorFeedback
 from megatron_zpp.zeropp.state_keys import below
 from megatron_zpp.zeropp.traffic import Traffic
-from megatron_zpp.zeropp.wire_format import wire_format
+from megatron_zpp.zeropp.wire_format import WireFormat, wire_format
+from megatron_zpp.zeropp.wire_layout import ParameterShard
 
 from .config import DTYPES, IslandConfig
 from .pieces import Pieces
+
+
+def island_format(config: IslandConfig, pieces: tuple[ParameterShard, ...]) -> WireFormat:
+    """In which a piece travels."""
+    return wire_format(pieces, config.bits, config.block_size, DTYPES[config.dtype], config.scaling)
 
 
 class IslandHops:
@@ -29,7 +35,7 @@ class IslandHops:
 
     def __init__(self, pieces: Pieces, config: IslandConfig, traffic: Traffic) -> None:
         self.pieces, self.traffic = pieces, traffic
-        self.format = wire_format(pieces.shards, config.bits, config.block_size, DTYPES[config.dtype], config.scaling)
+        self.format = island_format(config, pieces.shards)
         self.in_flight: Tensor | None = None  # uint8 [K, nbytes]: what comes here, or has come
         feedback = config.feedback
         self._feedback = {} if feedback is None else {hop: ErrorFeedback(feedback) for hop in ("pieces", "mean")}

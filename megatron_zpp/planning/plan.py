@@ -114,6 +114,10 @@ def make_plan(
 def _candidates(architecture: Architecture, told: Sequence[str], cluster: ClusterSpec) -> Iterator[Candidate]:
     words = [*told] if "--micro-batch-size" in told else [*told, "--micro-batch-size", "1"]
     settings = parse_settings(architecture, words, cluster.world_size, note=lambda _: None)
+    if settings.distributed.islands > 1:
+        raise ValueError(
+            "islands are not planned: leave --islands out; tools/estimate.py counts their memory and bytes"
+        )
     for layout in layouts(cluster, settings.model, told):
         for travel, typed in travels(cluster, told, settings.training.train_iters or 1000):
             yield Candidate(travel, layout, f"{typed} {layout.flags}".strip())

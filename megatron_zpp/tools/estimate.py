@@ -109,6 +109,7 @@ def run(args: argparse.Namespace) -> tuple[Settings, Estimate]:
         args.link_gbps,
         ring_passes=2 if gloo else 1,
         replicas=settings.distributed.num_distributed_optimizer_instances,
+        islands=settings.distributed.islands,
     )
     return settings, estimate(architecture, settings, args.vocabulary, cluster)
 

@@ -33,6 +33,7 @@ def dry_run(architecture: Architecture) -> None:
         ranks_per_node,
         ring_passes=2 if settings.distributed.distributed_backend == "gloo" else 1,
         replicas=settings.distributed.num_distributed_optimizer_instances,
+        islands=settings.distributed.islands,
     )
     lines = [
         *_ranks(settings, cluster, says_who),
@@ -72,6 +73,7 @@ def _ranks(settings: Settings, cluster: Cluster, says_who: str) -> list[str]:
     return [
         f"{kind}, {cluster.world_size} rank(s) on {cluster.nodes} node(s) ({says_who})",
         f"{data_parallel_size(distributed, cluster.world_size)} data-parallel rank(s), {', '.join(sizes)}",
+        *([f"{distributed.islands} islands {settings.island.describe()}"] if distributed.islands > 1 else []),
     ]
 
 

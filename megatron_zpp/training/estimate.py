@@ -15,6 +15,8 @@ import torch
 
 from megatron_zpp.architectures import Architecture
 from megatron_zpp.arguments.check_zero import check_replicas_on_nodes
+from megatron_zpp.islands import IslandConfig
+from megatron_zpp.islands.hops import island_format
 from megatron_zpp.models.moe import active_parameters
 from megatron_zpp.models.transformer import Transformer
 from megatron_zpp.optim.batch_size import BatchSchedule
@@ -28,6 +30,7 @@ from megatron_zpp.training.exchanges import (
     UnitExchanges,
     exchanges_of,
     gradients_format,
+    pieces_of,
     plan_units,
     travelling_dtypes,
 )
@@ -48,6 +51,7 @@ class Cluster:
     link_gbps: float = math.nan  # Gbit/s that leave a node, all its links together
     ring_passes: int = 1  # of an unquantized reduce-scatter: gloo's is an all-reduce, 2
     replicas: int = 1  # HSDP's: groups of ranks that each hold the whole model
+    islands: int = 1  # the same of islands, which also train by themselves
 
     @property
     def world_size(self) -> int:
@@ -56,7 +60,7 @@ class Cluster:
     @property
     def replica_size(self) -> int:
         """Ranks that share the shards of one model."""
-        return self.world_size // self.replicas
+        return self.world_size // self.replicas // self.islands
 
     @property
     def group(self) -> RankGroup:
@@ -89,6 +93,7 @@ class Estimate:
     host: dict[str, int]  # states that are kept in the host's memory instead of the device's
     sent_between_nodes: dict[str, int]
     sent_within_nodes: dict[str, int]
+    sent_between_islands: float  # a mean over the steps of an interval
     exchanges: list[UnitExchanges]
 
     @property
@@ -210,6 +215,7 @@ def estimate(
         host=host,
         sent_between_nodes=between_nodes,
         sent_within_nodes=within_nodes,
+        sent_between_islands=_sent_between_islands(settings.island, units, cluster),
         exchanges=exchanges,
     )
 
@@ -219,7 +225,7 @@ def _states(
 ) -> tuple[dict[str, int], dict[str, int]]:
     """What a rank keeps from step to step, gradients and their sums included: on the device, and in host memory."""
     shard, whole = sum(unit.numel for unit in units), sum(unit.gathered for unit in units)
-    nodes = cluster.nodes
+    nodes = cluster.group.nodes
     weights, gradients = travelling_dtypes(settings)
     state_tensors = OPTIMIZERS[settings.optimizer.optimizer].state_tensors
     optimizer_state = sum(
@@ -236,6 +242,12 @@ def _states(
             f"{settings.optimizer.optimizer}'s state, fp32": 4 * optimizer_state,
         }
     )
+    if cluster.islands > 1:
+        copies = 2 if settings.island.outer_momentum > 0 else 1
+        states["what islands agreed on, and the outer momentum, fp32"] = copies * 4 * shard
+        if settings.island.loco:
+            error = wire_format(pieces_of(units, cluster.islands), 8, settings.island.block_size, torch.float32)
+            states["LoCo's errors between islands, int8"] = (cluster.islands + 1) * error.nbytes
     if config.hpz_partition_size > 1 and nodes > 1:
         copy = weights.itemsize * shard
         if config.hpz_secondary_dtype == "int8":
@@ -338,6 +350,12 @@ def _sent_by_muon(settings: OptimizerSettings, units: list[PlannedUnit], cluster
     )
 
 
+def _sent_between_islands(config: IslandConfig, units: list[PlannedUnit], cluster: Cluster) -> float:
+    """Bytes that all ranks send in one step, a mean over an interval: a piece to each other island, and one around."""
+    wire = island_format(config, pieces_of(units, cluster.islands))
+    return cluster.world_size * 2 * (cluster.islands - 1) * wire.nbytes / config.sync_interval
+
+
 def memory_and_traffic(found: Estimate) -> list[str]:
     """What a rank keeps and a node sends, in lines."""
     nodes = found.cluster.nodes
@@ -350,4 +368,9 @@ def memory_and_traffic(found: Estimate) -> list[str]:
     lines += ["", "sent to other nodes per step by each node, GB"]
     lines += [f"  {size / nodes / 1e9:9.3g}  {name}" for name, size in found.sent_between_nodes.items()]
     lines += [f"  {found.sent_by_a_node / found.parameters:9.3g}  bytes for each parameter of the model"]
+    if found.cluster.islands > 1:
+        of_an_island = found.sent_between_islands / found.cluster.islands
+        lines += ["", "sent to other islands per step by each island, GB, a mean over an interval"]
+        lines += [f"  {of_an_island / 1e9:9.3g}  what they agree by"]
+        lines += [f"  {of_an_island / found.parameters:9.3g}  bytes for each parameter of the model"]
     return lines

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -198,6 +199,13 @@ def exchanges_of(
     gathers = (2 if unit.layer is not None else 1) * micro_batches if stage == 3 else 1
     reductions = micro_batches if stage >= 2 else 1
     return UnitExchanges(unit, gathers, reductions, weights_between, gather, reduce, gradients_between, all_reduce)
+
+
+def pieces_of(units: list[PlannedUnit], islands: int) -> Shards:
+    """A rank's part of the model as a piece for each island; where rows do not divide, a little more than it is."""
+    return tuple(
+        dataclasses.replace(shard, numel=rows_per_rank(shard.numel, islands)) for unit in units for shard in unit.shards
+    )
 
 
 def travelling_dtypes(settings: Settings) -> tuple[torch.dtype, torch.dtype]:

@@ -6,6 +6,7 @@ import pytest
 
 from megatron_zpp.architectures import GPT
 from megatron_zpp.arguments.parse import SettingsError, parse_settings
+from tests.parallel.layouts import EPS, assert_same, results_on
 from tests.ranks import run_ranks
 from tests.training.small_run import NO_DROPOUT, flags, train_each, write_text
 
@@ -31,11 +32,12 @@ def data(tmp_path_factory) -> str:
     return write_text(tmp_path_factory.mktemp("data"))
 
 
-def test_emulated_islands_log_what_real_ones_log(data):
-    argv = {name: flags(data, more) for name, more in RUNS.items()}
+@pytest.mark.parametrize("names", [("streaming",), pytest.param(("low bits", "fp16"), marks=pytest.mark.long)])
+def test_emulated_islands_log_what_real_ones_log(data, names):
+    argv = {name: flags(data, RUNS[name]) for name in names}
     real = run_ranks(4, train_each, argv)[3]
     emulated = run_ranks(1, train_each, {name: [*words, *EMULATE] for name, words in argv.items()})[0]
-    for name in RUNS:
+    for name in names:
         waited = {key for key in real[name] if key.startswith("comm/seconds-waited")}
         assert len(waited) == 2 and real[name].keys() - waited == emulated[name].keys()
         assert max(real[name]["comm/bytes-between-islands"]) > 0
@@ -45,7 +47,7 @@ def test_emulated_islands_log_what_real_ones_log(data):
             # Samples of quantization errors are added up over shards in another order.
             rel = 1e-4 if key.startswith("comm/error") else 0.0
             assert emulated[name][key] == pytest.approx(values, rel=rel, abs=0.0, nan_ok=True), (name, key)
-    assert len(set(real["fp16"]["loss-scale"])) > 2
+    assert "fp16" not in names or len(set(real["fp16"]["loss-scale"])) > 2
 
 
 def _go_on(commands: list[list[str]]) -> list[list[float]]:
@@ -53,7 +55,7 @@ def _go_on(commands: list[list[str]]) -> list[list[float]]:
     return [train_each({"": argv})[""].get("lm loss", []) for argv in commands]
 
 
-@pytest.mark.parametrize("kind", ["low bits", "streaming"])
+@pytest.mark.parametrize("kind", [pytest.param("low bits", marks=pytest.mark.long), "streaming"])
 def test_a_resume_between_agreements_is_exact(data, tmp_path, kind):
     """Also from emulated islands to real ones and back; what is on its way goes on."""
     argv = flags(data, RUNS[kind], "--hidden-dropout 0.1")
@@ -77,6 +79,7 @@ def _validation(commands: dict[str, list[str]]) -> dict[str, float]:
     return {name: train_each({"": argv})[""]["lm loss validation"][-1] for name, argv in commands.items()}
 
 
+@pytest.mark.long
 def test_the_agreed_model_goes_to_other_numbers_of_islands(data, tmp_path):
     """Each run ends where the first one did, and evaluates what that agreed on."""
     common = f"{NO_DROPOUT} --train-iters 8 --load {tmp_path} --save-interval 8"  # the last two are not agreed on
@@ -88,6 +91,21 @@ def test_the_agreed_model_goes_to_other_numbers_of_islands(data, tmp_path):
     for of_rank in losses:
         for name, loss in of_rank.items():
             assert loss == pytest.approx(of_rank["saved"], rel=1e-6), name
+
+
+@pytest.mark.long
+def test_beside_other_kinds_of_parallelism(data):
+    """Islands of two ranks that share a model train as islands of one do."""
+    common = f"--num-layers 4 {NO_DROPOUT} {EPS} --train-iters 6 --log-params-norm {ISLANDS}"
+    layouts = {
+        "tp": "--tensor-model-parallel-size 2 --sequence-parallel",
+        "pp": "--pipeline-model-parallel-size 2",
+        "cp": "--context-parallel-size 2",
+    }
+    expected = results_on(2, {"": ("gpt", flags(data, common))})[""]
+    results = results_on(4, {name: ("gpt", flags(data, common, more)) for name, more in layouts.items()})
+    for name, result in results.items():
+        assert_same(result, expected, name)
 
 
 def test_no_sample_is_seen_twice(data):
