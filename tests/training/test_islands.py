@@ -50,29 +50,28 @@ def test_emulated_islands_log_what_real_ones_log(data, names):
     assert "fp16" not in names or len(set(real["fp16"]["loss-scale"])) > 2
 
 
-def _go_on(commands: list[list[str]]) -> list[list[float]]:
-    """The losses of each run in turn."""
-    return [train_each({"": argv})[""].get("lm loss", []) for argv in commands]
+def _losses(argv: list[str]) -> list[float]:
+    return train_each({"": argv})[""]["lm loss"]
 
 
-@pytest.mark.parametrize("kind", [pytest.param("low bits", marks=pytest.mark.long), "streaming"])
-def test_a_resume_between_agreements_is_exact(data, tmp_path, kind):
+@pytest.mark.parametrize(
+    "kind, saves, loads",
+    [
+        ("streaming", "real", "emulated"),
+        pytest.param("streaming", "emulated", "real", marks=pytest.mark.long),
+        pytest.param("low bits", "emulated", "emulated", marks=pytest.mark.long),
+        pytest.param("low bits", "real", "real", marks=pytest.mark.long),
+    ],
+)
+def test_a_resume_between_agreements_is_exact(data, tmp_path, kind, saves, loads):
     """Also from emulated islands to real ones and back; what is on its way goes on."""
-    argv = flags(data, RUNS[kind], "--hidden-dropout 0.1")
-
-    def ways(folder: str, *more: str) -> tuple[list[str], list[str]]:
-        save = ["--save", str(tmp_path / folder), "--load", str(tmp_path / folder), "--save-interval", "4", *more]
-        return [*argv, *save, "--exit-interval", "4"], [*argv, *save]
-
-    (save_real, load_real), (save_emulated, load_emulated) = ways("real"), ways("emulated", *EMULATE)
-    whole, _ = run_ranks(1, _go_on, [[*argv, *EMULATE], save_emulated])[0]
-    assert len(whole) == 8
-    to_real = [*argv, "--load", str(tmp_path / "emulated")]
-    first, own, of_emulated = run_ranks(4, _go_on, [save_real, [*load_real, "--save-interval", "8"], to_real])[-1]
-    to_emulated = [*argv, "--load", str(tmp_path / "real"), "--ckpt-step", "4", *EMULATE]
-    of_real, own_emulated = run_ranks(1, _go_on, [to_emulated, load_emulated])[0]
-    assert first == whole[:4]
-    assert own == of_emulated == of_real == own_emulated == whole[4:]
+    argv = flags(data, RUNS[kind])
+    save = ["--save", str(tmp_path), "--save-interval", "4"]
+    words = {"real": [], "emulated": EMULATE}
+    whole = run_ranks(1, _losses, [*argv, *EMULATE])[0]
+    first = run_ranks(4 if saves == "real" else 1, _losses, [*argv, *save, "--exit-interval", "4", *words[saves]])[-1]
+    rest = run_ranks(4 if loads == "real" else 1, _losses, [*argv, "--load", str(tmp_path), *words[loads]])[-1]
+    assert first + rest == whole and len(rest) == 4
 
 
 def _validation(commands: dict[str, list[str]]) -> dict[str, float]:
@@ -106,6 +105,15 @@ def test_beside_other_kinds_of_parallelism(data):
     results = results_on(4, {name: ("gpt", flags(data, common, more)) for name, more in layouts.items()})
     for name, result in results.items():
         assert_same(result, expected, name)
+
+
+@pytest.mark.long
+def test_experts_are_divided_within_an_island(data):
+    experts = f"--disable-bias-linear --num-experts 4 {NO_DROPOUT} {EPS} --train-iters 6 {ISLANDS}"
+    layouts = {"all alike": "", "divided": "--expert-model-parallel-size 2"}
+    losses = run_ranks(4, train_each, {name: flags(data, experts, more) for name, more in layouts.items()})[-1]
+    for key in ("lm loss", "lm loss validation"):
+        assert losses["divided"][key] == pytest.approx(losses["all alike"][key], rel=1e-5)
 
 
 def test_no_sample_is_seen_twice(data):
