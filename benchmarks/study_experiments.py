@@ -317,6 +317,40 @@ FEEDBACK_AT_TWO_BITS = Group(
 )
 
 
+# Steps between agreements, and the outer optimizer: DiLoCo's, but for every step, where the mean is taken as it is. All
+# divide the run, so that it ends with an agreement.
+TAKE_THE_MEAN = " --island-outer-optimizer sgd --island-outer-lr 1 --island-outer-momentum 0"
+INTERVALS = {1: TAKE_THE_MEAN, 10: "", 32: "", 100: ""}
+ISLAND_WIRES = {
+    "fp32": "",
+    "int4": " --island-bits 4",
+    "int4, LoCo": " --island-bits 4 --island-loco",
+    "int2": " --island-bits 2",
+    "int2, LoCo": " --island-bits 2 --island-loco",
+}
+FRAGMENTS = {
+    "2 fragments": " --island-fragments 2",
+    "2 fragments, 4 steps on their way": " --island-fragments 2 --island-sync-delay 4 --island-merge-alpha 0.5",
+}
+SENT_BETWEEN_ISLANDS = "sent between islands per step (MB)"
+
+
+def islands(number: int) -> Group:
+    """The ranks as so many islands, each on a node of its own, with fp32 inside."""
+    flags = f"--emulate-nodes {number} --islands {number} --island-sync-interval"
+    arms = [
+        Arm(f"every {interval} steps, {wire}", f"{flags} {interval}{outer}{bits}")
+        for interval, outer in INTERVALS.items()
+        for wire, bits in ISLAND_WIRES.items()
+    ]
+    arms += [
+        Arm(f"every 32 steps, {wire}, {how}", f"{flags} 32{ISLAND_WIRES[wire]}{fragments}")
+        for how, fragments in FRAGMENTS.items()
+        for wire in ("fp32", "int4, LoCo")
+    ]
+    return Group(f"{number} islands", tuple(arms))
+
+
 def with_and_without_element_scales(title: str, wire: str) -> Group:
     return Group(title, (Arm("block scales", wire), Arm("and scales of elements", f"{wire} {ELEMENT_SCALES}")))
 
@@ -561,6 +595,25 @@ EXPERIMENTS = {
                 f"{BF16} {differences(4)} {gradients(8, 4)} {loco(0.8, 'inter')}",
             ),
         ),
+    ),
+    "E11": Experiment(
+        "Islands",
+        (
+            CONTROLS,
+            Group(
+                "Every step: LoCo between nodes",
+                (
+                    Arm(
+                        "int4 differences, 8-4 gradients",
+                        f"{BF16} {differences(4)} {gradients(8, 4)} {loco(0.8, 'inter')}",
+                    ),
+                    Arm("int2 differences, 2-bit gradients", few_bits(2, 2)),
+                ),
+            ),
+            islands(2),
+            islands(4),
+        ),
+        observed=(SENT_BETWEEN_ISLANDS,),
     ),
 }
 OBSERVED = {name for experiment in EXPERIMENTS.values() for name in experiment.observed}

@@ -73,7 +73,9 @@ def _line(group: Group, arm: Arm, rows: Rows, recovers: bool, observed: Sequence
         cells.append(mean_and_spread(shares, "{:.0f}", " %") if shares else "")
     cells.append(f"{next(iter(rows[arm.flags].values()))['bytes_per_parameter']:.2f}")
     for name in observed:
-        seen = [row["observed"][name] for row in rows[arm.flags].values() if name in row["observed"]]
+        # The first results have no "observed".
+        found = [row.get("observed", {}) for row in rows[arm.flags].values()]
+        seen = [of_seed[name] for of_seed in found if name in of_seed]
         cells.append(mean_and_spread(seen, "{:.2f}") if seen else "")
     return f"| {' | '.join(cells)} |"
 

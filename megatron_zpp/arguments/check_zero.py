@@ -22,10 +22,11 @@ def check_zero(zero: ZeroSettings, zeropp: ZeroPPConfig, fsdp_size: int, distrib
             not zeropp.check_agreement,
             "--zero-check-agreement compares real ranks, and emulated ones are one process: leave it out",
         )
-        per_node = fsdp_size // distributed.emulate_nodes
+        ranks, nodes = distributed.emulate_ranks, distributed.emulate_nodes
+        per_node = ranks // nodes
         require(
             hpz_size in (1, per_node) and ranks_per_node in (None, per_node),
-            f"--emulate-ranks {fsdp_size} on --emulate-nodes {distributed.emulate_nodes} are {per_node} a node: "
+            f"--emulate-ranks {ranks} on --emulate-nodes {nodes} are {per_node} a node: "
             f"--zero-hpz-partition-size must be {per_node} or 1, and --zero-ranks-per-node {per_node} or left out",
         )
     require(

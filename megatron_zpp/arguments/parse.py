@@ -179,13 +179,14 @@ def _into_groups(architecture: str, values: dict[str, Any], mistakes: Mistakes) 
     for attribute, group in iterate_groups():
         try:
             groups[attribute] = group_from(group, values)
-        except ValueError as error:  # only ZeRO++'s checks itself when it is made
+        except ValueError as error:  # only ZeRO++'s and the islands' check themselves when they are made
             with mistakes.collected_unless_named():
-                raise SettingsError(f"ZeRO++ settings: {_with_flags(str(error))}") from error
+                what = "ZeRO++ settings" if group is ZeroPPConfig else "settings of islands"
+                raise SettingsError(f"{what}: {_with_flags(str(error), group)}") from error
     return Settings(architecture=architecture, **groups)
 
 
-def _with_flags(message: str) -> str:
-    """A message of ZeroPPConfig with its flags in place of its fields' names."""
-    flags = {field.name: field.metadata["name"] for field in dataclasses.fields(ZeroPPConfig) if field.metadata}
-    return re.sub(r"\w+_\w+", lambda word: flags.get(word[0], word[0]), message)
+def _with_flags(message: str, group: type[Any]) -> str:
+    """A message of a config with its flags in place of its fields' names."""
+    flags = {field.name: field.metadata["name"] for field in dataclasses.fields(group) if field.metadata}
+    return re.sub(r"\w+", lambda word: flags.get(word[0], word[0]), message)

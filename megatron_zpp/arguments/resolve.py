@@ -11,6 +11,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 from megatron_zpp.architectures import Architecture
+from megatron_zpp.arguments.check_islands import check_islands
 from megatron_zpp.arguments.check_muon import check_muon
 from megatron_zpp.arguments.check_zero import check_zero
 from megatron_zpp.arguments.resolve_parallel import (
@@ -93,13 +94,16 @@ def resolve(
     with mistakes.collected():
         check_tensor_parallel(distributed, model, training.seq_length, activation.compile)
     with mistakes.collected():
-        check_expert_parallel(settings, dp_size * distributed.context_parallel_size)
+        check_islands(settings, set(given))
+    fsdp_size = dp_size // distributed.islands * distributed.context_parallel_size
+    with mistakes.collected():
+        check_expert_parallel(settings, fsdp_size)
     with mistakes.collected():
         require(
             not (settings.zero.cpu_offload and settings.optimizer.use_apex),
             "--use-apex steps on the GPU, --cpu-offload on the host; leave one out",
         )
-        check_zero(settings.zero, settings.zeropp, dp_size * distributed.context_parallel_size, distributed)
+        check_zero(settings.zero, settings.zeropp, fsdp_size, distributed)
     with mistakes.collected():
         check_muon(settings)
     mistakes.report()
@@ -361,6 +365,12 @@ def _notes(settings: Settings, given: set[str]) -> Iterator[str]:
     for name, needed in _NO_EFFECT_WITHOUT.items():
         if name in given and not values[needed]:
             yield f"{flag_of(name)} has no effect without {flag_of(needed)}"
+    interval, steps = settings.island.sync_interval, settings.training.train_iters
+    if settings.distributed.islands > 1 and steps is not None and steps % interval:
+        yield (
+            f"the last {steps % interval} of {steps} steps are not in the agreed parameters, which are evaluated and "
+            f"saved: make --train-iters a multiple of --island-sync-interval {interval}"
+        )
     if settings.distributed.sequence_parallel and settings.distributed.tensor_model_parallel_size == 1:
         yield "--sequence-parallel has no effect without --tensor-model-parallel-size"
     if settings.precision.fp16 and settings.precision.loss_scale is not None:

@@ -22,6 +22,12 @@ def check_parallel(distributed: DistributedSettings, zero_stage: int, seq_length
         f"{sizes} = {product} does not divide the {world_size} rank(s) of this run; choose sizes whose product is one "
         f"of {', '.join(map(str, divisors(world_size)))}",
     )
+    dp_size, islands = data_parallel_size(distributed, world_size), distributed.islands
+    require(
+        dp_size % islands == 0,
+        f"--islands {islands} does not divide the {dp_size} data-parallel rank(s); choose one of "
+        f"{', '.join(map(str, divisors(dp_size)))}",
+    )
     _check_context_parallel(distributed.context_parallel_size, seq_length)
     _check_emulation(distributed, zero_stage, world_size)
 
@@ -49,6 +55,7 @@ def cannot_tell_stragglers(distributed: DistributedSettings, zero: ZeroSettings,
     others = {
         **{setting: getattr(distributed, setting) for setting in MODEL_PARALLEL_SETTINGS},
         "expert_model_parallel_size": distributed.expert_model_parallel_size,
+        "islands": distributed.islands,
         "num_distributed_optimizer_instances": distributed.num_distributed_optimizer_instances,
     }
     given = [f"{flag_of(name)} {size}" for name, size in others.items() if size > 1]

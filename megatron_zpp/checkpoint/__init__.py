@@ -6,12 +6,14 @@ from .meta import nonfinite, read_meta
 from .saver import CheckpointSaver
 from .state import iterate_parameters, load_checkpoint
 from .storage import iterate_tensors, save_parameters
+from .trained import Trained
 from .verify import latest_good, problems, problems_on_all_ranks
 
 __all__ = [
     "CheckpointError",
     "CheckpointSaver",
     "FolderLock",
+    "Trained",
     "candidates",
     "find_checkpoint",
     "is_complete",

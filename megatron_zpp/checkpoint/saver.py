@@ -13,13 +13,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch import nn
-
-from megatron_zpp.zeropp import ZeroPPInterface
 
 from .folder import INCOMPLETE, checkpoint_path, retain
 from .state import checkpoint_state, describe_state, root_cause
 from .storage import CheckpointWriter
+from .trained import Trained
 
 
 @dataclass
@@ -58,16 +56,14 @@ class CheckpointSaver:
     def save(
         self,
         iteration: int,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer | None,
-        zeropp: ZeroPPInterface | None,
+        trained: Trained,
         meta: dict[str, Any],
         save_rng: bool = True,
     ) -> None:
         """Begin to save; training may go on when this returns. Waits for the save before, if that is not done."""
         begun = time.monotonic()
         self.wait()
-        meta = meta | describe_state(optimizer, zeropp, save_rng)
+        meta = meta | describe_state(trained, save_rng)
         meta |= {"iteration": iteration, "torch": str(torch.__version__), "saved_at": _now()}
         writer = CheckpointWriter(
             self.folder, iteration, meta, after=lambda: retain(self.folder, self.keep_last, self.retain_interval)
@@ -77,7 +73,7 @@ class CheckpointSaver:
             planner=dcp.DefaultSavePlanner(flatten_state_dict=False),
             process_group=self._group,
         )
-        state = checkpoint_state(model, optimizer, zeropp, save_rng)
+        state = checkpoint_state(trained, save_rng)
         if self.asynchronous:
             future = dcp.async_save(state, **arguments)  # returns when it has copied the state
             assert isinstance(future, Future)

@@ -34,6 +34,7 @@ class TrainingReport:
     eta_seconds: float | None = None
     bytes_between_nodes: float | None = None  # sent per step, all ranks
     bytes_within_nodes: float | None = None
+    bytes_between_islands: float | None = None
     token_bytes_between_nodes: float | None = None  # of tokens that travel to experts, beside those
     token_bytes_within_nodes: float | None = None
     waited_between_nodes: float | None = None  # seconds per step that a rank waited for these links, mean over ranks
@@ -69,6 +70,7 @@ def format_training_line(report: TrainingReport, now: datetime | None = None) ->
         None if r.eta_seconds is None else f"ETA: {format_duration(r.eta_seconds)}",
         _field("sent between nodes per step (MB): {:.3f}", r.bytes_between_nodes, factor=1e-6),
         _field("sent within nodes per step (MB): {:.3f}", r.bytes_within_nodes, factor=1e-6),
+        _field("sent between islands per step (MB): {:.3f}", r.bytes_between_islands, factor=1e-6),
         _field("tokens sent between nodes per step (MB): {:.3f}", r.token_bytes_between_nodes, factor=1e-6),
         _field("tokens sent within nodes per step (MB): {:.3f}", r.token_bytes_within_nodes, factor=1e-6),
         _field("waited between nodes per step (ms): {:.1f}", r.waited_between_nodes, factor=1000),

@@ -28,6 +28,7 @@ def training_metrics(report: TrainingReport, settings: LoggingSettings) -> dict[
         "tokens-per-second": r.tokens_per_second,
         "comm/bytes-between-nodes": r.bytes_between_nodes,
         "comm/bytes-within-nodes": r.bytes_within_nodes,
+        "comm/bytes-between-islands": r.bytes_between_islands,
         "comm/token-bytes-between-nodes": r.token_bytes_between_nodes,
         "comm/token-bytes-within-nodes": r.token_bytes_within_nodes,
         "comm/seconds-waited-between-nodes": r.waited_between_nodes,

@@ -13,21 +13,24 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-# Of the grid, slowest first, tp fastest as in Megatron: rank = ((pp * dp_size + dp) * cp_size + cp) * tp_size + tp.
+# Of the grid, slowest first, tp fastest as in Megatron: within an island
+# rank = ((pp * dp_size + dp) * cp_size + cp) * tp_size + tp.
 # Each with the setting of ``DistributedSettings`` that sizes it; None: the ranks that the others leave.
 AXES: dict[str, str | None] = {
+    "island": "islands",  # samples, of ranks that agree on parameters now and then
     "pp": "pipeline_model_parallel_size",  # stages
     "dp": None,  # samples
     "cp": "context_parallel_size",  # parts of a sequence
     "tp": "tensor_model_parallel_size",  # parts of a linear layer
 }
 SHARDED_AXES = ("dp", "cp")  # among whose ranks FSDP shards parameters: together they are one dimension for it
-MODEL_PARALLEL_SETTINGS = tuple(setting for setting in reversed(AXES.values()) if setting is not None)
+MODEL_PARALLEL_AXES = {axis: setting for axis, setting in AXES.items() if setting is not None and axis != "island"}
+MODEL_PARALLEL_SETTINGS = tuple(reversed(MODEL_PARALLEL_AXES.values()))
 
 
 def model_parallel_sizes(settings: Any) -> dict[str, int]:
-    """The size of each axis that a setting sizes, of a ``DistributedSettings``."""
-    return {axis: getattr(settings, setting) for axis, setting in AXES.items() if setting is not None}
+    """The size of each axis along which ranks have parts of a model, of a ``DistributedSettings``."""
+    return {axis: getattr(settings, setting) for axis, setting in MODEL_PARALLEL_AXES.items()}
 
 
 def ranks_per_model_copy(settings: Any) -> int:
@@ -44,14 +47,21 @@ class Mesh:
     # What fully_shard gets: fsdp, which holds one model; or [replicate, shard] (HSDP), each row of which holds one.
     sharding: DeviceMesh
     emulated_ranks: int = 1  # data-parallel ranks that this process computes for, if it is the only one
+    emulated_islands: int = 1  # that they are divided into
     # The ranks of fsdp as [expert_replicate, expert_fsdp, ep]: along the last one each has other experts, along the
     # others they share the same. None: all ranks share all experts.
     of_experts: DeviceMesh | None = None
 
     def sizes(self) -> dict[str, int]:
         """Ranks along each axis, emulated ones included."""
-        sizes = {axis: self.grid[axis].size() * (self.emulated_ranks if axis == "dp" else 1) for axis in AXES}
+        emulated = {"island": self.emulated_islands, "dp": self.emulated_ranks // self.emulated_islands}
+        sizes = {axis: self.grid[axis].size() * emulated.get(axis, 1) for axis in AXES}
         return sizes | ({"ep": self.ep_size} if self.ep_size > 1 else {})
+
+    @property
+    def island(self) -> DeviceMesh:
+        """The ranks of this rank's place in all islands."""
+        return self.grid["island"]
 
     @property
     def pp(self) -> DeviceMesh:
@@ -81,6 +91,14 @@ class Mesh:
         is_replicated = self.of_experts["expert_replicate"].size() > 1
         return self.of_experts["expert_replicate", "expert_fsdp"] if is_replicated else self.of_experts["expert_fsdp"]
 
+    def ranks_of_island(self) -> dist.ProcessGroup | None:
+        """All ranks of this rank's island; None if they are all that there are."""
+        if self.island.size() == 1:
+            return None
+        size = dist.get_world_size() // self.island.size()
+        first = self.grid.get_local_rank("island") * size
+        return dist.new_group([*range(first, first + size)], use_local_synchronization=True)
+
     def tensor_parallel_group(self) -> dist.ProcessGroup | None:
         """The ranks with the other parts of this rank's layers; None if it has them whole."""
         return self.tp.get_group() if self.tp_size > 1 else None
@@ -90,13 +108,18 @@ class Mesh:
         return self.pp.size()
 
     @property
+    def num_islands(self) -> int:
+        return self.sizes()["island"]
+
+    @property
     def dp_size(self) -> int:
-        return self.sizes()["dp"]
+        """Ranks that read different samples, of all islands."""
+        return self.num_islands * self.sizes()["dp"]
 
     @property
     def fsdp_size(self) -> int:
         """Ranks over which gradients are averaged."""
-        return self.fsdp.size() * self.emulated_ranks
+        return self.fsdp.size() * self.emulated_ranks // self.emulated_islands
 
     @property
     def cp_size(self) -> int:
@@ -117,7 +140,7 @@ class Mesh:
     @property
     def dp_rank(self) -> int:
         """Which part of a batch this rank reads."""
-        return self.grid.get_local_rank("dp")
+        return self.grid.get_local_rank("island") * self.grid["dp"].size() + self.grid.get_local_rank("dp")
 
     @property
     def cp_rank(self) -> int:
@@ -134,10 +157,11 @@ def build_mesh(
     emulated_ranks: int = 1,
     replicas: int = 1,
     expert_parallel: int = 1,
+    emulated_islands: int = 1,
 ) -> Mesh:
     """Divide all ranks of the default process group, whose number must be a multiple of the product. Collective.
 
-    sizes: of ``model_parallel_sizes``; an axis that is not in it has size 1, and dp what is left.
+    sizes: by axis; one that is not in it has size 1, and dp what is left.
     replicas: groups of ranks that each hold the whole of what FSDP shards; a divisor of the ranks of ``Mesh.fsdp``.
     expert_parallel: consecutive ranks of ``Mesh.fsdp``, among which experts are divided; a divisor of them, too.
     """
@@ -154,4 +178,4 @@ def build_mesh(
         sizes_of_experts = (same, 1) if replicas == fsdp.size() > 1 else (1, same)
         names = ("expert_replicate", "expert_fsdp", "ep")
         of_experts = fsdp._unflatten(0, (*sizes_of_experts, expert_parallel), names)
-    return Mesh(grid, fsdp, sharding, emulated_ranks, of_experts)
+    return Mesh(grid, fsdp, sharding, emulated_ranks, emulated_islands, of_experts)

@@ -39,9 +39,8 @@ def predict_run(run: RunHistory, cluster: ClusterSpec) -> Prediction:
     architecture, vocabulary = find_architecture(run.settings["architecture"]), int(run.settings["padded_vocab_size"])
     flags = shlex.split(run.settings["command"])[1:]
     settings = parse_settings(architecture, flags, cluster.world_size, note=lambda _: None)
-    model = architecture.build_model(settings.model, vocabulary)
-    needs = estimate_on(architecture, settings, vocabulary, cluster, model)
-    return predict(architecture, settings, cluster, needs, model)
+    needs = estimate_on(architecture, settings, vocabulary, cluster)
+    return predict(architecture, settings, cluster, needs)
 
 
 def measured(run: RunHistory) -> tuple[float, float, float]:

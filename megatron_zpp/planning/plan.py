@@ -106,6 +106,10 @@ def make_plan(
 def _candidates(architecture: Architecture, told: Sequence[str], cluster: ClusterSpec) -> Iterator[Candidate]:
     words = [*told] if "--micro-batch-size" in told else [*told, "--micro-batch-size", "1"]
     settings = parse_settings(architecture, words, cluster.world_size, note=lambda _: None)
+    if settings.distributed.islands > 1:
+        raise ValueError(
+            "islands are not planned: leave --islands out; tools/estimate.py counts their memory and bytes"
+        )
     assert settings.training.seq_length
     for layout in layouts(cluster, settings.model, settings.training.seq_length, told):
         for travel, typed in travels(cluster, layout, told, settings.training.train_iters or 1000):

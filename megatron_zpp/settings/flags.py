@@ -47,7 +47,7 @@ def flag(
 
 @dataclass(frozen=True)
 class Flag:
-    """A field made by ``flag``, or by ``_flag`` in ``zeropp.config``."""
+    """A field made by ``flag``, or by ``config_flag`` of ``zeropp.config``."""
 
     setting: str
     name: str  # "--zero-weight-bits"

@@ -2,8 +2,8 @@
 
 Each dataclass is one group of flags in ``--help``; the field ``num_layers`` is the flag ``--num-layers`` unless
 ``flag(..., name=...)`` says otherwise. Names and defaults are Megatron-LM's wherever it has the setting. The flags of
-ZeRO++ and LoCo are the fields of ``ZeroPPConfig``. ``arguments.parse_settings`` fills, checks and freezes them;
-everything downstream takes the group it needs.
+ZeRO++ and LoCo are the fields of ``ZeroPPConfig``, those of islands of ``IslandConfig``. ``arguments.parse_settings``
+fills, checks and freezes them; everything downstream takes the group it needs.
 
 Bounds refuse what no run survives: products of larger sizes overflow 64 bits, smaller epsilons are 0 in fp32.
 """
@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, is_dataclass
 from typing import Any
 
+from megatron_zpp.islands.config import IslandConfig
 from megatron_zpp.settings.flags import Flag, flag, flat_values, iterate_flags
 from megatron_zpp.zeropp.config import ZeroPPConfig
 
@@ -538,6 +539,13 @@ class DistributedSettings:
     distributed_timeout_minutes: float = flag(
         10.0, "time after which a stuck collective ends the run", at_least=0.01, at_most=525_600
     )
+    islands: int = flag(
+        1,
+        "groups of consecutive ranks, normally clusters, that train by themselves and agree on parameters every "
+        "--island-sync-interval steps (DiLoCo): docs/islands.md",
+        at_least=1,
+        at_most=2**16,
+    )
     num_distributed_optimizer_instances: int = flag(
         1,
         "HSDP: so many groups of ranks, normally the nodes, each shard the whole model and add up their gradients once "
@@ -600,6 +608,7 @@ class Settings:
     activation: ActivationSettings = ActivationSettings()
     zero: ZeroSettings = ZeroSettings()
     zeropp: ZeroPPConfig = ZeroPPConfig()
+    island: IslandConfig = IslandConfig()
     data: DataSettings = DataSettings()
     tokenizer: TokenizerSettings = TokenizerSettings()
     checkpoint: CheckpointSettings = CheckpointSettings()

@@ -71,6 +71,7 @@ def _ranks(settings: Settings, cluster: Cluster, says_who: str) -> list[str]:
     return [
         f"{kind}, {cluster.world_size} rank(s) on {cluster.nodes} node(s) ({says_who})",
         f"{data_parallel_size(distributed, cluster.world_size)} data-parallel rank(s), {', '.join(sizes)}",
+        *([f"{distributed.islands} islands {settings.island.describe()}"] if distributed.islands > 1 else []),
     ]
 
 

@@ -16,6 +16,7 @@ import torch
 from megatron_zpp.architectures import Architecture
 from megatron_zpp.arguments.check_zero import check_replicas_on_nodes
 from megatron_zpp.arguments.resolve_parallel import data_parallel_size
+from megatron_zpp.islands.hops import island_format
 from megatron_zpp.models.moe import active_parameters
 from megatron_zpp.models.transformer import Transformer
 from megatron_zpp.optim.batch_size import BatchSchedule
@@ -32,6 +33,7 @@ from megatron_zpp.training.planned_units import (
     PlannedModel,
     PlannedUnit,
     num_layers_of,
+    pieces_of,
     pipeline_placement,
     plan_model,
 )
@@ -87,6 +89,7 @@ class Estimate:
     ranks: list[RankEstimate]  # one of each pipeline stage
     sent_between_nodes: dict[str, int]
     sent_within_nodes: dict[str, int]
+    sent_between_islands: float  # a mean over the steps of an interval
 
     @property
     def largest(self) -> RankEstimate:
@@ -195,6 +198,7 @@ def estimate(
         ranks=ranks,
         sent_between_nodes=between_nodes,
         sent_within_nodes=within_nodes,
+        sent_between_islands=_sent_between_islands(settings, planned, grid),
     )
 
 
@@ -296,6 +300,14 @@ def _sent_between_stages(settings: Settings, model: Transformer, placement: Plac
     return 2 * crossings * m * ranks_of_stage * bytes_between_stages(settings, model)
 
 
+def _sent_between_islands(settings: Settings, planned: PlannedModel, grid: RankGrid) -> float:
+    """Bytes that all ranks send in one step, a mean over an interval: a piece to each other island, and one around."""
+    config, islands = settings.island, settings.distributed.islands
+    wires = [island_format(config, pieces_of(units, islands)).nbytes for units in planned.units_of_ranks]
+    ranks_of_stage = grid.world_size // len(wires)
+    return ranks_of_stage * 2 * (islands - 1) * sum(wires) / config.sync_interval
+
+
 def memory_and_traffic(found: Estimate) -> list[str]:
     """What a rank keeps and a node sends, in lines."""
     nodes, rank = found.cluster.nodes, found.largest
@@ -309,4 +321,10 @@ def memory_and_traffic(found: Estimate) -> list[str]:
     lines += ["", "sent to other nodes per step by each node, GB"]
     lines += [f"  {size / nodes / 1e9:9.3g}  {name}" for name, size in found.sent_between_nodes.items()]
     lines += [f"  {found.sent_by_a_node / found.parameters:9.3g}  bytes for each parameter of the model"]
+    islands = found.grid.distributed.islands
+    if islands > 1:
+        of_an_island = found.sent_between_islands / islands
+        lines += ["", "sent to other islands per step by each island, GB, a mean over an interval"]
+        lines += [f"  {of_an_island / 1e9:9.3g}  what they agree by"]
+        lines += [f"  {of_an_island / found.parameters:9.3g}  bytes for each parameter of the model"]
     return lines

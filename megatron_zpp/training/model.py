@@ -61,10 +61,11 @@ def build_model_on_ranks(
     device: torch.device,
     mesh: Mesh,
     token_traffic: Traffic,
+    emulated_island: int = 0,
 ) -> tuple[Transformer, Pipeline | None, ZeroPPInterface | None]:
     """The model, sharded before it has storage, so that it never exists whole on one rank; whole if it emulates.
 
-    token_traffic: counts what tokens cause that travel to experts.
+    token_traffic: counts what tokens cause that travel to experts. emulated_island: whose model, if it emulates.
     """
     zero, ranks, precision = settings.zero, settings.distributed, mixed_precision(settings.precision)
     _check_nodes_alike(settings, mesh)
@@ -90,13 +91,14 @@ def build_model_on_ranks(
         zeropp = emulate_zeropp(
             model,
             settings.zeropp,
-            ranks.emulate_nodes,
+            ranks.emulate_nodes // mesh.emulated_islands,
             ranks.emulate_ranks // ranks.emulate_nodes,
             units=[*model.layers, *model.end_units()],
             gathered_once=model.end_units(),
             param_dtype=precision.param_dtype,
             reduce_dtype=precision.reduce_dtype,
             zero_stage=zero.zero_stage,
+            first_rank=emulated_island * mesh.fsdp_size,
         )
     if zeropp is not None:
         zeropp.monitor_errors(zero.zero_monitor_interval)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import socket
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch.distributed as dist
@@ -95,10 +95,11 @@ class NonfiniteSteps:
 
 def _nonfinite_parameters(run: Run) -> list[str]:
     """The first parameter of which this rank holds a NaN or Inf, and that rank; [] if there is none."""
-    for name, parameter in run.model.named_parameters():
-        shard = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-        if not shard.isfinite().all():
-            return [f"the parameter {name} (the part of {_this_rank()})"]
+    for trainee in run.trainees:
+        for name, parameter in trainee.model.named_parameters():
+            shard = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+            if not shard.isfinite().all():
+                return [f"the parameter {name} (the part of {_this_rank()})"]
     return []
 
 
@@ -112,17 +113,22 @@ def locate_nonfinite(run: Run, micro_batches: list[Batch]) -> str:
     micro_batches: this rank's of the step. Costs one more step.
     """
     parameters = _nonfinite_parameters(run)
-    stages: Mapping[int, nn.Module] = {0: run.model} if run.pipeline is None else run.pipeline.stages
-    last_stage = 0 if run.pipeline is None else run.pipeline.last
-    with _watch(stages, last_stage, compiled=run.settings.activation.compile) as found:
-        with unmoved(run.ranks.random_states):
-            num_micro_batches = len(micro_batches) // len(run.ranks)
+    stages: Mapping[int, nn.Module] = {i: trainee.model for i, trainee in enumerate(run.trainees)}  # each to its end
+    last_stages = set(stages)
+    if run.pipeline is not None:
+        stages, last_stages = run.pipeline.stages, {run.pipeline.last}
+    with _watch(stages, last_stages, compiled=run.settings.activation.compile) as found:
+        with ExitStack() as stack:
+            for trainee in run.trainees:
+                stack.enter_context(unmoved(trainee.ranks.random_states))
+            num_micro_batches = len(micro_batches) // sum(len(trainee.ranks) for trainee in run.trainees)
             accumulate_gradients(run, iter(micro_batches), num_micro_batches, run.scaler.scale)
-    run.optimizer.zero_grad()
+    for trainee in run.trainees:
+        trainee.optimizer.zero_grad()
     run.token_traffic.take()  # none of the run's own steps
-    if run.zeropp is not None:
-        run.zeropp.undo_step()
-        run.zeropp.traffic.take()
+    for zeropp in run.zeropps:
+        zeropp.undo_step()
+        zeropp.traffic.take()
     mine = parameters, [(*event, f"the {event[0]} of {name} on {_this_rank()}") for event, name in found.items()]
     of_ranks: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(of_ranks, mine)
@@ -144,7 +150,9 @@ def locate_nonfinite(run: Run, micro_batches: list[Batch]) -> str:
 
 
 @contextmanager
-def _watch(stages: Mapping[int, nn.Module], last_stage: int, compiled: bool) -> Iterator[dict[tuple[str, int], str]]:
+def _watch(
+    stages: Mapping[int, nn.Module], last_stages: Collection[int], compiled: bool
+) -> Iterator[dict[tuple[str, int], str]]:
     """Of each stage, the first module whose output is not finite, and the first whose output's gradient is not."""
     found: dict[tuple[str, int], str] = {}
     handles = []
@@ -173,7 +181,7 @@ def _watch(stages: Mapping[int, nn.Module], last_stage: int, compiled: bool) -> 
             # Compiled blocks do not call hooks inside.
             if name and (is_child if compiled else is_leaf):
                 handles.append(module.register_forward_hook(after_forward(stage, name)))
-        last = "the loss" if stage == last_stage else "the last layer"
+        last = "the loss" if stage in last_stages else "the last layer"
         handles.append(model.register_forward_hook(after_forward(stage, last)))
     try:
         yield found

@@ -139,6 +139,11 @@ def _part(parameter: nn.Parameter, dimension: int, ranks: int) -> nn.Parameter:
     return nn.Parameter(parameter.chunk(ranks, dimension)[0], requires_grad=parameter.requires_grad)
 
 
+def pieces_of(units: list[PlannedUnit], islands: int) -> Shards:
+    """A rank's part of the model as a piece for each island; where rows do not divide, a little more than it is."""
+    return tuple(replace(shard, numel=rows_per_rank(shard.numel, islands)) for unit in units for shard in unit.shards)
+
+
 def shards_of(parameters: list[tuple[str, nn.Parameter]], world_size: int) -> Shards:
     """One rank's shards as FSDP2 splits them: rows, padded to the same number on every rank."""
     return tuple(

@@ -204,7 +204,7 @@ _SHARDED = (
 
 
 def _describe(run: Run) -> None:
-    zeropp, world_size = run.zeropp, run.ranks.world_size
+    zeropp, world_size = run.zeropp, run.world_size
     ranks = ("emulated rank" if run.mesh.emulated_ranks > 1 else "rank") + ("s" if world_size > 1 else "")
     print_once(
         f"{run.architecture.name} with {run.architecture.num_parameters(run.model.config):,} parameters, ZeRO stage "
@@ -217,6 +217,8 @@ def _describe(run: Run) -> None:
         print_once(run.pipeline.describe())
     if zeropp is not None and world_size > 1:
         print_once(zeropp.describe())
+    if run.islands is not None:
+        print_once(run.islands.describe())
 
 
 def _batches(run: Run, split: str, consumed_samples: int) -> Iterator[Batch] | None:
@@ -293,9 +295,9 @@ def _build_saver(run: Run) -> CheckpointSaver:
 
 def _save(run: Run, saver: CheckpointSaver) -> None:
     checkpoint = run.settings.checkpoint
-    optimizer = None if checkpoint.no_save_optim else run.optimizer
-    save_rng = not checkpoint.no_save_rng
-    saver.save(run.counters.iteration, run.model, optimizer, run.zeropp, run.meta(), save_rng)
+    saver.save(
+        run.counters.iteration, run.trained(not checkpoint.no_save_optim), run.meta(), not checkpoint.no_save_rng
+    )
 
 
 def _where_saved(run: Run, saver: CheckpointSaver | None) -> str:

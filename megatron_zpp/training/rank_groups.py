@@ -46,9 +46,14 @@ class RankGrid:
         return self.nodes * self.ranks_per_node
 
     @property
+    def ranks_of_island(self) -> int:
+        return self.world_size // self.distributed.islands
+
+    @property
     def sharing_gradients(self) -> RankGroup:
         """Ranks over which gradients are averaged: those with other samples, or other parts of them."""
-        size = self.distributed.context_parallel_size * self.world_size // ranks_per_model_copy(self.distributed)
+        copies = self.ranks_of_island // ranks_per_model_copy(self.distributed)
+        size = self.distributed.context_parallel_size * copies
         return self._group(size, self.distributed.tensor_model_parallel_size)
 
     @property
@@ -77,7 +82,7 @@ class RankGrid:
     def pipeline(self) -> RankGroup:
         """One rank of each stage."""
         size = self.distributed.pipeline_model_parallel_size
-        return self._group(size, self.world_size // size)
+        return self._group(size, self.ranks_of_island // size)
 
     def _group(self, size: int, stride: int) -> RankGroup:
         """Every so manyth rank, so many in all. Raises ValueError where nodes would have different numbers of them."""

@@ -11,7 +11,7 @@ from megatron_zpp.models.transformer import Transformer
 from megatron_zpp.optim.optimizer import OPTIMIZERS
 from megatron_zpp.settings.groups import ActivationSettings, Settings
 from megatron_zpp.training.exchanges import gradients_format, travelling_dtypes, zero_stage_of
-from megatron_zpp.training.planned_units import PlannedUnit, num_layers_of
+from megatron_zpp.training.planned_units import PlannedUnit, num_layers_of, pieces_of
 from megatron_zpp.zeropp.config import ZeroPPConfig
 from megatron_zpp.zeropp.loco import ERROR_FORMATS
 from megatron_zpp.zeropp.matrix_blocks import MomentumWire
@@ -40,6 +40,13 @@ def states_of_rank(
             f"{settings.optimizer.optimizer}'s state, fp32": 4 * optimizer_state,
         }
     )
+    islands = settings.distributed.islands
+    if islands > 1:
+        copies = 2 if settings.island.outer_momentum > 0 else 1
+        states["what islands agreed on, and the outer momentum, fp32"] = copies * 4 * shard
+        if settings.island.loco:
+            error = wire_format(pieces_of(units, islands), 8, settings.island.block_size, torch.float32)
+            states["LoCo's errors between islands, int8"] = (islands + 1) * error.nbytes
     if config.hpz_partition_size > 1 and nodes > 1:
         copy = weights.itemsize * shard
         if config.hpz_secondary_dtype == "int8":

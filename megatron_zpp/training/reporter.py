@@ -56,16 +56,16 @@ class Reporter:
         if not result.skipped:
             for name, loss in result.losses().items():
                 self.losses.setdefault(name, []).append(loss)
-        if run.zeropp is not None:
-            sent = run.zeropp.traffic.take()
-            self.sent.add(sent.intra_node, sent.inter_node)
-            if run.zeropp.waits is not None:
-                waited = run.zeropp.waits.take()
+        for zeropp in run.zeropps:
+            self.sent.add(*zeropp.traffic.take().of_levels())
+            if zeropp.waits is not None:
+                waited = zeropp.waits.take()
                 self.waited = [so_far + more for so_far, more in zip(self.waited, waited, strict=True)]
                 if self.stragglers is not None:
                     self.stragglers.step(waited, run.counters.iteration)
-        sent = run.token_traffic.take()
-        self.sent_for_tokens.add(sent.intra_node, sent.inter_node)
+        if run.islands is not None:
+            self.sent.add(*run.islands.traffic.take().of_levels())
+        self.sent_for_tokens.add(*run.token_traffic.take().of_levels())
         iteration = run.counters.iteration
         is_log_step = iteration % logging.log_interval == 0 or iteration == 1
         is_point = iteration % logging.tensorboard_log_interval == 0
@@ -99,11 +99,11 @@ class Reporter:
         seconds = self.seconds / self.num_steps
         tokens_per_second = self.num_tokens / self.seconds
         per_device, flops_per_token = tokens_per_second / dist.get_world_size(), self.flops / self.num_tokens
-        counts = [count for sent in (self.sent, self.sent_for_tokens) for count in (sent.inter_node, sent.intra_node)]
+        counts = [*self.sent.of_levels(), *self.sent_for_tokens.of_levels()]
         of_ranks = torch.tensor([*counts, *self.waited], dtype=torch.float64, device=run.device)
         dist.all_reduce(of_ranks)
         *sent, waited_within, waited_between = (of_ranks / self.num_steps).tolist()
-        between_nodes, within_nodes, tokens_between_nodes, tokens_within_nodes = sent
+        within_nodes, between_nodes, between_islands, tokens_within_nodes, tokens_between_nodes, _ = sent
         waits = run.zeropp is not None and run.zeropp.waits is not None and dist.get_world_size() > 1
         tokens_travel = run.mesh.ep_size > 1
         means = {name: sum(losses) / len(losses) for name, losses in self.losses.items()}
@@ -117,9 +117,7 @@ class Reporter:
             loss_scale=run.scaler.scale,
             grad_norm=result.grad_norm if math.isfinite(result.grad_norm) else None,
             num_zeros=result.num_zeros,
-            params_norm=params_norm([*run.model.parameters()], run.ranks, run.copies)
-            if logging.log_params_norm
-            else None,
+            params_norm=self._params_norm() if logging.log_params_norm else None,
             skipped_iterations=self.skipped,
             nan_iterations=self.nan,
             seconds_per_iteration=seconds,
@@ -129,11 +127,13 @@ class Reporter:
             eta_seconds=seconds * (run.train_iters - counters.iteration),
             bytes_between_nodes=between_nodes if run.zeropp is not None else None,
             bytes_within_nodes=within_nodes if run.zeropp is not None else None,
+            bytes_between_islands=between_islands if run.islands is not None else None,
             token_bytes_between_nodes=tokens_between_nodes if tokens_travel else None,
             token_bytes_within_nodes=tokens_within_nodes if tokens_travel else None,
             waited_between_nodes=waited_between / dist.get_world_size() if waits else None,
             waited_within_nodes=waited_within / dist.get_world_size() if waits else None,
-            quantization_errors=run.zeropp.quantization_errors() if run.zeropp is not None else {},
+            # Of the last island, whose last rank writes the log.
+            quantization_errors=[zeropp.quantization_errors() for zeropp in run.zeropps][-1] if run.zeropps else {},
         )
 
     def _write_point(self, result: StepResult, num_samples: int, interval: TrainingReport | None) -> None:
@@ -162,6 +162,15 @@ class Reporter:
             metrics["mem-max-allocated-bytes"] = memory["allocated_bytes.all.peak"]
             metrics["mem-allocated-count"] = memory["allocation.all.current"]
         run.writers.write(metrics, counters.iteration, counters.consumed_train_samples)
+
+    def _params_norm(self) -> float:
+        """Of islands the mean."""
+        run = self.run
+        norms = [
+            torch.tensor(params_norm([*trainee.model.parameters()], trainee.ranks, run.copies), device=run.device)
+            for trainee in run.trainees
+        ]
+        return run.add_over_islands(norms).item() / run.mesh.num_islands
 
     def _learning_rate(self) -> float:
         assert self.run.schedule is not None

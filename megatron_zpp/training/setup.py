@@ -15,12 +15,13 @@ from torch import Tensor
 
 from megatron_zpp.architectures import Architecture, padded_vocab_size
 from megatron_zpp.arguments.resolve_parallel import check_vocabulary
-from megatron_zpp.checkpoint import CheckpointError, FolderLock, load_checkpoint, read_meta
+from megatron_zpp.checkpoint import CheckpointError, FolderLock, Trained, load_checkpoint, read_meta
 from megatron_zpp.checkpoint.counters import Counters
 from megatron_zpp.checkpoint.folder import describe_empty
 from megatron_zpp.checkpoint.model import saved_model
 from megatron_zpp.checkpoint.resume import check_same_batches_and_data, check_same_order, checkpoint_to_load
 from megatron_zpp.data.build import Datasets
+from megatron_zpp.islands import IslandsInterface, apply_islands, emulate_islands
 from megatron_zpp.metrics.program import describe_program
 from megatron_zpp.metrics.writers import MetricWriters
 from megatron_zpp.models.transformer import Transformer
@@ -36,8 +37,19 @@ from megatron_zpp.parallel.tensor import dropout_seed
 from megatron_zpp.settings.groups import Settings, TrainingSettings
 from megatron_zpp.training.datasets import build_data, check_same_data_on_all_ranks
 from megatron_zpp.training.model import build_model_on_ranks
-from megatron_zpp.zeropp import Ranks, ZeroPPInterface, ranks_of
+from megatron_zpp.zeropp import EmulatedZeroPP, OwnRank, Ranks, ZeroPPInterface, ranks_of
 from megatron_zpp.zeropp.traffic import Traffic
+
+
+@dataclass(frozen=True)
+class Trainee:
+    """The model that the ranks of one island train together; without islands, all ranks do."""
+
+    model: Transformer  # this rank's part of it
+    pipeline: Pipeline | None  # None with one stage
+    optimizer: torch.optim.Optimizer
+    ranks: Ranks  # that this process computes for
+    zeropp: ZeroPPInterface | None  # None at ZeRO stage 0, which has no sharded collectives
 
 
 @dataclass
@@ -48,11 +60,8 @@ class Run:
     settings: Settings
     device: torch.device
     mesh: Mesh
-    model: Transformer  # this rank's part of it
-    pipeline: Pipeline | None  # None with one stage
-    optimizer: torch.optim.Optimizer
-    ranks: Ranks  # that this process computes for
-    zeropp: ZeroPPInterface | None  # None at ZeRO stage 0, which has no sharded collectives
+    trainees: list[Trainee]  # of this process: one, but for one of each island that it emulates
+    islands: IslandsInterface | None  # None with one
     token_traffic: Traffic  # of tokens that travel to experts
     schedule: Schedule | None  # None with --skip-train
     batches: BatchSchedule
@@ -66,9 +75,50 @@ class Run:
     lock: FolderLock | None = None  # on --save, held by rank 0
     last_loss: float | None = None
 
+    # Of the first trainee:
+
+    @property
+    def model(self) -> Transformer:
+        return self.trainees[0].model
+
+    @property
+    def pipeline(self) -> Pipeline | None:
+        return self.trainees[0].pipeline
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        return self.trainees[0].optimizer
+
+    @property
+    def ranks(self) -> Ranks:
+        return self.trainees[0].ranks
+
+    @property
+    def zeropp(self) -> ZeroPPInterface | None:
+        return self.trainees[0].zeropp
+
+    # Of all:
+
+    @property
+    def world_size(self) -> int:
+        """Real or emulated ranks of the run."""
+        return len(self.trainees) * self.ranks.world_size
+
+    @property
+    def zeropps(self) -> list[ZeroPPInterface]:
+        return [trainee.zeropp for trainee in self.trainees if trainee.zeropp is not None]
+
     def set_training(self, mode: bool) -> None:
         """Training mode, or evaluation mode."""
-        (self.model if self.pipeline is None else self.pipeline).train(mode)
+        for trainee in self.trainees:
+            (trainee.model if trainee.pipeline is None else trainee.pipeline).train(mode)
+
+    def add_over_islands(self, of_trainees: Sequence[Tensor]) -> Tensor:
+        """The sum of a tensor that the ranks of each island have alike, over all islands; collective."""
+        total = torch.stack([*of_trainees]).sum(dim=0)
+        if self.mesh.island.size() > 1:
+            dist.all_reduce(total, group=self.mesh.island.get_group())
+        return total
 
     def sample_length(self, iteration: int) -> int:
         """Tokens of a sample in the optimizer step that ends at ``iteration``."""
@@ -87,6 +137,16 @@ class Run:
     def copies(self) -> Sequence[Tensor]:
         """Parameters that another rank of the pipeline has too, and counts."""
         return () if self.pipeline is None else self.pipeline.copies
+
+    def trained(self, with_optimizer: bool) -> Trained:
+        """What checkpoints keep as tensors."""
+        return Trained(
+            models=[trainee.model for trainee in self.trainees],
+            optimizers=[trainee.optimizer for trainee in self.trainees] if with_optimizer else [],
+            zeropps=self.zeropps,
+            islands=self.islands,
+            first_island=self.mesh.island.get_local_rank(),
+        )
 
     def meta(self) -> dict[str, Any]:
         """What a checkpoint keeps beside the tensors."""
@@ -121,8 +181,14 @@ def build_run(architecture: Architecture, settings: Settings, device: torch.devi
     if settings.zero.zero_stage == 0:
         # Shards of one rank each, that is plain data parallelism with FSDP2's mixed precision.
         replicas = dist.get_world_size() * ranks.context_parallel_size // ranks_per_model_copy(ranks)
+    emulates = ranks.emulate_ranks is not None
     mesh = build_mesh(
-        device.type, model_parallel_sizes(ranks), ranks.emulate_ranks or 1, replicas, ranks.expert_model_parallel_size
+        device.type,
+        model_parallel_sizes(ranks) | {"island": 1 if emulates else ranks.islands},
+        ranks.emulate_ranks or 1,
+        replicas,
+        ranks.expert_model_parallel_size,
+        emulated_islands=ranks.islands if emulates else 1,
     )
     batches = BatchSchedule(
         training.global_batch_size,
@@ -176,19 +242,24 @@ def build_run(architecture: Architecture, settings: Settings, device: torch.devi
 
     check_same_data_on_all_ranks(datasets)
     token_traffic = Traffic()
-    model, pipeline, zeropp = build_model_on_ranks(architecture, settings, vocab_size, device, mesh, token_traffic)
-    with errors_on_all_ranks():
-        optimizer = build_optimizer(model, settings.optimizer, zeropp)
+    trainees = []
+    ranks_of_island = mesh.ranks_of_island()
+    for number in range(mesh.emulated_islands):
+        model, pipeline, zeropp = build_model_on_ranks(
+            architecture, settings, vocab_size, device, mesh, token_traffic, number
+        )
+        with errors_on_all_ranks():
+            optimizer = build_optimizer(model, settings.optimizer, zeropp)
+        its_ranks = ranks_of(zeropp) if ranks_of_island is None else OwnRank(gathers_over=ranks_of_island)
+        its_ranks.step_by_shards(optimizer)
+        trainees.append(Trainee(model, pipeline, optimizer, its_ranks, zeropp))
     run = Run(
         architecture=architecture,
         settings=settings,
         device=device,
         mesh=mesh,
-        model=model,
-        pipeline=pipeline,
-        optimizer=optimizer,
-        ranks=ranks_of(zeropp),
-        zeropp=zeropp,
+        trainees=trainees,
+        islands=_build_islands(trainees, settings, mesh),
         token_traffic=token_traffic,
         schedule=schedule,
         batches=batches,
@@ -201,14 +272,27 @@ def build_run(architecture: Architecture, settings: Settings, device: torch.devi
         counters=counters,
         lock=lock,
     )
-    run.ranks.step_by_shards(optimizer)
     # From here on randomness is dropout's.
-    run.ranks.random_states.seed(lambda rank: dropout_seed(training.seed, rank, mesh.tp_size, ranks.sequence_parallel))
+    for trainee in trainees:
+        trainee.ranks.random_states.seed(
+            lambda rank: dropout_seed(training.seed, rank, mesh.tp_size, ranks.sequence_parallel)
+        )
     if checkpoint is not None and meta is not None:
         _load(run, checkpoint, meta)
     elif settings.checkpoint.load is not None:
         print_once(describe_empty(settings.checkpoint.load))
     return run
+
+
+def _build_islands(trainees: list[Trainee], settings: Settings, mesh: Mesh) -> IslandsInterface | None:
+    if mesh.num_islands == 1:
+        return None
+    if mesh.island.size() > 1:
+        (own,) = trainees
+        return apply_islands(own.model, own.optimizer, settings.island, mesh.island, own.zeropp)
+    zeropps = [trainee.zeropp for trainee in trainees if isinstance(trainee.zeropp, EmulatedZeroPP)]
+    models, optimizers = [trainee.model for trainee in trainees], [trainee.optimizer for trainee in trainees]
+    return emulate_islands(models, optimizers, settings.island, zeropps)
 
 
 def _evaluations_to_come(training: TrainingSettings, counters: Counters, train_iters: int) -> int:
@@ -241,16 +325,16 @@ def _load(run: Run, checkpoint: Path, meta: dict[str, Any]) -> None:
     notes = load_checkpoint(
         checkpoint,
         meta,
-        run.model,
-        None if finetune or settings.checkpoint.no_load_optim else run.optimizer,
-        run.zeropp,
+        run.trained(with_optimizer=not (finetune or settings.checkpoint.no_load_optim)),
         run.layout(),
         load_rng=not (finetune or settings.checkpoint.no_load_rng),
     )
     if not finetune:
         run.scaler.load_state_dict(meta["loss_scaler"])
-        if run.zeropp is not None:  # on other ranks, or with other settings, its own state is not taken over
-            run.zeropp.set_optimizer_steps(run.counters.iteration - run.counters.skipped_iterations)
+        for zeropp in run.zeropps:  # on other ranks, or with other settings, their own state is not taken over
+            zeropp.set_optimizer_steps(run.counters.iteration - run.counters.skipped_iterations)
+        if run.islands is not None:
+            run.islands.steps = run.counters.iteration
     for note in notes:
         print_once(f"note: {note}")
     print_once(f"  successfully loaded checkpoint {checkpoint} at iteration {meta['iteration']}")

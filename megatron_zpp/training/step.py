@@ -16,7 +16,7 @@ from megatron_zpp.optim.gradients import clip_gradients, count_zeros, scale_grad
 from megatron_zpp.optim.optimizer import set_lr_and_weight_decay
 from megatron_zpp.parallel.context import shard_batch
 from megatron_zpp.parallel.sharding import prepare_backward
-from megatron_zpp.training.setup import Run
+from megatron_zpp.training.setup import Run, Trainee
 
 # Of a micro-batch: the loss mask of this rank's tokens [B, S / cp], and the number of unmasked tokens of all ranks that
 # share its sequences.
@@ -28,7 +28,7 @@ class StepResult:
     """What one optimizer step did; the same on every rank."""
 
     loss: float  # mean over the tokens of the global batch
-    grad_norm: float  # before clipping
+    grad_norm: float  # before clipping; of islands the mean
     skipped: bool  # the parameters did not move, because loss or gradients were not finite, or
     spiked: bool  # the loss was far above that of the steps before
     stop: bool  # some rank wants to save and exit
@@ -43,7 +43,7 @@ class StepResult:
 
 def train_step(run: Run, batches: Iterator[Batch], num_micro_batches: int, stop: bool) -> StepResult:
     """Accumulate gradients over the micro-batches, clip, and let the optimizer step, unless they are not finite."""
-    settings, model, scale = run.settings, run.model, run.scaler.scale
+    settings, scale = run.settings, run.scaler.scale
     micro_batches: list[Batch] = []
     if run.curriculum is not None:
         batches = _cut(batches, run.sample_length(run.counters.iteration + 1))
@@ -51,20 +51,20 @@ def train_step(run: Run, batches: Iterator[Batch], num_micro_batches: int, stop:
     totals[2] = float(stop)
     dist.all_reduce(totals)
 
-    parameters, per_token = list(model.parameters()), settings.training.calculate_per_token_loss
+    per_token = settings.training.calculate_per_token_loss
     factor = run.mesh.fsdp_size / totals[1].clamp(min=1.0) if per_token else 1.0
-    scale_gradients(parameters, factor / scale)
-    norm = clip_gradients(parameters, settings.optimizer.clip_grad, run.ranks, run.copies)
-    measured = [norm.double()]
-    if settings.logging.log_num_zeros_in_grad:
-        measured.append(count_zeros(parameters, run.ranks, run.copies))
+    measured = run.add_over_islands(
+        [_scale_and_clip(run, trainee, factor / scale).to(totals.device) for trainee in run.trainees]
+    )
     # The one time that the host waits for the device between the last backward pass and the optimizer.
-    values = torch.cat([totals, torch.stack(measured).to(totals.device)]).tolist()
+    values = torch.cat([totals, measured]).tolist()
     loss_sum_all, num_tokens_all, wishes, *auxiliary_sums = values[: len(totals)]
-    grad_norm, *zeros = values[len(totals) :]
+    grad_norms, *zeros = values[len(totals) :]
+    grad_norm = grad_norms / run.mesh.num_islands
     loss = loss_sum_all / max(1.0, num_tokens_all)
     # As their gradients: FSDP2 averages over ranks.
-    auxiliary_factor = 1 / max(1.0, num_tokens_all) if per_token else 1 / run.mesh.fsdp_size
+    num_ranks = run.mesh.fsdp_size * run.mesh.num_islands
+    auxiliary_factor = 1 / max(1.0, num_tokens_all) if per_token else 1 / num_ranks
     auxiliary = {name: value * auxiliary_factor for name, value in zip(names, auxiliary_sums, strict=True)}
     finite = math.isfinite(grad_norm) and math.isfinite(loss)
     spiked = finite and is_loss_spike(run, loss)
@@ -74,18 +74,33 @@ def train_step(run: Run, batches: Iterator[Batch], num_micro_batches: int, stop:
         position = run.scheduled_samples()
         lr, decoupled_lr = run.schedule.lr(position), run.schedule.decoupled_lr(settings.optimizer, position)
         weight_decay = run.schedule.weight_decay(run.counters.scheduled_samples)
-        set_lr_and_weight_decay(run.optimizer, lr, weight_decay, decoupled_lr)
-        run.optimizer.step()
-    run.optimizer.zero_grad()
-    model.finish_step(not skipped, lambda tensor: dist.all_reduce(tensor, group=run.mesh.fsdp.get_group()))
+        for trainee in run.trainees:
+            set_lr_and_weight_decay(trainee.optimizer, lr, weight_decay, decoupled_lr)
+            trainee.optimizer.step()
+    elif run.islands is not None:
+        run.islands.skip_step()
+    for trainee in run.trainees:
+        trainee.optimizer.zero_grad()
+        trainee.model.finish_step(not skipped, lambda tensor: dist.all_reduce(tensor, group=run.mesh.fsdp.get_group()))
     run.scaler.update(overflow=not finite)
-    if run.zeropp is not None:
+    for zeropp in run.zeropps:
         if skipped:
-            run.zeropp.undo_step()
+            zeropp.undo_step()
         if run.scaler.scale != scale:
-            run.zeropp.rescale_errors(run.scaler.scale / scale)
+            zeropp.rescale_errors(run.scaler.scale / scale)
     num_zeros = round(zeros[0]) if zeros else None
     return StepResult(loss, grad_norm, skipped, spiked, wishes > 0, num_zeros, auxiliary, micro_batches)
+
+
+def _scale_and_clip(run: Run, trainee: Trainee, factor: float | Tensor) -> Tensor:
+    """Gradients as the optimizer takes them; fp64: their norm before clipping and, if it is asked for, their zeros."""
+    parameters = list(trainee.model.parameters())
+    scale_gradients(parameters, factor)
+    norm = clip_gradients(parameters, run.settings.optimizer.clip_grad, trainee.ranks, run.copies)
+    measured = [norm.double()]
+    if run.settings.logging.log_num_zeros_in_grad:
+        measured.append(count_zeros(parameters, trainee.ranks, run.copies))
+    return torch.stack(measured)
 
 
 def is_loss_spike(run: Run, loss: float) -> bool:
@@ -109,7 +124,7 @@ def accumulate_gradients(
     Returns fp64 [3 + A], and A names: this rank's summed loss, its tokens, a 0 to fill in, and its auxiliary losses and
     observations, weighted by ``weighted_auxiliary``; add them over all ranks.
     """
-    settings, model = run.settings, run.model
+    settings = run.settings
     per_token = settings.training.calculate_per_token_loss
     totals = torch.zeros(3, dtype=torch.float64, device=run.device)
     auxiliary_totals: dict[str, Tensor] = {}
@@ -148,15 +163,16 @@ def accumulate_gradients(
         return count_once(run, torch.stack([*totals, *of_names])), names
     for i in range(num_micro_batches):
         is_last = i == num_micro_batches - 1
-        prepare_backward(model, settings.zero.zero_stage, is_last)
-        if run.zeropp is not None:
-            run.zeropp.set_is_last_micro_batch(is_last)
-        for as_rank in run.ranks:
-            with as_rank:
-                inputs, target = to_inputs(run, next(batches))
-                output = as_model_output(model(**inputs))
-                loss = scaled_loss(output.losses, target) + weighted_auxiliary(output, target)
-                loss.backward()
+        for trainee in run.trainees:
+            prepare_backward(trainee.model, settings.zero.zero_stage, is_last)
+            if trainee.zeropp is not None:
+                trainee.zeropp.set_is_last_micro_batch(is_last)
+            for as_rank in trainee.ranks:
+                with as_rank:
+                    inputs, target = to_inputs(run, next(batches))
+                    output = as_model_output(trainee.model(**inputs))
+                    loss = scaled_loss(output.losses, target) + weighted_auxiliary(output, target)
+                    loss.backward()
     return count_once(run, torch.stack([*totals, *auxiliary_totals.values()])), list(auxiliary_totals)
 
 

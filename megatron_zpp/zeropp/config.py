@@ -19,7 +19,7 @@ ROUNDINGS = ("nearest", "stochastic")
 _ANY_BITS = f"{', '.join(map(str, SUPPORTED_BITS[:-1]))} or {SUPPORTED_BITS[-1]}"
 
 
-def _flag(
+def config_flag(
     name: str,
     default: Any,
     help: str,
@@ -57,11 +57,11 @@ class LoCoConfig:
     """
 
     # In e <- beta * e + (1 - beta) * d.
-    beta: float = _flag(
+    beta: float = config_flag(
         "--zeropp-loco-beta", 0.8, "LoCo's weight of the old error; 0 = classic error feedback", at_least=0, below=1
     )
     # The paper's T. None = never.
-    reset_interval: int | None = _flag(
+    reset_interval: int | None = config_flag(
         "--zeropp-loco-reset-interval",
         1024,
         "optimizer steps after which LoCo's error is reset; 0 = never",
@@ -69,20 +69,20 @@ class LoCoConfig:
         at_least=1,
     )
     # "hard", as published, throws away up to e / (1 - beta); "decay" forgets 1 / reset_interval of e at every step.
-    reset: str = _flag(
+    reset: str = config_flag(
         "--zeropp-loco-reset",
         "hard",
         "how LoCo's error is reset: all at once, or by a little each step",
         choices=("hard", "decay"),
     )
     # "inter" has M / P elements of state a rank (M parameters, P ranks per node), "both" M more.
-    hops: str = _flag(
+    hops: str = config_flag(
         "--zeropp-loco-hops",
         "inter",
         "hops that LoCo corrects: between nodes, or within them too",
         choices=("inter", "both"),
     )
-    error_dtype: str = _flag(
+    error_dtype: str = config_flag(
         "--zeropp-loco-error-dtype", "int8", "how LoCo keeps its error", choices=("int8", "bf16", "fp32")
     )
     # Keep the error from before each step, too, so that ``undo_step`` takes it back to that. Without this second copy
@@ -90,7 +90,7 @@ class LoCoConfig:
     exact_undo: bool = dataclasses.field(default=True, repr=False)
 
     def __post_init__(self) -> None:
-        _check_fields(self, "LoCo's ")
+        check_fields(self, "LoCo's ")
 
 
 @dataclass(frozen=True)
@@ -103,33 +103,33 @@ class ZeroPPConfig:
     Raises ValueError for values that cannot be, or do not fit together.
     """
 
-    quantized_weights: bool = _flag(
+    quantized_weights: bool = config_flag(
         "--zero-quantized-weights", False, "qwZ: all-gather parameters as block-quantized integers"
     )
     # Only the first gather after an optimizer step crosses nodes.
-    hpz_partition_size: int = _flag(
+    hpz_partition_size: int = config_flag(
         "--zero-hpz-partition-size",
         1,
         "hpZ: ranks that hold one secondary copy of the parameters, normally the GPUs of a node; 1 = off",
         at_least=1,
     )
     # Within each node at every micro-batch, between nodes once per optimizer step.
-    quantized_gradients: bool = _flag(
+    quantized_gradients: bool = config_flag(
         "--zero-quantized-gradients", False, "qgZ: reduce gradients by a two-hop quantized all-to-all"
     )
-    loco: LoCoConfig | None = _flag(
+    loco: LoCoConfig | None = config_flag(
         "--zeropp-loco",
         None,
         "LoCo: feed a moving average of compression errors back into the gradients",
         needs="quantized_gradients",
     )
-    ranks_per_node: int | None = _flag(
+    ranks_per_node: int | None = config_flag(
         "--zero-ranks-per-node",
         None,
         "ranks that share a node; default from where the ranks run, or --zero-hpz-partition-size",
         at_least=1,
     )
-    weight_bits: int | None = _flag(
+    weight_bits: int | None = config_flag(
         "--zero-weight-bits",
         8,
         f"bits of quantized weights between nodes: {_ANY_BITS}",
@@ -138,7 +138,7 @@ class ZeroPPConfig:
     # Here and below as quantization.py defines: "absmax" has levels up to the block's largest value; "mean" has steps
     # that are a multiple of the block's mean |x|, for 1 to 4 bits, and cuts large values off. LoCo returns what that
     # costs gradients; a copy of weights would lag behind.
-    weight_scaling: str = _flag(
+    weight_scaling: str = config_flag(
         "--zero-weight-scaling",
         "absmax",
         "what sets the scale of quantized weights between nodes",
@@ -146,14 +146,14 @@ class ZeroPPConfig:
         needs="quantized_weights",
         repr=False,
     )
-    weight_intra_bits: int | None = _flag(
+    weight_intra_bits: int | None = config_flag(
         "--zero-weight-intra-bits",
         None,
         "bits of weights within a node; default unquantized",
         needs="quantized_weights",
         zero_is_none=True,
     )
-    weight_intra_scaling: str = _flag(
+    weight_intra_scaling: str = config_flag(
         "--zero-weight-intra-scaling",
         "absmax",
         "what sets the scale of weights within a node",
@@ -161,21 +161,21 @@ class ZeroPPConfig:
         needs="weight_intra_bits",
         repr=False,
     )
-    weight_block_size: int | None = _flag(
+    weight_block_size: int | None = config_flag(
         "--zero-weight-block-size",
         256,
         "elements per weight scale; 0 = one scale per tensor",
         needs="quantized_weights",
         zero_is_none=True,
     )
-    gradient_bits: int | None = _flag(
+    gradient_bits: int | None = config_flag(
         "--zero-gradient-bits",
         4,
         f"bits of quantized gradients between nodes: {_ANY_BITS}; 0 = unquantized",
         needs="quantized_gradients",
         zero_is_none=True,
     )
-    gradient_scaling: str | None = _flag(
+    gradient_scaling: str | None = config_flag(
         "--zero-gradient-scaling",
         None,
         "what sets the scale of gradients between nodes; default mean below 4 bits, absmax from 4 on",
@@ -184,7 +184,7 @@ class ZeroPPConfig:
         repr=False,
     )
     # In the default code of so many bits, whatever the scaling is later. Not in repr: LoCo's error is kept alike.
-    gradient_bits_warmup: str | None = _flag(
+    gradient_bits_warmup: str | None = config_flag(
         "--zero-gradient-bits-warmup",
         None,
         "bits of gradients between nodes during the first optimizer steps, such as 500:4; steps that are skipped do "
@@ -193,14 +193,14 @@ class ZeroPPConfig:
         needs="quantized_gradients",
         repr=False,
     )
-    gradient_intra_bits: int | None = _flag(
+    gradient_intra_bits: int | None = config_flag(
         "--zero-gradient-intra-bits",
         8,
         "bits of quantized gradients within a node; 0 = unquantized",
         needs="quantized_gradients",
         zero_is_none=True,
     )
-    gradient_intra_scaling: str | None = _flag(
+    gradient_intra_scaling: str | None = config_flag(
         "--zero-gradient-intra-scaling",
         None,
         "what sets the scale of gradients within a node; default mean below 4 bits, absmax from 4 on",
@@ -208,7 +208,7 @@ class ZeroPPConfig:
         needs="quantized_gradients",
         repr=False,
     )
-    gradient_block_size: int | None = _flag(
+    gradient_block_size: int | None = config_flag(
         "--zero-gradient-block-size",
         128,
         "elements per gradient scale; 0 = one scale per tensor",
@@ -216,14 +216,14 @@ class ZeroPPConfig:
         zero_is_none=True,
     )
     # "nearest" rounds half to even; "stochastic" draws from a counter-based generator.
-    weight_rounding: str = _flag(
+    weight_rounding: str = config_flag(
         "--zero-weight-rounding",
         "nearest",
         "rounding of quantized weights",
         choices=ROUNDINGS,
         needs="quantized_weights",
     )
-    gradient_rounding: str = _flag(
+    gradient_rounding: str = config_flag(
         "--zero-gradient-rounding",
         "nearest",
         "rounding of quantized gradients",
@@ -231,7 +231,7 @@ class ZeroPPConfig:
         needs="quantized_gradients",
     )
     # Of the sum within a node between a step's micro-batches. All but fp32 are rounded stochastically.
-    gradient_sum_dtype: str = _flag(
+    gradient_sum_dtype: str = config_flag(
         "--zero-gradient-sum-dtype",
         "fp32",
         "how a node's sums of gradients are kept from micro-batch to micro-batch; int8 in blocks, as gradients travel",
@@ -239,7 +239,7 @@ class ZeroPPConfig:
         needs="quantized_gradients",
         repr=False,
     )
-    offload_gradient_sums: bool = _flag(
+    offload_gradient_sums: bool = config_flag(
         "--zero-offload-gradient-sums",
         False,
         "keep the node's sums of gradients in host memory from micro-batch to micro-batch",
@@ -247,20 +247,20 @@ class ZeroPPConfig:
         repr=False,
     )
     # "int8" takes half the memory and quantizes the gathers within the node at no further loss. Needs qwZ.
-    hpz_secondary_dtype: str = _flag(
+    hpz_secondary_dtype: str = config_flag(
         "--hpz-secondary-dtype",
         "16bit",
         "how hpZ keeps its copy: as the values, or as int8 blocks",
         choices=("16bit", "int8"),
     )
     # After SDP4Bit, arXiv 2410.15526; what was lost stays in the next difference. Needs hpZ.
-    weight_difference_bits: int | None = _flag(
+    weight_difference_bits: int | None = config_flag(
         "--zero-weight-difference-bits",
         None,
         "send between nodes only what changed since hpZ's copy, in so many bits, such as 4",
         zero_is_none=True,
     )
-    weight_difference_scaling: str = _flag(
+    weight_difference_scaling: str = config_flag(
         "--zero-weight-difference-scaling",
         "absmax",
         "what sets the scale of weight differences",
@@ -268,7 +268,7 @@ class ZeroPPConfig:
         needs="weight_difference_bits",
         repr=False,
     )
-    weight_difference_bits_warmup: str | None = _flag(
+    weight_difference_bits_warmup: str | None = config_flag(
         "--zero-weight-difference-bits-warmup",
         None,
         "bits of the weight differences that the first optimizer steps make, such as 500:4",
@@ -276,28 +276,28 @@ class ZeroPPConfig:
         needs="weight_difference_bits",
         repr=False,
     )
-    weight_difference_block_size: int | None = _flag(
+    weight_difference_block_size: int | None = config_flag(
         "--zero-weight-difference-block-size",
         2048,
         "elements per scale of weight differences",
         needs="weight_difference_bits",
         zero_is_none=True,
     )
-    hadamard: bool = _flag(
+    hadamard: bool = config_flag(
         "--zero-hadamard",
         False,
         "rotate gradients by 32 x 32 Hadamard matrices before they are quantized",
         needs="quantized_gradients",
     )
     # Not in repr, by which saved state is told apart: it changes nothing that is kept.
-    check_agreement: bool = _flag(
+    check_agreement: bool = config_flag(
         "--zero-check-agreement",
         False,
         "for debugging: before each gather compare on all ranks whether parameters changed, and name those that differ",
         repr=False,
     )
     # Of all that is quantized but LoCo's errors.
-    scale_dtype: str = _flag(
+    scale_dtype: str = config_flag(
         "--zero-scale-dtype",
         "fp32",
         "how scales travel; bf16 halves them",
@@ -305,7 +305,7 @@ class ZeroPPConfig:
         repr=False,
     )
     # Learned from what travels, at both ends alike. Not in repr, by which saved state is told apart: description.py.
-    gradient_element_scales: bool = _flag(
+    gradient_element_scales: bool = config_flag(
         "--zero-gradient-element-scales",
         False,
         "give each element of gradients between nodes a scale of its own, which ranks learn from the codes that travel",
@@ -315,7 +315,7 @@ class ZeroPPConfig:
     seed: int = 0  # of stochastic rounding; the trainer sets it to --seed
 
     def __post_init__(self) -> None:
-        _check_fields(self, "")
+        check_fields(self, "")
         for field in dataclasses.fields(self):
             name, value = field.name, getattr(self, field.name)
             if name.endswith("_bits") and value not in (None, *SUPPORTED_BITS):
@@ -435,7 +435,7 @@ class ZeroPPConfig:
         return self.ranks_per_node
 
 
-def _check_fields(config: LoCoConfig | ZeroPPConfig, owner: str) -> None:
+def check_fields(config: Any, owner: str) -> None:
     """Raise ValueError for a value outside of its field's choices or bounds."""
     for field in dataclasses.fields(config):
         choices, value = field.metadata.get("choices"), getattr(config, field.name)

@@ -61,7 +61,10 @@ class Ranks(Protocol):
         """
 
     def gather(self, of_ranks: Tensor) -> Tensor:
-        """One number of each rank, from [R] of this process to [W] of all, in rank order. Collective."""
+        """One number of each rank, from [R] of this process to [W] of all, in rank order. Collective.
+
+        Of an island's ranks, [W / K] of that island.
+        """
 
 
 class MatrixBlocksInterface(Protocol):

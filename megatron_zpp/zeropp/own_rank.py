@@ -17,10 +17,13 @@ from .topology import process_rank
 
 
 class OwnRank:
-    """The rank that this process is, in torch's default process group; the only one if there is none."""
+    """The rank that this process is, in torch's default process group; the only one if there is none.
 
-    def __init__(self) -> None:
-        self.random_states = OwnRandomStates()
+    gathers_over: the ranks whose numbers ``gather`` takes; default all.
+    """
+
+    def __init__(self, gathers_over: dist.ProcessGroup | None = None) -> None:
+        self.random_states, self._gathers_over = OwnRandomStates(), gathers_over
 
     @property
     def world_size(self) -> int:
@@ -53,8 +56,10 @@ class OwnRank:
     def gather(self, of_ranks: Tensor) -> Tensor:
         if self.world_size == 1:
             return of_ranks
-        gathered = of_ranks.new_empty(self.world_size)
-        all_gather(gathered, of_ranks, group=dist.group.WORLD)
+        group = self._gathers_over or dist.group.WORLD
+        assert group is not None  # there are several ranks
+        gathered = of_ranks.new_empty(group.size())
+        all_gather(gathered, of_ranks, group=group)
         return gathered
 
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megatron_zpp.settings.flags import Flag
+from megatron_zpp.islands import IslandConfig
+from megatron_zpp.settings.flags import Flag, iterate_flags
 from megatron_zpp.settings.groups import all_flags
 
 WORDS = ("0", "-1", "nan", "inf", "1e300", "", "9" * 20, "ünï🙂", "1e-300", "0.5", "1")
 # Without these, a run only notes that a flag has no effect. Each needs no more than is here.
 EXPERTS = "--disable-bias-linear --num-experts 2"
+ISLANDS = "--emulate-ranks 2 --emulate-nodes 2 --islands 2"
 NEEDED = {
     "num_experts": "--disable-bias-linear",
     **{flag.setting: EXPERTS for flag in all_flags().values() if flag.needs == "num_experts"},
@@ -46,6 +48,11 @@ NEEDED = {
     "sgd_momentum": "--optimizer sgd",
     **{flag.setting: "--optimizer muon" for flag in all_flags().values() if flag.setting.startswith("muon_")},
     "emulate_nodes": "--emulate-ranks 2",
+    "islands": "--emulate-ranks 2 --emulate-nodes 2",
+    **{flag.setting: ISLANDS for flag in iterate_flags(IslandConfig)},
+    "island_scaling": f"{ISLANDS} --island-bits 4",
+    "island_loco": f"{ISLANDS} --island-bits 4",
+    "island_loco_beta": f"{ISLANDS} --island-bits 4 --island-loco",
     "zero_weight_difference_block_size": (
         "--emulate-ranks 2 --zero-hpz-partition-size 2 --zero-weight-difference-bits 4"
     ),

@@ -8,7 +8,7 @@ from tests.training.small_run import torchrun
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("program", ["plain_pytorch.py", "huggingface_llama.py"])
+@pytest.mark.parametrize("program", ["plain_pytorch.py", "huggingface_llama.py", "islands.py"])
 def test_the_loss_falls(program):
     process = torchrun(4, [], script=f"examples/library/{program}")
     out, err = process.communicate(timeout=120)

@@ -29,7 +29,7 @@ from megatron_zpp.tools import estimate
 from megatron_zpp.training.pretrain import train
 from megatron_zpp.zeropp.node_sum import NodeSum
 from tests.ranks import run_ranks
-from tests.training.small_run import flags, start, write_text
+from tests.training.small_run import flags, start, train_each, write_text
 
 SHAPE = "--hidden-size 72 --num-attention-heads 3 --micro-batch-size 1 --bf16 --distributed-backend gloo"
 ALL_FLAGS = "--zero-quantized-weights --zero-hpz-partition-size 2 --zero-quantized-gradients"
@@ -296,6 +296,19 @@ BASE = "--preset gpt-350m --micro-batch-size 4 --bf16 --lr 1e-3 --mock-data --vo
 
 def of_base(words: str, *more: str) -> estimate.Estimate:
     return planned(shlex.split(f"{BASE} {words}"), "--vocabulary", "50257", *more)
+
+
+def test_bytes_between_islands_are_those_of_a_run(tmp_path):
+    """Of two steps, of which one ends with an agreement; pieces that do not divide evenly are taken for full ones."""
+    wires = ("", "--island-bits 4 --island-block-size 32 --island-fragments 2")
+    common = flags(write_text(tmp_path), "--islands 2 --island-sync-interval 2 --train-iters 2")
+    runs = {wire: [*common, *wire.split()] for wire in wires}
+    emulate = ["--emulate-ranks", "4", "--emulate-nodes", "2"]
+    metrics = run_ranks(1, train_each, {wire: [*argv, *emulate] for wire, argv in runs.items()})[0]
+    for wire, argv in runs.items():
+        sent = sum(metrics[wire]["comm/bytes-between-islands"])
+        assert sent > 0
+        assert 2 * planned(argv).sent_between_islands == pytest.approx(sent, rel=0.02), wire
 
 
 def test_steps_tokens_and_time():

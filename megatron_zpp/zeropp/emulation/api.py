@@ -49,6 +49,7 @@ def emulate_zeropp(
     reduce_dtype: torch.dtype | None = None,
     zero_stage: int = 3,
     find_unused_parameters: bool = False,
+    first_rank: int = 0,
 ) -> EmulatedZeroPP:
     """Prepare ``model`` to be trained as ``num_nodes`` x ``ranks_per_node`` ranks would with ``apply_zeropp``.
 
@@ -57,6 +58,7 @@ def emulate_zeropp(
     param_dtype, reduce_dtype: as in FSDP2's MixedPrecisionPolicy.
     find_unused_parameters: as ``apply_zeropp`` takes it.
     zero_stage: 3, or 2, which keeps gathered parameters for all micro-batches of a step.
+    first_rank: the number of the first rank in the job, of which these are an island; states are saved under it.
 
     Raises ValueError for parameters that have no storage yet or belong to two units, and for what is not emulated.
     """
@@ -80,6 +82,7 @@ def emulate_zeropp(
         reduce_dtype=reduce_dtype,
         zero_stage=zero_stage,
         find_unused_parameters=find_unused_parameters,
+        first_rank=first_rank,
     )
     warn(config, emulated.units, emulated.topologies, emulated.device)
     return emulated
@@ -101,13 +104,15 @@ class EmulatedZeroPP:
         reduce_dtype: torch.dtype | None,
         zero_stage: int,
         find_unused_parameters: bool,
+        first_rank: int,
     ) -> None:
+        self._first_rank = first_rank
         self.units, self.config, self.layouts = units, config, layouts
         self.topologies = layouts[:1] * len(units)  # all units' are the same
         (self.device,) = {unit.device for unit in units}
         self.traffic, self._monitor, self._micro_batch = Traffic(), ErrorMonitor(), MicroBatch()
         self.waits = None  # emulated ranks wait for nothing
-        self.ranks = EmulatedRanks(self.device, len(layouts), self.as_rank)
+        self.ranks = EmulatedRanks(self.device, len(layouts), self.as_rank, first_rank)
         self._weights = [
             EmulatedAllGather(
                 unit=unit,
@@ -193,6 +198,11 @@ class EmulatedZeroPP:
             weights.unit.mark_changed()
             weights.forget_secondary_partition()
 
+    def reshard(self) -> None:
+        """Let go of what stayed gathered, as ``FSDPModule.reshard`` does."""
+        for weights in self._weights:
+            weights.reshard()
+
     def swapped_weights(self) -> AbstractContextManager[None]:
         """Write other weights in here, and put the own ones back by its end."""
         return swapped_weights(self)
@@ -242,13 +252,16 @@ class EmulatedZeroPP:
             }
             if own or self.config.has_bits_warmup:
                 own |= self._micro_batch.state_dict()
-            prefix = state_prefix(layout.rank, self.config, [layout], self.units)
+            prefix = state_prefix(self._first_rank + layout.rank, self.config, [layout], self.units)
             state |= {prefix + key: value for key, value in own.items()}
         return state
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
         """Take back what ``state_dict`` gave, on as many ranks."""
-        of_ranks = [state_of(layout.rank, state, self.config, [layout], self.units) for layout in self.layouts]
+        of_ranks = [
+            state_of(self._first_rank + layout.rank, state, self.config, [layout], self.units)
+            for layout in self.layouts
+        ]
         if None in of_ranks:
             of_ranks = [{} for _ in self.layouts]
             if self.state_dict():

@@ -152,6 +152,10 @@ class EmulatedAllGather:
             full = self.encoder.in_full(self.unit.dtype).nbytes if self._is_encoded else nbytes
             count_flat_ring(self.traffic, layout, full, stays)
 
+    def reshard(self) -> None:
+        """Have every rank's next forward pass gather the weights."""
+        self._unsharded = [False] * len(self.layouts)
+
     def forget_secondary_partition(self) -> None:
         """Let the weights arrive anew, and in full."""
         self.copies, self._arrived = None, False

@@ -14,8 +14,8 @@ from ..random_states import generator_states, set_generator_states
 class EmulatedRandomStates:
     """Each rank's own states of torch's generators of one device and the CPU; one for all until ``seed``."""
 
-    def __init__(self, device: torch.device, num_ranks: int) -> None:
-        self.num_ranks = num_ranks
+    def __init__(self, device: torch.device, num_ranks: int, first_rank: int = 0) -> None:
+        self.num_ranks, self.first_rank = num_ranks, first_rank
         self._has_cuda = device.type == "cuda"
         self._states: list[dict[str, Tensor]] = []  # of each rank: "cpu" and, with a GPU, "cuda"
 
@@ -23,7 +23,7 @@ class EmulatedRandomStates:
         outside = generator_states(self._has_cuda)
         self._states = []
         for rank in range(self.num_ranks):
-            torch.manual_seed(of_rank(rank))
+            torch.manual_seed(of_rank(self.first_rank + rank))
             self._states.append(generator_states(self._has_cuda))
         set_generator_states(outside)
 
@@ -42,10 +42,14 @@ class EmulatedRandomStates:
             set_generator_states(outside)
 
     def state_dict(self) -> dict[str, Tensor]:
-        return {f"{rank}.{device}": s for rank, of_rank in enumerate(self._states) for device, s in of_rank.items()}
+        return {
+            f"{rank}.{device}": state
+            for rank, of_rank in enumerate(self._states, self.first_rank)
+            for device, state in of_rank.items()
+        }
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         devices = ("cpu", "cuda") if self._has_cuda else ("cpu",)
         # An empty state was saved before ``seed``: again one for all.
-        ranks = range(self.num_ranks if state else 0)
+        ranks = range(self.first_rank, self.first_rank + self.num_ranks if state else self.first_rank)
         self._states = [{device: state[f"{rank}.{device}"] for device in devices} for rank in ranks]

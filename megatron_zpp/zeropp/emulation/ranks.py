@@ -17,10 +17,14 @@ class EmulatedRanks:
     """All data-parallel ranks of a run, in one process."""
 
     def __init__(
-        self, device: torch.device, world_size: int, as_rank: Callable[[int], AbstractContextManager[None]]
+        self,
+        device: torch.device,
+        world_size: int,
+        as_rank: Callable[[int], AbstractContextManager[None]],
+        first_rank: int = 0,
     ) -> None:
         self.world_size, self._as_rank = world_size, as_rank
-        self.random_states = EmulatedRandomStates(device, world_size)
+        self.random_states = EmulatedRandomStates(device, world_size, first_rank)
 
     def __len__(self) -> int:
         return self.world_size

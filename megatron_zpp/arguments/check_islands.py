@@ -1,0 +1,48 @@
+"""Check what a run says of islands. ``IslandConfig`` checks itself."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from megatron_zpp.islands import IslandConfig
+from megatron_zpp.settings.checks import divisors, flag_of, require
+from megatron_zpp.settings.flags import iterate_flags
+from megatron_zpp.settings.groups import Settings
+
+
+def check_islands(settings: Settings, given: Collection[str]) -> None:
+    """Raise SettingsError where something else does not go with islands. ``check_parallel`` has checked their number.
+
+    given: names of the settings that the user chose.
+    """
+    ranks, config = settings.distributed, settings.island
+    if ranks.islands == 1:
+        for flag in iterate_flags(IslandConfig):
+            require(flag.setting not in given, f"{flag.name} needs --islands above 1")
+        return
+    islands = f"--islands {ranks.islands}"
+    nodes = ranks.emulate_nodes
+    require(
+        ranks.emulate_ranks is None or nodes % ranks.islands == 0,
+        f"{islands} are of whole nodes, and --emulate-nodes {nodes} is no multiple: give one of "
+        f"{', '.join(map(str, divisors(nodes)))} islands, or other nodes",
+    )
+    require(settings.zero.zero_stage > 0, f"{islands} exchange shards, and --zero-stage 0 has none: give 1, 2 or 3")
+    require(
+        ranks.num_distributed_optimizer_instances == 1,
+        f"{islands} would send each shard once for every replica of --num-distributed-optimizer-instances (HSDP): "
+        "leave one out",
+    )
+    require(
+        not settings.training.calculate_per_token_loss,
+        f"--calculate-per-token-loss weighs ranks by the tokens of all, which {islands} do not know: leave one out",
+    )
+    require(
+        not settings.model.moe_router_enable_expert_bias,
+        f"--moe-router-enable-expert-bias keeps biases that {islands} would not agree on: leave one out",
+    )
+    layers = (settings.model.num_layers or 1) // ranks.pipeline_model_parallel_size
+    require(
+        config.fragments <= layers,
+        f"{flag_of('island_fragments')} {config.fragments} are more than the {layers} layer(s) of a rank",
+    )

@@ -1,0 +1,53 @@
+"""What of a run is saved, as far as one process has it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from megatron_zpp.islands import IslandsInterface
+from megatron_zpp.zeropp import Ranks, ZeroPPInterface, ranks_of
+
+
+@dataclass(frozen=True)
+class Trained:
+    """The model that the ranks train, or with emulated islands that of each."""
+
+    models: Sequence[nn.Module]
+    optimizers: Sequence[torch.optim.Optimizer]  # of each; empty: they are not to be saved, or loaded
+    zeropps: Sequence[ZeroPPInterface]  # of each; empty at ZeRO stage 0
+    islands: IslandsInterface | None = None
+    first_island: int = 0  # the first model's
+
+    @property
+    def ranks(self) -> list[Ranks]:
+        """That this process computes for, of each model."""
+        return [ranks_of(zeropp) for zeropp in self.zeropps] or [ranks_of(None)]
+
+    @property
+    def world_size(self) -> int:
+        return sum(ranks.world_size for ranks in self.ranks)
+
+    def named_models(self) -> Iterator[tuple[str, nn.Module]]:
+        """Each with the prefix of its tensors' names."""
+        for island, model in enumerate(self.models, self.first_island):
+            yield "model." if self.islands is None else f"island{island}.model.", model
+
+    def named_optimizers(self) -> Iterator[tuple[str, nn.Module, torch.optim.Optimizer]]:
+        """Each with its model; the first island's under the plain name, so that a run without islands finds one."""
+        pairs = zip(self.models, self.optimizers, strict=False)
+        for island, (model, optimizer) in enumerate(pairs, self.first_island):
+            yield (
+                "optimizer." if self.islands is None or island == 0 else f"island{island}.optimizer.",
+                model,
+                optimizer,
+            )
+
+    def first(self) -> Trained:
+        """The first model as one without islands."""
+        models, optimizers = self.models[:1], self.optimizers[:1]
+        return dataclasses.replace(self, models=models, optimizers=optimizers, islands=None, first_island=0)

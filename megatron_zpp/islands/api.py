@@ -1,0 +1,222 @@
+"""Islands: groups of ranks that train by themselves, and agree on parameters every so many steps (DiLoCo).
+
+    mesh = init_device_mesh("cuda", (num_islands, ranks_per_island), mesh_dim_names=("island", "shard"))
+    fully_shard(model, mesh=mesh["shard"])
+    optimizer = torch.optim.AdamW(model.parameters())
+    islands = apply_islands(model, optimizer, IslandConfig(sync_interval=100), mesh["island"])
+
+The training loop stays as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+
+from megatron_zpp.zeropp import Traffic, ZeroPPInterface
+from megatron_zpp.zeropp.collectives import all_gather
+from megatron_zpp.zeropp.state_keys import below
+from megatron_zpp.zeropp.topology import process_rank
+
+from .agreed import AgreedParameters, held, trained_parameters
+from .config import IslandConfig
+from .hops import IslandHops
+from .pieces import Pieces
+from .timetable import FINISH, START, TURN, divide
+
+
+def apply_islands(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    config: IslandConfig,
+    group: DeviceMesh | dist.ProcessGroup | None = None,
+    zeropp: ZeroPPInterface | None = None,
+) -> Islands:
+    """Let islands train ``model`` by themselves, and agree after every ``config.sync_interval`` steps of ``optimizer``.
+
+    Call it once, on all ranks alike, when the parameters have values: all islands begin with those of the first.
+
+    group: the ranks that hold the same part of the model, one of each island, in the order of islands; a mesh of one
+    dimension, or a process group. Default: every process is an island. What shards or replicates the model must have
+    the ranks of one island alone.
+    zeropp: what ``apply_zeropp`` returned, if it was called; it is told when parameters are replaced.
+
+    Raises ValueError where there is one island, or where its ranks hold other parts of the model than those of others.
+    """
+    if isinstance(group, DeviceMesh):
+        group = group.get_group()
+    group = group or dist.group.WORLD
+    if group is None or group.size() == 1:
+        raise ValueError("one island has no other to agree with: give the ranks of several that hold the same part")
+    parameters = trained_parameters(model)
+    parts = [(name, tuple(held(parameter).shape)) for name, parameter in parameters.items()]
+    of_islands: list[Any] = [None] * group.size()
+    dist.all_gather_object(of_islands, parts, group=group)
+    if any(other != of_islands[0] for other in of_islands):
+        raise ValueError(
+            "ranks of the same place in their islands hold other parameters, or other parts of them: shard the model "
+            "alike in each island, with meshes of its own ranks"
+        )
+    return Islands(model, parameters, optimizer, config, group, zeropp)
+
+
+class Fragment:
+    """Some parameters on their way between islands: of one rank, and those of its place in the other islands."""
+
+    def __init__(
+        self, parameters: Mapping[str, nn.Parameter], config: IslandConfig, group: dist.ProcessGroup, traffic: Traffic
+    ) -> None:
+        self._parameters, self._group = parameters, group
+        self.agreed = AgreedParameters(parameters, config)
+        parts = {name: held(parameter) for name, parameter in parameters.items()}
+        self.hops = IslandHops(Pieces(parts, group.size()), config, traffic)
+        self._work: dist.Work | None = None
+
+    def start(self) -> None:
+        """Send the way that the island's own parameters went since the last agreement."""
+        differences = self.hops.pieces.cut(self.agreed.differences(self._parameters))
+        wires = self.hops.send(differences.to(device_of(self._group)))
+        received = torch.empty_like(wires)
+        self._work = dist.all_to_all_single(received, wires, group=self._group, async_op=True)
+        self.hops.in_flight = received
+
+    def turn(self) -> None:
+        """Send on what has come: this rank's piece of the mean."""
+        received = self.arrived()
+        mean = torch.empty_like(received)
+        self._work = all_gather(mean.view(-1), self.hops.add(received), group=self._group, async_op=True)
+        self.hops.in_flight = mean
+
+    def finish(self) -> None:
+        """Agree."""
+        self.agreed.step(self.hops.receive(self.arrived()))
+        self.agreed.merge_into(self._parameters)
+        self.hops.in_flight = None
+
+    @property
+    def is_in_flight(self) -> bool:
+        """False before the first start, and where a run goes on with other ranks than those that held it."""
+        return self.hops.in_flight is not None
+
+    def arrived(self) -> Tensor:
+        """What is in flight, when it is here."""
+        if self._work is not None:
+            self._work.wait()
+            self._work = None
+        assert self.hops.in_flight is not None
+        return self.hops.in_flight
+
+
+class Islands:
+    """The agreements of this rank with those of the same place in the other islands.
+
+    ``islands.interface.IslandsInterface`` says in full what each method does.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        parameters: Mapping[str, nn.Parameter],
+        optimizer: torch.optim.Optimizer,
+        config: IslandConfig,
+        group: dist.ProcessGroup,
+        zeropp: ZeroPPInterface | None,
+    ) -> None:
+        self.config, self.traffic, self.num_islands, self.steps = config, Traffic(), group.size(), 0
+        self._model, self._parameters, self._group, self._zeropp = model, parameters, group, zeropp
+        of_fragments = divide(parameters, config.fragments)
+        self._fragments = [Fragment(part, config, group, self.traffic) for part in of_fragments]
+        self.begin_anew()
+        optimizer.register_step_post_hook(lambda *_: self.skip_step())
+
+    def describe(self) -> str:
+        """One line: how many islands there are, and how they agree."""
+        return f"{self.num_islands} islands {self.config.describe()}"
+
+    @torch.no_grad()
+    def begin_anew(self) -> None:
+        """Take the parameters of the first island as agreed, and have all islands begin with them; collective."""
+        for parameter in self._parameters.values():
+            values = held(parameter).to(device_of(self._group)).contiguous()
+            dist.broadcast(values, group=self._group, group_src=0)
+            held(parameter).copy_(values)
+        for fragment in self._fragments:
+            fragment.agreed.begin_anew(self._parameters)
+            fragment.hops.load_state_dict({})
+        self.steps = 0
+        self._parameters_replaced()
+
+    @torch.no_grad()
+    def skip_step(self) -> None:
+        """Count a step that this island's optimizer does not take."""
+        self.steps += 1
+        for number, action in self.config.timetable.due(self.steps):
+            fragment = self._fragments[number]
+            if action == START:
+                fragment.start()
+            elif action == TURN and fragment.is_in_flight:
+                fragment.turn()
+            elif action == FINISH and fragment.is_in_flight:
+                fragment.finish()
+                self._parameters_replaced()
+
+    @contextmanager
+    def agreed_parameters(self) -> Iterator[None]:
+        """Have the agreed parameters in the model in here, on all ranks, and the island's own again behind."""
+        own = {name: held(parameter).clone() for name, parameter in self._parameters.items()}
+        with torch.no_grad():
+            for fragment in self._fragments:
+                fragment.agreed.copy_to(self._parameters)
+        self._parameters_replaced()
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for name, parameter in self._parameters.items():
+                    held(parameter).copy_(own[name])
+            self._parameters_replaced()
+
+    def _parameters_replaced(self) -> None:
+        """Others are in the model, further away than an optimizer step."""
+        if self._zeropp is not None:
+            self._zeropp.invalidate()
+        for module in self._model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()  # units may stay gathered after an evaluation
+
+    def agreed_state(self) -> dict[str, Tensor]:
+        """What all islands have alike, by "agreed.NAME" and "momentum.NAME"."""
+        return {key: tensor for fragment in self._fragments for key, tensor in fragment.agreed.state_dict().items()}
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """What else this rank must keep for an exact continuation; collective."""
+        state = {f"{process_rank()}.steps": torch.tensor(self.steps)}
+        for number, fragment in enumerate(self._fragments):
+            if fragment.is_in_flight:
+                fragment.arrived()
+            own = fragment.hops.state_dict()
+            state |= {f"{process_rank()}.fragment{number}.{key}": value for key, value in own.items()}
+        return state
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Take back what ``state_dict`` gave on the same rank."""
+        own = below(state, f"{process_rank()}.")
+        self.steps = int(own.get("steps", 0))
+        for number, fragment in enumerate(self._fragments):
+            of_fragment = below(own, f"fragment{number}.")
+            device = device_of(self._group)
+            fragment.hops.load_state_dict({key: value.to(device) for key, value in of_fragment.items()})
+        self._parameters_replaced()
+
+
+def device_of(group: dist.ProcessGroup) -> torch.device:
+    """Where tensors must be that the group's ranks exchange; parameters may be offloaded to host memory."""
+    is_gloo = dist.get_backend(group) == "gloo"
+    return torch.device("cpu") if is_gloo else torch.device("cuda", torch.cuda.current_device())

@@ -1,0 +1,128 @@
+"""What a user of islands chooses."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from megatron_zpp.zeropp.config import SUPPORTED_BITS, LoCoConfig, check_fields, config_flag
+from megatron_zpp.zeropp.quantization import SCALINGS, Code
+
+from .timetable import Timetable
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+@dataclass(frozen=True)
+class IslandConfig:
+    """Islands. Groups of ranks train by themselves, and agree on parameters every so many steps.
+
+    DiLoCo is arXiv 2311.08105. What a field means is its help. Raises ValueError for values that cannot be, or do not
+    fit together.
+    """
+
+    sync_interval: int = config_flag(
+        "--island-sync-interval", 100, "optimizer steps between two agreements of the islands (DiLoCo's H)", at_least=1
+    )
+    outer_optimizer: str = config_flag(
+        "--island-outer-optimizer",
+        "nesterov",
+        "what moves the agreed parameters: SGD with Nesterov's momentum, or with plain momentum",
+        choices=("nesterov", "sgd"),
+    )
+    outer_lr: float = config_flag(
+        "--island-outer-lr", 0.7, "learning rate of the outer optimizer; 1 without momentum: take the mean", above=0
+    )
+    outer_momentum: float = config_flag(
+        "--island-outer-momentum", 0.9, "momentum of the outer optimizer", at_least=0, below=1
+    )
+    # None: in ``dtype``.
+    bits: int | None = config_flag(
+        "--island-bits", None, "bits of what travels between islands, 1 to 8; 0 = unquantized", zero_is_none=True
+    )
+    block_size: int = config_flag(
+        "--island-block-size", 128, "elements that share a scale between islands", at_least=8, at_most=2**20
+    )
+    scaling: str | None = config_flag(
+        "--island-scaling", None, "code between islands; default by bits: mean below 4, else absmax", choices=SCALINGS
+    )
+    dtype: str = config_flag(
+        "--island-dtype", "fp32", "what travels between islands unquantized", choices=tuple(DTYPES)
+    )
+    loco: bool = config_flag(
+        "--island-loco", False, "LoCo between islands: what quantization lost returns at the next agreement"
+    )
+    loco_beta: float = config_flag(
+        "--island-loco-beta",
+        LoCoConfig.beta,
+        "LoCo's weight of the old error between islands; 0 = classic error feedback",
+        needs="loco",
+        at_least=0,
+        below=1,
+    )
+
+    fragments: int = config_flag(
+        "--island-fragments",
+        1,
+        "parts of the model, every so manyth layer, that travel one after the other within an interval (Streaming "
+        "DiLoCo)",
+        at_least=1,
+    )
+    sync_delay: int = config_flag(
+        "--island-sync-delay",
+        0,
+        "steps of training while a fragment is on its way (Streaming DiLoCo's tau)",
+        at_least=0,
+    )
+    merge_alpha: float = config_flag(
+        "--island-merge-alpha",
+        0.0,
+        "what an island keeps of its own parameters when agreed ones arrive; 0.5 as published with a delay",
+        at_least=0,
+        below=1,
+    )
+
+    def __post_init__(self) -> None:
+        check_fields(self, "")
+        if self.bits not in (None, *SUPPORTED_BITS):
+            raise ValueError(f"bits must be one of {SUPPORTED_BITS}, or None for unquantized; got {self.bits}")
+        if self.block_size % 8:
+            raise ValueError(f"block_size must be a multiple of 8, got {self.block_size}")
+        if self.bits is None and self.scaling is not None:
+            raise ValueError(f"scaling {self.scaling} is about quantized values: set bits")
+        if self.bits is not None:
+            Code(self.bits, self.scaling)
+        if self.loco and self.bits is None and self.dtype == "fp32":
+            raise ValueError("loco returns what was lost, and fp32 loses nothing: set bits, or leave it out")
+        if self.fragments > self.sync_interval:
+            raise ValueError(
+                f"fragments {self.fragments} travel at different steps, and sync_interval has {self.sync_interval}"
+            )
+        if self.sync_delay >= self.sync_interval:
+            raise ValueError(
+                f"sync_delay {self.sync_delay} must be below sync_interval {self.sync_interval}: a fragment arrives "
+                "before it leaves again"
+            )
+
+    @property
+    def timetable(self) -> Timetable:
+        return Timetable(self.sync_interval, self.fragments, self.sync_delay)
+
+    @property
+    def feedback(self) -> LoCoConfig | None:
+        """Of the errors, which are kept in 8 bits and never reset. No exchange is undone."""
+        return LoCoConfig(beta=self.loco_beta, reset_interval=None, exact_undo=False) if self.loco else None
+
+    def describe(self) -> str:
+        """How islands agree, in a few words."""
+        code = None if self.bits is None else Code(self.bits, self.scaling)
+        travels = self.dtype if code is None else f"int{code.bits}{' (mean)' if code.is_mean else ''}"
+        travels += f" with LoCo (beta {self.loco_beta})" if self.loco else ""
+        travels += f", {self.fragments} fragments in turn" if self.fragments > 1 else ""
+        travels += f", {self.sync_delay} steps on their way" if self.sync_delay else ""
+        momentum = f"{'Nesterov ' if self.outer_optimizer == 'nesterov' else ''}momentum {self.outer_momentum}"
+        return (
+            f"agree every {self.sync_interval} steps, {travels} between them; outer SGD with learning rate "
+            f"{self.outer_lr} and {momentum}"
+        )

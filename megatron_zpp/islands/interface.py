@@ -1,0 +1,58 @@
+"""What real and emulated islands have in common: all that a training loop has to know of either."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from typing import Protocol
+
+from torch import Tensor
+
+from megatron_zpp.zeropp import Traffic
+
+from .config import IslandConfig
+
+
+class IslandsInterface(Protocol):
+    """The agreements of this process's islands with all others: Islands, EmulatedIslands."""
+
+    config: IslandConfig
+    num_islands: int
+    steps: int  # of the islands' optimizers so far, skipped ones included
+    traffic: Traffic  # what the ranks of this process have sent to other islands
+
+    def describe(self) -> str:
+        """One line: how many islands there are, and how they agree."""
+
+    def begin_anew(self) -> None:
+        """Take the parameters of the first island as agreed, and have all islands begin with them; collective.
+
+        For weights that were loaded after ``apply_islands``. What is on its way is dropped.
+        """
+
+    def skip_step(self) -> None:
+        """Count a step that an island's optimizer does not take (an overflow), as others may have taken it.
+
+        Islands agree at the same steps, skipped ones included. A step that is taken counts by itself.
+        """
+
+    def agreed_parameters(self) -> AbstractContextManager[None]:
+        """Have the agreed parameters in the model in here, on all ranks, and the islands' own again behind."""
+
+    def agreed_state(self) -> dict[str, Tensor]:
+        """What all islands have alike, by "agreed.NAME" and "momentum.NAME": tensors of the kind of the parameters.
+
+        They share the memory of what is in use, so that a loader may fill them in place.
+        """
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """What else the ranks must keep for an exact continuation: steps, LoCo's errors, what is on its way.
+
+        Collective. Keys begin with "RANK.", so that those of all ranks make one state.
+        """
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Take back what ``state_dict`` gave on the same ranks, when ``agreed_state`` and the models are filled.
+
+        Of an empty state steps, errors and what is on its way begin anew.
+        """
