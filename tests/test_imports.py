@@ -32,7 +32,10 @@ LAYERS = {
     "huggingface": ["models", "data", "settings", "optim", "architectures", "arguments", "checkpoint"],
     "integrations": ["zeropp"],
     "megatron": ["models", "architectures", "checkpoint"],
-    "planning": ["zeropp", "models", "settings", "metrics", "optim", "architectures", "arguments", "training"],
+    "planning": [
+        *("zeropp", "models", "settings", "parallel", "metrics", "optim"),
+        *("architectures", "arguments", "training"),
+    ],
     "tools": [
         *("zeropp", "models", "data", "settings", "parallel", "metrics"),
         *("architectures", "arguments", "checkpoint", "training", "huggingface", "megatron", "planning"),

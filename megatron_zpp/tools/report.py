@@ -18,14 +18,15 @@ import statistics
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megatron_zpp.metrics.dashboard import DASHBOARD
 from megatron_zpp.metrics.lines import format_duration
 from megatron_zpp.metrics.tensorboard_reader import RunHistory, find_runs, read_run
-from megatron_zpp.planning.beside import PARTS, predicted_and_measured
-from megatron_zpp.planning.cluster import ClusterSpec, parse_cluster
 from megatron_zpp.tools.run import report_errors
+
+if TYPE_CHECKING:
+    from megatron_zpp.planning.cluster import ClusterSpec
 
 Curve = list[tuple[float, float]]
 SMOOTHED_OVER = 40  # points of a training loss
@@ -126,6 +127,8 @@ def _over_iterations(run: RunHistory, key: str) -> Curve:
 
 def prediction_rows(runs: list[RunHistory], cluster: ClusterSpec) -> dict[str, list[str]]:
     """What the planner predicts of each run, beside what was measured. Raises ValueError."""
+    from megatron_zpp.planning.beside import PARTS, predicted_and_measured  # needs torch, which pages do not
+
     of_runs = [predicted_and_measured(run, cluster) for run in runs]
     return {
         f"ms for {part}": [f"{1000 * of_run[part][0]:,.1f}, {1000 * of_run[part][1]:,.1f}" for of_run in of_runs]
@@ -276,7 +279,12 @@ def run(args: argparse.Namespace) -> None:
     found = find_runs(args.runs)
     common = os.path.commonpath([os.path.dirname(os.path.abspath(folder)) for folder in found])
     runs = [read_run(os.path.relpath(folder, common), files) for folder, files in found.items()]
-    write_html(runs, args.output, parse_cluster(args.cluster) if args.cluster else None)
+    cluster = None
+    if args.cluster:
+        from megatron_zpp.planning.cluster import parse_cluster  # needs torch, too
+
+        cluster = parse_cluster(args.cluster)
+    write_html(runs, args.output, cluster)
     print(f"{len(runs)} run{'s' if len(runs) > 1 else ''}: {args.output}")
 
 
