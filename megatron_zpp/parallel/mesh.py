@@ -95,9 +95,8 @@ class Mesh:
         """All ranks of this rank's island; None if they are all that there are."""
         if self.island.size() == 1:
             return None
-        size = dist.get_world_size() // self.island.size()
-        first = self.grid.get_local_rank("island") * size
-        return dist.new_group([*range(first, first + size)], use_local_synchronization=True)
+        others = tuple(axis for axis in AXES if axis != "island")
+        return self.grid[others]._flatten("ranks_of_island").get_group()
 
     def tensor_parallel_group(self) -> dist.ProcessGroup | None:
         """The ranks with the other parts of this rank's layers; None if it has them whole."""
