@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch.distributed as dist
@@ -58,7 +59,7 @@ class Mesh:
         sizes = {axis: self.grid[axis].size() * emulated.get(axis, 1) for axis in AXES}
         return sizes | ({"ep": self.ep_size} if self.ep_size > 1 else {})
 
-    @property
+    @cached_property  # which every step asks
     def island(self) -> DeviceMesh:
         """The ranks of this rank's place in all islands."""
         return self.grid["island"]
@@ -108,7 +109,7 @@ class Mesh:
 
     @property
     def num_islands(self) -> int:
-        return self.sizes()["island"]
+        return self.island.size() * self.emulated_islands
 
     @property
     def dp_size(self) -> int:
