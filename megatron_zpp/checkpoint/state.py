@@ -144,8 +144,9 @@ def load_checkpoint(
             zeropp_state = _tensors_to_fill(saved, "zeropp", own_ranks)
             state |= {f"zeropp.{name}": tensor for name, tensor in zeropp_state.items()}
         if islands_go_on and islands is not None:
-            # The outer optimizer may have had no momentum when it was saved.
-            state |= {name: tensor for name, tensor in _agreed_tensors(islands).items() if name in saved}
+            for name, tensor in _agreed_tensors(islands).items():
+                if name in saved or name.startswith("model."):  # or there was no momentum when it was saved
+                    state[name] = tensor
         if load_wires and islands is not None:
             ranks_here = {name.partition(".")[0] for name in islands.state_dict()}
             islands_state = _tensors_to_fill(saved, "islands", ranks_here)

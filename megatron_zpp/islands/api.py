@@ -29,7 +29,7 @@ from .agreed import AgreedParameters, held, trained_parameters
 from .config import IslandConfig
 from .hops import IslandHops
 from .pieces import Pieces
-from .timetable import FINISH, START, TURN, divide
+from .timetable import divide
 
 
 def apply_islands(
@@ -78,21 +78,21 @@ class Fragment:
         parts = {name: held(parameter) for name, parameter in parameters.items()}
         self.hops = IslandHops(Pieces(parts, group.size()), config, traffic)
         self._work: dist.Work | None = None
+        self._sent: Tensor | None = None  # which the collective reads until it is over
 
     def start(self) -> None:
-        """Send the way that the island's own parameters went since the last agreement."""
+        """Send the way that this rank's part of the parameters went since the last agreement."""
         differences = self.hops.pieces.cut(self.agreed.differences(self._parameters))
         wires = self.hops.send(differences.to(device_of(self._group)))
-        received = torch.empty_like(wires)
-        self._work = dist.all_to_all_single(received, wires, group=self._group, async_op=True)
-        self.hops.in_flight = received
+        self._sent, self.hops.in_flight = wires, torch.empty_like(wires)
+        self._work = dist.all_to_all_single(self.hops.in_flight, wires, group=self._group, async_op=True)
 
     def turn(self) -> None:
         """Send on what has come: this rank's piece of the mean."""
         received = self.arrived()
-        mean = torch.empty_like(received)
-        self._work = all_gather(mean.view(-1), self.hops.add(received), group=self._group, async_op=True)
-        self.hops.in_flight = mean
+        piece, mean = self.hops.add(received), torch.empty_like(received)
+        self._sent, self.hops.in_flight = piece, mean
+        self._work = all_gather(mean.view(-1), piece, group=self._group, async_op=True)
 
     def finish(self) -> None:
         """Agree."""
@@ -102,14 +102,14 @@ class Fragment:
 
     @property
     def is_in_flight(self) -> bool:
-        """False before the first start, and where a run goes on with other ranks than those that held it."""
+        """Whether something is to come, or has come."""
         return self.hops.in_flight is not None
 
     def arrived(self) -> Tensor:
         """What is in flight, when it is here."""
         if self._work is not None:
             self._work.wait()
-            self._work = None
+            self._work = self._sent = None
         assert self.hops.in_flight is not None
         return self.hops.in_flight
 
@@ -134,7 +134,7 @@ class Islands:
         of_fragments = divide(parameters, config.fragments)
         self._fragments = [Fragment(part, config, group, self.traffic) for part in of_fragments]
         self.begin_anew()
-        optimizer.register_step_post_hook(lambda *_: self.skip_step())
+        optimizer.register_step_post_hook(lambda *_: self._end_step())
 
     def describe(self) -> str:
         """One line: how many islands there are, and how they agree."""
@@ -154,18 +154,14 @@ class Islands:
         self._parameters_replaced()
 
     @torch.no_grad()
+    def _end_step(self) -> None:
+        self.steps += 1
+        if self.config.timetable.advance(self._fragments, self.steps):
+            self._parameters_replaced()
+
     def skip_step(self) -> None:
         """Count a step that this island's optimizer does not take."""
-        self.steps += 1
-        for number, action in self.config.timetable.due(self.steps):
-            fragment = self._fragments[number]
-            if action == START:
-                fragment.start()
-            elif action == TURN and fragment.is_in_flight:
-                fragment.turn()
-            elif action == FINISH and fragment.is_in_flight:
-                fragment.finish()
-                self._parameters_replaced()
+        self._end_step()
 
     @contextmanager
     def agreed_parameters(self) -> Iterator[None]:

@@ -15,7 +15,7 @@ from .agreed import AgreedParameters, trained_parameters
 from .config import IslandConfig
 from .hops import IslandHops
 from .pieces import Pieces
-from .timetable import FINISH, START, TURN, divide
+from .timetable import divide
 
 
 def emulate_islands(
@@ -107,7 +107,7 @@ class EmulatedIslands:
             EmulatedFragment(parts, config, zeropps, self.traffic) for parts in zip(*divided, strict=True)
         ]
         self.begin_anew()
-        optimizers[-1].register_step_post_hook(lambda *_: self.skip_step())
+        optimizers[-1].register_step_post_hook(lambda *_: self._end_step())
 
     def describe(self) -> str:
         """One line: how many islands there are, and how they agree."""
@@ -127,18 +127,14 @@ class EmulatedIslands:
         self._parameters_replaced()
 
     @torch.no_grad()
+    def _end_step(self) -> None:
+        self.steps += 1
+        if self.config.timetable.advance(self._fragments, self.steps):
+            self._parameters_replaced()
+
     def skip_step(self) -> None:
         """Count a step that the islands' optimizers do not take."""
-        self.steps += 1
-        for number, action in self.config.timetable.due(self.steps):
-            fragment = self._fragments[number]
-            if action == START:
-                fragment.start()
-            elif action == TURN and fragment.is_in_flight:
-                fragment.turn()
-            elif action == FINISH and fragment.is_in_flight:
-                fragment.finish()
-                self._parameters_replaced()
+        self._end_step()
 
     @contextmanager
     def agreed_parameters(self) -> Iterator[None]:

@@ -1,34 +1,58 @@
-"""At which steps the fragments of a model travel between islands."""
+"""Which parts of a model travel between islands, and at which steps."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from torch import nn
 
-START, TURN, FINISH = "start", "turn", "finish"
+
+class Travelling(Protocol):
+    """A fragment of a model, on its way or not: Fragment, EmulatedFragment."""
+
+    @property
+    def is_in_flight(self) -> bool:
+        """False before the first start, and where a run goes on with other ranks than those that held it."""
+
+    def start(self) -> None:
+        """Send the way that the islands' own parameters went since the last agreement."""
+
+    def turn(self) -> None:
+        """Send on what has come: each rank's piece of the mean."""
+
+    def finish(self) -> None:
+        """Agree."""
 
 
 @dataclass(frozen=True)
 class Timetable:
-    """Fragment f starts at every ``interval``-th step, f/F of an interval before the others' turn comes round again.
+    """Every fragment starts once in an interval, one after the other, and arrives ``delay`` steps later.
 
-    It arrives ``delay`` steps later. Halfway, where the first hop must be over, it turns from the first to the second.
+    Halfway, where its first hop must be over, it turns from the first to the second.
     """
 
     interval: int  # H
     fragments: int  # F
     delay: int  # below H, so that a fragment is on its way once
 
-    def due(self, step: int) -> Iterator[tuple[int, str]]:
-        """What to do behind this step, counted from 1: fragments, and what with each; alike on all ranks."""
-        for fragment in range(self.fragments):
-            for action, after in ((START, 0), (TURN, (self.delay + 1) // 2), (FINISH, self.delay)):
-                started = step - after
-                if started > 0 and (started - fragment * self.interval // self.fragments) % self.interval == 0:
-                    yield fragment, action
+    def advance(self, fragments: Sequence[Travelling], step: int) -> bool:
+        """Do what is due behind this step, counted from 1; alike on all ranks. Whether a fragment has arrived."""
+        has_arrived = False
+        for number, fragment in enumerate(fragments):
+            if self._started(number, step):
+                fragment.start()
+            if self._started(number, step - (self.delay + 1) // 2) and fragment.is_in_flight:
+                fragment.turn()
+            if self._started(number, step - self.delay) and fragment.is_in_flight:
+                fragment.finish()
+                has_arrived = True
+        return has_arrived
+
+    def _started(self, number: int, step: int) -> bool:
+        return step > 0 and (step - number * self.interval // self.fragments) % self.interval == 0
 
 
 def divide(parameters: Mapping[str, nn.Parameter], fragments: int) -> list[dict[str, nn.Parameter]]:

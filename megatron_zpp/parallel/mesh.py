@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch.distributed as dist
@@ -58,7 +59,7 @@ class Mesh:
         sizes = {axis: self.grid[axis].size() * emulated.get(axis, 1) for axis in AXES}
         return sizes | ({"ep": self.ep_size} if self.ep_size > 1 else {})
 
-    @property
+    @cached_property  # which every step asks
     def island(self) -> DeviceMesh:
         """The ranks of this rank's place in all islands."""
         return self.grid["island"]
@@ -95,9 +96,8 @@ class Mesh:
         """All ranks of this rank's island; None if they are all that there are."""
         if self.island.size() == 1:
             return None
-        size = dist.get_world_size() // self.island.size()
-        first = self.grid.get_local_rank("island") * size
-        return dist.new_group([*range(first, first + size)], use_local_synchronization=True)
+        others = tuple(axis for axis in AXES if axis != "island")
+        return self.grid[others]._flatten("ranks_of_island").get_group()
 
     def tensor_parallel_group(self) -> dist.ProcessGroup | None:
         """The ranks with the other parts of this rank's layers; None if it has them whole."""
@@ -109,7 +109,7 @@ class Mesh:
 
     @property
     def num_islands(self) -> int:
-        return self.sizes()["island"]
+        return self.island.size() * self.emulated_islands
 
     @property
     def dp_size(self) -> int:
