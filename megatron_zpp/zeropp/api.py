@@ -172,6 +172,7 @@ class ZeroPP:
     def invalidate(self) -> None:
         """Say on all ranks that parameters were changed, where a change would not be looked for."""
         for unit in self.units:
+            unit.reshard()
             unit.mark_changed()
         for all_gather in self._all_gathers.values():
             all_gather.forget_secondary_partition()

@@ -158,6 +158,10 @@ class FSDPUnit(Unit):
         own = [piece[: g.numel()].view(g.shape) for piece, g in zip(pieces, gradients, strict=True)]
         torch._foreach_add_(gradients, own)
 
+    def reshard(self) -> None:
+        """Gather again what is still gathered, as outermost units are behind an evaluation."""
+        self.module.reshard()
+
     def reduce_unused(self) -> None:
         """Let FSDP2 reduce zeros for trainable parameters that a backward pass did not use, where torch can."""
         if not hasattr(self.module, "set_reduce_scatter_unused_params"):

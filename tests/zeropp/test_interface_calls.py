@@ -88,9 +88,10 @@ def _swapped(is_emulated: bool):
     torch.manual_seed(0)
     model = nn.Linear(128, 96)
     if not is_emulated:
-        fully_shard(model)
+        fully_shard(model, reshard_after_forward=False)  # gathered until somebody says that weights are others
     zeropp = emulate_zeropp(model, DIFFERENCES, 2, 2) if is_emulated else apply_zeropp(model, DIFFERENCES)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    weight = model.weight  # the sharded one, also while the model has it whole
 
     def run(trains: bool) -> torch.Tensor:
         """Of every rank a pass over the unit matrix: the weights that it sees, [rows, columns]."""
@@ -99,15 +100,13 @@ def _swapped(is_emulated: bool):
                 seen = model(torch.eye(128)) - model(torch.zeros(1, 128))
                 if trains:
                     seen.square().mean().backward()
-        if not is_emulated:
-            model.reshard()
         return seen.detach().T
 
     def whole() -> torch.Tensor:
-        return (model.weight if is_emulated else model.weight.full_tensor()).detach().clone()
+        return (weight if is_emulated else weight.full_tensor()).detach().clone()
 
     def local() -> torch.Tensor:
-        return (model.weight if is_emulated else model.weight.to_local()).detach()
+        return (weight if is_emulated else weight.to_local()).detach()
 
     errors = []
     for context in (nullcontext, zeropp.swapped_weights):
