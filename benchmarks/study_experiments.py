@@ -177,9 +177,10 @@ def tokens_on_two_nodes(name: str, flags: str) -> Arm:
 
 
 # Muon for the layers' matrices with updates as large as AdamW's, at learning rates that both take.
-MUON_RATES = (1e-3, 2e-3, 4e-3)
+MUON_RATES = (1e-3, 2e-3, 4e-3, 8e-3, 16e-3)
 WHOLE, BLOCKS = "--muon-period 1", "--muon-period 0"
 EVERY_TENTH = "--muon-period 10 --muon-momentum-bits 4"
+ALWAYS_IN_4_BITS = "--muon-period 1 --muon-momentum-bits 4"
 
 
 def muon(rate: float, period: str) -> str:
@@ -477,6 +478,14 @@ EXPERIMENTS = {
                     "int4 differences, 8-2 gradients, LoCo between nodes, 4 bits at first", few_bits(2, 4)
                 )
             ),
+            Group(
+                "fp32 wire, elements limited by their own history, as 2 bits limit them",
+                (
+                    FP32,
+                    Arm("what is cut off is lost", "--trial limited-elements"),
+                    Arm("what is cut off comes later", "--trial limited-elements-with-rest"),
+                ),
+            ),
             with_and_without_element_scales(
                 "8 bits within, 4 between nodes, blocks of 4096", f"{BF16} {gradients(8, 4, 4096)}"
             ),
@@ -556,6 +565,20 @@ EXPERIMENTS = {
         "Muon",
         (
             with_muon("bf16 wire (ZeRO-3 in 16 bit)", BF16_WIRE.flags),
+            Group(
+                "Tried, over the bf16 wire",
+                (
+                    Arm("whole in 4 bits", f"{BF16_WIRE.flags} {muon(4e-3, ALWAYS_IN_4_BITS)}"),
+                    Arm(
+                        "blocks with the other nodes' rows of every tenth step",
+                        f"{BF16_WIRE.flags} {muon(4e-3, EVERY_TENTH)} --trial remembered-rows",
+                    ),
+                    Arm(
+                        "blocks with the other nodes' rows of every fifth step",
+                        f"{BF16_WIRE.flags} {muon(4e-3, EVERY_TENTH.replace('10', '5'))} --trial remembered-rows",
+                    ),
+                ),
+            ),
             with_muon(
                 "int4 differences, 8-4 gradients, LoCo between nodes",
                 f"{BF16} {differences(4)} {gradients(8, 4)} {loco(0.8, 'inter')}",
