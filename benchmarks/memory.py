@@ -52,7 +52,8 @@ def main() -> None:
 
 def memory(command: str) -> str:
     _, found = estimate.run(estimate.parse_arguments(shlex.split(command)))
-    host = f" ({sum(found.host.values()) / 1e9:.1f})" if found.host else ""
+    of_host = found.largest.host
+    host = f" ({sum(of_host.values()) / 1e9:.1f})" if of_host else ""
     return f"{found.memory / 1e9:.1f}{host}"
 
 

@@ -25,19 +25,17 @@ import statistics
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from typing import Any
 
-from megatron_zpp.architectures import GPT, LLAMA, Architecture, find_architecture
+from megatron_zpp.architectures import GPT, LLAMA, Architecture
 from megatron_zpp.arguments.parse import parse_settings
-from megatron_zpp.models.transformer import Transformer
 from megatron_zpp.planning.candidates import RECOMPUTE_ALL
 from megatron_zpp.planning.cluster import ClusterSpec, default_cluster, read_cluster
-from megatron_zpp.planning.plan import complete, make_plan
-from megatron_zpp.planning.predict import Estimate, Prediction, estimate_on, predict
+from megatron_zpp.planning.plan import Outcome, complete, make_plan
+from megatron_zpp.planning.predict import Estimate, estimate_on, predict
 from megatron_zpp.planning.table import suggested
-from megatron_zpp.settings.groups import ModelSettings, Settings
+from megatron_zpp.settings.groups import Settings
 
 RESULTS = Path(__file__).parent / "results"
 PUBLISHED, SCATTER = RESULTS / "published_throughput.jsonl", RESULTS / "planner_published.png"
@@ -62,15 +60,11 @@ class Published:
     settings: Settings
     cluster: ClusterSpec
     needs: Estimate
-    model: Transformer
 
     def predicted(self, efficiency: float) -> float:
         """Tokens per second and GPU."""
         cluster = dataclasses.replace(self.cluster, efficiency=efficiency)
-        return (
-            predict(self.architecture, self.settings, cluster, self.needs, self.model).tokens_per_second
-            / cluster.world_size
-        )
+        return predict(self.architecture, self.settings, cluster, self.needs).tokens_per_second / cluster.world_size
 
     def ratio(self, efficiency: float) -> float:
         return self.predicted(efficiency) / self.row["tokens_s_gpu"]
@@ -130,14 +124,8 @@ def read_row(row: dict[str, Any]) -> Published:
     vocabulary = row["vocab"] or 50257
     told, _ = complete(shlex.split(flags), cluster, vocabulary)
     settings = parse_settings(architecture, told, cluster.world_size, note=lambda _: None)
-    model = build(architecture.name, settings.model, vocabulary)
-    needs = estimate_on(architecture, settings, vocabulary, cluster, model)
-    return Published(row, gpu, architecture, settings, cluster, needs, model)
-
-
-@cache
-def build(architecture: str, model: ModelSettings, vocabulary: int) -> Transformer:
-    return find_architecture(architecture).build_model(model, vocabulary)
+    needs = estimate_on(architecture, settings, vocabulary, cluster)
+    return Published(row, gpu, architecture, settings, cluster, needs)
 
 
 def kind_of(name: str) -> str:
@@ -154,7 +142,16 @@ def flags_of(row: dict[str, Any], nodes: int) -> tuple[Architecture, str]:
     is_llama = any(word in name for word in ("llama", "intern", "qwen", "mixtral"))
     words = f"--num-layers {row['layers']} --hidden-size {row['hidden']} --num-attention-heads {row['heads']} "
     words += f"--seq-length {row['seq']} --micro-batch-size {row['micro_batch_per_gpu']} "
-    words += f"--global-batch-size {row['gpus'] * row['micro_batch_per_gpu'] * (row['grad_accum'] or 1)} "
+    tensor, pipeline = row.get("tp") or 1, row.get("pp") or 1
+    data = row["gpus"] // tensor // pipeline
+    words += f"--global-batch-size {data * row['micro_batch_per_gpu'] * (row['grad_accum'] or 1)} "
+    if tensor * pipeline > 1:
+        words += f"--tensor-model-parallel-size {tensor} --pipeline-model-parallel-size {pipeline} "
+    if row["layers"] % pipeline:  # BLOOM's: embedding and output layer count as a layer each
+        ends = (row["layers"] + 2) // pipeline - 1
+        words += f"--decoder-first-pipeline-num-layers {ends} --decoder-last-pipeline-num-layers {ends} "
+    if tensor > 1 and "torchtitan" in row["source"]:
+        words += "--sequence-parallel "
     if row["ffn"]:
         words += f"--ffn-hidden-size {row['ffn']} "
     if row["kv_heads"] and row["kv_heads"] != row["heads"]:
@@ -165,7 +162,7 @@ def flags_of(row: dict[str, Any], nodes: int) -> tuple[Architecture, str]:
     # llm-foundry's DEFAULT and torchtitan reduce gradients in fp32, the others in 16 bit.
     if "fp16" not in precision and not any(word in precision + kind for word in ("DEFAULT", "FSDP2", "fp32 gradient")):
         words += "--grad-reduce-in-bf16 "
-    if "ZeRO-1" in kind:
+    if "ZeRO-1" in kind or kind == "none":  # what shards nothing is not planned
         words += "--zero-stage 1 "
     if "HSDP" in kind or "Hybrid" in kind:
         words += f"--num-distributed-optimizer-instances {nodes} " if nodes > 1 else ""
@@ -176,8 +173,9 @@ def flags_of(row: dict[str, Any], nodes: int) -> tuple[Architecture, str]:
 
 def described(row: dict[str, Any]) -> str:
     network = f" at {row['network_gbps_per_node']:g} Gbit/s" if row["gpus"] > row["gpus_per_node"] else ""
+    divided = "".join(f", {kind.upper()}{row[kind]}" for kind in ("tp", "pp") if (row.get(kind) or 1) > 1)
     return (
-        f"{row['model_name']}, {row['gpus']} GPUs{network}, {row['dp_kind'].partition(' (')[0]}, "
+        f"{row['model_name']}, {row['gpus']} GPUs{network}, {row['dp_kind'].partition(' (')[0]}{divided}, "
         f"{row['micro_batch_per_gpu']} x {row['seq']} tokens"
     )
 
@@ -236,16 +234,18 @@ def table() -> None:
                 cluster = default_cluster(nodes, 8, "H100", rate)
                 batch = f"--global-batch-size {TOKENS_PER_GPU // 4096 * cluster.world_size}"
                 plan = make_plan(LLAMA, f"{flags} {batch}".split(), LLAMA_3_VOCABULARY, cluster)
-                found = {outcome.candidate.travel.name: outcome.prediction for outcome in reversed(plan.outcomes)}
+                found = {outcome.candidate.travel.name: outcome for outcome in reversed(plan.outcomes)}
                 kinds = ("ZeRO-3", "HSDP", "all flags", "all flags, int4 differences, int8 state")
                 cells = [cell(found.get(kind)) for kind in kinds]
                 best = suggested(plan).candidate if plan.outcomes else None
-                said = best.travel.name if best is not None else "nothing"
+                said = f"{best.travel.name}, {best.layout.name}" if best is not None else "nothing"
                 print(f"| {model} | {nodes} | {rate} | {' | '.join(cells)} | {said} |", flush=True)
 
 
-def cell(found: Prediction | None) -> str:
-    return "does not fit" if found is None else f"{found.mfu:.0%}, {found.time.seconds:.2f} s"
+def cell(found: Outcome | None) -> str:
+    if found is None:
+        return "does not fit"
+    return f"{found.prediction.mfu:.0%}, {found.prediction.time.seconds:.2f} s, {found.candidate.layout.name}"
 
 
 # The cluster in a box
@@ -308,9 +308,8 @@ def box_prediction(row: dict[str, Any]) -> float:
     gbits = min(measured.between_gbits, row["mbit"] / 1000 / HEADERS)
     cluster = dataclasses.replace(measured, between_gbits=gbits)
     settings = parse_settings(GPT, row["flags"].split(), cluster.world_size, note=lambda _: None)
-    model = build("gpt", settings.model, BOX_VOCABULARY)
-    needs = estimate_on(GPT, settings, BOX_VOCABULARY, cluster, model)
-    return predict(GPT, settings, cluster, needs, model).time.seconds
+    needs = estimate_on(GPT, settings, BOX_VOCABULARY, cluster)
+    return predict(GPT, settings, cluster, needs).time.seconds
 
 
 def compare() -> None:

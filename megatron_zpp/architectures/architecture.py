@@ -28,6 +28,22 @@ class BlockActivations:
     everything: int
     linear_layers: int  # with --recompute-granularity selective
     input: int  # with --recompute-granularity full
+    keys_and_values: int = 0  # of everything, what context-parallel ranks gather
+
+    def of_tensor_parallel_rank(self, ranks: int, sequence_parallel: bool) -> BlockActivations:
+        """What one of so many ranks keeps. Without sequence parallelism all keep what lies between linear layers.
+
+        That is about four vectors of the hidden size: what comes into the block's two halves, and into linear layers.
+        """
+        if ranks == 1:
+            return self
+        alike = 0 if sequence_parallel else self.input
+        return BlockActivations(
+            everything=(self.everything - 4 * alike) // ranks + 4 * alike,
+            linear_layers=(self.linear_layers - 3 * alike) // ranks + 3 * alike,
+            input=(self.input - alike) // ranks + alike,
+            keys_and_values=self.keys_and_values // ranks,
+        )
 
 
 @dataclass(frozen=True)

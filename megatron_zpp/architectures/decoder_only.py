@@ -411,6 +411,7 @@ def activations(config: DecoderConfig, itemsize: int) -> BlockActivations:
         everything=itemsize * (4 * hidden + attention + before_norms + kept * ffn) + masks,
         linear_layers=itemsize * (3 * hidden + attention + outputs * ffn),
         input=itemsize * hidden,
+        keys_and_values=itemsize * 2 * keys,
     )
 
 

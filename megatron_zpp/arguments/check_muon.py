@@ -17,6 +17,10 @@ def check_muon(settings: Settings) -> None:
         f"--muon-momentum-bits must be one of {', '.join(map(str, SUPPORTED_BITS))}, or left out; got {bits}",
     )
     require(
+        not settings.optimizer.muon_stale_rows or settings.optimizer.muon_period > 1,
+        "--muon-stale-rows are renewed at every whole step: give a --muon-period above 1, such as 10",
+    )
+    require(
         settings.distributed.tensor_model_parallel_size == 1,
         "--optimizer muon takes matrices whose rows alone are divided: leave --tensor-model-parallel-size out",
     )

@@ -70,6 +70,7 @@ OPTIMIZERS = {
             extra_scale_factor=settings.muon_extra_scale_factor,
             period=settings.muon_period or None,
             momentum_bits=settings.muon_momentum_bits,
+            stale_rows=settings.muon_stale_rows,
             betas=(settings.adam_beta1, settings.adam_beta2),
             eps=settings.adam_eps,
         ),

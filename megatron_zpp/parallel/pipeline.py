@@ -279,6 +279,14 @@ class _AndLoss(torch.autograd.Function):
         return gradient, gradient.new_ones((), dtype=torch.float32)
 
 
+def sharding_stage(zero_stage: int, schedule: str | None) -> int:
+    """The ZeRO stage under a schedule. None: no pipeline.
+
+    Where FSDP2's hooks cannot follow the backward pass, a step gathers parameters once and reduces gradients once.
+    """
+    return 1 if schedule in SPLITS_BACKWARD else zero_stage
+
+
 def wait_for_neighbour(work: dist.Work | None) -> None:
     if work is not None:
         work.wait()

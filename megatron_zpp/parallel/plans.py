@@ -5,6 +5,9 @@ A plan names modules by their paths, ``*`` for every layer. ``megatron_zpp.paral
 
 from __future__ import annotations
 
+import re
+
+from torch import nn
 from torch.distributed.tensor import Placement, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -69,3 +72,16 @@ def _mlp_plan(mlp: str, swiglu: bool, between: Placement) -> Plan:
     else:
         plan[f"{mlp}.linear_fc1"] = ColwiseParallel(input_layouts=between)
     return plan
+
+
+def split_dimensions(model: nn.Module, plan: Plan) -> dict[nn.Parameter, int]:
+    """Along which dimension tensor-parallel ranks divide a parameter, for those that they do not hold whole."""
+    found: dict[nn.Parameter, int] = {}
+    for name, module in model.named_modules():
+        style = plan.get(name) or plan.get(re.sub(r"^layers\.\d+", "layers.*", name))
+        for key, parameter in module.named_parameters(recurse=False):
+            if isinstance(style, ColwiseParallel | ShardedRows):
+                found[parameter] = 0
+            elif isinstance(style, RowwiseParallel) and key == "weight":
+                found[parameter] = 0 if isinstance(module, nn.Embedding) else 1
+    return found

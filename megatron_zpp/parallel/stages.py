@@ -74,17 +74,25 @@ def _layers_of_ranks(num_layers: int, num_ranks: int, first: int | None, last: i
     return [*([first] if first is not None else []), *middle, *([last] if last is not None else [])]
 
 
+def stage_has(name: str, modules: StageModules, placement: Placement, stage: int) -> bool:
+    """Whether a stage has the module, or parameter, of this name in the whole model."""
+    top, _, rest = name.partition(".")
+    is_last = stage == placement.num_stages - 1
+    if top == "layers" and rest:
+        return int(rest.partition(".")[0]) in placement.layers[stage]
+    if top in modules.first:
+        return stage == 0 or (is_last and top == modules.tied)
+    return is_last or top not in modules.last
+
+
 def keep_stage(model: Transformer, modules: StageModules, placement: Placement, stage: int) -> None:
     """Remove from ``model``, still on the meta device, what belongs to other stages; what stays keeps its name."""
     for layer in range(model.config.num_layers):
-        if layer not in placement.layers[stage]:
+        if not stage_has(f"layers.{layer}", modules, placement, stage):
             delattr(model.layers, str(layer))
-    is_last = stage == placement.num_stages - 1
-    removed = [] if is_last else [*modules.last]
-    if stage > 0:
-        removed += [name for name in modules.first if not (is_last and name == modules.tied)]
-    for name in removed:
-        delattr(model, name)
+    for name in [name for name, _ in model.named_children()]:
+        if not stage_has(name, modules, placement, stage):
+            delattr(model, name)
 
 
 def join_stages(model: Transformer, stages: Mapping[int, Transformer]) -> Transformer:

@@ -5,6 +5,7 @@ Each is a piece of the trainer's command line, so that the trainer's own checks 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -59,23 +60,34 @@ TRAVELS = (  # from what rounds nothing to what rounds most
 )
 RECOMPUTATIONS = {"": "nothing", "--recompute-activations": "selective", RECOMPUTE_ALL: "all"}
 MICRO_BATCH_SIZES = (1, 2, 4, 8, 16, 32)
+SIZES = (1, 2, 4, 8)  # of tensor and context parallelism and of pipelines
+SHORTEST_PART = 8192  # tokens of a sequence that a context-parallel rank has
 
 
 @dataclass(frozen=True)
 class Layout:
-    """How many ranks divide what."""
+    """How many ranks divide what. Tensor parallelism divides sequences, too, between linear layers."""
 
+    tensor: int = 1
+    context: int = 1
+    pipeline: int = 1
     experts: int = 1
 
     @property
     def name(self) -> str:
-        sizes = {"EP": self.experts}
+        sizes = {"TP": self.tensor, "CP": self.context, "PP": self.pipeline, "EP": self.experts}
         return " ".join(f"{kind}{size}" for kind, size in sizes.items() if size > 1) or "data"
 
     @property
     def flags(self) -> str:
-        sizes = {"--expert-model-parallel-size": self.experts}
-        return " ".join(f"{flag} {size}" for flag, size in sizes.items() if size > 1)
+        sizes = {
+            "--tensor-model-parallel-size": self.tensor,
+            "--context-parallel-size": self.context,
+            "--pipeline-model-parallel-size": self.pipeline,
+            "--expert-model-parallel-size": self.experts,
+        }
+        words = [f"{flag} {size}" for flag, size in sizes.items() if size > 1]
+        return " ".join([*words, *(["--sequence-parallel"] if self.tensor > 1 else [])])
 
 
 # A flag with one of these beginnings settles a question: then only what the user says is tried.
@@ -91,23 +103,39 @@ def is_settled(question: str, flags: Sequence[str]) -> bool:
     return any(flag.startswith(SETTLES[question]) for flag in flags)
 
 
-def travels(cluster: ClusterSpec, flags: Sequence[str], steps: int) -> Iterator[tuple[Travel, str]]:
-    """The ways that make sense on the cluster, and their flags."""
+def travels(cluster: ClusterSpec, layout: Layout, flags: Sequence[str], steps: int) -> Iterator[tuple[Travel, str]]:
+    """The ways that make sense for the layout on the cluster, and their flags."""
     if is_settled("travel", flags):
         yield Travel("as given", ""), ""
         return
-    places = {"P": cluster.gpus_per_node, "N": cluster.nodes, "warmup": max(1, steps // 10)}
+    nodes = max(1, cluster.nodes // layout.pipeline)  # of a pipeline's stage
+    ranks = cluster.gpus_per_node // layout.tensor  # of a node that share parameters
+    places = {"P": ranks, "N": nodes, "warmup": max(1, steps // 10)}
     for travel in TRAVELS:
-        has_levels = cluster.nodes > 1 and (cluster.gpus_per_node > 1 or "{P}" not in travel.flags)
+        has_levels = nodes > 1 and (ranks > 1 or "{P}" not in travel.flags)
         if has_levels or not travel.flags:
             yield travel, travel.flags.format(**places)
 
 
-def layouts(cluster: ClusterSpec, model: ModelSettings, flags: Sequence[str]) -> Iterator[Layout]:
-    """Those that keep what travels within a layer inside of a node."""
+def layouts(cluster: ClusterSpec, model: ModelSettings, seq_length: int, flags: Sequence[str]) -> Iterator[Layout]:
+    """Those that keep what travels within a layer inside of a node, and whole nodes in a pipeline's stage.
+
+    Sequences are divided where they are long. Experts are divided alone.
+    """
     if is_settled("layout", flags):
         yield Layout()
         return
-    for experts in divisors(cluster.gpus_per_node) if model.num_experts else [1]:
-        if experts == 1 or (model.num_experts or 1) % experts == 0:
-            yield Layout(experts=experts)
+    yield Layout()
+    if model.num_experts:
+        for experts in divisors(cluster.gpus_per_node)[1:]:
+            if model.num_experts % experts == 0:
+                yield Layout(experts=experts)
+        return
+    assert model.num_layers and model.num_attention_heads  # by parse_settings
+    groups = model.num_query_groups or model.num_attention_heads
+    for tensor, context, pipeline in itertools.product(SIZES, SIZES, SIZES):
+        fits = cluster.gpus_per_node % (tensor * context) == 0 and cluster.nodes % pipeline == 0
+        divides = groups % tensor == 0 and model.num_layers % pipeline == 0
+        is_long = context == 1 or seq_length // context >= SHORTEST_PART
+        if fits and divides and is_long and (tensor, context, pipeline) != (1, 1, 1):
+            yield Layout(tensor, context, pipeline)

@@ -75,7 +75,7 @@ class ClusterSpec:
     def seconds_of(self, exchange: Exchange) -> float:
         """How long a collective takes that has its links for itself, and the groups like it on the same nodes."""
         group = exchange.group
-        if group.size == 1:
+        if group.size == 1 or exchange.nbytes == 0:
             return 0.0
         per_byte = 1e-9 / self.within_gbytes if group.ranks_per_node > 1 else 0.0
         if group.nodes > 1:

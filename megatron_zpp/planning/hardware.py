@@ -49,7 +49,7 @@ LATENCY_WITHIN, LATENCY_BETWEEN = 3.6, 10.0
 # The share of the memory's bandwidth that kernels reach: norms, quantization, the optimizer. An assumption.
 MEMORY_SHARE = 0.7
 # The share of the peak that matrix products of a model reach: one constant for each kind of
-# GPU, which ``benchmarks/planner.py published`` fits to published measurements. V100's is of five rows of one shared
+# GPU, which ``benchmarks/planner.py published`` fits to published measurements. V100's is of ten rows of one shared
 # cluster. Others get the plain default.
 DEFAULT_EFFICIENCY = 0.5
-EFFICIENCIES = {"V100": 0.21, "A100-40GB": 0.65, "A100": 0.62, "H100": 0.49}
+EFFICIENCIES = {"V100": 0.23, "A100-40GB": 0.65, "A100": 0.62, "H100": 0.49}

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from megatron_zpp.architectures import Architecture
 from megatron_zpp.arguments.parse import parse_settings
-from megatron_zpp.models.transformer import Transformer
 from megatron_zpp.planning.candidates import (
     MICRO_BATCH_SIZES,
     RECOMPUTATIONS,
@@ -23,6 +22,8 @@ from megatron_zpp.planning.predict import Prediction, estimate_on, predict
 from megatron_zpp.settings.checks import SettingsError
 from megatron_zpp.settings.groups import Settings
 from megatron_zpp.training.estimate import Estimate
+from megatron_zpp.training.planned_units import PlannedModel, plan_model
+from megatron_zpp.training.rank_groups import RankGrid
 
 USABLE = 0.9  # of a GPU's memory: the rest is CUDA's, NCCL's and lost between blocks
 
@@ -58,6 +59,7 @@ class Outcome:
 class Refused:
     candidate: Candidate
     reason: str
+    error: ValueError | None = None  # None: it does not fit
 
 
 @dataclass(frozen=True)
@@ -87,24 +89,14 @@ def make_plan(
     told, kept = complete(flags, cluster, vocabulary)
     outcomes: list[Outcome] = []
     refused: list[Refused] = []
-    model: Transformer | None = None
-    errors: list[SettingsError] = []
+    predictor = _Predictor(architecture, told, vocabulary, cluster, usable * cluster.memory_gb * 1e9)
     for candidate in _candidates(architecture, told, cluster):
-        words = [*told, *candidate.flags.split()]
-        if not is_settled("micro-batch", flags):
-            words += ["--micro-batch-size", "1"]
-        try:
-            settings = parse_settings(architecture, words, cluster.world_size, note=lambda _: None)
-        except SettingsError as error:
-            errors.append(error)
-            refused.append(Refused(candidate, error.messages[0]))
-            continue
-        model = model if model is not None else architecture.build_model(settings.model, vocabulary)
-        found = _best(architecture, candidate, settings, vocabulary, cluster, model, flags, usable)
+        found = _best(predictor, candidate, flags)
         if isinstance(found, Refused):
             refused.append(found)
         else:
             outcomes.append(dataclasses.replace(found, flags=" ".join([*kept, *found.flags.split()])))
+    errors = [refusal.error for refusal in refused if isinstance(refusal.error, SettingsError)]
     if errors and len(errors) == len(refused) and not outcomes:
         raise errors[0]
     outcomes.sort(key=lambda outcome: -outcome.prediction.tokens_per_second)
@@ -114,63 +106,67 @@ def make_plan(
 def _candidates(architecture: Architecture, told: Sequence[str], cluster: ClusterSpec) -> Iterator[Candidate]:
     words = [*told] if "--micro-batch-size" in told else [*told, "--micro-batch-size", "1"]
     settings = parse_settings(architecture, words, cluster.world_size, note=lambda _: None)
-    for layout in layouts(cluster, settings.model, told):
-        for travel, typed in travels(cluster, told, settings.training.train_iters or 1000):
+    assert settings.training.seq_length
+    for layout in layouts(cluster, settings.model, settings.training.seq_length, told):
+        for travel, typed in travels(cluster, layout, told, settings.training.train_iters or 1000):
             yield Candidate(travel, layout, f"{typed} {layout.flags}".strip())
 
 
-def _best(
-    architecture: Architecture,
-    candidate: Candidate,
-    settings: Settings,
-    vocabulary: int,
-    cluster: ClusterSpec,
-    model: Transformer,
-    flags: Sequence[str],
-    usable: float,
-) -> Outcome | Refused:
-    """Over micro-batches and recomputation."""
-    memory = usable * cluster.memory_gb * 1e9
+@dataclass
+class _Predictor:
+    """Predicts command lines; it divides a model once for all that divide it alike."""
+
+    architecture: Architecture
+    told: Sequence[str]
+    vocabulary: int
+    cluster: ClusterSpec
+    memory: float  # bytes of a GPU that can be used
+    models: dict[RankGrid, PlannedModel] = field(default_factory=dict)
+
+    def settings(self, words: str) -> Settings:
+        """Raises SettingsError."""
+        return parse_settings(
+            self.architecture, [*self.told, *words.split()], self.cluster.world_size, note=lambda _: None
+        )
+
+    def estimate(self, settings: Settings) -> Estimate:
+        """Raises ValueError."""
+        grid = RankGrid(self.cluster.nodes, self.cluster.gpus_per_node, settings.distributed)
+        if grid not in self.models:
+            whole = next((planned.whole for planned in self.models.values()), None)
+            whole = whole or self.architecture.build_model(settings.model, self.vocabulary)
+            self.models[grid] = plan_model(self.architecture, whole, grid)
+        return estimate_on(self.architecture, settings, self.vocabulary, self.cluster, self.models[grid])
+
+    def predict(self, settings: Settings, needs: Estimate) -> Prediction:
+        return predict(self.architecture, settings, self.cluster, needs)
+
+
+def _best(predictor: _Predictor, candidate: Candidate, flags: Sequence[str]) -> Outcome | Refused:
+    """Over micro-batches and recomputation, of which the least that fits is the fastest."""
     best: Outcome | None = None
     least: Estimate | None = None
-    reason = ""
-    for words, variant, recompute in _variants(settings, flags):
-        try:
-            needs = estimate_on(architecture, variant, vocabulary, cluster, model)
-        except ValueError as error:
-            reason = str(error)
-            continue
-        if least is None or needs.memory < least.memory:
-            least = needs
-        if needs.memory > memory:
-            continue
-        prediction = predict(architecture, variant, cluster, needs, model)
-        if best is None or prediction.time.seconds < best.prediction.time.seconds:
-            best = Outcome(candidate, recompute, prediction, f"{candidate.flags} {words}".strip())
+    first_error: ValueError | None = None
+    for size in [""] if is_settled("micro-batch", flags) else [f"--micro-batch-size {n}" for n in MICRO_BATCH_SIZES]:
+        for recompute, name in ({"": "as given"} if is_settled("recompute", flags) else RECOMPUTATIONS).items():
+            typed = f"{candidate.flags} {size} {recompute}".strip()
+            try:
+                settings = predictor.settings(typed)
+                needs = predictor.estimate(settings)
+            except ValueError as error:
+                first_error = first_error or error
+                continue
+            if least is None or needs.memory < least.memory:
+                least = needs
+            if needs.memory <= predictor.memory:
+                prediction = predictor.predict(settings, needs)
+                if best is None or prediction.time.seconds < best.prediction.time.seconds:
+                    best = Outcome(candidate, name, prediction, typed)
+                break
     if best is not None:
         return best
     if least is None:
-        return Refused(candidate, reason)
-    return Refused(candidate, f"needs {least.memory / 1e9:.0f} GB of a GPU's {memory / 1e9:.0f} that can be used")
-
-
-def _variants(settings: Settings, flags: Sequence[str]) -> Iterator[tuple[str, Settings, str]]:
-    """Flags, the settings that they make, and the name of what is recomputed."""
-    sizes = [settings.training.micro_batch_size] if is_settled("micro-batch", flags) else MICRO_BATCH_SIZES
-    recomputations = {"": "as given"} if is_settled("recompute", flags) else RECOMPUTATIONS
-    for size in sizes:
-        training = dataclasses.replace(settings.training, micro_batch_size=size)
-        typed = "" if is_settled("micro-batch", flags) else f"--micro-batch-size {size}"
-        for words, name in recomputations.items():
-            activation = settings.activation
-            if name == "selective":
-                activation = dataclasses.replace(activation, recompute_granularity="selective")
-            elif name == "all":
-                activation = dataclasses.replace(
-                    activation, recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1
-                )
-            yield (
-                f"{typed} {words}".strip(),
-                dataclasses.replace(settings, training=training, activation=activation),
-                name,
-            )
+        assert first_error is not None
+        return Refused(candidate, str(first_error).splitlines()[0], first_error)
+    usable = predictor.memory / 1e9
+    return Refused(candidate, f"needs {least.memory / 1e9:.0f} GB of a GPU's {usable:.0f} that can be used")

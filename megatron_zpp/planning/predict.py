@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megatron_zpp.architectures import Architecture
-from megatron_zpp.models.transformer import Transformer
 from megatron_zpp.planning.cluster import ClusterSpec
-from megatron_zpp.planning.costs import step_shape
+from megatron_zpp.planning.costs import step_shapes
 from megatron_zpp.planning.step import StepTime, simulate
 from megatron_zpp.settings.groups import Settings
 from megatron_zpp.training.estimate import Cluster, Estimate, estimate
+from megatron_zpp.training.planned_units import PlannedModel
 
 
 @dataclass(frozen=True)
@@ -41,20 +41,19 @@ class Prediction:
 
 
 def estimate_on(
-    architecture: Architecture, settings: Settings, vocabulary: int, cluster: ClusterSpec, model: Transformer
+    architecture: Architecture,
+    settings: Settings,
+    vocabulary: int,
+    cluster: ClusterSpec,
+    planned: PlannedModel | None = None,
 ) -> Estimate:
-    """Memory and bytes. Raises ValueError for what is not estimated."""
-    ranks = Cluster(
-        cluster.nodes,
-        cluster.gpus_per_node,
-        ring_passes=cluster.ring_passes,
-        replicas=settings.distributed.num_distributed_optimizer_instances,
-    )
-    return estimate(architecture, settings, vocabulary, ranks, model)
+    """Memory and bytes, as ``estimate``. Raises ValueError for what is not estimated."""
+    ranks = Cluster(cluster.nodes, cluster.gpus_per_node, ring_passes=cluster.ring_passes)
+    return estimate(architecture, settings, vocabulary, ranks, planned)
 
 
-def predict(
-    architecture: Architecture, settings: Settings, cluster: ClusterSpec, needs: Estimate, model: Transformer
-) -> Prediction:
-    """model: the whole one, which ``needs`` is about."""
-    return Prediction(settings, cluster, needs, simulate(step_shape(architecture, settings, needs, cluster, model)))
+def predict(architecture: Architecture, settings: Settings, cluster: ClusterSpec, needs: Estimate) -> Prediction:
+    """The run that ``needs`` is about. A pipeline is as fast as its slowest stage."""
+    shapes = set(step_shapes(architecture, settings, needs, cluster))
+    slowest = max(map(simulate, shapes), key=lambda time: time.seconds)
+    return Prediction(settings, cluster, needs, slowest)

@@ -271,6 +271,9 @@ class OptimizerSettings:
     muon_momentum_bits: int | None = flag(
         None, "bits of the momentum that crosses nodes for whole matrices; default 16, which lose nothing", at_least=1
     )
+    muon_stale_rows: bool = flag(
+        False, "between Muon's whole steps, complete each node's rows by those that the others sent last"
+    )
     use_apex: bool = flag(False, "NVIDIA Apex's fused optimizer, where it is installed")
 
 

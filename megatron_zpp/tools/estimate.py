@@ -108,7 +108,6 @@ def run(args: argparse.Namespace) -> tuple[Settings, Estimate]:
         args.mfu,
         args.link_gbps,
         ring_passes=2 if gloo else 1,
-        replicas=settings.distributed.num_distributed_optimizer_instances,
     )
     return settings, estimate(architecture, settings, args.vocabulary, cluster)
 

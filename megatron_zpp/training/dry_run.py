@@ -32,7 +32,6 @@ def dry_run(architecture: Architecture) -> None:
         world_size // ranks_per_node,
         ranks_per_node,
         ring_passes=2 if settings.distributed.distributed_backend == "gloo" else 1,
-        replicas=settings.distributed.num_distributed_optimizer_instances,
     )
     lines = [
         *_ranks(settings, cluster, says_who),
@@ -106,7 +105,8 @@ def _needs(architecture: Architecture, settings: Settings, cluster: Cluster) -> 
     except ValueError as error:
         model = architecture.build_model(settings.model, vocabulary)
         parameters = sum(p.numel() for p in model.parameters())
-        shards = cluster.replica_size if settings.zero.zero_stage > 0 else ranks_per_model_copy(distributed)
+        replicas = distributed.num_distributed_optimizer_instances
+        shards = cluster.world_size // replicas if settings.zero.zero_stage > 0 else ranks_per_model_copy(distributed)
         least = 4 * (2 * parameters + state_numel(model.named_parameters(), settings.optimizer)) / shards / 1e9
         return [
             f"{parameters:,} parameters",

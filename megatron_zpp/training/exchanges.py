@@ -1,4 +1,4 @@
-"""The FSDP2 units of a run that is not started, and every collective that they cause, in bytes of the wire formats.
+"""Every collective that the FSDP2 units of a run would cause, in bytes of the wire formats.
 
 ``training/estimate.py`` adds them up, and ``planning`` puts them in the order of a step.
 """
@@ -10,105 +10,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
-from torch import nn
 
-from megatron_zpp.models.transformer import Transformer
+from megatron_zpp.parallel.pipeline import sharding_stage
 from megatron_zpp.settings.groups import Settings
 from megatron_zpp.training.model import mixed_precision
+from megatron_zpp.training.planned_units import PlannedUnit
+from megatron_zpp.training.rank_groups import RankGroup
 from megatron_zpp.zeropp.config import SCALE_DTYPES, ZeroPPConfig
 from megatron_zpp.zeropp.wire_format import WireFormat, wire_format
-from megatron_zpp.zeropp.wire_layout import ParameterShard, rows_per_rank
-
-Shards = tuple[ParameterShard, ...]
-
-
-@dataclass(frozen=True)
-class RankGroup:
-    """Ranks that share something: so many on each of so many nodes."""
-
-    nodes: int
-    ranks_per_node: int
-
-    @property
-    def size(self) -> int:
-        return self.nodes * self.ranks_per_node
-
-    @property
-    def between_nodes(self) -> RankGroup:
-        """Those with the same local rank."""
-        return RankGroup(self.nodes, 1)
-
-    @property
-    def within_node(self) -> RankGroup:
-        return RankGroup(1, self.ranks_per_node)
-
-    def every(self, stride: int) -> RankGroup:
-        """Every so manyth rank; the stride divides a node's ranks."""
-        return RankGroup(self.nodes, self.ranks_per_node // stride)
-
-
-@dataclass(frozen=True)
-class PlannedUnit:
-    """One FSDP2 unit as each of its ranks has it."""
-
-    shards: Shards
-    group: RankGroup  # that shares it
-    layer: int | None  # which one it is of, or its experts
-
-    @property
-    def numel(self) -> int:
-        """Of a rank's shard."""
-        return sum(shard.numel for shard in self.shards)
-
-    def is_hidden_matrix(self, part: ParameterShard) -> bool:
-        """Whether a parameter of the unit is one that Muon takes."""
-        return part.quantizable and self.layer is not None
-
-    @property
-    def gathered(self) -> int:
-        """Elements of the whole, as a rank gathers it."""
-        return self.group.size * self.numel
-
-
-def units_of(model: Transformer) -> list[list[tuple[str, nn.Parameter]]]:
-    """The parameters of each FSDP2 unit as the trainer makes them: each layer, then the others, the root last.
-
-    Names are those within the unit, so that equal layers make equal shards.
-    """
-    units = [list(module.named_parameters()) for module in (*model.layers, *model.end_units())]
-    elsewhere = {id(p) for unit in units for _, p in unit}
-    return [*units, [(name, p) for name, p in model.named_parameters() if id(p) not in elsewhere]]
-
-
-def plan_units(model: Transformer, group: RankGroup, expert_parallel: int) -> list[PlannedUnit]:
-    """As ``units_of``; with expert parallelism a layer's experts are a unit of fewer ranks, each with some of them.
-
-    group: the ranks that share one model.
-    """
-    planned = []
-    for i, unit in enumerate(units_of(model)):
-        layer = i if i < len(model.layers) else None
-        experts = [(name, p) for name, p in unit if ".experts." in name] if expert_parallel > 1 else []
-        of_experts = {id(p) for _, p in experts}
-        rest = [(name, p) for name, p in unit if id(p) not in of_experts]
-        planned.append(PlannedUnit(shards_of(rest, group.size), group, layer))
-        if experts:
-            mine = [(name, nn.Parameter(p[: p.shape[0] // expert_parallel])) for name, p in experts]
-            same = group.every(expert_parallel)
-            planned.append(PlannedUnit(shards_of(mine, same.size), same, layer))
-    return planned
-
-
-def shards_of(parameters: list[tuple[str, nn.Parameter]], world_size: int) -> Shards:
-    """One rank's shards as FSDP2 splits them: rows, padded to the same number on every rank."""
-    return tuple(
-        ParameterShard(
-            name,
-            numel=rows_per_rank(p.shape[0], world_size) * math.prod(p.shape[1:]),
-            quantizable=p.dim() >= 2,
-        )
-        for name, p in parameters
-    )
 
 
 @dataclass(frozen=True)
@@ -172,7 +81,7 @@ def exchanges_of(
 
     ring_passes: of an unquantized reduce-scatter: gloo's is an all-reduce, 2. replicas: the ranks with the same shard.
     """
-    config, stage = settings.zeropp, settings.zero.zero_stage
+    config, stage = settings.zeropp, zero_stage_of(settings)
     weights, gradients = travelling_dtypes(settings)
     group, has_hierarchy = unit.group, config.hpz_partition_size > 1 and unit.group.nodes > 1
     weights_between = reduce = gradients_between = None
@@ -198,6 +107,11 @@ def exchanges_of(
     gathers = (2 if unit.layer is not None else 1) * micro_batches if stage == 3 else 1
     reductions = micro_batches if stage >= 2 else 1
     return UnitExchanges(unit, gathers, reductions, weights_between, gather, reduce, gradients_between, all_reduce)
+
+
+def zero_stage_of(settings: Settings) -> int:
+    """Of ``settings``, or what the pipeline's schedule makes of it."""
+    return sharding_stage(settings.zero.zero_stage, settings.distributed.pipeline_schedule)
 
 
 def travelling_dtypes(settings: Settings) -> tuple[torch.dtype, torch.dtype]:

@@ -23,7 +23,7 @@ from megatron_zpp.optim.optimizer import state_numel
 from megatron_zpp.parallel.distributed import errors_on_all_ranks
 from megatron_zpp.parallel.experts import apply_expert_parallelism
 from megatron_zpp.parallel.mesh import Mesh
-from megatron_zpp.parallel.pipeline import SPLITS_BACKWARD, Pipeline
+from megatron_zpp.parallel.pipeline import Pipeline, sharding_stage
 from megatron_zpp.parallel.sharding import shard_model
 from megatron_zpp.parallel.stages import join_stages, keep_stage
 from megatron_zpp.parallel.tensor import apply_tensor_parallelism
@@ -201,8 +201,7 @@ def _build_stages(
     modules = architecture.stages(config)
     schedule = settings.distributed.pipeline_schedule
     assert training.micro_batch_size and training.seq_length and schedule
-    # Where FSDP2's hooks cannot follow the backward pass, a step gathers parameters once and reduces gradients once.
-    zero_stage = 1 if schedule in SPLITS_BACKWARD else settings.zero.zero_stage
+    zero_stage = sharding_stage(settings.zero.zero_stage, schedule)
     placement = placement_of(settings.distributed, config.num_layers)
     stages = {number: build() for number in placement.stages_of(mesh.pp_rank)}
     for number, stage in stages.items():

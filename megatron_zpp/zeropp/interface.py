@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -65,14 +65,28 @@ class Ranks(Protocol):
 
 
 class MatrixBlocksInterface(Protocol):
-    """The ranks that share some matrices: MatrixBlocks, EmulatedMatrixBlocks."""
+    """The ranks that share some matrices: MatrixBlocks, EmulatedMatrixBlocks.
+
+    shards: what this process holds of matrices of ``shapes``.
+    """
+
+    def gather(self, shards: Sequence[Tensor], shapes: Sequence[torch.Size], wire: MomentumWire | None = None) -> Any:
+        """The rows of all nodes, which whole matrices are made of; None: there is one node. Collective."""
+
+    def own_rows(self, gathered: Any, shards: Sequence[Tensor], shapes: Sequence[torch.Size]) -> list[Tensor]:
+        """Of what ``gather`` gave this process's own, as it travelled, in bf16."""
 
     def orthogonalized(
-        self, shards: Sequence[Tensor], shapes: Sequence[torch.Size], whole: bool, orthogonalize: Orthogonalize
+        self,
+        shards: Sequence[Tensor],
+        shapes: Sequence[torch.Size],
+        orthogonalize: Orthogonalize,
+        gathered: Any = None,
+        is_stale: bool = False,
     ) -> list[Tensor]:
-        """Of matrices of ``shapes``, of which ``shards`` are what this process holds: its part of the results, fp32.
+        """This process's part of the results, fp32, of each node's block of rows or of what was gathered. Collective.
 
-        whole: whole matrices; else each node's block of rows by itself. Collective.
+        is_stale: that was in an earlier step, and each node puts its rows of now into it.
         """
 
 

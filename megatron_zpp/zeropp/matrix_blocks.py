@@ -4,7 +4,7 @@ FSDP2 gives each of the W ranks c = ceil(rows / W) consecutive rows of a matrix,
 hold consecutive rows, too: its block. Each matrix is orthogonalized by one rank of every node, its owner there:
 
     1. where whole matrices are wanted, each rank sends its rows to those of its local rank on the other nodes: all rows
-       of all matrices in one all-gather, in low bits or in bf16;
+       of all matrices in one all-gather, in low bits or in bf16; or, where stale rows do, takes those that came last;
     2. what a rank now has goes to the owners within the node, in one all-to-all in bf16;
     3. the owners orthogonalize, and give each rank of the node its rows, in one all-to-all in bf16.
 
@@ -60,6 +60,19 @@ class MomentumWire:
         return wire_format(tuple(shards), self.bits, self.block_size, torch.bfloat16)
 
 
+@dataclass(frozen=True)
+class GatheredRows:
+    """What the ranks of one local rank, on all nodes, sent of their rows."""
+
+    format: WireFormat
+    wires: Tensor  # uint8 [N, nbytes]
+
+    def decode(self) -> Tensor:
+        """[N, L] in bf16; each node's rows as all nodes have them."""
+        shape = len(self.wires), self.format.numel
+        return self.format.decode(self.wires, out=torch.empty(shape, dtype=torch.bfloat16, device=self.wires.device))
+
+
 class MatrixPlan:
     """Which rank of a node owns which of some matrices, and how many rows of each a rank has.
 
@@ -99,13 +112,18 @@ class MatrixPlan:
             part[: shards[i].numel()] = shards[i].reshape(-1)
         return flat
 
-    def count(self, traffic: Traffic, local_rank: int, wire_nbytes: int | None) -> None:
-        """Count what a rank sends: a wire of so many bytes to each other node (None: nothing), and within its node."""
-        nodes, per_node = self.layout.num_nodes, self.layout.ranks_per_node
-        copies = 1
-        if wire_nbytes is not None:
-            traffic.add(inter_node=(nodes - 1) * wire_nbytes)
-            copies = nodes
+    def unflatten(self, flat: Tensor, shards: Sequence[Tensor]) -> list[Tensor]:
+        """The rows in a ``flat`` [L] that ``flatten`` makes of shards of these shapes."""
+        part_of = dict(zip(self.order, flat.split([self.numels[i] for i in self.order]), strict=True))
+        return [part_of[i][: shard.numel()].view(shard.shape) for i, shard in enumerate(shards)]
+
+    def count_gather(self, traffic: Traffic, wire_nbytes: int) -> None:
+        """Count what a rank sends to the other nodes."""
+        traffic.add(inter_node=(self.layout.num_nodes - 1) * wire_nbytes)
+
+    def count_owners(self, traffic: Traffic, local_rank: int, is_whole: bool) -> None:
+        """Count what a rank sends to owners, its node's rows or those of all nodes, and what an owner sends back."""
+        copies, per_node = self.layout.num_nodes if is_whole else 1, self.layout.ranks_per_node
         own, itemsize = self.sizes[local_rank], torch.bfloat16.itemsize
         to_owners = copies * (sum(self.sizes) - own) * itemsize
         from_owner = (per_node - 1) * own * itemsize
@@ -118,34 +136,48 @@ class MatrixBlocks:
     def __init__(self, topology: Topology, traffic: Traffic, wire: MomentumWire) -> None:
         self.topology, self.traffic, self.wire = topology, traffic, wire
 
-    def orthogonalized(
-        self, shards: Sequence[Tensor], shapes: Sequence[torch.Size], whole: bool, orthogonalize: Orthogonalize
-    ) -> list[Tensor]:
-        """Of matrices of ``shapes``, of which ``shards`` are this rank's rows: its rows of the results, fp32."""
-        topology, plan = self.topology, MatrixPlan(shapes, self.topology)
-        flat = plan.flatten(shards)  # [L]
-        if whole and topology.num_nodes > 1:
-            rows = self._from_all_nodes(flat, plan)
-        else:
-            rows = flat.bfloat16().unsqueeze(0)
-            plan.count(self.traffic, topology.local_rank, None)
-        node = None if whole else topology.node
-        results = self._by_owners(rows, plan, node, orthogonalize).split([plan.numels[i] for i in plan.order])
-        result_of = dict(zip(plan.order, results, strict=True))
-        return [
-            result_of[i][: shard.numel()].view(shard.shape).float() * orthogonalize.scale(*plan.shape(i, node))
-            for i, shard in enumerate(shards)
-        ]
+    def gather(
+        self, shards: Sequence[Tensor], shapes: Sequence[torch.Size], wire: MomentumWire | None = None
+    ) -> GatheredRows | None:
+        """The rows of all nodes, for ``orthogonalized``. None: there is one node. wire: another one than always."""
+        if self.topology.num_nodes == 1:
+            return None
+        plan = MatrixPlan(shapes, self.topology)
+        format = (wire or self.wire).format(plan.shards())
+        sent = format.encode(plan.flatten(shards))
+        wires = sent.new_empty(self.topology.num_nodes, format.nbytes)
+        all_gather(wires.view(-1), sent, group=self.topology.inter_group)
+        plan.count_gather(self.traffic, format.nbytes)
+        return GatheredRows(format, wires)
 
-    def _from_all_nodes(self, flat: Tensor, plan: MatrixPlan) -> Tensor:
-        """What the ranks of this local rank have, [N, L] in bf16, of what this one has, [L]."""
-        format = self.wire.format(plan.shards())
-        wire = format.encode(flat)
-        wires = wire.new_empty(self.topology.num_nodes, format.nbytes)
-        all_gather(wires.view(-1), wire, group=self.topology.inter_group)
-        plan.count(self.traffic, self.topology.local_rank, format.nbytes)
-        # This node's rows are decoded as well, so that all nodes have the same matrices.
-        return format.decode(wires, out=torch.empty(len(wires), len(flat), dtype=torch.bfloat16, device=flat.device))
+    def own_rows(self, gathered: GatheredRows, shards: Sequence[Tensor], shapes: Sequence[torch.Size]) -> list[Tensor]:
+        """This rank's rows as they travelled, in bf16."""
+        return MatrixPlan(shapes, self.topology).unflatten(gathered.decode()[self.topology.node], shards)
+
+    def orthogonalized(
+        self,
+        shards: Sequence[Tensor],
+        shapes: Sequence[torch.Size],
+        orthogonalize: Orthogonalize,
+        gathered: GatheredRows | None = None,
+        is_stale: bool = False,
+    ) -> list[Tensor]:
+        """Of matrices of ``shapes``, of which ``shards`` are this rank's rows: its rows of the results, fp32.
+
+        gathered: what whole matrices are made of; None: each node's block by itself. is_stale: it came in an earlier
+        step, and this node puts the rows of now into it.
+        """
+        topology, plan = self.topology, MatrixPlan(shapes, self.topology)
+        if gathered is None:
+            rows = plan.flatten(shards).bfloat16().unsqueeze(0)
+        else:
+            rows = gathered.decode()  # this node's rows as well, so that all nodes have the same matrices,
+            if is_stale:
+                rows[topology.node] = plan.flatten(shards)  # or each its own
+        node = topology.node if gathered is None else None
+        plan.count_owners(self.traffic, topology.local_rank, is_whole=gathered is not None)
+        results = plan.unflatten(self._by_owners(rows, plan, node, orthogonalize), shards)
+        return [result.float() * orthogonalize.scale(*plan.shape(i, node)) for i, result in enumerate(results)]
 
     def _by_owners(self, rows: Tensor, plan: MatrixPlan, node: int | None, orthogonalize: Orthogonalize) -> Tensor:
         """This rank's rows of the results, [L], where ``rows`` [n, L] are of this local rank on one node or on all."""

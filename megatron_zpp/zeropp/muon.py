@@ -10,7 +10,8 @@ all ranks for each of its products. Here rows are brought together once per step
 
     1      whole matrices at every step: Muon as published;
     None   never: the rows of a node's ranks count as a matrix of their own, and nothing crosses nodes;
-    k      whole matrices every k steps, blocks in between: MuonBP (arXiv 2510.16981), with nodes for devices.
+    k      whole matrices every k steps, blocks in between: MuonBP (arXiv 2510.16981), with nodes for devices. With
+           ``stale_rows`` whole matrices in between, too, of a node's rows of now and of the others' of k steps ago.
 
 ``matrix_blocks.py`` has what travels. What is done to a matrix is what torch.optim.Muon does.
 """
@@ -25,9 +26,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
-from torch.optim.optimizer import ParamsT
+from torch.optim.optimizer import ParamsT, StateDict
 
-from .interface import ZeroPPInterface
+from .interface import MatrixBlocksInterface, ZeroPPInterface
 from .matrix_blocks import MomentumWire
 
 # What an orthogonal matrix of so many rows and columns is multiplied by: Megatron's names, and torch's.
@@ -77,6 +78,7 @@ class Muon(torch.optim.AdamW):
         extra_scale_factor: multiplies that.
         period: whole matrices every so many steps, the first among them; None: blocks always.
         momentum_bits, momentum_block_size: in what rows cross nodes for whole matrices; None: in bf16, without a loss.
+        stale_rows: with a period above 1; keeps what crossed nodes last.
         betas, eps: AdamW's.
     """
 
@@ -96,6 +98,7 @@ class Muon(torch.optim.AdamW):
         period: int | None = 1,
         momentum_bits: int | None = None,
         momentum_block_size: int = 128,
+        stale_rows: bool = False,
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
     ) -> None:
@@ -106,9 +109,12 @@ class Muon(torch.optim.AdamW):
             raise ValueError(f"momentum must be at least 0 and below 1, got {momentum}")
         if period is not None and period < 1:
             raise ValueError(f"period must be at least 1, or None for blocks always; got {period}")
+        if stale_rows and (period is None or period == 1):
+            raise ValueError(f"stale_rows needs a period above 1, after which they are renewed; got {period}")
         if ns_steps < 1:
             raise ValueError(f"ns_steps must be at least 1, got {ns_steps}")
-        self.zeropp, self.period = zeropp, period
+        self.zeropp, self.period, self.stale_rows = zeropp, period, stale_rows
+        self._gathered: dict[tuple[int, ...], Any] = {}  # in the last whole step, by the matrices' ids
         self.momentum, self.nesterov = momentum, nesterov
         self.newton_schulz = NewtonSchulz(ns_steps, ns_coefficients, ns_eps, adjust_lr_fn, extra_scale_factor)
         self.wire = MomentumWire(momentum_bits, momentum_block_size)
@@ -130,12 +136,31 @@ class Muon(torch.optim.AdamW):
         matrices = [parameter for parameter in group["params"] if parameter.grad is not None]
         whole = self._takes_whole(matrices)
         for blocks, batch in self.zeropp.matrix_blocks(matrices, self.wire):
-            updates = [self._update_of(matrix) for matrix in batch]
-            results = blocks.orthogonalized(updates, [matrix.shape for matrix in batch], whole, self.newton_schulz)
+            updates, shapes = [self._update_of(matrix) for matrix in batch], [matrix.shape for matrix in batch]
+            gathered = blocks.gather(updates, shapes) if whole else self._stale_rows_of(blocks, batch)
+            results = blocks.orthogonalized(updates, shapes, self.newton_schulz, gathered, is_stale=not whole)
+            if whole and self.stale_rows and gathered is not None:
+                self._gathered[tuple(map(id, batch))] = gathered
+                for matrix, sent in zip(batch, blocks.own_rows(gathered, updates, shapes), strict=True):
+                    _local(self.state[matrix]["sent_rows"]).copy_(sent)
             rows = [_local(matrix) for matrix in batch]
             torch._foreach_mul_(rows, 1 - group["lr"] * group["weight_decay"])
             torch._foreach_add_(rows, results, alpha=-group["lr"])
         return False
+
+    def _stale_rows_of(self, blocks: MatrixBlocksInterface, batch: list[Tensor]) -> Any:
+        """What was gathered last; after a state was loaded, it is gathered once more, as it was. None: blocks alone."""
+        if not self.stale_rows:
+            return None
+        key = tuple(map(id, batch))
+        if key not in self._gathered:
+            sent = [_local(self.state[matrix]["sent_rows"]) for matrix in batch]
+            self._gathered[key] = blocks.gather(sent, [matrix.shape for matrix in batch], MomentumWire())
+        return self._gathered[key]
+
+    def load_state_dict(self, state_dict: StateDict) -> None:
+        super().load_state_dict(state_dict)
+        self._gathered.clear()
 
     def _update_of(self, matrix: Tensor) -> Tensor:
         """This rank's rows of the momentum, which the gradient moves; or with Nesterov's, of the next one."""
@@ -144,6 +169,8 @@ class Muon(torch.optim.AdamW):
         if not state:
             state["step"] = torch.zeros((), dtype=torch.float32)
             state["momentum_buffer"] = torch.zeros_like(matrix.grad)
+        if self.stale_rows and "sent_rows" not in state:
+            state["sent_rows"] = torch.zeros_like(matrix.grad, dtype=torch.bfloat16)  # as they travelled last
         gradient, momentum = _local(matrix.grad), _local(state["momentum_buffer"])
         momentum.lerp_(gradient, 1 - self.momentum)
         state["step"] += 1

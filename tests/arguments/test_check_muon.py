@@ -15,6 +15,7 @@ from tests.training.small_run import flags
         ("--cpu-offload", 2, "leave --cpu-offload out"),
         ("--zero-stage 0", 2, "--optimizer muon needs --zero-stage 1, 2 or 3"),
         ("--use-apex", 2, "leave --use-apex out"),
+        ("--muon-stale-rows", 2, "give a --muon-period above 1"),
         ("--muon-momentum-bits 5", 2, "--muon-momentum-bits must be one of 1, 2, 3, 4, 6, 8, or left out; got 5"),
     ],
 )

@@ -9,7 +9,7 @@ import pytest
 from megatron_zpp.architectures import GPT
 from megatron_zpp.arguments.parse import parse_settings
 from megatron_zpp.planning.cluster import ClusterSpec, parse_cluster
-from megatron_zpp.planning.costs import arithmetic, step_shape
+from megatron_zpp.planning.costs import arithmetic, step_shapes
 from megatron_zpp.planning.predict import estimate_on
 
 H, S, B, V, LAYERS = 64, 128, 2, 512, 3
@@ -63,7 +63,7 @@ def test_all_arithmetic_of_the_model_is_in_the_step():
     spec = cluster(kernel_gbytes=1.0)
     for more in ("", "--untie-embeddings-and-output-weights", "--num-experts 4 --expert-model-parallel-size 2"):
         settings, model = of(more, spec)
-        shape = step_shape(GPT, settings, estimate_on(GPT, settings, V, spec, model), spec, model)
+        (shape,) = step_shapes(GPT, settings, estimate_on(GPT, settings, V, spec), spec)
         forward, backward = arithmetic(GPT, settings, spec, model)
         assert sum(unit.forward for unit in shape.units) == pytest.approx(LAYERS * forward.layer)
         assert sum(unit.backward for unit in shape.units) == pytest.approx(LAYERS * backward.layer)
@@ -76,8 +76,8 @@ def test_all_arithmetic_of_the_model_is_in_the_step():
 
 def test_quantizing_touches_its_bytes_and_nothing_else_does():
     spec = cluster(kernel_gbytes=1.0)
-    plain, quantized = (
-        step_shape(GPT, settings, estimate_on(GPT, settings, V, spec, model), spec, model)
+    (plain,), (quantized,) = (
+        step_shapes(GPT, settings, estimate_on(GPT, settings, V, spec), spec)
         for settings, model in (
             of("--zero-ranks-per-node 2", spec),
             of("--zero-quantized-weights --zero-quantized-gradients --zero-hpz-partition-size 2", spec),

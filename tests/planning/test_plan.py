@@ -11,7 +11,7 @@ import pytest
 from megatron_zpp.architectures import GPT, LLAMA
 from megatron_zpp.arguments.parse import parse_settings
 from megatron_zpp.planning.cluster import parse_cluster
-from megatron_zpp.planning.plan import Plan, complete, make_plan
+from megatron_zpp.planning.plan import Outcome, Plan, complete, make_plan
 from megatron_zpp.planning.plot import plot
 from megatron_zpp.planning.predict import estimate_on, predict
 from megatron_zpp.planning.table import reasons, suggested, table
@@ -27,7 +27,8 @@ def planned(word: str, flags: str = "--global-batch-size 64", **more: float) -> 
 
 
 def travels_of(plan: Plan) -> list[str]:
-    return [outcome.candidate.travel.name for outcome in plan.outcomes]
+    """Where ranks have data alone, fastest first."""
+    return [o.candidate.travel.name for o in plan.outcomes if o.candidate.layout.name == "data"]
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +41,27 @@ def test_over_slow_links_few_bits_win(slow):
     assert travels[0] == "all flags, 2 bits" and set(travels[-3:]) == {"ZeRO-3", "hpZ", "HSDP"}
     seconds = [outcome.prediction.time.seconds for outcome in slow.outcomes]
     assert seconds == sorted(seconds)
-    assert seconds[travels.index("ZeRO-3")] > 3 * seconds[0]
+    of_data = {o.candidate.travel.name: o.prediction.time.seconds for o in slow.outcomes if _has_data_alone(o)}
+    assert of_data["ZeRO-3"] > 3 * of_data["all flags, 2 bits"]
+
+
+def _has_data_alone(outcome: Outcome) -> bool:
+    return outcome.candidate.layout.name == "data"
+
+
+def test_layouts_keep_to_nodes(slow):
+    sizes = [outcome.candidate.layout for outcome in slow.outcomes]
+    assert {layout.tensor for layout in sizes} == {1, 2, 4, 8}  # of 8 groups of queries, on nodes of 8
+    assert {layout.pipeline for layout in sizes} == {1, 2, 4}  # of 8 layers, on 4 nodes
+    assert {layout.context for layout in sizes} == {1}  # sequences of 2048
+    long = make_plan(LLAMA, f"{MODEL} --seq-length 32768 --global-batch-size 32".split(), VOCABULARY, slow.cluster)
+    assert {outcome.candidate.layout.context for outcome in long.outcomes} == {1, 2, 4}
+
+
+def test_a_pipeline_idles_and_tensor_parallelism_waits_within_the_node(slow):
+    times = {o.candidate.layout.name: o.prediction.time for o in slow.outcomes if o.candidate.travel.name == "ZeRO-3"}
+    assert times["PP2"].bubble > 0 == times["TP8"].bubble
+    assert times["TP8"].exposed_within > times["TP2"].exposed_within > times["data"].exposed_within
 
 
 def test_on_one_node_there_is_nothing_to_choose():
@@ -61,8 +82,7 @@ def test_the_command_line_is_what_was_predicted(slow):
         assert kept == ["--bf16"] and outcome.flags.startswith("--bf16 ")
         words = [*told, *outcome.flags.split()[1:]]
         settings = parse_settings(LLAMA, words, cluster.world_size, note=lambda _: None)
-        model = LLAMA.build_model(settings.model, VOCABULARY)
-        again = predict(LLAMA, settings, cluster, estimate_on(LLAMA, settings, VOCABULARY, cluster, model), model)
+        again = predict(LLAMA, settings, cluster, estimate_on(LLAMA, settings, VOCABULARY, cluster))
         assert (again.needs, again.time) == (outcome.prediction.needs, outcome.prediction.time)
 
 
@@ -75,7 +95,8 @@ def test_what_does_not_fit_says_what_it_needs():
 
 
 def test_flags_settle_what_they_say():
-    flags = "--global-batch-size 64 --micro-batch-size 2 --recompute-activations --zero-hpz-partition-size 8"
+    flags = "--global-batch-size 64 --micro-batch-size 2 --recompute-activations --zero-hpz-partition-size 8 "
+    flags += "--tensor-model-parallel-size 1"
     plan = planned("4x8xH100@10", flags)
     (outcome,) = plan.outcomes
     assert outcome.candidate.travel.name == "as given" and outcome.flags == "--bf16"
@@ -85,7 +106,7 @@ def test_flags_settle_what_they_say():
 
 
 def test_larger_micro_batches_are_tried_as_far_as_they_fit(slow):
-    sizes = {outcome.prediction.settings.training.micro_batch_size for outcome in slow.outcomes}
+    sizes = {o.prediction.settings.training.micro_batch_size for o in slow.outcomes if _has_data_alone(o)}
     assert sizes <= {1, 2} and slow.outcomes[0].prediction.needs.memory < 0.9 * 80e9  # 64 samples on 32 ranks
 
 

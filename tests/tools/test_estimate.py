@@ -5,6 +5,7 @@ import gc
 import io
 import itertools
 import math
+import os
 import re
 import shlex
 import time
@@ -13,6 +14,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -86,7 +88,8 @@ def _measured(runs: dict[str, list[str]]) -> dict[str, tuple[int, list[float], d
             train(run, time.monotonic())
         zeropp = run.zeropp
         assert zeropp is not None
-        for module in run.model.modules():
+        roots = run.pipeline.stages.values() if run.pipeline is not None else [run.model]
+        for module in (module for root in roots for module in root.modules()):
             if isinstance(module, FSDPModule):
                 module.reshard()  # the evaluation at the end leaves the root gathered, and below stage 3 all
         feedbacks = [f for r in zeropp._reduce_scatters.values() for f in r.hops.feedback.values()]
@@ -136,7 +139,7 @@ def test_memory_and_bytes_are_those_of_real_ranks(tmp_path):
         assert counted == pytest.approx(sent, rel=1e-6), name
         kept = ranks[0][name][2]
         expected = dict.fromkeys(kept, 0)
-        for state, size in [*plan.states.items(), *plan.host.items()]:
+        for state, size in [*plan.ranks[0].states.items(), *plan.ranks[0].host.items()]:
             for kind in kept:
                 expected[kind] += size * (kind in state and not state.startswith("all"))
         assert expected == kept, name
@@ -152,6 +155,45 @@ def test_bytes_of_all_that_the_planner_tries_are_those_of_real_ranks(tmp_path):
         plan = planned(argv)
         counted = [sum(plan.sent_between_nodes.values()), sum(plan.sent_within_nodes.values())]
         assert counted == pytest.approx(ranks[0][name][1], rel=1e-6), name
+
+
+DEEP = "--num-layers 4 --untie-embeddings-and-output-weights --max-position-embeddings 32"
+LOW_BITS = "--zero-quantized-weights --zero-quantized-gradients --zeropp-loco"
+MODEL_PARALLEL = {  # on 2 nodes of 2 ranks
+    "tensor parallel": "--tensor-model-parallel-size 2 --swiglu --group-query-attention --num-query-groups 2",
+    "tensor and sequence parallel": f"--tensor-model-parallel-size 2 --sequence-parallel {LOW_BITS}",
+    "context parallel": f"--context-parallel-size 2 {LOW_BITS} --zero-hpz-partition-size 2 "
+    "--zero-weight-difference-bits 4",
+    "a pipeline over nodes": "--pipeline-model-parallel-size 2 --global-batch-size 8",
+    "a pipeline of virtual stages": "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1",
+    "a pipeline without bubbles": "--pipeline-model-parallel-size 2 --pipeline-schedule zero-bubble",
+    "Muon in a pipeline": "--pipeline-model-parallel-size 2 --optimizer muon",
+    "a pipeline in nodes": "--pipeline-model-parallel-size 2 --tensor-model-parallel-size 2",
+}
+
+
+def _measured_on_nodes_of_two(runs: dict[str, list[str]]) -> Any:
+    os.environ["GROUP_RANK"] = str(dist.get_rank() // 2)
+    return _measured(runs)
+
+
+@pytest.mark.long
+def test_model_parallelism_divides_what_is_kept_and_sent(tmp_path):
+    data = write_text(tmp_path)
+    shape = SHAPE.replace("--num-attention-heads 3", "--num-attention-heads 4")
+    runs = {name: flags(data, shape, DEEP, way, length="--train-iters 3") for name, way in MODEL_PARALLEL.items()}
+    ranks = run_ranks(4, _measured_on_nodes_of_two, runs, timeout=600)
+    for name, argv in runs.items():
+        plan = planned(argv)
+        counted = [sum(plan.sent_between_nodes.values()), sum(plan.sent_within_nodes.values())]
+        assert counted == pytest.approx(ranks[0][name][1], rel=1e-6), name
+        for number, of_stage in enumerate(plan.ranks):
+            kept = ranks[number * 4 // len(plan.ranks)][name][2]
+            expected = dict.fromkeys(kept, 0)
+            for state, size in of_stage.states.items():
+                for kind in kept:
+                    expected[kind] += size * (kind in state and not state.startswith("all"))
+            assert expected == kept, (name, number)
 
 
 LAYERS = (
@@ -241,7 +283,7 @@ def test_activations_that_recomputing_leaves_are_those_of_a_forward_pass(words):
         with Results() as results:
             losses = model(tokens, tokens)
         assert losses.requires_grad  # and so holds on to what its backward pass needs
-        return plan.working["activations"], results.nbytes()
+        return plan.largest.working["activations"], results.nbytes()
 
     planned, kept = planned_and_kept(words)
     least = f"{words.partition('--recompute')[0]} {RECOMPUTED}"

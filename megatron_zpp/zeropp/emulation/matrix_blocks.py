@@ -10,6 +10,7 @@ from torch import Tensor
 from ..matrix_blocks import MatrixPlan, MomentumWire, Orthogonalize
 from ..topology import RankLayout
 from ..traffic import Traffic
+from ..wire_format import WireFormat
 
 
 class EmulatedMatrixBlocks:
@@ -18,30 +19,56 @@ class EmulatedMatrixBlocks:
     def __init__(self, layouts: Sequence[RankLayout], traffic: Traffic, wire: MomentumWire) -> None:
         self.layouts, self.traffic, self.wire = layouts, traffic, wire
 
+    def gather(
+        self, shards: Sequence[Tensor], shapes: Sequence[torch.Size], wire: MomentumWire | None = None
+    ) -> list[Tensor] | None:
+        """As ``MatrixBlocks.gather``; the matrices as they are between nodes, in bf16. The shards are whole here."""
+        if self.layouts[0].num_nodes == 1:
+            return None
+        plan = MatrixPlan(shapes, self.layouts[0])
+        format = (wire or self.wire).format(plan.shards())
+        for _ in self.layouts:
+            plan.count_gather(self.traffic, format.nbytes)
+        return self._arrived(shards, plan, format)
+
+    def own_rows(self, gathered: list[Tensor], shards: Sequence[Tensor], shapes: Sequence[torch.Size]) -> list[Tensor]:
+        """As ``MatrixBlocks.own_rows``, of all ranks."""
+        return gathered
+
     def orthogonalized(
-        self, shards: Sequence[Tensor], shapes: Sequence[torch.Size], whole: bool, orthogonalize: Orthogonalize
+        self,
+        shards: Sequence[Tensor],
+        shapes: Sequence[torch.Size],
+        orthogonalize: Orthogonalize,
+        gathered: list[Tensor] | None = None,
+        is_stale: bool = False,
     ) -> list[Tensor]:
         """As ``MatrixBlocks.orthogonalized``; the shards are whole matrices here."""
-        layout, plan = self.layouts[0], MatrixPlan(shapes, self.layouts[0])
-        wire_nbytes = None
-        matrices = [matrix.bfloat16() for matrix in shards]
-        if whole and layout.num_nodes > 1:
-            format = self.wire.format(plan.shards())
-            wire_nbytes = format.nbytes
-            matrices = self._arrived(shards, plan)
+        plan = MatrixPlan(shapes, self.layouts[0])
         for of_rank in self.layouts:
-            plan.count(self.traffic, of_rank.local_rank, wire_nbytes)
-        nodes: Sequence[int | None] = [None] if whole else range(layout.num_nodes)
+            plan.count_owners(self.traffic, of_rank.local_rank, is_whole=gathered is not None)
+        if gathered is not None and not is_stale:
+            return [orthogonalize(m).float() * orthogonalize.scale(*m.shape) for m in gathered]
         results = []
-        for i, matrix in enumerate(matrices):
-            blocks = [matrix[plan.rows(i, node)] for node in nodes]
-            filled = [block for block in blocks if len(block)]
-            results.append(torch.cat([orthogonalize(b).float() * orthogonalize.scale(*b.shape) for b in filled]))
+        for i, matrix in enumerate(shards):
+            of_nodes = []
+            for node in range(self.layouts[0].num_nodes):
+                rows = plan.rows(i, node)
+                if rows.start == rows.stop:
+                    continue
+                if gathered is None:
+                    block = matrix[rows].bfloat16()
+                    of_nodes.append(orthogonalize(block).float() * orthogonalize.scale(*block.shape))
+                else:
+                    mixed = gathered[i].clone()
+                    mixed[rows] = matrix[rows].bfloat16()
+                    of_nodes.append(orthogonalize(mixed)[rows].float() * orthogonalize.scale(*mixed.shape))
+            results.append(torch.cat(of_nodes))
         return results
 
-    def _arrived(self, matrices: Sequence[Tensor], plan: MatrixPlan) -> list[Tensor]:
+    def _arrived(self, matrices: Sequence[Tensor], plan: MatrixPlan, format: WireFormat) -> list[Tensor]:
         """The matrices as they are between nodes, in bf16."""
-        world_size, format = len(self.layouts), self.wire.format(plan.shards())
+        world_size = len(self.layouts)
         flat = []
         for i in plan.order:
             padded = matrices[i].new_zeros(world_size * plan.numels[i])

@@ -1,0 +1,96 @@
+"""Which ranks of a cluster share what, for a run that is not started."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron_zpp.parallel.mesh import ranks_per_model_copy
+from megatron_zpp.settings.groups import DistributedSettings
+
+
+@dataclass(frozen=True)
+class RankGroup:
+    """Ranks that share something: so many on each of so many nodes."""
+
+    nodes: int
+    ranks_per_node: int
+
+    @property
+    def size(self) -> int:
+        return self.nodes * self.ranks_per_node
+
+    @property
+    def between_nodes(self) -> RankGroup:
+        """Those with the same local rank."""
+        return RankGroup(self.nodes, 1)
+
+    @property
+    def within_node(self) -> RankGroup:
+        return RankGroup(1, self.ranks_per_node)
+
+    def every(self, stride: int) -> RankGroup:
+        """Every so manyth rank; the stride divides a node's ranks."""
+        return RankGroup(self.nodes, self.ranks_per_node // stride)
+
+
+@dataclass(frozen=True)
+class RankGrid:
+    """How a run divides the ranks of so many nodes. Each kind of group in the order of ``parallel.mesh.AXES``."""
+
+    nodes: int
+    ranks_per_node: int
+    distributed: DistributedSettings
+
+    @property
+    def world_size(self) -> int:
+        return self.nodes * self.ranks_per_node
+
+    @property
+    def sharing_gradients(self) -> RankGroup:
+        """Ranks over which gradients are averaged: those with other samples, or other parts of them."""
+        size = self.distributed.context_parallel_size * self.world_size // ranks_per_model_copy(self.distributed)
+        return self._group(size, self.distributed.tensor_model_parallel_size)
+
+    @property
+    def sharding(self) -> RankGroup:
+        """Those that share the shards of one model: with HSDP fewer."""
+        size = self.sharing_gradients.size // self.distributed.num_distributed_optimizer_instances
+        return self._group(size, self.distributed.tensor_model_parallel_size)
+
+    @property
+    def replicas(self) -> RankGroup | None:
+        """The ranks that have the same shard, one of each of HSDP's replicas; None: there is one replica."""
+        size = self.distributed.num_distributed_optimizer_instances
+        if size == 1:
+            return None
+        return self._group(size, self.sharding.size * self.distributed.tensor_model_parallel_size)
+
+    @property
+    def tensor_parallel(self) -> RankGroup:
+        return self._group(self.distributed.tensor_model_parallel_size, 1)
+
+    @property
+    def context_parallel(self) -> RankGroup:
+        return self._group(self.distributed.context_parallel_size, self.distributed.tensor_model_parallel_size)
+
+    @property
+    def pipeline(self) -> RankGroup:
+        """One rank of each stage."""
+        size = self.distributed.pipeline_model_parallel_size
+        return self._group(size, self.world_size // size)
+
+    def _group(self, size: int, stride: int) -> RankGroup:
+        """Every so manyth rank, so many in all. Raises ValueError where nodes would have different numbers of them."""
+        span, per_node = size * stride, self.ranks_per_node
+        if size == 1:
+            return RankGroup(1, 1)
+        if per_node % span == 0:
+            return RankGroup(1, size)
+        if stride % per_node == 0:
+            return RankGroup(size, 1)
+        if span % per_node == 0 and per_node % stride == 0:
+            return RankGroup(span // per_node, per_node // stride)
+        raise ValueError(
+            f"groups of {size} ranks, each {stride} after the one before, do not lie alike on nodes of {per_node}: "
+            "choose parallel sizes that divide a node's ranks, or are multiples of them"
+        )
