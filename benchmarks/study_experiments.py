@@ -177,10 +177,11 @@ def tokens_on_two_nodes(name: str, flags: str) -> Arm:
 
 
 # Muon for the layers' matrices with updates as large as AdamW's, at learning rates that both take.
-MUON_RATES = (1e-3, 2e-3, 4e-3, 8e-3, 16e-3)
+MUON_RATES = (2e-3, 4e-3, 8e-3)
 WHOLE, BLOCKS = "--muon-period 1", "--muon-period 0"
 EVERY_TENTH = "--muon-period 10 --muon-momentum-bits 4"
-ALWAYS_IN_4_BITS = "--muon-period 1 --muon-momentum-bits 4"
+STALE_ROWS = f"{EVERY_TENTH} --muon-stale-rows"
+STALE_IN_8_BITS = STALE_ROWS.replace("bits 4", "bits 8")
 
 
 def muon(rate: float, period: str) -> str:
@@ -231,17 +232,19 @@ def with_experts(group: Group) -> Group:
     return Group(f"Experts: {group.title}", arms)
 
 
-def with_muon(title: str, wire: str) -> Group:
-    """AdamW at its best learning rate, and Muon at several, over one wire."""
+def with_muon(title: str, wire: str, rates: tuple[float, ...]) -> Group:
+    """AdamW at its best learning rate, and Muon at some, over one wire."""
     ways = {
         "whole matrices": WHOLE,
         "node blocks": BLOCKS,
         "node blocks, every tenth whole in 4 bits": EVERY_TENTH,
+        "stale rows, every tenth whole in 4 bits": STALE_ROWS,
+        "stale rows, every tenth whole in 8 bits": STALE_IN_8_BITS,
     }
     arms = [
         Arm(f"Muon, {name}, learning rate {rate:g}", f"{wire} {muon(rate, period)}")
         for name, period in ways.items()
-        for rate in MUON_RATES
+        for rate in rates
     ]
     return Group(title, (Arm("AdamW", wire), *arms))
 
@@ -564,24 +567,11 @@ EXPERIMENTS = {
     "E10": Experiment(
         "Muon",
         (
-            with_muon("bf16 wire (ZeRO-3 in 16 bit)", BF16_WIRE.flags),
-            Group(
-                "Tried, over the bf16 wire",
-                (
-                    Arm("whole in 4 bits", f"{BF16_WIRE.flags} {muon(4e-3, ALWAYS_IN_4_BITS)}"),
-                    Arm(
-                        "blocks with the other nodes' rows of every tenth step",
-                        f"{BF16_WIRE.flags} {muon(4e-3, EVERY_TENTH)} --trial remembered-rows",
-                    ),
-                    Arm(
-                        "blocks with the other nodes' rows of every fifth step",
-                        f"{BF16_WIRE.flags} {muon(4e-3, EVERY_TENTH.replace('10', '5'))} --trial remembered-rows",
-                    ),
-                ),
-            ),
+            with_muon("bf16 wire (ZeRO-3 in 16 bit)", BF16_WIRE.flags, MUON_RATES),
             with_muon(
                 "int4 differences, 8-4 gradients, LoCo between nodes",
                 f"{BF16} {differences(4)} {gradients(8, 4)} {loco(0.8, 'inter')}",
+                MUON_RATES[1:2],
             ),
         ),
     ),

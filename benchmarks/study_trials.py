@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 from unittest.mock import patch
 
@@ -21,11 +21,9 @@ from megatron_zpp.architectures import GPT
 from megatron_zpp.training.pretrain import main
 from megatron_zpp.zeropp import reference
 from megatron_zpp.zeropp.element_scales import ElementScales, ScaledFormat
-from megatron_zpp.zeropp.emulation.matrix_blocks import EmulatedMatrixBlocks
 from megatron_zpp.zeropp.gradient_hops import GradientHop, GradientHops
 from megatron_zpp.zeropp.loco import ErrorFeedback
-from megatron_zpp.zeropp.matrix_blocks import MatrixPlan, Orthogonalize
-from megatron_zpp.zeropp.quantization import counter_uniform
+from megatron_zpp.zeropp.quantization import STEPS, counter_uniform
 from megatron_zpp.zeropp.weight_encoder import WeightEncoder
 from megatron_zpp.zeropp.wire_format import WireFormat, wire_format
 from megatron_zpp.zeropp.wire_layout import Compensation, Segment
@@ -235,56 +233,33 @@ def with_rising_beta() -> None:
 
 
 def with_limited_elements(keeps_rest: bool) -> None:
-    """Train with each element of the gradient limited to 1.2 sqrt(v), as far as 2 bits reach with scales of elements.
+    """Train with gradients that are not rounded, but limited where 2 bits with scales of elements would limit them.
 
-    v <- 0.98 v + 0.02 limited^2, at least a thousandth of its mean. What is cut off comes in a later step, or never.
+    Divided by sqrt(v), an element is at most 1.5 steps, of 1.25 times the mean of its block of 128. v <- 0.98 v +
+    0.02 limited^2. What is cut off comes in a later step, or never.
     """
     state: dict[Tensor, tuple[int, Tensor, Tensor]] = {}  # steps so far, v and what was cut off, both like the gradient
+
+    def limited(wanted: Tensor, v: Tensor) -> Tensor:
+        scales = v.clamp(min=1e-3 * v.mean() + 1e-30).sqrt()
+        sizes = (wanted / scales).abs().flatten()
+        blocks = F.pad(sizes, (0, -len(sizes) % 128)).unflatten(0, (-1, 128))
+        reach = 1.5 * STEPS[2][0] * blocks.mean(dim=1).repeat_interleave(128)[: len(sizes)].view_as(scales) * scales
+        return torch.clamp(wanted, -reach, reach)
 
     def limit(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 gradient = parameter.grad
                 steps, v, rest = state.get(parameter, (0, torch.zeros_like(gradient), torch.zeros_like(gradient)))
-                wanted, reach = gradient + rest, 1.2 * v.clamp(min=1e-3 * v.mean() + 1e-30).sqrt()
-                gradient.copy_(torch.clamp(wanted, -reach, reach) if steps else wanted)
+                wanted = gradient + rest
+                gradient.copy_(limited(wanted, v) if steps else wanted)
                 v = torch.lerp(v, gradient.square(), max(0.02, 1 / (steps + 1)))
                 state[parameter] = steps + 1, v, wanted - gradient if keeps_rest else rest
 
     handle = register_optimizer_step_pre_hook(limit)
     main(GPT)
     handle.remove()
-
-
-def with_remembered_rows() -> None:
-    """Train with Muon whose nodes keep the other nodes' rows from the last whole step, and put their own into them."""
-    orthogonalized = EmulatedMatrixBlocks.orthogonalized
-    remembered: dict[tuple[torch.Size, ...], list[Tensor]] = {}  # by the shapes of the matrices, which are all
-
-    def with_old_rows(
-        blocks: EmulatedMatrixBlocks,
-        shards: Sequence[Tensor],
-        shapes: Sequence[torch.Size],
-        whole: bool,
-        orthogonalize: Orthogonalize,
-    ) -> list[Tensor]:
-        layout, plan = blocks.layouts[0], MatrixPlan(shapes, blocks.layouts[0])
-        if whole:
-            remembered[tuple(shapes)] = blocks._arrived([matrix.bfloat16() for matrix in shards], plan)
-            return orthogonalized(blocks, shards, shapes, whole, orthogonalize)
-        results = []
-        for i, (matrix, old) in enumerate(zip(shards, remembered[tuple(shapes)], strict=True)):
-            rows_of_nodes = []
-            for node in range(layout.num_nodes):
-                rows = plan.rows(i, node)
-                mixed = old.clone()
-                mixed[rows] = matrix[rows].bfloat16()
-                rows_of_nodes.append(orthogonalize(mixed)[rows])
-            results.append(torch.cat(rows_of_nodes).float() * orthogonalize.scale(*matrix.shape))
-        return results
-
-    with patch.object(EmulatedMatrixBlocks, "orthogonalized", with_old_rows):
-        main(GPT)
 
 
 TRIALS = {
@@ -294,7 +269,6 @@ TRIALS = {
     "bits-by-layer": with_bits_by_layer,
     "difference-scales": with_scales_of_differences,
     "rising-beta": with_rising_beta,
-    "remembered-rows": with_remembered_rows,
     "limited-elements": lambda: with_limited_elements(keeps_rest=False),
     "limited-elements-with-rest": lambda: with_limited_elements(keeps_rest=True),
 }
