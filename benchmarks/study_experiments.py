@@ -177,9 +177,11 @@ def tokens_on_two_nodes(name: str, flags: str) -> Arm:
 
 
 # Muon for the layers' matrices with updates as large as AdamW's, at learning rates that both take.
-MUON_RATES = (1e-3, 2e-3, 4e-3)
+MUON_RATES = (2e-3, 4e-3, 8e-3)
 WHOLE, BLOCKS = "--muon-period 1", "--muon-period 0"
 EVERY_TENTH = "--muon-period 10 --muon-momentum-bits 4"
+STALE_ROWS = f"{EVERY_TENTH} --muon-stale-rows"
+STALE_IN_8_BITS = STALE_ROWS.replace("bits 4", "bits 8")
 
 
 def muon(rate: float, period: str) -> str:
@@ -230,17 +232,19 @@ def with_experts(group: Group) -> Group:
     return Group(f"Experts: {group.title}", arms)
 
 
-def with_muon(title: str, wire: str) -> Group:
-    """AdamW at its best learning rate, and Muon at several, over one wire."""
+def with_muon(title: str, wire: str, rates: tuple[float, ...]) -> Group:
+    """AdamW at its best learning rate, and Muon at some, over one wire."""
     ways = {
         "whole matrices": WHOLE,
         "node blocks": BLOCKS,
         "node blocks, every tenth whole in 4 bits": EVERY_TENTH,
+        "stale rows, every tenth whole in 4 bits": STALE_ROWS,
+        "stale rows, every tenth whole in 8 bits": STALE_IN_8_BITS,
     }
     arms = [
         Arm(f"Muon, {name}, learning rate {rate:g}", f"{wire} {muon(rate, period)}")
         for name, period in ways.items()
-        for rate in MUON_RATES
+        for rate in rates
     ]
     return Group(title, (Arm("AdamW", wire), *arms))
 
@@ -511,6 +515,14 @@ EXPERIMENTS = {
                     "int4 differences, 8-2 gradients, LoCo between nodes, 4 bits at first", few_bits(2, 4)
                 )
             ),
+            Group(
+                "fp32 wire, elements limited by their own history, as 2 bits limit them",
+                (
+                    FP32,
+                    Arm("what is cut off is lost", "--trial limited-elements"),
+                    Arm("what is cut off comes later", "--trial limited-elements-with-rest"),
+                ),
+            ),
             with_and_without_element_scales(
                 "8 bits within, 4 between nodes, blocks of 4096", f"{BF16} {gradients(8, 4, 4096)}"
             ),
@@ -589,10 +601,11 @@ EXPERIMENTS = {
     "E10": Experiment(
         "Muon",
         (
-            with_muon("bf16 wire (ZeRO-3 in 16 bit)", BF16_WIRE.flags),
+            with_muon("bf16 wire (ZeRO-3 in 16 bit)", BF16_WIRE.flags, MUON_RATES),
             with_muon(
                 "int4 differences, 8-4 gradients, LoCo between nodes",
                 f"{BF16} {differences(4)} {gradients(8, 4)} {loco(0.8, 'inter')}",
+                MUON_RATES[1:2],
             ),
         ),
     ),

@@ -15,6 +15,7 @@ from unittest.mock import patch
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from megatron_zpp.architectures import GPT
 from megatron_zpp.training.pretrain import main
@@ -22,7 +23,7 @@ from megatron_zpp.zeropp import reference
 from megatron_zpp.zeropp.element_scales import ElementScales, ScaledFormat
 from megatron_zpp.zeropp.gradient_hops import GradientHop, GradientHops
 from megatron_zpp.zeropp.loco import ErrorFeedback
-from megatron_zpp.zeropp.quantization import counter_uniform
+from megatron_zpp.zeropp.quantization import STEPS, counter_uniform
 from megatron_zpp.zeropp.weight_encoder import WeightEncoder
 from megatron_zpp.zeropp.wire_format import WireFormat, wire_format
 from megatron_zpp.zeropp.wire_layout import Compensation, Segment
@@ -231,6 +232,36 @@ def with_rising_beta() -> None:
         main(GPT)
 
 
+def with_limited_elements(keeps_rest: bool) -> None:
+    """Train with gradients that are not rounded, but limited where 2 bits with scales of elements would limit them.
+
+    Divided by sqrt(v), an element is at most 1.5 steps, of 1.25 times the mean of its block of 128. v <- 0.98 v +
+    0.02 limited^2. What is cut off comes in a later step, or never.
+    """
+    state: dict[Tensor, tuple[int, Tensor, Tensor]] = {}  # steps so far, v and what was cut off, both like the gradient
+
+    def limited(wanted: Tensor, v: Tensor) -> Tensor:
+        scales = v.clamp(min=1e-3 * v.mean() + 1e-30).sqrt()
+        sizes = (wanted / scales).abs().flatten()
+        blocks = F.pad(sizes, (0, -len(sizes) % 128)).unflatten(0, (-1, 128))
+        reach = 1.5 * STEPS[2][0] * blocks.mean(dim=1).repeat_interleave(128)[: len(sizes)].view_as(scales) * scales
+        return torch.clamp(wanted, -reach, reach)
+
+    def limit(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                gradient = parameter.grad
+                steps, v, rest = state.get(parameter, (0, torch.zeros_like(gradient), torch.zeros_like(gradient)))
+                wanted = gradient + rest
+                gradient.copy_(limited(wanted, v) if steps else wanted)
+                v = torch.lerp(v, gradient.square(), max(0.02, 1 / (steps + 1)))
+                state[parameter] = steps + 1, v, wanted - gradient if keeps_rest else rest
+
+    handle = register_optimizer_step_pre_hook(limit)
+    main(GPT)
+    handle.remove()
+
+
 TRIALS = {
     "dither": lambda: with_format(Dither),
     "outliers": lambda: with_format(Outliers),
@@ -238,6 +269,8 @@ TRIALS = {
     "bits-by-layer": with_bits_by_layer,
     "difference-scales": with_scales_of_differences,
     "rising-beta": with_rising_beta,
+    "limited-elements": lambda: with_limited_elements(keeps_rest=False),
+    "limited-elements-with-rest": lambda: with_limited_elements(keeps_rest=True),
 }
 
 if __name__ == "__main__":
