@@ -55,6 +55,7 @@ CASES = {  # by name: its module and function, ranks, and ranks of a node that s
     "accelerate": ("other_loops_trainers:accelerate_loop", 4, 2),
     "Hugging Face Trainer": ("other_loops_trainers:huggingface_trainer", 4, 2),
     "Lightning Fabric": ("other_loops_trainers:fabric", 4, 2),
+    "Lightning Trainer": ("other_loops_trainers:lightning_trainer", 4, 2),
     "torchtitan": ("other_loops_trainers:torchtitan", 4, 2),
     "torchtitan, chunked loss": ("other_loops_trainers:torchtitan_in_chunks", 4, 2),
 }

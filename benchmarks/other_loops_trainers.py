@@ -131,6 +131,59 @@ def fabric(config: ZeroPPConfig | None, accumulation: int, steps: int) -> Traine
     return Trained(losses, sent, parameters)
 
 
+def lightning_trainer(config: ZeroPPConfig | None, accumulation: int, steps: int) -> Trained:
+    import pytorch_lightning
+    from pytorch_lightning.strategies import ModelParallelStrategy
+
+    losses: list[float] = []
+    sent: list[int] = []
+
+    class Module(pytorch_lightning.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.llama: Any = make_llama()
+
+        def configure_model(self) -> None:
+            assert self.device_mesh is not None  # the strategy's
+            for block in blocks_of(self.llama):
+                fully_shard(block, mesh=self.device_mesh["data_parallel"])
+            fully_shard(self.llama, mesh=self.device_mesh["data_parallel"])
+
+        def on_fit_start(self) -> None:
+            self.zeropp = None if config is None else apply_zeropp(self.llama, config)
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.AdamW(self.parameters(), lr=3e-3)
+
+        def training_step(self, numbers: torch.Tensor, index: int) -> torch.Tensor:
+            self.llama.set_is_last_backward((index + 1) % accumulation == 0)  # Lightning does not say it
+            loss: torch.Tensor = self.llama(**batch(index)).loss
+            losses.append(loss.item())
+            return loss
+
+        def on_train_batch_end(self, outputs: Any, numbers: torch.Tensor, index: int) -> None:
+            if (index + 1) % accumulation == 0:
+                sent.append(take(self.zeropp))
+
+    module, ranks = Module(), dist.get_world_size()
+    parameters = size(module)
+    pytorch_lightning.Trainer(
+        accelerator="cpu",
+        devices=ranks,
+        strategy=ModelParallelStrategy(data_parallel_size=ranks, tensor_parallel_size=1),
+        max_steps=steps,
+        accumulate_grad_batches=accumulation,
+        gradient_clip_val=1.0,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        use_distributed_sampler=False,
+    ).fit(module, torch.utils.data.DataLoader(range(steps * accumulation)))  # type: ignore[arg-type]
+    return Trained(losses, sent, parameters)
+
+
 def torchtitan(config: ZeroPPConfig | None, accumulation: int, steps: int, in_chunks: bool = False) -> Trained:
     """Its debug model with two of six layers, its optimizer, scheduler, data loader and clipping; in fp32.
 

@@ -144,6 +144,14 @@ class Unit:
         if completes_step:
             self._reduced |= self._trainable()
 
+    def check_holds_nothing(self) -> None:
+        """Raise RuntimeError if gradients wait for a step's last micro-batch."""
+        if self.holds_gradients:
+            raise RuntimeError(
+                f"an optimizer step was taken while {self.label} held gradients that had not crossed nodes: say "
+                "set_is_last_micro_batch(True) before a step's last backward pass, or undo_step() to drop gradients"
+            )
+
     def owns_any_of(self, parameters: set[int]) -> bool:
         """Whether one of the parameters with these ids is of this unit."""
         return any(id(parameter) in parameters for parameter in self.parameters)
@@ -180,7 +188,7 @@ def follow_optimizers(units: Sequence[Unit]) -> None:
 
     Fused and foreach optimizers change DTensors without bumping a version counter, so counters alone would leave
     stale weights in the secondary partition. A step while gradients are still held back raises RuntimeError, before
-    it does anything.
+    it does anything; one with a closure, in which the last of them are reduced, when it is over.
     """
     references = [weakref.ref(unit) for unit in units]
 
@@ -190,15 +198,13 @@ def follow_optimizers(units: Sequence[Unit]) -> None:
         return [unit for unit in units if unit.owns_any_of(parameters)]
 
     def before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        for unit in units_of(optimizer):
-            if unit.holds_gradients:
-                raise RuntimeError(
-                    f"an optimizer step was taken while {unit.label} held gradients that had not crossed nodes: say "
-                    "set_is_last_micro_batch(True) before a step's last backward pass, or undo_step() to drop gradients"
-                )
+        if not any(callable(argument) for argument in (*args, *kwargs.values())):
+            for unit in units_of(optimizer):
+                unit.check_holds_nothing()
 
     def after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         for unit in units_of(optimizer):
+            unit.check_holds_nothing()
             unit.mark_stepped()
 
     # Never removed: that could happen while some optimizer's step iterates over its hooks.

@@ -12,7 +12,7 @@ pytestmark = pytest.mark.integrations
 CASES = [
     "accelerate",
     "Hugging Face Trainer",
-    "Lightning Fabric",
+    "Lightning Trainer",
     "torchtitan, chunked loss",
     "Llama, fp16 and GradScaler",
     "Llama, torchao AdamW8bit",

@@ -18,10 +18,12 @@ CONFIG = ZeroPPConfig(
     quantized_weights=True, hpz_partition_size=2, quantized_gradients=True, loco=LoCoConfig(), gradient_block_size=32
 )
 MICRO_BATCHES, STEPS = 3, 4
+IN_A_CLOSURE = "set_is_last_backward, in the optimizer's closure"  # as Lightning's Trainer runs the last
 SAID_BY = {
     "ZeRO++": lambda model, zeropp, is_last: zeropp.set_is_last_micro_batch(is_last),
     "set_is_last_backward": lambda model, zeropp, is_last: model.set_is_last_backward(is_last),
     "set_requires_gradient_sync": lambda model, zeropp, is_last: model.set_requires_gradient_sync(is_last),
+    IN_A_CLOSURE: lambda model, zeropp, is_last: model.set_is_last_backward(is_last),
     "nobody": lambda model, zeropp, is_last: None,
     # Asked to cross at each, against FSDP2: the loop's own word counts.
     "ZeRO++ against FSDP2": lambda model, zeropp, is_last: (
@@ -46,16 +48,27 @@ def train(said_by):
     zeropp = apply_zeropp(model, CONFIG)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     generator, losses, sent = torch.Generator().manual_seed(dist.get_rank()), [], []
+
+    def micro_batch(is_last):
+        SAID_BY[said_by](model, zeropp, is_last)
+        x = torch.randn(8, 32, generator=generator)
+        loss = (model(x) - x.roll(1, 1)).square().mean() / MICRO_BATCHES
+        loss.backward()
+        losses.append(loss.item())
+
     for _ in range(STEPS):
-        for i in range(MICRO_BATCHES):
-            SAID_BY[said_by](model, zeropp, i == MICRO_BATCHES - 1)
-            x = torch.randn(8, 32, generator=generator)
-            loss = (model(x) - x.roll(1, 1)).square().mean() / MICRO_BATCHES
-            loss.backward()
-            losses.append(loss.item())
-        optimizer.step()
+        for _ in range(MICRO_BATCHES - 1):
+            micro_batch(False)
+        if said_by == IN_A_CLOSURE:
+            optimizer.step(lambda: micro_batch(True))
+        else:
+            micro_batch(True)
+            optimizer.step()
         optimizer.zero_grad()
         sent.append(zeropp.traffic.take().inter_node)
+    if said_by == IN_A_CLOSURE:
+        with pytest.raises(RuntimeError, match="had not crossed nodes"):
+            optimizer.step(lambda: micro_batch(False))
     return losses, sent, warnings
 
 
@@ -69,6 +82,11 @@ def test_fsdp2s_own_switch_means_what_ours_does(trained):
     for ours, theirs in zip(trained["ZeRO++"], trained["set_is_last_backward"], strict=True):
         assert ours == theirs
         assert not ours[2]
+
+
+def test_an_optimizers_closure_may_run_the_last_micro_batch(trained):
+    for ours, (losses, sent, _) in zip(trained["set_is_last_backward"], trained[IN_A_CLOSURE], strict=True):
+        assert ours[:2] == (losses[:-1], sent)  # but for the one that was refused
 
 
 def test_micro_batches_without_synchronization_cost_nothing(trained):
