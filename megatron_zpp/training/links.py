@@ -18,7 +18,7 @@ from megatron_zpp.zeropp.topology import RankLayout
 
 SIZES = (2**20, 2**23, 2**26)  # bytes of a message: the first one that takes long enough counts, or the last
 LONG_ENOUGH = 0.01  # seconds
-REPEATS = 2  # of each message; the faster one counts
+REPEATS = 3  # of each message; the fastest one counts
 SLOW = 0.5  # of the usual rate
 
 Rates = Mapping[tuple[int, int], float]  # bytes per second, from one node to another
@@ -94,10 +94,10 @@ def usual_rate(rates: Rates) -> float:
     return sorted(rates.values())[3 * len(rates) // 4]
 
 
-def slow_links(rates: Rates, best: float, hosts: Sequence[str]) -> dict[str, float]:
-    """What is slow, in words: its rate in bytes per second. ``best``: the best usual rate so far; hosts: of nodes."""
+def slow_links(rates: Rates, before: float, hosts: Sequence[str]) -> dict[str, float]:
+    """What is slow, in words: its rate in bytes per second. ``before``: the usual rate then; hosts: of nodes."""
     usual = usual_rate(rates)
-    if usual < SLOW * best:
+    if usual < SLOW * before:
         return {"all links between nodes are slow": usual}
     names = [f"node {node} ({host})" for node, host in enumerate(hosts)]
     found: dict[str, list[float]] = {}

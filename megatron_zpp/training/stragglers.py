@@ -16,10 +16,10 @@ from megatron_zpp.training.setup import Run
 from megatron_zpp.zeropp.collectives import all_gather
 
 EVERY = 5  # optimizer steps, over which all times here are means
-MUCH = 0.1  # of a step: what computes or waits so much longer than usual is looked at
+MUCH = 0.1  # of a step: a rank that computes so much longer than others is slow
+LONGER = 0.2  # of a step: links are measured when ranks wait so much longer for them than usual
 RANK_LASTS = 4  # times in a row that a rank is slow before it is named
-LINK_LASTS = 2  # measurements in a row
-WAITS_LAST = 2  # times in a row that ranks wait much longer for links between nodes, before those are measured
+LINK_LASTS = 3  # measurements in a row
 MEASURE_EVERY = 1000  # optimizer steps, even if nobody waits longer
 MEASURE_NAMED_EVERY = 100  # while a link is named
 
@@ -100,30 +100,26 @@ class LinkWatch:
         """measure: collective. hosts: of each node."""
         self.measure, self.hosts = measure, hosts
         self.slow = Lasting(LINK_LASTS)
-        self.best = 0.0  # of all measurements' usual rates
+        self.healthy: list[float] = []  # usual rates of measurements that found nothing slow
         self.usual_wait = 0.0
-        self.waits_longer: list[int] = []  # steps since which ranks have waited much longer, time after time
         self.measured: int | None = None  # the step of the last measurement
 
     def look(self, waited: float, seconds: float, step: int) -> list[str]:
         """What there is to say. ``waited``: for links between nodes, of a step's ``seconds``, from ``step`` on."""
-        if waited > self.usual_wait + MUCH * seconds:
-            self.waits_longer.append(step)
-        else:
-            self.waits_longer = []
-            self.usual_wait += 0.2 * (waited - self.usual_wait)
+        waits_longer = waited > self.usual_wait + LONGER * seconds
         every = MEASURE_NAMED_EVERY if self.slow.named else MEASURE_EVERY
         is_due = self.measured is None or step - self.measured >= every
-        if not (is_due or self.slow.is_open or len(self.waits_longer) == WAITS_LAST):
+        if not (is_due or waits_longer or self.slow.is_open):
+            self.usual_wait += 0.2 * (waited - self.usual_wait)
             return []
+        self.usual_wait, self.measured = waited, step
         rates = self.measure()
-        usual = usual_rate(rates)
-        self.best = max(self.best, usual)
-        found = slow_links(rates, self.best, self.hosts)
-        figures = {what: f"{_gbits(rate)} instead of {_gbits(max(usual, self.best))}" for what, rate in found.items()}
-        since = self.waits_longer[0] if self.waits_longer and self.measured is not None else step
-        self.usual_wait, self.waits_longer, self.measured = waited, [], step
-        return self.slow.look(figures, since)
+        usual, before = usual_rate(rates), statistics.median_low(self.healthy or [0.0])
+        found = slow_links(rates, before, self.hosts)
+        if not found:
+            self.healthy.append(usual)
+        figures = {what: f"{_gbits(rate)} instead of {_gbits(max(usual, before))}" for what, rate in found.items()}
+        return self.slow.look(figures, step)
 
 
 def _gbits(bytes_per_second: float) -> str:
