@@ -311,6 +311,7 @@ FEEDBACK_AT_TWO_BITS = Group(
         two_bits_with(loco(0.5, "inter"), "LoCo, beta 0.5"),
         two_bits_with(loco(0.8, "inter"), "LoCo, beta 0.8"),
         two_bits_with(loco(0.95, "inter"), "LoCo, beta 0.95"),
+        two_bits_with(f"{loco(0.95, 'inter')} {ELEMENT_SCALES}", "LoCo, beta 0.95, and scales of elements"),
         two_bits_with(f"{loco(0.8, 'inter')} --trial rising-beta", "LoCo, beta rising from 0 to 0.95"),
         two_bits_with(loco(0.8, "inter", error="bf16"), "LoCo, beta 0.8, error in bf16"),
         two_bits_with(loco(0.8, "inter", error="fp32"), "LoCo, beta 0.8, error in fp32"),
