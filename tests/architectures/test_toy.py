@@ -119,7 +119,7 @@ def test_it_is_estimated():
     _, found = estimate.run(estimate.parse_arguments(["--architecture", GIVEN, *ESTIMATED]))
     config = ToyConfig(2, 32, 4, vocab_size=288)
     assert found.parameters == TOY.num_parameters(config)
-    assert found.working["activations"] == 2 * 32 * 2 * 11 * 2 * 32  # B S, blocks, 11 H of 2 bytes
+    assert found.largest.working["activations"] == 2 * 32 * 2 * 11 * 2 * 32  # B S, blocks, 11 H of 2 bytes
     assert found.flops_per_token == TOY.flops_per_token(config, 32)
     with pytest.raises(SystemExit):  # nobody says what pretrain_toy.py trains
         estimate.parse_arguments(ESTIMATED)
