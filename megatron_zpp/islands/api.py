@@ -214,5 +214,6 @@ class Islands:
 
 def device_of(group: dist.ProcessGroup) -> torch.device:
     """Where tensors must be that the group's ranks exchange; parameters may be offloaded to host memory."""
-    is_gloo = dist.get_backend(group) == "gloo"
-    return torch.device("cpu") if is_gloo else torch.device("cuda", torch.cuda.current_device())
+    # Not its one backend: a group that init_process_group() made without a name has one for each kind of device.
+    takes_gpu = "nccl" in dist.get_backend_config(group) and torch.cuda.is_available()
+    return torch.device("cuda", torch.cuda.current_device()) if takes_gpu else torch.device("cpu")
