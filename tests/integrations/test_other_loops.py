@@ -19,30 +19,26 @@ CASES = [
 ]
 
 
-@pytest.fixture(scope="module")
-def rows(tmp_path_factory):
-    results = tmp_path_factory.mktemp("loops") / "rows.jsonl"
+def test_other_loops_train_as_plain_fsdp2_and_cross_nodes_once_per_step(tmp_path):
+    """One test, since workers of pytest-xdist would each run the program for theirs."""
+    results = tmp_path / "rows.jsonl"
     words = ["benchmarks/other_loops.py", *CASES, "--steps", "2", "--results", str(results)]
     process = torchrun(4, words, script="examples/library/on_cpus.py")
-    _, err = process.communicate(timeout=250)
+    _, err = process.communicate(timeout=280)
     assert process.returncode == 0, err
-    rows = [json.loads(line) for line in results.read_text().splitlines()]
-    return {(row["case"], row["setting"], row["accumulation"]): row for row in rows}
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_training_equals_plain_fsdp2_where_nothing_is_quantized(rows, case):
-    for accumulation in (1, 4):
-        assert rows[case, "off", accumulation]["largest_loss_difference"] == 0
-        assert rows[case, "hierarchy", accumulation]["largest_loss_difference"] < 1e-5
-        assert 0 < rows[case, "all flags", accumulation]["largest_loss_difference"] < 0.1
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_bytes_cross_nodes_once_per_step(rows, case):
-    for setting in ("hierarchy", "all flags"):
-        one, four = (rows[case, setting, accumulation]["bytes_between_nodes"] for accumulation in (1, 4))
-        # Some bytes more are allowed: ranks ask each other whether weights changed unseen, here and there once more.
-        assert four == pytest.approx(one, rel=1e-5)
-    off, all_flags = (rows[case, setting, 4]["bytes_between_nodes"][-1] for setting in ("off", "all flags"))
-    assert all_flags < off / 10
+    all_rows = [json.loads(line) for line in results.read_text().splitlines()]
+    rows = {(row["case"], row["setting"], row["accumulation"]): row for row in all_rows}
+    assert len(rows) == len(CASES) * 3 * 2
+    for case in CASES:
+        for accumulation in (1, 4):
+            off, hierarchy, all_flags = (
+                rows[case, setting, accumulation]["largest_loss_difference"]
+                for setting in ("off", "hierarchy", "all flags")
+            )
+            assert off == 0 and hierarchy < 1e-5 and 0 < all_flags < 0.1, case
+        for setting in ("hierarchy", "all flags"):
+            one, four = (rows[case, setting, accumulation]["bytes_between_nodes"] for accumulation in (1, 4))
+            # torchtitan's chunked loss gathers by hand, and a look for unseen changes crosses each time: 6 bytes.
+            assert four == pytest.approx(one, rel=2e-5), case
+        off, all_flags = (rows[case, setting, 4]["bytes_between_nodes"][-1] for setting in ("off", "all flags"))
+        assert all_flags < off / 10, case
