@@ -26,6 +26,7 @@ from megatron_zpp.zeropp.state_keys import below
 from megatron_zpp.zeropp.topology import process_rank
 
 from .agreed import AgreedParameters, held, trained_parameters
+from .agreements import Agreements
 from .config import IslandConfig
 from .hops import IslandHops
 from .pieces import Pieces
@@ -114,7 +115,7 @@ class Fragment:
         return self.hops.in_flight
 
 
-class Islands:
+class Islands(Agreements[Fragment]):
     """The agreements of this rank with those of the same place in the other islands.
 
     ``islands.interface.IslandsInterface`` says in full what each method does.
@@ -134,11 +135,7 @@ class Islands:
         of_fragments = divide(parameters, config.fragments)
         self._fragments = [Fragment(part, config, group, self.traffic) for part in of_fragments]
         self.begin_anew()
-        optimizer.register_step_post_hook(lambda *_: self._end_step())
-
-    def describe(self) -> str:
-        """One line: how many islands there are, and how they agree."""
-        return f"{self.num_islands} islands {self.config.describe()}"
+        optimizer.register_step_post_hook(lambda *_: self.skip_step())
 
     @torch.no_grad()
     def begin_anew(self) -> None:
@@ -152,16 +149,6 @@ class Islands:
             fragment.hops.load_state_dict({})
         self.steps = 0
         self._parameters_replaced()
-
-    @torch.no_grad()
-    def _end_step(self) -> None:
-        self.steps += 1
-        if self.config.timetable.advance(self._fragments, self.steps):
-            self._parameters_replaced()
-
-    def skip_step(self) -> None:
-        """Count a step that this island's optimizer does not take."""
-        self._end_step()
 
     @contextmanager
     def agreed_parameters(self) -> Iterator[None]:
@@ -186,10 +173,6 @@ class Islands:
         for module in self._model.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()  # units may stay gathered after an evaluation
-
-    def agreed_state(self) -> dict[str, Tensor]:
-        """What all islands have alike, by "agreed.NAME" and "momentum.NAME"."""
-        return {key: tensor for fragment in self._fragments for key, tensor in fragment.agreed.state_dict().items()}
 
     def state_dict(self) -> dict[str, Tensor]:
         """What else this rank must keep for an exact continuation; collective."""

@@ -12,6 +12,7 @@ from megatron_zpp.zeropp import EmulatedZeroPP, Traffic
 from megatron_zpp.zeropp.state_keys import below
 
 from .agreed import AgreedParameters, trained_parameters
+from .agreements import Agreements
 from .config import IslandConfig
 from .hops import IslandHops
 from .pieces import Pieces
@@ -87,7 +88,7 @@ class EmulatedFragment:
         return [{name: shards[rank] for name, shards in of_tensors.items()} for rank in range(len(self._ranks))]
 
 
-class EmulatedIslands:
+class EmulatedIslands(Agreements[EmulatedFragment]):
     """The agreements of all islands, which are in this process.
 
     ``islands.interface.IslandsInterface`` says in full what each method does.
@@ -107,11 +108,7 @@ class EmulatedIslands:
             EmulatedFragment(parts, config, zeropps, self.traffic) for parts in zip(*divided, strict=True)
         ]
         self.begin_anew()
-        optimizers[-1].register_step_post_hook(lambda *_: self._end_step())
-
-    def describe(self) -> str:
-        """One line: how many islands there are, and how they agree."""
-        return f"{self.num_islands} islands {self.config.describe()}"
+        optimizers[-1].register_step_post_hook(lambda *_: self.skip_step())
 
     @torch.no_grad()
     def begin_anew(self) -> None:
@@ -125,16 +122,6 @@ class EmulatedIslands:
                 parameter.copy_(self._of_islands[0][name])
         self.steps = 0
         self._parameters_replaced()
-
-    @torch.no_grad()
-    def _end_step(self) -> None:
-        self.steps += 1
-        if self.config.timetable.advance(self._fragments, self.steps):
-            self._parameters_replaced()
-
-    def skip_step(self) -> None:
-        """Count a step that the islands' optimizers do not take."""
-        self._end_step()
 
     @contextmanager
     def agreed_parameters(self) -> Iterator[None]:
@@ -157,11 +144,6 @@ class EmulatedIslands:
     def _parameters_replaced(self) -> None:
         for zeropp in self._zeropps:
             zeropp.invalidate()
-            zeropp.reshard()
-
-    def agreed_state(self) -> dict[str, Tensor]:
-        """What all islands have alike, by "agreed.NAME" and "momentum.NAME"."""
-        return {key: tensor for fragment in self._fragments for key, tensor in fragment.agreed.state_dict().items()}
 
     def state_dict(self) -> dict[str, Tensor]:
         """What ``Islands.state_dict`` gives on all ranks."""

@@ -195,13 +195,9 @@ class EmulatedZeroPP:
     def invalidate(self) -> None:
         """Say that parameters were changed, where a change would not be looked for."""
         for weights in self._weights:
+            weights.reshard()
             weights.unit.mark_changed()
             weights.forget_secondary_partition()
-
-    def reshard(self) -> None:
-        """Let go of what stayed gathered, as ``FSDPModule.reshard`` does."""
-        for weights in self._weights:
-            weights.reshard()
 
     def swapped_weights(self) -> AbstractContextManager[None]:
         """Write other weights in here, and put the own ones back by its end."""

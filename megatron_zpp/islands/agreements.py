@@ -1,0 +1,53 @@
+"""What real and emulated islands do alike: count steps, and agree when they are due."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Generic, Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+from megatron_zpp.zeropp import Traffic
+
+from .agreed import AgreedParameters
+from .config import IslandConfig
+from .timetable import Travelling
+
+
+class AgreedFragment(Travelling, Protocol):
+    """Fragment, EmulatedFragment."""
+
+    agreed: AgreedParameters
+
+
+F = TypeVar("F", bound=AgreedFragment)
+
+
+class Agreements(Generic[F]):
+    """``islands.interface.IslandsInterface`` says in full what each method does."""
+
+    config: IslandConfig
+    num_islands: int
+    steps: int
+    traffic: Traffic
+    _fragments: Sequence[F]
+
+    def describe(self) -> str:
+        """One line: how many islands there are, and how they agree."""
+        return f"{self.num_islands} islands {self.config.describe()}"
+
+    @torch.no_grad()
+    def skip_step(self) -> None:
+        """Count a step, also one that no optimizer takes."""
+        self.steps += 1
+        if self.config.timetable.advance(self._fragments, self.steps):
+            self._parameters_replaced()
+
+    def agreed_state(self) -> dict[str, Tensor]:
+        """What all islands have alike, by "agreed.NAME" and "momentum.NAME"."""
+        return {key: tensor for fragment in self._fragments for key, tensor in fragment.agreed.state_dict().items()}
+
+    def _parameters_replaced(self) -> None:
+        """Say so to what keeps something of the old ones."""
+        raise NotImplementedError
