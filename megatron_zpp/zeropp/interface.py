@@ -76,7 +76,7 @@ class MatrixBlocksInterface(Protocol):
     def gather(self, shards: Sequence[Tensor], shapes: Sequence[torch.Size], wire: MomentumWire | None = None) -> Any:
         """The rows of all nodes, which whole matrices are made of; None: there is one node. Collective."""
 
-    def own_rows(self, gathered: Any, shards: Sequence[Tensor], shapes: Sequence[torch.Size]) -> list[Tensor]:
+    def own_rows(self, gathered: Any, shards: Sequence[Tensor]) -> list[Tensor]:
         """Of what ``gather`` gave this process's own, as it travelled, in bf16."""
 
     def orthogonalized(

@@ -60,19 +60,6 @@ class MomentumWire:
         return wire_format(tuple(shards), self.bits, self.block_size, torch.bfloat16)
 
 
-@dataclass(frozen=True)
-class GatheredRows:
-    """What the ranks of one local rank, on all nodes, sent of their rows."""
-
-    format: WireFormat
-    wires: Tensor  # uint8 [N, nbytes]
-
-    def decode(self) -> Tensor:
-        """[N, L] in bf16; each node's rows as all nodes have them."""
-        shape = len(self.wires), self.format.numel
-        return self.format.decode(self.wires, out=torch.empty(shape, dtype=torch.bfloat16, device=self.wires.device))
-
-
 class MatrixPlan:
     """Which rank of a node owns which of some matrices, and how many rows of each a rank has.
 
@@ -130,6 +117,21 @@ class MatrixPlan:
         traffic.add(intra_node=to_owners + from_owner)
 
 
+@dataclass(frozen=True)
+class GatheredRows:
+    """What the ranks of one local rank, on all nodes, sent of their rows."""
+
+    plan: MatrixPlan
+    format: WireFormat
+    wires: Tensor  # uint8 [N, nbytes]
+
+    def decode(self, node: int | None = None) -> Tensor:
+        """In bf16 as all nodes have them, [N, L]; or one node's, [1, L]."""
+        wires = self.wires if node is None else self.wires[node : node + 1]
+        shape = len(wires), self.format.numel
+        return self.format.decode(wires, out=torch.empty(shape, dtype=torch.bfloat16, device=wires.device))
+
+
 class MatrixBlocks:
     """This rank's part in orthogonalizing matrices that the ranks of ``topology`` share."""
 
@@ -148,11 +150,11 @@ class MatrixBlocks:
         wires = sent.new_empty(self.topology.num_nodes, format.nbytes)
         all_gather(wires.view(-1), sent, group=self.topology.inter_group)
         plan.count_gather(self.traffic, format.nbytes)
-        return GatheredRows(format, wires)
+        return GatheredRows(plan, format, wires)
 
-    def own_rows(self, gathered: GatheredRows, shards: Sequence[Tensor], shapes: Sequence[torch.Size]) -> list[Tensor]:
+    def own_rows(self, gathered: GatheredRows, shards: Sequence[Tensor]) -> list[Tensor]:
         """This rank's rows as they travelled, in bf16."""
-        return MatrixPlan(shapes, self.topology).unflatten(gathered.decode()[self.topology.node], shards)
+        return gathered.plan.unflatten(gathered.decode(self.topology.node)[0], shards)
 
     def orthogonalized(
         self,
@@ -167,7 +169,8 @@ class MatrixBlocks:
         gathered: what whole matrices are made of; None: each node's block by itself. is_stale: it came in an earlier
         step, and this node puts the rows of now into it.
         """
-        topology, plan = self.topology, MatrixPlan(shapes, self.topology)
+        topology = self.topology
+        plan = MatrixPlan(shapes, topology) if gathered is None else gathered.plan
         if gathered is None:
             rows = plan.flatten(shards).bfloat16().unsqueeze(0)
         else:

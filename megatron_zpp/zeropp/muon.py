@@ -141,7 +141,7 @@ class Muon(torch.optim.AdamW):
             results = blocks.orthogonalized(updates, shapes, self.newton_schulz, gathered, is_stale=not whole)
             if whole and self.stale_rows and gathered is not None:
                 self._gathered[tuple(map(id, batch))] = gathered
-                for matrix, sent in zip(batch, blocks.own_rows(gathered, updates, shapes), strict=True):
+                for matrix, sent in zip(batch, blocks.own_rows(gathered, updates), strict=True):
                     _local(self.state[matrix]["sent_rows"]).copy_(sent)
             rows = [_local(matrix) for matrix in batch]
             torch._foreach_mul_(rows, 1 - group["lr"] * group["weight_decay"])

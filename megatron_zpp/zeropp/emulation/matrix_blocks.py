@@ -31,7 +31,7 @@ class EmulatedMatrixBlocks:
             plan.count_gather(self.traffic, format.nbytes)
         return self._arrived(shards, plan, format)
 
-    def own_rows(self, gathered: list[Tensor], shards: Sequence[Tensor], shapes: Sequence[torch.Size]) -> list[Tensor]:
+    def own_rows(self, gathered: list[Tensor], shards: Sequence[Tensor]) -> list[Tensor]:
         """As ``MatrixBlocks.own_rows``, of all ranks."""
         return gathered
 
