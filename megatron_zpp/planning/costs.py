@@ -42,6 +42,7 @@ def step_shapes(
     model = found.planned.whole
     forward, backward = arithmetic(architecture, settings, cluster, model)
     of_layer = _collectives_of_a_layer(architecture, settings, found.grid, cluster, model)
+    hidden = _hidden_states(settings, found.grid, cluster, model)
     again = settings.activation.recompute_granularity == "full"
     placement, schedule = pipeline_placement(settings.distributed, model), settings.distributed.pipeline_schedule
     shapes = []
@@ -55,7 +56,6 @@ def step_shapes(
             units[0] = replace(units[0], in_forward=of_layer, in_backward=(1 + again) * of_layer)
             layers += units
         if placement is not None:
-            hidden = _hidden_states(settings, found.grid, cluster, model)
             layers[0] = replace(layers[0], in_forward=(hidden, *layers[0].in_forward))
             layers[-1] = replace(layers[-1], in_backward=(hidden, *layers[-1].in_backward))
         has_head = placement is None or placement.ranks[-1] == number
