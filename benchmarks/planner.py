@@ -23,7 +23,7 @@ import json
 import shlex
 import statistics
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -190,22 +190,32 @@ def miss(row: Published, ratio: float) -> str:
 
 
 def draw(rows: list[Published], ratios: dict[int, float]) -> None:
+    points: dict[str, list[tuple[float, float]]] = defaultdict(list)
+    for row in rows:
+        measured = row.row["tokens_s_gpu"]
+        points[row.gpu].append((measured, measured * ratios[id(row)]))
+    scatter(points, "tokens per second and GPU", 0.15, SCATTER)
+
+
+def scatter(points: Mapping[str, list[tuple[float, float]]], what: str, bar: float, path: Path) -> None:
+    """What was measured and what is predicted, by the name of a group."""
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(figsize=(6.5, 6), layout="constrained")
-    for gpu in dict.fromkeys(row.gpu for row in rows):
-        of_gpu = [row for row in rows if row.gpu == gpu]
-        measured = [row.row["tokens_s_gpu"] for row in of_gpu]
-        predicted = [row.row["tokens_s_gpu"] * ratios[id(row)] for row in of_gpu]
-        axes.scatter(measured, predicted, s=16, alpha=0.7, label=f"{gpu}, {len(of_gpu)} rows")
-    ends = [min(row.row["tokens_s_gpu"] for row in rows) / 2, max(row.row["tokens_s_gpu"] for row in rows) * 2]
+    for (name, of_name), marker in zip(points.items(), itertools.cycle("os^Dv")):
+        axes.scatter(
+            *zip(*of_name, strict=True), s=16, alpha=0.7, marker=marker, label=f"{name}, {len(of_name)} points"
+        )
+    all_measured = [point[0] for of_name in points.values() for point in of_name]
+    ends = [min(all_measured) / 2, max(all_measured) * 2]
     axes.plot(ends, ends, color="0.4", linewidth=1, label="as measured")
-    axes.fill_between(ends, [0.85 * x for x in ends], [1.15 * x for x in ends], color="0.4", alpha=0.15, label="± 15 %")
+    below, above = ([(1 + sign * bar) * x for x in ends] for sign in (-1, 1))
+    axes.fill_between(ends, below, above, color="0.4", alpha=0.15, label=f"± {bar:.0%}")
     axes.set(xscale="log", yscale="log", xlim=ends, ylim=ends)
-    axes.set(xlabel="measured, tokens per second and GPU", ylabel="predicted, tokens per second and GPU")
+    axes.set(xlabel=f"measured, {what}", ylabel=f"predicted, {what}")
     axes.grid(alpha=0.3)
     axes.legend()
-    figure.savefig(SCATTER, dpi=110)
+    figure.savefig(path, dpi=110)
 
 
 # The table of the docs
@@ -251,6 +261,7 @@ def cell(found: Outcome | None) -> str:
 # The cluster in a box
 
 BOX, BOX_CLUSTER = RESULTS / "planner_box.jsonl", RESULTS / "planner_box.yaml"
+BOX_SCATTER = RESULTS / "planner_box.png"
 BOX_NODES, BOX_RANKS = 2, 2
 BOX_COMMON = (
     "--seq-length 256 --micro-batch-size 1 --mock-data --vocab-size 1023 --attention-dropout 0 --hidden-dropout 0 "
@@ -324,6 +335,10 @@ def compare() -> None:
         cells = [row["model"], row["setting"], str(row["micro_batches"]), str(row["mbit"]), f"{row['seconds']:.3f}"]
         print(f"| {' | '.join(cells)} | {seconds:.3f} | {seconds / row['seconds'] - 1:+.1%} |")
     errors = sorted(abs(seconds / row["seconds"] - 1) for row, seconds in zip(rows, predicted, strict=True))
+    points: dict[str, list[tuple[float, float]]] = defaultdict(list)
+    for row, seconds in zip(rows, predicted, strict=True):
+        points[f"{row['model']}, {row['setting']}"].append((row["seconds"], seconds))
+    scatter(points, "seconds of a step", 0.08, BOX_SCATTER)
     print(f"\n{len(rows)} points: median error {statistics.median(errors):.1%}, worst {errors[-1]:.1%}")
     same = ("model", "micro_batches", "mbit")
     pairs = [
