@@ -203,9 +203,8 @@ def scatter(points: Mapping[str, list[tuple[float, float]]], what: str, bar: flo
 
     figure, axes = pyplot.subplots(figsize=(6.5, 6), layout="constrained")
     for (name, of_name), marker in zip(points.items(), itertools.cycle("os^Dv")):
-        axes.scatter(
-            *zip(*of_name, strict=True), s=16, alpha=0.7, marker=marker, label=f"{name}, {len(of_name)} points"
-        )
+        measured, predicted = zip(*of_name, strict=True)
+        axes.scatter(measured, predicted, s=16, alpha=0.7, marker=marker, label=f"{name}, {len(of_name)} points")
     all_measured = [point[0] for of_name in points.values() for point in of_name]
     ends = [min(all_measured) / 2, max(all_measured) * 2]
     axes.plot(ends, ends, color="0.4", linewidth=1, label="as measured")
