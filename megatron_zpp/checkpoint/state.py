@@ -212,7 +212,7 @@ def _agreed_tensors(islands: IslandsInterface) -> dict[str, Tensor]:
 
 def _wire_of(config: Mapping[str, Any] | None) -> dict[str, Any]:
     """The settings of islands that say what their ranks keep, and what is on its way."""
-    free = {"outer_optimizer", "outer_lr", "outer_momentum", "loco_beta", "merge_alpha"}
+    free = {"outer_optimizer", "outer_lr", "outer_momentum", "loco_beta", "merge_alpha", "offload"}
     return {name: value for name, value in (config or {}).items() if name not in free}
 
 

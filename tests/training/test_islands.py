@@ -74,6 +74,14 @@ def test_a_resume_between_agreements_is_exact(data, tmp_path, kind, saves, loads
     assert first + rest == whole and len(rest) == 4
 
 
+def test_offloaded_agreed_parameters_change_nothing(data, tmp_path):
+    """Nor does a resume without them."""
+    argv = [*flags(data, ISLANDS, LOW_BITS), *EMULATE]
+    first = [*argv, *f"--island-offload --save {tmp_path} --save-interval 4 --exit-interval 4".split()]
+    whole, begun, rest = (run_ranks(1, _losses, words)[0] for words in (argv, first, [*argv, "--load", str(tmp_path)]))
+    assert begun + rest == whole and len(rest) == 4
+
+
 def _validation(commands: dict[str, list[str]]) -> dict[str, float]:
     return {name: train_each({"": argv})[""]["lm loss validation"][-1] for name, argv in commands.items()}
 
