@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from megatron_zpp.metrics.throughput import peak_tflops
+from megatron_zpp.planning.curves import Curve, check_curves, curve_name, kind_of, seconds_on
 from megatron_zpp.planning.hardware import (
     DEFAULT_EFFICIENCY,
     EFFICIENCIES,
@@ -40,7 +42,7 @@ class ClusterSpec:
     efficiency: float = _field("share of the peak that matrix products of the model's sizes reach")
     attention_efficiency: float = _field("share of the peak that attention reaches")
     memory_gb: float = _field("GB of a GPU")
-    kernel_gbytes: float = _field("GB/s that kernels read and write: norms, quantization, optimizer")
+    kernel_gbytes: float = _field("GB/s that kernels read and write: quantization, optimizer")
     within_gbytes: float = _field("GB/s that a GPU sends within its node")
     between_gbits: float = _field("Gbit/s that leave a node, all its links together, as collectives reach them")
     within_microseconds: float = _field("microseconds that a hop within a node adds", LATENCY_WITHIN)
@@ -49,16 +51,23 @@ class ClusterSpec:
         "collectives run beside arithmetic, as with NCCL; gloo's wait, but those between nodes", True
     )
     ring_passes: int = _field("2 where a reduce-scatter is an all-reduce, as gloo's", 1)
+    entry_microseconds: float = _field("microseconds that ranks wait for each other at every collective", 0.0)
+    layer_gbytes: float = _field("GB/s of what is between matrix products; 0: as kernel_gbytes", 0.0)
     dollars_per_gpu_hour: float = _field("price, for cost per token; 0: not known", 0.0)
+    collective_seconds: Mapping[str, Curve] = dataclasses.field(
+        default_factory=dict,
+        metadata={"help": "measured by kind, nodes x ranks, and bytes of a piece; links may be slower"},
+    )
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
-            may_be_zero = field.name.endswith("microseconds") or field.name == "dollars_per_gpu_hour"
-            if isinstance(value, str | bool):
+            if isinstance(value, str | bool | Mapping):
                 continue
+            may_be_zero = field.name.endswith("microseconds") or field.name in ("layer_gbytes", "dollars_per_gpu_hour")
             if not 0 <= value < math.inf or (value == 0 and not may_be_zero):
                 raise ValueError(f"{field.name} is {value}: give a number {'from' if may_be_zero else 'above'} 0")
+        check_curves(self.collective_seconds)
         for name in ("efficiency", "attention_efficiency"):
             if getattr(self, name) > 1:
                 raise ValueError(f"{name} is {getattr(self, name)}: give a share of the peak, such as 0.5")
@@ -68,16 +77,29 @@ class ClusterSpec:
         return self.nodes * self.gpus_per_node
 
     @property
+    def bytes_per_second_of_layers(self) -> float:
+        """That what is between matrix products reads and writes."""
+        return 1e9 * (self.layer_gbytes or self.kernel_gbytes)
+
+    @property
     def flops_per_second(self) -> float:
         """Of a GPU's matrix products."""
         return self.peak_tflops * 1e12 * self.efficiency
 
     def seconds_of(self, exchange: Exchange) -> float:
-        """How long a collective takes that has its links for itself, and the groups like it on the same nodes."""
+        """How long a collective takes that has its links for itself, and the groups like it on the same nodes.
+
+        One of a kind and on ranks that were measured takes as long as then, or as long as the links between nodes take.
+        """
         group = exchange.group
         if group.size == 1 or exchange.nbytes == 0:
             return 0.0
-        per_byte = 1e-9 / self.within_gbytes if group.ranks_per_node > 1 else 0.0
+        curve = self.collective_seconds.get(curve_name(kind_of(exchange), group))
+        measured = seconds_on(curve, exchange.nbytes) if curve is not None else 0.0
+        entry = 1e-6 * self.entry_microseconds
+        if curve is not None and group.nodes == 1:
+            return entry + measured
+        per_byte = 1e-9 / self.within_gbytes if group.ranks_per_node > 1 and curve is None else 0.0
         if group.nodes > 1:
             groups = self.gpus_per_node / group.ranks_per_node  # that share a node's links
             per_byte = max(per_byte, groups * 8e-9 / self.between_gbits)
@@ -85,7 +107,7 @@ class ClusterSpec:
         if exchange.is_straight:  # all at once
             hops_between, hops_within = min(hops_between, 1), min(hops_within, 1)
         latency = hops_between * self.between_microseconds + hops_within * self.within_microseconds
-        return exchange.sent * per_byte + exchange.passes * latency * 1e-6
+        return entry + max(measured, exchange.sent * per_byte + exchange.passes * latency * 1e-6)
 
 
 def parse_cluster(word: str) -> ClusterSpec:
@@ -131,7 +153,8 @@ def write_cluster(path: Path, cluster: ClusterSpec, said: str = "") -> None:
     lines = [f"# {line}" for line in said.splitlines()]
     for field in dataclasses.fields(cluster):
         value = getattr(cluster, field.name)
-        typed = str(value).lower() if isinstance(value, bool) else str(value)
+        # JSON is YAML too; of text it would be in quotes.
+        typed = value if isinstance(value, str) else json.dumps(value)
         lines.append(f"{field.name}: {typed}  # {field.metadata['help']}")
     path.write_text("\n".join(lines) + "\n")
 
@@ -143,6 +166,7 @@ def read_cluster(path: Path) -> ClusterSpec:
         "float": float,
         "str": str,
         "bool": {"true": True, "false": False}.__getitem__,
+        "Mapping[str, Curve]": json.loads,
     }
     fields = {field.name: field for field in dataclasses.fields(ClusterSpec)}
     values: dict[str, Any] = {}
@@ -157,7 +181,11 @@ def read_cluster(path: Path) -> ClusterSpec:
             values[name] = types[fields[name].type](value)  # annotations are strings here
         except (ValueError, KeyError):
             raise ValueError(f"{path}, line {number}: {name} is {value!r}, give a {fields[name].type}") from None
-    missing = [name for name, field in fields.items() if name not in values and field.default is dataclasses.MISSING]
+    missing = [
+        name
+        for name, field in fields.items()
+        if name not in values and field.default is dataclasses.MISSING is field.default_factory
+    ]
     if missing:
         raise ValueError(f"{path} lacks {', '.join(missing)}: add a line for each, or let tools/measure_cluster.py")
     try:

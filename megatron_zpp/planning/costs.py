@@ -132,10 +132,10 @@ def arithmetic(
     if architecture.activations is not None:
         block = architecture.activations(config, weights.itemsize)
         block = block.of_tensor_parallel_rank(tensor_parallel, distributed.sequence_parallel)
-        kept = tokens * block.everything / (1e9 * cluster.kernel_gbytes)
+        kept = tokens * block.everything / cluster.bytes_per_second_of_layers
         if activation.recompute_granularity == "selective":
-            recomputed = tokens * max(0, block.everything - block.linear_layers) / (1e9 * cluster.kernel_gbytes)
-    logits = tokens * BYTES_OF_A_LOGIT * config.vocab_size / tensor_parallel / (1e9 * cluster.kernel_gbytes)
+            recomputed = tokens * max(0, block.everything - block.linear_layers) / cluster.bytes_per_second_of_layers
+    logits = tokens * BYTES_OF_A_LOGIT * config.vocab_size / tensor_parallel / cluster.bytes_per_second_of_layers
     head_products = tokens * head / tensor_parallel / cluster.flops_per_second
     # What is kept was written once and read once. The backward pass reads it, and writes and reads its gradient.
     forward = Arithmetic(products + attended + 2 * kept, head_products + logits)

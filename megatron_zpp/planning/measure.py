@@ -2,26 +2,38 @@
 
 from __future__ import annotations
 
+import math
 import os
 import statistics
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
 
+from megatron_zpp.architectures import GPT
+from megatron_zpp.arguments.parse import parse_settings
 from megatron_zpp.metrics.throughput import peak_tflops
 from megatron_zpp.planning.cluster import ClusterSpec
+from megatron_zpp.planning.costs import arithmetic
+from megatron_zpp.planning.curves import GATHER, REDUCTION, STRAIGHT, Curve, curve_name
 from megatron_zpp.planning.hardware import LATENCY_BETWEEN, LATENCY_WITHIN
-from megatron_zpp.zeropp.collectives import all_gather
+from megatron_zpp.training.exchanges import Exchange
+from megatron_zpp.training.rank_groups import RankGroup
+from megatron_zpp.zeropp.collectives import all_gather, reduce_scatter
 from megatron_zpp.zeropp.topology import build_topology
 from megatron_zpp.zeropp.wire_format import wire_format
 from megatron_zpp.zeropp.wire_layout import ParameterShard
 
 HEAD_DIM = 64
+SIZE_STEP = 4  # between measured sizes of collectives
+LAYERS, VOCABULARY = 2, 1024  # of the model that is measured
+UNITS, UNIT_WIDTH = 8, 64  # of one that has nearly no arithmetic
 
 
 @dataclass(frozen=True)
@@ -31,7 +43,7 @@ class Sizes:
     hidden_size: int
     tokens: int  # of a micro-batch
     least_bytes: int = 2**12  # of a collective's pieces
-    most_bytes: int = 2**25
+    most_bytes: int = 2**24
     seconds: float = 0.5  # of each measurement, at least
 
 
@@ -51,31 +63,44 @@ def measure_cluster(
     say(f"attention: {attended / 1e12:.4g} TFLOP/s")
     kernels = _of_all(_kernels(device, sizes))
     say(f"encoding and decoding: {kernels / 1e9:.4g} GB/s")
-    within, within_latency = _link(topology.intra_group, device, sizes)
+    nodes, ranks_per_node = topology.num_nodes, topology.ranks_per_node
+    groups = {
+        RankGroup(1, ranks_per_node): topology.intra_group,
+        RankGroup(nodes, 1): topology.inter_group,
+        RankGroup(nodes, ranks_per_node): world,
+    }
+    curves = _curves(groups, device, sizes)
+    within, within_latency = _rate_and_latency(curves[curve_name(GATHER, RankGroup(1, ranks_per_node))], ranks_per_node)
+    between, between_latency = _rate_and_latency(curves[curve_name(GATHER, RankGroup(nodes, 1))], nodes)
     say(f"within a node: {within / 1e9:.4g} GB/s a rank, {within_latency * 1e6:.4g} microseconds a hop")
-    between, between_latency = _link(topology.inter_group, device, sizes)
-    gbits = 8e-9 * between * topology.ranks_per_node  # all local ranks sent at once
+    gbits = 8e-9 * between * ranks_per_node  # all local ranks sent at once
     say(f"between nodes: {gbits:.4g} Gbit/s out of a node, {between_latency * 1e6:.4g} microseconds a hop")
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
     fastest = max(products, attended) / 1e12
     peak = max(peak_tflops(name) or fastest, fastest)
-    is_gloo = dist.get_backend() == "gloo"
-    return ClusterSpec(
-        topology.num_nodes,
-        topology.ranks_per_node,
+    cluster = ClusterSpec(
+        nodes,
+        ranks_per_node,
         name,
         peak_tflops=peak,
         efficiency=products / 1e12 / peak,
         attention_efficiency=attended / 1e12 / peak,
-        memory_gb=_memory(device, topology.ranks_per_node) / 1e9,
+        memory_gb=_memory(device, ranks_per_node) / 1e9,
         kernel_gbytes=kernels / 1e9,
         within_gbytes=within / 1e9,
         between_gbits=gbits,
-        within_microseconds=within_latency * 1e6 if topology.ranks_per_node > 1 else LATENCY_WITHIN,
-        between_microseconds=between_latency * 1e6 if topology.num_nodes > 1 else LATENCY_BETWEEN,
-        overlaps=not is_gloo,
-        ring_passes=2 if is_gloo else 1,
+        within_microseconds=within_latency * 1e6 if ranks_per_node > 1 else LATENCY_WITHIN,
+        between_microseconds=between_latency * 1e6 if nodes > 1 else LATENCY_BETWEEN,
+        overlaps=dist.get_backend() != "gloo",
+        ring_passes=2 if dist.get_backend() == "gloo" else 1,
+        collective_seconds=curves,
     )
+    cluster = replace(cluster, layer_gbytes=_layers(cluster, device, sizes))
+    say(f"norms and activations: {cluster.layer_gbytes:.4g} GB/s")
+    if not cluster.overlaps:
+        cluster = replace(cluster, entry_microseconds=1e6 * _entry(cluster, device, sizes))
+        say(f"ranks wait for each other at a collective for {cluster.entry_microseconds:.4g} microseconds")
+    return cluster
 
 
 def _products(device: torch.device, sizes: Sizes) -> float:
@@ -124,25 +149,93 @@ def _kernels(device: torch.device, sizes: Sizes) -> float:
     return 2 * (values.nbytes + format.nbytes) / _seconds(run, device, sizes)
 
 
-def _link(group: dist.ProcessGroup, device: torch.device, sizes: Sizes) -> tuple[float, float]:
-    """Bytes that a rank of the group sends per second in large all-gathers, and seconds of a hop of a small one.
+def _layers(cluster: ClusterSpec, device: torch.device, sizes: Sizes) -> float:
+    """GB/s of what is between matrix products: the rate at which ``costs.arithmetic`` is right about a small GPT."""
+    flags = (
+        f"--num-layers {LAYERS} --hidden-size {sizes.hidden_size} --seq-length {sizes.tokens} --micro-batch-size 1 "
+        f"--num-attention-heads {sizes.hidden_size // HEAD_DIM} --train-iters 1 --lr 1 --mock-data --bf16 "
+        f"--vocab-size {VOCABULARY - 1} --hidden-dropout 0 --attention-dropout 0"
+    )
+    settings = parse_settings(GPT, flags.split(), cluster.world_size, note=lambda _: None)
+    planned = GPT.build_model(settings.model, VOCABULARY)
+    model = GPT.build_model(settings.model, VOCABULARY).to_empty(device=device).to(torch.bfloat16)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(std=0.02)
+    tokens = torch.randint(VOCABULARY, (1, sizes.tokens), device=device)
+    positions = torch.arange(sizes.tokens, device=device).unsqueeze(0)
 
-    All groups of the same kind at once. A group of one rank sends nothing: its rate is that of copies.
+    def run() -> None:
+        model.zero_grad()
+        model(tokens, tokens, positions, None).mean().backward()
+
+    measured = 1 / _of_all(1 / _seconds(run, device, sizes))
+
+    def predicted(layer_gbytes: float) -> float:
+        passes = arithmetic(GPT, settings, replace(cluster, layer_gbytes=layer_gbytes), planned)
+        return sum(LAYERS * each.layer + each.head for each in passes)
+
+    products = predicted(1e12)
+    # Where products alone seem to take longer than the model, the rest is as fast as other kernels.
+    gbytes = (predicted(1.0) - products) / (measured - products) if measured > products else cluster.kernel_gbytes
+    return min(gbytes, cluster.kernel_gbytes)
+
+
+def _entry(cluster: ClusterSpec, device: torch.device, sizes: Sizes) -> float:
+    """Seconds that a collective takes under FSDP2 beyond its own: hooks, and waiting for the last rank to come.
+
+    Of units so small that there is nearly no arithmetic.
     """
-    hops = max(1, group.size() - 1)
+    model = nn.Sequential(*(nn.Linear(UNIT_WIDTH, UNIT_WIDTH, bias=False) for _ in range(UNITS))).to(device)
+    for unit in model:
+        fully_shard(unit)
+    fully_shard(model)
+    x = torch.randn(1, UNIT_WIDTH, device=device)
+    measured = 1 / _of_all(1 / _seconds(lambda: model(x).sum().backward(), device, sizes))
+    ranks = RankGroup(cluster.nodes, cluster.gpus_per_node)
+    piece = UNIT_WIDTH * UNIT_WIDTH // ranks.size * torch.float32.itemsize
+    gather, reduction = Exchange(ranks, piece), Exchange(ranks, piece, passes=cluster.ring_passes)
+    # Weights are gathered for the forward and for the backward pass.
+    of_collectives = UNITS * (2 * cluster.seconds_of(gather) + cluster.seconds_of(reduction))
+    return max(0.0, measured - of_collectives) / (3 * UNITS)
 
-    def gather(nbytes: int) -> float:
-        piece = torch.zeros(nbytes, dtype=torch.uint8, device=device)
-        of_all = torch.empty(nbytes * group.size(), dtype=torch.uint8, device=device)
 
-        def run() -> None:
-            all_gather(of_all, piece, group=group)
+def _curves(groups: Mapping[RankGroup, dist.ProcessGroup], device: torch.device, sizes: Sizes) -> dict[str, Curve]:
+    """Of every kind of collective on every kind of group."""
+    # Only gloo's reductions are not as fast as gathers.
+    kinds = (GATHER, STRAIGHT, REDUCTION) if dist.get_backend() == "gloo" else (GATHER, STRAIGHT)
+    return {
+        curve_name(kind, group): _curve(kind, process_group, device, sizes)
+        for group, process_group in groups.items()
+        for kind in kinds
+    }
 
-        return 1 / _of_all(1 / _seconds(run, device, sizes))
 
-    small, large = gather(sizes.least_bytes), gather(sizes.most_bytes)
-    latency = small / hops
-    return hops * sizes.most_bytes / max(large - small, 1e-9), latency
+def _curve(kind: str, group: dist.ProcessGroup, device: torch.device, sizes: Sizes) -> Curve:
+    """Seconds of a collective by bytes of a piece. All groups of the same kind run at once."""
+    steps = int(math.log(sizes.most_bytes / sizes.least_bytes, SIZE_STEP))
+    curve = {}
+    for nbytes in (sizes.least_bytes * SIZE_STEP**step for step in range(steps + 1)):
+        piece = torch.zeros(nbytes // 2, dtype=torch.bfloat16, device=device)
+        of_all = torch.zeros(group.size() * piece.numel(), dtype=torch.bfloat16, device=device)
+        received = torch.empty_like(of_all)
+        run = {
+            GATHER: partial(all_gather, received, piece, group=group),
+            STRAIGHT: partial(dist.all_to_all_single, received, of_all, group=group),
+            REDUCTION: partial(reduce_scatter, piece, of_all, group=group),
+        }[kind]
+        curve[str(nbytes)] = 1 / _of_all(1 / _seconds(run, device, sizes))
+    return curve
+
+
+def _rate_and_latency(curve: Curve, ranks: int) -> tuple[float, float]:
+    """Bytes that a rank sends per second at the best size, and seconds of a hop of the smallest.
+
+    One rank sends nothing: its rate is that of copies.
+    """
+    hops, latency = max(1, ranks - 1), min(curve.values())
+    rates = (hops * int(nbytes) / (seconds - latency) for nbytes, seconds in curve.items() if seconds > 2 * latency)
+    return max(rates, default=hops * max(int(n) / s for n, s in curve.items())), latency / hops
 
 
 def _seconds(run: Callable[[], None], device: torch.device, sizes: Sizes) -> float:

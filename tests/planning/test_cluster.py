@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from typing import Any
 
 import pytest
 
@@ -40,8 +41,13 @@ def test_what_is_no_cluster(word, said):
 
 
 def test_a_file_keeps_every_field(tmp_path):
+    curves = {"all-gather 3x2": {"4096": 1e-3, "65536": 2.5e-3}}
     cluster = dataclasses.replace(
-        parse_cluster("3x2xL40S@12.5"), overlaps=False, ring_passes=2, dollars_per_gpu_hour=1.5
+        parse_cluster("3x2xL40S@12.5"),
+        overlaps=False,
+        ring_passes=2,
+        dollars_per_gpu_hour=1.5,
+        collective_seconds=curves,
     )
     write_cluster(tmp_path / "cluster.yaml", cluster, "measured today\nby me")
     assert parse_cluster(str(tmp_path / "cluster.yaml")) == cluster
@@ -58,6 +64,8 @@ def test_a_file_keeps_every_field(tmp_path):
         (("efficiency: 0.5", "efficiency: 50"), "efficiency is 50.0: give a share"),
         (("gpus_per_node: 2", "gpus_per_node: -2"), "gpus_per_node is -2"),
         (("overlaps: true", "overlaps: perhaps"), "overlaps is 'perhaps'"),
+        (("collective_seconds: {}", "collective_seconds: {4}"), "collective_seconds is '{4}'"),
+        (("collective_seconds: {}", 'collective_seconds: {"all-gather 2x2": 7}'), "collective_seconds is not as"),
     ],
 )
 def test_a_damaged_file_names_the_line(tmp_path, change, said):
@@ -88,3 +96,30 @@ def test_seconds_of_collectives():
     within = Exchange(RankGroup(1, 8), 10**6, passes=2)
     assert cluster.seconds_of(within) == pytest.approx(2 * (7e6 / 100e9 + 7e-6))
     assert cluster.seconds_of(Exchange(RankGroup(1, 1), 10**6)) == 0
+
+
+def test_collectives_that_were_measured_take_as_long_as_then():
+    curve = {"1000": 2e-3, "100000": 8e-3}  # bytes of a piece
+    cluster = dataclasses.replace(
+        parse_cluster("2x2xH100@100"),
+        within_gbytes=1,
+        between_gbits=8,
+        between_microseconds=0,
+        entry_microseconds=500,
+        collective_seconds={"all-gather 2x2": curve, "all-to-all 1x2": curve, "reduction 1x2": {"10": 9e-3}},
+    )
+
+    def milliseconds(group: RankGroup, nbytes: int, **more: Any) -> float:
+        return 1e3 * cluster.seconds_of(Exchange(group, nbytes, **more)) - 0.5
+
+    flat, within = RankGroup(2, 2), RankGroup(1, 2)
+    assert milliseconds(flat, 1) == pytest.approx(2)
+    assert milliseconds(flat, 10_000) == pytest.approx(4)  # halfway between the two, by logarithms
+    # 3 pieces of 10 MB take 30 ms over 1 GB/s between nodes, and as the largest measured piece does 800 ms.
+    assert milliseconds(flat, 10_000_000) == pytest.approx(800)
+    slow = dataclasses.replace(cluster, between_gbits=0.08)  # 10 MB/s: slower than when it was measured
+    assert slow.seconds_of(Exchange(flat, 10_000_000)) == pytest.approx(3 + 0.5e-3, rel=1e-4)
+    assert milliseconds(within, 1000, is_straight=True) == pytest.approx(2)
+    assert milliseconds(within, 5, passes=2) == pytest.approx(9)
+    # Nobody measured these: by the rates.
+    assert milliseconds(within, 1_000_000) == pytest.approx(1 + cluster.within_microseconds / 1e3)

@@ -28,7 +28,13 @@ def test_ranks_find_the_same(ranks_per_node):
     assert (cluster.nodes, cluster.gpus_per_node) == (4 // ranks_per_node, ranks_per_node)
     assert (cluster.overlaps, cluster.ring_passes) == (False, 2)  # gloo
     assert max(cluster.efficiency, cluster.attention_efficiency) == 1  # of the faster one, as a CPU's peak is unknown
-    assert len(lines) == 5 and lines[-1].startswith("between nodes: ")
+    assert len(lines) == 7 and lines[-1].startswith("ranks wait for each other at a collective")
+    assert 0 < cluster.layer_gbytes <= cluster.kernel_gbytes and cluster.entry_microseconds >= 0
+    groups = {(1, ranks_per_node), (4 // ranks_per_node, 1), (4 // ranks_per_node, ranks_per_node)}
+    kinds = ("all-gather", "all-to-all", "reduction")
+    assert set(cluster.collective_seconds) == {f"{kind} {n}x{p}" for kind in kinds for n, p in groups}
+    for curve in cluster.collective_seconds.values():
+        assert [int(size) for size in curve] == [4096, 16384, 65536] and min(curve.values()) > 0
 
 
 @pytest.mark.long
