@@ -15,9 +15,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import json
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from itertools import chain
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -34,11 +32,10 @@ from torch.distributed.checkpoint.state_dict import (
 
 from megatron_zpp.islands import IslandsInterface
 from megatron_zpp.parallel.distributed import errors_on_all_ranks
-from megatron_zpp.parallel.mesh import AXES
-from megatron_zpp.zeropp import ZeroPPConfig, ZeroPPInterface
 
 from .files import CheckpointError
 from .storage import CheckpointReader, iterate_tensors, read_index
+from .taken_over import taken_over, zeropp_layout
 from .trained import Trained
 
 
@@ -68,7 +65,7 @@ def describe_state(trained: Trained, save_rng: bool) -> dict[str, Any]:
         "has_optimizer": bool(trained.optimizers),
         "optimizer_has_stepped": any(bool(optimizer.state) for optimizer in trained.optimizers),
         "has_rng": save_rng,
-        "zeropp": _zeropp_layout(trained.zeropps),
+        "zeropp": zeropp_layout(trained.zeropps),
         "islands": None if trained.islands is None else dataclasses.asdict(trained.islands.config),
     }
 
@@ -94,97 +91,71 @@ def load_checkpoint(
     those that saved; random states and LoCo's errors belong to a layout and start anew on another. Raises
     FailedTogether when it has said why.
     """
-    notes: list[str] = []
-    islands, layout_there = trained.islands, dict.fromkeys(AXES, 1) | meta.get("layout", {})  # newer axes: one rank
-    same_layout = "layout" in meta and layout_there == layout
-    # Or they begin anew: then the first model here is loaded, and all become equal.
-    islands_go_on = islands is not None and bool(trained.optimizers) and layout_there["island"] == islands.num_islands
-    loaded = trained if islands_go_on else trained.first()
+    islands, own_ranks = trained.islands, _ranks_in(*(zeropp.state_dict() for zeropp in trained.zeropps))
+    taken = taken_over(meta, trained, layout, load_rng, has_zeropp_state=bool(own_ranks))
+    loaded = trained if taken.islands else trained.first()
     models = {prefix: _model_state(model) for prefix, model in loaded.named_models()}
-    state = _joined(models)
-    optimizers: dict[str, dict[str, Any]] = {}
-    if meta.get("optimizer_has_stepped", True):
-        optimizers = {prefix: get_optimizer_state_dict(m, o) for prefix, m, o in loaded.named_optimizers()}
-        state |= _joined({prefix: _optimizer_tensors(own) for prefix, own in optimizers.items()})
-    load_rng = load_rng and meta["has_rng"]
-    if load_rng and not same_layout:
-        others = f"{meta['world_size']} ranks saved, {trained.world_size} load"
-        otherwise = ", divided otherwise" if meta["world_size"] == trained.world_size else ""
-        notes.append(f"random states start anew: {others}{otherwise}")
-        load_rng = False
-    random_states = [ranks.random_states.state_dict() for ranks in trained.ranks]
-    if load_rng:
-        state |= {f"rng.{name}": tensor for own in random_states for name, tensor in own.items()}
-    own_ranks = {name.partition(".")[0] for zeropp in trained.zeropps for name in zeropp.state_dict()}
-    load_zeropp = bool(trained.optimizers) and bool(own_ranks)
-    kept = "LoCo's errors, scales of elements and weight copies"
-    if load_zeropp and (not same_layout or _comparable(meta["zeropp"]) != _comparable(_zeropp_layout(trained.zeropps))):
-        notes.append(f"{kept} start anew: saved with other ranks, nodes or ZeRO++ settings")
-        load_zeropp = False
-    if islands is not None and not islands_go_on and trained.optimizers:
-        notes.append(f"islands start anew from the checkpoint's parameters: {layout_there['island']} islands saved")
-    if layout_there["island"] > 1 and not islands_go_on and optimizers:
-        notes.append("the optimizer's state is that of the first island that saved")
-    # Errors, and what is on its way, belong to ranks and to a wire.
-    same_wire = islands is not None and _wire_of(meta.get("islands")) == _wire_of(dataclasses.asdict(islands.config))
-    load_wires = islands_go_on and same_layout and same_wire
-    if islands_go_on and not load_wires:
-        notes.append(
-            "LoCo's errors between islands start anew, and what was on its way is dropped: saved with other ranks or "
-            "settings"
-        )
+    optimizers = {p: get_optimizer_state_dict(m, o) for p, m, o in loaded.named_optimizers() if taken.optimizer}
+    random_states = [ranks.random_states.state_dict() for ranks in trained.ranks if taken.random_states]
+    state = _joined(models) | _joined({prefix: _optimizer_tensors(own) for prefix, own in optimizers.items()})
+    for own in random_states:
+        state |= _joined({"rng.": own})
 
     zeropp_state, islands_state = dict[str, Tensor](), dict[str, Tensor]()
+    island_ranks = _ranks_in(islands.state_dict()) if islands is not None and taken.island_wires else set()
     with errors_on_all_ranks():
         if trained.optimizers and not meta["has_optimizer"]:
             raise CheckpointError(f"{checkpoint} was saved without its optimizer: load it with --no-load-optim")
         metadata, places = read_index(checkpoint, meta)
         saved = metadata.state_dict_metadata
-        if load_zeropp:
+        if taken.zeropp:
             zeropp_state = _tensors_to_fill(saved, "zeropp", own_ranks)
-            state |= {f"zeropp.{name}": tensor for name, tensor in zeropp_state.items()}
-        if islands_go_on and islands is not None:
+        if taken.islands and islands is not None:
             for name, tensor in _agreed_tensors(islands).items():
                 if name in saved or name.startswith("model."):  # or there was no momentum when it was saved
                     state[name] = tensor
-        if load_wires and islands is not None:
-            ranks_here = {name.partition(".")[0] for name in islands.state_dict()}
-            islands_state = _tensors_to_fill(saved, "islands", ranks_here)
-            state |= {f"islands.{name}": tensor for name, tensor in islands_state.items()}
+        if taken.island_wires:
+            islands_state = _tensors_to_fill(saved, "islands", island_ranks)
+        state |= _joined({"zeropp.": zeropp_state, "islands.": islands_state})
         _check_shapes(checkpoint, state, saved)
+    _read(CheckpointReader(checkpoint, metadata, places), state)
+
+    for prefix, model in loaded.named_models():
+        set_model_state_dict(model, models[prefix])
+    for prefix, model, optimizer in loaded.named_optimizers() if taken.optimizer else ():
+        set_optimizer_state_dict(model, optimizer, optimizers[prefix])
+    for model, optimizer in list(zip(trained.models, trained.optimizers, strict=False))[len(loaded.models) :]:
+        if taken.optimizer:  # of emulated islands that begin anew
+            set_optimizer_state_dict(model, optimizer, copy.deepcopy(optimizers["optimizer."]))
+    for ranks, own in zip(trained.ranks, random_states, strict=False):  # none, or all
+        ranks.random_states.load_state_dict(own)
+    for zeropp in trained.zeropps:
+        zeropp.invalidate()
+        if taken.zeropp:
+            # Which leaves it out with a warning where an earlier version divided the model into other units.
+            zeropp.load_state_dict({name: tensor.to(zeropp.device) for name, tensor in zeropp_state.items()})
+    if islands is not None:
+        if taken.islands:
+            islands.load_state_dict(islands_state)
+        else:
+            islands.begin_anew()
+    return list(taken.notes)
+
+
+def _read(reader: CheckpointReader, state: dict[str, Any]) -> None:
+    """Fill the tensors of ``state``; collective. Raises FailedTogether."""
     failure = None
     try:
         planner = dcp.DefaultLoadPlanner(flatten_state_dict=False)
-        dcp.load(state, storage_reader=CheckpointReader(checkpoint, metadata, places), planner=planner)
+        dcp.load(state, storage_reader=reader, planner=planner)
     except dcp.api.CheckpointException as error:  # on all ranks
         failure = root_cause(error)
     with errors_on_all_ranks():
         if failure is not None:
             raise CheckpointError(
-                f"{checkpoint} cannot be loaded ({failure}): load another checkpoint with --ckpt-step, or the newest "
-                "good one with --load-latest-good"
+                f"{reader.checkpoint} cannot be loaded ({failure}): load another checkpoint with --ckpt-step, or the "
+                "newest good one with --load-latest-good"
             )
-    for prefix, model in loaded.named_models():
-        set_model_state_dict(model, models[prefix])
-    for prefix, model, optimizer in loaded.named_optimizers() if optimizers else ():
-        set_optimizer_state_dict(model, optimizer, optimizers[prefix])
-    for model, optimizer in list(zip(trained.models, trained.optimizers, strict=False))[len(loaded.models) :]:
-        if optimizers:  # of emulated islands that begin anew
-            set_optimizer_state_dict(model, optimizer, copy.deepcopy(optimizers["optimizer."]))
-    if load_rng:
-        for ranks, own in zip(trained.ranks, random_states, strict=True):
-            ranks.random_states.load_state_dict(own)
-    for zeropp in trained.zeropps:
-        zeropp.invalidate()
-        if load_zeropp:
-            # Which leaves it out with a warning where an earlier version divided the model into other units.
-            zeropp.load_state_dict({name: tensor.to(zeropp.device) for name, tensor in zeropp_state.items()})
-    if islands is not None:
-        if islands_go_on:
-            islands.load_state_dict(islands_state)
-        else:
-            islands.begin_anew()
-    return notes
 
 
 def root_cause(error: BaseException) -> str:
@@ -210,12 +181,6 @@ def _agreed_tensors(islands: IslandsInterface) -> dict[str, Tensor]:
     return found
 
 
-def _wire_of(config: Mapping[str, Any] | None) -> dict[str, Any]:
-    """The settings of islands that say what their ranks keep, and what is on its way."""
-    free = {"outer_optimizer", "outer_lr", "outer_momentum", "loco_beta", "merge_alpha", "offload"}
-    return {name: value for name, value in (config or {}).items() if name not in free}
-
-
 def _joined(named: Mapping[str, Mapping[str, Tensor]]) -> dict[str, Tensor]:
     """Tensors under their prefix and name."""
     return {prefix + name: tensor for prefix, tensors in named.items() for name, tensor in tensors.items()}
@@ -231,28 +196,9 @@ def _optimizer_tensors(state: dict[str, Any]) -> dict[str, Tensor]:
     }
 
 
-def _zeropp_layout(zeropps: Sequence[ZeroPPInterface]) -> dict[str, Any] | None:
-    """What must be the same for ZeRO++ state to be taken over, rank by rank; alike in all islands."""
-    if not zeropps:
-        return None
-    zeropp = zeropps[0]
-    # Nodes and ranks per node, of each division that units have.
-    topology = list(chain.from_iterable(dict.fromkeys((t.num_nodes, t.ranks_per_node) for t in zeropp.topologies)))
-    return {"topology": topology, "config": dataclasses.asdict(zeropp.config)}
-
-
-def _comparable(zeropp_layout: dict[str, Any] | None) -> Any:
-    """This run's layout or a checkpoint's, as JSON; settings that are newer than the checkpoint have their defaults."""
-    config = (zeropp_layout or {}).get("config")
-    if zeropp_layout is None or not isinstance(config, dict):
-        return zeropp_layout
-    config = dataclasses.asdict(ZeroPPConfig()) | config
-    # Nothing is kept in the bits of first steps, what is kept is not random, and no error is of a step to be undone.
-    of_no_state = {"seed", "gradient_bits_warmup", "weight_difference_bits_warmup"}
-    config = {name: value for name, value in config.items() if name not in of_no_state}
-    if isinstance(loco := config["loco"], dict):
-        config["loco"] = {name: value for name, value in loco.items() if name != "exact_undo"}
-    return json.loads(json.dumps(zeropp_layout | {"config": config}))
+def _ranks_in(*states: Mapping[str, Tensor]) -> set[str]:
+    """Those that the names begin with."""
+    return {name.partition(".")[0] for state in states for name in state}
 
 
 def _tensors_to_fill(saved: Mapping[str, Any], kind: str, ranks: Collection[str]) -> dict[str, Tensor]:

@@ -1,0 +1,95 @@
+"""What of a checkpoint belongs to its ranks and settings, and so is taken over by a run that has the same."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping, Sequence
+from itertools import chain
+from typing import Any
+
+from megatron_zpp.parallel.mesh import AXES
+from megatron_zpp.zeropp import ZeroPPConfig, ZeroPPInterface
+
+from .trained import Trained
+
+
+@dataclasses.dataclass(frozen=True)
+class TakenOver:
+    """Each is said in ``notes`` where it is not, and the run had a use for it."""
+
+    notes: tuple[str, ...]
+    optimizer: bool  # False also where it had made no step
+    random_states: bool
+    zeropp: bool
+    islands: bool  # each its own parameters and optimizer; or all begin with the first model that is loaded
+    island_wires: bool  # LoCo's errors between islands, and what is on its way
+
+
+def taken_over(
+    meta: Mapping[str, Any], trained: Trained, layout: Mapping[str, int | str], load_rng: bool, has_zeropp_state: bool
+) -> TakenOver:
+    """Of a checkpoint with this ``meta``, by a run on the ranks of ``layout``."""
+    notes: list[str] = []
+    there = dict.fromkeys(AXES, 1) | meta.get("layout", {})  # newer axes: one rank
+    same_layout, trains = "layout" in meta and there == layout, bool(trained.optimizers)
+    optimizer = trains and meta.get("optimizer_has_stepped", True)
+
+    random_states = load_rng and meta["has_rng"]
+    if random_states and not same_layout:
+        others = f"{meta['world_size']} ranks saved, {trained.world_size} load"
+        otherwise = ", divided otherwise" if meta["world_size"] == trained.world_size else ""
+        notes.append(f"random states start anew: {others}{otherwise}")
+        random_states = False
+
+    zeropp = trains and has_zeropp_state
+    if zeropp and (not same_layout or _comparable(meta["zeropp"]) != _comparable(zeropp_layout(trained.zeropps))):
+        kept = "LoCo's errors, scales of elements and weight copies"
+        notes.append(f"{kept} start anew: saved with other ranks, nodes or ZeRO++ settings")
+        zeropp = False
+
+    islands = trained.islands
+    islands_go_on = islands is not None and trains and there["island"] == islands.num_islands
+    if islands is not None and not islands_go_on and trains:
+        notes.append(f"islands start anew from the checkpoint's parameters: {there['island']} islands saved")
+    if there["island"] > 1 and not islands_go_on and optimizer:
+        notes.append("the optimizer's state is that of the first island that saved")
+    # Errors, and what is on its way, belong to ranks and to a wire.
+    same_wire = islands is not None and _wire_of(meta.get("islands")) == _wire_of(dataclasses.asdict(islands.config))
+    island_wires = islands_go_on and same_layout and same_wire
+    if islands_go_on and not island_wires:
+        notes.append(
+            "LoCo's errors between islands start anew, and what was on its way is dropped: saved with other ranks or "
+            "settings"
+        )
+    return TakenOver(tuple(notes), optimizer, random_states, zeropp, islands_go_on, island_wires)
+
+
+def zeropp_layout(zeropps: Sequence[ZeroPPInterface]) -> dict[str, Any] | None:
+    """What must be the same for ZeRO++ state to be taken over, rank by rank; alike in all islands."""
+    if not zeropps:
+        return None
+    zeropp = zeropps[0]
+    # Nodes and ranks per node, of each division that units have.
+    topology = list(chain.from_iterable(dict.fromkeys((t.num_nodes, t.ranks_per_node) for t in zeropp.topologies)))
+    return {"topology": topology, "config": dataclasses.asdict(zeropp.config)}
+
+
+def _comparable(zeropp_layout: dict[str, Any] | None) -> Any:
+    """This run's layout or a checkpoint's, as JSON; settings that are newer than the checkpoint have their defaults."""
+    config = (zeropp_layout or {}).get("config")
+    if zeropp_layout is None or not isinstance(config, dict):
+        return zeropp_layout
+    config = dataclasses.asdict(ZeroPPConfig()) | config
+    # Nothing is kept in the bits of first steps, what is kept is not random, and no error is of a step to be undone.
+    of_no_state = {"seed", "gradient_bits_warmup", "weight_difference_bits_warmup"}
+    config = {name: value for name, value in config.items() if name not in of_no_state}
+    if isinstance(loco := config["loco"], dict):
+        config["loco"] = {name: value for name, value in loco.items() if name != "exact_undo"}
+    return json.loads(json.dumps(zeropp_layout | {"config": config}))
+
+
+def _wire_of(config: Mapping[str, Any] | None) -> dict[str, Any]:
+    """The settings of islands that say what their ranks keep, and what is on its way."""
+    free = {"outer_optimizer", "outer_lr", "outer_momentum", "loco_beta", "merge_alpha", "offload"}
+    return {name: value for name, value in (config or {}).items() if name not in free}
