@@ -14,6 +14,7 @@ seconds, and removes what it made, also after Ctrl-C; what a killed run left ove
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import re
@@ -27,7 +28,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from megatron_zpp.metrics.log_reader import BETWEEN, parse_line
+from megatron_zpp.metrics.log_reader import BETWEEN, BETWEEN_ISLANDS, parse_line
 
 PREFIX = "mzpp"
 SUBNET = "10.213.77"
@@ -56,7 +57,7 @@ def main() -> None:
     parser.add_argument("--warmup-steps", type=int, default=2, help="steps left out of the means")
     parser.add_argument("--timeout", type=float, default=600.0, help="seconds after which the run is ended")
     parser.add_argument(
-        "command", nargs="+", metavar="-- PROGRAM ARGS", help="a training program with --log-interval 1"
+        "command", nargs="+", metavar="-- PROGRAM ARGS", help="a training program that logs often enough"
     )
     arguments = parser.parse_args()
     try:
@@ -181,7 +182,7 @@ def measure(
     deadline: float,
     echo: bool,
 ) -> Measurement:
-    """Read the log line of each step, which the last rank prints, and every node's interface at that moment."""
+    """Read each log line, which the last rank prints, and every node's interface at that moment."""
     samples: list[tuple[list[int], dict[str, float]]] = []  # bytes sent so far by each node, and the line's fields
     output = processes[-1].stdout
     assert output is not None
@@ -206,15 +207,22 @@ def measure(
         if time.monotonic() > deadline:
             raise TimeoutError("the run took longer than --timeout")
         time.sleep(0.01)
-    if len(samples) <= warmup_steps + 1:
-        raise RuntimeError(
-            f"{len(samples)} steps were logged: train more than {warmup_steps + 1}, with --log-interval 1"
-        )
-    (first, _), (last, last_fields), steps = samples[warmup_steps], samples[-1], len(samples) - warmup_steps - 1
-    steady = [fields for _, fields in samples[warmup_steps + 1 :]]
-    milliseconds = sum(fields["elapsed time per iteration (ms)"] for fields in steady) / steps
-    tokens = sum(fields["tokens per second"] * fields["elapsed time per iteration (ms)"] for fields in steady)
-    counted = sum(fields.get(BETWEEN, 0.0) for fields in steady) / steps
+    samples = [(sent, fields) for sent, fields in samples if fields["iteration"] > warmup_steps]
+    if len(samples) < 2:
+        raise RuntimeError(f"no interval was logged whole behind step {warmup_steps}: train longer, or log more often")
+    (first, first_fields), (last, last_fields) = samples[0], samples[-1]
+    steps = round(last_fields["iteration"] - first_fields["iteration"])
+    # Each line is a mean over the steps since the one before.
+    steady = [
+        (fields, fields["iteration"] - before["iteration"]) for (_, before), (_, fields) in itertools.pairwise(samples)
+    ]
+    milliseconds = sum(count * fields["elapsed time per iteration (ms)"] for fields, count in steady) / steps
+    tokens = sum(
+        count * fields["tokens per second"] * fields["elapsed time per iteration (ms)"] for fields, count in steady
+    )
+    counted = (
+        sum(count * (fields.get(BETWEEN, 0.0) + fields.get(BETWEEN_ISLANDS, 0.0)) for fields, count in steady) / steps
+    )
     return Measurement(
         nodes=len(namespaces),
         ranks_per_node=ranks_per_node,

@@ -70,7 +70,7 @@ class Side:
     def steps(self, number: int) -> None:
         begun = time.perf_counter()
         for _ in range(number):
-            result = train_step(self.run, self.batches, self.num_micro_batches, stop=False)
+            (result,) = train_step(self.run, self.batches, self.num_micro_batches, stop=False)
             self.losses.append(result.loss)
         if self.run.device.type == "cuda":
             torch.cuda.synchronize()

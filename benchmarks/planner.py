@@ -2,6 +2,7 @@
 
     .venv/bin/python benchmarks/planner.py published  # predicts the rows of results/published_throughput.jsonl
     .venv/bin/python benchmarks/planner.py table      # docs/planner.md's: models, nodes, rates
+    .venv/bin/python benchmarks/planner.py islands    # docs/islands.md's: rates between two sites
     sudo .venv/bin/python benchmarks/planner.py box   # measures in the cluster in a box: on an idle machine, an hour
     .venv/bin/python benchmarks/planner.py compare    # those measurements beside what is predicted for them
 
@@ -27,6 +28,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import planner_islands
 
 from megatron_zpp.architectures import GPT, LLAMA, Architecture
 from megatron_zpp.arguments.parse import parse_settings
@@ -351,7 +354,13 @@ def compare() -> None:
 
 
 def main() -> None:
-    programs: dict[str, Callable[[], None]] = {"published": published, "table": table, "box": box, "compare": compare}
+    programs: dict[str, Callable[[], None]] = {
+        "published": published,
+        "table": table,
+        "islands": planner_islands.print_table,
+        "box": box,
+        "compare": compare,
+    }
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=programs)
     programs[parser.parse_args().what]()

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from megatron_zpp.metrics.log_reader import BETWEEN_ISLANDS
+
 RANKS, NODES = 4, 2
 BF16 = "--bf16"  # computing in bf16, fp32 masters: what all arms but the fp32 wire have
 HPZ = f"--zero-hpz-partition-size {RANKS // NODES}"
@@ -337,7 +339,6 @@ FRAGMENTS = {
     "2 fragments": " --island-fragments 2",
     "2 fragments, 4 steps on their way": " --island-fragments 2 --island-sync-delay 4 --island-merge-alpha 0.5",
 }
-SENT_BETWEEN_ISLANDS = "sent between islands per step (MB)"
 
 
 def islands(number: int) -> Group:
@@ -627,7 +628,7 @@ EXPERIMENTS = {
             islands(2),
             islands(4),
         ),
-        observed=(SENT_BETWEEN_ISLANDS,),
+        observed=(BETWEEN_ISLANDS,),
     ),
 }
 OBSERVED = {name for experiment in EXPERIMENTS.values() for name in experiment.observed}

@@ -38,6 +38,11 @@ def check_islands(settings: Settings, given: Collection[str]) -> None:
         f"--calculate-per-token-loss weighs ranks by the tokens of all, which {islands} do not know: leave one out",
     )
     require(
+        settings.training.loss_spike_factor is None,
+        f"--loss-spike-factor compares the loss of all ranks at every step, which {islands} know now and then: leave "
+        "one out",
+    )
+    require(
         not settings.model.moe_router_enable_expert_bias,
         f"--moe-router-enable-expert-bias keeps biases that {islands} would not agree on: leave one out",
     )

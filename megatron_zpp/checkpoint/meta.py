@@ -34,6 +34,7 @@ _REQUIRED: dict[str, _Kinds] = {
 _OPTIONAL: dict[str, _Kinds] = {  # left out by earlier versions, or by imports
     "optimizer_has_stepped": (bool,),
     "layout": (dict,),
+    "loss_scalers": (list,),  # of each island
     "data_order": (dict, type(None)),
     "tokens": (int,),
     "loss": (*_NUMBER, type(None)),
@@ -109,9 +110,10 @@ def _check_meta(meta: Any) -> None:
     for key, value in meta["counters"].items():
         if type(value) not in _NUMBER or not _is_finite(value) or value < 0:
             raise ValueError(f"the counter {key} is {_short(value)}")
-    _check_kinds("loss_scaler.", meta["loss_scaler"], _LOSS_SCALER)
-    if not (_is_finite(meta["loss_scaler"]["scale"]) and meta["loss_scaler"]["scale"] > 0):
-        raise ValueError(f"loss_scaler.scale is {_short(meta['loss_scaler']['scale'])}")
+    for scaler in (meta["loss_scaler"], *meta.get("loss_scalers", [])):
+        _check_kinds("loss_scaler.", scaler, _LOSS_SCALER)
+        if not (_is_finite(scaler["scale"]) and scaler["scale"] > 0):
+            raise ValueError(f"loss_scaler.scale is {_short(scaler['scale'])}")
     datasets = (meta.get("data_order") or {}).get("datasets", [])
     if type(datasets) is not list or any(type(order) is not dict for order in datasets):
         raise ValueError(f"data_order.datasets is {_short(datasets)}")

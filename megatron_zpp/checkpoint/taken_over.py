@@ -91,5 +91,5 @@ def _comparable(zeropp_layout: dict[str, Any] | None) -> Any:
 
 def _wire_of(config: Mapping[str, Any] | None) -> dict[str, Any]:
     """The settings of islands that say what their ranks keep, and what is on its way."""
-    free = {"outer_optimizer", "outer_lr", "outer_momentum", "loco_beta", "merge_alpha"}
+    free = {"outer_optimizer", "outer_lr", "outer_momentum", "loco_beta", "merge_alpha", "offload"}
     return {name: value for name, value in (config or {}).items() if name not in free}

@@ -83,6 +83,12 @@ class IslandConfig:
         below=1,
     )
 
+    offload: bool = config_flag(
+        "--island-offload",
+        False,
+        "keep what islands agreed on, and the outer momentum, in host memory",
+    )
+
     def __post_init__(self) -> None:
         check_fields(self, "")
         if self.bits not in (None, *SUPPORTED_BITS):
@@ -121,8 +127,9 @@ class IslandConfig:
         travels += f" with LoCo (beta {self.loco_beta})" if self.loco else ""
         travels += f", {self.fragments} fragments in turn" if self.fragments > 1 else ""
         travels += f", {self.sync_delay} steps on their way" if self.sync_delay else ""
+        where = ", agreed parameters in host memory" if self.offload else ""
         momentum = f"{'Nesterov ' if self.outer_optimizer == 'nesterov' else ''}momentum {self.outer_momentum}"
         return (
             f"agree every {self.sync_interval} steps, {travels} between them; outer SGD with learning rate "
-            f"{self.outer_lr} and {momentum}"
+            f"{self.outer_lr} and {momentum}{where}"
         )

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 
 BETWEEN, WITHIN = "sent between nodes per step (MB)", "sent within nodes per step (MB)"
+BETWEEN_ISLANDS = "sent between islands per step (MB)"
 VALIDATION = re.compile(r"validation loss at iteration \d+ on validation set \| lm loss value: (\S+)")
 MODEL = re.compile(r"^\w+ with ([\d,]+) parameters, ZeRO stage")
 

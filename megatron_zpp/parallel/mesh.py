@@ -92,6 +92,7 @@ class Mesh:
         is_replicated = self.of_experts["expert_replicate"].size() > 1
         return self.of_experts["expert_replicate", "expert_fsdp"] if is_replicated else self.of_experts["expert_fsdp"]
 
+    @cached_property
     def ranks_of_island(self) -> dist.ProcessGroup | None:
         """All ranks of this rank's island; None if they are all that there are."""
         if self.island.size() == 1:

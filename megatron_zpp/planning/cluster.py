@@ -1,4 +1,7 @@
-"""The cluster that a run is planned for: from a word such as 64x8xH100@100, or from a file that measurements filled."""
+"""The cluster that a run is planned for: from a word such as 64x8xH100@100, or from a file that measurements filled.
+
+Its nodes may be at several sites, whose link is slower than those between the nodes of one.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,7 @@ from megatron_zpp.planning.hardware import (
 )
 from megatron_zpp.training.exchanges import Exchange
 
-WORD = re.compile(r"(\d+)x(\d+)x([A-Za-z][\w-]*)@([\d.]+)")
+WORD = re.compile(r"(?:(?P<sites>\d+)x)?(\d+)x(\d+)x([A-Za-z][\w-]*)@([\d.]+)(?(sites)@([\d.]+))")
 
 
 def _field(help: str, default: Any = dataclasses.MISSING) -> Any:
@@ -53,6 +56,9 @@ class ClusterSpec:
     ring_passes: int = _field("2 where a reduce-scatter is an all-reduce, as gloo's", 1)
     entry_microseconds: float = _field("microseconds that ranks wait for each other at every collective", 0.0)
     layer_gbytes: float = _field("GB/s of what is between matrix products; 0: as kernel_gbytes", 0.0)
+    sites: int = _field("sites that the nodes are divided among", 1)
+    site_gbits: float = _field("of several sites: Gbit/s that leave one, all its links together", 0.0)
+    site_microseconds: float = _field("microseconds that a hop between sites adds", LATENCY_BETWEEN)
     dollars_per_gpu_hour: float = _field("price, for cost per token; 0: not known", 0.0)
     collective_seconds: Mapping[str, Curve] = dataclasses.field(
         default_factory=dict,
@@ -64,9 +70,17 @@ class ClusterSpec:
             value = getattr(self, field.name)
             if isinstance(value, str | bool | Mapping):
                 continue
-            may_be_zero = field.name.endswith("microseconds") or field.name in ("layer_gbytes", "dollars_per_gpu_hour")
+            may_be_zero = field.name.endswith("microseconds") or field.name in (
+                "layer_gbytes",
+                "site_gbits",
+                "dollars_per_gpu_hour",
+            )
             if not 0 <= value < math.inf or (value == 0 and not may_be_zero):
                 raise ValueError(f"{field.name} is {value}: give a number {'from' if may_be_zero else 'above'} 0")
+        if self.nodes % self.sites:
+            raise ValueError(f"{self.nodes} nodes do not divide among {self.sites} sites: give each as many")
+        if self.sites > 1 and self.site_gbits == 0:
+            raise ValueError(f"site_gbits is 0: say what leaves each of the {self.sites} sites")
         check_curves(self.collective_seconds)
         for name in ("efficiency", "attention_efficiency"):
             if getattr(self, name) > 1:
@@ -102,26 +116,47 @@ class ClusterSpec:
         per_byte = 1e-9 / self.within_gbytes if group.ranks_per_node > 1 and curve is None else 0.0
         if group.nodes > 1:
             groups = self.gpus_per_node / group.ranks_per_node  # that share a node's links
-            per_byte = max(per_byte, groups * 8e-9 / self.between_gbits)
+            per_byte = max(per_byte, groups * 8e-9 / self.between_gbits, self._seconds_per_byte_between_sites(exchange))
         hops_between, hops_within = group.nodes - 1, group.size - group.nodes
         if exchange.is_straight:  # all at once
             hops_between, hops_within = min(hops_between, 1), min(hops_within, 1)
         latency = hops_between * self.between_microseconds + hops_within * self.within_microseconds
+        if group.nodes > 1 and self.sites > 1:
+            latency += (1 if exchange.is_straight else self.sites - 1) * self.site_microseconds
         return entry + max(measured, exchange.sent * per_byte + exchange.passes * latency * 1e-6)
+
+    def _seconds_per_byte_between_sites(self, exchange: Exchange) -> float:
+        """Of the bytes that a rank sends, as far as links between sites set the time. Groups are of ranks of all sites.
+
+        A ring leaves each site once. Of what goes straight to all others, most leaves.
+        """
+        if self.sites == 1:
+            return 0.0
+        size = exchange.group.size
+        groups = self.world_size / size
+        leaving = groups  # rings, each with all the bytes that a rank sends
+        if exchange.is_straight:
+            leaving = groups * (size / self.sites) * (size - size / self.sites) / (size - 1)
+        return leaving * 8e-9 / self.site_gbits
 
 
 def parse_cluster(word: str) -> ClusterSpec:
-    """``NODESxGPUSxKIND@GBITS``, or the path of a cluster file. Raises ValueError or OSError."""
+    """``NODESxGPUSxKIND@GBITS``, or ``SITESxNODESxGPUSxKIND@GBITS@GBITS``, with the nodes of a site and what leaves one
+    last, or the path of a cluster file. Raises ValueError or OSError."""
     match = WORD.fullmatch(word)
     if match is None:
         if Path(word).exists():
             return read_cluster(Path(word))
         raise ValueError(
             f"--cluster {word} is neither a file nor of the form 64x8xH100@100, which is nodes x GPUs of each x their "
-            "kind @ Gbit/s out of a node"
+            "kind @ Gbit/s out of a node; nor, of several sites, as 2x32x8xH100@400@10, with the sites first, and the "
+            "Gbit/s out of one last"
         )
-    nodes, gpus, kind, gbits = match.groups()
-    return default_cluster(int(nodes), int(gpus), kind, float(gbits))
+    sites, nodes, gpus, kind, gbits, site_gbits = match.groups()
+    if sites is None:
+        return default_cluster(int(nodes), int(gpus), kind, float(gbits))
+    cluster = default_cluster(int(sites) * int(nodes), int(gpus), kind, float(gbits))
+    return dataclasses.replace(cluster, sites=int(sites), site_gbits=LINK_SHARE * float(site_gbits))
 
 
 def default_cluster(nodes: int, gpus_per_node: int, kind: str, gbits: float) -> ClusterSpec:

@@ -18,6 +18,7 @@ from megatron_zpp.planning.candidates import (
     travels,
 )
 from megatron_zpp.planning.cluster import ClusterSpec
+from megatron_zpp.planning.islands import island_of
 from megatron_zpp.planning.predict import Prediction, estimate_on, predict
 from megatron_zpp.settings.checks import SettingsError
 from megatron_zpp.settings.groups import Settings
@@ -106,13 +107,10 @@ def make_plan(
 def _candidates(architecture: Architecture, told: Sequence[str], cluster: ClusterSpec) -> Iterator[Candidate]:
     words = [*told] if "--micro-batch-size" in told else [*told, "--micro-batch-size", "1"]
     settings = parse_settings(architecture, words, cluster.world_size, note=lambda _: None)
-    if settings.distributed.islands > 1:
-        raise ValueError(
-            "islands are not planned: leave --islands out; tools/estimate.py counts their memory and bytes"
-        )
     assert settings.training.seq_length
-    for layout in layouts(cluster, settings.model, settings.training.seq_length, told):
-        for travel, typed in travels(cluster, layout, told, settings.training.train_iters or 1000):
+    island = island_of(settings, cluster)
+    for layout in layouts(island, settings.model, settings.training.seq_length, told):
+        for travel, typed in travels(island, layout, told, settings.training.train_iters or 1000):
             yield Candidate(travel, layout, f"{typed} {layout.flags}".strip())
 
 

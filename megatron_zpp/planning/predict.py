@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from megatron_zpp.architectures import Architecture
 from megatron_zpp.planning.cluster import ClusterSpec
 from megatron_zpp.planning.costs import step_shapes
+from megatron_zpp.planning.islands import island_of, with_agreements
 from megatron_zpp.planning.step import StepTime, simulate
 from megatron_zpp.settings.groups import Settings
 from megatron_zpp.training.estimate import Cluster, Estimate, estimate
@@ -53,7 +54,10 @@ def estimate_on(
 
 
 def predict(architecture: Architecture, settings: Settings, cluster: ClusterSpec, needs: Estimate) -> Prediction:
-    """The run that ``needs`` is about. A pipeline is as fast as its slowest stage."""
-    shapes = set(step_shapes(architecture, settings, needs, cluster))
+    """The run that ``needs`` is about. A pipeline is as fast as its slowest stage. Raises ValueError, of islands."""
+    island = island_of(settings, cluster)
+    shapes = set(step_shapes(architecture, settings, needs, island))
     slowest = max(map(simulate, shapes), key=lambda time: time.seconds)
+    if settings.distributed.islands > 1:
+        slowest = with_agreements(slowest, settings, cluster, needs)
     return Prediction(settings, cluster, needs, slowest)

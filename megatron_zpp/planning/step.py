@@ -69,11 +69,11 @@ class StepTime:
     exposed_within: float = 0.0  # waiting for links within the node
     exposed_between: float = 0.0
     bubble: float = 0.0  # waiting for other stages of a pipeline
+    exposed_islands: float = 0.0  # waiting for other islands, a mean over an interval
 
     @property
     def seconds(self) -> float:
-        parts = (self.compute, self.compression, self.optimizer, self.exposed_within, self.exposed_between, self.bubble)
-        return sum(parts)
+        return sum(vars(self).values())
 
 
 def simulate(shape: StepShape) -> StepTime:

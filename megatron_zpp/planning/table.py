@@ -13,6 +13,7 @@ PARTS = {  # of StepTime: headings, and what one says of them
     "compression": ("encoding", "encodes and decodes for"),
     "optimizer": ("optimizer", "runs the optimizer for"),
     "bubble": ("bubble", "waits for other stages for"),
+    "exposed_islands": ("islands", "waits for other islands for"),
 }
 
 
@@ -23,7 +24,9 @@ def table(plan: Plan, rows: int) -> list[str]:
     """The fastest so many, one line each."""
     priced = plan.cluster.dollars_per_gpu_hour > 0
     headings = ["", "travel", "layout", "batch", "recomputed", "GB", "step, s"]
-    headings += [heading for heading, _ in PARTS.values()] + ["tokens/s", "MFU"]
+    has_islands = any(outcome.prediction.settings.distributed.islands > 1 for outcome in plan.outcomes)
+    parts = [part for part in PARTS if part != "exposed_islands" or has_islands]
+    headings += [PARTS[part][0] for part in parts] + ["tokens/s", "MFU"]
     headings += ["$/M tokens"] if priced else []
     headings += ["loss, %"]
     lines = [headings]
@@ -33,7 +36,7 @@ def table(plan: Plan, rows: int) -> list[str]:
         cells = [str(number), outcome.candidate.travel.name, outcome.candidate.layout.name]
         cells += [f"{found.needs.micro_batches} x {training.micro_batch_size}", outcome.recompute]
         cells += [f"{found.needs.memory / 1e9:.1f}", f"{found.time.seconds:.3f}"]
-        cells += [f"{getattr(found.time, part):.3f}" for part in PARTS]
+        cells += [f"{getattr(found.time, part):.3f}" for part in parts]
         cells += [f"{found.tokens_per_second:,.0f}", f"{found.mfu:.1%}"]
         cells += [f"{found.dollars_per_million_tokens:.3f}"] if priced else []
         loss = outcome.candidate.travel.loss

@@ -6,7 +6,8 @@
 Takes the trainer's command as far as it is decided, and starts nothing: what travels how, micro-batches, recomputation
 and layouts that it does not say are tried. ``--huggingface DIR`` takes the model from a config.json; the other flags
 then stand behind ``--``. ``--cluster`` is nodes x GPUs of each x their kind @ Gbit/s out of a node, by data sheets, or
-a file that ``tools/measure_cluster.py`` wrote.
+a file that ``tools/measure_cluster.py`` wrote. ``2x32x8xH100@400@10`` are two sites of 32 nodes each, whose link has 10
+Gbit/s; with ``--islands 2`` among the trainer's flags each is an island.
 """
 
 from __future__ import annotations
@@ -96,6 +97,7 @@ def report(plan: Plan, program: str, flags: list[str], rows: int, commands: int)
         f"{cluster.nodes} x {cluster.gpus_per_node} {cluster.gpu}: {cluster.flops_per_second / 1e12:.0f} TFLOP/s of "
         f"{cluster.peak_tflops:g}, {cluster.within_gbytes:.3g} GB/s within a node, {cluster.between_gbits:.3g} Gbit/s "
         "out of it"
+        + (f", {cluster.site_gbits:.3g} Gbit/s out of each of {cluster.sites} sites" if cluster.sites > 1 else "")
     ]
     if plan.outcomes:
         first = plan.outcomes[0].prediction

@@ -302,10 +302,15 @@ def _sent_between_stages(settings: Settings, model: Transformer, placement: Plac
 
 def _sent_between_islands(settings: Settings, planned: PlannedModel, grid: RankGrid) -> float:
     """Bytes that all ranks send in one step, a mean over an interval: a piece to each other island, and one around."""
-    config, islands = settings.island, settings.distributed.islands
-    wires = [island_format(config, pieces_of(units, islands)).nbytes for units in planned.units_of_ranks]
+    wires, islands = bytes_of_pieces(settings, planned), settings.distributed.islands
     ranks_of_stage = grid.world_size // len(wires)
-    return ranks_of_stage * 2 * (islands - 1) * sum(wires) / config.sync_interval
+    return ranks_of_stage * 2 * (islands - 1) * sum(wires) / settings.island.sync_interval
+
+
+def bytes_of_pieces(settings: Settings, planned: PlannedModel) -> list[int]:
+    """Of a piece of an agreement on the whole model, as a rank of each stage sends it to another island."""
+    config, islands = settings.island, settings.distributed.islands
+    return [island_format(config, pieces_of(units, islands)).nbytes for units in planned.units_of_ranks]
 
 
 def memory_and_traffic(found: Estimate) -> list[str]:

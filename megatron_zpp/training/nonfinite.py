@@ -1,12 +1,15 @@
-"""Where did NaN or Inf begin? The step is computed again, with every module's output and gradient looked at."""
+"""Where did NaN or Inf begin? The step is computed again, with every module's output and gradient looked at.
+
+Each island looks for itself: others need not wait for that, and need not have computed NaN.
+"""
 
 from __future__ import annotations
 
 import math
 import socket
-from collections.abc import Collection, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
-from typing import Any
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -15,46 +18,54 @@ from torch.distributed.tensor import DTensor
 from megatron_zpp.data.loader import Batch
 from megatron_zpp.models.transformer import ModelOutput
 from megatron_zpp.parallel.distributed import print_once
-from megatron_zpp.training.setup import Run
-from megatron_zpp.training.step import StepResult, accumulate_gradients
+from megatron_zpp.training.setup import Run, Trainee
+from megatron_zpp.training.step import IslandStep, accumulate_gradients
 from megatron_zpp.zeropp import unmoved
+
+T = TypeVar("T")
 
 SHOWN = 3  # findings in one line
 _OUTPUT, _GRADIENT = "output", "gradient of the output"
 
 
 class NonfiniteSteps:
-    """Counts the steps that were skipped for NaN or Inf, says where they began, and whether the run came to nothing."""
+    """Counts the steps that an island skipped for NaN or Inf, says where they began, and whether it came to nothing.
 
-    def __init__(self, run: Run) -> None:
+    Its methods are collective on the ranks of the island.
+    """
+
+    def __init__(self, run: Run, trainee: Trainee) -> None:
         precision, training = run.settings.precision, run.settings.training
-        self.run = run
+        self.run, self.trainee = run, trainee
         self.scale_adapts = precision.fp16 and precision.loss_scale is None  # which overflows to adapt
         # fp16's first loss scale, 2^32, may take 30 halvings to come down.
         self.limit = training.max_nonfinite_steps or (50 if self.scale_adapts else 10)
         self.is_checked = not training.no_check_for_nan_in_loss_and_grad
         self.steps = self.in_a_row = 0  # of this process; nonfinite ones up to now
-        self.last: StepResult | None = None
+        self.last: IslandStep | None = None
         self.where = ""
 
-    def step(self, result: StepResult) -> bool:
-        """Take a step in; True if it is the last one of too many. Collective."""
-        self.steps, self.last = self.steps + 1, result
-        is_nonfinite = result.skipped and not result.spiked
-        self.in_a_row = self.in_a_row + 1 if is_nonfinite else 0
-        if not is_nonfinite or not self.is_checked:
+    def step(self, step: IslandStep) -> bool:
+        """Take a step in; whether there are too many."""
+        self.steps, self.last = self.steps + 1, step
+        self.in_a_row = self.in_a_row + 1 if step.nonfinite else 0
+        if not step.nonfinite or not self.is_checked:
             return False
-        is_last = self.in_a_row == self.limit
-        if is_last if self.scale_adapts else self.in_a_row == 1:
-            self.where = locate_nonfinite(self.run, result.micro_batches)
-            print_once(
-                f"note: NaN or Inf at iteration {self.run.counters.iteration} (loss {result.loss:g}, gradient norm "
-                f"{result.grad_norm:g}), the step was skipped: {self.where}"
-            )
-        return is_last
+        if self.in_a_row == (self.limit if self.scale_adapts else 1):
+            self.where = locate_nonfinite(self.run, self.trainee, step.micro_batches)
+            if dist.get_rank(self.run.mesh.ranks_of_island) == 0:
+                print(
+                    f"note: NaN or Inf at iteration {self.run.counters.iteration} (loss {step.loss:g}, gradient norm "
+                    f"{step.grad_norm:g}), the step was skipped: {self.where}",
+                    flush=True,
+                )
+        return self.in_a_row >= self.limit
 
-    def report(self) -> str:
-        iteration, scale = self.run.counters.iteration, self.run.scaler.scale
+    def report(self) -> str | None:
+        """Why the run ends; None if that is not for this island."""
+        if not self.is_checked or self.in_a_row < self.limit:
+            return None
+        iteration, scale = self.run.counters.iteration, self.trainee.scaler.scale
         return (
             f"the last {self.in_a_row} steps, up to iteration {iteration}, had NaN or Inf (loss scale {scale:g}), so "
             f"the parameters did not move: {self.where}; lower --lr or look at the data, or go on with "
@@ -63,13 +74,12 @@ class NonfiniteSteps:
 
     def at_end(self) -> str | None:
         """Why the run came to nothing, however short it was: not one finite step, or NaN or Inf in a parameter that
-        the last step moved. Collective.
+        the last step moved.
         """
         run, last = self.run, self.last
         assert last is not None
         if self.in_a_row < self.steps:
-            of_ranks: list[list[str]] = [[]] * dist.get_world_size()
-            dist.all_gather_object(of_ranks, _nonfinite_parameters(run))
+            of_ranks = _gather(run, _nonfinite_parameters(self.trainee))
             names = [name for of_rank in of_ranks for name in of_rank]
             if not names:
                 return None
@@ -77,7 +87,7 @@ class NonfiniteSteps:
                 f"NaN or Inf is in {names[0]} after iteration {run.counters.iteration}: lower --lr, and go on from an "
                 "older checkpoint with --ckpt-step"
             )
-        scale, least = run.scaler.scale, run.settings.precision.min_loss_scale
+        scale, least = self.trainee.scaler.scale, run.settings.precision.min_loss_scale
         if self.scale_adapts and math.isfinite(last.loss) and least < scale < math.inf:
             # Overflows are no end: the scale comes down, as it would in a longer run.
             if run.counters.scheduled_samples == 0 and run.counters.iteration == run.train_iters:
@@ -86,20 +96,19 @@ class NonfiniteSteps:
                     f"down, and is {scale:g} by now; train longer, or begin with --initial-loss-scale {scale:g}"
                 )
             return None
-        where = self.where or locate_nonfinite(run, last.micro_batches)
+        where = self.where or locate_nonfinite(run, self.trainee, last.micro_batches)
         return (
             f"not one of the {self.steps} steps up to iteration {run.counters.iteration} was without NaN or Inf (loss "
             f"scale {scale:g}), so the parameters did not move: {where}; lower --lr or look at the data"
         )
 
 
-def _nonfinite_parameters(run: Run) -> list[str]:
+def _nonfinite_parameters(trainee: Trainee) -> list[str]:
     """The first parameter of which this rank holds a NaN or Inf, and that rank; [] if there is none."""
-    for trainee in run.trainees:
-        for name, parameter in trainee.model.named_parameters():
-            shard = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-            if not shard.isfinite().all():
-                return [f"the parameter {name} (the part of {_this_rank()})"]
+    for name, parameter in trainee.model.named_parameters():
+        shard = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+        if not shard.isfinite().all():
+            return [f"the parameter {name} (the part of {_this_rank()})"]
     return []
 
 
@@ -107,31 +116,37 @@ def _this_rank() -> str:
     return f"rank {dist.get_rank()} on {socket.gethostname()}"
 
 
-def locate_nonfinite(run: Run, micro_batches: list[Batch]) -> str:
-    """One line: where the NaN or Inf of a step began, and on which rank. Collective; changes nothing.
+def _gather(run: Run, own: T) -> list[T]:
+    """What the ranks of this rank's island have."""
+    group = run.mesh.ranks_of_island
+    of_ranks = [own] * dist.get_world_size(group)
+    dist.all_gather_object(of_ranks, own, group=group)
+    return of_ranks
 
-    micro_batches: this rank's of the step. Costs one more step.
+
+def locate_nonfinite(run: Run, trainee: Trainee, micro_batches: list[Batch]) -> str:
+    """One line: where the NaN or Inf of a step began, and on which rank. Changes nothing.
+
+    Collective on the ranks of an island. micro_batches: this rank's of the step. Costs one more step.
     """
-    parameters = _nonfinite_parameters(run)
-    stages: Mapping[int, nn.Module] = {i: trainee.model for i, trainee in enumerate(run.trainees)}  # each to its end
-    last_stages = set(stages)
-    if run.pipeline is not None:
-        stages, last_stages = run.pipeline.stages, {run.pipeline.last}
-    with _watch(stages, last_stages, compiled=run.settings.activation.compile) as found:
-        with ExitStack() as stack:
-            for trainee in run.trainees:
-                stack.enter_context(unmoved(trainee.ranks.random_states))
-            num_micro_batches = len(micro_batches) // sum(len(trainee.ranks) for trainee in run.trainees)
-            accumulate_gradients(run, iter(micro_batches), num_micro_batches, run.scaler.scale)
-    for trainee in run.trainees:
-        trainee.optimizer.zero_grad()
+    parameters = _nonfinite_parameters(trainee)
+    stages: Mapping[int, nn.Module] = {0: trainee.model}
+    last_stage = 0
+    if trainee.pipeline is not None:
+        stages, last_stage = trainee.pipeline.stages, trainee.pipeline.last
+    with (
+        _watch(stages, last_stage, compiled=run.settings.activation.compile) as found,
+        unmoved(trainee.ranks.random_states),
+    ):
+        num_micro_batches = len(micro_batches) // len(trainee.ranks)
+        accumulate_gradients(run, [trainee], iter(micro_batches), num_micro_batches, [[]])
+    trainee.optimizer.zero_grad()
     run.token_traffic.take()  # none of the run's own steps
-    for zeropp in run.zeropps:
-        zeropp.undo_step()
-        zeropp.traffic.take()
+    if trainee.zeropp is not None:
+        trainee.zeropp.undo_step()
+        trainee.zeropp.traffic.take()
     mine = parameters, [(*event, f"the {event[0]} of {name} on {_this_rank()}") for event, name in found.items()]
-    of_ranks: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(of_ranks, mine)
+    of_ranks = _gather(run, mine)
 
     # A parameter explains outputs, and the first output (or else gradient) of a rank what comes after it. Outputs go
     # from stage to stage of a pipeline, and gradients back.
@@ -150,9 +165,7 @@ def locate_nonfinite(run: Run, micro_batches: list[Batch]) -> str:
 
 
 @contextmanager
-def _watch(
-    stages: Mapping[int, nn.Module], last_stages: Collection[int], compiled: bool
-) -> Iterator[dict[tuple[str, int], str]]:
+def _watch(stages: Mapping[int, nn.Module], last_stage: int, compiled: bool) -> Iterator[dict[tuple[str, int], str]]:
     """Of each stage, the first module whose output is not finite, and the first whose output's gradient is not."""
     found: dict[tuple[str, int], str] = {}
     handles = []
@@ -181,7 +194,7 @@ def _watch(
             # Compiled blocks do not call hooks inside.
             if name and (is_child if compiled else is_leaf):
                 handles.append(module.register_forward_hook(after_forward(stage, name)))
-        last = "the loss" if stage in last_stages else "the last layer"
+        last = "the loss" if stage == last_stage else "the last layer"
         handles.append(model.register_forward_hook(after_forward(stage, last)))
     try:
         yield found

@@ -36,7 +36,7 @@ from megatron_zpp.parallel.distributed import (
 from megatron_zpp.settings.groups import DistributedSettings
 from megatron_zpp.training.dry_run import dry_run
 from megatron_zpp.training.evaluate import evaluate
-from megatron_zpp.training.nonfinite import NonfiniteSteps
+from megatron_zpp.training.meetings import Meetings
 from megatron_zpp.training.profile import StepProfile
 from megatron_zpp.training.reporter import Reporter
 from megatron_zpp.training.setup import Run, build_run
@@ -120,8 +120,7 @@ def train(run: Run, start: float) -> None:
     if not training.skip_train:
         train_batches = _batches(run, "train", counters.consumed_train_samples)
         assert train_batches is not None
-        reporter = Reporter(run)
-        nonfinite = NonfiniteSteps(run)
+        reporter, meetings = Reporter(run), Meetings(run)
         with errors_on_all_ranks():
             step_profile = StepProfile(run)
         while counters.iteration < run.train_iters:
@@ -133,7 +132,7 @@ def train(run: Run, start: float) -> None:
             )
             compiles = settings.activation.compile and reporter.is_first_step
             with progress("compiling") if compiles else nullcontext():
-                result = train_step(run, train_batches, num_micro_batches, stop=signals.is_asked or out_of_time)
+                steps = train_step(run, train_batches, num_micro_batches, stop=signals.is_asked or out_of_time)
             # Not earlier: before the first step there is nothing to save, and a signal ends a rank at once, whatever
             # it waits for.
             if training.exit_signal_handler and not signals.are_caught:
@@ -141,27 +140,26 @@ def train(run: Run, start: float) -> None:
 
             counters.iteration += 1
             counters.consumed_train_samples += batch_size
-            counters.scheduled_samples += 0 if result.skipped else batch_size
+            # Islands do not know of each other's skipped steps: their schedules count them, and stay alike.
+            is_scheduled = run.islands is not None or not steps[0].skipped
+            counters.scheduled_samples += batch_size if is_scheduled else 0
             cut = training.seq_length - run.sample_length(counters.iteration)
-            counters.cut_tokens += 0 if result.skipped else batch_size * cut
-            counters.skipped_iterations += result.skipped
-            counters.nan_iterations += not math.isfinite(result.loss)
-            reporter.step(result, batch_size)
-            if result.spiked:
-                print_once(f"note: the loss at iteration {counters.iteration} spiked to {result.loss:g}: step skipped")
-            run.last_loss = result.loss
+            counters.cut_tokens += batch_size * cut if is_scheduled else 0
+            results = meetings.step(steps, batch_size)
+            reporter.step(results, batch_size)
             if saver is not None:
                 saver.poll()
 
             iteration = counters.iteration
-            too_many, is_whole = nonfinite.step(result), True
+            too_many, is_whole = bool(results) and results[-1].too_many, True
             if training.eval_interval and iteration % training.eval_interval == 0 and iteration < run.train_iters:
                 reporter.pause()
                 is_whole = _validate(run, valid_batches, signals)
                 reporter.resume()
             exit_is_due = training.exit_interval is not None and iteration % training.exit_interval == 0
             save_is_due = checkpoint.save_interval is not None and iteration % checkpoint.save_interval == 0
-            ends = result.stop or not is_whole or exit_is_due or too_many or iteration == run.train_iters
+            is_asked_to_stop = any(result.stop for result in results)
+            ends = is_asked_to_stop or not is_whole or exit_is_due or too_many or iteration == run.train_iters
             if saver is not None and (save_is_due or ends):
                 reporter.pause()
                 with progress("saving checkpoint"):
@@ -175,12 +173,12 @@ def train(run: Run, start: float) -> None:
             if ends or too_many:
                 step_profile.end()
             if too_many:
-                raise NotFiniteError(f"{nonfinite.report()}. {_where_saved(run, saver)}")
+                raise NotFiniteError(f"{meetings.why_too_many()}. {_where_saved(run, saver)}")
             if ends:
                 if iteration < run.train_iters:
                     print_once(f"exiting program at iteration {iteration}, {_where_saved(run, saver)}")
                 _check_last_save(run, saver)
-                if problem := nonfinite.at_end():
+                if problem := meetings.why_nothing():
                     raise NotFiniteError(f"{problem}. {_where_saved(run, saver)}")
             if ends and iteration < run.train_iters:
                 return

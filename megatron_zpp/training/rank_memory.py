@@ -43,7 +43,8 @@ def states_of_rank(
     islands = settings.distributed.islands
     if islands > 1:
         copies = 2 if settings.island.outer_momentum > 0 else 1
-        states["what islands agreed on, and the outer momentum, fp32"] = copies * 4 * shard
+        where = host if settings.island.offload or settings.zero.cpu_offload else states
+        where["what islands agreed on, and the outer momentum, fp32"] = copies * 4 * shard
         if settings.island.loco:
             error = wire_format(pieces_of(units, islands), 8, settings.island.block_size, torch.float32)
             states["LoCo's errors between islands, int8"] = (islands + 1) * error.nbytes

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
@@ -14,8 +15,8 @@ from megatron_zpp.metrics.throughput import IntervalTimer, describe_mfu, mfu, mo
 from megatron_zpp.metrics.writers import training_metrics
 from megatron_zpp.optim.gradients import params_norm
 from megatron_zpp.parallel.distributed import print_once
+from megatron_zpp.training.meetings import StepResult
 from megatron_zpp.training.setup import Run
-from megatron_zpp.training.step import StepResult
 from megatron_zpp.training.stragglers import Stragglers
 from megatron_zpp.zeropp import Traffic
 
@@ -36,25 +37,28 @@ class Reporter:
         self._clear()
 
     def _clear(self) -> None:
-        self.losses: dict[str, list[float]] = {}  # by name, of the steps that were not skipped
+        self.losses: dict[str, list[float]] = {}  # by name, of the steps that moved parameters
         self.num_steps = self.num_tokens = self.skipped = self.nan = 0
         self.flops = 0.0
         self.seconds = 0.0
         self.sent, self.sent_for_tokens = Traffic(), Traffic()
         self.waited = [0.0, 0.0]  # seconds, for links within nodes and between nodes
 
-    def step(self, result: StepResult, num_samples: int) -> None:
-        """Take one step in; print and write what is due. Call it on every rank, after the counters moved."""
+    def step(self, results: Sequence[StepResult], num_samples: int) -> None:
+        """Take one step in; print and write what is due. Call it on every rank, after the counters moved.
+
+        results: of the steps since islands last met; none where they do not meet behind this step.
+        """
         run, logging = self.run, self.run.settings.logging
         self.is_first_step = False
         self.num_steps += 1
         length = run.sample_length(run.counters.iteration)
         self.num_tokens += num_samples * length
         self.flops += num_samples * length * run.architecture.flops_per_token(run.model.config, length)
-        self.skipped += result.skipped
-        self.nan += not math.isfinite(result.loss)
-        if not result.skipped:
-            for name, loss in result.losses().items():
+        for result in results:
+            self.skipped += result.skipped
+            self.nan += result.nan
+            for name, loss in result.losses().items() if result.has_moved else ():
                 self.losses.setdefault(name, []).append(loss)
         for zeropp in run.zeropps:
             self.sent.add(*zeropp.traffic.take().of_levels())
@@ -68,18 +72,16 @@ class Reporter:
         self.sent_for_tokens.add(*run.token_traffic.take().of_levels())
         iteration = run.counters.iteration
         is_log_step = iteration % logging.log_interval == 0 or iteration == 1
-        is_point = iteration % logging.tensorboard_log_interval == 0
-        if not (is_log_step or is_point):
-            return
-        interval = self._interval_report(result, num_samples) if is_log_step else None
+        points = [result for result in results if result.at.iteration % logging.tensorboard_log_interval == 0]
+        interval = self._interval_report(results[-1]) if is_log_step else None
         if interval is not None and dist.get_rank() == dist.get_world_size() - 1:
             line = format_training_line(interval)
             print(shorten(line) if sys.stdout.isatty() else line, flush=True)
-        if is_point:
-            self._write_point(result, num_samples, interval)
+        for result in points:
+            self._write_point(result, interval if result.at.iteration == iteration else None)
         if is_log_step:
             self._clear()
-        if self.stragglers is not None:
+        if self.stragglers is not None and (is_log_step or points):
             self.stragglers.resume()  # ranks have waited for each other here
 
     def pause(self) -> None:
@@ -93,7 +95,7 @@ class Reporter:
             self.stragglers.resume()
         self.timer.restart()
 
-    def _interval_report(self, result: StepResult, num_samples: int) -> TrainingReport:
+    def _interval_report(self, result: StepResult) -> TrainingReport:
         run, logging, counters = self.run, self.run.settings.logging, self.run.counters
         self.pause()
         seconds = self.seconds / self.num_steps
@@ -111,10 +113,10 @@ class Reporter:
             iteration=counters.iteration,
             train_iters=run.train_iters,
             consumed_samples=counters.consumed_train_samples,
-            learning_rate=self._learning_rate(),
-            global_batch_size=num_samples,
+            learning_rate=result.at.learning_rate,
+            global_batch_size=result.at.num_samples,
             losses=means,
-            loss_scale=run.scaler.scale,
+            loss_scale=result.at.loss_scale,
             grad_norm=result.grad_norm if math.isfinite(result.grad_norm) else None,
             num_zeros=result.num_zeros,
             params_norm=self._params_norm() if logging.log_params_norm else None,
@@ -136,17 +138,17 @@ class Reporter:
             quantization_errors=[zeropp.quantization_errors() for zeropp in run.zeropps][-1] if run.zeropps else {},
         )
 
-    def _write_point(self, result: StepResult, num_samples: int, interval: TrainingReport | None) -> None:
+    def _write_point(self, result: StepResult, interval: TrainingReport | None) -> None:
         """TensorBoard's and wandb's values are the step's own, not the interval's means; the rest is the interval's."""
-        run, logging, counters = self.run, self.run.settings.logging, self.run.counters
+        run, logging, at = self.run, self.run.settings.logging, result.at
         point = TrainingReport(
-            iteration=counters.iteration,
+            iteration=at.iteration,
             train_iters=run.train_iters,
-            consumed_samples=counters.consumed_train_samples,
-            learning_rate=self._learning_rate(),
-            global_batch_size=num_samples,
+            consumed_samples=at.consumed_samples,
+            learning_rate=at.learning_rate,
+            global_batch_size=at.num_samples,
             losses=result.losses(),
-            loss_scale=run.scaler.scale,
+            loss_scale=at.loss_scale,
             grad_norm=result.grad_norm,
             num_zeros=result.num_zeros,
         )
@@ -161,7 +163,7 @@ class Reporter:
             metrics["mem-allocated-bytes"] = memory["allocated_bytes.all.current"]
             metrics["mem-max-allocated-bytes"] = memory["allocated_bytes.all.peak"]
             metrics["mem-allocated-count"] = memory["allocation.all.current"]
-        run.writers.write(metrics, counters.iteration, counters.consumed_train_samples)
+        run.writers.write(metrics, at.iteration, at.consumed_samples)
 
     def _params_norm(self) -> float:
         """Of islands the mean."""
@@ -171,7 +173,3 @@ class Reporter:
             for trainee in run.trainees
         ]
         return run.add_over_islands(norms).item() / run.mesh.num_islands
-
-    def _learning_rate(self) -> float:
-        assert self.run.schedule is not None
-        return self.run.schedule.lr(self.run.scheduled_samples())

@@ -7,7 +7,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -40,6 +40,8 @@ from megatron_zpp.training.model import build_model_on_ranks
 from megatron_zpp.zeropp import EmulatedZeroPP, OwnRank, Ranks, ZeroPPInterface, ranks_of
 from megatron_zpp.zeropp.traffic import Traffic
 
+T = TypeVar("T")
+
 
 @dataclass(frozen=True)
 class Trainee:
@@ -49,6 +51,7 @@ class Trainee:
     pipeline: Pipeline | None  # None with one stage
     optimizer: torch.optim.Optimizer
     ranks: Ranks  # that this process computes for
+    scaler: LossScaler
     zeropp: ZeroPPInterface | None  # None at ZeRO stage 0, which has no sharded collectives
 
 
@@ -66,7 +69,6 @@ class Run:
     schedule: Schedule | None  # None with --skip-train
     batches: BatchSchedule
     curriculum: Curriculum | None  # None: every sample has --seq-length tokens
-    scaler: LossScaler
     datasets: Datasets
     writers: MetricWriters
     train_iters: int
@@ -120,6 +122,14 @@ class Run:
             dist.all_reduce(total, group=self.mesh.island.get_group())
         return total
 
+    def of_all_islands(self, of_trainees: Sequence[T]) -> list[T]:
+        """What the ranks of each island have alike, of all islands in order; collective."""
+        of_islands: list[Sequence[T]] = [of_trainees]
+        if self.mesh.island.size() > 1:
+            of_islands = [of_trainees] * self.mesh.island.size()
+            dist.all_gather_object(of_islands, of_trainees, group=self.mesh.island.get_group())
+        return [of_trainee for of_process in of_islands for of_trainee in of_process]
+
     def sample_length(self, iteration: int) -> int:
         """Tokens of a sample in the optimizer step that ends at ``iteration``."""
         assert self.settings.training.seq_length
@@ -149,14 +159,16 @@ class Run:
         )
 
     def meta(self) -> dict[str, Any]:
-        """What a checkpoint keeps beside the tensors."""
+        """What a checkpoint keeps beside the tensors; collective."""
         loss_is_finite = self.last_loss is None or math.isfinite(self.last_loss)
+        scalers = self.of_all_islands([trainee.scaler.state_dict() for trainee in self.trainees])
         return {
             "settings": self.settings.as_flat_dict(),
             "model_config": dataclasses.asdict(self.model.config),
             "counters": dataclasses.asdict(self.counters),
             "schedule": self.schedule.state_dict() if self.schedule is not None else None,
-            "loss_scaler": self.scaler.state_dict(),
+            "loss_scaler": scalers[0],
+            **({"loss_scalers": scalers} if self.islands is not None else {}),  # of each island
             "loss": self.last_loss if loss_is_finite else None,  # JSON has no NaN
             "nonfinite": [] if loss_is_finite else ["the loss"],
             "data_order": self.datasets.train.order if self.datasets.train is not None else None,
@@ -243,16 +255,17 @@ def build_run(architecture: Architecture, settings: Settings, device: torch.devi
     check_same_data_on_all_ranks(datasets)
     token_traffic = Traffic()
     trainees = []
-    ranks_of_island = mesh.ranks_of_island()
     for number in range(mesh.emulated_islands):
         model, pipeline, zeropp = build_model_on_ranks(
             architecture, settings, vocab_size, device, mesh, token_traffic, number
         )
         with errors_on_all_ranks():
             optimizer = build_optimizer(model, settings.optimizer, zeropp)
-        its_ranks = ranks_of(zeropp) if ranks_of_island is None else OwnRank(gathers_over=ranks_of_island)
+        group = mesh.ranks_of_island
+        its_ranks = ranks_of(zeropp) if group is None else OwnRank(gathers_over=group)
         its_ranks.step_by_shards(optimizer)
-        trainees.append(Trainee(model, pipeline, optimizer, its_ranks, zeropp))
+        scaler = LossScaler.from_settings(settings.precision)
+        trainees.append(Trainee(model, pipeline, optimizer, its_ranks, scaler, zeropp))
     run = Run(
         architecture=architecture,
         settings=settings,
@@ -264,7 +277,6 @@ def build_run(architecture: Architecture, settings: Settings, device: torch.devi
         schedule=schedule,
         batches=batches,
         curriculum=Curriculum.from_settings(training),
-        scaler=LossScaler.from_settings(settings.precision),
         datasets=datasets,
         writers=writers,
         train_iters=train_iters,
@@ -330,7 +342,11 @@ def _load(run: Run, checkpoint: Path, meta: dict[str, Any]) -> None:
         load_rng=not (finetune or settings.checkpoint.no_load_rng),
     )
     if not finetune:
-        run.scaler.load_state_dict(meta["loss_scaler"])
+        scalers = meta.get("loss_scalers", [])
+        if len(scalers) != run.mesh.num_islands:  # of another number of islands, or of an earlier version
+            scalers = [meta["loss_scaler"]] * run.mesh.num_islands
+        for trainee, scaler in zip(run.trainees, scalers[run.mesh.island.get_local_rank() :], strict=False):
+            trainee.scaler.load_state_dict(scaler)
         for zeropp in run.zeropps:  # on other ranks, or with other settings, their own state is not taken over
             zeropp.set_optimizer_steps(run.counters.iteration - run.counters.skipped_iterations)
         if run.islands is not None:

@@ -1,9 +1,9 @@
-"""One optimizer step."""
+"""One optimizer step of each island; without islands, all ranks are one."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -24,72 +24,101 @@ Target = tuple[Tensor, Tensor]
 
 
 @dataclass(frozen=True)
-class StepResult:
-    """What one optimizer step did; the same on every rank."""
+class IslandStep:
+    """What one optimizer step did in an island; the same on each of its ranks."""
 
-    loss: float  # mean over the tokens of the global batch
-    grad_norm: float  # before clipping; of islands the mean
-    skipped: bool  # the parameters did not move, because loss or gradients were not finite, or
+    loss_sum: float  # over the island's tokens
+    num_tokens: float
+    auxiliary: dict[str, float]  # auxiliary losses and what else a model shows: means over micro-batches and ranks
+    grad_norm: float  # before clipping
+    num_zeros: int | None
+    nonfinite: bool  # loss or gradients have NaN or Inf
     spiked: bool  # the loss was far above that of the steps before
     stop: bool  # some rank wants to save and exit
-    num_zeros: int | None
-    auxiliary: dict[str, float]  # auxiliary losses and what else a model shows: means over micro-batches and ranks
     micro_batches: list[Batch] = field(repr=False)  # this rank's, or in turn those of all that it emulates
 
-    def losses(self) -> dict[str, float]:
-        """All losses under the names of the log."""
-        return {"lm loss": self.loss, **self.auxiliary}
+    @property
+    def skipped(self) -> bool:
+        """The parameters did not move."""
+        return self.nonfinite or self.spiked
+
+    @property
+    def loss(self) -> float:
+        return self.loss_sum / max(1.0, self.num_tokens)
 
 
-def train_step(run: Run, batches: Iterator[Batch], num_micro_batches: int, stop: bool) -> StepResult:
-    """Accumulate gradients over the micro-batches, clip, and let the optimizer step, unless they are not finite."""
-    settings, scale = run.settings, run.scaler.scale
-    micro_batches: list[Batch] = []
+def train_step(run: Run, batches: Iterator[Batch], num_micro_batches: int, stop: bool) -> list[IslandStep]:
+    """Accumulate gradients over the micro-batches, clip, and let the optimizer step, unless they are not finite.
+
+    Of each trainee. No island waits for another here, unless an agreement is due.
+    """
+    settings = run.settings
     if run.curriculum is not None:
         batches = _cut(batches, run.sample_length(run.counters.iteration + 1))
-    totals, names = accumulate_gradients(run, _remember(batches, micro_batches), num_micro_batches, scale)
-    totals[2] = float(stop)
-    dist.all_reduce(totals)
+    micro_batches: list[list[Batch]] = [[] for _ in run.trainees]
+    totals, names = accumulate_gradients(run, run.trainees, batches, num_micro_batches, micro_batches)
+    totals[:, 2] = float(stop)
+    dist.all_reduce(totals, group=run.mesh.ranks_of_island)
 
     per_token = settings.training.calculate_per_token_loss
-    factor = run.mesh.fsdp_size / totals[1].clamp(min=1.0) if per_token else 1.0
-    measured = run.add_over_islands(
-        [_scale_and_clip(run, trainee, factor / scale).to(totals.device) for trainee in run.trainees]
-    )
+    measured = []
+    for trainee, num_tokens in zip(run.trainees, totals[:, 1].clamp(min=1.0), strict=True):
+        factor = run.mesh.fsdp_size / num_tokens if per_token else 1.0
+        measured.append(_scale_and_clip(run, trainee, factor / trainee.scaler.scale).to(totals.device))
     # The one time that the host waits for the device between the last backward pass and the optimizer.
-    values = torch.cat([totals, measured]).tolist()
-    loss_sum_all, num_tokens_all, wishes, *auxiliary_sums = values[: len(totals)]
-    grad_norms, *zeros = values[len(totals) :]
-    grad_norm = grad_norms / run.mesh.num_islands
-    loss = loss_sum_all / max(1.0, num_tokens_all)
-    # As their gradients: FSDP2 averages over ranks.
-    num_ranks = run.mesh.fsdp_size * run.mesh.num_islands
-    auxiliary_factor = 1 / max(1.0, num_tokens_all) if per_token else 1 / num_ranks
-    auxiliary = {name: value * auxiliary_factor for name, value in zip(names, auxiliary_sums, strict=True)}
-    finite = math.isfinite(grad_norm) and math.isfinite(loss)
-    spiked = finite and is_loss_spike(run, loss)
-    skipped = not finite or spiked
-    if not skipped:
+    values = torch.cat([totals, torch.stack(measured)], dim=1).tolist()
+    steps = []
+    for of_trainee, its_batches in zip(values, micro_batches, strict=True):
+        loss_sum, num_tokens, wishes, *auxiliary_sums = of_trainee[: totals.shape[1]]
+        grad_norm, *zeros = of_trainee[totals.shape[1] :]
+        loss = loss_sum / max(1.0, num_tokens)
+        # As their gradients: FSDP2 averages over ranks.
+        auxiliary_factor = 1 / max(1.0, num_tokens) if per_token else 1 / run.mesh.fsdp_size
+        finite = math.isfinite(grad_norm) and math.isfinite(loss)
+        steps.append(
+            IslandStep(
+                loss_sum=loss_sum,
+                num_tokens=num_tokens,
+                auxiliary={name: value * auxiliary_factor for name, value in zip(names, auxiliary_sums, strict=True)},
+                grad_norm=grad_norm,
+                num_zeros=round(zeros[0]) if zeros else None,
+                nonfinite=not finite,
+                spiked=finite and is_loss_spike(run, loss),
+                stop=wishes > 0,
+                micro_batches=its_batches,
+            )
+        )
+    for trainee, step in zip(run.trainees, steps, strict=True):
+        _take(run, trainee, step)
+    for trainee, step in zip(run.trainees, steps, strict=True):
+        _finish(run, trainee, step)
+    return steps
+
+
+def _take(run: Run, trainee: Trainee, step: IslandStep) -> None:
+    """Let the optimizer step, unless the step is to be skipped. Behind the last trainee's, islands may agree."""
+    if not step.skipped:
         assert run.schedule is not None
         position = run.scheduled_samples()
-        lr, decoupled_lr = run.schedule.lr(position), run.schedule.decoupled_lr(settings.optimizer, position)
+        lr, decoupled_lr = run.schedule.lr(position), run.schedule.decoupled_lr(run.settings.optimizer, position)
         weight_decay = run.schedule.weight_decay(run.counters.scheduled_samples)
-        for trainee in run.trainees:
-            set_lr_and_weight_decay(trainee.optimizer, lr, weight_decay, decoupled_lr)
-            trainee.optimizer.step()
-    elif run.islands is not None:
+        set_lr_and_weight_decay(trainee.optimizer, lr, weight_decay, decoupled_lr)
+        trainee.optimizer.step()
+    elif run.islands is not None and trainee is run.trainees[-1]:
         run.islands.skip_step()
-    for trainee in run.trainees:
-        trainee.optimizer.zero_grad()
-        trainee.model.finish_step(not skipped, lambda tensor: dist.all_reduce(tensor, group=run.mesh.fsdp.get_group()))
-    run.scaler.update(overflow=not finite)
-    for zeropp in run.zeropps:
-        if skipped:
-            zeropp.undo_step()
-        if run.scaler.scale != scale:
-            zeropp.rescale_errors(run.scaler.scale / scale)
-    num_zeros = round(zeros[0]) if zeros else None
-    return StepResult(loss, grad_norm, skipped, spiked, wishes > 0, num_zeros, auxiliary, micro_batches)
+
+
+def _finish(run: Run, trainee: Trainee, step: IslandStep) -> None:
+    """Make ready for the next step; after a skipped one as if it had never been."""
+    scaler, scale = trainee.scaler, trainee.scaler.scale
+    trainee.optimizer.zero_grad()
+    trainee.model.finish_step(not step.skipped, lambda tensor: dist.all_reduce(tensor, group=run.mesh.fsdp.get_group()))
+    scaler.update(overflow=step.nonfinite)
+    if trainee.zeropp is not None:
+        if step.skipped:
+            trainee.zeropp.undo_step()
+        if scaler.scale != scale:
+            trainee.zeropp.rescale_errors(scaler.scale / scale)
 
 
 def _scale_and_clip(run: Run, trainee: Trainee, factor: float | Tensor) -> Tensor:
@@ -117,37 +146,23 @@ def is_loss_spike(run: Run, loss: float) -> bool:
 
 
 def accumulate_gradients(
-    run: Run, batches: Iterator[Batch], num_micro_batches: int, scale: float
+    run: Run,
+    trainees: Sequence[Trainee],
+    batches: Iterator[Batch],
+    num_micro_batches: int,
+    seen: Sequence[list[Batch]],
 ) -> tuple[Tensor, list[str]]:
     """Forward and backward passes of one step, gradients reduced but not scaled back.
 
-    Returns fp64 [3 + A], and A names: this rank's summed loss, its tokens, a 0 to fill in, and its auxiliary losses and
-    observations, weighted by ``weighted_auxiliary``; add them over all ranks.
+    Returns fp64 [T, 3 + A], and A names: of each trainee this rank's summed loss, its tokens, a 0 to fill in, and its
+    auxiliary losses and observations; add them over all ranks of an island. seen: where its micro-batches go.
     """
-    settings = run.settings
-    per_token = settings.training.calculate_per_token_loss
-    totals = torch.zeros(3, dtype=torch.float64, device=run.device)
-    auxiliary_totals: dict[str, Tensor] = {}
-
-    def scaled_loss(losses: Tensor, target: Target) -> Tensor:
-        loss_sum, num_tokens = masked_sum(losses, target)
-        totals[:2] += torch.stack([loss_sum.detach(), num_tokens])
-        # Megatron's average: over the micro-batch's tokens, then over micro-batches, then (FSDP2) over ranks. FSDP2
-        # averages over a context-parallel group too, whose parts of the loss are to be added.
-        mean = loss_sum * run.mesh.cp_size / num_tokens.clamp(min=1)
-        return (loss_sum if per_token else mean / num_micro_batches) * scale
-
-    def weighted_auxiliary(output: ModelOutput, target: Target) -> Tensor | float:
-        # Averaged over micro-batches and (FSDP2) over ranks; per token, over the tokens that are in them. Ranks of a
-        # context-parallel group count the same tokens.
-        weight = target[1] / run.mesh.cp_size if per_token else 1 / num_micro_batches
-        for name, value in (*output.auxiliary.items(), *output.observed.items()):
-            so_far = auxiliary_totals.setdefault(name, torch.zeros((), dtype=torch.float64, device=run.device))
-            so_far += value.detach() * weight
-        return sum(output.auxiliary.values()) * weight * scale
-
+    accumulated = [_Accumulated(run, trainee.scaler.scale, num_micro_batches) for trainee in trainees]
     if run.pipeline is not None:
-        micro_batches = [to_inputs(run, next(batches)) for _ in range(num_micro_batches)]
+        (own,) = accumulated
+        seen[0].extend(next(batches) for _ in range(num_micro_batches))
+        micro_batches = [to_inputs(run, batch) for batch in seen[0]]
+        per_token = run.settings.training.calculate_per_token_loss
 
         def of_stage(output: ModelOutput) -> Tensor | float:
             if output.auxiliary and per_token:  # a stage does not know whose tokens it has
@@ -155,25 +170,60 @@ def accumulate_gradients(
                     "auxiliary losses per token do not work in a pipeline: leave --calculate-per-token-loss out, or "
                     "--pipeline-model-parallel-size"
                 )
-            return weighted_auxiliary(output, micro_batches[0][1])
+            return own.weighted_auxiliary(output, micro_batches[0][1])
 
-        run.pipeline.forward_backward(micro_batches, scaled_loss, of_stage)
-        names = run.pipeline.names_of_all_stages(list(auxiliary_totals))
-        of_names = [auxiliary_totals.get(name, totals.new_zeros(())) for name in names]
-        return count_once(run, torch.stack([*totals, *of_names])), names
+        run.pipeline.forward_backward(micro_batches, own.scaled_loss, of_stage)
+        names = run.pipeline.names_of_all_stages(list(own.auxiliary))
+        return own.totals(names)[None], names
     for i in range(num_micro_batches):
         is_last = i == num_micro_batches - 1
-        for trainee in run.trainees:
-            prepare_backward(trainee.model, settings.zero.zero_stage, is_last)
+        for trainee, own, its_batches in zip(trainees, accumulated, seen, strict=True):
+            prepare_backward(trainee.model, run.settings.zero.zero_stage, is_last)
             if trainee.zeropp is not None:
                 trainee.zeropp.set_is_last_micro_batch(is_last)
             for as_rank in trainee.ranks:
                 with as_rank:
-                    inputs, target = to_inputs(run, next(batches))
+                    its_batches.append(next(batches))
+                    inputs, target = to_inputs(run, its_batches[-1])
                     output = as_model_output(trainee.model(**inputs))
-                    loss = scaled_loss(output.losses, target) + weighted_auxiliary(output, target)
+                    loss = own.scaled_loss(output.losses, target) + own.weighted_auxiliary(output, target)
                     loss.backward()
-    return count_once(run, torch.stack([*totals, *auxiliary_totals.values()])), list(auxiliary_totals)
+    names = list(accumulated[0].auxiliary)
+    return torch.stack([own.totals(names) for own in accumulated]), names
+
+
+class _Accumulated:
+    """Of the micro-batches of a step so far: a trainee's losses and tokens on this rank."""
+
+    def __init__(self, run: Run, scale: float, num_micro_batches: int) -> None:
+        self._run, self._scale, self._num_micro_batches = run, scale, num_micro_batches
+        self._per_token = run.settings.training.calculate_per_token_loss
+        self._loss_and_tokens = torch.zeros(2, dtype=torch.float64, device=run.device)
+        self.auxiliary: dict[str, Tensor] = {}  # weighted as in ``weighted_auxiliary``
+
+    def totals(self, names: Sequence[str]) -> Tensor:
+        """Loss, tokens, 0 and the auxiliary values of these names, for a sum over ranks."""
+        zero = self._loss_and_tokens.new_zeros(())
+        auxiliary = [self.auxiliary.get(name, zero) for name in names]
+        return count_once(self._run, torch.stack([*self._loss_and_tokens, zero, *auxiliary]))
+
+    def scaled_loss(self, losses: Tensor, target: Target) -> Tensor:
+        loss_sum, num_tokens = masked_sum(losses, target)
+        self._loss_and_tokens += torch.stack([loss_sum.detach(), num_tokens])
+        # Megatron's average: over the micro-batch's tokens, then over micro-batches, then (FSDP2) over ranks. FSDP2
+        # averages over a context-parallel group too, whose parts of the loss are to be added.
+        mean = loss_sum * self._run.mesh.cp_size / num_tokens.clamp(min=1)
+        return (loss_sum if self._per_token else mean / self._num_micro_batches) * self._scale
+
+    def weighted_auxiliary(self, output: ModelOutput, target: Target) -> Tensor | float:
+        # Averaged over micro-batches and (FSDP2) over ranks; per token, over the tokens that are in them. Ranks of a
+        # context-parallel group count the same tokens.
+        weight = target[1] / self._run.mesh.cp_size if self._per_token else 1 / self._num_micro_batches
+        for name, value in (*output.auxiliary.items(), *output.observed.items()):
+            zero = torch.zeros((), dtype=torch.float64, device=self._run.device)
+            so_far = self.auxiliary.setdefault(name, zero)
+            so_far += value.detach() * weight
+        return sum(output.auxiliary.values()) * weight * self._scale
 
 
 def count_once(run: Run, totals: Tensor) -> Tensor:
@@ -183,12 +233,6 @@ def count_once(run: Run, totals: Tensor) -> Tensor:
     if run.mesh.cp_rank > 0:
         totals[1] = 0  # each rank of a context-parallel group has a part of the loss, but the tokens of all
     return totals
-
-
-def _remember(batches: Iterator[Batch], seen: list[Batch]) -> Iterator[Batch]:
-    for batch in batches:
-        seen.append(batch)
-        yield batch
 
 
 def _cut(batches: Iterator[Batch], length: int) -> Iterator[Batch]:

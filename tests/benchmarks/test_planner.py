@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -14,6 +15,7 @@ from tests.conftest import ROOT
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
 import planner
+import planner_islands
 
 TINY = f"--num-layers 2 --hidden-size 64 --num-attention-heads 2 {planner.BOX_COMMON}".replace("256", "32")
 
@@ -38,6 +40,19 @@ def test_the_fit_finds_the_share_that_made_the_rates():
     found = planner.read_row(rows()["mosaicml/llm-foundry"])
     row = dict(found.row, tokens_s_gpu=found.predicted(0.37))
     assert planner.fit([planner.dataclasses.replace(found, row=row)]) == pytest.approx(0.37)
+
+
+def test_islands_are_compared_with_one_cluster(monkeypatch, capsys):
+    """Of a smaller model on fewer nodes, over a slow link, and one as fast as the nodes'."""
+    run = planner_islands.RUN.replace("--global-batch-size 2048", "--global-batch-size 64 --num-layers 4")
+    for name, value in {"RUN": run, "SITE": "2x2x8xH100@400", "GBITS": (1, 800)}.items():
+        monkeypatch.setattr(planner_islands, name, value)
+    planner_islands.print_table()
+    _, _, slow, fast = capsys.readouterr().out.splitlines()
+    of_slow, of_fast = ([float(cell) for cell in re.findall(r"([\d.]+)%", row)] for row in (slow, fast))
+    zero3, *_, fp32, four_bits, streaming = of_slow
+    assert zero3 < 10 < fp32 < four_bits < streaming <= 100
+    assert all(0 < share <= 100 for share in of_fast) and of_fast[0] > 5 * zero3
 
 
 @pytest.mark.long

@@ -311,6 +311,16 @@ def test_bytes_between_islands_are_those_of_a_run(tmp_path):
         assert 2 * planned(argv).sent_between_islands == pytest.approx(sent, rel=0.02), wire
 
 
+def test_what_islands_agreed_on_is_where_the_run_keeps_it():
+    islands = "--global-batch-size 64 --train-iters 10 --islands 2"
+    name = "what islands agreed on, and the outer momentum, fp32"
+    kept, offloaded = of_base(islands).largest, of_base(f"{islands} --island-offload").largest
+    of_rank = 2 * sum(4 * part.numel for unit in kept.exchanges for part in unit.unit.shards)
+    assert kept.states[name] == offloaded.host[name] == of_rank
+    assert name not in offloaded.states and kept.memory - offloaded.memory == of_rank
+    assert name in of_base(f"{islands} --cpu-offload").largest.host  # beside the parameters
+
+
 def test_steps_tokens_and_time():
     plan = of_base("--global-batch-size 64 --train-iters 1000")
     assert (plan.steps, plan.micro_batches, plan.tokens) == (1000, 4, 1000 * 64 * 2048)

@@ -74,6 +74,14 @@ def test_a_resume_between_agreements_is_exact(data, tmp_path, kind, saves, loads
     assert first + rest == whole and len(rest) == 4
 
 
+def test_offloaded_agreed_parameters_change_nothing(data, tmp_path):
+    """Nor does a resume without them."""
+    argv = [*flags(data, ISLANDS, LOW_BITS), *EMULATE]
+    first = [*argv, *f"--island-offload --save {tmp_path} --save-interval 4 --exit-interval 4".split()]
+    whole, begun, rest = (run_ranks(1, _losses, words)[0] for words in (argv, first, [*argv, "--load", str(tmp_path)]))
+    assert begun + rest == whole and len(rest) == 4
+
+
 def _validation(commands: dict[str, list[str]]) -> dict[str, float]:
     return {name: train_each({"": argv})[""]["lm loss validation"][-1] for name, argv in commands.items()}
 
@@ -135,6 +143,7 @@ def test_no_sample_is_seen_twice(data):
         ("--islands 2 --zero-stage 0", 4, "--zero-stage 0 has none"),
         ("--islands 2 --num-distributed-optimizer-instances 2", 4, "leave one out"),
         ("--islands 2 --calculate-per-token-loss", 4, "leave one out"),
+        ("--islands 2 --loss-spike-factor 2", 4, "leave one out"),
         ("--islands 2 --island-fragments 3", 4, "are more than the 2 layer"),
         ("--islands 2 --emulate-ranks 4 --emulate-nodes 1", 1, "choose|of whole nodes"),
         ("--islands 2 --zero-hpz-partition-size 4", 4, "does not divide the 2 rank"),

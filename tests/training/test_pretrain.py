@@ -228,12 +228,13 @@ def _parameters_after_two_steps(argv: list[str], overflow_between: bool) -> list
         )
         if overflow:
             batches = (batch | {"loss_mask": batch["loss_mask"] * torch.inf} for batch in batches)
-        assert train_step(run, batches, BATCH // dist.get_world_size(), stop=False).skipped == overflow
+        (result,) = train_step(run, batches, BATCH // dist.get_world_size(), stop=False)
+        assert result.skipped == overflow
 
     step(0)
     if overflow_between:
         step(2, overflow=True)
-        assert run.scaler.scale == 256
+        assert run.trainees[0].scaler.scale == 256
     step(1)
     return [parameter.detach().to_local() for parameter in run.model.parameters()]
 

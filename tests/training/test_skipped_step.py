@@ -42,7 +42,7 @@ def _state(argv: list[str], spikes: bool) -> dict:
             device="cpu",
         )
         scaled = run.model.register_forward_hook(lambda model, inputs, losses: losses * factor)
-        result = train_step(run, batches, BATCH // dist.get_world_size(), stop=False)
+        (result,) = train_step(run, batches, BATCH // dist.get_world_size(), stop=False)
         scaled.remove()
         assert result.spiked == result.skipped == (factor != 1)
         return result.loss
@@ -65,7 +65,7 @@ def _state(argv: list[str], spikes: bool) -> dict:
         "optimizer": optimizer,
         "errors": run.zeropp.state_dict(),
         "counters": dataclasses.asdict(run.counters),
-        "scale": run.scaler.scale,
+        "scale": run.trainees[0].scaler.scale,
     }
 
 

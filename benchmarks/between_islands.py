@@ -1,0 +1,106 @@
+"""What islands save over a slow link: two clusters in a box, trained as one by ZeRO-3 and ZeRO++, and as two islands.
+
+    sudo .venv/bin/python benchmarks/between_islands.py measure  # on an idle machine, half an hour
+    .venv/bin/python benchmarks/between_islands.py table         # what was measured, as Markdown
+
+Two network namespaces of two ranks each stand for the two clusters, joined by a link of 20 Mbit/s. Islands agree every
+100 steps: at once, or as two fragments that are on their way for 20 steps. Measured are two whole intervals behind the
+first. Results are appended to ``benchmarks/results/between_islands.jsonl``, one line a run with its command; what is
+there already is not run again. Bytes are read from the namespaces' interfaces; every rank runs the real trainer.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from cluster_in_a_box import run
+
+RESULTS = Path(__file__).parent / "results" / "between_islands.jsonl"
+PROGRAM = Path(__file__).parent.parent / "pretrain_gpt.py"
+# 1.1 million parameters, so that ZeRO-3 ends in minutes.
+MODEL = (
+    "--num-layers 2 --hidden-size 192 --num-attention-heads 4 --seq-length 128 --micro-batch-size 4 --mock-data "
+    "--vocab-size 1023 --attention-dropout 0 --hidden-dropout 0 --lr 1e-4 --eval-iters 0 --num-workers 0 --bf16 "
+    "--grad-reduce-in-bf16 --zero-ranks-per-node 2"
+)
+NODES, RANKS_PER_NODE, RATE = 2, 2, "20mbit"
+TOKENS = NODES * RANKS_PER_NODE * 4 * 128  # of a step
+INTERVAL = 100
+AT_ONCE = f"--islands 2 --island-sync-interval {INTERVAL}"
+STREAMING = f"{AT_ONCE} --island-fragments 2 --island-sync-delay 20 --island-merge-alpha 0.5"
+WIRES = {"fp32": "", "4 bits, LoCo": "--island-bits 4 --island-loco", "2 bits, LoCo": "--island-bits 2 --island-loco"}
+
+
+@dataclass(frozen=True)
+class Setting:
+    """How the two clusters train one model."""
+
+    flags: str
+    steps: int
+    warmup_steps: int
+    log_interval: int  # islands meet at log lines
+
+
+SETTINGS = {
+    "ZeRO-3": Setting("", 10, 2, 1),
+    "ZeRO++ with LoCo, int4 differences": Setting(
+        "--zero-quantized-weights --zero-quantized-gradients --zero-hpz-partition-size 2 --zeropp-loco "
+        "--zero-weight-difference-bits 4",
+        22,
+        2,
+        1,
+    ),
+} | {
+    f"2 islands, {wire}, {how}": Setting(f"{flags} {bits}".strip(), 3 * INTERVAL, INTERVAL - 1, INTERVAL)
+    for how, flags in {"at once": AT_ONCE, "streaming": STREAMING}.items()
+    for wire, bits in WIRES.items()
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=("measure", "table"))
+    if parser.parse_args().what == "measure":
+        for name in SETTINGS:
+            measure(name)
+    print_table()
+
+
+def measure(name: str) -> None:
+    """Run one setting and append what was measured, unless it is there already."""
+    setting = SETTINGS[name]
+    flags = f"{MODEL} {setting.flags} --train-iters {setting.steps} --log-interval {setting.log_interval} "
+    flags += f"--global-batch-size {TOKENS // 128}"
+    key = {"setting": name, "rate": RATE, "command": f"{PROGRAM.name} {' '.join(flags.split())}"}
+    if any(key.items() <= row.items() for row in read()):
+        return
+    print(f"{name}: {NODES} x {RANKS_PER_NODE}, {RATE}", file=sys.stderr)
+    command = [str(PROGRAM), *flags.split()]
+    measured = run(command, NODES, RANKS_PER_NODE, RATE, setting.warmup_steps, timeout=1800, echo=False)
+    RESULTS.parent.mkdir(exist_ok=True)
+    with RESULTS.open("a") as file:
+        file.write(json.dumps(asdict(measured) | key) + "\n")
+
+
+def read() -> list[dict[str, Any]]:
+    return [json.loads(line) for line in RESULTS.read_text().splitlines()] if RESULTS.exists() else []
+
+
+def print_table() -> None:
+    rows = {row["setting"]: row for row in read()}
+    headings = ("setting", "tokens/s", "over ZeRO-3", "kB a step out of a cluster", "counted")
+    print(f"| {' | '.join(headings)} |\n|{'---|' * len(headings)}")
+    base = rows.get("ZeRO-3")
+    for name, row in rows.items():
+        ratio = f"{base['seconds_per_step'] / row['seconds_per_step']:.2f} x" if base else ""
+        sent, counted = (row[f"{kind}bytes_per_node_and_step"] / 1e3 for kind in ("", "counted_"))
+        print(f"| {name} | {TOKENS / row['seconds_per_step']:,.0f} | {ratio} | {sent:,.1f} | {counted:,.1f} |")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,52 @@
+"""benchmarks/between_islands.py: what its runs send, measured on real interfaces."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+from tests.conftest import ROOT
+
+sys.path.insert(0, str(ROOT / "benchmarks"))
+import between_islands
+
+H = 192
+PARAMETERS = 1024 * H + 128 * H + 2 * (12 * H * H + 13 * H) + 2 * H  # vocabulary, positions, two layers, last norm
+
+
+@pytest.mark.long
+@pytest.mark.skipif(
+    sys.platform != "linux" or os.geteuid() != 0 or not (shutil.which("ip") and shutil.which("tc")),
+    reason="network namespaces need Linux, root and iproute2",
+)
+def test_islands_send_what_they_count(tmp_path, monkeypatch, capsys):
+    """Two intervals of three steps, of which each sends one agreement and hardly anything else."""
+    made = subprocess.run(["ip", "netns", "add", "mzpp-islands"], capture_output=True, text=True, check=False)
+    subprocess.run(["ip", "netns", "del", "mzpp-islands"], capture_output=True, check=False)
+    if made.returncode != 0:
+        pytest.skip(f"this machine allows no network namespaces: {made.stderr.strip()}")
+    flags = "--islands 2 --island-sync-interval 3"
+    settings = {
+        "at once": between_islands.Setting(flags, 9, 2, 3),
+        "streaming": between_islands.Setting(f"{flags} --island-fragments 2 --island-sync-delay 1", 9, 2, 3),
+    }
+    monkeypatch.setattr(between_islands, "SETTINGS", settings)
+    monkeypatch.setattr(between_islands, "RESULTS", tmp_path / "results.jsonl")
+    monkeypatch.setattr(between_islands, "RATE", "200mbit")
+    for name in settings:
+        between_islands.measure(name)
+    rows = between_islands.read()
+    assert [row["setting"] for row in rows] == [*settings]
+    for row in rows:
+        assert row["steps"] == 6
+        # Every interval all fp32 parameters leave each island: a piece to the other, and one of the mean.
+        assert row["counted_bytes_per_node_and_step"] == pytest.approx(4 * PARAMETERS / 3, rel=0.01)
+        assert row["bytes_per_node_and_step"] == pytest.approx(row["counted_bytes_per_node_and_step"], rel=0.1)
+    between_islands.measure("at once")  # what is there is not measured again
+    assert between_islands.read() == rows
+    between_islands.print_table()
+    assert "| streaming |" in capsys.readouterr().out

@@ -1,0 +1,143 @@
+"""Sites with a slow link between them, and the time that agreements of islands take over it."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import re
+
+import pytest
+
+from megatron_zpp.architectures import LLAMA
+from megatron_zpp.arguments.parse import parse_settings
+from megatron_zpp.planning.cluster import ClusterSpec, parse_cluster, read_cluster, write_cluster
+from megatron_zpp.planning.hardware import LINK_SHARE
+from megatron_zpp.planning.plan import make_plan
+from megatron_zpp.planning.predict import Prediction, estimate_on, predict
+from megatron_zpp.planning.table import table
+from megatron_zpp.training.exchanges import Exchange
+from megatron_zpp.training.rank_groups import RankGroup
+
+MODEL = "--preset llama-8b --num-layers 4 --seq-length 2048 --micro-batch-size 1 --lr 1 --train-iters 9 --mock-data"
+MODEL += " --bf16 --vocab-size 31999 --tokenizer-type NullTokenizer --global-batch-size 32"
+VOCABULARY = 32000
+SITES = parse_cluster("2x2x8xH100@400@10")
+
+
+def predicted(flags: str, cluster: ClusterSpec = SITES) -> Prediction:
+    settings = parse_settings(LLAMA, f"{MODEL} {flags}".split(), cluster.world_size, note=lambda _: None)
+    return predict(LLAMA, settings, cluster, estimate_on(LLAMA, settings, VOCABULARY, cluster))
+
+
+def test_a_word_may_begin_with_sites(tmp_path):
+    assert (SITES.sites, SITES.nodes, SITES.world_size) == (2, 4, 32)
+    assert (SITES.between_gbits, SITES.site_gbits) == (400 * LINK_SHARE, 10 * LINK_SHARE)
+    write_cluster(tmp_path / "cluster.yaml", SITES)
+    assert read_cluster(tmp_path / "cluster.yaml") == SITES
+
+
+@pytest.mark.parametrize(
+    "word, said",
+    [
+        ("2x2x8xH100@400", "as 2x32x8xH100@400@10, with the sites first"),
+        ("2x8xH100@400@10", "as 2x32x8xH100@400@10, with the sites first"),
+        ("2x2x8xH100@400@0", "site_gbits is 0: say what leaves each of the 2 sites"),
+        ("0x2x8xH100@400@10", "nodes is 0"),
+    ],
+)
+def test_words_that_say_no_sites(word, said):
+    with pytest.raises(ValueError, match=re.escape(said)):
+        parse_cluster(word)
+
+
+def test_sites_have_as_many_nodes():
+    with pytest.raises(ValueError, match="4 nodes do not divide among 3 sites"):
+        dataclasses.replace(SITES, sites=3)
+
+
+@pytest.mark.parametrize("sites, is_straight, per_node", [*itertools.product((2, 4), (False, True), (1, 2, 8))])
+def test_a_collective_takes_what_leaves_a_site(sites, is_straight, per_node):
+    """Every message of every group written down, on a link so slow that nothing else counts."""
+    cluster = dataclasses.replace(SITES, nodes=8, sites=sites, site_gbits=1e-3, site_microseconds=0.0)
+    nbytes = 1000
+    places = list(itertools.product(range(cluster.nodes), range(8)))  # (node, local rank)
+    leaving = [0] * sites
+    for group in range(8 // per_node):
+        ranks = [(node, local) for node, local in places if local // per_node == group]
+        for i, (node, _) in enumerate(ranks):
+            others = ranks if is_straight else [ranks[(i + 1) % len(ranks)]]
+            for other, _ in others:
+                if node // (cluster.nodes // sites) != other // (cluster.nodes // sites):
+                    sent = nbytes if is_straight else (len(ranks) - 1) * nbytes
+                    leaving[node // (cluster.nodes // sites)] += sent
+    assert len(set(leaving)) == 1
+    found = cluster.seconds_of(Exchange(RankGroup(cluster.nodes, per_node), nbytes, is_straight=is_straight))
+    assert found == pytest.approx(leaving[0] * 8e-9 / cluster.site_gbits, rel=1e-3)
+
+
+def test_within_a_node_sites_do_not_matter():
+    alone = dataclasses.replace(SITES, sites=1)
+    exchange = Exchange(RankGroup(1, 8), 10**6)
+    assert SITES.seconds_of(exchange) == alone.seconds_of(exchange)
+
+
+def test_a_step_of_islands_waits_for_the_slow_link_at_agreements_alone():
+    flags = "--islands 2 --island-sync-interval 50"
+    slow, fast = predicted(flags), predicted(flags, dataclasses.replace(SITES, site_gbits=80.0))
+    inside = predicted("--global-batch-size 16", parse_cluster("2x8xH100@400"))
+    parts = vars(slow.time).keys() - {"exposed_islands", "compression"}
+    for part in parts:
+        assert getattr(slow.time, part) == getattr(fast.time, part) == pytest.approx(getattr(inside.time, part)), part
+    latency = 2 * SITES.site_microseconds * 1e-6 / 50
+    assert slow.time.exposed_islands - latency == pytest.approx(10 * (fast.time.exposed_islands - latency))
+    # Of one site in one step, a mean over the interval.
+    of_site = slow.needs.sent_between_islands / 2
+    assert slow.time.exposed_islands == pytest.approx(of_site * 8e-9 / SITES.site_gbits + latency, rel=1e-6)
+    assert predicted("").time.seconds > 3 * slow.time.seconds
+
+
+@pytest.mark.parametrize(
+    "interval, fragments, delay, waited",
+    [
+        (10, 1, 0, 10.0),  # both hops
+        (10, 1, 4, 6.0),  # each hop has 2 steps
+        (10, 1, 5, 5.0),  # 3 and 2
+        (20, 2, 4, 2.0),  # half of the model at once
+        (20, 2, 6, 0.0),
+        (4, 2, 3, 10.0 - 4.0),  # the link has no more time
+    ],
+)
+def test_what_is_beside_training_is_not_waited_for(interval, fragments, delay, waited):
+    """A hop of the whole model takes as long as five steps, on the link of one rank of each node."""
+    flags = f"--islands 2 --island-sync-interval {interval} --island-fragments {fragments} --island-sync-delay {delay}"
+    cluster = dataclasses.replace(SITES, site_microseconds=0.0, kernel_gbytes=1e9)
+    once = predicted(flags, cluster)
+    step = once.time.seconds - once.time.exposed_islands
+    of_hop = once.needs.sent_between_islands * interval / 2 / 2  # bytes of a site
+    found = predicted(flags, dataclasses.replace(cluster, site_gbits=of_hop * 8e-9 / (5 * step)))
+    assert found.time.exposed_islands * interval == pytest.approx(waited * step, rel=1e-6, abs=1e-9)
+
+
+def test_islands_on_one_site_share_the_links_of_its_nodes():
+    cluster = parse_cluster("4x8xH100@400")
+    found = predicted("--islands 2 --island-sync-interval 10", cluster)
+    of_node = found.needs.sent_between_islands / 4  # in one step
+    latency = 2 * cluster.between_microseconds * 1e-6 / 10
+    assert found.time.exposed_islands == pytest.approx(of_node * 8e-9 / cluster.between_gbits + latency, rel=1e-6)
+
+
+@pytest.mark.parametrize("islands, cluster", [(8, SITES), (2, parse_cluster("4x1x8xH100@400@10"))])
+def test_islands_are_whole_nodes_of_a_site(islands, cluster):
+    with pytest.raises(ValueError, match=f"--islands {islands} of 4 nodes at . site.s.: islands that are planned"):
+        predicted(f"--islands {islands}", cluster)
+
+
+def test_the_plan_says_what_islands_wait_for():
+    flags = f"{MODEL} --recompute-activations --tensor-model-parallel-size 1 --islands 2".split()
+    plan = make_plan(LLAMA, flags, VOCABULARY, SITES)
+    assert "islands" in table(plan, 3)[0].split()
+    assert {outcome.candidate.travel.name for outcome in plan.outcomes} >= {"ZeRO-3", "all flags"}
+    assert all(outcome.prediction.time.exposed_islands > 0 for outcome in plan.outcomes)
+    without = make_plan(LLAMA, [*flags[:-2]], VOCABULARY, SITES)
+    assert "islands" not in table(without, 3)[0].split()
+    assert without.outcomes[0].prediction.tokens_per_second < plan.outcomes[-1].prediction.tokens_per_second

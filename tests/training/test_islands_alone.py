@@ -1,0 +1,162 @@
+"""What islands do by themselves between two meetings: train, and skip steps with NaN or Inf."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import math
+import os
+import signal
+import time
+
+import pytest
+import torch.distributed as dist
+
+from megatron_zpp.checkpoint import read_meta
+from megatron_zpp.training.pretrain import NotFiniteError, train
+from tests.ranks import run_ranks
+from tests.training.small_run import NO_DROPOUT, flags, start, train_each, write_text
+
+ISLANDS = f"--islands 2 {NO_DROPOUT} --eval-iters 0"
+EMULATE = ["--emulate-ranks", "4", "--emulate-nodes", "4"]
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory) -> str:
+    return write_text(tmp_path_factory.mktemp("data"))
+
+
+def _train_while_one_waits(argv: list[str], halts: int, until: int) -> int:
+    """The second island does not begin step ``halts`` + 1 before the first has ended step ``until``."""
+    run, _ = start(argv)
+    store, steps = dist.distributed_c10d._get_default_store(), []
+
+    def hook(*_) -> None:
+        steps.append(1)
+        if run.mesh.island.get_local_rank() == 0 and len(steps) == until:
+            store.set(f"done{dist.get_rank()}", "")
+        if run.mesh.island.get_local_rank() == 1 and len(steps) == halts:
+            store.wait([f"done{rank}" for rank in range(dist.get_world_size() // 2)])
+
+    run.optimizer.register_step_post_hook(hook)
+    with contextlib.redirect_stdout(io.StringIO()):
+        train(run, time.monotonic())
+    return len(steps)
+
+
+@pytest.mark.parametrize("more", ["", "--zero-quantized-gradients --zeropp-loco --zero-ranks-per-node 1"])
+def test_an_island_trains_on_while_another_stands_still(data, more):
+    """From one log line and agreement to the next; any collective of both islands would never end."""
+    argv = flags(data, ISLANDS, "--island-sync-interval 10 --log-interval 10 --tensorboard-log-interval 1", more)
+    argv += ["--train-iters", "20"]
+    assert run_ranks(4, _train_while_one_waits, argv, 11, 19) == [20] * 4
+
+
+def test_what_is_written_of_each_step_does_not_depend_on_when_islands_meet(data):
+    """Points of all steps come at the next log line, and evaluation."""
+    common = f"--islands 2 --island-sync-interval 4 --log-num-zeros-in-grad --train-iters 11 {NO_DROPOUT}"
+    common += " --eval-interval 6"
+    argv = {every: flags(data, common, f"--log-interval {every}") for every in ("1", "5")}
+    metrics = run_ranks(2, train_each, argv)[-1]
+    for key in ("lm loss", "grad-norm", "learning-rate", "num-zeros", "lm loss validation"):
+        assert metrics["5"][key] == metrics["1"][key] and len(metrics["1"][key]) == (2 if "valid" in key else 11), key
+    assert len(metrics["5"]["tokens-per-second"]) == 3  # of the first step, and of steps 5 and 10
+
+
+def _train_spoilt(argv: list[str], island: int, bad_steps: list[int]):
+    """An island's gradients are Inf in some steps: metrics, what was printed, its error, and each optimizer's steps."""
+    run, metrics = start(argv)
+    first = run.mesh.island.get_local_rank()
+    for number, trainee in enumerate(run.trainees, first):
+        if number == island:
+
+            def hook(module, inputs, output):
+                if run.counters.iteration + 1 in bad_steps:
+                    output.register_hook(lambda gradient: gradient * math.inf)
+
+            trainee.model.layers[0].mlp.linear_fc1.register_forward_hook(hook)
+    error = ""
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        try:
+            train(run, time.monotonic())
+        except NotFiniteError as caught:
+            error = str(caught)
+    steps = [int(next(iter(trainee.optimizer.state.values()))["step"]) for trainee in run.trainees if not error]
+    return metrics, out.getvalue(), error, steps, [trainee.scaler.scale for trainee in run.trainees]
+
+
+FP16 = "--fp16 --initial-loss-scale 256 --hysteresis 1"
+
+
+@pytest.mark.parametrize("precision", ["", FP16])
+def test_an_island_skips_its_own_steps_alone(data, precision):
+    """Real and emulated islands do and log the same. The other one takes all steps, and with fp16 keeps its scale."""
+    argv = flags(data, ISLANDS, "--island-sync-interval 3 --log-interval 4", precision)
+    real = run_ranks(4, _train_spoilt, argv, 1, [2, 3, 5])
+    ((metrics, out, error, steps, scales),) = run_ranks(1, _train_spoilt, [*argv, *EMULATE], 1, [2, 3, 5])
+    assert [of_rank[3] for of_rank in real] == [[8], [8], [5], [5]] and steps == [8, 5]
+    expected = [256.0, 32.0] if precision else [1.0, 1.0]
+    assert [of_rank[4] for of_rank in real] == [[expected[0]]] * 2 + [[expected[1]]] * 2 and scales == expected
+    assert not error and not any(of_rank[2] for of_rank in real)
+    its = real[3][0]
+    assert len(its["lm loss"]) == 8 and all(map(math.isfinite, its["lm loss"] + its["grad-norm"]))
+    for key in ("lm loss", "grad-norm", "learning-rate", "loss-scale"):
+        assert metrics.get(key) == its.get(key), key
+    if not precision:  # else a step that overflows is nothing to look into
+        notes = [of_rank[1].count("the step was skipped") for of_rank in real]
+        assert notes == [0, 0, 2, 0] and out.count("the step was skipped") == 2  # of two in a row the first
+    assert "number of skipped iterations:   2" in real[3][1]  # steps 2 and 3, in the line of step 4
+
+
+def test_nan_in_one_island_ends_all_with_its_origin(data, tmp_path):
+    """At the log line that follows the third such step in a row."""
+    save = f"--save {tmp_path} --save-interval 100"
+    argv = flags(data, ISLANDS, f"--island-sync-interval 2 --log-interval 5 --max-nonfinite-steps 3 {save}")
+    for _, _, error, _, _ in run_ranks(4, _train_spoilt, argv, 1, list(range(1, 100))):
+        assert "the last 5 steps, up to iteration 5, had NaN or Inf" in error and f"saved in {tmp_path}" in error
+        assert "it began in the gradient of the output of layers.0.mlp.linear_fc1 on rank 2 on" in error
+    assert read_meta(tmp_path / "iter_0000005")["counters"]["skipped_iterations"] == 5
+
+
+def test_a_run_whose_one_island_never_stepped_says_so(data):
+    argv = flags(data, ISLANDS, "--island-sync-interval 8 --train-iters 3")
+    for _, _, error, _, _ in run_ranks(2, _train_spoilt, argv, 0, [1, 2, 3]):
+        assert "not one of the 3 steps up to iteration 3 was without NaN or Inf" in error and "rank 0 on" in error
+
+
+def _resumed_scales(argv: list[str]) -> list[float]:
+    run, _ = start(argv)
+    return [trainee.scaler.scale for trainee in run.trainees]
+
+
+def test_a_checkpoint_keeps_the_loss_scale_of_each_island(data, tmp_path):
+    argv = flags(data, ISLANDS, FP16, "--island-sync-interval 2")
+    save = f"--save {tmp_path} --save-interval 4 --exit-interval 4".split()
+    assert [scales for *_, scales in run_ranks(2, _train_spoilt, [*argv, *save], 1, [2])] == [[256.0], [128.0]]
+    load = f"--load {tmp_path}".split()
+    assert run_ranks(2, _resumed_scales, [*argv, *load]) == [[256.0], [128.0]]
+    emulate = ["--emulate-ranks", "2", "--emulate-nodes", "2"]
+    assert run_ranks(1, _resumed_scales, [*argv, *load, *emulate]) == [[256.0, 128.0]]
+    # Of another number of islands: the first one's.
+    others = flags(data, FP16, "--islands 4 --eval-iters 0", *load)
+    assert run_ranks(4, _resumed_scales, others) == [[256.0]] * 4
+
+
+def _stop_in_one_island(argv: list[str]) -> int:
+    """The second island gets a signal in step 2."""
+    run, _ = start(argv)
+
+    def hook(*_) -> None:
+        if dist.get_rank() == 1 and run.counters.iteration == 1:
+            os.kill(os.getpid(), signal.SIGUSR1)
+
+    run.optimizer.register_step_post_hook(hook)
+    with contextlib.redirect_stdout(io.StringIO()):
+        train(run, time.monotonic())
+    return run.counters.iteration
+
+
+def test_a_wish_to_stop_is_heard_where_islands_meet(data, tmp_path):
+    save = f"--save {tmp_path} --save-interval 100"
+    argv = flags(data, ISLANDS, f"--island-sync-interval 2 --log-interval 5 --exit-signal-handler {save}")
+    assert run_ranks(2, _stop_in_one_island, argv) == [5, 5]
