@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -112,7 +112,7 @@ class Meeting:
                 # Or one would go on with what another, which lost a third, has not got.
                 self._wait_for(self._group.barrier, BarrierOptions())
             except BrokenOffError as error:
-                self._log(f"an agreement of islands {self._named(self.islands)} broke off: {error}")
+                self._log(f"the agreement of {self._named(self.islands)} broke off, and begins again: {error}")
                 self._manager.report_error(error)
             if self._manager.should_commit():
                 return result
@@ -133,11 +133,12 @@ class Meeting:
             if not (self.is_first and missing):
                 break
             if time.monotonic() > deadline:
-                raise RuntimeError(f"no island {self._named(missing)} within {self._membership.patience} seconds")
+                raise RuntimeError(f"{self._named(missing)} did not come within {self._membership.patience} seconds")
             time.sleep(0.5)
-        for islands, what in ((set(before) - set(self.islands), "left"), (set(self.islands) - set(before), "came")):
-            if islands:
-                self._log(f"island {self._named(islands)} {what}; there are {self._named(self.islands)}")
+        left, came = set(before) - set(self.islands), set(self.islands) - set(before)
+        changes = [f"{self._named(left)} left"] * bool(left) + [f"{self._named(came)} came"] * bool(came)
+        if changes:
+            self._log(f"{', '.join(changes)}; there are now {self._named(self.islands)}")
 
     def all_to_all(self, wires: Tensor) -> Tensor:
         """Send row i of [K, ...] to island i of K; row i of the result came from there."""
@@ -177,8 +178,10 @@ class Meeting:
             logger.warning("island %d: %s", self._membership.island, text)
 
     @staticmethod
-    def _named(islands: Any) -> str:
-        return ", ".join(str(island) for island in sorted(islands))
+    def _named(islands: Iterable[int]) -> str:
+        """Such as "islands 0, 2"."""
+        numbers = sorted(islands)
+        return f"island{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers))}"
 
 
 class _Group(ProcessGroupGloo):
