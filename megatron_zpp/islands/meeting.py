@@ -114,7 +114,8 @@ class Meeting:
             except BrokenOffError as error:
                 self._log(f"the agreement of {self._named(self.islands)} broke off, and begins again: {error}")
                 self._manager.report_error(error)
-            if self._manager.should_commit():
+            # Ranks of an island find out one after the other, each in one of four collectives.
+            if self._manager.should_commit(timeout=timedelta(seconds=5 * self._membership.timeout)):
                 return result
 
     def _gather(self) -> None:
