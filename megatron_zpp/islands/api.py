@@ -10,15 +10,13 @@ The training loop stays as it is.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule
 
 from megatron_zpp.zeropp import Traffic, ZeroPPInterface
 from megatron_zpp.zeropp.collectives import all_gather
@@ -26,10 +24,10 @@ from megatron_zpp.zeropp.state_keys import below
 from megatron_zpp.zeropp.topology import process_rank
 
 from .agreed import AgreedParameters, held, trained_parameters
-from .agreements import Agreements
 from .config import IslandConfig
 from .hops import IslandHops
 from .pieces import Pieces
+from .rank_agreements import RankAgreements
 from .timetable import divide
 
 
@@ -115,7 +113,7 @@ class Fragment:
         return self.hops.in_flight
 
 
-class Islands(Agreements[Fragment]):
+class Islands(RankAgreements[Fragment]):
     """The agreements of this rank with those of the same place in the other islands.
 
     ``islands.interface.IslandsInterface`` says in full what each method does.
@@ -130,8 +128,8 @@ class Islands(Agreements[Fragment]):
         group: dist.ProcessGroup,
         zeropp: ZeroPPInterface | None,
     ) -> None:
-        self.config, self.traffic, self.num_islands, self.steps = config, Traffic(), group.size(), 0
-        self._model, self._parameters, self._group, self._zeropp = model, parameters, group, zeropp
+        super().__init__(model, parameters, config, zeropp)
+        self.num_islands, self._group = group.size(), group
         of_fragments = divide(parameters, config.fragments)
         self._fragments = [Fragment(part, config, group, self.traffic) for part in of_fragments]
         self.begin_anew()
@@ -149,30 +147,6 @@ class Islands(Agreements[Fragment]):
             fragment.hops.load_state_dict({})
         self.steps = 0
         self._parameters_replaced()
-
-    @contextmanager
-    def agreed_parameters(self) -> Iterator[None]:
-        """Have the agreed parameters in the model in here, on all ranks, and the island's own again behind."""
-        own = {name: held(parameter).clone() for name, parameter in self._parameters.items()}
-        with torch.no_grad():
-            for fragment in self._fragments:
-                fragment.agreed.copy_to(self._parameters)
-        self._parameters_replaced()
-        try:
-            yield
-        finally:
-            with torch.no_grad():
-                for name, parameter in self._parameters.items():
-                    held(parameter).copy_(own[name])
-            self._parameters_replaced()
-
-    def _parameters_replaced(self) -> None:
-        """Others are in the model, further away than an optimizer step."""
-        if self._zeropp is not None:
-            self._zeropp.invalidate()
-        for module in self._model.modules():
-            if isinstance(module, FSDPModule):
-                module.reshard()  # units may stay gathered after an evaluation
 
     def state_dict(self) -> dict[str, Tensor]:
         """What else this rank must keep for an exact continuation; collective."""

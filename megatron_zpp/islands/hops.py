@@ -40,9 +40,12 @@ class IslandHops:
         feedback = config.feedback
         self._feedback = {} if feedback is None else {hop: ErrorFeedback(feedback) for hop in ("pieces", "mean")}
 
-    def send(self, differences: Tensor) -> Tensor:
-        """Encode this rank's pieces fp32 [K, L] over K, so that they add up to the mean: uint8 [K, nbytes]."""
-        num_islands = differences.new_full((), self.pieces.num_islands)  # a tensor: see quantize_blocks
+    def send(self, differences: Tensor, of: int | None = None) -> Tensor:
+        """Encode this rank's pieces fp32 [K, L] over K, so that they add up to the mean: uint8 [K, nbytes].
+
+        of: how many islands the mean is of, where some send nothing but zeros.
+        """
+        num_islands = differences.new_full((), of or self.pieces.num_islands)  # a tensor: see quantize_blocks
         return self._encode("pieces", GradientSum(differences / num_islands))
 
     def add(self, received: Tensor) -> Tensor:

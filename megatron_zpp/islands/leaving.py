@@ -1,0 +1,195 @@
+"""Islands that come and go: each is a job of its own, and agrees with those that are there.
+
+    membership = Membership(island=2, num_islands=3, lighthouse="http://host:29510")
+    islands = apply_leaving_islands(model, optimizer, IslandConfig(sync_interval=100), membership)
+    islands.join()
+    while islands.steps < 10_000:
+        ...
+
+Needs torchft.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megatron_zpp.zeropp import Traffic, ZeroPPInterface
+
+from .agreed import AgreedParameters, held, trained_parameters
+from .config import IslandConfig
+from .hops import IslandHops
+from .meeting import BrokenOffError, Meeting
+from .membership import Membership
+from .pieces import Pieces
+from .rank_agreements import RankAgreements
+
+
+def apply_leaving_islands(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    config: IslandConfig,
+    membership: Membership,
+    zeropp: ZeroPPInterface | None = None,
+) -> LeavingIslands:
+    """Let this job, one island, train ``model`` by itself, and agree with those others that are there.
+
+    Call it on all ranks of the island; the default process group is the island's alone. Then fill ``agreed_state()`` if
+    you resume, and call ``join``.
+
+    zeropp: what ``apply_zeropp`` returned, if it was called; it is told when parameters are replaced.
+
+    Raises ValueError where the config has an agreement last for several steps.
+    """
+    if config.fragments > 1 or config.sync_delay:
+        raise ValueError(
+            f"fragments {config.fragments} and sync_delay {config.sync_delay} leave parameters on their way, which an "
+            "island that leaves would take along: islands that may leave need 1 and 0"
+        )
+    return LeavingIslands(model, trained_parameters(model), optimizer, config, membership, zeropp)
+
+
+class LeavingFragment:
+    """All parameters of one rank, and an agreement on them that is over when its start is."""
+
+    def __init__(
+        self, parameters: Mapping[str, nn.Parameter], config: IslandConfig, meeting: Meeting, traffic: Traffic
+    ) -> None:
+        self._parameters, self._config, self._meeting, self._traffic = parameters, config, meeting, traffic
+        self.agreed = AgreedParameters(parameters, config)
+        self._parts = {name: held(parameter) for name, parameter in parameters.items()}
+        self._hops: tuple[int, IslandHops] | None = None  # and the quorum that it is for
+        self._mean: list[Tensor] | None = None
+        shapes = [(name, tuple(part.shape)) for name, part in self._parts.items()]
+        digest = hashlib.sha256(repr((shapes, config)).encode()).digest()
+        self._fingerprint = torch.frombuffer(bytearray(digest), dtype=torch.uint8)
+
+    def start(self) -> None:
+        """Find the mean over all that are there."""
+        self._mean = self._meeting.agree(self.exchange)
+
+    def turn(self) -> None:
+        """Both hops are over."""
+
+    def finish(self) -> None:
+        """Agree."""
+        assert self._mean is not None
+        self.agreed.step(self._mean)
+        self.agreed.merge_into(self._parameters)
+        self._mean = None
+
+    @property
+    def is_in_flight(self) -> bool:
+        """Whether there is a mean to agree on."""
+        return self._mean is not None
+
+    def exchange(self) -> list[Tensor]:
+        """The mean of the ways since the last agreement, of all but those behind, who add nothing to it."""
+        hops = self._hops_of_quorum()
+        differences = hops.pieces.cut(self.agreed.differences(self._parameters))
+        if self._meeting.is_behind:
+            differences.zero_()
+        received = self._meeting.all_to_all(hops.send(differences, of=self._meeting.num_ahead))
+        return hops.receive(self._meeting.all_gather(hops.add(received)))
+
+    def check_others(self) -> None:
+        """Raise ValueError where this island is the one that does not fit the others."""
+        islands, fingerprints = self._meeting.islands, self._meeting.all_gather(self._fingerprint)
+        if len(set(islands)) == len(islands) and (fingerprints == self._fingerprint).all():
+            return
+        problem = (
+            f"of islands {islands} two have the same number, or other parameters, parts of them or settings than the "
+            "others: start all islands alike, each with a number of its own"
+        )
+        if self._meeting.is_first or self._meeting.is_behind:
+            raise ValueError(problem)
+        raise BrokenOffError(problem)  # and those that come find the same, and end
+
+    def _hops_of_quorum(self) -> IslandHops:
+        """With others, errors begin anew: they are of pieces that were cut for as many islands."""
+        if self._hops is None or self._hops[0] != self._meeting.quorum:
+            self.check_others()
+            pieces = Pieces(self._parts, len(self._meeting.islands))
+            self._hops = self._meeting.quorum, IslandHops(pieces, self._config, self._traffic)
+        return self._hops[1]
+
+
+class LeavingIslands(RankAgreements[LeavingFragment]):
+    """The agreements of this rank with those of the same place in the islands that are there."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        parameters: Mapping[str, nn.Parameter],
+        optimizer: torch.optim.Optimizer,
+        config: IslandConfig,
+        membership: Membership,
+        zeropp: ZeroPPInterface | None,
+    ) -> None:
+        super().__init__(model, parameters, config, zeropp)
+        self.num_islands = membership.num_islands  # that took part in the last agreement
+        self._agreed_at = 0  # steps, of which the agreed parameters are
+        self._meeting = Meeting(membership, self._given, self._take)
+        self._fragments = [LeavingFragment(parameters, config, self._meeting, self.traffic)]
+        optimizer.register_step_post_hook(lambda *_: self.skip_step())
+
+    @torch.no_grad()
+    def skip_step(self) -> None:
+        """Count a step, also one that no optimizer takes."""
+        super().skip_step()
+        if self.steps % self.config.sync_interval == 0:
+            self._agreed_at, self.num_islands = self.steps, len(self._meeting.islands)
+
+    @torch.no_grad()
+    def join(self) -> None:
+        """Wait for the others, and have the agreed parameters in the model and ``steps`` as they have.
+
+        All islands begin together, with the parameters of the first one; those that resume with those of the first one
+        with the most steps. Islands that train already are joined at their next agreement.
+        """
+        self._meeting.agree(self._begin)()
+        self._agreed_at, self.num_islands = self.steps, len(self._meeting.islands)
+        self._fragments[0].agreed.copy_to(self._parameters)
+        self._parameters_replaced()
+
+    def _begin(self) -> Callable[[], None]:
+        """What to do when all have come so far."""
+        fragment = self._fragments[0]
+        if not self._meeting.is_first:
+            return partial(fragment.agreed.step, fragment.exchange())
+        fragment.check_others()
+        steps = torch.tensor([self._agreed_at])
+        most = self._meeting.all_gather(steps)
+        source = int(most.argmax())
+        agreed = {key: self._meeting.broadcast(held(tensor), source) for key, tensor in self.agreed_state().items()}
+        return partial(self._take, {"steps": int(most[source]), "agreed": agreed})
+
+    def _given(self) -> dict[str, Any]:
+        """What another island needs to agree with this one."""
+        return {"steps": self.steps, "agreed": {key: held(tensor) for key, tensor in self.agreed_state().items()}}
+
+    def _take(self, given: Mapping[str, Any]) -> None:
+        """Be where the others are, who are about to agree."""
+        self.steps = given["steps"]
+        for key, tensor in self.agreed_state().items():
+            held(tensor).copy_(given["agreed"][key])
+        self._fragments[0].agreed.copy_to(self._parameters)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """The agreed state, and the steps of which it is: all that a run needs to begin again where islands agreed."""
+        return {**self.agreed_state(), "steps": torch.tensor(self._agreed_at)}
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Take back what ``state_dict`` gave on the same rank, before ``join``."""
+        self.steps = self._agreed_at = int(state["steps"])
+        for key, tensor in self.agreed_state().items():
+            held(tensor).copy_(held(state[key]))
+
+    def leave(self) -> None:
+        """Be gone, for the others; when this island has trained enough."""
+        self._meeting.leave()

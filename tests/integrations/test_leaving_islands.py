@@ -1,0 +1,263 @@
+"""Islands that are killed, fall silent, and return: jobs of their own under torchrun, and torchft's lighthouse."""
+
+from __future__ import annotations
+
+import copy
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from megatron_zpp.islands import apply_islands
+from tests.conftest import ROOT, environment
+from tests.islands.leaving_island import INTERVAL, batch_of, build_model, config_of
+from tests.ranks import free_port, run_ranks
+from tests.training.small_run import torchrun
+
+pytestmark = pytest.mark.integrations
+QUIET = {"RUST_LOG": "error"}  # or torchft says several lines at each agreement
+Kept = dict[str, list[Tensor]]
+
+
+@contextmanager
+def lighthouse() -> Iterator[str]:
+    """The address of one, a process of its own. An island is silent after two seconds without a sign."""
+    port = free_port()
+    how = f"bind='[::]:{port}', min_replicas=1, heartbeat_timeout_ms=2000, join_timeout_ms=60_000"
+    program = f"import signal; from torchft.coordination import LighthouseServer as L; its = L({how}); signal.pause()"
+    process = subprocess.Popen([sys.executable, "-c", program], env=os.environ | QUIET)
+    try:
+        yield f"http://localhost:{port}"
+    finally:
+        process.kill()
+        process.wait()
+
+
+def start(at: str, folder: Path, island: int, islands: int, ranks: int = 2, **more: object) -> subprocess.Popen:
+    words = [str(folder), str(island), str(islands), *(f"{name}={value}" for name, value in more.items())]
+    return torchrun(ranks, words, script="tests/islands/leaving_island.py", TORCHFT_LIGHTHOUSE=at, **QUIET)
+
+
+def said(island: subprocess.Popen) -> str:
+    """By an island that ends well, to its log."""
+    _, err = island.communicate(timeout=200)
+    assert island.returncode == 0, err
+    return "\n".join(re.findall(r"^island \d: .*", err, flags=re.MULTILINE))
+
+
+def kept(folder: Path, island: int) -> dict[int, Kept]:
+    """What an island had agreed on behind each step."""
+    return {
+        int(file.name.split(".")[1]): torch.load(file, weights_only=False) for file in folder.glob(f"{island}.*.agreed")
+    }
+
+
+def assert_same_bits(one: Kept, other: Kept) -> None:
+    for kind in ("agreed", "momentum"):
+        assert one[kind] and all(torch.equal(a, b) for a, b in zip(one[kind], other[kind], strict=True))
+
+
+def wait_for(file: Path, *islands: subprocess.Popen) -> None:
+    """Until an island keeps it; an error where one of them ends before."""
+    deadline = time.monotonic() + 120
+    while not file.exists():
+        ended = [island for island in islands if island.poll() is not None]
+        assert not ended, ended[0].communicate()[1]
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def diloco(killed: int, left_at: int, returned_at: int, end: int, islands: int = 3) -> dict[int, Kept]:
+    """What is agreed on behind each step: copies of a model in plain loops, one of which is not there for a while.
+
+    Behind ``left_at`` the others no longer count it. Behind ``returned_at`` it has what they agree on there, and a new
+    optimizer; ``end`` is the last step.
+    """
+    agreed = build_model(0)
+    outer = torch.optim.SGD(agreed.parameters(), lr=0.7, momentum=0.9, nesterov=True)
+    models = {island: copy.deepcopy(agreed) for island in range(islands)}
+    inner = {island: torch.optim.AdamW(model.parameters(), lr=0.001) for island, model in models.items()}
+    found = {}
+    for step in range(1, end + 1):
+        for island, model in models.items():
+            inputs, targets = batch_of(island, step)
+            inner[island].zero_grad()
+            (model(inputs) - targets).square().mean().backward()
+            inner[island].step()
+        if step % INTERVAL:
+            continue
+        if step == left_at:
+            del models[killed], inner[killed]
+        for parameter, *own in zip(agreed.parameters(), *(m.parameters() for m in models.values()), strict=True):
+            parameter.grad = sum(parameter.detach() - p.detach() for p in own) / len(own)
+        outer.step()
+        if step == returned_at:
+            models[killed] = build_model(0)
+            inner[killed] = torch.optim.AdamW(models[killed].parameters(), lr=0.001)
+        for model in models.values():
+            model.load_state_dict(agreed.state_dict())
+        found[step] = {
+            "agreed": [p.detach().clone() for p in agreed.parameters()],
+            "momentum": [outer.state[p]["momentum_buffer"].clone() for p in agreed.parameters()],
+        }
+    return found
+
+
+def loss_of(parameters: list[Tensor]) -> float:
+    """Of batches that nobody trains on."""
+    model = build_model(0)
+    with torch.no_grad():
+        for mine, value in zip(model.parameters(), parameters, strict=True):
+            mine.copy_(value)
+        return sum((model(x) - y).square().mean().item() for x, y in (batch_of(50, step) for step in range(20)))
+
+
+def test_a_killed_island_is_left_behind_and_returns(tmp_path):
+    """SIGKILL of all its ranks between two agreements; then it is started again."""
+    with lighthouse() as at:
+        stay = [start(at, tmp_path, island, 3) for island in (0, 2)]
+        leaves = start(at, tmp_path, 1, 3, kill=7)
+        assert leaves.wait(120) != 0
+        wait_for(tmp_path / f"0.{3 * INTERVAL}.agreed", *stay)  # and they go on
+        before = kept(tmp_path, 1)
+        returns = start(at, tmp_path, 1, 3)
+        logs = [said(island) for island in (*stay, returns)]
+    for log in logs[:2]:
+        assert re.search(r"island 1 left; there are now islands 0, 2\n.* 1 came; there are now islands 0, 1, 2", log)
+    first, third = kept(tmp_path, 0), kept(tmp_path, 2)
+    second = {step: value for step, value in kept(tmp_path, 1).items() if step not in before}
+    returned_at, end = min(second), max(first)
+    assert sorted(before) == [0, 3, 6] and sorted(second) == [end - 6, end - 3, end]
+    expected = diloco(1, 9, returned_at, end)
+    for step, mine in first.items():
+        assert mine["islands"] == (3 if step < 9 or step >= returned_at else 2)
+        for other in (third[step], (before | second).get(step, mine)):
+            assert_same_bits(mine, other)
+        for kind in ("agreed", "momentum") if step else ():
+            for value, its in zip(mine[kind], expected[step][kind], strict=True):
+                torch.testing.assert_close(value, its, rtol=1e-3, atol=1e-4)
+    assert loss_of(first[end]["agreed"]) < loss_of(first[9]["agreed"]) < loss_of(first[0]["agreed"])
+
+
+def islands_of_one_job(bits: int, steps: int) -> dict[int, list[Tensor]]:
+    """The same islands as ranks of one job, that cannot leave."""
+    mesh = init_device_mesh("cpu", (3, 2), mesh_dim_names=("island", "shard"))
+    model = build_model(0)
+    for layer in (model[0], model[2], model):
+        fully_shard(layer, mesh=mesh["shard"])
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.001)
+    islands = apply_islands(model, optimizer, config_of(bits), mesh["island"])
+    found = {}
+    for step in range(1, steps + 1):
+        inputs, targets = (part.chunk(2)[dist.get_rank() % 2] for part in batch_of(dist.get_rank() // 2, step))
+        optimizer.zero_grad()
+        (model(inputs) - targets).square().mean().backward()
+        optimizer.step()
+        if step % INTERVAL == 0:
+            with islands.agreed_parameters():
+                found[step] = [parameter.full_tensor() for parameter in model.parameters()]
+    return found
+
+
+def test_a_kill_between_the_hops_begins_the_agreement_again(tmp_path):
+    """In 4 bits with LoCo; until then all is as in one job, to the bit."""
+    with lighthouse() as at:
+        stay = [start(at, tmp_path, island, 3, bits=4) for island in (0, 2)]
+        leaves = start(at, tmp_path, 1, 3, bits=4, kill_between=9)
+        assert leaves.wait(120) != 0
+        wait_for(tmp_path / "2.9.agreed", *stay)
+        returns = start(at, tmp_path, 1, 3, bits=4)
+        logs = [said(island) for island in (*stay, returns)]
+    for log in logs[:2]:
+        assert re.search(r"the agreement of islands 0, 1, 2 broke off.*\n.*island 1 left.*\n.*island 1 came", log)
+    first, third, all_of_second = (kept(tmp_path, island) for island in (0, 2, 1))
+    assert first[9]["islands"] == 2
+    assert first.keys() == third.keys() and {0, 3, 6, max(first)} <= all_of_second.keys()
+    for island in (third, all_of_second):
+        for step, value in island.items():
+            assert_same_bits(first[step], value)
+    expected = run_ranks(6, islands_of_one_job, 4, 6)[0]
+    for step, values in expected.items():
+        assert all(torch.equal(a, b) for a, b in zip(first[step]["agreed"], values, strict=True))
+
+
+def test_a_silent_island_is_left_behind_and_goes_on_when_it_wakes(tmp_path):
+    """Stopped, not killed: it finds by itself that the others have gone on."""
+    with lighthouse() as at:
+        stays = start(at, tmp_path, 0, 2, ranks=1)
+        silent = start(at, tmp_path, 1, 2, ranks=1, stop=7)
+        wait_for(tmp_path / "0.12.agreed", stays, silent)
+        assert not (tmp_path / "1.9.agreed").exists()
+        os.kill(int((tmp_path / "1.stopped").read_text()), signal.SIGCONT)
+        log = said(stays)
+        said(silent)
+    assert re.search(r"island 1 left; there are now island 0\n.*island 1 came; there are now islands 0, 1", log)
+    first, second = kept(tmp_path, 0), kept(tmp_path, 1)
+    assert max(first) == max(second) > 15
+    for step, value in second.items():
+        assert_same_bits(first[step], value)
+
+
+def test_islands_that_all_end_begin_again_where_they_agreed(tmp_path):
+    """Each from what it saved; one of them saved last before its last agreement."""
+    with lighthouse() as at:
+        for island in [start(at, tmp_path, number, 2, end=8) for number in range(2)]:
+            said(island)
+        again = tmp_path / "again"
+        again.mkdir()
+        resumes = [tmp_path / "0.3", tmp_path / "1.6"]
+        for island in [start(at, again, number, 2, end=12, resume=resumes[number]) for number in range(2)]:
+            said(island)
+    for number in range(2):
+        assert sorted(kept(again, number)) == [6, 9, 12]
+        assert_same_bits(kept(again, number)[6], kept(tmp_path, 1)[6])
+        assert_same_bits(kept(again, number)[12], kept(again, 0)[12])
+
+
+def test_an_island_that_does_not_fit_ends_alone(tmp_path):
+    with lighthouse() as at:
+        stays = [start(at, tmp_path, island, 2, ranks=1, kill=9 * island) for island in range(2)]
+        stays, leaves = stays
+        assert leaves.wait(120) != 0
+        wait_for(tmp_path / "0.9.agreed", stays)
+        other = start(at, tmp_path, 1, 2, ranks=1, bits=4)
+        _, err = other.communicate(timeout=100)
+        assert other.returncode != 0 and "start all islands alike" in err
+        twin = start(at, tmp_path, 0, 2, ranks=1)
+        _, err = twin.communicate(timeout=100)
+        assert twin.returncode != 0 and "islands (0, 0) two have the same number" in err
+        returns = start(at, tmp_path, 1, 2, ranks=1)
+        log = said(stays)
+        said(returns)
+    assert "start all islands alike" in log
+    assert_same_bits(*(kept(tmp_path, island)[max(kept(tmp_path, 0))] for island in range(2)))
+
+
+def test_the_commands_of_the_page_work():
+    """Three islands of two ranks, as docs/islands.md starts them; their losses fall."""
+    page = (ROOT / "docs" / "islands.md").read_text(encoding="utf-8")
+    (commands,) = re.findall(r"^```sh\n(.*?)^```", page, flags=re.MULTILINE | re.DOTALL)
+    done = subprocess.run(  # %1 is the lighthouse
+        ["bash", "-c", f"{commands}\nkill %1\nwait"],
+        cwd=ROOT,
+        env=environment(**QUIET),
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
+    assert done.returncode == 0, done.stderr
+    for island in range(3):
+        losses = re.findall(rf"^island {island} of 3, step \d+: loss ([\d.]+)", done.stdout, flags=re.MULTILINE)
+        assert len(losses) == 8 and float(losses[-1]) < 0.96 * float(losses[0])
