@@ -147,6 +147,7 @@ def train(results: Path, scale_name: str, text: str, arm: Arm, seed: int) -> dic
         "scale": scale_name,
         "flags": arm.flags,
         "seed": seed,
+        "num_parameters": log.num_parameters,
         "validation_loss": log.validation_loss,
         # All nodes together send what the log shows; the last interval has no step that sends weights in full.
         "bytes_per_parameter": round(log.lines[-1][BETWEEN] * 1e6 / nodes / log.num_parameters, 4),

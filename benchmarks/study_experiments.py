@@ -324,10 +324,12 @@ FEEDBACK_AT_TWO_BITS = Group(
 )
 
 
-# Steps between agreements, and the outer optimizer: DiLoCo's, but for every step, where the mean is taken as it is. All
-# divide the run, so that it ends with an agreement.
+# Steps between agreements, which all divide the run, so that it ends with one; and the outer optimizer. Few steps take
+# the mean as it is. More have DiLoCo's optimizer, with a momentum that suits so short a run: with 2 islands at 32
+# steps, of one seed, the best of seven pairs of rates from 0.2 to 1 and momenta from 0 to 0.9.
 TAKE_THE_MEAN = " --island-outer-optimizer sgd --island-outer-lr 1 --island-outer-momentum 0"
-INTERVALS = {1: TAKE_THE_MEAN, 10: "", 32: "", 100: ""}
+SHORT_MOMENTUM = " --island-outer-momentum 0.7"
+INTERVALS = {1: TAKE_THE_MEAN, 10: TAKE_THE_MEAN, 32: SHORT_MOMENTUM, 100: SHORT_MOMENTUM}
 ISLAND_WIRES = {
     "fp32": "",
     "int4": " --island-bits 4",
@@ -350,11 +352,15 @@ def islands(number: int) -> Group:
         for wire, bits in ISLAND_WIRES.items()
     ]
     arms += [
-        Arm(f"every 32 steps, {wire}, {how}", f"{flags} 32{ISLAND_WIRES[wire]}{fragments}")
+        Arm(f"every 32 steps, {wire}, {how}", f"{flags} 32{SHORT_MOMENTUM}{ISLAND_WIRES[wire]}{fragments}")
         for how, fragments in FRAGMENTS.items()
         for wire in ("fp32", "int4, LoCo")
     ]
+    arms.append(Arm("every 32 steps, fp32, a momentum of 0.9", f"{flags} 32"))
     return Group(f"{number} islands", tuple(arms))
+
+
+ISLANDS = {number: islands(number) for number in (2, 4)}
 
 
 def with_and_without_element_scales(title: str, wire: str) -> Group:
@@ -625,8 +631,7 @@ EXPERIMENTS = {
                     Arm("int2 differences, 2-bit gradients", few_bits(2, 2)),
                 ),
             ),
-            islands(2),
-            islands(4),
+            *ISLANDS.values(),
         ),
         observed=(BETWEEN_ISLANDS,),
     ),

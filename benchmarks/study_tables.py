@@ -9,7 +9,18 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from study_experiments import E4_BITS_AND_BLOCKS, E4_SENSITIVITY, EXPERIMENTS, FP32, Arm, Experiment, Group
+from study_experiments import (
+    E4_BITS_AND_BLOCKS,
+    E4_SENSITIVITY,
+    EXPERIMENTS,
+    FP32,
+    INTERVALS,
+    ISLANDS,
+    SENT_BETWEEN_ISLANDS,
+    Arm,
+    Experiment,
+    Group,
+)
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "experiments.md"
@@ -28,6 +39,7 @@ def write_page(rows: Rows) -> None:
     plot_without_state(rows)
     plot_loss_over_bytes(rows)
     plot_feedback(rows)
+    plot_islands(rows)
 
 
 def by_flags_and_seed(rows: list[dict[str, Any]]) -> Rows:
@@ -189,3 +201,39 @@ def plot_feedback(rows: Rows) -> None:
         axes.grid(alpha=0.3, axis="y")
     figure.tight_layout()
     figure.savefig(PLOTS / "study_feedback.png", dpi=130)
+
+
+def plot_islands(rows: Rows) -> None:
+    """E11: ZeRO++, whose nodes send at every step, and islands, by what leaves one of them."""
+    plt = _pyplot()
+    figure, axes = plt.subplots(figsize=(8, 6), layout="constrained")
+    _, every_step, *_ = EXPERIMENTS["E11"].groups
+    # Earlier results do not say how many parameters the model has, which is the same one in all of them.
+    of_all_arms = (row for of_seeds in rows.values() for row in of_seeds.values())
+    num_parameters = next((row["num_parameters"] for row in of_all_arms if "num_parameters" in row), None)
+    if num_parameters is None:
+        return
+
+    def draw(arms: Sequence[Arm], megabytes: list[float], label: str, style: dict[str, Any]) -> None:
+        of_arms = [excesses(arm, rows) for arm in arms]
+        spreads = [statistics.stdev(values) for values in of_arms]
+        axes.errorbar(megabytes, [*map(statistics.mean, of_arms)], spreads, capsize=3, label=label, **style)
+
+    trained = [arm for arm in every_step.arms if arm.flags in rows]
+    sent = [rows[arm.flags][SEEDS[0]]["bytes_per_parameter"] * num_parameters / 1e6 for arm in trained]
+    draw(trained, sent, "ZeRO++ with LoCo, every step", {"fmt": "k*", "markersize": 10})
+    for marker, (number, group) in zip("os", ISLANDS.items(), strict=True):
+        for color, interval in enumerate(INTERVALS):
+            named = f"every {interval} steps, "
+            trained = [arm for arm in group.arms if arm.name.startswith(named) and arm.flags in rows]
+            if trained:
+                of_first = [rows[arm.flags][SEEDS[0]]["observed"][SENT_BETWEEN_ISLANDS] for arm in trained]
+                style = {"color": f"C{color}", "fmt": marker, "alpha": 0.8}
+                draw(trained, [sent / number for sent in of_first], f"{number} islands, {named[:-2]}", style)
+    axes.axhline(0, color="0.4", linewidth=1)
+    axes.set_xscale("log")
+    axes.set_xlabel("MB that leave a node, or an island, per step")
+    axes.set_ylabel("validation loss over the fp32 wire, %")
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize=8)
+    figure.savefig(PLOTS / "study_islands.png", dpi=130)
