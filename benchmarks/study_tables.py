@@ -16,11 +16,12 @@ from study_experiments import (
     FP32,
     INTERVALS,
     ISLANDS,
-    SENT_BETWEEN_ISLANDS,
     Arm,
     Experiment,
     Group,
 )
+
+from megatron_zpp.metrics.log_reader import BETWEEN_ISLANDS
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "experiments.md"
@@ -227,7 +228,7 @@ def plot_islands(rows: Rows) -> None:
             named = f"every {interval} steps, "
             trained = [arm for arm in group.arms if arm.name.startswith(named) and arm.flags in rows]
             if trained:
-                of_first = [rows[arm.flags][SEEDS[0]]["observed"][SENT_BETWEEN_ISLANDS] for arm in trained]
+                of_first = [rows[arm.flags][SEEDS[0]]["observed"][BETWEEN_ISLANDS] for arm in trained]
                 style = {"color": f"C{color}", "fmt": marker, "alpha": 0.8}
                 draw(trained, [sent / number for sent in of_first], f"{number} islands, {named[:-2]}", style)
     axes.axhline(0, color="0.4", linewidth=1)
