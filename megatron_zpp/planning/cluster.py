@@ -55,6 +55,8 @@ class ClusterSpec:
     )
     ring_passes: int = _field("2 where a reduce-scatter is an all-reduce, as gloo's", 1)
     entry_microseconds: float = _field("microseconds that ranks wait for each other at every collective", 0.0)
+    layer_microseconds: float = _field("microseconds that the program itself takes for both passes of a layer", 0.0)
+    step_microseconds: float = _field("microseconds that it takes for a layer's clipping and optimizer step", 0.0)
     layer_gbytes: float = _field("GB/s of what is between matrix products; 0: as kernel_gbytes", 0.0)
     sites: int = _field("sites that the nodes are divided among", 1)
     site_gbits: float = _field("of several sites: Gbit/s that leave one, all its links together", 0.0)

@@ -138,11 +138,17 @@ def arithmetic(
     logits = tokens * BYTES_OF_A_LOGIT * config.vocab_size / tensor_parallel / cluster.bytes_per_second_of_layers
     head_products = tokens * head / tensor_parallel / cluster.flops_per_second
     # What is kept was written once and read once. The backward pass reads it, and writes and reads its gradient.
-    forward = Arithmetic(products + attended + 2 * kept, head_products + logits)
+    forward = Arithmetic(_with_host(products + attended + 2 * kept, 1 / 3, cluster), head_products + logits)
     of_stage = num_layers // (placement.num_stages if placement is not None else 1)
     again = recomputed_blocks(activation, of_stage) / of_stage * forward.layer + 2 * recomputed
-    backward = Arithmetic(2 * products + 2.5 * attended + 3 * kept + again, 2 * head_products + logits)
-    return forward, backward
+    backward_layer = _with_host(2 * products + 2.5 * attended + 3 * kept + again, 2 / 3, cluster)
+    return forward, Arithmetic(backward_layer, 2 * head_products + logits)
+
+
+def _with_host(seconds: float, share: float, cluster: ClusterSpec) -> float:
+    """A layer's pass, with what the program itself takes for it. A GPU computes while the host issues what is next."""
+    host = 1e-6 * share * cluster.layer_microseconds
+    return max(seconds, host) if cluster.overlaps else seconds + host
 
 
 def _optimizer_seconds(settings: Settings, rank: RankEstimate, cluster: ClusterSpec) -> float:
@@ -153,7 +159,9 @@ def _optimizer_seconds(settings: Settings, rank: RankEstimate, cluster: ClusterS
         for unit in rank.exchanges
         for part in unit.unit.shards
     )
-    return FP32 * moved / (1e9 * cluster.kernel_gbytes)
+    seconds = FP32 * moved / (1e9 * cluster.kernel_gbytes)
+    host = 1e-6 * rank.num_layers * cluster.step_microseconds
+    return max(seconds, host) if cluster.overlaps else seconds + host
 
 
 def _unit_times(settings: Settings, exchanges: UnitExchanges, cluster: ClusterSpec) -> UnitTimes:

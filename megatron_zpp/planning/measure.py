@@ -8,7 +8,7 @@ import statistics
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 
 import torch
 import torch.distributed as dist
@@ -23,7 +23,9 @@ from megatron_zpp.planning.cluster import ClusterSpec
 from megatron_zpp.planning.costs import arithmetic
 from megatron_zpp.planning.curves import GATHER, REDUCTION, STRAIGHT, Curve, curve_name
 from megatron_zpp.planning.hardware import LATENCY_BETWEEN, LATENCY_WITHIN
+from megatron_zpp.settings.groups import Settings
 from megatron_zpp.training.exchanges import Exchange
+from megatron_zpp.training.model import mixed_precision
 from megatron_zpp.training.rank_groups import RankGroup
 from megatron_zpp.zeropp.collectives import all_gather, reduce_scatter
 from megatron_zpp.zeropp.topology import build_topology
@@ -32,8 +34,9 @@ from megatron_zpp.zeropp.wire_layout import ParameterShard
 
 HEAD_DIM = 64
 SIZE_STEP = 4  # between measured sizes of collectives
-LAYERS, VOCABULARY = 2, 1024  # of the model that is measured
-UNITS, UNIT_WIDTH = 8, 64  # of one that has nearly no arithmetic
+LAYERS, VOCABULARY = 4, 1024  # of the models that are measured
+LEAST_TOKENS = 16  # of one that has nearly no arithmetic
+UNITS, UNIT_WIDTH = 8, 64  # the same of one without layers
 
 
 @dataclass(frozen=True)
@@ -95,11 +98,13 @@ def measure_cluster(
         ring_passes=2 if dist.get_backend() == "gloo" else 1,
         collective_seconds=curves,
     )
-    cluster = replace(cluster, layer_gbytes=_layers(cluster, device, sizes))
-    say(f"norms and activations: {cluster.layer_gbytes:.4g} GB/s")
     if not cluster.overlaps:
         cluster = replace(cluster, entry_microseconds=1e6 * _entry(cluster, device, sizes))
         say(f"ranks wait for each other at a collective for {cluster.entry_microseconds:.4g} microseconds")
+    cluster = _with_layers(cluster, device, sizes)
+    say(f"between matrix products: {cluster.layer_gbytes:.4g} GB/s")
+    passes, step = cluster.layer_microseconds, cluster.step_microseconds
+    say(f"the program itself takes {passes:.4g} microseconds for a layer's passes, and {step:.4g} for its step")
     return cluster
 
 
@@ -149,36 +154,84 @@ def _kernels(device: torch.device, sizes: Sizes) -> float:
     return 2 * (values.nbytes + format.nbytes) / _seconds(run, device, sizes)
 
 
-def _layers(cluster: ClusterSpec, device: torch.device, sizes: Sizes) -> float:
-    """GB/s of what is between matrix products: the rate at which ``costs.arithmetic`` is right about a small GPT."""
-    flags = (
-        f"--num-layers {LAYERS} --hidden-size {sizes.hidden_size} --seq-length {sizes.tokens} --micro-batch-size 1 "
-        f"--num-attention-heads {sizes.hidden_size // HEAD_DIM} --train-iters 1 --lr 1 --mock-data --bf16 "
-        f"--vocab-size {VOCABULARY - 1} --hidden-dropout 0 --attention-dropout 0"
-    )
-    settings = parse_settings(GPT, flags.split(), cluster.world_size, note=lambda _: None)
-    planned = GPT.build_model(settings.model, VOCABULARY)
-    model = GPT.build_model(settings.model, VOCABULARY).to_empty(device=device).to(torch.bfloat16)
-    with torch.no_grad():
+@dataclass(frozen=True)
+class _SmallGPT:
+    """A model whose time is known to ``costs.arithmetic`` but for rates of the cluster."""
+
+    hidden_size: int
+    cluster: ClusterSpec
+    device: torch.device
+    sizes: Sizes
+
+    @cached_property
+    def settings(self) -> Settings:
+        flags = (
+            f"--num-layers {LAYERS} --hidden-size {self.hidden_size} --seq-length {self.sizes.tokens} "
+            f"--num-attention-heads {self.hidden_size // HEAD_DIM} --micro-batch-size 1 --train-iters 1 --lr 1 --bf16 "
+            f"--mock-data --vocab-size {VOCABULARY - 1} --hidden-dropout 0 --attention-dropout 0 --grad-reduce-in-bf16"
+        )
+        return parse_settings(GPT, flags.split(), self.cluster.world_size, note=lambda _: None)
+
+    def measured(self) -> tuple[float, float]:
+        """Seconds of forward and backward pass without collectives, and of clipping and the optimizer's step.
+
+        Where collectives do not overlap, under FSDP2: with its copies, which on a CPU are much of it.
+        """
+        cluster, device = self.cluster, self.device
+        model = GPT.build_model(self.settings.model, VOCABULARY)
+        numel = sum(parameter.numel() for parameter in model.parameters())
+        of_layer = sum(parameter.numel() for parameter in model.layers[0].parameters())
+        model.to_empty(device=device)
         for parameter in model.parameters():
-            parameter.normal_(std=0.02)
-    tokens = torch.randint(VOCABULARY, (1, sizes.tokens), device=device)
-    positions = torch.arange(sizes.tokens, device=device).unsqueeze(0)
+            nn.init.normal_(parameter, std=0.02)
+        if cluster.overlaps:
+            model.to(torch.bfloat16)
+        for unit in () if cluster.overlaps else (*model.layers, model):
+            fully_shard(unit, mp_policy=mixed_precision(self.settings.precision))
+        tokens = torch.randint(VOCABULARY, (1, self.sizes.tokens), device=device)
+        positions = torch.arange(self.sizes.tokens, device=device).unsqueeze(0)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.0, fused=True)
 
-    def run() -> None:
-        model.zero_grad()
-        model(tokens, tokens, positions, None).mean().backward()
+        def passes() -> None:
+            model.zero_grad()
+            model(tokens, tokens, positions, None).mean().backward()
 
-    measured = 1 / _of_all(1 / _seconds(run, device, sizes))
+        def step() -> None:
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
 
-    def predicted(layer_gbytes: float) -> float:
-        passes = arithmetic(GPT, settings, replace(cluster, layer_gbytes=layer_gbytes), planned)
-        return sum(LAYERS * each.layer + each.head for each in passes)
+        seconds = 1 / _of_all(1 / _seconds(passes, device, self.sizes))
+        if not cluster.overlaps:
+            of_root = numel - LAYERS * of_layer
+            seconds -= LAYERS * _sharded(cluster, 2 * of_layer, gathers=2) + _sharded(cluster, 2 * of_root, gathers=1)
+        return seconds, 1 / _of_all(1 / _seconds(step, device, self.sizes))
 
-    products = predicted(1e12)
+    def predicted(self, layer_gbytes: float) -> float:
+        """Of the two passes."""
+        cluster = replace(self.cluster, layer_gbytes=layer_gbytes)
+        both = arithmetic(GPT, self.settings, cluster, GPT.build_model(self.settings.model, VOCABULARY))
+        return sum(LAYERS * each.layer + each.head for each in both)
+
+
+def _with_layers(cluster: ClusterSpec, device: torch.device, sizes: Sizes) -> ClusterSpec:
+    """With what the program itself takes for a layer, by a model of nearly no arithmetic; and the rate of all that is
+    between matrix products, by one as wide as what is to be planned.
+    """
+    smallest = _SmallGPT(HEAD_DIM, cluster, device, replace(sizes, tokens=LEAST_TOKENS))
+    of_passes, of_step = (max(0.0, seconds) / LAYERS for seconds in smallest.measured())
+    cluster = replace(cluster, layer_microseconds=1e6 * of_passes, step_microseconds=1e6 * of_step)
+    model = _SmallGPT(sizes.hidden_size, cluster, device, sizes)
+    seconds, products = model.measured()[0], model.predicted(1e12)
     # Where products alone seem to take longer than the model, the rest is as fast as other kernels.
-    gbytes = (predicted(1.0) - products) / (measured - products) if measured > products else cluster.kernel_gbytes
-    return min(gbytes, cluster.kernel_gbytes)
+    gbytes = (model.predicted(1.0) - products) / (seconds - products) if seconds > products else cluster.kernel_gbytes
+    return replace(cluster, layer_gbytes=min(gbytes, cluster.kernel_gbytes))
+
+
+def _sharded(cluster: ClusterSpec, nbytes: int, gathers: int) -> float:
+    """Seconds of the collectives of one FSDP2 unit of so many bytes: gathers, and a reduction."""
+    ranks = RankGroup(cluster.nodes, cluster.gpus_per_node)
+    gather = Exchange(ranks, nbytes // ranks.size)
+    return gathers * cluster.seconds_of(gather) + cluster.seconds_of(replace(gather, passes=cluster.ring_passes))
 
 
 def _entry(cluster: ClusterSpec, device: torch.device, sizes: Sizes) -> float:
@@ -192,11 +245,8 @@ def _entry(cluster: ClusterSpec, device: torch.device, sizes: Sizes) -> float:
     fully_shard(model)
     x = torch.randn(1, UNIT_WIDTH, device=device)
     measured = 1 / _of_all(1 / _seconds(lambda: model(x).sum().backward(), device, sizes))
-    ranks = RankGroup(cluster.nodes, cluster.gpus_per_node)
-    piece = UNIT_WIDTH * UNIT_WIDTH // ranks.size * torch.float32.itemsize
-    gather, reduction = Exchange(ranks, piece), Exchange(ranks, piece, passes=cluster.ring_passes)
     # Weights are gathered for the forward and for the backward pass.
-    of_collectives = UNITS * (2 * cluster.seconds_of(gather) + cluster.seconds_of(reduction))
+    of_collectives = UNITS * _sharded(cluster, UNIT_WIDTH * UNIT_WIDTH * torch.float32.itemsize, gathers=2)
     return max(0.0, measured - of_collectives) / (3 * UNITS)
 
 

@@ -44,6 +44,26 @@ def test_products_and_attention():
     assert backward.head == pytest.approx(2 * forward.head)
 
 
+def test_what_the_program_itself_takes():
+    spec = cluster()
+    settings, model = of("", spec)
+    plain, plain_shape = (
+        arithmetic(GPT, settings, spec, model),
+        step_shapes(GPT, settings, estimate_on(GPT, settings, V, spec), spec)[0],
+    )
+    host = dict(layer_microseconds=9e6, step_microseconds=5e6)
+    # A CPU computes when the program is done with a layer; a GPU meanwhile, and that is nothing beside 9 seconds.
+    for overlaps, computes in ((False, 1), (True, 0)):
+        slow = cluster(**host, overlaps=overlaps)
+        passes = arithmetic(GPT, settings, slow, model)
+        assert [each.layer for each in passes] == pytest.approx(
+            [seconds + computes * each.layer for seconds, each in zip((3, 6), plain, strict=True)]
+        )
+        assert [each.head for each in passes] == [each.head for each in plain]
+        (shape,) = step_shapes(GPT, settings, estimate_on(GPT, settings, V, slow), slow)
+        assert shape.optimizer == pytest.approx(5 * LAYERS + computes * plain_shape.optimizer)
+
+
 def test_what_is_computed_again():
     spec = cluster(kernel_gbytes=1.0)
     nothing, selective, everything = (

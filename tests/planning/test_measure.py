@@ -28,8 +28,9 @@ def test_ranks_find_the_same(ranks_per_node):
     assert (cluster.nodes, cluster.gpus_per_node) == (4 // ranks_per_node, ranks_per_node)
     assert (cluster.overlaps, cluster.ring_passes) == (False, 2)  # gloo
     assert max(cluster.efficiency, cluster.attention_efficiency) == 1  # of the faster one, as a CPU's peak is unknown
-    assert len(lines) == 7 and lines[-1].startswith("ranks wait for each other at a collective")
-    assert 0 < cluster.layer_gbytes <= cluster.kernel_gbytes and cluster.entry_microseconds >= 0
+    assert len(lines) == 8 and lines[-2].startswith("between matrix products: ")
+    assert 0 < cluster.layer_gbytes <= cluster.kernel_gbytes and cluster.step_microseconds > 0
+    assert min(cluster.layer_microseconds, cluster.entry_microseconds) >= 0
     groups = {(1, ranks_per_node), (4 // ranks_per_node, 1), (4 // ranks_per_node, ranks_per_node)}
     kinds = ("all-gather", "all-to-all", "reduction")
     assert set(cluster.collective_seconds) == {f"{kind} {n}x{p}" for kind in kinds for n, p in groups}
