@@ -2,52 +2,25 @@
 
 from __future__ import annotations
 
-import math
 import os
-import statistics
-import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor, nn
-from torch.distributed.fsdp import fully_shard
 
-from megatron_zpp.architectures import GPT
-from megatron_zpp.arguments.parse import parse_settings
 from megatron_zpp.metrics.throughput import peak_tflops
 from megatron_zpp.planning.cluster import ClusterSpec
-from megatron_zpp.planning.costs import arithmetic
-from megatron_zpp.planning.curves import GATHER, REDUCTION, STRAIGHT, Curve, curve_name
+from megatron_zpp.planning.curves import GATHER, curve_name
 from megatron_zpp.planning.hardware import LATENCY_BETWEEN, LATENCY_WITHIN
-from megatron_zpp.settings.groups import Settings
-from megatron_zpp.training.exchanges import Exchange
-from megatron_zpp.training.model import mixed_precision
+from megatron_zpp.planning.measure_collectives import measured_curves, rate_and_latency
+from megatron_zpp.planning.measure_model import HEAD_DIM, entry_seconds, with_layers
+from megatron_zpp.planning.stopwatch import Sizes, median_seconds, slowest
 from megatron_zpp.training.rank_groups import RankGroup
-from megatron_zpp.zeropp.collectives import all_gather, reduce_scatter
 from megatron_zpp.zeropp.topology import build_topology
 from megatron_zpp.zeropp.wire_format import wire_format
 from megatron_zpp.zeropp.wire_layout import ParameterShard
-
-HEAD_DIM = 64
-SIZE_STEP = 4  # between measured sizes of collectives
-LAYERS, VOCABULARY = 4, 1024  # of the models that are measured
-LEAST_TOKENS = 16  # of one that has nearly no arithmetic
-UNITS, UNIT_WIDTH = 8, 64  # the same of one without layers
-
-
-@dataclass(frozen=True)
-class Sizes:
-    """What is measured with: those of the runs that are to be planned."""
-
-    hidden_size: int
-    tokens: int  # of a micro-batch
-    least_bytes: int = 2**12  # of a collective's pieces
-    most_bytes: int = 2**24
-    seconds: float = 0.5  # of each measurement, at least
 
 
 def measure_cluster(
@@ -60,11 +33,11 @@ def measure_cluster(
     world = dist.group.WORLD
     assert world is not None
     topology = build_topology(world, ranks_per_node)
-    products = _of_all(_products(device, sizes))
+    products = slowest(_products(device, sizes))
     say(f"matrix products: {products / 1e12:.4g} TFLOP/s")
-    attended = _of_all(_attention(device, sizes))
+    attended = slowest(_attention(device, sizes))
     say(f"attention: {attended / 1e12:.4g} TFLOP/s")
-    kernels = _of_all(_kernels(device, sizes))
+    kernels = slowest(_kernels(device, sizes))
     say(f"encoding and decoding: {kernels / 1e9:.4g} GB/s")
     nodes, ranks_per_node = topology.num_nodes, topology.ranks_per_node
     groups = {
@@ -72,9 +45,9 @@ def measure_cluster(
         RankGroup(nodes, 1): topology.inter_group,
         RankGroup(nodes, ranks_per_node): world,
     }
-    curves = _curves(groups, device, sizes)
-    within, within_latency = _rate_and_latency(curves[curve_name(GATHER, RankGroup(1, ranks_per_node))], ranks_per_node)
-    between, between_latency = _rate_and_latency(curves[curve_name(GATHER, RankGroup(nodes, 1))], nodes)
+    curves = measured_curves(groups, device, sizes)
+    within, within_latency = rate_and_latency(curves[curve_name(GATHER, RankGroup(1, ranks_per_node))], ranks_per_node)
+    between, between_latency = rate_and_latency(curves[curve_name(GATHER, RankGroup(nodes, 1))], nodes)
     say(f"within a node: {within / 1e9:.4g} GB/s a rank, {within_latency * 1e6:.4g} microseconds a hop")
     gbits = 8e-9 * between * ranks_per_node  # all local ranks sent at once
     say(f"between nodes: {gbits:.4g} Gbit/s out of a node, {between_latency * 1e6:.4g} microseconds a hop")
@@ -99,9 +72,9 @@ def measure_cluster(
         collective_seconds=curves,
     )
     if not cluster.overlaps:
-        cluster = replace(cluster, entry_microseconds=1e6 * _entry(cluster, device, sizes))
+        cluster = replace(cluster, entry_microseconds=1e6 * entry_seconds(cluster, device, sizes))
         say(f"ranks wait for each other at a collective for {cluster.entry_microseconds:.4g} microseconds")
-    cluster = _with_layers(cluster, device, sizes)
+    cluster = with_layers(cluster, device, sizes)
     say(f"between matrix products: {cluster.layer_gbytes:.4g} GB/s")
     passes, step = cluster.layer_microseconds, cluster.step_microseconds
     say(f"the program itself takes {passes:.4g} microseconds for a layer's passes, and {step:.4g} for its step")
@@ -120,7 +93,7 @@ def _products(device: torch.device, sizes: Sizes) -> float:
         gradient @ up
         gradient.T @ x
 
-    return 3 * 2 * tokens * width * 4 * width / _seconds(run, device, sizes)
+    return 3 * 2 * tokens * width * 4 * width / median_seconds(run, device, sizes)
 
 
 def _attention(device: torch.device, sizes: Sizes) -> float:
@@ -138,7 +111,7 @@ def _attention(device: torch.device, sizes: Sizes) -> float:
     flops = (
         3.5 * 2 * heads * HEAD_DIM * sizes.tokens * sizes.tokens
     )  # 2 products of half the scores; 2.5 times backward
-    return flops / _seconds(run, device, sizes)
+    return flops / median_seconds(run, device, sizes)
 
 
 def _kernels(device: torch.device, sizes: Sizes) -> float:
@@ -151,172 +124,7 @@ def _kernels(device: torch.device, sizes: Sizes) -> float:
     def run() -> None:
         format.decode(format.encode(values), out=decoded)
 
-    return 2 * (values.nbytes + format.nbytes) / _seconds(run, device, sizes)
-
-
-@dataclass(frozen=True)
-class _SmallGPT:
-    """A model whose time is known to ``costs.arithmetic`` but for rates of the cluster."""
-
-    hidden_size: int
-    cluster: ClusterSpec
-    device: torch.device
-    sizes: Sizes
-
-    @cached_property
-    def settings(self) -> Settings:
-        flags = (
-            f"--num-layers {LAYERS} --hidden-size {self.hidden_size} --seq-length {self.sizes.tokens} "
-            f"--num-attention-heads {self.hidden_size // HEAD_DIM} --micro-batch-size 1 --train-iters 1 --lr 1 --bf16 "
-            f"--mock-data --vocab-size {VOCABULARY - 1} --hidden-dropout 0 --attention-dropout 0 --grad-reduce-in-bf16"
-        )
-        return parse_settings(GPT, flags.split(), self.cluster.world_size, note=lambda _: None)
-
-    def measured(self) -> tuple[float, float]:
-        """Seconds of forward and backward pass without collectives, and of clipping and the optimizer's step.
-
-        Where collectives do not overlap, under FSDP2: with its copies, which on a CPU are much of it.
-        """
-        cluster, device = self.cluster, self.device
-        model = GPT.build_model(self.settings.model, VOCABULARY)
-        numel = sum(parameter.numel() for parameter in model.parameters())
-        of_layer = sum(parameter.numel() for parameter in model.layers[0].parameters())
-        model.to_empty(device=device)
-        for parameter in model.parameters():
-            nn.init.normal_(parameter, std=0.02)
-        if cluster.overlaps:
-            model.to(torch.bfloat16)
-        for unit in () if cluster.overlaps else (*model.layers, model):
-            fully_shard(unit, mp_policy=mixed_precision(self.settings.precision))
-        tokens = torch.randint(VOCABULARY, (1, self.sizes.tokens), device=device)
-        positions = torch.arange(self.sizes.tokens, device=device).unsqueeze(0)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.0, fused=True)
-
-        def passes() -> None:
-            model.zero_grad()
-            model(tokens, tokens, positions, None).mean().backward()
-
-        def step() -> None:
-            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            optimizer.step()
-
-        seconds = 1 / _of_all(1 / _seconds(passes, device, self.sizes))
-        if not cluster.overlaps:
-            of_root = numel - LAYERS * of_layer
-            seconds -= LAYERS * _sharded(cluster, 2 * of_layer, gathers=2) + _sharded(cluster, 2 * of_root, gathers=1)
-        return seconds, 1 / _of_all(1 / _seconds(step, device, self.sizes))
-
-    def predicted(self, layer_gbytes: float) -> float:
-        """Of the two passes."""
-        cluster = replace(self.cluster, layer_gbytes=layer_gbytes)
-        both = arithmetic(GPT, self.settings, cluster, GPT.build_model(self.settings.model, VOCABULARY))
-        return sum(LAYERS * each.layer + each.head for each in both)
-
-
-def _with_layers(cluster: ClusterSpec, device: torch.device, sizes: Sizes) -> ClusterSpec:
-    """With what the program itself takes for a layer, by a model of nearly no arithmetic; and the rate of all that is
-    between matrix products, by one as wide as what is to be planned.
-    """
-    smallest = _SmallGPT(HEAD_DIM, cluster, device, replace(sizes, tokens=LEAST_TOKENS))
-    of_passes, of_step = (max(0.0, seconds) / LAYERS for seconds in smallest.measured())
-    cluster = replace(cluster, layer_microseconds=1e6 * of_passes, step_microseconds=1e6 * of_step)
-    model = _SmallGPT(sizes.hidden_size, cluster, device, sizes)
-    seconds, products = model.measured()[0], model.predicted(1e12)
-    # Where products alone seem to take longer than the model, the rest is as fast as other kernels.
-    gbytes = (model.predicted(1.0) - products) / (seconds - products) if seconds > products else cluster.kernel_gbytes
-    return replace(cluster, layer_gbytes=min(gbytes, cluster.kernel_gbytes))
-
-
-def _sharded(cluster: ClusterSpec, nbytes: int, gathers: int) -> float:
-    """Seconds of the collectives of one FSDP2 unit of so many bytes: gathers, and a reduction."""
-    ranks = RankGroup(cluster.nodes, cluster.gpus_per_node)
-    gather = Exchange(ranks, nbytes // ranks.size)
-    return gathers * cluster.seconds_of(gather) + cluster.seconds_of(replace(gather, passes=cluster.ring_passes))
-
-
-def _entry(cluster: ClusterSpec, device: torch.device, sizes: Sizes) -> float:
-    """Seconds that a collective takes under FSDP2 beyond its own: hooks, and waiting for the last rank to come.
-
-    Of units so small that there is nearly no arithmetic.
-    """
-    model = nn.Sequential(*(nn.Linear(UNIT_WIDTH, UNIT_WIDTH, bias=False) for _ in range(UNITS))).to(device)
-    for unit in model:
-        fully_shard(unit)
-    fully_shard(model)
-    x = torch.randn(1, UNIT_WIDTH, device=device)
-    measured = 1 / _of_all(1 / _seconds(lambda: model(x).sum().backward(), device, sizes))
-    # Weights are gathered for the forward and for the backward pass.
-    of_collectives = UNITS * _sharded(cluster, UNIT_WIDTH * UNIT_WIDTH * torch.float32.itemsize, gathers=2)
-    return max(0.0, measured - of_collectives) / (3 * UNITS)
-
-
-def _curves(groups: Mapping[RankGroup, dist.ProcessGroup], device: torch.device, sizes: Sizes) -> dict[str, Curve]:
-    """Of every kind of collective on every kind of group."""
-    # Only gloo's reductions are not as fast as gathers.
-    kinds = (GATHER, STRAIGHT, REDUCTION) if dist.get_backend() == "gloo" else (GATHER, STRAIGHT)
-    return {
-        curve_name(kind, group): _curve(kind, process_group, device, sizes)
-        for group, process_group in groups.items()
-        for kind in kinds
-    }
-
-
-def _curve(kind: str, group: dist.ProcessGroup, device: torch.device, sizes: Sizes) -> Curve:
-    """Seconds of a collective by bytes of a piece. All groups of the same kind run at once."""
-    steps = int(math.log(sizes.most_bytes / sizes.least_bytes, SIZE_STEP))
-    curve = {}
-    for nbytes in (sizes.least_bytes * SIZE_STEP**step for step in range(steps + 1)):
-        piece = torch.zeros(nbytes // 2, dtype=torch.bfloat16, device=device)
-        of_all = torch.zeros(group.size() * piece.numel(), dtype=torch.bfloat16, device=device)
-        received = torch.empty_like(of_all)
-        run = {
-            GATHER: partial(all_gather, received, piece, group=group),
-            STRAIGHT: partial(dist.all_to_all_single, received, of_all, group=group),
-            REDUCTION: partial(reduce_scatter, piece, of_all, group=group),
-        }[kind]
-        curve[str(nbytes)] = 1 / _of_all(1 / _seconds(run, device, sizes))
-    return curve
-
-
-def _rate_and_latency(curve: Curve, ranks: int) -> tuple[float, float]:
-    """Bytes that a rank sends per second at the best size, and seconds of a hop of the smallest.
-
-    One rank sends nothing: its rate is that of copies.
-    """
-    hops, latency = max(1, ranks - 1), min(curve.values())
-    rates = (hops * int(nbytes) / (seconds - latency) for nbytes, seconds in curve.items() if seconds > 2 * latency)
-    return max(rates, default=hops * max(int(n) / s for n, s in curve.items())), latency / hops
-
-
-def _seconds(run: Callable[[], None], device: torch.device, sizes: Sizes) -> float:
-    """Of one call, the median of several, as often on every rank."""
-    run()
-    times = [_timed(run, device)]
-    # Ranks agree on how often, or some would wait in a collective that others do not enter.
-    repeats = min(100, max(3, int(sizes.seconds * _of_all(1 / times[0]))))
-    times = [_timed(run, device) for _ in range(repeats)]
-    return statistics.median(times)
-
-
-def _timed(run: Callable[[], None], device: torch.device) -> float:
-    _synchronize(device)
-    start = time.perf_counter()
-    run()
-    _synchronize(device)
-    return time.perf_counter() - start
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
-def _of_all(rate: float) -> float:
-    """The slowest rank's: a step waits for it."""
-    device = "cuda" if dist.get_backend() == "nccl" else "cpu"
-    slowest: Tensor = torch.tensor(rate, dtype=torch.float64, device=device)
-    dist.all_reduce(slowest, op=dist.ReduceOp.MIN)
-    return float(slowest)
+    return 2 * (values.nbytes + format.nbytes) / median_seconds(run, device, sizes)
 
 
 def _memory(device: torch.device, ranks_per_node: int) -> float:

@@ -20,7 +20,8 @@ import torch.distributed as dist
 
 from megatron_zpp.parallel.distributed import init_distributed
 from megatron_zpp.planning.cluster import write_cluster
-from megatron_zpp.planning.measure import Sizes, measure_cluster
+from megatron_zpp.planning.measure import measure_cluster
+from megatron_zpp.planning.stopwatch import Sizes
 from megatron_zpp.settings.flags import number
 from megatron_zpp.tools.run import report_errors
 

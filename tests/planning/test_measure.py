@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from megatron_zpp.planning.cluster import ClusterSpec, parse_cluster
-from megatron_zpp.planning.measure import Sizes, measure_cluster
+from megatron_zpp.planning.measure import measure_cluster
+from megatron_zpp.planning.stopwatch import Sizes
 from tests.conftest import ROOT
 from tests.ranks import run_ranks
 
