@@ -207,6 +207,8 @@ def plot_feedback(rows: Rows) -> None:
 def plot_islands(rows: Rows) -> None:
     """E11: ZeRO++, whose nodes send at every step, and islands, by what leaves one of them."""
     plt = _pyplot()
+    from matplotlib.ticker import LogLocator, NullFormatter
+
     figure, axes = plt.subplots(figsize=(8, 6), layout="constrained")
     _, every_step, *_ = EXPERIMENTS["E11"].groups
     # Earlier results do not say how many parameters the model has, which is the same one in all of them.
@@ -233,6 +235,9 @@ def plot_islands(rows: Rows) -> None:
                 draw(trained, [sent / number for sent in of_first], f"{number} islands, {named[:-2]}", style)
     axes.axhline(0, color="0.4", linewidth=1)
     axes.set_xscale("log")
+    axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axes.xaxis.set_major_formatter("{x:g}")
+    axes.xaxis.set_minor_formatter(NullFormatter())
     axes.set_xlabel("MB that leave a node, or an island, per step")
     axes.set_ylabel("validation loss over the fp32 wire, %")
     axes.grid(alpha=0.3)
