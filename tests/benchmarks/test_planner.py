@@ -69,7 +69,8 @@ def test_the_box_is_measured_and_compared(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(planner, "BOX_CLUSTER", tmp_path / "box.yaml")
     monkeypatch.setattr(planner, "BOX_MODELS", {"tiny": TINY})
     monkeypatch.setattr(planner, "BOX_RATES", (1000,))
-    monkeypatch.setattr(planner, "BOX_MICRO_BATCHES", (1,))
+    monkeypatch.setattr(planner, "BOX_STEPS", {1: 6})
+    monkeypatch.setattr(planner, "BOX_SCATTER", tmp_path / "box.png")
     with pytest.raises(SystemExit, match="nothing is measured yet"):
         planner.compare()
     planner.box()
