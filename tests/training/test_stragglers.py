@@ -137,12 +137,12 @@ def test_a_slow_measurement_alone_names_nobody():
 
 
 def measured():
-    """Links of 3 nodes of 2 ranks, when rank 3 starts to send a second late."""
+    """Links of 3 nodes of 2 ranks, when rank 3 starts to send two seconds late."""
     exchange = dist.batch_isend_irecv
 
     def late(operations):
         if dist.get_rank() == 3 and operations[0].op is dist.isend:
-            time.sleep(1.0)
+            time.sleep(2.0)
         return exchange(operations)
 
     with patch.object(dist, "batch_isend_irecv", late), patch.object(links, "REPEATS", 1):
@@ -161,5 +161,5 @@ def test_all_links_are_slow_against_what_they_usually_were():
 def test_a_node_is_as_fast_as_its_slowest_rank():
     rates = run_ranks(6, measured, timeout=60)
     assert all(of_rank == rates[0] for of_rank in rates) and rates[0].keys() == rates_of(3, {}).keys()
-    # Each of two ranks sends 1 MiB in the last, longest message.
+    # Each of two ranks sends 1 MiB. Where cores are busy a receiver may begin to wait some of the two seconds late.
     assert all((rate < 2 * 2**20 / 1.0) == (sender == 1) for (sender, _), rate in rates[0].items())
