@@ -137,17 +137,17 @@ def arithmetic(
             recomputed = tokens * max(0, block.everything - block.linear_layers) / cluster.bytes_per_second_of_layers
     logits = tokens * BYTES_OF_A_LOGIT * config.vocab_size / tensor_parallel / cluster.bytes_per_second_of_layers
     head_products = tokens * head / tensor_parallel / cluster.flops_per_second
+    host = 1e-6 * cluster.layer_microseconds
     # What is kept was written once and read once. The backward pass reads it, and writes and reads its gradient.
-    forward = Arithmetic(_with_host(products + attended + 2 * kept, 1 / 3, cluster), head_products + logits)
+    forward = Arithmetic(_with_host(products + attended + 2 * kept, host / 3, cluster), head_products + logits)
     of_stage = num_layers // (placement.num_stages if placement is not None else 1)
     again = recomputed_blocks(activation, of_stage) / of_stage * forward.layer + 2 * recomputed
-    backward_layer = _with_host(2 * products + 2.5 * attended + 3 * kept + again, 2 / 3, cluster)
+    backward_layer = _with_host(2 * products + 2.5 * attended + 3 * kept + again, 2 * host / 3, cluster)
     return forward, Arithmetic(backward_layer, 2 * head_products + logits)
 
 
-def _with_host(seconds: float, share: float, cluster: ClusterSpec) -> float:
-    """A layer's pass, with what the program itself takes for it. A GPU computes while the host issues what is next."""
-    host = 1e-6 * share * cluster.layer_microseconds
+def _with_host(seconds: float, host: float, cluster: ClusterSpec) -> float:
+    """With what the program itself takes. A GPU computes while its host issues what is next."""
     return max(seconds, host) if cluster.overlaps else seconds + host
 
 
@@ -159,9 +159,8 @@ def _optimizer_seconds(settings: Settings, rank: RankEstimate, cluster: ClusterS
         for unit in rank.exchanges
         for part in unit.unit.shards
     )
-    seconds = FP32 * moved / (1e9 * cluster.kernel_gbytes)
     host = 1e-6 * rank.num_layers * cluster.step_microseconds
-    return max(seconds, host) if cluster.overlaps else seconds + host
+    return _with_host(FP32 * moved / (1e9 * cluster.kernel_gbytes), host, cluster)
 
 
 def _unit_times(settings: Settings, exchanges: UnitExchanges, cluster: ClusterSpec) -> UnitTimes:

@@ -11,6 +11,7 @@ from torch.distributed.fsdp import fully_shard
 
 from megatron_zpp.architectures import GPT
 from megatron_zpp.arguments.parse import parse_settings
+from megatron_zpp.models.transformer import Transformer
 from megatron_zpp.planning.cluster import ClusterSpec
 from megatron_zpp.planning.costs import arithmetic
 from megatron_zpp.planning.stopwatch import Sizes, median_seconds, slowest
@@ -42,6 +43,11 @@ class SmallGPT:
             f"--mock-data --vocab-size {VOCABULARY - 1} --hidden-dropout 0 --attention-dropout 0 --grad-reduce-in-bf16"
         )
         return parse_settings(GPT, flags.split(), self.cluster.world_size, note=lambda _: None)
+
+    @cached_property
+    def planned(self) -> Transformer:
+        """Of which only the shapes exist."""
+        return GPT.build_model(self.settings.model, VOCABULARY)
 
     def measured(self) -> tuple[float, float]:
         """Seconds of forward and backward pass without collectives, and of clipping and the optimizer's step.
@@ -80,7 +86,7 @@ class SmallGPT:
     def predicted(self, layer_gbytes: float) -> float:
         """Of the two passes."""
         cluster = replace(self.cluster, layer_gbytes=layer_gbytes)
-        both = arithmetic(GPT, self.settings, cluster, GPT.build_model(self.settings.model, VOCABULARY))
+        both = arithmetic(GPT, self.settings, cluster, self.planned)
         return sum(LAYERS * each.layer + each.head for each in both)
 
 
