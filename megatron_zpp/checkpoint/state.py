@@ -96,7 +96,8 @@ def load_checkpoint(
     loaded = trained if taken.islands else trained.first()
     models = {prefix: _model_state(model) for prefix, model in loaded.named_models()}
     optimizers = {p: get_optimizer_state_dict(m, o) for p, m, o in loaded.named_optimizers() if taken.optimizer}
-    random_states = [ranks.random_states.state_dict() for ranks in trained.ranks if taken.random_states]
+    seeded = trained.ranks if taken.random_states else []
+    random_states = [ranks.random_states.state_dict() for ranks in seeded]
     state = _joined(models) | _joined({prefix: _optimizer_tensors(own) for prefix, own in optimizers.items()})
     for own in random_states:
         state |= _joined({"rng.": own})
@@ -127,7 +128,7 @@ def load_checkpoint(
     for model, optimizer in list(zip(trained.models, trained.optimizers, strict=False))[len(loaded.models) :]:
         if taken.optimizer:  # of emulated islands that begin anew
             set_optimizer_state_dict(model, optimizer, copy.deepcopy(optimizers["optimizer."]))
-    for ranks, own in zip(trained.ranks, random_states, strict=False):  # none, or all
+    for ranks, own in zip(seeded, random_states, strict=True):
         ranks.random_states.load_state_dict(own)
     for zeropp in trained.zeropps:
         zeropp.invalidate()
