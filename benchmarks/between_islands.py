@@ -12,13 +12,12 @@ there already is not run again. Bytes are read from the namespaces' interfaces; 
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 from cluster_in_a_box import run
+from rows import append_row, has_row, read_rows
 
 RESULTS = Path(__file__).parent / "results" / "between_islands.jsonl"
 PROGRAM = Path(__file__).parent.parent / "pretrain_gpt.py"
@@ -77,22 +76,16 @@ def measure(name: str) -> None:
     flags = f"{MODEL} {setting.flags} --train-iters {setting.steps} --log-interval {setting.log_interval} "
     flags += f"--global-batch-size {TOKENS // 128}"
     key = {"setting": name, "rate": RATE, "command": f"{PROGRAM.name} {' '.join(flags.split())}"}
-    if any(key.items() <= row.items() for row in read()):
+    if has_row(RESULTS, key):
         return
     print(f"{name}: {NODES} x {RANKS_PER_NODE}, {RATE}", file=sys.stderr)
     command = [str(PROGRAM), *flags.split()]
     measured = run(command, NODES, RANKS_PER_NODE, RATE, setting.warmup_steps, timeout=1800, echo=False)
-    RESULTS.parent.mkdir(exist_ok=True)
-    with RESULTS.open("a") as file:
-        file.write(json.dumps(asdict(measured) | key) + "\n")
-
-
-def read() -> list[dict[str, Any]]:
-    return [json.loads(line) for line in RESULTS.read_text().splitlines()] if RESULTS.exists() else []
+    append_row(RESULTS, asdict(measured) | key)
 
 
 def print_table() -> None:
-    rows = {row["setting"]: row for row in read()}
+    rows = {row["setting"]: row for row in read_rows(RESULTS)}
     headings = ("setting", "tokens/s", "over ZeRO-3", "kB a step out of a cluster", "counted")
     print(f"| {' | '.join(headings)} |\n|{'---|' * len(headings)}")
     base = rows.get("ZeRO-3")

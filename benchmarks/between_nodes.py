@@ -12,7 +12,6 @@ what is there already is not run again. Bytes are read from the nodes' interface
 from __future__ import annotations
 
 import argparse
-import json
 import re
 import sys
 from dataclasses import asdict
@@ -20,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from cluster_in_a_box import run
+from rows import append_row, has_row, read_rows
 
 RESULTS = Path(__file__).parent / "results"
 BYTES, THROUGHPUT = RESULTS / "between_nodes_bytes.jsonl", RESULTS / "between_nodes_throughput.jsonl"
@@ -72,7 +72,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=("bytes", "throughput", "tables", "plot"))
     what = parser.parse_args().what
-    RESULTS.mkdir(exist_ok=True)
     if what == "bytes":
         for (nodes, ranks_per_node), names in BYTES_SHAPES.items():
             for name in names:
@@ -99,7 +98,7 @@ def measure(
     """Run one setting and append what was measured, unless it is there already."""
     key = {"setting": name, "nodes": nodes, "ranks_per_node": ranks_per_node, "rate": rate}
     key["micro_batches"] = micro_batches
-    if any(key.items() <= row.items() for row in read(path)):
+    if has_row(path, key):
         return
     tp_size = 2 if "tensor parallel 2" in name else 1
     data_parallel = ranks_per_node // tp_size  # of a node
@@ -110,8 +109,7 @@ def measure(
     print(f"{name}: {nodes} x {ranks_per_node}, {micro_batches} micro-batches, {rate or 'unlimited'}", file=sys.stderr)
     measured = asdict(run(command, nodes, ranks_per_node, rate, warmup_steps=1, timeout=900, echo=False))
     row = measured | key | {"parameters": count_parameters(flags), "command": f"{PROGRAM.name} {flags}"}
-    with path.open("a") as file:
-        file.write(json.dumps(row) + "\n")
+    append_row(path, row)
     print(f"    {per_parameter(row):.3f} bytes/parameter, {row['tokens_per_second']:.0f} tokens/s", file=sys.stderr)
 
 
@@ -133,10 +131,6 @@ def count_parameters(flags: str) -> int:
     )
 
 
-def read(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-
-
 def per_parameter(row: dict[str, Any]) -> float:
     return row["bytes_per_node_and_step"] / row["parameters"]
 
@@ -152,7 +146,7 @@ def tokens_per_second(row: dict[str, Any]) -> float:
 def print_tables() -> None:
     print("Bytes that leave one node, per parameter and optimizer step, read from its interface\n")
     print("| nodes x ranks | setting | 1 micro-batch | 8 micro-batches | counted / interface |\n|---|---|---|---|---|")
-    rows = {(r["nodes"], r["ranks_per_node"], r["setting"], r["micro_batches"]): r for r in read(BYTES)}
+    rows = {(r["nodes"], r["ranks_per_node"], r["setting"], r["micro_batches"]): r for r in read_rows(BYTES)}
     for (nodes, ranks_per_node), names in BYTES_SHAPES.items():
         for name in names:
             one, eight = (rows.get((nodes, ranks_per_node, name, micro_batches)) for micro_batches in (1, 8))
@@ -168,7 +162,7 @@ def print_tables() -> None:
             counted, measured = row["counted_bytes_per_node_and_step"], row["bytes_per_node_and_step"]
             print(f"| {micro_batches} | {hidden} | {counted:.0f} | {measured:.0f} ({measured / hidden:.3f} x) |")
     print("\nTokens/s of 2 x 2 ranks over the rate of the nodes' links; in brackets over ZeRO-3's")
-    tokens = {(r["micro_batches"], r["rate"], r["setting"]): tokens_per_second(r) for r in read(THROUGHPUT)}
+    tokens = {(r["micro_batches"], r["rate"], r["setting"]): tokens_per_second(r) for r in read_rows(THROUGHPUT)}
     for micro_batches in (1, 8):
         print(f"\nMicro-batches per step: {micro_batches}\n\n| rate | {' | '.join(THROUGHPUT_SETTINGS)} |")
         print("|---|---|---|---|")
@@ -184,7 +178,7 @@ def plot_throughput() -> None:
     from matplotlib.ticker import LogLocator
 
     labels = [(rate or "unlimited").replace("mbit", " Mbit/s").replace("gbit", " Gbit/s") for rate in RATES]
-    tokens = {(r["micro_batches"], r["rate"], r["setting"]): tokens_per_second(r) for r in read(THROUGHPUT)}
+    tokens = {(r["micro_batches"], r["rate"], r["setting"]): tokens_per_second(r) for r in read_rows(THROUGHPUT)}
     figure, axes = plt.subplots(1, 2, figsize=(11, 4), sharex=True, sharey=True, layout="constrained")
     for micro_batches, axis in zip((1, 8), axes, strict=True):
         for name in THROUGHPUT_SETTINGS:

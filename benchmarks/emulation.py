@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from rows import append_row
 
 from megatron_zpp.architectures import GPT
 from megatron_zpp.arguments.parse import parse_settings
@@ -136,9 +137,7 @@ def main() -> None:
     dist.destroy_process_group()
     print(json.dumps(result, indent=1))
     if args.output is not None:
-        args.output.parent.mkdir(parents=True, exist_ok=True)
-        with args.output.open("a") as file:
-            file.write(json.dumps(result) + "\n")
+        append_row(args.output, result)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import platform
 import random
@@ -22,6 +21,7 @@ ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
 from fault_runs import ITERATIONS, SETTINGS, Run  # noqa: E402
+from rows import append_row  # noqa: E402
 
 from megatron_zpp.checkpoint import iterate_tensors, read_meta  # noqa: E402
 
@@ -111,8 +111,7 @@ class Campaign:
 
     def write(self, row: dict[str, Any]) -> None:
         if self.output is not None:
-            with self.output.open("a") as file:
-                file.write(json.dumps(row) + "\n")
+            append_row(self.output, row)
 
     def summary(self) -> None:
         table: dict[str, Counter[str]] = {}

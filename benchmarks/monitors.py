@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from quickstart_model import FLAGS, measure_missing, read_rows, train_on_4_ranks
+from quickstart_model import FLAGS, measure_missing, train_on_4_ranks
+from rows import read_rows
 
 from megatron_zpp.metrics.tensorboard_reader import find_runs, read_run
 from megatron_zpp.zeropp.quantization import SCALINGS, Code, count_largest, dequantize_blocks, quantize_blocks

@@ -36,6 +36,7 @@ from typing import Any
 from mutants_made import Mutant, draw, mutants_of
 from mutants_recording import NOT_COPIED, Recording, files_in, record
 from mutants_warm import COLLECTION, adopt_orphans, run_tests, warm_up
+from rows import read_rows
 
 ROOT = Path(__file__).parents[1]
 RECORDING = ROOT / "runs" / "mutants" / "recording.jsonl"
@@ -172,8 +173,7 @@ def key(row: dict[str, Any]) -> str:
 
 
 def read_results(path: Path) -> dict[str, dict[str, Any]]:
-    rows = map(json.loads, path.read_text().splitlines()) if path.exists() else ()
-    return {key(row): row for row in rows}
+    return {key(row): row for row in read_rows(path)}
 
 
 def write_results(path: Path, rows: Iterable[dict[str, Any]]) -> None:

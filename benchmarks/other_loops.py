@@ -23,6 +23,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from rows import append_row, read_rows
 
 from megatron_zpp.zeropp import ZeroPP, ZeroPPConfig
 
@@ -121,8 +122,7 @@ def measure(name: str, case: Case, accumulation: int, steps: int, ranks_of_node:
         }
         if dist.get_rank() == 0:
             print(json.dumps(row), flush=True)
-            with results.open("a") as file:
-                file.write(json.dumps(row) + "\n")
+            append_row(results, row)
 
 
 def take(zeropp: ZeroPP | None) -> int:
@@ -131,7 +131,7 @@ def take(zeropp: ZeroPP | None) -> int:
 
 
 def print_table(results: Path) -> None:
-    rows = [json.loads(line) for line in results.read_text().splitlines()]
+    rows = read_rows(results)
     rows_of = {(row["case"], row["setting"], row["accumulation"]): row for row in rows}
     print("| model or loop | loss difference, hierarchy | all flags | bytes: off | hierarchy | all flags |")
     print("|---|---|---|---|---|---|")

@@ -35,6 +35,8 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+from rows import append_row, read_rows
+
 HERE = Path(__file__).parents[1]
 RESULTS = Path(__file__).parent / "results" / "overlap.jsonl"
 NODES, RANKS_PER_NODE = 2, 2
@@ -85,11 +87,11 @@ def measure(
     all_micro_batches: list[int],
 ) -> None:
     """One repetition: the parts of a step, then a run of each checkout for each rate and number of micro-batches."""
-    rows = read()
+    rows = read_rows(RESULTS)
     parts = next((row for row in rows if row["setting"] == "parts" and row["repetition"] == repetition), None)
     if parts is None:
         parts = {"setting": "parts", "repetition": repetition} | run(HERE, ALL_FLAGS, 1, None, steps)
-        append(parts)
+        append_row(RESULTS, parts)
     for ratio in ratios:
         rate = parts_rate(parts, ratio)
         for micro_batches in all_micro_batches:
@@ -98,7 +100,7 @@ def measure(
                 if any(key.items() <= row.items() for row in rows):
                     continue
                 measured = run(checkout, flags, micro_batches, rate, steps)
-                append(key | {"rate_bit_per_s": rate} | measured)
+                append_row(RESULTS, key | {"rate_bit_per_s": rate} | measured)
                 step = measured["step_s"]
                 print(
                     f"{key}: {step:.3f} s, {step / bound(parts, rate, micro_batches):.2f} x the bound", file=sys.stderr
@@ -217,18 +219,8 @@ def train(flags: list[str]) -> None:
     leave(0)  # gloo's threads may abort a process that ends otherwise
 
 
-def append(row: dict[str, Any]) -> None:
-    RESULTS.parent.mkdir(exist_ok=True)
-    with RESULTS.open("a") as file:
-        file.write(json.dumps(row) + "\n")
-
-
-def read() -> list[dict[str, Any]]:
-    return [json.loads(line) for line in RESULTS.read_text().splitlines()] if RESULTS.exists() else []
-
-
 def print_table() -> None:
-    rows = read()
+    rows = read_rows(RESULTS)
     parts = {row["repetition"]: row for row in rows if row["setting"] == "parts"}
     rows = [row for row in rows if row["setting"] != "parts"]
     settings = [setting for setting in SETTINGS if any(row["setting"] == setting for row in rows)]

@@ -20,7 +20,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import itertools
-import json
 import shlex
 import statistics
 from collections import defaultdict
@@ -30,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 import planner_islands
+from rows import append_row, has_row, read_rows
 
 from megatron_zpp.architectures import GPT, LLAMA, Architecture
 from megatron_zpp.arguments.parse import parse_settings
@@ -74,7 +74,7 @@ class Published:
 
 
 def published() -> None:
-    rows = [read_row(json.loads(line)) for line in PUBLISHED.read_text().splitlines()]
+    rows = [read_row(row) for row in read_rows(PUBLISHED)]
     by_gpu: dict[str, list[Published]] = defaultdict(list)
     for row in rows:
         by_gpu[row.gpu].append(row)
@@ -300,7 +300,7 @@ def box() -> None:
     points = itertools.product(BOX_MODELS, BOX_STEPS, BOX_RATES, BOX_SETTINGS)
     for model, micro_batches, rate, setting in points:
         key = {"model": model, "setting": setting, "micro_batches": micro_batches, "mbit": rate}
-        if any(key.items() <= row.items() for row in box_rows()):
+        if has_row(BOX, key):
             continue
         batch = BOX_NODES * BOX_RANKS * micro_batches
         flags = f"{BOX_MODELS[model]} {BOX_SETTINGS[setting]} --global-batch-size {batch} "
@@ -308,13 +308,8 @@ def box() -> None:
         command = [str(root / "pretrain_gpt.py"), *flags.split()]
         found = run(command, BOX_NODES, BOX_RANKS, f"{rate}mbit", warmup_steps=2, timeout=1800, echo=False)
         row = key | {"seconds": found.seconds_per_step, "flags": flags}
-        with BOX.open("a") as file:
-            file.write(json.dumps(row) + "\n")
+        append_row(BOX, row)
         print(f"{key}: {found.seconds_per_step:.3f} s, predicted {box_prediction(row):.3f} s", flush=True)
-
-
-def box_rows() -> list[dict[str, Any]]:
-    return [json.loads(line) for line in BOX.read_text().splitlines()] if BOX.exists() else []
 
 
 def box_prediction(row: dict[str, Any]) -> float:
@@ -329,7 +324,7 @@ def box_prediction(row: dict[str, Any]) -> float:
 
 def compare() -> None:
     """Errors of all points, and of pairs that differ by more than a tenth the share whose order is predicted."""
-    rows = box_rows()
+    rows = read_rows(BOX)
     if not rows:
         raise SystemExit("nothing is measured yet: run `planner.py box` first, as root on an idle machine")
     predicted = [box_prediction(row) for row in rows]

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
+
+from rows import append_row, read_rows
 
 ROOT = Path(__file__).parents[1]
 FLAGS = (
@@ -27,13 +28,8 @@ def measure_missing(results: Path, settings: Mapping[str, str], measure: Callabl
     for name, flags in settings.items():
         if name not in done:
             row = {"setting": name, **measure(flags)}
-            with results.open("a") as file:
-                file.write(json.dumps(row) + "\n")
+            append_row(results, row)
             print(row, flush=True)
-
-
-def read_rows(results: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in results.read_text().splitlines()] if results.exists() else []
 
 
 def train_on_4_ranks(flags: str) -> str:

@@ -13,7 +13,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from quickstart_model import FLAGS, measure_missing, read_rows, train_on_4_ranks
+from quickstart_model import FLAGS, measure_missing, train_on_4_ranks
+from rows import read_rows
 
 from megatron_zpp.metrics.log_reader import BETWEEN, parse_log
 

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from rows import append_row
 
 ROOT = Path(__file__).parents[1]
 MODEL = """--num-attention-heads 8 --seq-length 32 --micro-batch-size 1 --global-batch-size 2 --lr 1e-3 --mock-data
@@ -40,8 +41,7 @@ def main() -> None:
         row = measure(arguments, mode)
         print(json.dumps(row))
         if arguments.output is not None:
-            with arguments.output.open("a") as file:
-                file.write(json.dumps(row) + "\n")
+            append_row(arguments.output, row)
 
 
 def measure(arguments: argparse.Namespace, mode: str) -> dict[str, Any]:

@@ -12,7 +12,6 @@ sources, made on the first run.
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import os
 import platform
@@ -25,6 +24,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from rows import append_row, read_rows
 from study_experiments import EXPERIMENTS, FP32, NODES, OBSERVED, RANKS, SCALES, Arm, Scale
 from study_tables import SEEDS, by_flags_and_seed, table, write_page
 from torch import __version__ as torch_version
@@ -162,14 +162,12 @@ def train(results: Path, scale_name: str, text: str, arm: Arm, seed: int) -> dic
         "command": f"{'python' if len(launcher) == 1 else ' '.join(launcher[2:])} {arm.program} {flags}",
         "machine": f"{platform.machine()}, torch {torch_version}",
     }
-    with results.open("a") as file:
-        file.write(json.dumps(row) + "\n")
+    append_row(results, row)
     return row
 
 
 def read_results(results: Path, scale: str) -> list[dict[str, Any]]:
-    rows = [json.loads(line) for line in results.read_text().splitlines()] if results.exists() else []
-    return [row for row in rows if row["scale"] == scale]
+    return [row for row in read_rows(results) if row["scale"] == scale]
 
 
 if __name__ == "__main__":

@@ -26,6 +26,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from rows import append_row
 from side_by_side import OurTraining, PlainTraining, full_weights, our_run, plain_model, same_batches, write_tokens
 from step_parts import WARM_UP_STEPS, format_parts, profile_steps
 from torch import Tensor
@@ -276,9 +277,7 @@ def main() -> None:
             sys.exit(f"error: {name} does not fit; give --micro-batch-size ({error})")
         note(json.dumps(result, indent=1))
         if args.output is not None and dist.get_rank() == 0:
-            args.output.parent.mkdir(parents=True, exist_ok=True)
-            with args.output.open("a") as file:
-                file.write(json.dumps(result) + "\n")
+            append_row(args.output, result)
     dist.destroy_process_group()
 
 

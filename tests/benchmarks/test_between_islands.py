@@ -13,6 +13,7 @@ from tests.conftest import ROOT
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
 import between_islands
+from rows import read_rows
 
 H = 192
 PARAMETERS = 1024 * H + 128 * H + 2 * (12 * H * H + 13 * H) + 2 * H  # vocabulary, positions, two layers, last norm
@@ -39,7 +40,7 @@ def test_islands_send_what_they_count(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(between_islands, "RATE", "200mbit")
     for name in settings:
         between_islands.measure(name)
-    rows = between_islands.read()
+    rows = read_rows(between_islands.RESULTS)
     assert [row["setting"] for row in rows] == [*settings]
     for row in rows:
         assert row["steps"] == 6
@@ -47,6 +48,6 @@ def test_islands_send_what_they_count(tmp_path, monkeypatch, capsys):
         assert row["counted_bytes_per_node_and_step"] == pytest.approx(4 * PARAMETERS / 3, rel=0.01)
         assert row["bytes_per_node_and_step"] == pytest.approx(row["counted_bytes_per_node_and_step"], rel=0.1)
     between_islands.measure("at once")  # what is there is not measured again
-    assert between_islands.read() == rows
+    assert read_rows(between_islands.RESULTS) == rows
     between_islands.print_table()
     assert "| streaming |" in capsys.readouterr().out
