@@ -16,13 +16,14 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate
 from torch.distributed.tensor.parallel import ParallelStyle
+from torch.utils._python_dispatch import _disable_current_modes
 
 from megatron_zpp.models.moe import Experts, MoE, Routed, run_experts
 from megatron_zpp.parallel.mesh import Mesh
 from megatron_zpp.parallel.tensor import ShardedRows
 from megatron_zpp.zeropp.topology import gather_node_names
 from megatron_zpp.zeropp.traffic import Traffic
-from megatron_zpp.zeropp.wire_format import wire_format
+from megatron_zpp.zeropp.wire_format import WireFormat, wire_format
 from megatron_zpp.zeropp.wire_layout import ParameterShard
 
 TOKEN_BLOCK = 128  # elements of a token that share a scale, where tokens travel in few bits
@@ -50,6 +51,12 @@ def _mesh_of_experts(mesh: Mesh) -> DeviceMesh:
     return DeviceMesh._concatenate([mesh.tp, mesh.ep]) if mesh.tp_size > 1 else mesh.ep
 
 
+def token_format(hidden_size: int, bits: int | None, dtype: torch.dtype) -> WireFormat:
+    """Of a token's row as it travels; bits: None as it is."""
+    row = (ParameterShard("token", numel=hidden_size, quantizable=True),)
+    return wire_format(row, bits, TOKEN_BLOCK, dtype)
+
+
 class TokenExchange:
     """``models.moe.run_experts`` where a rank has one of tp * ep parts of the experts.
 
@@ -66,6 +73,12 @@ class TokenExchange:
 
     def __call__(self, experts: Experts, rows: Tensor, counts: Tensor) -> Tensor:
         """``rows`` [R, H] sorted by expert, of which expert e of all has ``counts[e]``, int64 [E] -> [R, H]."""
+        # A selective checkpoint expects the operators of the forward pass again, and FSDP's hooks around experts, which
+        # are a unit of their own, run others then: so it does not see them, and experts are computed again whole.
+        with _disable_current_modes():
+            return self._run(experts, rows, counts)
+
+    def _run(self, experts: Experts, rows: Tensor, counts: Tensor) -> Tensor:
         counts = counts.view(self.tp_size, self.ep_size, -1)  # [tp, ep, experts of a rank]
         mine = counts[self.tp_rank]  # [ep, experts of a rank]: what this rank sends
         arriving = mine if self.ep_group is None else _exchange_counts(mine, self.ep_group)
@@ -101,8 +114,7 @@ class TokenExchange:
         """
         if self.token_bits is None:
             return self._all_to_all(rows, sent, received)
-        row = (ParameterShard("token", numel=rows.size(1), quantizable=True),)
-        format = wire_format(row, self.token_bits, TOKEN_BLOCK, rows.dtype)
+        format = token_format(rows.size(1), self.token_bits, rows.dtype)
         wires = self._all_to_all(format.encode(rows.contiguous()), sent, received)
         return format.decode(wires, out=rows.new_empty(sum(received), rows.size(1)))
 

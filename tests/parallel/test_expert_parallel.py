@@ -29,7 +29,10 @@ MODELS["a pyramid of residual experts"] = (
 HIERARCHY = "--zero-hpz-partition-size 2 --zero-quantized-gradients --zero-gradient-bits 0 --zero-gradient-intra-bits 0"
 EP2, EP4 = "--expert-model-parallel-size 2", "--expert-model-parallel-size 4"
 TP2, PP2 = "--tensor-model-parallel-size 2", "--pipeline-model-parallel-size 2"
-SOME = {"ep 2, hierarchy": f"{EP2} {HIERARCHY}", "tp 2, ep 2": f"{TP2} {EP2} --sequence-parallel"}
+SOME = {
+    "ep 2, hierarchy, selectively recomputed": f"{EP2} {HIERARCHY} --recompute-activations",
+    "tp 2, ep 2": f"{TP2} {EP2} --sequence-parallel",
+}
 MORE = {
     "ep 2": EP2,
     "ep 4": EP4,
