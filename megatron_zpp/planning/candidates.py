@@ -5,6 +5,7 @@ Each is a piece of the trainer's command line, so that the trainer's own checks 
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -120,22 +121,29 @@ def travels(cluster: ClusterSpec, layout: Layout, flags: Sequence[str], steps: i
 def layouts(cluster: ClusterSpec, model: ModelSettings, seq_length: int, flags: Sequence[str]) -> Iterator[Layout]:
     """Those that keep what travels within a layer inside of a node, and whole nodes in a pipeline's stage.
 
-    Sequences are divided where they are long. Experts are divided alone.
+    Sequences are divided where they are long. Experts are divided within nodes or over whole ones, beside tensor
+    parallelism or beside a pipeline.
     """
     if is_settled("layout", flags):
         yield Layout()
-        return
-    yield Layout()
-    if model.num_experts:
-        for experts in divisors(cluster.gpus_per_node)[1:]:
-            if model.num_experts % experts == 0:
-                yield Layout(experts=experts)
         return
     assert model.num_layers and model.num_attention_heads  # by parse_settings
     groups = model.num_query_groups or model.num_attention_heads
     for tensor, context, pipeline in itertools.product(SIZES, SIZES, SIZES):
         fits = cluster.gpus_per_node % (tensor * context) == 0 and cluster.nodes % pipeline == 0
-        divides = groups % tensor == 0 and model.num_layers % pipeline == 0
+        divides = groups % tensor == 0 and model.num_layers % pipeline == 0 and (model.num_experts or 0) % tensor == 0
         is_long = context == 1 or seq_length // context >= SHORTEST_PART
-        if fits and divides and is_long and (tensor, context, pipeline) != (1, 1, 1):
-            yield Layout(tensor, context, pipeline)
+        if fits and divides and is_long:
+            layout = Layout(tensor, context, pipeline)
+            yield layout
+            if model.num_experts and context == 1 and 1 in (tensor, pipeline):
+                yield from _with_experts_divided(cluster, model.num_experts, layout)
+
+
+def _with_experts_divided(cluster: ClusterSpec, num_experts: int, layout: Layout) -> Iterator[Layout]:
+    """Among ranks of one node, or all of several nodes, that have the same part of layers."""
+    per_node = cluster.gpus_per_node // layout.tensor
+    ranks = per_node * cluster.nodes // layout.pipeline
+    for experts in divisors(num_experts // layout.tensor)[1:]:
+        if ranks % experts == 0 and (per_node % experts == 0 or experts % per_node == 0):
+            yield dataclasses.replace(layout, experts=experts)

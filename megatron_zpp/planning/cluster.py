@@ -115,17 +115,18 @@ class ClusterSpec:
         entry = 1e-6 * self.entry_microseconds
         if curve is not None and group.nodes == 1:
             return entry + measured
-        per_byte = 1e-9 / self.within_gbytes if group.ranks_per_node > 1 and curve is None else 0.0
+        links = exchange.sent * 1e-9 / self.within_gbytes if group.ranks_per_node > 1 and curve is None else 0.0
         if group.nodes > 1:
             groups = self.gpus_per_node / group.ranks_per_node  # that share a node's links
-            per_byte = max(per_byte, groups * 8e-9 / self.between_gbits, self._seconds_per_byte_between_sites(exchange))
+            of_node = groups * exchange.sent_between_nodes / group.nodes * 8e-9 / self.between_gbits
+            links = max(links, of_node, exchange.sent * self._seconds_per_byte_between_sites(exchange))
         hops_between, hops_within = group.nodes - 1, group.size - group.nodes
         if exchange.is_straight:  # all at once
             hops_between, hops_within = min(hops_between, 1), min(hops_within, 1)
         latency = hops_between * self.between_microseconds + hops_within * self.within_microseconds
         if group.nodes > 1 and self.sites > 1:
             latency += (1 if exchange.is_straight else self.sites - 1) * self.site_microseconds
-        return entry + max(measured, exchange.sent * per_byte + exchange.passes * latency * 1e-6)
+        return entry + max(measured, links + exchange.passes * latency * 1e-6)
 
     def _seconds_per_byte_between_sites(self, exchange: Exchange) -> float:
         """Of the bytes that a rank sends, as far as links between sites set the time. Groups are of ranks of all sites.

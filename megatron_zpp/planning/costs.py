@@ -10,7 +10,8 @@ from megatron_zpp.models.transformer import Transformer
 from megatron_zpp.optim.optimizer import OPTIMIZERS
 from megatron_zpp.parallel.schedule_costs import idle_micro_batches
 from megatron_zpp.planning.cluster import ClusterSpec
-from megatron_zpp.planning.step import BETWEEN, WITHIN, StepShape, Transfer, UnitTimes
+from megatron_zpp.planning.layer_collectives import LayerCollectives, transfer_of
+from megatron_zpp.planning.step import StepShape, Transfer, UnitTimes
 from megatron_zpp.settings.groups import Settings
 from megatron_zpp.training.estimate import (
     Estimate,
@@ -41,19 +42,23 @@ def step_shapes(
     """The step of the run that ``found`` is about: for a rank of each pipeline stage."""
     model = found.planned.whole
     forward, backward = arithmetic(architecture, settings, cluster, model)
-    of_layer = _collectives_of_a_layer(architecture, settings, found.grid, cluster, model)
     hidden = _hidden_states(settings, found.grid, cluster, model)
-    again = settings.activation.recompute_granularity == "full"
     placement, schedule = pipeline_placement(settings.distributed, model), settings.distributed.pipeline_schedule
     shapes = []
     for number, rank in enumerate(found.ranks):
         *ends, root = (_unit_times(settings, unit, cluster) for unit in rank.exchanges if unit.unit.layer is None)
-        layers = []
-        for layer in range(rank.num_layers):  # a unit, and its experts where they are one of their own
-            units = [_unit_times(settings, unit, cluster) for unit in rank.exchanges if unit.unit.layer == layer]
+        layers, n = [], rank.num_layers
+        dense, with_experts = (
+            LayerCollectives(architecture, settings, found.grid, cluster, model, n, has_experts)
+            for has_experts in (False, True)
+        )
+        for layer in range(n):  # a unit, and its experts where they are one of their own
+            exchanges = [unit for unit in rank.exchanges if unit.unit.layer == layer]
+            units = [_unit_times(settings, unit, cluster) for unit in exchanges]
             share = 1 / len(units)
             units = [replace(unit, forward=share * forward.layer, backward=share * backward.layer) for unit in units]
-            units[0] = replace(units[0], in_forward=of_layer, in_backward=(1 + again) * of_layer)
+            waits = with_experts if exchanges[-1].unit.has_experts else dense
+            units[0] = replace(units[0], in_forward=waits.in_forward, in_backward=waits.in_backward)
             layers += units
         if placement is not None:
             layers[0] = replace(layers[0], in_forward=(hidden, *layers[0].in_forward))
@@ -75,38 +80,10 @@ def step_shapes(
     return shapes
 
 
-def _collectives_of_a_layer(
-    architecture: Architecture, settings: Settings, grid: RankGrid, cluster: ClusterSpec, model: Transformer
-) -> tuple[Transfer, ...]:
-    """What its arithmetic waits for in one forward or backward pass, of tensor and context parallelism."""
-    training, config, transfers = settings.training, model.config, list[Transfer]()
-    assert training.micro_batch_size and training.seq_length
-    weights, _ = travelling_dtypes(settings)
-    tokens = training.micro_batch_size * training.seq_length // grid.context_parallel.size
-    if grid.tensor_parallel.size > 1:
-        # Hidden states are summed up behind attention and behind the MLP. Sequence parallelism makes of each
-        # all-reduce a gather before and a reduce-scatter behind, with as many bytes.
-        piece = weights.itemsize * tokens * config.hidden_size // grid.tensor_parallel.size
-        transfers += 2 * [_transfer(Exchange(grid.tensor_parallel, piece, passes=2), cluster)]
-    if grid.context_parallel.size > 1 and architecture.activations is not None:
-        # Keys and values are gathered, and their gradients summed up and scattered.
-        width = architecture.activations(config, weights.itemsize).keys_and_values
-        piece = tokens * width // grid.tensor_parallel.size
-        transfers.append(_transfer(Exchange(grid.context_parallel, piece), cluster))
-    return tuple(transfers)
-
-
 def _hidden_states(settings: Settings, grid: RankGrid, cluster: ClusterSpec, model: Transformer) -> Transfer:
     """From a pipeline rank to the next one."""
     two_ranks = RankGroup(2, 1) if grid.pipeline.nodes > 1 else RankGroup(1, 2)
-    return _transfer(Exchange(two_ranks, bytes_between_stages(settings, model), is_straight=True), cluster)
-
-
-def _transfer(exchange: Exchange, cluster: ClusterSpec, encoded: int = 0, decoded: int = 0) -> Transfer:
-    """encoded, decoded: bytes that the kernels read and write."""
-    link = BETWEEN if exchange.group.nodes > 1 else WITHIN
-    rate = 1e9 * cluster.kernel_gbytes
-    return Transfer(link, cluster.seconds_of(exchange), encoded / rate, decoded / rate)
+    return transfer_of(Exchange(two_ranks, bytes_between_stages(settings, model), is_straight=True), cluster)
 
 
 def arithmetic(
@@ -167,7 +144,7 @@ def _unit_times(settings: Settings, exchanges: UnitExchanges, cluster: ClusterSp
     config, unit = settings.zeropp, exchanges.unit
     weights, gradients = (dtype.itemsize for dtype in travelling_dtypes(settings))
     numel, nodes, per_node = unit.numel, unit.group.nodes, unit.group.ranks_per_node
-    transfer = partial(_transfer, cluster=cluster)
+    transfer = partial(transfer_of, cluster=cluster)
     between = exchanges.weights_between
     if between is not None:
         encoded = weights * numel + between.nbytes

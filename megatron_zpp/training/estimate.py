@@ -17,7 +17,6 @@ from megatron_zpp.architectures import Architecture
 from megatron_zpp.arguments.check_zero import check_replicas_on_nodes
 from megatron_zpp.arguments.resolve_parallel import data_parallel_size
 from megatron_zpp.islands.hops import island_format
-from megatron_zpp.models.moe import active_parameters
 from megatron_zpp.models.transformer import Transformer
 from megatron_zpp.optim.batch_size import BatchSchedule
 from megatron_zpp.parallel.schedule_costs import micro_batches_kept
@@ -39,6 +38,7 @@ from megatron_zpp.training.planned_units import (
 )
 from megatron_zpp.training.rank_groups import RankGrid
 from megatron_zpp.training.rank_memory import states_of_rank, working_memory
+from megatron_zpp.training.token_exchanges import sent_of_tokens
 from megatron_zpp.zeropp.matrix_blocks import MomentumWire
 
 
@@ -181,6 +181,8 @@ def estimate(
     if settings.optimizer.optimizer == "muon":
         sent = [_sent_by_muon(settings.optimizer, rank, cluster.world_size // len(ranks)) for rank in ranks]
         between_nodes["momentum"], within_nodes["momentum"] = map(sum, zip(*sent, strict=True))
+    if grid.expert_parallel.size > 1:
+        between_nodes["tokens"], within_nodes["tokens"] = sent_of_tokens(settings, grid, planned, micro_batches)
     placement = pipeline_placement(settings.distributed, model)
     if placement is not None:
         by_link = between_nodes if grid.pipeline.nodes > 1 else within_nodes
@@ -189,8 +191,8 @@ def estimate(
         cluster=cluster,
         grid=grid,
         planned=planned,
-        parameters=sum(p.numel() for p in model.parameters()),
-        active_parameters=active_parameters(model),
+        parameters=planned.parameters,
+        active_parameters=planned.active_parameters,
         tokens=samples * training.seq_length,
         steps=steps,
         micro_batches=micro_batches,
@@ -220,13 +222,6 @@ def _check(settings: Settings, grid: RankGrid) -> None:
             f"of {grid.ranks_per_node} ranks per node {averaging.ranks_per_node} share parameters, and "
             "--zero-ranks-per-node or --zero-hpz-partition-size say something else; make them agree"
         )
-    expert_parallel = distributed.expert_model_parallel_size
-    if expert_parallel > 1 and averaging.ranks_per_node % expert_parallel:
-        raise ValueError(
-            "experts that are divided among nodes are not estimated; give a smaller --expert-model-parallel-size"
-        )
-    if settings.model.num_experts is not None and distributed.tensor_model_parallel_size > 1:
-        raise ValueError("experts with tensor parallelism are not estimated; leave one of them out")
     if distributed.num_distributed_optimizer_instances > 1:
         check_replicas_on_nodes(
             distributed.num_distributed_optimizer_instances, averaging.size, averaging.ranks_per_node

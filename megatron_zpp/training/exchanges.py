@@ -39,7 +39,9 @@ class Exchange:
 
     @property
     def sent_between_nodes(self) -> int:
-        """By all ranks of the group; only a node's last one has a successor on another node."""
+        """By all ranks of the group; of a ring only a node's last one has a successor on another node."""
+        if self.is_straight:
+            return self.group.size * (self.group.size - self.group.ranks_per_node) * self.nbytes
         return self.group.nodes * self.sent if self.group.nodes > 1 else 0
 
     @property

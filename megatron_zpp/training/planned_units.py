@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 
 from torch import nn
 
 from megatron_zpp.architectures import Architecture
 from megatron_zpp.arguments.resolve_parallel import placement_of
+from megatron_zpp.models.moe import active_parameters
 from megatron_zpp.models.transformer import Transformer
 from megatron_zpp.parallel.plans import split_dimensions
 from megatron_zpp.parallel.stages import Placement, stage_has
@@ -28,6 +29,7 @@ class PlannedUnit:
     shards: Shards
     group: RankGroup  # that shares it
     layer: int | None  # which one it is of, or its experts
+    has_experts: bool = False
 
     @property
     def numel(self) -> int:
@@ -51,6 +53,15 @@ class PlannedModel:
     whole: Transformer
     units_of_ranks: list[list[PlannedUnit]]  # in the order of ``units_of``, one stage of a rank after the other
 
+    @cached_property  # which a planner asks for every setting
+    def parameters(self) -> int:
+        return sum(p.numel() for p in self.whole.parameters())
+
+    @cached_property
+    def active_parameters(self) -> int:
+        """That a token meets."""
+        return active_parameters(self.whole)
+
 
 def plan_model(architecture: Architecture, model: Transformer, grid: RankGrid) -> PlannedModel:
     """Divide ``model`` as the trainer would."""
@@ -58,14 +69,7 @@ def plan_model(architecture: Architecture, model: Transformer, grid: RankGrid) -
     if distributed.tensor_model_parallel_size > 1:
         assert architecture.tensor_parallel_plan is not None  # by parse_settings
         split = split_dimensions(model, architecture.tensor_parallel_plan(model.config, distributed.sequence_parallel))
-    plan = partial(
-        plan_units,
-        model,
-        grid.sharding,
-        distributed.expert_model_parallel_size,
-        distributed.tensor_model_parallel_size,
-        split,
-    )
+    plan = partial(plan_units, model, grid, split)
     placement = pipeline_placement(distributed, model)
     if placement is None:
         return PlannedModel(model, [plan()])
@@ -108,30 +112,38 @@ def units_of(model: Transformer, has: Callable[[str], bool] = lambda _: True) ->
 
 def plan_units(
     model: Transformer,
-    group: RankGroup,
-    expert_parallel: int = 1,
-    tensor_parallel: int = 1,
-    split: Mapping[nn.Parameter, int] | None = None,
+    grid: RankGrid,
+    split: Mapping[nn.Parameter, int],
     has: Callable[[str], bool] = lambda _: True,
 ) -> list[PlannedUnit]:
     """As ``units_of``; with expert parallelism a layer's experts are a unit of fewer ranks, each with some of them.
 
-    group: the ranks that share one model. split: the dimension of each parameter that tensor-parallel ranks divide.
+    split: the dimension of each parameter that tensor-parallel ranks divide; they divide experts, too.
     """
-    num_layers, split = sum(has(f"layers.{i}") for i in range(len(model.layers))), split or {}
+    tensor_parallel, expert_parallel = grid.tensor_parallel.size, grid.expert_parallel.size
+    num_layers, group = sum(has(f"layers.{i}") for i in range(len(model.layers))), grid.sharding
+
+    def part(name: str, parameter: nn.Parameter) -> nn.Parameter:
+        if _is_of_experts(name):
+            return _part(parameter, 0, tensor_parallel * expert_parallel)
+        return _part(parameter, split[parameter], tensor_parallel) if parameter in split else parameter
+
     planned = []
     for i, whole in enumerate(units_of(model, has)):
         layer = i if i < num_layers else None
-        unit = [(name, _part(p, split[p], tensor_parallel) if p in split else p) for name, p in whole]
-        experts = [(name, p) for name, p in unit if ".experts." in name] if expert_parallel > 1 else []
-        of_experts = {id(p) for _, p in experts}
-        rest = [(name, p) for name, p in unit if id(p) not in of_experts]
-        planned.append(PlannedUnit(shards_of(rest, group.size), group, layer))
-        if experts:
-            mine = [(name, _part(p, 0, expert_parallel)) for name, p in experts]
-            same = group.every(expert_parallel)
-            planned.append(PlannedUnit(shards_of(mine, same.size), same, layer))
+        unit = [(name, part(name, p)) for name, p in whole]
+        experts = [(name, p) for name, p in unit if _is_of_experts(name)]
+        if experts and expert_parallel > 1:
+            rest, same = [(name, p) for name, p in unit if not _is_of_experts(name)], grid.expert_sharding
+            planned.append(PlannedUnit(shards_of(rest, group.size), group, layer))
+            planned.append(PlannedUnit(shards_of(experts, same.size), same, layer, has_experts=True))
+        else:
+            planned.append(PlannedUnit(shards_of(unit, group.size), group, layer, has_experts=bool(experts)))
     return planned
+
+
+def _is_of_experts(name: str) -> bool:
+    return ".experts." in name
 
 
 def _part(parameter: nn.Parameter, dimension: int, ranks: int) -> nn.Parameter:

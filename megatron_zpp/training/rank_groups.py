@@ -28,10 +28,6 @@ class RankGroup:
     def within_node(self) -> RankGroup:
         return RankGroup(1, self.ranks_per_node)
 
-    def every(self, stride: int) -> RankGroup:
-        """Every so manyth rank; the stride divides a node's ranks."""
-        return RankGroup(self.nodes, self.ranks_per_node // stride)
-
 
 @dataclass(frozen=True)
 class RankGrid:
@@ -69,6 +65,17 @@ class RankGrid:
         if size == 1:
             return None
         return self._group(size, self.sharding.size * self.distributed.tensor_model_parallel_size)
+
+    @property
+    def expert_parallel(self) -> RankGroup:
+        """Those that have the experts of a layer together."""
+        return self._group(self.distributed.expert_model_parallel_size, self.distributed.tensor_model_parallel_size)
+
+    @property
+    def expert_sharding(self) -> RankGroup:
+        """Of ``sharding`` those that share the same experts."""
+        parts = self.distributed.expert_model_parallel_size
+        return self._group(self.sharding.size // parts, parts * self.distributed.tensor_model_parallel_size)
 
     @property
     def tensor_parallel(self) -> RankGroup:

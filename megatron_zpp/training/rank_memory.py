@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import torch
 
 from megatron_zpp.architectures import Architecture
@@ -23,7 +21,8 @@ def states_of_rank(
 ) -> tuple[dict[str, int], dict[str, int]]:
     """What a rank keeps from step to step, gradients and their sums included: on the device, and in host memory."""
     shard, whole = sum(unit.numel for unit in units), sum(unit.gathered for unit in units)
-    nodes, zero_stage = units[0].group.nodes, zero_stage_of(settings)
+    zero_stage = zero_stage_of(settings)
+    between = [unit for unit in units if unit.group.nodes > 1]
     weights, gradients = travelling_dtypes(settings)
     state_tensors = OPTIMIZERS[settings.optimizer.optimizer].state_tensors
     optimizer_state = sum(
@@ -48,34 +47,36 @@ def states_of_rank(
         if settings.island.loco:
             error = wire_format(pieces_of(units, islands), 8, settings.island.block_size, torch.float32)
             states["LoCo's errors between islands, int8"] = (islands + 1) * error.nbytes
-    if config.hpz_partition_size > 1 and nodes > 1:
-        copy = weights.itemsize * shard
-        if config.hpz_secondary_dtype == "int8":
-            blocks = (config.weight_bits, config.weight_block_size)
-            copy = sum(wire_format(unit.shards, *blocks, weights).nbytes for unit in units)
-        states[f"hpZ's secondary partition, {config.hpz_secondary_dtype}"] = nodes * copy
+    if config.hpz_partition_size > 1 and between:
+        states[f"hpZ's secondary partition, {config.hpz_secondary_dtype}"] = sum(
+            unit.group.nodes * _bytes_of_secondary(config, unit, weights) for unit in between
+        )
     if config.quantized_gradients and micro_batches > 1:
-        kept = {"fp32": 4 * shard, "bf16": 2 * shard, "int8": sum(map(partial(_int8_sum, config), units))}
         dtype = config.gradient_sum_dtype
         where = host if config.offload_gradient_sums else states
-        where[f"gradients of earlier micro-batches, summed within the node, {dtype}"] = nodes * kept[dtype]
+        where[f"gradients of earlier micro-batches, summed within the node, {dtype}"] = sum(
+            unit.group.nodes * _bytes_of_sum(config, unit) for unit in units if unit.group.size > 1
+        )
     errors = 0
     if config.loco is not None:
         bits, loco_dtype = ERROR_FORMATS[config.loco.error_dtype]
         for unit in units:
+            nodes, ranks = unit.group.nodes, unit.group.size
             pieces = nodes * (nodes > 1)  # that a rank sends, this one's own among them
             if config.loco.hops == "both":
-                pieces += unit.group.size * (unit.group.size > nodes)
+                pieces += ranks * (ranks > nodes)
             errors += pieces * wire_format(unit.shards, bits, config.gradient_block_size, loco_dtype).nbytes
     if config.loco is not None and errors:
         name, copies = f"LoCo's errors, {config.loco.error_dtype}", 1
         if config.loco.exact_undo:
             name, copies = f"{name}, and those before the step", 2
         states[name] = copies * errors
-    if config.gradient_element_scales and nodes > 1:
-        travelled = sum(gradients_format(config, unit, gradients).nbytes for unit in units)
-        states["elements' scales, int8, and what travelled last"] = 2 * nodes * (shard + travelled)  # to and from nodes
-    if settings.optimizer.muon_stale_rows and nodes > 1:
+    if config.gradient_element_scales and between:
+        states["elements' scales, int8, and what travelled last"] = sum(  # to and from nodes
+            2 * unit.group.nodes * (unit.numel + gradients_format(config, unit, gradients).nbytes) for unit in between
+        )
+    if settings.optimizer.muon_stale_rows and between:
+        nodes = units[0].group.nodes  # of all units: Muon takes no experts
         matrices = [part for unit in units for part in unit.shards if unit.is_hidden_matrix(part)]
         rows = MomentumWire(settings.optimizer.muon_momentum_bits).format(matrices)
         # This rank's own in bf16, for checkpoints, and those of its local rank on all nodes as they travelled.
@@ -87,9 +88,18 @@ def states_of_rank(
     return states, host
 
 
-def _int8_sum(config: ZeroPPConfig, unit: PlannedUnit) -> int:
-    """Bytes of the sum for one node's shard."""
-    return wire_format(unit.shards, 8, config.gradient_block_size, torch.float32).nbytes
+def _bytes_of_secondary(config: ZeroPPConfig, unit: PlannedUnit, dtype: torch.dtype) -> int:
+    """Of one node's shard in hpZ's secondary partition."""
+    if config.hpz_secondary_dtype == "int8":
+        return wire_format(unit.shards, config.weight_bits, config.weight_block_size, dtype).nbytes
+    return dtype.itemsize * unit.numel
+
+
+def _bytes_of_sum(config: ZeroPPConfig, unit: PlannedUnit) -> int:
+    """Of the sum for one node's shard."""
+    if config.gradient_sum_dtype == "int8":
+        return wire_format(unit.shards, 8, config.gradient_block_size, torch.float32).nbytes
+    return {"fp32": 4, "bf16": 2}[config.gradient_sum_dtype] * unit.numel
 
 
 def working_memory(

@@ -93,6 +93,9 @@ def test_seconds_of_collectives():
     # What is sent straight waits for one hop.
     straight = dataclasses.replace(between, is_straight=True)
     assert cluster.seconds_of(straight) == pytest.approx(8 * 3e6 / 10e9 + 1e-5)
+    # Each of a node's 8 ranks sends a piece to the 24 ranks of the others, 192 in all through the node's link.
+    everywhere = dataclasses.replace(flat, is_straight=True)
+    assert cluster.seconds_of(everywhere) == pytest.approx(192e6 / 10e9 + 1e-5 + 1e-6)
     within = Exchange(RankGroup(1, 8), 10**6, passes=2)
     assert cluster.seconds_of(within) == pytest.approx(2 * (7e6 / 100e9 + 7e-6))
     assert cluster.seconds_of(Exchange(RankGroup(1, 1), 10**6)) == 0

@@ -94,6 +94,48 @@ def test_all_arithmetic_of_the_model_is_in_the_step():
         assert stays[0] and not any(inner) and stays.count(True) == 1 + ends
 
 
+@pytest.mark.parametrize(
+    ("more", "transfers", "again"),
+    [
+        ("", 2, 0),
+        ("--recompute-activations", 2, 2),
+        ("--recompute-granularity full --recompute-method block --recompute-num-layers 1", 2, 2 / 3),
+        ("--moe-layer-freq 3", 2, 0),
+    ],
+)
+def test_a_layer_waits_for_tokens_that_travel_to_experts(more, transfers, again):
+    spec = cluster(within_gbytes=1e-6, between_gbits=8e-6, kernel_gbytes=1e12)  # 1000 bytes a second
+    settings, _ = of(f"--num-experts 4 --expert-model-parallel-size 4 {more}", spec)
+    (shape,) = step_shapes(GPT, settings, estimate_on(GPT, settings, V, spec), spec)
+    # Of the rows [S * B tokens, each to 2 experts] a quarter goes to each of 4 ranks, half of all to the other node.
+    leaving = 2 * (S * B * 2 * H * 2) / 2  # bytes out of a node, of its two ranks in 16 bit
+    waits = [unit for unit in shape.units if unit.in_forward]
+    assert len(waits) == (LAYERS if "freq" not in more else 1)
+    for unit in waits:
+        assert len(unit.in_forward) == transfers and {each.link for each in unit.in_forward} == {"between nodes"}
+        assert sum(each.seconds for each in unit.in_forward) == pytest.approx(2 * leaving / 1000, rel=1e-4)
+        in_backward = sum(each.seconds for each in unit.in_backward)
+        assert in_backward == pytest.approx((2 + again) * leaving / 1000, rel=1e-4)
+
+
+def test_few_bits_of_tokens_are_quantized_before_each_way_and_behind_it():
+    spec = cluster(kernel_gbytes=1e-6)
+    settings, _ = of("--num-experts 4 --expert-model-parallel-size 4 --moe-token-bits 8", spec)
+    (shape,) = step_shapes(GPT, settings, estimate_on(GPT, settings, V, spec), spec)
+    (there, back) = next(unit.in_forward for unit in shape.units if unit.in_forward)
+    assert there == back and there.encode == there.decode
+    assert there.encode * 1000 == pytest.approx(S * B * 2 * (2 * H + H + 4), rel=0.1)  # int8, and a scale in fp32
+
+
+def test_tensor_parallel_ranks_gather_what_experts_make():
+    spec = cluster(within_gbytes=1e-9, within_microseconds=0)  # a byte a second
+    settings, _ = of("--num-experts 4 --tensor-model-parallel-size 2", spec)
+    (shape,) = step_shapes(GPT, settings, estimate_on(GPT, settings, V, spec), spec)
+    (summed, made) = next(unit.in_forward for unit in shape.units if unit.in_forward)
+    assert summed.seconds == pytest.approx(2 * S * B * H)  # attention's all-reduce of 2 passes over half the bytes
+    assert made.seconds == pytest.approx(S * B * 2 * H)  # half of 2 rows a token, in 16 bit
+
+
 def test_quantizing_touches_its_bytes_and_nothing_else_does():
     spec = cluster(kernel_gbytes=1.0)
     (plain,), (quantized,) = (

@@ -130,7 +130,16 @@ def test_every_experts_layout_divides_them():
     flags += "--disable-bias-linear --global-batch-size 16"
     plan = make_plan(GPT, flags.split(), 500, parse_cluster("2x8xH100@1"))
     layouts = {outcome.candidate.layout.name for outcome in plan.outcomes}
-    assert layouts == {"data", "EP2", "EP4"}
+    with_experts = {"EP2", "EP4", "TP2 EP2", "PP2 EP2", "PP2 EP4"}
+    assert layouts == {"data", "TP2", "TP4", "PP2", "TP2 PP2", "TP4 PP2"} | with_experts
+
+
+def test_experts_are_divided_over_whole_nodes():
+    flags = "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --num-experts 12 "
+    flags += "--disable-bias-linear --global-batch-size 12"
+    plan = make_plan(GPT, flags.split(), 500, parse_cluster("3x4xH100@1"))
+    layouts = {outcome.candidate.layout.name for outcome in plan.outcomes}
+    assert {name for name in layouts if "EP" in name} == {"EP2", "EP4", "EP12", "TP2 EP2", "TP2 EP6", "TP4 EP3"}
 
 
 def test_the_price_of_tokens(slow):

@@ -8,6 +8,7 @@ import math
 import os
 import re
 import shlex
+import statistics
 import time
 from typing import Any
 from unittest.mock import patch
@@ -72,9 +73,15 @@ def planned(argv: list[str], *more: str) -> estimate.Estimate:
     return estimate.run(estimate.parse_arguments([*cluster, "pretrain_gpt.py", *argv]))[1]
 
 
-def _measured(runs: dict[str, list[str]]) -> dict[str, tuple[int, list[float], dict[str, int]]]:
-    """Of each run: parameters, bytes between nodes and within them in its last step, and bytes that this rank keeps, by
-    their kind."""
+def counted_of(plan: estimate.Estimate) -> list[int]:
+    """Bytes between and within nodes, without those of tokens, of which the log tells apart."""
+    sent = (plan.sent_between_nodes, plan.sent_within_nodes)
+    return [sum(nbytes for what, nbytes in of_link.items() if what != "tokens") for of_link in sent]
+
+
+def _measured(runs: dict[str, list[str]]) -> dict[str, tuple[int, list[float], dict[str, int], list[float]]]:
+    """Of each run: parameters, bytes between nodes and within them in its last step, bytes that this rank keeps, by
+    their kind; and the means over all steps of what tokens sent between and within nodes."""
     found = {}
     for name, argv in runs.items():
         run, metrics = start(argv)
@@ -112,7 +119,11 @@ def _measured(runs: dict[str, list[str]]) -> dict[str, tuple[int, list[float], d
             ),
         }
         sent = [metrics[f"comm/bytes-{where}-nodes"][-1] for where in ("between", "within")]
-        found[name] = (sum(p.numel() for p in run.model.parameters()), sent, kept)
+        # A router does not spread tokens evenly in every step.
+        tokens = [
+            statistics.fmean(metrics.get(f"comm/token-bytes-{where}-nodes", [0])) for where in ("between", "within")
+        ]
+        found[name] = (sum(p.numel() for p in run.model.parameters()), sent, kept, tokens)
     return found
 
 
@@ -133,9 +144,9 @@ def test_memory_and_bytes_are_those_of_real_ranks(tmp_path):
     ranks = run_ranks(4, _measured, runs, timeout=300)
     for name, argv in runs.items():
         plan = planned(argv, *CLUSTERS.get(name, []))
-        parameters, sent, _ = ranks[0][name]
+        parameters, sent, *_ = ranks[0][name]
         assert plan.parameters == parameters
-        counted = [sum(plan.sent_between_nodes.values()), sum(plan.sent_within_nodes.values())]
+        counted = counted_of(plan)
         assert counted == pytest.approx(sent, rel=1e-6), name
         kept = ranks[0][name][2]
         expected = dict.fromkeys(kept, 0)
@@ -153,12 +164,13 @@ def test_bytes_of_all_that_the_planner_tries_are_those_of_real_ranks(tmp_path):
     ranks = run_ranks(4, _measured, runs, timeout=600)
     for name, argv in runs.items():
         plan = planned(argv)
-        counted = [sum(plan.sent_between_nodes.values()), sum(plan.sent_within_nodes.values())]
+        counted = counted_of(plan)
         assert counted == pytest.approx(ranks[0][name][1], rel=1e-6), name
 
 
 DEEP = "--num-layers 4 --untie-embeddings-and-output-weights --max-position-embeddings 32"
 LOW_BITS = "--zero-quantized-weights --zero-quantized-gradients --zeropp-loco"
+MIXED = "--num-experts 4 --disable-bias-linear"
 MODEL_PARALLEL = {  # on 2 nodes of 2 ranks
     "tensor parallel": "--tensor-model-parallel-size 2 --swiglu --group-query-attention --num-query-groups 2",
     "tensor and sequence parallel": f"--tensor-model-parallel-size 2 --sequence-parallel {LOW_BITS}",
@@ -169,6 +181,15 @@ MODEL_PARALLEL = {  # on 2 nodes of 2 ranks
     "a pipeline without bubbles": "--pipeline-model-parallel-size 2 --pipeline-schedule zero-bubble",
     "Muon in a pipeline": "--pipeline-model-parallel-size 2 --optimizer muon",
     "a pipeline in nodes": "--pipeline-model-parallel-size 2 --tensor-model-parallel-size 2",
+    "experts over nodes": f"{MIXED} --expert-model-parallel-size 4 {LOW_BITS} --zero-hpz-partition-size 2",
+    "experts over nodes, few bits": f"{MIXED} --expert-model-parallel-size 4 --moe-token-bits 4 "
+    "--recompute-activations",
+    "experts beside tensor parallelism": f"{MIXED} --tensor-model-parallel-size 2 --expert-model-parallel-size 2 "
+    f"{LOW_BITS}",
+    "experts by tensor parallelism": f"{MIXED} --tensor-model-parallel-size 2 --sequence-parallel --moe-layer-freq 2",
+    "experts over nodes, all again": f"{MIXED} --expert-model-parallel-size 2 {LOW_BITS} --recompute-granularity full",
+    "experts in a pipeline": f"{MIXED} --pipeline-model-parallel-size 2 --expert-model-parallel-size 2 "
+    "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
 }
 
 
@@ -185,8 +206,10 @@ def test_model_parallelism_divides_what_is_kept_and_sent(tmp_path):
     ranks = run_ranks(4, _measured_on_nodes_of_two, runs, timeout=600)
     for name, argv in runs.items():
         plan = planned(argv)
-        counted = [sum(plan.sent_between_nodes.values()), sum(plan.sent_within_nodes.values())]
+        counted = counted_of(plan)
         assert counted == pytest.approx(ranks[0][name][1], rel=1e-6), name
+        tokens = [of_link.get("tokens", 0) for of_link in (plan.sent_between_nodes, plan.sent_within_nodes)]
+        assert tokens == pytest.approx(ranks[0][name][3], rel=0.1), name
         for number, of_stage in enumerate(plan.ranks):
             kept = ranks[number * 4 // len(plan.ranks)][name][2]
             expected = dict.fromkeys(kept, 0)
