@@ -279,6 +279,7 @@ BOX_SETTINGS = {
     "all flags": BOX_ALL,
     "all flags, int4 differences": f"{BOX_ALL} --zero-weight-difference-bits 4",
 }
+BOX_SIZES = "--hidden-size 512 --tokens 256"  # of what is measured before: those of the larger model
 BOX_RATES = (300, 1000, 4000)  # Mbit/s
 BOX_STEPS = {1: 14, 4: 6}  # by micro-batches, the first three of which are not measured
 HEADERS = 1514 / 1448  # bytes of an Ethernet frame over those of its payload; tc counts frames
@@ -292,7 +293,7 @@ def box() -> None:
     root = Path(__file__).parents[1]
     if not BOX_CLUSTER.exists():
         tool = [str(root / "tools" / "measure_cluster.py"), "--output", str(BOX_CLUSTER)]
-        tool += ["--hidden-size", "512", "--tokens", "256"]
+        tool += BOX_SIZES.split()
         with cluster(BOX_NODES, None) as namespaces, programs(tool, namespaces, BOX_RANKS) as processes:
             said = [process.communicate(timeout=900)[0] for process in processes]
         if not BOX_CLUSTER.exists():

@@ -68,6 +68,7 @@ def test_the_box_is_measured_and_compared(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(planner, "BOX", tmp_path / "box.jsonl")
     monkeypatch.setattr(planner, "BOX_CLUSTER", tmp_path / "box.yaml")
     monkeypatch.setattr(planner, "BOX_MODELS", {"tiny": TINY})
+    monkeypatch.setattr(planner, "BOX_SIZES", "--hidden-size 64 --tokens 32")
     monkeypatch.setattr(planner, "BOX_RATES", (1000,))
     monkeypatch.setattr(planner, "BOX_STEPS", {1: 6})
     monkeypatch.setattr(planner, "BOX_SCATTER", tmp_path / "box.png")
