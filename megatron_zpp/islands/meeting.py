@@ -74,7 +74,6 @@ class Meeting:
                 load_state_dict=take,
                 min_replica_size=1,
                 init_sync=False,  # it would take ranks' parts from different islands
-                max_retries=MAX_FAILURES,
                 timeout=timeout,
                 connect_timeout=timeout,
                 quorum_timeout=timedelta(seconds=membership.patience),
@@ -120,7 +119,8 @@ class Meeting:
 
         It is called anew, with those who are left, until none of them is lost on the way.
         """
-        while True:
+        reason = "of another rank"
+        for _ in range(MAX_FAILURES):
             self._gather()
             try:
                 self._compare_histories()
@@ -130,10 +130,16 @@ class Meeting:
             except BrokenOffError as error:
                 self._log(f"the agreement of {self._named(self.islands)} broke off, and begins again: {error}")
                 self._manager.report_error(error)
+                reason = str(error)
             # Ranks of an island find out one after the other, each in one of five collectives.
             if self._manager.should_commit(timeout=timedelta(seconds=6 * self._membership.timeout)):
                 self._history = hashlib.sha256(self._history + self._group.name.encode()).digest()
                 return result
+        raise RuntimeError(
+            f"{MAX_FAILURES} attempts of island {self._membership.island} to agree broke off, the last one because: "
+            f"{reason}. Each machine of an island must reach those of the others, by their hostnames, and by what "
+            "torchrun has for --master-addr"
+        )
 
     def _gather(self) -> None:
         """Find out who is there."""

@@ -42,7 +42,7 @@ def at_site(number: int, namespace: str, hosts: Path) -> list[str]:
 def start_at(site: list[str], folder: Path, island: int, **more: object) -> subprocess.Popen:
     """One of three islands, of one rank. What tests keep warm is not in its namespace."""
     torchrun = f"-m torch.distributed.run --nproc-per-node 1 --master-addr site{island} --master-port 29501"
-    words = [str(folder), str(island), "3", *(f"{name}={value}" for name, value in more.items())]
+    words = [str(folder), str(island), "3", "timeout=5", *(f"{name}={value}" for name, value in more.items())]
     return subprocess.Popen(
         [*site, sys.executable, *torchrun.split(), "tests/islands/leaving_island.py", *words],
         cwd=ROOT,
@@ -53,33 +53,37 @@ def start_at(site: list[str], folder: Path, island: int, **more: object) -> subp
 
 
 @pytest.mark.usefixtures("namespaces_allowed")
-@pytest.mark.parametrize("held", [{"hold": 7}, {"hold_between": 9}], ids=["amid training", "between the hops"])
-def test_a_link_is_cut_and_comes_back(tmp_path, monkeypatch, held):
-    """That of island 1, to the others and to the lighthouse: what is sent vanishes."""
+def test_a_link_is_cut_and_comes_back(tmp_path, monkeypatch):
+    """That of island 1, to the others and to the lighthouse: what is sent vanishes. Amid training, and between hops."""
     monkeypatch.setattr(cluster_in_a_box, "PREFIX", "cut")
-    hosts, (place,) = tmp_path / "hosts", held.values()
+    link, bridge = f"cut{os.getpid()}v1", f"cutbr{os.getpid()}"
+    hosts = tmp_path / "hosts"
     hosts.write_text("127.0.0.1 localhost\n" + "".join(f"{SUBNET}.{site + 1} site{site}\n" for site in range(4)))
     with cluster_in_a_box.cluster(4, rate=None) as namespaces:
         *sites, home = [at_site(number, namespace, hosts) for number, namespace in enumerate(namespaces)]
         with lighthouse(29510, launcher=home):
-            stay = [start_at(sites[island], tmp_path, island, timeout=5) for island in (0, 2)]
-            cut_off = start_at(sites[1], tmp_path, 1, timeout=5, **held)
-            wait_for(tmp_path / f"1.{place}.holds", *stay, cut_off)
-            sh(f"ip link set cut{os.getpid()}v1 nomaster")
-            (tmp_path / f"1.{place}.goes").touch()
-            wait_for(tmp_path / "0.12.agreed", *stay, cut_off)
-            assert max(kept(tmp_path, 1)) == 6  # it did not go on alone
-            sh(f"ip link set cut{os.getpid()}v1 master cutbr{os.getpid()}")
-            logs = [said(island) for island in (*stay, cut_off)]
+            islands = [start_at(sites[island], tmp_path, island) for island in (0, 2)]
+            islands.append(start_at(sites[1], tmp_path, 1, hold=7, hold_when_back=1))
+            last = []  # agreements that island 1 was in before it was cut off
+            for place in ("1.7", "1.back"):
+                wait_for(tmp_path / f"{place}.holds", *islands)
+                last.append(max(kept(tmp_path, 1)))
+                sh(f"ip link set {link} nomaster")
+                (tmp_path / f"{place}.goes").touch()
+                wait_for(tmp_path / f"0.{last[-1] + 6}.agreed", *islands)
+                assert max(kept(tmp_path, 1)) == last[-1]  # it does not go on alone
+                sh(f"ip link set {link} master {bridge}")
+            logs = [said(island) for island in islands]
+    change = "island 1 left; there are now islands 0, 2\n.* 1 came; there are now islands 0, 1, 2"
     for log in logs[:2]:
-        assert re.search(r"island 1 left; there are now islands 0, 2\n.* 1 came; there are now islands 0, 1, 2", log)
-        assert ("broke off" in log) == ("hold_between" in held)
-    first, second, third = (kept(tmp_path, island) for island in range(3))
-    assert first.keys() == third.keys() and max(first) == max(second) >= 18
-    assert first[9]["islands"] == first[12]["islands"] == 2 and first[max(first)]["islands"] == 3
-    for other in (second, third):
-        for step, value in other.items():
-            assert_same_bits(first[step], value)
+        assert re.search(f"{change}\n.*broke off.*\n.*{change}", log) and log.count("broke off") == 1
+    first, third, second = (kept(tmp_path, island) for island in (0, 2, 1))
+    assert first.keys() == third.keys() and max(first) == max(second) and last[0] == 6
+    for step, value in first.items():
+        away = any(cut < step <= cut + 6 for cut in last)
+        assert (value["islands"] == 2) >= away and (step in second) == (value["islands"] == 3)
+        assert_same_bits(value, third[step])
+        assert_same_bits(value, second.get(step, value))
 
 
 def wake(stopped: Path) -> None:
@@ -148,3 +152,22 @@ def two_groups(port: int) -> list[list[int]]:
 def test_what_an_earlier_quorum_of_the_same_number_left_does_no_harm():
     """A lighthouse that begins again counts quorums from 1."""
     assert run_ranks(2, two_groups, free_port()) == [[[0, 1], [10, 11]]] * 2
+
+
+def test_a_store_that_falls_silent_holds_nobody_up():
+    """A TCPStore waits for an answer, without end, even where its own time is over; so it is where a link is cut."""
+    from megatron_zpp.islands.meeting_group import MeetingGroup
+
+    port = free_port()
+    its = f"its = TCPStore('localhost', {port}, is_master=True, wait_for_workers=False)"
+    program = f"import signal; from torch.distributed import TCPStore; {its}; print(); signal.pause()"
+    server = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE)
+    try:
+        server.stdout.readline()
+        server.send_signal(signal.SIGSTOP)
+        group = MeetingGroup(timedelta(seconds=1))
+        with pytest.raises(TimeoutError, match="no group was formed in 3 seconds"):
+            group.configure(f"localhost:{port}/torchft/1/0", "island", 1, 2, 1, 0, 1, [0, 1])
+    finally:
+        server.kill()
+        server.wait()

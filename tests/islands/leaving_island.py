@@ -4,8 +4,8 @@
 
 It ends after ``end`` steps, or two agreements after all islands were there again. ``kill`` ends each rank behind this
 step by SIGKILL, ``kill_between`` between the hops of the agreement behind it; behind each step in ``stop``, such as
-7,10, it waits for a SIGCONT. Behind ``hold``, or between the hops of the agreement behind ``hold_between``, it waits
-for a file.
+7,10, it waits for a SIGCONT. Behind ``hold`` it waits for a file; with ``hold_when_back`` also between the hops of the
+first agreement after it was away.
 ``resume`` is the folder of a checkpoint to go on from.
 """
 
@@ -76,7 +76,7 @@ def main(
     kill_between: str = "0",
     stop: str = "0",
     hold: str = "0",
-    hold_between: str = "0",
+    hold_when_back: str = "",
     resume: str = "",
     timeout: str = "20",
 ) -> None:
@@ -117,15 +117,16 @@ def main(
         (model(inputs) - targets).square().mean().backward()
         if step == int(kill_between):
             between_hops(partial(os.kill, os.getpid(), signal.SIGKILL))
-        if step == int(hold_between):
-            between_hops(partial(wait_at, folder / f"{island}.{step}"))
         optimizer.step()
         if islands.steps % INTERVAL == 0:
             keep()
             was_away = islands.steps != step
-            if (were_fewer or was_away) and islands.num_islands == num_islands:
-                last = islands.steps + 2 * INTERVAL
-            were_fewer = islands.num_islands < num_islands
+            if was_away and hold_when_back:
+                between_hops(partial(wait_at, folder / f"{island}.back"))
+            if islands.num_islands < num_islands:
+                last, were_fewer = int(end), True
+            elif were_fewer or was_away:
+                last, were_fewer = islands.steps + 2 * INTERVAL, False
         if step == int(kill):
             os.kill(os.getpid(), signal.SIGKILL)
         if step == int(hold):
