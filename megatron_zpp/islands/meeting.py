@@ -216,6 +216,8 @@ class Meeting:
     def _wait_for(self, collective: Callable[..., dist.Work], *arguments: Any) -> None:
         if error := self._manager.errored():  # the group could not be formed, or an island behind got no state
             raise BrokenOffError(str(error.original_exception))
+        if not self.quorum:  # nor tried again, since a new lighthouse's quorum has the same number
+            raise BrokenOffError("no group could be formed")
         try:
             collective(*arguments).wait()
         except RuntimeError as error:

@@ -7,6 +7,7 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from datetime import timedelta
 from pathlib import Path
 
@@ -139,6 +140,7 @@ def two_groups(port: int) -> list[list[int]]:
     store = dist.TCPStore("localhost", port, is_master=rank == 0, wait_for_workers=False)
     group, gathered = MeetingGroup(timedelta(seconds=10)), []
     for quorum in range(2):
+        time.sleep(quorum * rank)  # the other one has time to find what rank 1 left
         group.configure(f"localhost:{port}/torchft/1/0", "island", rank, 2, 1, 0, 1, [0, 1])
         received = torch.empty(2, dtype=torch.int64)
         mine = torch.tensor([10 * quorum + rank])
