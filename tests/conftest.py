@@ -1,4 +1,4 @@
-"""What several test files share: the quickstart, run once on little text and for few steps, and its environment."""
+"""What several test files share: the quickstart, run once on little text and for few steps, and environments."""
 
 import fcntl
 import os
@@ -51,3 +51,15 @@ def quickstart(quickstart_of_all: Quickstart, tmp_path: Path) -> Quickstart:
     """A copy of its results, to work in."""
     shutil.copytree(quickstart_of_all.folder, tmp_path / "quickstart")
     return Quickstart(tmp_path / "quickstart", quickstart_of_all.output)
+
+
+@pytest.fixture(scope="session")
+def namespaces_allowed() -> None:
+    """Skips where there can be no network namespaces: some containers forbid them even to root."""
+    if sys.platform != "linux" or os.geteuid() != 0 or not (shutil.which("ip") and shutil.which("tc")):
+        pytest.skip("network namespaces need Linux, root and iproute2")
+    name = f"mzpp-probe{os.getpid()}"
+    made = subprocess.run(["ip", "netns", "add", name], capture_output=True, text=True, check=False)
+    subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False)
+    if made.returncode != 0:
+        pytest.skip(f"this machine allows no network namespaces: {made.stderr.strip()}")

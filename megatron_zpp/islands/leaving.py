@@ -63,7 +63,7 @@ class LeavingFragment:
         self._parameters, self._config, self._meeting, self._traffic = parameters, config, meeting, traffic
         self.agreed = AgreedParameters(parameters, config)
         self._parts = {name: held(parameter) for name, parameter in parameters.items()}
-        self._hops: tuple[int, IslandHops] | None = None  # and the quorum that it is for
+        self._hops: tuple[str, IslandHops] | None = None  # and the quorum that it is for
         self._mean: list[Tensor] | None = None
         shapes = [(name, tuple(part.shape)) for name, part in self._parts.items()]
         digest = hashlib.sha256(repr((shapes, config)).encode()).digest()

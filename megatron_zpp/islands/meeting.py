@@ -6,9 +6,12 @@ who takes part, a quorum; the ranks of the same place in these islands then have
 
 from __future__ import annotations
 
+import hashlib
 import logging
+import math
 import os
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -21,7 +24,9 @@ from torch.distributed.distributed_c10d import AllgatherOptions, AllToAllOptions
 from .membership import Membership
 
 try:
-    from torchft import Manager, ProcessGroupGloo
+    from torchft import Manager
+
+    from .meeting_group import MeetingGroup
 except ImportError as error:
     raise ImportError(
         "islands that come and go need the package torchft: pip install torchft, or megatron_zpp's extra islands"
@@ -51,19 +56,28 @@ class Meeting:
             raise ValueError("where is the lighthouse? Set lighthouse, or TORCHFT_LIGHTHOUSE, to http://host:port")
         self._membership = membership
         timeout = timedelta(seconds=membership.timeout)
-        self._group = _Group(timeout)
+        self._group = MeetingGroup(timeout)
+        self._history = bytes(32)  # of the agreements that led here, equal where these are
+        self._compared = ""  # the group whose histories are known to be equal
+
+        def given() -> State:
+            return {"history": self._history, "state": state_dict()}
+
+        def take(its: State) -> None:
+            self._history = its["history"]
+            load_state_dict(its["state"])
 
         def manage() -> Manager:
             return Manager(
                 pg=self._group,
-                state_dict=state_dict,
-                load_state_dict=load_state_dict,
+                state_dict=given,
+                load_state_dict=take,
                 min_replica_size=1,
                 init_sync=False,  # it would take ranks' parts from different islands
-                max_retries=MAX_FAILURES,
                 timeout=timeout,
                 connect_timeout=timeout,
                 quorum_timeout=timedelta(seconds=membership.patience),
+                quorum_retries=math.ceil(membership.patience),  # one a second, of a lighthouse that does not answer
                 lighthouse_addr=lighthouse,
                 replica_id=f"island{membership.island:04d}",  # in whose order the ranks of a group are
             )
@@ -81,9 +95,9 @@ class Meeting:
         return self._group.islands
 
     @property
-    def quorum(self) -> int:
-        """Another number after each change, and after each agreement that broke off."""
-        return self._group.quorum
+    def quorum(self) -> str:
+        """Another word after each change, and after each agreement that broke off."""
+        return self._group.name
 
     @property
     def is_behind(self) -> bool:
@@ -105,18 +119,27 @@ class Meeting:
 
         It is called anew, with those who are left, until none of them is lost on the way.
         """
-        while True:
+        reason = "of another rank"
+        for _ in range(MAX_FAILURES):
             self._gather()
             try:
+                self._compare_histories()
                 result = exchange()
                 # Or one would go on with what another, which lost a third, has not got.
                 self._wait_for(self._group.barrier, BarrierOptions())
             except BrokenOffError as error:
                 self._log(f"the agreement of {self._named(self.islands)} broke off, and begins again: {error}")
                 self._manager.report_error(error)
-            # Ranks of an island find out one after the other, each in one of four collectives.
-            if self._manager.should_commit(timeout=timedelta(seconds=5 * self._membership.timeout)):
+                reason = str(error)
+            # Ranks of an island find out one after the other, each in one of five collectives.
+            if self._manager.should_commit(timeout=timedelta(seconds=6 * self._membership.timeout)):
+                self._history = hashlib.sha256(self._history + self._group.name.encode()).digest()
                 return result
+        raise RuntimeError(
+            f"{MAX_FAILURES} attempts of island {self._membership.island} to agree broke off, the last one because: "
+            f"{reason}. Each machine of an island must reach those of the others, by their hostnames, and by what "
+            "torchrun has for --master-addr"
+        )
 
     def _gather(self) -> None:
         """Find out who is there."""
@@ -140,6 +163,30 @@ class Meeting:
         changes = [f"{self._named(left)} left"] * bool(left) + [f"{self._named(came)} came"] * bool(came)
         if changes:
             self._log(f"{', '.join(changes)}; there are now {self._named(self.islands)}")
+
+    def _compare_histories(self) -> None:
+        """Have those agree with the others who are as far, but by agreements of their own.
+
+        An agreement may be over for one island, and broken off for others who no longer hear of it. Two may go on
+        alone, one after the other, with a lighthouse that begins again and knows of neither.
+        """
+        if self.num_ahead + self.is_behind > len(self.islands):
+            # torchft keeps a group while its quorum has the same number, as another lighthouse's first one may have.
+            raise BrokenOffError("the lighthouse began again, and knows of others")
+        if self._compared == self._group.name:
+            return
+        mine = bytes(32) if self.is_behind else self._history
+        received = self.all_gather(torch.frombuffer(bytearray(mine), dtype=torch.uint8))  # [K, 32]
+        histories = [bytes(row.tolist()) for row in received]
+        counts = Counter(history for history in histories if any(history))
+        if len(counts) > 1:
+            ((right, _),) = counts.most_common(1)  # the first of those with as many
+            astray = [island for island, its in zip(self.islands, histories, strict=True) if any(its) and its != right]
+            if self._membership.island in astray:  # then it is behind, and gets what they have
+                ago = {"step": self._manager.current_step() - 1, "batches_committed": self._manager.batches_committed()}
+                self._manager.load_state_dict(ago)
+            raise BrokenOffError(f"{self._named(astray)} agreed without the others, and will take what they agreed on")
+        self._compared = self._group.name
 
     def all_to_all(self, wires: Tensor) -> Tensor:
         """Send row i of [K, ...] to island i of K; row i of the result came from there."""
@@ -169,6 +216,8 @@ class Meeting:
     def _wait_for(self, collective: Callable[..., dist.Work], *arguments: Any) -> None:
         if error := self._manager.errored():  # the group could not be formed, or an island behind got no state
             raise BrokenOffError(str(error.original_exception))
+        if not self.quorum:  # nor tried again, since a new lighthouse's quorum has the same number
+            raise BrokenOffError("no group could be formed")
         try:
             collective(*arguments).wait()
         except RuntimeError as error:
@@ -183,27 +232,3 @@ class Meeting:
         """Such as "islands 0, 2"."""
         numbers = sorted(islands)
         return f"island{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers))}"
-
-
-class _Group(ProcessGroupGloo):
-    """torchft's, which tells nobody who is in it. Host memory and TCP: NCCL does not reliably survive a lost rank."""
-
-    islands: tuple[int, ...] = ()
-    quorum = -1
-
-    def configure(
-        self,
-        store_addr: str,
-        replica_id: str,
-        rank: int,
-        world_size: int,
-        quorum_id: int | None = None,
-        group_rank: int | None = None,
-        group_world_size: int | None = None,
-        global_ranks: list[int] | None = None,
-    ) -> None:
-        assert quorum_id is not None and group_world_size is not None and global_ranks is not None
-        self.quorum, self.islands = quorum_id, tuple(rank // group_world_size for rank in global_ranks)
-        super().configure(
-            store_addr, replica_id, rank, world_size, quorum_id, group_rank, group_world_size, global_ranks
-        )

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import shutil
-import subprocess
 import sys
 
 import pytest
@@ -20,16 +17,9 @@ PARAMETERS = 1024 * H + 128 * H + 2 * (12 * H * H + 13 * H) + 2 * H  # vocabular
 
 
 @pytest.mark.long
-@pytest.mark.skipif(
-    sys.platform != "linux" or os.geteuid() != 0 or not (shutil.which("ip") and shutil.which("tc")),
-    reason="network namespaces need Linux, root and iproute2",
-)
+@pytest.mark.usefixtures("namespaces_allowed")
 def test_islands_send_what_they_count(tmp_path, monkeypatch, capsys):
     """Two intervals of three steps, of which each sends one agreement and hardly anything else."""
-    made = subprocess.run(["ip", "netns", "add", "mzpp-islands"], capture_output=True, text=True, check=False)
-    subprocess.run(["ip", "netns", "del", "mzpp-islands"], capture_output=True, check=False)
-    if made.returncode != 0:
-        pytest.skip(f"this machine allows no network namespaces: {made.stderr.strip()}")
     flags = "--islands 2 --island-sync-interval 3"
     settings = {
         "at once": between_islands.Setting(flags, 9, 2, 3),

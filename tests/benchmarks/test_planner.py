@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import shutil
-import subprocess
 import sys
 
 import pytest
@@ -56,15 +53,8 @@ def test_islands_are_compared_with_one_cluster(monkeypatch, capsys):
 
 
 @pytest.mark.long
-@pytest.mark.skipif(
-    sys.platform != "linux" or os.geteuid() != 0 or not (shutil.which("ip") and shutil.which("tc")),
-    reason="network namespaces need Linux, root and iproute2",
-)
+@pytest.mark.usefixtures("namespaces_allowed")
 def test_the_box_is_measured_and_compared(tmp_path, monkeypatch, capsys):
-    made = subprocess.run(["ip", "netns", "add", "mzpp-planner"], capture_output=True, text=True, check=False)
-    subprocess.run(["ip", "netns", "del", "mzpp-planner"], capture_output=True, check=False)
-    if made.returncode != 0:
-        pytest.skip(f"this machine allows no network namespaces: {made.stderr.strip()}")
     monkeypatch.setattr(planner, "BOX", tmp_path / "box.jsonl")
     monkeypatch.setattr(planner, "BOX_CLUSTER", tmp_path / "box.yaml")
     monkeypatch.setattr(planner, "BOX_MODELS", {"tiny": TINY})

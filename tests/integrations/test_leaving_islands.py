@@ -7,76 +7,27 @@ import os
 import re
 import signal
 import subprocess
-import sys
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 
-from megatron_zpp.islands import apply_islands
 from tests.conftest import ROOT, environment
-from tests.islands.leaving_island import INTERVAL, batch_of, build_model, config_of
-from tests.ranks import free_port, run_ranks
-from tests.training.small_run import torchrun
+from tests.islands.leaving_island import INTERVAL, batch_of, build_model
+from tests.islands.leaving_jobs import (
+    QUIET,
+    Kept,
+    assert_same_bits,
+    islands_of_one_job,
+    kept,
+    lighthouse,
+    said,
+    start,
+    wait_for,
+)
+from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.integrations
-QUIET = {"RUST_LOG": "error"}  # or torchft says several lines at each agreement
-Kept = dict[str, list[Tensor]]
-
-
-@contextmanager
-def lighthouse() -> Iterator[str]:
-    """The address of one, a process of its own. An island is silent after two seconds without a sign."""
-    port = free_port()
-    how = f"bind='[::]:{port}', min_replicas=1, heartbeat_timeout_ms=2000, join_timeout_ms=60_000"
-    program = f"import signal; from torchft.coordination import LighthouseServer as L; its = L({how}); signal.pause()"
-    process = subprocess.Popen([sys.executable, "-c", program], env=os.environ | QUIET)
-    try:
-        yield f"http://localhost:{port}"
-    finally:
-        process.kill()
-        process.wait()
-
-
-def start(at: str, folder: Path, island: int, islands: int, ranks: int = 2, **more: object) -> subprocess.Popen:
-    words = [str(folder), str(island), str(islands), *(f"{name}={value}" for name, value in more.items())]
-    return torchrun(ranks, words, script="tests/islands/leaving_island.py", TORCHFT_LIGHTHOUSE=at, **QUIET)
-
-
-def said(island: subprocess.Popen) -> str:
-    """By an island that ends well, to its log."""
-    _, err = island.communicate(timeout=200)
-    assert island.returncode == 0, err
-    return "\n".join(re.findall(r"^island \d: .*", err, flags=re.MULTILINE))
-
-
-def kept(folder: Path, island: int) -> dict[int, Kept]:
-    """What an island had agreed on behind each step."""
-    return {
-        int(file.name.split(".")[1]): torch.load(file, weights_only=False) for file in folder.glob(f"{island}.*.agreed")
-    }
-
-
-def assert_same_bits(one: Kept, other: Kept) -> None:
-    for kind in ("agreed", "momentum"):
-        assert one[kind] and all(torch.equal(a, b) for a, b in zip(one[kind], other[kind], strict=True))
-
-
-def wait_for(file: Path, *islands: subprocess.Popen) -> None:
-    """Until an island keeps it; an error where one of them ends before."""
-    deadline = time.monotonic() + 120
-    while not file.exists():
-        ended = [island for island in islands if island.poll() is not None]
-        assert not ended, ended[0].communicate()[1]
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
 
 
 def diloco(killed: int, left_at: int, returned_at: int, end: int, islands: int = 3) -> dict[int, Kept]:
@@ -151,26 +102,6 @@ def test_a_killed_island_is_left_behind_and_returns(tmp_path):
     assert loss_of(first[end]["agreed"]) < loss_of(first[9]["agreed"]) < loss_of(first[0]["agreed"])
 
 
-def islands_of_one_job(bits: int, steps: int) -> dict[int, list[Tensor]]:
-    """The same islands as ranks of one job, that cannot leave."""
-    mesh = init_device_mesh("cpu", (3, 2), mesh_dim_names=("island", "shard"))
-    model = build_model(0)
-    for layer in (model[0], model[2], model):
-        fully_shard(layer, mesh=mesh["shard"])
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.001)
-    islands = apply_islands(model, optimizer, config_of(bits), mesh["island"])
-    found = {}
-    for step in range(1, steps + 1):
-        inputs, targets = (part.chunk(2)[dist.get_rank() % 2] for part in batch_of(dist.get_rank() // 2, step))
-        optimizer.zero_grad()
-        (model(inputs) - targets).square().mean().backward()
-        optimizer.step()
-        if step % INTERVAL == 0:
-            with islands.agreed_parameters():
-                found[step] = [parameter.full_tensor() for parameter in model.parameters()]
-    return found
-
-
 def test_a_kill_between_the_hops_begins_the_agreement_again(tmp_path):
     """In 4 bits with LoCo; until then all is as in one job, to the bit."""
     with lighthouse() as at:
@@ -188,7 +119,7 @@ def test_a_kill_between_the_hops_begins_the_agreement_again(tmp_path):
     for island in (third, all_of_second):
         for step, value in island.items():
             assert_same_bits(first[step], value)
-    expected = run_ranks(6, islands_of_one_job, 4, 6)[0]
+    expected = run_ranks(6, islands_of_one_job, 3, 4, 6)[0]
     for step, values in expected.items():
         assert all(torch.equal(a, b) for a, b in zip(first[step]["agreed"], values, strict=True))
 
@@ -200,7 +131,7 @@ def test_a_silent_island_is_left_behind_and_goes_on_when_it_wakes(tmp_path):
         silent = start(at, tmp_path, 1, 2, ranks=1, stop=7)
         wait_for(tmp_path / "0.12.agreed", stays, silent)
         assert not (tmp_path / "1.9.agreed").exists()
-        os.kill(int((tmp_path / "1.stopped").read_text()), signal.SIGCONT)
+        os.kill(int((tmp_path / "1.7.stopped").read_text()), signal.SIGCONT)
         log = said(stays)
         said(silent)
     assert re.search(r"island 1 left; there are now island 0\n.*island 1 came; there are now islands 0, 1", log)
@@ -211,13 +142,13 @@ def test_a_silent_island_is_left_behind_and_goes_on_when_it_wakes(tmp_path):
 
 
 def test_islands_that_all_end_begin_again_where_they_agreed(tmp_path):
-    """Each from what it saved; one of them saved last before its last agreement."""
+    """Each from its last checkpoint by torch.distributed.checkpoint; one of them is of before the last agreement."""
     with lighthouse() as at:
         for island in [start(at, tmp_path, number, 2, end=8) for number in range(2)]:
             said(island)
         again = tmp_path / "again"
         again.mkdir()
-        resumes = [tmp_path / "0.3", tmp_path / "1.6"]
+        resumes = [tmp_path / "0.3.state", tmp_path / "1.6.state"]
         for island in [start(at, again, number, 2, end=12, resume=resumes[number]) for number in range(2)]:
             said(island)
     for number in range(2):

@@ -3,8 +3,10 @@
     torchrun --nproc-per-node R leaving_island.py FOLDER ISLAND ISLANDS [NAME=VALUE ...]
 
 It ends after ``end`` steps, or two agreements after all islands were there again. ``kill`` ends each rank behind this
-step by SIGKILL, ``kill_between`` between the hops of the agreement behind it; behind ``stop`` it waits for a SIGCONT.
-``resume`` begins the names of the files in which ``save`` kept what to go on from.
+step by SIGKILL, ``kill_between`` between the hops of the agreement behind it; behind each step in ``stop``, such as
+7,10, it waits for a SIGCONT. Behind ``hold`` it waits for a file; with ``hold_when_back`` also between the hops of the
+first agreement after it was away.
+``resume`` is the folder of a checkpoint to go on from.
 """
 
 from __future__ import annotations
@@ -12,10 +14,14 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
@@ -47,6 +53,18 @@ def save(value: object, file: Path) -> None:
     file.with_suffix(".new").rename(file)
 
 
+def wait_at(place: Path) -> None:
+    Path(f"{place}.holds").touch()
+    while not Path(f"{place}.goes").exists():
+        time.sleep(0.02)
+
+
+def between_hops(what: Callable[[], None]) -> None:
+    """Do it, from now on in each agreement."""
+    add = hops.IslandHops.add
+    hops.IslandHops.add = lambda self, received: (what(), add(self, received))[1]
+
+
 def main(
     folder: Path,
     island: int,
@@ -57,7 +75,10 @@ def main(
     kill: str = "0",
     kill_between: str = "0",
     stop: str = "0",
+    hold: str = "0",
+    hold_when_back: str = "",
     resume: str = "",
+    timeout: str = "20",
 ) -> None:
     from megatron_zpp.islands.leaving import apply_leaving_islands  # needs torchft, which this file's importers do not
 
@@ -67,16 +88,17 @@ def main(
     for layer in (model[0], model[2], model):
         fully_shard(layer)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.001)
-    membership = Membership(island, num_islands, timeout=20, patience=100)
+    membership = Membership(island, num_islands, timeout=float(timeout), patience=100)
     islands = apply_leaving_islands(model, optimizer, config_of(int(bits)), membership)
     if resume:
-        islands.load_state_dict(torch.load(f"{resume}.{rank}.state", weights_only=False))
+        state = islands.state_dict()
+        dcp.load(state, checkpoint_id=resume)
+        islands.load_state_dict(state)
 
     def keep() -> None:
         mine = folder / f"{island}.{islands.steps}"
         state = islands.state_dict()
-        shards = {key: tensor.to_local() if key != "steps" else tensor for key, tensor in state.items()}
-        save(shards, Path(f"{mine}.{rank}.state"))
+        dcp.save(state, checkpoint_id=f"{mine}.state")
         momentum = [tensor.full_tensor() for key, tensor in state.items() if key.startswith("momentum.")]
         with islands.agreed_parameters():
             agreed = [parameter.full_tensor() for parameter in model.parameters()]
@@ -94,18 +116,23 @@ def main(
         optimizer.zero_grad()
         (model(inputs) - targets).square().mean().backward()
         if step == int(kill_between):
-            hops.IslandHops.add = lambda self, received: os.kill(os.getpid(), signal.SIGKILL)
+            between_hops(partial(os.kill, os.getpid(), signal.SIGKILL))
         optimizer.step()
         if islands.steps % INTERVAL == 0:
             keep()
             was_away = islands.steps != step
-            if (were_fewer or was_away) and islands.num_islands == num_islands:
-                last = islands.steps + 2 * INTERVAL
-            were_fewer = islands.num_islands < num_islands
+            if was_away and hold_when_back:
+                between_hops(partial(wait_at, folder / f"{island}.back"))
+            if islands.num_islands < num_islands:
+                last, were_fewer = int(end), True
+            elif were_fewer or was_away:
+                last, were_fewer = islands.steps + 2 * INTERVAL, False
         if step == int(kill):
             os.kill(os.getpid(), signal.SIGKILL)
-        if step == int(stop):
-            (folder / f"{island}.stopped").write_text(str(os.getpid()))
+        if step == int(hold):
+            wait_at(folder / f"{island}.{step}")
+        if str(step) in stop.split(","):
+            (folder / f"{island}.{step}.stopped").write_text(str(os.getpid()))
             os.kill(os.getpid(), signal.SIGSTOP)
     islands.leave()
     dist.destroy_process_group()

@@ -1,0 +1,175 @@
+"""Islands whose link is cut, and whose lighthouse dies: jobs of their own, in network namespaces or not."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import AllgatherOptions
+
+from benchmarks import cluster_in_a_box
+from benchmarks.cluster_in_a_box import SUBNET, sh
+from tests.conftest import ROOT
+from tests.islands.leaving_jobs import (
+    QUIET,
+    assert_same_bits,
+    islands_of_one_job,
+    kept,
+    lighthouse,
+    said,
+    start,
+    wait_for,
+)
+from tests.ranks import free_port, run_ranks
+
+pytestmark = pytest.mark.integrations
+
+
+def at_site(number: int, namespace: str, hosts: Path) -> list[str]:
+    """What starts a program there, on a machine with a name of its own."""
+    script = f'mount --bind {hosts} /etc/hosts; hostname site{number}; exec "$@"'
+    return ["ip", "netns", "exec", namespace, "unshare", "--uts", "--mount", "sh", "-c", script, "sh"]
+
+
+def start_at(site: list[str], folder: Path, island: int, **more: object) -> subprocess.Popen:
+    """One of three islands, of one rank. What tests keep warm is not in its namespace."""
+    torchrun = f"-m torch.distributed.run --nproc-per-node 1 --master-addr site{island} --master-port 29501"
+    words = [str(folder), str(island), "3", "timeout=5", *(f"{name}={value}" for name, value in more.items())]
+    return subprocess.Popen(
+        [*site, sys.executable, *torchrun.split(), "tests/islands/leaving_island.py", *words],
+        cwd=ROOT,
+        env=os.environ | QUIET | {"OMP_NUM_THREADS": "1", "TORCHFT_LIGHTHOUSE": "http://site3:29510"},
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+@pytest.mark.usefixtures("namespaces_allowed")
+def test_a_link_is_cut_and_comes_back(tmp_path, monkeypatch):
+    """That of island 1, to the others and to the lighthouse: what is sent vanishes. Amid training, and between hops."""
+    monkeypatch.setattr(cluster_in_a_box, "PREFIX", "cut")
+    link, bridge = f"cut{os.getpid()}v1", f"cutbr{os.getpid()}"
+    hosts = tmp_path / "hosts"
+    hosts.write_text("127.0.0.1 localhost\n" + "".join(f"{SUBNET}.{site + 1} site{site}\n" for site in range(4)))
+    with cluster_in_a_box.cluster(4, rate=None) as namespaces:
+        *sites, home = [at_site(number, namespace, hosts) for number, namespace in enumerate(namespaces)]
+        with lighthouse(29510, launcher=home):
+            islands = [start_at(sites[island], tmp_path, island) for island in (0, 2)]
+            islands.append(start_at(sites[1], tmp_path, 1, hold=7, hold_when_back=1))
+            last = []  # agreements that island 1 was in before it was cut off
+            for place in ("1.7", "1.back"):
+                wait_for(tmp_path / f"{place}.holds", *islands)
+                last.append(max(kept(tmp_path, 1)))
+                sh(f"ip link set {link} nomaster")
+                (tmp_path / f"{place}.goes").touch()
+                wait_for(tmp_path / f"0.{last[-1] + 6}.agreed", *islands)
+                assert max(kept(tmp_path, 1)) == last[-1]  # it does not go on alone
+                sh(f"ip link set {link} master {bridge}")
+            logs = [said(island) for island in islands]
+    change = "island 1 left; there are now islands 0, 2\n.* 1 came; there are now islands 0, 1, 2"
+    for log in logs[:2]:
+        assert re.search(f"{change}\n.*broke off.*\n.*{change}", log) and log.count("broke off") == 1
+    first, third, second = (kept(tmp_path, island) for island in (0, 2, 1))
+    assert first.keys() == third.keys() and max(first) == max(second) and last[0] == 6
+    for step, value in first.items():
+        away = any(cut < step <= cut + 6 for cut in last)
+        assert (value["islands"] == 2) >= away and (step in second) == (value["islands"] == 3)
+        assert_same_bits(value, third[step])
+        assert_same_bits(value, second.get(step, value))
+
+
+def wake(stopped: Path) -> None:
+    os.kill(int(stopped.read_text()), signal.SIGCONT)
+
+
+def test_the_lighthouse_begins_again(tmp_path):
+    """Between two agreements, while one island waits for the other: nobody is left behind, and nothing is lost."""
+    port = free_port()
+    with lighthouse(port, min_replicas=2) as at:
+        waits, stopped = start(at, tmp_path, 0, 2, ranks=1, end=15), start(at, tmp_path, 1, 2, ranks=1, end=15, stop=7)
+        wait_for(tmp_path / "1.7.stopped", waits, stopped)
+    with lighthouse(port, min_replicas=2):
+        wake(tmp_path / "1.7.stopped")
+        logs = [said(island) for island in (waits, stopped)]
+    assert not any("left" in log for log in logs)
+    expected = run_ranks(2, islands_of_one_job, 2, 0, 15)[0]
+    assert max(expected) == 15
+    for island in range(2):
+        for step, values in expected.items():
+            assert all(torch.equal(*both) for both in zip(kept(tmp_path, island)[step]["agreed"], values, strict=True))
+
+
+def test_two_that_each_went_on_alone_agree_again(tmp_path):
+    """A lighthouse that begins again knows of no others. One island agrees alone, then another, for the same step."""
+    port = free_port()
+    with lighthouse(port) as at:
+        islands = [start(at, tmp_path, island, 2, ranks=1, bits=4, stop="7,10") for island in range(2)]
+        for island in range(2):
+            wait_for(tmp_path / f"{island}.7.stopped", *islands)
+    for island in range(2):
+        with lighthouse(port):
+            wake(tmp_path / f"{island}.7.stopped")
+            wait_for(tmp_path / f"{island}.10.stopped", *islands)
+    with lighthouse(port, min_replicas=2):
+        for island in range(2):
+            wake(tmp_path / f"{island}.10.stopped")
+        logs = [said(island) for island in islands]
+    assert "island 1 agreed without the others, and will take what they agreed on" in logs[0]
+    first, second = (kept(tmp_path, island) for island in range(2))
+    assert first[9]["islands"] == second[9]["islands"] == 1
+    assert not torch.equal(first[9]["agreed"][0], second[9]["agreed"][0])
+    assert first.keys() == second.keys() and max(first) > 12
+    for step in first.keys() - {9}:
+        assert_same_bits(first[step], second[step])
+
+
+def two_groups(port: int) -> list[list[int]]:
+    """What two ranks gather, in a group of two quorums of the same number, with one store."""
+    from megatron_zpp.islands.meeting_group import MeetingGroup  # needs torchft, which is not here everywhere
+
+    rank = dist.get_rank()
+    store = dist.TCPStore("localhost", port, is_master=rank == 0, wait_for_workers=False)
+    group, gathered = MeetingGroup(timedelta(seconds=10)), []
+    for quorum in range(2):
+        time.sleep(quorum * rank)  # the other one has time to find what rank 1 left
+        group.configure(f"localhost:{port}/torchft/1/0", "island", rank, 2, 1, 0, 1, [0, 1])
+        received = torch.empty(2, dtype=torch.int64)
+        mine = torch.tensor([10 * quorum + rank])
+        group.allgather_into_tensor_coalesced([received], [mine], AllgatherOptions()).wait()
+        gathered.append(received.tolist())
+    dist.barrier()
+    del store
+    return gathered
+
+
+def test_what_an_earlier_quorum_of_the_same_number_left_does_no_harm():
+    """A lighthouse that begins again counts quorums from 1."""
+    assert run_ranks(2, two_groups, free_port()) == [[[0, 1], [10, 11]]] * 2
+
+
+def test_a_store_that_falls_silent_holds_nobody_up():
+    """A TCPStore waits for an answer, without end, even where its own time is over; so it is where a link is cut."""
+    from megatron_zpp.islands.meeting_group import MeetingGroup
+
+    port = free_port()
+    its = f"its = TCPStore('localhost', {port}, is_master=True, wait_for_workers=False)"
+    program = f"import signal; from torch.distributed import TCPStore; {its}; print(); signal.pause()"
+    server = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE)
+    try:
+        server.stdout.readline()
+        server.send_signal(signal.SIGSTOP)
+        group = MeetingGroup(timedelta(seconds=1))
+        with pytest.raises(TimeoutError, match="no group was formed in 3 seconds"):
+            group.configure(f"localhost:{port}/torchft/1/0", "island", 1, 2, 1, 0, 1, [0, 1])
+    finally:
+        server.kill()
+        server.wait()
