@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from megatron_zpp.parallel.distributed import print_once
+from megatron_zpp.training.due import what_is_due
 from megatron_zpp.training.nonfinite import NonfiniteSteps
 from megatron_zpp.training.setup import Run
 from megatron_zpp.training.step import IslandStep
@@ -63,18 +64,8 @@ class Meetings:
 
     def are_due(self, iteration: int) -> bool:
         """Whether islands meet behind this step: where it is logged, or the run evaluates, saves or ends."""
-        run, training = self._run, self._run.settings.training
-        intervals = (
-            run.settings.logging.log_interval,
-            training.eval_interval,
-            run.settings.checkpoint.save_interval if run.settings.checkpoint.save is not None else None,
-            training.exit_interval,
-        )
-        return (
-            run.islands is None
-            or iteration in (1, run.train_iters)
-            or any(interval and iteration % interval == 0 for interval in intervals)
-        )
+        run = self._run
+        return run.islands is None or what_is_due(run.settings, iteration, run.train_iters).anything
 
     def step(self, steps: Sequence[IslandStep], num_samples: int) -> list[StepResult]:
         """Keep a step of this process's islands; where the next meeting is due, all steps since the last. Collective.

@@ -35,6 +35,7 @@ from megatron_zpp.parallel.distributed import (
 )
 from megatron_zpp.settings.groups import DistributedSettings
 from megatron_zpp.training.dry_run import dry_run
+from megatron_zpp.training.due import what_is_due
 from megatron_zpp.training.evaluate import evaluate
 from megatron_zpp.training.meetings import Meetings
 from megatron_zpp.training.profile import StepProfile
@@ -151,16 +152,15 @@ def train(run: Run, start: float) -> None:
                 saver.poll()
 
             iteration = counters.iteration
+            due = what_is_due(settings, iteration, run.train_iters)
             too_many, is_whole = bool(results) and results[-1].too_many, True
-            if training.eval_interval and iteration % training.eval_interval == 0 and iteration < run.train_iters:
+            if due.evaluate:
                 reporter.pause()
                 is_whole = _validate(run, valid_batches, signals)
                 reporter.resume()
-            exit_is_due = training.exit_interval is not None and iteration % training.exit_interval == 0
-            save_is_due = checkpoint.save_interval is not None and iteration % checkpoint.save_interval == 0
             is_asked_to_stop = any(result.stop for result in results)
-            ends = is_asked_to_stop or not is_whole or exit_is_due or too_many or iteration == run.train_iters
-            if saver is not None and (save_is_due or ends):
+            ends = is_asked_to_stop or not is_whole or due.exit or too_many or due.end
+            if saver is not None and (due.save or ends):
                 reporter.pause()
                 with progress("saving checkpoint"):
                     _save(run, saver)
@@ -175,12 +175,12 @@ def train(run: Run, start: float) -> None:
             if too_many:
                 raise NotFiniteError(f"{meetings.why_too_many()}. {_where_saved(run, saver)}")
             if ends:
-                if iteration < run.train_iters:
+                if not due.end:
                     print_once(f"exiting program at iteration {iteration}, {_where_saved(run, saver)}")
                 _check_last_save(run, saver)
                 if problem := meetings.why_nothing():
                     raise NotFiniteError(f"{problem}. {_where_saved(run, saver)}")
-            if ends and iteration < run.train_iters:
+            if ends and not due.end:
                 return
 
     if not _validate(run, valid_batches, signals, "validation"):

@@ -15,6 +15,7 @@ from megatron_zpp.metrics.throughput import IntervalTimer, describe_mfu, mfu, mo
 from megatron_zpp.metrics.writers import training_metrics
 from megatron_zpp.optim.gradients import params_norm
 from megatron_zpp.parallel.distributed import print_once
+from megatron_zpp.training.due import what_is_due
 from megatron_zpp.training.meetings import StepResult
 from megatron_zpp.training.setup import Run
 from megatron_zpp.training.stragglers import Stragglers
@@ -71,7 +72,7 @@ class Reporter:
             self.sent.add(*run.islands.traffic.take().of_levels())
         self.sent_for_tokens.add(*run.token_traffic.take().of_levels())
         iteration = run.counters.iteration
-        is_log_step = iteration % logging.log_interval == 0 or iteration == 1
+        is_log_step = what_is_due(run.settings, iteration, run.train_iters).log
         points = [result for result in results if result.at.iteration % logging.tensorboard_log_interval == 0]
         interval = self._interval_report(results[-1]) if is_log_step else None
         if interval is not None and dist.get_rank() == dist.get_world_size() - 1:
