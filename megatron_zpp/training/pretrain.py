@@ -18,7 +18,7 @@ import torch.distributed as dist
 from megatron_zpp.architectures import Architecture
 from megatron_zpp.arguments.parse import SettingsError, parse_settings
 from megatron_zpp.checkpoint import CheckpointError, CheckpointSaver
-from megatron_zpp.data.loader import Batch, build_loader
+from megatron_zpp.data.loader import Batch
 from megatron_zpp.metrics.lines import format_validation_lines
 from megatron_zpp.metrics.progress import progress
 from megatron_zpp.metrics.writers import validation_metrics
@@ -34,6 +34,8 @@ from megatron_zpp.parallel.distributed import (
     report_error,
 )
 from megatron_zpp.settings.groups import DistributedSettings
+from megatron_zpp.training.batches import Streams, batches_of
+from megatron_zpp.training.counting import count_step
 from megatron_zpp.training.dry_run import dry_run
 from megatron_zpp.training.due import what_is_due
 from megatron_zpp.training.evaluate import evaluate
@@ -111,41 +113,33 @@ def train(run: Run, start: float) -> None:
     """
     settings, counters = run.settings, run.counters
     training, checkpoint = settings.training, settings.checkpoint
-    assert training.seq_length
     saver = _build_saver(run) if checkpoint.save is not None else None
     signals = StopSignals(run.device)
-    valid_batches = _batches(run, "valid", counters.consumed_valid_samples)
+    streams = Streams(run)
     if training.manual_gc:
         gc.disable()
 
     if not training.skip_train:
-        train_batches = _batches(run, "train", counters.consumed_train_samples)
-        assert train_batches is not None
+        assert streams.train is not None
         reporter, meetings = Reporter(run), Meetings(run)
         with errors_on_all_ranks():
             step_profile = StepProfile(run)
         while counters.iteration < run.train_iters:
             step_profile.before_step(counters.iteration)
             num_micro_batches = run.batches.num_micro_batches(counters.consumed_train_samples)
-            batch_size = run.batches.global_batch_size(counters.consumed_train_samples)
             out_of_time = training.exit_duration_in_mins is not None and (
                 time.monotonic() - start > training.exit_duration_in_mins * 60
             )
             compiles = settings.activation.compile and reporter.is_first_step
             with progress("compiling") if compiles else nullcontext():
-                steps = train_step(run, train_batches, num_micro_batches, stop=signals.is_asked or out_of_time)
+                steps = train_step(run, streams.train, num_micro_batches, stop=signals.is_asked or out_of_time)
             # Not earlier: before the first step there is nothing to save, and a signal ends a rank at once, whatever
             # it waits for.
             if training.exit_signal_handler and not signals.are_caught:
                 signals.catch()
 
-            counters.iteration += 1
-            counters.consumed_train_samples += batch_size
             # Islands do not know of each other's skipped steps: their schedules count them, and stay alike.
-            is_scheduled = run.islands is not None or not steps[0].skipped
-            counters.scheduled_samples += batch_size if is_scheduled else 0
-            cut = training.seq_length - run.sample_length(counters.iteration)
-            counters.cut_tokens += batch_size * cut if is_scheduled else 0
+            batch_size = count_step(run, is_scheduled=run.islands is not None or not steps[0].skipped)
             results = meetings.step(steps, batch_size)
             reporter.step(results, batch_size)
             if saver is not None:
@@ -156,7 +150,7 @@ def train(run: Run, start: float) -> None:
             too_many, is_whole = bool(results) and results[-1].too_many, True
             if due.evaluate:
                 reporter.pause()
-                is_whole = _validate(run, valid_batches, signals)
+                is_whole = _validate(run, streams.valid, signals)
                 reporter.resume()
             is_asked_to_stop = any(result.stop for result in results)
             ends = is_asked_to_stop or not is_whole or due.exit or too_many or due.end
@@ -183,9 +177,9 @@ def train(run: Run, start: float) -> None:
             if ends and not due.end:
                 return
 
-    if not _validate(run, valid_batches, signals, "validation"):
+    if not _validate(run, streams.valid, signals, "validation"):
         return
-    test_batches = _batches(run, "test", 0)
+    test_batches = batches_of(run, "test", 0)
     if test_batches is not None:
         loss = _evaluate(run, test_batches, signals, "test")
         if loss is not None:
@@ -217,25 +211,6 @@ def _describe(run: Run) -> None:
         print_once(zeropp.describe())
     if run.islands is not None:
         print_once(run.islands.describe())
-
-
-def _batches(run: Run, split: str, consumed_samples: int) -> Iterator[Batch] | None:
-    """This rank's micro-batches of a split from ``consumed_samples`` on; None if the run has no such data."""
-    dataset = getattr(run.datasets, split)
-    if dataset is None:
-        return None
-    assert run.settings.training.micro_batch_size
-    return build_loader(
-        dataset,
-        consumed_samples=consumed_samples,
-        micro_batch_size=run.settings.training.micro_batch_size,
-        dp_rank=run.mesh.dp_rank if run.mesh.emulated_ranks == 1 else None,
-        dp_size=run.mesh.dp_size,
-        num_workers=run.settings.data.num_workers,
-        device=run.device,
-        dataloader_type=run.settings.data.dataloader_type,
-        data_sharding=run.settings.data.data_sharding,
-    )
 
 
 def _validate(run: Run, batches: Iterator[Batch] | None, signals: StopSignals, data_set: str | None = None) -> bool:
