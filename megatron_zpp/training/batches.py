@@ -24,7 +24,7 @@ class Streams:
 
 def batches_of(run: Run, split: str, consumed_samples: int) -> Iterator[Batch] | None:
     """This rank's micro-batches of a split from ``consumed_samples`` on; None if the run has no such data."""
-    dataset = getattr(run.datasets, split)
+    dataset, mesh = getattr(run.datasets, split), run.mesh
     if dataset is None:
         return None
     assert run.settings.training.micro_batch_size
@@ -32,8 +32,8 @@ def batches_of(run: Run, split: str, consumed_samples: int) -> Iterator[Batch] |
         dataset,
         consumed_samples=consumed_samples,
         micro_batch_size=run.settings.training.micro_batch_size,
-        dp_rank=run.mesh.dp_rank if run.mesh.emulated_ranks == 1 else None,
-        dp_size=run.mesh.dp_size,
+        dp_rank=None if mesh.emulated_ranks > 1 else mesh.dp_rank if split == "train" else mesh.dp_rank_of_job,
+        dp_size=mesh.dp_size if split == "train" else mesh.dp_size_of_job,
         num_workers=run.settings.data.num_workers,
         device=run.device,
         dataloader_type=run.settings.data.dataloader_type,

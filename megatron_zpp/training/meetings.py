@@ -63,9 +63,12 @@ class Meetings:
         self._kept: list[tuple[Moment, list[list[float]]]] = []  # with a row of each island of this process
 
     def are_due(self, iteration: int) -> bool:
-        """Whether islands meet behind this step: where it is logged, or the run evaluates, saves or ends."""
+        """Whether islands meet behind this step: where it is logged, or the run evaluates, saves or ends.
+
+        One that is a job of its own meets none here.
+        """
         run = self._run
-        return run.islands is None or what_is_due(run.settings, iteration, run.train_iters).anything
+        return run.mesh.num_islands == 1 or what_is_due(run.settings, iteration, run.train_iters).anything
 
     def step(self, steps: Sequence[IslandStep], num_samples: int) -> list[StepResult]:
         """Keep a step of this process's islands; where the next meeting is due, all steps since the last. Collective.

@@ -39,6 +39,7 @@ from megatron_zpp.training.counting import count_step
 from megatron_zpp.training.dry_run import dry_run
 from megatron_zpp.training.due import what_is_due
 from megatron_zpp.training.evaluate import evaluate
+from megatron_zpp.training.leaving import join, keep_up, leave_others, report_agreement
 from megatron_zpp.training.meetings import Meetings
 from megatron_zpp.training.profile import StepProfile
 from megatron_zpp.training.reporter import Reporter
@@ -111,6 +112,7 @@ def train(run: Run, start: float) -> None:
 
     Raises NotFiniteError on all ranks, after all that can be saved is saved.
     """
+    join(run)
     settings, counters = run.settings, run.counters
     training, checkpoint = settings.training, settings.checkpoint
     saver = _build_saver(run) if checkpoint.save is not None else None
@@ -140,8 +142,11 @@ def train(run: Run, start: float) -> None:
 
             # Islands do not know of each other's skipped steps: their schedules count them, and stay alike.
             batch_size = count_step(run, is_scheduled=run.islands is not None or not steps[0].skipped)
+            if keep_up(run):
+                streams.seek()
             results = meetings.step(steps, batch_size)
             reporter.step(results, batch_size)
+            report_agreement(run)
             if saver is not None:
                 saver.poll()
 
@@ -154,6 +159,8 @@ def train(run: Run, start: float) -> None:
                 reporter.resume()
             is_asked_to_stop = any(result.stop for result in results)
             ends = is_asked_to_stop or not is_whole or due.exit or too_many or due.end
+            if ends:
+                leave_others(run)
             if saver is not None and (due.save or ends):
                 reporter.pause()
                 with progress("saving checkpoint"):
@@ -211,17 +218,17 @@ def _describe(run: Run) -> None:
         print_once(zeropp.describe())
     if run.islands is not None:
         print_once(run.islands.describe())
+    if run.leaving is not None:
+        print_once(f"this is island {run.mesh.job}, a job of its own: the others may leave")
 
 
 def _validate(run: Run, batches: Iterator[Batch] | None, signals: StopSignals, data_set: str | None = None) -> bool:
     """Evaluate on the validation data, if there are any; False if a signal cut that short."""
     if batches is None:
         return True
-    assert run.settings.training.micro_batch_size
     loss = _evaluate(run, batches, signals, data_set)
     # Cut short or not: the evaluations to come have the samples that they would have had.
-    samples = run.num_eval_micro_batches * run.settings.training.micro_batch_size * run.mesh.dp_size
-    run.counters.consumed_valid_samples += samples
+    run.counters.consumed_valid_samples += run.samples_of_evaluation
     if loss is not None:
         metrics = validation_metrics({"lm loss": loss}, run.settings.logging)
         run.writers.write(metrics, run.counters.iteration, run.counters.consumed_train_samples)

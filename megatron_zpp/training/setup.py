@@ -7,21 +7,21 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from megatron_zpp.architectures import Architecture, padded_vocab_size
-from megatron_zpp.arguments.resolve_parallel import check_vocabulary
+from megatron_zpp.arguments.resolve_parallel import check_vocabulary, num_jobs
 from megatron_zpp.checkpoint import CheckpointError, FolderLock, Trained, load_checkpoint, read_meta
 from megatron_zpp.checkpoint.counters import Counters
 from megatron_zpp.checkpoint.folder import describe_empty
 from megatron_zpp.checkpoint.model import saved_model
 from megatron_zpp.checkpoint.resume import check_same_batches_and_data, check_same_order, checkpoint_to_load
 from megatron_zpp.data.build import Datasets
-from megatron_zpp.islands import IslandsInterface, apply_islands, emulate_islands
+from megatron_zpp.islands import IslandsInterface, LeavingInterface, apply_islands, emulate_islands
 from megatron_zpp.metrics.program import describe_program
 from megatron_zpp.metrics.writers import MetricWriters
 from megatron_zpp.models.transformer import Transformer
@@ -36,6 +36,7 @@ from megatron_zpp.parallel.pipeline import Pipeline
 from megatron_zpp.parallel.tensor import dropout_seed
 from megatron_zpp.settings.groups import Settings, TrainingSettings
 from megatron_zpp.training.datasets import build_data, check_same_data_on_all_ranks
+from megatron_zpp.training.island_job import LossSoFar, build_leaving_islands, prepare_island
 from megatron_zpp.training.model import build_model_on_ranks
 from megatron_zpp.zeropp import EmulatedZeroPP, OwnRank, Ranks, ZeroPPInterface, ranks_of
 from megatron_zpp.zeropp.traffic import Traffic
@@ -72,8 +73,9 @@ class Run:
     datasets: Datasets
     writers: MetricWriters
     train_iters: int
-    num_eval_micro_batches: int  # per data-parallel rank and evaluation
+    num_eval_micro_batches: int  # per data-parallel rank of this job and evaluation
     counters: Counters
+    untold: LossSoFar  # to other islands, where this one is a job of its own
     lock: FolderLock | None = None  # on --save, held by rank 0
     last_loss: float | None = None
 
@@ -144,6 +146,17 @@ class Run:
         return counters.scheduled_samples
 
     @property
+    def leaving(self) -> LeavingInterface | None:
+        """The islands, where this one is a job of its own."""
+        return cast(LeavingInterface, self.islands) if self.settings.distributed.islands_may_leave else None
+
+    @property
+    def samples_of_evaluation(self) -> int:
+        """That one evaluation reads, on all ranks together."""
+        assert self.settings.training.micro_batch_size
+        return self.num_eval_micro_batches * self.settings.training.micro_batch_size * self.mesh.dp_size_of_job
+
+    @property
     def copies(self) -> Sequence[Tensor]:
         """Parameters that another rank of the pipeline has too, and counts."""
         return () if self.pipeline is None else self.pipeline.copies
@@ -187,21 +200,11 @@ class Run:
 
 def build_run(architecture: Architecture, settings: Settings, device: torch.device) -> Run:
     """Build, on all ranks together, and load the checkpoint of ``--load`` if there is one."""
+    if settings.distributed.islands_may_leave:
+        settings = prepare_island(settings)
     training, ranks = settings.training, settings.distributed
     assert training.global_batch_size and training.micro_batch_size and training.seq_length  # by parse_settings
-    replicas = ranks.num_distributed_optimizer_instances
-    if settings.zero.zero_stage == 0:
-        # Shards of one rank each, that is plain data parallelism with FSDP2's mixed precision.
-        replicas = dist.get_world_size() * ranks.context_parallel_size // ranks_per_model_copy(ranks)
-    emulates = ranks.emulate_ranks is not None
-    mesh = build_mesh(
-        device.type,
-        model_parallel_sizes(ranks) | {"island": 1 if emulates else ranks.islands},
-        ranks.emulate_ranks or 1,
-        replicas,
-        ranks.expert_model_parallel_size,
-        emulated_islands=ranks.islands if emulates else 1,
-    )
+    mesh = _build_mesh(settings, device)
     batches = BatchSchedule(
         training.global_batch_size,
         training.micro_batch_size,
@@ -224,12 +227,14 @@ def build_run(architecture: Architecture, settings: Settings, device: torch.devi
         to_come = batches.total_iterations(training.train_samples or 0, counters.consumed_train_samples)
         train_iters = counters.iteration + to_come
     train_samples = batches.samples_after(max(0, train_iters - counters.iteration), counters.consumed_train_samples)
-    num_eval_micro_batches = training.eval_iters * batches.num_micro_batches(train_samples)
-    eval_samples = num_eval_micro_batches * training.micro_batch_size * mesh.dp_size
+    num_eval_micro_batches = training.eval_iters * batches.num_micro_batches(train_samples) * mesh.num_jobs
+    eval_samples = num_eval_micro_batches * training.micro_batch_size * mesh.dp_size_of_job
     with errors_on_all_ranks():
+        # All islands take the same samples, whenever they come: those of one that is there from the first step on.
+        begun = Counters() if ranks.islands_may_leave else counters
         num_samples = (
             0 if training.skip_train else max(train_samples, training.train_samples or 0),
-            counters.consumed_valid_samples + _evaluations_to_come(training, counters, train_iters) * eval_samples,
+            begun.consumed_valid_samples + _evaluations_to_come(training, begun, train_iters) * eval_samples,
             eval_samples,
         )
         vocab_size, datasets = build_data(settings, num_samples)
@@ -266,13 +271,15 @@ def build_run(architecture: Architecture, settings: Settings, device: torch.devi
         its_ranks.step_by_shards(optimizer)
         scaler = LossScaler.from_settings(settings.precision)
         trainees.append(Trainee(model, pipeline, optimizer, its_ranks, scaler, zeropp))
+    untold = LossSoFar()
     run = Run(
         architecture=architecture,
         settings=settings,
         device=device,
         mesh=mesh,
         trainees=trainees,
-        islands=_build_islands(trainees, settings, mesh),
+        islands=_build_islands(trainees, settings, mesh, datasets, untold),
+        untold=untold,
         token_traffic=token_traffic,
         schedule=schedule,
         batches=batches,
@@ -285,9 +292,10 @@ def build_run(architecture: Architecture, settings: Settings, device: torch.devi
         lock=lock,
     )
     # From here on randomness is dropout's.
+    ranks_before = mesh.job * dist.get_world_size()  # those of other jobs draw other numbers
     for trainee in trainees:
         trainee.ranks.random_states.seed(
-            lambda rank: dropout_seed(training.seed, rank, mesh.tp_size, ranks.sequence_parallel)
+            lambda rank: dropout_seed(training.seed, ranks_before + rank, mesh.tp_size, ranks.sequence_parallel)
         )
     if checkpoint is not None and meta is not None:
         _load(run, checkpoint, meta)
@@ -296,7 +304,31 @@ def build_run(architecture: Architecture, settings: Settings, device: torch.devi
     return run
 
 
-def _build_islands(trainees: list[Trainee], settings: Settings, mesh: Mesh) -> IslandsInterface | None:
+def _build_mesh(settings: Settings, device: torch.device) -> Mesh:
+    ranks = settings.distributed
+    replicas = ranks.num_distributed_optimizer_instances
+    if settings.zero.zero_stage == 0:
+        # Shards of one rank each, that is plain data parallelism with FSDP2's mixed precision.
+        replicas = dist.get_world_size() * ranks.context_parallel_size // ranks_per_model_copy(ranks)
+    emulates, leaves = ranks.emulate_ranks is not None, ranks.islands_may_leave
+    return build_mesh(
+        device.type,
+        model_parallel_sizes(ranks) | {"island": 1 if emulates or leaves else ranks.islands},
+        ranks.emulate_ranks or 1,
+        replicas,
+        ranks.expert_model_parallel_size,
+        emulated_islands=ranks.islands if emulates else 1,
+        num_jobs=num_jobs(ranks),
+        job=ranks.island_number or 0,
+    )
+
+
+def _build_islands(
+    trainees: list[Trainee], settings: Settings, mesh: Mesh, datasets: Datasets, untold: LossSoFar
+) -> IslandsInterface | None:
+    if settings.distributed.islands_may_leave:
+        (own,) = trainees
+        return build_leaving_islands(own.model, own.optimizer, own.zeropp, settings, mesh, datasets, untold)
     if mesh.num_islands == 1:
         return None
     if mesh.island.size() > 1:
@@ -305,6 +337,12 @@ def _build_islands(trainees: list[Trainee], settings: Settings, mesh: Mesh) -> I
     zeropps = [trainee.zeropp for trainee in trainees if isinstance(trainee.zeropp, EmulatedZeroPP)]
     models, optimizers = [trainee.model for trainee in trainees], [trainee.optimizer for trainee in trainees]
     return emulate_islands(models, optimizers, settings.island, zeropps)
+
+
+def _goes_on_from_agreement(run: Run, meta: dict[str, Any]) -> bool:
+    """Whether the islands stand where they agreed last: what one has not agreed on that may leave is not saved."""
+    could_leave = bool(meta["settings"].get("islands_may_leave", False))
+    return run.settings.distributed.islands_may_leave and could_leave and not run.settings.checkpoint.no_load_optim
 
 
 def _evaluations_to_come(training: TrainingSettings, counters: Counters, train_iters: int) -> int:
@@ -349,7 +387,7 @@ def _load(run: Run, checkpoint: Path, meta: dict[str, Any]) -> None:
             trainee.scaler.load_state_dict(scaler)
         for zeropp in run.zeropps:  # on other ranks, or with other settings, their own state is not taken over
             zeropp.set_optimizer_steps(run.counters.iteration - run.counters.skipped_iterations)
-        if run.islands is not None:
+        if run.islands is not None and not _goes_on_from_agreement(run, meta):
             run.islands.steps = run.counters.iteration
     for note in notes:
         print_once(f"note: {note}")

@@ -88,6 +88,9 @@ def train_step(run: Run, batches: Iterator[Batch], num_micro_batches: int, stop:
                 micro_batches=its_batches,
             )
         )
+    if run.leaving is not None and not steps[0].skipped:
+        run.untold.loss_sum += steps[0].loss_sum
+        run.untold.num_tokens += steps[0].num_tokens
     for trainee, step in zip(run.trainees, steps, strict=True):
         _take(run, trainee, step)
     for trainee, step in zip(run.trainees, steps, strict=True):

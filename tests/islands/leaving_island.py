@@ -70,13 +70,16 @@ def main(
     membership = Membership(island, num_islands, timeout=20, patience=100)
     islands = apply_leaving_islands(model, optimizer, config_of(int(bits)), membership)
     if resume:
-        islands.load_state_dict(torch.load(f"{resume}.{rank}.state", weights_only=False))
+        saved = torch.load(f"{resume}.{rank}.state", weights_only=False)
+        for name, tensor in islands.agreed_state().items():
+            tensor.to_local().copy_(saved[name])
+        islands.load_state_dict(saved)
 
     def keep() -> None:
         mine = folder / f"{island}.{islands.steps}"
-        state = islands.state_dict()
-        shards = {key: tensor.to_local() if key != "steps" else tensor for key, tensor in state.items()}
-        save(shards, Path(f"{mine}.{rank}.state"))
+        state = islands.agreed_state()
+        shards = {key: tensor.to_local() for key, tensor in state.items()}
+        save(shards | islands.state_dict(), Path(f"{mine}.{rank}.state"))
         momentum = [tensor.full_tensor() for key, tensor in state.items() if key.startswith("momentum.")]
         with islands.agreed_parameters():
             agreed = [parameter.full_tensor() for parameter in model.parameters()]
