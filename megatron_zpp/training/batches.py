@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megatron_zpp.data.loader import Batch, build_loader
-from megatron_zpp.training.setup import Run
+from megatron_zpp.training.run import Run
 
 
 class Streams:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megatron_zpp.training.setup import Run
+from megatron_zpp.training.run import Run
 
 
 def count_step(run: Run, is_scheduled: bool = True) -> int:

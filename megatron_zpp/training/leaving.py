@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from megatron_zpp.parallel.distributed import errors_on_all_ranks, print_once
 from megatron_zpp.training.counting import count_step
-from megatron_zpp.training.setup import Run
+from megatron_zpp.training.run import Run
 
 LOSS_OF_ALL = "lm loss of all islands"
 

@@ -12,7 +12,6 @@ from collections.abc import Iterator
 from contextlib import nullcontext
 from typing import NoReturn
 
-import torch
 import torch.distributed as dist
 
 from megatron_zpp.architectures import Architecture
@@ -36,6 +35,7 @@ from megatron_zpp.parallel.distributed import (
 from megatron_zpp.settings.groups import DistributedSettings
 from megatron_zpp.training.batches import Streams, batches_of
 from megatron_zpp.training.counting import count_step
+from megatron_zpp.training.describe import describe
 from megatron_zpp.training.dry_run import dry_run
 from megatron_zpp.training.due import what_is_due
 from megatron_zpp.training.evaluate import evaluate
@@ -43,7 +43,8 @@ from megatron_zpp.training.leaving import join, keep_up, leave_others, report_ag
 from megatron_zpp.training.meetings import Meetings
 from megatron_zpp.training.profile import StepProfile
 from megatron_zpp.training.reporter import Reporter
-from megatron_zpp.training.setup import Run, build_run
+from megatron_zpp.training.run import Run
+from megatron_zpp.training.setup import build_run
 from megatron_zpp.training.step import train_step
 from megatron_zpp.training.stop import StopSignals, end_at_once_on_ctrl_c
 
@@ -87,7 +88,7 @@ def pretrain(architecture: Architecture) -> None:
         if settings.training.exit_signal_handler:
             end_at_once_on_ctrl_c()
         run = build_run(architecture, settings, device)
-        _describe(run)
+        describe(run)
         try:
             train(run, start)
         except NotFiniteError as error:  # on all ranks
@@ -191,35 +192,6 @@ def train(run: Run, start: float) -> None:
         loss = _evaluate(run, test_batches, signals, "test")
         if loss is not None:
             _check_loss(run, loss, "test")
-
-
-# A plain Megatron script has no --zero-stage, and would keep all of these whole on each data-parallel rank.
-_SHARDED = (
-    "data-parallel ranks shard nothing, as Megatron without --use-distributed-optimizer",
-    "data-parallel ranks shard optimizer state, as Megatron with --use-distributed-optimizer",
-    "data-parallel ranks shard gradients and optimizer state",
-    "data-parallel ranks shard parameters, gradients and optimizer state, unless --zero-stage says 0, 1 or 2",
-)
-
-
-def _describe(run: Run) -> None:
-    zeropp, world_size = run.zeropp, run.world_size
-    ranks = ("emulated rank" if run.mesh.emulated_ranks > 1 else "rank") + ("s" if world_size > 1 else "")
-    print_once(
-        f"{run.architecture.name} with {run.architecture.num_parameters(run.model.config):,} parameters, ZeRO stage "
-        f"{run.settings.zero.zero_stage} on {world_size} {ranks} ({run.device.type}, torch "
-        f"{torch.__version__})"
-    )
-    if world_size > 1:
-        print_once(_SHARDED[run.settings.zero.zero_stage])
-    if run.pipeline is not None:
-        print_once(run.pipeline.describe())
-    if zeropp is not None and world_size > 1:
-        print_once(zeropp.describe())
-    if run.islands is not None:
-        print_once(run.islands.describe())
-    if run.leaving is not None:
-        print_once(f"this is island {run.mesh.job}, a job of its own: the others may leave")
 
 
 def _validate(run: Run, batches: Iterator[Batch] | None, signals: StopSignals, data_set: str | None = None) -> bool:

@@ -16,7 +16,7 @@ from megatron_zpp.optim.gradients import clip_gradients, count_zeros, scale_grad
 from megatron_zpp.optim.optimizer import set_lr_and_weight_decay
 from megatron_zpp.parallel.context import shard_batch
 from megatron_zpp.parallel.sharding import prepare_backward
-from megatron_zpp.training.setup import Run, Trainee
+from megatron_zpp.training.run import Run, Trainee
 
 # Of a micro-batch: the loss mask of this rank's tokens [B, S / cp], and the number of unmasked tokens of all ranks that
 # share its sequences.
