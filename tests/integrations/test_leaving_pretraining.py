@@ -24,6 +24,7 @@ from tests.training.small_run import RUN, SHAPE, flags, ranks_of, torchrun, writ
 pytestmark = pytest.mark.integrations
 SCRIPT = "tests/integrations/recorded_pretraining.py"
 PATIENT = "--island-timeout-seconds 30 --island-patience-seconds 200"
+AGREE = "--island-sync-interval 3 --island-bits 4 --island-block-size 32"
 PATIENCE = 240  # seconds
 
 
@@ -119,7 +120,7 @@ class Cluster:
         return self._jobs[-1]
 
     def island(self, number: int, of: int, *more: str, ranks: int = 1, warm: bool = True) -> Job:
-        who = f"--islands {of} --islands-may-leave --island-number {number} {PATIENT}"
+        who = f"--islands {of} --islands-may-leave --island-number {number} {PATIENT} {AGREE}"
         return self.start(*who.split(), *more, ranks=ranks, warm=warm)
 
     def read(self, name: str = "[0-9]") -> dict[int, Counter[str]]:
@@ -153,9 +154,9 @@ def test_islands_that_stay_train_as_those_of_one_job(tmp_path):
     """To the bit: samples, dropout, what is evaluated and saved. And if all end and begin again it is the same."""
     data, again, events = write_text(tmp_path), tmp_path / "again", tmp_path / "events"
     jobs = ["--save", str(tmp_path / "jobs"), "--tensorboard-dir", str(events)]
-    more = "--island-sync-interval 3 --island-bits 4 --island-block-size 32 --train-iters 12 --eval-interval 4"
-    with Cluster(tmp_path, flags(data, more, "--save-interval 6 --num-workers 1")) as cluster:
-        one = cluster.start("--islands", "2", "--save", str(tmp_path / "one"), ranks=4)
+    common = "--train-iters 12 --eval-interval 4 --save-interval 6 --num-workers 1"
+    with Cluster(tmp_path, flags(data, common)) as cluster:
+        one = cluster.start("--islands", "2", *AGREE.split(), "--save", str(tmp_path / "one"), ranks=4)
         one.ends_well()
         islands = [cluster.island(number, 2, *jobs, ranks=2) for number in range(2)]
         for island in islands:
@@ -197,7 +198,7 @@ def test_islands_that_stay_train_as_those_of_one_job(tmp_path):
 def endless(more: str) -> list[str]:
     """A run that ends when it is asked to; no two of its samples are alike."""
     words = f"{SHAPE} {RUN} --num-workers 0 --mock-data --vocab-size 100 --train-iters 1000000 --log-interval 3"
-    return f"{words} --exit-signal-handler --island-sync-interval 3 {more}".split()
+    return f"{words} --exit-signal-handler {more}".split()
 
 
 def test_a_killed_island_returns(tmp_path):
