@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
@@ -12,6 +13,7 @@ from collections import Counter
 from contextlib import ExitStack
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -24,6 +26,7 @@ from tests.training.small_run import RUN, SHAPE, flags, ranks_of, torchrun, writ
 pytestmark = pytest.mark.integrations
 SCRIPT = "tests/integrations/recorded_pretraining.py"
 PATIENT = "--island-timeout-seconds 30 --island-patience-seconds 200"
+SEED, VOCABULARY, LENGTH = 1234, 100, 32
 AGREE = "--island-sync-interval 3 --island-bits 4 --island-block-size 32"
 PATIENCE = 240  # seconds
 
@@ -132,11 +135,15 @@ class Cluster:
                 found.setdefault(iteration, Counter()).update(samples)
         return found
 
-    def read_once(self) -> dict[int, Counter[str]]:
-        """The same, of a run that reads no sample twice."""
-        read = self.read()
-        assert max(sum(read.values(), Counter()).values()) == 1
-        return read
+    def steps_of(self, island: int, of: int) -> list[int]:
+        """Those that it took, with a sample each: its own of the step's batch of mock data."""
+        steps = []
+        for line in (self.record / f"{island}.0").read_text().splitlines():
+            step, samples = json.loads(line)
+            ids = np.random.default_rng((SEED, 0, (step - 1) * of + island)).integers(VOCABULARY + 1, size=LENGTH + 1)
+            assert samples == [hashlib.sha256(ids[:-1].tobytes()).hexdigest()]
+            steps.append(step)
+        return steps
 
 
 def parameters_in(folder: Path, iteration: int) -> dict[str, torch.Tensor]:
@@ -196,8 +203,10 @@ def test_islands_that_stay_train_as_those_of_one_job(tmp_path):
 
 
 def endless(more: str) -> list[str]:
-    """A run that ends when it is asked to; no two of its samples are alike."""
-    words = f"{SHAPE} {RUN} --num-workers 0 --mock-data --vocab-size 100 --train-iters 1000000 --log-interval 3"
+    """A run that ends when it is asked to."""
+    words = (
+        f"{SHAPE} {RUN} --num-workers 0 --mock-data --vocab-size {VOCABULARY} --train-iters 1000000 --log-interval 3"
+    )
     return f"{words} --exit-signal-handler {more}".split()
 
 
@@ -215,16 +224,19 @@ def test_a_killed_island_returns(tmp_path):
         for island in (first, returns, third):
             island.signal_ranks(signal.SIGTERM)
             island.ends_well()
-        read = cluster.read_once()
+        steps = [cluster.steps_of(number, 3) for number in range(3)]
     (begins,) = (int(match[1]) for line in returns.out if (match := re.search(r"trains from iteration (\d+) on", line)))
-    assert begins > max(leaves.losses())
     assert re.search(rf"loaded checkpoint {save}/island_1/iter_\d+ at iteration", returns.out[0])
     assert {there for there, _ in first.of_all().values()} >= {2, 3}
     assert_agreed(first, third, at_least=6)
     assert_agreed(first, returns, at_least=3)
-    for iteration in [step for step in returns.of_all() if step in first.of_all()]:
-        assert len(read[iteration]) == 3  # by whom a sample is read, of those that only one would have read
-    assert any(len(samples) == 2 for samples in read.values())
+    killed_at = max(leaves.losses())
+    assert begins > killed_at and begins % 3 == 0
+    for island in (0, 2):
+        assert steps[island] == [*range(1, len(steps[island]) + 1)]
+    before = [step for step in steps[1] if step <= begins]  # it may have begun one more than the log says
+    assert before == [*range(1, len(before) + 1)] and len(before) - killed_at in range(9)
+    assert steps[1][len(before) :] == [*range(begins + 1, steps[1][-1] + 1)] and steps[1][-1] > begins
 
 
 def assert_agreed(one: Job, other: Job, at_least: int) -> None:
@@ -254,11 +266,13 @@ def test_a_stopped_island_wakes_and_one_that_is_asked_to_end_leaves(tmp_path):
         stays.wait_for(rf"agreed at iteration {ended + 9} \| islands there: 1")
         stays.signal_ranks(signal.SIGTERM)
         stays.ends_well()
-        read = cluster.read_once()
+        steps = [cluster.steps_of(number, 2) for number in range(2)]
     assert any("exiting program at iteration" in line for line in stops.out)
-    (woke,) = (int(match[1]) for line in stops.out if (match := re.search(r"others from iteration (\d+)", line)))
+    woke = re.compile(r"behind with its step (\d+), and goes on with the others from iteration (\d+)")
+    ((stopped_at, goes_on),) = (map(int, match.groups()) for line in stops.out if (match := woke.search(line)))
     assert_agreed(stays, stops, at_least=5)
-    assert len(read[woke - 3]) == 1 and len(read[woke + 1]) == 2 and len(read[ended + 9]) == 1
+    assert steps[0] == [*range(1, len(steps[0]) + 1)] and len(steps[0]) >= ended + 9
+    assert steps[1] == [*range(1, stopped_at + 1), *range(goes_on + 1, steps[1][-1] + 1)] and goes_on >= stopped_at + 6
 
 
 def test_the_commands_of_the_page_work(tmp_path):
