@@ -275,6 +275,14 @@ def test_a_stopped_island_wakes_and_one_that_is_asked_to_end_leaves(tmp_path):
     assert steps[1] == [*range(1, stopped_at + 1), *range(goes_on + 1, steps[1][-1] + 1)] and goes_on >= stopped_at + 6
 
 
+def test_islands_that_would_read_other_data_do_not_train(tmp_path):
+    with Cluster(tmp_path, endless("--global-batch-size 2")) as cluster:
+        for island in [cluster.island(number, 2, "--seed", str(number)) for number in range(2)]:
+            assert island.end() != 0
+            assert "settings or data than the others: start all islands alike" in "".join(island.err)
+        assert not cluster.read()
+
+
 def test_the_commands_of_the_page_work(tmp_path):
     """Three islands of two ranks, as docs/islands.md starts them: all tell the same losses."""
     page = (ROOT / "docs" / "islands.md").read_text(encoding="utf-8")
