@@ -28,7 +28,8 @@ from megatron_zpp.architectures import GPT
 from megatron_zpp.arguments.parse import parse_settings
 from megatron_zpp.data.loader import Batch, build_loader
 from megatron_zpp.parallel.distributed import init_distributed
-from megatron_zpp.training.setup import Run, build_run
+from megatron_zpp.training.run import Run
+from megatron_zpp.training.setup import build_run
 from megatron_zpp.training.step import train_step
 
 MODELS = {  # shape, vocabulary

@@ -22,7 +22,8 @@ from megatron_zpp.data.loader import build_loader
 from megatron_zpp.models.decoder import DecoderConfig
 from megatron_zpp.models.rotary import frequencies, rotary_table
 from megatron_zpp.training.pretrain import train
-from megatron_zpp.training.setup import Run, build_run
+from megatron_zpp.training.run import Run
+from megatron_zpp.training.setup import build_run
 
 LR, MIN_LR, WARMUP, CLIP, DECAY = 1e-3, 1e-4, 5, 1.0, 0.1
 

@@ -28,7 +28,7 @@ from torch.profiler import ProfilerActivity, profile, record_function, schedule
 
 from megatron_zpp.architectures import ARCHITECTURES
 from megatron_zpp.training import pretrain, step
-from megatron_zpp.training.setup import Run
+from megatron_zpp.training.run import Run
 from megatron_zpp.zeropp.all_gather import HierarchicalAllGather, QuantizedAllGather
 from megatron_zpp.zeropp.reduce_scatter import GradientsInFlight, HierarchicalReduceScatter
 

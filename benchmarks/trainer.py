@@ -34,7 +34,7 @@ from torch import Tensor
 from megatron_zpp.architectures import GPT, LLAMA, Architecture
 from megatron_zpp.metrics.throughput import mfu, peak_tflops
 from megatron_zpp.parallel.distributed import init_distributed
-from megatron_zpp.training.setup import Run
+from megatron_zpp.training.run import Run
 
 
 @dataclass(frozen=True)

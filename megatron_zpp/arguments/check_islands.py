@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Collection
 
 from megatron_zpp.islands import IslandConfig
@@ -17,6 +18,7 @@ def check_islands(settings: Settings, given: Collection[str]) -> None:
     """
     ranks, config = settings.distributed, settings.island
     if ranks.islands == 1:
+        require(not ranks.islands_may_leave, "--islands-may-leave needs --islands above 1: how many begin the run")
         for flag in iterate_flags(IslandConfig):
             require(flag.setting not in given, f"{flag.name} needs --islands above 1")
         return
@@ -51,3 +53,42 @@ def check_islands(settings: Settings, given: Collection[str]) -> None:
         config.fragments <= layers,
         f"{flag_of('island_fragments')} {config.fragments} are more than the {layers} layer(s) of a rank",
     )
+    if ranks.islands_may_leave:
+        _check_leaving_islands(settings)
+
+
+def _check_leaving_islands(settings: Settings) -> None:
+    """Raise SettingsError where this job cannot be one island of those that come and go."""
+    ranks, config, training, checkpoint = settings.distributed, settings.island, settings.training, settings.checkpoint
+    number = ranks.island_number
+    require(number is not None, f"which island is this job? give --island-number, from 0 to {ranks.islands - 1}")
+    require(
+        number is None or number < ranks.islands,
+        f"--island-number {number} must be below --islands {ranks.islands}: they count from 0",
+    )
+    require(
+        ranks.island_lighthouse is not None or "TORCHFT_LIGHTHOUSE" in os.environ,
+        "how do islands find each other? start torchft_lighthouse, and give --island-lighthouse http://host:29510, or "
+        "set TORCHFT_LIGHTHOUSE",
+    )
+    require(
+        config.fragments == 1 and config.sync_delay == 0,
+        "--island-fragments and --island-sync-delay leave parameters on their way, which an island that leaves would "
+        "take along: leave them or --islands-may-leave out",
+    )
+    require(
+        not training.skip_train,
+        "--skip-train needs no other island: leave --islands-may-leave and --islands out, and --load the folder of one",
+    )
+    require(
+        not checkpoint.override_batch_size,
+        "--override-batch-size: islands tell by their steps alone which samples are read, so all steps must have the "
+        "batch size of the flags; leave it or --islands-may-leave out",
+    )
+    intervals = {"--save-interval": checkpoint.save_interval, "--exit-interval": training.exit_interval}
+    for flag, interval in intervals.items():
+        require(
+            interval is None or interval % config.sync_interval == 0,
+            f"{flag} {interval} must be a multiple of --island-sync-interval {config.sync_interval} with "
+            "--islands-may-leave: a run goes on from what islands agreed on last",
+        )

@@ -19,6 +19,7 @@ from megatron_zpp.arguments.command_line import help_text, read_command_line
 from megatron_zpp.arguments.deepspeed_config import DeepSpeedConfig, read_deepspeed_config
 from megatron_zpp.arguments.foreign_flags import NotNeeded
 from megatron_zpp.arguments.resolve import OF_DYNAMIC_SCALES, check_needed, resolve
+from megatron_zpp.arguments.resolve_parallel import num_jobs
 from megatron_zpp.settings.checks import Mistakes, SettingsError, flag_of, flags_in, require
 from megatron_zpp.settings.flags import group_from
 from megatron_zpp.settings.groups import Settings, all_flags, iterate_groups
@@ -38,12 +39,14 @@ def parse_settings(
     argv: Sequence[str] | None = None,
     world_size: int = 1,
     note: Callable[[str], None] = note_on_first_rank,
+    of_all_jobs: bool = False,
 ) -> Settings:
     """All settings of a run, complete and checked.
 
     architecture: the kind of model that the program trains. argv: default ``sys.argv[1:]``. world_size: ranks of
     the run, unless --dry-run-world-size says another number. note: receives one line for each flag or key that was
-    accepted but changes nothing.
+    accepted but changes nothing. of_all_jobs: world_size counts those of all islands, also where
+    each is a job of its own (--islands-may-leave); else those of one job.
 
     Raises SettingsError with one line for each mistake, which says what to do. ``--help`` prints and raises
     SystemExit(0). Needs no process group, and reads no file but that of ``--deepspeed_config``.
@@ -74,6 +77,7 @@ def parse_settings(
         check_needed(values, chosen)
     settings = _into_groups(architecture.name, values, mistakes)
     with mistakes.collected_unless_named():
+        world_size *= 1 if of_all_jobs else num_jobs(settings.distributed)
         settings, without_effect = resolve(architecture, settings, chosen, world_size, config.accumulation_steps)
         notes += without_effect
     with mistakes.collected_unless_named():

@@ -51,9 +51,9 @@ def resolve(
 ) -> tuple[Settings, list[str]]:
     """Completed settings, and one note for each given setting that has no effect in this run.
 
-    given: names of the fields that the user set. accumulation_steps: micro-batches per optimizer step, where a
-    DeepSpeed file says so. Raises SettingsError with all that is wrong, as far as it can be told: what is computed
-    from wrong settings is not looked at.
+    given: names of the fields that the user set. world_size: ranks of all jobs. accumulation_steps: micro-batches per
+    optimizer step, where a DeepSpeed file says so. Raises SettingsError with all that is wrong, as far as it can be
+    told: what is computed from wrong settings is not looked at.
     """
     mistakes, distributed, training = Mistakes(), settings.distributed, settings.training
     with mistakes.collected():

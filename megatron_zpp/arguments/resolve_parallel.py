@@ -15,12 +15,12 @@ from megatron_zpp.settings.groups import DistributedSettings, ModelSettings, Set
 
 def check_parallel(distributed: DistributedSettings, zero_stage: int, seq_length: int | None, world_size: int) -> None:
     """Raise SettingsError unless the parallel sizes divide the ranks, and fit together."""
-    product = ranks_per_model_copy(distributed)
+    product, of_job = ranks_per_model_copy(distributed), world_size // num_jobs(distributed)
     sizes = " * ".join(f"{flag_of(name)} {getattr(distributed, name)}" for name in MODEL_PARALLEL_SETTINGS)
     require(
-        world_size % product == 0,
-        f"{sizes} = {product} does not divide the {world_size} rank(s) of this run; choose sizes whose product is one "
-        f"of {', '.join(map(str, divisors(world_size)))}",
+        of_job % product == 0,
+        f"{sizes} = {product} does not divide the {of_job} rank(s) of this run; choose sizes whose product is one "
+        f"of {', '.join(map(str, divisors(of_job)))}",
     )
     dp_size, islands = data_parallel_size(distributed, world_size), distributed.islands
     require(
@@ -36,6 +36,10 @@ def _check_emulation(distributed: DistributedSettings, zero_stage: int, world_si
     ranks, nodes = distributed.emulate_ranks, distributed.emulate_nodes
     if ranks is None:
         return
+    require(
+        not distributed.islands_may_leave,
+        "--emulate-ranks has all islands in one process, which none may leave: leave it or --islands-may-leave out",
+    )
     require(world_size == 1, f"--emulate-ranks {ranks} needs one process, this run has {world_size}: start it alone")
     require(
         ranks % nodes == 0,
@@ -61,6 +65,11 @@ def cannot_tell_stragglers(distributed: DistributedSettings, zero: ZeroSettings,
     given = [f"{flag_of(name)} {size}" for name, size in others.items() if size > 1]
     given += ["--zero-stage 0"] if zero.zero_stage == 0 else []
     return f"how long ranks wait for each other is not known with {' and '.join(given)}" if given else None
+
+
+def num_jobs(distributed: DistributedSettings) -> int:
+    """How many jobs a run is: one of each island, if they may leave."""
+    return distributed.islands if distributed.islands_may_leave else 1
 
 
 def data_parallel_size(distributed: DistributedSettings, world_size: int) -> int:

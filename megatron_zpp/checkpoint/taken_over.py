@@ -49,14 +49,17 @@ def taken_over(
         zeropp = False
 
     islands = trained.islands
-    islands_go_on = islands is not None and trains and there["island"] == islands.num_islands
+    could_leave = meta["settings"].get("islands_may_leave", False)
+    may_leave = islands is not None and islands.may_leave
+    same_islands = could_leave if may_leave else islands is not None and there["island"] == islands.num_islands
+    islands_go_on = same_islands and trains
     if islands is not None and not islands_go_on and trains:
         notes.append(f"islands start anew from the checkpoint's parameters: {there['island']} islands saved")
     if there["island"] > 1 and not islands_go_on and optimizer:
         notes.append("the optimizer's state is that of the first island that saved")
     # Errors, and what is on its way, belong to ranks and to a wire.
     same_wire = islands is not None and _wire_of(meta.get("islands")) == _wire_of(dataclasses.asdict(islands.config))
-    island_wires = islands_go_on and same_layout and same_wire
+    island_wires = islands_go_on and (may_leave or (same_layout and same_wire))
     if islands_go_on and not island_wires:
         notes.append(
             "LoCo's errors between islands start anew, and what was on its way is dropped: saved with other ranks or "

@@ -24,6 +24,11 @@ class Trained:
     first_island: int = 0  # the first model's
 
     @property
+    def is_one_of_several(self) -> bool:
+        """Whether the checkpoint has models of other islands, too: not where each is a job with a folder of its own."""
+        return self.islands is not None and not self.islands.may_leave
+
+    @property
     def ranks(self) -> list[Ranks]:
         """That this process computes for, of each model."""
         return [ranks_of(zeropp) for zeropp in self.zeropps] or [ranks_of(None)]
@@ -35,14 +40,15 @@ class Trained:
     def named_models(self) -> Iterator[tuple[str, nn.Module]]:
         """Each with the prefix of its tensors' names."""
         for island, model in enumerate(self.models, self.first_island):
-            yield "model." if self.islands is None else f"island{island}.model.", model
+            # What an island that may leave has not agreed on is lost: it begins again with the others.
+            yield f"island{island}.model." if self.is_one_of_several else "model.", model
 
     def named_optimizers(self) -> Iterator[tuple[str, nn.Module, torch.optim.Optimizer]]:
         """Each with its model; the first island's under the plain name, so that a run without islands finds one."""
         pairs = zip(self.models, self.optimizers, strict=False)
         for island, (model, optimizer) in enumerate(pairs, self.first_island):
             yield (
-                "optimizer." if self.islands is None or island == 0 else f"island{island}.optimizer.",
+                f"island{island}.optimizer." if self.is_one_of_several and island > 0 else "optimizer.",
                 model,
                 optimizer,
             )

@@ -3,6 +3,14 @@
 from .api import Islands, apply_islands
 from .config import IslandConfig
 from .emulation import EmulatedIslands, emulate_islands
-from .interface import IslandsInterface
+from .interface import IslandsInterface, LeavingInterface
 
-__all__ = ["EmulatedIslands", "IslandConfig", "Islands", "IslandsInterface", "apply_islands", "emulate_islands"]
+__all__ = [
+    "EmulatedIslands",
+    "IslandConfig",
+    "Islands",
+    "IslandsInterface",
+    "LeavingInterface",
+    "apply_islands",
+    "emulate_islands",
+]

@@ -29,6 +29,7 @@ class Agreements(Generic[F]):
 
     config: IslandConfig
     num_islands: int
+    may_leave = False
     steps: int
     traffic: Traffic
     _fragments: Sequence[F]

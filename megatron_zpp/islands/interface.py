@@ -14,10 +14,11 @@ from .config import IslandConfig
 
 
 class IslandsInterface(Protocol):
-    """The agreements of this process's islands with all others: Islands, EmulatedIslands."""
+    """The agreements of this process's islands with all others: Islands, EmulatedIslands, LeavingIslands."""
 
     config: IslandConfig
     num_islands: int
+    may_leave: bool  # each is a job of its own
     steps: int  # of the islands' optimizers so far, skipped ones included
     traffic: Traffic  # what the ranks of this process have sent to other islands
 
@@ -56,3 +57,19 @@ class IslandsInterface(Protocol):
 
         Of an empty state steps, errors and what is on its way begin anew.
         """
+
+
+class LeavingInterface(IslandsInterface, Protocol):
+    """LeavingIslands, for who cannot import it: that needs torchft."""
+
+    agreed_at: int  # steps, of which the agreed parameters are
+
+    @property
+    def told(self) -> Tensor | None:
+        """What each island told at the last agreement, fp64 [K, n]; zeros of one that was behind."""
+
+    def join(self) -> None:
+        """Wait for the others, and have the agreed parameters in the model and ``steps`` as they have."""
+
+    def leave(self) -> None:
+        """Be gone, for the others; when this island has trained enough."""

@@ -12,7 +12,7 @@ Needs torchft.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -36,13 +36,17 @@ def apply_leaving_islands(
     config: IslandConfig,
     membership: Membership,
     zeropp: ZeroPPInterface | None = None,
+    alike: str = "",
+    tell: Callable[[], Sequence[float]] | None = None,
 ) -> LeavingIslands:
     """Let this job, one island, train ``model`` by itself, and agree with those others that are there.
 
     Call it on all ranks of the island; the default process group is the island's alone. Then fill ``agreed_state()`` if
-    you resume, and call ``join``.
+    you resume, call ``load_state_dict``, and ``join``.
 
     zeropp: what ``apply_zeropp`` returned, if it was called; it is told when parameters are replaced.
+    alike: what else all islands must have alike, such as a description of their data. One with another is refused.
+    tell: numbers that this island tells the others at each agreement, such as its loss: ``told`` has those of all.
 
     Raises ValueError where the config has an agreement last for several steps.
     """
@@ -51,22 +55,30 @@ def apply_leaving_islands(
             f"fragments {config.fragments} and sync_delay {config.sync_delay} leave parameters on their way, which an "
             "island that leaves would take along: islands that may leave need 1 and 0"
         )
-    return LeavingIslands(model, trained_parameters(model), optimizer, config, membership, zeropp)
+    return LeavingIslands(model, trained_parameters(model), optimizer, config, membership, zeropp, alike, tell)
 
 
 class LeavingFragment:
     """All parameters of one rank, and an agreement on them that is over when its start is."""
 
     def __init__(
-        self, parameters: Mapping[str, nn.Parameter], config: IslandConfig, meeting: Meeting, traffic: Traffic
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        config: IslandConfig,
+        meeting: Meeting,
+        traffic: Traffic,
+        alike: str,
+        tell: Callable[[], Sequence[float]] | None,
     ) -> None:
         self._parameters, self._config, self._meeting, self._traffic = parameters, config, meeting, traffic
         self.agreed = AgreedParameters(parameters, config)
         self._parts = {name: held(parameter) for name, parameter in parameters.items()}
         self._hops: tuple[str, IslandHops] | None = None  # and the quorum that it is for
         self._mean: list[Tensor] | None = None
+        self._tell = tell
+        self.told: Tensor | None = None
         shapes = [(name, tuple(part.shape)) for name, part in self._parts.items()]
-        digest = hashlib.sha256(repr((shapes, config)).encode()).digest()
+        digest = hashlib.sha256(repr((shapes, config, alike)).encode()).digest()
         self._fingerprint = torch.frombuffer(bytearray(digest), dtype=torch.uint8)
 
     def start(self) -> None:
@@ -94,6 +106,9 @@ class LeavingFragment:
         differences = hops.pieces.cut(self.agreed.differences(self._parameters))
         if self._meeting.is_behind:
             differences.zero_()
+        if self._tell is not None:
+            own = torch.tensor(self._tell(), dtype=torch.float64)
+            self.told = self._meeting.all_gather(torch.zeros_like(own) if self._meeting.is_behind else own)
         received = self._meeting.all_to_all(hops.send(differences, of=self._meeting.num_ahead))
         return hops.receive(self._meeting.all_gather(hops.add(received)))
 
@@ -103,8 +118,8 @@ class LeavingFragment:
         if len(set(islands)) == len(islands) and (fingerprints == self._fingerprint).all():
             return
         problem = (
-            f"of islands {islands} two have the same number, or other parameters, parts of them or settings than the "
-            "others: start all islands alike, each with a number of its own"
+            f"of islands {islands} two have the same number, or other parameters, parts of them, settings or data than "
+            "the others: start all islands alike, each with a number of its own"
         )
         if self._meeting.is_first or self._meeting.is_behind:
             raise ValueError(problem)
@@ -122,6 +137,8 @@ class LeavingFragment:
 class LeavingIslands(RankAgreements[LeavingFragment]):
     """The agreements of this rank with those of the same place in the islands that are there."""
 
+    may_leave = True
+
     def __init__(
         self,
         model: nn.Module,
@@ -130,12 +147,14 @@ class LeavingIslands(RankAgreements[LeavingFragment]):
         config: IslandConfig,
         membership: Membership,
         zeropp: ZeroPPInterface | None,
+        alike: str,
+        tell: Callable[[], Sequence[float]] | None,
     ) -> None:
         super().__init__(model, parameters, config, zeropp)
         self.num_islands = membership.num_islands  # that took part in the last agreement
-        self._agreed_at = 0  # steps, of which the agreed parameters are
+        self.agreed_at = 0  # steps, of which the agreed parameters are
         self._meeting = Meeting(membership, self._given, self._take)
-        self._fragments = [LeavingFragment(parameters, config, self._meeting, self.traffic)]
+        self._fragments = [LeavingFragment(parameters, config, self._meeting, self.traffic, alike, tell)]
         optimizer.register_step_post_hook(lambda *_: self.skip_step())
 
     @torch.no_grad()
@@ -143,7 +162,19 @@ class LeavingIslands(RankAgreements[LeavingFragment]):
         """Count a step, also one that no optimizer takes."""
         super().skip_step()
         if self.steps % self.config.sync_interval == 0:
-            self._agreed_at, self.num_islands = self.steps, len(self._meeting.islands)
+            self.agreed_at, self.num_islands = self.steps, len(self._meeting.islands)
+
+    @property
+    def told(self) -> Tensor | None:
+        """What each island told at the last agreement, fp64 [K, n]; zeros of one that was behind."""
+        return self._fragments[0].told
+
+    @torch.no_grad()
+    def begin_anew(self) -> None:
+        """Take this island's own parameters as agreed; before ``join``."""
+        self._fragments[0].agreed.begin_anew(self._parameters)
+        self.steps = self.agreed_at = 0
+        self._parameters_replaced()
 
     @torch.no_grad()
     def join(self) -> None:
@@ -153,7 +184,7 @@ class LeavingIslands(RankAgreements[LeavingFragment]):
         with the most steps. Islands that train already are joined at their next agreement.
         """
         self._meeting.agree(self._begin)()
-        self._agreed_at, self.num_islands = self.steps, len(self._meeting.islands)
+        self.agreed_at, self.num_islands = self.steps, len(self._meeting.islands)
         self._fragments[0].agreed.copy_to(self._parameters)
         self._parameters_replaced()
 
@@ -163,7 +194,7 @@ class LeavingIslands(RankAgreements[LeavingFragment]):
         if not self._meeting.is_first:
             return partial(fragment.agreed.step, fragment.exchange())
         fragment.check_others()
-        steps = torch.tensor([self._agreed_at])
+        steps = torch.tensor([self.steps])
         most = self._meeting.all_gather(steps)
         source = int(most.argmax())
         agreed = {key: self._meeting.broadcast(held(tensor), source) for key, tensor in self.agreed_state().items()}
@@ -181,14 +212,12 @@ class LeavingIslands(RankAgreements[LeavingFragment]):
         self._fragments[0].agreed.copy_to(self._parameters)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """The agreed state, and the steps of which it is: all that a run needs to begin again where islands agreed."""
-        return {**self.agreed_state(), "steps": torch.tensor(self._agreed_at)}
+        """Beside ``agreed_state()``, the steps of which it is: a run begins again where islands agreed."""
+        return {"steps": torch.tensor(self.agreed_at)}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Take back what ``state_dict`` gave on the same rank, before ``join``."""
-        self.steps = self._agreed_at = int(state["steps"])
-        for key, tensor in self.agreed_state().items():
-            held(tensor).copy_(held(state[key]))
+        """Take back what ``state_dict`` gave, when ``agreed_state()`` is filled; before ``join``."""
+        self.steps = self.agreed_at = int(state["steps"])
 
     def leave(self) -> None:
         """Be gone, for the others; when this island has trained enough."""

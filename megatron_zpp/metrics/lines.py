@@ -35,6 +35,8 @@ class TrainingReport:
     bytes_between_nodes: float | None = None  # sent per step, all ranks
     bytes_within_nodes: float | None = None
     bytes_between_islands: float | None = None
+    island: int | None = None  # whose job's line this is, where each island is a job of its own
+    islands_there: int | None = None  # that agreed with it last
     token_bytes_between_nodes: float | None = None  # of tokens that travel to experts, beside those
     token_bytes_within_nodes: float | None = None
     waited_between_nodes: float | None = None  # seconds per step that a rank waited for these links, mean over ranks
@@ -65,6 +67,8 @@ def format_training_line(report: TrainingReport, now: datetime | None = None) ->
         f"number of skipped iterations: {r.skipped_iterations:3d}",
         f"number of nan iterations: {r.nan_iterations:3d}",
         # Ours from here on.
+        _field("island: {}", r.island),
+        _field("islands there: {}", r.islands_there),
         _field("tokens per second: {:.0f}", r.tokens_per_second),
         _field("MFU: {:.2%}", r.mfu),
         None if r.eta_seconds is None else f"ETA: {format_duration(r.eta_seconds)}",

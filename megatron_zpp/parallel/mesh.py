@@ -52,6 +52,8 @@ class Mesh:
     # The ranks of fsdp as [expert_replicate, expert_fsdp, ep]: along the last one each has other experts, along the
     # others they share the same. None: all ranks share all experts.
     of_experts: DeviceMesh | None = None
+    num_jobs: int = 1  # that are an island each, this one among them
+    job: int = 0  # this one's number
 
     def sizes(self) -> dict[str, int]:
         """Ranks along each axis, emulated ones included."""
@@ -110,11 +112,17 @@ class Mesh:
 
     @property
     def num_islands(self) -> int:
+        """Of this job."""
         return self.island.size() * self.emulated_islands
 
     @property
     def dp_size(self) -> int:
-        """Ranks that read different samples, of all islands."""
+        """Ranks that train on different samples, of all islands."""
+        return self.num_jobs * self.dp_size_of_job
+
+    @property
+    def dp_size_of_job(self) -> int:
+        """Those that this job has. They evaluate on all samples: who else is there is not known."""
         return self.num_islands * self.sizes()["dp"]
 
     @property
@@ -140,7 +148,12 @@ class Mesh:
 
     @property
     def dp_rank(self) -> int:
-        """Which part of a batch this rank reads."""
+        """Which part of a batch this rank trains on."""
+        return self.job * self.dp_size_of_job + self.dp_rank_of_job
+
+    @property
+    def dp_rank_of_job(self) -> int:
+        """Which part of a batch this rank evaluates on."""
         return self.grid.get_local_rank("island") * self.grid["dp"].size() + self.grid.get_local_rank("dp")
 
     @property
@@ -159,12 +172,15 @@ def build_mesh(
     replicas: int = 1,
     expert_parallel: int = 1,
     emulated_islands: int = 1,
+    num_jobs: int = 1,
+    job: int = 0,
 ) -> Mesh:
     """Divide all ranks of the default process group, whose number must be a multiple of the product. Collective.
 
     sizes: by axis; one that is not in it has size 1, and dp what is left.
     replicas: groups of ranks that each hold the whole of what FSDP shards; a divisor of the ranks of ``Mesh.fsdp``.
     expert_parallel: consecutive ranks of ``Mesh.fsdp``, among which experts are divided; a divisor of them, too.
+    num_jobs, job: where each island is a job of its own.
     """
     sizes = dict.fromkeys(AXES, 1) | dict(sizes or {})
     sizes["dp"] = dist.get_world_size() // math.prod(size for axis, size in sizes.items() if axis != "dp")
@@ -179,4 +195,4 @@ def build_mesh(
         sizes_of_experts = (same, 1) if replicas == fsdp.size() > 1 else (1, same)
         names = ("expert_replicate", "expert_fsdp", "ep")
         of_experts = fsdp._unflatten(0, (*sizes_of_experts, expert_parallel), names)
-    return Mesh(grid, fsdp, sharding, emulated_ranks, emulated_islands, of_experts)
+    return Mesh(grid, fsdp, sharding, emulated_ranks, emulated_islands, of_experts, num_jobs, job)

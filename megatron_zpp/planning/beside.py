@@ -38,7 +38,7 @@ def predict_run(run: RunHistory, cluster: ClusterSpec) -> Prediction:
         raise ValueError(f"--cluster has {cluster.nodes} x {cluster.gpus_per_node} GPUs, but {run.name} had {ranks}")
     architecture, vocabulary = find_architecture(run.settings["architecture"]), int(run.settings["padded_vocab_size"])
     flags = shlex.split(run.settings["command"])[1:]
-    settings = parse_settings(architecture, flags, cluster.world_size, note=lambda _: None)
+    settings = parse_settings(architecture, flags, cluster.world_size, note=lambda _: None, of_all_jobs=True)
     needs = estimate_on(architecture, settings, vocabulary, cluster)
     return predict(architecture, settings, cluster, needs)
 

@@ -106,7 +106,7 @@ def make_plan(
 
 def _candidates(architecture: Architecture, told: Sequence[str], cluster: ClusterSpec) -> Iterator[Candidate]:
     words = [*told] if "--micro-batch-size" in told else [*told, "--micro-batch-size", "1"]
-    settings = parse_settings(architecture, words, cluster.world_size, note=lambda _: None)
+    settings = parse_settings(architecture, words, cluster.world_size, note=lambda _: None, of_all_jobs=True)
     assert settings.training.seq_length
     island = island_of(settings, cluster)
     for layout in layouts(island, settings.model, settings.training.seq_length, told):
@@ -127,9 +127,8 @@ class _Predictor:
 
     def settings(self, words: str) -> Settings:
         """Raises SettingsError."""
-        return parse_settings(
-            self.architecture, [*self.told, *words.split()], self.cluster.world_size, note=lambda _: None
-        )
+        words_of_all, world_size = [*self.told, *words.split()], self.cluster.world_size
+        return parse_settings(self.architecture, words_of_all, world_size, note=lambda _: None, of_all_jobs=True)
 
     def estimate(self, settings: Settings) -> Estimate:
         """Raises ValueError."""

@@ -17,6 +17,7 @@ from dataclasses import dataclass, is_dataclass
 from typing import Any
 
 from megatron_zpp.islands.config import IslandConfig
+from megatron_zpp.islands.membership import Membership
 from megatron_zpp.settings.flags import Flag, flag, flat_values, iterate_flags
 from megatron_zpp.zeropp.config import ZeroPPConfig
 
@@ -545,6 +546,37 @@ class DistributedSettings:
         "--island-sync-interval steps (DiLoCo): docs/islands.md",
         at_least=1,
         at_most=2**16,
+    )
+    islands_may_leave: bool = flag(
+        False,
+        "start each island as a job of its own, which may die and return while the others go on; --islands is how many "
+        "begin, ranks are those of one",
+    )
+    island_number: int | None = flag(
+        None,
+        "which island this job is, from 0 on; the same when it returns; required with --islands-may-leave",
+        needs="islands_may_leave",
+        at_least=0,
+    )
+    island_lighthouse: str | None = flag(
+        None,
+        "torchft's lighthouse, such as http://host:29510; default: the environment's TORCHFT_LIGHTHOUSE",
+        needs="islands_may_leave",
+        metavar="URL",
+    )
+    island_timeout_seconds: float = flag(
+        Membership.timeout,
+        "for what one island sends another; an agreement that takes longer begins again with those that are there",
+        needs="islands_may_leave",
+        above=0,
+        at_most=86_400,
+    )
+    island_patience_seconds: float = flag(
+        Membership.patience,
+        "how long an island waits for others before it gives up; longer than any trains between two agreements",
+        needs="islands_may_leave",
+        above=0,
+        at_most=31_536_000,
     )
     num_distributed_optimizer_instances: int = flag(
         1,

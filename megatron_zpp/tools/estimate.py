@@ -95,7 +95,8 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
 def run(args: argparse.Namespace) -> tuple[Settings, Estimate]:
     """Raises SettingsError or ValueError on a mistake."""
     architecture = given_architecture(args) or PROGRAMS[args.program]
-    settings = parse_settings(architecture, args.flags, args.nodes * args.ranks_per_node, note=lambda text: None)
+    world_size = args.nodes * args.ranks_per_node
+    settings = parse_settings(architecture, args.flags, world_size, note=lambda text: None, of_all_jobs=True)
     given = settings.logging.peak_tflops
     peak = given if given is not None else peak_tflops(args.gpu)
     if peak is None:

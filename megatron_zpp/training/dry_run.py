@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from megatron_zpp.architectures import Architecture, padded_vocab_size
 from megatron_zpp.arguments.parse import parse_settings
-from megatron_zpp.arguments.resolve_parallel import check_vocabulary, data_parallel_size
+from megatron_zpp.arguments.resolve_parallel import check_vocabulary, data_parallel_size, num_jobs
 from megatron_zpp.optim.optimizer import state_numel
 from megatron_zpp.parallel.distributed import ranks_of_environment
 from megatron_zpp.parallel.mesh import MODEL_PARALLEL_SETTINGS, ranks_per_model_copy
@@ -29,7 +29,7 @@ def dry_run(architecture: Architecture) -> None:
     world_size = settings.training.dry_run_world_size or launched
     ranks_per_node, says_who = _ranks_per_node(settings, world_size)
     cluster = Cluster(
-        world_size // ranks_per_node,
+        num_jobs(settings.distributed) * world_size // ranks_per_node,
         ranks_per_node,
         ring_passes=2 if settings.distributed.distributed_backend == "gloo" else 1,
     )

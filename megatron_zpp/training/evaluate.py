@@ -12,7 +12,7 @@ from torch import Tensor
 from megatron_zpp.data.loader import Batch
 from megatron_zpp.metrics.progress import progress
 from megatron_zpp.models.transformer import as_model_output
-from megatron_zpp.training.setup import Run, Trainee
+from megatron_zpp.training.run import Run, Trainee
 from megatron_zpp.training.step import Target, count_once, masked_sum, to_inputs
 
 

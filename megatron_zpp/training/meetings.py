@@ -9,8 +9,9 @@ from dataclasses import dataclass
 import torch
 
 from megatron_zpp.parallel.distributed import print_once
+from megatron_zpp.training.due import what_is_due
 from megatron_zpp.training.nonfinite import NonfiniteSteps
-from megatron_zpp.training.setup import Run
+from megatron_zpp.training.run import Run
 from megatron_zpp.training.step import IslandStep
 from megatron_zpp.zeropp.collectives import all_gather
 
@@ -62,19 +63,12 @@ class Meetings:
         self._kept: list[tuple[Moment, list[list[float]]]] = []  # with a row of each island of this process
 
     def are_due(self, iteration: int) -> bool:
-        """Whether islands meet behind this step: where it is logged, or the run evaluates, saves or ends."""
-        run, training = self._run, self._run.settings.training
-        intervals = (
-            run.settings.logging.log_interval,
-            training.eval_interval,
-            run.settings.checkpoint.save_interval if run.settings.checkpoint.save is not None else None,
-            training.exit_interval,
-        )
-        return (
-            run.islands is None
-            or iteration in (1, run.train_iters)
-            or any(interval and iteration % interval == 0 for interval in intervals)
-        )
+        """Whether islands meet behind this step: where it is logged, or the run evaluates, saves or ends.
+
+        One that is a job of its own meets none here.
+        """
+        run = self._run
+        return run.mesh.num_islands == 1 or what_is_due(run.settings, iteration, run.train_iters).anything
 
     def step(self, steps: Sequence[IslandStep], num_samples: int) -> list[StepResult]:
         """Keep a step of this process's islands; where the next meeting is due, all steps since the last. Collective.

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from megatron_zpp.data.loader import Batch
 from megatron_zpp.models.transformer import ModelOutput
 from megatron_zpp.parallel.distributed import print_once
-from megatron_zpp.training.setup import Run, Trainee
+from megatron_zpp.training.run import Run, Trainee
 from megatron_zpp.training.step import IslandStep, accumulate_gradients
 from megatron_zpp.zeropp import unmoved
 

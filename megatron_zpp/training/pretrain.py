@@ -12,13 +12,12 @@ from collections.abc import Iterator
 from contextlib import nullcontext
 from typing import NoReturn
 
-import torch
 import torch.distributed as dist
 
 from megatron_zpp.architectures import Architecture
 from megatron_zpp.arguments.parse import SettingsError, parse_settings
 from megatron_zpp.checkpoint import CheckpointError, CheckpointSaver
-from megatron_zpp.data.loader import Batch, build_loader
+from megatron_zpp.data.loader import Batch
 from megatron_zpp.metrics.lines import format_validation_lines
 from megatron_zpp.metrics.progress import progress
 from megatron_zpp.metrics.writers import validation_metrics
@@ -34,12 +33,18 @@ from megatron_zpp.parallel.distributed import (
     report_error,
 )
 from megatron_zpp.settings.groups import DistributedSettings
+from megatron_zpp.training.batches import Streams, batches_of
+from megatron_zpp.training.counting import count_step
+from megatron_zpp.training.describe import describe
 from megatron_zpp.training.dry_run import dry_run
+from megatron_zpp.training.due import what_is_due
 from megatron_zpp.training.evaluate import evaluate
+from megatron_zpp.training.leaving import join, keep_up, leave_others, report_agreement
 from megatron_zpp.training.meetings import Meetings
 from megatron_zpp.training.profile import StepProfile
 from megatron_zpp.training.reporter import Reporter
-from megatron_zpp.training.setup import Run, build_run
+from megatron_zpp.training.run import Run
+from megatron_zpp.training.setup import build_run
 from megatron_zpp.training.step import train_step
 from megatron_zpp.training.stop import StopSignals, end_at_once_on_ctrl_c
 
@@ -83,7 +88,7 @@ def pretrain(architecture: Architecture) -> None:
         if settings.training.exit_signal_handler:
             end_at_once_on_ctrl_c()
         run = build_run(architecture, settings, device)
-        _describe(run)
+        describe(run)
         try:
             train(run, start)
         except NotFiniteError as error:  # on all ranks
@@ -108,59 +113,56 @@ def train(run: Run, start: float) -> None:
 
     Raises NotFiniteError on all ranks, after all that can be saved is saved.
     """
+    join(run)
     settings, counters = run.settings, run.counters
     training, checkpoint = settings.training, settings.checkpoint
-    assert training.seq_length
     saver = _build_saver(run) if checkpoint.save is not None else None
     signals = StopSignals(run.device)
-    valid_batches = _batches(run, "valid", counters.consumed_valid_samples)
+    streams = Streams(run)
     if training.manual_gc:
         gc.disable()
 
     if not training.skip_train:
-        train_batches = _batches(run, "train", counters.consumed_train_samples)
-        assert train_batches is not None
+        assert streams.train is not None
         reporter, meetings = Reporter(run), Meetings(run)
         with errors_on_all_ranks():
             step_profile = StepProfile(run)
         while counters.iteration < run.train_iters:
             step_profile.before_step(counters.iteration)
             num_micro_batches = run.batches.num_micro_batches(counters.consumed_train_samples)
-            batch_size = run.batches.global_batch_size(counters.consumed_train_samples)
             out_of_time = training.exit_duration_in_mins is not None and (
                 time.monotonic() - start > training.exit_duration_in_mins * 60
             )
             compiles = settings.activation.compile and reporter.is_first_step
             with progress("compiling") if compiles else nullcontext():
-                steps = train_step(run, train_batches, num_micro_batches, stop=signals.is_asked or out_of_time)
+                steps = train_step(run, streams.train, num_micro_batches, stop=signals.is_asked or out_of_time)
             # Not earlier: before the first step there is nothing to save, and a signal ends a rank at once, whatever
             # it waits for.
             if training.exit_signal_handler and not signals.are_caught:
                 signals.catch()
 
-            counters.iteration += 1
-            counters.consumed_train_samples += batch_size
             # Islands do not know of each other's skipped steps: their schedules count them, and stay alike.
-            is_scheduled = run.islands is not None or not steps[0].skipped
-            counters.scheduled_samples += batch_size if is_scheduled else 0
-            cut = training.seq_length - run.sample_length(counters.iteration)
-            counters.cut_tokens += batch_size * cut if is_scheduled else 0
+            batch_size = count_step(run, is_scheduled=run.islands is not None or not steps[0].skipped)
+            if keep_up(run):
+                streams.seek()
             results = meetings.step(steps, batch_size)
             reporter.step(results, batch_size)
+            report_agreement(run)
             if saver is not None:
                 saver.poll()
 
             iteration = counters.iteration
+            due = what_is_due(settings, iteration, run.train_iters)
             too_many, is_whole = bool(results) and results[-1].too_many, True
-            if training.eval_interval and iteration % training.eval_interval == 0 and iteration < run.train_iters:
+            if due.evaluate:
                 reporter.pause()
-                is_whole = _validate(run, valid_batches, signals)
+                is_whole = _validate(run, streams.valid, signals)
                 reporter.resume()
-            exit_is_due = training.exit_interval is not None and iteration % training.exit_interval == 0
-            save_is_due = checkpoint.save_interval is not None and iteration % checkpoint.save_interval == 0
             is_asked_to_stop = any(result.stop for result in results)
-            ends = is_asked_to_stop or not is_whole or exit_is_due or too_many or iteration == run.train_iters
-            if saver is not None and (save_is_due or ends):
+            ends = is_asked_to_stop or not is_whole or due.exit or too_many or due.end
+            if ends:
+                leave_others(run)
+            if saver is not None and (due.save or ends):
                 reporter.pause()
                 with progress("saving checkpoint"):
                     _save(run, saver)
@@ -175,78 +177,30 @@ def train(run: Run, start: float) -> None:
             if too_many:
                 raise NotFiniteError(f"{meetings.why_too_many()}. {_where_saved(run, saver)}")
             if ends:
-                if iteration < run.train_iters:
+                if not due.end:
                     print_once(f"exiting program at iteration {iteration}, {_where_saved(run, saver)}")
                 _check_last_save(run, saver)
                 if problem := meetings.why_nothing():
                     raise NotFiniteError(f"{problem}. {_where_saved(run, saver)}")
-            if ends and iteration < run.train_iters:
+            if ends and not due.end:
                 return
 
-    if not _validate(run, valid_batches, signals, "validation"):
+    if not _validate(run, streams.valid, signals, "validation"):
         return
-    test_batches = _batches(run, "test", 0)
+    test_batches = batches_of(run, "test", 0)
     if test_batches is not None:
         loss = _evaluate(run, test_batches, signals, "test")
         if loss is not None:
             _check_loss(run, loss, "test")
 
 
-# A plain Megatron script has no --zero-stage, and would keep all of these whole on each data-parallel rank.
-_SHARDED = (
-    "data-parallel ranks shard nothing, as Megatron without --use-distributed-optimizer",
-    "data-parallel ranks shard optimizer state, as Megatron with --use-distributed-optimizer",
-    "data-parallel ranks shard gradients and optimizer state",
-    "data-parallel ranks shard parameters, gradients and optimizer state, unless --zero-stage says 0, 1 or 2",
-)
-
-
-def _describe(run: Run) -> None:
-    zeropp, world_size = run.zeropp, run.world_size
-    ranks = ("emulated rank" if run.mesh.emulated_ranks > 1 else "rank") + ("s" if world_size > 1 else "")
-    print_once(
-        f"{run.architecture.name} with {run.architecture.num_parameters(run.model.config):,} parameters, ZeRO stage "
-        f"{run.settings.zero.zero_stage} on {world_size} {ranks} ({run.device.type}, torch "
-        f"{torch.__version__})"
-    )
-    if world_size > 1:
-        print_once(_SHARDED[run.settings.zero.zero_stage])
-    if run.pipeline is not None:
-        print_once(run.pipeline.describe())
-    if zeropp is not None and world_size > 1:
-        print_once(zeropp.describe())
-    if run.islands is not None:
-        print_once(run.islands.describe())
-
-
-def _batches(run: Run, split: str, consumed_samples: int) -> Iterator[Batch] | None:
-    """This rank's micro-batches of a split from ``consumed_samples`` on; None if the run has no such data."""
-    dataset = getattr(run.datasets, split)
-    if dataset is None:
-        return None
-    assert run.settings.training.micro_batch_size
-    return build_loader(
-        dataset,
-        consumed_samples=consumed_samples,
-        micro_batch_size=run.settings.training.micro_batch_size,
-        dp_rank=run.mesh.dp_rank if run.mesh.emulated_ranks == 1 else None,
-        dp_size=run.mesh.dp_size,
-        num_workers=run.settings.data.num_workers,
-        device=run.device,
-        dataloader_type=run.settings.data.dataloader_type,
-        data_sharding=run.settings.data.data_sharding,
-    )
-
-
 def _validate(run: Run, batches: Iterator[Batch] | None, signals: StopSignals, data_set: str | None = None) -> bool:
     """Evaluate on the validation data, if there are any; False if a signal cut that short."""
     if batches is None:
         return True
-    assert run.settings.training.micro_batch_size
     loss = _evaluate(run, batches, signals, data_set)
     # Cut short or not: the evaluations to come have the samples that they would have had.
-    samples = run.num_eval_micro_batches * run.settings.training.micro_batch_size * run.mesh.dp_size
-    run.counters.consumed_valid_samples += samples
+    run.counters.consumed_valid_samples += run.samples_of_evaluation
     if loss is not None:
         metrics = validation_metrics({"lm loss": loss}, run.settings.logging)
         run.writers.write(metrics, run.counters.iteration, run.counters.consumed_train_samples)

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
 from megatron_zpp.parallel.distributed import print_once
-from megatron_zpp.training.setup import Run
+from megatron_zpp.training.run import Run
 
 
 class StepProfile:

@@ -15,8 +15,9 @@ from megatron_zpp.metrics.throughput import IntervalTimer, describe_mfu, mfu, mo
 from megatron_zpp.metrics.writers import training_metrics
 from megatron_zpp.optim.gradients import params_norm
 from megatron_zpp.parallel.distributed import print_once
+from megatron_zpp.training.due import what_is_due
 from megatron_zpp.training.meetings import StepResult
-from megatron_zpp.training.setup import Run
+from megatron_zpp.training.run import Run
 from megatron_zpp.training.stragglers import Stragglers
 from megatron_zpp.zeropp import Traffic
 
@@ -53,6 +54,7 @@ class Reporter:
         self.is_first_step = False
         self.num_steps += 1
         length = run.sample_length(run.counters.iteration)
+        num_samples //= run.mesh.num_jobs  # of which this job has as many as others
         self.num_tokens += num_samples * length
         self.flops += num_samples * length * run.architecture.flops_per_token(run.model.config, length)
         for result in results:
@@ -71,7 +73,7 @@ class Reporter:
             self.sent.add(*run.islands.traffic.take().of_levels())
         self.sent_for_tokens.add(*run.token_traffic.take().of_levels())
         iteration = run.counters.iteration
-        is_log_step = iteration % logging.log_interval == 0 or iteration == 1
+        is_log_step = what_is_due(run.settings, iteration, run.train_iters).log
         points = [result for result in results if result.at.iteration % logging.tensorboard_log_interval == 0]
         interval = self._interval_report(results[-1]) if is_log_step else None
         if interval is not None and dist.get_rank() == dist.get_world_size() - 1:
@@ -130,6 +132,8 @@ class Reporter:
             bytes_between_nodes=between_nodes if run.zeropp is not None else None,
             bytes_within_nodes=within_nodes if run.zeropp is not None else None,
             bytes_between_islands=between_islands if run.islands is not None else None,
+            island=run.mesh.job if run.leaving is not None else None,
+            islands_there=run.leaving.num_islands if run.leaving is not None else None,
             token_bytes_between_nodes=tokens_between_nodes if tokens_travel else None,
             token_bytes_within_nodes=tokens_within_nodes if tokens_travel else None,
             waited_between_nodes=waited_between / dist.get_world_size() if waits else None,

@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-import math
-from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from megatron_zpp.architectures import Architecture, padded_vocab_size
-from megatron_zpp.arguments.resolve_parallel import check_vocabulary
-from megatron_zpp.checkpoint import CheckpointError, FolderLock, Trained, load_checkpoint, read_meta
+from megatron_zpp.arguments.resolve_parallel import check_vocabulary, num_jobs
+from megatron_zpp.checkpoint import CheckpointError, FolderLock, load_checkpoint, read_meta
 from megatron_zpp.checkpoint.counters import Counters
 from megatron_zpp.checkpoint.folder import describe_empty
 from megatron_zpp.checkpoint.model import saved_model
@@ -24,7 +20,6 @@ from megatron_zpp.data.build import Datasets
 from megatron_zpp.islands import IslandsInterface, apply_islands, emulate_islands
 from megatron_zpp.metrics.program import describe_program
 from megatron_zpp.metrics.writers import MetricWriters
-from megatron_zpp.models.transformer import Transformer
 from megatron_zpp.optim.batch_size import BatchSchedule
 from megatron_zpp.optim.curriculum import Curriculum
 from megatron_zpp.optim.loss_scaler import LossScaler
@@ -32,176 +27,23 @@ from megatron_zpp.optim.optimizer import build_optimizer
 from megatron_zpp.optim.schedule import Schedule, resume_schedule
 from megatron_zpp.parallel.distributed import errors_on_all_ranks, print_once
 from megatron_zpp.parallel.mesh import Mesh, build_mesh, model_parallel_sizes, ranks_per_model_copy
-from megatron_zpp.parallel.pipeline import Pipeline
 from megatron_zpp.parallel.tensor import dropout_seed
 from megatron_zpp.settings.groups import Settings, TrainingSettings
 from megatron_zpp.training.datasets import build_data, check_same_data_on_all_ranks
+from megatron_zpp.training.island_job import LossSoFar, build_leaving_islands, prepare_island
 from megatron_zpp.training.model import build_model_on_ranks
-from megatron_zpp.zeropp import EmulatedZeroPP, OwnRank, Ranks, ZeroPPInterface, ranks_of
+from megatron_zpp.training.run import Run, Trainee
+from megatron_zpp.zeropp import EmulatedZeroPP, OwnRank, ranks_of
 from megatron_zpp.zeropp.traffic import Traffic
-
-T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class Trainee:
-    """The model that the ranks of one island train together; without islands, all ranks do."""
-
-    model: Transformer  # this rank's part of it
-    pipeline: Pipeline | None  # None with one stage
-    optimizer: torch.optim.Optimizer
-    ranks: Ranks  # that this process computes for
-    scaler: LossScaler
-    zeropp: ZeroPPInterface | None  # None at ZeRO stage 0, which has no sharded collectives
-
-
-@dataclass
-class Run:
-    """The parts of a run."""
-
-    architecture: Architecture
-    settings: Settings
-    device: torch.device
-    mesh: Mesh
-    trainees: list[Trainee]  # of this process: one, but for one of each island that it emulates
-    islands: IslandsInterface | None  # None with one
-    token_traffic: Traffic  # of tokens that travel to experts
-    schedule: Schedule | None  # None with --skip-train
-    batches: BatchSchedule
-    curriculum: Curriculum | None  # None: every sample has --seq-length tokens
-    datasets: Datasets
-    writers: MetricWriters
-    train_iters: int
-    num_eval_micro_batches: int  # per data-parallel rank and evaluation
-    counters: Counters
-    lock: FolderLock | None = None  # on --save, held by rank 0
-    last_loss: float | None = None
-
-    # Of the first trainee:
-
-    @property
-    def model(self) -> Transformer:
-        return self.trainees[0].model
-
-    @property
-    def pipeline(self) -> Pipeline | None:
-        return self.trainees[0].pipeline
-
-    @property
-    def optimizer(self) -> torch.optim.Optimizer:
-        return self.trainees[0].optimizer
-
-    @property
-    def ranks(self) -> Ranks:
-        return self.trainees[0].ranks
-
-    @property
-    def zeropp(self) -> ZeroPPInterface | None:
-        return self.trainees[0].zeropp
-
-    # Of all:
-
-    @property
-    def world_size(self) -> int:
-        """Real or emulated ranks of the run."""
-        return len(self.trainees) * self.ranks.world_size
-
-    @property
-    def zeropps(self) -> list[ZeroPPInterface]:
-        return [trainee.zeropp for trainee in self.trainees if trainee.zeropp is not None]
-
-    def set_training(self, mode: bool) -> None:
-        """Training mode, or evaluation mode."""
-        for trainee in self.trainees:
-            (trainee.model if trainee.pipeline is None else trainee.pipeline).train(mode)
-
-    def add_over_islands(self, of_trainees: Sequence[Tensor]) -> Tensor:
-        """The sum of a tensor that the ranks of each island have alike, over all islands; collective."""
-        total = torch.stack([*of_trainees]).sum(dim=0)
-        if self.mesh.island.size() > 1:
-            dist.all_reduce(total, group=self.mesh.island.get_group())
-        return total
-
-    def of_all_islands(self, of_trainees: Sequence[T]) -> list[T]:
-        """What the ranks of each island have alike, of all islands in order; collective."""
-        of_islands: list[Sequence[T]] = [of_trainees]
-        if self.mesh.island.size() > 1:
-            of_islands = [of_trainees] * self.mesh.island.size()
-            dist.all_gather_object(of_islands, of_trainees, group=self.mesh.island.get_group())
-        return [of_trainee for of_process in of_islands for of_trainee in of_process]
-
-    def sample_length(self, iteration: int) -> int:
-        """Tokens of a sample in the optimizer step that ends at ``iteration``."""
-        assert self.settings.training.seq_length
-        return self.settings.training.seq_length if self.curriculum is None else self.curriculum.length(iteration)
-
-    def scheduled_samples(self) -> float:
-        """Where the learning-rate schedule stands: samples, or, if it counts tokens, the whole samples they make."""
-        counters, schedule = self.counters, self.settings.schedule
-        if counters.cut_tokens and (schedule.lr_decay_tokens is not None or schedule.lr_warmup_tokens):
-            assert self.settings.training.seq_length
-            return counters.scheduled_samples - counters.cut_tokens / self.settings.training.seq_length
-        return counters.scheduled_samples
-
-    @property
-    def copies(self) -> Sequence[Tensor]:
-        """Parameters that another rank of the pipeline has too, and counts."""
-        return () if self.pipeline is None else self.pipeline.copies
-
-    def trained(self, with_optimizer: bool) -> Trained:
-        """What checkpoints keep as tensors."""
-        return Trained(
-            models=[trainee.model for trainee in self.trainees],
-            optimizers=[trainee.optimizer for trainee in self.trainees] if with_optimizer else [],
-            zeropps=self.zeropps,
-            islands=self.islands,
-            first_island=self.mesh.island.get_local_rank(),
-        )
-
-    def meta(self) -> dict[str, Any]:
-        """What a checkpoint keeps beside the tensors; collective."""
-        loss_is_finite = self.last_loss is None or math.isfinite(self.last_loss)
-        scalers = self.of_all_islands([trainee.scaler.state_dict() for trainee in self.trainees])
-        return {
-            "settings": self.settings.as_flat_dict(),
-            "model_config": dataclasses.asdict(self.model.config),
-            "counters": dataclasses.asdict(self.counters),
-            "schedule": self.schedule.state_dict() if self.schedule is not None else None,
-            "loss_scaler": scalers[0],
-            **({"loss_scalers": scalers} if self.islands is not None else {}),  # of each island
-            "loss": self.last_loss if loss_is_finite else None,  # JSON has no NaN
-            "nonfinite": [] if loss_is_finite else ["the loss"],
-            "data_order": self.datasets.train.order if self.datasets.train is not None else None,
-            "tokens": self.counters.consumed_train_samples * (self.settings.training.seq_length or 0)
-            - self.counters.cut_tokens,
-            "layout": self.layout(),
-        }
-
-    def layout(self) -> dict[str, int | str]:
-        """How the ranks are divided, and whether those of a tensor-parallel group draw random numbers alike."""
-        sizes: dict[str, int | str] = {**self.mesh.sizes()}
-        if self.pipeline is not None:
-            sizes["stages"] = str(self.pipeline.placement)
-        return sizes | {"sp": int(self.settings.distributed.sequence_parallel and self.mesh.tp_size > 1)}
 
 
 def build_run(architecture: Architecture, settings: Settings, device: torch.device) -> Run:
     """Build, on all ranks together, and load the checkpoint of ``--load`` if there is one."""
+    if settings.distributed.islands_may_leave:
+        settings = prepare_island(settings)
     training, ranks = settings.training, settings.distributed
     assert training.global_batch_size and training.micro_batch_size and training.seq_length  # by parse_settings
-    replicas = ranks.num_distributed_optimizer_instances
-    if settings.zero.zero_stage == 0:
-        # Shards of one rank each, that is plain data parallelism with FSDP2's mixed precision.
-        replicas = dist.get_world_size() * ranks.context_parallel_size // ranks_per_model_copy(ranks)
-    emulates = ranks.emulate_ranks is not None
-    mesh = build_mesh(
-        device.type,
-        model_parallel_sizes(ranks) | {"island": 1 if emulates else ranks.islands},
-        ranks.emulate_ranks or 1,
-        replicas,
-        ranks.expert_model_parallel_size,
-        emulated_islands=ranks.islands if emulates else 1,
-    )
+    mesh = _build_mesh(settings, device)
     batches = BatchSchedule(
         training.global_batch_size,
         training.micro_batch_size,
@@ -224,12 +66,14 @@ def build_run(architecture: Architecture, settings: Settings, device: torch.devi
         to_come = batches.total_iterations(training.train_samples or 0, counters.consumed_train_samples)
         train_iters = counters.iteration + to_come
     train_samples = batches.samples_after(max(0, train_iters - counters.iteration), counters.consumed_train_samples)
-    num_eval_micro_batches = training.eval_iters * batches.num_micro_batches(train_samples)
-    eval_samples = num_eval_micro_batches * training.micro_batch_size * mesh.dp_size
+    num_eval_micro_batches = training.eval_iters * batches.num_micro_batches(train_samples) * mesh.num_jobs
+    eval_samples = num_eval_micro_batches * training.micro_batch_size * mesh.dp_size_of_job
     with errors_on_all_ranks():
+        # All islands take the same samples, whenever they come: those of one that is there from the first step on.
+        begun = Counters() if ranks.islands_may_leave else counters
         num_samples = (
             0 if training.skip_train else max(train_samples, training.train_samples or 0),
-            counters.consumed_valid_samples + _evaluations_to_come(training, counters, train_iters) * eval_samples,
+            begun.consumed_valid_samples + _evaluations_to_come(training, begun, train_iters) * eval_samples,
             eval_samples,
         )
         vocab_size, datasets = build_data(settings, num_samples)
@@ -266,13 +110,15 @@ def build_run(architecture: Architecture, settings: Settings, device: torch.devi
         its_ranks.step_by_shards(optimizer)
         scaler = LossScaler.from_settings(settings.precision)
         trainees.append(Trainee(model, pipeline, optimizer, its_ranks, scaler, zeropp))
+    untold = LossSoFar()
     run = Run(
         architecture=architecture,
         settings=settings,
         device=device,
         mesh=mesh,
         trainees=trainees,
-        islands=_build_islands(trainees, settings, mesh),
+        islands=_build_islands(trainees, settings, mesh, datasets, untold),
+        untold=untold,
         token_traffic=token_traffic,
         schedule=schedule,
         batches=batches,
@@ -285,9 +131,10 @@ def build_run(architecture: Architecture, settings: Settings, device: torch.devi
         lock=lock,
     )
     # From here on randomness is dropout's.
+    ranks_before = mesh.job * dist.get_world_size()  # those of other jobs draw other numbers
     for trainee in trainees:
         trainee.ranks.random_states.seed(
-            lambda rank: dropout_seed(training.seed, rank, mesh.tp_size, ranks.sequence_parallel)
+            lambda rank: dropout_seed(training.seed, ranks_before + rank, mesh.tp_size, ranks.sequence_parallel)
         )
     if checkpoint is not None and meta is not None:
         _load(run, checkpoint, meta)
@@ -296,7 +143,31 @@ def build_run(architecture: Architecture, settings: Settings, device: torch.devi
     return run
 
 
-def _build_islands(trainees: list[Trainee], settings: Settings, mesh: Mesh) -> IslandsInterface | None:
+def _build_mesh(settings: Settings, device: torch.device) -> Mesh:
+    ranks = settings.distributed
+    replicas = ranks.num_distributed_optimizer_instances
+    if settings.zero.zero_stage == 0:
+        # Shards of one rank each, that is plain data parallelism with FSDP2's mixed precision.
+        replicas = dist.get_world_size() * ranks.context_parallel_size // ranks_per_model_copy(ranks)
+    emulates, leaves = ranks.emulate_ranks is not None, ranks.islands_may_leave
+    return build_mesh(
+        device.type,
+        model_parallel_sizes(ranks) | {"island": 1 if emulates or leaves else ranks.islands},
+        ranks.emulate_ranks or 1,
+        replicas,
+        ranks.expert_model_parallel_size,
+        emulated_islands=ranks.islands if emulates else 1,
+        num_jobs=num_jobs(ranks),
+        job=ranks.island_number or 0,
+    )
+
+
+def _build_islands(
+    trainees: list[Trainee], settings: Settings, mesh: Mesh, datasets: Datasets, untold: LossSoFar
+) -> IslandsInterface | None:
+    if settings.distributed.islands_may_leave:
+        (own,) = trainees
+        return build_leaving_islands(own.model, own.optimizer, own.zeropp, settings, mesh, datasets, untold)
     if mesh.num_islands == 1:
         return None
     if mesh.island.size() > 1:
@@ -305,6 +176,12 @@ def _build_islands(trainees: list[Trainee], settings: Settings, mesh: Mesh) -> I
     zeropps = [trainee.zeropp for trainee in trainees if isinstance(trainee.zeropp, EmulatedZeroPP)]
     models, optimizers = [trainee.model for trainee in trainees], [trainee.optimizer for trainee in trainees]
     return emulate_islands(models, optimizers, settings.island, zeropps)
+
+
+def _goes_on_from_agreement(run: Run, meta: dict[str, Any]) -> bool:
+    """Whether the islands stand where they agreed last: what one has not agreed on that may leave is not saved."""
+    could_leave = bool(meta["settings"].get("islands_may_leave", False))
+    return run.settings.distributed.islands_may_leave and could_leave and not run.settings.checkpoint.no_load_optim
 
 
 def _evaluations_to_come(training: TrainingSettings, counters: Counters, train_iters: int) -> int:
@@ -349,7 +226,7 @@ def _load(run: Run, checkpoint: Path, meta: dict[str, Any]) -> None:
             trainee.scaler.load_state_dict(scaler)
         for zeropp in run.zeropps:  # on other ranks, or with other settings, their own state is not taken over
             zeropp.set_optimizer_steps(run.counters.iteration - run.counters.skipped_iterations)
-        if run.islands is not None:
+        if run.islands is not None and not _goes_on_from_agreement(run, meta):
             run.islands.steps = run.counters.iteration
     for note in notes:
         print_once(f"note: {note}")

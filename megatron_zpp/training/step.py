@@ -16,7 +16,7 @@ from megatron_zpp.optim.gradients import clip_gradients, count_zeros, scale_grad
 from megatron_zpp.optim.optimizer import set_lr_and_weight_decay
 from megatron_zpp.parallel.context import shard_batch
 from megatron_zpp.parallel.sharding import prepare_backward
-from megatron_zpp.training.setup import Run, Trainee
+from megatron_zpp.training.run import Run, Trainee
 
 # Of a micro-batch: the loss mask of this rank's tokens [B, S / cp], and the number of unmasked tokens of all ranks that
 # share its sequences.
@@ -88,6 +88,9 @@ def train_step(run: Run, batches: Iterator[Batch], num_micro_batches: int, stop:
                 micro_batches=its_batches,
             )
         )
+    if run.leaving is not None and not steps[0].skipped:
+        run.untold.loss_sum += steps[0].loss_sum
+        run.untold.num_tokens += steps[0].num_tokens
     for trainee, step in zip(run.trainees, steps, strict=True):
         _take(run, trainee, step)
     for trainee, step in zip(run.trainees, steps, strict=True):

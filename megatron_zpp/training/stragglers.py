@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from megatron_zpp.parallel.distributed import print_once
 from megatron_zpp.training.links import Rates, measure_links, slow_links, usual_rate
-from megatron_zpp.training.setup import Run
+from megatron_zpp.training.run import Run
 from megatron_zpp.zeropp.collectives import all_gather
 
 EVERY = 5  # optimizer steps, over which all times here are means

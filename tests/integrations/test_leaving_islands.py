@@ -179,7 +179,7 @@ def test_an_island_that_does_not_fit_ends_alone(tmp_path):
 def test_the_commands_of_the_page_work():
     """Three islands of two ranks, as docs/islands.md starts them; their losses fall."""
     page = (ROOT / "docs" / "islands.md").read_text(encoding="utf-8")
-    (commands,) = re.findall(r"^```sh\n(.*?)^```", page, flags=re.MULTILINE | re.DOTALL)
+    _, commands = re.findall(r"^```sh\n(.*?)^```", page, flags=re.MULTILINE | re.DOTALL)  # the trainer's come first
     done = subprocess.run(  # %1 is the lighthouse
         ["bash", "-c", f"{commands}\nkill %1\nwait"],
         cwd=ROOT,

@@ -90,15 +90,17 @@ def main(
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.001)
     membership = Membership(island, num_islands, timeout=float(timeout), patience=100)
     islands = apply_leaving_islands(model, optimizer, config_of(int(bits)), membership)
+
+    def whole_state() -> dict[str, torch.Tensor]:
+        return {**islands.agreed_state(), **islands.state_dict()}
+
     if resume:
-        state = islands.state_dict()
-        dcp.load(state, checkpoint_id=resume)
+        dcp.load(state := whole_state(), checkpoint_id=resume)
         islands.load_state_dict(state)
 
     def keep() -> None:
         mine = folder / f"{island}.{islands.steps}"
-        state = islands.state_dict()
-        dcp.save(state, checkpoint_id=f"{mine}.state")
+        dcp.save(state := whole_state(), checkpoint_id=f"{mine}.state")
         momentum = [tensor.full_tensor() for key, tensor in state.items() if key.startswith("momentum.")]
         with islands.agreed_parameters():
             agreed = [parameter.full_tensor() for parameter in model.parameters()]

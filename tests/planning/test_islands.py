@@ -25,7 +25,9 @@ SITES = parse_cluster("2x2x8xH100@400@10")
 
 
 def predicted(flags: str, cluster: ClusterSpec = SITES) -> Prediction:
-    settings = parse_settings(LLAMA, f"{MODEL} {flags}".split(), cluster.world_size, note=lambda _: None)
+    settings = parse_settings(
+        LLAMA, f"{MODEL} {flags}".split(), cluster.world_size, note=lambda _: None, of_all_jobs=True
+    )
     return predict(LLAMA, settings, cluster, estimate_on(LLAMA, settings, VOCABULARY, cluster))
 
 
@@ -130,6 +132,11 @@ def test_islands_on_one_site_share_the_links_of_its_nodes():
 def test_islands_are_whole_nodes_of_a_site(islands, cluster):
     with pytest.raises(ValueError, match=f"--islands {islands} of 4 nodes at . site.s.: islands that are planned"):
         predicted(f"--islands {islands}", cluster)
+
+
+def test_islands_that_are_jobs_of_their_own_are_planned_as_one_job():
+    of_their_own = "--islands-may-leave --island-number 0 --island-lighthouse http://localhost:29510"
+    assert predicted(f"--islands 2 {of_their_own}", SITES).time == predicted("--islands 2", SITES).time
 
 
 def test_the_plan_says_what_islands_wait_for():

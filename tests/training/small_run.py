@@ -23,7 +23,8 @@ from megatron_zpp.architectures import GPT, Architecture, find_architecture
 from megatron_zpp.arguments.parse import parse_settings
 from megatron_zpp.data.indexed_dataset import IndexedDatasetWriter
 from megatron_zpp.training.pretrain import pretrain, train
-from megatron_zpp.training.setup import Run, build_run
+from megatron_zpp.training.run import Run
+from megatron_zpp.training.setup import build_run
 from tests.warm_python import programs
 
 ROOT = Path(__file__).parents[2]

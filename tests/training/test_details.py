@@ -13,9 +13,10 @@ import torch
 
 from megatron_zpp.checkpoint.counters import Counters
 from megatron_zpp.settings.groups import PrecisionSettings, TrainingSettings
+from megatron_zpp.training.batches import batches_of
 from megatron_zpp.training.evaluate import evaluate
 from megatron_zpp.training.model import mixed_precision
-from megatron_zpp.training.pretrain import _batches, train
+from megatron_zpp.training.pretrain import train
 from megatron_zpp.training.setup import _evaluations_to_come
 from megatron_zpp.training.step import train_step
 from tests.ranks import run_ranks
@@ -63,7 +64,7 @@ def _train_and_evaluate(argvs: dict[str, list[str]]):
         gc.callbacks.remove(count)
         assert gc.isenabled() == ("--manual-gc" not in argv)
         gc.enable()
-        twice = [evaluate(run, _batches(run, "valid", 0), 3) for _ in range(2)]
+        twice = [evaluate(run, batches_of(run, "valid", 0), 3) for _ in range(2)]
         results[name] = metrics["lm loss"], twice, collections, run.model.training
     return results
 
@@ -110,7 +111,7 @@ def _host_waits(argv):
         stack.enter_context(patch.object(run.optimizer, "step", end))
         for name in ("item", "tolist", "__bool__", "__float__", "__int__"):
             stack.enter_context(patch.object(torch.Tensor, name, counted(name)))
-        train_step(run, _batches(run, "train", 0), 2, stop=False)
+        train_step(run, batches_of(run, "train", 0), 2, stop=False)
     return seen
 
 

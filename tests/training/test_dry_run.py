@@ -56,6 +56,24 @@ def test_512_ranks_need_what_the_estimate_says(dry_run, tmp_path):
     assert not [*tmp_path.iterdir()]
 
 
+def test_islands_that_may_leave_need_what_those_of_one_job_need(dry_run):
+    """Ranks are those of one island."""
+    words = f"{COMMAND} {FAKE} --islands 4 --island-bits 4 --island-sync-interval 5"
+    who = "--islands-may-leave --island-number 3 --island-lighthouse http://localhost:29510"
+    _, of_one_job, _ = dry_run(words, WORLD_SIZE="512", LOCAL_WORLD_SIZE="16")
+    status, out, err = dry_run(f"{words} {who}", WORLD_SIZE="128", LOCAL_WORLD_SIZE="16")
+    assert (status, err) == (0, "")
+    typed = [f"  --{flag}" for flag in who.split("--") if flag]
+    assert "sent to other islands per step" in out
+    assert [line for line in out.splitlines() if line not in map(str.rstrip, typed)] == of_one_job.splitlines()
+    cluster = "--nodes 32 --ranks-per-node 16 --vocabulary 1000 pretrain_gpt.py"
+    one_job, jobs = (
+        estimate.run(estimate.parse_arguments([*cluster.split(), *words.split(), *more.split()]))[1]
+        for more in ("", who)
+    )
+    assert jobs.memory == one_job.memory and jobs.sent_between_islands == one_job.sent_between_islands > 0
+
+
 def test_settings_and_notes_are_all_there(dry_run):
     words = f"{COMMAND} {FAKE} --no-rope-fusion --save-interval 5 --zero-hpz-partition-size 4 --rotary-base 10000"
     _, out, _ = dry_run(words, WORLD_SIZE="8")

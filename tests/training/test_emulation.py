@@ -9,7 +9,7 @@ import pytest
 
 from megatron_zpp.architectures import GPT
 from megatron_zpp.arguments.parse import SettingsError, parse_settings
-from megatron_zpp.training.pretrain import _batches
+from megatron_zpp.training.batches import batches_of
 from megatron_zpp.training.step import accumulate_gradients
 from tests.ranks import run_ranks
 from tests.training.small_run import NO_DROPOUT, flags, start, train_each, write_text
@@ -85,7 +85,7 @@ def _steps_of_equal_models(data, more, seeds):
             assert run.zeropp.describe().endswith(f"; seed {seed}")
             if weights is None:
                 weights = {name: tensor.clone() for name, tensor in run.model.state_dict().items()}
-                samples = list(itertools.islice(_batches(run, "train", 0), 2 * len(run.ranks)))
+                samples = list(itertools.islice(batches_of(run, "train", 0), 2 * len(run.ranks)))
             run.model.load_state_dict(weights)
             totals, _ = accumulate_gradients(run, run.trainees, iter(samples), 2, [[]])
             shards = [shard for p in run.model.parameters() for shard in run.ranks.shards_of(p.grad)]

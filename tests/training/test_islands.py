@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 
 from megatron_zpp.architectures import GPT
 from megatron_zpp.arguments.parse import SettingsError, parse_settings
 from tests.parallel.layouts import EPS, assert_same, results_on
 from tests.ranks import run_ranks
-from tests.training.small_run import NO_DROPOUT, flags, train_each, write_text
+from tests.training.small_run import NO_DROPOUT, call_pretrain, flags, train_each, write_text
 
 ISLANDS = "--islands 2 --island-sync-interval 3"
 EMULATE = ["--emulate-ranks", "4", "--emulate-nodes", "4"]
@@ -152,6 +154,63 @@ def test_no_sample_is_seen_twice(data):
 def test_what_does_not_go_with_islands_is_refused(data, more, world_size, message):
     with pytest.raises(SettingsError, match=message):
         parse_settings(GPT, flags(data, more), world_size)
+
+
+LEAVING = "--islands 2 --islands-may-leave --island-number 1 --island-sync-interval 3"
+
+
+@pytest.mark.parametrize(
+    "more, message",
+    [
+        ("--islands 1", "--islands-may-leave needs --islands above 1"),
+        ("--island-number 2", "--island-number 2 must be below --islands 2"),
+        ("--emulate-ranks 4 --emulate-nodes 4", "--emulate-ranks has all islands in one process"),
+        ("--island-fragments 2", "leave parameters on their way"),
+        ("--island-sync-delay 1", "leave parameters on their way"),
+        ("--skip-train", "--skip-train needs no other island"),
+        ("--load x --override-batch-size", "--override-batch-size: islands tell by their steps"),
+        ("--save x --save-interval 4", "--save-interval 4 must be a multiple of --island-sync-interval 3"),
+        ("--exit-interval 5", "--exit-interval 5 must be a multiple of --island-sync-interval 3"),
+        ("--global-batch-size 6", "6 is not divisible by micro-batch size 1 . data-parallel size 4 = 4; use 4 or 8"),
+        ("--tensor-model-parallel-size 4", "= 4 does not divide the 2 rank.s. of this run"),
+        ("--zero-stage 0", "--zero-stage 0 has none"),
+        ("--island-timeout-seconds 0", "--island-timeout-seconds must be above 0"),
+    ],
+)
+def test_what_does_not_go_with_islands_that_may_leave_is_refused(data, monkeypatch, more, message):
+    """World sizes are those of one island."""
+    monkeypatch.setenv("TORCHFT_LIGHTHOUSE", "http://localhost:29510")
+    argv = flags(data, LEAVING, more)
+    with pytest.raises(SettingsError, match=message):
+        parse_settings(GPT, argv, 1 if "--emulate-ranks" in argv else 2)
+
+
+def test_an_island_that_may_leave_is_told_who_it_is_and_where_others_are(data, monkeypatch):
+    monkeypatch.delenv("TORCHFT_LIGHTHOUSE", raising=False)
+    with pytest.raises(SettingsError, match="start torchft_lighthouse, and give --island-lighthouse"):
+        parse_settings(GPT, flags(data, LEAVING), 2)
+    lighthouse = "--island-lighthouse http://localhost:29510"
+    with pytest.raises(SettingsError, match=r"which island is this job\? give --island-number, from 0 to 1"):
+        parse_settings(GPT, flags(data, f"--islands 2 --islands-may-leave {lighthouse}"), 2)
+    for alone in ("--island-number 1", lighthouse, "--island-timeout-seconds 5", "--island-patience-seconds 5"):
+        with pytest.raises(SettingsError, match=f"{alone.split()[0]} needs --islands-may-leave"):
+            parse_settings(GPT, flags(data, "--islands 2", alone), 2)
+    settings = parse_settings(GPT, flags(data, LEAVING, lighthouse), 2)
+    assert settings.training.global_batch_size == 8
+
+
+def _without_torchft(argv: list[str]) -> tuple[int, str, str]:
+    sys.modules["torchft"] = None  # as where it is not installed
+    ((code, out, err),) = call_pretrain(argv)
+    return code, out, err
+
+
+def test_without_torchft_one_line_names_it(data):
+    argv = flags(data, LEAVING, "--global-batch-size 2 --train-iters 6 --island-lighthouse http://localhost:29510")
+    ((code, _, err),) = run_ranks(1, _without_torchft, argv)
+    (line,) = err.splitlines()
+    assert code == 2
+    assert line.startswith("error: islands that come and go need the package torchft: pip install torchft")
 
 
 def test_the_last_steps_without_an_agreement_are_noted(data):

@@ -14,7 +14,8 @@ import pytest
 from megatron_zpp.metrics.log_reader import parse_line
 from megatron_zpp.metrics.throughput import IntervalTimer
 from megatron_zpp.training import pretrain
-from megatron_zpp.training.pretrain import _batches, train
+from megatron_zpp.training.batches import batches_of
+from megatron_zpp.training.pretrain import train
 from megatron_zpp.training.step import train_step
 from tests.ranks import run_ranks
 from tests.training.small_run import flags, start, write_text
@@ -156,7 +157,7 @@ def test_a_line_over_several_steps_is_made_of_theirs(data):
 def _monitored(argv: list[str]):
     """This rank's sums of a step, and what the monitor makes of all ranks'."""
     run, _ = start(argv)
-    train_step(run, _batches(run, "train", 0), 2, stop=False)
+    train_step(run, batches_of(run, "train", 0), 2, stop=False)
     sums = {key: value.tolist() for key, value in run.zeropp._monitor._sums.items()}
     return sums, run.zeropp.quantization_errors()
 

@@ -1,0 +1,99 @@
+"""What an island that is a job of its own (--islands-may-leave) needs before it trains: torchft, folders, the others.
+
+DIR/island_1   what island 1 writes where all say DIR: checkpoints, TensorBoard's events, traces
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from megatron_zpp.checkpoint import find_checkpoint
+from megatron_zpp.data.build import Datasets
+from megatron_zpp.islands import LeavingInterface
+from megatron_zpp.islands.membership import Membership
+from megatron_zpp.parallel.distributed import errors_on_all_ranks
+from megatron_zpp.parallel.mesh import Mesh
+from megatron_zpp.settings.groups import Settings
+from megatron_zpp.zeropp import ZeroPPInterface
+
+
+@dataclass
+class LossSoFar:
+    """An island's since the last agreement, where the others hear of it."""
+
+    loss_sum: float = 0.0
+    num_tokens: float = 0.0
+
+    def tell(self) -> tuple[float, float]:
+        return self.loss_sum, self.num_tokens
+
+
+def prepare_island(settings: Settings) -> Settings:
+    """The settings with the island's own folders; early, an error where it could not join the others. Collective.
+
+    It loads what it saved; as long as there is nothing, what the folder of --load itself holds, such as the checkpoint
+    of a run without islands.
+    """
+    with errors_on_all_ranks():
+        import megatron_zpp.islands.leaving  # noqa: F401 - raises ImportError where torchft is missing
+
+        if "MASTER_ADDR" not in os.environ:
+            raise ValueError("an island that may leave is a job of its own: start it with torchrun, also of one rank")
+    logging, checkpoint = settings.logging, settings.checkpoint
+    load = [checkpoint.load]
+    with errors_on_all_ranks():
+        if dist.get_rank() == 0 and checkpoint.load is not None:
+            own = _own_folder(settings, checkpoint.load)
+            load = [checkpoint.load if own is None or find_checkpoint(own) is None else own]
+    dist.broadcast_object_list(load)
+    return dataclasses.replace(
+        settings,
+        checkpoint=dataclasses.replace(checkpoint, load=load[0], save=_own_folder(settings, checkpoint.save)),
+        logging=dataclasses.replace(
+            logging,
+            tensorboard_dir=_own_folder(settings, logging.tensorboard_dir),
+            wandb_save_dir=_own_folder(settings, logging.wandb_save_dir),
+            profile_dir=_own_folder(settings, logging.profile_dir),
+        ),
+    )
+
+
+def _own_folder(settings: Settings, folder: str | None) -> str | None:
+    return None if folder is None else os.path.join(folder, f"island_{settings.distributed.island_number}")
+
+
+def build_leaving_islands(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    zeropp: ZeroPPInterface | None,
+    settings: Settings,
+    mesh: Mesh,
+    datasets: Datasets,
+    untold: LossSoFar,
+) -> LeavingInterface:
+    """The agreements with islands that read the same data in the same batches; others are refused when they join."""
+    from megatron_zpp.islands.leaving import apply_leaving_islands  # needs torchft, which other runs do not
+
+    ranks, training = settings.distributed, settings.training
+    assert ranks.island_number is not None  # by parse_settings
+    membership = Membership(
+        ranks.island_number,
+        ranks.islands,
+        ranks.island_lighthouse,
+        ranks.island_timeout_seconds,
+        ranks.island_patience_seconds,
+    )
+    batches = (ranks.islands, mesh.dp_size, training.micro_batch_size, training.global_batch_size)
+    ramps = (training.rampup_batch_size, training.curriculum_min_length, training.curriculum_iters)
+    lengths = (training.train_iters, training.train_samples, training.eval_interval, training.eval_iters)
+    orders = [split.order for split in datasets if split is not None]
+    samplers = (settings.data.dataloader_type, settings.data.data_sharding)
+    alike = json.dumps([batches, ramps, lengths, orders, samplers], sort_keys=True)
+    return apply_leaving_islands(model, optimizer, settings.island, membership, zeropp, alike, untold.tell)

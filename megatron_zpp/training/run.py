@@ -1,0 +1,187 @@
+"""What a run consists of."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_zpp.architectures import Architecture
+from megatron_zpp.checkpoint import FolderLock, Trained
+from megatron_zpp.checkpoint.counters import Counters
+from megatron_zpp.data.build import Datasets
+from megatron_zpp.islands import IslandsInterface, LeavingInterface
+from megatron_zpp.metrics.writers import MetricWriters
+from megatron_zpp.models.transformer import Transformer
+from megatron_zpp.optim.batch_size import BatchSchedule
+from megatron_zpp.optim.curriculum import Curriculum
+from megatron_zpp.optim.loss_scaler import LossScaler
+from megatron_zpp.optim.schedule import Schedule
+from megatron_zpp.parallel.mesh import Mesh
+from megatron_zpp.parallel.pipeline import Pipeline
+from megatron_zpp.settings.groups import Settings
+from megatron_zpp.training.island_job import LossSoFar
+from megatron_zpp.zeropp import Ranks, ZeroPPInterface
+from megatron_zpp.zeropp.traffic import Traffic
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Trainee:
+    """The model that the ranks of one island train together; without islands, all ranks do."""
+
+    model: Transformer  # this rank's part of it
+    pipeline: Pipeline | None  # None with one stage
+    optimizer: torch.optim.Optimizer
+    ranks: Ranks  # that this process computes for
+    scaler: LossScaler
+    zeropp: ZeroPPInterface | None  # None at ZeRO stage 0, which has no sharded collectives
+
+
+@dataclass
+class Run:
+    """The parts of a run."""
+
+    architecture: Architecture
+    settings: Settings
+    device: torch.device
+    mesh: Mesh
+    trainees: list[Trainee]  # of this process: one, but for one of each island that it emulates
+    islands: IslandsInterface | None  # None with one
+    token_traffic: Traffic  # of tokens that travel to experts
+    schedule: Schedule | None  # None with --skip-train
+    batches: BatchSchedule
+    curriculum: Curriculum | None  # None: every sample has --seq-length tokens
+    datasets: Datasets
+    writers: MetricWriters
+    train_iters: int
+    num_eval_micro_batches: int  # per data-parallel rank of this job and evaluation
+    counters: Counters
+    untold: LossSoFar  # to other islands, where this one is a job of its own
+    lock: FolderLock | None = None  # on --save, held by rank 0
+    last_loss: float | None = None
+
+    # Of the first trainee:
+
+    @property
+    def model(self) -> Transformer:
+        return self.trainees[0].model
+
+    @property
+    def pipeline(self) -> Pipeline | None:
+        return self.trainees[0].pipeline
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        return self.trainees[0].optimizer
+
+    @property
+    def ranks(self) -> Ranks:
+        return self.trainees[0].ranks
+
+    @property
+    def zeropp(self) -> ZeroPPInterface | None:
+        return self.trainees[0].zeropp
+
+    # Of all:
+
+    @property
+    def world_size(self) -> int:
+        """Real or emulated ranks of the run."""
+        return len(self.trainees) * self.ranks.world_size
+
+    @property
+    def zeropps(self) -> list[ZeroPPInterface]:
+        return [trainee.zeropp for trainee in self.trainees if trainee.zeropp is not None]
+
+    def set_training(self, mode: bool) -> None:
+        """Training mode, or evaluation mode."""
+        for trainee in self.trainees:
+            (trainee.model if trainee.pipeline is None else trainee.pipeline).train(mode)
+
+    def add_over_islands(self, of_trainees: Sequence[Tensor]) -> Tensor:
+        """The sum of a tensor that the ranks of each island have alike, over all islands; collective."""
+        total = torch.stack([*of_trainees]).sum(dim=0)
+        if self.mesh.island.size() > 1:
+            dist.all_reduce(total, group=self.mesh.island.get_group())
+        return total
+
+    def of_all_islands(self, of_trainees: Sequence[T]) -> list[T]:
+        """What the ranks of each island have alike, of all islands in order; collective."""
+        of_islands: list[Sequence[T]] = [of_trainees]
+        if self.mesh.island.size() > 1:
+            of_islands = [of_trainees] * self.mesh.island.size()
+            dist.all_gather_object(of_islands, of_trainees, group=self.mesh.island.get_group())
+        return [of_trainee for of_process in of_islands for of_trainee in of_process]
+
+    def sample_length(self, iteration: int) -> int:
+        """Tokens of a sample in the optimizer step that ends at ``iteration``."""
+        assert self.settings.training.seq_length
+        return self.settings.training.seq_length if self.curriculum is None else self.curriculum.length(iteration)
+
+    def scheduled_samples(self) -> float:
+        """Where the learning-rate schedule stands: samples, or, if it counts tokens, the whole samples they make."""
+        counters, schedule = self.counters, self.settings.schedule
+        if counters.cut_tokens and (schedule.lr_decay_tokens is not None or schedule.lr_warmup_tokens):
+            assert self.settings.training.seq_length
+            return counters.scheduled_samples - counters.cut_tokens / self.settings.training.seq_length
+        return counters.scheduled_samples
+
+    @property
+    def leaving(self) -> LeavingInterface | None:
+        """The islands, where this one is a job of its own."""
+        return cast(LeavingInterface, self.islands) if self.settings.distributed.islands_may_leave else None
+
+    @property
+    def samples_of_evaluation(self) -> int:
+        """That one evaluation reads, on all ranks together."""
+        assert self.settings.training.micro_batch_size
+        return self.num_eval_micro_batches * self.settings.training.micro_batch_size * self.mesh.dp_size_of_job
+
+    @property
+    def copies(self) -> Sequence[Tensor]:
+        """Parameters that another rank of the pipeline has too, and counts."""
+        return () if self.pipeline is None else self.pipeline.copies
+
+    def trained(self, with_optimizer: bool) -> Trained:
+        """What checkpoints keep as tensors."""
+        return Trained(
+            models=[trainee.model for trainee in self.trainees],
+            optimizers=[trainee.optimizer for trainee in self.trainees] if with_optimizer else [],
+            zeropps=self.zeropps,
+            islands=self.islands,
+            first_island=self.mesh.island.get_local_rank(),
+        )
+
+    def meta(self) -> dict[str, Any]:
+        """What a checkpoint keeps beside the tensors; collective."""
+        loss_is_finite = self.last_loss is None or math.isfinite(self.last_loss)
+        scalers = self.of_all_islands([trainee.scaler.state_dict() for trainee in self.trainees])
+        return {
+            "settings": self.settings.as_flat_dict(),
+            "model_config": dataclasses.asdict(self.model.config),
+            "counters": dataclasses.asdict(self.counters),
+            "schedule": self.schedule.state_dict() if self.schedule is not None else None,
+            "loss_scaler": scalers[0],
+            **({"loss_scalers": scalers} if self.islands is not None else {}),  # of each island
+            "loss": self.last_loss if loss_is_finite else None,  # JSON has no NaN
+            "nonfinite": [] if loss_is_finite else ["the loss"],
+            "data_order": self.datasets.train.order if self.datasets.train is not None else None,
+            "tokens": self.counters.consumed_train_samples * (self.settings.training.seq_length or 0)
+            - self.counters.cut_tokens,
+            "layout": self.layout(),
+        }
+
+    def layout(self) -> dict[str, int | str]:
+        """How the ranks are divided, and whether those of a tensor-parallel group draw random numbers alike."""
+        sizes: dict[str, int | str] = {**self.mesh.sizes()}
+        if self.pipeline is not None:
+            sizes["stages"] = str(self.pipeline.placement)
+        return sizes | {"sp": int(self.settings.distributed.sequence_parallel and self.mesh.tp_size > 1)}

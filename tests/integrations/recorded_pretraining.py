@@ -1,0 +1,37 @@
+"""pretrain_gpt.py that writes down what each rank trains on: RECORD/ISLAND.RANK, a line of each step.
+
+A line has the iteration and a digest of each sample. ISLAND is "all" without --island-number.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import sys
+from pathlib import Path
+
+from megatron_zpp.architectures import GPT
+from megatron_zpp.training import pretrain
+
+
+def main() -> None:
+    words, take_step = sys.argv, pretrain.train_step
+    island = words[words.index("--island-number") + 1] if "--island-number" in words else "all"
+    file = Path(os.environ["RECORD"]) / f"{island}.{os.environ['RANK']}"
+
+    def train_step(run, *arguments, **more):
+        iteration = run.counters.iteration + 1
+        steps = take_step(run, *arguments, **more)
+        samples = [row.numpy().tobytes() for batch in steps[0].micro_batches for row in batch["tokens"]]
+        digests = [hashlib.sha256(sample).hexdigest() for sample in samples]
+        with file.open("a") as record:
+            record.write(json.dumps([iteration, digests]) + "\n")
+        return steps
+
+    pretrain.train_step = train_step
+    pretrain.main(GPT)
+
+
+if __name__ == "__main__":
+    main()
