@@ -20,7 +20,7 @@ import torch
 from megatron_zpp.checkpoint import iterate_parameters, read_meta
 from megatron_zpp.metrics.tensorboard_reader import find_runs, read_run
 from tests.conftest import ROOT, environment
-from tests.integrations.test_leaving_islands import QUIET, lighthouse
+from tests.islands.leaving_jobs import QUIET, lighthouse
 from tests.training.small_run import RUN, SHAPE, flags, ranks_of, torchrun, write_text
 
 pytestmark = pytest.mark.integrations
