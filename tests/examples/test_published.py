@@ -174,10 +174,10 @@ def run_laptop(script: Path, variant: str, folder: Path) -> tuple[RunLog, list[s
     "name, variant",
     [
         pytest.param("zeropp/gpt_350m", "RECIPE=zeropp-nonblocked WEIGHT_BITS=6", marks=pytest.mark.long),
-        ("zeropp/gpt_13b", "RECIPE=zero3"),
+        pytest.param("zeropp/gpt_13b", "RECIPE=zero3", marks=pytest.mark.long),
         ("zeropp/gpt_18b", "RECIPE=qwz"),
         pytest.param("zeropp/finetune", "BITS=2", marks=pytest.mark.long),
-        ("zeropp/finetune", "BITS=8"),
+        pytest.param("zeropp/finetune", "BITS=8", marks=pytest.mark.long),
         pytest.param("loco/llama_0.8b", "RECIPE=loco", marks=pytest.mark.long),
         ("loco/llama_8b", "RECIPE=recommended"),
         pytest.param("loco/mixtral", "RECIPE=recommended", marks=pytest.mark.long),

@@ -104,7 +104,7 @@ def test_stochastic_rounding_follows_the_seed(data, world_size, more):
             assert shards and not any(mine.equal(its) for mine, its in shards), rounded
 
 
-@pytest.mark.parametrize("world_size, more", [(1, EMULATE), (4, [])])
+@pytest.mark.parametrize("world_size, more", [(1, EMULATE), pytest.param(4, [], marks=pytest.mark.long)])
 def test_an_evaluation_leaves_the_bytes_of_training_steps_as_they_are(data, world_size, more):
     """It gathers changed weights between nodes, and units that stay gathered, in the next step's stead."""
     arms = {

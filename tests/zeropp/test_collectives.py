@@ -22,7 +22,7 @@ from tests.zeropp.fsdp_model import (
     shards_of,
 )
 
-WORLD_SIZES = pytest.mark.parametrize("world_size", [2, 3, 4, 6, 8])
+WORLD_SIZES = pytest.mark.parametrize("world_size", [2, 3, 4, pytest.param(6, marks=pytest.mark.long), 8])
 DTYPES = [torch.float32, torch.bfloat16]
 ALL_DTYPES = [*DTYPES, torch.float16]
 ALL_BITS = [1, 2, 3, 4, 6, 8, None]
@@ -220,7 +220,7 @@ WEIGHT_OPTIONS = {
 }
 
 
-@pytest.mark.parametrize("world_size", [4, 6])
+@pytest.mark.parametrize("world_size", [4, pytest.param(6, marks=pytest.mark.long)])
 def test_weight_options_equal_the_oracle_over_versions(world_size):
     configs = [ZeroPPConfig(hpz_partition_size=2, **options) for options in WEIGHT_OPTIONS.values()]
     cases = [Case(config, world_size // 2, dtype, num_steps=4) for config in configs for dtype in DTYPES]
