@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import statistics
 from collections import defaultdict
@@ -226,13 +227,18 @@ def plot_islands(rows: Rows) -> None:
     sent = [rows[arm.flags][SEEDS[0]]["bytes_per_parameter"] * num_parameters / 1e6 for arm in trained]
     draw(trained, sent, "ZeRO++ with LoCo, every step", {"fmt": "k*", "markersize": 10})
     for marker, (number, group) in zip("os", ISLANDS.items(), strict=True):
-        for color, interval in enumerate(INTERVALS):
+        for (color, interval), streams in itertools.product(enumerate(INTERVALS), (False, True)):
             named = f"every {interval} steps, "
-            trained = [arm for arm in group.arms if arm.name.startswith(named) and arm.flags in rows]
+            trained = [
+                arm
+                for arm in group.arms
+                if arm.name.startswith(named) and ("fragments" in arm.name) is streams and arm.flags in rows
+            ]
             if trained:
                 of_first = [rows[arm.flags][SEEDS[0]]["observed"][BETWEEN_ISLANDS] for arm in trained]
-                style = {"color": f"C{color}", "fmt": marker, "alpha": 0.8}
-                draw(trained, [sent / number for sent in of_first], f"{number} islands, {named[:-2]}", style)
+                style = {"color": f"C{color}", "fmt": marker, "alpha": 0.8, "fillstyle": "none" if streams else "full"}
+                label = f"{number} islands, {named[:-2]}{', in fragments' if streams else ''}"
+                draw(trained, [sent / number for sent in of_first], label, style)
     axes.axhline(0, color="0.4", linewidth=1)
     axes.set_xscale("log")
     axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
