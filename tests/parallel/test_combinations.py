@@ -26,7 +26,7 @@ def test_training_equals_one_rank(tmp_path, architecture):
     common = f"--num-layers 4 {NO_DROPOUT} {EPS} --log-params-norm"
     common += " --group-query-attention --num-query-groups 2" if architecture == "llama" else ""
     alone = {"": "", "documents": DOCUMENTS}
-    layouts = LAYOUTS if architecture == "gpt" else {name: of for name, of in LAYOUTS.items() if "sp" in name}
+    layouts = LAYOUTS if architecture == "gpt" else {name: of for name, of in LAYOUTS.items() if "virtual" in name}
     argvs = [{name: (architecture, flags(data, common, of)) for name, of in each.items()} for each in (alone, layouts)]
     expected, results = results_on(1, argvs[0]), results_on(8, argvs[1])
     for name, result in results.items():
