@@ -7,10 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-Row = dict[str, Any]
 
-
-def read_rows(path: Path) -> list[Row]:
+def read_rows(path: Path) -> list[dict[str, Any]]:
     """All rows of a file; none where there is no file."""
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 

@@ -67,15 +67,20 @@ class LayerCollectives:
             transfers.append(transfer_of(Exchange(context, tokens * width // tensor.size), self.cluster))
         return tuple(transfers)
 
+    @property
+    def _bytes_of_rows(self) -> int:
+        """Of the rows that a rank has experts run for its samples, as they are computed."""
+        weights, _ = travelling_dtypes(self.settings)
+        rows = rows_of_experts(self.settings) / self.grid.tensor_parallel.size
+        return round(weights.itemsize * self.model.config.hidden_size * rows)
+
     def _of_whole_tokens(self, piece: int, sums: Transfer) -> list[Transfer]:
         """Tensor-parallel ranks have all tokens, of which each runs those of its experts; what these make is gathered.
 
         Gradients are gathered as often. piece: bytes of a rank's part of the tokens; sums: of an all-reduce of them.
         """
-        weights, _ = travelling_dtypes(self.settings)
-        group, hidden = self.grid.tensor_parallel, self.model.config.hidden_size
-        made = round(weights.itemsize * hidden * rows_of_experts(self.settings) / group.size)
-        exchanges = [Exchange(group, made, is_straight=True)]
+        group = self.grid.tensor_parallel
+        exchanges = [Exchange(group, self._bytes_of_rows, is_straight=True)]
         if self.settings.distributed.sequence_parallel:
             exchanges.append(Exchange(group, piece))
         shared = [sums] if self.settings.model.moe_shared_expert_intermediate_size else []
@@ -88,10 +93,7 @@ class LayerCollectives:
             return ()
         quantized = 0
         if self.settings.distributed.moe_token_bits is not None:
-            weights, _ = travelling_dtypes(self.settings)
-            rows = rows_of_experts(self.settings) / self.grid.tensor_parallel.size
-            plain = round(weights.itemsize * self.model.config.hidden_size * rows)
-            quantized = plain + exchange.group.size * exchange.nbytes
+            quantized = self._bytes_of_rows + exchange.group.size * exchange.nbytes
         return 2 * (transfer_of(exchange, self.cluster, encoded=quantized, decoded=quantized),)
 
 
