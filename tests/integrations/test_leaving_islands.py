@@ -6,21 +6,20 @@ import copy
 import os
 import re
 import signal
-import subprocess
 
 import pytest
 import torch
 from torch import Tensor
 
-from tests.conftest import ROOT, environment
+from tests.conftest import ROOT
 from tests.islands.leaving_island import INTERVAL, batch_of, build_model
 from tests.islands.leaving_jobs import (
-    QUIET,
     Kept,
     assert_same_bits,
     islands_of_one_job,
     kept,
     lighthouse,
+    run_commands_of_page,
     said,
     start,
     wait_for,
@@ -178,17 +177,7 @@ def test_an_island_that_does_not_fit_ends_alone(tmp_path):
 
 def test_the_commands_of_the_page_work():
     """Three islands of two ranks, as docs/islands.md starts them; their losses fall."""
-    page = (ROOT / "docs" / "islands.md").read_text(encoding="utf-8")
-    _, commands = re.findall(r"^```sh\n(.*?)^```", page, flags=re.MULTILINE | re.DOTALL)  # the trainer's come first
-    done = subprocess.run(  # %1 is the lighthouse
-        ["bash", "-c", f"{commands}\nkill %1\nwait"],
-        cwd=ROOT,
-        env=environment(**QUIET),
-        capture_output=True,
-        text=True,
-        timeout=280,
-    )
-    assert done.returncode == 0, done.stderr
+    out = run_commands_of_page(1, "kill %1\nwait", ROOT)  # the trainer's come first
     for island in range(3):
-        losses = re.findall(rf"^island {island} of 3, step \d+: loss ([\d.]+)", done.stdout, flags=re.MULTILINE)
+        losses = re.findall(rf"^island {island} of 3, step \d+: loss ([\d.]+)", out, flags=re.MULTILINE)
         assert len(losses) == 8 and float(losses[-1]) < 0.96 * float(losses[0])

@@ -7,7 +7,6 @@ import json
 import os
 import re
 import signal
-import subprocess
 import threading
 from collections import Counter
 from contextlib import ExitStack
@@ -19,8 +18,8 @@ import torch
 
 from megatron_zpp.checkpoint import iterate_parameters, read_meta
 from megatron_zpp.metrics.tensorboard_reader import find_runs, read_run
-from tests.conftest import ROOT, environment
-from tests.islands.leaving_jobs import QUIET, lighthouse
+from tests.conftest import ROOT
+from tests.islands.leaving_jobs import QUIET, lighthouse, run_commands_of_page
 from tests.training.small_run import RUN, SHAPE, flags, ranks_of, torchrun, write_text
 
 pytestmark = pytest.mark.integrations
@@ -285,20 +284,10 @@ def test_islands_that_would_read_other_data_do_not_train(tmp_path):
 
 def test_the_commands_of_the_page_work(tmp_path):
     """Three islands of two ranks, as docs/islands.md starts them: all tell the same losses."""
-    page = (ROOT / "docs" / "islands.md").read_text(encoding="utf-8")
-    commands, _ = re.findall(r"^```sh\n(.*?)^```", page, flags=re.MULTILINE | re.DOTALL)
     (tmp_path / "pretrain_gpt.py").symlink_to(ROOT / "pretrain_gpt.py")
-    done = subprocess.run(  # %1 is the lighthouse
-        ["bash", "-c", f"{commands}\nwait %2 %3\nkill %1"],
-        cwd=tmp_path,
-        env=environment(**QUIET),
-        capture_output=True,
-        text=True,
-        timeout=280,
-    )
-    assert done.returncode == 0, done.stderr
-    told = re.findall(r"agreed at iteration (\d+) \| islands there: 3 \| lm loss of all islands: (\S+)", done.stdout)
+    out = run_commands_of_page(0, "wait %2 %3\nkill %1", tmp_path)
+    told = re.findall(r"agreed at iteration (\d+) \| islands there: 3 \| lm loss of all islands: (\S+)", out)
     assert {int(iteration) for iteration, _ in told} == {5, 10, 15, 20} and len(set(told)) == 4 and len(told) == 12
-    evaluated = re.findall(r"loss at iteration 20 on (\w+) set \| lm loss value: (\S+)", done.stdout)
+    evaluated = re.findall(r"loss at iteration 20 on (\w+) set \| lm loss value: (\S+)", out)
     assert len(evaluated) == 6 and len(set(evaluated)) == 2
     assert sorted(path.name for path in (tmp_path / "runs" / "islands").iterdir()) == [f"island_{i}" for i in range(3)]

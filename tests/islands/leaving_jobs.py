@@ -18,12 +18,30 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from megatron_zpp.islands import apply_islands
+from tests.conftest import ROOT, environment
 from tests.islands.leaving_island import INTERVAL, batch_of, build_model, config_of
 from tests.ranks import free_port
 from tests.training.small_run import torchrun
 
 QUIET = {"RUST_LOG": "error"}  # or torchft says several lines at each agreement
 Kept = dict[str, list[Tensor]]
+
+
+def run_commands_of_page(block: int, end: str, folder: Path) -> str:
+    """What the islands print that one of the two blocks in docs/islands.md starts. end: shell; %1 is the lighthouse."""
+    page = (ROOT / "docs" / "islands.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"^```sh\n(.*?)^```", page, flags=re.MULTILINE | re.DOTALL)
+    assert len(blocks) == 2
+    done = subprocess.run(
+        ["bash", "-c", f"{blocks[block]}\n{end}"],
+        cwd=folder,
+        env=environment(**QUIET),
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
 @contextmanager
