@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +42,7 @@ def build_run(architecture: Architecture, settings: Settings, device: torch.devi
     """Build, on all ranks together, and load the checkpoint of ``--load`` if there is one."""
     if settings.distributed.islands_may_leave:
         settings = prepare_island(settings)
-    training, ranks = settings.training, settings.distributed
+    training, save = settings.training, settings.checkpoint.save
     assert training.global_batch_size and training.micro_batch_size and training.seq_length  # by parse_settings
     mesh = _build_mesh(settings, device)
     batches = BatchSchedule(
@@ -52,65 +53,35 @@ def build_run(architecture: Architecture, settings: Settings, device: torch.devi
         training.decrease_batch_size_if_needed,
     )
     with errors_on_all_ranks():
-        save = settings.checkpoint.save
         lock = FolderLock(save) if save is not None and dist.get_rank() == 0 else None
     checkpoint = checkpoint_to_load(settings.checkpoint)
     with errors_on_all_ranks():
         meta = read_meta(checkpoint) if checkpoint is not None else None
         counters = Counters()
-        if meta is not None and not settings.checkpoint.finetune:
+        goes_on = meta is not None and not settings.checkpoint.finetune
+        if meta is not None and goes_on:
             counters = Counters.from_meta(meta)
             check_same_batches_and_data(settings, meta)
-    train_iters = training.train_iters
-    if train_iters is None:  # the batch size may be another than before the checkpoint
-        to_come = batches.total_iterations(training.train_samples or 0, counters.consumed_train_samples)
-        train_iters = counters.iteration + to_come
-    train_samples = batches.samples_after(max(0, train_iters - counters.iteration), counters.consumed_train_samples)
-    num_eval_micro_batches = training.eval_iters * batches.num_micro_batches(train_samples) * mesh.num_jobs
-    eval_samples = num_eval_micro_batches * training.micro_batch_size * mesh.dp_size_of_job
+    length = _length(settings, batches, counters, mesh)
     with errors_on_all_ranks():
-        # All islands take the same samples, whenever they come: those of one that is there from the first step on.
-        begun = Counters() if ranks.islands_may_leave else counters
-        num_samples = (
-            0 if training.skip_train else max(train_samples, training.train_samples or 0),
-            begun.consumed_valid_samples + _evaluations_to_come(training, begun, train_iters) * eval_samples,
-            eval_samples,
-        )
-        vocab_size, datasets = build_data(settings, num_samples)
+        tokens_in_vocabulary, datasets = build_data(settings, length.num_samples)
         multiple = settings.model.make_vocab_size_divisible_by
-        check_vocabulary(ranks, padded_vocab_size(vocab_size, multiple), multiple)
-        if meta is not None and not settings.checkpoint.finetune:
+        vocab_size = padded_vocab_size(tokens_in_vocabulary, multiple)
+        check_vocabulary(settings.distributed, vocab_size, multiple)
+        if meta is not None and goes_on:
             check_same_order(settings, meta, datasets)
-        is_last_rank = dist.get_rank() == dist.get_world_size() - 1
-        config = architecture.build_config(settings.model, padded_vocab_size(vocab_size, multiple))
-        run_config = settings.as_flat_dict() | {
-            "architecture": architecture.name,
-            "padded_vocab_size": padded_vocab_size(vocab_size, multiple),
-            "world_size": dist.get_world_size(),
-            "num_parameters": architecture.num_parameters(config),
-            **(describe_program() if is_last_rank else {}),
-        }
-        resumes = meta is not None and not settings.checkpoint.finetune and settings.checkpoint.load == save
-        writers = MetricWriters(settings.logging, run_config, is_writer=is_last_rank, save=save, resumes=resumes)
+        resumes = goes_on and settings.checkpoint.load == save
+        writers = _build_writers(architecture, settings, vocab_size, resumes)
         schedule = None
         if not training.skip_train:
             schedule = Schedule.from_settings(settings.optimizer, settings.schedule, training, batches)
-
     check_same_data_on_all_ranks(datasets)
-    token_traffic = Traffic()
-    trainees = []
-    for number in range(mesh.emulated_islands):
-        model, pipeline, zeropp = build_model_on_ranks(
-            architecture, settings, vocab_size, device, mesh, token_traffic, number
-        )
-        with errors_on_all_ranks():
-            optimizer = build_optimizer(model, settings.optimizer, zeropp)
-        group = mesh.ranks_of_island
-        its_ranks = ranks_of(zeropp) if group is None else OwnRank(gathers_over=group)
-        its_ranks.step_by_shards(optimizer)
-        scaler = LossScaler.from_settings(settings.precision)
-        trainees.append(Trainee(model, pipeline, optimizer, its_ranks, scaler, zeropp))
-    untold = LossSoFar()
+
+    token_traffic, untold = Traffic(), LossSoFar()
+    trainees = [
+        _build_trainee(architecture, settings, tokens_in_vocabulary, device, mesh, token_traffic, island)
+        for island in range(mesh.emulated_islands)
+    ]
     run = Run(
         architecture=architecture,
         settings=settings,
@@ -125,17 +96,12 @@ def build_run(architecture: Architecture, settings: Settings, device: torch.devi
         curriculum=Curriculum.from_settings(training),
         datasets=datasets,
         writers=writers,
-        train_iters=train_iters,
-        num_eval_micro_batches=num_eval_micro_batches,
+        train_iters=length.train_iters,
+        num_eval_micro_batches=length.num_eval_micro_batches,
         counters=counters,
         lock=lock,
     )
-    # From here on randomness is dropout's.
-    ranks_before = mesh.job * dist.get_world_size()  # those of other jobs draw other numbers
-    for trainee in trainees:
-        trainee.ranks.random_states.seed(
-            lambda rank: dropout_seed(training.seed, ranks_before + rank, mesh.tp_size, ranks.sequence_parallel)
-        )
+    _seed_dropout(run)
     if checkpoint is not None and meta is not None:
         _load(run, checkpoint, meta)
     elif settings.checkpoint.load is not None:
@@ -162,6 +128,77 @@ def _build_mesh(settings: Settings, device: torch.device) -> Mesh:
     )
 
 
+@dataclass(frozen=True)
+class _Length:
+    """How much a run trains and evaluates, from its first step on."""
+
+    train_iters: int
+    num_eval_micro_batches: int  # per data-parallel rank of this job and evaluation
+    num_samples: tuple[int, int, int]  # that it reads to train, validate and test, on all ranks
+
+
+def _length(settings: Settings, batches: BatchSchedule, counters: Counters, mesh: Mesh) -> _Length:
+    training = settings.training
+    assert training.micro_batch_size
+    train_iters = training.train_iters
+    if train_iters is None:  # the batch size may be another than before the checkpoint
+        to_come = batches.total_iterations(training.train_samples or 0, counters.consumed_train_samples)
+        train_iters = counters.iteration + to_come
+    train_samples = batches.samples_after(max(0, train_iters - counters.iteration), counters.consumed_train_samples)
+    num_eval_micro_batches = training.eval_iters * batches.num_micro_batches(train_samples) * mesh.num_jobs
+    eval_samples = num_eval_micro_batches * training.micro_batch_size * mesh.dp_size_of_job
+    # All islands take the same samples, whenever they come: those of one that is there from the first step on.
+    begun = Counters() if settings.distributed.islands_may_leave else counters
+    num_samples = (
+        0 if training.skip_train else max(train_samples, training.train_samples or 0),
+        begun.consumed_valid_samples + _evaluations_to_come(training, begun, train_iters) * eval_samples,
+        eval_samples,
+    )
+    return _Length(train_iters, num_eval_micro_batches, num_samples)
+
+
+def _evaluations_to_come(training: TrainingSettings, counters: Counters, train_iters: int) -> int:
+    """On the validation data: one at the end of the run, and those before."""
+    if not training.eval_interval:
+        return 1
+    return 1 + max(0, train_iters // training.eval_interval - counters.iteration // training.eval_interval)
+
+
+def _build_writers(architecture: Architecture, settings: Settings, vocab_size: int, resumes: bool) -> MetricWriters:
+    is_last_rank = dist.get_rank() == dist.get_world_size() - 1
+    run_config = settings.as_flat_dict() | {
+        "architecture": architecture.name,
+        "padded_vocab_size": vocab_size,
+        "world_size": dist.get_world_size(),
+        "num_parameters": architecture.num_parameters(architecture.build_config(settings.model, vocab_size)),
+        **(describe_program() if is_last_rank else {}),
+    }
+    return MetricWriters(
+        settings.logging, run_config, is_writer=is_last_rank, save=settings.checkpoint.save, resumes=resumes
+    )
+
+
+def _build_trainee(
+    architecture: Architecture,
+    settings: Settings,
+    vocab_size: int,
+    device: torch.device,
+    mesh: Mesh,
+    token_traffic: Traffic,
+    island: int,
+) -> Trainee:
+    """``vocab_size``: before padding. ``island``: which of those that this process emulates."""
+    model, pipeline, zeropp = build_model_on_ranks(
+        architecture, settings, vocab_size, device, mesh, token_traffic, island
+    )
+    with errors_on_all_ranks():
+        optimizer = build_optimizer(model, settings.optimizer, zeropp)
+    group = mesh.ranks_of_island
+    ranks = ranks_of(zeropp) if group is None else OwnRank(gathers_over=group)
+    ranks.step_by_shards(optimizer)
+    return Trainee(model, pipeline, optimizer, ranks, LossScaler.from_settings(settings.precision), zeropp)
+
+
 def _build_islands(
     trainees: list[Trainee], settings: Settings, mesh: Mesh, datasets: Datasets, untold: LossSoFar
 ) -> IslandsInterface | None:
@@ -184,11 +221,14 @@ def _goes_on_from_agreement(run: Run, meta: dict[str, Any]) -> bool:
     return run.settings.distributed.islands_may_leave and could_leave and not run.settings.checkpoint.no_load_optim
 
 
-def _evaluations_to_come(training: TrainingSettings, counters: Counters, train_iters: int) -> int:
-    """On the validation data: one at the end of the run, and those before."""
-    if not training.eval_interval:
-        return 1
-    return 1 + max(0, train_iters // training.eval_interval - counters.iteration // training.eval_interval)
+def _seed_dropout(run: Run) -> None:
+    """From here on randomness is dropout's."""
+    ranks_before = run.mesh.job * dist.get_world_size()  # those of other jobs draw other numbers
+    seed, sequence_parallel = run.settings.training.seed, run.settings.distributed.sequence_parallel
+    for trainee in run.trainees:
+        trainee.ranks.random_states.seed(
+            lambda rank: dropout_seed(seed, ranks_before + rank, run.mesh.tp_size, sequence_parallel)
+        )
 
 
 def _load(run: Run, checkpoint: Path, meta: dict[str, Any]) -> None:
