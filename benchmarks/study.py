@@ -19,6 +19,7 @@ import re
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -29,7 +30,7 @@ from study_experiments import EXPERIMENTS, FP32, NODES, OBSERVED, RANKS, SCALES,
 from study_tables import SEEDS, by_flags_and_seed, table, write_page
 from torch import __version__ as torch_version
 
-from megatron_zpp.metrics.log_reader import BETWEEN, parse_log
+from megatron_zpp.metrics.log_reader import BETWEEN, BETWEEN_ISLANDS, RunLog, parse_log
 
 ROOT = Path(__file__).parents[1]
 RESULTS = Path(__file__).parent / "results" / "study.jsonl"
@@ -110,47 +111,45 @@ def make_text(name: str, scale: Scale) -> str:
     )
 
 
-def flags_of(scale: Scale, arm: Arm) -> str:
-    """Of the trainer, without text and seed."""
+def flags_of(scale: Scale, arm: Arm, begun: str = "begun") -> str:
+    """Of the trainer, without text and seed. ``begun``: the folder of the checkpoint that the arm goes on from."""
     batch, warmup = scale.micro_batch_size * RANKS, max(1, scale.train_iters // 10)
     where = f"--emulate-ranks {RANKS} --emulate-nodes {NODES}" if arm.real_ranks is None else ""
+    own = arm.flags.format(half=scale.micro_batch_size // 2, batch=batch, twice=2 * batch, warmup=warmup, begun=begun)
     return (
         f"{scale.shape} {where} --attention-dropout 0 --hidden-dropout 0 "
         f"--micro-batch-size {scale.micro_batch_size} --train-iters {scale.train_iters} "
         f"--eval-iters {scale.eval_iters} --eval-interval {scale.train_iters} --log-interval 20 --lr {scale.lr} "
         f"--min-lr {scale.lr / 10} --lr-decay-style cosine --lr-warmup-fraction 0.1 --adam-beta2 {scale.adam_beta2} "
-        f"--weight-decay 0.1 --num-workers 0 "
-        f"{arm.flags.format(half=scale.micro_batch_size // 2, batch=batch, twice=2 * batch, warmup=warmup)}"
+        f"--weight-decay 0.1 --num-workers 0 {own}"
     )
 
 
 def train(results: Path, scale_name: str, text: str, arm: Arm, seed: int) -> dict[str, Any]:
     """One run; its row, which is also appended to the results. Raises RuntimeError when it fails."""
     scale = SCALES[scale_name]
-    flags = f"{flags_of(scale, arm)} {text} --seed {seed}"
-    threads = str(max(1, (os.cpu_count() or 1) // scale.jobs))
     start = time.monotonic()
-    launcher = [sys.executable]
-    if arm.real_ranks is not None:
-        launcher += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(arm.real_ranks)]
-    ran = subprocess.run(
-        [*launcher, str(ROOT / arm.program), *flags.split()],
-        env=os.environ | {"OMP_NUM_THREADS": threads},
-        capture_output=True,
-        text=True,
-    )
-    log = parse_log(ran.stdout)
-    if ran.returncode != 0 or math.isnan(log.validation_loss):
-        raise RuntimeError(f"exit code {ran.returncode}\n{ran.stderr[-3000:]}")
-    nodes = arm.real_ranks or int(re.findall(r"--emulate-nodes (\d+)", flags)[-1])
+    steps, sent, commands = 0, 0.0, []  # sent: bytes per parameter so far
+    with tempfile.TemporaryDirectory() as begun:
+        if arm.begins is not None:
+            steps = scale.train_iters // 5
+            first = f"{flags_of(scale, Arm('', arm.begins))} --save {begun} --exit-interval {steps}"
+            log, command = run_trainer(scale, arm, f"{first} {text} --seed {seed}")
+            sent = steps * bytes_per_parameter(log, first)
+            commands.append(command.replace(begun, "begun"))
+        flags = f"{flags_of(scale, arm, begun)} {text} --seed {seed}"
+        log, command = run_trainer(scale, arm, flags)
+        commands.append(command.replace(begun, "begun"))
+    if math.isnan(log.validation_loss):
+        raise RuntimeError(f"no validation loss: {command}")
+    sent += (scale.train_iters - steps) * bytes_per_parameter(log, flags, arm.real_ranks)
     row = {
         "scale": scale_name,
         "flags": arm.flags,
         "seed": seed,
         "num_parameters": log.num_parameters,
         "validation_loss": log.validation_loss,
-        # All nodes together send what the log shows; the last interval has no step that sends weights in full.
-        "bytes_per_parameter": round(log.lines[-1][BETWEEN] * 1e6 / nodes / log.num_parameters, 4),
+        "bytes_per_parameter": round(sent / scale.train_iters, 4),
         "train_losses": [line["lm loss"] for line in log.lines if "lm loss" in line],
         # Over the last tenth of the steps.
         "observed": {
@@ -159,11 +158,43 @@ def train(results: Path, scale_name: str, text: str, arm: Arm, seed: int) -> dic
             if name in log.lines[-1]
         },
         "seconds": round(time.monotonic() - start, 1),
-        "command": f"{'python' if len(launcher) == 1 else ' '.join(launcher[2:])} {arm.program} {flags}",
+        "command": " && ".join(commands),
         "machine": f"{platform.machine()}, torch {torch_version}",
     }
     append_row(results, row)
     return row
+
+
+def run_trainer(scale: Scale, arm: Arm, flags: str) -> tuple[RunLog, str]:
+    """What the trainer logged, and the command that shows it. Raises RuntimeError when it fails."""
+    launcher = [sys.executable]
+    if arm.real_ranks is not None:
+        launcher += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(arm.real_ranks)]
+    threads = str(max(1, (os.cpu_count() or 1) // scale.jobs))
+    ran = subprocess.run(
+        [*launcher, str(ROOT / arm.program), *flags.split()],
+        env=os.environ | {"OMP_NUM_THREADS": threads},
+        capture_output=True,
+        text=True,
+    )
+    if ran.returncode != 0:
+        raise RuntimeError(f"exit code {ran.returncode}\n{ran.stderr[-3000:]}")
+    shown = "python" if arm.real_ranks is None else " ".join(launcher[2:])
+    return parse_log(ran.stdout), f"{shown} {arm.program} {flags}"
+
+
+def bytes_per_parameter(log: RunLog, flags: str, real_nodes: int | None = None) -> float:
+    """That leave a node, or an island, in a step. The log shows what all of them send together."""
+    # The last interval has no step that sends weights in full. Islands send in some steps of all.
+    nodes = real_nodes or _last_number("--emulate-nodes", flags)
+    megabytes = log.lines[-1][BETWEEN] / nodes
+    if BETWEEN_ISLANDS in log.lines[-1]:
+        megabytes += statistics.fmean(line[BETWEEN_ISLANDS] for line in log.lines) / _last_number("--islands", flags)
+    return megabytes * 1e6 / log.num_parameters
+
+
+def _last_number(flag: str, flags: str) -> int:
+    return int(re.findall(rf"{flag} (\d+)", flags)[-1])
 
 
 def read_results(results: Path, scale: str) -> list[dict[str, Any]]:

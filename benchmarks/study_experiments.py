@@ -7,8 +7,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron_zpp.metrics.log_reader import BETWEEN_ISLANDS
-
 RANKS, NODES = 4, 2
 BF16 = "--bf16"  # computing in bf16, fp32 masters: what all arms but the fp32 wire have
 HPZ = f"--zero-hpz-partition-size {RANKS // NODES}"
@@ -82,14 +80,16 @@ class Arm:
     """One way to travel: its name in the tables, and its flags.
 
     ``{half}`` stands for half of the scale's micro-batch size, ``{batch}`` for the samples of a step, ``{twice}`` for
-    two times as many, ``{warmup}`` for the steps in which the learning rate warms up. ``control``: the flags of the arm
-    that it is compared with.
+    two times as many, ``{warmup}`` for the steps in which the learning rate warms up, ``{begun}`` for the checkpoint of
+    an arm that ``begins`` with other flags, for a fifth of the steps. ``control``: the flags of the arm that it is
+    compared with.
     """
 
     name: str
     flags: str
     control: str = ""  # the fp32 wire
     real_ranks: int | None = None  # each a node of its own, in place of emulated ones
+    begins: str | None = None
 
     @property
     def program(self) -> str:
@@ -337,6 +337,9 @@ ISLAND_WIRES = {
     "int2": " --island-bits 2",
     "int2, LoCo": " --island-bits 2 --island-loco",
 }
+# Between nodes at every step: alone, and before the islands part.
+EVERY_STEP = Arm("int4 differences, 8-4 gradients", f"{BF16} {differences(4)} {gradients(8, 4)} {loco(0.8, 'inter')}")
+AFTER_A_FIFTH = "after a fifth at every step"
 FRAGMENTS = {
     "2 fragments": " --island-fragments 2",
     "2 fragments, 4 steps on their way": " --island-fragments 2 --island-sync-delay 4 --island-merge-alpha 0.5",
@@ -355,6 +358,15 @@ def islands(number: int) -> Group:
         Arm(f"every 32 steps, {wire}, {how}", f"{flags} 32{SHORT_MOMENTUM}{ISLAND_WIRES[wire]}{fragments}")
         for how, fragments in FRAGMENTS.items()
         for wire in ("fp32", "int4, LoCo")
+    ]
+    arms += [
+        Arm(
+            f"every {interval} steps, {wire}, {AFTER_A_FIFTH}",
+            f"{flags} {interval}{INTERVALS[interval]}{ISLAND_WIRES[wire]} --load {{begun}}",
+            begins=EVERY_STEP.flags,
+        )
+        for interval in (32, 100)
+        for wire in ("fp32", "int4, LoCo", "int2, LoCo")
     ]
     arms.append(Arm("every 32 steps, fp32, a momentum of 0.9", f"{flags} 32"))
     return Group(f"{number} islands", tuple(arms))
@@ -623,17 +635,10 @@ EXPERIMENTS = {
             CONTROLS,
             Group(
                 "Every step: LoCo between nodes",
-                (
-                    Arm(
-                        "int4 differences, 8-4 gradients",
-                        f"{BF16} {differences(4)} {gradients(8, 4)} {loco(0.8, 'inter')}",
-                    ),
-                    Arm("int2 differences, 2-bit gradients", few_bits(2, 2)),
-                ),
+                (EVERY_STEP, Arm("int2 differences, 2-bit gradients", few_bits(2, 2))),
             ),
             *ISLANDS.values(),
         ),
-        observed=(BETWEEN_ISLANDS,),
     ),
 }
 OBSERVED = {name for experiment in EXPERIMENTS.values() for name in experiment.observed}

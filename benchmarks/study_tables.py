@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from study_experiments import (
+    AFTER_A_FIFTH,
     E4_BITS_AND_BLOCKS,
     E4_SENSITIVITY,
     EXPERIMENTS,
@@ -21,8 +22,6 @@ from study_experiments import (
     Experiment,
     Group,
 )
-
-from megatron_zpp.metrics.log_reader import BETWEEN_ISLANDS
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "experiments.md"
@@ -85,7 +84,8 @@ def _line(group: Group, arm: Arm, rows: Rows, recovers: bool, observed: Sequence
         first = group.arms[0]
         shares = recovered(first, arm, rows) if group.recovers and arm != first and first.flags in rows else []
         cells.append(mean_and_spread(shares, "{:.0f}", " %") if shares else "")
-    cells.append(f"{next(iter(rows[arm.flags].values()))['bytes_per_parameter']:.2f}")
+    sent = next(iter(rows[arm.flags].values()))["bytes_per_parameter"]
+    cells.append(f"{sent:.2f}" if sent >= 0.2 else f"{sent:.3f}")
     for name in observed:
         # The first results have no "observed".
         found = [row.get("observed", {}) for row in rows[arm.flags].values()]
@@ -205,6 +205,13 @@ def plot_feedback(rows: Rows) -> None:
     figure.savefig(PLOTS / "study_feedback.png", dpi=130)
 
 
+ISLANDS_DRAWN = {"": "full", "in fragments": "none", AFTER_A_FIFTH: "top"}
+
+
+def _how(arm: Arm) -> str:
+    return "in fragments" if "fragments" in arm.name else AFTER_A_FIFTH if AFTER_A_FIFTH in arm.name else ""
+
+
 def plot_islands(rows: Rows) -> None:
     """E11: ZeRO++, whose nodes send at every step, and islands, by what leaves one of them."""
     plt = _pyplot()
@@ -212,39 +219,32 @@ def plot_islands(rows: Rows) -> None:
 
     figure, axes = plt.subplots(figsize=(8, 6), layout="constrained")
     _, every_step, *_ = EXPERIMENTS["E11"].groups
-    # Earlier results do not say how many parameters the model has, which is the same one in all of them.
-    of_all_arms = (row for of_seeds in rows.values() for row in of_seeds.values())
-    num_parameters = next((row["num_parameters"] for row in of_all_arms if "num_parameters" in row), None)
-    if num_parameters is None:
-        return
 
-    def draw(arms: Sequence[Arm], megabytes: list[float], label: str, style: dict[str, Any]) -> None:
+    def draw(arms: Sequence[Arm], label: str, style: dict[str, Any]) -> None:
         of_arms = [excesses(arm, rows) for arm in arms]
+        sent = [rows[arm.flags][SEEDS[0]]["bytes_per_parameter"] for arm in arms]
         spreads = [statistics.stdev(values) for values in of_arms]
-        axes.errorbar(megabytes, [*map(statistics.mean, of_arms)], spreads, capsize=3, label=label, **style)
+        axes.errorbar(sent, [*map(statistics.mean, of_arms)], spreads, capsize=3, label=label, **style)
 
     trained = [arm for arm in every_step.arms if arm.flags in rows]
-    sent = [rows[arm.flags][SEEDS[0]]["bytes_per_parameter"] * num_parameters / 1e6 for arm in trained]
-    draw(trained, sent, "ZeRO++ with LoCo, every step", {"fmt": "k*", "markersize": 10})
+    draw(trained, "ZeRO++ with LoCo, every step", {"fmt": "k*", "markersize": 10})
     for marker, (number, group) in zip("os", ISLANDS.items(), strict=True):
-        for (color, interval), streams in itertools.product(enumerate(INTERVALS), (False, True)):
+        for (color, interval), (how, fill) in itertools.product(enumerate(INTERVALS), ISLANDS_DRAWN.items()):
             named = f"every {interval} steps, "
             trained = [
                 arm
                 for arm in group.arms
-                if arm.name.startswith(named) and ("fragments" in arm.name) is streams and arm.flags in rows
+                if arm.name.startswith(named) and _how(arm) == how and arm.flags in rows and "momentum" not in arm.name
             ]
             if trained:
-                of_first = [rows[arm.flags][SEEDS[0]]["observed"][BETWEEN_ISLANDS] for arm in trained]
-                style = {"color": f"C{color}", "fmt": marker, "alpha": 0.8, "fillstyle": "none" if streams else "full"}
-                label = f"{number} islands, {named[:-2]}{', in fragments' if streams else ''}"
-                draw(trained, [sent / number for sent in of_first], label, style)
+                style = {"color": f"C{color}", "fmt": marker, "alpha": 0.8, "fillstyle": fill}
+                draw(trained, ", ".join(filter(None, (f"{number} islands", named[:-2], how))), style)
     axes.axhline(0, color="0.4", linewidth=1)
     axes.set_xscale("log")
     axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     axes.xaxis.set_major_formatter("{x:g}")
     axes.xaxis.set_minor_formatter(NullFormatter())
-    axes.set_xlabel("MB that leave a node, or an island, per step")
+    axes.set_xlabel("bytes that leave a node, or an island, per parameter and step")
     axes.set_ylabel("validation loss over the fp32 wire, %")
     axes.grid(alpha=0.3)
     axes.legend(fontsize=8)
