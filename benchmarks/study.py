@@ -133,7 +133,9 @@ def train(results: Path, scale_name: str, text: str, arm: Arm, seed: int) -> dic
     with tempfile.TemporaryDirectory() as begun:
         if arm.begins is not None:
             steps = scale.train_iters // 5
-            first = f"{flags_of(scale, Arm('', arm.begins))} --save {begun} --exit-interval {steps}"
+            first = (
+                f"{flags_of(scale, Arm('', arm.begins))} --save {begun} --save-interval {steps} --exit-interval {steps}"
+            )
             log, command = run_trainer(scale, arm, f"{first} {text} --seed {seed}")
             sent = steps * bytes_per_parameter(log, first)
             commands.append(command.replace(begun, "begun"))
