@@ -13,7 +13,7 @@ from megatron_zpp.data.loader import Batch
 from megatron_zpp.metrics.progress import progress
 from megatron_zpp.models.transformer import as_model_output
 from megatron_zpp.training.run import Run, Trainee
-from megatron_zpp.training.step import Target, count_once, masked_sum, to_inputs
+from megatron_zpp.training.step import Target, count_once, masked_sum, mean_loss, to_inputs
 
 
 @torch.no_grad()
@@ -49,7 +49,7 @@ def evaluate(
     dist.all_reduce(count_once(run, totals))
     run.set_training(True)
     loss_sum, num_tokens = totals.tolist()
-    return None if is_stopped else loss_sum / max(1.0, num_tokens)
+    return None if is_stopped else mean_loss(loss_sum, num_tokens)
 
 
 def _summed_losses(trainee: Trainee, micro_batches: Sequence[tuple[Batch, Target]]) -> Tensor:

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from megatron_zpp.parallel.distributed import errors_on_all_ranks, print_once
 from megatron_zpp.training.counting import count_step
 from megatron_zpp.training.run import Run
+from megatron_zpp.training.step import mean_loss
 
 LOSS_OF_ALL = "lm loss of all islands"
 
@@ -58,7 +59,7 @@ def report_agreement(run: Run) -> None:
         return
     assert islands.told is not None
     loss_sum, num_tokens = islands.told.sum(dim=0).tolist()
-    loss = loss_sum / max(1.0, num_tokens)
+    loss = mean_loss(loss_sum, num_tokens)
     run.untold.loss_sum = run.untold.num_tokens = 0.0
     if dist.get_rank() == dist.get_world_size() - 1:
         print(

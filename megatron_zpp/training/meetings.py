@@ -12,7 +12,7 @@ from megatron_zpp.parallel.distributed import print_once
 from megatron_zpp.training.due import what_is_due
 from megatron_zpp.training.nonfinite import NonfiniteSteps
 from megatron_zpp.training.run import Run
-from megatron_zpp.training.step import IslandStep
+from megatron_zpp.training.step import IslandStep, mean_loss
 from megatron_zpp.zeropp.collectives import all_gather
 
 
@@ -137,7 +137,7 @@ def _result(at: Moment, rows: list[list[float]], names: list[str], has_zeros: bo
     auxiliary = of_taken[len(of_taken) - len(names) :]
     return StepResult(
         at,
-        loss=loss_sum / max(1.0, num_tokens),
+        loss=mean_loss(loss_sum, num_tokens),
         grad_norm=grad_norms / count,
         num_zeros=round(num_zeros) if has_zeros else None,
         auxiliary={name: value / count for name, value in zip(names, auxiliary, strict=True)},

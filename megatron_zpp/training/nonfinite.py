@@ -139,7 +139,7 @@ def locate_nonfinite(run: Run, trainee: Trainee, micro_batches: list[Batch]) -> 
         unmoved(trainee.ranks.random_states),
     ):
         num_micro_batches = len(micro_batches) // len(trainee.ranks)
-        accumulate_gradients(run, [trainee], iter(micro_batches), num_micro_batches, [[]])
+        accumulate_gradients(run, [trainee], iter(micro_batches), num_micro_batches)
     trainee.optimizer.zero_grad()
     run.token_traffic.take()  # none of the run's own steps
     if trainee.zeropp is not None:

@@ -109,82 +109,19 @@ def pretrain(architecture: Architecture) -> None:
 
 
 def train(run: Run, start: float) -> None:
-    """The loop: step, log, evaluate, save, until the last iteration or a wish to stop. ``start``: monotonic seconds.
+    """Step, log, evaluate, save, until the last iteration or a wish to stop. ``start``: monotonic seconds.
 
     Raises NotFiniteError on all ranks, after all that can be saved is saved.
     """
     join(run)
-    settings, counters = run.settings, run.counters
-    training, checkpoint = settings.training, settings.checkpoint
-    saver = _build_saver(run) if checkpoint.save is not None else None
+    saver = _build_saver(run) if run.settings.checkpoint.save is not None else None
     signals = StopSignals(run.device)
     streams = Streams(run)
-    if training.manual_gc:
+    if run.settings.training.manual_gc:
         gc.disable()
 
-    if not training.skip_train:
-        assert streams.train is not None
-        reporter, meetings = Reporter(run), Meetings(run)
-        with errors_on_all_ranks():
-            step_profile = StepProfile(run)
-        while counters.iteration < run.train_iters:
-            step_profile.before_step(counters.iteration)
-            num_micro_batches = run.batches.num_micro_batches(counters.consumed_train_samples)
-            out_of_time = training.exit_duration_in_mins is not None and (
-                time.monotonic() - start > training.exit_duration_in_mins * 60
-            )
-            compiles = settings.activation.compile and reporter.is_first_step
-            with progress("compiling") if compiles else nullcontext():
-                steps = train_step(run, streams.train, num_micro_batches, stop=signals.is_asked or out_of_time)
-            # Not earlier: before the first step there is nothing to save, and a signal ends a rank at once, whatever
-            # it waits for.
-            if training.exit_signal_handler and not signals.are_caught:
-                signals.catch()
-
-            # Islands do not know of each other's skipped steps: their schedules count them, and stay alike.
-            batch_size = count_step(run, is_scheduled=run.islands is not None or not steps[0].skipped)
-            if keep_up(run):
-                streams.seek()
-            results = meetings.step(steps, batch_size)
-            reporter.step(results, batch_size)
-            report_agreement(run)
-            if saver is not None:
-                saver.poll()
-
-            iteration = counters.iteration
-            due = what_is_due(settings, iteration, run.train_iters)
-            too_many, is_whole = bool(results) and results[-1].too_many, True
-            if due.evaluate:
-                reporter.pause()
-                is_whole = _validate(run, streams.valid, signals)
-                reporter.resume()
-            is_asked_to_stop = any(result.stop for result in results)
-            ends = is_asked_to_stop or not is_whole or due.exit or too_many or due.end
-            if ends:
-                leave_others(run)
-            if saver is not None and (due.save or ends):
-                reporter.pause()
-                with progress("saving checkpoint"):
-                    _save(run, saver)
-                    ends = ends or signals.agree()  # asked for meanwhile: this save is the last
-                    if ends:
-                        saver.wait()
-                reporter.resume()
-            if training.manual_gc_interval and iteration % training.manual_gc_interval == 0:
-                gc.collect()
-            if ends or too_many:
-                step_profile.end()
-            if too_many:
-                raise NotFiniteError(f"{meetings.why_too_many()}. {_where_saved(run, saver)}")
-            if ends:
-                if not due.end:
-                    print_once(f"exiting program at iteration {iteration}, {_where_saved(run, saver)}")
-                _check_last_save(run, saver)
-                if problem := meetings.why_nothing():
-                    raise NotFiniteError(f"{problem}. {_where_saved(run, saver)}")
-            if ends and not due.end:
-                return
-
+    if not run.settings.training.skip_train and not _train_steps(run, streams, signals, saver, start):
+        return
     if not _validate(run, streams.valid, signals, "validation"):
         return
     test_batches = batches_of(run, "test", 0)
@@ -192,6 +129,71 @@ def train(run: Run, start: float) -> None:
         loss = _evaluate(run, test_batches, signals, "test")
         if loss is not None:
             _check_loss(run, loss, "test")
+
+
+def _train_steps(run: Run, streams: Streams, signals: StopSignals, saver: CheckpointSaver | None, start: float) -> bool:
+    """The loop; False if it was asked to stop before the last iteration. Raises NotFiniteError."""
+    settings, counters = run.settings, run.counters
+    training = settings.training
+    assert streams.train is not None
+    reporter = Reporter(run)
+    meetings = Meetings(run)
+    with errors_on_all_ranks():
+        step_profile = StepProfile(run)
+    while counters.iteration < run.train_iters:
+        step_profile.before_step(counters.iteration)
+        num_micro_batches = run.batches.num_micro_batches(counters.consumed_train_samples)
+        out_of_time = training.exit_duration_in_mins is not None and (
+            time.monotonic() - start > training.exit_duration_in_mins * 60
+        )
+        compiles = settings.activation.compile and reporter.is_first_step
+        with progress("compiling") if compiles else nullcontext():
+            steps = train_step(run, streams.train, num_micro_batches, stop=signals.is_asked or out_of_time)
+        # Not earlier: before the first step there is nothing to save, and a signal ends a rank at once, whatever it
+        # waits for.
+        if training.exit_signal_handler and not signals.are_caught:
+            signals.catch()
+
+        # Islands do not know of each other's skipped steps: their schedules count them, and stay alike.
+        batch_size = count_step(run, is_scheduled=run.islands is not None or not steps[0].skipped)
+        if keep_up(run):
+            streams.seek()
+        results = meetings.step(steps, batch_size)
+        reporter.step(results, batch_size)
+        report_agreement(run)
+        if saver is not None:
+            saver.poll()
+
+        iteration = counters.iteration
+        due = what_is_due(settings, iteration, run.train_iters)
+        is_cut_short = False
+        if due.evaluate:
+            with reporter.paused():
+                is_cut_short = not _validate(run, streams.valid, signals)
+        too_many_nonfinite = bool(results) and results[-1].too_many
+        is_asked_to_stop = is_cut_short or any(result.stop for result in results)
+        ends = due.end or due.exit or is_asked_to_stop or too_many_nonfinite
+        if ends:
+            leave_others(run)
+        if saver is not None and (due.save or ends):
+            with reporter.paused(), progress("saving checkpoint"):
+                _save(run, saver)
+                ends = ends or signals.agree()  # asked for meanwhile: this save is the last
+                if ends:
+                    saver.wait()
+        if training.manual_gc_interval and iteration % training.manual_gc_interval == 0:
+            gc.collect()
+        if ends:
+            step_profile.end()
+            if too_many_nonfinite:
+                raise NotFiniteError(f"{meetings.why_too_many()}. {_where_saved(run, saver)}")
+            if not due.end:
+                print_once(f"exiting program at iteration {iteration}, {_where_saved(run, saver)}")
+            _check_last_save(run, saver)
+            if problem := meetings.why_nothing():
+                raise NotFiniteError(f"{problem}. {_where_saved(run, saver)}")
+            return due.end
+    return True
 
 
 def _validate(run: Run, batches: Iterator[Batch] | None, signals: StopSignals, data_set: str | None = None) -> bool:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
@@ -34,7 +35,7 @@ class Reporter:
         self.is_first_step = True
         self.timer = IntervalTimer(run.device)
         self.stragglers = Stragglers(run) if run.settings.logging.log_straggler else None
-        self.resume()
+        self._resume()
         self._clear()
 
     def _clear(self) -> None:
@@ -86,11 +87,18 @@ class Reporter:
         if self.stragglers is not None and (is_log_step or points):
             self.stragglers.resume()  # ranks have waited for each other here
 
-    def pause(self) -> None:
-        """Count the time so far to training; call ``resume`` after the evaluation or saving that follows."""
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Leave an evaluation or a saving out of the times of training."""
+        self._count_time()
+        yield
+        self._resume()
+
+    def _count_time(self) -> None:
+        """Count the time so far to training."""
         self.seconds += self.timer.restart()
 
-    def resume(self) -> None:
+    def _resume(self) -> None:
         if self.run.zeropp is not None and self.run.zeropp.waits is not None:
             self.run.zeropp.waits.take()  # not training's
         if self.stragglers is not None:
@@ -99,7 +107,7 @@ class Reporter:
 
     def _interval_report(self, result: StepResult) -> TrainingReport:
         run, logging, counters = self.run, self.run.settings.logging, self.run.counters
-        self.pause()
+        self._count_time()
         seconds = self.seconds / self.num_steps
         tokens_per_second = self.num_tokens / self.seconds
         per_device, flops_per_token = tokens_per_second / dist.get_world_size(), self.flops / self.num_tokens

@@ -57,21 +57,21 @@ def build_run(architecture: Architecture, settings: Settings, device: torch.devi
     checkpoint = checkpoint_to_load(settings.checkpoint)
     with errors_on_all_ranks():
         meta = read_meta(checkpoint) if checkpoint is not None else None
+        resumed = None if settings.checkpoint.finetune else meta  # of the run that goes on, counters and all
         counters = Counters()
-        goes_on = meta is not None and not settings.checkpoint.finetune
-        if meta is not None and goes_on:
-            counters = Counters.from_meta(meta)
-            check_same_batches_and_data(settings, meta)
+        if resumed is not None:
+            counters = Counters.from_meta(resumed)
+            check_same_batches_and_data(settings, resumed)
     length = _length(settings, batches, counters, mesh)
     with errors_on_all_ranks():
         tokens_in_vocabulary, datasets = build_data(settings, length.num_samples)
         multiple = settings.model.make_vocab_size_divisible_by
         vocab_size = padded_vocab_size(tokens_in_vocabulary, multiple)
         check_vocabulary(settings.distributed, vocab_size, multiple)
-        if meta is not None and goes_on:
-            check_same_order(settings, meta, datasets)
-        resumes = goes_on and settings.checkpoint.load == save
-        writers = _build_writers(architecture, settings, vocab_size, resumes)
+        if resumed is not None:
+            check_same_order(settings, resumed, datasets)
+        resumes_logs = resumed is not None and settings.checkpoint.load == save
+        writers = _build_writers(architecture, settings, vocab_size, resumes_logs)
         schedule = None
         if not training.skip_train:
             schedule = Schedule.from_settings(settings.optimizer, settings.schedule, training, batches)
@@ -215,12 +215,6 @@ def _build_islands(
     return emulate_islands(models, optimizers, settings.island, zeropps)
 
 
-def _goes_on_from_agreement(run: Run, meta: dict[str, Any]) -> bool:
-    """Whether the islands stand where they agreed last: what one has not agreed on that may leave is not saved."""
-    could_leave = bool(meta["settings"].get("islands_may_leave", False))
-    return run.settings.distributed.islands_may_leave and could_leave and not run.settings.checkpoint.no_load_optim
-
-
 def _seed_dropout(run: Run) -> None:
     """From here on randomness is dropout's."""
     ranks_before = run.mesh.job * dist.get_world_size()  # those of other jobs draw other numbers
@@ -232,42 +226,63 @@ def _seed_dropout(run: Run) -> None:
 
 
 def _load(run: Run, checkpoint: Path, meta: dict[str, Any]) -> None:
-    settings = run.settings
+    """Fill the run from a checkpoint; with --finetune the model alone."""
+    settings, goes_on = run.settings.checkpoint, not run.settings.checkpoint.finetune
     with errors_on_all_ranks():
-        _, saved = saved_model(meta, run.architecture)
-        theirs = dataclasses.asdict(saved)
-        differing = [
-            f"{k} {theirs[k]} there, {v} here"
-            for k, v in dataclasses.asdict(run.model.config).items()
-            if theirs[k] != v and not k.endswith("dropout") and k != "init_method_std"
-        ]
-        if differing:
-            raise CheckpointError(f"{checkpoint} is of another model: {'; '.join(differing)}")
-        if not settings.checkpoint.finetune and run.schedule is not None and meta["schedule"] is not None:
-            run.schedule = resume_schedule(
-                run.schedule,
-                meta["schedule"],
-                override=settings.schedule.override_opt_param_scheduler,
-                use_checkpoint=settings.schedule.use_checkpoint_opt_param_scheduler,
-            )
-    finetune = settings.checkpoint.finetune
+        _check_same_model(run, checkpoint, meta)
+        if goes_on:
+            _resume_schedule(run, meta)
     notes = load_checkpoint(
         checkpoint,
         meta,
-        run.trained(with_optimizer=not (finetune or settings.checkpoint.no_load_optim)),
+        run.trained(with_optimizer=goes_on and not settings.no_load_optim),
         run.layout(),
-        load_rng=not (finetune or settings.checkpoint.no_load_rng),
+        load_rng=goes_on and not settings.no_load_rng,
     )
-    if not finetune:
-        scalers = meta.get("loss_scalers", [])
-        if len(scalers) != run.mesh.num_islands:  # of another number of islands, or of an earlier version
-            scalers = [meta["loss_scaler"]] * run.mesh.num_islands
-        for trainee, scaler in zip(run.trainees, scalers[run.mesh.island.get_local_rank() :], strict=False):
-            trainee.scaler.load_state_dict(scaler)
-        for zeropp in run.zeropps:  # on other ranks, or with other settings, their own state is not taken over
-            zeropp.set_optimizer_steps(run.counters.iteration - run.counters.skipped_iterations)
-        if run.islands is not None and not _goes_on_from_agreement(run, meta):
-            run.islands.steps = run.counters.iteration
+    if goes_on:
+        _resume_state(run, meta)
     for note in notes:
         print_once(f"note: {note}")
     print_once(f"  successfully loaded checkpoint {checkpoint} at iteration {meta['iteration']}")
+
+
+def _check_same_model(run: Run, checkpoint: Path, meta: dict[str, Any]) -> None:
+    """Raise CheckpointError where the checkpoint's weights are of another shape or use."""
+    _, saved = saved_model(meta, run.architecture)
+    theirs = dataclasses.asdict(saved)
+    differing = [
+        f"{k} {theirs[k]} there, {v} here"
+        for k, v in dataclasses.asdict(run.model.config).items()
+        if theirs[k] != v and not k.endswith("dropout") and k != "init_method_std"
+    ]
+    if differing:
+        raise CheckpointError(f"{checkpoint} is of another model: {'; '.join(differing)}")
+
+
+def _resume_schedule(run: Run, meta: dict[str, Any]) -> None:
+    if run.schedule is not None and meta["schedule"] is not None:
+        run.schedule = resume_schedule(
+            run.schedule,
+            meta["schedule"],
+            override=run.settings.schedule.override_opt_param_scheduler,
+            use_checkpoint=run.settings.schedule.use_checkpoint_opt_param_scheduler,
+        )
+
+
+def _resume_state(run: Run, meta: dict[str, Any]) -> None:
+    """Loss scales, and the steps that ZeRO++ and islands have counted."""
+    scalers = meta.get("loss_scalers", [])
+    if len(scalers) != run.mesh.num_islands:  # of another number of islands, or of an earlier version
+        scalers = [meta["loss_scaler"]] * run.mesh.num_islands
+    for trainee, scaler in zip(run.trainees, scalers[run.mesh.island.get_local_rank() :], strict=False):
+        trainee.scaler.load_state_dict(scaler)
+    for zeropp in run.zeropps:  # on other ranks, or with other settings, their own state is not taken over
+        zeropp.set_optimizer_steps(run.counters.iteration - run.counters.skipped_iterations)
+    if run.islands is not None and not _goes_on_from_agreement(run, meta):
+        run.islands.steps = run.counters.iteration
+
+
+def _goes_on_from_agreement(run: Run, meta: dict[str, Any]) -> bool:
+    """Whether the islands stand where they agreed last: what one has not agreed on that may leave is not saved."""
+    could_leave = bool(meta["settings"].get("islands_may_leave", False))
+    return run.settings.distributed.islands_may_leave and could_leave and not run.settings.checkpoint.no_load_optim

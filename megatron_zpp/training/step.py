@@ -44,7 +44,12 @@ class IslandStep:
 
     @property
     def loss(self) -> float:
-        return self.loss_sum / max(1.0, self.num_tokens)
+        return mean_loss(self.loss_sum, self.num_tokens)
+
+
+def mean_loss(loss_sum: float, num_tokens: float) -> float:
+    """Per token; 0 where all tokens are masked."""
+    return loss_sum / max(1.0, num_tokens)
 
 
 def train_step(run: Run, batches: Iterator[Batch], num_micro_batches: int, stop: bool) -> list[IslandStep]:
@@ -55,9 +60,8 @@ def train_step(run: Run, batches: Iterator[Batch], num_micro_batches: int, stop:
     settings = run.settings
     if run.curriculum is not None:
         batches = _cut(batches, run.sample_length(run.counters.iteration + 1))
-    micro_batches: list[list[Batch]] = [[] for _ in run.trainees]
-    totals, names = accumulate_gradients(run, run.trainees, batches, num_micro_batches, micro_batches)
-    totals[:, 2] = float(stop)
+    totals, names, micro_batches = accumulate_gradients(run, run.trainees, batches, num_micro_batches)
+    totals = torch.cat([totals, totals.new_full((len(totals), 1), float(stop))], dim=1)
     dist.all_reduce(totals, group=run.mesh.ranks_of_island)
 
     per_token = settings.training.calculate_per_token_loss
@@ -69,9 +73,9 @@ def train_step(run: Run, batches: Iterator[Batch], num_micro_batches: int, stop:
     values = torch.cat([totals, torch.stack(measured)], dim=1).tolist()
     steps = []
     for of_trainee, its_batches in zip(values, micro_batches, strict=True):
-        loss_sum, num_tokens, wishes, *auxiliary_sums = of_trainee[: totals.shape[1]]
+        loss_sum, num_tokens, *auxiliary_sums, stops = of_trainee[: totals.shape[1]]
         grad_norm, *zeros = of_trainee[totals.shape[1] :]
-        loss = loss_sum / max(1.0, num_tokens)
+        loss = mean_loss(loss_sum, num_tokens)
         # As their gradients: FSDP2 averages over ranks.
         auxiliary_factor = 1 / max(1.0, num_tokens) if per_token else 1 / run.mesh.fsdp_size
         finite = math.isfinite(grad_norm) and math.isfinite(loss)
@@ -84,7 +88,7 @@ def train_step(run: Run, batches: Iterator[Batch], num_micro_batches: int, stop:
                 num_zeros=round(zeros[0]) if zeros else None,
                 nonfinite=not finite,
                 spiked=finite and is_loss_spike(run, loss),
-                stop=wishes > 0,
+                stop=stops > 0,
                 micro_batches=its_batches,
             )
         )
@@ -92,13 +96,13 @@ def train_step(run: Run, batches: Iterator[Batch], num_micro_batches: int, stop:
         run.untold.loss_sum += steps[0].loss_sum
         run.untold.num_tokens += steps[0].num_tokens
     for trainee, step in zip(run.trainees, steps, strict=True):
-        _take(run, trainee, step)
+        _step_optimizer(run, trainee, step)
     for trainee, step in zip(run.trainees, steps, strict=True):
         _finish(run, trainee, step)
     return steps
 
 
-def _take(run: Run, trainee: Trainee, step: IslandStep) -> None:
+def _step_optimizer(run: Run, trainee: Trainee, step: IslandStep) -> None:
     """Let the optimizer step, unless the step is to be skipped. Behind the last trainee's, islands may agree."""
     if not step.skipped:
         assert run.schedule is not None
@@ -149,22 +153,18 @@ def is_loss_spike(run: Run, loss: float) -> bool:
 
 
 def accumulate_gradients(
-    run: Run,
-    trainees: Sequence[Trainee],
-    batches: Iterator[Batch],
-    num_micro_batches: int,
-    seen: Sequence[list[Batch]],
-) -> tuple[Tensor, list[str]]:
+    run: Run, trainees: Sequence[Trainee], batches: Iterator[Batch], num_micro_batches: int
+) -> tuple[Tensor, list[str], list[list[Batch]]]:
     """Forward and backward passes of one step, gradients reduced but not scaled back.
 
-    Returns fp64 [T, 3 + A], and A names: of each trainee this rank's summed loss, its tokens, a 0 to fill in, and its
-    auxiliary losses and observations; add them over all ranks of an island. seen: where its micro-batches go.
+    Returns, of each of T trainees, this rank's summed loss, its tokens, and its A auxiliary losses and observations,
+    fp64 [T, 2 + A], to be added over all ranks of an island; the names of these A; and the micro-batches that it read.
     """
     accumulated = [_Accumulated(run, trainee.scaler.scale, num_micro_batches) for trainee in trainees]
     if run.pipeline is not None:
         (own,) = accumulated
-        seen[0].extend(next(batches) for _ in range(num_micro_batches))
-        micro_batches = [to_inputs(run, batch) for batch in seen[0]]
+        read = [next(batches) for _ in range(num_micro_batches)]
+        micro_batches = [to_inputs(run, batch) for batch in read]
         per_token = run.settings.training.calculate_per_token_loss
 
         def of_stage(output: ModelOutput) -> Tensor | float:
@@ -177,10 +177,11 @@ def accumulate_gradients(
 
         run.pipeline.forward_backward(micro_batches, own.scaled_loss, of_stage)
         names = run.pipeline.names_of_all_stages(list(own.auxiliary))
-        return own.totals(names)[None], names
+        return own.totals(names)[None], names, [read]
+    read_by_trainee: list[list[Batch]] = [[] for _ in trainees]
     for i in range(num_micro_batches):
         is_last = i == num_micro_batches - 1
-        for trainee, own, its_batches in zip(trainees, accumulated, seen, strict=True):
+        for trainee, own, its_batches in zip(trainees, accumulated, read_by_trainee, strict=True):
             prepare_backward(trainee.model, run.settings.zero.zero_stage, is_last)
             if trainee.zeropp is not None:
                 trainee.zeropp.set_is_last_micro_batch(is_last)
@@ -192,7 +193,7 @@ def accumulate_gradients(
                     loss = own.scaled_loss(output.losses, target) + own.weighted_auxiliary(output, target)
                     loss.backward()
     names = list(accumulated[0].auxiliary)
-    return torch.stack([own.totals(names) for own in accumulated]), names
+    return torch.stack([own.totals(names) for own in accumulated]), names, read_by_trainee
 
 
 class _Accumulated:
@@ -205,10 +206,10 @@ class _Accumulated:
         self.auxiliary: dict[str, Tensor] = {}  # weighted as in ``weighted_auxiliary``
 
     def totals(self, names: Sequence[str]) -> Tensor:
-        """Loss, tokens, 0 and the auxiliary values of these names, for a sum over ranks."""
+        """Loss, tokens and the auxiliary values of these names, for a sum over ranks."""
         zero = self._loss_and_tokens.new_zeros(())
         auxiliary = [self.auxiliary.get(name, zero) for name in names]
-        return count_once(self._run, torch.stack([*self._loss_and_tokens, zero, *auxiliary]))
+        return count_once(self._run, torch.stack([*self._loss_and_tokens, *auxiliary]))
 
     def scaled_loss(self, losses: Tensor, target: Target) -> Tensor:
         loss_sum, num_tokens = masked_sum(losses, target)
