@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Collection
 
+from megatron_zpp.arguments.resolve_parallel import placement_of
 from megatron_zpp.islands import IslandConfig
 from megatron_zpp.settings.checks import divisors, flag_of, require
 from megatron_zpp.settings.flags import iterate_flags
@@ -48,13 +49,19 @@ def check_islands(settings: Settings, given: Collection[str]) -> None:
         not settings.model.moe_router_enable_expert_bias,
         f"--moe-router-enable-expert-bias keeps biases that {islands} would not agree on: leave one out",
     )
-    layers = (settings.model.num_layers or 1) // ranks.pipeline_model_parallel_size
-    require(
-        config.fragments <= layers,
-        f"{flag_of('island_fragments')} {config.fragments} are more than the {layers} layer(s) of a rank",
-    )
     if ranks.islands_may_leave:
         _check_leaving_islands(settings)
+    try:
+        placement = placement_of(ranks, settings.model.num_layers or 1)
+    except ValueError:  # which the pipeline's own check says
+        return
+    stages_of_ranks = [placement.stages_of(rank) for rank in range(ranks.pipeline_model_parallel_size)]
+    fewest = min(sum(len(placement.layers[stage]) for stage in stages) for stages in stages_of_ranks)
+    require(
+        config.fragments <= fewest,
+        f"{flag_of('island_fragments')} {config.fragments} are more than the {fewest} layer(s) of a rank: give at most "
+        f"{fewest}",
+    )
 
 
 def _check_leaving_islands(settings: Settings) -> None:

@@ -32,7 +32,7 @@ _REQUIRED: dict[str, _Kinds] = {
     "files": (dict,),
 }
 _OPTIONAL: dict[str, _Kinds] = {  # left out by earlier versions, or by imports
-    "optimizer_has_stepped": (bool,),
+    "optimizers_have_stepped": (list,),  # of each island
     "layout": (dict,),
     "loss_scalers": (list,),  # of each island
     "data_order": (dict, type(None)),

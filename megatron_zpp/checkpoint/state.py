@@ -63,7 +63,6 @@ def describe_state(trained: Trained, save_rng: bool) -> dict[str, Any]:
     return {
         "world_size": trained.world_size,
         "has_optimizer": bool(trained.optimizers),
-        "optimizer_has_stepped": any(bool(optimizer.state) for optimizer in trained.optimizers),
         "has_rng": save_rng,
         "zeropp": zeropp_layout(trained.zeropps),
         "islands": None if trained.islands is None else dataclasses.asdict(trained.islands.config),
@@ -95,7 +94,11 @@ def load_checkpoint(
     taken = taken_over(meta, trained, layout, load_rng, has_zeropp_state=bool(own_ranks))
     loaded = trained if taken.islands else trained.first()
     models = {prefix: _model_state(model) for prefix, model in loaded.named_models()}
-    optimizers = {p: get_optimizer_state_dict(m, o) for p, m, o in loaded.named_optimizers() if taken.optimizer}
+    optimizers = {
+        prefix: get_optimizer_state_dict(model, optimizer)
+        for island, (prefix, model, optimizer) in enumerate(loaded.named_optimizers(), loaded.first_island)
+        if taken.optimizers[island]
+    }
     seeded = trained.ranks if taken.random_states else []
     random_states = [ranks.random_states.state_dict() for ranks in seeded]
     state = _joined(models) | _joined({prefix: _optimizer_tensors(own) for prefix, own in optimizers.items()})
@@ -123,10 +126,11 @@ def load_checkpoint(
 
     for prefix, model in loaded.named_models():
         set_model_state_dict(model, models[prefix])
-    for prefix, model, optimizer in loaded.named_optimizers() if taken.optimizer else ():
-        set_optimizer_state_dict(model, optimizer, optimizers[prefix])
+    for prefix, model, optimizer in loaded.named_optimizers():
+        if prefix in optimizers:
+            set_optimizer_state_dict(model, optimizer, optimizers[prefix])
     for model, optimizer in list(zip(trained.models, trained.optimizers, strict=False))[len(loaded.models) :]:
-        if taken.optimizer:  # of emulated islands that begin anew
+        if "optimizer." in optimizers:  # of emulated islands that begin anew
             set_optimizer_state_dict(model, optimizer, copy.deepcopy(optimizers["optimizer."]))
     for ranks, own in zip(seeded, random_states, strict=True):
         ranks.random_states.load_state_dict(own)

@@ -19,7 +19,7 @@ class TakenOver:
     """Each is said in ``notes`` where it is not, and the run had a use for it."""
 
     notes: tuple[str, ...]
-    optimizer: bool  # False also where it had made no step
+    optimizers: tuple[bool, ...]  # of each island that saved; False also where it had made no step
     random_states: bool
     zeropp: bool
     islands: bool  # each its own parameters and optimizer; or all begin with the first model that is loaded
@@ -33,7 +33,8 @@ def taken_over(
     notes: list[str] = []
     there = dict.fromkeys(AXES, 1) | meta.get("layout", {})  # newer axes: one rank
     same_layout, trains = "layout" in meta and there == layout, bool(trained.optimizers)
-    optimizer = trains and meta.get("optimizer_has_stepped", True)
+    stepped = meta.get("optimizers_have_stepped", [True] * there["island"])
+    optimizers = tuple(trains and has_stepped for has_stepped in stepped)
 
     random_states = load_rng and meta["has_rng"]
     if random_states and not same_layout:
@@ -55,7 +56,7 @@ def taken_over(
     islands_go_on = same_islands and trains
     if islands is not None and not islands_go_on and trains:
         notes.append(f"islands start anew from the checkpoint's parameters: {there['island']} islands saved")
-    if there["island"] > 1 and not islands_go_on and optimizer:
+    if there["island"] > 1 and not islands_go_on and trains:
         notes.append("the optimizer's state is that of the first island that saved")
     # Errors, and what is on its way, belong to ranks and to a wire.
     same_wire = islands is not None and _wire_of(meta.get("islands")) == _wire_of(dataclasses.asdict(islands.config))
@@ -65,7 +66,7 @@ def taken_over(
             "LoCo's errors between islands start anew, and what was on its way is dropped: saved with other ranks or "
             "settings"
         )
-    return TakenOver(tuple(notes), optimizer, random_states, zeropp, islands_go_on, island_wires)
+    return TakenOver(tuple(notes), optimizers, random_states, zeropp, islands_go_on, island_wires)
 
 
 def zeropp_layout(zeropps: Sequence[ZeroPPInterface]) -> dict[str, Any] | None:

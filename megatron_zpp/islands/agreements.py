@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Generic, Protocol, TypeVar
 
 import torch
@@ -33,6 +34,7 @@ class Agreements(Generic[F]):
     steps: int
     traffic: Traffic
     _fragments: Sequence[F]
+    _counts = True
 
     def describe(self) -> str:
         """One line: how many islands there are, and how they agree."""
@@ -44,6 +46,19 @@ class Agreements(Generic[F]):
         self.steps += 1
         if self.config.timetable.advance(self._fragments, self.steps):
             self._parameters_replaced()
+
+    @contextmanager
+    def not_counting(self) -> Iterator[None]:
+        """Steps of the optimizers do not count in here."""
+        before, self._counts = self._counts, False
+        try:
+            yield
+        finally:
+            self._counts = before
+
+    def _optimizer_has_stepped(self, *_: object) -> None:
+        if self._counts:
+            self.skip_step()
 
     def agreed_state(self) -> dict[str, Tensor]:
         """What all islands have alike, by "agreed.NAME" and "momentum.NAME"."""

@@ -47,7 +47,8 @@ def apply_islands(
     the ranks of one island alone.
     zeropp: what ``apply_zeropp`` returned, if it was called; it is told when parameters are replaced.
 
-    Raises ValueError where there is one island, or where its ranks hold other parts of the model than those of others.
+    Raises ValueError where there is one island, where its ranks hold other parts of the model than those of others, or
+    where islands have other settings.
     """
     if isinstance(group, DeviceMesh):
         group = group.get_group()
@@ -55,14 +56,16 @@ def apply_islands(
     if group is None or group.size() == 1:
         raise ValueError("one island has no other to agree with: give the ranks of several that hold the same part")
     parameters = trained_parameters(model)
-    parts = [(name, tuple(held(parameter).shape)) for name, parameter in parameters.items()]
+    parts = [(name, tuple(held(parameter).shape), parameter.dtype) for name, parameter in parameters.items()]
     of_islands: list[Any] = [None] * group.size()
-    dist.all_gather_object(of_islands, parts, group=group)
-    if any(other != of_islands[0] for other in of_islands):
+    dist.all_gather_object(of_islands, (parts, config), group=group)
+    if any(its_parts != of_islands[0][0] for its_parts, _ in of_islands):
         raise ValueError(
             "ranks of the same place in their islands hold other parameters, or other parts of them: shard the model "
             "alike in each island, with meshes of its own ranks"
         )
+    if any(its_config != of_islands[0][1] for _, its_config in of_islands):
+        raise ValueError(f"islands have different settings, such as {config}: give all the same IslandConfig")
     return Islands(model, parameters, optimizer, config, group, zeropp)
 
 
@@ -133,7 +136,7 @@ class Islands(RankAgreements[Fragment]):
         of_fragments = divide(parameters, config.fragments)
         self._fragments = [Fragment(part, config, group, self.traffic) for part in of_fragments]
         self.begin_anew()
-        optimizer.register_step_post_hook(lambda *_: self.skip_step())
+        optimizer.register_step_post_hook(self._optimizer_has_stepped)
 
     @torch.no_grad()
     def begin_anew(self) -> None:

@@ -37,6 +37,13 @@ class IslandsInterface(Protocol):
         Islands agree at the same steps, skipped ones included. A step that is taken counts by itself.
         """
 
+    def not_counting(self) -> AbstractContextManager[None]:
+        """Count no step of the optimizers in here.
+
+        To load their states in: torch's ``set_optimizer_state_dict`` and ``get_optimizer_state_dict`` have an optimizer
+        without state make a step of zeros.
+        """
+
     def agreed_parameters(self) -> AbstractContextManager[None]:
         """Have the agreed parameters in the model in here, on all ranks, and the islands' own again behind."""
 

@@ -155,7 +155,8 @@ class LeavingIslands(RankAgreements[LeavingFragment]):
         self.agreed_at = 0  # steps, of which the agreed parameters are
         self._meeting = Meeting(membership, self._given, self._take)
         self._fragments = [LeavingFragment(parameters, config, self._meeting, self.traffic, alike, tell)]
-        optimizer.register_step_post_hook(lambda *_: self.skip_step())
+        self._counts = False  # steps that load an optimizer's state, until it joins the others
+        optimizer.register_step_post_hook(self._optimizer_has_stepped)
 
     @torch.no_grad()
     def skip_step(self) -> None:
@@ -187,6 +188,7 @@ class LeavingIslands(RankAgreements[LeavingFragment]):
         self.agreed_at, self.num_islands = self.steps, len(self._meeting.islands)
         self._fragments[0].agreed.copy_to(self._parameters)
         self._parameters_replaced()
+        self._counts = True
 
     def _begin(self) -> Callable[[], None]:
         """What to do when all have come so far."""

@@ -59,12 +59,14 @@ class Meeting:
         self._group = MeetingGroup(timeout)
         self._history = bytes(32)  # of the agreements that led here, equal where these are
         self._compared = ""  # the group whose histories are known to be equal
+        self._num_ahead = 0
+        self._has_taken = False  # another island's state, since its own last agreement
 
         def given() -> State:
             return {"history": self._history, "state": state_dict()}
 
         def take(its: State) -> None:
-            self._history = its["history"]
+            self._history, self._has_taken = its["history"], True
             load_state_dict(its["state"])
 
         def manage() -> Manager:
@@ -101,13 +103,13 @@ class Meeting:
 
     @property
     def is_behind(self) -> bool:
-        """Whether this island gets the agreed state from another one, when they agree."""
-        return not self._manager.is_participating()
+        """Whether this island gets the agreed state from another one, when they agree; or did in an attempt before."""
+        return self._has_taken or not self._manager.is_participating()
 
     @property
     def num_ahead(self) -> int:
-        """How many of the islands are not behind."""
-        return self._manager.num_participants()
+        """How many of the islands are not behind; 1 where the last of them was lost on the way."""
+        return max(1, self._num_ahead)
 
     @property
     def is_first(self) -> bool:
@@ -134,6 +136,7 @@ class Meeting:
             # Ranks of an island find out one after the other, each in one of five collectives.
             if self._manager.should_commit(timeout=timedelta(seconds=6 * self._membership.timeout)):
                 self._history = hashlib.sha256(self._history + self._group.name.encode()).digest()
+                self._has_taken = False
                 return result
         raise RuntimeError(
             f"{MAX_FAILURES} attempts of island {self._membership.island} to agree broke off, the last one because: "
@@ -170,18 +173,21 @@ class Meeting:
         An agreement may be over for one island, and broken off for others who no longer hear of it. Two may go on
         alone, one after the other, with a lighthouse that begins again and knows of neither.
         """
-        if self.num_ahead + self.is_behind > len(self.islands):
+        num_participants, participates = self._manager.num_participants(), self._manager.is_participating()
+        if num_participants + (not participates) > len(self.islands):
             # torchft keeps a group while its quorum has the same number, as another lighthouse's first one may have.
             raise BrokenOffError("the lighthouse began again, and knows of others")
         if self._compared == self._group.name:
+            self._num_ahead = num_participants
             return
-        mine = bytes(32) if self.is_behind else self._history
-        received = self.all_gather(torch.frombuffer(bytearray(mine), dtype=torch.uint8))  # [K, 32]
-        histories = [bytes(row.tolist()) for row in received]
-        counts = Counter(history for history in histories if any(history))
+        mine = bytes([self.is_behind]) + self._history
+        received = self.all_gather(torch.frombuffer(bytearray(mine), dtype=torch.uint8)).tolist()  # [K, 1 + 32]
+        histories = [None if is_behind else bytes(history) for is_behind, *history in received]
+        counts = Counter(history for history in histories if history is not None)
+        self._num_ahead = counts.total()
         if len(counts) > 1:
             ((right, _),) = counts.most_common(1)  # the first of those with as many
-            astray = [island for island, its in zip(self.islands, histories, strict=True) if any(its) and its != right]
+            astray = [island for island, its in zip(self.islands, histories, strict=True) if its not in (None, right)]
             if self._membership.island in astray:  # then it is behind, and gets what they have
                 ago = {"step": self._manager.current_step() - 1, "batches_committed": self._manager.batches_committed()}
                 self._manager.load_state_dict(ago)

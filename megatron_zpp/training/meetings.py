@@ -101,7 +101,7 @@ class Meetings:
 
     def why_too_many(self) -> str | None:
         """What the first island with too many steps of NaN or Inf says; collective."""
-        return self._first([of_island.report() for of_island in self._nonfinite])
+        return self._first([of_island.too_many for of_island in self._nonfinite])
 
     def why_nothing(self) -> str | None:
         """Why the run came to nothing, as far as an island's did; None if it did not. Collective."""

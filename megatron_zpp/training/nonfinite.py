@@ -44,6 +44,7 @@ class NonfiniteSteps:
         self.steps = self.in_a_row = 0  # of this process; nonfinite ones up to now
         self.last: IslandStep | None = None
         self.where = ""
+        self.too_many: str | None = None  # why the run ends
 
     def step(self, step: IslandStep) -> bool:
         """Take a step in; whether there are too many."""
@@ -59,18 +60,15 @@ class NonfiniteSteps:
                     f"{step.grad_norm:g}), the step was skipped: {self.where}",
                     flush=True,
                 )
-        return self.in_a_row >= self.limit
-
-    def report(self) -> str | None:
-        """Why the run ends; None if that is not for this island."""
-        if not self.is_checked or self.in_a_row < self.limit:
-            return None
-        iteration, scale = self.run.counters.iteration, self.trainee.scaler.scale
-        return (
-            f"the last {self.in_a_row} steps, up to iteration {iteration}, had NaN or Inf (loss scale {scale:g}), so "
-            f"the parameters did not move: {self.where}; lower --lr or look at the data, or go on with "
-            "--no-check-for-nan-in-loss-and-grad"
+        if self.in_a_row < self.limit:
+            return False
+        # Kept: finite steps may follow until islands meet.
+        self.too_many = (
+            f"the last {self.in_a_row} steps, up to iteration {self.run.counters.iteration}, had NaN or Inf (loss scale "
+            f"{self.trainee.scaler.scale:g}), so the parameters did not move: {self.where}; lower --lr or look at the "
+            "data, or go on with --no-check-for-nan-in-loss-and-grad"
         )
+        return True
 
     def at_end(self) -> str | None:
         """Why the run came to nothing, however short it was: not one finite step, or NaN or Inf in a parameter that

@@ -170,7 +170,7 @@ def _train_steps(run: Run, streams: Streams, signals: StopSignals, saver: Checkp
         if due.evaluate:
             with reporter.paused():
                 is_cut_short = not _validate(run, streams.valid, signals)
-        too_many_nonfinite = bool(results) and results[-1].too_many
+        too_many_nonfinite = any(result.too_many for result in results)
         is_asked_to_stop = is_cut_short or any(result.stop for result in results)
         ends = due.end or due.exit or is_asked_to_stop or too_many_nonfinite
         if ends:

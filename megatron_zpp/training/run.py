@@ -166,6 +166,8 @@ class Run:
         scalers = self.of_all_islands([trainee.scaler.state_dict() for trainee in self.trainees])
         return {
             "settings": self.settings.as_flat_dict(),
+            # Of each island: those whose first steps overflow begin later than others.
+            "optimizers_have_stepped": self.of_all_islands([bool(t.optimizer.state) for t in self.trainees]),
             "model_config": dataclasses.asdict(self.model.config),
             "counters": dataclasses.asdict(self.counters),
             "schedule": self.schedule.state_dict() if self.schedule is not None else None,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -232,13 +233,18 @@ def _load(run: Run, checkpoint: Path, meta: dict[str, Any]) -> None:
         _check_same_model(run, checkpoint, meta)
         if goes_on:
             _resume_schedule(run, meta)
-    notes = load_checkpoint(
-        checkpoint,
-        meta,
-        run.trained(with_optimizer=goes_on and not settings.no_load_optim),
-        run.layout(),
-        load_rng=goes_on and not settings.no_load_rng,
-    )
+    if goes_on:
+        for zeropp in run.zeropps:  # which knows better where its own state is taken over
+            zeropp.set_optimizer_steps(run.counters.iteration - run.counters.skipped_iterations)
+    # Torch has an optimizer without state make a step, to have what to fill.
+    with nullcontext() if run.islands is None else run.islands.not_counting():
+        notes = load_checkpoint(
+            checkpoint,
+            meta,
+            run.trained(with_optimizer=goes_on and not settings.no_load_optim),
+            run.layout(),
+            load_rng=goes_on and not settings.no_load_rng,
+        )
     if goes_on:
         _resume_state(run, meta)
     for note in notes:
@@ -270,14 +276,12 @@ def _resume_schedule(run: Run, meta: dict[str, Any]) -> None:
 
 
 def _resume_state(run: Run, meta: dict[str, Any]) -> None:
-    """Loss scales, and the steps that ZeRO++ and islands have counted."""
+    """Loss scales, and the steps that islands have counted."""
     scalers = meta.get("loss_scalers", [])
     if len(scalers) != run.mesh.num_islands:  # of another number of islands, or of an earlier version
         scalers = [meta["loss_scaler"]] * run.mesh.num_islands
     for trainee, scaler in zip(run.trainees, scalers[run.mesh.island.get_local_rank() :], strict=False):
         trainee.scaler.load_state_dict(scaler)
-    for zeropp in run.zeropps:  # on other ranks, or with other settings, their own state is not taken over
-        zeropp.set_optimizer_steps(run.counters.iteration - run.counters.skipped_iterations)
     if run.islands is not None and not _goes_on_from_agreement(run, meta):
         run.islands.steps = run.counters.iteration
 
