@@ -35,6 +35,7 @@ class Agreements(Generic[F]):
     traffic: Traffic
     _fragments: Sequence[F]
     _counts = True
+    has_replaced = False
 
     def describe(self) -> str:
         """One line: how many islands there are, and how they agree."""
@@ -44,7 +45,8 @@ class Agreements(Generic[F]):
     def skip_step(self) -> None:
         """Count a step, also one that no optimizer takes."""
         self.steps += 1
-        if self.config.timetable.advance(self._fragments, self.steps):
+        self.has_replaced = self.config.timetable.advance(self._fragments, self.steps)
+        if self.has_replaced:
             self._parameters_replaced()
 
     @contextmanager

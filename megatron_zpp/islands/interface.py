@@ -20,6 +20,7 @@ class IslandsInterface(Protocol):
     num_islands: int
     may_leave: bool  # each is a job of its own
     steps: int  # of the islands' optimizers so far, skipped ones included
+    has_replaced: bool  # the model's parameters, behind the last step
     traffic: Traffic  # what the ranks of this process have sent to other islands
 
     def describe(self) -> str:

@@ -53,7 +53,7 @@ class NonfiniteSteps:
         if not step.nonfinite or not self.is_checked:
             return False
         if self.in_a_row == (self.limit if self.scale_adapts else 1):
-            self.where = locate_nonfinite(self.run, self.trainee, step.micro_batches)
+            self.where = self._locate(step)
             if dist.get_rank(self.run.mesh.ranks_of_island) == 0:
                 print(
                     f"note: NaN or Inf at iteration {self.run.counters.iteration} (loss {step.loss:g}, gradient norm "
@@ -64,11 +64,18 @@ class NonfiniteSteps:
             return False
         # Kept: finite steps may follow until islands meet.
         self.too_many = (
-            f"the last {self.in_a_row} steps, up to iteration {self.run.counters.iteration}, had NaN or Inf (loss scale "
+            f"{self.in_a_row} steps in a row, up to iteration {self.run.counters.iteration}, had NaN or Inf (loss scale "
             f"{self.trainee.scaler.scale:g}), so the parameters did not move: {self.where}; lower --lr or look at the "
             "data, or go on with --no-check-for-nan-in-loss-and-grad"
         )
         return True
+
+    def _locate(self, step: IslandStep) -> str:
+        if self.run.islands is not None and self.run.islands.has_replaced:
+            return (
+                "where it began cannot be computed again, since the islands agreed on other parameters behind that step"
+            )
+        return locate_nonfinite(self.run, self.trainee, step.micro_batches)
 
     def at_end(self) -> str | None:
         """Why the run came to nothing, however short it was: not one finite step, or NaN or Inf in a parameter that
@@ -94,7 +101,7 @@ class NonfiniteSteps:
                     f"down, and is {scale:g} by now; train longer, or begin with --initial-loss-scale {scale:g}"
                 )
             return None
-        where = self.where or locate_nonfinite(run, self.trainee, last.micro_batches)
+        where = self.where or self._locate(last)
         return (
             f"not one of the {self.steps} steps up to iteration {run.counters.iteration} was without NaN or Inf (loss "
             f"scale {scale:g}), so the parameters did not move: {where}; lower --lr or look at the data"

@@ -113,13 +113,20 @@ def train(run: Run, start: float) -> None:
 
     Raises NotFiniteError on all ranks, after all that can be saved is saved.
     """
-    join(run)
     saver = _build_saver(run) if run.settings.checkpoint.save is not None else None
+    loaded = run.counters.iteration
+    join(run)
     signals = StopSignals(run.device)
     streams = Streams(run)
     if run.settings.training.manual_gc:
         gc.disable()
 
+    if run.counters.iteration == run.train_iters > loaded:  # an island that returns when the others end
+        leave_others(run)
+        if saver is not None:
+            _save(run, saver)
+            saver.wait()
+            _check_last_save(run, saver)
     if not run.settings.training.skip_train and not _train_steps(run, streams, signals, saver, start):
         return
     if not _validate(run, streams.valid, signals, "validation"):

@@ -226,7 +226,7 @@ def _spoil_steps_2_and_4(run) -> None:
 def test_nan_stops_after_some_steps_with_a_saved_state_and_its_origin(data, tmp_path, plant, where):
     argv = flags(data, f"--global-batch-size 2 --max-nonfinite-steps 3 --save {tmp_path} --save-interval 100")
     out, error, steps = run_ranks(2, _train_with_nan, argv, plant)[0]
-    assert steps == 3 and "the last 3 steps, up to iteration 3, had NaN or Inf" in error and where in error
+    assert steps == 3 and "3 steps in a row, up to iteration 3, had NaN or Inf" in error and where in error
     assert f"saved in {tmp_path}" in error
     assert out.count("the step was skipped") == 1
     meta = read_meta(tmp_path / "iter_0000003")

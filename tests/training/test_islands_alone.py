@@ -113,7 +113,7 @@ def test_nan_in_one_island_ends_all_with_its_origin(data, tmp_path):
     save = f"--save {tmp_path} --save-interval 100"
     argv = flags(data, ISLANDS, f"--island-sync-interval 2 --log-interval 5 --max-nonfinite-steps 3 {save}")
     for _, _, error, _, _ in run_ranks(4, _train_spoilt, argv, 1, list(range(1, 100))):
-        assert "the last 5 steps, up to iteration 5, had NaN or Inf" in error and f"saved in {tmp_path}" in error
+        assert "5 steps in a row, up to iteration 5, had NaN or Inf" in error and f"saved in {tmp_path}" in error
         assert "it began in the gradient of the output of layers.0.mlp.linear_fc1 on rank 2 on" in error
     assert read_meta(tmp_path / "iter_0000005")["counters"]["skipped_iterations"] == 5
 
