@@ -63,18 +63,17 @@ class NonfiniteSteps:
         if self.in_a_row < self.limit:
             return False
         # Kept: finite steps may follow until islands meet.
+        iteration, scale = self.run.counters.iteration, self.trainee.scaler.scale
         self.too_many = (
-            f"{self.in_a_row} steps in a row, up to iteration {self.run.counters.iteration}, had NaN or Inf (loss scale "
-            f"{self.trainee.scaler.scale:g}), so the parameters did not move: {self.where}; lower --lr or look at the "
-            "data, or go on with --no-check-for-nan-in-loss-and-grad"
+            f"{self.in_a_row} steps in a row, up to iteration {iteration}, had NaN or Inf (loss scale {scale:g}), so "
+            f"the parameters did not move: {self.where}; lower --lr or look at the data, or go on with "
+            "--no-check-for-nan-in-loss-and-grad"
         )
         return True
 
     def _locate(self, step: IslandStep) -> str:
         if self.run.islands is not None and self.run.islands.has_replaced:
-            return (
-                "where it began cannot be computed again, since the islands agreed on other parameters behind that step"
-            )
+            return "the islands agreed behind this step, so that it cannot be computed again to see where that began"
         return locate_nonfinite(self.run, self.trainee, step.micro_batches)
 
     def at_end(self) -> str | None:

@@ -29,11 +29,11 @@ from tests.ranks import run_ranks
 pytestmark = pytest.mark.integrations
 
 
-def diloco(killed: int, left_at: int, returned_at: int, end: int, islands: int = 3) -> dict[int, Kept]:
-    """What is agreed on behind each step: copies of a model in plain loops, one of which is not there for a while.
+def diloco(left_at: dict[int, int], returned_at: dict[int, int], end: int, islands: int = 3) -> dict[int, Kept]:
+    """What is agreed on behind each step: copies of a model in plain loops, some of which are not there for a while.
 
-    Behind ``left_at`` the others no longer count it. Behind ``returned_at`` it has what they agree on there, and a new
-    optimizer; ``end`` is the last step.
+    Behind ``left_at`` the others no longer count an island. Behind ``returned_at`` it has what they agree on there, and
+    a new optimizer; ``end`` is the last step.
     """
     agreed = build_model(0)
     outer = torch.optim.SGD(agreed.parameters(), lr=0.7, momentum=0.9, nesterov=True)
@@ -48,14 +48,14 @@ def diloco(killed: int, left_at: int, returned_at: int, end: int, islands: int =
             inner[island].step()
         if step % INTERVAL:
             continue
-        if step == left_at:
-            del models[killed], inner[killed]
+        for island in (island for island, left in left_at.items() if left == step):
+            del models[island], inner[island]
         for parameter, *own in zip(agreed.parameters(), *(m.parameters() for m in models.values()), strict=True):
             parameter.grad = sum(parameter.detach() - p.detach() for p in own) / len(own)
         outer.step()
-        if step == returned_at:
-            models[killed] = build_model(0)
-            inner[killed] = torch.optim.AdamW(models[killed].parameters(), lr=0.001)
+        for island in (island for island, returned in returned_at.items() if returned == step):
+            models[island] = build_model(0)
+            inner[island] = torch.optim.AdamW(models[island].parameters(), lr=0.001)
         for model in models.values():
             model.load_state_dict(agreed.state_dict())
         found[step] = {
@@ -63,6 +63,12 @@ def diloco(killed: int, left_at: int, returned_at: int, end: int, islands: int =
             "momentum": [outer.state[p]["momentum_buffer"].clone() for p in agreed.parameters()],
         }
     return found
+
+
+def assert_near(mine: Kept, expected: Kept) -> None:
+    for kind in ("agreed", "momentum"):
+        for value, its in zip(mine[kind], expected[kind], strict=True):
+            torch.testing.assert_close(value, its, rtol=1e-3, atol=1e-4)
 
 
 def loss_of(parameters: list[Tensor]) -> float:
@@ -90,14 +96,13 @@ def test_a_killed_island_is_left_behind_and_returns(tmp_path):
     second = {step: value for step, value in kept(tmp_path, 1).items() if step not in before}
     returned_at, end = min(second), max(first)
     assert sorted(before) == [0, 3, 6] and sorted(second) == [end - 6, end - 3, end]
-    expected = diloco(1, 9, returned_at, end)
+    expected = diloco({1: 9}, {1: returned_at}, end)
     for step, mine in first.items():
         assert mine["islands"] == (3 if step < 9 or step >= returned_at else 2)
         for other in (third[step], (before | second).get(step, mine)):
             assert_same_bits(mine, other)
-        for kind in ("agreed", "momentum") if step else ():
-            for value, its in zip(mine[kind], expected[step][kind], strict=True):
-                torch.testing.assert_close(value, its, rtol=1e-3, atol=1e-4)
+        if step:
+            assert_near(mine, expected[step])
     assert loss_of(first[end]["agreed"]) < loss_of(first[9]["agreed"]) < loss_of(first[0]["agreed"])
 
 
@@ -138,6 +143,25 @@ def test_a_silent_island_is_left_behind_and_goes_on_when_it_wakes(tmp_path):
     assert max(first) == max(second) > 15
     for step, value in second.items():
         assert_same_bits(first[step], value)
+
+
+def test_one_that_returns_while_another_is_lost_adds_nothing(tmp_path):
+    """It has got the others' state when their agreement breaks off and begins again."""
+    with lighthouse() as at:
+        first, leaves = (start(at, tmp_path, i, 3, ranks=1, end=9, hold=8, kill_between=9 * i) for i in range(2))
+        silent = start(at, tmp_path, 2, 3, ranks=1, end=9, stop=4)
+        wait_for(tmp_path / "0.8.holds", first, leaves, silent)
+        os.kill(int((tmp_path / "2.4.stopped").read_text()), signal.SIGCONT)
+        for island in range(2):
+            (tmp_path / f"{island}.8.goes").touch()
+        assert leaves.wait(120) != 0
+        log = said(first)
+        said(silent)
+    assert re.search(r"island 2 left.*\n.*island 2 came.*\n.*broke off.*\n.*island 1 left", log), log
+    mine, its = kept(tmp_path, 0)[9], kept(tmp_path, 2)[9]
+    assert mine["islands"] == 2
+    assert_same_bits(mine, its)
+    assert_near(mine, diloco({2: 6, 1: 9}, {}, 9)[9])
 
 
 def test_islands_that_all_end_begin_again_where_they_agreed(tmp_path):

@@ -201,6 +201,21 @@ def test_islands_that_stay_train_as_those_of_one_job(tmp_path):
             assert_same(parameters_in(folder / f"island_{island}", 12), expected)
 
 
+def test_islands_that_agree_at_every_step_begin_again_where_they_ended(tmp_path):
+    """Loading an optimizer, which torch has make a step to begin with, is no step of theirs."""
+    common = flags(write_text(tmp_path), "--train-iters 8 --eval-iters 0 --save-interval 4")
+    with Cluster(tmp_path, common) as cluster:
+        runs = []
+        for folder, *ends in (("whole",), ("begun", "--exit-interval", "4"), ("begun",)):
+            save = ["--save", str(tmp_path / folder), "--load", str(tmp_path / folder), *ends]
+            islands = [cluster.island(number, 2, "--island-sync-interval", "1", *save) for number in range(2)]
+            for island in islands:
+                island.ends_well()
+            runs.append(islands[0].of_all())
+    whole, begun, rest = runs
+    assert sorted(rest) == [5, 6, 7, 8] and begun | rest == whole
+
+
 def endless(more: str) -> list[str]:
     """A run that ends when it is asked to."""
     words = (

@@ -76,6 +76,22 @@ def test_a_resume_between_agreements_is_exact(data, tmp_path, kind, saves, loads
     assert first + rest == whole and len(rest) == 4
 
 
+def _losses_and_bytes(argv: list[str]) -> list[list[float]]:
+    metrics = train_each({"": argv})[""]
+    return [metrics["lm loss"], metrics["comm/bytes-between-islands"]]
+
+
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_loading_an_optimizer_is_no_step(data, tmp_path, ranks):
+    """Torch has one without state make a step, at which islands would agree."""
+    argv = [*flags(data, "--islands 2 --island-sync-interval 1"), *(EMULATE if ranks == 1 else [])]
+    begin = [*argv, *f"--save {tmp_path} --save-interval 4 --exit-interval 4".split()]
+    whole, begun, rest = (
+        run_ranks(ranks, _losses_and_bytes, words)[-1] for words in (argv, begin, [*argv, "--load", str(tmp_path)])
+    )
+    assert [one + other for one, other in zip(begun, rest, strict=True)] == whole
+
+
 def test_offloaded_agreed_parameters_change_nothing(data, tmp_path):
     """Nor does a resume without them."""
     argv = [*flags(data, ISLANDS, LOW_BITS), *EMULATE]

@@ -118,6 +118,26 @@ def test_nan_in_one_island_ends_all_with_its_origin(data, tmp_path):
     assert read_meta(tmp_path / "iter_0000005")["counters"]["skipped_iterations"] == 5
 
 
+@pytest.mark.parametrize("spoilt", [0, 1])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_an_island_that_has_not_stepped_yet_resumes(data, tmp_path, spoilt, ranks):
+    """Its optimizer has no state to save, where the other's has."""
+    argv = [*flags(data, ISLANDS, "--island-sync-interval 3"), *(EMULATE if ranks == 1 else [])]
+    folder = f"--save {tmp_path} --load {tmp_path} --save-interval 4".split()
+    whole, begun, rest = (
+        [metrics["lm loss"] for metrics, *_ in run_ranks(ranks, _train_spoilt, words, spoilt, [1, 2, 3, 4])]
+        for words in (argv, [*argv, *folder, "--exit-interval", "4"], [*argv, *folder])
+    )
+    assert [one + other for one, other in zip(begun, rest, strict=True)] == whole and len(whole[-1]) == 8
+
+
+def test_too_many_steps_of_nan_count_though_others_follow(data):
+    """The log line comes when the island is well again."""
+    argv = flags(data, ISLANDS, "--island-sync-interval 2 --log-interval 8 --max-nonfinite-steps 3")
+    for _, _, error, *_ in run_ranks(2, _train_spoilt, argv, 1, [2, 3, 4]):
+        assert "3 steps in a row, up to iteration 4, had NaN or Inf" in error
+
+
 def test_a_run_whose_one_island_never_stepped_says_so(data):
     argv = flags(data, ISLANDS, "--island-sync-interval 8 --train-iters 3")
     for _, _, error, _, _ in run_ranks(2, _train_spoilt, argv, 0, [1, 2, 3]):
