@@ -39,8 +39,8 @@ class Agreements(Generic[F]):
         return f"{self.num_islands} islands {self.config.describe()}"
 
     @torch.no_grad()
-    def skip_step(self) -> None:
-        """Count a step, also one that no optimizer takes."""
+    def count_step(self) -> None:
+        """Count a step of the optimizer, and agree if it is due; call it yourself where no optimizer takes it."""
         self.steps += 1
         if self.config.timetable.advance(self._fragments, self.steps):
             self._parameters_replaced()

@@ -133,7 +133,7 @@ class Islands(RankAgreements[Fragment]):
         of_fragments = divide(parameters, config.fragments)
         self._fragments = [Fragment(part, config, group, self.traffic) for part in of_fragments]
         self.begin_anew()
-        optimizer.register_step_post_hook(lambda *_: self.skip_step())
+        optimizer.register_step_post_hook(lambda *_: self.count_step())
 
     @torch.no_grad()
     def begin_anew(self) -> None:

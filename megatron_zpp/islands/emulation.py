@@ -108,7 +108,7 @@ class EmulatedIslands(Agreements[EmulatedFragment]):
             EmulatedFragment(parts, config, zeropps, self.traffic) for parts in zip(*divided, strict=True)
         ]
         self.begin_anew()
-        optimizers[-1].register_step_post_hook(lambda *_: self.skip_step())
+        optimizers[-1].register_step_post_hook(lambda *_: self.count_step())
 
     @torch.no_grad()
     def begin_anew(self) -> None:

@@ -155,12 +155,12 @@ class LeavingIslands(RankAgreements[LeavingFragment]):
         self.agreed_at = 0  # steps, of which the agreed parameters are
         self._meeting = Meeting(membership, self._given, self._take)
         self._fragments = [LeavingFragment(parameters, config, self._meeting, self.traffic, alike, tell)]
-        optimizer.register_step_post_hook(lambda *_: self.skip_step())
+        optimizer.register_step_post_hook(lambda *_: self.count_step())
 
     @torch.no_grad()
-    def skip_step(self) -> None:
-        """Count a step, also one that no optimizer takes."""
-        super().skip_step()
+    def count_step(self) -> None:
+        """Count a step of the optimizer, and agree if it is due; call it yourself where no optimizer takes it."""
+        super().count_step()
         if self.steps % self.config.sync_interval == 0:
             self.agreed_at, self.num_islands = self.steps, len(self._meeting.islands)
 

@@ -112,7 +112,7 @@ def _step_optimizer(run: Run, trainee: Trainee, step: IslandStep) -> None:
         set_lr_and_weight_decay(trainee.optimizer, lr, weight_decay, decoupled_lr)
         trainee.optimizer.step()
     elif run.islands is not None and trainee is run.trainees[-1]:
-        run.islands.skip_step()
+        run.islands.count_step()
 
 
 def _finish(run: Run, trainee: Trainee, step: IslandStep) -> None:
