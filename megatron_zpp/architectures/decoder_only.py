@@ -69,7 +69,10 @@ def resolve(model: ModelSettings, seq_length: int, defaults: Mapping[str, Any]) 
     )
     # Megatron's default of --num-query-groups is 1; without --group-query-attention every head has its own group.
     groups = (model.num_query_groups or 1) if model.group_query_attention else heads
-    require(heads % groups == 0, f"--num-attention-heads {heads} is not divisible by --num-query-groups {groups}")
+    require(
+        heads % groups == 0,
+        f"--num-attention-heads {heads} is not divisible by --num-query-groups {groups}; change one",
+    )
     length = model.max_position_embeddings or seq_length
     require(
         seq_length <= length,
@@ -187,11 +190,11 @@ def _check_experts(model: ModelSettings) -> None:
     )
     require(
         model.moe_layer_freq <= model.num_layers,
-        f"--moe-layer-freq {model.moe_layer_freq} is more than --num-layers {model.num_layers}",
+        f"--moe-layer-freq {model.moe_layer_freq} is more than --num-layers {model.num_layers}; give at most that",
     )
     require(
         model.moe_first_layer <= model.num_layers,
-        f"--moe-first-layer {model.moe_first_layer} is more than --num-layers {model.num_layers}",
+        f"--moe-first-layer {model.moe_first_layer} is more than --num-layers {model.num_layers}; give at most that",
     )
 
 

@@ -224,7 +224,7 @@ def _resolve_precision(precision: PrecisionSettings, sums_in_fp32: bool) -> Prec
     first, smallest = precision.initial_loss_scale, precision.min_loss_scale
     require(
         not precision.fp16 or precision.loss_scale is not None or first >= smallest,
-        f"--initial-loss-scale {first:g} is below --min-loss-scale {smallest:g}",
+        f"--initial-loss-scale {first:g} is below --min-loss-scale {smallest:g}; raise the former or lower the latter",
     )
     # Megatron's rule: bf16 has too few digits to sum gradients in, so it is fp32 unless asked otherwise. Autograd's are
     # bf16, and half the memory, where they are only handed over.

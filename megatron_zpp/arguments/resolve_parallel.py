@@ -142,7 +142,7 @@ def resolve_pipeline(settings: Settings) -> DistributedSettings:
     require(
         activation.recompute_num_layers is None or activation.recompute_num_layers <= smallest,
         f"--recompute-num-layers {activation.recompute_num_layers} counts layers of one stage, and the smallest stage "
-        f"has {smallest}",
+        f"has {smallest}; give at most {smallest}",
     )
     require(
         not (activation.compile and schedule in SPLITS_BACKWARD),

@@ -30,7 +30,7 @@ from typing import Any
 
 from .files import CheckpointError, digest, make_folder, open_regular, sync_folder, write_durably
 from .foreign import refuse_foreign
-from .meta import INDEX, MARKER, META, nonfinite, read_meta
+from .meta import INDEX, MARKER, META, REMEDY, nonfinite, read_meta
 
 LATEST = "latest_checkpointed_iteration.txt"
 LOCK = "lock"
@@ -79,8 +79,8 @@ def find_checkpoint(folder: str, iteration: int | None = None) -> Path | None:
         refuse_foreign(root)
         there = [path.name for path in complete_checkpoints(root)]
         raise CheckpointError(
-            f"{checkpoint} is not a complete checkpoint; complete ones in {folder}: {', '.join(there) or 'none'}; take "
-            "one with --ckpt-step, or the newest good one with --load-latest-good"
+            f"{checkpoint} is not a complete checkpoint; complete ones in {folder}: {', '.join(there) or 'none'}; "
+            f"{REMEDY}"
         )
     return checkpoint
 

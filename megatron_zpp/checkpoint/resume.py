@@ -19,6 +19,7 @@ from megatron_zpp.checkpoint import (
     read_meta,
 )
 from megatron_zpp.checkpoint.foreign import refuse_foreign
+from megatron_zpp.checkpoint.meta import REMEDY
 from megatron_zpp.data.build import Datasets
 from megatron_zpp.data.order import check_order
 from megatron_zpp.metrics.progress import progress
@@ -53,10 +54,7 @@ def checkpoint_to_load(settings: CheckpointSettings) -> Path | None:
                 wrong = problems_on_all_ranks(checkpoint, settings.verify_checkpoint)
             with errors_on_all_ranks():
                 if wrong:
-                    raise CheckpointError(
-                        f"{checkpoint} is damaged: {'; '.join(wrong)}. Load another one with --ckpt-step, or the "
-                        "newest good one with --load-latest-good"
-                    )
+                    raise CheckpointError(f"{checkpoint} is damaged ({'; '.join(wrong)}): {REMEDY}")
                 text = nonfinite(checkpoint, read_meta(checkpoint))
             if text is not None:
                 print_once(f"note: {text}; --load-latest-good takes the newest checkpoint that is finite")

@@ -34,6 +34,7 @@ from megatron_zpp.islands import IslandsInterface
 from megatron_zpp.parallel.distributed import errors_on_all_ranks
 
 from .files import CheckpointError
+from .meta import REMEDY
 from .storage import CheckpointReader, iterate_tensors, read_index
 from .taken_over import taken_over, zeropp_layout
 from .trained import Trained
@@ -157,10 +158,7 @@ def _read(reader: CheckpointReader, state: dict[str, Any]) -> None:
         failure = root_cause(error)
     with errors_on_all_ranks():
         if failure is not None:
-            raise CheckpointError(
-                f"{reader.checkpoint} cannot be loaded ({failure}): load another checkpoint with --ckpt-step, or the "
-                "newest good one with --load-latest-good"
-            )
+            raise CheckpointError(f"{reader.checkpoint} cannot be loaded ({failure}): {REMEDY}")
 
 
 def root_cause(error: BaseException) -> str:
@@ -228,4 +226,7 @@ def _check_shapes(checkpoint: Path, state: Mapping[str, Tensor], saved: Mapping[
             wrong.append(f"{name} is {there} there, {here} here")
     if wrong:
         more = f"; and {len(wrong) - 3} more" if len(wrong) > 3 else ""
-        raise CheckpointError(f"{checkpoint} does not fit this run: {'; '.join(wrong[:3])}{more}")
+        raise CheckpointError(
+            f"{checkpoint} does not fit this run: {'; '.join(wrong[:3])}{more}. Give the settings that it was saved "
+            "with, or --no-load-optim where the optimizer's tensors are others, or --load another folder"
+        )

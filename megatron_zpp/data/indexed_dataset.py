@@ -310,7 +310,7 @@ class IndexedDatasetWriter:
         if resume_size is None:
             return open(path, "wb")
         if not Path(path).is_file() or Path(path).stat().st_size < resume_size:
-            raise ValueError(f"{path} is missing or too short to go on from")
+            raise ValueError(f"{path} is missing or too short to go on from: give --restart to begin anew")
         os.truncate(path, resume_size)  # what was written after the last sync
         return open(path, "ab")
 

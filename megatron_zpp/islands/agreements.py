@@ -42,8 +42,8 @@ class Agreements(Generic[F]):
         return f"{self.num_islands} islands {self.config.describe()}"
 
     @torch.no_grad()
-    def skip_step(self) -> None:
-        """Count a step, also one that no optimizer takes."""
+    def count_step(self) -> None:
+        """Count a step of the optimizer, and agree if it is due; call it yourself where no optimizer takes it."""
         self.steps += 1
         self.has_replaced = self.config.timetable.advance(self._fragments, self.steps)
         if self.has_replaced:
@@ -60,7 +60,7 @@ class Agreements(Generic[F]):
 
     def _optimizer_has_stepped(self, *_: object) -> None:
         if self._counts:
-            self.skip_step()
+            self.count_step()
 
     def agreed_state(self) -> dict[str, Tensor]:
         """What all islands have alike, by "agreed.NAME" and "momentum.NAME"."""

@@ -103,7 +103,8 @@ class IslandConfig:
             raise ValueError("loco returns what was lost, and fp32 loses nothing: set bits, or leave it out")
         if self.fragments > self.sync_interval:
             raise ValueError(
-                f"fragments {self.fragments} travel at different steps, and sync_interval has {self.sync_interval}"
+                f"fragments {self.fragments} travel at different steps, and sync_interval has {self.sync_interval}: "
+                f"give at most {self.sync_interval} fragments"
             )
         if self.sync_delay >= self.sync_interval:
             raise ValueError(

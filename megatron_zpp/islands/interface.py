@@ -32,10 +32,11 @@ class IslandsInterface(Protocol):
         For weights that were loaded after ``apply_islands``. What is on its way is dropped.
         """
 
-    def skip_step(self) -> None:
-        """Count a step that an island's optimizer does not take (an overflow), as others may have taken it.
+    def count_step(self) -> None:
+        """Count a step of the optimizer, and agree if it is due; collective where it is.
 
-        Islands agree at the same steps, skipped ones included. A step that is taken counts by itself.
+        The optimizer's hook calls it. Call it yourself for a step that no optimizer takes (an overflow): islands agree
+        at the same steps, skipped ones included.
         """
 
     def not_counting(self) -> AbstractContextManager[None]:

@@ -159,9 +159,9 @@ class LeavingIslands(RankAgreements[LeavingFragment]):
         optimizer.register_step_post_hook(self._optimizer_has_stepped)
 
     @torch.no_grad()
-    def skip_step(self) -> None:
-        """Count a step, also one that no optimizer takes."""
-        super().skip_step()
+    def count_step(self) -> None:
+        """Count a step of the optimizer, and agree if it is due; call it yourself where no optimizer takes it."""
+        super().count_step()
         if self.steps % self.config.sync_interval == 0:
             self.agreed_at, self.num_islands = self.steps, len(self._meeting.islands)
 

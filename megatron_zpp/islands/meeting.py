@@ -55,6 +55,7 @@ class Meeting:
         if lighthouse is None:
             raise ValueError("where is the lighthouse? Set lighthouse, or TORCHFT_LIGHTHOUSE, to http://host:port")
         self._membership = membership
+        self._lighthouse = lighthouse
         timeout = timedelta(seconds=membership.timeout)
         self._group = MeetingGroup(timeout)
         self._history = bytes(32)  # of the agreements that led here, equal where these are
@@ -154,13 +155,17 @@ class Meeting:
             except (RuntimeError, TimeoutError) as error:
                 raise RuntimeError(
                     f"island {self._membership.island} found no others to agree with, or no lighthouse, in "
-                    f"{self._membership.patience} seconds: {error}"
+                    f"{self._membership.patience} seconds: {error}. Is the lighthouse running at {self._lighthouse}, "
+                    "and do the others ask the same one?"
                 ) from error
             missing = set(range(self._membership.num_islands)) - set(self.islands)
             if not (self.is_first and missing):
                 break
             if time.monotonic() > deadline:
-                raise RuntimeError(f"{self._named(missing)} did not come within {self._membership.patience} seconds")
+                raise RuntimeError(
+                    f"{self._named(missing)} did not come within {self._membership.patience} seconds: is every island "
+                    f"running, and asks the same lighthouse, {self._lighthouse}?"
+                )
             time.sleep(0.5)
         left, came = set(before) - set(self.islands), set(self.islands) - set(before)
         changes = [f"{self._named(left)} left"] * bool(left) + [f"{self._named(came)} came"] * bool(came)

@@ -253,16 +253,18 @@ class Decoder(Transformer):
             if isinstance(x, tuple):
                 x, routed = x
                 of_experts.append(routed)
-        if hasattr(self, "final_norm"):
+        if not hasattr(self, "final_norm"):
+            output = x
+        else:
             x = self.final_norm(x)
             if config.tie_embeddings:
-                x = losses_or_logits(x, self.word_embeddings.weight, labels)
+                output = losses_or_logits(x, self.word_embeddings.weight, labels)
             else:
-                x = self.output_layer(x, labels)
+                output = self.output_layer(x, labels)
         if config.moe is None or labels is None or not of_experts:
-            return x
+            return output
         observed = observations(of_experts, config.moe, len(config.layers_with_experts))
-        return ModelOutput(x, auxiliary_losses(of_experts, config.moe), observed)
+        return ModelOutput(output, auxiliary_losses(of_experts, config.moe), observed)
 
     def finish_step(self, moved: bool, add_up: Callable[[Tensor], None]) -> None:
         finish_step([layer.mlp for layer in self.layers if isinstance(layer.mlp, MoE)], moved, add_up)

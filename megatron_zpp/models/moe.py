@@ -213,10 +213,6 @@ class MoE(nn.Module):
         weights = routing.weights.flatten()[order].unsqueeze(-1).to(out.dtype)
         placed = torch.zeros(routing.experts.numel(), out.size(-1), dtype=out.dtype, device=out.device)
         placed = placed.index_copy(0, order, out * weights)
-        load = routing.load
-        if self.sample_group is not None:
-            load = load.clone()
-            dist.all_reduce(load, group=self.sample_group)
         y = placed.unflatten(0, (-1, config.router_topk)).sum(dim=1).view_as(x)
         if config.residual:
             assert self.shared_expert is not None
@@ -224,6 +220,10 @@ class MoE(nn.Module):
             y = y * share[..., :1] + self.shared_expert(x) * share[..., 1:]
         elif self.shared_expert is not None:
             y = y + self.shared_expert(x)
+        load = routing.load
+        if self.sample_group is not None:
+            load = load.clone()
+            dist.all_reduce(load, group=self.sample_group)
         routed = Routed(
             balancing_loss=config.aux_loss_coeff * balancing_loss(routing.scores, load),
             z_loss=config.z_loss_coeff * z_loss(logits),

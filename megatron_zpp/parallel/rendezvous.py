@@ -37,4 +37,7 @@ def fresh_store(timeout: timedelta) -> tuple[dist.Store, int, int]:
         if store.check([f"{start}/answers"]) and json.loads(store.get(f"{start}/answers")).get(str(rank)) == mine:
             return dist.PrefixStore(start, store), rank, world_size
         time.sleep(0.02)
-    raise TimeoutError(f"rank {rank} did not hear from rank 0 in {timeout.total_seconds():.0f} s")
+    raise TimeoutError(
+        f"rank {rank} did not hear from rank 0 in {timeout.total_seconds():.0f} s: look at rank 0's output, and if it "
+        "only starts late, raise --distributed-timeout-minutes"
+    )

@@ -76,7 +76,7 @@ def build_leaving_islands(
     settings: Settings,
     mesh: Mesh,
     datasets: Datasets,
-    untold: LossSoFar,
+    loss_since_agreement: LossSoFar,
 ) -> LeavingInterface:
     """The agreements with islands that read the same data in the same batches; others are refused when they join."""
     from megatron_zpp.islands.leaving import apply_leaving_islands  # needs torchft, which other runs do not
@@ -96,4 +96,6 @@ def build_leaving_islands(
     orders = [split.order for split in datasets if split is not None]
     samplers = (settings.data.dataloader_type, settings.data.data_sharding)
     alike = json.dumps([batches, ramps, lengths, orders, samplers], sort_keys=True)
-    return apply_leaving_islands(model, optimizer, settings.island, membership, zeropp, alike, untold.tell)
+    return apply_leaving_islands(
+        model, optimizer, settings.island, membership, zeropp, alike, loss_since_agreement.tell
+    )

@@ -60,7 +60,7 @@ def report_agreement(run: Run) -> None:
     assert islands.told is not None
     loss_sum, num_tokens = islands.told.sum(dim=0).tolist()
     loss = mean_loss(loss_sum, num_tokens)
-    run.untold.loss_sum = run.untold.num_tokens = 0.0
+    run.loss_since_agreement.loss_sum = run.loss_since_agreement.num_tokens = 0.0
     if dist.get_rank() == dist.get_world_size() - 1:
         print(
             f" islands agreed at iteration {counters.iteration} | islands there: {islands.num_islands} | "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from pathlib import Path
 
 import torch
@@ -20,8 +21,11 @@ class StepProfile:
 
     def __init__(self, run: Run) -> None:
         """Raises ValueError for what this device cannot record, or where there is no place for it; on all ranks."""
-        settings, rank, on_gpu = run.settings.logging, dist.get_rank(), run.device.type == "cuda"
-        self.settings, self.waits = settings, run.zeropp.waits if run.zeropp is not None else None
+        settings = run.settings.logging
+        rank = dist.get_rank()
+        on_gpu = run.device.type == "cuda"
+        self.settings = settings
+        self.waits = run.zeropp.waits if run.zeropp is not None else None
         if settings.record_memory_history and not on_gpu:
             raise ValueError("--record-memory-history needs a GPU: PyTorch keeps no history of host memory")
         if settings.profile and not settings.use_pytorch_profiler and not on_gpu:
@@ -33,9 +37,8 @@ class StepProfile:
             raise ValueError("--profile needs a place for its files: give --profile-dir, --tensorboard-dir or --save")
         of_rank = settings.profile and (not settings.profile_ranks or rank in settings.profile_ranks)
         self.is_due = of_rank and (settings.use_pytorch_profiler or on_gpu)
-        self.is_on, self.keeps_memory = False, of_rank and settings.record_memory_history
-        self._profiler: profile | None = None
-        self._nvtx: torch.autograd.profiler.emit_nvtx | None = None
+        self.keeps_memory = of_rank and settings.record_memory_history
+        self._recording = ExitStack()  # of what writes and ends a profile, while it is taken
         if self.is_due and folder is not None:
             self.trace = Path(folder) / f"rank{rank:05d}.trace.json.gz"
             self.memory = self.trace.with_name(f"rank{rank:05d}.memory.pickle")
@@ -52,32 +55,24 @@ class StepProfile:
 
     def end(self) -> None:
         """Write what was recorded, if a profile is being taken."""
-        if not self.is_on:
-            return
-        self.is_on = False
-        if self.waits is not None:
-            self.waits.are_named = False
-        if self._profiler is not None:
-            self._profiler.stop()
-            self._profiler.export_chrome_trace(str(self.trace))
-            self._profiler = None
-        if self._nvtx is not None:
-            torch.cuda.profiler.stop()
-            self._nvtx.__exit__(None, None, None)
-            self._nvtx = None
-        if self.keeps_memory:
-            torch.cuda.memory._dump_snapshot(str(self.memory))
-            torch.cuda.memory._record_memory_history(enabled=None)
+        self._recording.close()
 
     def _begin(self) -> None:
-        self.is_on = True
+        if self.keeps_memory:
+            self._recording.callback(self._write_memory)
         if self.waits is not None:
             self.waits.are_named = True
+            self._recording.callback(setattr, self.waits, "are_named", False)
         if self.settings.use_pytorch_profiler:
             activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])]
-            self._profiler = profile(activities=activities, record_shapes=True)
-            self._profiler.start()
+            profiler = profile(activities=activities, record_shapes=True)
+            self._recording.callback(lambda: profiler.export_chrome_trace(str(self.trace)))  # when it has stopped
+            self._recording.enter_context(profiler)
         else:
             torch.cuda.profiler.start()  # of nsys --capture-range cudaProfilerApi
-            self._nvtx = torch.autograd.profiler.emit_nvtx(record_shapes=True)
-            self._nvtx.__enter__()
+            self._recording.callback(torch.cuda.profiler.stop)
+            self._recording.enter_context(torch.autograd.profiler.emit_nvtx(record_shapes=True))
+
+    def _write_memory(self) -> None:
+        torch.cuda.memory._dump_snapshot(str(self.memory))
+        torch.cuda.memory._record_memory_history(enabled=None)

@@ -64,7 +64,7 @@ class Run:
     train_iters: int
     num_eval_micro_batches: int  # per data-parallel rank of this job and evaluation
     counters: Counters
-    untold: LossSoFar  # to other islands, where this one is a job of its own
+    loss_since_agreement: LossSoFar  # where this island is a job of its own; elsewhere it stays 0
     lock: FolderLock | None = None  # on --save, held by rank 0
     last_loss: float | None = None
 

@@ -78,7 +78,8 @@ def build_run(architecture: Architecture, settings: Settings, device: torch.devi
             schedule = Schedule.from_settings(settings.optimizer, settings.schedule, training, batches)
     check_same_data_on_all_ranks(datasets)
 
-    token_traffic, untold = Traffic(), LossSoFar()
+    token_traffic = Traffic()
+    loss_since_agreement = LossSoFar()
     trainees = [
         _build_trainee(architecture, settings, tokens_in_vocabulary, device, mesh, token_traffic, island)
         for island in range(mesh.emulated_islands)
@@ -89,8 +90,8 @@ def build_run(architecture: Architecture, settings: Settings, device: torch.devi
         device=device,
         mesh=mesh,
         trainees=trainees,
-        islands=_build_islands(trainees, settings, mesh, datasets, untold),
-        untold=untold,
+        islands=_build_islands(trainees, settings, mesh, datasets, loss_since_agreement),
+        loss_since_agreement=loss_since_agreement,
         token_traffic=token_traffic,
         schedule=schedule,
         batches=batches,
@@ -201,11 +202,13 @@ def _build_trainee(
 
 
 def _build_islands(
-    trainees: list[Trainee], settings: Settings, mesh: Mesh, datasets: Datasets, untold: LossSoFar
+    trainees: list[Trainee], settings: Settings, mesh: Mesh, datasets: Datasets, loss_since_agreement: LossSoFar
 ) -> IslandsInterface | None:
     if settings.distributed.islands_may_leave:
         (own,) = trainees
-        return build_leaving_islands(own.model, own.optimizer, own.zeropp, settings, mesh, datasets, untold)
+        return build_leaving_islands(
+            own.model, own.optimizer, own.zeropp, settings, mesh, datasets, loss_since_agreement
+        )
     if mesh.num_islands == 1:
         return None
     if mesh.island.size() > 1:
@@ -262,7 +265,10 @@ def _check_same_model(run: Run, checkpoint: Path, meta: dict[str, Any]) -> None:
         if theirs[k] != v and not k.endswith("dropout") and k != "init_method_std"
     ]
     if differing:
-        raise CheckpointError(f"{checkpoint} is of another model: {'; '.join(differing)}")
+        raise CheckpointError(
+            f"{checkpoint} is of another model: {'; '.join(differing)}. Give the flags of the model that was saved, "
+            "or --load another folder"
+        )
 
 
 def _resume_schedule(run: Run, meta: dict[str, Any]) -> None:

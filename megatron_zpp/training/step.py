@@ -93,8 +93,8 @@ def train_step(run: Run, batches: Iterator[Batch], num_micro_batches: int, stop:
             )
         )
     if run.leaving is not None and not steps[0].skipped:
-        run.untold.loss_sum += steps[0].loss_sum
-        run.untold.num_tokens += steps[0].num_tokens
+        run.loss_since_agreement.loss_sum += steps[0].loss_sum
+        run.loss_since_agreement.num_tokens += steps[0].num_tokens
     for trainee, step in zip(run.trainees, steps, strict=True):
         _step_optimizer(run, trainee, step)
     for trainee, step in zip(run.trainees, steps, strict=True):
@@ -112,7 +112,7 @@ def _step_optimizer(run: Run, trainee: Trainee, step: IslandStep) -> None:
         set_lr_and_weight_decay(trainee.optimizer, lr, weight_decay, decoupled_lr)
         trainee.optimizer.step()
     elif run.islands is not None and trainee is run.trainees[-1]:
-        run.islands.skip_step()
+        run.islands.count_step()
 
 
 def _finish(run: Run, trainee: Trainee, step: IslandStep) -> None:

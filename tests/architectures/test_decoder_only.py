@@ -113,7 +113,7 @@ def test_operations_of_experts_by_hand():
     ("argv", "message"),
     [
         ("--num-experts 2 --moe-router-topk 3", "--moe-router-topk 3 is more than --num-experts 2"),
-        ("--num-experts 4 --moe-layer-freq 6", "--moe-layer-freq 6 is more than --num-layers 5"),
+        ("--num-experts 4 --moe-layer-freq 6", "--moe-layer-freq 6 is more than --num-layers 5; give at most that"),
         (
             "--num-experts 4 --moe-router-pre-softmax --moe-router-score-function sigmoid",
             "--moe-router-pre-softmax is about softmax",

@@ -11,22 +11,23 @@ import pytest
 from tests.conftest import ROOT
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
-import planner
+import planner_box
 import planner_islands
+import planner_published
 
-TINY = f"--num-layers 2 --hidden-size 64 --num-attention-heads 2 {planner.BOX_COMMON}".replace("256", "32")
+TINY = f"--num-layers 2 --hidden-size 64 --num-attention-heads 2 {planner_box.COMMON}".replace("256", "32")
 
 
 def rows() -> dict[str, dict]:
     """One published row of each program."""
-    lines = [json.loads(line) for line in planner.PUBLISHED.read_text().splitlines()]
+    lines = [json.loads(line) for line in planner_published.PUBLISHED.read_text().splitlines()]
     assert all(line["source"] and line["tokens_s_gpu"] > 0 for line in lines)
     return {line["source"].partition("@")[0]: line for line in lines if line["gpus"] <= 512}
 
 
 @pytest.mark.parametrize("row", rows().values(), ids=lambda row: row["source"].split("@")[0].split("/")[-1])
 def test_a_published_row_is_predicted(row):
-    found = planner.read_row(row)
+    found = planner_published.read_row(row)
     assert found.settings.training.seq_length == row["seq"] and found.cluster.world_size == row["gpus"]
     assert found.needs.micro_batches == (row["grad_accum"] or 1)
     # Rates rise with the share of the peak, up to where links or memory set them.
@@ -34,9 +35,9 @@ def test_a_published_row_is_predicted(row):
 
 
 def test_the_fit_finds_the_share_that_made_the_rates():
-    found = planner.read_row(rows()["mosaicml/llm-foundry"])
+    found = planner_published.read_row(rows()["mosaicml/llm-foundry"])
     row = dict(found.row, tokens_s_gpu=found.predicted(0.37))
-    assert planner.fit([planner.dataclasses.replace(found, row=row)]) == pytest.approx(0.37)
+    assert planner_published.fit([planner_published.dataclasses.replace(found, row=row)]) == pytest.approx(0.37)
 
 
 def test_islands_are_compared_with_one_cluster(monkeypatch, capsys):
@@ -55,18 +56,23 @@ def test_islands_are_compared_with_one_cluster(monkeypatch, capsys):
 @pytest.mark.long
 @pytest.mark.usefixtures("namespaces_allowed")
 def test_the_box_is_measured_and_compared(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(planner, "BOX", tmp_path / "box.jsonl")
-    monkeypatch.setattr(planner, "BOX_CLUSTER", tmp_path / "box.yaml")
-    monkeypatch.setattr(planner, "BOX_MODELS", {"tiny": TINY})
-    monkeypatch.setattr(planner, "BOX_SIZES", "--hidden-size 64 --tokens 32")
-    monkeypatch.setattr(planner, "BOX_RATES", (1000,))
-    monkeypatch.setattr(planner, "BOX_STEPS", {1: 6})
-    monkeypatch.setattr(planner, "BOX_SCATTER", tmp_path / "box.png")
+    changes = {
+        "MEASURED": tmp_path / "box.jsonl",
+        "CLUSTER": tmp_path / "box.yaml",
+        "SCATTER": tmp_path / "box.png",
+        "MODELS": {"tiny": TINY},
+        "SETTINGS": dict([*planner_box.SETTINGS.items()][:2]),
+        "SIZES": "--hidden-size 64 --tokens 32",
+        "RATES": (1000,),
+        "STEPS": {1: 6},
+    }
+    for name, value in changes.items():
+        monkeypatch.setattr(planner_box, name, value)
     with pytest.raises(SystemExit, match="nothing is measured yet"):
-        planner.compare()
-    planner.box()
-    planner.compare()
+        planner_box.compare()
+    planner_box.measure()
+    planner_box.compare()
     out = capsys.readouterr().out
-    assert f"{len(planner.BOX_SETTINGS)} points: median error" in out
-    planner.box()  # what is there is not measured again
+    assert f"{len(planner_box.SETTINGS)} points: median error" in out
+    planner_box.measure()  # what is there is not measured again
     assert not capsys.readouterr().out

@@ -243,7 +243,10 @@ def test_a_killed_stage_ends_the_job_and_is_named(data):
         (f"--num-layers 8 {VIRTUAL} --pipeline-schedule zbv", "cannot share tied embeddings"),
         (f"--num-layers 12 {VIRTUAL} --pipeline-schedule zbv", "--num-layers 12 / (2 * 4 pipeline ranks)"),
         ("--num-layers 8 --pipeline-schedule zero-bubble --compile", "leave one out"),
-        ("--num-layers 4 --recompute-granularity full --recompute-num-layers 2", "the smallest stage has 1"),
+        (
+            "--num-layers 4 --recompute-granularity full --recompute-num-layers 2",
+            "the smallest stage has 1; give at most 1",
+        ),
         ("--pipeline-model-parallel-size 1 --pipeline-schedule gpipe", "needs --pipeline-model-parallel-size above 1"),
         ("--pipeline-model-parallel-size 3", "choose sizes whose product is one of 1, 2, 4"),
     ],

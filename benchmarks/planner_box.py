@@ -1,0 +1,113 @@
+"""The planner's predictions beside the cluster in a box: ``planner.py box`` measures, ``compare`` shows both.
+
+It calibrates on 2 nodes x 2 ranks over an unlimited link with ``tools/measure_cluster.py``, then trains two models over
+links of several rates with several settings. What is in ``results/planner_box.jsonl`` is not measured again.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import statistics
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+from planner_scatter import scatter
+from rows import append_row, has_row, read_rows
+
+from megatron_zpp.architectures import GPT
+from megatron_zpp.arguments.parse import parse_settings
+from megatron_zpp.planning.cluster import read_cluster
+from megatron_zpp.planning.predict import estimate_on, predict
+
+RESULTS = Path(__file__).parent / "results"
+MEASURED = RESULTS / "planner_box.jsonl"
+CLUSTER = RESULTS / "planner_box.yaml"
+SCATTER = RESULTS / "planner_box.png"
+NODES = 2
+RANKS = 2  # of a node
+COMMON = (
+    "--seq-length 256 --micro-batch-size 1 --mock-data --vocab-size 1023 --attention-dropout 0 --hidden-dropout 0 "
+    "--lr 1e-4 --eval-iters 0 --log-interval 1 --num-workers 0 --bf16 --grad-reduce-in-bf16"
+)
+MODELS = {
+    "26M": f"--num-layers 8 --hidden-size 512 --num-attention-heads 8 {COMMON}",
+    "7M": f"--num-layers 8 --hidden-size 256 --num-attention-heads 4 {COMMON}",
+}
+ALL_FLAGS = "--zero-quantized-weights --zero-quantized-gradients --zero-hpz-partition-size 2 --zeropp-loco"
+SETTINGS = {
+    "ZeRO-3": "--zero-ranks-per-node 2",
+    "all flags": ALL_FLAGS,
+    "all flags, int4 differences": f"{ALL_FLAGS} --zero-weight-difference-bits 4",
+}
+SIZES = "--hidden-size 512 --tokens 256"  # of what is measured before: those of the larger model
+RATES = (300, 1000, 4000)  # Mbit/s
+STEPS = {1: 14, 4: 6}  # by micro-batches, the first three of which are not measured
+HEADERS = 1514 / 1448  # bytes of an Ethernet frame over those of its payload; tc counts frames
+VOCABULARY = 1024  # the 1023 and the end of a document
+
+
+def measure() -> None:
+    from cluster_in_a_box import check_requirements, cluster, programs, run
+
+    check_requirements()
+    root = Path(__file__).parents[1]
+    if not CLUSTER.exists():
+        tool = [str(root / "tools" / "measure_cluster.py"), "--output", str(CLUSTER)]
+        tool += SIZES.split()
+        with cluster(NODES, None) as namespaces, programs(tool, namespaces, RANKS) as processes:
+            said = [process.communicate(timeout=900)[0] for process in processes]
+        if not CLUSTER.exists():
+            raise RuntimeError(f"the cluster was not measured:\n{said[0]}")
+    points = itertools.product(MODELS, STEPS, RATES, SETTINGS)
+    for model, micro_batches, rate, setting in points:
+        key = {"model": model, "setting": setting, "micro_batches": micro_batches, "mbit": rate}
+        if has_row(MEASURED, key):
+            continue
+        batch = NODES * RANKS * micro_batches
+        flags = f"{MODELS[model]} {SETTINGS[setting]} --global-batch-size {batch} "
+        flags += f"--train-iters {STEPS[micro_batches]}"
+        command = [str(root / "pretrain_gpt.py"), *flags.split()]
+        found = run(command, NODES, RANKS, f"{rate}mbit", warmup_steps=2, timeout=1800, echo=False)
+        row = key | {"seconds": found.seconds_per_step, "flags": flags}
+        append_row(MEASURED, row)
+        print(f"{key}: {found.seconds_per_step:.3f} s, predicted {predicted_seconds(row):.3f} s", flush=True)
+
+
+def predicted_seconds(row: dict[str, Any]) -> float:
+    """Seconds of a step."""
+    measured = read_cluster(CLUSTER)
+    gbits = min(measured.between_gbits, row["mbit"] / 1000 / HEADERS)
+    cluster = dataclasses.replace(measured, between_gbits=gbits)
+    settings = parse_settings(GPT, row["flags"].split(), cluster.world_size, note=lambda _: None)
+    needs = estimate_on(GPT, settings, VOCABULARY, cluster)
+    return predict(GPT, settings, cluster, needs).time.seconds
+
+
+def compare() -> None:
+    """Errors of all points, and of pairs that differ by more than a tenth the share whose order is predicted."""
+    rows = read_rows(MEASURED)
+    if not rows:
+        raise SystemExit("nothing is measured yet: run `planner.py box` first, as root on an idle machine")
+    predicted = [predicted_seconds(row) for row in rows]
+    headings = ["model", "setting", "micro-batches", "Mbit/s", "measured, s", "predicted, s", "off by"]
+    print(f"| {' | '.join(headings)} |\n|{'---|' * len(headings)}")
+    for row, seconds in zip(rows, predicted, strict=True):
+        cells = [row["model"], row["setting"], str(row["micro_batches"]), str(row["mbit"]), f"{row['seconds']:.3f}"]
+        print(f"| {' | '.join(cells)} | {seconds:.3f} | {seconds / row['seconds'] - 1:+.1%} |")
+    errors = sorted(abs(seconds / row["seconds"] - 1) for row, seconds in zip(rows, predicted, strict=True))
+    points: dict[str, list[tuple[float, float]]] = defaultdict(list)
+    for row, seconds in zip(rows, predicted, strict=True):
+        points[f"{row['model']}, {row['setting']}"].append((row["seconds"], seconds))
+    scatter(points, "seconds of a step", 0.08, SCATTER)
+    print(f"\n{len(rows)} points: median error {statistics.median(errors):.1%}, worst {errors[-1]:.1%}")
+    same = ("model", "micro_batches", "mbit")
+    pairs = [
+        (a["seconds"] < b["seconds"]) == (of_a < of_b)
+        for (a, of_a), (b, of_b) in itertools.combinations(zip(rows, predicted, strict=True), 2)
+        if all(a[name] == b[name] for name in same)
+        and max(a["seconds"], b["seconds"]) > 1.1 * min(a["seconds"], b["seconds"])
+    ]
+    if pairs:
+        print(f"order of settings: right in {sum(pairs)} of {len(pairs)} pairs that differ by more than 10 %")
