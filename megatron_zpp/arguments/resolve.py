@@ -151,15 +151,8 @@ def _resolve_training(training: TrainingSettings, dp_size: int, accumulation_ste
 def _resolve_length(settings: Settings, dp_size: int) -> Settings:
     """End the run by its tokens, and build what the trainer will build: it refuses what it cannot do."""
     training = settings.training
-    assert training.global_batch_size and training.micro_batch_size
     try:
-        batches = BatchSchedule(
-            training.global_batch_size,
-            training.micro_batch_size,
-            dp_size,
-            training.rampup_batch_size,
-            training.decrease_batch_size_if_needed,
-        )
+        batches = BatchSchedule.from_settings(training, dp_size)
         if not training.skip_train:
             training = end_after_tokens(training, batches)
             Schedule.from_settings(settings.optimizer, settings.schedule, training, batches)
