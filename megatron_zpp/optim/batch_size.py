@@ -96,6 +96,11 @@ class BatchSchedule:
             iterations += steps
         raise AssertionError("unreachable: the last level has no end")
 
+    def iterations_to_reach(self, samples: int, consumed: int = 0) -> int:
+        """Optimizer steps from ``consumed`` samples until ``samples`` are consumed, the last one full."""
+        iterations = self.total_iterations(samples, consumed)
+        return iterations + (self.samples_after(iterations, consumed) < samples)
+
     def samples_after(self, iterations: int, consumed: int = 0) -> int:
         """Samples consumed when ``iterations`` optimizer steps have followed on ``consumed`` samples."""
         for size, steps in self._levels(consumed):
