@@ -8,7 +8,7 @@ from megatron_zpp.architectures import Architecture
 from megatron_zpp.models.transformer import Transformer
 from megatron_zpp.optim.optimizer import OPTIMIZERS
 from megatron_zpp.settings.groups import ActivationSettings, Settings
-from megatron_zpp.training.exchanges import gradients_format, travelling_dtypes, zero_stage_of
+from megatron_zpp.training.exchanges import gradients_format, secondary_bytes, travelling_dtypes, zero_stage_of
 from megatron_zpp.training.planned_units import PlannedUnit, num_layers_of, pieces_of
 from megatron_zpp.zeropp.config import ZeroPPConfig
 from megatron_zpp.zeropp.loco import ERROR_FORMATS
@@ -49,7 +49,7 @@ def states_of_rank(
             states["LoCo's errors between islands, int8"] = (islands + 1) * error.nbytes
     if config.hpz_partition_size > 1 and between:
         states[f"hpZ's secondary partition, {config.hpz_secondary_dtype}"] = sum(
-            unit.group.nodes * _bytes_of_secondary(config, unit, weights) for unit in between
+            unit.group.nodes * secondary_bytes(config, unit, weights) for unit in between
         )
     if config.quantized_gradients and micro_batches > 1:
         dtype = config.gradient_sum_dtype
@@ -86,13 +86,6 @@ def states_of_rank(
     if zero_stage == 1 and micro_batches > 1:
         states["gradients of earlier micro-batches, whole"] = gradients.itemsize * whole
     return states, host
-
-
-def _bytes_of_secondary(config: ZeroPPConfig, unit: PlannedUnit, dtype: torch.dtype) -> int:
-    """Of one node's shard in hpZ's secondary partition."""
-    if config.hpz_secondary_dtype == "int8":
-        return wire_format(unit.shards, config.weight_bits, config.weight_block_size, dtype).nbytes
-    return dtype.itemsize * unit.numel
 
 
 def _bytes_of_sum(config: ZeroPPConfig, unit: PlannedUnit) -> int:
