@@ -18,9 +18,9 @@ from megatron_zpp.arguments.resolve_parallel import (
     cannot_tell_stragglers,
     check_expert_parallel,
     check_parallel,
+    check_pipeline,
     check_tensor_parallel,
     data_parallel_size,
-    resolve_pipeline,
     resolve_schedule,
 )
 from megatron_zpp.optim.batch_size import BatchSchedule
@@ -85,7 +85,7 @@ def resolve(
     )
     assert training.seq_length
     with mistakes.collected():
-        settings = dataclasses.replace(settings, distributed=resolve_pipeline(settings))
+        check_pipeline(settings)
     with mistakes.collected():
         settings = dataclasses.replace(settings, training=_resolve_training(training, dp_size, accumulation_steps))
         settings = _resolve_length(settings, dp_size)
