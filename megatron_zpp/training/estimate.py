@@ -231,7 +231,7 @@ def _estimate_rank(
     ring_passes: int,
     pipeline_rank: int,
 ) -> RankEstimate:
-    states, host = states_of_rank(settings, settings.zeropp, units, micro_batches)
+    states, host = states_of_rank(settings, units, micro_batches)
     schedule, placement = settings.distributed.pipeline_schedule, pipeline_placement(settings.distributed, model)
     kept = 1.0
     if schedule is not None and placement is not None:
