@@ -9,7 +9,7 @@ import math
 import socket
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -21,8 +21,7 @@ from megatron_zpp.parallel.distributed import print_once
 from megatron_zpp.training.run import Run, Trainee
 from megatron_zpp.training.step import IslandStep, accumulate_gradients
 from megatron_zpp.zeropp import unmoved
-
-T = TypeVar("T")
+from megatron_zpp.zeropp.topology import gather_objects
 
 SHOWN = 3  # findings in one line
 _OUTPUT, _GRADIENT = "output", "gradient of the output"
@@ -79,7 +78,7 @@ class NonfiniteSteps:
         run, last = self.run, self.last
         assert last is not None
         if self.in_a_row < self.steps:
-            of_ranks = _gather(run, _nonfinite_parameters(self.trainee))
+            of_ranks = gather_objects(_nonfinite_parameters(self.trainee), run.mesh.ranks_of_island)
             names = [name for of_rank in of_ranks for name in of_rank]
             if not names:
                 return None
@@ -116,14 +115,6 @@ def _this_rank() -> str:
     return f"rank {dist.get_rank()} on {socket.gethostname()}"
 
 
-def _gather(run: Run, own: T) -> list[T]:
-    """What the ranks of this rank's island have."""
-    group = run.mesh.ranks_of_island
-    of_ranks = [own] * dist.get_world_size(group)
-    dist.all_gather_object(of_ranks, own, group=group)
-    return of_ranks
-
-
 def locate_nonfinite(run: Run, trainee: Trainee, micro_batches: list[Batch]) -> str:
     """One line: where the NaN or Inf of a step began, and on which rank. Changes nothing.
 
@@ -146,7 +137,7 @@ def locate_nonfinite(run: Run, trainee: Trainee, micro_batches: list[Batch]) -> 
         trainee.zeropp.undo_step()
         trainee.zeropp.traffic.take()
     mine = parameters, [(*event, f"the {event[0]} of {name} on {_this_rank()}") for event, name in found.items()]
-    of_ranks = _gather(run, mine)
+    of_ranks = gather_objects(mine, run.mesh.ranks_of_island)
 
     # A parameter explains outputs, and the first output (or else gradient) of a rank what comes after it. Outputs go
     # from stage to stage of a pipeline, and gradients back.
