@@ -17,7 +17,6 @@ from megatron_zpp.metrics.progress import progress
 from megatron_zpp.models.activation_checkpoint import apply_activation_checkpointing
 from megatron_zpp.models.init import init_weights
 from megatron_zpp.models.transformer import Transformer
-from megatron_zpp.optim.gradients import local_part
 from megatron_zpp.optim.optimizer import state_numel
 from megatron_zpp.parallel.distributed import errors_on_all_ranks
 from megatron_zpp.parallel.experts import apply_expert_parallelism
@@ -28,6 +27,7 @@ from megatron_zpp.parallel.stages import join_stages, keep_stage
 from megatron_zpp.parallel.tensor import apply_tensor_parallelism
 from megatron_zpp.settings.groups import PrecisionSettings, Settings, ZeroSettings
 from megatron_zpp.zeropp import ZeroPP, ZeroPPInterface, apply_zeropp, emulate_zeropp
+from megatron_zpp.zeropp.own_rank import local_part
 from megatron_zpp.zeropp.topology import gather_node_names, gather_objects
 from megatron_zpp.zeropp.traffic import Traffic
 

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from megatron_zpp.data.loader import Batch
 from megatron_zpp.models.transformer import ModelOutput
@@ -21,6 +20,7 @@ from megatron_zpp.parallel.distributed import print_once
 from megatron_zpp.training.run import Run, Trainee
 from megatron_zpp.training.step import IslandStep, accumulate_gradients
 from megatron_zpp.zeropp import unmoved
+from megatron_zpp.zeropp.own_rank import local_part
 from megatron_zpp.zeropp.topology import gather_objects
 
 SHOWN = 3  # findings in one line
@@ -105,8 +105,7 @@ class NonfiniteSteps:
 def _nonfinite_parameters(trainee: Trainee) -> list[str]:
     """The first parameter of which this rank holds a NaN or Inf, and that rank; [] if there is none."""
     for name, parameter in trainee.model.named_parameters():
-        shard = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-        if not shard.isfinite().all():
+        if not local_part(parameter).isfinite().all():
             return [f"the parameter {name} (the part of {_this_rank()})"]
     return []
 
@@ -162,8 +161,7 @@ def _watch(stages: Mapping[int, nn.Module], last_stage: int, compiled: bool) -> 
     handles = []
 
     def note(kind: str, stage: int, name: str, tensor: Tensor) -> None:
-        tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-        if (kind, stage) not in found and not tensor.isfinite().all():
+        if (kind, stage) not in found and not local_part(tensor).isfinite().all():
             found[kind, stage] = name
 
     def after_forward(stage: int, name: str) -> Any:
