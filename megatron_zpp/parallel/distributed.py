@@ -120,6 +120,11 @@ def messages_of(error: Exception) -> tuple[str, ...]:
     return getattr(error, "messages", (str(error),))
 
 
+def is_first_rank() -> bool:
+    """Whether the launcher calls this process rank 0, or there is no launcher; also before ranks have met."""
+    return os.environ.get("RANK", "0") == "0"
+
+
 def print_once(text: str) -> None:
     """Print on rank 0."""
     if dist.get_rank() == 0:
@@ -128,7 +133,7 @@ def print_once(text: str) -> None:
 
 def report_error(*texts: str) -> None:
     """Print each error as one line on stderr, on rank 0 alone."""
-    if os.environ.get("RANK", "0") == "0":
+    if is_first_rank():
         for text in texts:
             print("error: " + " ".join(text.split()), file=sys.stderr, flush=True)
 
