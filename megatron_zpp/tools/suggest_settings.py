@@ -30,6 +30,15 @@ from megatron_zpp.arguments.resolve_parallel import data_parallel_size
 from megatron_zpp.metrics.log_reader import BETWEEN, RunLog, parse_log
 from megatron_zpp.optim.batch_size import BatchSchedule
 from megatron_zpp.optim.schedule import Schedule
+from megatron_zpp.planning.recipes import (
+    DIFFERENCES,
+    ELEMENT_SCALES,
+    LOCO,
+    QUANTIZED,
+    TWO_BIT_DIFFERENCES,
+    TWO_BITS,
+    WARMUP,
+)
 from megatron_zpp.settings.flags import iterate_flags, number
 from megatron_zpp.settings.groups import Settings, ZeroSettings
 from megatron_zpp.tools.run import report_errors
@@ -41,27 +50,18 @@ from megatron_zpp.architectures import load_architecture
 from megatron_zpp.training.pretrain import main
 main(load_architecture(sys.argv.pop(1)))
 """
-ALL = "--zero-quantized-weights --zero-quantized-gradients"
-LOCO = "--zeropp-loco"
-DIFFERENCES = "--zero-weight-difference-bits 4"
-WARMUP = "--zero-gradient-bits-warmup {warmup}:4"  # the learning rate's, or a tenth of the run where it has none
-ELEMENT_SCALES = "--zero-gradient-element-scales"
-TWO_BIT_DIFFERENCES = (
-    "--zero-weight-difference-bits 2 --zero-weight-difference-scaling mean --zero-weight-difference-block-size 256 "
-    "--zero-weight-difference-bits-warmup {warmup}:4"
-)
 CONTROL = "ZeRO-3"
 SETTINGS = {  # from what sends most to what sends least; hpZ is added to all
-    "8-bit weights, 8-bit gradients": f"{ALL} --zero-gradient-bits 8",
-    "8-bit weights, 4-bit gradients": ALL,
-    "8-bit weights, 4-bit gradients, LoCo": f"{ALL} {LOCO}",
-    "4-bit weight differences, 4-bit gradients, LoCo": f"{ALL} {LOCO} {DIFFERENCES}",
-    "the same in gradient blocks of 1024": f"{ALL} {LOCO} {DIFFERENCES} --zero-gradient-block-size 1024",
-    "4-bit weight differences, 3-bit gradients, LoCo": f"{ALL} {LOCO} {DIFFERENCES} --zero-gradient-bits 3",
-    "4-bit weight differences, 2-bit gradients, LoCo": f"{ALL} {LOCO} {DIFFERENCES} --zero-gradient-bits 2",
-    "the same, with 4 bits during the warm-up": f"{ALL} {LOCO} {DIFFERENCES} --zero-gradient-bits 2 {WARMUP}",
-    "and with scales of elements": f"{ALL} {LOCO} {DIFFERENCES} --zero-gradient-bits 2 {WARMUP} {ELEMENT_SCALES}",
-    "2-bit weight differences as well": f"{ALL} {LOCO} {TWO_BIT_DIFFERENCES} --zero-gradient-bits 2 {WARMUP} "
+    "8-bit weights, 8-bit gradients": f"{QUANTIZED} --zero-gradient-bits 8",
+    "8-bit weights, 4-bit gradients": QUANTIZED,
+    "8-bit weights, 4-bit gradients, LoCo": f"{QUANTIZED} {LOCO}",
+    "4-bit weight differences, 4-bit gradients, LoCo": f"{QUANTIZED} {LOCO} {DIFFERENCES}",
+    "the same in gradient blocks of 1024": f"{QUANTIZED} {LOCO} {DIFFERENCES} --zero-gradient-block-size 1024",
+    "4-bit weight differences, 3-bit gradients, LoCo": f"{QUANTIZED} {LOCO} {DIFFERENCES} --zero-gradient-bits 3",
+    "4-bit weight differences, 2-bit gradients, LoCo": f"{QUANTIZED} {LOCO} {DIFFERENCES} {TWO_BITS}",
+    "the same, with 4 bits during the warm-up": f"{QUANTIZED} {LOCO} {DIFFERENCES} {TWO_BITS} {WARMUP}",
+    "and with scales of elements": f"{QUANTIZED} {LOCO} {DIFFERENCES} {TWO_BITS} {WARMUP} {ELEMENT_SCALES}",
+    "2-bit weight differences as well": f"{QUANTIZED} {LOCO} {TWO_BIT_DIFFERENCES} {TWO_BITS} {WARMUP} "
     f"{ELEMENT_SCALES}",
 }
 
