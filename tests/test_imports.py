@@ -37,7 +37,7 @@ LAYERS = {
         *("architectures", "arguments", "training"),
     ],
     "tools": [
-        *("zeropp", "models", "data", "settings", "parallel", "metrics"),
+        *("zeropp", "models", "data", "settings", "parallel", "metrics", "optim"),
         *("architectures", "arguments", "checkpoint", "training", "huggingface", "megatron", "planning"),
     ],
 }

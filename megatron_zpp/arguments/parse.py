@@ -8,7 +8,6 @@ then still open is derived from the other settings, and everything is checked, i
 from __future__ import annotations
 
 import dataclasses
-import os
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -20,6 +19,7 @@ from megatron_zpp.arguments.deepspeed_config import DeepSpeedConfig, read_deepsp
 from megatron_zpp.arguments.foreign_flags import NotNeeded
 from megatron_zpp.arguments.resolve import OF_DYNAMIC_SCALES, check_needed, resolve
 from megatron_zpp.arguments.resolve_parallel import num_jobs
+from megatron_zpp.parallel.distributed import is_first_rank
 from megatron_zpp.settings.checks import Mistakes, SettingsError, flag_of, flags_in, require
 from megatron_zpp.settings.flags import group_from
 from megatron_zpp.settings.groups import Settings, all_flags, iterate_groups
@@ -30,7 +30,7 @@ __all__ = ["SettingsError", "parse_settings"]
 
 def note_on_first_rank(text: str) -> None:
     """Print a note for the user to stderr, once per run: on the rank that torchrun calls 0, or without torchrun."""
-    if os.environ.get("RANK", "0") == "0":
+    if is_first_rank():
         print(f"note: {text}", file=sys.stderr, flush=True)
 
 

@@ -18,9 +18,9 @@ from megatron_zpp.arguments.resolve_parallel import (
     cannot_tell_stragglers,
     check_expert_parallel,
     check_parallel,
+    check_pipeline,
     check_tensor_parallel,
     data_parallel_size,
-    resolve_pipeline,
     resolve_schedule,
 )
 from megatron_zpp.optim.batch_size import BatchSchedule
@@ -85,7 +85,7 @@ def resolve(
     )
     assert training.seq_length
     with mistakes.collected():
-        settings = dataclasses.replace(settings, distributed=resolve_pipeline(settings))
+        check_pipeline(settings)
     with mistakes.collected():
         settings = dataclasses.replace(settings, training=_resolve_training(training, dp_size, accumulation_steps))
         settings = _resolve_length(settings, dp_size)
@@ -151,15 +151,8 @@ def _resolve_training(training: TrainingSettings, dp_size: int, accumulation_ste
 def _resolve_length(settings: Settings, dp_size: int) -> Settings:
     """End the run by its tokens, and build what the trainer will build: it refuses what it cannot do."""
     training = settings.training
-    assert training.global_batch_size and training.micro_batch_size
     try:
-        batches = BatchSchedule(
-            training.global_batch_size,
-            training.micro_batch_size,
-            dp_size,
-            training.rampup_batch_size,
-            training.decrease_batch_size_if_needed,
-        )
+        batches = BatchSchedule.from_settings(training, dp_size)
         if not training.skip_train:
             training = end_after_tokens(training, batches)
             Schedule.from_settings(settings.optimizer, settings.schedule, training, batches)

@@ -97,15 +97,15 @@ _PIPELINE_ONLY = (
 )
 
 
-def resolve_pipeline(settings: Settings) -> DistributedSettings:
-    """Check how layers are split into stages and what the schedule needs; ``resolve_schedule`` fills it in."""
+def check_pipeline(settings: Settings) -> None:
+    """Raise SettingsError unless layers can be split into stages as asked, and the schedule has what it needs."""
     ranks = settings.distributed
     if ranks.pipeline_model_parallel_size == 1:
         for name in _PIPELINE_ONLY:
             require(getattr(ranks, name) is None, f"{flag_of(name)} needs --pipeline-model-parallel-size above 1")
-        return ranks
+        return
     is_virtual = ranks.num_layers_per_virtual_pipeline_stage is not None
-    schedule = ranks.pipeline_schedule or ("interleaved" if is_virtual else "1f1b")
+    schedule = _schedule_or_default(ranks)
     virtual = "--num-layers-per-virtual-pipeline-stage"
     for name in _PIPELINE_ONLY[2:]:
         require(
@@ -153,7 +153,6 @@ def resolve_pipeline(settings: Settings) -> DistributedSettings:
         "--pipeline-schedule zbv puts the first and the last stage on one rank, which cannot share tied embeddings; "
         "use --pipeline-schedule zero-bubble, or --untie-embeddings-and-output-weights",
     )
-    return ranks
 
 
 def placement_of(ranks: DistributedSettings, num_layers: int) -> Placement:
@@ -168,6 +167,11 @@ def placement_of(ranks: DistributedSettings, num_layers: int) -> Placement:
     )
 
 
+def _schedule_or_default(ranks: DistributedSettings) -> str:
+    is_virtual = ranks.num_layers_per_virtual_pipeline_stage is not None
+    return ranks.pipeline_schedule or ("interleaved" if is_virtual else "1f1b")
+
+
 def resolve_schedule(ranks: DistributedSettings, batches: BatchSchedule) -> DistributedSettings:
     """Fill the pipeline's schedule in. Raises ValueError if it cannot run the micro-batches that a step may have.
 
@@ -175,11 +179,9 @@ def resolve_schedule(ranks: DistributedSettings, batches: BatchSchedule) -> Dist
     """
     if ranks.pipeline_model_parallel_size == 1:
         return ranks
-    counts, schedule = sorted(batches.micro_batch_counts()), ranks.pipeline_schedule
-    if schedule is None and ranks.num_layers_per_virtual_pipeline_stage is not None:
-        schedule = "interleaved"
-    elif schedule is None:
-        schedule = "1f1b" if counts[0] >= ranks.pipeline_model_parallel_size else "gpipe"
+    counts, schedule = sorted(batches.micro_batch_counts()), _schedule_or_default(ranks)
+    if ranks.pipeline_schedule is None and schedule == "1f1b" and counts[0] < ranks.pipeline_model_parallel_size:
+        schedule = "gpipe"
     for count in counts:
         check_micro_batches(schedule, ranks.pipeline_model_parallel_size, count)
     return dataclasses.replace(ranks, pipeline_schedule=schedule)

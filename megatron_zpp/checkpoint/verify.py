@@ -12,6 +12,8 @@ from typing import Any
 
 import torch.distributed as dist
 
+from megatron_zpp.zeropp.topology import gather_objects
+
 from .files import CheckpointError
 from .folder import candidates
 from .meta import nonfinite, open_in, read_meta
@@ -86,8 +88,7 @@ def sampled_pieces(count: int, draw: random.Random) -> list[int]:
 def problems_on_all_ranks(checkpoint: Path, digests: str, finite: bool = False) -> list[str]:
     """``problems``, its work shared by all ranks; the same answer on each. Collective."""
     mine = problems(checkpoint, digests, dist.get_rank(), dist.get_world_size(), finite)
-    found: list[list[str]] = [[] for _ in range(dist.get_world_size())]
-    dist.all_gather_object(found, mine)
+    found = gather_objects(mine)
     return list(dict.fromkeys(problem for of_rank in found for problem in of_rank))
 
 

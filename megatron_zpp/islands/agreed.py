@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+
+from megatron_zpp.zeropp.own_rank import local_part
 
 from .config import IslandConfig
 
@@ -97,9 +98,8 @@ def trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def held(parameter: Tensor) -> Tensor:
-    """What this rank holds of a DTensor, in the same memory; any other tensor itself."""
-    values = parameter.detach()
-    return values.to_local() if isinstance(values, DTensor) else values
+    """``local_part``, out of autograd's sight."""
+    return local_part(parameter.detach())
 
 
 def zeros_like(parameter: Tensor, in_host_memory: bool) -> Tensor:

@@ -11,7 +11,6 @@ The training loop stays as it is.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from megatron_zpp.zeropp import Traffic, ZeroPPInterface
 from megatron_zpp.zeropp.collectives import all_gather
 from megatron_zpp.zeropp.state_keys import below
-from megatron_zpp.zeropp.topology import process_rank
+from megatron_zpp.zeropp.topology import gather_objects, process_rank
 
 from .agreed import AgreedParameters, held, trained_parameters
 from .config import IslandConfig
@@ -57,8 +56,7 @@ def apply_islands(
         raise ValueError("one island has no other to agree with: give the ranks of several that hold the same part")
     parameters = trained_parameters(model)
     parts = [(name, tuple(held(parameter).shape), parameter.dtype) for name, parameter in parameters.items()]
-    of_islands: list[Any] = [None] * group.size()
-    dist.all_gather_object(of_islands, (parts, config), group=group)
+    of_islands = gather_objects((parts, config), group)
     if any(its_parts != of_islands[0][0] for its_parts, _ in of_islands):
         raise ValueError(
             "ranks of the same place in their islands hold other parameters, or other parts of them: shard the model "

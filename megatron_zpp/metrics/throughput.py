@@ -76,6 +76,12 @@ def describe_mfu(device_name: str, peak: float | None, *, given: bool = False) -
     )
 
 
+def synchronize(device: torch.device) -> None:
+    """Wait for what a GPU has to do; elsewhere all is done at once."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
 class IntervalTimer:
     """Wall time between two points of the training loop, with the device's queued work included."""
 
@@ -90,6 +96,5 @@ class IntervalTimer:
         return elapsed
 
     def _now(self) -> float:
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
+        synchronize(self._device)
         return time.perf_counter()

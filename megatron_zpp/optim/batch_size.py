@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from megatron_zpp.settings.groups import TrainingSettings
+
 
 class BatchSchedule:
     """How many samples each optimizer step takes.
@@ -56,6 +58,18 @@ class BatchSchedule:
         for increments in range(self._num_increments + 1):
             self._check_divisible(self._start_size + increments * self._increment)
 
+    @classmethod
+    def from_settings(cls, training: TrainingSettings, data_parallel_size: int) -> BatchSchedule:
+        """That of a run. ``training``: completed, by ``parse_settings``. Raises ValueError as the constructor does."""
+        assert training.global_batch_size and training.micro_batch_size
+        return cls(
+            training.global_batch_size,
+            training.micro_batch_size,
+            data_parallel_size,
+            training.rampup_batch_size,
+            training.decrease_batch_size_if_needed,
+        )
+
     def requested_batch_size(self, consumed_samples: int) -> int:
         """The batch size asked for, before any rounding by ``decrease_if_needed``.
 
@@ -81,6 +95,11 @@ class BatchSchedule:
             consumed += steps * size
             iterations += steps
         raise AssertionError("unreachable: the last level has no end")
+
+    def iterations_to_reach(self, samples: int, consumed: int = 0) -> int:
+        """Optimizer steps from ``consumed`` samples until ``samples`` are consumed, the last one full."""
+        iterations = self.total_iterations(samples, consumed)
+        return iterations + (self.samples_after(iterations, consumed) < samples)
 
     def samples_after(self, iterations: int, consumed: int = 0) -> int:
         """Samples consumed when ``iterations`` optimizer steps have followed on ``consumed`` samples."""

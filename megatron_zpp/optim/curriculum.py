@@ -56,10 +56,8 @@ def end_after_tokens(training: TrainingSettings, batches: BatchSchedule) -> Trai
         tokens -= size * curriculum.length(iterations)
     if tokens > 0:  # of samples that grow no more
         wanted = samples - -tokens // (seq_length if curriculum is None else curriculum.last)
-        iterations += batches.total_iterations(wanted, samples)
+        iterations += batches.iterations_to_reach(wanted, samples)
         samples = batches.samples_after(iterations)
-        if samples < wanted:
-            iterations, samples = iterations + 1, samples + batches.global_batch_size(samples)
     if training.train_iters is not None:
         return dataclasses.replace(training, train_iters=min(training.train_iters, iterations))
     return dataclasses.replace(training, train_samples=min(training.train_samples or samples, samples))

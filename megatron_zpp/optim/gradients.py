@@ -14,9 +14,9 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from megatron_zpp.zeropp import Ranks
+from megatron_zpp.zeropp.own_rank import local_part
 
 # Elements squared at once: on a CPU torch makes an fp64 copy of them, which must stay in a cache.
 PIECE = 2**20
@@ -64,11 +64,6 @@ def count_zeros(parameters: Sequence[Tensor], ranks: Ranks, copies: Sequence[Ten
     """Number of gradient elements that are exactly zero, an fp64 scalar; arguments as in ``clip_gradients``.
     Collective."""
     return _over_all_ranks(_num_zeros, _gradients(parameters, copies), ranks, _default_device(parameters))
-
-
-def local_part(tensor: Tensor) -> Tensor:
-    """What this rank holds of a DTensor, in the same memory; any other tensor itself."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _default_device(parameters: Sequence[Tensor]) -> torch.device:

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from megatron_zpp.optim.gradients import local_part
 from megatron_zpp.settings.groups import OptimizerSettings
 from megatron_zpp.zeropp import Muon, ZeroPPInterface
+from megatron_zpp.zeropp.own_rank import local_part
 
 
 @dataclass(frozen=True)

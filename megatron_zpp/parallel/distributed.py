@@ -21,6 +21,7 @@ from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from megatron_zpp.parallel.rendezvous import fresh_store
 from megatron_zpp.zeropp import fsdp_unit
+from megatron_zpp.zeropp.topology import gather_objects
 
 SECONDS_FOR_THE_CAUSE = 3.0  # that ranks which lost a peer wait, so that torchrun sees first who died
 
@@ -105,8 +106,7 @@ def errors_on_all_ranks() -> Iterator[None]:
         yield
     except (ValueError, OSError, ImportError) as caught:
         error = messages_of(caught)
-    errors: list[tuple[str, ...] | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(errors, error)
+    errors = gather_objects(error)
     first = next(((rank, texts) for rank, texts in enumerate(errors) if texts is not None), None)
     if first is not None:
         rank, texts = first
@@ -120,6 +120,11 @@ def messages_of(error: Exception) -> tuple[str, ...]:
     return getattr(error, "messages", (str(error),))
 
 
+def is_first_rank() -> bool:
+    """Whether the launcher calls this process rank 0, or there is no launcher; also before ranks have met."""
+    return os.environ.get("RANK", "0") == "0"
+
+
 def print_once(text: str) -> None:
     """Print on rank 0."""
     if dist.get_rank() == 0:
@@ -128,7 +133,7 @@ def print_once(text: str) -> None:
 
 def report_error(*texts: str) -> None:
     """Print each error as one line on stderr, on rank 0 alone."""
-    if os.environ.get("RANK", "0") == "0":
+    if is_first_rank():
         for text in texts:
             print("error: " + " ".join(text.split()), file=sys.stderr, flush=True)
 

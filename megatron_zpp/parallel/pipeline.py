@@ -23,7 +23,7 @@ from megatron_zpp.parallel.mesh import Mesh
 from megatron_zpp.parallel.sharding import prepare_backward
 from megatron_zpp.parallel.stages import Placement
 from megatron_zpp.zeropp import ZeroPP
-from megatron_zpp.zeropp.topology import gather_node_names
+from megatron_zpp.zeropp.topology import gather_node_names, gather_objects
 
 SCHEDULES: dict[str, Any] = {
     "gpipe": ScheduleGPipe,
@@ -153,8 +153,7 @@ class Pipeline:
     def names_of_all_stages(self, names: Sequence[str]) -> list[str]:
         """``names``: of this rank's auxiliary losses and observations, the same in every step. Collective, once."""
         if self._names is None:
-            of_ranks: list[Any] = [None] * self.group.size()
-            dist.all_gather_object(of_ranks, list(names), group=self.group)
+            of_ranks = gather_objects(list(names), self.group)
             self._names = list(dict.fromkeys(name for of_rank in of_ranks for name in of_rank))
         return self._names
 

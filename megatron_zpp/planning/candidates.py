@@ -11,13 +11,20 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from megatron_zpp.planning.cluster import ClusterSpec
+from megatron_zpp.planning.recipes import (
+    DIFFERENCES,
+    HPZ,
+    INT8_STATE,
+    LOCO,
+    QUANTIZED,
+    TWO_BIT_DIFFERENCES,
+    TWO_BITS,
+    WARMUP,
+)
 from megatron_zpp.settings.checks import divisors
 from megatron_zpp.settings.groups import ModelSettings
 
-ALL_FLAGS = "--zero-quantized-weights --zero-quantized-gradients --zero-hpz-partition-size {P} --zeropp-loco"
-DIFFERENCES = "--zero-weight-difference-bits"
-TWO_BITS = "--zero-gradient-bits 2 --zero-gradient-bits-warmup {warmup}:4"
-INT8_STATE = "--zero-gradient-sum-dtype int8 --hpz-secondary-dtype int8"  # costs no loss that shows: E6
+ALL_FLAGS = f"{QUANTIZED} {HPZ} {LOCO}"
 RECOMPUTE_ALL = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 
 
@@ -32,8 +39,8 @@ class Travel:
     loss: tuple[float, float] | None = None
 
     @property
-    def rank(self) -> int:
-        """Its place among all ways, of which the later ones round more; what the user gave is alone."""
+    def place(self) -> int:
+        """Among all ways, of which the later ones round more; what the user gave is alone."""
         return TRAVELS.index(self) if self in TRAVELS else 0
 
     @property
@@ -45,19 +52,16 @@ class Travel:
 TRAVELS = (  # from what rounds nothing to what rounds most
     Travel("ZeRO-3", ""),
     Travel("HSDP", "--num-distributed-optimizer-instances {N}"),
-    Travel("hpZ", "--zero-hpz-partition-size {P}"),
+    Travel("hpZ", HPZ),
     Travel("all flags", ALL_FLAGS, loss=(0.15, 0.19)),
-    Travel("all flags, int4 differences", f"{ALL_FLAGS} {DIFFERENCES} 4", loss=(0.08, 0.13)),
-    Travel("all flags, int4 differences, int8 state", f"{ALL_FLAGS} {DIFFERENCES} 4 {INT8_STATE}", loss=(0.08, 0.13)),
+    Travel("all flags, int4 differences", f"{ALL_FLAGS} {DIFFERENCES}", loss=(0.08, 0.13)),
+    Travel("all flags, int4 differences, int8 state", f"{ALL_FLAGS} {DIFFERENCES} {INT8_STATE}", loss=(0.08, 0.13)),
     Travel(
-        "all flags, int4 differences, 2-bit gradients", f"{ALL_FLAGS} {DIFFERENCES} 4 {TWO_BITS}", loss=(-0.06, 0.13)
+        "all flags, int4 differences, 2-bit gradients",
+        f"{ALL_FLAGS} {DIFFERENCES} {TWO_BITS} {WARMUP}",
+        loss=(-0.06, 0.13),
     ),
-    Travel(
-        "all flags, 2 bits",
-        f"{ALL_FLAGS} {TWO_BITS} {DIFFERENCES} 2 --zero-weight-difference-block-size 256 "
-        "--zero-weight-difference-scaling mean --zero-weight-difference-bits-warmup {warmup}:4",
-        loss=(0.23, 0.14),
-    ),
+    Travel("all flags, 2 bits", f"{ALL_FLAGS} {TWO_BITS} {WARMUP} {TWO_BIT_DIFFERENCES}", loss=(0.23, 0.14)),
 )
 RECOMPUTATIONS = {"": "nothing", "--recompute-activations": "selective", RECOMPUTE_ALL: "all"}
 MICRO_BATCH_SIZES = (1, 2, 4, 8, 16, 32)

@@ -45,6 +45,10 @@ class Candidate:
     layout: Layout
     flags: str  # beside the user's
 
+    @property
+    def name(self) -> str:
+        return f"{self.travel.name}, {self.layout.name}"
+
 
 @dataclass(frozen=True)
 class Outcome:

@@ -6,7 +6,6 @@ import math
 from pathlib import Path
 
 from megatron_zpp.planning.plan import Plan
-from megatron_zpp.planning.table import name
 
 
 def plot(plan: Plan, path: Path) -> None:
@@ -32,7 +31,7 @@ def plot(plan: Plan, path: Path) -> None:
     for i in front:
         at = memories[i], rates[i]
         axes.annotate(str(i + 1), at, textcoords="offset points", xytext=(-6, 5), ha="right", fontsize=9)
-    names = [f"{i + 1}  {name(plan.outcomes[i].candidate)}" for i in front]
+    names = [f"{i + 1}  {plan.outcomes[i].candidate.name}" for i in front]
     handles = [axes.plot([], [], " ")[0] for _ in names]
     figure.legend(
         handles, names, loc="outside right upper", handlelength=0, fontsize=8, title="fastest for their memory"

@@ -11,6 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_zpp.metrics.throughput import synchronize
+
 
 @dataclass(frozen=True)
 class Sizes:
@@ -34,16 +36,11 @@ def median_seconds(run: Callable[[], None], device: torch.device, sizes: Sizes) 
 
 
 def _timed(run: Callable[[], None], device: torch.device) -> float:
-    _synchronize(device)
+    synchronize(device)
     start = time.perf_counter()
     run()
-    _synchronize(device)
+    synchronize(device)
     return time.perf_counter() - start
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def slowest(rate: float) -> float:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from megatron_zpp.planning.plan import Candidate, Outcome, Plan
+from megatron_zpp.planning.plan import Outcome, Plan
 
 PARTS = {  # of StepTime: headings, and what one says of them
     "compute": ("compute", "computes"),
@@ -59,12 +59,8 @@ def aligned(lines: Sequence[Sequence[str]]) -> list[str]:
 
 def reasons(plan: Plan) -> list[str]:
     """Why each of the others is behind the first, or not there."""
-    lines = [f"{name(outcome.candidate)}: {why_behind(outcome, plan.outcomes[0])}" for outcome in plan.outcomes[1:]]
-    return lines + [f"{name(refused.candidate)}: {refused.reason}" for refused in plan.refused]
-
-
-def name(candidate: Candidate) -> str:
-    return f"{candidate.travel.name}, {candidate.layout.name}"
+    lines = [f"{outcome.candidate.name}: {why_behind(outcome, plan.outcomes[0])}" for outcome in plan.outcomes[1:]]
+    return lines + [f"{refused.candidate.name}: {refused.reason}" for refused in plan.refused]
 
 
 def why_behind(outcome: Outcome, first: Outcome) -> str:
@@ -83,7 +79,7 @@ def suggested(plan: Plan) -> Outcome:
     """Of those that are as fast as the fastest, as far as predictions can tell, the one that rounds least."""
     fastest = plan.outcomes[0].prediction.time.seconds
     near = [outcome for outcome in plan.outcomes if outcome.prediction.time.seconds <= NEAR * fastest]
-    return min(near, key=lambda outcome: outcome.candidate.travel.rank)
+    return min(near, key=lambda outcome: outcome.candidate.travel.place)
 
 
 def command(plan: Plan, outcome: Outcome, program: str, flags: Sequence[str]) -> str:

@@ -23,7 +23,7 @@ from megatron_zpp.huggingface.mapping import from_hf_config
 from megatron_zpp.planning.cluster import ClusterSpec, parse_cluster
 from megatron_zpp.planning.plan import USABLE, Plan, make_plan
 from megatron_zpp.planning.plot import plot
-from megatron_zpp.planning.table import command, name, reasons, suggested, table
+from megatron_zpp.planning.table import command, reasons, suggested, table
 from megatron_zpp.settings.flags import number
 from megatron_zpp.tools.estimate import PROGRAMS
 from megatron_zpp.tools.import_hf import model_types
@@ -111,9 +111,9 @@ def report(plan: Plan, program: str, flags: list[str], rows: int, commands: int)
         lines += ["", "nothing fits: more GPUs, or a smaller model or batch"]
     lines += ["", *reasons(plan)]
     if plan.outcomes:
-        lines += ["", f"suggested: {name(suggested(plan).candidate)}"]
+        lines += ["", f"suggested: {suggested(plan).candidate.name}"]
     for outcome in [suggested(plan), *plan.outcomes][:commands] if plan.outcomes else []:
-        lines += ["", f"{name(outcome.candidate)}, on each node, with your data, tokenizer and rendezvous:"]
+        lines += ["", f"{outcome.candidate.name}, on each node, with your data, tokenizer and rendezvous:"]
         lines += [f"  {command(plan, outcome, program, flags)}"]
     return lines
 

@@ -27,6 +27,7 @@ from megatron_zpp.data.corpus import FORMATS, Reading, find_files, read_blocks
 from megatron_zpp.data.encoding import encode_blocks
 from megatron_zpp.data.preprocessing import Job, State, preprocess
 from megatron_zpp.data.tokenizers import TOKENIZER_TYPES, TokenizerFlags, build_tokenizer
+from megatron_zpp.metrics.lines import format_duration
 from megatron_zpp.settings.flags import number
 from megatron_zpp.tools.run import report_errors
 
@@ -43,7 +44,7 @@ NOT_NEEDED = {
 def summary(job: Job, state: State, seconds: float) -> str:
     tokens = ", ".join(f"{counts[0]:,} tokens in {job.prefix(key)}.bin" for key, counts in state.written.items())
     skipped = f"{state.bad:,} bad lines skipped" + (f", listed in {job.bad_file}" if state.bad else "")
-    return f"{state.documents:,} documents, {tokens}; {skipped}; {duration(seconds)}"
+    return f"{state.documents:,} documents, {tokens}; {skipped}; {format_duration(seconds)}"
 
 
 class Speed:
@@ -61,13 +62,8 @@ class Speed:
             return "starting"
         documents, num_bytes, disk_bytes = (b - a for a, b in zip(self.first, now, strict=True))
         left = max(0, total_bytes - state.disk_bytes) / max(disk_bytes, 1) * seconds
-        return f"{documents / seconds:,.0f} documents/s, {num_bytes / seconds / 1e6:,.2f} MB/s, {duration(left)} left"
-
-
-def duration(seconds: float) -> str:
-    minutes, seconds = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{seconds:02}"
+        rates = f"{documents / seconds:,.0f} documents/s, {num_bytes / seconds / 1e6:,.2f} MB/s"
+        return f"{rates}, {format_duration(left)} left"
 
 
 @contextlib.contextmanager

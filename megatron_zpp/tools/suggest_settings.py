@@ -26,7 +26,19 @@ from rich.progress import Progress
 
 from megatron_zpp.architectures import ARCHITECTURES, load_architecture
 from megatron_zpp.arguments.parse import parse_settings
+from megatron_zpp.arguments.resolve_parallel import data_parallel_size
 from megatron_zpp.metrics.log_reader import BETWEEN, RunLog, parse_log
+from megatron_zpp.optim.batch_size import BatchSchedule
+from megatron_zpp.optim.schedule import Schedule
+from megatron_zpp.planning.recipes import (
+    DIFFERENCES,
+    ELEMENT_SCALES,
+    LOCO,
+    QUANTIZED,
+    TWO_BIT_DIFFERENCES,
+    TWO_BITS,
+    WARMUP,
+)
 from megatron_zpp.settings.flags import iterate_flags, number
 from megatron_zpp.settings.groups import Settings, ZeroSettings
 from megatron_zpp.tools.run import report_errors
@@ -38,27 +50,18 @@ from megatron_zpp.architectures import load_architecture
 from megatron_zpp.training.pretrain import main
 main(load_architecture(sys.argv.pop(1)))
 """
-ALL = "--zero-quantized-weights --zero-quantized-gradients"
-LOCO = "--zeropp-loco"
-DIFFERENCES = "--zero-weight-difference-bits 4"
-WARMUP = "--zero-gradient-bits-warmup {warmup}:4"  # the learning rate's, or a tenth of the run where it has none
-ELEMENT_SCALES = "--zero-gradient-element-scales"
-TWO_BIT_DIFFERENCES = (
-    "--zero-weight-difference-bits 2 --zero-weight-difference-scaling mean --zero-weight-difference-block-size 256 "
-    "--zero-weight-difference-bits-warmup {warmup}:4"
-)
 CONTROL = "ZeRO-3"
 SETTINGS = {  # from what sends most to what sends least; hpZ is added to all
-    "8-bit weights, 8-bit gradients": f"{ALL} --zero-gradient-bits 8",
-    "8-bit weights, 4-bit gradients": ALL,
-    "8-bit weights, 4-bit gradients, LoCo": f"{ALL} {LOCO}",
-    "4-bit weight differences, 4-bit gradients, LoCo": f"{ALL} {LOCO} {DIFFERENCES}",
-    "the same in gradient blocks of 1024": f"{ALL} {LOCO} {DIFFERENCES} --zero-gradient-block-size 1024",
-    "4-bit weight differences, 3-bit gradients, LoCo": f"{ALL} {LOCO} {DIFFERENCES} --zero-gradient-bits 3",
-    "4-bit weight differences, 2-bit gradients, LoCo": f"{ALL} {LOCO} {DIFFERENCES} --zero-gradient-bits 2",
-    "the same, with 4 bits during the warm-up": f"{ALL} {LOCO} {DIFFERENCES} --zero-gradient-bits 2 {WARMUP}",
-    "and with scales of elements": f"{ALL} {LOCO} {DIFFERENCES} --zero-gradient-bits 2 {WARMUP} {ELEMENT_SCALES}",
-    "2-bit weight differences as well": f"{ALL} {LOCO} {TWO_BIT_DIFFERENCES} --zero-gradient-bits 2 {WARMUP} "
+    "8-bit weights, 8-bit gradients": f"{QUANTIZED} --zero-gradient-bits 8",
+    "8-bit weights, 4-bit gradients": QUANTIZED,
+    "8-bit weights, 4-bit gradients, LoCo": f"{QUANTIZED} {LOCO}",
+    "4-bit weight differences, 4-bit gradients, LoCo": f"{QUANTIZED} {LOCO} {DIFFERENCES}",
+    "the same in gradient blocks of 1024": f"{QUANTIZED} {LOCO} {DIFFERENCES} --zero-gradient-block-size 1024",
+    "4-bit weight differences, 3-bit gradients, LoCo": f"{QUANTIZED} {LOCO} {DIFFERENCES} --zero-gradient-bits 3",
+    "4-bit weight differences, 2-bit gradients, LoCo": f"{QUANTIZED} {LOCO} {DIFFERENCES} {TWO_BITS}",
+    "the same, with 4 bits during the warm-up": f"{QUANTIZED} {LOCO} {DIFFERENCES} {TWO_BITS} {WARMUP}",
+    "and with scales of elements": f"{QUANTIZED} {LOCO} {DIFFERENCES} {TWO_BITS} {WARMUP} {ELEMENT_SCALES}",
+    "2-bit weight differences as well": f"{QUANTIZED} {LOCO} {TWO_BIT_DIFFERENCES} {TWO_BITS} {WARMUP} "
     f"{ELEMENT_SCALES}",
 }
 
@@ -116,7 +119,7 @@ def main() -> int:
 
 def run(args: argparse.Namespace, flags: list[str]) -> None:
     outcomes, noise = measure(args, flags)
-    print(table(outcomes, noise, args.emulate_nodes, args.link_gbps))
+    print(table(outcomes, noise, args.link_gbps))
     best, limit = suggest(outcomes, noise), 100 * allowed_loss(outcomes, noise)
     print(f"\nSuggested: {best.name}, the fewest bytes of those that lose at most {limit:.2f} %:\n  {best.flags}")
 
@@ -144,8 +147,8 @@ def measure(args: argparse.Namespace, flags: list[str]) -> tuple[list[Outcome], 
     # A mistake comes to light before anything is trained.
     architecture = load_architecture(args.architecture)
     plain = parse_settings(architecture, [*flags, *common], note=lambda _: None)
-    warmup = check_plain(plain, args.iterations)
-    steps = str(warmup or args.iterations // 10)
+    check_plain(plain)
+    steps = str(warmup_steps(plain, args.iterations) or args.iterations // 10)
     all_flags = {name: setting.replace("{warmup}", steps) for name, setting in all_flags.items()}
     for setting in all_flags.values():
         parse_settings(architecture, [*flags, *common, *setting.split()], note=lambda _: None)
@@ -170,11 +173,8 @@ def measure(args: argparse.Namespace, flags: list[str]) -> tuple[list[Outcome], 
     return outcomes, noise
 
 
-def check_plain(settings: Settings, iterations: int) -> int:
-    """The steps in which the learning rate of the run that all settings are added to warms up.
-
-    Raises ValueError unless it is a short, plain run that starts anew.
-    """
+def check_plain(settings: Settings) -> None:
+    """Raise ValueError unless the run that all settings are added to is plain, and starts anew."""
     checkpoint, logging = settings.checkpoint, settings.logging
     if (
         checkpoint.save
@@ -197,18 +197,19 @@ def check_plain(settings: Settings, iterations: int) -> int:
             f"{', '.join(given)} would be in every setting, and plain {CONTROL} would not be plain: leave such flags "
             f'out after --, or try them with --try="{given[0]} ..."'
         )
-    schedule, batch = settings.schedule, settings.training.global_batch_size
-    warmup = max(
-        schedule.lr_warmup_iters,
-        schedule.lr_warmup_samples / (batch or 1),
-        (schedule.lr_warmup_fraction or 0.0) * (schedule.lr_decay_iters or iterations),
-    )
-    if warmup > iterations / 4:
+
+
+def warmup_steps(settings: Settings, iterations: int) -> int:
+    """The steps in which the learning rate warms up. Raises ValueError if that is more than a quarter of the run."""
+    batches = BatchSchedule.from_settings(settings.training, data_parallel_size(settings.distributed, world_size=1))
+    schedule = Schedule.from_settings(settings.optimizer, settings.schedule, settings.training, batches)
+    steps = batches.iterations_to_reach(math.ceil(schedule.warmup_samples))
+    if steps > iterations / 4:
         raise ValueError(
-            f"the learning rate warms up over {warmup:.0f} of --iterations {iterations}: give a shorter warm-up after "
+            f"the learning rate warms up over {steps} of --iterations {iterations}: give a shorter warm-up after "
             "--, or more --iterations"
         )
-    return math.ceil(warmup)
+    return steps
 
 
 def train(architecture: str, flags: list[str]) -> RunLog:
@@ -227,7 +228,7 @@ def final_loss(log: RunLog) -> float:
     return statistics.mean(losses[-max(1, len(losses) // 4) :])
 
 
-def table(outcomes: list[Outcome], noise: float | None, nodes: int, link_gbps: float | None) -> str:
+def table(outcomes: list[Outcome], noise: float | None, link_gbps: float | None) -> str:
     """The settings, most bytes first."""
     control = outcomes[0]
     header = f"{'setting':50}{'loss':>9}{'over ZeRO-3':>13}{'MB a node sends':>17}"

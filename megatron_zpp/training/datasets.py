@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 from functools import partial
 
-import torch.distributed as dist
-
 from megatron_zpp.data.build import Datasets, build_datasets
 from megatron_zpp.data.fill_in_the_middle import FillInTheMiddle, find_token
 from megatron_zpp.data.gpt_dataset import SampleOptions
@@ -14,6 +12,7 @@ from megatron_zpp.data.tokenizers import Tokenizer, build_tokenizer
 from megatron_zpp.metrics.progress import progress
 from megatron_zpp.parallel.distributed import errors_on_all_ranks
 from megatron_zpp.settings.groups import DataSettings, Settings, TokenizerSettings
+from megatron_zpp.zeropp.topology import gather_objects
 
 
 def build_data(settings: Settings, num_samples: tuple[int, int, int]) -> tuple[int, Datasets]:
@@ -76,8 +75,7 @@ def _fill_in_the_middle(data: DataSettings, tokenizer: Tokenizer) -> FillInTheMi
 def check_same_data_on_all_ranks(datasets: Datasets) -> None:
     """Each node reads its own copy of the data: refuse copies that differ."""
     ours = json.dumps([split.order for split in datasets if split is not None])
-    orders: list[str | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(orders, ours)
+    orders = gather_objects(ours)
     with errors_on_all_ranks():
         others = [rank for rank, order in enumerate(orders) if order != orders[0]]
         if others:

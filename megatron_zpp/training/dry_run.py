@@ -9,7 +9,7 @@ from megatron_zpp.architectures import Architecture, padded_vocab_size
 from megatron_zpp.arguments.parse import parse_settings
 from megatron_zpp.arguments.resolve_parallel import check_vocabulary, data_parallel_size, num_jobs
 from megatron_zpp.optim.optimizer import state_numel
-from megatron_zpp.parallel.distributed import ranks_of_environment
+from megatron_zpp.parallel.distributed import is_first_rank, ranks_of_environment
 from megatron_zpp.parallel.mesh import MODEL_PARALLEL_SETTINGS, ranks_per_model_copy
 from megatron_zpp.settings.checks import flag_of, require
 from megatron_zpp.settings.groups import Settings, all_flags
@@ -22,7 +22,7 @@ USUAL_NODE = 8  # GPUs
 def dry_run(architecture: Architecture) -> None:
     """Print it, on the launcher's first rank. Raises ValueError for what a start would refuse before reading data."""
     launched = ranks_of_environment()
-    if os.environ.get("RANK", "0") != "0":
+    if not is_first_rank():
         return
     notes: list[str] = []
     settings = parse_settings(architecture, world_size=launched, note=notes.append)

@@ -152,23 +152,16 @@ def estimate(
     planned: the model on the grid of ``settings`` and ``cluster``, if it is there already.
     """
     training, distributed = settings.training, settings.distributed
-    assert training.global_batch_size and training.micro_batch_size and training.seq_length  # by parse_settings
+    assert training.seq_length  # by parse_settings
     grid = RankGrid(cluster.nodes, cluster.ranks_per_node, distributed)
     _check(settings, grid)
-    batches = BatchSchedule(
-        training.global_batch_size,
-        training.micro_batch_size,
-        data_parallel_size(distributed, cluster.world_size),
-        training.rampup_batch_size,
-        training.decrease_batch_size_if_needed,
-    )
+    batches = BatchSchedule.from_settings(training, data_parallel_size(distributed, cluster.world_size))
     if training.train_samples is not None:
         samples = training.train_samples
-        steps = batches.total_iterations(samples, 0)
+        steps = batches.total_iterations(samples)
     else:
-        samples, steps = 0, training.train_iters or 0
-        for _ in range(steps):
-            samples += batches.global_batch_size(samples)
+        steps = training.train_iters or 0
+        samples = batches.samples_after(steps)
     planned = planned or plan_model(architecture, architecture.build_model(settings.model, vocabulary), grid)
     model = planned.whole
     micro_batches = batches.num_micro_batches(samples)
@@ -238,7 +231,7 @@ def _estimate_rank(
     ring_passes: int,
     pipeline_rank: int,
 ) -> RankEstimate:
-    states, host = states_of_rank(settings, settings.zeropp, units, micro_batches)
+    states, host = states_of_rank(settings, units, micro_batches)
     schedule, placement = settings.distributed.pipeline_schedule, pipeline_placement(settings.distributed, model)
     kept = 1.0
     if schedule is not None and placement is not None:

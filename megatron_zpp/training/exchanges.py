@@ -150,12 +150,17 @@ def _in_full(config: ZeroPPConfig, unit: PlannedUnit, dtype: torch.dtype) -> Wir
     return wire_format(unit.shards, bits, config.weight_block_size, dtype, config.weight_scaling, scale_dtype)
 
 
-def _within_node_bytes(config: ZeroPPConfig, unit: PlannedUnit, dtype: torch.dtype) -> int:
-    """Of one shard of hpZ's secondary partition, as ranks of a node pass it on."""
+def secondary_bytes(config: ZeroPPConfig, unit: PlannedUnit, dtype: torch.dtype) -> int:
+    """Of one node's shard in hpZ's secondary partition, as a rank keeps it."""
     if config.hpz_secondary_dtype == "int8":
         return _in_full(config, unit, dtype).nbytes
+    return dtype.itemsize * unit.numel
+
+
+def _within_node_bytes(config: ZeroPPConfig, unit: PlannedUnit, dtype: torch.dtype) -> int:
+    """The same, as ranks of a node pass it on."""
     if config.weight_intra_bits is None:
-        return dtype.itemsize * unit.numel
+        return secondary_bytes(config, unit, dtype)
     size, scaling = config.weight_block_size, config.weight_intra_scaling
     return wire_format(
         unit.shards, config.weight_intra_bits, size, dtype, scaling, SCALE_DTYPES[config.scale_dtype]

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_zpp.metrics.throughput import synchronize
 from megatron_zpp.zeropp.collectives import all_gather
 from megatron_zpp.zeropp.topology import RankLayout
 
@@ -75,18 +76,13 @@ def _receive(message: Tensor, round: Mapping[int, int], layout: RankLayout) -> f
         if layout.node in partners
     ]
     dist.barrier()
-    _synchronize(message.device)
+    synchronize(message.device)
     begin = time.perf_counter()
     if operations:  # one, but as a batch: with NCCL, a message by itself would make a communicator for each pair
         for work in dist.batch_isend_irecv(operations):
             work.wait()
-        _synchronize(message.device)
+        synchronize(message.device)
     return time.perf_counter() - begin if layout.node in senders else 0.0
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def usual_rate(rates: Rates) -> float:

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from functools import partial
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
@@ -18,7 +17,6 @@ from megatron_zpp.metrics.progress import progress
 from megatron_zpp.models.activation_checkpoint import apply_activation_checkpointing
 from megatron_zpp.models.init import init_weights
 from megatron_zpp.models.transformer import Transformer
-from megatron_zpp.optim.gradients import local_part
 from megatron_zpp.optim.optimizer import state_numel
 from megatron_zpp.parallel.distributed import errors_on_all_ranks
 from megatron_zpp.parallel.experts import apply_expert_parallelism
@@ -29,7 +27,8 @@ from megatron_zpp.parallel.stages import join_stages, keep_stage
 from megatron_zpp.parallel.tensor import apply_tensor_parallelism
 from megatron_zpp.settings.groups import PrecisionSettings, Settings, ZeroSettings
 from megatron_zpp.zeropp import ZeroPP, ZeroPPInterface, apply_zeropp, emulate_zeropp
-from megatron_zpp.zeropp.topology import gather_node_names
+from megatron_zpp.zeropp.own_rank import local_part
+from megatron_zpp.zeropp.topology import gather_node_names, gather_objects
 from megatron_zpp.zeropp.traffic import Traffic
 
 
@@ -112,8 +111,7 @@ def _check_nodes_alike(settings: Settings, mesh: Mesh) -> None:
         return
     names = gather_node_names(mesh.fsdp.get_group())
     mine = [names.count(name) for name in dict.fromkeys(names)]  # ranks on each node
-    of_all: list[list[int]] = [[]] * dist.get_world_size()
-    dist.all_gather_object(of_all, mine)
+    of_all = gather_objects(mine)
     with errors_on_all_ranks():
         others = next((ranks for ranks in of_all if ranks != of_all[0]), None)
         if others is not None:

@@ -9,11 +9,10 @@ import math
 import socket
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from megatron_zpp.data.loader import Batch
 from megatron_zpp.models.transformer import ModelOutput
@@ -21,8 +20,8 @@ from megatron_zpp.parallel.distributed import print_once
 from megatron_zpp.training.run import Run, Trainee
 from megatron_zpp.training.step import IslandStep, accumulate_gradients
 from megatron_zpp.zeropp import unmoved
-
-T = TypeVar("T")
+from megatron_zpp.zeropp.own_rank import local_part
+from megatron_zpp.zeropp.topology import gather_objects
 
 SHOWN = 3  # findings in one line
 _OUTPUT, _GRADIENT = "output", "gradient of the output"
@@ -83,7 +82,7 @@ class NonfiniteSteps:
         run, last = self.run, self.last
         assert last is not None
         if self.in_a_row < self.steps:
-            of_ranks = _gather(run, _nonfinite_parameters(self.trainee))
+            of_ranks = gather_objects(_nonfinite_parameters(self.trainee), run.mesh.ranks_of_island)
             names = [name for of_rank in of_ranks for name in of_rank]
             if not names:
                 return None
@@ -110,22 +109,13 @@ class NonfiniteSteps:
 def _nonfinite_parameters(trainee: Trainee) -> list[str]:
     """The first parameter of which this rank holds a NaN or Inf, and that rank; [] if there is none."""
     for name, parameter in trainee.model.named_parameters():
-        shard = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-        if not shard.isfinite().all():
+        if not local_part(parameter).isfinite().all():
             return [f"the parameter {name} (the part of {_this_rank()})"]
     return []
 
 
 def _this_rank() -> str:
     return f"rank {dist.get_rank()} on {socket.gethostname()}"
-
-
-def _gather(run: Run, own: T) -> list[T]:
-    """What the ranks of this rank's island have."""
-    group = run.mesh.ranks_of_island
-    of_ranks = [own] * dist.get_world_size(group)
-    dist.all_gather_object(of_ranks, own, group=group)
-    return of_ranks
 
 
 def locate_nonfinite(run: Run, trainee: Trainee, micro_batches: list[Batch]) -> str:
@@ -150,7 +140,7 @@ def locate_nonfinite(run: Run, trainee: Trainee, micro_batches: list[Batch]) -> 
         trainee.zeropp.undo_step()
         trainee.zeropp.traffic.take()
     mine = parameters, [(*event, f"the {event[0]} of {name} on {_this_rank()}") for event, name in found.items()]
-    of_ranks = _gather(run, mine)
+    of_ranks = gather_objects(mine, run.mesh.ranks_of_island)
 
     # A parameter explains outputs, and the first output (or else gradient) of a rank what comes after it. Outputs go
     # from stage to stage of a pipeline, and gradients back.
@@ -175,8 +165,7 @@ def _watch(stages: Mapping[int, nn.Module], last_stage: int, compiled: bool) -> 
     handles = []
 
     def note(kind: str, stage: int, name: str, tensor: Tensor) -> None:
-        tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-        if (kind, stage) not in found and not tensor.isfinite().all():
+        if (kind, stage) not in found and not local_part(tensor).isfinite().all():
             found[kind, stage] = name
 
     def after_forward(stage: int, name: str) -> Any:

@@ -26,6 +26,7 @@ from megatron_zpp.parallel.distributed import (
     die,
     errors_on_all_ranks,
     init_distributed,
+    is_first_rank,
     leave,
     messages_of,
     print_once,
@@ -282,7 +283,7 @@ def _report_alone_or_together(error: Exception) -> None:
     If all did, rank 0 speaks and torchrun ends the others while they wait here; else the wait is over and they speak.
     """
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # remembered only, it would not end the wait
-    if os.environ.get("RANK", "0") == "0":
+    if is_first_rank():
         report_error(*messages_of(error))
     else:
         time.sleep(5)

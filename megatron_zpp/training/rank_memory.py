@@ -8,18 +8,22 @@ from megatron_zpp.architectures import Architecture
 from megatron_zpp.models.transformer import Transformer
 from megatron_zpp.optim.optimizer import OPTIMIZERS
 from megatron_zpp.settings.groups import ActivationSettings, Settings
-from megatron_zpp.training.exchanges import gradients_format, travelling_dtypes, zero_stage_of
+from megatron_zpp.training.exchanges import gradients_format, secondary_bytes, travelling_dtypes, zero_stage_of
 from megatron_zpp.training.planned_units import PlannedUnit, num_layers_of, pieces_of
-from megatron_zpp.zeropp.config import ZeroPPConfig
+from megatron_zpp.zeropp.config import LoCoConfig, ZeroPPConfig
 from megatron_zpp.zeropp.loco import ERROR_FORMATS
 from megatron_zpp.zeropp.matrix_blocks import MomentumWire
 from megatron_zpp.zeropp.wire_format import wire_format
 
 
 def states_of_rank(
-    settings: Settings, config: ZeroPPConfig, units: list[PlannedUnit], micro_batches: int
+    settings: Settings, units: list[PlannedUnit], micro_batches: int
 ) -> tuple[dict[str, int], dict[str, int]]:
-    """What a rank keeps from step to step, gradients and their sums included: on the device, and in host memory."""
+    """Bytes that a rank keeps from step to step, gradients and their sums included: on the device, and in host memory.
+
+    units: those that the rank has shards of. micro_batches: of one rank and step.
+    """
+    config = settings.zeropp
     shard, whole = sum(unit.numel for unit in units), sum(unit.gathered for unit in units)
     zero_stage = zero_stage_of(settings)
     between = [unit for unit in units if unit.group.nodes > 1]
@@ -32,24 +36,21 @@ def states_of_rank(
     )
     states: dict[str, int] = {}
     host: dict[str, int] = {}
-    (host if settings.zero.cpu_offload else states).update(
-        {
-            "parameters, fp32": 4 * shard,
-            "gradients, fp32": 4 * shard,
-            f"{settings.optimizer.optimizer}'s state, fp32": 4 * optimizer_state,
-        }
-    )
+    of_optimizer = host if settings.zero.cpu_offload else states
+    of_optimizer["parameters, fp32"] = 4 * shard
+    of_optimizer["gradients, fp32"] = 4 * shard
+    of_optimizer[f"{settings.optimizer.optimizer}'s state, fp32"] = 4 * optimizer_state
     islands = settings.distributed.islands
     if islands > 1:
         copies = 2 if settings.island.outer_momentum > 0 else 1
-        where = host if settings.island.offload or settings.zero.cpu_offload else states
+        where = host if settings.island.offload else of_optimizer
         where["what islands agreed on, and the outer momentum, fp32"] = copies * 4 * shard
         if settings.island.loco:
             error = wire_format(pieces_of(units, islands), 8, settings.island.block_size, torch.float32)
             states["LoCo's errors between islands, int8"] = (islands + 1) * error.nbytes
     if config.hpz_partition_size > 1 and between:
         states[f"hpZ's secondary partition, {config.hpz_secondary_dtype}"] = sum(
-            unit.group.nodes * _bytes_of_secondary(config, unit, weights) for unit in between
+            unit.group.nodes * secondary_bytes(config, unit, weights) for unit in between
         )
     if config.quantized_gradients and micro_batches > 1:
         dtype = config.gradient_sum_dtype
@@ -57,20 +58,11 @@ def states_of_rank(
         where[f"gradients of earlier micro-batches, summed within the node, {dtype}"] = sum(
             unit.group.nodes * _bytes_of_sum(config, unit) for unit in units if unit.group.size > 1
         )
-    errors = 0
-    if config.loco is not None:
-        bits, loco_dtype = ERROR_FORMATS[config.loco.error_dtype]
-        for unit in units:
-            nodes, ranks = unit.group.nodes, unit.group.size
-            pieces = nodes * (nodes > 1)  # that a rank sends, this one's own among them
-            if config.loco.hops == "both":
-                pieces += ranks * (ranks > nodes)
-            errors += pieces * wire_format(unit.shards, bits, config.gradient_block_size, loco_dtype).nbytes
-    if config.loco is not None and errors:
-        name, copies = f"LoCo's errors, {config.loco.error_dtype}", 1
+    if config.loco is not None and (errors := sum(_bytes_of_errors(config, config.loco, unit) for unit in units)):
         if config.loco.exact_undo:
-            name, copies = f"{name}, and those before the step", 2
-        states[name] = copies * errors
+            states[f"LoCo's errors, {config.loco.error_dtype}, and those before the step"] = 2 * errors
+        else:
+            states[f"LoCo's errors, {config.loco.error_dtype}"] = errors
     if config.gradient_element_scales and between:
         states["elements' scales, int8, and what travelled last"] = sum(  # to and from nodes
             2 * unit.group.nodes * (unit.numel + gradients_format(config, unit, gradients).nbytes) for unit in between
@@ -88,18 +80,22 @@ def states_of_rank(
     return states, host
 
 
-def _bytes_of_secondary(config: ZeroPPConfig, unit: PlannedUnit, dtype: torch.dtype) -> int:
-    """Of one node's shard in hpZ's secondary partition."""
-    if config.hpz_secondary_dtype == "int8":
-        return wire_format(unit.shards, config.weight_bits, config.weight_block_size, dtype).nbytes
-    return dtype.itemsize * unit.numel
-
-
 def _bytes_of_sum(config: ZeroPPConfig, unit: PlannedUnit) -> int:
     """Of the sum for one node's shard."""
     if config.gradient_sum_dtype == "int8":
         return wire_format(unit.shards, 8, config.gradient_block_size, torch.float32).nbytes
     return {"fp32": 4, "bf16": 2}[config.gradient_sum_dtype] * unit.numel
+
+
+def _bytes_of_errors(config: ZeroPPConfig, loco: LoCoConfig, unit: PlannedUnit) -> int:
+    """Of the errors in all pieces that a rank sends, its own among them."""
+    pieces = 0
+    if unit.group.nodes > 1:
+        pieces += unit.group.nodes
+    if loco.hops == "both" and unit.group.ranks_per_node > 1:
+        pieces += unit.group.size
+    bits, dtype = ERROR_FORMATS[loco.error_dtype]
+    return pieces * wire_format(unit.shards, bits, config.gradient_block_size, dtype).nbytes
 
 
 def working_memory(

@@ -28,6 +28,7 @@ from megatron_zpp.parallel.pipeline import Pipeline
 from megatron_zpp.settings.groups import Settings
 from megatron_zpp.training.island_job import LossSoFar
 from megatron_zpp.zeropp import Ranks, ZeroPPInterface
+from megatron_zpp.zeropp.topology import gather_objects
 from megatron_zpp.zeropp.traffic import Traffic
 
 T = TypeVar("T")
@@ -117,8 +118,7 @@ class Run:
         """What the ranks of each island have alike, of all islands in order; collective."""
         of_islands: list[Sequence[T]] = [of_trainees]
         if self.mesh.island.size() > 1:
-            of_islands = [of_trainees] * self.mesh.island.size()
-            dist.all_gather_object(of_islands, of_trainees, group=self.mesh.island.get_group())
+            of_islands = gather_objects(of_trainees, self.mesh.island.get_group())
         return [of_trainee for of_process in of_islands for of_trainee in of_process]
 
     def sample_length(self, iteration: int) -> int:

@@ -44,15 +44,8 @@ def build_run(architecture: Architecture, settings: Settings, device: torch.devi
     if settings.distributed.islands_may_leave:
         settings = prepare_island(settings)
     training, save = settings.training, settings.checkpoint.save
-    assert training.global_batch_size and training.micro_batch_size and training.seq_length  # by parse_settings
     mesh = _build_mesh(settings, device)
-    batches = BatchSchedule(
-        training.global_batch_size,
-        training.micro_batch_size,
-        mesh.dp_size,
-        training.rampup_batch_size,
-        training.decrease_batch_size_if_needed,
-    )
+    batches = BatchSchedule.from_settings(training, mesh.dp_size)
     with errors_on_all_ranks():
         lock = FolderLock(save) if save is not None and dist.get_rank() == 0 else None
     checkpoint = checkpoint_to_load(settings.checkpoint)

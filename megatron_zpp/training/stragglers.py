@@ -8,12 +8,12 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
-import torch.distributed as dist
 
 from megatron_zpp.parallel.distributed import print_once
 from megatron_zpp.training.links import Rates, measure_links, slow_links, usual_rate
 from megatron_zpp.training.run import Run
 from megatron_zpp.zeropp.collectives import all_gather
+from megatron_zpp.zeropp.topology import gather_objects
 
 EVERY = 5  # optimizer steps, over which all times here are means
 MUCH = 0.1  # of a step: a rank that computes so much longer than others is slow
@@ -31,8 +31,7 @@ class Stragglers:
         """Collective, as ``step`` is."""
         assert run.zeropp is not None
         self.device, layout = run.device, run.zeropp.topologies[0]
-        self.hosts: list[str] = [""] * layout.world_size
-        dist.all_gather_object(self.hosts, socket.gethostname())
+        self.hosts = gather_objects(socket.gethostname())
         hosts_of_nodes = self.hosts[:: layout.ranks_per_node]
         self.ranks, self.links = Lasting(RANK_LASTS), None
         if layout.num_nodes > 1:

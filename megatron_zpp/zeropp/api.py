@@ -23,7 +23,7 @@ from .all_gather import HierarchicalAllGather, QuantizedAllGather
 from .collectives import PlainAllGather, PlainReduceScatter, count_all_reduces
 from .config import ZeroPPConfig, check_finds_unused
 from .description import describe, state_of, state_prefix, warn, warn_of_lost_state
-from .fsdp_unit import FSDPUnit, find_units, follow_forward_passes
+from .fsdp_unit import AllGather, FSDPUnit, ReduceScatter, find_units, follow_forward_passes
 from .gradient_hops import GradientHops
 from .matrix_blocks import MatrixBlocks, MomentumWire, batches
 from .micro_batch import MicroBatch
@@ -97,62 +97,75 @@ class ZeroPP:
         self.config, self.units, self.traffic = config, units, Traffic()
         self.ranks = OwnRank()
         self._pipeline, self._tensor_parallel = pipeline, tensor_parallel
-        groups = {*(topology.group for topology in self.topologies), pipeline, tensor_parallel}
-        self.speaks = all(group is None or group.rank() == 0 for group in groups)  # one rank for the job
+        process_groups = {*(topology.group for topology in self.topologies), pipeline, tensor_parallel}
+        self.speaks = all(group is None or group.rank() == 0 for group in process_groups)  # one rank for the job
         self._monitor, self._micro_batch = ErrorMonitor(), MicroBatch()
         self._passes = Passes(self._micro_batch)
-        unseen_changes = {topology: UnseenChanges(topology, self._passes, self.traffic) for topology in self.topologies}
+        topologies = dict.fromkeys(self.topologies)
+        self._unseen_changes = {
+            topology: UnseenChanges(topology, self._passes, self.traffic) for topology in topologies
+        }
         if config.quantized_gradients:
             for unit in units:
                 unit.reduce_unused()
-        unused_parameters: dict[Topology, UnusedParameters] = {}
+        self._unused_parameters: dict[Topology, UnusedParameters] = {}
         if find_unused_parameters:
-            for topology in dict.fromkeys(self.topologies):
+            for topology in topologies:
                 of_group = [unit for unit in units if unit.topology is topology]
-                unused_parameters[topology] = UnusedParameters(topology, of_group, self.traffic)
-        agreement = Agreement(units, self.traffic) if config.check_agreement else None
+                self._unused_parameters[topology] = UnusedParameters(topology, of_group, self.traffic)
+        self._agreement = Agreement(units, self.traffic) if config.check_agreement else None
         # One: find_units refuses several.
         (self.device,) = {unit.device for unit in units}
         self.waits = units[0].waits
-        gather_stream = new_stream(self.device)
-        self._all_gathers: dict[str, QuantizedAllGather] = {}  # by unit, as the next
+        self._gather_stream = new_stream(self.device)
+        self._all_gathers: dict[str, QuantizedAllGather] = {}  # ZeRO++'s by unit, as the next
         self._reduce_scatters: dict[str, HierarchicalReduceScatter] = {}
         for unit in units:
-            if config.hpz_partition_size > 1 and unit.topology.num_nodes > 1:
-                self._all_gathers[unit.name] = HierarchicalAllGather(
-                    unit=unit,
-                    config=config,
-                    traffic=self.traffic,
-                    monitor=self._monitor,
-                    micro_batch=self._micro_batch,
-                    unseen_changes=unseen_changes[unit.topology],
-                    agreement=agreement,
-                    stream=gather_stream,
-                )
-            elif config.quantized_weights and unit.topology.world_size > 1:
-                self._all_gathers[unit.name] = QuantizedAllGather(
-                    unit=unit, config=config, traffic=self.traffic, monitor=self._monitor, micro_batch=self._micro_batch
-                )
-            if config.quantized_gradients:
-                self._reduce_scatters[unit.name] = HierarchicalReduceScatter(
-                    unit=unit,
-                    config=config,
-                    traffic=self.traffic,
-                    monitor=self._monitor,
-                    micro_batch=self._micro_batch,
-                    unused_parameters=unused_parameters.get(unit.topology),
-                )
+            unit.set_collectives(self._all_gather(unit), self._reduce_scatter(unit))
             count_all_reduces(unit, self.traffic)
             if self.device.type == "cuda":
                 unit.time_stalls()
-            unit.set_collectives(
-                self._all_gathers.get(unit.name, PlainAllGather(unit=unit, traffic=self.traffic)),
-                self._reduce_scatters.get(
-                    unit.name, PlainReduceScatter(unit=unit, traffic=self.traffic, micro_batch=self._micro_batch)
-                ),
-            )
         follow_optimizers(units)
         follow_forward_passes(model, units, self._begin_forward_pass)
+
+    def _all_gather(self, unit: FSDPUnit) -> AllGather:
+        """ZeRO++'s, or FSDP2's own where that is all there is to do."""
+        if self.config.hpz_partition_size > 1 and unit.topology.num_nodes > 1:
+            self._all_gathers[unit.name] = HierarchicalAllGather(
+                unit=unit,
+                config=self.config,
+                traffic=self.traffic,
+                monitor=self._monitor,
+                micro_batch=self._micro_batch,
+                unseen_changes=self._unseen_changes[unit.topology],
+                agreement=self._agreement,
+                stream=self._gather_stream,
+            )
+        elif self.config.quantized_weights and unit.topology.world_size > 1:
+            self._all_gathers[unit.name] = QuantizedAllGather(
+                unit=unit,
+                config=self.config,
+                traffic=self.traffic,
+                monitor=self._monitor,
+                micro_batch=self._micro_batch,
+            )
+        else:
+            return PlainAllGather(unit=unit, traffic=self.traffic)
+        return self._all_gathers[unit.name]
+
+    def _reduce_scatter(self, unit: FSDPUnit) -> ReduceScatter:
+        """As ``_all_gather``."""
+        if not self.config.quantized_gradients:
+            return PlainReduceScatter(unit=unit, traffic=self.traffic, micro_batch=self._micro_batch)
+        self._reduce_scatters[unit.name] = HierarchicalReduceScatter(
+            unit=unit,
+            config=self.config,
+            traffic=self.traffic,
+            monitor=self._monitor,
+            micro_batch=self._micro_batch,
+            unused_parameters=self._unused_parameters.get(unit.topology),
+        )
+        return self._reduce_scatters[unit.name]
 
     @property
     def topologies(self) -> list[Topology]:

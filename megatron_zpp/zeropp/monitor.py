@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from . import reference
+from .topology import gather_objects
 from .wire_format import WireFormat
 
 
@@ -70,8 +70,7 @@ class ErrorMonitor:
         if tensor_parallel is not None:
             dist.all_reduce(sums, group=tensor_parallel)
         if pipeline is not None:
-            of_stages: list[Any] = [None] * pipeline.size()
-            dist.all_gather_object(of_stages, (keys, sums.tolist()), group=pipeline)
+            of_stages = gather_objects((keys, sums.tolist()), pipeline)
             keys = [key for stage_keys, _ in of_stages for key in stage_keys]
             sums = torch.tensor([row for _, rows in of_stages for row in rows])
         sums = sums.cpu()

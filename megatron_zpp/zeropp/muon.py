@@ -30,6 +30,7 @@ from torch.optim.optimizer import ParamsT, StateDict
 
 from .interface import MatrixBlocksInterface, ZeroPPInterface
 from .matrix_blocks import MomentumWire
+from .own_rank import local_part
 
 # What an orthogonal matrix of so many rows and columns is multiplied by: Megatron's names, and torch's.
 SCALES: dict[str, Callable[[int, int], float]] = {
@@ -142,8 +143,8 @@ class Muon(torch.optim.AdamW):
             if whole and self.stale_rows and gathered is not None:
                 self._gathered[tuple(map(id, batch))] = gathered
                 for matrix, sent in zip(batch, blocks.own_rows(gathered, updates), strict=True):
-                    _local(self.state[matrix]["sent_rows"]).copy_(sent)
-            rows = [_local(matrix) for matrix in batch]
+                    local_part(self.state[matrix]["sent_rows"]).copy_(sent)
+            rows = [local_part(matrix) for matrix in batch]
             torch._foreach_mul_(rows, 1 - group["lr"] * group["weight_decay"])
             torch._foreach_add_(rows, results, alpha=-group["lr"])
         return False
@@ -154,7 +155,7 @@ class Muon(torch.optim.AdamW):
             return None
         key = tuple(map(id, batch))
         if key not in self._gathered:
-            sent = [_local(self.state[matrix]["sent_rows"]) for matrix in batch]
+            sent = [local_part(self.state[matrix]["sent_rows"]) for matrix in batch]
             self._gathered[key] = blocks.gather(sent, [matrix.shape for matrix in batch], MomentumWire())
         return self._gathered[key]
 
@@ -171,7 +172,7 @@ class Muon(torch.optim.AdamW):
             state["momentum_buffer"] = torch.zeros_like(matrix.grad)
         if self.stale_rows and "sent_rows" not in state:
             state["sent_rows"] = torch.zeros_like(matrix.grad, dtype=torch.bfloat16)  # as they travelled last
-        gradient, momentum = _local(matrix.grad), _local(state["momentum_buffer"])
+        gradient, momentum = local_part(matrix.grad), local_part(state["momentum_buffer"])
         momentum.lerp_(gradient, 1 - self.momentum)
         state["step"] += 1
         return gradient.lerp(momentum, self.momentum) if self.nesterov else momentum
@@ -180,10 +181,6 @@ class Muon(torch.optim.AdamW):
         if self.period is None or self.period == 1 or not matrices:
             return self.period is not None
         return int(self.state[matrices[0]].get("step", 0)) % self.period == 0
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _check_matrix(parameter: Tensor, device: torch.device) -> None:

@@ -63,6 +63,11 @@ class OwnRank:
         return gathered
 
 
+def local_part(tensor: Tensor) -> Tensor:
+    """What this rank holds of a DTensor, in the same memory; any other tensor itself."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
 def ranks_of(zeropp: ZeroPPInterface | None) -> Ranks:
     """The ranks that this process computes for; without ZeRO++ (ZeRO stage 0) its own."""
     return OwnRank() if zeropp is None else zeropp.ranks

@@ -6,9 +6,12 @@ import os
 import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -119,9 +122,14 @@ def gather_node_names(group: dist.ProcessGroup) -> list[str]:
     """Where each rank of ``group`` runs; equal for ranks of one node. Collective."""
     # torchrun numbers its agents, one per node, in GROUP_RANK; other launchers (srun) leave the host's name.
     name = f"{socket.gethostname()}/{os.environ.get('GROUP_RANK', '')}"
-    names: list[str] = [""] * group.size()
-    dist.all_gather_object(names, name, group=group)
-    return names
+    return gather_objects(name, group)
+
+
+def gather_objects(own: T, group: dist.ProcessGroup | None = None) -> list[T]:
+    """What every rank of ``group``, by default of all, passed as ``own``, in the order of ranks. Collective."""
+    of_ranks = [own] * dist.get_world_size(group)
+    dist.all_gather_object(of_ranks, own, group=group)
+    return of_ranks
 
 
 def _ranks_per_node_of(names: Sequence[str]) -> int:

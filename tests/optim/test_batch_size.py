@@ -48,6 +48,8 @@ def test_counts_equal_stepping_through_the_run(
     assert batch.samples_after(iterations) == consumed
     assert batch.total_iterations(consumed) == iterations
     assert batch.total_iterations(consumed + batch.global_batch_size(consumed) - 1) == iterations
+    assert batch.iterations_to_reach(consumed) == iterations
+    assert batch.iterations_to_reach(consumed + 1) == iterations + 1
 
 
 def test_rounding_down_on_request() -> None:

@@ -43,6 +43,7 @@ RECIPES = {
     "hpZ": "--zero-hpz-partition-size 2",
     "all": f"{ALL_FLAGS} --zero-weight-block-size 0",
     "LoCo, both hops": f"{ALL_FLAGS} --zeropp-loco --zeropp-loco-hops both --hpz-secondary-dtype int8",
+    "int8 copies with scales in bf16": f"{ALL_FLAGS} --hpz-secondary-dtype int8 --zero-scale-dtype bf16",
     "differences": f"{ALL_FLAGS} --zeropp-loco --zeropp-loco-error-dtype bf16 --zero-weight-difference-bits 4 "
     "--zero-gradient-bits 2 --zero-scale-dtype bf16 --zero-gradient-bits-warmup 2:8 "
     "--zero-weight-difference-bits-warmup 1:8",

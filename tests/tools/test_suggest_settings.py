@@ -77,13 +77,13 @@ def test_noise_is_the_first_setting_again_on_the_same_data_with_larger_weights(t
     first, again = (parse_settings(GPT, flags, note=lambda _: None).as_flat_dict() for flags in trained[::2])
     assert again.pop("init_method_std") == pytest.approx(1.001 * std) and first.pop("init_method_std") == std
     assert first == again  # the seed too: it also decides the order of samples
-    assert "0.1 % larger move the first one's loss by 200.00 %." in table(outcomes, noise, 2, None)
+    assert "0.1 % larger move the first one's loss by 200.00 %." in table(outcomes, noise, None)
 
 
 def test_finetuning_has_no_initial_weights_to_change(trained):
     outcomes, noise = measure(ARGS, [*RUN.split(), "--mock-data", "--load", "checkpoints", "--finetune"])
     assert len(trained) == 2 and noise is None
-    assert "Noise: not measured" in table(outcomes, noise, 2, None)
+    assert "Noise: not measured" in table(outcomes, noise, None)
     assert suggest(outcomes, noise) == outcomes[0]
 
 
@@ -96,7 +96,7 @@ def test_a_setting_that_fails_leaves_the_others(monkeypatch):
     monkeypatch.setattr(suggest_settings, "train", train)
     outcomes, noise = measure(ARGS, [*RUN.split(), "--mock-data"])
     assert suggest(outcomes, noise).name == "ZeRO-3"
-    assert re.search(r"--zero-quantized-gradients +failed: NaN in 10 steps", table(outcomes, noise, 2, None))
+    assert re.search(r"--zero-quantized-gradients +failed: NaN in 10 steps", table(outcomes, noise, None))
 
 
 def test_without_ranks_that_share_a_node_nothing_of_ours_needs_hpz(trained):
@@ -107,7 +107,13 @@ def test_without_ranks_that_share_a_node_nothing_of_ours_needs_hpz(trained):
 
 @pytest.mark.parametrize(
     ("given", "steps"),
-    [("", 2), ("--lr-warmup-iters 4", 4), ("--lr-warmup-fraction 0.2", 4)],
+    [
+        ("", 2),
+        ("--lr-warmup-iters 4", 4),
+        ("--lr-warmup-fraction 0.2", 4),
+        ("--lr-warmup-tokens 512", 4),  # of 4 samples a step, of 32 tokens each
+        ("--lr-warmup-iters 4 --global-batch-size 8 --rampup-batch-size 4 4 12", 4),
+    ],
 )
 def test_bits_warm_up_with_the_learning_rate(trained, given, steps):
     ours = argparse.Namespace(**{**vars(ARGS), "tried": None})
@@ -139,6 +145,7 @@ def test_the_fewest_bytes_within_the_noise_are_suggested():
             "error: --zero-quantized-gradients, --zeropp-loco would be in every setting",
         ),
         (["--", *RUN.split(), "--mock-data", "--lr-warmup-iters", "200"], "warms up over 200 of --iterations 400"),
+        (["--", *RUN.split(), "--mock-data", "--lr-warmup-tokens", "38400"], "warms up over 300 of --iterations 400"),
         *(
             (["--", *RUN.split(), "--mock-data", *more.split()], "error: every setting starts anew: leave --save,")
             for more in (
