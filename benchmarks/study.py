@@ -26,7 +26,8 @@ from pathlib import Path
 from typing import Any
 
 from rows import append_row, read_rows
-from study_experiments import EXPERIMENTS, FP32, NODES, OBSERVED, RANKS, SCALES, Arm, Scale
+from study_arms import FP32, NODES, RANKS, SCALES, Arm, Scale
+from study_experiments import EXPERIMENTS, OBSERVED
 from study_tables import SEEDS, by_flags_and_seed, table, write_page
 from torch import __version__ as torch_version
 

@@ -5,161 +5,27 @@ An arm that two experiments share is trained once. 4 ranks on 2 nodes are emulat
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-RANKS, NODES = 4, 2
-BF16 = "--bf16"  # computing in bf16, fp32 masters: what all arms but the fp32 wire have
-HPZ = f"--zero-hpz-partition-size {RANKS // NODES}"
-
-
-@dataclass(frozen=True)
-class Scale:
-    """A model and how long it is trained; it sees every token once."""
-
-    shape: str
-    micro_batch_size: int  # of each emulated rank
-    train_iters: int
-    eval_iters: int
-    lr: float
-    adam_beta2: float
-    vocab_size: int
-    corpus: str  # flags of make_corpus.py
-    jobs: int = 1  # runs side by side
-    text_of: str = ""  # another scale, whose corpus, tokenizer and tokens it takes
-
-
-SCALES = {
-    "cpu": Scale(  # 1.3M parameters, 0.8M tokens
-        "--num-layers 2 --hidden-size 192 --num-attention-heads 4 --seq-length 128",
-        micro_batch_size=2,
-        train_iters=800,
-        eval_iters=64,
-        lr=1e-3,  # the best of 5e-4, 1e-3, 1.5e-3 and 2e-3 for the bf16 wire
-        adam_beta2=0.99,
-        vocab_size=2048,
-        corpus="--packages torch --max-megabytes 70",
-        jobs=2,
-    ),
-    "larger": Scale(  # 5.3M parameters, 3.1M tokens
-        "--num-layers 6 --hidden-size 256 --num-attention-heads 4 --seq-length 128",
-        micro_batch_size=2,
-        train_iters=3000,
-        eval_iters=128,
-        lr=1e-3,
-        adam_beta2=0.99,
-        vocab_size=2048,
-        corpus="--packages torch --max-megabytes 70",
-        jobs=2,
-        text_of="cpu",
-    ),
-    "gpu": Scale(  # 30M parameters, 66M tokens
-        "--num-layers 8 --hidden-size 512 --num-attention-heads 8 --seq-length 512",
-        micro_batch_size=4,
-        train_iters=3000,
-        eval_iters=32,
-        lr=1e-3,
-        adam_beta2=0.95,
-        vocab_size=8192,
-        corpus="--packages torch --max-megabytes 70",
-    ),
-    "tiny": Scale(  # to see that everything runs
-        "--num-layers 1 --hidden-size 32 --num-attention-heads 2 --seq-length 32",
-        micro_batch_size=2,
-        train_iters=3,
-        eval_iters=1,
-        lr=1e-3,
-        adam_beta2=0.95,
-        vocab_size=400,
-        corpus="--max-megabytes 3",
-    ),
-}
-
-
-@dataclass(frozen=True)
-class Arm:
-    """One way to travel: its name in the tables, and its flags.
-
-    ``{half}`` stands for half of the scale's micro-batch size, ``{batch}`` for the samples of a step, ``{twice}`` for
-    two times as many, ``{warmup}`` for the steps in which the learning rate warms up, ``{begun}`` for the checkpoint of
-    an arm that ``begins`` with other flags, for a fifth of the steps. ``control``: the flags of the arm that it is
-    compared with.
-    """
-
-    name: str
-    flags: str
-    control: str = ""  # the fp32 wire
-    real_ranks: int | None = None  # each a node of its own, in place of emulated ones
-    begins: str | None = None
-
-    @property
-    def program(self) -> str:
-        return "benchmarks/study_trials.py" if "--trial" in self.flags else "pretrain_gpt.py"
-
-
-@dataclass(frozen=True)
-class Group:
-    """Arms that differ in one thing. ``recovers``: shares of the first arm's excess loss are worth a column."""
-
-    title: str
-    arms: tuple[Arm, ...]
-    recovers: bool = False
-
-
-@dataclass(frozen=True)
-class Experiment:
-    title: str
-    groups: tuple[Group, ...]
-    observed: tuple[str, ...] = ()  # what the log shows beside losses, and the table at the end of training
-
-
-ABSMAX = "absmax"  # three levels at 2 bits, as in the published work
-
-
-def weights(bits: int, block_size: int) -> str:
-    """qwZ through hpZ; block size 0: one scale per parameter and rank."""
-    return f"{BF16} {HPZ} --zero-quantized-weights --zero-weight-bits {bits} --zero-weight-block-size {block_size}"
-
-
-def differences(bits: int, block_size: int = 2048, scaling: str = "") -> str:
-    flags = f"{HPZ} --zero-weight-difference-bits {bits} --zero-weight-difference-block-size {block_size}"
-    return flags + (f" --zero-weight-difference-scaling {scaling}" if scaling else "")
-
-
-def gradients(intra: int, inter: int, block_size: int = 128, scaling: str = "") -> str:
-    """scaling: of the hops with less than 4 bits; default by bits."""
-    flags = (
-        f"--zero-quantized-gradients --zero-gradient-intra-bits {intra} --zero-gradient-bits {inter} "
-        f"--zero-gradient-block-size {block_size}"
-    )
-    if scaling and intra < 4:
-        flags += f" --zero-gradient-intra-scaling {scaling}"
-    return flags + (f" --zero-gradient-scaling {scaling}" if scaling and inter < 4 else "")
-
-
-def loco(beta: float, hops: str, error: str = "int8", reset_interval: int = 0, reset: str = "hard") -> str:
-    """Error feedback; reset_interval 0: never."""
-    return (
-        f"--zeropp-loco --zeropp-loco-beta {beta} --zeropp-loco-hops {hops} --zeropp-loco-error-dtype {error} "
-        f"--zeropp-loco-reset-interval {reset_interval} --zeropp-loco-reset {reset}"
-    )
-
-
-UNBIASED = "--zero-gradient-rounding stochastic"
-HADAMARD = "--zero-hadamard"
-GRADIENTS_WARM_UP = "--zero-gradient-bits-warmup {warmup}:4"
-DIFFERENCES_WARM_UP = "--zero-weight-difference-bits-warmup {warmup}:4"
-
-
-def few_bits(gradient_bits: int, difference_bits: int) -> str:
-    """The recipe of docs/zeropp.md: 8 bits within nodes, LoCo between them, 4 bits at first."""
-    four_bits_at_first = GRADIENTS_WARM_UP
-    if difference_bits == 4:
-        weights = differences(4)
-    else:
-        weights = differences(difference_bits, 256, "mean")
-        four_bits_at_first += f" {DIFFERENCES_WARM_UP}"
-    return f"{BF16} {weights} {gradients(8, gradient_bits)} {loco(0.8, 'inter')} {four_bits_at_first}"
-
+from study_arms import (
+    ABSMAX,
+    BF16,
+    BF16_WIRE,
+    CONTROLS,
+    FP32,
+    GRADIENTS_WARM_UP,
+    HADAMARD,
+    HPZ,
+    NODES,
+    RANKS,
+    UNBIASED,
+    Arm,
+    Experiment,
+    Group,
+    differences,
+    few_bits,
+    gradients,
+    loco,
+    weights,
+)
 
 # The best learning rate of 0.03, 0.06, 0.1, 0.3, 1 and 3 for the fp32 wire.
 SGD = "--optimizer sgd --sgd-momentum 0.9 --weight-decay 1e-4 --lr 0.1 --min-lr 0.01"
@@ -190,11 +56,6 @@ def muon(rate: float, period: str) -> str:
     return (
         f"--optimizer muon --muon-use-nesterov --muon-extra-scale-factor 0.2 {period} --lr {rate} --min-lr {rate / 10}"
     )
-
-
-FP32 = Arm("fp32 wire", "")
-BF16_WIRE = Arm("bf16 wire (ZeRO-3 in 16 bit)", f"{BF16} --grad-reduce-in-bf16")
-CONTROLS = Group("Controls", (FP32, BF16_WIRE))
 
 
 def feedback_group(title: str, wire: str, hops: str) -> Group:

@@ -10,18 +10,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from study_experiments import (
-    AFTER_A_FIFTH,
-    E4_BITS_AND_BLOCKS,
-    E4_SENSITIVITY,
-    EXPERIMENTS,
-    FP32,
-    INTERVALS,
-    ISLANDS,
-    Arm,
-    Experiment,
-    Group,
-)
+from study_arms import FP32, Arm, Experiment, Group
+from study_experiments import AFTER_A_FIFTH, E4_BITS_AND_BLOCKS, E4_SENSITIVITY, EXPERIMENTS, INTERVALS, ISLANDS
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "experiments.md"

@@ -12,7 +12,8 @@ from tests.conftest import ROOT
 sys.path.insert(0, str(ROOT / "benchmarks"))
 import study
 import study_tables
-from study_experiments import EXPERIMENTS, FP32, RANKS, SCALES, Arm, Experiment, Group, Scale
+from study_arms import FP32, RANKS, SCALES, Arm, Experiment, Group, Scale
+from study_experiments import EXPERIMENTS
 
 
 def _row(flags: str, seed: int, loss: float) -> dict:
