@@ -25,7 +25,7 @@ class LossScaler:
         if scale <= 0 or min_scale <= 0:
             raise ValueError(f"loss scales must be positive: scale {scale}, --min-loss-scale {min_scale}")
         if dynamic and scale < min_scale:
-            raise ValueError(f"--initial-loss-scale {scale} is below --min-loss-scale {min_scale}")
+            raise ValueError(f"--initial-loss-scale {scale} is below --min-loss-scale {min_scale}: raise it")
         if dynamic and (window < 1 or hysteresis < 1):
             raise ValueError(f"--loss-scale-window {window} and --hysteresis {hysteresis} must be at least 1")
         self.scale = float(scale)

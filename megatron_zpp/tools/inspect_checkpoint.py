@@ -37,11 +37,11 @@ def list_checkpoints(folder: str) -> int:
     """One line for each checkpoint, newest first."""
     root = Path(folder)
     if not root.is_dir():
-        raise CheckpointError(f"{folder} is no folder")
+        raise CheckpointError(f"{folder} is no folder: give what --save was, or one of its iter_* folders")
     latest = _latest_name(folder)
     paths = sorted(root.glob("iter_*"), reverse=True)
     if not paths:
-        print(f"{folder} holds no checkpoint")
+        print(f"{folder} holds no checkpoint: give what --save was, or one of its iter_* folders")
     for path in paths:
         print(f"{path.name}{' (latest)' if path.name == latest else ''}: {_summary(path)}")
     return 0
@@ -87,7 +87,7 @@ def verify(folder: str, iteration: int | None) -> int:
     else:
         paths = candidates(folder)
     if not paths:
-        raise CheckpointError(f"{folder} holds no checkpoint")
+        raise CheckpointError(f"{folder} holds no checkpoint: give what --save was, or one of its iter_* folders")
     bad = 0
     for path in paths:
         found = problems(path, finite=True)
@@ -126,7 +126,7 @@ def _checkpoint(folder: str, iteration: int | None = None) -> Path:
         return Path(folder)
     path = find_checkpoint(folder, iteration)
     if path is None:
-        raise CheckpointError(f"{folder} holds no checkpoint")
+        raise CheckpointError(f"{folder} holds no checkpoint: give what --save was, or one of its iter_* folders")
     return path
 
 

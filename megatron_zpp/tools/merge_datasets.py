@@ -47,11 +47,13 @@ def merge(prefixes: list[str], output_prefix: str) -> tuple[int, int]:
         if dataset.dtype != datasets[0].dtype:
             raise ValueError(
                 f"{datasets[0].prefix} holds {datasets[0].dtype}, {dataset.prefix} {dataset.dtype}: "
-                f"they are of different tokenizers"
+                "they are of different tokenizers; preprocess their text anew with one"
             )
         plain_bytes = HEADER.size + 12 * len(dataset) + 8 * len(dataset.document_indices)
         if dataset.index_path.stat().st_size != plain_bytes:
-            raise ValueError(f"{dataset.index_path} has modes of sequences (multimodal), which would be lost")
+            raise ValueError(
+                f"{dataset.index_path} has modes of sequences (multimodal), which would be lost: leave it out"
+            )
     total = sum(dataset.num_tokens for dataset in datasets) * datasets[0].dtype.itemsize
     with Progress(console=Console(stderr=True), disable=not sys.stderr.isatty()) as bar:
         task = bar.add_task("merging", total=total)
