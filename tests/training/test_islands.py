@@ -81,7 +81,7 @@ def _losses_and_bytes(argv: list[str]) -> list[list[float]]:
     return [metrics["lm loss"], metrics["comm/bytes-between-islands"]]
 
 
-@pytest.mark.parametrize("ranks", [1, 4])
+@pytest.mark.parametrize("ranks", [1, pytest.param(4, marks=pytest.mark.long)])
 def test_loading_an_optimizer_is_no_step(data, tmp_path, ranks):
     """Torch has one without state make a step, at which islands would agree."""
     argv = [*flags(data, "--islands 2 --island-sync-interval 1"), *(EMULATE if ranks == 1 else [])]

@@ -118,9 +118,10 @@ def test_nan_in_one_island_ends_all_with_its_origin(data, tmp_path):
     assert read_meta(tmp_path / "iter_0000005")["counters"]["skipped_iterations"] == 5
 
 
-@pytest.mark.parametrize("spoilt", [0, 1])
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_an_island_that_has_not_stepped_yet_resumes(data, tmp_path, spoilt, ranks):
+@pytest.mark.parametrize(
+    "ranks, spoilt", [(1, 0), (2, 1), *(pytest.param(*rest, marks=pytest.mark.long) for rest in ((1, 1), (2, 0)))]
+)
+def test_an_island_that_has_not_stepped_yet_resumes(data, tmp_path, ranks, spoilt):
     """Its optimizer has no state to save, where the other's has."""
     argv = [*flags(data, ISLANDS, "--island-sync-interval 3"), *(EMULATE if ranks == 1 else [])]
     folder = f"--save {tmp_path} --load {tmp_path} --save-interval 4".split()
