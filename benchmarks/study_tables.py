@@ -11,7 +11,16 @@ from pathlib import Path
 from typing import Any
 
 from study_arms import FP32, Arm, Experiment, Group
-from study_experiments import AFTER_A_FIFTH, E4_BITS_AND_BLOCKS, E4_SENSITIVITY, EXPERIMENTS, INTERVALS, ISLANDS
+from study_experiments import (
+    AFTER_A_FIFTH,
+    E4_BITS_AND_BLOCKS,
+    E4_SENSITIVITY,
+    EXPERIMENTS,
+    HIGHER_RATE,
+    INTERVALS,
+    ISLANDS,
+    every,
+)
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "experiments.md"
@@ -207,7 +216,7 @@ def plot_islands(rows: Rows) -> None:
     plt = _pyplot()
     from matplotlib.ticker import LogLocator, NullFormatter
 
-    figure, axes = plt.subplots(figsize=(8, 6), layout="constrained")
+    figure, axes = plt.subplots(figsize=(9, 6.5), layout="constrained")
     _, every_step, *_ = EXPERIMENTS["E11"].groups
 
     def draw(arms: Sequence[Arm], label: str, style: dict[str, Any]) -> None:
@@ -220,7 +229,7 @@ def plot_islands(rows: Rows) -> None:
     draw(trained, "ZeRO++ with LoCo, every step", {"fmt": "k*", "markersize": 10})
     for marker, (number, group) in zip("os", ISLANDS.items(), strict=True):
         for (color, interval), (how, fill) in itertools.product(enumerate(INTERVALS), ISLANDS_DRAWN.items()):
-            named = f"every {interval} steps, "
+            named = f"{every(interval)}, "
             trained = [
                 arm
                 for arm in group.arms
@@ -230,6 +239,9 @@ def plot_islands(rows: Rows) -> None:
                 style = {"color": f"C{color}", "fmt": marker, "alpha": 0.8, "fillstyle": fill}
                 draw(trained, ", ".join(filter(None, (f"{number} islands", named[:-2], how))), style)
     axes.axhline(0, color="0.4", linewidth=1)
+    if HIGHER_RATE.flags in rows:
+        best = statistics.mean(excesses(HIGHER_RATE, rows))
+        axes.axhline(best, color="0.4", linewidth=1, linestyle="--", label="fp32 wire at its best learning rate")
     axes.set_xscale("log")
     axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     axes.xaxis.set_major_formatter("{x:g}")
@@ -237,5 +249,5 @@ def plot_islands(rows: Rows) -> None:
     axes.set_xlabel("bytes that leave a node, or an island, per parameter and step")
     axes.set_ylabel("validation loss over the fp32 wire, %")
     axes.grid(alpha=0.3)
-    axes.legend(fontsize=8)
+    figure.legend(fontsize=7, loc="outside lower center", ncols=3)
     figure.savefig(PLOTS / "study_islands.png", dpi=130)

@@ -92,6 +92,22 @@ def test_loading_an_optimizer_is_no_step(data, tmp_path, ranks):
     assert [one + other for one, other in zip(begun, rest, strict=True)] == whole
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_run_that_begins_as_one_goes_on_in_islands(data, tmp_path, ranks):
+    """With its optimizer, whose steps have the momentum of those before. The mean of SGD's steps is a step of all."""
+    argv = flags(data, NO_DROPOUT, "--optimizer sgd --sgd-momentum 0.9 --lr 0.1 --clip-grad 0 --save-interval 4")
+    argv += EMULATE if ranks == 1 else []
+    mean = "--islands 2 --island-sync-interval 1 --island-outer-optimizer sgd --island-outer-lr 1"
+    runs = {
+        "one": argv,
+        "begun": [*argv, "--save", str(tmp_path), "--exit-interval", "4"],
+        "islands": [*argv, "--load", str(tmp_path), *mean.split(), "--island-outer-momentum", "0"],
+    }
+    losses = {name: metrics["lm loss"] for name, metrics in run_ranks(ranks, train_each, runs)[-1].items()}
+    assert len(losses["islands"]) == 4
+    assert losses["begun"] + losses["islands"] == pytest.approx(losses["one"], rel=1e-5)
+
+
 def test_offloaded_agreed_parameters_change_nothing(data, tmp_path):
     """Nor does a resume without them."""
     argv = [*flags(data, ISLANDS, LOW_BITS), *EMULATE]
