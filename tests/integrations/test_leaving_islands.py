@@ -23,6 +23,7 @@ from tests.islands.leaving_jobs import (
     said,
     start,
     wait_for,
+    wait_for_asking,
 )
 from tests.ranks import run_ranks
 
@@ -152,6 +153,7 @@ def test_one_that_returns_while_another_is_lost_adds_nothing(tmp_path):
         silent = start(at, tmp_path, 2, 3, ranks=1, end=9, stop=4)
         wait_for(tmp_path / "0.8.holds", first, leaves, silent)
         os.kill(int((tmp_path / "2.4.stopped").read_text()), signal.SIGCONT)
+        wait_for_asking(at, 1)  # or the first two agree without it
         for island in range(2):
             (tmp_path / f"{island}.8.goes").touch()
         assert leaves.wait(120) != 0

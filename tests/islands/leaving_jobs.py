@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from urllib.request import urlopen
 
 import torch
 import torch.distributed as dist
@@ -88,6 +89,14 @@ def wait_for(file: Path, *islands: subprocess.Popen) -> None:
     while not file.exists():
         ended = [island for island in islands if island.poll() is not None]
         assert not ended, ended[0].communicate()[1]
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def wait_for_asking(at: str, islands: int) -> None:
+    """Until so many islands wait at the lighthouse for the others."""
+    deadline = time.monotonic() + 120
+    while f"[{islands}/{islands} participants healthy]" not in urlopen(f"{at}/status").read().decode():
         assert time.monotonic() < deadline
         time.sleep(0.05)
 
