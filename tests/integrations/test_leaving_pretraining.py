@@ -201,6 +201,33 @@ def test_islands_that_stay_train_as_those_of_one_job(tmp_path):
             assert_same(parameters_in(folder / f"island_{island}", 12), expected)
 
 
+@pytest.mark.parametrize(
+    "inside",
+    [
+        "--tensor-model-parallel-size 2 --sequence-parallel --fp16 --initial-loss-scale 1048576 --hysteresis 1",
+        "--pipeline-model-parallel-size 2 --optimizer muon",
+        "--context-parallel-size 2 --zero-quantized-gradients --zeropp-loco",
+    ],
+)
+def test_what_is_divided_inside_islands_that_stay_trains_as_in_one_job(tmp_path, inside):
+    """Two ranks each; then both end, and begin again."""
+    common = "--train-iters 9 --eval-interval 9 --save-interval 6 --attention-dropout 0 --hidden-dropout 0"
+    with Cluster(tmp_path, flags(write_text(tmp_path), common, inside)) as cluster:
+        one = cluster.start("--islands", "2", *AGREE.split(), "--save", str(tmp_path / "one"), ranks=4)
+        one.ends_well()
+        folders = ["--save", str(tmp_path / "jobs"), "--load", str(tmp_path / "jobs")]
+        for ends in (["--exit-interval", "6"], []):
+            islands = [cluster.island(number, 2, *folders, *ends, ranks=2) for number in range(2)]
+            for island in islands:
+                island.ends_well()
+    begun, expected = (parameters_in(tmp_path / "one", iteration) for iteration in (6, 9))
+    assert all(not torch.equal(value, expected[name]) for name, value in begun.items() if "weight" in name)
+    for number in range(2):
+        assert_same(parameters_in(tmp_path / "jobs" / f"island_{number}", 9), expected)
+    if "fp16" in inside:
+        assert any(re.search("skipped iterations: +1 ", line) for line in one.out)
+
+
 def test_islands_that_agree_at_every_step_begin_again_where_they_ended(tmp_path):
     """Loading an optimizer, which torch has make a step to begin with, is no step of theirs."""
     common = flags(write_text(tmp_path), "--train-iters 8 --eval-iters 0 --save-interval 4")
