@@ -117,13 +117,13 @@ class Cluster:
                 job.kill()
         self._stack.close()
 
-    def start(self, *more: str, ranks: int, warm: bool = True) -> Job:
-        self._jobs.append(Job(ranks, [*self._argv, *more], warm, **self._environment))
+    def start(self, *more: str, ranks: int, warm: bool = True, **environment: str) -> Job:
+        self._jobs.append(Job(ranks, [*self._argv, *more], warm, **self._environment | environment))
         return self._jobs[-1]
 
-    def island(self, number: int, of: int, *more: str, ranks: int = 1, warm: bool = True) -> Job:
+    def island(self, number: int, of: int, *more: str, ranks: int = 1, warm: bool = True, **environment: str) -> Job:
         who = f"--islands {of} --islands-may-leave --island-number {number} {PATIENT} {AGREE}"
-        return self.start(*who.split(), *more, ranks=ranks, warm=warm)
+        return self.start(*who.split(), *more, ranks=ranks, warm=warm, **environment)
 
     def read(self, name: str = "[0-9]") -> dict[int, Counter[str]]:
         """How often each sample was trained on, by iteration."""
@@ -314,6 +314,27 @@ def test_a_stopped_island_wakes_and_one_that_is_asked_to_end_leaves(tmp_path):
     assert_agreed(stays, stops, at_least=5)
     assert steps[0] == [*range(1, len(steps[0]) + 1)] and len(steps[0]) >= ended + 9
     assert steps[1] == [*range(1, stopped_at + 1), *range(goes_on + 1, steps[1][-1] + 1)] and goes_on >= stopped_at + 6
+
+
+def test_an_island_with_too_many_infinite_steps_ends_alone_and_can_return(tmp_path):
+    save = tmp_path / "save"
+    folders = f"--save {save} --load {save} --save-interval 999 --max-nonfinite-steps 4"
+    with Cluster(tmp_path, endless(f"--global-batch-size 2 {folders}")) as cluster:
+        stays, ends = cluster.island(0, 2), cluster.island(1, 2, INFINITE_FROM="7")
+        assert ends.end() == 1
+        error = "".join(ends.err)
+        assert "4 steps in a row, up to iteration 10, had NaN or Inf" in error
+        assert f"saved in {save / 'island_1'}" in error
+        stays.wait_for("agreed at .* islands there: 1")
+        returns = cluster.island(1, 2)
+        returns.wait_for("agreed at .* islands there: 2", times=2)
+        for island in (stays, returns):
+            island.signal_ranks(signal.SIGTERM)
+            island.ends_well()
+    assert any(f"loaded checkpoint {save}/island_1/iter_" in line for line in returns.out)
+    assert_agreed(stays, ends, at_least=3)
+    assert_agreed(stays, returns, at_least=2)
+    assert all(np.isfinite(loss) for loss in stays.losses().values())
 
 
 def test_islands_that_would_read_other_data_do_not_train(tmp_path):
