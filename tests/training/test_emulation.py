@@ -49,7 +49,7 @@ def command(data: str, *more: str) -> list[str]:
     [
         ("gpt", ("all flags", "noise", "fp16")),
         pytest.param("gpt", ("fp32", "bf16", "stage 2"), marks=pytest.mark.long),
-        ("llama", ("noise", "muon")),
+        pytest.param("llama", ("noise", "muon"), marks=pytest.mark.long),
     ],
 )
 def test_logs_what_real_ranks_log(data, architecture, names):
@@ -140,7 +140,7 @@ def _saved_and_resumed(data, folder, settings, first, second):
     [
         ("emulated", "emulated", f"{ALL_FLAGS} {NOISE}"),
         ("emulated", "real", f"{ALL_FLAGS} {NOISE}"),
-        ("real", "emulated", f"{ALL_FLAGS} {NOISE}"),
+        pytest.param("real", "emulated", f"{ALL_FLAGS} {NOISE}", marks=pytest.mark.long),
         pytest.param("real", "emulated", MUON, id="muon"),
     ],
 )
