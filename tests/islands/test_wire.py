@@ -143,6 +143,7 @@ def _refuse() -> list[str]:
         (nn.Linear(3, dist.get_rank() + 1), None),
         (nn.Linear(3, 2), dist.new_subgroups(1)[0]),
         (nn.Linear(3, 2).requires_grad_(False), None),
+        (nn.Linear(3, 2, dtype=torch.complex64), None),
     ):
         try:
             apply_islands(model, torch.optim.SGD(nn.Linear(1, 1).parameters()), IslandConfig(), group)
@@ -157,6 +158,7 @@ def test_what_cannot_agree_is_refused():
             "ranks of the same place in their islands hold other parameters, or other parts of them",
             "one island has no other to agree with",
             "the model has no trainable parameter, so there is nothing that islands could agree on",
+            "the parameter weight is complex, and islands agree on real numbers",
         ]
 
 
