@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megatron_zpp.islands import IslandConfig, apply_islands
-from megatron_zpp.islands.timetable import divide
+from megatron_zpp.islands.timetable import Timetable, divide
 from tests.ranks import run_ranks
 
 SHAPES = [(7, 31), (5,), (3, 50)]  # the vector travels unquantized; no part of an island is whole blocks
@@ -190,3 +190,35 @@ def test_layers_go_round():
     ]
     with pytest.raises(ValueError, match="more than the 4 layers"):
         divide(dict.fromkeys(names), 5)
+
+
+class _Counted:
+    """A fragment whose parameters are the number of the step that they are of."""
+
+    def __init__(self) -> None:
+        self.own = self.agreed = 0
+        self.sent: int | None = None
+
+    @property
+    def is_in_flight(self) -> bool:
+        return self.sent is not None
+
+    def start(self) -> None:
+        self.sent = self.own
+
+    def turn(self) -> None:
+        pass
+
+    def finish(self) -> None:
+        assert self.sent is not None
+        self.agreed, self.sent = self.sent, None
+
+
+@pytest.mark.parametrize("interval, fragments, delay", [(1, 1, 0), (3, 1, 2), (4, 2, 0), (5, 2, 3), (6, 4, 5)])
+def test_what_is_left_out_is_what_is_not_agreed_on(interval, fragments, delay):
+    timetable, travelling = Timetable(interval, fragments, delay), [_Counted() for _ in range(fragments)]
+    for step in range(1, 4 * interval):
+        for fragment in travelling:
+            fragment.own = step
+        timetable.advance(travelling, step)
+        assert timetable.left_out(step) == max(step - fragment.agreed for fragment in travelling)
