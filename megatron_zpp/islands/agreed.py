@@ -90,10 +90,16 @@ class AgreedParameters:
 
 
 def trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """By name, a tied one once. Raises ValueError where there is none."""
+    """By name, a tied one once. Raises ValueError where there is none, or a complex one."""
     parameters = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     if not parameters:
         raise ValueError("the model has no trainable parameter, so there is nothing that islands could agree on")
+    for name, parameter in parameters.items():
+        if parameter.is_complex():
+            raise ValueError(
+                f"the parameter {name} is complex, and islands agree on real numbers: make it a real one of its two "
+                "parts, and torch.view_as_complex in the forward pass"
+            )
     return parameters
 
 

@@ -118,8 +118,12 @@ class IslandConfig:
 
     @property
     def feedback(self) -> LoCoConfig | None:
-        """Of the errors, which are kept in 8 bits and never reset. No exchange is undone."""
-        return LoCoConfig(beta=self.loco_beta, reset_interval=None, exact_undo=False) if self.loco else None
+        """Of the errors, which are never reset. No exchange is undone."""
+        if not self.loco:
+            return None
+        # Errors in 8 bits have blocks, which a wire without codes has not.
+        error_dtype = "bf16" if self.bits is None else "int8"
+        return LoCoConfig(beta=self.loco_beta, error_dtype=error_dtype, reset_interval=None, exact_undo=False)
 
     def describe(self) -> str:
         """How islands agree, in a few words."""

@@ -51,6 +51,15 @@ class Timetable:
                 has_arrived = True
         return has_arrived
 
+    def left_out(self, steps: int) -> int:
+        """How many of so many steps are not in what was agreed on by then, of the fragment that lacks most."""
+        left_out = 0
+        for number in range(self.fragments):
+            offset = number * self.interval // self.fragments
+            behind = (steps - self.delay - offset) % self.interval  # the start whose fragment arrived last
+            left_out = max(left_out, min(steps, behind + self.delay))
+        return left_out
+
     def _started(self, number: int, step: int) -> bool:
         return step > 0 and (step - number * self.interval // self.fragments) % self.interval == 0
 

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from megatron_zpp.checkpoint import find_checkpoint
+from megatron_zpp.checkpoint import CheckpointError, find_checkpoint
 from megatron_zpp.data.build import Datasets
 from megatron_zpp.islands import LeavingInterface
 from megatron_zpp.islands.membership import Membership
@@ -50,8 +50,8 @@ def prepare_island(settings: Settings) -> Settings:
     load = [checkpoint.load]
     with errors_on_all_ranks():
         if dist.get_rank() == 0 and checkpoint.load is not None:
-            own = _own_folder(settings, checkpoint.load)
-            load = [checkpoint.load if own is None or find_checkpoint(own) is None else own]
+            own = os.path.join(checkpoint.load, _name_of(settings))
+            load = [own if _was_saved_in(own) else checkpoint.load]
     dist.broadcast_object_list(load)
     return dataclasses.replace(
         settings,
@@ -66,7 +66,19 @@ def prepare_island(settings: Settings) -> Settings:
 
 
 def _own_folder(settings: Settings, folder: str | None) -> str | None:
-    return None if folder is None else os.path.join(folder, f"island_{settings.distributed.island_number}")
+    return None if folder is None else os.path.join(folder, _name_of(settings))
+
+
+def _name_of(settings: Settings) -> str:
+    return f"island_{settings.distributed.island_number}"
+
+
+def _was_saved_in(folder: str) -> bool:
+    """Whether a checkpoint was saved there, good or not."""
+    try:
+        return find_checkpoint(folder) is not None
+    except CheckpointError:  # which loading says again, unless --load-latest-good or --ckpt-step finds another one
+        return True
 
 
 def build_leaving_islands(

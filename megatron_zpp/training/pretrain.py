@@ -186,7 +186,9 @@ def _train_steps(run: Run, streams: Streams, signals: StopSignals, saver: Checkp
         if saver is not None and (due.save or ends):
             with reporter.paused(), progress("saving checkpoint"):
                 _save(run, saver)
-                ends = ends or signals.agree()  # asked for meanwhile: this save is the last
+                if not ends and signals.agree():  # asked for meanwhile: this save is the last
+                    ends = True
+                    leave_others(run)
                 if ends:
                     saver.wait()
         if training.manual_gc_interval and iteration % training.manual_gc_interval == 0:

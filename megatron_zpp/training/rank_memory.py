@@ -45,9 +45,10 @@ def states_of_rank(
         copies = 2 if settings.island.outer_momentum > 0 else 1
         where = host if settings.island.offload else of_optimizer
         where["what islands agreed on, and the outer momentum, fp32"] = copies * 4 * shard
-        if settings.island.loco:
-            error = wire_format(pieces_of(units, islands), 8, settings.island.block_size, torch.float32)
-            states["LoCo's errors between islands, int8"] = (islands + 1) * error.nbytes
+        if (feedback := settings.island.feedback) is not None:
+            pieces, (bits, kept_in) = pieces_of(units, islands), ERROR_FORMATS[feedback.error_dtype]
+            error = wire_format(pieces, bits, settings.island.block_size, kept_in)
+            states[f"LoCo's errors between islands, {feedback.error_dtype}"] = (islands + 1) * error.nbytes
     if config.hpz_partition_size > 1 and between:
         states[f"hpZ's secondary partition, {config.hpz_secondary_dtype}"] = sum(
             unit.group.nodes * secondary_bytes(config, unit, weights) for unit in between

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megatron_zpp.islands import IslandConfig, apply_islands
-from megatron_zpp.islands.timetable import divide
+from megatron_zpp.islands.timetable import Timetable, divide
 from tests.ranks import run_ranks
 
 SHAPES = [(7, 31), (5,), (3, 50)]  # the vector travels unquantized; no part of an island is whole blocks
@@ -92,6 +92,7 @@ def test_it_arrives_as_blocks_say(num_islands):
         (4, 0.8): config_of(bits=4, loco=True),
         (4, 0.0): config_of(bits=4, loco=True, loco_beta=0.0),
         (None, None): config_of(dtype="bf16"),
+        (None, 0.8): config_of(dtype="bf16", loco=True),
     }
     of_ranks = run_ranks(num_islands, _each, list(wires.values()))
     for number, (bits, beta) in enumerate(wires):
@@ -101,7 +102,7 @@ def test_it_arrives_as_blocks_say(num_islands):
             for mine, its, of_first in zip(found, expected, first, strict=True):
                 for x, y, z in zip(mine, its, of_first, strict=True):
                     assert torch.equal(x, z)  # on all islands alike
-                    # LoCo keeps its errors in 8 bits, and now and then that makes another code.
+                    # LoCo keeps its errors in few bits, and now and then that makes another code.
                     is_close = torch.isclose(x, y, rtol=1e-5, atol=1e-5 if beta is None else 0.02)
                     assert is_close.float().mean() >= (1.0 if beta is None else 0.98)
             parts = [math.ceil(math.prod(shape) / num_islands) for shape in SHAPES]
@@ -142,6 +143,7 @@ def _refuse() -> list[str]:
         (nn.Linear(3, dist.get_rank() + 1), None),
         (nn.Linear(3, 2), dist.new_subgroups(1)[0]),
         (nn.Linear(3, 2).requires_grad_(False), None),
+        (nn.Linear(3, 2, dtype=torch.complex64), None),
     ):
         try:
             apply_islands(model, torch.optim.SGD(nn.Linear(1, 1).parameters()), IslandConfig(), group)
@@ -156,6 +158,7 @@ def test_what_cannot_agree_is_refused():
             "ranks of the same place in their islands hold other parameters, or other parts of them",
             "one island has no other to agree with",
             "the model has no trainable parameter, so there is nothing that islands could agree on",
+            "the parameter weight is complex, and islands agree on real numbers",
         ]
 
 
@@ -187,3 +190,35 @@ def test_layers_go_round():
     ]
     with pytest.raises(ValueError, match="more than the 4 layers"):
         divide(dict.fromkeys(names), 5)
+
+
+class _Counted:
+    """A fragment whose parameters are the number of the step that they are of."""
+
+    def __init__(self) -> None:
+        self.own = self.agreed = 0
+        self.sent: int | None = None
+
+    @property
+    def is_in_flight(self) -> bool:
+        return self.sent is not None
+
+    def start(self) -> None:
+        self.sent = self.own
+
+    def turn(self) -> None:
+        pass
+
+    def finish(self) -> None:
+        assert self.sent is not None
+        self.agreed, self.sent = self.sent, None
+
+
+@pytest.mark.parametrize("interval, fragments, delay", [(1, 1, 0), (3, 1, 2), (4, 2, 0), (5, 2, 3), (6, 4, 5)])
+def test_what_is_left_out_is_what_is_not_agreed_on(interval, fragments, delay):
+    timetable, travelling = Timetable(interval, fragments, delay), [_Counted() for _ in range(fragments)]
+    for step in range(1, 4 * interval):
+        for fragment in travelling:
+            fragment.own = step
+        timetable.advance(travelling, step)
+        assert timetable.left_out(step) == max(step - fragment.agreed for fragment in travelling)

@@ -245,7 +245,22 @@ def test_without_torchft_one_line_names_it(data):
     assert line.startswith("error: islands that come and go need the package torchft: pip install torchft")
 
 
-def test_the_last_steps_without_an_agreement_are_noted(data):
+@pytest.mark.parametrize(
+    "more, note",
+    [
+        ("", "the last 2 of 8 steps are not in the agreed parameters, which are evaluated and saved: with "
+         "--train-iters 9 it would be 0"),
+        ("--train-iters 9", None),
+        ("--island-sync-delay 2 --train-iters 9", "the last 3 of 9 steps are not in the agreed parameters, which are "
+         "evaluated and saved: with --train-iters 11 it would be 2"),
+        ("--island-sync-delay 2 --train-iters 8", None),
+        ("--island-fragments 2 --train-iters 8", "the last 2 of 8 steps are not in all agreed parameters, which are "
+         "evaluated and saved: with --train-iters 10 it would be 1"),
+        ("--train-iters 2", "the last 2 of 2 steps are not in the agreed parameters, which are evaluated and saved: "
+         "with --train-iters 3 it would be 0"),
+    ],
+)  # fmt: skip
+def test_the_last_steps_without_an_agreement_are_noted(data, more, note):
     notes: list[str] = []
-    parse_settings(GPT, flags(data, ISLANDS), 4, note=notes.append)
-    assert any("the last 2 of 8 steps are not in the agreed parameters" in note for note in notes)
+    parse_settings(GPT, flags(data, ISLANDS, more), 4, note=notes.append)
+    assert [text for text in notes if "agreed parameters" in text] == ([] if note is None else [note])

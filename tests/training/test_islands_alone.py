@@ -13,6 +13,7 @@ import pytest
 import torch.distributed as dist
 
 from megatron_zpp.checkpoint import read_meta
+from megatron_zpp.training import pretrain
 from megatron_zpp.training.pretrain import NotFiniteError, train
 from tests.ranks import run_ranks
 from tests.training.small_run import NO_DROPOUT, flags, start, train_each, write_text
@@ -181,3 +182,24 @@ def test_a_wish_to_stop_is_heard_where_islands_meet(data, tmp_path):
     save = f"--save {tmp_path} --save-interval 100"
     argv = flags(data, ISLANDS, f"--island-sync-interval 2 --log-interval 5 --exit-signal-handler {save}")
     assert run_ranks(2, _stop_in_one_island, argv) == [5, 5]
+
+
+def _stop_amid_a_save(argv: list[str]) -> tuple[int, int]:
+    """Where the run ended, and how often it left the others."""
+    run, _ = start(argv)
+    save, left = pretrain._save, []
+
+    def save_and_ask(*arguments) -> None:
+        save(*arguments)
+        os.kill(os.getpid(), signal.SIGUSR1)
+
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()):
+        patch.setattr(pretrain, "_save", save_and_ask)
+        patch.setattr(pretrain, "leave_others", left.append)
+        train(run, time.monotonic())
+    return run.counters.iteration, len(left)
+
+
+def test_an_island_that_is_asked_to_end_amid_a_save_leaves_the_others(data, tmp_path):
+    argv = flags(data, f"{NO_DROPOUT} --save {tmp_path} --save-interval 3 --exit-signal-handler")
+    assert run_ranks(1, _stop_amid_a_save, argv) == [(3, 1)]
