@@ -36,4 +36,5 @@ for step in range(20):
     if rank == 0 and step % INTERVAL == INTERVAL - 1:
         sent = islands.traffic.take().inter_island
         print(f"step {step + 1}: loss {loss.item():.4f}, rank 0 sent {sent / 1e6:.3f} MB to the other island")
+islands.conclude()  # agreed_parameters() have all steps in them now
 dist.destroy_process_group()

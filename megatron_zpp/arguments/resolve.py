@@ -358,16 +358,12 @@ def _notes(settings: Settings, given: set[str]) -> Iterator[str]:
     for name, needed in _NO_EFFECT_WITHOUT.items():
         if name in given and not values[needed]:
             yield f"{flag_of(name)} has no effect without {flag_of(needed)}"
-    timetable, steps = settings.island.timetable, settings.training.train_iters
-    if settings.distributed.islands > 1 and steps is not None:
-        first = max(steps, timetable.interval + timetable.delay)  # by which each fragment has arrived once
-        best = min(range(first, first + timetable.interval), key=timetable.left_out)
-        if best > steps:
-            where = "all agreed parameters" if timetable.fragments > 1 else "the agreed parameters"
-            yield (
-                f"the last {timetable.left_out(steps)} of {steps} steps are not in {where}, which are evaluated and "
-                f"saved: with --train-iters {best} it would be {timetable.left_out(best)}"
-            )
+    interval, steps = settings.island.sync_interval, settings.training.train_iters
+    if settings.distributed.islands_may_leave and steps is not None and steps % interval:
+        yield (
+            f"the last {steps % interval} of {steps} steps are not in the agreed parameters, which are evaluated and "
+            f"saved: make --train-iters a multiple of --island-sync-interval {interval}"
+        )
     if settings.distributed.sequence_parallel and settings.distributed.tensor_model_parallel_size == 1:
         yield "--sequence-parallel has no effect without --tensor-model-parallel-size"
     if settings.precision.fp16 and settings.precision.loss_scale is not None:

@@ -50,9 +50,13 @@ class AgreedParameters:
         """The way back from an island's own parameters, fp32."""
         return [self._on_device(name, value) - held(parameters[name]) for name, value in self.values.items()]
 
-    def step(self, mean_differences: Sequence[Tensor]) -> None:
-        """Move by the mean over all islands of their differences."""
+    def step(self, mean_differences: Sequence[Tensor], on_mean: bool = False) -> None:
+        """Move by the mean over all islands of their differences: as the outer optimizer has it, or just so far."""
         differences = dict(zip(self.values, mean_differences, strict=True))
+        if on_mean:
+            for name, value in self.values.items():
+                value.sub_(differences[name].to(value.device))
+            return
         for names in [[name] for name in self.values] if self._offload else [[*self.values]]:
             agreed = {name: self._on_device(name, self.values[name]) for name in names}
             momentum = {name: self._on_device(name, self._momentum[name]) for name in names if self._momentum}

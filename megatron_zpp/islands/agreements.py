@@ -49,6 +49,13 @@ class Agreements(Generic[F]):
         if self.has_replaced:
             self._parameters_replaced()
 
+    @torch.no_grad()
+    def conclude(self) -> None:
+        """Agree on all that was trained, when training ends."""
+        if self.config.timetable.conclude(self._fragments, self.steps):
+            self.has_replaced = True
+            self._parameters_replaced()
+
     @contextmanager
     def not_counting(self) -> Iterator[None]:
         """Steps of the optimizers do not count in here."""

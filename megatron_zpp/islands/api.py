@@ -94,9 +94,9 @@ class Fragment:
         self._sent, self.hops.in_flight = piece, mean
         self._work = all_gather(mean.view(-1), piece, group=self._group, async_op=True)
 
-    def finish(self) -> None:
+    def finish(self, on_mean: bool = False) -> None:
         """Agree."""
-        self.agreed.step(self.hops.receive(self.arrived()))
+        self.agreed.step(self.hops.receive(self.arrived()), on_mean)
         self.agreed.merge_into(self._parameters)
         self.hops.in_flight = None
 

@@ -68,11 +68,11 @@ class EmulatedFragment:
             for hops in of_islands:
                 hops.in_flight = mean
 
-    def finish(self) -> None:
+    def finish(self, on_mean: bool = False) -> None:
         """Agree."""
         # What the ranks of one island decode: those of others get the same bytes.
         of_ranks = [hops.receive(hops.in_flight) for hops in self.hops[0] if hops.in_flight is not None]
-        self.agreed.step([torch.cat(shards) for shards in zip(*of_ranks, strict=True)])
+        self.agreed.step([torch.cat(shards) for shards in zip(*of_ranks, strict=True)], on_mean)
         for hops in (hops for of_island in self.hops for hops in of_island):
             hops.in_flight = None
         for parameters in self._of_islands:

@@ -39,6 +39,13 @@ class IslandsInterface(Protocol):
         at the same steps, skipped ones included.
         """
 
+    def conclude(self) -> None:
+        """Agree on all that was trained, when training ends; collective.
+
+        What is on its way arrives. What was trained since an agreement began is agreed on as the islands' mean, without
+        the outer optimizer. Islands that may leave agree at multiples of the interval alone: there it does nothing.
+        """
+
     def not_counting(self) -> AbstractContextManager[None]:
         """Count no step of the optimizers in here.
 

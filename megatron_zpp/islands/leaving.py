@@ -88,10 +88,10 @@ class LeavingFragment:
     def turn(self) -> None:
         """Both hops are over."""
 
-    def finish(self) -> None:
+    def finish(self, on_mean: bool = False) -> None:
         """Agree."""
         assert self._mean is not None
-        self.agreed.step(self._mean)
+        self.agreed.step(self._mean, on_mean)
         self.agreed.merge_into(self._parameters)
         self._mean = None
 
@@ -164,6 +164,9 @@ class LeavingIslands(RankAgreements[LeavingFragment]):
         super().count_step()
         if self.steps % self.config.sync_interval == 0:
             self.agreed_at, self.num_islands = self.steps, len(self._meeting.islands)
+
+    def conclude(self) -> None:
+        """Nothing: they agree at multiples of the interval alone, where one that returns may agree, too."""
 
     @property
     def told(self) -> Tensor | None:

@@ -23,8 +23,8 @@ class Travelling(Protocol):
     def turn(self) -> None:
         """Send on what has come: each rank's piece of the mean."""
 
-    def finish(self) -> None:
-        """Agree."""
+    def finish(self, on_mean: bool = False) -> None:
+        """Agree as the outer optimizer has it, or on the mean of the islands' parameters itself."""
 
 
 @dataclass(frozen=True)
@@ -51,17 +51,30 @@ class Timetable:
                 has_arrived = True
         return has_arrived
 
-    def left_out(self, steps: int) -> int:
-        """How many of so many steps are not in what was agreed on by then, of the fragment that lacks most."""
-        left_out = 0
-        for number in range(self.fragments):
-            offset = number * self.interval // self.fragments
-            behind = (steps - self.delay - offset) % self.interval  # the start whose fragment arrived last
-            left_out = max(left_out, min(steps, behind + self.delay))
-        return left_out
+    def conclude(self, fragments: Sequence[Travelling], step: int) -> bool:
+        """Behind the last step: have all arrive that is on its way or was trained since. Whether there was any."""
+        has_arrived = False
+        for number, fragment in enumerate(fragments):
+            since = (step - self._offset(number)) % self.interval  # steps behind its last start
+            if fragment.is_in_flight:
+                if since < (self.delay + 1) // 2:
+                    fragment.turn()
+                fragment.finish()
+                has_arrived = True
+            if since > 0:
+                fragment.start()
+                fragment.turn()
+                # Momentum would go as far as in a whole interval: with DiLoCo's, behind 16 of 100 steps, that ended
+                # 0.6 % higher in a run of E11's.
+                fragment.finish(on_mean=True)
+                has_arrived = True
+        return has_arrived
 
     def _started(self, number: int, step: int) -> bool:
-        return step > 0 and (step - number * self.interval // self.fragments) % self.interval == 0
+        return step > 0 and (step - self._offset(number)) % self.interval == 0
+
+    def _offset(self, number: int) -> int:
+        return number * self.interval // self.fragments
 
 
 def divide(parameters: Mapping[str, nn.Parameter], fragments: int) -> list[dict[str, nn.Parameter]]:

@@ -90,7 +90,10 @@ def build_leaving_islands(
     datasets: Datasets,
     loss_since_agreement: LossSoFar,
 ) -> LeavingInterface:
-    """The agreements with islands that read the same data in the same batches; others are refused when they join."""
+    """The agreements with islands that read the same data in the same batches, and step by the same settings.
+
+    Others are refused when they join.
+    """
     from megatron_zpp.islands.leaving import apply_leaving_islands  # needs torchft, which other runs do not
 
     ranks, training = settings.distributed, settings.training
@@ -107,7 +110,8 @@ def build_leaving_islands(
     lengths = (training.train_iters, training.train_samples, training.eval_interval, training.eval_iters)
     orders = [split.order for split in datasets if split is not None]
     samplers = (settings.data.dataloader_type, settings.data.data_sharding)
-    alike = json.dumps([batches, ramps, lengths, orders, samplers], sort_keys=True)
+    steps = [dataclasses.asdict(group) for group in (settings.optimizer, settings.schedule)]
+    alike = json.dumps([batches, ramps, lengths, orders, samplers, steps], sort_keys=True)
     return apply_leaving_islands(
         model, optimizer, settings.island, membership, zeropp, alike, loss_since_agreement.tell
     )

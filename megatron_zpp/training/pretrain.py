@@ -164,6 +164,8 @@ def _train_steps(run: Run, streams: Streams, signals: StopSignals, saver: Checkp
 
         # Islands do not know of each other's skipped steps: their schedules count them, and stay alike.
         batch_size = count_step(run, is_scheduled=run.islands is not None or not steps[0].skipped)
+        if run.islands is not None and counters.iteration == run.train_iters:
+            run.islands.conclude()  # what is evaluated and saved has the last steps in it
         if keep_up(run):
             streams.seek()
         results = meetings.step(steps, batch_size)

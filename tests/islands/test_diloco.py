@@ -39,11 +39,18 @@ def loss_of(model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
 
 
 def diloco(
-    num_islands: int, interval: int, outer: dict[str, float | bool], inner: Inner, fragments: int = 1, delay: int = 0
+    num_islands: int,
+    interval: int,
+    outer: dict[str, float | bool],
+    inner: Inner,
+    fragments: int = 1,
+    delay: int = 0,
+    concluded: bool = False,
 ) -> nn.Module:
     """The agreed model after STEPS steps. One process, plain loops, and no part of megatron_zpp.
 
-    Layers go round so many fragments; what is agreed on takes so many steps, and half of it is taken over.
+    Layers go round so many fragments; what is agreed on takes so many steps, and half of it is taken over. Where
+    training is concluded, it arrives behind the last step; layers that trained since it started are the mean then.
     """
     agreed = build_model()
     numbers = [0, 2, 4]  # the layers that have parameters
@@ -51,6 +58,27 @@ def diloco(
     copies = [copy.deepcopy(agreed) for _ in range(num_islands)]
     optimizers = [inner(model.parameters()) for model in copies]
     to_come: dict[int, list[tuple[int, list[Tensor]]]] = {}
+    started: dict[int, int] = {}
+
+    def start(number: int, step: int, arrives: int) -> None:
+        own = [[p.detach().clone() for p in model[number].parameters()] for model in copies]
+        means = [
+            sum(p.detach() - q for q in of_islands) / num_islands
+            for p, *of_islands in zip(agreed[number].parameters(), *own, strict=True)
+        ]
+        to_come.setdefault(arrives, []).append((number, means))
+        started[number] = step
+
+    def arrive(number: int, means: list[Tensor]) -> None:
+        for parameter, mean in zip(agreed[number].parameters(), means, strict=True):
+            parameter.grad = mean
+        outers[number].step()
+        keep = 0.5 if delay else 0.0
+        with torch.no_grad():
+            for model in copies:
+                for own, parameter in zip(model[number].parameters(), agreed[number].parameters(), strict=True):
+                    own.copy_(keep * own + (1 - keep) * parameter)
+
     for step in range(1, STEPS + 1):
         for island, (model, optimizer) in enumerate(zip(copies, optimizers, strict=True)):
             optimizer.zero_grad()
@@ -58,25 +86,22 @@ def diloco(
             optimizer.step()
         for number in numbers:
             if (step - number // 2 % fragments * interval // fragments) % interval == 0:
-                own = [[p.detach().clone() for p in model[number].parameters()] for model in copies]
-                means = [
-                    sum(p.detach() - q for q in of_islands) / num_islands
-                    for p, *of_islands in zip(agreed[number].parameters(), *own, strict=True)
-                ]
-                to_come.setdefault(step + delay, []).append((number, means))
-        for number, means in to_come.pop(step, []):
-            for parameter, mean in zip(agreed[number].parameters(), means, strict=True):
-                parameter.grad = mean
-            outers[number].step()
-            keep = 0.5 if delay else 0.0
-            with torch.no_grad():
-                for model in copies:
-                    for own, parameter in zip(model[number].parameters(), agreed[number].parameters(), strict=True):
-                        own.copy_(keep * own + (1 - keep) * parameter)
+                start(number, step, step + delay)
+        for late in to_come.pop(step, []):
+            arrive(*late)
+    if concluded:
+        for late in [late for step in sorted(to_come) for late in to_come[step]]:
+            arrive(*late)
+        to_come.clear()
+        for number in numbers:
+            if started.get(number) != STEPS:
+                of_copies = zip(*(model[number].parameters() for model in copies), strict=True)
+                for parameter, own in zip(agreed[number].parameters(), of_copies, strict=True):
+                    parameter.data = sum(p.detach() for p in own) / num_islands
     return agreed
 
 
-def train(num_islands: int, config: IslandConfig, sharded: bool, inner: Inner) -> list[Tensor]:
+def train(num_islands: int, config: IslandConfig, sharded: bool, inner: Inner, concluded: bool = False) -> list[Tensor]:
     """The agreed parameters, whole, after STEPS steps on this rank's island."""
     size = dist.get_world_size() // num_islands
     mesh = init_device_mesh("cpu", (num_islands, size), mesh_dim_names=("island", "shard"))
@@ -97,6 +122,8 @@ def train(num_islands: int, config: IslandConfig, sharded: bool, inner: Inner) -
         optimizer.zero_grad()
         loss_of(model, inputs[start : start + rows], targets[start : start + rows]).backward()
         optimizer.step()
+    if concluded:
+        islands.conclude()
     with islands.agreed_parameters():
         return [p.full_tensor() if sharded else p.detach().clone() for p in model.parameters()]
 
@@ -135,6 +162,17 @@ def test_it_is_streaming_diloco(num_islands, sharded):
     assert_same(results, 0, diloco(num_islands, 3, NESTEROV, ADAMW, delay=2))
     assert_same(results, 1, diloco(num_islands, 3, NESTEROV, ADAMW, fragments=2, delay=2))
     assert_same(results, 2, diloco(num_islands, 4, NESTEROV, ADAMW, fragments=2))
+
+
+@pytest.mark.parametrize("num_islands, sharded", [(2, True), (4, False)])
+def test_the_last_steps_are_agreed_on_where_training_ends(num_islands, sharded):
+    """Some fragments are on their way, before or behind their turn; others have arrived, or just started."""
+    shapes = [(3, 1, 0), (4, 1, 0), (4, 2, 0), (3, 2, 2), (4, 2, 1), (6, 3, 5)]
+    configs = [IslandConfig(h, fragments=f, sync_delay=d, merge_alpha=0.5 if d else 0.0) for h, f, d in shapes]
+    results = run_ranks(4, each, *((num_islands, config, sharded, ADAMW, True) for config in configs))
+    for index, (interval, fragments, delay) in enumerate(shapes):
+        expected = diloco(num_islands, interval, NESTEROV, ADAMW, fragments, delay, concluded=True)
+        assert_same(results, index, expected)
 
 
 def data_parallel(num_islands: int, inner: Inner) -> nn.Module:

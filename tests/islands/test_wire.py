@@ -198,27 +198,37 @@ class _Counted:
     def __init__(self) -> None:
         self.own = self.agreed = 0
         self.sent: int | None = None
+        self.has_turned = self.on_mean = False
 
     @property
     def is_in_flight(self) -> bool:
         return self.sent is not None
 
     def start(self) -> None:
-        self.sent = self.own
+        self.sent, self.has_turned = self.own, False
 
     def turn(self) -> None:
-        pass
+        assert self.is_in_flight and not self.has_turned
+        self.has_turned = True
 
-    def finish(self) -> None:
-        assert self.sent is not None
-        self.agreed, self.sent = self.sent, None
+    def finish(self, on_mean: bool = False) -> None:
+        assert self.sent is not None and self.has_turned
+        self.agreed, self.sent, self.on_mean = self.sent, None, on_mean
 
 
 @pytest.mark.parametrize("interval, fragments, delay", [(1, 1, 0), (3, 1, 2), (4, 2, 0), (5, 2, 3), (6, 4, 5)])
-def test_what_is_left_out_is_what_is_not_agreed_on(interval, fragments, delay):
-    timetable, travelling = Timetable(interval, fragments, delay), [_Counted() for _ in range(fragments)]
-    for step in range(1, 4 * interval):
-        for fragment in travelling:
-            fragment.own = step
-        timetable.advance(travelling, step)
-        assert timetable.left_out(step) == max(step - fragment.agreed for fragment in travelling)
+def test_all_that_was_trained_is_agreed_on_whenever_training_ends(interval, fragments, delay):
+    timetable, was_left_out = Timetable(interval, fragments, delay), False
+    for end in range(1, 3 * interval + 1):
+        travelling = [_Counted() for _ in range(fragments)]
+        for step in range(1, end + 1):
+            for fragment in travelling:
+                fragment.own = step
+            timetable.advance(travelling, step)
+        left_out = any(fragment.agreed < end for fragment in travelling)
+        assert timetable.conclude(travelling, end) == left_out
+        for number, fragment in enumerate(travelling):
+            assert fragment.agreed == end and not fragment.is_in_flight
+            assert fragment.on_mean == ((end - number * interval // fragments) % interval > 0)
+        was_left_out = was_left_out or left_out
+    assert was_left_out == (interval > 1)

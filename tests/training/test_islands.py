@@ -231,6 +231,18 @@ def test_an_island_that_may_leave_is_told_who_it_is_and_where_others_are(data, m
     assert settings.training.global_batch_size == 8
 
 
+@pytest.mark.parametrize("more, left_out", [("--train-iters 8", True), ("--train-iters 9", False)])
+def test_the_last_steps_of_an_island_that_may_leave_are_noted_where_no_agreement_follows(data, more, left_out):
+    notes: list[str] = []
+    argv = flags(data, LEAVING, "--island-lighthouse http://localhost:29510", more)
+    parse_settings(GPT, argv, 2, note=notes.append)
+    note = (
+        "the last 2 of 8 steps are not in the agreed parameters, which are evaluated and saved: make --train-iters a "
+        "multiple of --island-sync-interval 3"
+    )
+    assert (note in notes) == left_out
+
+
 def _without_torchft(argv: list[str]) -> tuple[int, str, str]:
     sys.modules["torchft"] = None  # as where it is not installed
     ((code, out, err),) = call_pretrain(argv)
@@ -243,24 +255,3 @@ def test_without_torchft_one_line_names_it(data):
     (line,) = err.splitlines()
     assert code == 2
     assert line.startswith("error: islands that come and go need the package torchft: pip install torchft")
-
-
-@pytest.mark.parametrize(
-    "more, note",
-    [
-        ("", "the last 2 of 8 steps are not in the agreed parameters, which are evaluated and saved: with "
-         "--train-iters 9 it would be 0"),
-        ("--train-iters 9", None),
-        ("--island-sync-delay 2 --train-iters 9", "the last 3 of 9 steps are not in the agreed parameters, which are "
-         "evaluated and saved: with --train-iters 11 it would be 2"),
-        ("--island-sync-delay 2 --train-iters 8", None),
-        ("--island-fragments 2 --train-iters 8", "the last 2 of 8 steps are not in all agreed parameters, which are "
-         "evaluated and saved: with --train-iters 10 it would be 1"),
-        ("--train-iters 2", "the last 2 of 2 steps are not in the agreed parameters, which are evaluated and saved: "
-         "with --train-iters 3 it would be 0"),
-    ],
-)  # fmt: skip
-def test_the_last_steps_without_an_agreement_are_noted(data, more, note):
-    notes: list[str] = []
-    parse_settings(GPT, flags(data, ISLANDS, more), 4, note=notes.append)
-    assert [text for text in notes if "agreed parameters" in text] == ([] if note is None else [note])
