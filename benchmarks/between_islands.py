@@ -40,7 +40,7 @@ class Setting:
     """How the two clusters train one model."""
 
     flags: str
-    steps: int
+    steps: int  # of islands one more than are measured: behind the last, they also agree on what no interval ends with
     warmup_steps: int
     log_interval: int  # islands meet at log lines
 
@@ -55,7 +55,7 @@ SETTINGS = {
         1,
     ),
 } | {
-    f"2 islands, {wire}, {how}": Setting(f"{flags} {bits}".strip(), 3 * INTERVAL, INTERVAL - 1, INTERVAL)
+    f"2 islands, {wire}, {how}": Setting(f"{flags} {bits}".strip(), 3 * INTERVAL + 1, INTERVAL - 1, INTERVAL)
     for how, flags in {"at once": AT_ONCE, "streaming": STREAMING}.items()
     for wire, bits in WIRES.items()
 }

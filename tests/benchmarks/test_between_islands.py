@@ -22,8 +22,8 @@ def test_islands_send_what_they_count(tmp_path, monkeypatch, capsys):
     """Two intervals of three steps, of which each sends one agreement and hardly anything else."""
     flags = "--islands 2 --island-sync-interval 3"
     settings = {
-        "at once": between_islands.Setting(flags, 9, 2, 3),
-        "streaming": between_islands.Setting(f"{flags} --island-fragments 2 --island-sync-delay 1", 9, 2, 3),
+        "at once": between_islands.Setting(flags, 10, 2, 3),
+        "streaming": between_islands.Setting(f"{flags} --island-fragments 2 --island-sync-delay 1", 10, 2, 3),
     }
     monkeypatch.setattr(between_islands, "SETTINGS", settings)
     monkeypatch.setattr(between_islands, "RESULTS", tmp_path / "results.jsonl")

@@ -23,7 +23,7 @@ LAYOUTS = {
 @pytest.mark.parametrize("architecture", ["gpt", "llama"])
 def test_training_equals_one_rank(tmp_path, architecture):
     data = write_text(tmp_path)
-    common = f"--num-layers 4 {NO_DROPOUT} {EPS} --log-params-norm"
+    common = f"--train-iters 4 --global-batch-size 4 --num-layers 4 {NO_DROPOUT} {EPS} --log-params-norm"
     common += " --group-query-attention --num-query-groups 2" if architecture == "llama" else ""
     alone = {"": "", "documents": DOCUMENTS}
     layouts = LAYOUTS if architecture == "gpt" else {name: of for name, of in LAYOUTS.items() if "virtual" in name}

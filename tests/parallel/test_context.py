@@ -155,6 +155,7 @@ def test_keys_are_gathered_again_where_activations_are_recomputed():
 # Training
 
 
+STEPS = 6
 RUNS = {
     "gpt": ("gpt", ""),
     "gpt, documents": ("gpt", f"{DOCUMENTS} --recompute-granularity full"),
@@ -167,9 +168,11 @@ RUNS = {
 
 
 def _runs(data: str, context_parallel_size: int, ranks: str = ""):
-    more = f"{NO_DROPOUT} --micro-batch-size 2 {EPS} --context-parallel-size {context_parallel_size}"
+    more = (
+        f"{NO_DROPOUT} --micro-batch-size 2 --global-batch-size 4 {EPS} --context-parallel-size {context_parallel_size}"
+    )
     return {
-        name: (architecture, flags(data, more, options, ranks, length="--train-iters 20"))
+        name: (architecture, flags(data, more, options, ranks, length=f"--train-iters {STEPS}"))
         for name, (architecture, options) in RUNS.items()
     }
 
@@ -188,25 +191,25 @@ def test_training_equals_one_rank(data, on_one_rank, world_size, size, more):
     results = results_on(world_size, _runs(data, size, more))
     for name, expected in on_one_rank.items():
         assert_same(results[name], expected, name)
-        assert len(expected[0]["lm loss"]) == 20 and expected[0]["lm loss"][-1] < expected[0]["lm loss"][0] - 0.5
+        assert len(expected[0]["lm loss"]) == STEPS and expected[0]["lm loss"][-1] < expected[0]["lm loss"][0] - 0.2
 
 
 def test_documents_make_a_difference(on_one_rank):
     """Or the test above would show nothing of them."""
     for architecture in ("gpt", "llama"):
         plain, documents = (on_one_rank[name][0]["lm loss"] for name in (architecture, f"{architecture}, documents"))
-        assert abs(plain[-1] - documents[-1]) > 1e-3
+        assert abs(plain[-1] - documents[-1]) > 2e-4  # of about 5, and alike means to 1e-5 of it
 
 
 @pytest.mark.long
 def test_checkpoints_move_between_layouts(data, tmp_path):
-    """(dp 4) to (cp 2, dp 2), and back: the next 10 losses."""
+    """(dp 4) to (cp 2, dp 2), and back: the next 4 losses."""
     common = f"{NO_DROPOUT} --eval-iters 0 --micro-batch-size 1"
-    uninterrupted = run_ranks(4, train_each, {"": flags(data, common, length="--train-iters 30")})[0][""]["lm loss"]
+    uninterrupted = run_ranks(4, train_each, {"": flags(data, common, length="--train-iters 12")})[0][""]["lm loss"]
     losses = []
-    for size, until in ((1, 10), (2, 20), (1, 30)):
+    for size, until in ((1, 4), (2, 8), (1, 12)):
         save = f"--save {tmp_path} --load {tmp_path} --save-interval 100 --exit-interval {until}"
-        argv = flags(data, common, save, f"--context-parallel-size {size}", length="--train-iters 30")
+        argv = flags(data, common, save, f"--context-parallel-size {size}", length="--train-iters 12")
         losses += run_ranks(4, train_each, {"": argv})[0][""]["lm loss"]
     assert losses == pytest.approx(uninterrupted, rel=1e-5)
 
@@ -225,7 +228,7 @@ def test_zeropp_over_data_and_context_parallel_ranks(data):
         "dp 4, cp 2": f"{ALL_FLAGS} --context-parallel-size 2",
         "unquantized": "--eval-iters 0 --context-parallel-size 2",
     }
-    argvs = {name: flags(data, NO_DROPOUT, options, length="--train-iters 20") for name, options in more.items()}
+    argvs = {name: flags(data, NO_DROPOUT, options, length="--train-iters 10") for name, options in more.items()}
     results = run_ranks(8, train_each, argvs)[-1]
     between_nodes = "comm/bytes-between-nodes"
     assert results["dp 4, cp 2"][between_nodes] == results["dp 8"][between_nodes]

@@ -85,18 +85,18 @@ def test_training_equals_one_rank(data):
 
 @pytest.mark.long
 def test_every_layout_trains_as_one_rank(data):
-    assert_all_train_alike(data, "like Mixtral", SOME | MORE, 10)
+    assert_all_train_alike(data, "like Mixtral", SOME | MORE, 5)
 
 
 @pytest.mark.long
 def test_shared_experts_and_biases_train_as_on_one_rank(data):
     some = {name: MORE[name] for name in ("ep 4, hierarchy", "tp 4", "pp 2, ep 2", "cp 2, ep 2")}
-    assert_all_train_alike(data, "like GPT", SOME | some, 10)
+    assert_all_train_alike(data, "like GPT", SOME | some, 5)
 
 
 @pytest.mark.long
 def test_a_pyramid_of_residual_experts_trains_as_on_one_rank(data):
-    assert_all_train_alike(data, "a pyramid of residual experts", SOME | {"pp 2, ep 2": MORE["pp 2, ep 2"]}, 8)
+    assert_all_train_alike(data, "a pyramid of residual experts", SOME | {"pp 2, ep 2": MORE["pp 2, ep 2"]}, 5)
 
 
 @pytest.mark.long

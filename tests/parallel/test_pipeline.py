@@ -33,8 +33,7 @@ from tests.training.small_run import (
     write_text,
 )
 
-FOUR_LAYERS = f"--num-layers 4 --eval-interval 11 --log-params-norm {NO_DROPOUT}"
-TWENTY = "--train-iters 20"
+FOUR_LAYERS = f"--num-layers 4 --train-iters 5 --eval-interval 3 --log-params-norm {NO_DROPOUT}"
 TP2 = "--tensor-model-parallel-size 2"
 PP2, PP4 = "--pipeline-model-parallel-size 2", "--pipeline-model-parallel-size 4"
 VIRTUAL = "--num-layers-per-virtual-pipeline-stage 1"
@@ -63,12 +62,8 @@ TWO_MORE = {
 @pytest.mark.parametrize("layouts", [TWO, TWO_MORE], ids=["some", "more"])
 def test_two_stages_train_as_one_rank(data, layouts):
     alone = {"": "", "token mean, recomputed": TWO["token mean, recomputed"]}
-    expected = results_on(
-        1, {name: ("gpt", flags(data, FOUR_LAYERS, more, length=TWENTY)) for name, more in alone.items()}
-    )
-    results = results_on(
-        2, {name: ("gpt", flags(data, FOUR_LAYERS, PP2, more, length=TWENTY)) for name, more in layouts.items()}
-    )
+    expected = results_on(1, {name: ("gpt", flags(data, FOUR_LAYERS, more)) for name, more in alone.items()})
+    results = results_on(2, {name: ("gpt", flags(data, FOUR_LAYERS, PP2, more)) for name, more in layouts.items()})
     for name, result in results.items():
         assert_same(result, expected[name if name in expected else ""], name)
 
@@ -89,8 +84,8 @@ FOUR = {
 @pytest.mark.long
 def test_four_ranks_train_as_one_rank(data):
     llama = f"{FOUR_LAYERS} --group-query-attention --num-query-groups 2"
-    expected = results_on(1, {"": ("llama", flags(data, llama, length=TWENTY))})
-    results = results_on(4, {name: ("llama", flags(data, llama, more, length=TWENTY)) for name, more in FOUR.items()})
+    expected = results_on(1, {"": ("llama", flags(data, llama))})
+    results = results_on(4, {name: ("llama", flags(data, llama, more)) for name, more in FOUR.items()})
     for name, result in results.items():
         assert_same(result, expected[""], name)
 
@@ -264,9 +259,11 @@ def test_stages_are_dealt_to_ranks():
 
 def test_overflows_are_skipped_by_all_stages(data):
     """fp16 with a loss scale that is far too large at first; tied embeddings on the first and the last stage."""
-    fp16 = f"{FOUR_LAYERS} --fp16 --initial-loss-scale {2.0**24} --hysteresis 1 --loss-scale-window 1000"
-    expected = results_on(1, {"": ("gpt", flags(data, fp16, length=TWENTY))})[""][0]
-    metrics = results_on(2, {"": ("gpt", flags(data, fp16, PP2, length=TWENTY))})[""][0]
+    fp16 = (
+        f"{FOUR_LAYERS} --fp16 --initial-loss-scale {2.0**24} --hysteresis 1 --loss-scale-window 1000 --train-iters 20"
+    )
+    expected = results_on(1, {"": ("gpt", flags(data, fp16))})[""][0]
+    metrics = results_on(2, {"": ("gpt", flags(data, fp16, PP2))})[""][0]
     skipped = [len(set(of["loss-scale"])) - 1 for of in (expected, metrics)]
     assert 3 < skipped[0] < 17 and abs(skipped[1] - skipped[0]) <= 1  # whether it just fits is a matter of rounding
     assert metrics["lm loss"][-1] == pytest.approx(expected["lm loss"][-1], rel=0.05)

@@ -91,7 +91,7 @@ def test_a_lost_node_is_left_behind(data, tmp_path):
     argv += f"--save {tmp_path / 'run'} --load {tmp_path / 'run'} --save-interval 2 --save-keep-last 2".split()
     launcher = "-m torch.distributed.run --nnodes 1:2 --nproc-per-node 1 --max-restarts 3 --rdzv-backend c10d "
     launcher += f"--rdzv-endpoint localhost:{port} --rdzv-id test --local-addr localhost "
-    launcher += "--rdzv-conf last_call_timeout=3,keep_alive_interval=1"
+    launcher += "--rdzv-conf last_call_timeout=15,keep_alive_interval=1"  # seconds that it waits for a second node
     nodes: list[subprocess.Popen] = []
     tracker = tmp_path / "run" / "latest_checkpointed_iteration.txt"
     try:
