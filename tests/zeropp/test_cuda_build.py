@@ -60,6 +60,17 @@ def test_it_holds_code_for_the_cards_that_the_documentation_names():
     assert listed("--list-ptx") == ["sm_90"]  # what newer cards translate for themselves
 
 
+@pytest.mark.skipif(CUOBJDUMP is None, reason="needs cuobjdump, of the CUDA toolkit or triton")
+@pytest.mark.parametrize("architecture", ["sm_80", "sm_90"])
+def test_all_values_stay_in_registers(architecture):
+    command = [CUOBJDUMP, "--dump-resource-usage", "-arch", architecture, str(kernels.LIBRARY)]
+    text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    used = re.findall(r"Function (\w+):\s+REG:\d+ STACK:(\d+) SHARED:\d+ LOCAL:(\d+)", text)
+    assert len(used) == text.count("REG:") > 0
+    for name, stack, local in used:
+        assert (stack, local) == ("0", "0"), f"{name} uses local memory"
+
+
 # What nvcc made of the kernels, for sm_90
 
 

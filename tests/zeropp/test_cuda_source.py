@@ -21,6 +21,7 @@ def cuda_on_cpu(tmp_path_factory):
     sources = [ROOT / "csrc" / "operators.cpp", HERE / "cuda_on_cpu" / "kernels.cpp"]
     includes = [f"-I{path}" for path in [HERE / "cuda_on_cpu", *cpp_extension.include_paths()]]
     flags = ["-std=c++20", "-O1", "-ffp-contract=off", "-fno-math-errno", "-fPIC", "-shared", "-Wno-unknown-pragmas"]
+    flags.append("-U_FORTIFY_SOURCE")  # whose longjmp takes another stack for a mistake
     libraries = [f"-L{path}" for path in cpp_extension.library_paths()] + ["-lc10", "-ltorch", "-ltorch_cpu"]
     compiler = os.environ.get("CXX", "c++")
     subprocess.run([compiler, *flags, *includes, *map(str, sources), *libraries, "-o", str(library)], check=True)
@@ -50,17 +51,15 @@ def test_the_kernels_logic_equals_plain_torch(cuda_on_cpu):
 
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc, of the CUDA toolkit")
 @pytest.mark.long
-@pytest.mark.parametrize("architectures", [["90"], ["80", "100"]], ids=lambda a: "-".join(a))
-def test_nvcc_compiles_for_all_architectures_without_spills(tmp_path, architectures):
-    targets = [f"-gencode=arch=compute_{a},code=sm_{a}" for a in architectures]
-    flags = ["-std=c++20", "-O3", "--fmad=false", "-Werror=all-warnings", "-Xptxas=-v", "--threads=2"]
+def test_nvcc_compiles_for_cards_that_the_build_leaves_to_ptx_without_spills(tmp_path):
+    """And without a warning. test_cuda_build.py looks at what the build compiles itself, for sm_80 and sm_90."""
+    flags = ["-std=c++20", "-O3", "--fmad=false", "-Werror=all-warnings", "-Xptxas=-v", "-arch=sm_100"]
     source = ROOT / "csrc" / "cuda" / "kernels.cu"
-    command = ["nvcc", *flags, *targets, "-c", str(source), "-o", str(tmp_path / "kernels.o")]
+    command = ["nvcc", *flags, "-c", str(source), "-o", str(tmp_path / "kernels.o")]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
     stacks = re.findall(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", done.stderr)
-    kernels = re.findall(r"Compiling entry function '(\w+)' for 'sm_(\d+)'", done.stderr)
-    assert {architecture for _, architecture in kernels} == set(architectures)
-    assert len(stacks) == len(kernels)
-    for (name, architecture), stack in zip(kernels, stacks, strict=True):
-        assert stack == ("0", "0", "0"), f"{name} for sm_{architecture} uses local memory: {stack}"
+    kernels = re.findall(r"Compiling entry function '(\w+)' for 'sm_100'", done.stderr)
+    assert kernels
+    for name, stack in zip(kernels, stacks, strict=True):
+        assert stack == ("0", "0", "0"), f"{name} uses local memory: {stack}"

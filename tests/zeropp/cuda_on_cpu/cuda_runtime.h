@@ -5,6 +5,7 @@
 // of its block, where it waits for the others; so a kernel that not all threads follow to a barrier is found as well.
 #pragma once
 
+#include <setjmp.h>
 #include <ucontext.h>
 
 #include <cstdint>
@@ -45,10 +46,12 @@ struct Index {
   unsigned x = 0, y = 0, z = 0;
 };
 
+// ucontext begins a coroutine on its own stack; between them it would ask the kernel about signals at every barrier.
 struct Coroutine {
-  ucontext_t context;
+  ucontext_t beginning;
+  jmp_buf state;
   std::vector<char> stack = std::vector<char>(64 << 10);
-  bool is_done = false;
+  bool has_begun = false, is_done = false;
 };
 
 struct Barrier {
@@ -60,7 +63,7 @@ inline std::vector<std::unique_ptr<Coroutine>> coroutines;
 inline std::vector<Barrier> warp_barriers;
 inline Barrier block_barrier{0};
 inline std::vector<uint32_t> shuffled;  // the bits of one value of each thread
-inline ucontext_t scheduler;
+inline jmp_buf scheduler;
 inline void (*body)(void*);
 inline void* body_argument;
 
@@ -70,13 +73,24 @@ inline void wait_at(Barrier& barrier) {
     barrier.arrived = 0;
     barrier.generation++;
   }
-  const Index own = thread_index;
-  while (barrier.generation == generation) swapcontext(&coroutines[own.x]->context, &scheduler);
+  Coroutine& own = *coroutines[thread_index.x];
+  while (barrier.generation == generation) {
+    if (_setjmp(own.state) == 0) _longjmp(scheduler, 1);
+  }
 }
 
 inline void run_coroutine() {
   body(body_argument);
   coroutines[thread_index.x]->is_done = true;
+  _longjmp(scheduler, 1);
+}
+
+// Until it waits or is done.
+inline void resume(Coroutine& coroutine) {
+  if (_setjmp(scheduler) != 0) return;
+  if (coroutine.has_begun) _longjmp(coroutine.state, 1);
+  coroutine.has_begun = true;
+  setcontext(&coroutine.beginning);
 }
 
 inline void run_block(unsigned threads) {
@@ -86,19 +100,18 @@ inline void run_block(unsigned threads) {
   shuffled.assign(threads, 0);
   for (unsigned t = 0; t < threads; t++) {
     Coroutine& coroutine = *coroutines[t];
-    coroutine.is_done = false;
-    getcontext(&coroutine.context);
-    coroutine.context.uc_stack.ss_sp = coroutine.stack.data();
-    coroutine.context.uc_stack.ss_size = coroutine.stack.size();
-    coroutine.context.uc_link = &scheduler;
-    makecontext(&coroutine.context, run_coroutine, 0);
+    coroutine.has_begun = coroutine.is_done = false;
+    getcontext(&coroutine.beginning);
+    coroutine.beginning.uc_stack.ss_sp = coroutine.stack.data();
+    coroutine.beginning.uc_stack.ss_size = coroutine.stack.size();
+    makecontext(&coroutine.beginning, run_coroutine, 0);
   }
   for (unsigned left = threads, rounds = 0; left > 0; rounds++) {
     left = 0;
     for (unsigned t = 0; t < threads; t++) {
       if (coroutines[t]->is_done) continue;
       thread_index.x = t;
-      swapcontext(&scheduler, &coroutines[t]->context);
+      resume(*coroutines[t]);
       left += !coroutines[t]->is_done;
     }
     if (rounds > 1000000) {
