@@ -220,7 +220,7 @@ def test_model_parallelism_divides_what_is_kept_and_sent(tmp_path):
 
 
 LAYERS = (
-    "--num-layers 8 --hidden-size 128 --num-attention-heads 4 --micro-batch-size 1 --global-batch-size 16 --bf16 "
+    "--num-layers 8 --hidden-size 128 --num-attention-heads 4 --micro-batch-size 1 --global-batch-size 8 --bf16 "
     "--distributed-backend gloo --eval-iters 0 --hidden-dropout 0 --attention-dropout 0 --recompute-granularity full "
     "--recompute-method uniform --recompute-num-layers 1"
 )
