@@ -92,7 +92,7 @@ def data(tmp_path_factory) -> str:
 
 @pytest.fixture(scope="module")
 def alone(data) -> Metrics:
-    return run_ranks(1, train_each, {"": flags(data, NO_DROPOUT, ALONE, length="--train-iters 4")})[0][""]
+    return run_ranks(1, train_each, {"": flags(data, NO_DROPOUT, ALONE, length="--train-iters 2")})[0][""]
 
 
 def test_the_step_adds_them(data, alone):
@@ -104,7 +104,7 @@ def test_the_step_adds_them(data, alone):
 
 @pytest.mark.parametrize("ranks", LAYOUTS)
 def test_every_layout_comes_to_the_same(data, alone, ranks):
-    argvs = {name: flags(data, NO_DROPOUT, more, length="--train-iters 4") for name, more in LAYOUTS[ranks].items()}
+    argvs = {name: flags(data, NO_DROPOUT, more, length="--train-iters 2") for name, more in LAYOUTS[ranks].items()}
     for name, metrics in run_ranks(ranks, train_each, argvs)[-1].items():
         for key in ("lm loss", "square", "cube", "grad-norm", "lm loss validation"):
             tolerance = 1e-2 if name == "loss scale" else 1e-5

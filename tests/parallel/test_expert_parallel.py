@@ -80,7 +80,7 @@ def assert_all_train_alike(data: str, model: str, layouts: dict[str, str], itera
 
 
 def test_training_equals_one_rank(data):
-    assert_all_train_alike(data, "like Mixtral", SOME, 4)
+    assert_all_train_alike(data, "like Mixtral", SOME, 3)
 
 
 @pytest.mark.long

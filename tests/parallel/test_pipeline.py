@@ -257,6 +257,7 @@ def test_stages_are_dealt_to_ranks():
     assert place_stages(8, 2, 2, v_shaped=True).stages_of(0) == [0, 3]
 
 
+@pytest.mark.long
 def test_overflows_are_skipped_by_all_stages(data):
     """fp16 with a loss scale that is far too large at first; tied embeddings on the first and the last stage."""
     fp16 = (

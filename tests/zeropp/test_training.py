@@ -100,7 +100,7 @@ def test_without_quantization_training_equals_fsdp2(optimizer, reshard, frozen):
 
 
 def _all_flags_and_plain(dtype):
-    return train(None, num_steps=30, dtype=dtype), train(ALL_FLAGS, num_steps=30, dtype=dtype)
+    return train(None, num_steps=15, dtype=dtype), train(ALL_FLAGS, num_steps=15, dtype=dtype)
 
 
 @pytest.mark.parametrize("dtype", [pytest.param(None, marks=pytest.mark.long), torch.bfloat16])
