@@ -102,7 +102,7 @@ def test_the_step_adds_them(data, alone):
     assert alone["grad-norm"][0] == pytest.approx(norm, rel=1e-5)
 
 
-@pytest.mark.parametrize("ranks", LAYOUTS)
+@pytest.mark.parametrize("ranks", [1, pytest.param(4, marks=pytest.mark.long)])
 def test_every_layout_comes_to_the_same(data, alone, ranks):
     argvs = {name: flags(data, NO_DROPOUT, more, length="--train-iters 2") for name, more in LAYOUTS[ranks].items()}
     for name, metrics in run_ranks(ranks, train_each, argvs)[-1].items():

@@ -67,14 +67,14 @@ EVERYTHING = (
     "world_size, more",
     [
         (4, EVERYTHING),
-        (2, "--zero-stage 1 --rampup-batch-size 2 2 24"),
+        pytest.param(2, "--zero-stage 1 --rampup-batch-size 2 2 24", marks=pytest.mark.long),
         (2, "--zero-stage 2 --fp16 --loss-scale-window 2 --initial-loss-scale 65536 --optimizer sgd"),
         (
             2,
             "--fp16 --initial-loss-scale 4e6 --hysteresis 1 --zero-ranks-per-node 1 --zero-quantized-gradients "
             "--zeropp-loco",
         ),
-        (2, "--bf16 --no-async-save --zero-stage 0"),
+        pytest.param(2, "--bf16 --no-async-save --zero-stage 0", marks=pytest.mark.long),
     ],
 )
 def test_resumes_bit_for_bit_and_again(data, tmp_path, world_size, more):

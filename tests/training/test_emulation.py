@@ -47,7 +47,8 @@ def command(data: str, *more: str) -> list[str]:
 @pytest.mark.parametrize(
     "architecture, names",
     [
-        ("gpt", ("all flags", "noise", "fp16")),
+        ("gpt", ("all flags", "noise")),
+        pytest.param("gpt", ("fp16",), marks=pytest.mark.long),
         pytest.param("gpt", ("fp32", "bf16", "stage 2"), marks=pytest.mark.long),
         pytest.param("llama", ("noise", "muon"), marks=pytest.mark.long),
     ],

@@ -35,7 +35,7 @@ def data(tmp_path_factory) -> str:
 @pytest.mark.parametrize(
     "ranks, script, more",
     [
-        (0, "pretrain_gpt.py", "--bf16"),
+        pytest.param(0, "pretrain_gpt.py", "--bf16", marks=pytest.mark.long),
         (
             4,
             "pretrain_llama.py",
@@ -94,7 +94,7 @@ def plain_gpt(data) -> tuple[list[float], float]:
     return plain_training(data, "gpt", eod_mask_loss=False)
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.parametrize("world_size", [1, pytest.param(2, marks=pytest.mark.long), 4])
 def test_every_stage_and_number_of_ranks_trains_like_a_plain_loop(data, plain_gpt, world_size):
     losses, validation = plain_gpt
     choices = [f"--zero-stage {stage}" for stage in ((0, 3) if world_size == 1 else range(4))]

@@ -158,6 +158,7 @@ def test_all_links_are_slow_against_what_they_usually_were():
     assert lines == [[name] if i == 7 else [] for i in range(10)]
 
 
+@pytest.mark.long
 def test_a_node_is_as_fast_as_its_slowest_rank():
     rates = run_ranks(6, measured, timeout=60)
     assert all(of_rank == rates[0] for of_rank in rates) and rates[0].keys() == rates_of(3, {}).keys()
