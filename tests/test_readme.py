@@ -33,7 +33,17 @@ from tests.megatron.layouts import CONFIGS, random_model, write_torch, write_uni
 from tests.ranks import free_port, run_ranks
 
 # Their commands train or measure for long, also where it is made small: `make test-long` runs them.
-LONG = ("benchmarks", "CONTRIBUTING", "experiments", "install", "logging", "parallelism", "planner", "zeropp")
+LONG = (
+    "benchmarks",
+    "CONTRIBUTING",
+    "experiments",
+    "from-megatron",
+    "huggingface",
+    "install",
+    "logging",
+    "parallelism",
+)
+LONG += ("planner", "training", "zeropp")
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 SETUP = ("git clone", "cd ", "python3 -m venv ", "source ", "pip install", ".venv/bin/pip install")
 PARTS_OF_MAKE_TEST = ("pytest", "ruff", "mypy")

@@ -175,13 +175,13 @@ def run_laptop(script: Path, variant: str, folder: Path) -> tuple[RunLog, list[s
     [
         pytest.param("zeropp/gpt_350m", "RECIPE=zeropp-nonblocked WEIGHT_BITS=6", marks=pytest.mark.long),
         pytest.param("zeropp/gpt_13b", "RECIPE=zero3", marks=pytest.mark.long),
-        ("zeropp/gpt_18b", "RECIPE=qwz"),
+        pytest.param("zeropp/gpt_18b", "RECIPE=qwz", marks=pytest.mark.long),
         pytest.param("zeropp/finetune", "BITS=2", marks=pytest.mark.long),
         pytest.param("zeropp/finetune", "BITS=8", marks=pytest.mark.long),
         pytest.param("loco/llama_0.8b", "RECIPE=loco", marks=pytest.mark.long),
         ("loco/llama_8b", "RECIPE=recommended"),
         pytest.param("loco/mixtral", "RECIPE=recommended", marks=pytest.mark.long),
-        ("loco/gpt_345m", "RECIPE=zeropp OPTIMIZER=sgd"),
+        pytest.param("loco/gpt_345m", "RECIPE=zeropp OPTIMIZER=sgd", marks=pytest.mark.long),
     ],
 )
 def test_laptop_scale_trains_and_sends_what_its_flags_say(name, variant, folder):

@@ -131,7 +131,7 @@ def sharded_gradients(choice, dtype, reshard, compiled) -> dict[str, torch.Tenso
         (("full",), torch.float32, True, False, 1e-5),
         (("selective",), torch.float32, True, False, 1e-5),
         (("full", "uniform", 2), torch.bfloat16, True, False, 3e-2),
-        (("full",), torch.float32, False, True, 1e-5),
+        pytest.param(("full",), torch.float32, False, True, 1e-5, marks=pytest.mark.long),
         (("selective",), torch.float32, True, True, 1e-5),
     ],
 )

@@ -22,7 +22,7 @@ def _measure(ranks_per_node: int) -> tuple[ClusterSpec, list[str]]:
     return measure_cluster(torch.device("cpu"), ranks_per_node, SIZES, lines.append), lines
 
 
-@pytest.mark.parametrize("ranks_per_node", [1, 4])
+@pytest.mark.parametrize("ranks_per_node", [pytest.param(1, marks=pytest.mark.long), 4])
 def test_ranks_find_the_same(ranks_per_node):
     (cluster, lines), *others = run_ranks(4, _measure, ranks_per_node)
     assert all(other == (cluster, lines) for other in others)

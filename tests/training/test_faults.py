@@ -330,6 +330,7 @@ def _train_over_a_spike(data):
     return results
 
 
+@pytest.mark.long
 def test_a_step_whose_loss_spikes_is_skipped_if_asked(tmp_path):
     prefix = str(tmp_path / "spiky")
     generator = torch.Generator().manual_seed(0)

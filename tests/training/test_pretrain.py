@@ -180,6 +180,7 @@ def test_compiled(data):
     assert metrics["--compile"]["lm loss"] == pytest.approx(metrics[""]["lm loss"], rel=1e-5)
 
 
+@pytest.mark.long
 def test_half_precisions_train_like_fp32(data, plain_gpt):
     runs = {
         precision: flags(data, NO_DROPOUT, "--weight-decay 0.1", precision)
