@@ -142,5 +142,6 @@ def test_the_number_of_ranks_needs_its_switch():
 
 def test_behind_torchrun():
     process = torchrun(2, shlex.split(f"{COMMAND} {FAKE} --dry-run"))
-    out, _ = process.communicate(timeout=60)
-    assert process.returncode == 0 and out.count("nothing was started") == 1 and "2 rank(s) on 1 node(s)" in out
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 0, err
+    assert out.count("nothing was started") == 1 and "2 rank(s) on 1 node(s)" in out
