@@ -34,16 +34,9 @@ from tests.ranks import free_port, run_ranks
 
 # Their commands train or measure for long, also where it is made small: `make test-long` runs them.
 LONG = (
-    "benchmarks",
-    "CONTRIBUTING",
-    "experiments",
-    "from-megatron",
-    "huggingface",
-    "install",
-    "logging",
-    "parallelism",
+    *("benchmarks", "CONTRIBUTING", "experiments", "from-megatron", "huggingface", "install", "logging"),
+    *("parallelism", "planner", "training", "zeropp"),
 )
-LONG += ("planner", "training", "zeropp")
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 SETUP = ("git clone", "cd ", "python3 -m venv ", "source ", "pip install", ".venv/bin/pip install")
 PARTS_OF_MAKE_TEST = ("pytest", "ruff", "mypy")

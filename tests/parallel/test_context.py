@@ -168,9 +168,8 @@ RUNS = {
 
 
 def _runs(data: str, context_parallel_size: int, ranks: str = ""):
-    more = (
-        f"{NO_DROPOUT} --micro-batch-size 2 --global-batch-size 4 {EPS} --context-parallel-size {context_parallel_size}"
-    )
+    more = f"{NO_DROPOUT} --micro-batch-size 2 --global-batch-size 4 --lr 1e-2 {EPS}"
+    more += f" --context-parallel-size {context_parallel_size}"
     return {
         name: (architecture, flags(data, more, options, ranks, length=f"--train-iters {STEPS}"))
         for name, (architecture, options) in RUNS.items()
@@ -191,14 +190,14 @@ def test_training_equals_one_rank(data, on_one_rank, world_size, size, more):
     results = results_on(world_size, _runs(data, size, more))
     for name, expected in on_one_rank.items():
         assert_same(results[name], expected, name)
-        assert len(expected[0]["lm loss"]) == STEPS and expected[0]["lm loss"][-1] < expected[0]["lm loss"][0] - 0.2
+        assert len(expected[0]["lm loss"]) == STEPS and expected[0]["lm loss"][-1] < expected[0]["lm loss"][0] - 0.5
 
 
 def test_documents_make_a_difference(on_one_rank):
     """Or the test above would show nothing of them."""
     for architecture in ("gpt", "llama"):
         plain, documents = (on_one_rank[name][0]["lm loss"] for name in (architecture, f"{architecture}, documents"))
-        assert abs(plain[-1] - documents[-1]) > 2e-4  # of about 5, and alike means to 1e-5 of it
+        assert abs(plain[-1] - documents[-1]) > 1e-3
 
 
 @pytest.mark.long
