@@ -18,7 +18,8 @@ def architecture_names() -> list[str]:
     return [name for file in files for name in record.findall(file.read_text(encoding="utf-8"))]
 
 
-# Each is megatron_zpp/tools/NAME.py, but for env, which `python -m megatron_zpp.env` starts as well.
+# Each is megatron_zpp/tools/NAME.py, but for those in ELSEWHERE, which `python -m MODULE` starts as well.
+ELSEWHERE = {"env": "megatron_zpp.env", "lighthouse": "megatron_zpp.islands.lighthouse"}
 TOOLS = {
     "preprocess-data": "tokenize text into a dataset",
     "train-tokenizer": "train a SentencePiece tokenizer",
@@ -34,6 +35,7 @@ TOOLS = {
     "plan": "rank layouts and settings of a run on a cluster, by predicted speed",
     "measure-cluster": "measure a cluster under torchrun, for plan",
     "suggest-settings": "rank ZeRO++ and LoCo settings by loss against bytes, on your model and data",
+    "lighthouse": "tell islands that may leave which of them are there",
     "report": "compare training runs on one page",
     "env": "versions, devices, network and kernels, for a bug report",
 }
@@ -93,9 +95,8 @@ def find_program(command: str) -> Callable[[], int | None]:
         from megatron_zpp.training.pretrain import main as pretrain
 
         return functools.partial(pretrain, find_architecture(command.removeprefix("pretrain-")))
-    if command == "env":
-        return importlib.import_module("megatron_zpp.env").main
-    return importlib.import_module(f"megatron_zpp.tools.{command.replace('-', '_')}").main
+    module = ELSEWHERE.get(command, f"megatron_zpp.tools.{command.replace('-', '_')}")
+    return importlib.import_module(module).main
 
 
 if __name__ == "__main__":

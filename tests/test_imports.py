@@ -44,7 +44,7 @@ LAYERS = {
 ALONE = {  # what the lower folders may import beside the standard library
     "zeropp": {"torch"},
     "models": {"torch"},
-    "islands": {"torch", "torchft"},
+    "islands": {"torch"},
     "settings": set(),
     "optim": {"torch", "apex"},
     "parallel": {"torch"},

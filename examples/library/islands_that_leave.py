@@ -1,7 +1,9 @@
-"""One island that may leave: torchrun --nproc-per-node 2 examples/library/islands_that_leave.py ISLAND NUM_ISLANDS
+"""One island that may leave.
 
-Each island is a job like this, wherever it is. TORCHFT_LIGHTHOUSE says where torchft_lighthouse runs. Kill an island,
-and the others go on; start it again, and it returns.
+    torchrun --nproc-per-node 2 examples/library/islands_that_leave.py ISLAND NUM_ISLANDS HOST:PORT SECRET_FILE
+
+Each island is a job like this, wherever it is. HOST:PORT is where megatron-zpp lighthouse listens, SECRET_FILE what it
+and all islands share. Kill an island, and the others go on; start it again, and it returns.
 """
 
 import sys
@@ -16,7 +18,8 @@ from megatron_zpp.islands.leaving import apply_leaving_islands
 from megatron_zpp.islands.membership import Membership
 
 INTERVAL, STEPS = 5, 40
-island, num_islands = map(int, sys.argv[1:])
+island, num_islands = map(int, sys.argv[1:3])
+lighthouse, secret_file = sys.argv[3:]
 
 dist.init_process_group()
 rank, size = dist.get_rank(), dist.get_world_size()
@@ -28,7 +31,7 @@ for layer in model:
 fully_shard(model)
 
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-membership = Membership(island, num_islands)
+membership = Membership(island, num_islands, lighthouse, secret_file)
 islands = apply_leaving_islands(model, optimizer, IslandConfig(INTERVAL, bits=4, loco=True), membership)
 islands.join()
 while islands.steps < STEPS:  # not a count of one's own: an island that was away continues where the others are

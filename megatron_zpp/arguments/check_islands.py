@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Collection
 
 from megatron_zpp.arguments.resolve_parallel import placement_of
@@ -74,9 +73,9 @@ def _check_leaving_islands(settings: Settings) -> None:
         f"--island-number {number} must be below --islands {ranks.islands}: they count from 0",
     )
     require(
-        ranks.island_lighthouse is not None or "TORCHFT_LIGHTHOUSE" in os.environ,
-        "how do islands find each other? start torchft_lighthouse, and give --island-lighthouse http://host:29510, or "
-        "set TORCHFT_LIGHTHOUSE",
+        ranks.island_lighthouse is not None and ranks.island_secret_file is not None,
+        "how do islands find and trust each other? start megatron-zpp lighthouse, and give --island-lighthouse "
+        "host:29510 and --island-secret-file FILE (docs/islands.md)",
     )
     require(
         config.fragments == 1 and config.sync_delay == 0,

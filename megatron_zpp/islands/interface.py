@@ -76,7 +76,7 @@ class IslandsInterface(Protocol):
 
 
 class LeavingInterface(IslandsInterface, Protocol):
-    """LeavingIslands, for who cannot import it: that needs torchft."""
+    """LeavingIslands, for who does not import it."""
 
     agreed_at: int  # steps, of which the agreed parameters are
 

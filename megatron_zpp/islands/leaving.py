@@ -1,12 +1,10 @@
 """Islands that come and go: each is a job of its own, and agrees with those that are there.
 
-    membership = Membership(island=2, num_islands=3, lighthouse="http://host:29510")
-    islands = apply_leaving_islands(model, optimizer, IslandConfig(sync_interval=100), membership)
-    islands.join()
-    while islands.steps < 10_000:
-        ...
-
-Needs torchft.
+membership = Membership(island=2, num_islands=3, lighthouse="host:29510", secret_file="island.secret")
+islands = apply_leaving_islands(model, optimizer, IslandConfig(sync_interval=100), membership)
+islands.join()
+while islands.steps < 10_000:
+    ...
 """
 
 from __future__ import annotations
@@ -14,7 +12,6 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -24,9 +21,9 @@ from megatron_zpp.zeropp import Traffic, ZeroPPInterface
 from .agreed import AgreedParameters, held, trained_parameters
 from .config import IslandConfig
 from .hops import IslandHops
-from .meeting import BrokenOffError, Meeting
 from .membership import Membership
 from .pieces import Pieces
+from .quorum import Quorum
 from .rank_agreements import RankAgreements
 
 
@@ -65,25 +62,21 @@ class LeavingFragment:
         self,
         parameters: Mapping[str, nn.Parameter],
         config: IslandConfig,
-        meeting: Meeting,
+        quorum: Quorum,
         traffic: Traffic,
-        alike: str,
         tell: Callable[[], Sequence[float]] | None,
     ) -> None:
-        self._parameters, self._config, self._meeting, self._traffic = parameters, config, meeting, traffic
+        self._parameters, self._config, self._quorum, self._traffic = parameters, config, quorum, traffic
         self.agreed = AgreedParameters(parameters, config)
         self._parts = {name: held(parameter) for name, parameter in parameters.items()}
         self._hops: tuple[str, IslandHops] | None = None  # and the quorum that it is for
         self._mean: list[Tensor] | None = None
         self._tell = tell
         self.told: Tensor | None = None
-        shapes = [(name, tuple(part.shape)) for name, part in self._parts.items()]
-        digest = hashlib.sha256(repr((shapes, config, alike)).encode()).digest()
-        self._fingerprint = torch.frombuffer(bytearray(digest), dtype=torch.uint8)
 
     def start(self) -> None:
         """Find the mean over all that are there."""
-        self._mean = self._meeting.agree(self.exchange)
+        self._mean = self._quorum.agree(self.exchange)
 
     def turn(self) -> None:
         """Both hops are over."""
@@ -104,33 +97,19 @@ class LeavingFragment:
         """The mean of the ways since the last agreement, of all but those behind, who add nothing to it."""
         hops = self._hops_of_quorum()
         differences = hops.pieces.cut(self.agreed.differences(self._parameters))
-        if self._meeting.is_behind:
+        if self._quorum.is_behind:
             differences.zero_()
         if self._tell is not None:
             own = torch.tensor(self._tell(), dtype=torch.float64)
-            self.told = self._meeting.all_gather(torch.zeros_like(own) if self._meeting.is_behind else own)
-        received = self._meeting.all_to_all(hops.send(differences, of=self._meeting.num_ahead))
-        return hops.receive(self._meeting.all_gather(hops.add(received)))
-
-    def check_others(self) -> None:
-        """Raise ValueError where this island is the one that does not fit the others."""
-        islands, fingerprints = self._meeting.islands, self._meeting.all_gather(self._fingerprint)
-        if len(set(islands)) == len(islands) and (fingerprints == self._fingerprint).all():
-            return
-        problem = (
-            f"of islands {islands} two have the same number, or other parameters, parts of them, settings or data than "
-            "the others: start all islands alike, each with a number of its own"
-        )
-        if self._meeting.is_first or self._meeting.is_behind:
-            raise ValueError(problem)
-        raise BrokenOffError(problem)  # and those that come find the same, and end
+            self.told = self._quorum.all_gather(torch.zeros_like(own) if self._quorum.is_behind else own)
+        received = self._quorum.all_to_all(hops.send(differences, of=self._quorum.num_ahead))
+        return hops.receive(self._quorum.all_gather(hops.add(received)))
 
     def _hops_of_quorum(self) -> IslandHops:
         """With others, errors begin anew: they are of pieces that were cut for as many islands."""
-        if self._hops is None or self._hops[0] != self._meeting.quorum:
-            self.check_others()
-            pieces = Pieces(self._parts, len(self._meeting.islands))
-            self._hops = self._meeting.quorum, IslandHops(pieces, self._config, self._traffic)
+        if self._hops is None or self._hops[0] != self._quorum.name:
+            pieces = Pieces(self._parts, len(self._quorum.islands))
+            self._hops = self._quorum.name, IslandHops(pieces, self._config, self._traffic)
         return self._hops[1]
 
 
@@ -153,8 +132,12 @@ class LeavingIslands(RankAgreements[LeavingFragment]):
         super().__init__(model, parameters, config, zeropp)
         self.num_islands = membership.num_islands  # that took part in the last agreement
         self.agreed_at = 0  # steps, of which the agreed parameters are
-        self._meeting = Meeting(membership, self._given, self._take)
-        self._fragments = [LeavingFragment(parameters, config, self._meeting, self.traffic, alike, tell)]
+        shapes = [
+            (name, tuple(held(parameter).shape), str(held(parameter).dtype)) for name, parameter in parameters.items()
+        ]
+        fingerprint = hashlib.sha256(repr((shapes, config, alike)).encode()).hexdigest()
+        self._quorum = Quorum(membership, fingerprint, lambda: self.steps, self._held_state, self._take)
+        self._fragments = [LeavingFragment(parameters, config, self._quorum, self.traffic, tell)]
         self._counts = False  # steps that load an optimizer's state, until it joins the others
         optimizer.register_step_post_hook(self._optimizer_has_stepped)
 
@@ -163,7 +146,7 @@ class LeavingIslands(RankAgreements[LeavingFragment]):
         """Count a step of the optimizer, and agree if it is due; call it yourself where no optimizer takes it."""
         super().count_step()
         if self.steps % self.config.sync_interval == 0:
-            self.agreed_at, self.num_islands = self.steps, len(self._meeting.islands)
+            self.agreed_at, self.num_islands = self.steps, len(self._quorum.islands)
 
     def conclude(self) -> None:
         """Nothing: they agree at multiples of the interval alone, where one that returns may agree, too."""
@@ -187,8 +170,8 @@ class LeavingIslands(RankAgreements[LeavingFragment]):
         All islands begin together, with the parameters of the first one; those that resume with those of the first one
         with the most steps. Islands that train already are joined at their next agreement.
         """
-        self._meeting.agree(self._begin)()
-        self.agreed_at, self.num_islands = self.steps, len(self._meeting.islands)
+        self._quorum.agree(self._begin)()
+        self.agreed_at, self.num_islands = self.steps, len(self._quorum.islands)
         self._fragments[0].agreed.copy_to(self._parameters)
         self._parameters_replaced()
         self._counts = True
@@ -196,24 +179,19 @@ class LeavingIslands(RankAgreements[LeavingFragment]):
     def _begin(self) -> Callable[[], None]:
         """What to do when all have come so far."""
         fragment = self._fragments[0]
-        if not self._meeting.is_first:
+        if not self._quorum.is_first:
             return partial(fragment.agreed.step, fragment.exchange())
-        fragment.check_others()
-        steps = torch.tensor([self.steps])
-        most = self._meeting.all_gather(steps)
-        source = int(most.argmax())
-        agreed = {key: self._meeting.broadcast(held(tensor), source) for key, tensor in self.agreed_state().items()}
-        return partial(self._take, {"steps": int(most[source]), "agreed": agreed})
+        return self._quorum.take_from_furthest()
 
-    def _given(self) -> dict[str, Any]:
-        """What another island needs to agree with this one."""
-        return {"steps": self.steps, "agreed": {key: held(tensor) for key, tensor in self.agreed_state().items()}}
+    def _held_state(self) -> dict[str, Tensor]:
+        """What another island needs to agree with this one: this rank's part."""
+        return {key: held(tensor) for key, tensor in self.agreed_state().items()}
 
-    def _take(self, given: Mapping[str, Any]) -> None:
+    def _take(self, steps: int, agreed: Mapping[str, Tensor]) -> None:
         """Be where the others are, who are about to agree."""
-        self.steps = given["steps"]
-        for key, tensor in self.agreed_state().items():
-            held(tensor).copy_(given["agreed"][key])
+        self.steps = steps
+        for key, tensor in self._held_state().items():
+            tensor.copy_(agreed[key])
         self._fragments[0].agreed.copy_to(self._parameters)
 
     def state_dict(self) -> dict[str, Tensor]:
@@ -226,4 +204,4 @@ class LeavingIslands(RankAgreements[LeavingFragment]):
 
     def leave(self) -> None:
         """Be gone, for the others; when this island has trained enough."""
-        self._meeting.leave()
+        self._quorum.leave()

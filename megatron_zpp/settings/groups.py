@@ -560,9 +560,22 @@ class DistributedSettings:
     )
     island_lighthouse: str | None = flag(
         None,
-        "torchft's lighthouse, such as http://host:29510; default: the environment's TORCHFT_LIGHTHOUSE",
+        "where the islands' lighthouse listens (megatron-zpp lighthouse); required with --islands-may-leave",
         needs="islands_may_leave",
-        metavar="URL",
+        metavar="HOST:PORT",
+    )
+    island_secret_file: str | None = flag(
+        None,
+        "file with the secret that all islands and their lighthouse share; required with --islands-may-leave",
+        needs="islands_may_leave",
+        metavar="FILE",
+    )
+    island_bind: str | None = flag(
+        None,
+        "address of this machine at which its ranks listen for other islands; default: the one from which it reaches "
+        "the lighthouse",
+        needs="islands_may_leave",
+        metavar="ADDRESS",
     )
     island_timeout_seconds: float = flag(
         Membership.timeout,

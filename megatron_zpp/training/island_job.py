@@ -1,4 +1,4 @@
-"""What an island that is a job of its own (--islands-may-leave) needs before it trains: torchft, folders, the others.
+"""What an island that is a job of its own (--islands-may-leave) needs before it trains: a secret, folders, the others.
 
 DIR/island_1   what island 1 writes where all say DIR: checkpoints, TensorBoard's events, traces
 """
@@ -17,6 +17,8 @@ from torch import nn
 from megatron_zpp.checkpoint import CheckpointError, find_checkpoint
 from megatron_zpp.data.build import Datasets
 from megatron_zpp.islands import LeavingInterface
+from megatron_zpp.islands.channel import parse_address, read_secret
+from megatron_zpp.islands.leaving import apply_leaving_islands
 from megatron_zpp.islands.membership import Membership
 from megatron_zpp.parallel.distributed import errors_on_all_ranks
 from megatron_zpp.parallel.mesh import Mesh
@@ -42,10 +44,11 @@ def prepare_island(settings: Settings) -> Settings:
     of a run without islands.
     """
     with errors_on_all_ranks():
-        import megatron_zpp.islands.leaving  # noqa: F401 - raises ImportError where torchft is missing
-
         if "MASTER_ADDR" not in os.environ:
             raise ValueError("an island that may leave is a job of its own: start it with torchrun, also of one rank")
+        assert settings.distributed.island_lighthouse and settings.distributed.island_secret_file  # by check_islands
+        parse_address(settings.distributed.island_lighthouse)
+        read_secret(settings.distributed.island_secret_file)
     logging, checkpoint = settings.logging, settings.checkpoint
     load = [checkpoint.load]
     with errors_on_all_ranks():
@@ -94,14 +97,14 @@ def build_leaving_islands(
 
     Others are refused when they join.
     """
-    from megatron_zpp.islands.leaving import apply_leaving_islands  # needs torchft, which other runs do not
-
     ranks, training = settings.distributed, settings.training
-    assert ranks.island_number is not None  # by parse_settings
+    assert ranks.island_number is not None and ranks.island_lighthouse and ranks.island_secret_file  # by check_islands
     membership = Membership(
         ranks.island_number,
         ranks.islands,
         ranks.island_lighthouse,
+        ranks.island_secret_file,
+        ranks.island_bind,
         ranks.island_timeout_seconds,
         ranks.island_patience_seconds,
     )

@@ -12,7 +12,7 @@ WORDS = ("0", "-1", "nan", "inf", "1e300", "", "9" * 20, "ünï🙂", "1e-300", 
 # Without these, a run only notes that a flag has no effect. Each needs no more than is here.
 EXPERTS = "--disable-bias-linear --num-experts 2"
 ISLANDS = "--emulate-ranks 2 --emulate-nodes 2 --islands 2"
-LEAVING, LIGHTHOUSE = "--islands 2 --islands-may-leave", "--island-lighthouse http://localhost:1"
+LEAVING, LIGHTHOUSE = "--islands 2 --islands-may-leave", "--island-lighthouse localhost:1 --island-secret-file x"
 NEEDED = {
     "num_experts": "--disable-bias-linear",
     **{flag.setting: EXPERTS for flag in all_flags().values() if flag.needs == "num_experts"},
@@ -53,7 +53,9 @@ NEEDED = {
     **{flag.setting: ISLANDS for flag in iterate_flags(IslandConfig)},
     "islands_may_leave": f"--islands 2 --island-number 0 {LIGHTHOUSE}",
     "island_number": f"{LEAVING} {LIGHTHOUSE}",
-    "island_lighthouse": f"{LEAVING} --island-number 0",
+    "island_lighthouse": f"{LEAVING} --island-number 0 --island-secret-file x",
+    "island_secret_file": f"{LEAVING} --island-number 0 --island-lighthouse localhost:1",
+    "island_bind": f"{LEAVING} --island-number 0 {LIGHTHOUSE}",
     "island_timeout_seconds": f"{LEAVING} --island-number 0 {LIGHTHOUSE}",
     "island_patience_seconds": f"{LEAVING} --island-number 0 {LIGHTHOUSE}",
     "island_scaling": f"{ISLANDS} --island-bits 4",

@@ -26,6 +26,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 from megatron_zpp.islands import IslandConfig, hops
+from megatron_zpp.islands.leaving import apply_leaving_islands
 from megatron_zpp.islands.membership import Membership
 
 INTERVAL = 3
@@ -79,16 +80,16 @@ def main(
     hold_when_back: str = "",
     resume: str = "",
     timeout: str = "20",
+    lighthouse: str,
+    secret: str,
 ) -> None:
-    from megatron_zpp.islands.leaving import apply_leaving_islands  # needs torchft, which this file's importers do not
-
     dist.init_process_group("gloo")
     rank, size = dist.get_rank(), dist.get_world_size()
     model = build_model(island)  # they begin with the first one's
     for layer in (model[0], model[2], model):
         fully_shard(layer)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.001)
-    membership = Membership(island, num_islands, timeout=float(timeout), patience=100)
+    membership = Membership(island, num_islands, lighthouse, secret, timeout=float(timeout), patience=100)
     islands = apply_leaving_islands(model, optimizer, config_of(int(bits)), membership)
 
     def whole_state() -> dict[str, torch.Tensor]:

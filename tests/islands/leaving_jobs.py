@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-import os
+import atexit
+import functools
 import re
+import secrets
+import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from urllib.request import urlopen
 
 import torch
 import torch.distributed as dist
@@ -19,12 +22,13 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from megatron_zpp.islands import apply_islands
+from megatron_zpp.islands.channel import read_secret
+from megatron_zpp.islands.lighthouse import status
 from tests.conftest import ROOT, environment
 from tests.islands.leaving_island import INTERVAL, batch_of, build_model, config_of
 from tests.ranks import free_port
 from tests.training.small_run import torchrun
 
-QUIET = {"RUST_LOG": "error"}  # or torchft says several lines at each agreement
 Kept = dict[str, list[Tensor]]
 
 
@@ -36,7 +40,7 @@ def run_commands_of_page(block: int, end: str, folder: Path) -> str:
     done = subprocess.run(
         ["bash", "-c", f"{blocks[block]}\n{end}"],
         cwd=folder,
-        env=environment(**QUIET),
+        env=environment(),
         capture_output=True,
         text=True,
         timeout=280,
@@ -45,23 +49,39 @@ def run_commands_of_page(block: int, end: str, folder: Path) -> str:
     return done.stdout
 
 
+@functools.cache
+def secret_file() -> str:
+    """A file that is there until this process ends."""
+    file = Path(tempfile.mkdtemp(prefix="islands")) / "secret"
+    file.touch(mode=0o600)
+    file.write_text(secrets.token_hex(32))
+    atexit.register(shutil.rmtree, file.parent)
+    return str(file)
+
+
 @contextmanager
-def lighthouse(port: int | None = None, min_replicas: int = 1, launcher: Sequence[str] = ()) -> Iterator[str]:
+def lighthouse(
+    port: int | None = None, min_islands: int = 1, host: str = "localhost", launcher: Sequence[str] = ()
+) -> Iterator[str]:
     """The address of one, a process of its own. An island is silent after two seconds without a sign."""
-    port = port or free_port()
-    how = f"bind='[::]:{port}', {min_replicas=}, heartbeat_timeout_ms=2000, join_timeout_ms=60_000"
-    program = f"import signal; from torchft.coordination import LighthouseServer as L; its = L({how}); signal.pause()"
-    process = subprocess.Popen([*launcher, sys.executable, "-c", program], env=os.environ | QUIET)
+    at = f"{host}:{port or free_port()}"
+    program = "-m megatron_zpp lighthouse --heartbeat-timeout 2"
+    words = [*program.split(), "--bind", at, "--secret-file", secret_file(), "--min-islands", str(min_islands)]
+    process = subprocess.Popen([*launcher, sys.executable, *words], stderr=subprocess.DEVNULL)
     try:
-        yield f"http://localhost:{port}"
+        yield at
     finally:
         process.kill()
         process.wait()
 
 
 def start(at: str, folder: Path, island: int, islands: int, ranks: int = 2, **more: object) -> subprocess.Popen:
-    words = [str(folder), str(island), str(islands), *(f"{name}={value}" for name, value in more.items())]
-    return torchrun(ranks, words, script="tests/islands/leaving_island.py", TORCHFT_LIGHTHOUSE=at, **QUIET)
+    words = [str(folder), str(island), str(islands), *words_of(at, **more)]
+    return torchrun(ranks, words, script="tests/islands/leaving_island.py")
+
+
+def words_of(at: str, **more: object) -> list[str]:
+    return [f"{name}={value}" for name, value in ({"lighthouse": at, "secret": secret_file()} | more).items()]
 
 
 def said(island: subprocess.Popen) -> str:
@@ -96,7 +116,7 @@ def wait_for(file: Path, *islands: subprocess.Popen) -> None:
 def wait_for_asking(at: str, islands: int) -> None:
     """Until so many islands wait at the lighthouse for the others."""
     deadline = time.monotonic() + 120
-    while f"[{islands}/{islands} participants healthy]" not in urlopen(f"{at}/status").read().decode():
+    while len(status(at, read_secret(secret_file()))["asking"]) < islands:
         assert time.monotonic() < deadline
         time.sleep(0.05)
 

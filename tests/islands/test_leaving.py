@@ -1,12 +1,8 @@
-"""What an island that may leave is refused. Those that run need torchft: tests/integrations/test_leaving_islands.py."""
-
-import subprocess
-import sys
+"""What an island that may leave is refused."""
 
 import pytest
 
 from megatron_zpp.islands.membership import Membership
-from tests.conftest import ROOT
 
 
 @pytest.mark.parametrize(
@@ -21,14 +17,4 @@ from tests.conftest import ROOT
 )
 def test_a_membership_that_cannot_be(values, message):
     with pytest.raises(ValueError, match=message):
-        Membership(**values)
-
-
-def test_without_torchft_one_line_names_it():
-    program = "import sys; sys.modules['torchft'] = None; import megatron_zpp.islands.leaving"
-    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 1
-    assert done.stderr.splitlines()[-1] == (
-        "ImportError: islands that come and go need the package torchft: pip install torchft, or megatron_zpp's extra "
-        "islands"
-    )
+        Membership(lighthouse="localhost:1", secret_file="secret", **values)

@@ -135,7 +135,7 @@ def test_islands_are_whole_nodes_of_a_site(islands, cluster):
 
 
 def test_islands_that_are_jobs_of_their_own_are_planned_as_one_job():
-    of_their_own = "--islands-may-leave --island-number 0 --island-lighthouse http://localhost:29510"
+    of_their_own = "--islands-may-leave --island-number 0 --island-lighthouse localhost:29510 --island-secret-file x"
     assert predicted(f"--islands 2 {of_their_own}", SITES).time == predicted("--islands 2", SITES).time
 
 

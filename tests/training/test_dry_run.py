@@ -59,7 +59,7 @@ def test_512_ranks_need_what_the_estimate_says(dry_run, tmp_path):
 def test_islands_that_may_leave_need_what_those_of_one_job_need(dry_run):
     """Ranks are those of one island."""
     words = f"{COMMAND} {FAKE} --islands 4 --island-bits 4 --island-sync-interval 5"
-    who = "--islands-may-leave --island-number 3 --island-lighthouse http://localhost:29510"
+    who = "--islands-may-leave --island-number 3 --island-lighthouse localhost:29510 --island-secret-file x"
     _, of_one_job, _ = dry_run(words, WORLD_SIZE="512", LOCAL_WORLD_SIZE="16")
     status, out, err = dry_run(f"{words} {who}", WORLD_SIZE="128", LOCAL_WORLD_SIZE="16")
     assert (status, err) == (0, "")

@@ -9,16 +9,18 @@ import pytest
 from megatron_zpp.architectures import GPT
 from megatron_zpp.arguments.parse import parse_settings
 from megatron_zpp.training.island_job import prepare_island
+from tests.islands.leaving_jobs import secret_file
 from tests.ranks import run_ranks
 from tests.training.small_run import flags
 
-ISLAND = "--islands 2 --islands-may-leave --island-number 1 --island-lighthouse http://localhost:1"
+ISLAND = "--islands 2 --islands-may-leave --island-number 1 --island-lighthouse localhost:1 --island-secret-file"
 
 
 def _folder(load: Path) -> str:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("MASTER_ADDR", "localhost")
-        settings = parse_settings(GPT, flags("nowhere", ISLAND, f"--load {load}"), 1, note=lambda text: None)
+        argv = flags("nowhere", f"{ISLAND} {secret_file()} --load {load}")
+        settings = parse_settings(GPT, argv, 1, note=lambda text: None)
         folder = prepare_island(settings).checkpoint.load
     assert folder is not None
     return folder
@@ -36,6 +38,5 @@ def _folders(load: Path) -> list[str]:
 
 def test_a_damaged_checkpoint_of_its_own_is_left_to_loading(tmp_path):
     """Which says what is wrong with it, or finds an older one, as --load-latest-good and --ckpt-step ask."""
-    pytest.importorskip("torchft")
     (folders,) = run_ranks(1, _folders, tmp_path)
     assert folders == [str(tmp_path)] * 2 + [str(tmp_path / "island_1")] * 2

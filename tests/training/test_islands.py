@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import sys
+import re
 
 import pytest
 
@@ -189,6 +189,7 @@ def test_what_does_not_go_with_islands_is_refused(data, more, world_size, messag
 
 
 LEAVING = "--islands 2 --islands-may-leave --island-number 1 --island-sync-interval 3"
+TRUST = "--island-lighthouse localhost:29510 --island-secret-file island.secret"
 
 
 @pytest.mark.parametrize(
@@ -209,32 +210,31 @@ LEAVING = "--islands 2 --islands-may-leave --island-number 1 --island-sync-inter
         ("--island-timeout-seconds 0", "--island-timeout-seconds must be above 0"),
     ],
 )
-def test_what_does_not_go_with_islands_that_may_leave_is_refused(data, monkeypatch, more, message):
+def test_what_does_not_go_with_islands_that_may_leave_is_refused(data, more, message):
     """World sizes are those of one island."""
-    monkeypatch.setenv("TORCHFT_LIGHTHOUSE", "http://localhost:29510")
-    argv = flags(data, LEAVING, more)
+    argv = flags(data, LEAVING, TRUST, more)
     with pytest.raises(SettingsError, match=message):
         parse_settings(GPT, argv, 1 if "--emulate-ranks" in argv else 2)
 
 
-def test_an_island_that_may_leave_is_told_who_it_is_and_where_others_are(data, monkeypatch):
-    monkeypatch.delenv("TORCHFT_LIGHTHOUSE", raising=False)
-    with pytest.raises(SettingsError, match="start torchft_lighthouse, and give --island-lighthouse"):
-        parse_settings(GPT, flags(data, LEAVING), 2)
-    lighthouse = "--island-lighthouse http://localhost:29510"
+def test_an_island_that_may_leave_is_told_who_it_is_and_where_others_are(data):
+    for missing in ("", *re.findall("--[a-z-]+ [^ ]+", TRUST)):
+        with pytest.raises(SettingsError, match="give --island-lighthouse host:29510 and --island-secret-file FILE"):
+            parse_settings(GPT, flags(data, LEAVING, missing), 2)
     with pytest.raises(SettingsError, match=r"which island is this job\? give --island-number, from 0 to 1"):
-        parse_settings(GPT, flags(data, f"--islands 2 --islands-may-leave {lighthouse}"), 2)
-    for alone in ("--island-number 1", lighthouse, "--island-timeout-seconds 5", "--island-patience-seconds 5"):
+        parse_settings(GPT, flags(data, f"--islands 2 --islands-may-leave {TRUST}"), 2)
+    times = "--island-timeout-seconds 5", "--island-patience-seconds 5"
+    for alone in ("--island-number 1", TRUST, "--island-secret-file x", "--island-bind x", *times):
         with pytest.raises(SettingsError, match=f"{alone.split()[0]} needs --islands-may-leave"):
             parse_settings(GPT, flags(data, "--islands 2", alone), 2)
-    settings = parse_settings(GPT, flags(data, LEAVING, lighthouse), 2)
+    settings = parse_settings(GPT, flags(data, LEAVING, TRUST), 2)
     assert settings.training.global_batch_size == 8
 
 
 @pytest.mark.parametrize("more, left_out", [("--train-iters 8", True), ("--train-iters 9", False)])
 def test_the_last_steps_of_an_island_that_may_leave_are_noted_where_no_agreement_follows(data, more, left_out):
     notes: list[str] = []
-    argv = flags(data, LEAVING, "--island-lighthouse http://localhost:29510", more)
+    argv = flags(data, LEAVING, TRUST, more)
     parse_settings(GPT, argv, 2, note=notes.append)
     note = (
         "the last 2 of 8 steps are not in the agreed parameters, which are evaluated and saved: make --train-iters a "
@@ -243,15 +243,12 @@ def test_the_last_steps_of_an_island_that_may_leave_are_noted_where_no_agreement
     assert (note in notes) == left_out
 
 
-def _without_torchft(argv: list[str]) -> tuple[int, str, str]:
-    sys.modules["torchft"] = None  # as where it is not installed
-    ((code, out, err),) = call_pretrain(argv)
-    return code, out, err
-
-
-def test_without_torchft_one_line_names_it(data):
-    argv = flags(data, LEAVING, "--global-batch-size 2 --train-iters 6 --island-lighthouse http://localhost:29510")
-    ((code, _, err),) = run_ranks(1, _without_torchft, argv)
-    (line,) = err.splitlines()
-    assert code == 2
-    assert line.startswith("error: islands that come and go need the package torchft: pip install torchft")
+def test_an_island_without_a_good_secret_ends_before_it_trains(data, tmp_path):
+    secret = tmp_path / "secret"
+    secret.write_text("s" * 64)
+    secret.chmod(0o644)
+    argv = flags(data, LEAVING, f"--global-batch-size 2 --island-lighthouse localhost:1 --island-secret-file {secret}")
+    (((code, _, err),),) = run_ranks(1, call_pretrain, argv)
+    assert code == 2 and err == (
+        f"error: users other than its owner may read the islands' secret {secret}: chmod 600 {secret}\n"
+    )

@@ -7,20 +7,15 @@ import re
 import signal
 import subprocess
 import sys
-import time
-from datetime import timedelta
 from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
-from torch.distributed.distributed_c10d import AllgatherOptions
 
 from benchmarks import cluster_in_a_box
 from benchmarks.cluster_in_a_box import SUBNET, sh
 from tests.conftest import ROOT
 from tests.islands.leaving_jobs import (
-    QUIET,
     assert_same_bits,
     islands_of_one_job,
     kept,
@@ -28,10 +23,11 @@ from tests.islands.leaving_jobs import (
     said,
     start,
     wait_for,
+    words_of,
 )
 from tests.ranks import free_port, run_ranks
 
-pytestmark = pytest.mark.integrations
+pytestmark = pytest.mark.long
 
 
 def at_site(number: int, namespace: str, hosts: Path) -> list[str]:
@@ -43,11 +39,11 @@ def at_site(number: int, namespace: str, hosts: Path) -> list[str]:
 def start_at(site: list[str], folder: Path, island: int, **more: object) -> subprocess.Popen:
     """One of three islands, of one rank. What tests keep warm is not in its namespace."""
     torchrun = f"-m torch.distributed.run --nproc-per-node 1 --master-addr site{island} --master-port 29501"
-    words = [str(folder), str(island), "3", "timeout=5", *(f"{name}={value}" for name, value in more.items())]
+    words = [str(folder), str(island), "3", *words_of("site3:29510", timeout=5, **more)]
     return subprocess.Popen(
         [*site, sys.executable, *torchrun.split(), "tests/islands/leaving_island.py", *words],
         cwd=ROOT,
-        env=os.environ | QUIET | {"OMP_NUM_THREADS": "1", "TORCHFT_LIGHTHOUSE": "http://site3:29510"},
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
         stderr=subprocess.PIPE,
         text=True,
     )
@@ -62,7 +58,7 @@ def test_a_link_is_cut_and_comes_back(tmp_path, monkeypatch):
     hosts.write_text("127.0.0.1 localhost\n" + "".join(f"{SUBNET}.{site + 1} site{site}\n" for site in range(4)))
     with cluster_in_a_box.cluster(4, rate=None) as namespaces:
         *sites, home = [at_site(number, namespace, hosts) for number, namespace in enumerate(namespaces)]
-        with lighthouse(29510, launcher=home):
+        with lighthouse(29510, host=f"{SUBNET}.4", launcher=home):
             islands = [start_at(sites[island], tmp_path, island) for island in (0, 2)]
             islands.append(start_at(sites[1], tmp_path, 1, hold=7, hold_when_back=1))
             last = []  # agreements that island 1 was in before it was cut off
@@ -94,10 +90,10 @@ def wake(stopped: Path) -> None:
 def test_the_lighthouse_begins_again(tmp_path):
     """Between two agreements, while one island waits for the other: nobody is left behind, and nothing is lost."""
     port = free_port()
-    with lighthouse(port, min_replicas=2) as at:
+    with lighthouse(port, min_islands=2) as at:
         waits, stopped = start(at, tmp_path, 0, 2, ranks=1, end=15), start(at, tmp_path, 1, 2, ranks=1, end=15, stop=7)
         wait_for(tmp_path / "1.7.stopped", waits, stopped)
-    with lighthouse(port, min_replicas=2):
+    with lighthouse(port, min_islands=2):
         wake(tmp_path / "1.7.stopped")
         logs = [said(island) for island in (waits, stopped)]
     assert not any("left" in log for log in logs)
@@ -119,7 +115,7 @@ def test_two_that_each_went_on_alone_agree_again(tmp_path):
         with lighthouse(port):
             wake(tmp_path / f"{island}.7.stopped")
             wait_for(tmp_path / f"{island}.10.stopped", *islands)
-    with lighthouse(port, min_replicas=2):
+    with lighthouse(port, min_islands=2):
         for island in range(2):
             wake(tmp_path / f"{island}.10.stopped")
         logs = [said(island) for island in islands]
@@ -130,46 +126,3 @@ def test_two_that_each_went_on_alone_agree_again(tmp_path):
     assert first.keys() == second.keys() and max(first) > 12
     for step in first.keys() - {9}:
         assert_same_bits(first[step], second[step])
-
-
-def two_groups(port: int) -> list[list[int]]:
-    """What two ranks gather, in a group of two quorums of the same number, with one store."""
-    from megatron_zpp.islands.meeting_group import MeetingGroup  # needs torchft, which is not here everywhere
-
-    rank = dist.get_rank()
-    store = dist.TCPStore("localhost", port, is_master=rank == 0, wait_for_workers=False)
-    group, gathered = MeetingGroup(timedelta(seconds=10)), []
-    for quorum in range(2):
-        time.sleep(quorum * rank)  # the other one has time to find what rank 1 left
-        group.configure(f"localhost:{port}/torchft/1/0", "island", rank, 2, 1, 0, 1, [0, 1])
-        received = torch.empty(2, dtype=torch.int64)
-        mine = torch.tensor([10 * quorum + rank])
-        group.allgather_into_tensor_coalesced([received], [mine], AllgatherOptions()).wait()
-        gathered.append(received.tolist())
-    dist.barrier()
-    del store
-    return gathered
-
-
-def test_what_an_earlier_quorum_of_the_same_number_left_does_no_harm():
-    """A lighthouse that begins again counts quorums from 1."""
-    assert run_ranks(2, two_groups, free_port()) == [[[0, 1], [10, 11]]] * 2
-
-
-def test_a_store_that_falls_silent_holds_nobody_up():
-    """A TCPStore waits for an answer, without end, even where its own time is over; so it is where a link is cut."""
-    from megatron_zpp.islands.meeting_group import MeetingGroup
-
-    port = free_port()
-    its = f"its = TCPStore('localhost', {port}, is_master=True, wait_for_workers=False)"
-    program = f"import signal; from torch.distributed import TCPStore; {its}; print(); signal.pause()"
-    server = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE)
-    try:
-        server.stdout.readline()
-        server.send_signal(signal.SIGSTOP)
-        group = MeetingGroup(timedelta(seconds=1))
-        with pytest.raises(TimeoutError, match="no group was formed in 3 seconds"):
-            group.configure(f"localhost:{port}/torchft/1/0", "island", 1, 2, 1, 0, 1, [0, 1])
-    finally:
-        server.kill()
-        server.wait()

@@ -19,11 +19,11 @@ import torch
 from megatron_zpp.checkpoint import iterate_parameters, read_meta
 from megatron_zpp.metrics.tensorboard_reader import find_runs, read_run
 from tests.conftest import ROOT
-from tests.islands.leaving_jobs import QUIET, lighthouse, run_commands_of_page
+from tests.islands.leaving_jobs import lighthouse, run_commands_of_page, secret_file
 from tests.training.small_run import RUN, SHAPE, flags, ranks_of, torchrun, write_text
 
-pytestmark = pytest.mark.integrations
-SCRIPT = "tests/integrations/recorded_pretraining.py"
+pytestmark = pytest.mark.long
+SCRIPT = "tests/islands/recorded_pretraining.py"
 PATIENT = "--island-timeout-seconds 30 --island-patience-seconds 200"
 SEED, VOCABULARY, LENGTH = 1234, 100, 32
 AGREE = "--island-sync-interval 3 --island-bits 4 --island-block-size 32"
@@ -34,7 +34,7 @@ class Job:
     """A job of torchrun whose output is read all the time, so that it never waits for a reader."""
 
     def __init__(self, ranks: int, argv: list[str], warm: bool = True, **environment: str) -> None:
-        self.process = torchrun(ranks, argv, script=SCRIPT, warm=warm, **QUIET, **environment)
+        self.process = torchrun(ranks, argv, script=SCRIPT, warm=warm, **environment)
         self.out, self.err = list[str](), list[str]()
         self._news = threading.Condition()
         pairs = (self.process.stdout, self.out), (self.process.stderr, self.err)
@@ -107,7 +107,9 @@ class Cluster:
 
     def __enter__(self) -> Cluster:
         with ExitStack() as stack:
-            self._environment = {"TORCHFT_LIGHTHOUSE": stack.enter_context(lighthouse()), "RECORD": str(self.record)}
+            at = stack.enter_context(lighthouse())
+            self._trust = ["--island-lighthouse", at, "--island-secret-file", secret_file()]
+            self._environment = {"RECORD": str(self.record)}
             self._stack = stack.pop_all()
         return self
 
@@ -123,7 +125,7 @@ class Cluster:
 
     def island(self, number: int, of: int, *more: str, ranks: int = 1, warm: bool = True, **environment: str) -> Job:
         who = f"--islands {of} --islands-may-leave --island-number {number} {PATIENT} {AGREE}"
-        return self.start(*who.split(), *more, ranks=ranks, warm=warm, **environment)
+        return self.start(*who.split(), *self._trust, *more, ranks=ranks, warm=warm, **environment)
 
     def read(self, name: str = "[0-9]") -> dict[int, Counter[str]]:
         """How often each sample was trained on, by iteration."""

@@ -1,0 +1,226 @@
+"""The lighthouse: knows which islands are there, and tells those that want to agree who takes part (a quorum).
+
+    megatron-zpp lighthouse --secret-file island.secret --bind 10.8.0.1:29510 --min-islands 2
+
+It outlives the islands. Each island's first rank sends it a message twice a second, and more often while it asks for a
+quorum; each message has an answer. All state is in memory: one that is started again hears from everyone within
+``heartbeat_timeout``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import math
+import sys
+import time
+import uuid
+from dataclasses import asdict, dataclass
+from threading import Condition, Event
+from typing import Any
+
+from .channel import Channel, Listener, connect, parse_address, read_secret
+
+logger = logging.getLogger(__name__)
+DEFAULT_ADDRESS = "127.0.0.1:29510"
+MAX_ISLANDS = 1024
+WAIT_SECONDS = 0.25  # for a quorum, before an island hears that there is none yet
+
+
+@dataclass(frozen=True)
+class Ask:
+    """What an island says of itself when it asks for a quorum. Raises ValueError where a field has another type."""
+
+    number: int  # of this ask, counted by the island
+    island: int
+    num_islands: int
+    renew: bool  # whether the last agreement broke off
+    agreements: int  # that led to what it has
+    history: str  # their digest
+    has_taken: bool  # another island's state, since its own last agreement
+    steps: int
+    fingerprint: str  # of all that must be alike
+    addresses: list[tuple[str, int]]  # where its ranks listen
+
+    def __post_init__(self) -> None:
+        numbers = (self.number, self.island, self.num_islands, self.agreements, self.steps)
+        flags, texts = (self.renew, self.has_taken), (self.history, self.fingerprint)
+        if not (
+            all(type(number) is int and 0 <= number < 2**63 for number in numbers)
+            and all(isinstance(flag, bool) for flag in flags)
+            and all(isinstance(text, str) and len(text) == 64 for text in texts)
+            and all(isinstance(host, str) and type(port) is int for host, port in self.addresses)
+        ):
+            raise ValueError(f"an ask with other fields than this version's: {self}"[:1000])
+
+
+@dataclass
+class Member:
+    """One job of one island."""
+
+    job: str
+    peer: str
+    seen: float  # when it last sent anything, of time.monotonic()
+    ask: Ask | None = None  # while it asks for a quorum
+    asked_at: float = 0.0
+    answered: int = -1  # the number of its last ask that has a quorum
+    quorum: dict[str, Any] | None = None
+
+
+class Lighthouse:
+    """Serves islands in threads of its own until ``close``."""
+
+    def __init__(
+        self, bind: str, secret: bytes, min_islands: int = 1, heartbeat_timeout: float = 5.0, join_timeout: float = 60.0
+    ) -> None:
+        """Start. What the numbers mean is the help of ``megatron-zpp lighthouse``.
+
+        Raises ValueError for an address that is none, and OSError where it cannot listen there.
+        """
+        self._min_islands, self._heartbeat_timeout, self._join_timeout = min_islands, heartbeat_timeout, join_timeout
+        self._members: dict[int, Member] = {}
+        self._rivals: dict[str, float] = {}  # jobs whose island is there already, and since when they try
+        self._quorum: tuple[str, list[str]] = "", []  # its name and jobs
+        self._started = time.monotonic()
+        self._changed = Condition()
+        self._listener = Listener(*parse_address(bind), secret, self._serve, max_connections=2 * MAX_ISLANDS)
+        self.address = self._listener.address
+
+    def close(self) -> None:
+        self._listener.close()
+
+    def _serve(self, channel: Channel, peer: str) -> None:
+        while True:
+            message = channel.receive_message(time.monotonic() + 60)
+            channel.send_message(self._answer(message, peer), time.monotonic() + 5)
+
+    def _answer(self, message: dict[str, Any], peer: str) -> dict[str, Any]:
+        with self._changed:
+            if "island" not in message:
+                return self._status()
+            island, job, now = int(message["island"]), str(message["job"]), time.monotonic()
+            if not 0 <= island < MAX_ISLANDS:
+                raise ValueError(f"no island has the number {island}")
+            self._forget(now)
+            member = self._members.get(island)
+            if member is not None and member.job != job:
+                # Either that job was killed moments ago, or there are two.
+                if now - self._rivals.setdefault(job, now) < 2 * self._heartbeat_timeout:
+                    return {}
+                return {"refused": f"island {island} is there already, at {member.peer}: give each its own number"}
+            self._rivals.pop(job, None)
+            if message.get("leaves"):
+                self._members.pop(island, None)
+                self._changed.notify_all()
+                return {}
+            if member is None:
+                logger.info("island %d is there, at %s", island, peer)
+                member = self._members[island] = Member(job, peer, now)
+            member.seen, member.peer = now, peer
+            if message.get("ask") is None:
+                return {}
+            ask = Ask(**message["ask"])
+            if ask.number != member.answered and member.ask is None:
+                member.ask, member.asked_at = ask, now
+                self._form(now)
+            if ask.number != member.answered:
+                self._changed.wait(WAIT_SECONDS)
+                self._form(time.monotonic())
+            return {"number": ask.number, "quorum": member.quorum} if ask.number == member.answered else {}
+
+    def _status(self) -> dict[str, Any]:
+        self._forget(time.monotonic())
+        asking = sorted(island for island, member in self._members.items() if member.ask is not None)
+        return {"islands": sorted(self._members), "asking": asking}
+
+    def _forget(self, now: float) -> None:
+        for island in [i for i, member in self._members.items() if now - member.seen >= self._heartbeat_timeout]:
+            logger.info("island %d is gone: silent for %g seconds", island, self._heartbeat_timeout)
+            del self._members[island]
+
+    def _form(self, now: float) -> None:
+        """Answer all who ask, if everyone who is there does, or most have for long enough."""
+        self._forget(now)
+        asks = {i: member.ask for i, member in sorted(self._members.items()) if member.ask is not None}
+        if len(asks) < max(1, self._min_islands):
+            return
+        if len(asks) < len(self._members):
+            waited = now - min(self._members[island].asked_at for island in asks)
+            if waited < self._join_timeout or 2 * len(asks) <= len(self._members):
+                return
+        # A new lighthouse first hears who is there: else the first to ask would agree alone.
+        is_complete = len(asks) == max(ask.num_islands for ask in asks.values())
+        if now - self._started < self._heartbeat_timeout and not is_complete:
+            return
+        name, jobs = self._quorum[0], [self._members[island].job for island in asks]
+        if jobs != self._quorum[1] or any(ask.renew for ask in asks.values()):
+            name = uuid.uuid4().hex
+            logger.info("islands %s agree from now on", ", ".join(map(str, asks)))
+        self._quorum = name, jobs
+        quorum = {"name": name, "members": [asdict(ask) for ask in asks.values()]}
+        for island, ask in asks.items():
+            member = self._members[island]
+            member.ask, member.answered, member.quorum = None, ask.number, quorum
+        self._changed.notify_all()
+
+
+def status(address: str, secret: bytes) -> dict[str, Any]:
+    """Ask the lighthouse at ``address`` which islands are there, and which of them ask for a quorum."""
+    deadline = time.monotonic() + 5
+    channel = connect(parse_address(address), secret, deadline)
+    try:
+        channel.send_message({}, deadline)
+        return channel.receive_message(deadline)
+    finally:
+        channel.close()
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="megatron-zpp lighthouse", description="Tell islands that may leave which of them are there."
+    )
+    parser.add_argument("--secret-file", required=True, help="file with the secret that all islands share")
+    parser.add_argument("--bind", default=DEFAULT_ADDRESS, metavar="HOST:PORT", help="listen there (%(default)s)")
+    parser.add_argument(
+        "--min-islands", type=int, default=1, help="fewer do not agree; more than half keep two sites from parting"
+    )
+    parser.add_argument(
+        "--heartbeat-timeout", type=float, default=5.0, help="seconds of silence after which an island is gone"
+    )
+    parser.add_argument(
+        "--join-timeout", type=float, default=60.0, help="seconds that those who ask wait for those who train"
+    )
+    parser.add_argument("--status", action="store_true", help="print who is there, as the one at --bind says, and end")
+    return parser
+
+
+def main() -> int:
+    """Run ``megatron-zpp lighthouse`` until it is stopped; returns its exit status."""
+    parser = build_parser()
+    options = parser.parse_args()
+    for name in ("min_islands", "heartbeat_timeout", "join_timeout"):
+        if not (getattr(options, name) > 0 and math.isfinite(getattr(options, name))):
+            parser.error(f"--{name.replace('_', '-')} must be above 0")
+    logging.basicConfig(format="%(asctime)s %(message)s", level=logging.INFO)
+    try:
+        secret = read_secret(options.secret_file)
+        if options.status:
+            print(json.dumps(status(options.bind, secret)))
+            return 0
+        times = options.heartbeat_timeout, options.join_timeout
+        lighthouse = Lighthouse(options.bind, secret, options.min_islands, *times)
+    except (OSError, ValueError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    host, port = lighthouse.address
+    logger.info("the lighthouse listens at %s", f"[{host}]:{port}" if ":" in host else f"{host}:{port}")
+    try:
+        Event().wait()
+    except KeyboardInterrupt:
+        lighthouse.close()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,272 @@
+"""Who gets in between islands, and what a lighthouse answers. No torchrun: sockets, threads and processes alone."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import pickle
+import socket
+import threading
+import time
+from dataclasses import asdict
+
+import pytest
+
+from megatron_zpp.islands import channel as channels
+from megatron_zpp.islands.channel import (
+    MAGIC,
+    MAX_MESSAGE,
+    MAX_STRANGERS,
+    Channel,
+    ChannelError,
+    Listener,
+    WrongSecretError,
+    connect,
+    parse_address,
+    read_secret,
+)
+from megatron_zpp.islands.lighthouse import Ask, Lighthouse, status
+from megatron_zpp.islands.quorum import LighthouseClient
+
+SECRET = b"s" * 32
+
+
+def soon() -> float:
+    return time.monotonic() + 10
+
+
+@pytest.fixture
+def echo():
+    """A listener that sends every message back; its ``served`` has what came."""
+    served = []
+
+    def serve(channel: Channel, peer: str) -> None:
+        while True:
+            served.append(channel.receive_message(soon()))
+            channel.send_message(served[-1], soon())
+
+    listener = Listener("127.0.0.1", 0, SECRET, serve, max_connections=4)
+    listener.served = served
+    yield listener
+    listener.close()
+
+
+def test_messages_and_tensors_arrive(echo):
+    mine = connect(echo.address, SECRET, soon())
+    for number in range(3):
+        mine.send_message({"number": number}, soon())
+        assert mine.receive_message(soon()) == {"number": number}
+
+
+class Shell:
+    """What a stranger would have a trainer unpickle."""
+
+    def __init__(self, file):
+        self.file = file
+
+    def __reduce__(self):
+        return os.system, (f"touch {self.file}",)
+
+
+def test_a_stranger_is_refused_before_anything_is_read_and_logged_once(echo, tmp_path, caplog):
+    """With a pickle, another secret, or another protocol; the next island is served."""
+    evil = pickle.dumps(Shell(tmp_path / "ran"))
+    with caplog.at_level(logging.WARNING):
+        for hello in (evil + bytes(100), b"GET / HTTP/1.1\r\n\r\n" + bytes(100), MAGIC + bytes(64) + evil):
+            with socket.create_connection(echo.address) as stranger:
+                stranger.settimeout(10)
+                stranger.sendall(hello)
+                said = b""
+                while more := _read(stranger):
+                    said += more
+            assert len(said) == len(MAGIC) + 32 + 32 * hello.startswith(MAGIC) and said.startswith(MAGIC)
+        with pytest.raises(WrongSecretError):
+            connect(echo.address, b"t" * 32, soon())
+        mine = connect(echo.address, SECRET, soon())
+        mine.send_message({}, soon())
+        assert mine.receive_message(soon()) == {}
+    assert echo.served == [{}] and not (tmp_path / "ran").exists()
+    assert sum("refused a connection" in message for message in caplog.messages) == 1
+
+
+def _read(connection: socket.socket) -> bytes:
+    try:
+        return connection.recv(4096)
+    except ConnectionResetError:
+        return b""
+
+
+def test_many_silent_connections_keep_no_island_out(echo):
+    """Each would last until the handshake's time is over: the oldest make room."""
+    silent = [socket.create_connection(echo.address) for _ in range(3 * MAX_STRANGERS)]
+    mine = connect(echo.address, SECRET, soon())
+    mine.send_message({}, soon())
+    assert mine.receive_message(soon()) == {}
+    silent[0].settimeout(10)
+    while _read(silent[0]):
+        pass  # ends before the handshake's time does: it was hung up on
+    for connection in silent:
+        connection.close()
+
+
+def test_islands_have_a_limit_of_connections(echo):
+    four = [connect(echo.address, SECRET, soon()) for _ in range(4)]
+    for mine in four:
+        mine.send_message({}, soon())
+        mine.receive_message(soon())
+    fifth = connect(echo.address, SECRET, soon())
+    with pytest.raises(OSError):
+        fifth.send_message({}, soon())
+        fifth.receive_message(soon())
+
+
+def test_a_message_too_large_ends_the_connection_without_being_read(echo):
+    mine = connect(echo.address, SECRET, soon())
+    mine._send((MAX_MESSAGE + 1).to_bytes(8, "big"), soon())
+    with pytest.raises(ChannelError):
+        mine.receive_message(soon())
+    assert echo.served == []
+
+
+def proxied(listener: Listener, change) -> tuple[str, int]:
+    """Where a man in the middle listens, who does ``change`` to what is sent to the listener after the handshake."""
+    server = socket.create_server(("127.0.0.1", 0))
+
+    def relay() -> None:
+        client, _ = server.accept()
+        upstream = socket.create_connection(listener.address)
+
+        def back() -> None:
+            while data := _read(upstream):
+                client.sendall(data)
+            client.shutdown(socket.SHUT_RDWR)
+
+        threading.Thread(target=back, daemon=True).start()
+        passed, handshake = 0, len(MAGIC) + 64
+        while data := _read(client):
+            upstream.sendall(data if passed < handshake else change(data))
+            passed += len(data)
+
+    threading.Thread(target=relay, daemon=True).start()
+    return server.getsockname()
+
+
+@pytest.mark.parametrize(
+    "change", [lambda data: data.replace(b"good", b"evil"), lambda data: data + data], ids=["changed", "repeated"]
+)
+def test_a_frame_that_is_changed_or_repeated_on_its_way_is_not_taken(echo, change):
+    mine = connect(proxied(echo, change), SECRET, soon())
+    payload = b'{"be": "good"}'
+    tag = channels._tag(mine._send_key, 0, len(payload).to_bytes(8, "big"), payload)
+    mine._send(len(payload).to_bytes(8, "big") + payload + tag, soon())  # in one piece
+    with pytest.raises(ChannelError):
+        mine.receive_message(soon())
+        mine.receive_message(soon())
+    assert echo.served in ([], [{"be": "good"}])  # once at most
+
+
+def test_a_secret_is_long_and_of_its_owner_alone(tmp_path):
+    file = tmp_path / "secret"
+    file.write_bytes(b"s" * 32 + b"\n")
+    file.chmod(0o600)
+    assert read_secret(str(file)) == SECRET
+    file.chmod(0o640)
+    with pytest.raises(ValueError, match=f"chmod 600 {file}"):
+        read_secret(str(file))
+    file.chmod(0o600)
+    file.write_bytes(b"short")
+    with pytest.raises(ValueError, match="has 5 bytes, and needs 32"):
+        read_secret(str(file))
+    os.mkfifo(tmp_path / "fifo", 0o600)
+    with pytest.raises(ValueError, match="not a regular file"):
+        read_secret(str(tmp_path / "fifo"))
+
+
+def test_addresses():
+    assert parse_address("host:29510") == ("host", 29510)
+    assert parse_address("[::1]:1") == ("::1", 1)
+    for wrong in ("host", ":1", "host:", "http://host:29510/", "host:99999"):
+        with pytest.raises(ValueError, match="no address such as host:29510"):
+            parse_address(wrong)
+
+
+@pytest.fixture
+def lighthouse():
+    server = Lighthouse("127.0.0.1:0", SECRET, heartbeat_timeout=1.2)
+    yield server
+    server.close()
+
+
+def ask_of(island: int, number: int = 1, **more: object) -> Ask:
+    digest = hashlib.sha256().hexdigest()
+    said = {"number": number, "island": island, "num_islands": 2, "renew": False, "agreements": 0, "history": digest}
+    said |= {"has_taken": False, "steps": 0, "fingerprint": digest, "addresses": [["127.0.0.1", 1]]}
+    return Ask(**said | more)
+
+
+def test_islands_agree_when_all_that_are_there_ask(lighthouse):
+    clients = [LighthouseClient(lighthouse.address, SECRET, island) for island in range(2)]
+    found: dict[int, dict] = {}
+    for number in (1, 2, 3):
+        threads = [
+            threading.Thread(target=lambda i, ask: found.update({i: clients[i].ask(ask, soon())}), args=(i, ask))
+            for i, ask in enumerate(ask_of(island, number) for island in range(2))
+        ]
+        if number == 3:
+            clients[1].leave()
+            threads.pop()
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        islands = [member["island"] for member in found[0]["members"]]
+        if number == 1:
+            first = found[0]
+        assert islands == ([0] if number == 3 else [0, 1])
+        assert (found[0]["name"] == first["name"]) == (number < 3)
+        assert number == 3 or found[0] == found[1]
+    at = f"127.0.0.1:{lighthouse.address[1]}"
+    assert status(at, SECRET) == {"islands": [0], "asking": []}
+
+
+def test_a_second_island_of_the_same_number_is_told_so(lighthouse):
+    one, other = (LighthouseClient(lighthouse.address, SECRET, 0) for _ in range(2))
+    one.ask(ask_of(0, num_islands=1), soon())
+    with pytest.raises(ValueError, match=r"island 0 is there already, at 127\.0\.0\.1"):
+        other.ask(ask_of(0, num_islands=1), soon())
+
+
+def test_an_island_that_begins_again_takes_the_place_of_one_that_died(lighthouse):
+    dies = connect(lighthouse.address, SECRET, soon())
+    dies.send_message({"island": 0, "job": "killed", "ask": asdict(ask_of(0, num_islands=1))}, soon())
+    assert "quorum" in dies.receive_message(soon())
+    returns = LighthouseClient(lighthouse.address, SECRET, 0)
+    assert returns.ask(ask_of(0, num_islands=1), soon())["members"][0]["island"] == 0
+
+
+def test_another_secret_is_said_at_once(lighthouse):
+    with pytest.raises(ValueError, match="has another secret than this island"):
+        LighthouseClient(lighthouse.address, b"t" * 32, 0).ask(ask_of(0), soon())
+
+
+def test_one_that_sends_nonsense_harms_no_other(lighthouse):
+    """It knows the secret, so it is an island; of another version, say."""
+    good = asdict(ask_of(1))
+    for ask in ({"number": 1}, good | {"steps": "many"}, good | {"addresses": 3}, good | {"renew": None}, [1]):
+        mine = connect(lighthouse.address, SECRET, soon())
+        mine.send_message({"island": 1, "job": "x", "ask": ask}, soon())
+        with pytest.raises(ChannelError):
+            mine.receive_message(soon())
+    client = LighthouseClient(lighthouse.address, SECRET, 0)
+    assert client.ask(ask_of(0, num_islands=1), soon())["members"][0]["island"] == 0
+
+
+def test_one_alone_waits_until_a_new_lighthouse_has_heard_from_all():
+    """Else the first to ask would agree without those who train."""
+    server = Lighthouse("127.0.0.1:0", SECRET, heartbeat_timeout=1.5)
+    client = LighthouseClient(server.address, SECRET, 0)
+    began = time.monotonic()
+    client.ask(ask_of(0), soon())
+    assert time.monotonic() - began > 1
+    server.close()
