@@ -35,7 +35,7 @@ test-long: $(READY)  ## run the tests that make test leaves out for their time
 # The extra alone: its package would be built again. torchtitan wants a datasets older than transformers' huggingface_hub.
 EXTRA = import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["integrations"])
 
-test-integrations: $(READY)  ## install torchtitan, accelerate, Lightning, torchao and torchft into .venv, and train under them
+test-integrations: $(READY)  ## install torchtitan, accelerate, Lightning and torchao into .venv, and train under them
 	$(VENV)/bin/python -m pip install --quiet -c constraints.txt $$($(VENV)/bin/python -c '$(EXTRA)')
 	$(VENV)/bin/python -m pip install --quiet --no-deps -c constraints.txt torchtitan
 	$(PYTEST) -m integrations

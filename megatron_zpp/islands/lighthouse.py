@@ -177,9 +177,7 @@ def status(address: str, secret: bytes) -> dict[str, Any]:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="megatron-zpp lighthouse", description="Tell islands that may leave which of them are there."
-    )
+    parser = argparse.ArgumentParser(description="Tell islands that may leave which of them are there.")
     parser.add_argument("--secret-file", required=True, help="file with the secret that all islands share")
     parser.add_argument("--bind", default=DEFAULT_ADDRESS, metavar="HOST:PORT", help="listen there (%(default)s)")
     parser.add_argument(
@@ -199,9 +197,9 @@ def main() -> int:
     """Run ``megatron-zpp lighthouse`` until it is stopped; returns its exit status."""
     parser = build_parser()
     options = parser.parse_args()
-    for name in ("min_islands", "heartbeat_timeout", "join_timeout"):
-        if not (getattr(options, name) > 0 and math.isfinite(getattr(options, name))):
-            parser.error(f"--{name.replace('_', '-')} must be above 0")
+    for name, least in (("min_islands", 1), ("heartbeat_timeout", 2), ("join_timeout", 1)):
+        if not least <= getattr(options, name) < math.inf:
+            parser.error(f"--{name.replace('_', '-')} must be a number from {least} on")
     logging.basicConfig(format="%(asctime)s %(message)s", level=logging.INFO)
     try:
         secret = read_secret(options.secret_file)

@@ -55,7 +55,9 @@ def save(value: object, file: Path) -> None:
 
 
 def wait_at(place: Path) -> None:
-    Path(f"{place}.holds").touch()
+    new = Path(f"{place}.new")
+    new.write_text(str(os.getpid()))
+    new.rename(f"{place}.holds")
     while not Path(f"{place}.goes").exists():
         time.sleep(0.02)
 

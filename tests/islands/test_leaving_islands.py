@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import copy
+import json
 import os
+import pickle
 import re
 import signal
+import socket
+from contextlib import suppress
+from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
+from megatron_zpp.islands.channel import MAGIC
 from tests.conftest import ROOT
 from tests.islands.leaving_island import INTERVAL, batch_of, build_model
 from tests.islands.leaving_jobs import (
@@ -199,6 +205,67 @@ def test_an_island_that_does_not_fit_ends_alone(tmp_path):
         said(returns)
     assert "start all islands alike" in log
     assert_same_bits(*(kept(tmp_path, island)[max(kept(tmp_path, 0))] for island in range(2)))
+
+
+def test_islands_that_count_others_differently_are_told_so(tmp_path):
+    """At once, on both: nobody can tell which one is wrong."""
+    with lighthouse() as at:
+        both = [start(at, tmp_path, island, 2 + island, ranks=1) for island in range(2)]
+        for island in both:
+            _, err = island.communicate(timeout=60)
+            assert island.returncode != 0
+            assert "given as 2 by island 0, 3 by island 1: give all the same --islands" in err
+
+
+class Shell:
+    """What a stranger would have a trainer unpickle."""
+
+    def __init__(self, command: str) -> None:
+        self.command = command
+
+    def __reduce__(self) -> tuple:
+        return os.system, (self.command,)
+
+
+def listening_ports(process: int) -> set[int]:
+    """Of a process, as Linux says."""
+    inodes = set()
+    for descriptor in Path(f"/proc/{process}/fd").iterdir():
+        with suppress(FileNotFoundError):
+            inodes.add(os.readlink(descriptor).removeprefix("socket:[").removesuffix("]"))
+    rows = [line.split() for line in Path(f"/proc/{process}/net/tcp").read_text().splitlines()[1:]]
+    return {int(row[1].split(":")[1], 16) for row in rows if row[3] == "0A" and row[9] in inodes}
+
+
+def test_a_stranger_who_reaches_every_port_runs_nothing_and_stops_nobody(tmp_path):
+    """It says that it is an island far ahead, and offers a pickle as the state to take; it does not know the secret."""
+    ran = tmp_path / "ran"
+    evil = pickle.dumps({"step": 10**6, "state": Shell(f"touch {ran}")})
+    join = json.dumps({"island": 1, "job": "x", "ask": {"agreements": 10**6, "steps": 10**6}}).encode()
+    with lighthouse() as at:
+        islands = [start(at, tmp_path, island, 2, ranks=1, end=15, hold=7) for island in range(2)]
+        for number in range(2):
+            wait_for(tmp_path / f"{number}.7.holds", *islands)
+        ports = set().union(*(listening_ports(int(file.read_text())) for file in tmp_path.glob("*.7.holds")))
+        assert len(ports) >= 2
+        for port in (*ports, int(at.rpartition(":")[2])):
+            for said in (evil, b"GET /checkpoint/1000000/full HTTP/1.1\r\n\r\n", MAGIC + bytes(64) + join + evil):
+                with socket.create_connection(("127.0.0.1", port)) as stranger, suppress(OSError):
+                    stranger.settimeout(1)
+                    stranger.sendall(said + bytes(100))
+                    while stranger.recv(4096):
+                        pass
+        for number in range(2):
+            (tmp_path / f"{number}.7.goes").touch()
+        logs = [island.communicate(timeout=150)[1] for island in islands]
+        assert [island.returncode for island in islands] == [0, 0]
+    assert not ran.exists()
+    for log in logs:
+        assert log.count("refused a connection from 127.0.0.1") == 1
+        assert "left" not in log
+    for step in (9, 12, 15):
+        assert kept(tmp_path, 0)[step]["islands"] == 2
+        assert_same_bits(kept(tmp_path, 0)[step], kept(tmp_path, 1)[step])
 
 
 def test_the_commands_of_the_page_work():

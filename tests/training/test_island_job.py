@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
-
 from megatron_zpp.architectures import GPT
 from megatron_zpp.arguments.parse import parse_settings
 from megatron_zpp.training.island_job import prepare_island
@@ -17,11 +15,8 @@ ISLAND = "--islands 2 --islands-may-leave --island-number 1 --island-lighthouse 
 
 
 def _folder(load: Path) -> str:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("MASTER_ADDR", "localhost")
-        argv = flags("nowhere", f"{ISLAND} {secret_file()} --load {load}")
-        settings = parse_settings(GPT, argv, 1, note=lambda text: None)
-        folder = prepare_island(settings).checkpoint.load
+    argv = flags("nowhere", f"{ISLAND} {secret_file()} --load {load}")
+    folder = prepare_island(parse_settings(GPT, argv, 1, note=lambda text: None)).checkpoint.load
     assert folder is not None
     return folder
 
