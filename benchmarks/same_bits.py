@@ -5,7 +5,8 @@
 
 Each run trains a small model for a few steps in both checkouts and saves twice. Equal are: all tensors of the last
 checkpoint (parameters, optimizer, LoCo's errors, weight copies, random states), and those of a run that goes on in this
-checkout from the other one's first checkpoint.
+checkout from the other one's first checkpoint. Where real ranks are emulated too, both end with the same parameters in
+this checkout. Then come the quickstart and the scripts of the published experiments, at laptop scale.
 """
 
 from __future__ import annotations
@@ -13,10 +14,13 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+import os
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
+
+from megatron_zpp.checkpoint import iterate_parameters, read_meta
 
 HERE = Path(__file__).parents[1]
 STEPS, SAVE_INTERVAL = 6, 3
@@ -31,6 +35,10 @@ ZEROPP = (
     "--zero-weight-block-size 64 --zero-gradient-block-size 32"
 )
 DIFFERENCES = "--zero-weight-difference-bits 4 --zero-weight-difference-block-size 64"
+TWO_BITS = "--zero-gradient-bits 2 --zero-gradient-scaling absmax --zero-gradient-element-scales"
+ISLANDS = "--islands 2 --island-sync-interval 2 --island-bits 4 --island-loco --island-block-size 32"
+MUON = "--optimizer muon --muon-period 2"
+EMULATED = "--emulate-ranks 4 --emulate-nodes 2"
 RUNS = {  # name: (ranks, trainer, flags)
     "ZeRO-0": (4, "gpt", "--zero-stage 0"),
     "ZeRO-1": (4, "gpt", "--zero-stage 1"),
@@ -55,8 +63,36 @@ RUNS = {  # name: (ranks, trainer, flags)
         "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1",
     ),
     "cp 2": (4, "gpt", "--context-parallel-size 2 --reset-attention-mask --reset-position-ids"),
-    "emulated 2 x 2": (1, "gpt", f"--emulate-ranks 4 --emulate-nodes 2 {ZEROPP}"),
-    "emulated 2 x 2, bf16": (1, "llama", f"--emulate-ranks 4 --emulate-nodes 2 {ZEROPP} {DIFFERENCES} --bf16"),
+    "cp 2, ZeRO++": (4, "llama", f"--context-parallel-size 2 {ZEROPP.replace('size 2', 'size 1')}"),
+    "pp 2, zero-bubble": (4, "gpt", "--pipeline-model-parallel-size 2 --pipeline-schedule zero-bubble"),
+    "2-bit recipe": (4, "gpt", f"{ZEROPP} {DIFFERENCES} {TWO_BITS}"),
+    "experts, EP 2": (4, "llama", f"--num-experts 4 --expert-model-parallel-size 2 {ZEROPP}"),
+    "Muon": (4, "llama", f"{MUON} {ZEROPP}"),
+    "2 islands": (4, "gpt", f"{ISLANDS} {ZEROPP.replace('size 2', 'size 1')} --zero-ranks-per-node 1"),
+    "2 islands in fragments": (
+        4,
+        "gpt",
+        f"{ISLANDS} --island-fragments 2 --island-sync-delay 1 --zero-ranks-per-node 2",
+    ),
+    "emulated 2 x 2": (1, "gpt", f"{EMULATED} {ZEROPP}"),
+    "emulated 2 x 2, bf16": (1, "llama", f"{EMULATED} {ZEROPP} {DIFFERENCES} --bf16"),
+    "emulated Muon": (1, "llama", f"{EMULATED} {MUON} {ZEROPP}"),
+    "emulated 2 islands": (1, "gpt", f"--emulate-ranks 4 --emulate-nodes 4 {ISLANDS} --zero-quantized-gradients"),
+}
+SCRIPTS = {  # name: variables
+    "quickstart/run.sh": {"MEGABYTES": "1", "VOCAB_SIZE": "500", "TRAIN_ITERS": "6"},
+    "zeropp/gpt_350m.sh": {},
+    "zeropp/gpt_13b.sh": {},
+    "zeropp/gpt_18b.sh": {},
+    "zeropp/finetune.sh": {},
+    "loco/gpt_345m.sh": {},
+    "loco/llama_0.8b.sh": {},
+    "loco/llama_8b.sh": {},
+    "loco/mixtral.sh": {},
+}
+REAL_AND_EMULATED = {  # name: flags of both; the latter runs in one process
+    "ZeRO++ with LoCo": ("gpt", f"{ZEROPP} {DIFFERENCES}"),
+    "Muon": ("llama", f"{MUON} {ZEROPP}"),
 }
 
 
@@ -66,36 +102,80 @@ def main() -> int:
     parser.add_argument("--flags", default="", help="flags for every run, such as '--clip-grad 0'")
     parser.add_argument("--only", default="", metavar="NAME", help="only the runs whose name contains this")
     args = parser.parse_args()
-    differ = 0
+    before, differ = args.before.resolve(), 0
+
+    def report(name: str, num_tensors: int, **verdicts: str) -> None:
+        nonlocal differ
+        differ += any(verdict != "equal" for verdict in verdicts.values())
+        found = "   ".join(f"{what}: {verdict}" for what, verdict in verdicts.items())
+        print(f"{name:34} {num_tensors:4} tensors   {found}", flush=True)
+
     for name, (ranks, trainer, flags) in RUNS.items():
         if args.only not in name:
             continue
         with tempfile.TemporaryDirectory() as scratch:
-            before, after, resumed = (Path(scratch) / part for part in ("before", "after", "resumed"))
+            old, new, resumed = (Path(scratch) / part for part in ("old", "new", "resumed"))
             command = f"{COMMON} {flags} {args.flags}"
-            train(args.before.resolve(), ranks, trainer, f"{command} --save {before}")
-            train(HERE, ranks, trainer, f"{command} --save {after}")
-            train(HERE, ranks, trainer, f"{command} --save {resumed} --load {before} --ckpt-step {SAVE_INTERVAL}")
-            expected = digests(before)
-            verdicts = [verdict(expected, digests(folder)) for folder in (after, resumed)]
-        differ += verdicts != ["equal", "equal"]
-        print(f"{name:34} {len(expected):4} tensors   trained: {verdicts[0]}   resumed: {verdicts[1]}", flush=True)
+            train(before, ranks, trainer, f"{command} --save {old}")
+            train(HERE, ranks, trainer, f"{command} --save {new}")
+            train(HERE, ranks, trainer, f"{command} --save {resumed} --load {old} --ckpt-step {SAVE_INTERVAL}")
+            expected = digests(old)
+            trained, goes_on = (verdict(expected, digests(folder)) for folder in (new, resumed))
+        report(name, len(expected), trained=trained, resumed=goes_on)
+    for name, (trainer, flags) in REAL_AND_EMULATED.items():
+        if args.only not in f"{name}, real and emulated":
+            continue
+        with tempfile.TemporaryDirectory() as scratch:
+            real, emulated = Path(scratch) / "real", Path(scratch) / "emulated"
+            train(HERE, 4, trainer, f"{COMMON} {flags} {args.flags} --save {real}")
+            train(HERE, 1, trainer, f"{COMMON} {flags} {args.flags} {EMULATED} --save {emulated}")
+            expected = parameters(real)
+            report(f"{name}, real and emulated", len(expected), trained=verdict(expected, parameters(emulated)))
+    for name, variables in SCRIPTS.items():
+        if args.only not in name:
+            continue
+        with tempfile.TemporaryDirectory() as scratch:
+            old, new = Path(scratch) / "old", Path(scratch) / "new"
+            for checkout, out in ((before, old), (HERE, new)):
+                run_script(checkout, f"examples/{name}", variables | {"OUT": str(out), "CORPUS": f"{scratch}/corpus"})
+            expected = digests(old)
+            report(name, len(expected), trained=verdict(expected, digests(new)))
     return int(differ > 0)
+
+
+def run_script(checkout: Path, script: str, variables: dict[str, str]) -> None:
+    path = f"{checkout / '.venv' / 'bin'}{os.pathsep}{os.environ['PATH']}"
+    environment = os.environ | {"PATH": path, "SCALE": "laptop", "PYTHONPATH": str(checkout)} | variables
+    done = subprocess.run([f"./{script}"], cwd=checkout, env=environment, capture_output=True, text=True)
+    if done.returncode != 0:
+        sys.exit(f"{checkout}: {script}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}")
 
 
 def train(checkout: Path, ranks: int, trainer: str, flags: str) -> None:
     python = str(checkout / ".venv" / "bin" / "python")
     launcher = [python, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
     done = subprocess.run(
-        [*launcher, f"pretrain_{trainer}.py", *flags.split()], cwd=checkout, capture_output=True, text=True
+        [*launcher, f"pretrain_{trainer}.py", *flags.split()],
+        cwd=checkout,
+        env=os.environ | {"PYTHONPATH": str(checkout), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
     )
     if done.returncode != 0:
         sys.exit(f"{checkout}: pretrain_{trainer}.py {flags}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}")
 
 
 def digests(save: Path) -> dict[str, str]:
-    """SHA-256 of every part of a tensor in the last checkpoint, by file and name."""
-    (folder,) = save.glob(f"*{STEPS:07d}")
+    """SHA-256 of every part of a tensor in each last checkpoint below ``save``, by file and name."""
+    found = {}
+    trackers = sorted(save.rglob("latest_checkpointed_iteration.txt"))
+    assert trackers, f"nothing was saved in {save}"
+    for tracker in trackers:
+        found |= digests_in(tracker.parent / f"iter_{int(tracker.read_text()):07d}", save)
+    return found
+
+
+def digests_in(folder: Path, save: Path) -> dict[str, str]:
     found = {}
     for file in sorted(folder.glob("*.safetensors")):
         data = file.read_bytes()
@@ -104,8 +184,15 @@ def digests(save: Path) -> dict[str, str]:
             if name != "__metadata__":
                 begin, end = part["data_offsets"]
                 content = f"{part['dtype']}{part['shape']}".encode() + data[start + begin : start + end]
-                found[f"{file.name}: {name}"] = hashlib.sha256(content).hexdigest()
+                found[f"{file.relative_to(save)}: {name}"] = hashlib.sha256(content).hexdigest()
     return found
+
+
+def parameters(save: Path) -> dict[str, str]:
+    """SHA-256 of the model's whole parameters in the last checkpoint, however many ranks saved it."""
+    checkpoint = save / f"iter_{STEPS:07d}"
+    tensors = iterate_parameters(checkpoint, read_meta(checkpoint))
+    return {name: hashlib.sha256(tensor.numpy().tobytes()).hexdigest() for name, tensor in tensors}
 
 
 def verdict(expected: dict[str, str], found: dict[str, str]) -> str:
