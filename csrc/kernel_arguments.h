@@ -62,6 +62,11 @@ struct EncodeArguments {
   bool compensates = false;  // whether there is LoCo
   bool stochastic = false;
   uint32_t noise_seed = 0;
+
+  // Whether values that are sent as they are only change their place.
+  ZEROPP_INLINE bool moves_bits() const {
+    return values.data != nullptr && values.type == wire.format.type && addend.data == nullptr && !compensates;
+  }
 };
 
 struct DecodeArguments {
@@ -69,6 +74,8 @@ struct DecodeArguments {
   Wires peers;
   Rows out;
   bool accumulates = false;
+
+  ZEROPP_INLINE bool moves_bits() const { return out.type == peers.format.type && peers.num_peers == 1 && !accumulates; }
 };
 
 struct RotateArguments {

@@ -443,6 +443,11 @@ void write_wire(const Wires& wires, const Segment& own, const Tile& tile, const 
 
 // ---- The kernels, for tiles [begin, end).
 
+// Where a tile's values begin in the wire, of a segment that is not quantized.
+int64_t value_offset(const Segment& segment, const Tile& tile, const Format& format) {
+  return segment.codes + tile.first * size_of(format.type);
+}
+
 template <int kBits>
 void encode_tiles(const EncodeArguments& a, int64_t begin, int64_t end) {
   Scratch scratch(a.wire.format);
@@ -450,6 +455,13 @@ void encode_tiles(const EncodeArguments& a, int64_t begin, int64_t end) {
   for_each_tile(a.wire.format, a.rows1, begin, end, [&](const Segment& segment, const Tile& tile) {
     const int64_t element = segment.start + tile.first, row = tile.row0 * a.rows1 + tile.row1;
     const Noise noise{a.stochastic, a.noise_seed, uint32_t(row * a.numel + element)};
+    if (segment.block_size == 0 && a.moves_bits()) {  // a conversion and back would change NaNs
+      uint8_t* wire = a.wire.data + tile.row0 * a.wire.stride0 + tile.row1 * a.wire.stride1;
+      memcpy(wire + value_offset(segment, tile, a.wire.format), at(a.values, tile, element),
+             tile.count * size_of(a.values.type));
+      if (element + tile.count == segment.stop) zero_gaps(segment, a.wire.format, wire);
+      return;
+    }
     if (a.values.data) load(at(a.values, tile, element), a.values.type, tile.count, values);
     else read_sum(a.peers, segment, tile, scratch, values);
     if (a.addend.data) add(values, at(a.addend, tile, element), a.addend.type, tile.count, a.addend_sign, values);
@@ -481,6 +493,11 @@ void decode(const DecodeArguments& a, int64_t begin, int64_t end) {
   Scratch scratch(a.peers.format);
   for_each_tile(a.peers.format, a.rows1, begin, end, [&](const Segment& segment, const Tile& tile) {
     uint8_t* out = at(a.out, tile, segment.start + tile.first);
+    if (segment.block_size == 0 && a.moves_bits()) {
+      const uint8_t* wire = a.peers.data + tile.row0 * a.peers.stride0 + tile.row1 * a.peers.stride1;
+      memcpy(out, wire + value_offset(segment, tile, a.peers.format), tile.count * size_of(a.out.type));
+      return;
+    }
     const bool straight = a.out.type == Type::kFloat && !a.accumulates;
     float* values = straight ? reinterpret_cast<float*>(out) : scratch.values.data();
     read_sum(a.peers, segment, tile, scratch, values);

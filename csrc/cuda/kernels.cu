@@ -22,24 +22,31 @@ constexpr int kStride = kThreads * kGroup;      // elements from one group of a 
 constexpr int kLargestWarpBlock = 32 * kGroup;  // elements that one warp has in its registers
 constexpr int kSegments = 24;                   // of a launch
 constexpr int kLaunchBytes = 4096;              // of parameters, which all supported cards take
+constexpr int64_t kLargestGrid = 0x7fffffff;    // blocks
 
 // One segment of the format that a kernel goes through, and where its elements are in other wires.
 struct Item {
   Segment own, source, error;
-  int64_t first_tile;  // what blockIdx.x counts, for the first of this segment
+  int64_t first_tile;  // of the launch's tiles of a row, the first of this segment
 };
 
 template <class Arguments>
 struct Launch {
   Arguments arguments;
+  uint32_t tiles = 0;  // of a row; all rows are in grid.x, since grid.y ends at 65,535
   int num_items = 0;
   Item items[kSegments];
 };
 
 template <class Arguments>
+__device__ int64_t tile_of_block(const Launch<Arguments>& launch) {
+  return blockIdx.x % launch.tiles;
+}
+
+template <class Arguments>
 __device__ const Item& item_of_block(const Launch<Arguments>& launch) {
   int i = 0;
-  while (i + 1 < launch.num_items && blockIdx.x >= launch.items[i + 1].first_tile) i++;
+  while (i + 1 < launch.num_items && tile_of_block(launch) >= launch.items[i + 1].first_tile) i++;
   return launch.items[i];
 }
 
@@ -47,7 +54,11 @@ struct Row {
   int64_t row0, row1;
 };
 
-__device__ Row row_of_block(int64_t rows1) { return {blockIdx.y / uint32_t(rows1), blockIdx.y % uint32_t(rows1)}; }
+template <class Arguments>
+__device__ Row row_of_block(const Launch<Arguments>& launch) {
+  const uint32_t row = blockIdx.x / launch.tiles, rows1 = uint32_t(launch.arguments.rows1);
+  return {row / rows1, row % rows1};
+}
 
 __device__ uint8_t* at(const Wires& wires, const Row& row) {
   return wires.data + row.row0 * wires.stride0 + row.row1 * wires.stride1;
@@ -533,6 +544,16 @@ __device__ void store_plain(const float (&values)[kGroup], const Wires& wires, c
   store(values, type, valid, at(wires, row) + segment.codes + (element - segment.start) * size_of(type));
 }
 
+// Copies elements bit by bit: a conversion and back would change NaNs, and so what is packed into such elements.
+__device__ void move_bits(const uint8_t* from, uint8_t* to, int nbytes) {
+  const bool is_aligned = (reinterpret_cast<uintptr_t>(from) | reinterpret_cast<uintptr_t>(to)) % 16 == 0;
+  int i = 0;
+  for (; is_aligned && i + 16 <= nbytes; i += 16) {
+    *reinterpret_cast<uint4*>(to + i) = *reinterpret_cast<const uint4*>(from + i);
+  }
+  for (; i < nbytes; i += 2) *reinterpret_cast<uint16_t*>(to + i) = *reinterpret_cast<const uint16_t*>(from + i);
+}
+
 template <bool kCompensates>
 __device__ void write_plain(const EncodeArguments& a, const Item& item, const Row& row, int64_t element, int valid,
                             const float (&values)[kGroup], float (&error)[kGroup]) {
@@ -589,9 +610,9 @@ __global__ void __launch_bounds__(kThreads) encode_tiles(const __grid_constant__
   const EncodeArguments& a = launch.arguments;
   const Item& item = item_of_block(launch);
   const Segment& own = item.own;
-  const Row row = row_of_block(a.rows1);
+  const Row row = row_of_block(launch);
   constexpr int kInFlight = kEncodesInFlight<kSource, kCompensates>;
-  const int64_t first = (blockIdx.x - item.first_tile) * kInFlight * kStride + threadIdx.x * kGroup;
+  const int64_t first = (tile_of_block(launch) - item.first_tile) * kInFlight * kStride + threadIdx.x * kGroup;
 
   Fetched<kSource> fetched[kInFlight];
 #pragma unroll
@@ -622,6 +643,11 @@ __global__ void __launch_bounds__(kThreads) encode_tiles(const __grid_constant__
   for (int j = 0; j < kInFlight; j++) {
     const int64_t offset = first + j * kStride, element = own.start + offset;
     const int valid = num_valid(own, offset);
+    if (own.block_size == 0 && a.moves_bits()) {
+      uint8_t* to = at(a.wire, row) + place_of<kBits>(a.wire.format, own, element).codes;
+      move_bits(at(a.values, row, element), to, valid * int(size_of(a.values.type)));
+      continue;
+    }
     if (own.block_size == 0) {
       write_plain<kCompensates>(a, item, row, element, valid, values[j], error[j]);
       continue;
@@ -666,8 +692,8 @@ __global__ void __launch_bounds__(kThreads, 1) encode_blocks(const __grid_consta
   const EncodeArguments& a = launch.arguments;
   const Item& item = item_of_block(launch);
   const Segment& own = item.own;
-  const Row row = row_of_block(a.rows1);
-  const int64_t block = blockIdx.x - item.first_tile;
+  const Row row = row_of_block(launch);
+  const int64_t block = tile_of_block(launch) - item.first_tile;
   const int64_t start = block * own.block_size, stop = start + own.block_size;
 
   float values[kGroup], error[kGroup], sent[kGroup];
@@ -774,9 +800,9 @@ __global__ void __launch_bounds__(kThreads) decode_tiles(const __grid_constant__
   const DecodeArguments& a = launch.arguments;
   const Item& item = item_of_block(launch);
   const Format& format = a.peers.format;
-  const Row row = row_of_block(a.rows1);
+  const Row row = row_of_block(launch);
   const uint8_t* wire = at(a.peers, row);
-  const int64_t first = (blockIdx.x - item.first_tile) * kDecodesInFlight * kStride + threadIdx.x * kGroup;
+  const int64_t first = (tile_of_block(launch) - item.first_tile) * kDecodesInFlight * kStride + threadIdx.x * kGroup;
   const bool is_plain = item.own.block_size == 0;
   Encoded encoded[kDecodesInFlight];
   VectorsOf<float> plain[kDecodesInFlight];
@@ -795,6 +821,12 @@ __global__ void __launch_bounds__(kThreads) decode_tiles(const __grid_constant__
   for (int j = 0; j < kDecodesInFlight; j++) {
     const int64_t offset = first + j * kStride;
     const int valid = num_valid(item.own, offset);
+    if (is_plain && a.moves_bits()) {
+      const int64_t element = item.own.start + offset;
+      const Place place = place_of<kBits>(format, item.own, element);
+      move_bits(wire + place.codes, at(a.out, row, element), valid * int(sizeof(Out)));
+      continue;
+    }
     float values[kGroup];
     if (is_plain) read(plain[j], format.type, valid, values);
     else read_codes<kBits>(encoded[j], format, valid, values);
@@ -806,8 +838,8 @@ template <int kBits, class Out>
 __global__ void __launch_bounds__(kThreads) decode_sums(const __grid_constant__ Launch<DecodeArguments> launch) {
   const DecodeArguments& a = launch.arguments;
   const Item& item = item_of_block(launch);
-  const Row row = row_of_block(a.rows1);
-  const int64_t offset = (blockIdx.x - item.first_tile) * kStride + threadIdx.x * kGroup;
+  const Row row = row_of_block(launch);
+  const int64_t offset = (tile_of_block(launch) - item.first_tile) * kStride + threadIdx.x * kGroup;
   const int64_t element = item.own.start + offset;
   const int valid = num_valid(item.own, offset);
   uint8_t* out = at(a.out, row, element);
@@ -823,8 +855,8 @@ __global__ void __launch_bounds__(kThreads) decode_sums(const __grid_constant__ 
 __global__ void __launch_bounds__(kThreads) rotate_tiles(const __grid_constant__ Launch<RotateArguments> launch) {
   const RotateArguments& a = launch.arguments;
   const Item& item = item_of_block(launch);
-  const Row row = row_of_block(a.rows1);
-  const int64_t numel = item.own.stop - item.own.start, tile = (blockIdx.x - item.first_tile) * kStride;
+  const Row row = row_of_block(launch);
+  const int64_t numel = item.own.stop - item.own.start, tile = (tile_of_block(launch) - item.first_tile) * kStride;
 #pragma unroll
   for (int64_t offset = tile + threadIdx.x; offset < tile + kStride; offset += kThreads) {
     const bool exists = offset < numel;
@@ -869,8 +901,11 @@ int launch(void (*kernel)(Launch<Arguments>), const Arguments& a, const Format& 
       tiles += tiles_of(own);
     }
     if (tiles > 0 && (launch.num_items == kSegments || s + 1 == format.num_segments)) {
-      const dim3 grid(unsigned(tiles), unsigned(a.rows0 * a.rows1));
+      const int64_t blocks = tiles * a.rows0 * a.rows1;
+      if (blocks > kLargestGrid) return cudaErrorInvalidConfiguration;
+      launch.tiles = uint32_t(tiles);
       void* parameters[] = {&launch};
+      const dim3 grid{unsigned(blocks)};
       const cudaError_t status = cudaLaunchKernel(kernel, grid, dim3(kThreads), parameters, 0, stream);
       if (status != cudaSuccess) return status;
       launch.num_items = 0, tiles = 0;

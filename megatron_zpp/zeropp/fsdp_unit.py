@@ -59,7 +59,7 @@ class FSDPUnit(Unit):
             ParameterShard(
                 param._param_fqn or f"parameter {index}",
                 numel=param.padded_sharded_param_size.numel(),
-                quantizable=param.sharded_param.ndim >= 2,
+                quantizable=param.sharded_param.ndim >= 2 and not _is_packed(param),
             )
             for index, param in enumerate(self._param_group.fsdp_params)
             if param.sharded_param.requires_grad or not trainable_only
@@ -68,6 +68,10 @@ class FSDPUnit(Unit):
     @property
     def parameters(self) -> Sequence[Tensor]:
         return [param.sharded_param for param in self._param_group.fsdp_params]
+
+    @property
+    def packed(self) -> frozenset[int]:
+        return frozenset(index for index, param in enumerate(self._param_group.fsdp_params) if _is_packed(param))
 
     @property
     def gathered_dtype(self) -> torch.dtype:
@@ -225,6 +229,17 @@ class FSDPUnit(Unit):
         """Whether a forward pass leaves the parameters gathered for the passes that follow."""
         stays: bool = not self._param_group._reshard_after_forward
         return stays
+
+
+def _is_packed(param: Any) -> bool:
+    """Whether elements of one of FSDP2's parameters are not numbers: codes of few bits are packed into them.
+
+    bitsandbytes (nf4, fp4) keeps how to unpack them in ``quant_state``, of the module once FSDP2 has replaced the
+    parameter; its storage may have the dtype of numbers. Others make subclasses of tensors, or have integers.
+    """
+    sharded = param.sharded_param
+    has_state = any(getattr(owner, "quant_state", None) is not None for owner in (sharded, param._module_info.module))
+    return has_state or hasattr(sharded._local_tensor, "__tensor_flatten__") or not sharded.is_floating_point()
 
 
 def _has_gradient(param: Any) -> bool:

@@ -31,7 +31,12 @@ class Unit:
     # those of which a step's gradients were reduced.
     _moved: set[int] = field(default_factory=set, repr=False, kw_only=True)
     _reduced: set[int] = field(default_factory=set, repr=False, kw_only=True)
+    # Those that could be trained at any time since the unit was made. PEFT freezes adapters during reference passes.
+    _ever_trainable: set[int] = field(default_factory=set, repr=False, kw_only=True)
     _gathered_versions: list[tuple[Any, int]] | None = field(default=None, repr=False, kw_only=True)
+
+    def __post_init__(self) -> None:
+        self._ever_trainable |= self._trainable()
 
     @property
     def label(self) -> str:
@@ -53,6 +58,11 @@ class Unit:
         raise NotImplementedError
 
     @property
+    def packed(self) -> frozenset[int]:
+        """Indices of the parameters whose elements are packed codes, not numbers."""
+        return frozenset()
+
+    @property
     def is_in_backward(self) -> bool:
         """Whether the unit is being gathered for a backward pass."""
         raise NotImplementedError
@@ -71,10 +81,11 @@ class Unit:
 
     @property
     def trained(self) -> UnitPart:
-        """The parameters that optimizer steps move, or may have moved since the last gather; alike on all ranks."""
-        if self.travels_whole:
-            return self.whole
-        indices = self._trainable() | self._moved | self._reduced
+        """The parameters that were ever trainable, or that optimizer steps may have moved; alike on all ranks."""
+        self._ever_trainable |= self._trainable()
+        indices = self._ever_trainable | self._moved | self._reduced
+        if self.travels_whole:  # but for packed ones, of which no difference can be told
+            indices = set(range(len(self.parameters))) - self.packed
         return UnitPart(self.parameter_shards(), tuple(sorted(indices)))
 
     @property

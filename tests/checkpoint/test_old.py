@@ -1,6 +1,6 @@
 """Checkpoints that commit 7225eee saved, ``of_7225eee/``, go on as they did there.
 
-``runs.json`` has for each the ranks, trainer and flags of its run, saved at step 2 of 4, and the losses of steps 3 and 4.
+``runs.json`` has for each the ranks, trainer and flags of its run, saved at step 2 of 4, and the losses of 3 and 4.
 They are not made again: a change that cannot load them breaks users' runs.
 """
 

@@ -12,6 +12,7 @@ from torch.utils import cpp_extension
 
 ROOT = Path(__file__).parents[2]
 HERE = Path(__file__).parent
+ALIGNED = ["-fsanitize=alignment", "-fsanitize-undefined-trap-on-error"]  # vectors that are not aligned trap
 
 
 @pytest.fixture(scope="module")
@@ -21,7 +22,7 @@ def cuda_on_cpu(tmp_path_factory):
     sources = [ROOT / "csrc" / "operators.cpp", HERE / "cuda_on_cpu" / "kernels.cpp"]
     includes = [f"-I{path}" for path in [HERE / "cuda_on_cpu", *cpp_extension.include_paths()]]
     flags = ["-std=c++20", "-O1", "-ffp-contract=off", "-fno-math-errno", "-fPIC", "-shared", "-Wno-unknown-pragmas"]
-    flags.append("-U_FORTIFY_SOURCE")  # whose longjmp takes another stack for a mistake
+    flags += [*ALIGNED, "-U_FORTIFY_SOURCE"]  # whose longjmp takes another stack for a mistake
     libraries = [f"-L{path}" for path in cpp_extension.library_paths()] + ["-lc10", "-ltorch", "-ltorch_cpu"]
     compiler = os.environ.get("CXX", "c++")
     subprocess.run([compiler, *flags, *includes, *map(str, sources), *libraries, "-o", str(library)], check=True)
@@ -47,6 +48,39 @@ def test_the_kernels_logic_equals_plain_torch(cuda_on_cpu):
     command += ["-k", "not eight_threads"]  # which is about the other kernels' work, and much for coroutines
     done = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0, done.stdout[-3000:]
+
+
+def test_the_fake_device_refuses_what_cuda_refuses(tmp_path):
+    """Else a launch that works here fails on the first GPU."""
+    program, compiler = tmp_path / "refusals", os.environ.get("CXX", "c++")
+    flags = ["-std=c++20", "-O0", *ALIGNED, f"-I{HERE / 'cuda_on_cpu'}"]
+    subprocess.run([compiler, *flags, str(HERE / "cuda_on_cpu" / "refusals.cpp"), "-o", str(program)], check=True)
+    done = [subprocess.run([program, shift], capture_output=True, text=True) for shift in ("16", "8")]
+    refused = "0 9 9 9 9 9 9 1 1 "
+    assert [run.stdout for run in done] == [refused + "read 0", refused]
+    assert done[0].returncode == 0 and done[1].returncode < 0
+
+
+ROWS = """
+import torch
+from megatron_zpp.zeropp import reference
+from megatron_zpp.zeropp.wire_format import WireFormat
+from megatron_zpp.zeropp.wire_layout import ParameterShard
+format = WireFormat([ParameterShard("token", 32, True), ParameterShard("odd", 3, False)], 8, 32, torch.bfloat16)
+values = torch.randn(70_000, 35).bfloat16()
+wire, out = format.encode(values), torch.empty(70_000, 35, dtype=torch.bfloat16)
+expected = torch.empty_like(wire)
+reference.encode(format, values, expected, None, 1, None, None)
+assert wire.equal(expected) and format.decode(wire, out)[:, 32:].equal(values[:, 32:])
+"""
+
+
+@pytest.mark.long
+def test_more_rows_than_grid_y_has(cuda_on_cpu):
+    """Tokens on their way to experts are rows; grid.y ends at 65,535."""
+    environment = os.environ | {"ZEROPP_KERNELS": str(cuda_on_cpu)}
+    done = subprocess.run([sys.executable, "-c", ROWS], env=environment, capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stderr[-3000:]
 
 
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc, of the CUDA toolkit")

@@ -290,6 +290,27 @@ def test_conversions_of_every_16_bit_number_and_between():
 
 
 @on_devices
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("bits", [None, 8])
+@pytest.mark.parametrize("shift", [0, 3])
+def test_what_is_not_quantized_arrives_bit_by_bit(shift, bits, dtype, device):
+    """Codes that are packed into such elements look like NaNs with payloads, too; also in plain torch."""
+    every = torch.arange(2**16, dtype=torch.int32)
+    number = torch.int32 if dtype == torch.float32 else torch.int16
+    packed = (every * 65_537).view(number) if dtype == torch.float32 else every.to(number)
+    parameters = [ParameterShard("weight", 64, True), ParameterShard("bias", shift, False)]
+    format = WireFormat([*parameters, ParameterShard("packed", 2**16, False)], bits, 32, dtype)
+    values = torch.cat([torch.ones(64 + shift, dtype=dtype), packed.view(dtype)]).expand(2, -1).contiguous().to(device)
+    wire, out = format.encode(values), torch.empty_like(values)
+    assert format.decode(wire, out).view(number).equal(values.view(number))
+    plain = torch.empty_like(wire)
+    reference.encode(format, values, plain, None, 1, None, None)
+    assert wire.equal(plain)
+    reference.decode(format, wire.unsqueeze(0), out.zero_(), accumulate=False)
+    assert out.view(number).equal(values.view(number))
+
+
+@on_devices
 def test_opcheck(device):
     format = WireFormat(PARAMETERS, 4, 128, torch.bfloat16)
     values = random(2, NUMEL, device=device)

@@ -27,7 +27,7 @@ struct dim3 {
   unsigned x = 1, y = 1, z = 1;
   explicit dim3(unsigned x, unsigned y = 1, unsigned z = 1) : x(x), y(y), z(z) {}
 };
-struct uint2 {
+struct alignas(8) uint2 {
   uint32_t x, y;
 };
 struct alignas(16) uint4 {
@@ -38,7 +38,7 @@ inline uint4 make_uint4(uint32_t x, uint32_t y, uint32_t z, uint32_t w) { return
 
 using cudaStream_t = void*;
 using cudaError_t = int;
-constexpr cudaError_t cudaSuccess = 0;
+constexpr cudaError_t cudaSuccess = 0, cudaErrorInvalidValue = 1, cudaErrorInvalidConfiguration = 9;
 
 namespace cuda_on_cpu {
 
@@ -162,9 +162,20 @@ inline uint32_t __byte_perm(uint32_t a, uint32_t b, uint32_t selector) {
   return result;
 }
 
+// What CUDA refuses to launch on any card: https://docs.nvidia.com/cuda/cuda-c-programming-guide, compute capabilities.
+// Vectors that are not aligned trap: the tests compile with -fsanitize=alignment.
+inline cudaError_t check_launch(dim3 grid, dim3 threads, std::size_t parameter_bytes, std::size_t shared_bytes) {
+  const bool grid_fits = grid.x - 1 < 0x7fffffffu && grid.y - 1 < 65535u && grid.z - 1 < 65535u;
+  const bool block_fits = threads.x - 1 < 1024u && threads.y - 1 < 1024u && threads.z - 1 < 64u &&
+                          uint64_t(threads.x) * threads.y * threads.z <= 1024u;
+  if (!grid_fits || !block_fits) return cudaErrorInvalidConfiguration;
+  return parameter_bytes > 4096 || shared_bytes > 48 << 10 ? cudaErrorInvalidValue : cudaSuccess;
+}
+
 template <class Parameters>
 cudaError_t cudaLaunchKernel(
-    void (*kernel)(Parameters), dim3 grid, dim3 threads, void** parameters, std::size_t, cudaStream_t) {
+    void (*kernel)(Parameters), dim3 grid, dim3 threads, void** parameters, std::size_t shared, cudaStream_t) {
+  if (const cudaError_t error = check_launch(grid, threads, sizeof(Parameters), shared)) return error;
   struct Call {
     void (*kernel)(Parameters);
     const Parameters* parameters;

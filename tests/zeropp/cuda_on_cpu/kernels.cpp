@@ -1,8 +1,16 @@
 // The CUDA kernels in place of the CPU's.
+#include <stdexcept>
+#include <string>
+
 #include "../../../csrc/cuda/kernels.cu"
 
 namespace zeropp::cpu {
-void encode(const EncodeArguments& arguments) { cuda::encode(arguments, nullptr); }
-void decode(const DecodeArguments& arguments) { cuda::decode(arguments, nullptr); }
-void rotate(const RotateArguments& arguments) { cuda::rotate(arguments, nullptr); }
+
+static void check(int error) {
+  if (error != cudaSuccess) throw std::runtime_error("CUDA would refuse this launch: error " + std::to_string(error));
+}
+
+void encode(const EncodeArguments& arguments) { check(cuda::encode(arguments, nullptr)); }
+void decode(const DecodeArguments& arguments) { check(cuda::decode(arguments, nullptr)); }
+void rotate(const RotateArguments& arguments) { check(cuda::rotate(arguments, nullptr)); }
 }  // namespace zeropp::cpu
