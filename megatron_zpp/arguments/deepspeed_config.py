@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megatron_zpp.arguments.deepspeed_keys import TOP, ByType, Key, NotNeeded, Off, Only, Section, Sets
+from megatron_zpp.bounds import read_bounded
 from megatron_zpp.settings.checks import Mistakes, SettingsError
 from megatron_zpp.settings.groups import all_flags
 
@@ -54,8 +55,7 @@ def read_deepspeed_config(path: str) -> DeepSpeedConfig:
 
 def _load(path: str) -> dict[str, Any]:
     try:
-        with open(path, encoding="utf-8") as file:
-            content = json.load(file, object_pairs_hook=_without_duplicates)
+        content = json.loads(read_bounded(path), object_pairs_hook=_without_duplicates)
     except OSError as error:
         raise SettingsError(f"--deepspeed_config {path}: {error.strerror}; give the path of a JSON file") from error
     except (ValueError, RecursionError) as error:  # JSONDecodeError and UnicodeDecodeError are ValueErrors

@@ -35,6 +35,7 @@ from torch.futures import Future
 from .files import CheckpointError, Sums, digest, open_regular, parse_json, sync_file
 from .folder import FolderLock, begin, finish
 from .meta import INDEX, REMEDY, is_plain_name, open_in
+from .tokenizer import copy_tokenizer
 
 _DTYPES = {
     "F64": torch.float64,
@@ -217,6 +218,7 @@ class CheckpointWriter(StorageWriter):
             if not written.is_finite:
                 nonfinite.add(result.index.fqn)
         self.nonfinite = _names_of(self.meta, nonfinite)
+        files |= copy_tokenizer(self.meta["settings"], self.path)
         finish(self.path, _index(metadata, places), self.meta | {"nonfinite": self.nonfinite}, files)
         self.after()
 
@@ -468,4 +470,5 @@ def save_parameters(
         index[key] = {"dtype": "F32", "shape": list(shape), "chunks": [chunk]}
     meta = meta | {"iteration": iteration, "world_size": 1, "has_rng": False, "zeropp": None}
     meta |= {"has_optimizer": adam_of is not None}
-    return finish(path, {"tensors": index}, meta | {"nonfinite": _names_of(meta, file.nonfinite)}, {name: file.entry})
+    files = {name: file.entry} | copy_tokenizer(meta["settings"], path)
+    return finish(path, {"tensors": index}, meta | {"nonfinite": _names_of(meta, file.nonfinite)}, files)

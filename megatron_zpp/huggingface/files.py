@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_zpp.bounds import read_bounded
+
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 
@@ -91,7 +93,7 @@ class WeightFiles:
 
 def _read_index(path: Path) -> dict[str, str]:
     try:
-        file_of = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
+        file_of = json.loads(read_bounded(path))["weight_map"]
         if not all(isinstance(file, str) and Path(file).name == file for file in file_of.values()):
             raise ValueError("weight_map should name files beside it")
     except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -148,7 +150,7 @@ def read_config(folder: Path, model_types: Sequence[str]) -> dict[str, Any]:
     if not path.is_file():
         raise ValueError(f"{folder} is no model of transformers: it has no config.json")
     try:
-        written = json.loads(path.read_text(encoding="utf-8"))
+        written = json.loads(read_bounded(path))
         if not isinstance(written, dict):
             raise ValueError("it holds no JSON object")
         if written.get("model_type") not in model_types:  # others may not even be known to transformers

@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from megatron_zpp.bounds import read_bounded
+
 
 def generation_settings(settings: Mapping[str, Any], tokens: dict[str, int]) -> tuple[dict[str, Any], dict[str, Any]]:
     """The special tokens of config.json, and generation_config.json.
@@ -39,7 +41,7 @@ def _read(path: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(read_bounded(path))
         if not isinstance(content, dict):
             raise ValueError("it holds no JSON object")
     except ValueError as error:

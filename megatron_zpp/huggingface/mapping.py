@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor
 
 from megatron_zpp.architectures import Architecture, HuggingFaceMapping
+from megatron_zpp.checkpoint.model import check_config
 from megatron_zpp.models.transformer import TransformerConfig
 
 
@@ -30,6 +32,7 @@ def from_hf_config(
         raise ValueError("the weights are quantized (quantization_config); import the model they were made from")
     architecture, mapping = kinds[kind]
     config, positions = mapping.from_config(hf)
+    check_config(dataclasses.asdict(config), type(config))  # before any memory is asked for
     return architecture, config, positions
 
 

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from megatron_zpp.bounds import read_bounded
 from megatron_zpp.data.tokenizers import TOKENIZER_TYPES, Tokenizer, TokenizerFlags, build_tokenizer, huggingface_path
 from megatron_zpp.settings.flags import number
 
@@ -111,7 +112,7 @@ def _copy_tokenizer(path: Path, eod: int, folder: Path) -> None:
     if path.is_file():
         shutil.copyfile(path, folder / "tokenizer.json")
     file = folder / "tokenizer_config.json"
-    config = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {"tokenizer_class": _CLASS}
+    config = json.loads(read_bounded(file)) if file.exists() else {"tokenizer_class": _CLASS}
     if config.get("eos_token") is None:
         import tokenizers
 

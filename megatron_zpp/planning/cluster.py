@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megatron_zpp.bounds import read_bounded
 from megatron_zpp.metrics.throughput import peak_tflops
 from megatron_zpp.planning.curves import Curve, check_curves, curve_name, kind_of, seconds_on
 from megatron_zpp.planning.hardware import (
@@ -208,7 +209,7 @@ def read_cluster(path: Path) -> ClusterSpec:
     }
     fields = {field.name: field for field in dataclasses.fields(ClusterSpec)}
     values: dict[str, Any] = {}
-    for number, line in enumerate(path.read_text().splitlines(), 1):
+    for number, line in enumerate(read_bounded(path).splitlines(), 1):
         text = line.partition("#")[0].strip()
         if not text:
             continue

@@ -37,7 +37,7 @@ class ModelSettings:
         None, "number of key/value heads with --group-query-attention", needs="group_query_attention", at_least=1
     )
     max_position_embeddings: int | None = flag(
-        None, "longest sequence that the model can take; default --seq-length", at_least=1
+        None, "longest sequence that the model can take; default --seq-length", at_least=1, at_most=2**27
     )
     position_embedding_type: str | None = flag(
         None,
@@ -174,7 +174,7 @@ class TrainingSettings:
         at_least=1,
         at_most=2**53,
     )
-    seq_length: int | None = flag(None, "tokens per sample", at_least=1)
+    seq_length: int | None = flag(None, "tokens per sample", at_least=1, at_most=2**27)
     curriculum_min_length: int | None = flag(
         None,
         "cut samples to so many tokens at first, and less and less until --curriculum-iters; default whole ones",

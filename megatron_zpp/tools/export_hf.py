@@ -23,6 +23,7 @@ from torch import Tensor
 from megatron_zpp.architectures import Architecture
 from megatron_zpp.checkpoint import CheckpointError
 from megatron_zpp.checkpoint.model import saved_model
+from megatron_zpp.checkpoint.tokenizer import settings_with_tokenizer
 from megatron_zpp.data.tokenizers import Tokenizer
 from megatron_zpp.huggingface import files
 from megatron_zpp.huggingface.checkpoint import parameter_reader
@@ -47,7 +48,10 @@ def export(args: argparse.Namespace, given: Architecture | None = None) -> str:
     files.require_packages()
     checkpoint, meta = checkpoint_to_export(args.load, args.ckpt_step)
     architecture, config = saved_model(meta, given)
-    mapping, settings = architecture.huggingface_model(config), meta["settings"] | given_tokenizer(args)
+    mapping, settings = (
+        architecture.huggingface_model(config),
+        settings_with_tokenizer(checkpoint, meta) | given_tokenizer(args),
+    )
     tokenizer = None if args.no_tokenizer else load_tokenizer(settings, config.vocab_size)
     if args.trim_vocab and tokenizer is not None:
         config = dataclasses.replace(config, vocab_size=tokenizer.vocab_size)  # type: ignore[type-var]

@@ -20,6 +20,7 @@ import torch
 from megatron_zpp.architectures import Architecture
 from megatron_zpp.checkpoint import CheckpointError, find_checkpoint, iterate_parameters, problems, read_meta
 from megatron_zpp.checkpoint.model import saved_model
+from megatron_zpp.checkpoint.tokenizer import settings_with_tokenizer
 from megatron_zpp.data.chat_template import apply_chat_template, read_chat_template
 from megatron_zpp.data.files import read_text
 from megatron_zpp.data.tokenizers import HuggingFaceTokenizer, Tokenizer, build_tokenizer, huggingface_path
@@ -123,7 +124,7 @@ def run(args: argparse.Namespace, given: Architecture | None = None) -> Iterator
     if checkpoint is None:
         raise CheckpointError(f"{args.load} holds no checkpoint: give --load what was given to --save in training")
     meta = read_meta(checkpoint)
-    settings = moved(meta["settings"], args)
+    settings = moved(settings_with_tokenizer(checkpoint, meta), args)
     tokenizer = load_tokenizer(settings)
     ends = end_tokens(settings, tokenizer)
     texts = read_prompts(args)

@@ -67,9 +67,10 @@ def their_tokenizer(args: Args) -> dict[str, Any]:
     """The tokenizer that the run had, by field name, if it is here. Raises ValueError."""
     found = {name: args[name] for name in SETTINGS if args.get(name) is not None}
     files = [str(found[name]) for name in ("tokenizer_model", "vocab_file", "merge_file") if name in found]
-    missing = [file for file in files if not Path(file).exists()]
-    if missing or found.get("tokenizer_type") not in TOKENIZER_TYPES:
-        why = f"{missing[0]} is not here" if missing else f"it is a {found.get('tokenizer_type')}"
+    if files or found.get("tokenizer_type") not in TOKENIZER_TYPES:
+        why = (
+            f"a path in a checkpoint, {files[0]}, is not opened" if files else f"it is a {found.get('tokenizer_type')}"
+        )
         raise ValueError(
             f"the tokenizer that the checkpoint names cannot be built ({why}): give it with --tokenizer-type and its "
             "files; a NullTokenizer with --vocab-size serves data that is ids already"
