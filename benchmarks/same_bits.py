@@ -146,7 +146,8 @@ def main() -> int:
 def run_script(checkout: Path, script: str, variables: dict[str, str]) -> None:
     path = f"{checkout / '.venv' / 'bin'}{os.pathsep}{os.environ['PATH']}"
     environment = os.environ | {"PATH": path, "SCALE": "laptop", "PYTHONPATH": str(checkout)} | variables
-    done = subprocess.run([f"./{script}"], cwd=checkout, env=environment, capture_output=True, text=True)
+    saves = [] if script.endswith("quickstart/run.sh") else ["--save-interval", "5"]
+    done = subprocess.run([f"./{script}", *saves], cwd=checkout, env=environment, capture_output=True, text=True)
     if done.returncode != 0:
         sys.exit(f"{checkout}: {script}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}")
 
@@ -167,7 +168,7 @@ def train(checkout: Path, ranks: int, trainer: str, flags: str) -> None:
 
 def digests(save: Path) -> dict[str, str]:
     """SHA-256 of every part of a tensor in each last checkpoint below ``save``, by file and name."""
-    found = {}
+    found: dict[str, str] = {}
     trackers = sorted(save.rglob("latest_checkpointed_iteration.txt"))
     assert trackers, f"nothing was saved in {save}"
     for tracker in trackers:

@@ -47,7 +47,7 @@ train zero3 --grad-reduce-in-bf16 --zero-ranks-per-node 2
 
 say "Training with ZeRO++ and LoCo: between nodes, weights travel in 8 bit and gradients in 4 bit, once per step"
 train zeropp --zero-quantized-weights --zero-hpz-partition-size 2 --zero-quantized-gradients --zeropp-loco \
-    --save "$OUT/zeropp" --save-interval "$TRAIN_ITERS"
+    --save "$OUT/zeropp" --overwrite-save --save-interval "$TRAIN_ITERS"
 
 say "A sample of code from the ZeRO++ model"
 python tools/generate_text.py --load "$OUT/zeropp" --prompt "    def test_" --num-tokens 80 --temperature 0.9 --top-k 40

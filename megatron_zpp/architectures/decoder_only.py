@@ -176,6 +176,11 @@ def _check_experts(model: ModelSettings) -> None:
         f"--moe-experts-per-layer {per_layer or model.num_experts}",
     )
     require(
+        model.moe_router_topk > 1 or model.moe_router_pre_softmax or model.moe_router_score_function == "sigmoid",
+        "--moe-router-topk 1 weighs the only expert by 1, whatever the router says, so that it learns nothing from the "
+        "loss: give --moe-router-pre-softmax too",
+    )
+    require(
         not (model.moe_router_pre_softmax and model.moe_router_score_function == "sigmoid"),
         "--moe-router-pre-softmax is about softmax; leave it out with --moe-router-score-function sigmoid",
     )
@@ -254,6 +259,7 @@ def build_config(model: ModelSettings, vocab_size: int) -> DecoderConfig:
         layernorm_1p=model.apply_layernorm_1p,
         qk_layernorm=model.qk_layernorm,
         swiglu=model.swiglu,
+        exact_gelu=model.no_bias_gelu_fusion and not model.swiglu,
         add_bias_linear=not model.disable_bias_linear,
         add_qkv_bias=model.add_qkv_bias,
         window_size=_window(model),
@@ -323,6 +329,7 @@ def flags_of(config: DecoderConfig, positions: int, defaults: Mapping[str, Any])
             words += [flag, str(getattr(config, name))]
     switches = {
         "swiglu": "--swiglu",
+        "exact_gelu": "--no-bias-gelu-fusion",
         "add_bias_linear": "--disable-bias-linear",
         "add_qkv_bias": "--add-qkv-bias",
         "qk_layernorm": "--qk-layernorm",

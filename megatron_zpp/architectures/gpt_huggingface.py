@@ -18,22 +18,22 @@ from megatron_zpp.architectures.huggingface import (
 )
 from megatron_zpp.models.decoder import DecoderConfig
 
-# Fields of our config that it must have.
+# Fields of our config that its own says, or that only training needs; and values that others must have.
+WRITTEN = (
+    *("num_layers", "hidden_size", "num_attention_heads", "vocab_size", "max_position_embeddings", "ffn_hidden_size"),
+    *("num_query_groups", "kv_channels", "norm_epsilon", "exact_gelu", "attention_dropout", "hidden_dropout"),
+    *("init_method_std", "tie_embeddings"),
+)
 OURS: dict[str, tuple[Any, ...]] = {
     "normalization": ("LayerNorm",),
-    "layernorm_1p": (False,),
-    "qk_layernorm": (False,),
-    "swiglu": (False,),
     "add_bias_linear": (True,),
-    "window_size": (None,),
     "position_embedding_type": ("learned_absolute",),
-    "moe": (None,),
 }
 
 
 def to_config(config: DecoderConfig, positions: int) -> dict[str, Any]:
     """config.json; the number of positions is the configuration's own."""
-    require_fields(config, "GPT-2", OURS)
+    require_fields(config, "GPT-2", OURS, WRITTEN)
     hidden, heads = config.hidden_size, config.num_attention_heads
     if config.num_groups != heads:
         raise ValueError(f"GPT-2 does not have grouped queries ({config.num_groups} groups for {heads} heads)")
@@ -51,7 +51,7 @@ def to_config(config: DecoderConfig, positions: int) -> dict[str, Any]:
         "n_layer": config.num_layers,
         "n_head": heads,
         "n_inner": config.ffn_size,
-        "activation_function": "gelu_new",  # the tanh approximation
+        "activation_function": "gelu" if config.exact_gelu else "gelu_new",  # the tanh approximation
         "resid_pdrop": config.hidden_dropout,
         "embd_pdrop": config.hidden_dropout,
         "attn_pdrop": config.attention_dropout,
@@ -66,7 +66,7 @@ def from_config(hf: Mapping[str, Any]) -> tuple[DecoderConfig, int]:
     require_values(
         hf,
         {
-            "activation_function": ("gelu_new", "gelu_pytorch_tanh"),
+            "activation_function": ("gelu", "gelu_new", "gelu_pytorch_tanh"),
             "scale_attn_weights": (True,),
             "scale_attn_by_inverse_layer_idx": (False,),
             "add_cross_attention": (False,),
@@ -83,6 +83,7 @@ def from_config(hf: Mapping[str, Any]) -> tuple[DecoderConfig, int]:
         num_query_groups=heads,
         kv_channels=hidden // heads,
         norm_epsilon=hf["layer_norm_epsilon"],
+        exact_gelu=hf["activation_function"] == "gelu",
         attention_dropout=hf["attn_pdrop"],
         hidden_dropout=hf["resid_pdrop"],
         init_method_std=hf["initializer_range"],

@@ -5,7 +5,8 @@ Weights are only moved, never rounded: there and back gives the same bits. ``meg
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import dataclasses
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -58,11 +59,15 @@ class HuggingFaceMapping:
     with_vocabulary: tuple[str, ...] = ("word_embeddings.weight", "output_layer.weight")
 
 
-def require_fields(config: Any, title: str, supported: Mapping[str, tuple[Any, ...]]) -> None:
-    """Raise ValueError that names each field of our config whose value transformers' model ``title`` does not have."""
-    wrong = [
-        f"{name} {getattr(config, name)}" for name, values in supported.items() if getattr(config, name) not in values
-    ]
+def require_fields(config: Any, title: str, supported: Mapping[str, tuple[Any, ...]], written: Collection[str]) -> None:
+    """Raise ValueError that names each field of our config whose value the model ``title`` does not have.
+
+    supported: the values that fields may have. written: fields that its configuration says, or that only training
+    needs. All others must have their default, so that a new part of the decoder is never left out in silence.
+    """
+    values = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
+    allowed = {field.name: supported.get(field.name, (field.default,)) for field in dataclasses.fields(config)}
+    wrong = [f"{name} {value}" for name, value in values.items() if name not in written and value not in allowed[name]]
     if wrong:
         raise ValueError(f"{title} does not have {', '.join(wrong)}")
 

@@ -22,14 +22,20 @@ from megatron_zpp.architectures.huggingface import (
 from megatron_zpp.models.decoder import DecoderConfig
 from megatron_zpp.models.moe import MoEConfig
 
+# Fields of our config that theirs say, or that only training needs.
+WRITTEN = (
+    *("num_layers", "hidden_size", "num_attention_heads", "vocab_size", "ffn_hidden_size", "num_query_groups"),
+    *("kv_channels", "norm_epsilon", "rotary_base", "rope_scaling_factor", "attention_dropout", "hidden_dropout"),
+    *("yarn_scaling_factor", "yarn_original_context", "yarn_beta_fast", "yarn_beta_slow"),
+    *("init_method_std", "tie_embeddings"),
+)
+WRITTEN_OF_EXPERTS = ("num_experts", "ffn_hidden_size", "router_topk", "aux_loss_coeff", "z_loss_coeff", "min_capacity")
 # What all of them have: fields of our config, and the values that they may have.
 OURS: dict[str, tuple[Any, ...]] = {
     "normalization": ("RMSNorm",),
-    "layernorm_1p": (False,),
     "swiglu": (True,),
     "add_bias_linear": (False,),
     "position_embedding_type": ("rope", "yarn"),
-    "rotary_percent": (1.0,),
 }
 # What Llama 3.1's scaling of rotary frequencies has beside its factor: constants in ``models.rotary``.
 LLAMA3_SCALING = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
@@ -153,30 +159,22 @@ class Family:
     @property
     def ours(self) -> dict[str, tuple[Any, ...]]:
         """Fields of our config, and the values that they may have."""
-        own: dict[str, tuple[Any, ...]] = {"add_qkv_bias": (self.add_qkv_bias,), "qk_layernorm": (self.qk_layernorm,)}
-        if self.experts is None:
-            own["moe"] = (None,)
-        return OURS | own | ({} if self.window is not None else {"window_size": (None,)})
+        return OURS | {"add_qkv_bias": (self.add_qkv_bias,), "qk_layernorm": (self.qk_layernorm,)}
+
+    @property
+    def written(self) -> tuple[str, ...]:
+        """Fields of our config that config.json says."""
+        own = {"moe": self.experts is not None, "window_size": self.window is not None}
+        return (*WRITTEN, *(name for name, is_said in own.items() if is_said))
 
     def require_experts(self, config: DecoderConfig) -> None:
         """Raise ValueError that names what of our mixture of experts this family does not have."""
         if self.experts is None:
             return
-        require_fields(
-            config, self.model_type, {"moe_layer_freq": (1,), "moe_first_layer": (1,), "moe_experts_per_layer": (None,)}
-        )
         if config.moe is None:
             raise ValueError(f"{self.model_type} does not have layers without experts")
-        supported: dict[str, tuple[Any, ...]] = {
-            "score_function": ("softmax",),
-            "topk_scaling_factor": (1.0,),
-            "shared_expert_size": (None,),
-            "expert_capacity_factor": (None,),
-            "eval_capacity_factor": (None,),
-        }
-        if self.experts.pre_softmax is None:
-            supported["router_pre_softmax"] = (False,)
-        require_fields(config.moe, self.model_type, supported)
+        written = WRITTEN_OF_EXPERTS + (("router_pre_softmax",) if self.experts.pre_softmax is not None else ())
+        require_fields(config.moe, self.model_type, {}, written)
 
 
 FAMILIES = (
@@ -216,7 +214,7 @@ FAMILIES = (
 
 
 def to_config(family: Family, config: DecoderConfig, positions: int) -> dict[str, Any]:
-    require_fields(config, family.model_type, family.ours)
+    require_fields(config, family.model_type, family.ours, family.written)
     family.require_experts(config)
     hidden, heads = config.hidden_size, config.num_attention_heads
     if hidden % heads or not (family.has_head_dim or config.head_dim == hidden // heads):

@@ -70,7 +70,6 @@ NOT_NEEDED: dict[str, NotNeeded] = {
     **_same(
         _NO_SUCH_FUSION,
         "--no-masked-softmax-fusion",
-        "--no-bias-gelu-fusion",
         "--no-bias-swiglu-fusion",
         "--no-bias-dropout-fusion",
         "--no-rope-fusion",

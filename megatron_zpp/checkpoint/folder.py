@@ -232,6 +232,7 @@ class FolderLock:
 
     def __init__(self, folder: str, patience: float = 10.0) -> None:
         """Take it, waiting ``patience`` seconds for a job that is just ending. Raises CheckpointError, OSError."""
+        self._folder = folder
         root = Path(folder)
         make_folder(root)
         # POSIX locks: unlike flock's they are not inherited by loader processes, which may outlive a killed rank.
@@ -260,6 +261,18 @@ class FolderLock:
         self._file.write(holder.encode())
         self._file.flush()
         _clear(root)
+
+    def renew(self) -> None:
+        """Take it again where the folder was moved, and made again. Raises CheckpointError if another job has it."""
+        held = os.fstat(self._file.fileno())
+        try:
+            there = os.stat(Path(self._folder) / LOCK)
+        except FileNotFoundError:
+            there = None
+        if there is None or (there.st_dev, there.st_ino) != (held.st_dev, held.st_ino):
+            lost, self._file = self._file, FolderLock(self._folder, patience=0.0)._file
+            lost.close()
+            print(f"note: {self._folder} was moved, and made again: checkpoints are saved in the new one", flush=True)
 
     def release(self) -> None:
         self._file.close()

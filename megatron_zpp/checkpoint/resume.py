@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from megatron_zpp.checkpoint import (
     problems_on_all_ranks,
     read_meta,
 )
+from megatron_zpp.checkpoint.folder import complete_checkpoints
 from megatron_zpp.checkpoint.foreign import refuse_foreign
 from megatron_zpp.checkpoint.meta import REMEDY
 from megatron_zpp.data.build import Datasets
@@ -25,6 +27,19 @@ from megatron_zpp.data.order import check_order
 from megatron_zpp.metrics.progress import progress
 from megatron_zpp.parallel.distributed import errors_on_all_ranks, print_once
 from megatron_zpp.settings.groups import CheckpointSettings, Settings
+
+
+def check_not_overwritten(settings: CheckpointSettings) -> None:
+    """Raise CheckpointError where this run would save over the checkpoints of another one."""
+    save, load = settings.save, settings.load
+    goes_on = save is None or (load is not None and os.path.realpath(load) == os.path.realpath(save))
+    if save is None or goes_on or settings.overwrite_save:
+        return
+    if there := complete_checkpoints(save):
+        raise CheckpointError(
+            f"{save} holds checkpoints of another run, up to {there[-1].name}: go on from there with --load {save}, "
+            "give --save another folder, or save over them with --overwrite-save"
+        )
 
 
 def checkpoint_to_load(settings: CheckpointSettings) -> Path | None:

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
-from .folder import INCOMPLETE, checkpoint_path, retain
+from .folder import INCOMPLETE, FolderLock, checkpoint_path, retain
 from .state import checkpoint_state, describe_state, root_cause
 from .storage import CheckpointWriter
 from .trained import Trained
@@ -43,7 +43,10 @@ class CheckpointSaver:
         keep_last: int | None = None,
         retain_interval: int | None = None,
         timeout_minutes: float = 10.0,
+        lock: FolderLock | None = None,
     ) -> None:
+        """lock: on rank 0, what holds the folder for this job."""
+        self._lock = lock
         self.folder, self.asynchronous = folder, asynchronous
         self.keep_last, self.retain_interval = keep_last, retain_interval
         self.saved_iteration: int | None = None  # the last one that is on the disk
@@ -66,7 +69,11 @@ class CheckpointSaver:
         meta = meta | describe_state(trained, save_rng)
         meta |= {"iteration": iteration, "torch": str(torch.__version__), "saved_at": _now()}
         writer = CheckpointWriter(
-            self.folder, iteration, meta, after=lambda: retain(self.folder, self.keep_last, self.retain_interval)
+            self.folder,
+            iteration,
+            meta,
+            self._lock,
+            after=lambda: retain(self.folder, self.keep_last, self.retain_interval),
         )
         arguments: dict[str, Any] = dict(
             storage_writer=writer,

@@ -33,7 +33,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from .files import CheckpointError, Sums, digest, open_regular, parse_json, sync_file
-from .folder import begin, finish
+from .folder import FolderLock, begin, finish
 from .meta import INDEX, REMEDY, is_plain_name, open_in
 
 _DTYPES = {
@@ -135,12 +135,19 @@ def _is_finite(tensor: Tensor) -> bool:
 class CheckpointWriter(StorageWriter):
     """Writes one checkpoint: every rank its own file, rank 0 index, meta.json, marker, and the name.
 
-    meta: what meta.json holds beside the files' digests; used on rank 0. after: called on rank 0 when it is complete.
+    meta: what meta.json holds beside the files' digests; used on rank 0. lock: of the folder, on rank 0. after: called
+    on rank 0 when it is complete.
     """
 
     def __init__(
-        self, folder: str, iteration: int, meta: dict[str, Any], after: Callable[[], None] = lambda: None
+        self,
+        folder: str,
+        iteration: int,
+        meta: dict[str, Any],
+        lock: FolderLock | None = None,
+        after: Callable[[], None] = lambda: None,
     ) -> None:
+        self.lock = lock
         self.folder, self.iteration, self.meta, self.after = folder, iteration, meta, after
         self.path: Path | None = None
         self.nonfinite: list[str] = []  # what holds NaN or Inf, once it is complete; on rank 0
@@ -153,6 +160,8 @@ class CheckpointWriter(StorageWriter):
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         if self.is_coordinator:
+            if self.lock is not None:
+                self.lock.renew()
             self.path = begin(self.folder, self.iteration)
         return plan
 

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
+import os
 import signal
+import sys
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -20,6 +24,7 @@ from megatron_zpp.data.samplers import CyclicSampler, InTurn, MicroBatchSampler,
 Batch = dict[str, Tensor]
 
 PADDING = np.iinfo(np.int64).min  # no id, not even in files of signed integers
+_PR_SET_PDEATHSIG = 1  # of Linux's prctl: the signal that a process gets when its parent ends
 PREFETCHED_BATCHES = 4  # of each worker: enough to ride out a slow read
 
 
@@ -60,7 +65,7 @@ def build_loader(
         collate_fn=_as_it_is,
         # The loader draws a seed for its workers: from a generator of its own, so that dropout's does not move.
         generator=torch.Generator(),
-        worker_init_fn=_outlive_stop_signals,
+        worker_init_fn=partial(_begin_worker, rank=os.getpid()),
     )
 
     def batches() -> Iterator[Batch]:
@@ -130,8 +135,14 @@ def make_batch(ids: NDArray[np.int64], options: SampleOptions) -> Batch:
     return batch
 
 
-def _outlive_stop_signals(worker: int) -> None:
-    """A signal to a whole job, as Ctrl-C, may ask its ranks to save and exit; a rank still reads until then, and ends
-    its workers."""
+def _begin_worker(worker: int, rank: int) -> None:
+    """Outlive signals to a whole job, but not the rank, the process ``rank``, however it ends.
+
+    Ctrl-C may ask ranks to save and exit; a rank reads until then, and ends its workers. One that is killed can't.
+    """
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != rank:  # it died before that
+            os._exit(1)
     for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)

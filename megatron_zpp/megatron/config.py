@@ -14,6 +14,7 @@ from megatron_zpp.checkpoint.model import check_config
 from megatron_zpp.models.decoder import DecoderConfig, default_ffn_size
 from megatron_zpp.models.moe import MoEConfig
 
+from .neutral_flags import NEUTRAL, READ
 from .pickles import StandIn
 
 Args = Mapping[str, Any]
@@ -31,8 +32,15 @@ _OURS: dict[str, tuple[Any, ...]] = {
     "hybrid_override_pattern": (None,),
     "is_hybrid_model": (False,),
     "linear_attention_type": (None,),
+    "mlp_type": ("standard",),
+    "moe_apply_probs_on_input": (False,),
+    "moe_input_jitter_eps": (None, 0.0),
+    "moe_latent_size": (None,),
     "moe_router_enable_expert_bias": (False,),
+    "moe_router_group_topk": (None,),
+    "moe_router_load_balancing_type": ("aux_loss", "seq_aux_loss", "global_aux_loss", "none"),
     "moe_router_num_groups": (None,),
+    "moe_router_topk_limited_devices": (None,),
     "moe_shared_expert_gate": (False,),
     "mtp_num_layers": (None, 0),
     "multi_latent_attention": (False,),
@@ -42,6 +50,8 @@ _OURS: dict[str, tuple[Any, ...]] = {
     "quick_geglu": (False,),
     "rotary_interleaved": (False,),
     "rotary_seq_len_interpolation_factor": (None, 1),
+    "scale_normalization": (None,),
+    "softmax_scale": (None,),
     "softmax_type": ("vanilla",),
     "squared_relu": (False,),
     "use_mup": (False,),
@@ -60,6 +70,13 @@ def config_of(args: Args, vocab_size: int) -> DecoderConfig:
         f"{name} is {_plain(args[name])!r}"
         for name, values in _OURS.items()
         if name in args and _plain(args[name]) not in values
+    ]
+    has_experts = _num_experts(args) is not None
+    wrong += [
+        f"{name} is {_plain(value)!r}, which is not known here"
+        for name, value in args.items()
+        if not (name in _OURS or name in READ or name.startswith(NEUTRAL) or value in (None, False, 0, ""))
+        and (has_experts or not name.startswith("moe_"))
     ]
     positions = _position_embedding(args)
     if positions not in _POSITIONS:
@@ -92,6 +109,7 @@ def config_of(args: Args, vocab_size: int) -> DecoderConfig:
             layernorm_1p=bool(args.get("apply_layernorm_1p", False)),
             qk_layernorm=bool(args.get("qk_layernorm", False)),
             swiglu=swiglu,
+            exact_gelu=not swiglu and args.get("bias_gelu_fusion", True) is False,
             add_bias_linear=bool(args.get("add_bias_linear", True)),
             add_qkv_bias=bool(args.get("add_qkv_bias", False)) and not args.get("add_bias_linear", True),
             window_size=None if window is None or window[0] == -1 else window[0],
@@ -132,13 +150,6 @@ def size(args: Args, name: str, default: int | None = None) -> int:
     if type(value) is not int or value < 1:
         raise CheckpointError(f"the checkpoint's flag {name} is {value!r}, not a size")
     return value
-
-
-def notes_of(args: Args, config: DecoderConfig) -> list[str]:
-    """What of the flags is not quite the same here."""
-    if not config.swiglu and args.get("bias_gelu_fusion") is False:
-        return ["it was trained with the exact GELU (--no-bias-gelu-fusion); here it is the tanh approximation"]
-    return []
 
 
 def _plain(value: Any) -> Any:
@@ -226,6 +237,7 @@ def args_of(config: DecoderConfig, positions: int) -> argparse.Namespace:
         apply_layernorm_1p=config.layernorm_1p,
         qk_layernorm=config.qk_layernorm,
         swiglu=config.swiglu,
+        bias_gelu_fusion=not config.exact_gelu,
         add_bias_linear=config.add_bias_linear,
         add_qkv_bias=config.add_qkv_bias or config.add_bias_linear,
         attention_dropout=config.attention_dropout,

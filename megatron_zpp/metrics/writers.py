@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_zpp.metrics.dashboard import tensorboard_layout
+from megatron_zpp.metrics.lasting import Attempts
 from megatron_zpp.metrics.lines import TrainingReport, perplexity
 from megatron_zpp.settings.groups import LoggingSettings
 
@@ -85,6 +86,8 @@ class MetricWriters:
     ) -> None:
         self._tensorboard: Any = None
         self._wandb: Any = None
+        self._to_tensorboard: Attempts | None = None
+        self._to_wandb: Attempts | None = None
         if settings.tensorboard_dir is not None:
             _require("tensorboard", "--tensorboard-dir")
         if settings.wandb_project is not None:
@@ -92,13 +95,9 @@ class MetricWriters:
         if not is_writer:
             return
         if settings.tensorboard_dir is not None:
-            # Imported here: it costs seconds, and most ranks write nothing.
-            from torch.utils.tensorboard import SummaryWriter
-
-            self._tensorboard = SummaryWriter(settings.tensorboard_dir, max_queue=settings.tensorboard_queue_size)
-            for name, value in run_config.items():
-                self._tensorboard.add_text(name, str(value))
-            self._tensorboard.add_custom_scalars(tensorboard_layout())
+            self._run_config, self._settings = run_config, settings
+            self._to_tensorboard = Attempts(f"TensorBoard's events in {settings.tensorboard_dir}")
+            self._open_tensorboard()
         if settings.wandb_project is not None:
             import wandb
 
@@ -120,23 +119,40 @@ class MetricWriters:
             )
             if folder is not None:
                 id_of_last.write_text(f"{self._wandb.id}\n")
+            self._to_wandb = Attempts(f"wandb's run in {folder or 'its own folder'}")
+
+    def _open_tensorboard(self) -> None:
+        # Imported here: it costs seconds, and most ranks write nothing.
+        from torch.utils.tensorboard import SummaryWriter
+
+        settings = self._settings
+        self._tensorboard = SummaryWriter(settings.tensorboard_dir, max_queue=settings.tensorboard_queue_size)
+        for name, value in self._run_config.items():
+            self._tensorboard.add_text(name, str(value))
+        self._tensorboard.add_custom_scalars(tensorboard_layout())
 
     def write(self, metrics: Mapping[str, float], iteration: int, consumed_samples: int) -> None:
         """Add one point per key at ``iteration``; does nothing where there is no writer."""
-        if self._tensorboard is not None:
+
+        def to_tensorboard() -> None:
+            if self._tensorboard is None:
+                self._open_tensorboard()
             for key, value in metrics.items():
                 self._tensorboard.add_scalar(key, value, iteration)
                 if key not in _OVER_ITERATIONS_ONLY and not key.startswith(_OVER_ITERATIONS_ONLY_PREFIXES):
                     self._tensorboard.add_scalar(f"{key} vs samples", value, consumed_samples)
-        if self._wandb is not None:
-            self._wandb.log({**metrics, "samples vs steps": consumed_samples}, step=iteration)
+
+        if self._to_tensorboard is not None and not self._to_tensorboard(to_tensorboard):
+            self._tensorboard = None  # its thread has ended: another one begins a file of its own
+        if self._to_wandb is not None:
+            self._to_wandb(lambda: self._wandb.log({**metrics, "samples vs steps": consumed_samples}, step=iteration))
 
     def close(self) -> None:
         """Write out everything and end the wandb run."""
-        if self._tensorboard is not None:
-            self._tensorboard.close()
-        if self._wandb is not None:
-            self._wandb.finish()
+        if self._to_tensorboard is not None and self._tensorboard is not None:
+            self._to_tensorboard(self._tensorboard.close)
+        if self._to_wandb is not None:
+            self._to_wandb(self._wandb.finish)
 
 
 def _require(package: str, flag: str) -> None:

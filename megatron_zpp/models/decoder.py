@@ -52,7 +52,8 @@ class DecoderConfig:
     norm_epsilon: float = 1e-5
     layernorm_1p: bool = False  # norms multiply by 1 + weight
     qk_layernorm: bool = False  # a norm for the queries of each head, and one for the keys
-    swiglu: bool = False  # in the MLP, else GELU
+    swiglu: bool = False  # in the MLP, else GELU,
+    exact_gelu: bool = False  # by the error function, as Megatron's is with --no-bias-gelu-fusion; else by tanh
     add_bias_linear: bool = True  # all linear layers have biases, but for the output layer
     add_qkv_bias: bool = False  # queries, keys and values have them
     window_size: int | None = None  # a token attends to so many tokens before it; default all
@@ -135,10 +136,10 @@ class MLP(nn.Module):
         super().__init__()
         self.linear_fc1 = nn.Linear(config.hidden_size, config.ffn_size, bias=config.add_bias_linear)
         self.linear_fc2 = nn.Linear(config.ffn_size, config.hidden_size, bias=config.add_bias_linear)
+        self.approximate = "none" if config.exact_gelu else "tanh"
 
     def forward(self, x: Tensor) -> Tensor:
-        # Megatron's fused bias + GELU is the tanh approximation.
-        return self.linear_fc2(F.gelu(self.linear_fc1(x), approximate="tanh"))
+        return self.linear_fc2(F.gelu(self.linear_fc1(x), approximate=self.approximate))
 
 
 class SwiGLU(nn.Module):
@@ -201,7 +202,7 @@ def make_mlp(config: DecoderConfig, layer: int) -> nn.Module:
     if shared_size is not None:
         shared = make_mlp(replace(config, ffn_hidden_size=shared_size, moe=None), layer)
     moe = replace(config.moe, num_experts=config.experts_of_layers[config.layers_with_experts.index(layer)])
-    return MoE(moe, config.hidden_size, config.swiglu, shared, config.add_bias_linear)
+    return MoE(moe, config.hidden_size, config.swiglu, shared, config.add_bias_linear, config.exact_gelu)
 
 
 class Decoder(Transformer):

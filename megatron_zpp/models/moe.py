@@ -140,10 +140,11 @@ def _of_this_rank(parameter: Tensor) -> Tensor:
 class Experts(nn.Module):
     """SwiGLUs, or MLPs with GELU, for tokens that are sorted by expert."""
 
-    def __init__(self, config: MoEConfig, hidden_size: int, swiglu: bool, bias: bool) -> None:
+    def __init__(self, config: MoEConfig, hidden_size: int, swiglu: bool, bias: bool, exact_gelu: bool) -> None:
         super().__init__()
         sizes = config.num_experts, hidden_size, config.ffn_hidden_size, bias
         self.swiglu = swiglu
+        self.approximate = "none" if exact_gelu else "tanh"
         if swiglu:
             self.linear_fc1_gate, self.linear_fc1_up = GroupedLinear(*sizes), GroupedLinear(*sizes)
         else:
@@ -155,7 +156,7 @@ class Experts(nn.Module):
         if self.swiglu:
             hidden = F.silu(self.linear_fc1_gate(x, stops)) * self.linear_fc1_up(x, stops)
         else:
-            hidden = F.gelu(self.linear_fc1(x, stops), approximate="tanh")
+            hidden = F.gelu(self.linear_fc1(x, stops), approximate=self.approximate)
         return self.linear_fc2(hidden, stops)
 
 
@@ -182,12 +183,18 @@ class MoE(nn.Module):
     chosen: Tensor  # fp32 [E], tokens of this step so far, if config.bias_update_rate is given
 
     def __init__(
-        self, config: MoEConfig, hidden_size: int, swiglu: bool, shared_expert: nn.Module | None, bias: bool = False
+        self,
+        config: MoEConfig,
+        hidden_size: int,
+        swiglu: bool,
+        shared_expert: nn.Module | None,
+        bias: bool = False,
+        exact_gelu: bool = False,
     ) -> None:
         super().__init__()
         self.config = config
         self.router = Router(hidden_size, config.num_experts)
-        self.experts = Experts(config, hidden_size, swiglu, bias)
+        self.experts = Experts(config, hidden_size, swiglu, bias, exact_gelu)
         self.shared_expert = shared_expert
         if config.residual:  # DeepSpeed-MoE, arXiv 2201.05596, section 4.1
             self.coefficient = nn.Linear(hidden_size, 2)

@@ -13,6 +13,7 @@ import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from threading import Thread
 from typing import NoReturn
 
 import torch
@@ -23,6 +24,7 @@ from megatron_zpp.parallel.rendezvous import fresh_store
 from megatron_zpp.zeropp import fsdp_unit
 from megatron_zpp.zeropp.topology import gather_objects
 
+SECONDS_TO_LEAVE = 4.0
 SECONDS_FOR_THE_CAUSE = 3.0  # that ranks which lost a peer wait, so that torchrun sees first who died
 
 
@@ -62,15 +64,21 @@ def init_distributed(backend: str | None, timeout_minutes: float) -> torch.devic
         store, rank = dist.HashStore(), 0  # alone: no port to collide on
     else:
         store, rank, world_size = fresh_store(timeout)
+    # Without device_id: with it NCCL makes every group by splitting the default one, which all ranks must call, while
+    # ZeRO++ makes groups of nodes among their members alone (a pipeline stage may have experts where others have none).
     dist.init_process_group(
         backend or ("nccl" if use_cuda else "gloo"),
         store=store,
         rank=rank,
         world_size=world_size,
         timeout=timeout,
-        device_id=device if use_cuda else None,
     )
     return device
+
+
+def wait_for_all_ranks(device: torch.device) -> None:
+    """Return when all ranks have called this. ``device``: of this rank, which NCCL would guess by its number."""
+    dist.barrier(device_ids=[device.index] if device.type == "cuda" else None)
 
 
 def ranks_of_environment() -> int:
@@ -143,7 +151,10 @@ def leave(status: int) -> NoReturn:
 
     A thread of gloo that frees a last tensor while the interpreter goes down aborts the process (seen in torch 2.13).
     """
-    atexit._run_exitfuncs()
+    # They may wait for children that never end, such as data workers of a loader that failed halfway.
+    exit_functions = Thread(target=atexit._run_exitfuncs, daemon=True)
+    exit_functions.start()
+    exit_functions.join(SECONDS_TO_LEAVE)
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)

@@ -71,6 +71,10 @@ class ModelSettings:
     apply_layernorm_1p: bool = flag(False, "norms multiply by 1 + weight")
     qk_layernorm: bool = flag(False, "norms of each head's queries and keys")
     swiglu: bool = flag(False, "SwiGLU in the MLP, not GELU; always with pretrain_llama.py")
+    no_bias_gelu_fusion: bool = flag(
+        False,
+        "GELU by the error function, as Megatron computes it without its fused kernel; default its tanh approximation",
+    )
     disable_bias_linear: bool = flag(False, "linear layers without bias; always with pretrain_llama.py")
     add_qkv_bias: bool = flag(False, "with --disable-bias-linear: queries, keys and values have biases all the same")
     num_experts: int | None = flag(
@@ -461,6 +465,10 @@ class CheckpointSettings:
     """Checkpoints."""
 
     save: str | None = flag(None, "folder to save checkpoints in", metavar="DIR")
+    overwrite_save: bool = flag(
+        False,
+        "save over the checkpoints of another run in --save; without it they are kept, and the run does not start",
+    )
     save_interval: int | None = flag(None, "optimizer steps between checkpoints; required with --save", at_least=1)
     no_async_save: bool = flag(False, "write each checkpoint before training goes on, without a copy in host memory")
     save_retain_interval: int | None = flag(

@@ -19,7 +19,7 @@ from megatron_zpp.data.tokenizers import TOKENIZER_TYPES
 from megatron_zpp.huggingface.checkpoint import save_imported, settings_of_import
 from megatron_zpp.huggingface.files import new_folder
 from megatron_zpp.huggingface.tokenizer import SETTINGS, add_tokenizer_flags, build, given_tokenizer
-from megatron_zpp.megatron.config import Args, architecture_of, config_of, longest, notes_of, size
+from megatron_zpp.megatron.config import Args, architecture_of, config_of, longest, size
 from megatron_zpp.megatron.folder import open_checkpoint
 from megatron_zpp.megatron.parameters import parameter_reader
 from megatron_zpp.megatron.saved import counters_of
@@ -47,7 +47,7 @@ def import_(args: argparse.Namespace) -> str:
     with new_folder(args.save, "--save") as folder, progress("writing the checkpoint"):
         adam_of = read if saved.moments else None
         save_imported(folder, architecture, config, settings, lambda name: read(name, ""), counters, adam_of)
-    notes = notes_of(saved.args, config)
+    notes = []
     if not saved.moments:
         notes.append("this format does not have the optimizer's state whole: Adam begins anew (--no-load-optim)")
     load = ["--load", str(args.save), *([] if saved.moments else ["--no-load-optim"])]

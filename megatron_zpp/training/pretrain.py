@@ -18,6 +18,7 @@ from megatron_zpp.architectures import Architecture
 from megatron_zpp.arguments.parse import SettingsError, parse_settings
 from megatron_zpp.checkpoint import CheckpointError, CheckpointSaver
 from megatron_zpp.data.loader import Batch
+from megatron_zpp.metrics.lasting import keep_streams
 from megatron_zpp.metrics.lines import format_validation_lines
 from megatron_zpp.metrics.progress import progress
 from megatron_zpp.metrics.writers import validation_metrics
@@ -60,6 +61,7 @@ class NotFiniteError(ValueError):
 
 def main(architecture: Architecture) -> NoReturn:
     """``pretrain`` as a program."""
+    keep_streams()
     try:
         pretrain(architecture)
     except SystemExit as exit_:
@@ -256,6 +258,7 @@ def _build_saver(run: Run) -> CheckpointSaver:
         keep_last=keep_last,
         retain_interval=checkpoint.save_retain_interval,
         timeout_minutes=run.settings.distributed.distributed_timeout_minutes,
+        lock=run.lock,
     )
 
 

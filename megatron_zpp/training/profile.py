@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
+from megatron_zpp.metrics.lasting import Attempts
 from megatron_zpp.parallel.distributed import print_once
 from megatron_zpp.training.run import Run
 
@@ -55,7 +56,8 @@ class StepProfile:
 
     def end(self) -> None:
         """Write what was recorded, if a profile is being taken."""
-        self._recording.close()
+        if self.is_due:
+            Attempts(f"the profile in {getattr(self, 'trace', 'memory')}")(self._recording.close)
 
     def _begin(self) -> None:
         if self.keeps_memory:

@@ -17,7 +17,12 @@ from megatron_zpp.checkpoint import CheckpointError, FolderLock, load_checkpoint
 from megatron_zpp.checkpoint.counters import Counters
 from megatron_zpp.checkpoint.folder import describe_empty
 from megatron_zpp.checkpoint.model import saved_model
-from megatron_zpp.checkpoint.resume import check_same_batches_and_data, check_same_order, checkpoint_to_load
+from megatron_zpp.checkpoint.resume import (
+    check_not_overwritten,
+    check_same_batches_and_data,
+    check_same_order,
+    checkpoint_to_load,
+)
 from megatron_zpp.data.build import Datasets
 from megatron_zpp.islands import IslandsInterface, apply_islands, emulate_islands
 from megatron_zpp.metrics.program import describe_program
@@ -47,7 +52,10 @@ def build_run(architecture: Architecture, settings: Settings, device: torch.devi
     mesh = _build_mesh(settings, device)
     batches = BatchSchedule.from_settings(training, mesh.dp_size)
     with errors_on_all_ranks():
-        lock = FolderLock(save) if save is not None and dist.get_rank() == 0 else None
+        lock = None
+        if save is not None and dist.get_rank() == 0:
+            check_not_overwritten(settings.checkpoint)
+            lock = FolderLock(save)
     checkpoint = checkpoint_to_load(settings.checkpoint)
     with errors_on_all_ranks():
         meta = read_meta(checkpoint) if checkpoint is not None else None
@@ -144,9 +152,10 @@ def _length(settings: Settings, batches: BatchSchedule, counters: Counters, mesh
     eval_samples = num_eval_micro_batches * training.micro_batch_size * mesh.dp_size_of_job
     # All islands take the same samples, whenever they come: those of one that is there from the first step on.
     begun = Counters() if settings.distributed.islands_may_leave else counters
+    valid_samples = begun.consumed_valid_samples + _evaluations_to_come(training, begun, train_iters) * eval_samples
     num_samples = (
         0 if training.skip_train else max(train_samples, training.train_samples or 0),
-        begun.consumed_valid_samples + _evaluations_to_come(training, begun, train_iters) * eval_samples,
+        valid_samples if eval_samples else 0,  # else a resumed run with --eval-iters 0 would evaluate nothing, as 0
         eval_samples,
     )
     return _Length(train_iters, num_eval_micro_batches, num_samples)

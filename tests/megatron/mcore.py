@@ -80,6 +80,8 @@ FLAGS: dict[str, dict[str, Any]] = {
     ),
 }
 
+FLAGS["gpt-exact"] = FLAGS["gpt"] | dict(bias_gelu_fusion=False)
+
 
 def args_of(name: str, tp: int = 1, **more: Any) -> argparse.Namespace:
     """What Megatron's trainer keeps as ``args`` in its checkpoints, as far as this needs it."""
@@ -113,7 +115,7 @@ def build(args: argparse.Namespace) -> GPTModel:
         qk_layernorm=getattr(args, "qk_layernorm", False),
         gated_linear_unit=args.swiglu,
         activation_func=F.silu if args.swiglu else F.gelu,
-        bias_activation_fusion=not args.swiglu,
+        bias_activation_fusion=not args.swiglu and args.bias_gelu_fusion,
         add_bias_linear=args.add_bias_linear,
         add_qkv_bias=args.add_qkv_bias,
         attention_dropout=0.0,

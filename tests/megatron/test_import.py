@@ -164,6 +164,16 @@ WRONG = {
         lambda folder: edit(folder, lambda state: vars(state["args"]).update(squared_relu=True)),
         "squared_relu is True",
     ),
+    "an option that nobody here knows": (
+        lambda folder: edit(folder, lambda state: vars(state["args"]).update(logit_softcap=30.0)),
+        "logit_softcap is 30.0, which is not known here",
+    ),
+    "a router that we do not have": (
+        lambda folder: edit(
+            folder, lambda s: vars(s["args"]).update(num_experts=4, moe_router_load_balancing_type="sinkhorn")
+        ),
+        "moe_router_load_balancing_type is 'sinkhorn'",
+    ),
     "positions that we do not have": (
         lambda folder: edit(folder, lambda state: vars(state["args"]).update(position_embedding_type="alibi")),
         "position_embedding_type is 'alibi'",

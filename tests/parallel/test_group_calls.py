@@ -1,104 +1,110 @@
-"""Which ranks make each process group: on NCCL, one that is missing leaves the others waiting forever.
-
-Either all ranks of the world make a group, in one order, or exactly its members do (``use_local_synchronization``). The
-members suffice only while the world is bound to no device; else NCCL splits its communicator, which takes all ranks.
-"""
+"""Who makes which process group: on NCCL a group that not all of its callers make hangs, which gloo does not show."""
 
 from __future__ import annotations
-
-import contextlib
-import io
-import time
-from collections import Counter
-from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed import device_mesh, distributed_c10d
 
-from megatron_zpp.training.pretrain import train
+from megatron_zpp.parallel import distributed
 from tests.ranks import run_ranks
-from tests.training.small_run import flags, start, write_text
+from tests.training.small_run import flags, start
 
-Ranks = tuple[int, ...]
-Call = tuple[Ranks, bool]  # the group's members; whether they alone make it
-
-EXPERTS = "--num-experts 4 --moe-router-topk 1"
-QUANTIZED = "--zero-quantized-weights --zero-quantized-gradients --zero-ranks-per-node 2"
-PP2, EP2 = "--pipeline-model-parallel-size 2", "--expert-model-parallel-size 2"
-ONE_STAGE = f"--num-layers 2 {PP2} --untie-embeddings-and-output-weights {EXPERTS} --moe-first-layer 2"
-LAYOUTS = {
-    "experts in one of two stages": f"{ONE_STAGE} {EP2} {QUANTIZED}",
-    "the same, cp 2": f"{ONE_STAGE} {EP2} {QUANTIZED} --context-parallel-size 2",
-    "the same, tp 2": f"{ONE_STAGE} {EP2} --tensor-model-parallel-size 2 --zero-stage 1",
-    "HSDP": "--num-layers 2 --num-distributed-optimizer-instances 2",
-    "islands": f"--num-layers 2 --islands 2 --island-sync-interval 1 {QUANTIZED}",
-}
+Call = tuple[tuple[int, ...], bool]  # the members, and whether they alone make the group
 
 
-def _recorded(make: Any, calls: list[Call]) -> Any:
-    """Wrap ``_new_group_with_tag``, which makes all groups but those of ``split_group``."""
-
-    def new_group(ranks: list[int] | None = None, *args: Any, **more: Any) -> Any:
-        members = tuple(sorted(range(dist.get_world_size()) if ranks is None else ranks))
-        is_bound = distributed_c10d._get_default_group().bound_device_id is not None
-        calls.append((members, more.get("use_local_synchronization", False) and not is_bound))
-        return make(ranks, *args, **more)
-
-    return new_group
-
-
-def _calls_of(argv: list[str]) -> list[Call]:
-    """Train a step, save, and return this rank's calls. The world is bound to a device, as the trainer's is on GPUs."""
+def _calls(argv: list[str], architecture: str, is_bound: bool) -> list[Call]:
+    """Those of a run that is built. is_bound: whether the default group has a device, as a program's own may."""
     calls: list[Call] = []
-    dist.group.WORLD.bound_device_id = torch.device("cuda", 0)
-    with contextlib.ExitStack() as patches:
-        for module, name, replacement in (
-            (distributed_c10d, "_get_split_source", lambda group: None),  # gloo has none
-            (distributed_c10d, "_new_group_with_tag", _recorded(distributed_c10d._new_group_with_tag, calls)),
-            # Not reached without a GPU, where meshes make their groups one by one.
-            (device_mesh, "split_group", mock.Mock(side_effect=AssertionError("split_group is not recorded"))),
-            (dist, "split_group", mock.Mock(side_effect=AssertionError("split_group is not recorded"))),
-        ):
-            patches.enter_context(mock.patch.object(module, name, replacement))
-        patches.enter_context(contextlib.redirect_stdout(io.StringIO()))
-        run, _ = start(argv)
-        train(run, time.monotonic())
+    new_group = distributed_c10d.new_group
+
+    def recorded(ranks=None, *args, use_local_synchronization=False, **more):
+        members = range(dist.get_world_size()) if ranks is None else ranks
+        is_split = distributed_c10d._get_default_group().bound_device_id is not None  # on NCCL
+        calls.append((tuple(sorted(members)), use_local_synchronization and not is_split))
+        return new_group(ranks, *args, use_local_synchronization=use_local_synchronization, **more)
+
+    def refused(*args, **more):
+        raise AssertionError("a split, which all ranks of the parent group must call")
+
+    dist.group.WORLD.bound_device_id = torch.device("cuda", 0) if is_bound else None
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(distributed_c10d, "_get_split_source", lambda group: None)  # gloo would split
+        for module in (dist, distributed_c10d, device_mesh):
+            patch.setattr(module, "new_group", recorded)
+        for module in (dist, distributed_c10d, device_mesh):
+            patch.setattr(module, "split_group", refused)
+        run, _ = start(argv, architecture)
+        assert run.zeropps
     return calls
 
 
-def assert_members_call(calls_of_ranks: list[list[Call]]) -> None:
-    """Raise AssertionError if making some group would wait for a rank that does not call."""
-    of_all = [[ranks for ranks, is_local in calls if not is_local] for calls in calls_of_ranks]
-    for rank, calls in enumerate(of_all):
-        assert calls == of_all[0], f"ranks 0 and {rank} make other groups, or in another order"
-    of_members = [Counter(ranks for ranks, is_local in calls if is_local) for calls in calls_of_ranks]
-    for ranks in set().union(*of_members):
-        callers = {rank: calls[ranks] for rank, calls in enumerate(of_members) if calls[ranks]}
-        assert callers == dict.fromkeys(ranks, max(callers.values())), f"group {ranks} is made by {callers}"
+def check(calls_of_ranks: list[list[Call]]) -> None:
+    """Raise AssertionError where the ranks that make a group are not those that NCCL waits for."""
+    of_all = [[call for call in calls if not call[1]] for calls in calls_of_ranks]
+    assert all(calls == of_all[0] for calls in of_all), "groups that all ranks must make, in one order"
+    for members in {members for calls in calls_of_ranks for members, is_local in calls if is_local}:
+        times = [calls.count((members, True)) for calls in calls_of_ranks]
+        expected = [times[members[0]] if rank in members else 0 for rank in range(len(times))]
+        assert times == expected, f"{members} is made by {times} of the ranks"
+    for first in range(len(calls_of_ranks)):
+        for second in range(first):  # two ranks make the groups that both are in, in one order
+            shared = [
+                [call for call in calls_of_ranks[rank] if {first, second} <= set(call[0])] for rank in (first, second)
+            ]
+            assert shared[0] == shared[1]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_every_group_is_made_by_all_ranks_or_by_its_members(layout, tmp_path):
-    saves = f"--save {tmp_path / 'saved'} --save-interval 1"
-    argv = flags(write_text(tmp_path), LAYOUTS[layout], saves, length="--train-iters 1")
-    calls = run_ranks(8, _calls_of, argv)
-    assert_members_call(calls)
-
-
+@pytest.mark.parametrize("is_bound", [False, True], ids=["unbound", "bound"])
 @pytest.mark.parametrize(
-    "calls, wrong",
+    "ranks, layout",
     [
-        ([[((0, 1), False)], [((0, 1), False)]], None),
-        ([[((0,), True)], []], None),
-        ([[((0, 1), False)], []], "ranks 0 and 1 make other groups"),
-        ([[((0,), False), ((1,), False)], [((1,), False), ((0,), False)]], "in another order"),
-        ([[((0, 1), True)], []], "made by {0: 1}"),
-        ([[((0,), True)], [((0,), True)]], "made by {0: 1, 1: 1}"),
+        (8, "--pipeline-model-parallel-size 2 --num-experts 4 --moe-layer-freq 2 --expert-model-parallel-size 2"),
+        (4, "--tensor-model-parallel-size 2 --num-experts 4"),
+        (4, "--context-parallel-size 2"),
     ],
 )
-def test_a_missing_caller_is_found(calls, wrong):
-    with pytest.raises(AssertionError, match=wrong) if wrong else contextlib.nullcontext():
-        assert_members_call(calls)
+def test_each_group_is_made_by_its_members_or_by_all(ranks, layout, is_bound):
+    """A stage with experts beside one without; ranks of tensor and context parallelism."""
+    zeropp = "--zero-quantized-weights --zero-quantized-gradients --zero-ranks-per-node 2"
+    if "tensor" in layout or "context" in layout:
+        zeropp = zeropp.replace("node 2", "node 1")
+    argv = flags("nowhere", zeropp, layout, "--attention-dropout 0 --hidden-dropout 0 --mock-data --vocab-size 64")
+    argv = [word for word in argv if word not in ("--data-path", "nowhere", "--tokenizer-type", "ByteTokenizer")]
+    calls = run_ranks(ranks, _calls, argv, "llama", is_bound)
+    check(calls)
+    if "experts" in layout:
+        assert any(is_local for of_rank in calls for _, is_local in of_rank)
+
+
+def test_the_check_finds_a_group_that_only_some_of_its_members_make():
+    whole, pair = ((0, 1), False), ((0, 1), True)
+    check([[whole, pair], [whole, pair]])
+    for wrong in ([[whole, pair], [whole]], [[whole], []], [[whole, pair], [pair, whole]]):
+        with pytest.raises(AssertionError):
+            check(wrong)
+
+
+@pytest.mark.parametrize("device, ids", [("cuda:3", [3]), ("cpu", None)])
+def test_a_barrier_is_told_the_device(monkeypatch, device, ids):
+    """NCCL would take the rank's number for that of its GPU, which it is not on nodes with fewer ranks than GPUs."""
+    given = []
+    monkeypatch.setattr(dist, "barrier", lambda device_ids=None: given.append(device_ids))
+    distributed.wait_for_all_ranks(torch.device(device))
+    assert given == [ids]
+
+
+def test_the_default_group_is_bound_to_no_device(monkeypatch):
+    """Else NCCL makes every other group by a split of it, which all ranks must call."""
+    given = {}
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: given.update(device=device))
+    monkeypatch.setattr(dist, "init_process_group", lambda backend, **more: given.update(more, backend=backend))
+    for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("MASTER_ADDR", raising=False)
+    device = distributed.init_distributed(None, 1)
+    assert given["backend"] == "nccl" and given["device"] == device == torch.device("cuda", 0)
+    assert given.get("device_id") is None

@@ -305,7 +305,7 @@ def test_parameters_may_be_unfrozen_and_frozen_between_steps_with_loco():
 
 
 def _bytes_with_reference_passes(config, has_reference_passes):
-    """Bytes between nodes of each of four steps; a reference pass freezes what is trained, as PEFT's disable_adapter."""
+    """Bytes between nodes of each of four steps; a reference pass freezes the adapters, as PEFT's disable_adapter."""
     model, zeropp, optimizer = build(config)
     adapters = [part for layer in model.layers if isinstance(layer, Adapted) for part in (layer.down, layer.up)]
     sent = []

@@ -1,0 +1,84 @@
+"""Logs, TensorBoard and profiles may fail, on a full disk or a closed pipe, without ending a run."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+RETRY_SECONDS = 60.0
+
+
+class Attempts:
+    """Attempts to write to one place. The first failure is a warning; the next attempt is made a minute later."""
+
+    def __init__(self, place: str) -> None:
+        self.place = place
+        self._has_failed, self._next = False, 0.0
+
+    def __call__(self, work: Callable[[], object]) -> bool:
+        """Do ``work``; whether it was done. Other packages raise what they like, so every Exception counts."""
+        if time.monotonic() < self._next:
+            return False
+        try:
+            work()
+        except Exception as error:
+            self._next = time.monotonic() + RETRY_SECONDS
+            if not self._has_failed:
+                self._has_failed = True
+                text = " ".join(str(error).split())
+                print(
+                    f"warning: {self.place} cannot be written ({text}): training goes on without it, and tries again "
+                    f"every {RETRY_SECONDS:g} s",
+                    file=sys.stderr,
+                    flush=True,
+                )
+            return False
+        return True
+
+
+class LastingStream:
+    """stdout or stderr, whose failures are one warning on the other one. What cannot be written is lost."""
+
+    def __init__(self, stream: Any, descriptor: int) -> None:
+        self._stream, self._descriptor, self._has_failed = stream, descriptor, False
+
+    def write(self, text: str) -> int:
+        self._attempt(lambda: self._stream.write(text))
+        return len(text)
+
+    def flush(self) -> None:
+        self._attempt(self._stream.flush)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def _attempt(self, work: Callable[[], object]) -> None:
+        try:
+            work()
+        except (OSError, ValueError) as error:  # ValueError: closed
+            if self._has_failed:
+                return
+            self._has_failed = True
+            name = ("stdin", "stdout", "stderr")[self._descriptor]
+            with suppress(OSError):  # not on Linux
+                name += f" ({os.readlink(f'/proc/self/fd/{self._descriptor}')})"
+            if self._descriptor == 1:
+                print(f"warning: {name} cannot be written ({error}): training goes on without it", file=sys.stderr)
+
+
+def keep_streams() -> None:
+    """Let no failing write to stdout or stderr end this program."""
+    for descriptor, name in ((1, "stdout"), (2, "stderr")):
+        if (
+            getattr(sys, name) is None
+        ):  # closed when the program began; the next file that is opened would take its place
+            try:
+                os.fstat(descriptor)
+            except OSError:
+                os.dup2(os.open(os.devnull, os.O_WRONLY), descriptor)
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115
+        setattr(sys, name, LastingStream(getattr(sys, name), descriptor))
