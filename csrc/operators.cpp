@@ -106,6 +106,10 @@ Wires wires_of(const OptionalTensor& tensor, bool has_peers, const FormatTable& 
   wires.peer_stride = has_peers ? tensor->stride(0) : 0;
   wires.stride0 = leading.strides[0];
   wires.stride1 = leading.strides[1];
+  // Codes are read and written as vectors. One that is not aligned ends a GPU's context.
+  const int64_t offsets = reinterpret_cast<intptr_t>(wires.data) | wires.peer_stride | wires.stride0 | wires.stride1;
+  const bool is_aligned = offsets % 16 == 0 || tensor->numel() == 0;
+  TORCH_CHECK_VALUE(is_aligned, "wires must begin at multiples of 16 bytes: copy the slice");
   return wires;
 }
 

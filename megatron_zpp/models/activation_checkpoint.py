@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -27,7 +29,11 @@ _KEPT = {
 
 
 def apply_activation_checkpointing(
-    model: Transformer, granularity: str, method: str | None = None, num_layers: int | None = None
+    model: Transformer,
+    granularity: str,
+    method: str | None = None,
+    num_layers: int | None = None,
+    splits_backward: bool = False,
 ) -> None:
     """Checkpoint blocks of ``model`` in place; call it before ``fully_shard`` and ``compile``.
 
@@ -39,6 +45,7 @@ def apply_activation_checkpointing(
         - ``"uniform"``: every k-th block, starting with the first. (Megatron makes k blocks one checkpoint; here each
           block gathers its own parameters, so a checkpoint never spans two.)
         - ``"block"``: the first k blocks.
+    ``splits_backward``: a backward pass runs in parts, each of which computes the block again; not with ``compile``.
 
     ``forward`` of the block is replaced, not the block, so that modules and parameters keep their names.
     Raises ValueError for any other combination.
@@ -47,7 +54,8 @@ def apply_activation_checkpointing(
     if granularity == "selective":
         if method is not None or num_layers is not None:
             raise ValueError("recompute_method and recompute_num_layers need recompute_granularity full, not selective")
-        context = partial(create_selective_checkpoint_contexts, _keep_or_recompute)
+        contexts = _contexts_for_parts if splits_backward else create_selective_checkpoint_contexts
+        context = partial(contexts, _keep_or_recompute)
         for block in blocks:
             block.forward = _checkpointed(block.forward, context_fn=context)
         return
@@ -64,6 +72,25 @@ def _checkpointed(forward: Callable[..., Tensor], **options: Any) -> Callable[..
         return checkpoint(forward, *inputs, use_reentrant=False, **options)
 
     return checkpointed_forward
+
+
+class _ForEachPart(AbstractContextManager):
+    """Offer what a selective checkpoint kept to every recomputation; torch's own context drops it after the first."""
+
+    def __init__(self, recomputing: Any) -> None:
+        self._recomputing, self._kept = recomputing, recomputing.storage
+
+    def __enter__(self) -> None:
+        self._recomputing.storage = {operator: copy.copy(results) for operator, results in self._kept.items()}
+        self._recomputing.__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        self._recomputing.__exit__(*error)
+
+
+def _contexts_for_parts(policy: Any) -> tuple[AbstractContextManager, AbstractContextManager]:
+    keeping, recomputing = create_selective_checkpoint_contexts(policy)
+    return keeping, _ForEachPart(recomputing)
 
 
 def _chosen(blocks: list[Any], method: str | None, num_layers: int | None) -> list[Any]:

@@ -76,6 +76,11 @@ def init_distributed(backend: str | None, timeout_minutes: float) -> torch.devic
     return device
 
 
+def wait_for_all_ranks(device: torch.device) -> None:
+    """Return when all ranks have called this. ``device``: of this rank, which NCCL would guess by its number."""
+    dist.barrier(device_ids=[device.index] if device.type == "cuda" else None)
+
+
 def ranks_of_environment() -> int:
     """WORLD_SIZE, 1 without it. Raises ValueError unless what torchrun sets are numbers, and fit together."""
     world_size = _environment_number("WORLD_SIZE", 1, 2**31 - 1, default=1)

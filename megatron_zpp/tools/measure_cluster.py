@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from megatron_zpp.parallel.distributed import init_distributed
+from megatron_zpp.parallel.distributed import init_distributed, wait_for_all_ranks
 from megatron_zpp.planning.cluster import write_cluster
 from megatron_zpp.planning.measure import measure_cluster
 from megatron_zpp.planning.stopwatch import Sizes
@@ -59,7 +59,7 @@ def run(args: argparse.Namespace) -> None:
         said = f"Measured on {date.today()} with torch {torch.__version__} over {dist.get_backend()}: hidden size "
         write_cluster(args.output, cluster, f"{said}{sizes.hidden_size}, {sizes.tokens} tokens.")
         print(f"written: {args.output}", flush=True)
-    dist.barrier()
+    wait_for_all_ranks(device)
     dist.destroy_process_group()
 
 

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_zpp.metrics.throughput import synchronize
+from megatron_zpp.parallel.distributed import wait_for_all_ranks
 from megatron_zpp.zeropp.collectives import all_gather
 from megatron_zpp.zeropp.topology import RankLayout
 
@@ -75,7 +76,7 @@ def _receive(message: Tensor, round: Mapping[int, int], layout: RankLayout) -> f
         for operation, partners in ((dist.isend, round), (dist.irecv, senders))
         if layout.node in partners
     ]
-    dist.barrier()
+    wait_for_all_ranks(message.device)
     synchronize(message.device)
     begin = time.perf_counter()
     if operations:  # one, but as a batch: with NCCL, a message by itself would make a communicator for each pair

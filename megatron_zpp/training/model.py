@@ -21,7 +21,7 @@ from megatron_zpp.optim.optimizer import state_numel
 from megatron_zpp.parallel.distributed import errors_on_all_ranks
 from megatron_zpp.parallel.experts import apply_expert_parallelism
 from megatron_zpp.parallel.mesh import Mesh
-from megatron_zpp.parallel.pipeline import Pipeline, sharding_stage
+from megatron_zpp.parallel.pipeline import SPLITS_BACKWARD, Pipeline, sharding_stage
 from megatron_zpp.parallel.sharding import shard_model
 from megatron_zpp.parallel.stages import join_stages, keep_stage
 from megatron_zpp.parallel.tensor import apply_tensor_parallelism
@@ -179,7 +179,11 @@ def _prepare_model(model: Transformer, settings: Settings) -> None:
     activation = settings.activation
     if activation.recompute_granularity is not None:
         apply_activation_checkpointing(
-            model, activation.recompute_granularity, activation.recompute_method, activation.recompute_num_layers
+            model,
+            activation.recompute_granularity,
+            activation.recompute_method,
+            activation.recompute_num_layers,
+            splits_backward=settings.distributed.pipeline_schedule in SPLITS_BACKWARD,
         )
     if activation.compile:
         for block in model.layers:

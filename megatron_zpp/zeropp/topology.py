@@ -96,7 +96,14 @@ def _subgroup(group: dist.ProcessGroup, ranks: list[int]) -> dist.ProcessGroup:
     device = "cuda" if dist.get_backend(group) == "nccl" else "cpu"
     options = group._get_backend(torch.device(device)).options  # a fake group, which counts launches, has none
     timeout = options._timeout if options is not None else None  # new_group would take the default's
-    return dist.new_group(ranks, timeout=timeout, backend=dist.get_backend(group), use_local_synchronization=True)
+    # Where a program bound the world to a device, NCCL would split its communicator, which all its ranks must join.
+    world = dist.group.WORLD
+    assert world is not None
+    bound, world.bound_device_id = world.bound_device_id, None
+    try:
+        return dist.new_group(ranks, timeout=timeout, backend=dist.get_backend(group), use_local_synchronization=True)
+    finally:
+        world.bound_device_id = bound
 
 
 def ranks_per_node_of_part(part: dist.ProcessGroup, whole: dist.ProcessGroup, ranks_per_node: int) -> int:

@@ -42,6 +42,7 @@ MORE = {
     "tp 2, ep 2, not sequence-parallel": f"{TP2} {EP2}",
     "pp 2, ep 2": f"{PP2} {EP2}",
     "zero-bubble, ep 2": f"{PP2} {EP2} --pipeline-schedule zero-bubble --num-layers-per-virtual-pipeline-stage 1",
+    "zero-bubble, ep 2, selectively recomputed": f"{PP2} {EP2} --pipeline-schedule zero-bubble --recompute-activations",
     "cp 2, ep 2": f"--context-parallel-size 2 {EP2}",
     "offloaded": f"{EP2} --cpu-offload",
 }

@@ -14,20 +14,23 @@ from tests.training.small_run import flags, start
 Call = tuple[tuple[int, ...], bool]  # the members, and whether they alone make the group
 
 
-def _calls(argv: list[str], architecture: str) -> list[Call]:
-    """Those of a run that is built, and takes a step."""
+def _calls(argv: list[str], architecture: str, is_bound: bool) -> list[Call]:
+    """Those of a run that is built. is_bound: whether the default group has a device, as a program's own may."""
     calls: list[Call] = []
     new_group = distributed_c10d.new_group
 
     def recorded(ranks=None, *args, use_local_synchronization=False, **more):
         members = range(dist.get_world_size()) if ranks is None else ranks
-        calls.append((tuple(sorted(members)), use_local_synchronization))
+        is_split = distributed_c10d._get_default_group().bound_device_id is not None  # on NCCL
+        calls.append((tuple(sorted(members)), use_local_synchronization and not is_split))
         return new_group(ranks, *args, use_local_synchronization=use_local_synchronization, **more)
 
     def refused(*args, **more):
         raise AssertionError("a split, which all ranks of the parent group must call")
 
+    dist.group.WORLD.bound_device_id = torch.device("cuda", 0) if is_bound else None
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(distributed_c10d, "_get_split_source", lambda group: None)  # gloo would split
         for module in (dist, distributed_c10d, device_mesh):
             patch.setattr(module, "new_group", recorded)
         for module in (dist, distributed_c10d, device_mesh):
@@ -53,6 +56,7 @@ def check(calls_of_ranks: list[list[Call]]) -> None:
             assert shared[0] == shared[1]
 
 
+@pytest.mark.parametrize("is_bound", [False, True], ids=["unbound", "bound"])
 @pytest.mark.parametrize(
     "ranks, layout",
     [
@@ -61,14 +65,14 @@ def check(calls_of_ranks: list[list[Call]]) -> None:
         (4, "--context-parallel-size 2"),
     ],
 )
-def test_each_group_is_made_by_its_members_or_by_all(ranks, layout):
+def test_each_group_is_made_by_its_members_or_by_all(ranks, layout, is_bound):
     """A stage with experts beside one without; ranks of tensor and context parallelism."""
     zeropp = "--zero-quantized-weights --zero-quantized-gradients --zero-ranks-per-node 2"
     if "tensor" in layout or "context" in layout:
         zeropp = zeropp.replace("node 2", "node 1")
     argv = flags("nowhere", zeropp, layout, "--attention-dropout 0 --hidden-dropout 0 --mock-data --vocab-size 64")
     argv = [word for word in argv if word not in ("--data-path", "nowhere", "--tokenizer-type", "ByteTokenizer")]
-    calls = run_ranks(ranks, _calls, argv, "llama")
+    calls = run_ranks(ranks, _calls, argv, "llama", is_bound)
     check(calls)
     if "experts" in layout:
         assert any(is_local for of_rank in calls for _, is_local in of_rank)
@@ -80,6 +84,15 @@ def test_the_check_finds_a_group_that_only_some_of_its_members_make():
     for wrong in ([[whole, pair], [whole]], [[whole], []], [[whole, pair], [pair, whole]]):
         with pytest.raises(AssertionError):
             check(wrong)
+
+
+@pytest.mark.parametrize("device, ids", [("cuda:3", [3]), ("cpu", None)])
+def test_a_barrier_is_told_the_device(monkeypatch, device, ids):
+    """NCCL would take the rank's number for that of its GPU, which it is not on nodes with fewer ranks than GPUs."""
+    given = []
+    monkeypatch.setattr(dist, "barrier", lambda device_ids=None: given.append(device_ids))
+    distributed.wait_for_all_ranks(torch.device(device))
+    assert given == [ids]
 
 
 def test_the_default_group_is_bound_to_no_device(monkeypatch):

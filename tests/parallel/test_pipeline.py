@@ -36,6 +36,7 @@ from tests.training.small_run import (
 FOUR_LAYERS = f"--num-layers 4 --train-iters 5 --eval-interval 3 --log-params-norm {NO_DROPOUT}"
 TP2 = "--tensor-model-parallel-size 2"
 PP2, PP4 = "--pipeline-model-parallel-size 2", "--pipeline-model-parallel-size 4"
+EXPERTS = "--num-experts 4 --moe-router-topk 2"
 VIRTUAL = "--num-layers-per-virtual-pipeline-stage 1"
 
 
@@ -66,6 +67,22 @@ def test_two_stages_train_as_one_rank(data, layouts):
     results = results_on(2, {name: ("gpt", flags(data, FOUR_LAYERS, PP2, more)) for name, more in layouts.items()})
     for name, result in results.items():
         assert_same(result, expected[name if name in expected else ""], name)
+
+
+@pytest.mark.parametrize("more", ["", EXPERTS], ids=["dense", "experts"])
+def test_selective_recomputation_serves_every_part_of_a_backward_pass(data, more):
+    """zero-bubble and zbv run backward passes in parts; each part needs the matrix products that were kept."""
+    common = f"{FOUR_LAYERS} {PP2} --untie-embeddings-and-output-weights --recompute-activations {more}"
+    layouts = {
+        "1f1b": "",
+        "zero-bubble": "--pipeline-schedule zero-bubble",
+        "zbv": f"--pipeline-schedule zbv {VIRTUAL}",
+    }
+    argvs = {name: ("gpt", flags(data, common, of, length="--train-iters 3")) for name, of in layouts.items()}
+    results = results_on(2, argvs)
+    for name in ("zero-bubble", "zbv"):
+        assert results[name][0]["lm loss"] == results["1f1b"][0]["lm loss"], name
+        assert_same(results[name], results["1f1b"], name)
 
 
 FOUR = {

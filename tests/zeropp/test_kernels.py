@@ -381,6 +381,18 @@ def test_wrong_arguments_are_refused(change, message):
         torch.ops.megatron_zpp.encode(values, None, [], None, 1.0, wire, format.table, None, None, [], 0.0, 1.0, None)
 
 
+@pytest.mark.parametrize("shift, columns", [(8, 0), (0, 8)])
+def test_wires_that_are_not_aligned_are_refused(shift, columns):
+    """A GPU reads and writes codes as vectors, and its context does not survive one at another address."""
+    format = WireFormat(PARAMETERS, 8, 128, torch.bfloat16)
+    wire = torch.empty(2 * (format.nbytes + columns) + shift, dtype=torch.uint8)[shift:].view(2, -1)[:, : format.nbytes]
+    arguments = (None, [], None, 1.0, wire, format.table, None, None, [], 0.0, 1.0, None)
+    with pytest.raises(ValueError, match="multiples of 16 bytes"):
+        torch.ops.megatron_zpp.encode(torch.zeros(2, NUMEL), *arguments)
+    with pytest.raises(ValueError, match="multiples of 16 bytes"):
+        torch.ops.megatron_zpp.decode(wire.unsqueeze(0), format.table, torch.zeros(2, NUMEL), False)
+
+
 def test_an_error_that_the_kernels_do_not_keep_is_refused():
     format, error_format = (WireFormat(PARAMETERS, bits, 128, torch.float32) for bits in (4, 2))
     values, error = torch.zeros(2, NUMEL), torch.zeros(2, error_format.nbytes, dtype=torch.uint8)
