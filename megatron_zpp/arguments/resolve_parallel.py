@@ -149,11 +149,6 @@ def check_pipeline(settings: Settings) -> None:
         f"--pipeline-schedule {schedule} runs a backward pass in two parts, which --compile makes one; leave one out",
     )
     require(
-        not (activation.recompute_granularity == "selective" and schedule in SPLITS_BACKWARD),
-        f"--pipeline-schedule {schedule} runs a backward pass in two parts, and selective recomputation allows one: "
-        "use --recompute-granularity full --recompute-method uniform --recompute-num-layers 1, or 1f1b",
-    )
-    require(
         not (schedule == "zbv" and settings.model.tie_embeddings_and_output_weights),
         "--pipeline-schedule zbv puts the first and the last stage on one rank, which cannot share tied embeddings; "
         "use --pipeline-schedule zero-bubble, or --untie-embeddings-and-output-weights",

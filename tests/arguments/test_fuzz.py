@@ -79,7 +79,7 @@ def test_the_ends_of_bounds():
 def test_the_largest_model_that_is_accepted_has_sizes_that_64_bits_hold():
     largest = {flag.setting: flag.bounds.at_most for flag in iterate_flags(ModelSettings) if flag.bounds.at_most}
     without_biases = {"num_layers": 1, "disable_bias_linear": True}  # as experts are
-    model = ModelSettings(**largest | without_biases, max_position_embeddings=2**31 - 1)
+    model = ModelSettings(**largest | without_biases)
     model = GPT.resolve(dataclasses.replace(model, num_attention_heads=2**16, kv_channels=2**16), 8)
     assert GPT.num_parameters(GPT.build_config(model, 2**31 - 1)) > 2**54
 

@@ -1,4 +1,4 @@
-"""What is refused at once: sizes beyond memory, files that never end, and layouts that die in their first step."""
+"""What is refused at once: sizes beyond memory, files that never end, and routers that learn nothing."""
 
 from __future__ import annotations
 
@@ -14,19 +14,6 @@ from megatron_zpp.huggingface.mapping import from_hf_config
 from megatron_zpp.planning.cluster import read_cluster
 from tests.huggingface.small_models import CONFIGS, to_hf_config
 from tests.training.small_run import flags
-
-RECOMPUTE = ("--recompute-activations", "--recompute-granularity selective")
-
-
-@pytest.mark.parametrize("recompute", RECOMPUTE)
-@pytest.mark.parametrize("schedule", ["zero-bubble", "zbv --num-layers-per-virtual-pipeline-stage 1"])
-def test_a_backward_pass_in_two_parts_has_no_selective_recomputation(schedule, recompute):
-    """The dry run took it, and step 1 died."""
-    argv = flags("nowhere", f"--num-layers 4 --pipeline-model-parallel-size 2 --pipeline-schedule {schedule}")
-    argv.append("--untie-embeddings-and-output-weights")
-    parse_settings(GPT, argv, 2, note=lambda text: None)
-    with pytest.raises(SettingsError, match="and selective recomputation allows one: use --recompute-granularity full"):
-        parse_settings(GPT, [*argv, *recompute.split()], 2, note=lambda text: None)
 
 
 def test_a_router_of_one_expert_learns_from_scores_of_all():

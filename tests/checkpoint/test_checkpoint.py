@@ -362,7 +362,7 @@ def test_a_failed_save_is_loud_and_training_goes_on(data, tmp_path, mode):
     assert err.count("NOT SAVED: rank 0: OSError: [Errno 27] File too large") == 2  # iterations 2 and 4
     assert _names(tmp_path) == {"iter_0000006", "iter_0000008"}
 
-    (err, steps), _ = run_ranks(2, _train_with_little_room, [*argv, "--train-iters", "6"], 100)
+    (err, steps), _ = run_ranks(2, _train_with_little_room, [*argv, "--overwrite-save", "--train-iters", "6"], 100)
     assert steps == 6
     assert "error: the checkpoint of the last iteration, 6, was not saved" in err
     assert _names(tmp_path) == {"iter_0000006", "iter_0000008"}  # what was there

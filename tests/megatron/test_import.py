@@ -237,7 +237,7 @@ def test_a_tokenizer_that_is_not_here_is_asked_for(call, tmp_path):
     gone = dict(tokenizer_type="GPT2BPETokenizer", vocab_file="/nowhere/vocab.json", merge_file="/nowhere/merges.txt")
     write_universal(tmp_path / "theirs", random_model(config), config, **gone)
     code, _, err = call(import_megatron, "--input", tmp_path / "theirs", "--save", tmp_path / "ours")
-    assert code == 1 and "/nowhere/vocab.json is not here" in err and "--tokenizer-type" in err
+    assert code == 1 and "/nowhere/vocab.json, is not opened" in err and "--tokenizer-type" in err
     given = ["--tokenizer-type", "NullTokenizer", "--vocab-size", IDS - 1]
     code, _, err = call(import_megatron, "--input", tmp_path / "theirs", "--save", tmp_path / "ours", *given)
     assert (code, err) == (0, "")

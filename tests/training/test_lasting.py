@@ -103,6 +103,7 @@ def test_an_evaluation_of_nothing_is_not_logged_after_a_resume(tmp_path):
     assert done.returncode == 0 and "validation loss" not in done.stdout
 
 
+@pytest.mark.long
 def test_a_run_that_cannot_start_its_data_workers_ends():
     """It printed its error, and waited for the workers that it had started."""
     words = f"ulimit -n 64; exec {sys.executable} {ROOT / 'pretrain_gpt.py'} {TINY} --num-workers 16"

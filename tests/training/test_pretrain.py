@@ -274,7 +274,7 @@ def test_batch_sizes(data):
 
 
 def test_exit_interval_and_duration(data, tmp_path):
-    save = f"--save {tmp_path} --save-interval 100"
+    save = f"--save {tmp_path} --overwrite-save --save-interval 100"
     runs = {
         "interval": flags(data, save, "--exit-interval 3"),
         "duration": flags(data, save, "--exit-duration-in-mins 0"),
