@@ -167,26 +167,24 @@ def train(checkout: Path, ranks: int, trainer: str, flags: str) -> None:
 
 
 def digests(save: Path) -> dict[str, str]:
-    """SHA-256 of every part of a tensor in each last checkpoint below ``save``, by file and name."""
-    found: dict[str, str] = {}
+    """SHA-256 of every part of a tensor in each last checkpoint below ``save``, by name.
+
+    Not by file: of a tensor that several ranks hold alike, DCP picks one to save it, a resumed run maybe another.
+    """
+    found: dict[str, list[str]] = {}
     trackers = sorted(save.rglob("latest_checkpointed_iteration.txt"))
     assert trackers, f"nothing was saved in {save}"
     for tracker in trackers:
-        found |= digests_in(tracker.parent / f"iter_{int(tracker.read_text()):07d}", save)
-    return found
-
-
-def digests_in(folder: Path, save: Path) -> dict[str, str]:
-    found = {}
-    for file in sorted(folder.glob("*.safetensors")):
-        data = file.read_bytes()
-        start = 8 + int.from_bytes(data[:8], "little")
-        for name, part in json.loads(data[8:start]).items():
-            if name != "__metadata__":
-                begin, end = part["data_offsets"]
-                content = f"{part['dtype']}{part['shape']}".encode() + data[start + begin : start + end]
-                found[f"{file.relative_to(save)}: {name}"] = hashlib.sha256(content).hexdigest()
-    return found
+        for file in (tracker.parent / f"iter_{int(tracker.read_text()):07d}").glob("*.safetensors"):
+            data = file.read_bytes()
+            start = 8 + int.from_bytes(data[:8], "little")
+            for name, part in json.loads(data[8:start]).items():
+                if name != "__metadata__":
+                    begin, end = part["data_offsets"]
+                    content = f"{part['dtype']}{part['shape']}".encode() + data[start + begin : start + end]
+                    key = f"{tracker.parent.relative_to(save)}: {name}"
+                    found.setdefault(key, []).append(hashlib.sha256(content).hexdigest())
+    return {name: " ".join(sorted(parts)) for name, parts in found.items()}
 
 
 def parameters(save: Path) -> dict[str, str]:
