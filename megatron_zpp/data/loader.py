@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import multiprocessing
 import os
 import signal
 import sys
@@ -65,7 +66,9 @@ def build_loader(
         collate_fn=_as_it_is,
         # The loader draws a seed for its workers: from a generator of its own, so that dropout's does not move.
         generator=torch.Generator(),
-        worker_init_fn=partial(_begin_worker, rank=os.getpid()),
+        worker_init_fn=partial(
+            _begin_worker, parent=os.getpid() if multiprocessing.get_start_method() == "fork" else None
+        ),
     )
 
     def batches() -> Iterator[Batch]:
@@ -135,14 +138,14 @@ def make_batch(ids: NDArray[np.int64], options: SampleOptions) -> Batch:
     return batch
 
 
-def _begin_worker(worker: int, rank: int) -> None:
-    """Outlive signals to a whole job, but not the rank, the process ``rank``, however it ends.
+def _begin_worker(worker: int, parent: int | None) -> None:
+    """Outlive signals to a whole job, but not the rank, however it ends. parent: its process id, if it forks workers.
 
     Ctrl-C may ask ranks to save and exit; a rank reads until then, and ends its workers. One that is killed can't.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != rank:  # it died before that
+        if parent is not None and os.getppid() != parent:  # it died before that
             os._exit(1)
     for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
