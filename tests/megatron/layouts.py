@@ -70,7 +70,7 @@ def args_of(config: DecoderConfig, tp: int = 1, pp: int = 1, **more: Any) -> arg
 
 
 def common(args: argparse.Namespace, version: float = 3.0) -> dict[str, Any]:
-    scheduler = {"max_lr": 0.01, "num_steps": getattr(args, "scheduled_samples", 32)}
+    scheduler = {"max_lr": 0.01, "num_steps": vars(args).pop("scheduled_samples", 32)}
     return {"args": args, "checkpoint_version": version, "iteration": 5, "opt_param_scheduler": scheduler}
 
 
