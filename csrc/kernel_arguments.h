@@ -63,6 +63,7 @@ struct EncodeArguments {
   bool stochastic = false;
   uint32_t noise_seed = 0;
 
+  ZEROPP_INLINE Type plain_type() const { return wire.format.type; }
   // Whether values that are sent as they are only change their place.
   ZEROPP_INLINE bool moves_bits() const {
     return values.data != nullptr && values.type == wire.format.type && addend.data == nullptr && !compensates;
@@ -75,6 +76,7 @@ struct DecodeArguments {
   Rows out;
   bool accumulates = false;
 
+  ZEROPP_INLINE Type plain_type() const { return peers.format.type; }
   ZEROPP_INLINE bool moves_bits() const { return out.type == peers.format.type && peers.num_peers == 1 && !accumulates; }
 };
 

@@ -544,16 +544,6 @@ __device__ void store_plain(const float (&values)[kGroup], const Wires& wires, c
   store(values, type, valid, at(wires, row) + segment.codes + (element - segment.start) * size_of(type));
 }
 
-// Copies elements bit by bit: a conversion and back would change NaNs, and so what is packed into such elements.
-__device__ void move_bits(const uint8_t* from, uint8_t* to, int nbytes) {
-  const bool is_aligned = (reinterpret_cast<uintptr_t>(from) | reinterpret_cast<uintptr_t>(to)) % 16 == 0;
-  int i = 0;
-  for (; is_aligned && i + 16 <= nbytes; i += 16) {
-    *reinterpret_cast<uint4*>(to + i) = *reinterpret_cast<const uint4*>(from + i);
-  }
-  for (; i < nbytes; i += 2) *reinterpret_cast<uint16_t*>(to + i) = *reinterpret_cast<const uint16_t*>(from + i);
-}
-
 template <bool kCompensates>
 __device__ void write_plain(const EncodeArguments& a, const Item& item, const Row& row, int64_t element, int valid,
                             const float (&values)[kGroup], float (&error)[kGroup]) {
@@ -643,11 +633,6 @@ __global__ void __launch_bounds__(kThreads) encode_tiles(const __grid_constant__
   for (int j = 0; j < kInFlight; j++) {
     const int64_t offset = first + j * kStride, element = own.start + offset;
     const int valid = num_valid(own, offset);
-    if (own.block_size == 0 && a.moves_bits()) {
-      uint8_t* to = at(a.wire, row) + place_of<kBits>(a.wire.format, own, element).codes;
-      move_bits(at(a.values, row, element), to, valid * int(size_of(a.values.type)));
-      continue;
-    }
     if (own.block_size == 0) {
       write_plain<kCompensates>(a, item, row, element, valid, values[j], error[j]);
       continue;
@@ -821,12 +806,6 @@ __global__ void __launch_bounds__(kThreads) decode_tiles(const __grid_constant__
   for (int j = 0; j < kDecodesInFlight; j++) {
     const int64_t offset = first + j * kStride;
     const int valid = num_valid(item.own, offset);
-    if (is_plain && a.moves_bits()) {
-      const int64_t element = item.own.start + offset;
-      const Place place = place_of<kBits>(format, item.own, element);
-      move_bits(wire + place.codes, at(a.out, row, element), valid * int(sizeof(Out)));
-      continue;
-    }
     float values[kGroup];
     if (is_plain) read(plain[j], format.type, valid, values);
     else read_codes<kBits>(encoded[j], format, valid, values);
@@ -848,6 +827,46 @@ __global__ void __launch_bounds__(kThreads) decode_sums(const __grid_constant__ 
   float values[kGroup];
   read_sum<kBits>(a.peers, item.own, row, element, valid, values);
   write_out<Out>(a, before, valid, values, out);
+}
+
+// ---- Unquantized segments whose values only change their place.
+
+__device__ const uint8_t* source_of(const EncodeArguments& a, const Row& row, const Segment&, int64_t element) {
+  return at(a.values, row, element);
+}
+
+__device__ uint8_t* target_of(const EncodeArguments& a, const Row& row, const Segment& own, int64_t element) {
+  return at(a.wire, row) + place_of<0>(a.wire.format, own, element).codes;
+}
+
+__device__ const uint8_t* source_of(const DecodeArguments& a, const Row& row, const Segment& own, int64_t element) {
+  return at(a.peers, row) + place_of<0>(a.peers.format, own, element).codes;
+}
+
+__device__ uint8_t* target_of(const DecodeArguments& a, const Row& row, const Segment&, int64_t element) {
+  return at(a.out, row, element);
+}
+
+// Copies bit by bit: a conversion and back would change NaNs, and so what is packed into such elements.
+template <class Arguments>
+__global__ void __launch_bounds__(kThreads) move_tiles(const __grid_constant__ Launch<Arguments> launch) {
+  const Arguments& a = launch.arguments;
+  const Item& item = item_of_block(launch);
+  const Row row = row_of_block(launch);
+  const int64_t offset = (tile_of_block(launch) - item.first_tile) * kStride + threadIdx.x * kGroup;
+  const int64_t element = item.own.start + offset;
+  const uint8_t* from = source_of(a, row, item.own, element);
+  uint8_t* to = target_of(a, row, item.own, element);
+  const int nbytes = num_valid(item.own, offset) * int(size_of(a.plain_type()));
+  const bool is_aligned = (reinterpret_cast<uintptr_t>(from) | reinterpret_cast<uintptr_t>(to)) % 16 == 0;
+  int i = 0;
+  for (; is_aligned && i + 16 <= nbytes; i += 16) {
+    *reinterpret_cast<uint4*>(to + i) = *reinterpret_cast<const uint4*>(from + i);
+  }
+  for (; i < nbytes; i += 2) *reinterpret_cast<uint16_t*>(to + i) = *reinterpret_cast<const uint16_t*>(from + i);
+  if constexpr (std::is_same_v<Arguments, EncodeArguments>) {
+    if (offset == 0) write_gaps(a, item, row);
+  }
 }
 
 // ---- Rotation: a group of 32 elements is in the 32 threads of a warp, one each.
@@ -923,6 +942,17 @@ int64_t num_blocks(const Segment& segment) {
   return (segment.stop - segment.start + segment.block_size - 1) / segment.block_size;
 }
 
+template <class Arguments>
+bool is_moved(const Arguments& a, const Segment& segment) {
+  return segment.block_size == 0 && a.moves_bits();
+}
+
+template <class Arguments>
+int move(const Arguments& a, const Format& format, cudaStream_t stream) {
+  const auto wanted = [&a](const Segment& segment) { return is_moved(a, segment); };
+  return launch(move_tiles<Arguments>, a, format, nullptr, nullptr, stream, wanted, num_tiles<1>);
+}
+
 // The kBits of a kernel made for this format; 0 = the general one.
 int compiled_bits(const Format& format) {
   const bool exists = format.is_mean ? format.bits == 2 : format.bits == 4 || format.bits == 8;
@@ -939,7 +969,10 @@ int encode_from(const EncodeArguments& a, cudaStream_t stream) {
   if (bits == 8) tiles = encode_tiles<8, kSource, kCompensates>;
   if (bits == 4) tiles = encode_tiles<4, kSource, kCompensates>;
   if (bits == 2) tiles = encode_tiles<2, kSource, kCompensates>;
-  const int status = launch(tiles, a, a.wire.format, source, error, stream, fits_a_warp, num_tiles<kInFlight>);
+  const auto wanted = [&a](const Segment& segment) { return fits_a_warp(segment) && !is_moved(a, segment); };
+  int status = launch(tiles, a, a.wire.format, source, error, stream, wanted, num_tiles<kInFlight>);
+  if (status != cudaSuccess) return status;
+  status = move(a, a.wire.format, stream);
   if (status != cudaSuccess) return status;
   auto* blocks = encode_blocks<kSource, kCompensates>;
   const auto others = [](const Segment& segment) { return !fits_a_warp(segment); };
@@ -953,11 +986,12 @@ int encode_with(const EncodeArguments& a, cudaStream_t stream) {
 
 template <int kBits, class Out>
 int decode_bits_to(const DecodeArguments& a, cudaStream_t stream) {
-  const auto all = [](const Segment&) { return true; };
+  const auto wanted = [&a](const Segment& segment) { return !is_moved(a, segment); };
   const bool is_sum = a.peers.num_peers > 1;
   auto* kernel = is_sum ? decode_sums<kBits, Out> : decode_tiles<kBits, Out>;
   const auto tiles = is_sum ? num_tiles<1> : num_tiles<kDecodesInFlight>;
-  return launch(kernel, a, a.peers.format, nullptr, nullptr, stream, all, tiles);
+  const int status = launch(kernel, a, a.peers.format, nullptr, nullptr, stream, wanted, tiles);
+  return status == cudaSuccess ? move(a, a.peers.format, stream) : status;
 }
 
 template <class Out>
