@@ -24,8 +24,9 @@ from megatron_zpp.zeropp.element_scales import ElementScales, ScaledFormat
 from megatron_zpp.zeropp.gradient_hops import GradientHop, GradientHops
 from megatron_zpp.zeropp.loco import ErrorFeedback
 from megatron_zpp.zeropp.quantization import STEPS, counter_uniform
+from megatron_zpp.zeropp.unit_part import UnitPart
 from megatron_zpp.zeropp.weight_encoder import WeightEncoder
-from megatron_zpp.zeropp.wire_format import WireFormat, wire_format
+from megatron_zpp.zeropp.wire_format import WireFormat
 from megatron_zpp.zeropp.wire_layout import Compensation, Segment
 
 
@@ -173,11 +174,11 @@ def with_bits_by_layer() -> None:
 
     def begin_with_bits(hops: GradientHops, gradients: Tensor) -> object:
         begun = begin(hops, gradients)
-        parameters = hops.unit.parameter_shards(trainable_only=True)
+        part = hops.unit.trainable
         hop = hops.between_nodes
-        if hop is not None and hop.format is not None and any("embeddings" in p.name for p in parameters):
+        if hop is not None and hop.format is not None and any("embeddings" in p.name for p in part.parameters):
             old = hop.format
-            hop.format = wire_format(parameters, 4, hops.config.gradient_block_size, old.dtype)
+            hop.format = part.format(4, hops.config.gradient_block_size, old.dtype)
         return begun
 
     with patch.object(GradientHops, "begin", begin_with_bits):
@@ -197,14 +198,19 @@ def with_scales_of_differences() -> None:
         return v.clamp(min=1e-3 * v.mean() + 1e-30).sqrt()  # nothing may have arrived yet
 
     def encode_scaled(
-        encoder: WeightEncoder, shard: Tensor, format: WireFormat, rank: int, copy: Tensor | None = None
+        encoder: WeightEncoder,
+        shard: Tensor,
+        format: WireFormat,
+        part: UnitPart,
+        rank: int,
+        copy: Tensor | None = None,
     ) -> Tensor:
         if copy is None or encoder not in squares:
-            return encode(encoder, shard, format, rank, copy=copy)
+            return encode(encoder, shard, format, part, rank, copy)
         return format.encode((shard.float() - copy) / scales(encoder)[rank])
 
     def move_copies(
-        encoder: WeightEncoder, copies: Tensor, wires: Tensor, format: WireFormat, dtype: torch.dtype
+        encoder: WeightEncoder, copies: Tensor, wires: Tensor, format: WireFormat, part: UnitPart, dtype: torch.dtype
     ) -> Tensor:
         arrived = format.decode(wires, torch.empty(copies.shape))
         steps, v = squares.get(encoder, (0, torch.zeros_like(arrived)))

@@ -46,9 +46,10 @@ class Agreement:
 
 
 def _finding(unit: FSDPUnit) -> int:
-    if not unit.parameters_changed():
+    changed = unit.changed()
+    if not changed:
         return UNCHANGED
-    return STEPPED if unit.keeps_copies else CHANGED
+    return STEPPED if unit.keeps_copies(changed) else CHANGED
 
 
 def _differences(ranks: Iterable[int], of_ranks: Iterable[str]) -> list[str]:

@@ -38,17 +38,19 @@ class QuantizedAllGather(TorchAllocator, AllGather):
         micro_batch: MicroBatch,
     ) -> None:
         self.unit, self.topology, self.config, self.traffic = unit, unit.topology, config, traffic
-        self.encoder = WeightEncoder(unit, unit.topology, config, monitor, micro_batch)
+        self.encoder = WeightEncoder(unit, unit.topology.num_nodes, config, monitor, micro_batch)
+        self.formats = self.encoder.formats
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> dist.Work | None:
         refuse_capture(self.unit)
         check_gathered(self.unit, input_tensor)
-        self.encoder.versions += self.unit.parameters_changed()
-        weights = self.encoder.in_full(input_tensor.dtype)
-        wire = self.encoder.encode(input_tensor, weights, self.topology.rank)
-        self.encoder.sample(input_tensor, weights, wire, self.topology.rank)
+        self.encoder.versions += bool(self.unit.changed())
+        whole = self.unit.whole
+        weights = self.formats.weights(whole, input_tensor.dtype)
+        wire = self.encoder.encode(input_tensor, weights, whole, self.topology.rank)
+        self.encoder.sample(input_tensor, weights, whole, wire, self.topology.rank)
         with self.unit.waits.collective("gather", self.unit, crosses_nodes=self.topology.num_nodes > 1):
             wires = gather_wires(wire, group)
         weights.decode(wires, out=output_tensor.view(-1, weights.numel))
@@ -117,7 +119,6 @@ class HierarchicalAllGather(QuantizedAllGather):
         unseen_changes.units.append(unit)
         # [N, L] in the gather's dtype; with hpz_secondary_dtype "int8" uint8 [N, nbytes], as it arrived.
         self.secondary_partition: Tensor | None = None
-        self._keeps_wires = config.hpz_secondary_dtype == "int8"
         self._kept_as: tuple[torch.dtype, torch.device] | None = None
         self._sent: SentShard | None = None
         # Loaded parameters are further from the copies than low-bit differences can say.
@@ -144,11 +145,11 @@ class HierarchicalAllGather(QuantizedAllGather):
         if self.agreement is not None:  # before any collective that only some ranks may take part in
             self.agreement.check(self.unit)
         self.unseen_changes.look_for(self.unit)
-        changed = self.unit.parameters_changed()
+        changed = self.unit.changed()
         if changed:
-            self._drop_sent()
-        if not self.unit.keeps_copies:
-            self.forget_secondary_partition()
+            changed |= self._drop_sent()
+            if not self.unit.keeps_copies(changed):
+                self.forget_secondary_partition()
         if self._sent is None and (changed or self.secondary_partition is None):
             self._send(shard, changed)
         if self._sent is not None:
@@ -164,20 +165,18 @@ class HierarchicalAllGather(QuantizedAllGather):
         and none sends before.
         """
         unit = self.unit
-        if (
-            self.agreement is not None
-            or not unit.parameters_changed()
-            or not unit.can_be_gathered
-            or is_capturing(unit)
-        ):
+        if self.agreement is not None or not unit.can_be_gathered or is_capturing(unit):
+            return
+        changed = unit.changed()
+        if not changed:
             return
         was_needed = self._sent is None
-        self._drop_sent()
-        if was_needed and self.secondary_partition is not None and unit.keeps_copies:
+        changed |= self._drop_sent()
+        if was_needed and self.secondary_partition is not None and unit.keeps_copies(changed):
             with on_stream(self.stream, unit.device), torch.no_grad():
                 shard = unit.flat_shard()
                 if (shard.dtype, shard.device) == self._kept_as:
-                    self._send(shard, changed=True)
+                    self._send(shard, changed)
 
     def forget_secondary_partition(self) -> None:
         """Gather it in full next time."""
@@ -187,19 +186,19 @@ class HierarchicalAllGather(QuantizedAllGather):
     # The partition outlives an evaluation in inference mode, and must not be an inference tensor.
     @torch.inference_mode(False)
     @torch.no_grad()
-    def _send(self, shard: Tensor, changed: bool) -> None:
+    def _send(self, shard: Tensor, changed: set[int]) -> None:
         """Inter-node stage, its first half: encode the shard [L] and start its way to the N ranks with equal p."""
         version, state = self.encoder.versions, super().state_dict()
-        part = self.unit.whole if self.secondary_partition is None else self.unit.changed_part
-        copies = self.secondary_partition if self.config.weight_difference_bits is not None else None
-        self.encoder.versions += changed
+        part = self.unit.whole if self.secondary_partition is None else self.unit.changed_part(changed)
+        copies = self.secondary_partition if self.formats.sends_differences else None
+        self.encoder.versions += bool(changed)
         self.unseen_changes.gathered(self.unit, shard, part)
         if copies is None:
-            format, copy = self.encoder.in_full(shard.dtype, part.parameters), None
+            format, copy = self.formats.weights(part, shard.dtype), None
         else:
-            format = self.encoder.differences(shard.dtype, part.parameters)
+            format = self.encoder.differences(part, shard.dtype)
             copy = self.encoder.copies_of(part, copies[self.topology.node], shard.dtype)
-        wire = self.encoder.encode(part.take(shard), format, self.topology.rank, copy=copy)
+        wire = self.encoder.encode(part.take(shard), format, part, self.topology.rank, copy=copy)
         wires, work = start_gather(wire, self.topology.inter_group)
         self._sent = SentShard(
             part=part,
@@ -223,23 +222,24 @@ class HierarchicalAllGather(QuantizedAllGather):
         with self.unit.waits.collective("gather", self.unit, crosses_nodes=True):
             sent.work.wait()
         self._count(sent)
-        values = sent.part.take(shard)
+        part, rank = sent.part, self.topology.rank
+        values = part.take(shard)
         if sent.is_difference:
             assert old is not None
-            copies = self.encoder.copies_of(sent.part, old, shard.dtype)
-            self.encoder.sample(values, sent.format, sent.wire, self.topology.rank, copy=copies[self.topology.node])
+            copies = self.encoder.copies_of(part, old, shard.dtype)
+            self.encoder.sample(values, sent.format, part, sent.wire, rank, copy=copies[self.topology.node])
             # What changed since the copies [N, l], or [N, nbytes] (SDP4Bit section 3.1). All N ranks add the same
             # dequantized differences in the same way, so their copies stay equal to the bit. What rounding lost of the
             # own shard is in its next difference.
-            arrived = self.encoder.move_copies(copies, sent.wires, sent.format, shard.dtype)
+            arrived = self.encoder.move_copies(copies, sent.wires, sent.format, part, shard.dtype)
         else:
-            self.encoder.sample(values, sent.format, sent.wire, self.topology.rank)
+            self.encoder.sample(values, sent.format, part, sent.wire, rank)
             arrived = self._in_full(sent, values, old)
-        return arrived if old is None else self.encoder.put_copies(sent.part, arrived, old, shard.dtype)
+        return arrived if old is None else self.encoder.put_copies(part, arrived, old, shard.dtype)
 
     def _in_full(self, sent: SentShard, values: Tensor, old: Tensor | None) -> Tensor:
         """The shards themselves, quantized with qwZ, over the old ones: fresh memory is slow on a CPU."""
-        if self._keeps_wires:
+        if self.formats.keeps_wires:
             return sent.wires
         if old is None or not sent.part.is_whole:
             out = values.new_empty(self.topology.num_nodes, values.numel())
@@ -247,10 +247,10 @@ class HierarchicalAllGather(QuantizedAllGather):
             out = old
         return sent.format.decode(sent.wires, out)
 
-    def _drop_sent(self) -> None:
-        """Take back what is on its way, as if it had never been sent; but its bytes were."""
+    def _drop_sent(self) -> set[int]:
+        """Take back what is on its way, as if it had never been sent; but its bytes were. Return whose it was."""
         if self._sent is None:
-            return
+            return set()
         sent, self._sent = self._sent, None
         with on_stream(self.stream, sent.wire.device):
             # It must not write to memory that others have by then.
@@ -259,6 +259,7 @@ class HierarchicalAllGather(QuantizedAllGather):
         self._count(sent)
         self.encoder.versions = sent.version
         self.unit.mark_moved(sent.part.indices)
+        return set(sent.part.indices)
 
     def _count(self, sent: SentShard) -> None:
         # Not before it is used: a step's count has the bytes of the weights that its passes see.
@@ -266,13 +267,13 @@ class HierarchicalAllGather(QuantizedAllGather):
 
     def _gather_within_node(self, secondary_partition: Tensor, output: Tensor) -> None:
         """Intra-node stage: the secondary partitions of the node's P ranks into [N, P, L]."""
-        group, weights = self.topology.intra_group, self.encoder.within_node(output.dtype)
+        group, weights = self.topology.intra_group, self.formats.weights_within_node(self.unit.whole, output.dtype)
         sent = secondary_partition
         if weights is None:
             with self.unit.waits.collective("gather", self.unit, crosses_nodes=False):
                 all_gather_each(output.flatten(1).unbind(), secondary_partition.unbind(), group)
         else:
-            if not self._keeps_wires:
+            if not self.formats.keeps_wires:
                 sent = self.encoder.encode_within_node(secondary_partition, weights, self.topology.local_rank)
             with self.unit.waits.collective("gather", self.unit, crosses_nodes=False):
                 wires = gather_wires(sent, group)
@@ -286,8 +287,9 @@ class HierarchicalAllGather(QuantizedAllGather):
         if not state:
             return state
         dtype = self._kept_as[0] if self._kept_as is not None else self.unit.gathered_dtype
-        copies = self.secondary_partition if self.unit.keeps_copies else None
-        unsent = set() if state["is_current"] else set(self.unit.changed_part.indices)
+        changed = self.unit.changed()
+        copies = self.secondary_partition if self.unit.keeps_copies(changed) else None
+        unsent = set() if state["is_current"] else set(self.unit.changed_part(changed).indices)
         if self._sent is not None:
             unsent.update(self._sent.part.indices)
         return state | self.encoder.partition_state(self.unit.checksums, unsent, copies, self.topology.num_nodes, dtype)
@@ -321,7 +323,7 @@ def check_gathered(unit: FSDPUnit, shard: Tensor) -> None:
             f"the parameters of {unit.label} are gathered in different dtypes, or as integers; ZeRO++ needs one "
             "floating-point dtype per fully_shard unit: set MixedPrecisionPolicy(param_dtype=...) or wrap them apart"
         )
-    if shard.numel() != sum(parameter.numel for parameter in unit.parameter_shards()):
+    if shard.numel() != unit.whole.numel:
         raise ValueError(
             f"the parameters of {unit.label} are gathered through an extension of their own (such as float8); ZeRO++ "
             "quantizes by itself: leave that extension out"

@@ -23,7 +23,14 @@ from .all_gather import HierarchicalAllGather, QuantizedAllGather
 from .collectives import PlainAllGather, PlainReduceScatter, count_all_reduces
 from .config import ZeroPPConfig, check_finds_unused
 from .description import describe, state_of, state_prefix, warn, warn_of_lost_state
-from .fsdp_unit import AllGather, FSDPUnit, ReduceScatter, find_units, follow_forward_passes
+from .fsdp_unit import (
+    AllGather,
+    FSDPUnit,
+    ReduceScatter,
+    find_units,
+    follow_forward_passes,
+    set_is_last_backward,
+)
 from .gradient_hops import GradientHops
 from .matrix_blocks import MatrixBlocks, MomentumWire, batches
 from .micro_batch import MicroBatch
@@ -94,7 +101,7 @@ class ZeroPP:
         tensor_parallel: dist.ProcessGroup | None = None,
         find_unused_parameters: bool = False,
     ) -> None:
-        self.config, self.units, self.traffic = config, units, Traffic()
+        self._model, self.config, self.units, self.traffic = model, config, units, Traffic()
         self.ranks = OwnRank()
         self._pipeline, self._tensor_parallel = pipeline, tensor_parallel
         process_groups = {*(topology.group for topology in self.topologies), pipeline, tensor_parallel}
@@ -105,9 +112,8 @@ class ZeroPP:
         self._unseen_changes = {
             topology: UnseenChanges(topology, self._passes, self.traffic) for topology in topologies
         }
-        if config.quantized_gradients:
-            for unit in units:
-                unit.reduce_unused()
+        for unit in units:
+            unit.follow_backward(reduces_unused=config.quantized_gradients, watches_use=find_unused_parameters)
         self._unused_parameters: dict[Topology, UnusedParameters] = {}
         if find_unused_parameters:
             for topology in topologies:
@@ -123,8 +129,6 @@ class ZeroPP:
         for unit in units:
             unit.set_collectives(self._all_gather(unit), self._reduce_scatter(unit))
             count_all_reduces(unit, self.traffic)
-            if self.device.type == "cuda":
-                unit.time_stalls()
         follow_optimizers(units)
         follow_forward_passes(model, units, self._begin_forward_pass)
 
@@ -179,8 +183,8 @@ class ZeroPP:
         return "".join([describe(self.config, self.topologies), *more])
 
     def set_is_last_micro_batch(self, is_last: bool) -> None:
-        """Say before a backward pass whether it is the optimizer step's last."""
-        self._micro_batch.tell(is_last)
+        """Mark whether the next backward pass is the last of this optimizer step, as ``set_is_last_backward`` does."""
+        set_is_last_backward(self._model, is_last)
 
     def invalidate(self) -> None:
         """Say on all ranks that parameters were changed, where a change would not be looked for."""
@@ -205,8 +209,7 @@ class ZeroPP:
     def rescale_errors(self, factor: float) -> None:
         """Say that the loss scale was multiplied by ``factor``."""
         for reduce_scatter in self._reduce_scatters.values():
-            for feedback in reduce_scatter.hops.feedback.values():
-                feedback.rescale(factor)
+            reduce_scatter.hops.rescale_errors(factor)
 
     def set_optimizer_steps(self, steps: int) -> None:
         """Say how many optimizer steps the run has taken, where no loaded state says it."""
@@ -270,11 +273,11 @@ class ZeroPP:
             dist.all_reduce(flag, op=dist.ReduceOp.MIN, group=topology.group)
         return bool(flag)
 
-    def _begin_forward_pass(self, synchronizes: bool) -> None:
+    def _begin_forward_pass(self, is_last: bool) -> None:
         for unit in self.units:
             unit.check_collectives()
         if torch.is_grad_enabled():
-            self._micro_batch.see(synchronizes)
+            self._micro_batch.begin(is_last)
         self._passes.begin()
         # In the order of the model. Not behind the optimizer already: what a program may change between its step and
         # this pass would have to be looked for on all ranks, over links that are busy with the weights by then.

@@ -402,15 +402,15 @@ class ZeroPPConfig:
                 f"{name}_bits_warmup {text} must have bits of {SUPPORTED_BITS}, and more than {name}_bits {bits}"
             )
 
-    def gradient_code(self, step: int) -> tuple[int | None, str | None]:
+    def gradient_code(self, step: float) -> tuple[int | None, str | None]:
         """Bits and scaling of gradients between nodes in the optimizer step that ``step`` others came before."""
         return self._code_of("gradient", step)
 
-    def weight_difference_code(self, step: int) -> tuple[int | None, str | None]:
+    def weight_difference_code(self, step: float) -> tuple[int | None, str | None]:
         """Bits and scaling of the weight differences that this optimizer step makes."""
         return self._code_of("weight_difference", step)
 
-    def _code_of(self, name: str, step: int) -> tuple[int | None, str | None]:
+    def _code_of(self, name: str, step: float) -> tuple[int | None, str | None]:
         text = getattr(self, f"{name}_bits_warmup")
         warmup = BitsWarmup.parse(text) if text is not None else None
         if warmup is not None and step < warmup.steps:

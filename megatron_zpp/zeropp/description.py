@@ -98,7 +98,7 @@ def fingerprint(config: ZeroPPConfig, layouts: Sequence[RankLayout], units: Sequ
     """A number that tells one layout of a rank's state from another; ``layouts`` are those of the units."""
     shapes = [(layout.num_nodes, layout.ranks_per_node, layout.rank) for layout in layouts]
     shape = shapes[0] if len(set(shapes)) == 1 else shapes
-    shards = [(unit.name, [(p.numel, p.quantizable) for p in unit.parameter_shards()]) for unit in units]
+    shards = [(unit.name, [(p.numel, p.quantizable) for p in unit.shards]) for unit in units]
     # The seed of stochastic rounding changes what comes, not what is kept. Nor do the fields that have no repr.
     # How copies are kept as wires; there was one way when the first states were saved.
     ways = (config.weight_scaling, config.scale_dtype)
@@ -188,5 +188,5 @@ def _has_unquantized_matrix(config: ZeroPPConfig, unit: Unit) -> bool:
         block_sizes.append(config.weight_difference_block_size)
     if config.quantized_gradients:
         block_sizes.append(config.gradient_block_size)
-    shards = [shard for shard in unit.parameter_shards() if shard.quantizable]
+    shards = [shard for shard in unit.shards if shard.quantizable]
     return any(block_size_of(shard.numel, size) == 0 < shard.numel for shard in shards for size in block_sizes)

@@ -53,25 +53,13 @@ class FSDPUnit(Unit):
         """What ``fully_shard`` was given: one module, or several of one unit."""
         return tuple(self._param_group.modules)
 
-    def parameter_shards(self, trainable_only: bool = False) -> tuple[ParameterShard, ...]:
-        """The parts of a rank's flat shard, in the order in which FSDP2 concatenates them."""
-        return tuple(
-            ParameterShard(
-                param._param_fqn or f"parameter {index}",
-                numel=param.padded_sharded_param_size.numel(),
-                quantizable=param.sharded_param.ndim >= 2 and not _is_packed(param),
-            )
-            for index, param in enumerate(self._param_group.fsdp_params)
-            if param.sharded_param.requires_grad or not trainable_only
-        )
-
     @property
     def parameters(self) -> Sequence[Tensor]:
         return [param.sharded_param for param in self._param_group.fsdp_params]
 
-    @property
-    def packed(self) -> frozenset[int]:
-        return frozenset(index for index, param in enumerate(self._param_group.fsdp_params) if _is_packed(param))
+    def respecify(self) -> None:
+        """Look again at what the unit consists of: programs may have loaded packed parameters since."""
+        self.specify(*_specification(self._param_group, [shard.name for shard in self.shards]))
 
     @property
     def gathered_dtype(self) -> torch.dtype:
@@ -82,8 +70,7 @@ class FSDPUnit(Unit):
     @property
     def is_in_backward(self) -> bool:
         # Activation checkpointing runs forward passes within the backward pass.
-        in_backward: bool = self._param_group._training_state.name == "PRE_BACKWARD"
-        return in_backward or _is_autograd_running()
+        return torch._C._current_graph_task_id() != -1 or self._param_group._training_state.name == "PRE_BACKWARD"
 
     @property
     def is_in_forward(self) -> bool:
@@ -118,10 +105,32 @@ class FSDPUnit(Unit):
         """Let FSDP2 call ``hook`` with what it has all-reduced over replicas."""
         self._param_group._all_reduce_hook = hook
 
-    def time_stalls(self) -> None:
-        """Time where FSDP2 lets the stream that computes wait for those of collectives. On a CPU they are one."""
-        for name in ("wait_for_unshard", "post_backward", "finalize_backward"):
-            setattr(self._param_group, name, self.waits.stall()(getattr(self._param_group, name)))
+    def follow_backward(self, reduces_unused: bool, watches_use: bool) -> None:
+        """Put in front of FSDP2's ``post_backward`` what ZeRO++ needs there, and time where it waits.
+
+        reduces_unused: let FSDP2 reduce zeros for trainable parameters that a backward pass did not use, where torch
+        can. watches_use: note which parameters backward passes use.
+        """
+        group, waits = self._param_group, self.waits
+        reduces_unused = reduces_unused and hasattr(self.module, "set_reduce_scatter_unused_params")
+        if reduces_unused:
+            self.module.set_reduce_scatter_unused_params(True)
+        if waits.device.type == "cuda":  # where FSDP2 lets the stream that computes wait; on a CPU streams are one
+            for name in ("wait_for_unshard", "finalize_backward"):
+                setattr(group, name, waits.stall()(getattr(group, name)))
+        elif not (reduces_unused or watches_use):
+            return
+        reduce = group.post_backward
+
+        def post_backward(*arguments: Any) -> None:
+            if watches_use:
+                self._note_use()
+            if reduces_unused and group.reduce_grads:
+                _take_one_gradient_dtype(group.fsdp_params)
+            with waits.stall():
+                reduce(*arguments)
+
+        group.post_backward = post_backward
 
     def check_collectives(self) -> None:
         """Raise RuntimeError if FSDP2 was given others since."""
@@ -136,8 +145,8 @@ class FSDPUnit(Unit):
     def is_read_in_backward(self) -> bool:
         """Whether something reads reduced gradients before the backward pass is over, or nothing says when it is."""
         # Pipeline schedules that split the backward pass call FSDP2 by hand, when none runs.
-        has_hooks = any(getattr(p, "_post_accumulate_grad_hooks", None) for p in self.parameters)
-        return has_hooks or self._param_group._all_reduce_hook is not None or not _is_autograd_running()
+        hooks = [getattr(parameter, "_post_accumulate_grad_hooks", None) for parameter in self.parameters]
+        return any(hooks) or self._param_group._all_reduce_hook is not None or backward_pass() == -1
 
     def divisor_after_reduction(self, dtype: torch.dtype, group: dist.ProcessGroup) -> float | None:
         """What FSDP2 divides gradients of ``dtype`` by after they are reduced; None = nothing more to divide."""
@@ -154,10 +163,10 @@ class FSDPUnit(Unit):
 
     def add_gradient(self, shard: Tensor) -> None:
         """Add a reduced gradient fp32 [L] to the ``.grad`` of the trainable parameters, which FSDP2 has made."""
-        params = [param for param in self._param_group.fsdp_params if param.sharded_param.requires_grad]
-        gradients = [param.sharded_param.grad.to_local() for param in params]
+        part, params = self.trainable, self._param_group.fsdp_params
+        gradients = [params[index].sharded_param.grad.to_local() for index in part.indices]
         shard = shard.to(gradients[0].device)  # offloaded ones are in host memory
-        pieces = shard.split([param.padded_sharded_param_size.numel() for param in params])
+        pieces = shard.split([parameter.numel for parameter in part.parameters])
         # FSDP2's padding is at the end of each.
         own = [piece[: g.numel()].view(g.shape) for piece, g in zip(pieces, gradients, strict=True)]
         torch._foreach_add_(gradients, own)
@@ -166,32 +175,11 @@ class FSDPUnit(Unit):
         """Gather again what is still gathered, as outermost units are behind an evaluation."""
         self.module.reshard()
 
-    def reduce_unused(self) -> None:
-        """Let FSDP2 reduce zeros for trainable parameters that a backward pass did not use, where torch can."""
-        if not hasattr(self.module, "set_reduce_scatter_unused_params"):
-            return
-        self.module.set_reduce_scatter_unused_params(True)
-        post_backward = self._param_group.post_backward
-
-        def of_one_dtype(*arguments: Any) -> None:
-            if self._param_group.reduce_grads:
-                _take_one_gradient_dtype(self._param_group.fsdp_params)
-            post_backward(*arguments)
-
-        self._param_group.post_backward = of_one_dtype
-
-    def watch_use(self) -> None:
-        """Note from now on which parameters backward passes use. Behind ``reduce_unused``, whose zeros are no use."""
-        post_backward = self._param_group.post_backward
-
-        def watched(*arguments: Any) -> None:
-            params = self._param_group.fsdp_params
-            if self._without_gradient is None:
-                self._without_gradient = {i for i, param in enumerate(params) if param.sharded_param.grad is None}
-            self._used |= {i for i, param in enumerate(params) if _has_gradient(param)}
-            post_backward(*arguments)
-
-        self._param_group.post_backward = watched
+    def _note_use(self) -> None:
+        params = self._param_group.fsdp_params
+        if self._without_gradient is None:
+            self._without_gradient = {i for i, param in enumerate(params) if param.sharded_param.grad is None}
+        self._used |= {i for i, param in enumerate(params) if _has_gradient(param)}
 
     def use(self) -> list[bool]:
         """Of each parameter whether this step used it; also of frozen ones, and those that had a gradient before."""
@@ -214,21 +202,30 @@ class FSDPUnit(Unit):
         return is_last
 
     @property
-    def reduces_gradients(self) -> bool:
-        """What ``set_requires_gradient_sync`` said."""
-        reduces: bool = self._param_group.reduce_grads
-        return reduces
-
-    @property
     def holds_reduced_gradients(self) -> bool:
         """Whether ``.grad`` has what was reduced before, to which FSDP2 will add."""
-        return any(parameter.grad is not None for parameter in self.parameters)
+        return any([parameter.grad is not None for parameter in self.parameters])
 
     @property
     def stays_gathered(self) -> bool:
         """Whether a forward pass leaves the parameters gathered for the passes that follow."""
         stays: bool = not self._param_group._reshard_after_forward
         return stays
+
+
+def _specification(param_group: Any, names: Sequence[str]) -> tuple[tuple[ParameterShard, ...], frozenset[int]]:
+    """The parts of a rank's flat shard, in the order in which FSDP2 concatenates them, and which are packed."""
+    params = param_group.fsdp_params
+    packed = frozenset(index for index, param in enumerate(params) if _is_packed(param))
+    shards = [
+        ParameterShard(
+            name,
+            numel=param.padded_sharded_param_size.numel(),
+            quantizable=param.sharded_param.ndim >= 2 and index not in packed,
+        )
+        for index, (name, param) in enumerate(zip(names, params, strict=True))
+    ]
+    return tuple(shards), packed
 
 
 def _is_packed(param: Any) -> bool:
@@ -255,7 +252,7 @@ def _take_one_gradient_dtype(params: Sequence[Any]) -> None:
     FSDP2 reduces gradients of one dtype alone. It has the others in that of the parameters: what only this pass used,
     and zeros for what none did.
     """
-    if all(param.unsharded_accumulated_grad is None for param in params):
+    if not [True for param in params if param.unsharded_accumulated_grad is not None]:
         return
     for param in params:
         if param.unsharded_accumulated_grad is None and param.sharded_param.requires_grad:
@@ -275,6 +272,7 @@ def find_units(model: nn.Module, ranks_per_node: int | None) -> list[FSDPUnit]:
     topologies: dict[dist.ProcessGroup, Topology] = {}
     found = _find_param_groups(model)
     waits = Waits(found[0][2].device)
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
     largest = max((group.mesh_info.shard_process_group for _, _, group in found), key=lambda group: group.size())
 
     def topology_of(group: dist.ProcessGroup, ranks_per_node: int | None) -> Topology:
@@ -292,7 +290,10 @@ def find_units(model: nn.Module, ranks_per_node: int | None) -> list[FSDPUnit]:
         elif per_node is not None:
             per_node = ranks_per_node_of_part(group, largest, per_node)
         topology = topology_of(group, per_node)
-        units.append(FSDPUnit(name, module, topology, replicas, param_group, waits))
+        params = param_group.fsdp_params
+        own_names = [names.get(id(param.sharded_param), f"parameter {i}") for i, param in enumerate(params)]
+        shards, packed = _specification(param_group, own_names)
+        units.append(FSDPUnit(name, shards, module, topology, replicas, param_group, waits, packed=packed))
     return units
 
 
@@ -336,8 +337,8 @@ def _param_groups_of(module: FSDPModule) -> list[Any]:
 def follow_forward_passes(model: nn.Module, units: Sequence[FSDPUnit], begin: Callable[[bool], None]) -> None:
     """Call ``begin`` before each forward pass of ``model``, or of a part of it, gathers anything.
 
-    With whether FSDP2 is told that the backward pass that follows ends a step: by ``set_is_last_backward``, and by
-    ``set_requires_gradient_sync``.
+    With whether the backward pass that follows ends a step: by FSDP2's ``set_is_last_backward``, the one signal of it,
+    and by ``set_requires_gradient_sync``.
     Methods of ``register_fsdp_forward_method`` are forward passes, too. The first pass raises RuntimeError if ``model``
     has got units beside ``units``.
     """
@@ -350,18 +351,27 @@ def follow_forward_passes(model: nn.Module, units: Sequence[FSDPUnit], begin: Ca
         nonlocal is_checked
         if not is_checked:
             _check_for_later_units(model, units)
+            for unit in units:
+                unit.respecify()
             is_checked = True
         # Whose pass it is, if one has begun; this unit's own, if its last pass was ended by an exception.
         root = state_of[module]._state_ctx.iter_forward_root
-        if (root is state_of[module] or root not in states) and not _is_autograd_running():
-            is_last = all(state._state_ctx.is_last_backward for state in states)
-            begin(is_last and all(unit.reduces_gradients for unit in units))
+        if (root is state_of[module] or root not in states) and backward_pass() == -1:
+            is_last = all([state._state_ctx.is_last_backward for state in states])
+            begin(is_last and all([unit._param_group.reduce_grads for unit in units]))
 
     hook = torch.compiler.disable(before_forward)
     for module in state_of:
         module.register_forward_pre_hook(hook, prepend=True)
     for state in states:
         state._pre_forward = _after(hook, state._pre_forward)  # all that such a method runs; hooks hold the one before
+
+
+def set_is_last_backward(model: nn.Module, is_last: bool) -> None:
+    """Say to every FSDP2 module of ``model`` what the root says to those below it once a pass has begun."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_is_last_backward(is_last)
 
 
 def _after(hook: Callable[[nn.Module, Any], None], pre_forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -380,11 +390,6 @@ def _check_for_later_units(model: nn.Module, units: Sequence[FSDPUnit]) -> None:
                 f"fully_shard was called on {name or 'the root module'} after apply_zeropp, which does not know of it: "
                 "call apply_zeropp after the last fully_shard"
             )
-
-
-def _is_autograd_running() -> bool:
-    """Whether this thread is in a backward pass."""
-    return backward_pass() != -1
 
 
 def backward_pass() -> int:

@@ -8,8 +8,9 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from .config import SCALE_DTYPES, ZeroPPConfig
+from .config import ZeroPPConfig
 from .element_scales import ElementScales, ScaledFormat
+from .formats import Formats
 from .gradient_sum import GradientSum
 from .loco import ErrorFeedback
 from .micro_batch import MicroBatch
@@ -20,7 +21,7 @@ from .state_keys import below
 from .topology import RankLayout
 from .traffic import Traffic
 from .unit import Unit
-from .wire_format import WireFormat, wire_format
+from .wire_format import WireFormat
 
 
 @dataclass
@@ -95,18 +96,18 @@ class GradientHop:
 
     def state_dict(self) -> dict[str, Tensor]:
         """Of the same keys and shapes whether anything came or not: what is not there yet is zeros."""
-        parameters, state = self.unit.parameter_shards(trainable_only=True), dict[str, Tensor]()
+        part, state = self.unit.trainable, dict[str, Tensor]()
         zeros = partial(torch.zeros, dtype=torch.uint8, device=self.unit.device)
         if self.feedback is not None:
             own = self.feedback.state_dict()
             if "error" not in own:
-                format = self.feedback.format(parameters, self.config.gradient_block_size)
+                format = self.feedback.format(part.parameters, self.config.gradient_block_size)
                 own["error"] = zeros(*self.rows, format.nbytes)
             state |= {f"{self.name}.{key}": value for key, value in own.items()}
         if self.element_scales is not None:
             own = self.element_scales.state_dict()
             if "exponents" not in own:
-                own["exponents"] = zeros(2, *self.rows, sum(parameter.numel for parameter in parameters))
+                own["exponents"] = zeros(2, *self.rows, part.numel)
             state |= {f"element_scales.{key}": value for key, value in own.items()}
         return state
 
@@ -145,8 +146,10 @@ class GradientHops:
         micro_batch: MicroBatch,
     ) -> None:
         self.unit, self.layout, self.config, self.micro_batch = unit, layout, config, micro_batch
+        self.formats = Formats(config, layout.num_nodes)
         # On one rank nothing is rounded.
-        self.node_sum = NodeSum(unit, config if layout.world_size > 1 else replace(config, gradient_sum_dtype="fp32"))
+        kept_as = config if layout.world_size > 1 else replace(config, gradient_sum_dtype="fp32")
+        self.node_sum = NodeSum(unit, Formats(kept_as, layout.num_nodes))
         self.begun_at = 0  # the unit's optimizer steps when this step's first micro-batch came
         self.progress = Progress()
         self._rotation: WireFormat | None = None  # whose quantized parameters are rotated
@@ -164,15 +167,14 @@ class GradientHops:
         num_nodes, ranks_per_node = layout.num_nodes, layout.ranks_per_node
         self.within_node = hop(name="intra", rows=(ranks_per_node, num_nodes)) if ranks_per_node > 1 else None
         self.between_nodes = hop(name="inter", rows=(num_nodes,)) if num_nodes > 1 else None
+        self._hops = [hop for hop in (self.within_node, self.between_nodes) if hop is not None]
+        # LoCo's, by the name of the hop.
+        self.feedback = {hop.name: hop.feedback for hop in self._hops if hop.feedback is not None}
 
-    @property
-    def _hops(self) -> list[GradientHop]:
-        return [hop for hop in (self.within_node, self.between_nodes) if hop is not None]
-
-    @property
-    def feedback(self) -> dict[str, ErrorFeedback]:
-        """LoCo's, by the name of the hop."""
-        return {hop.name: hop.feedback for hop in self._hops if hop.feedback is not None}
+    def rescale_errors(self, factor: float) -> None:
+        """Say that the loss scale, and with it every gradient to come, was multiplied by ``factor``."""
+        for feedback in self.feedback.values():
+            feedback.rescale(factor)
 
     @property
     def element_scales(self) -> ElementScales | None:
@@ -186,24 +188,15 @@ class GradientHops:
                 feedback.begin_step()
             if self.element_scales is not None:
                 self.element_scales.begin_step()
-        parameters, config = self.unit.parameter_shards(trainable_only=True), self.config
-        of_bits = partial(
-            wire_format,
-            parameters,
-            block_size=config.gradient_block_size,
-            scale_dtype=SCALE_DTYPES[config.scale_dtype],
-        )
+        part, dtype = self.unit.trainable, gradients.dtype
         if self.within_node is not None:
-            self.within_node.format = of_bits(
-                config.gradient_intra_bits, scaling=config.gradient_intra_scaling, dtype=gradients.dtype
-            )
+            self.within_node.format = self.formats.gradients_within_node(part, dtype)
         if self.between_nodes is not None:
-            bits, scaling = config.gradient_code(self.micro_batch.optimizer_steps)
-            sums_dtype = config.sums_dtype(gradients.dtype)
-            self.between_nodes.format = of_bits(bits, scaling=scaling, dtype=sums_dtype)
-        if config.hadamard:
-            # Sums of rotated gradients are rotated sums: rotate once before both hops and back once after them.
-            self._rotation = of_bits(config.gradient_bits or config.gradient_intra_bits, dtype=gradients.dtype)
+            step = self.micro_batch.optimizer_steps
+            self.between_nodes.format = self.formats.gradients_between_nodes(part, dtype, step)
+        # Sums of rotated gradients are rotated sums: rotate once before both hops and back once after them.
+        self._rotation = self.formats.rotation(part, dtype)
+        if self._rotation is not None:
             gradients = self._rotation.rotate(gradients)
         return GradientSum(gradients.transpose(0, 1))
 

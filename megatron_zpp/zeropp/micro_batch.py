@@ -13,8 +13,7 @@ class MicroBatch:
     """Where the training loop is, shared by all units."""
 
     is_last: bool = True
-    is_told: bool = False  # by the loop, through set_is_last_micro_batch; else FSDP2's own flag is read
-    accumulations: int = 0  # that the loop has begun by saying that a micro-batch is not the last
+    accumulations: int = 0  # that have begun with a micro-batch that is not the last
     is_accumulating: bool = False
     optimizer_steps: int = 0  # so far, but those whose gradients were thrown away
     is_step_complete: bool = False  # all gradients of one more were reduced since the last forward pass
@@ -28,18 +27,8 @@ class MicroBatch:
         """The gradients since the last optimizer step are thrown away."""
         self.is_accumulating = self.is_step_complete = False
 
-    def tell(self, is_last: bool) -> None:
-        """The loop says which backward pass comes next."""
-        self.is_told = True
-        self.begin(is_last)
-
-    def see(self, is_last_backward: bool) -> None:
-        """What ``set_is_last_backward`` said to FSDP2; it counts where the loop says nothing to ZeRO++."""
-        if not self.is_told:
-            self.begin(is_last_backward)
-
     def begin(self, is_last: bool) -> None:
-        """The loop's next backward pass is, or is not, the step's last."""
+        """Say whether the backward pass that comes, or runs, is the step's last."""
         if not is_last and (self.is_last or not self.is_accumulating):
             self.accumulations, self.is_accumulating = self.accumulations + 1, True
         self.is_last = is_last

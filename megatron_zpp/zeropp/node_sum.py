@@ -7,12 +7,12 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from .config import ZeroPPConfig
 from .encoded_addend import encoded_addend
+from .formats import Formats
 from .gradient_sum import GradientSum
 from .quantization import counter_uniform
 from .unit import Unit
-from .wire_format import WireFormat, wire_format
+from .wire_format import WireFormat
 
 
 class NodeSum:
@@ -25,15 +25,14 @@ class NodeSum:
     With ``offload_gradient_sums`` it waits in host memory. The copies run on the stream that reduces gradients.
     """
 
-    def __init__(self, unit: Unit, config: ZeroPPConfig) -> None:
-        self.unit, self.config = unit, config
+    def __init__(self, unit: Unit, formats: Formats) -> None:
+        self.unit, self.formats, self.config = unit, formats, formats.config
         self.kept: Tensor | None = None  # fp32 or bf16 [N, L]; int8: wire buffers uint8 [N, nbytes]
 
     @property
     def format(self) -> WireFormat:
-        """Of int8 sums. Small and one-dimensional parameters stay in fp32."""
-        parameters = self.unit.parameter_shards(trainable_only=True)
-        return wire_format(parameters, 8, self.config.gradient_block_size, torch.float32)
+        """Of int8 sums."""
+        return self.formats.node_sum(self.unit.trainable)
 
     def plus(self, arrived: GradientSum) -> GradientSum:
         """The sum [N, L] of what arrived of this micro-batch, and of what was kept."""

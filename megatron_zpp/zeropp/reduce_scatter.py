@@ -61,7 +61,7 @@ class HierarchicalReduceScatter(TorchAllocator, ReduceScatter):
     ) -> dist.Work | None:
         refuse_capture(self.unit)
         topology, hops = self.unit.topology, self.hops
-        self.micro_batch.see(self.unit.is_last_backward)
+        self.micro_batch.begin(self.unit.is_last_backward)
         self.micro_batch.reduced()
         if self.micro_batch.is_last:
             self._warn_of_accumulation()
@@ -109,7 +109,7 @@ class HierarchicalReduceScatter(TorchAllocator, ReduceScatter):
             warn_of_accumulation()
 
     def _check_reduced(self, shard_numel: int) -> None:
-        if sum(parameter.numel for parameter in self.unit.parameter_shards(trainable_only=True)) != shard_numel:
+        if self.unit.trainable.numel != shard_numel:
             raise RuntimeError(
                 f"some trainable parameters of {self.unit.label} got no gradient in this backward pass; FSDP2 then "
                 "leaves them out and quantized gradients cannot tell which. Freeze them (requires_grad = False), or "

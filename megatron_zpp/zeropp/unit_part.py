@@ -1,13 +1,15 @@
-"""Some of a unit's parameters, which travel without the others: where they are in its shards and wire buffers."""
+"""Some of a unit's parameters, which are sent without the others: where they are in shards and wire buffers."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch
 from torch import Tensor
 
+from .wire_format import WireFormat
 from .wire_layout import ParameterShard, WireLayout
 
 
@@ -17,15 +19,40 @@ class UnitPart:
 
     of_unit: tuple[ParameterShard, ...]
     indices: tuple[int, ...]
+    _formats: dict[tuple[object, ...], WireFormat] = field(default_factory=dict, compare=False, repr=False)
 
-    @property
+    @classmethod
+    def whole(cls, parameters: Sequence[ParameterShard]) -> UnitPart:
+        """Return the part that is all of a unit."""
+        return cls(tuple(parameters), tuple(range(len(parameters))))
+
+    @cached_property
     def is_whole(self) -> bool:
         """Whether the part is all of the unit, and ``take`` and ``put`` copy nothing."""
         return len(self.indices) == len(self.of_unit)
 
-    @property
+    @cached_property
     def parameters(self) -> tuple[ParameterShard, ...]:
         return tuple(self.of_unit[index] for index in self.indices)
+
+    @cached_property
+    def numel(self) -> int:
+        """Elements of a rank's shard, l."""
+        return sum(parameter.numel for parameter in self.parameters)
+
+    def format(
+        self,
+        bits: int | None,
+        block_size: int | None,
+        dtype: torch.dtype,
+        scaling: str | None = None,
+        scale_dtype: torch.dtype = torch.float32,
+    ) -> WireFormat:
+        """Return the part's ``WireFormat`` of these arguments, made once."""
+        key = bits, block_size, dtype, scaling, scale_dtype
+        if key not in self._formats:
+            self._formats[key] = WireFormat(self.parameters, bits, block_size, dtype, scaling, scale_dtype)
+        return self._formats[key]
 
     @cached_property
     def columns(self) -> list[slice]:

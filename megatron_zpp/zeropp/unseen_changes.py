@@ -58,8 +58,8 @@ def state_of_changes(
     for key, part in zip(CHECKSUM_KEYS, unit.parts, strict=False):
         value = known.get(part.indices) if set(part.indices).isdisjoint(unsent) else None
         if value is None:
-            numel = sum(parameter.numel for parameter in part.parameters)
-            value = torch.zeros_like(checksum(torch.empty(numel, dtype=dtype, device="meta")), device=unit.device)
+            empty = torch.empty(part.numel, dtype=dtype, device="meta")
+            value = torch.zeros_like(checksum(empty), device=unit.device)
         state[key] = value
     if len(unit.parts) > 1:
         state["unsent"] = torch.tensor([index in unsent for index in unit.whole.indices])
@@ -72,7 +72,7 @@ def load_changes(unit: Unit, state: Mapping[str, Tensor], has_copies: bool) -> d
         unsent = set(state["unsent"].nonzero().flatten().tolist())
     else:
         unsent = set() if not state or state["is_current"] else set(unit.whole.indices)
-    if has_copies and unit.parameters_changed():
+    if has_copies and unit.changed():
         unit.mark_gathered()
         unit.mark_moved(unsent)
         unit.may_have_stepped = True  # or there would be no copies
@@ -115,12 +115,13 @@ class UnseenChanges:
 
     def look_for(self, unit: FSDPUnit) -> None:
         """Mark ``unit``, which is about to be gathered, as changed if it is; in a forward pass the other units too."""
-        if unit.is_in_backward or not unit.unchanged_parts:
+        known = self.passes.known
+        if unit.is_in_backward or (unit in known and unit.is_in_forward) or not unit.unchanged_parts():
             return
-        if not unit.is_in_forward:
+        if unit.is_in_forward:
+            self._look_at([other for other in self.units if other.is_sharded and other not in known])
+        else:
             self._look_at([unit])  # ``unshard()`` by hand
-        elif unit not in self.passes.known:
-            self._look_at([other for other in self.units if other.is_sharded and other not in self.passes.known])
 
     def gathered(self, unit: FSDPUnit, shard: Tensor, part: UnitPart) -> None:
         """A part of ``unit``, whose shard is [L], goes between nodes."""
@@ -132,7 +133,7 @@ class UnseenChanges:
         unit.checksums |= checksums(shard, unit.parts if part.is_whole else (part,))
 
     def _look_at(self, units: Sequence[FSDPUnit]) -> None:
-        units = [unit for unit in units if unit.unchanged_parts and unit.checksums]
+        units = [unit for unit in units if unit.unchanged_parts() and unit.checksums]
         if not units:
             return
         self.passes.known.update(units)
@@ -146,7 +147,7 @@ class UnseenChanges:
 
 def _has_changed(unit: FSDPUnit) -> Tensor:
     """Whether what nothing says of that it changed is other than what the unit has the checksums of; on its device."""
-    now = checksums(unit.flat_shard(), unit.unchanged_parts)
+    now = checksums(unit.flat_shard(), unit.unchanged_parts())
     return torch.stack([_differs(value, unit.checksums.get(indices)) for indices, value in now.items()]).any()
 
 

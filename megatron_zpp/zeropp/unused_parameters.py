@@ -22,8 +22,6 @@ class UnusedParameters:
         self.topology, self.units, self.traffic = topology, units, traffic
         self._in_flight: list[FSDPUnit] = []  # whose last gradients of this step are on their way
         self._backward_pass = -1
-        for unit in units:
-            unit.watch_use()
 
     def sent(self, unit: FSDPUnit) -> None:
         """The unit's last gradients of a step are on their way; all units' are before the first ``arrived``."""

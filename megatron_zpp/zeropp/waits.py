@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -38,18 +38,17 @@ class Waits:
         intervals, link = self._within_nodes, "within nodes"
         if crosses_nodes:
             intervals, link = self._between_nodes, "between nodes"
-        if self.are_named:
-            with record_function(f"{name} {link}: {unit.label}"), self._timed(intervals):
-                yield
-        else:
-            with self._timed(intervals):
-                yield
+        with record_function(f"{name} {link}: {unit.label}") if self.are_named else nullcontext():
+            begin = self._now()
+            yield
+            self._note(intervals, begin)
 
     @contextmanager
     def stall(self) -> Iterator[None]:
-        """Around where the stream that computes waits for others."""
-        with self._timed(self._stalls):
-            yield
+        """Around where the stream that computes waits for others. On a CPU there is one stream."""
+        begin = self._now() if self.device.type == "cuda" else None
+        yield
+        self._note(self._stalls, begin)
 
     def take(self) -> tuple[float, float]:
         """Seconds waited for links within nodes, and between nodes, since the last call.
@@ -74,21 +73,19 @@ class Waits:
             intervals.clear()
         return seconds
 
-    @contextmanager
-    def _timed(self, intervals: list[Interval]) -> Iterator[None]:
-        if not self._is_recording:
-            yield
-            return
-        begin = self._now()
-        yield
-        intervals.append((begin, self._now()))
-
     def _now(self) -> Any:
+        """Seconds, or an event; None while nothing is recorded."""
+        if not self._is_recording:
+            return None
         if self.device.type != "cuda":
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
         event.record(current_stream(self.device))
         return event
+
+    def _note(self, intervals: list[Interval], begin: Any) -> None:
+        if begin is not None:
+            intervals.append((begin, self._now()))
 
 
 def since(first: Any, interval: Interval) -> Interval:

@@ -7,107 +7,87 @@ from collections.abc import Collection, Mapping
 import torch
 from torch import Tensor
 
-from .config import SCALE_DTYPES, ZeroPPConfig
+from .config import ZeroPPConfig
 from .encoded_addend import can_be_addend, encoded_addend
+from .formats import Formats
 from .micro_batch import MicroBatch
 from .monitor import ErrorMonitor
 from .quantization import mix_seed
-from .topology import RankLayout
 from .unit import Unit
 from .unit_part import UnitPart
 from .unseen_changes import state_of_changes
-from .wire_format import WireFormat, wire_format
-from .wire_layout import ParameterShard
-
-Parameters = tuple[ParameterShard, ...]
+from .wire_format import WireFormat
 
 
 class WeightEncoder:
-    """The encoder of one unit's shards [L]. ``versions`` counts those of the parameters, so far."""
+    """The encoder of one unit's shards [L], or of those of a part of it. ``versions`` counts the parameters' so far."""
 
     def __init__(
-        self, unit: Unit, layout: RankLayout, config: ZeroPPConfig, monitor: ErrorMonitor, micro_batch: MicroBatch
+        self, unit: Unit, num_nodes: int, config: ZeroPPConfig, monitor: ErrorMonitor, micro_batch: MicroBatch
     ) -> None:
         self.unit, self.config, self.monitor, self.micro_batch = unit, config, monitor, micro_batch
-        # On one node there is no secondary partition to be different from.
-        self.sends_differences = config.weight_difference_bits is not None and layout.num_nodes > 1
+        self.formats = Formats(config, num_nodes)
         # Stochastic rounding is right on average over many roundings.
-        unit.travels_whole = config.weight_rounding == "stochastic"
-        self.keeps_wires = config.hpz_secondary_dtype == "int8"
+        unit.gathers_frozen = config.weight_rounding == "stochastic"
         self.versions = 0
         self._sampled: dict[int, int] = {}  # by rank, the version whose error the monitor has
 
-    def in_full(self, dtype: torch.dtype, parameters: Parameters | None = None) -> WireFormat:
-        """Of shards themselves, as they go to other nodes, or to all ranks; of all ``parameters``, or of some."""
-        config = self.config
-        # Copies that differences move later begin as good as they are kept.
-        is_quantized = config.quantized_weights and (self.keeps_wires or not self.sends_differences)
-        bits = config.weight_bits if is_quantized else None
-        return self._format(bits, config.weight_block_size, config.weight_scaling, dtype, parameters)
+    def differences(self, part: UnitPart, dtype: torch.dtype) -> WireFormat:
+        """Return the format of what changed since the secondary partition, by the last optimizer step."""
+        return self.formats.differences(part, dtype, self.micro_batch.optimizer_steps - 1)
 
-    def differences(self, dtype: torch.dtype, parameters: Parameters | None = None) -> WireFormat:
-        """Of what changed since the secondary partition, by the last optimizer step."""
-        bits, scaling = self.config.weight_difference_code(self.micro_batch.optimizer_steps - 1)
-        return self._format(bits, self.config.weight_difference_block_size, scaling, dtype, parameters)
-
-    def within_node(self, dtype: torch.dtype, parameters: Parameters | None = None) -> WireFormat | None:
-        """Of the secondary partition among the ranks of a node; None = as it is."""
-        config = self.config
-        if self.keeps_wires:
-            return self._format(config.weight_bits, config.weight_block_size, config.weight_scaling, dtype, parameters)
-        if config.weight_intra_bits is None:
-            return None
-        scaling = config.weight_intra_scaling
-        return self._format(config.weight_intra_bits, config.weight_block_size, scaling, dtype, parameters)
-
-    def encode(self, shard: Tensor, format: WireFormat, rank: int, copy: Tensor | None = None) -> Tensor:
-        """Encode the shard [L] of ``rank``, or its difference from a ``copy`` of it as it is kept: uint8 [nbytes].
-
-        As in all that follows, the shard may be of some parameters; those of the format.
-        """
-        minus = self.copies_as_numbers(copy, shard.dtype, format.parameters) if copy is not None else None
+    def encode(
+        self, shard: Tensor, format: WireFormat, part: UnitPart, rank: int, copy: Tensor | None = None
+    ) -> Tensor:
+        """Encode the shard [L] of ``rank``, or its difference from a ``copy`` of it as it is kept: uint8 [nbytes]."""
+        minus = self.copies_as_numbers(copy, part, shard.dtype) if copy is not None else None
         # The noise depends on the version, so that every gather of one version gives the same weights.
         return format.encode(shard, self._noise_seed("inter", rank), minus=minus)
 
-    def sample(self, shard: Tensor, format: WireFormat, wire: Tensor, rank: int, copy: Tensor | None = None) -> None:
+    def sample(
+        self, shard: Tensor, format: WireFormat, part: UnitPart, wire: Tensor, rank: int, copy: Tensor | None = None
+    ) -> None:
         """Sample the error of what ``encode`` made of the same arguments, if the monitor wants it."""
         # qwZ alone gathers a version several times.
         if self.monitor.is_due(self.versions) and self._sampled.get(rank) != self.versions:
             self._sampled[rank] = self.versions
             arrived = format.decode(wire, out=torch.empty_like(shard, dtype=torch.float32))
             if copy is not None:
-                arrived.add_(self.copies_as_numbers(copy, shard.dtype, format.parameters))
+                arrived.add_(self.copies_as_numbers(copy, part, shard.dtype))
             self.monitor.record("weights", self.unit.name, shard, arrived)
             self.monitor.record_codes("weights", self.unit.name, format, wire)
 
-    def copies_as_numbers(self, copies: Tensor, dtype: torch.dtype, parameters: Parameters | None = None) -> Tensor:
+    def copies_as_numbers(self, copies: Tensor, part: UnitPart, dtype: torch.dtype) -> Tensor:
         """Copies [..., L] as they are, or fp32 [..., L] of those that are kept as wires, uint8 [..., nbytes]."""
-        if not self.keeps_wires:
+        if not self.formats.keeps_wires:
             return copies
-        kept = self.in_full(dtype, parameters)
+        kept = self.formats.weights(part, dtype)
         return kept.decode(copies, out=torch.empty(*copies.shape[:-1], kept.numel, device=copies.device))
 
     def copies_of(self, part: UnitPart, copies: Tensor, dtype: torch.dtype) -> Tensor:
         """The copies of a part, kept in the same way, of those of a whole unit."""
-        if not self.keeps_wires:
+        if not self.formats.keeps_wires:
             return part.take(copies)
-        return part.take_wires(copies, self.in_full(dtype), self.in_full(dtype, part.parameters))
+        return part.take_wires(copies, self.formats.weights(self.unit.whole, dtype), self.formats.weights(part, dtype))
 
     def put_copies(self, part: UnitPart, own: Tensor, copies: Tensor, dtype: torch.dtype) -> Tensor:
         """Write a part's own copies over those in a whole unit's, and return these; they may be its own."""
-        if not self.keeps_wires:
+        if not self.formats.keeps_wires:
             return part.put(own, copies)
-        return part.put_wires(own, copies, self.in_full(dtype), self.in_full(dtype, part.parameters))
+        formats = self.formats.weights(self.unit.whole, dtype), self.formats.weights(part, dtype)
+        return part.put_wires(own, copies, *formats)
 
-    def move_copies(self, copies: Tensor, wires: Tensor, differences: WireFormat, dtype: torch.dtype) -> Tensor:
+    def move_copies(
+        self, copies: Tensor, wires: Tensor, differences: WireFormat, part: UnitPart, dtype: torch.dtype
+    ) -> Tensor:
         """Add ``differences`` as they arrived, uint8 [R, nbytes], to copies of R shards: the new ones, kept as before.
 
         Whoever holds a copy gets the same one, to the bit.
         """
-        if not self.keeps_wires:
+        if not self.formats.keeps_wires:
             return differences.decode_sum(wires.unsqueeze(0), out=copies, accumulate=True)
         # Rounded to nearest: what this loses is in the next difference, which is taken from the copy as it is kept.
-        kept = self.in_full(dtype, differences.parameters)
+        kept = self.formats.weights(part, dtype)
         moved = torch.empty(len(wires), differences.numel, device=wires.device)
         if can_be_addend(kept):
             return kept.encode(differences.decode(wires, out=moved), compensation=encoded_addend(kept, copies))
@@ -118,17 +98,6 @@ class WeightEncoder:
         """Encode the secondary partition [N, L] of the ranks with this ``local_rank``: uint8 [N, nbytes]."""
         # The same noise in every node, so that all ranks see the same weights.
         return format.encode(partition, self._noise_seed("intra", local_rank))
-
-    def _format(
-        self,
-        bits: int | None,
-        block_size: int | None,
-        scaling: str | None,
-        dtype: torch.dtype,
-        parameters: Parameters | None = None,
-    ) -> WireFormat:
-        scale_dtype = SCALE_DTYPES[self.config.scale_dtype]
-        return wire_format(parameters or self.unit.parameter_shards(), bits, block_size, dtype, scaling, scale_dtype)
 
     def _noise_seed(self, hop: str, source: int) -> int | None:
         if self.config.weight_rounding == "nearest":
@@ -141,7 +110,7 @@ class WeightEncoder:
             return {}
         return {
             "versions": torch.tensor(self.versions),
-            "is_current": torch.tensor(not self.unit.parameters_changed()),  # an evaluation may have gathered already
+            "is_current": torch.tensor(not self.unit.changed()),  # an evaluation may have gathered already
         }
 
     def partition_state(
@@ -156,14 +125,14 @@ class WeightEncoder:
 
         Of the same keys and shapes whether it is there or not: what is not is zeros.
         """
-        numel, device = sum(parameter.numel for parameter in self.unit.parameter_shards()), self.unit.device
+        numel, device = self.unit.whole.numel, self.unit.device
         state = state_of_changes(self.unit, known, unsent, dtype)
-        if not self.sends_differences:
+        if not self.formats.sends_differences:
             return state
         state["has_copies"] = torch.tensor(copies is not None)
-        if self.keeps_wires:
+        if self.formats.keeps_wires:
             state["copies_dtype"] = torch.zeros(1, dtype=dtype)  # that they were encoded from
-            numel, dtype = self.in_full(dtype).nbytes, torch.uint8
+            numel, dtype = self.formats.weights(self.unit.whole, dtype).nbytes, torch.uint8
         if copies is None:
             state["copies"] = torch.zeros(num_nodes, numel, dtype=dtype, device=device)
         else:

@@ -47,7 +47,7 @@ class WireFormat(WireLayout):
         """
         addend, sign = (plus, 1) if minus is None else (minus, -1)
         wire = self._empty_wire(values.shape[:-1], values.device) if out is None else out
-        if self._has_kernels(values.device, values, addend):
+        if self._has_kernels(values.device, values.dtype, addend):
             torch.ops.megatron_zpp.encode(
                 values, None, [], addend, sign, wire, self.table, *_arguments(compensation), noise_seed
             )
@@ -71,8 +71,8 @@ class WireFormat(WireLayout):
         in ``encode``.
         """
         wire = self._empty_wire(peers.shape[1:-1], peers.device) if out is None else out
-        one_pass = source.bits is None or self.bits is not None
-        if not one_pass or not self._has_kernels(peers.device, source, plus):
+        one_pass = source.is_compiled and (source.bits is None or self.bits is not None)
+        if not one_pass or not self._has_kernels(peers.device, source.dtype, plus):
             total = source.decode_sum(peers, out=torch.empty(*wire.shape[:-1], self.numel, device=peers.device))
             return self.encode(total, noise_seed, plus=plus, compensation=compensation, out=wire)
         torch.ops.megatron_zpp.encode(
@@ -89,7 +89,7 @@ class WireFormat(WireLayout):
 
         accumulate: onto ``out`` [..., L], not into it. Returns ``out``.
         """
-        if self._has_kernels(out.device, out):
+        if self._has_kernels(out.device, out.dtype):
             torch.ops.megatron_zpp.decode(peers, self.table, out, accumulate)
         else:
             reference.decode(self, peers, out, accumulate)
@@ -101,7 +101,7 @@ class WireFormat(WireLayout):
         In groups of 32 elements; the last elements of a parameter that make up no whole group stay as they are.
         """
         rotated = torch.empty(values.shape, dtype=torch.float32, device=values.device)
-        if self._has_kernels(values.device, values):
+        if self._has_kernels(values.device, values.dtype):
             torch.ops.megatron_zpp.rotate(values, self.table, rotated)
         else:
             reference.rotate(self, values, rotated)
@@ -110,15 +110,11 @@ class WireFormat(WireLayout):
     def _empty_wire(self, rows: Sequence[int], device: torch.device) -> Tensor:
         return torch.empty(*rows, self.nbytes, dtype=torch.uint8, device=device)
 
-    def _has_kernels(self, device: torch.device, *others: Tensor | WireFormat | None) -> bool:
-        """Whether the operators take wires of this format together with these tensors and formats."""
-        dtypes = [self.dtype, *(other.dtype for other in others if other is not None)]
-        bits = [self.bits, *(other.bits for other in others if isinstance(other, WireFormat))]
-        return (
-            kernels.why_not_on(device) is None
-            and all(dtype in kernels.TYPES for dtype in dtypes)
-            and all(b is None or b in kernels.BITS for b in bits)
-        )
+    def _has_kernels(self, device: torch.device, dtype: torch.dtype, addend: Tensor | None = None) -> bool:
+        """Whether the operators take wires of this format together with numbers in ``dtype`` and an addend."""
+        types = kernels.TYPES
+        takes = self.is_compiled and dtype in types and (addend is None or addend.dtype in types)
+        return takes and kernels.why_not_on(device) is None
 
 
 def _arguments(compensation: Compensation | None) -> tuple[Tensor | None, Tensor | None, list[int], float, float]:

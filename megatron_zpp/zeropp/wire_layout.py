@@ -117,6 +117,7 @@ class WireLayout:
             self.unquantized.append(Segment(start, stop, 0, take((stop - start) * dtype.itemsize), slice(0)))
         self.nbytes = offset
         self.table = self._table()
+        self.is_compiled = (bits is None or bits in kernels.BITS) and dtype in kernels.TYPES  # in the operators
 
     def bytes_of(self, index: int) -> tuple[slice, ...]:
         """Where the codes and the scales of one parameter are in a wire buffer, or its values."""

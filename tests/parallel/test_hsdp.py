@@ -127,7 +127,7 @@ def _traffic(layouts: list[Layout]) -> list[Sent]:
             prepare_backward(model, stage, i == NUM_MICRO_BATCHES - 1)
             model(tokens, tokens).mean().backward()
         sent = zeropp.traffic.take()
-        shards = {unit.name: sum(shard.numel for shard in unit.parameter_shards()) for unit in zeropp.units}
+        shards = {unit.name: unit.whole.numel for unit in zeropp.units}
         found.append(Sent(sent.inter_node, sent.intra_node, [shards.pop(""), *shards.values()], zeropp.describe()))
     return found
 

@@ -83,7 +83,9 @@ def compiled() -> dict[str, list[str]]:
     text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     functions = {}
     for function in text.split("Function : ")[1:]:
-        name = re.search(r"(encode_tiles|encode_blocks|decode_tiles|decode_sums|move_tiles|rotate_tiles)\w*", function.split()[0])
+        name = re.search(
+            r"(encode_tiles|encode_blocks|decode_tiles|decode_sums|move_tiles|rotate_tiles)\w*", function.split()[0]
+        )
         instruction = r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9._]+)"
         assert name is not None
         functions[name.group()] = re.findall(instruction, function, re.MULTILINE)

@@ -8,8 +8,10 @@ import pytest
 import torch
 
 from megatron_zpp.zeropp import ZeroPPConfig
+from megatron_zpp.zeropp.formats import Formats
 from megatron_zpp.zeropp.gradient_sum import GradientSum
 from megatron_zpp.zeropp.node_sum import NodeSum, round_to_bf16
+from megatron_zpp.zeropp.unit_part import UnitPart
 from megatron_zpp.zeropp.wire_layout import ParameterShard
 
 BLOCKS, SIZE = 64, 32
@@ -18,9 +20,9 @@ SMALL = 2.0**-10  # an eighth of a step, of bf16 above 1 and of int8 in a block 
 
 def node_sum(dtype: str) -> NodeSum:
     shards = (ParameterShard("matrix", BLOCKS * SIZE, True), ParameterShard("bias", 3, False))
-    unit = SimpleNamespace(device=torch.device("cpu"), parameter_shards=lambda trainable_only: shards)
+    unit = SimpleNamespace(device=torch.device("cpu"), trainable=UnitPart.whole(shards))
     config = ZeroPPConfig(quantized_gradients=True, gradient_block_size=SIZE, gradient_sum_dtype=dtype)
-    return NodeSum(unit, config)
+    return NodeSum(unit, Formats(config, num_nodes=2))
 
 
 def values(first: float, others: float) -> torch.Tensor:

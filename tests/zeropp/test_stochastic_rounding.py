@@ -47,10 +47,7 @@ class OneMatrix(Unit):
 
     @property
     def parameters(self) -> list[Tensor]:
-        return []
-
-    def parameter_shards(self, trainable_only: bool = False) -> tuple[ParameterShard, ...]:
-        return (ParameterShard("weight", NUMEL, True),)
+        return [torch.empty(NUMEL, 1, requires_grad=True)]
 
 
 def values(fraction: float, *rows: int) -> Tensor:
@@ -71,7 +68,7 @@ def gradient_draws(config: ZeroPPConfig, unit: str, rank: int, steps: int, fract
     """Of every wire that a rank sends in steps of two micro-batches."""
     micro_batch = MicroBatch()
     hops = GradientHops(
-        unit=OneMatrix(unit),
+        unit=OneMatrix(unit, (ParameterShard("weight", NUMEL, True),)),
         layout=RankLayout(NODES, RANKS_PER_NODE, rank),
         config=config,
         traffic=Traffic(),
@@ -93,11 +90,12 @@ def gradient_draws(config: ZeroPPConfig, unit: str, rank: int, steps: int, fract
 def weight_draws(config: ZeroPPConfig, unit: str, rank: int, versions: int, fraction: float) -> Iterator[Tensor]:
     """Of every wire that a rank sends of some versions of its parameters."""
     layout = RankLayout(NODES, RANKS_PER_NODE, rank)
-    encoder = WeightEncoder(OneMatrix(unit), layout, config, ErrorMonitor(), MicroBatch())
+    matrix = OneMatrix(unit, (ParameterShard("weight", NUMEL, True),))
+    encoder = WeightEncoder(matrix, NODES, config, ErrorMonitor(), MicroBatch())
     for _ in range(versions):
         encoder.versions += 1
-        format = encoder.in_full(torch.float32)
-        yield rounded(format, encoder.encode(values(fraction), format, rank).unsqueeze(0))
+        format = encoder.formats.weights(matrix.whole, torch.float32)
+        yield rounded(format, encoder.encode(values(fraction), format, matrix.whole, rank).unsqueeze(0))
         if layout.node == 0:  # the other nodes send the same
             partition = encoder.encode_within_node(values(fraction, NODES), format, layout.local_rank)
             yield rounded(format, partition)

@@ -214,8 +214,7 @@ class EmulatedZeroPP:
         """Say that the loss scale was multiplied by ``factor``."""
         for reduce_scatter in self._gradients:
             for hops in reduce_scatter.hops:
-                for feedback in hops.feedback.values():
-                    feedback.rescale(factor)
+                hops.rescale_errors(factor)
 
     def set_optimizer_steps(self, steps: int) -> None:
         """Say how many optimizer steps the run has taken, where no loaded state says it."""

@@ -33,9 +33,10 @@ class EmulatedAllGather:
         zero_stage: int,
     ) -> None:
         self.unit, self.config, self.layouts, self.traffic = unit, config, layouts, traffic
-        self.encoder = WeightEncoder(unit, layouts[0], config, monitor, micro_batch)
+        self.encoder = WeightEncoder(unit, layouts[0].num_nodes, config, monitor, micro_batch)
+        self.formats = self.encoder.formats
         self.copies: Tensor | None = None  # [W, L] or [W, nbytes], of the ranks' shards, with weight differences
-        self._has_secondary = config.hpz_partition_size > 1 and layouts[0].num_nodes > 1
+        self._has_secondary = self.formats.has_secondary_partition
         self._is_encoded = self._has_secondary or (config.quantized_weights and len(layouts) > 1)
         self._arrived = False  # the weights of the last refresh are in unit.arrived
         # Of each part of each rank's shard, as it last went between nodes.
@@ -48,16 +49,15 @@ class EmulatedAllGather:
     @torch.no_grad()
     def refresh(self, look: bool) -> None:
         """Let the weights arrive anew, if they changed; ``look``: also where nothing says so, as UnseenChanges does."""
-        changed = self.unit.parameters_changed()
-        if look and self._has_secondary and self.unit.unchanged_parts and self._look():
+        if look and self._has_secondary and self.unit.unchanged_parts() and self._look():
             self.unit.mark_changed()
-            changed = True
-        if not self.unit.keeps_copies:
+        changed = self.unit.changed()
+        if not self.unit.keeps_copies(changed):
             self.forget_secondary_partition()
         # Without a secondary partition, ranks gather their parameters at every pass.
         if self._arrived and not changed and (self._has_secondary or not look):
             return
-        self.encoder.versions += changed
+        self.encoder.versions += bool(changed)
         if self._is_encoded:
             self._gather(changed)
         else:
@@ -77,20 +77,21 @@ class EmulatedAllGather:
         return any(
             then is None or not then.equal(now)
             for shard, of_parts in zip(shards, self._checksums, strict=True)
-            for indices, now in checksums(shard, self.unit.unchanged_parts).items()
+            for indices, now in checksums(shard, self.unit.unchanged_parts()).items()
             for then in [of_parts.get(indices)]
         )
 
-    def _gather(self, changed: bool) -> None:
+    def _gather(self, changed: set[int]) -> None:
         """Fill the arrived weights with what every rank holds after the gather."""
         layout, dtype = self.layouts[0], self.unit.dtype
         if self.copies is not None and not changed:
-            part, arrived = self.unit.whole, self.encoder.copies_as_numbers(self.copies, dtype).to(dtype)
+            part = self.unit.whole
+            arrived = self.encoder.copies_as_numbers(self.copies, part, dtype).to(dtype)
         else:
-            part = self.unit.changed_part if self._has_secondary and self._arrived else self.unit.whole
+            part = self.unit.changed_part(changed) if self._has_secondary and self._arrived else self.unit.whole
             arrived = self._gather_between_nodes(self.unit.shards_of(self.unit.masters, dtype), part)
-        within_node = self.encoder.within_node(dtype, part.parameters)
-        if within_node is not None and self._has_secondary and not self.encoder.keeps_wires:
+        within_node = self.formats.weights_within_node(part, dtype)
+        if within_node is not None and self._has_secondary and not self.formats.keeps_wires:
             partitions = arrived.view(layout.num_nodes, layout.ranks_per_node, -1)  # [N, P, l]
             ranks = range(layout.ranks_per_node)
             sent = [self.encoder.encode_within_node(partitions[:, p], within_node, p) for p in ranks]
@@ -100,7 +101,7 @@ class EmulatedAllGather:
 
     def _gather_between_nodes(self, shards: Tensor, part: UnitPart) -> Tensor:
         """A part of all ranks' shards [W, L] as it arrives on other nodes, [W, l]; with differences its copies."""
-        by_differences = self._has_secondary and self.config.weight_difference_bits is not None
+        by_differences = self._has_secondary and self.formats.sends_differences
         if self._has_secondary:
             for shard, of_parts in zip(shards, self._checksums, strict=True):
                 if part.is_whole:
@@ -108,23 +109,23 @@ class EmulatedAllGather:
                 of_parts |= checksums(shard, self.unit.parts if part.is_whole else (part,))
         shards = part.take(shards)
         if by_differences and self.copies is not None:
-            format = self.encoder.differences(shards.dtype, part.parameters)
+            format = self.encoder.differences(part, shards.dtype)
             of_part = self.encoder.copies_of(part, self.copies, shards.dtype)
             copies: list[Tensor | None] = list(of_part)
         else:
-            format, copies = self.encoder.in_full(shards.dtype, part.parameters), [None] * len(shards)
-        wires = torch.stack([self.encoder.encode(s, format, r, copy=copies[r]) for r, s in enumerate(shards)])
+            format, copies = self.formats.weights(part, shards.dtype), [None] * len(shards)
+        wires = torch.stack([self.encoder.encode(s, format, part, r, copies[r]) for r, s in enumerate(shards)])
         for rank, shard in enumerate(shards):
-            self.encoder.sample(shard, format, wires[rank], rank, copy=copies[rank])
+            self.encoder.sample(shard, format, part, wires[rank], rank, copies[rank])
         if self._has_secondary:
             self.traffic.add(inter_node=(self.layouts[0].num_nodes - 1) * wires.nbytes, stays=True)
         if self.copies is not None:
-            moved = self.encoder.move_copies(of_part, wires, format, shards.dtype)
+            moved = self.encoder.move_copies(of_part, wires, format, part, shards.dtype)
             self.copies = self.encoder.put_copies(part, moved, self.copies, shards.dtype)
-            return self.encoder.copies_as_numbers(moved, shards.dtype, part.parameters).to(shards.dtype)
+            return self.encoder.copies_as_numbers(moved, part, shards.dtype).to(shards.dtype)
         arrived = format.decode(wires, out=shards)
         if by_differences:
-            self.copies = wires if self.encoder.keeps_wires else arrived
+            self.copies = wires if self.formats.keeps_wires else arrived
         return arrived
 
     def is_gathered(self, rank: int) -> bool:
@@ -142,14 +143,14 @@ class EmulatedAllGather:
             self._unsharded[rank] = not self._reshards_after_forward
 
     def _count_gather(self, layout: RankLayout) -> None:
-        nbytes = sum(parameter.numel for parameter in self.unit.parameter_shards()) * self.unit.dtype.itemsize
+        nbytes = self.unit.whole.numel * self.unit.dtype.itemsize
         stays = not self._reshards_after_forward
         if self._has_secondary:
-            within_node = self.encoder.within_node(self.unit.dtype)
+            within_node = self.formats.weights_within_node(self.unit.whole, self.unit.dtype)
             sent = layout.num_nodes * (within_node.nbytes if within_node is not None else nbytes)
             self.traffic.add(intra_node=(layout.ranks_per_node - 1) * sent, stays=stays)
         else:
-            full = self.encoder.in_full(self.unit.dtype).nbytes if self._is_encoded else nbytes
+            full = self.formats.weights(self.unit.whole, self.unit.dtype).nbytes if self._is_encoded else nbytes
             count_flat_ring(self.traffic, layout, full, stays)
 
     def reshard(self) -> None:
@@ -167,8 +168,9 @@ class EmulatedAllGather:
         state = self.encoder.state_dict() if self._is_encoded else {}
         if not state or not self._has_secondary:
             return state
-        known, unsent = self._checksums[layout.rank], () if state["is_current"] else self.unit.changed_part.indices
-        copies = self._copies_of(layout) if self.copies is not None and self.unit.keeps_copies else None
+        changed = self.unit.changed()
+        known, unsent = self._checksums[layout.rank], self.unit.changed_part(changed).indices if changed else ()
+        copies = self._copies_of(layout) if self.copies is not None and self.unit.keeps_copies(changed) else None
         return state | self.encoder.partition_state(known, unsent, copies, layout.num_nodes, self.unit.dtype)
 
     def load_state_dict(self, layout: RankLayout, state: dict[str, Tensor]) -> None:

@@ -24,7 +24,6 @@ class EmulatedUnit(Unit):
     """
 
     module: nn.Module
-    names: list[str]
     masters: list[nn.Parameter]
     owners: list[list[tuple[nn.Module, str]]]  # the attributes that hold each parameter; several if it is tied
     arrived: list[nn.Parameter]  # of the masters' shapes, in ``dtype``
@@ -35,6 +34,7 @@ class EmulatedUnit(Unit):
     _is_shown: bool = False
 
     def __post_init__(self) -> None:
+        self.specify(self.shards)
         if self.casts_inputs:
             self.module.register_forward_pre_hook(self._cast_inputs, with_kwargs=True)
 
@@ -54,32 +54,21 @@ class EmulatedUnit(Unit):
     def is_in_backward(self) -> bool:
         return False  # weights arrive before the forward pass and stay
 
-    def parameter_shards(self, trainable_only: bool = False) -> tuple[ParameterShard, ...]:
-        return tuple(
-            ParameterShard(
-                name,
-                numel=rows_per_rank(master.shape[0], self.world_size) * math.prod(master.shape[1:]),
-                quantizable=master.ndim >= 2,
-            )
-            for name, master in zip(self.names, self.masters, strict=True)
-            if master.requires_grad or not trainable_only
-        )
-
     def shards_of(self, tensors: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
         """Tensors of the shapes of all masters as shards [W, L]."""
-        return self._shard(tensors, self.parameter_shards(), dtype)
+        return self._shard(tensors, self.whole, dtype)
 
     def receive(self, shards: Tensor, part: UnitPart) -> None:
         """Fill the arrived weights of a part from its shards [W, l]."""
-        for index, columns in zip(part.indices, _columns(shards, part.parameters), strict=True):
+        for index, columns in zip(part.indices, _columns(shards, part), strict=True):
             _join(columns, out=self.arrived[index])
 
     def take_gradients(self, dtype: torch.dtype) -> Tensor:
         """The gradients of the trainable arrived weights as shards [W, L], and none left; zeros where none came."""
-        trainable = [arrived for arrived in self.arrived if arrived.requires_grad]
+        trainable = [self.arrived[index] for index in self.trainable.indices]
         gradients = [p.grad if p.grad is not None else torch.zeros_like(p) for p in trainable]
         self.drop_gradients()
-        return self._shard(gradients, self.parameter_shards(trainable_only=True), dtype)
+        return self._shard(gradients, self.trainable, dtype)
 
     def drop_gradients(self) -> None:
         for arrived in self.arrived:
@@ -91,9 +80,9 @@ class EmulatedUnit(Unit):
 
     def accumulate_gradients(self, shards: Tensor) -> None:
         """Add reduced gradients [W, L] of the trainable parameters to the masters'."""
-        trainable = [master for master in self.masters if master.requires_grad]
-        for master, part in zip(trainable, _columns(shards, self.parameter_shards(trainable_only=True)), strict=True):
-            gradient = _join(part, out=torch.empty_like(master))
+        for index, columns in zip(self.trainable.indices, _columns(shards, self.trainable), strict=True):
+            master = self.masters[index]
+            gradient = _join(columns, out=torch.empty_like(master))
             master.grad = gradient if master.grad is None else master.grad.add_(gradient)
 
     def show_arrived(self) -> None:
@@ -121,31 +110,30 @@ class EmulatedUnit(Unit):
             for module, name in owners:
                 module._parameters[name] = parameter
 
-    def _shard(self, tensors: Sequence[Tensor], parameters: Sequence[ParameterShard], dtype: torch.dtype) -> Tensor:
-        numel = sum(parameter.numel for parameter in parameters)
-        shards = torch.empty(self.world_size, numel, dtype=dtype, device=self.device)
-        for tensor, part in zip(tensors, _columns(shards, parameters), strict=True):
-            elements, whole = tensor.detach().reshape(-1), tensor.numel() // max(1, part.shape[1])
-            part[:whole].copy_(elements[: whole * part.shape[1]].view(whole, part.shape[1]))
-            if whole < len(part):
-                rest = elements[whole * part.shape[1] :]
-                part[whole:].zero_()
-                part[whole, : rest.numel()].copy_(rest)
+    def _shard(self, tensors: Sequence[Tensor], part: UnitPart, dtype: torch.dtype) -> Tensor:
+        shards = torch.empty(self.world_size, part.numel, dtype=dtype, device=self.device)
+        for tensor, columns in zip(tensors, _columns(shards, part), strict=True):
+            elements, whole = tensor.detach().reshape(-1), tensor.numel() // max(1, columns.shape[1])
+            columns[:whole].copy_(elements[: whole * columns.shape[1]].view(whole, columns.shape[1]))
+            if whole < len(columns):
+                rest = elements[whole * columns.shape[1] :]
+                columns[whole:].zero_()
+                columns[whole, : rest.numel()].copy_(rest)
         return shards
 
 
-def _columns(shards: Tensor, parameters: Sequence[ParameterShard]) -> Sequence[Tensor]:
-    """Each parameter's part [W, l] of shards [W, L]."""
-    return shards.split([parameter.numel for parameter in parameters], dim=1)
+def _columns(shards: Tensor, part: UnitPart) -> Sequence[Tensor]:
+    """Each parameter's columns [W, l] of shards [W, L]."""
+    return shards.split([parameter.numel for parameter in part.parameters], dim=1)
 
 
-def _join(part: Tensor, out: Tensor) -> Tensor:
+def _join(columns: Tensor, out: Tensor) -> Tensor:
     """Fill ``out``, contiguous, from its shards [W, l]."""
-    elements, whole = out.view(-1), out.numel() // max(1, part.shape[1])
-    elements[: whole * part.shape[1]].view(whole, part.shape[1]).copy_(part[:whole])
-    if whole < len(part):
-        rest = elements[whole * part.shape[1] :]
-        rest.copy_(part[whole, : rest.numel()])
+    elements, whole = out.view(-1), out.numel() // max(1, columns.shape[1])
+    elements[: whole * columns.shape[1]].view(whole, columns.shape[1]).copy_(columns[:whole])
+    if whole < len(columns):
+        rest = elements[whole * columns.shape[1] :]
+        rest.copy_(columns[whole, : rest.numel()])
     return out
 
 
@@ -191,7 +179,14 @@ def find_emulated_units(
             EmulatedUnit(
                 name=name,
                 module=module,
-                names=[names[id(master)] for master in masters],
+                shards=tuple(
+                    ParameterShard(
+                        names[id(master)],
+                        numel=rows_per_rank(master.shape[0], world_size) * math.prod(master.shape[1:]),
+                        quantizable=master.ndim >= 2,
+                    )
+                    for master in masters
+                ),
                 masters=masters,
                 owners=[owners[id(master)] for master in masters],
                 arrived=arrived,
