@@ -16,8 +16,6 @@ from megatron_zpp.settings.groups import Settings
 from megatron_zpp.training.model import mixed_precision
 from megatron_zpp.training.planned_units import PlannedUnit
 from megatron_zpp.training.rank_groups import RankGroup
-from megatron_zpp.zeropp.config import SCALE_DTYPES, ZeroPPConfig
-from megatron_zpp.zeropp.wire_format import WireFormat, wire_format
 
 
 @dataclass(frozen=True)
@@ -85,23 +83,26 @@ def exchanges_of(
     """
     config, stage = settings.zeropp, zero_stage_of(settings)
     weights, gradients = travelling_dtypes(settings)
-    group, has_hierarchy = unit.group, config.hpz_partition_size > 1 and unit.group.nodes > 1
+    group, part, formats = unit.group, unit.part, unit.formats(config)
     weights_between = reduce = gradients_between = None
-    gather = Exchange(group, weights.itemsize * unit.numel)
-    if has_hierarchy:
-        weights_between = Exchange(group.between_nodes, weights_format(config, unit, weights).nbytes)
-        gather = Exchange(group.within_node, group.nodes * _within_node_bytes(config, unit, weights))
+    gather = Exchange(group, weights.itemsize * part.numel)
+    if formats.has_secondary_partition:
+        sent = formats.differences if formats.sends_differences else formats.weights
+        weights_between = Exchange(group.between_nodes, sent(part, weights).nbytes)
+        within_node = formats.weights_within_node(part, weights)
+        passed_on = within_node.nbytes if within_node is not None else gather.nbytes
+        gather = Exchange(group.within_node, group.nodes * passed_on)
     elif config.quantized_weights:
-        gather = Exchange(group, _in_full(config, unit, weights).nbytes)
+        gather = Exchange(group, formats.weights(part, weights).nbytes)
     if not config.quantized_gradients:
-        reduce = Exchange(group, gradients.itemsize * unit.numel, ring_passes)
+        reduce = Exchange(group, gradients.itemsize * part.numel, ring_passes)
     else:
         if group.ranks_per_node > 1:
-            pieces = group.nodes * _gradients_within_node_format(config, unit, gradients).nbytes
+            pieces = group.nodes * formats.gradients_within_node(part, gradients).nbytes
             reduce = Exchange(group.within_node, pieces, is_straight=True)
         if group.nodes > 1:
-            sent = gradients_format(config, unit, gradients).nbytes
-            gradients_between = Exchange(group.between_nodes, sent, is_straight=True)
+            sum_bytes = formats.gradients_between_nodes(part, gradients).nbytes
+            gradients_between = Exchange(group.between_nodes, sum_bytes, is_straight=True)
     all_reduce = None
     if replicas is not None:
         all_reduce = Exchange(replicas, math.ceil(gradients.itemsize * unit.numel / replicas.size), passes=2)
@@ -120,48 +121,3 @@ def travelling_dtypes(settings: Settings) -> tuple[torch.dtype, torch.dtype]:
     """What weights travel and compute in, and what unquantized gradients travel in."""
     policy = mixed_precision(settings.precision)
     return policy.param_dtype or torch.float32, policy.reduce_dtype or torch.float32
-
-
-def weights_format(config: ZeroPPConfig, unit: PlannedUnit, dtype: torch.dtype) -> WireFormat:
-    """As a step's weights travel between nodes once their bits have warmed up."""
-    if config.weight_difference_bits is None:
-        return _in_full(config, unit, dtype)
-    bits, size = config.weight_difference_bits, config.weight_difference_block_size
-    return wire_format(
-        unit.shards, bits, size, dtype, config.weight_difference_scaling, SCALE_DTYPES[config.scale_dtype]
-    )
-
-
-def gradients_format(config: ZeroPPConfig, unit: PlannedUnit, dtype: torch.dtype) -> WireFormat:
-    """As a step's gradients travel between nodes once their bits have warmed up."""
-    bits, size, scaling = config.gradient_bits, config.gradient_block_size, config.gradient_scaling
-    return wire_format(unit.shards, bits, size, config.sums_dtype(dtype), scaling, SCALE_DTYPES[config.scale_dtype])
-
-
-def _gradients_within_node_format(config: ZeroPPConfig, unit: PlannedUnit, dtype: torch.dtype) -> WireFormat:
-    bits, size, scaling = config.gradient_intra_bits, config.gradient_block_size, config.gradient_intra_scaling
-    return wire_format(unit.shards, bits, size, dtype, scaling, SCALE_DTYPES[config.scale_dtype])
-
-
-def _in_full(config: ZeroPPConfig, unit: PlannedUnit, dtype: torch.dtype) -> WireFormat:
-    """Of the weights themselves, not of differences."""
-    bits = config.weight_bits if config.quantized_weights else None
-    scale_dtype = SCALE_DTYPES[config.scale_dtype]
-    return wire_format(unit.shards, bits, config.weight_block_size, dtype, config.weight_scaling, scale_dtype)
-
-
-def secondary_bytes(config: ZeroPPConfig, unit: PlannedUnit, dtype: torch.dtype) -> int:
-    """Of one node's shard in hpZ's secondary partition, as a rank keeps it."""
-    if config.hpz_secondary_dtype == "int8":
-        return _in_full(config, unit, dtype).nbytes
-    return dtype.itemsize * unit.numel
-
-
-def _within_node_bytes(config: ZeroPPConfig, unit: PlannedUnit, dtype: torch.dtype) -> int:
-    """The same, as ranks of a node pass it on."""
-    if config.weight_intra_bits is None:
-        return secondary_bytes(config, unit, dtype)
-    size, scaling = config.weight_block_size, config.weight_intra_scaling
-    return wire_format(
-        unit.shards, config.weight_intra_bits, size, dtype, scaling, SCALE_DTYPES[config.scale_dtype]
-    ).nbytes

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property, lru_cache, partial
 
 from torch import nn
 
@@ -17,9 +17,13 @@ from megatron_zpp.parallel.plans import split_dimensions
 from megatron_zpp.parallel.stages import Placement, stage_has
 from megatron_zpp.settings.groups import DistributedSettings
 from megatron_zpp.training.rank_groups import RankGrid, RankGroup
+from megatron_zpp.zeropp.config import ZeroPPConfig
+from megatron_zpp.zeropp.formats import Formats
+from megatron_zpp.zeropp.unit_part import UnitPart
 from megatron_zpp.zeropp.wire_layout import ParameterShard, rows_per_rank
 
 Shards = tuple[ParameterShard, ...]
+_whole = lru_cache(maxsize=4096)(UnitPart.whole)  # equal layers share their formats
 
 
 @dataclass(frozen=True)
@@ -31,10 +35,19 @@ class PlannedUnit:
     layer: int | None  # which one it is of, or its experts
     has_experts: bool = False
 
+    @cached_property
+    def part(self) -> UnitPart:
+        """All parameters, as ``zeropp`` knows them."""
+        return _whole(self.shards)
+
     @property
     def numel(self) -> int:
-        """Of a rank's shard."""
-        return sum(shard.numel for shard in self.shards)
+        """Elements of a rank's shard."""
+        return self.part.numel
+
+    def formats(self, config: ZeroPPConfig) -> Formats:
+        """Return the wire formats of the unit's hops."""
+        return Formats(config, self.group.nodes)
 
     def is_hidden_matrix(self, part: ParameterShard) -> bool:
         """Whether a parameter of the unit is one that Muon takes."""

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import torch
-
 from megatron_zpp.architectures import Architecture
 from megatron_zpp.models.transformer import Transformer
 from megatron_zpp.optim.optimizer import OPTIMIZERS
 from megatron_zpp.settings.groups import ActivationSettings, Settings
-from megatron_zpp.training.exchanges import gradients_format, secondary_bytes, travelling_dtypes, zero_stage_of
+from megatron_zpp.training.exchanges import travelling_dtypes, zero_stage_of
 from megatron_zpp.training.planned_units import PlannedUnit, num_layers_of, pieces_of
 from megatron_zpp.zeropp.config import LoCoConfig, ZeroPPConfig
 from megatron_zpp.zeropp.loco import ERROR_FORMATS
@@ -51,7 +49,7 @@ def states_of_rank(
             states[f"LoCo's errors between islands, {feedback.error_dtype}"] = (islands + 1) * error.nbytes
     if config.hpz_partition_size > 1 and between:
         states[f"hpZ's secondary partition, {config.hpz_secondary_dtype}"] = sum(
-            unit.group.nodes * secondary_bytes(config, unit, weights) for unit in between
+            unit.group.nodes * unit.formats(config).secondary_bytes(unit.part, weights) for unit in between
         )
     if config.quantized_gradients and micro_batches > 1:
         dtype = config.gradient_sum_dtype
@@ -65,8 +63,9 @@ def states_of_rank(
         else:
             states[f"LoCo's errors, {config.loco.error_dtype}"] = errors
     if config.gradient_element_scales and between:
+        sent = [unit.formats(config).gradients_between_nodes(unit.part, gradients).nbytes for unit in between]
         states["elements' scales, int8, and what travelled last"] = sum(  # to and from nodes
-            2 * unit.group.nodes * (unit.numel + gradients_format(config, unit, gradients).nbytes) for unit in between
+            2 * unit.group.nodes * (unit.numel + nbytes) for unit, nbytes in zip(between, sent, strict=True)
         )
     if settings.optimizer.muon_stale_rows and between:
         nodes = units[0].group.nodes  # of all units: Muon takes no experts
@@ -84,7 +83,7 @@ def states_of_rank(
 def _bytes_of_sum(config: ZeroPPConfig, unit: PlannedUnit) -> int:
     """Of the sum for one node's shard."""
     if config.gradient_sum_dtype == "int8":
-        return wire_format(unit.shards, 8, config.gradient_block_size, torch.float32).nbytes
+        return unit.formats(config).node_sum(unit.part).nbytes
     return {"fp32": 4, "bf16": 2}[config.gradient_sum_dtype] * unit.numel
 
 
@@ -96,7 +95,7 @@ def _bytes_of_errors(config: ZeroPPConfig, loco: LoCoConfig, unit: PlannedUnit) 
     if loco.hops == "both" and unit.group.ranks_per_node > 1:
         pieces += unit.group.size
     bits, dtype = ERROR_FORMATS[loco.error_dtype]
-    return pieces * wire_format(unit.shards, bits, config.gradient_block_size, dtype).nbytes
+    return pieces * unit.part.format(bits, config.gradient_block_size, dtype).nbytes
 
 
 def working_memory(
