@@ -38,9 +38,9 @@ PLACES = {
     "building the index": ("megatron_zpp.data.index_cache", "_build"),
     "load": ("megatron_zpp.training.setup", "_load"),
     "step": ("megatron_zpp.training.pretrain", "train_step"),
-    "evaluation": ("megatron_zpp.training.pretrain", "evaluate"),
-    "evaluated micro-batch": ("megatron_zpp.training.evaluate", "to_inputs"),
-    "save": ("megatron_zpp.training.pretrain", "_save"),
+    "evaluation": ("megatron_zpp.training.evaluate", "evaluate"),
+    "evaluated micro-batch": ("megatron_zpp.training.evaluate", "_sum_and_count"),
+    "save": ("megatron_zpp.checkpoint.saver", "checkpoint_state"),
 }
 _context = multiprocessing.get_context("forkserver")
 

@@ -161,7 +161,8 @@ def train(flags: list[str]) -> None:
     from megatron_zpp.architectures import GPT
     from megatron_zpp.models.transformer import Transformer
     from megatron_zpp.parallel.distributed import leave
-    from megatron_zpp.training import pretrain, step
+    from megatron_zpp.training import pretrain
+    from megatron_zpp.training.loss import LossTotals
     from megatron_zpp.zeropp.traffic import Traffic
 
     seconds = {"forward": 0.0, "backward": 0.0}
@@ -200,7 +201,7 @@ def train(flags: list[str]) -> None:
         patch.object(Traffic, "add", counted),
         patch.object(pretrain, "train_step", timed_step),
         patch.object(Transformer, "__call__", timed("forward", Transformer.__call__)),
-        patch.object(step, "masked_sum", timed("forward", step.masked_sum)),
+        patch.object(LossTotals, "add", timed("forward", LossTotals.add)),
         patch.object(torch.Tensor, "backward", timed("backward", torch.Tensor.backward)),
     ):
         pretrain.pretrain(GPT)

@@ -28,6 +28,7 @@ from torch.profiler import ProfilerActivity, profile, record_function, schedule
 
 from megatron_zpp.architectures import ARCHITECTURES
 from megatron_zpp.training import pretrain, step
+from megatron_zpp.training.loss import LossTotals
 from megatron_zpp.training.run import Run
 from megatron_zpp.zeropp.all_gather import HierarchicalAllGather, QuantizedAllGather
 from megatron_zpp.zeropp.reduce_scatter import GradientsInFlight, HierarchicalReduceScatter
@@ -36,7 +37,7 @@ PARTS = ("forward", "backward", "optimizer", "collectives", "quantizers", "data"
 STEP = "training step"
 WRAPPED: tuple[tuple[Any, str, str], ...] = (
     *((architecture.module, "forward", "forward") for architecture in ARCHITECTURES),
-    (step, "masked_sum", "forward"),
+    (LossTotals, "add", "forward"),
     (torch.Tensor, "backward", "backward"),
     (step, "scale_gradients", "optimizer"),
     (step, "clip_gradients", "optimizer"),

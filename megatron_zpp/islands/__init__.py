@@ -1,5 +1,6 @@
 """DiLoCo for any model, sharded by PyTorch FSDP2 or not. Needs torch alone."""
 
+from .agreements import NoIslands
 from .api import Islands, apply_islands
 from .config import IslandConfig
 from .emulation import EmulatedIslands, emulate_islands
@@ -11,6 +12,7 @@ __all__ = [
     "Islands",
     "IslandsInterface",
     "LeavingInterface",
+    "NoIslands",
     "apply_islands",
     "emulate_islands",
 ]

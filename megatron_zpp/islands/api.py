@@ -32,7 +32,7 @@ from .timetable import divide
 
 def apply_islands(
     model: nn.Module,
-    optimizer: torch.optim.Optimizer,
+    optimizer: torch.optim.Optimizer | None,
     config: IslandConfig,
     group: DeviceMesh | dist.ProcessGroup | None = None,
     zeropp: ZeroPPInterface | None = None,
@@ -41,6 +41,7 @@ def apply_islands(
 
     Call it once, on all ranks alike, when the parameters have values: all islands begin with those of the first.
 
+    optimizer: whose steps count; None: the loop calls ``count_step`` after each of its own.
     group: the ranks that hold the same part of the model, one of each island, in the order of islands; a mesh of one
     dimension, or a process group. Default: every process is an island. What shards or replicates the model must have
     the ranks of one island alone.
@@ -124,7 +125,7 @@ class Islands(RankAgreements[Fragment]):
         self,
         model: nn.Module,
         parameters: Mapping[str, nn.Parameter],
-        optimizer: torch.optim.Optimizer,
+        optimizer: torch.optim.Optimizer | None,
         config: IslandConfig,
         group: dist.ProcessGroup,
         zeropp: ZeroPPInterface | None,
@@ -134,7 +135,7 @@ class Islands(RankAgreements[Fragment]):
         of_fragments = divide(parameters, config.fragments)
         self._fragments = [Fragment(part, config, group, self.traffic) for part in of_fragments]
         self.begin_anew()
-        optimizer.register_step_post_hook(self._optimizer_has_stepped)
+        self._follow(optimizer)
 
     @torch.no_grad()
     def begin_anew(self) -> None:

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from megatron_zpp.zeropp import EmulatedZeroPP, Traffic
+from megatron_zpp.zeropp import Traffic, ZeroPPInterface
 from megatron_zpp.zeropp.state_keys import below
 
 from .agreed import AgreedParameters, trained_parameters
@@ -23,11 +23,12 @@ def emulate_islands(
     models: Sequence[nn.Module],
     optimizers: Sequence[torch.optim.Optimizer],
     config: IslandConfig,
-    zeropps: Sequence[EmulatedZeroPP],
+    zeropps: Sequence[ZeroPPInterface],
 ) -> EmulatedIslands:
     """Let ``models``, one of each island with an optimizer of its own, agree as ``apply_islands`` would have it.
 
-    Optimizers step in turn, and the last one's step ends that of all islands. zeropps: of each model's emulated ranks.
+    Optimizers step in turn, and the last one's step ends that of all islands; without optimizers the loop calls
+    ``count_step`` when all have. zeropps: of each model's emulated ranks.
     Raises ValueError for a single island.
     """
     if len(models) == 1:
@@ -42,7 +43,7 @@ class EmulatedFragment:
         self,
         of_islands: Sequence[Mapping[str, nn.Parameter]],
         config: IslandConfig,
-        zeropps: Sequence[EmulatedZeroPP],
+        zeropps: Sequence[ZeroPPInterface],
         traffic: Traffic,
     ) -> None:
         self._of_islands, self._ranks = of_islands, zeropps[0].ranks  # ranks of all islands hold alike
@@ -99,7 +100,7 @@ class EmulatedIslands(Agreements[EmulatedFragment]):
         of_islands: Sequence[Mapping[str, nn.Parameter]],
         optimizers: Sequence[torch.optim.Optimizer],
         config: IslandConfig,
-        zeropps: Sequence[EmulatedZeroPP],
+        zeropps: Sequence[ZeroPPInterface],
     ) -> None:
         self.config, self.traffic, self.num_islands, self.steps = config, Traffic(), len(of_islands), 0
         self._of_islands, self._zeropps = of_islands, zeropps
@@ -108,7 +109,7 @@ class EmulatedIslands(Agreements[EmulatedFragment]):
             EmulatedFragment(parts, config, zeropps, self.traffic) for parts in zip(*divided, strict=True)
         ]
         self.begin_anew()
-        optimizers[-1].register_step_post_hook(self._optimizer_has_stepped)
+        self._follow(optimizers[-1] if optimizers else None)
 
     @torch.no_grad()
     def begin_anew(self) -> None:

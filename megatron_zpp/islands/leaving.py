@@ -29,7 +29,7 @@ from .rank_agreements import RankAgreements
 
 def apply_leaving_islands(
     model: nn.Module,
-    optimizer: torch.optim.Optimizer,
+    optimizer: torch.optim.Optimizer | None,
     config: IslandConfig,
     membership: Membership,
     zeropp: ZeroPPInterface | None = None,
@@ -122,7 +122,7 @@ class LeavingIslands(RankAgreements[LeavingFragment]):
         self,
         model: nn.Module,
         parameters: Mapping[str, nn.Parameter],
-        optimizer: torch.optim.Optimizer,
+        optimizer: torch.optim.Optimizer | None,
         config: IslandConfig,
         membership: Membership,
         zeropp: ZeroPPInterface | None,
@@ -139,7 +139,7 @@ class LeavingIslands(RankAgreements[LeavingFragment]):
         self._quorum = Quorum(membership, fingerprint, lambda: self.steps, self._held_state, self._take)
         self._fragments = [LeavingFragment(parameters, config, self._quorum, self.traffic, tell)]
         self._counts = False  # steps that load an optimizer's state, until it joins the others
-        optimizer.register_step_post_hook(self._optimizer_has_stepped)
+        self._follow(optimizer)
 
     @torch.no_grad()
     def count_step(self) -> None:

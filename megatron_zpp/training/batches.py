@@ -9,7 +9,7 @@ from megatron_zpp.training.run import Run
 
 
 class Streams:
-    """Those of training and of validation; None where the run has no such data."""
+    """Those of training, none where the run does not train, and of validation; None where the run has no such data."""
 
     def __init__(self, run: Run) -> None:
         self._run = run
@@ -18,7 +18,7 @@ class Streams:
     def seek(self) -> None:
         """Go on from where the counters stand; for when they have jumped."""
         counters = self._run.counters
-        self.train = batches_of(self._run, "train", counters.consumed_train_samples)
+        self.train = batches_of(self._run, "train", counters.consumed_train_samples) or iter(())
         self.valid = batches_of(self._run, "valid", counters.consumed_valid_samples)
 
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 from megatron_zpp.training.run import Run
 
 
-def count_step(run: Run, is_scheduled: bool = True) -> int:
-    """Move the counters by an optimizer step; the samples that it took. ``is_scheduled``: the schedule counts it."""
+def count_step(run: Run, skipped: bool = False) -> int:
+    """Move the counters by an optimizer step, and return the samples that it took."""
+    # Islands do not know of each other's skipped steps: their schedules count them, and stay alike.
+    is_scheduled = run.has_islands or not skipped
     counters = run.counters
     num_samples = run.batches.global_batch_size(counters.consumed_train_samples)
     counters.iteration += 1

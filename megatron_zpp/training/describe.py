@@ -31,7 +31,7 @@ def describe(run: Run) -> None:
         print_once(run.pipeline.describe())
     if zeropp is not None and world_size > 1:
         print_once(zeropp.describe())
-    if run.islands is not None:
+    if run.has_islands:
         print_once(run.islands.describe())
     if run.leaving is not None:
         print_once(f"this is island {run.mesh.job}, a job of its own: the others may leave")

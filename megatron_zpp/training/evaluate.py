@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from megatron_zpp.data.loader import Batch
+from megatron_zpp.metrics.lines import format_validation_lines
 from megatron_zpp.metrics.progress import progress
+from megatron_zpp.metrics.writers import validation_metrics
 from megatron_zpp.models.transformer import as_model_output
+from megatron_zpp.parallel.distributed import print_once
+from megatron_zpp.training.batches import batches_of
+from megatron_zpp.training.loss import Loss, count_once, mean_loss
+from megatron_zpp.training.nonfinite import NotFiniteError
 from megatron_zpp.training.run import Run, Trainee
-from megatron_zpp.training.step import Target, count_once, masked_sum, mean_loss, to_inputs
+from megatron_zpp.training.stop import StopSignals
 
 
 @torch.no_grad()
@@ -33,7 +41,7 @@ def evaluate(
     at_once = run.mesh.pp_size
     with (
         progress("evaluating", num_micro_batches) as advance,
-        run.islands.agreed_parameters() if run.islands is not None else nullcontext(),
+        run.islands.agreed_parameters(),
         _training_traffic_alone(run),
         run.token_traffic.evaluating(),
     ):
@@ -44,24 +52,25 @@ def evaluate(
             for trainee in run.trainees:
                 for as_rank in trainee.ranks:
                     with as_rank:
-                        totals += _summed_losses(trainee, [to_inputs(run, next(batches)) for _ in range(count)])
+                        read = [run.loss.split(next(batches)) for _ in range(count)]
+                        totals += _sum_and_count(run.loss, trainee, read)
             advance(count)
-    dist.all_reduce(count_once(run, totals))
+    dist.all_reduce(count_once(run.mesh, totals))
     run.set_training(True)
     loss_sum, num_tokens = totals.tolist()
     return None if is_stopped else mean_loss(loss_sum, num_tokens)
 
 
-def _summed_losses(trainee: Trainee, micro_batches: Sequence[tuple[Batch, Target]]) -> Tensor:
-    """The summed loss of micro-batches and their tokens, fp64 [2]; zeros where other stages have the losses."""
+def _sum_and_count(loss: Loss, trainee: Trainee, micro_batches: Sequence[tuple[Batch, Any]]) -> Tensor:
+    """The summed loss of micro-batches and their count, fp64 [2]; zeros where other stages have the losses."""
     inputs, targets = zip(*micro_batches, strict=True)
     if trainee.pipeline is not None:
         of_tokens = trainee.pipeline.forward(inputs)  # none but on the last stage
     else:
         of_tokens = [as_model_output(trainee.model(**of_micro_batch)).losses for of_micro_batch in inputs]
-    totals = torch.zeros(2, dtype=torch.float64, device=targets[0][0].device)
+    totals = torch.zeros(2, dtype=torch.float64, device=loss.count(targets[0]).device)
     for losses, target in zip(of_tokens, targets, strict=False):
-        totals += torch.stack(masked_sum(losses, target))
+        totals += torch.stack([loss.sum(losses, target), loss.count(target)])
     return totals
 
 
@@ -70,5 +79,53 @@ def _training_traffic_alone(run: Run) -> Iterator[None]:
     """Keep an evaluation out of the log's bytes, but for what it gathers in the next training step's stead."""
     with ExitStack() as stack:
         for zeropp in run.zeropps:
-            stack.enter_context(zeropp.traffic.evaluating(own_weights=run.islands is None))
+            stack.enter_context(zeropp.traffic.evaluating(own_weights=not run.has_islands))
         yield
+
+
+def validate(run: Run, batches: Iterator[Batch] | None, signals: StopSignals, data_set: str | None = None) -> bool:
+    """Evaluate on the validation data, if there are any; False if a signal cut that short.
+
+    data_set: "validation" for the evaluation after training. Raises NotFiniteError there, where the loss is.
+    """
+    if batches is None:
+        return True
+    loss = _evaluate_and_print(run, batches, signals, data_set)
+    # Cut short or not: the evaluations to come have the samples that they would have had.
+    run.counters.consumed_valid_samples += run.samples_of_evaluation
+    if loss is not None:
+        metrics = validation_metrics({run.loss.name: loss}, run.settings.logging)
+        run.writers.write(metrics, run.counters.iteration, run.counters.consumed_train_samples)
+        if data_set is not None:
+            _check_finite(run, loss, data_set)
+    return loss is not None
+
+
+def test(run: Run, signals: StopSignals) -> None:
+    """Evaluate on the test data, if there are any. Raises NotFiniteError where the loss is."""
+    batches = batches_of(run, "test", 0)
+    if batches is not None:
+        loss = _evaluate_and_print(run, batches, signals, "test")
+        if loss is not None:
+            _check_finite(run, loss, "test")
+
+
+def _evaluate_and_print(run: Run, batches: Iterator[Batch], signals: StopSignals, data_set: str | None) -> float | None:
+    """The loss, printed; None if a signal cut that short."""
+    iteration = run.counters.iteration
+    loss = evaluate(run, batches, run.num_eval_micro_batches, stop=signals.agree)
+    where = f"on the {data_set} set" if data_set else f"at iteration {iteration}"
+    if loss is None:
+        print_once(f"note: the evaluation {where} was cut short: a signal asked to stop")
+        return None
+    if dist.get_rank() == dist.get_world_size() - 1:
+        print(*format_validation_lines(iteration, {run.loss.name: loss}, data_set), sep="\n", flush=True)
+    return loss
+
+
+def _check_finite(run: Run, loss: float, data_set: str) -> None:
+    if not math.isfinite(loss):
+        raise NotFiniteError(
+            f"the loss on the {data_set} set is {loss:g} after iteration {run.counters.iteration}: look at the data, "
+            "or go back to an older checkpoint with --ckpt-step"
+        )

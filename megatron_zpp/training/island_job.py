@@ -10,7 +10,6 @@ import json
 import os
 from dataclasses import dataclass
 
-import torch
 import torch.distributed as dist
 from torch import nn
 
@@ -32,6 +31,12 @@ class LossSoFar:
 
     loss_sum: float = 0.0
     num_tokens: float = 0.0
+
+    def add(self, loss_sum: float, num_tokens: float, counts: bool) -> None:
+        """Add a step's, if it counts."""
+        if counts:
+            self.loss_sum += loss_sum
+            self.num_tokens += num_tokens
 
     def tell(self) -> tuple[float, float]:
         return self.loss_sum, self.num_tokens
@@ -84,7 +89,6 @@ def _was_saved_in(folder: str) -> bool:
 
 def build_leaving_islands(
     model: nn.Module,
-    optimizer: torch.optim.Optimizer,
     zeropp: ZeroPPInterface | None,
     settings: Settings,
     mesh: Mesh,
@@ -113,6 +117,4 @@ def build_leaving_islands(
     samplers = (settings.data.dataloader_type, settings.data.data_sharding)
     steps = [dataclasses.asdict(group) for group in (settings.optimizer, settings.schedule)]
     alike = json.dumps([batches, ramps, lengths, orders, samplers, steps], sort_keys=True)
-    return apply_leaving_islands(
-        model, optimizer, settings.island, membership, zeropp, alike, loss_since_agreement.tell
-    )
+    return apply_leaving_islands(model, None, settings.island, membership, zeropp, alike, loss_since_agreement.tell)

@@ -10,10 +10,8 @@ import torch.distributed as dist
 
 from megatron_zpp.parallel.distributed import errors_on_all_ranks, print_once
 from megatron_zpp.training.counting import count_step
+from megatron_zpp.training.loss import mean_loss
 from megatron_zpp.training.run import Run
-from megatron_zpp.training.step import mean_loss
-
-LOSS_OF_ALL = "lm loss of all islands"
 
 
 def join(run: Run) -> None:
@@ -59,15 +57,15 @@ def report_agreement(run: Run) -> None:
         return
     assert islands.told is not None
     loss_sum, num_tokens = islands.told.sum(dim=0).tolist()
-    loss = mean_loss(loss_sum, num_tokens)
+    loss, name = mean_loss(loss_sum, num_tokens), f"{run.loss.name} of all islands"
     run.loss_since_agreement.loss_sum = run.loss_since_agreement.num_tokens = 0.0
     if dist.get_rank() == dist.get_world_size() - 1:
         print(
             f" islands agreed at iteration {counters.iteration} | islands there: {islands.num_islands} | "
-            f"{LOSS_OF_ALL}: {loss:.6E} | ",
+            f"{name}: {loss:.6E} | ",
             flush=True,
         )
-    run.writers.write({LOSS_OF_ALL: loss}, counters.iteration, counters.consumed_train_samples)
+    run.writers.write({name: loss}, counters.iteration, counters.consumed_train_samples)
 
 
 def leave_others(run: Run) -> None:

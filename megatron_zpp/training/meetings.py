@@ -10,9 +10,10 @@ import torch
 
 from megatron_zpp.parallel.distributed import print_once
 from megatron_zpp.training.due import what_is_due
+from megatron_zpp.training.loss import mean_loss
 from megatron_zpp.training.nonfinite import NonfiniteSteps
 from megatron_zpp.training.run import Run
-from megatron_zpp.training.step import IslandStep, mean_loss
+from megatron_zpp.training.step import IslandStep
 from megatron_zpp.zeropp.collectives import all_gather
 
 
@@ -46,9 +47,9 @@ class StepResult:
     stop: bool  # some rank wants to save and exit
     too_many: bool  # some island had NaN or Inf in so many steps that the run is to end
 
-    def losses(self) -> dict[str, float]:
-        """All losses under the names of the log."""
-        return {"lm loss": self.loss, **self.auxiliary}
+    def losses(self, name: str) -> dict[str, float]:
+        """All losses under the names of the log, the one that is trained on under ``name``."""
+        return {name: self.loss, **self.auxiliary}
 
 
 class Meetings:

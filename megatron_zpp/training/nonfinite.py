@@ -27,6 +27,10 @@ SHOWN = 3  # findings in one line
 _OUTPUT, _GRADIENT = "output", "gradient of the output"
 
 
+class NotFiniteError(ValueError):
+    """NaN or Inf in so many steps, in the parameters, or in the last evaluation, that the run came to nothing."""
+
+
 class NonfiniteSteps:
     """Counts the steps that an island skipped for NaN or Inf, says where they began, and whether it came to nothing.
 
@@ -71,7 +75,7 @@ class NonfiniteSteps:
         return True
 
     def _locate(self, step: IslandStep) -> str:
-        if self.run.islands is not None and self.run.islands.has_replaced:
+        if self.run.islands.has_replaced:
             return "the islands agreed behind this step, so that it cannot be computed again to see where that began"
         return locate_nonfinite(self.run, self.trainee, step.micro_batches)
 
@@ -133,7 +137,7 @@ def locate_nonfinite(run: Run, trainee: Trainee, micro_batches: list[Batch]) -> 
         unmoved(trainee.ranks.random_states),
     ):
         num_micro_batches = len(micro_batches) // len(trainee.ranks)
-        accumulate_gradients(run, [trainee], iter(micro_batches), num_micro_batches)
+        accumulate_gradients(run, trainee, iter(micro_batches), num_micro_batches)
     trainee.optimizer.zero_grad()
     run.token_traffic.take()  # none of the run's own steps
     if trainee.zeropp is not None:

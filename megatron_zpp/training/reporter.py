@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 import torch.distributed as dist
 
 from megatron_zpp.metrics.lines import TrainingReport, format_training_line
 from megatron_zpp.metrics.log_reader import shorten
+from megatron_zpp.metrics.progress import progress
 from megatron_zpp.metrics.throughput import IntervalTimer, describe_mfu, mfu, model_tflops, peak_tflops
 from megatron_zpp.metrics.writers import training_metrics
 from megatron_zpp.optim.gradients import params_norm
@@ -61,7 +62,7 @@ class Reporter:
         for result in results:
             self.skipped += result.skipped
             self.nan += result.nan
-            for name, loss in result.losses().items() if result.has_moved else ():
+            for name, loss in result.losses(run.loss.name).items() if result.has_moved else ():
                 self.losses.setdefault(name, []).append(loss)
         for zeropp in run.zeropps:
             self.sent.add(*zeropp.traffic.take().of_levels())
@@ -70,8 +71,7 @@ class Reporter:
                 self.waited = [so_far + more for so_far, more in zip(self.waited, waited, strict=True)]
                 if self.stragglers is not None:
                     self.stragglers.step(waited, run.counters.iteration)
-        if run.islands is not None:
-            self.sent.add(*run.islands.traffic.take().of_levels())
+        self.sent.add(*run.islands.traffic.take().of_levels())
         self.sent_for_tokens.add(*run.token_traffic.take().of_levels())
         iteration = run.counters.iteration
         is_log_step = what_is_due(run.settings, iteration, run.train_iters).log
@@ -86,6 +86,11 @@ class Reporter:
             self._clear()
         if self.stragglers is not None and (is_log_step or points):
             self.stragglers.resume()  # ranks have waited for each other here
+
+    def first_step(self) -> AbstractContextManager[object]:
+        """Show, around the first step, that it compiles the model."""
+        compiles = self.run.settings.activation.compile and self.is_first_step
+        return progress("compiling") if compiles else nullcontext()
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -139,7 +144,7 @@ class Reporter:
             eta_seconds=seconds * (run.train_iters - counters.iteration),
             bytes_between_nodes=between_nodes if run.zeropp is not None else None,
             bytes_within_nodes=within_nodes if run.zeropp is not None else None,
-            bytes_between_islands=between_islands if run.islands is not None else None,
+            bytes_between_islands=between_islands if run.has_islands else None,
             island=run.mesh.job if run.leaving is not None else None,
             islands_there=run.leaving.num_islands if run.leaving is not None else None,
             token_bytes_between_nodes=tokens_between_nodes if tokens_travel else None,
@@ -159,7 +164,7 @@ class Reporter:
             consumed_samples=at.consumed_samples,
             learning_rate=at.learning_rate,
             global_batch_size=at.num_samples,
-            losses=result.losses(),
+            losses=result.losses(run.loss.name),
             loss_scale=at.loss_scale,
             grad_norm=result.grad_norm,
             num_zeros=result.num_zeros,

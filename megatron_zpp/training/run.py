@@ -22,11 +22,14 @@ from megatron_zpp.models.transformer import Transformer
 from megatron_zpp.optim.batch_size import BatchSchedule
 from megatron_zpp.optim.curriculum import Curriculum
 from megatron_zpp.optim.loss_scaler import LossScaler
+from megatron_zpp.optim.optimizer import set_lr_and_weight_decay
 from megatron_zpp.optim.schedule import Schedule
 from megatron_zpp.parallel.mesh import Mesh
 from megatron_zpp.parallel.pipeline import Pipeline
+from megatron_zpp.parallel.sharding import prepare_backward
 from megatron_zpp.settings.groups import Settings
 from megatron_zpp.training.island_job import LossSoFar
+from megatron_zpp.training.loss import Loss
 from megatron_zpp.zeropp import Ranks, ZeroPPInterface
 from megatron_zpp.zeropp.topology import gather_objects
 from megatron_zpp.zeropp.traffic import Traffic
@@ -44,6 +47,27 @@ class Trainee:
     ranks: Ranks  # that this process computes for
     scaler: LossScaler
     zeropp: ZeroPPInterface | None  # None at ZeRO stage 0, which has no sharded collectives
+    zero_stage: int
+
+    def set_is_last_micro_batch(self, is_last: bool) -> None:
+        """Mark whether the next backward pass is the last of this optimizer step."""
+        prepare_backward(self.model, self.zero_stage, is_last)
+        if self.zeropp is not None:
+            self.zeropp.set_is_last_micro_batch(is_last)
+
+    def finish_step(self, overflow: bool, skipped: bool, group: dist.ProcessGroup) -> None:
+        """Make ready for the next step, when gradients are gone; after a skipped one as if it had never been.
+
+        group: the ranks that the model adds up over what it has to.
+        """
+        self.model.finish_step(not skipped, lambda tensor: dist.all_reduce(tensor, group=group))
+        scale = self.scaler.scale
+        self.scaler.update(overflow=overflow)
+        if self.zeropp is not None:
+            if skipped:
+                self.zeropp.undo_step()
+            if self.scaler.scale != scale:
+                self.zeropp.rescale_errors(self.scaler.scale / scale)
 
 
 @dataclass
@@ -55,7 +79,8 @@ class Run:
     device: torch.device
     mesh: Mesh
     trainees: list[Trainee]  # of this process: one, but for one of each island that it emulates
-    islands: IslandsInterface | None  # None with one
+    islands: IslandsInterface  # NoIslands, which do nothing, in an ordinary run
+    loss: Loss
     token_traffic: Traffic  # of tokens that travel to experts
     schedule: Schedule | None  # None with --skip-train
     batches: BatchSchedule
@@ -126,6 +151,14 @@ class Run:
         assert self.settings.training.seq_length
         return self.settings.training.seq_length if self.curriculum is None else self.curriculum.length(iteration)
 
+    def set_learning_rate(self, optimizer: torch.optim.Optimizer) -> None:
+        """Set the learning rates and weight decay of the step to come."""
+        assert self.schedule is not None  # it trains
+        position = self.scheduled_samples()
+        lr, decoupled_lr = self.schedule.lr(position), self.schedule.decoupled_lr(self.settings.optimizer, position)
+        weight_decay = self.schedule.weight_decay(self.counters.scheduled_samples)
+        set_lr_and_weight_decay(optimizer, lr, weight_decay, decoupled_lr)
+
     def scheduled_samples(self) -> float:
         """Where the learning-rate schedule stands: samples, or, if it counts tokens, the whole samples they make."""
         counters, schedule = self.counters, self.settings.schedule
@@ -133,6 +166,11 @@ class Run:
             assert self.settings.training.seq_length
             return counters.scheduled_samples - counters.cut_tokens / self.settings.training.seq_length
         return counters.scheduled_samples
+
+    @property
+    def has_islands(self) -> bool:
+        """Whether several islands train by themselves, in this job or in others."""
+        return self.settings.distributed.islands > 1
 
     @property
     def leaving(self) -> LeavingInterface | None:
@@ -156,7 +194,7 @@ class Run:
             models=[trainee.model for trainee in self.trainees],
             optimizers=[trainee.optimizer for trainee in self.trainees] if with_optimizer else [],
             zeropps=self.zeropps,
-            islands=self.islands,
+            islands=self.islands if self.has_islands else None,
             first_island=self.mesh.island.get_local_rank(),
         )
 
@@ -172,7 +210,7 @@ class Run:
             "counters": dataclasses.asdict(self.counters),
             "schedule": self.schedule.state_dict() if self.schedule is not None else None,
             "loss_scaler": scalers[0],
-            **({"loss_scalers": scalers} if self.islands is not None else {}),  # of each island
+            **({"loss_scalers": scalers} if self.has_islands else {}),  # of each island
             "loss": self.last_loss if loss_is_finite else None,  # JSON has no NaN
             "nonfinite": [] if loss_is_finite else ["the loss"],
             "data_order": self.datasets.train.order if self.datasets.train is not None else None,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,7 @@ from megatron_zpp.checkpoint.resume import (
     checkpoint_to_load,
 )
 from megatron_zpp.data.build import Datasets
-from megatron_zpp.islands import IslandsInterface, apply_islands, emulate_islands
+from megatron_zpp.islands import IslandsInterface, NoIslands, apply_islands, emulate_islands
 from megatron_zpp.metrics.program import describe_program
 from megatron_zpp.metrics.writers import MetricWriters
 from megatron_zpp.optim.batch_size import BatchSchedule
@@ -38,9 +37,10 @@ from megatron_zpp.parallel.tensor import dropout_seed
 from megatron_zpp.settings.groups import Settings, TrainingSettings
 from megatron_zpp.training.datasets import build_data, check_same_data_on_all_ranks
 from megatron_zpp.training.island_job import LossSoFar, build_leaving_islands, prepare_island
+from megatron_zpp.training.loss import LanguageModelLoss
 from megatron_zpp.training.model import build_model_on_ranks
 from megatron_zpp.training.run import Run, Trainee
-from megatron_zpp.zeropp import EmulatedZeroPP, OwnRank, ranks_of
+from megatron_zpp.zeropp import OwnRank, ranks_of
 from megatron_zpp.zeropp.traffic import Traffic
 
 
@@ -92,6 +92,7 @@ def build_run(architecture: Architecture, settings: Settings, device: torch.devi
         mesh=mesh,
         trainees=trainees,
         islands=_build_islands(trainees, settings, mesh, datasets, loss_since_agreement),
+        loss=LanguageModelLoss(mesh, device),
         loss_since_agreement=loss_since_agreement,
         token_traffic=token_traffic,
         schedule=schedule,
@@ -200,25 +201,23 @@ def _build_trainee(
     group = mesh.ranks_of_island
     ranks = ranks_of(zeropp) if group is None else OwnRank(gathers_over=group)
     ranks.step_by_shards(optimizer)
-    return Trainee(model, pipeline, optimizer, ranks, LossScaler.from_settings(settings.precision), zeropp)
+    scaler = LossScaler.from_settings(settings.precision)
+    return Trainee(model, pipeline, optimizer, ranks, scaler, zeropp, settings.zero.zero_stage)
 
 
 def _build_islands(
     trainees: list[Trainee], settings: Settings, mesh: Mesh, datasets: Datasets, loss_since_agreement: LossSoFar
-) -> IslandsInterface | None:
+) -> IslandsInterface:
+    """The agreements of this process's islands; ``train_step`` counts their steps."""
+    first = trainees[0]
     if settings.distributed.islands_may_leave:
-        (own,) = trainees
-        return build_leaving_islands(
-            own.model, own.optimizer, own.zeropp, settings, mesh, datasets, loss_since_agreement
-        )
+        return build_leaving_islands(first.model, first.zeropp, settings, mesh, datasets, loss_since_agreement)
     if mesh.num_islands == 1:
-        return None
+        return NoIslands()
     if mesh.island.size() > 1:
-        (own,) = trainees
-        return apply_islands(own.model, own.optimizer, settings.island, mesh.island, own.zeropp)
-    zeropps = [trainee.zeropp for trainee in trainees if isinstance(trainee.zeropp, EmulatedZeroPP)]
-    models, optimizers = [trainee.model for trainee in trainees], [trainee.optimizer for trainee in trainees]
-    return emulate_islands(models, optimizers, settings.island, zeropps)
+        return apply_islands(first.model, None, settings.island, mesh.island, first.zeropp)
+    models = [trainee.model for trainee in trainees]
+    return emulate_islands(models, [], settings.island, [t.zeropp for t in trainees if t.zeropp is not None])
 
 
 def _seed_dropout(run: Run) -> None:
@@ -241,15 +240,13 @@ def _load(run: Run, checkpoint: Path, meta: dict[str, Any]) -> None:
     if goes_on:
         for zeropp in run.zeropps:  # which knows better where its own state is taken over
             zeropp.set_optimizer_steps(run.counters.iteration - run.counters.skipped_iterations)
-    # Torch has an optimizer without state make a step, to have what to fill.
-    with nullcontext() if run.islands is None else run.islands.not_counting():
-        notes = load_checkpoint(
-            checkpoint,
-            meta,
-            run.trained(with_optimizer=goes_on and not settings.no_load_optim),
-            run.layout(),
-            load_rng=goes_on and not settings.no_load_rng,
-        )
+    notes = load_checkpoint(
+        checkpoint,
+        meta,
+        run.trained(with_optimizer=goes_on and not settings.no_load_optim),
+        run.layout(),
+        load_rng=goes_on and not settings.no_load_rng,
+    )
     if goes_on:
         _resume_state(run, meta)
     for note in notes:
@@ -290,7 +287,7 @@ def _resume_state(run: Run, meta: dict[str, Any]) -> None:
         scalers = [meta["loss_scaler"]] * run.mesh.num_islands
     for trainee, scaler in zip(run.trainees, scalers[run.mesh.island.get_local_rank() :], strict=False):
         trainee.scaler.load_state_dict(scaler)
-    if run.islands is not None and not _goes_on_from_agreement(run, meta):
+    if not _goes_on_from_agreement(run, meta):
         run.islands.steps = run.counters.iteration
 
 

@@ -24,6 +24,8 @@ class StopSignals:
 
     def catch(self) -> None:
         """From now on signals are only remembered. Before, they end the process."""
+        if self.are_caught:
+            return
         self.are_caught = True
         for number in STOP_SIGNALS:
             signal.signal(number, self._remember)

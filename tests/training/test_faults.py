@@ -19,7 +19,8 @@ import torch.distributed as dist
 from megatron_zpp.checkpoint import read_meta
 from megatron_zpp.data.indexed_dataset import IndexedDatasetWriter
 from megatron_zpp.parallel.distributed import FailedTogether
-from megatron_zpp.training.pretrain import NotFiniteError, train
+from megatron_zpp.training.nonfinite import NotFiniteError
+from megatron_zpp.training.pretrain import train
 from tests.ranks import run_ranks
 from tests.training.small_run import (
     NO_DROPOUT,

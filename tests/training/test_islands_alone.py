@@ -14,7 +14,9 @@ import torch.distributed as dist
 
 from megatron_zpp.checkpoint import read_meta
 from megatron_zpp.training import pretrain
-from megatron_zpp.training.pretrain import NotFiniteError, train
+from megatron_zpp.training.nonfinite import NotFiniteError
+from megatron_zpp.training.pretrain import train
+from megatron_zpp.training.saving import Checkpoints
 from tests.ranks import run_ranks
 from tests.training.small_run import NO_DROPOUT, flags, start, train_each, write_text
 
@@ -187,14 +189,14 @@ def test_a_wish_to_stop_is_heard_where_islands_meet(data, tmp_path):
 def _stop_amid_a_save(argv: list[str]) -> tuple[int, int]:
     """Where the run ended, and how often it left the others."""
     run, _ = start(argv)
-    save, left = pretrain._save, []
+    save, left = Checkpoints.save, []
 
     def save_and_ask(*arguments) -> None:
         save(*arguments)
         os.kill(os.getpid(), signal.SIGUSR1)
 
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()):
-        patch.setattr(pretrain, "_save", save_and_ask)
+        patch.setattr(Checkpoints, "save", save_and_ask)
         patch.setattr(pretrain, "leave_others", left.append)
         train(run, time.monotonic())
     return run.counters.iteration, len(left)

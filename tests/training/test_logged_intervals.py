@@ -13,9 +13,9 @@ import pytest
 
 from megatron_zpp.metrics.log_reader import parse_line
 from megatron_zpp.metrics.throughput import IntervalTimer
-from megatron_zpp.training import pretrain
 from megatron_zpp.training.batches import batches_of
 from megatron_zpp.training.pretrain import train
+from megatron_zpp.training.saving import Checkpoints
 from megatron_zpp.training.step import train_step
 from tests.ranks import run_ranks
 from tests.training.small_run import flags, start, write_text
@@ -54,7 +54,7 @@ def data(tmp_path_factory) -> str:
 def _logged_seconds(argv: list[str]) -> list[float]:
     """Of each step, on a clock that only forward passes and saves move."""
     run, _ = start(argv)
-    clock, save = [0.0], pretrain._save
+    clock, save = [0.0], Checkpoints.save
 
     def hook(model, inputs, losses):
         clock[0] += 1.0 if model.training else 100.0
@@ -66,7 +66,7 @@ def _logged_seconds(argv: list[str]) -> list[float]:
     run.model.register_forward_hook(hook)
     with (
         patch.object(IntervalTimer, "_now", lambda timer: clock[0]),
-        patch.object(pretrain, "_save", slow_save),
+        patch.object(Checkpoints, "save", slow_save),
         contextlib.redirect_stdout(io.StringIO()) as out,
     ):
         train(run, 0.0)
