@@ -24,7 +24,7 @@ from megatron_zpp.zeropp.element_scales import ElementScales, ScaledFormat
 from megatron_zpp.zeropp.gradient_hops import GradientHop, GradientHops
 from megatron_zpp.zeropp.loco import ErrorFeedback
 from megatron_zpp.zeropp.quantization import STEPS, counter_uniform
-from megatron_zpp.zeropp.unit_part import UnitPart
+from megatron_zpp.zeropp.unit import UnitPart
 from megatron_zpp.zeropp.weight_encoder import WeightEncoder
 from megatron_zpp.zeropp.wire_format import WireFormat
 from megatron_zpp.zeropp.wire_layout import Compensation, Segment

@@ -1,10 +1,9 @@
 """DiLoCo for any model, sharded by PyTorch FSDP2 or not. Needs torch alone."""
 
-from .agreements import NoIslands
 from .api import Islands, apply_islands
 from .config import IslandConfig
 from .emulation import EmulatedIslands, emulate_islands
-from .interface import IslandsInterface, LeavingInterface
+from .interface import IslandsInterface, LeavingInterface, NoIslands
 
 __all__ = [
     "EmulatedIslands",

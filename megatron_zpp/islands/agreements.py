@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Generic, Protocol, TypeVar
 
 import torch
@@ -81,28 +81,3 @@ class Agreements(Generic[F]):
     def _parameters_replaced(self) -> None:
         """Say so to what keeps something of the old ones."""
         raise NotImplementedError
-
-
-class NoIslands(Agreements[AgreedFragment]):
-    """Those of an ordinary run: nothing is agreed on, and nothing sent."""
-
-    num_islands = 1
-    _fragments = ()
-
-    def __init__(self) -> None:
-        self.config, self.traffic, self.steps = IslandConfig(), Traffic(), 0
-
-    def describe(self) -> str:
-        return ""
-
-    def begin_anew(self) -> None:
-        """Do nothing."""
-
-    def agreed_parameters(self) -> AbstractContextManager[None]:
-        return nullcontext()
-
-    def state_dict(self) -> dict[str, Tensor]:
-        return {}
-
-    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Do nothing."""

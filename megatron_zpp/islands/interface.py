@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
 
 from torch import Tensor
@@ -35,8 +35,8 @@ class IslandsInterface(Protocol):
     def count_step(self) -> None:
         """Count a step of the optimizer, and agree if it is due; collective where it is.
 
-        The optimizer's hook calls it. Call it yourself for a step that no optimizer takes (an overflow): islands agree
-        at the same steps, skipped ones included.
+        The hook of the optimizer calls it, if one was given. Call it yourself for a step that no optimizer takes (an
+        overflow): islands agree at the same steps, skipped ones included.
         """
 
     def conclude(self) -> None:
@@ -73,6 +73,33 @@ class IslandsInterface(Protocol):
 
         Of an empty state steps, errors and what is on its way begin anew.
         """
+
+
+class NoIslands:
+    """The islands of an ordinary run: nothing is agreed on, and nothing sent."""
+
+    num_islands, may_leave, steps, has_replaced = 1, False, 0, False
+
+    def __init__(self) -> None:
+        self.config, self.traffic = IslandConfig(), Traffic()
+
+    def _do_nothing(self, *_: object) -> None:
+        """There is one island."""
+
+    begin_anew = count_step = conclude = load_state_dict = _do_nothing
+
+    def describe(self) -> str:
+        return "no islands"
+
+    def not_counting(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    agreed_parameters = not_counting
+
+    def state_dict(self) -> dict[str, Tensor]:
+        return {}
+
+    agreed_state = state_dict
 
 
 class LeavingInterface(IslandsInterface, Protocol):

@@ -8,7 +8,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-from dataclasses import dataclass
 
 import torch.distributed as dist
 from torch import nn
@@ -22,24 +21,8 @@ from megatron_zpp.islands.membership import Membership
 from megatron_zpp.parallel.distributed import errors_on_all_ranks
 from megatron_zpp.parallel.mesh import Mesh
 from megatron_zpp.settings.groups import Settings
+from megatron_zpp.training.loss import LossSoFar
 from megatron_zpp.zeropp import ZeroPPInterface
-
-
-@dataclass
-class LossSoFar:
-    """An island's since the last agreement, where the others hear of it."""
-
-    loss_sum: float = 0.0
-    num_tokens: float = 0.0
-
-    def add(self, loss_sum: float, num_tokens: float, counts: bool) -> None:
-        """Add a step's, if it counts."""
-        if counts:
-            self.loss_sum += loss_sum
-            self.num_tokens += num_tokens
-
-    def tell(self) -> tuple[float, float]:
-        return self.loss_sum, self.num_tokens
 
 
 def prepare_island(settings: Settings) -> Settings:

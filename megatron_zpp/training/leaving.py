@@ -9,7 +9,6 @@ from __future__ import annotations
 import torch.distributed as dist
 
 from megatron_zpp.parallel.distributed import errors_on_all_ranks, print_once
-from megatron_zpp.training.counting import count_step
 from megatron_zpp.training.loss import mean_loss
 from megatron_zpp.training.run import Run
 
@@ -79,7 +78,7 @@ def _stand_at(run: Run, steps: int, is_evaluated: bool = True) -> None:
     counters, interval = run.counters, run.settings.training.eval_interval
     counters.iteration = counters.consumed_train_samples = counters.scheduled_samples = counters.cut_tokens = 0
     for _ in range(steps):
-        count_step(run)
+        run.count_step()
     evaluated = min(steps if is_evaluated else steps - 1, run.train_iters - 1)
     counters.consumed_valid_samples = (evaluated // interval if interval else 0) * run.samples_of_evaluation
     for zeropp in run.zeropps:

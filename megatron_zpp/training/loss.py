@@ -6,6 +6,7 @@ To train on something else, write a class with the four parts of ``Loss`` and gi
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -118,3 +119,20 @@ def count_once(mesh: Mesh, totals: Tensor) -> Tensor:
 def mean_loss(loss_sum: float, count: float) -> float:
     """Return the mean; 0 where nothing counts."""
     return loss_sum / max(1.0, count)
+
+
+@dataclass
+class LossSoFar:
+    """This island's loss since the last agreement, which tells it to the others."""
+
+    loss_sum: float = 0.0
+    num_tokens: float = 0.0
+
+    def add(self, loss_sum: float, num_tokens: float, counts: bool) -> None:
+        """Add a step's, if it counts."""
+        if counts:
+            self.loss_sum += loss_sum
+            self.num_tokens += num_tokens
+
+    def tell(self) -> tuple[float, float]:
+        return self.loss_sum, self.num_tokens

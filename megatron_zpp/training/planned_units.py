@@ -19,7 +19,7 @@ from megatron_zpp.settings.groups import DistributedSettings
 from megatron_zpp.training.rank_groups import RankGrid, RankGroup
 from megatron_zpp.zeropp.config import ZeroPPConfig
 from megatron_zpp.zeropp.formats import Formats
-from megatron_zpp.zeropp.unit_part import UnitPart
+from megatron_zpp.zeropp.unit import UnitPart
 from megatron_zpp.zeropp.wire_layout import ParameterShard, rows_per_rank
 
 Shards = tuple[ParameterShard, ...]

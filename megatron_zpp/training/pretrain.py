@@ -29,7 +29,6 @@ from megatron_zpp.parallel.distributed import (
 )
 from megatron_zpp.settings.groups import DistributedSettings
 from megatron_zpp.training.batches import Streams
-from megatron_zpp.training.counting import count_step
 from megatron_zpp.training.describe import describe
 from megatron_zpp.training.dry_run import dry_run
 from megatron_zpp.training.due import what_is_due
@@ -142,7 +141,7 @@ def _train_steps(run: Run, streams: Streams, signals: StopSignals, checkpoints: 
             steps = train_step(run, streams.train, num_micro_batches, stop=signals.is_asked or is_over)
         if training.exit_signal_handler:
             signals.catch()  # not earlier: a signal ends a rank at once, whatever it waits for before its first step
-        batch_size = count_step(run, skipped=steps[0].skipped)
+        batch_size = run.count_step(skipped=steps[0].skipped)
         iteration = counters.iteration
         if iteration == run.train_iters:
             run.islands.conclude()  # what is evaluated and saved has the last steps in it

@@ -28,8 +28,7 @@ from megatron_zpp.parallel.mesh import Mesh
 from megatron_zpp.parallel.pipeline import Pipeline
 from megatron_zpp.parallel.sharding import prepare_backward
 from megatron_zpp.settings.groups import Settings
-from megatron_zpp.training.island_job import LossSoFar
-from megatron_zpp.training.loss import Loss
+from megatron_zpp.training.loss import Loss, LossSoFar
 from megatron_zpp.zeropp import Ranks, ZeroPPInterface
 from megatron_zpp.zeropp.topology import gather_objects
 from megatron_zpp.zeropp.traffic import Traffic
@@ -158,6 +157,20 @@ class Run:
         lr, decoupled_lr = self.schedule.lr(position), self.schedule.decoupled_lr(self.settings.optimizer, position)
         weight_decay = self.schedule.weight_decay(self.counters.scheduled_samples)
         set_lr_and_weight_decay(optimizer, lr, weight_decay, decoupled_lr)
+
+    def count_step(self, skipped: bool = False) -> int:
+        """Move the counters by an optimizer step, and return the samples that it took."""
+        counters = self.counters
+        num_samples = self.batches.global_batch_size(counters.consumed_train_samples)
+        counters.iteration += 1
+        counters.consumed_train_samples += num_samples
+        # Islands do not know of each other's skipped steps: their schedules count them, and stay alike.
+        if self.has_islands or not skipped:
+            assert self.settings.training.seq_length
+            cut = self.settings.training.seq_length - self.sample_length(counters.iteration)
+            counters.scheduled_samples += num_samples
+            counters.cut_tokens += num_samples * cut
+        return num_samples
 
     def scheduled_samples(self) -> float:
         """Where the learning-rate schedule stands: samples, or, if it counts tokens, the whole samples they make."""

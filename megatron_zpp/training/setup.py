@@ -36,8 +36,8 @@ from megatron_zpp.parallel.mesh import Mesh, build_mesh, model_parallel_sizes, r
 from megatron_zpp.parallel.tensor import dropout_seed
 from megatron_zpp.settings.groups import Settings, TrainingSettings
 from megatron_zpp.training.datasets import build_data, check_same_data_on_all_ranks
-from megatron_zpp.training.island_job import LossSoFar, build_leaving_islands, prepare_island
-from megatron_zpp.training.loss import LanguageModelLoss
+from megatron_zpp.training.island_job import build_leaving_islands, prepare_island
+from megatron_zpp.training.loss import LanguageModelLoss, LossSoFar
 from megatron_zpp.training.model import build_model_on_ranks
 from megatron_zpp.training.run import Run, Trainee
 from megatron_zpp.zeropp import OwnRank, ranks_of

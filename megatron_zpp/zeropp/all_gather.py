@@ -17,10 +17,10 @@ from .config import ZeroPPConfig
 from .fsdp_unit import AllGather, FSDPUnit, is_capturing, refuse_capture
 from .micro_batch import MicroBatch
 from .monitor import ErrorMonitor
-from .streams import on_stream
 from .traffic import Traffic
-from .unit_part import UnitPart
+from .unit import UnitPart
 from .unseen_changes import UnseenChanges, load_changes
+from .waits import on_stream
 from .weight_encoder import WeightEncoder, has_copies
 from .wire_format import WireFormat
 

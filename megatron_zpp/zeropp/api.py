@@ -38,12 +38,12 @@ from .monitor import ErrorMonitor
 from .own_rank import OwnRank
 from .reduce_scatter import HierarchicalReduceScatter
 from .state_keys import below, unit_prefix
-from .streams import new_stream
 from .topology import Topology, process_rank
 from .traffic import Traffic
 from .unit import follow_optimizers
 from .unseen_changes import Passes, UnseenChanges
 from .unused_parameters import UnusedParameters
+from .waits import new_stream
 from .weight_swaps import swapped_weights
 
 

@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from . import kernels
-from .bits_warmup import BitsWarmup
-from .config import ZeroPPConfig
+from .config import BitsWarmup, ZeroPPConfig
 from .quantization import Code, mix_seed
 from .state_keys import below
 from .topology import RankLayout

@@ -18,7 +18,7 @@ from functools import cached_property
 import torch
 
 from .config import SCALE_DTYPES, ZeroPPConfig
-from .unit_part import UnitPart
+from .unit import UnitPart
 from .wire_format import WireFormat
 
 

@@ -11,11 +11,10 @@ from torch import Tensor
 from .config import ZeroPPConfig
 from .element_scales import ElementScales, ScaledFormat
 from .formats import Formats
-from .gradient_sum import GradientSum
+from .gradient_sum import GradientSum, NodeSum
 from .loco import ErrorFeedback
 from .micro_batch import MicroBatch
 from .monitor import ErrorMonitor
-from .node_sum import NodeSum
 from .quantization import mix_seed
 from .state_keys import below
 from .topology import RankLayout

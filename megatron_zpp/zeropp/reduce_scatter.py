@@ -21,9 +21,9 @@ from .gradient_hops import GradientHop, GradientHops
 from .gradient_sum import GradientSum
 from .micro_batch import MicroBatch
 from .monitor import ErrorMonitor
-from .streams import current_stream, on_stream
 from .traffic import Traffic
 from .unused_parameters import UnusedParameters
+from .waits import current_stream, on_stream
 
 logger = logging.getLogger(__name__)
 

@@ -17,8 +17,7 @@ from .fsdp_unit import FSDPUnit
 from .micro_batch import MicroBatch
 from .topology import Topology
 from .traffic import Traffic
-from .unit import Unit
-from .unit_part import UnitPart
+from .unit import Unit, UnitPart
 
 WORD_BYTES = 8
 CHECKSUM_KEYS = ("checksum", "frozen_checksum")  # of a unit's parts, which are one or two

@@ -1,4 +1,6 @@
-"""How long the program waited for collectives, per link: by the clock on a CPU, by events on a GPU.
+"""Streams, and how long the program waited for collectives on them, per link: by the clock or by events of a GPU.
+
+Streams have the same names on a CPU, where torch has stubs that do nothing.
 
 On a CPU a collective that has not arrived holds the program up, so the time in it is the time waited. On a GPU the
 host runs ahead, and streams of collectives wait beside the one that computes: what counts is when that one stood still
@@ -15,8 +17,31 @@ from typing import Any
 import torch
 from torch.profiler import record_function
 
-from .streams import current_stream
 from .unit import Unit
+
+
+def new_stream(device: torch.device) -> torch.Stream:
+    """One for gathers and what belongs to them: like FSDP2's, kernels on it go before those that compute."""
+    stream: torch.Stream = torch.get_device_module(device).Stream(priority=-1)
+    return stream
+
+
+def current_stream(device: torch.device) -> torch.Stream:
+    stream: torch.Stream = torch.get_device_module(device).current_stream()
+    return stream
+
+
+@contextmanager
+def on_stream(stream: torch.Stream, device: torch.device) -> Iterator[None]:
+    """What is queued in here goes to ``stream``: behind all of the current stream, which then waits for it."""
+    current = current_stream(device)
+    stream.wait_stream(current)
+    try:
+        with torch.get_device_module(device).stream(stream):
+            yield
+    finally:
+        current.wait_stream(stream)
+
 
 Interval = tuple[Any, Any]  # beginning and end: seconds, or events of one device
 

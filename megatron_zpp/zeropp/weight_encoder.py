@@ -8,15 +8,14 @@ import torch
 from torch import Tensor
 
 from .config import ZeroPPConfig
-from .encoded_addend import can_be_addend, encoded_addend
 from .formats import Formats
 from .micro_batch import MicroBatch
 from .monitor import ErrorMonitor
 from .quantization import mix_seed
-from .unit import Unit
-from .unit_part import UnitPart
+from .unit import Unit, UnitPart
 from .unseen_changes import state_of_changes
 from .wire_format import WireFormat
+from .wire_layout import can_be_addend, encoded_addend
 
 
 class WeightEncoder:

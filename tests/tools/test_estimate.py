@@ -27,7 +27,7 @@ from megatron_zpp.models.init import init_weights
 from megatron_zpp.planning.candidates import TRAVELS
 from megatron_zpp.tools import estimate
 from megatron_zpp.training.pretrain import train
-from megatron_zpp.zeropp.node_sum import NodeSum
+from megatron_zpp.zeropp.gradient_sum import NodeSum
 from tests.ranks import run_ranks
 from tests.training.small_run import flags, start, train_each, write_text
 

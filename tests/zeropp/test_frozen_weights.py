@@ -15,7 +15,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from megatron_zpp.zeropp import LoCoConfig, ZeroPPConfig, apply_zeropp
 from megatron_zpp.zeropp.emulation import emulate_zeropp
-from megatron_zpp.zeropp.unit_part import UnitPart
+from megatron_zpp.zeropp.unit import UnitPart
 from megatron_zpp.zeropp.wire_format import WireFormat
 from megatron_zpp.zeropp.wire_layout import ParameterShard
 from tests.ranks import run_ranks

@@ -9,9 +9,8 @@ import torch
 
 from megatron_zpp.zeropp import ZeroPPConfig
 from megatron_zpp.zeropp.formats import Formats
-from megatron_zpp.zeropp.gradient_sum import GradientSum
-from megatron_zpp.zeropp.node_sum import NodeSum, round_to_bf16
-from megatron_zpp.zeropp.unit_part import UnitPart
+from megatron_zpp.zeropp.gradient_sum import GradientSum, NodeSum, round_to_bf16
+from megatron_zpp.zeropp.unit import UnitPart
 from megatron_zpp.zeropp.wire_layout import ParameterShard
 
 BLOCKS, SIZE = 64, 32

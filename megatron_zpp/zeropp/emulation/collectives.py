@@ -12,7 +12,7 @@ from ..micro_batch import MicroBatch
 from ..monitor import ErrorMonitor
 from ..topology import RankLayout
 from ..traffic import Traffic
-from ..unit_part import UnitPart
+from ..unit import UnitPart
 from ..unseen_changes import checksums, load_changes
 from ..weight_encoder import WeightEncoder, has_copies
 from .unit import EmulatedUnit

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from ..unit import Unit
-from ..unit_part import UnitPart
+from ..unit import Unit, UnitPart
 from ..wire_layout import ParameterShard, rows_per_rank
 
 
