@@ -220,7 +220,7 @@ class Decoder(Transformer):
         self.dropout = nn.Dropout(config.hidden_dropout)
         self.layers = nn.ModuleList(Block(config, make_mlp(config, i)) for i in range(config.num_layers))
         self.final_norm = make_norm(config, config.hidden_size)
-        self.document_attention = document_attention  # parallel.context has another one
+        self.document_attention = document_attention  # see ``replace_attention``
         if not config.tie_embeddings:
             self.output_layer = OutputLayer(config.hidden_size, config.vocab_size)
             self.ends = ("word_embeddings", "output_layer")

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .layers import SelfAttention
+from .layers import SelfAttention, replace_attention
 from .transformer import Transformer
 
 
@@ -29,12 +29,9 @@ class CachedModel:
         # Of each attention: keys and values [B, groups, C, head_dim], where what a query reads of a head is in a row.
         self.caches: dict[int, tuple[Tensor, Tensor]] = {}
         for number, layer in enumerate(model.layers):
-            found = [module for module in layer.modules() if isinstance(module, SelfAttention)]
-            if not found:
+            if not any(isinstance(module, SelfAttention) for module in layer.modules()):
                 raise ValueError(f"layer {number} of {type(model).__name__} has no SelfAttention, so nothing to cache")
-            for attention in found:
-                attention.attention = partial(self.attention, id(attention))  # type: ignore[assignment]
-        model.document_attention = self.mask
+        replace_attention(model, self.mask, lambda layer: partial(self.attention, id(layer)))
 
     def read(self, rows: list[list[int]]) -> Tensor:
         """Forget everything, and read rows of ids -> logits [B, V] of what follows each row."""

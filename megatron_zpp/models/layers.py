@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.nn.attention.varlen import varlen_attn
 
 from .rotary import apply_rotary
+from .transformer import Transformer
 
 # Rows of the vocabulary whose logits exist at one time: 8 KiB of fp32 per token, and large enough matrix products.
 VOCABULARY_BLOCK = 2048
@@ -49,7 +50,7 @@ class SelfAttention(nn.Module):
         self.linear_proj = nn.Linear(num_heads * head_dim, hidden_size, bias=bias)
         self.q_layernorm = None if head_norm is None else head_norm(head_dim)
         self.k_layernorm = None if head_norm is None else head_norm(head_dim)
-        self.attention = attention  # parallel.context has another one
+        self.attention = attention  # see ``replace_attention``
 
     def forward(
         self, x: Tensor, cos: Tensor | None = None, sin: Tensor | None = None, documents: Tensor | None = None
@@ -72,6 +73,21 @@ class SelfAttention(nn.Module):
             q, k = apply_rotary(q, cos, sin), apply_rotary(k, cos, sin)
         attended = self.attention(q, k, v, documents, self.dropout if self.training else 0.0, self.window)
         return self.linear_proj(attended.flatten(2))
+
+
+def replace_attention(
+    model: Transformer,
+    documents: Callable[..., Tensor | None],
+    attention_of: Callable[[SelfAttention], Callable[..., Tensor]],
+) -> None:
+    """Let tokens of ``model`` attend to each other otherwise, as context parallelism and a cache of keys have it.
+
+    documents: in place of ``document_attention``. attention_of: what each layer has in place of ``attention``.
+    """
+    model.document_attention = documents
+    for module in model.modules():
+        if isinstance(module, SelfAttention):
+            module.attention = attention_of(module)  # type: ignore[assignment]
 
 
 def attention(

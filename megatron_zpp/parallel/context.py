@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
-from megatron_zpp.models.layers import SelfAttention, attention, takes_variable_lengths, whole_rows
+from megatron_zpp.models.layers import attention, replace_attention, takes_variable_lengths, whole_rows
 from megatron_zpp.models.moe import MoE
 from megatron_zpp.models.transformer import Transformer
 
@@ -52,11 +52,9 @@ def apply_context_parallel(model: Transformer, mesh: DeviceMesh) -> None:
     Its attention must be ``layers.SelfAttention``, with what ``model.document_attention`` returns.
     """
     context = ContextParallel(mesh, mesh.get_local_rank(), mesh.size())
-    model.document_attention = context.document_attention
+    replace_attention(model, context.document_attention, lambda layer: context.attention)
     for module in model.modules():
-        if isinstance(module, SelfAttention):
-            module.attention = context.attention  # type: ignore[assignment]
-        elif isinstance(module, MoE):
+        if isinstance(module, MoE):
             module.sample_group = mesh.get_group()
 
 

@@ -18,6 +18,7 @@ all ranks for each of its products. Here rows are brought together once per step
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -40,6 +41,9 @@ SCALES: dict[str, Callable[[int, int], float]] = {
     "original": lambda rows, columns: math.sqrt(max(1, rows / columns)),
     "match_rms_adamw": lambda rows, columns: 0.2 * math.sqrt(max(rows, columns)),
 }
+
+
+_adamw_step = inspect.unwrap(torch.optim.AdamW.step)  # without hooks, which Muon's own step has
 
 
 @dataclass(frozen=True)
@@ -130,10 +134,27 @@ class Muon(torch.optim.AdamW):
             for parameter in group["params"]:
                 _check_matrix(parameter, self.zeropp.device)
 
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        """Move matrices as Muon does, which is collective where their rows are brought together, and the rest as AdamW.
+
+        Returns what ``closure`` did, if it was given.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            if group["use_muon"]:
+                self._move_matrices(group)
+        _adamw_step(self)
+        return loss
+
     def _init_group(self, group: dict[str, Any], *lists: list[Tensor]) -> bool:
-        # What AdamW's step asks for the parameters of a group that it is to move.
-        if not group["use_muon"]:
-            return bool(super()._init_group(group, *lists))
+        # What AdamW's step asks for the parameters that it is to move: matrices have moved by then.
+        return False if group["use_muon"] else bool(super()._init_group(group, *lists))
+
+    def _move_matrices(self, group: dict[str, Any]) -> None:
         matrices = [parameter for parameter in group["params"] if parameter.grad is not None]
         whole = self._takes_whole(matrices)
         for blocks, batch in self.zeropp.matrix_blocks(matrices, self.wire):
@@ -147,7 +168,6 @@ class Muon(torch.optim.AdamW):
             rows = [local_part(matrix) for matrix in batch]
             torch._foreach_mul_(rows, 1 - group["lr"] * group["weight_decay"])
             torch._foreach_add_(rows, results, alpha=-group["lr"])
-        return False
 
     def _stale_rows_of(self, blocks: MatrixBlocksInterface, batch: list[Tensor]) -> Any:
         """What was gathered last; after a state was loaded, it is gathered once more, as it was. None: blocks alone."""
