@@ -14,11 +14,13 @@ from megatron_zpp.arguments.foreign_flags import (
     NO_SUCH_EXPERTS,
     NOT_NEEDED,
     REFUSED,
+    TRANSLATED,
     WITHOUT_EXPERTS,
     NotNeeded,
     describes_experts,
+    translate,
+    unsaid_of_experts,
 )
-from megatron_zpp.arguments.translated_flags import TRANSLATED, translate, unsaid_of_experts
 from megatron_zpp.settings.checks import Mistakes, SettingsError
 from megatron_zpp.settings.flags import Flag, group_title, iterate_flags
 from megatron_zpp.settings.groups import all_flags, iterate_groups
@@ -31,7 +33,7 @@ class CommandLine:
     """What the words of a command line say.
 
     given: {setting: value}. not_needed: the flags of ``foreign_flags`` that change nothing. translated: those of
-    ``translated_flags`` with their value, and what they are here.
+    ``TRANSLATED`` with their value, and what they are here.
     """
 
     given: dict[str, Any] = field(default_factory=dict)

@@ -148,7 +148,7 @@ def _check_agreement(given: dict[str, Any], config: DeepSpeedConfig) -> None:
 def _check_what_holds(not_needed: Mapping[str, NotNeeded], settings: Settings) -> None:
     """Refuse a flag that needs no setting where what it asks for is not so."""
     for name, flag in not_needed.items():
-        holds = flag.holds is None or flag.holds(settings)
+        holds = flag.holds(settings)
         require(holds, f"{name} does not hold for this run: {flag.because}")
 
 
