@@ -147,6 +147,8 @@ def run_script(checkout: Path, script: str, variables: dict[str, str]) -> None:
     path = f"{checkout / '.venv' / 'bin'}{os.pathsep}{os.environ['PATH']}"
     environment = os.environ | {"PATH": path, "SCALE": "laptop", "PYTHONPATH": str(checkout)} | variables
     saves = [] if script.endswith("quickstart/run.sh") else ["--save-interval", "5"]
+    if script.endswith("gpt_18b.sh"):  # which times steps, and saves nothing
+        saves += ["--save", f"{variables['OUT']}/checkpoints"]
     done = subprocess.run([f"./{script}", *saves], cwd=checkout, env=environment, capture_output=True, text=True)
     if done.returncode != 0:
         sys.exit(f"{checkout}: {script}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}")
