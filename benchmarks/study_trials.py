@@ -172,9 +172,8 @@ def with_bits_by_layer() -> None:
     """Train with 4 bits for the embeddings' gradients between nodes, and --zero-gradient-bits for the blocks'."""
     begin = GradientHops.begin
 
-    def begin_with_bits(hops: GradientHops, gradients: Tensor) -> object:
-        begun = begin(hops, gradients)
-        part = hops.unit.trainable
+    def begin_with_bits(hops: GradientHops, part: UnitPart, gradients: Tensor) -> object:
+        begun = begin(hops, part, gradients)
         hop = hops.between_nodes
         if hop is not None and hop.format is not None and any("embeddings" in p.name for p in part.parameters):
             old = hop.format

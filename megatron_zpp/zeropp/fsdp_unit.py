@@ -24,7 +24,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
 )
 
 from .topology import Topology, build_topology, ranks_per_node_of_part
-from .unit import Unit
+from .unit import Unit, UnitPart
 from .waits import Waits
 from .wire_layout import ParameterShard
 
@@ -161,9 +161,9 @@ class FSDPUnit(Unit):
         )
         return divisor
 
-    def add_gradient(self, shard: Tensor) -> None:
-        """Add a reduced gradient fp32 [L] to the ``.grad`` of the trainable parameters, which FSDP2 has made."""
-        part, params = self.trainable, self._param_group.fsdp_params
+    def add_gradient(self, part: UnitPart, shard: Tensor) -> None:
+        """Add a reduced gradient fp32 [L] to the ``.grad`` of a part's parameters, which FSDP2 has made."""
+        params = self._param_group.fsdp_params
         gradients = [params[index].sharded_param.grad.to_local() for index in part.indices]
         shard = shard.to(gradients[0].device)  # offloaded ones are in host memory
         pieces = shard.split([parameter.numel for parameter in part.parameters])

@@ -19,7 +19,7 @@ from .quantization import mix_seed
 from .state_keys import below
 from .topology import RankLayout
 from .traffic import Traffic
-from .unit import Unit
+from .unit import Unit, UnitPart
 from .wire_format import WireFormat
 
 
@@ -179,15 +179,15 @@ class GradientHops:
     def element_scales(self) -> ElementScales | None:
         return self.between_nodes.element_scales if self.between_nodes is not None else None
 
-    def begin(self, gradients: Tensor) -> GradientSum:
-        """Take in a micro-batch's gradients [N, P, L]: [P, N, L], a piece for each rank of the node, rotated."""
+    def begin(self, part: UnitPart, gradients: Tensor) -> GradientSum:
+        """Take in a part's gradients [N, P, L] of a micro-batch: [P, N, L], a piece for each rank of the node, rotated."""
         if self.node_sum.kept is None:
             self.begun_at = self.unit.optimizer_steps
             for feedback in self.feedback.values():
                 feedback.begin_step()
             if self.element_scales is not None:
                 self.element_scales.begin_step()
-        part, dtype = self.unit.trainable, gradients.dtype
+        dtype = gradients.dtype
         if self.within_node is not None:
             self.within_node.format = self.formats.gradients_within_node(part, dtype)
         if self.between_nodes is not None:

@@ -43,7 +43,7 @@ class OwnRank:
             # Taken to be whole on every rank: rank 0 counts it. So under a pipeline a plain tensor of a stage that rank
             # 0 does not run is not counted at all; parameters there must be DTensors.
             return [tensor if process_rank() == 0 else tensor.new_empty(0)]
-        if any(placement.is_partial() for placement in tensor.placements):
+        if any([placement.is_partial() for placement in tensor.placements]):
             raise ValueError(f"a tensor of placements {tensor.placements} is not summed yet: it has no shards")
         coordinate = tensor.device_mesh.get_coordinate()
         assert coordinate is not None  # a rank holds no tensors of meshes without it

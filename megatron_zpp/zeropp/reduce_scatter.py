@@ -22,6 +22,7 @@ from .gradient_sum import GradientSum
 from .micro_batch import MicroBatch
 from .monitor import ErrorMonitor
 from .traffic import Traffic
+from .unit import UnitPart
 from .unused_parameters import UnusedParameters
 from .waits import current_stream, on_stream
 
@@ -65,8 +66,11 @@ class HierarchicalReduceScatter(TorchAllocator, ReduceScatter):
         self.micro_batch.reduced()
         if self.micro_batch.is_last:
             self._warn_of_accumulation()
-        self._check_reduced(output_tensor.numel())
-        gradients = hops.begin(input_tensor.view(topology.num_nodes, topology.ranks_per_node, output_tensor.numel()))
+        part = self.unit.trainable
+        self._check_reduced(part, output_tensor.numel())
+        gradients = hops.begin(
+            part, input_tensor.view(topology.num_nodes, topology.ranks_per_node, output_tensor.numel())
+        )
         exchange = send(gradients, hops.within_node, topology.intra_group)
         with self.unit.waits.collective("reduce", self.unit, crosses_nodes=False):
             node_sum = exchange.wait()  # [N, L]
@@ -77,6 +81,7 @@ class HierarchicalReduceScatter(TorchAllocator, ReduceScatter):
             return None
         in_flight = GradientsInFlight(
             unit=self.unit,
+            part=part,
             hops=hops,
             exchange=send(hops.with_kept(node_sum), hops.between_nodes, topology.inter_group),
             op=op,
@@ -108,8 +113,8 @@ class HierarchicalReduceScatter(TorchAllocator, ReduceScatter):
         if accumulates and self.hops.node_sum.kept is None and self.unit.holds_reduced_gradients:
             warn_of_accumulation()
 
-    def _check_reduced(self, shard_numel: int) -> None:
-        if self.unit.trainable.numel != shard_numel:
+    def _check_reduced(self, part: UnitPart, shard_numel: int) -> None:
+        if part.numel != shard_numel:
             raise RuntimeError(
                 f"some trainable parameters of {self.unit.label} got no gradient in this backward pass; FSDP2 then "
                 "leaves them out and quantized gradients cannot tell which. Freeze them (requires_grad = False), or "
@@ -160,6 +165,7 @@ class GradientsInFlight:
     """
 
     unit: FSDPUnit
+    part: UnitPart  # the parameters that get gradients
     hops: GradientHops
     exchange: Exchange
     op: Any  # FSDP2's reduce operation
@@ -176,7 +182,7 @@ class GradientsInFlight:
         """Wait, and add the total, over ``divisor``, to the parameters' gradients."""
         with self.unit.waits.stall(), on_stream(self.stream, self.unit.device):
             total = self.total()
-            self.unit.add_gradient(total if divisor is None else total.div_(divisor))
+            self.unit.add_gradient(self.part, total if divisor is None else total.div_(divisor))
         self.unit.holds_gradients = False
 
 

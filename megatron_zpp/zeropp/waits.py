@@ -66,14 +66,16 @@ class Waits:
         with record_function(f"{name} {link}: {unit.label}") if self.are_named else nullcontext():
             begin = self._now()
             yield
-            self._note(intervals, begin)
+            if begin is not None:
+                intervals.append((begin, self._now()))
 
     @contextmanager
     def stall(self) -> Iterator[None]:
         """Around where the stream that computes waits for others. On a CPU there is one stream."""
         begin = self._now() if self.device.type == "cuda" else None
         yield
-        self._note(self._stalls, begin)
+        if begin is not None:
+            self._stalls.append((begin, self._now()))
 
     def take(self) -> tuple[float, float]:
         """Seconds waited for links within nodes, and between nodes, since the last call.
@@ -107,10 +109,6 @@ class Waits:
         event = torch.cuda.Event(enable_timing=True)
         event.record(current_stream(self.device))
         return event
-
-    def _note(self, intervals: list[Interval], begin: Any) -> None:
-        if begin is not None:
-            intervals.append((begin, self._now()))
 
 
 def since(first: Any, interval: Interval) -> Interval:

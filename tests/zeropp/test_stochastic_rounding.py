@@ -78,7 +78,7 @@ def gradient_draws(config: ZeroPPConfig, unit: str, rank: int, steps: int, fract
     within, between = hops.within_node, hops.between_nodes
     for _, is_last in itertools.product(range(steps), (False, True)):
         micro_batch.is_last = is_last
-        own = hops.begin(values(fraction, NODES, RANKS_PER_NODE))
+        own = hops.begin(hops.unit.whole, values(fraction, NODES, RANKS_PER_NODE))
         yield rounded(within.format, within.send(own))
         if not is_last:
             hops.keep(GradientSum(torch.zeros(NODES, NUMEL)))  # as if the node's ranks had sent nothing

@@ -249,7 +249,7 @@ class EmulatedReduceScatter:
         """The sums over all ranks fp32 [W, L], when all have sent their last gradients [W, L]."""
         layout = self.layouts[rank]
         num_nodes, ranks_per_node = layout.num_nodes, layout.ranks_per_node
-        own = self.hops[rank].begin(gradients.view(num_nodes, ranks_per_node, -1))  # [P, N, L]
+        own = self.hops[rank].begin(self.unit.trainable, gradients.view(num_nodes, ranks_per_node, -1))  # [P, N, L]
         if (hop := self.hops[rank].within_node) is not None:
             self._within_node.append(hop.send(own))
         if layout.local_rank < ranks_per_node - 1:
