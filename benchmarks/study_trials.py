@@ -154,7 +154,7 @@ def with_format(trial: type[Trial]) -> None:
             return original(hop, *arguments)
         if format.code.bits != config.gradient_bits:
             return original(hop, *arguments)
-        hop.element_scales = Fixed(trial(format, torch.empty(0), hop.micro_batch.optimizer_steps))
+        hop.element_scales = Fixed(trial(format, torch.empty(0), hop.shared.micro_batch.optimizer_steps))
         try:
             return original(hop, *arguments)
         finally:

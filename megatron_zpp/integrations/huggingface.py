@@ -34,7 +34,7 @@ class ZeroPPCallback(TrainerCallback):
         folder = _folder(args, state)
         if folder.exists():
             dcp.load({"zeropp": self.zeropp}, checkpoint_id=folder)
-        elif state.global_step > 0 and self.zeropp.speaks:
+        elif state.global_step > 0 and self.zeropp.is_logging_rank:
             logger.warning("there is no state of ZeRO++ in %s: LoCo's errors and weight differences begin anew", folder)
 
     def on_optimizer_step(

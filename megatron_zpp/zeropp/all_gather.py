@@ -13,11 +13,8 @@ from torch import Tensor
 
 from .agreement import Agreement
 from .collectives import TorchAllocator, all_gather, all_gather_each, count_flat_ring
-from .config import ZeroPPConfig
 from .fsdp_unit import AllGather, FSDPUnit, is_capturing, refuse_capture
-from .micro_batch import MicroBatch
-from .monitor import ErrorMonitor
-from .traffic import Traffic
+from .shared import Shared
 from .unit import UnitPart
 from .unseen_changes import UnseenChanges, load_changes
 from .waits import on_stream
@@ -28,17 +25,9 @@ from .wire_format import WireFormat
 class QuantizedAllGather(TorchAllocator, AllGather):
     """qwZ alone (ZeRO++ section 3.1): one flat all-gather of quantized shards, each time."""
 
-    def __init__(
-        self,
-        *,
-        unit: FSDPUnit,
-        config: ZeroPPConfig,
-        traffic: Traffic,
-        monitor: ErrorMonitor,
-        micro_batch: MicroBatch,
-    ) -> None:
-        self.unit, self.topology, self.config, self.traffic = unit, unit.topology, config, traffic
-        self.encoder = WeightEncoder(unit, unit.topology.num_nodes, config, monitor, micro_batch)
+    def __init__(self, unit: FSDPUnit, shared: Shared) -> None:
+        self.unit, self.topology, self.traffic = unit, unit.topology, shared.traffic
+        self.encoder = WeightEncoder(unit, unit.topology.num_nodes, shared)
         self.formats = self.encoder.formats
 
     def __call__(
@@ -104,17 +93,13 @@ class HierarchicalAllGather(QuantizedAllGather):
 
     def __init__(
         self,
-        *,
         unit: FSDPUnit,
-        config: ZeroPPConfig,
-        traffic: Traffic,
-        monitor: ErrorMonitor,
-        micro_batch: MicroBatch,
+        shared: Shared,
         unseen_changes: UnseenChanges,
         agreement: Agreement | None,
         stream: torch.Stream,
     ) -> None:
-        super().__init__(unit=unit, config=config, traffic=traffic, monitor=monitor, micro_batch=micro_batch)
+        super().__init__(unit, shared)
         self.unseen_changes, self.agreement, self.stream = unseen_changes, agreement, stream
         unseen_changes.units.append(unit)
         # [N, L] in the gather's dtype; with hpz_secondary_dtype "int8" uint8 [N, nbytes], as it arrived.

@@ -11,8 +11,7 @@ and, with gradient accumulation, FSDP2's own ``model.set_is_last_backward(i == l
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Sequence
 
 import torch
 import torch.distributed as dist
@@ -22,7 +21,7 @@ from .agreement import Agreement
 from .all_gather import HierarchicalAllGather, QuantizedAllGather
 from .collectives import PlainAllGather, PlainReduceScatter, count_all_reduces
 from .config import ZeroPPConfig, check_finds_unused
-from .description import describe, state_of, state_prefix, warn, warn_of_lost_state
+from .description import warn
 from .fsdp_unit import (
     AllGather,
     FSDPUnit,
@@ -33,18 +32,14 @@ from .fsdp_unit import (
 )
 from .gradient_hops import GradientHops
 from .matrix_blocks import MatrixBlocks, MomentumWire, batches
-from .micro_batch import MicroBatch
-from .monitor import ErrorMonitor
+from .model_collectives import ModelCollectives, RankState
 from .own_rank import OwnRank
 from .reduce_scatter import HierarchicalReduceScatter
-from .state_keys import below, unit_prefix
 from .topology import Topology, process_rank
-from .traffic import Traffic
 from .unit import follow_optimizers
 from .unseen_changes import Passes, UnseenChanges
 from .unused_parameters import UnusedParameters
 from .waits import new_stream
-from .weight_swaps import swapped_weights
 
 
 def apply_zeropp(
@@ -80,16 +75,15 @@ def apply_zeropp(
         tensor_parallel=tensor_parallel,
         find_unused_parameters=find_unused_parameters,
     )
-    if zeropp.speaks:
+    if zeropp.is_logging_rank:
         warn(config, units, zeropp.topologies, zeropp.device)
     return zeropp
 
 
-class ZeroPP:
-    """What a training loop says to, and reads from, the collectives of one model.
+class ZeroPP(ModelCollectives):
+    """What a training loop says to, and reads from, the collectives of one model."""
 
-    ``zeropp.interface.ZeroPPInterface`` says in full what each method does.
-    """
+    units: list[FSDPUnit]
 
     def __init__(
         self,
@@ -101,13 +95,10 @@ class ZeroPP:
         tensor_parallel: dist.ProcessGroup | None = None,
         find_unused_parameters: bool = False,
     ) -> None:
-        self._model, self.config, self.units, self.traffic = model, config, units, Traffic()
-        self.ranks = OwnRank()
+        super().__init__(units, config)
+        self._model, self.ranks, self.waits = model, OwnRank(), units[0].waits
         self._pipeline, self._tensor_parallel = pipeline, tensor_parallel
-        process_groups = {*(topology.group for topology in self.topologies), pipeline, tensor_parallel}
-        self.speaks = all(group is None or group.rank() == 0 for group in process_groups)  # one rank for the job
-        self._monitor, self._micro_batch = ErrorMonitor(), MicroBatch()
-        self._passes = Passes(self._micro_batch)
+        self._passes = Passes(self.shared.micro_batch)
         topologies = dict.fromkeys(self.topologies)
         self._unseen_changes = {
             topology: UnseenChanges(topology, self._passes, self.traffic) for topology in topologies
@@ -120,9 +111,6 @@ class ZeroPP:
                 of_group = [unit for unit in units if unit.topology is topology]
                 self._unused_parameters[topology] = UnusedParameters(topology, of_group, self.traffic)
         self._agreement = Agreement(units, self.traffic) if config.check_agreement else None
-        # One: find_units refuses several.
-        (self.device,) = {unit.device for unit in units}
-        self.waits = units[0].waits
         self._gather_stream = new_stream(self.device)
         self._all_gathers: dict[str, QuantizedAllGather] = {}  # ZeRO++'s by unit, as the next
         self._reduce_scatters: dict[str, HierarchicalReduceScatter] = {}
@@ -133,54 +121,41 @@ class ZeroPP:
         follow_forward_passes(model, units, self._begin_forward_pass)
 
     def _all_gather(self, unit: FSDPUnit) -> AllGather:
-        """ZeRO++'s, or FSDP2's own where that is all there is to do."""
+        """Choose the all-gather for ``unit``: ZeRO++'s, or FSDP2's own where that is all there is to do."""
         if self.config.hpz_partition_size > 1 and unit.topology.num_nodes > 1:
+            unseen_changes = self._unseen_changes[unit.topology]
             self._all_gathers[unit.name] = HierarchicalAllGather(
-                unit=unit,
-                config=self.config,
-                traffic=self.traffic,
-                monitor=self._monitor,
-                micro_batch=self._micro_batch,
-                unseen_changes=self._unseen_changes[unit.topology],
-                agreement=self._agreement,
-                stream=self._gather_stream,
+                unit, self.shared, unseen_changes, self._agreement, self._gather_stream
             )
         elif self.config.quantized_weights and unit.topology.world_size > 1:
-            self._all_gathers[unit.name] = QuantizedAllGather(
-                unit=unit,
-                config=self.config,
-                traffic=self.traffic,
-                monitor=self._monitor,
-                micro_batch=self._micro_batch,
-            )
+            self._all_gathers[unit.name] = QuantizedAllGather(unit, self.shared)
         else:
             return PlainAllGather(unit=unit, traffic=self.traffic)
         return self._all_gathers[unit.name]
 
     def _reduce_scatter(self, unit: FSDPUnit) -> ReduceScatter:
-        """As ``_all_gather``."""
+        """Choose the reduce-scatter for ``unit``: ZeRO++'s, or FSDP2's own where nothing is quantized."""
         if not self.config.quantized_gradients:
-            return PlainReduceScatter(unit=unit, traffic=self.traffic, micro_batch=self._micro_batch)
-        self._reduce_scatters[unit.name] = HierarchicalReduceScatter(
-            unit=unit,
-            config=self.config,
-            traffic=self.traffic,
-            monitor=self._monitor,
-            micro_batch=self._micro_batch,
-            unused_parameters=self._unused_parameters.get(unit.topology),
-        )
+            return PlainReduceScatter(unit=unit, traffic=self.traffic, micro_batch=self.shared.micro_batch)
+        unused_parameters = self._unused_parameters.get(unit.topology)
+        self._reduce_scatters[unit.name] = HierarchicalReduceScatter(unit, self.shared, unused_parameters)
         return self._reduce_scatters[unit.name]
 
     @property
     def topologies(self) -> list[Topology]:
-        """Of each unit: its own process group, nodes and ranks."""
+        """Each unit's own process group, nodes and ranks."""
         return [unit.topology for unit in self.units]
 
+    @property
+    def is_logging_rank(self) -> bool:
+        process_groups = {*(topology.group for topology in self.topologies), self._pipeline, self._tensor_parallel}
+        return all(group is None or group.rank() == 0 for group in process_groups)
+
     def describe(self) -> str:
-        """The nodes and ranks, and how weights and gradients travel: a line for each group that units live on."""
+        """Describe the nodes and ranks, and how weights and gradients are sent: a line for each group of units."""
         replicas = {unit.replicas.world_size for unit in self.units if unit.replicas is not None}
         more = [f"; in each of {number} replicas, whose gradients are added up" for number in replicas]
-        return "".join([describe(self.config, self.topologies), *more])
+        return "".join([super().describe(), *more])
 
     def set_is_last_micro_batch(self, is_last: bool) -> None:
         """Mark whether the next backward pass is the last of this optimizer step, as ``set_is_last_backward`` does."""
@@ -194,35 +169,16 @@ class ZeroPP:
         for all_gather in self._all_gathers.values():
             all_gather.forget_secondary_partition()
 
-    def swapped_weights(self) -> AbstractContextManager[None]:
-        """Write other weights in here, on all ranks, and put the own ones back by its end."""
-        return swapped_weights(self)
-
     def undo_step(self) -> None:
         """Say that the gradients since the last optimizer step are thrown away."""
-        self._micro_batch.undo_step()
+        super().undo_step()
         for unit in self.units:
             unit.forget_use()
-        for reduce_scatter in self._reduce_scatters.values():
-            reduce_scatter.hops.undo_step()
-
-    def rescale_errors(self, factor: float) -> None:
-        """Say that the loss scale was multiplied by ``factor``."""
-        for reduce_scatter in self._reduce_scatters.values():
-            reduce_scatter.hops.rescale_errors(factor)
-
-    def set_optimizer_steps(self, steps: int) -> None:
-        """Say how many optimizer steps the run has taken, where no loaded state says it."""
-        self._micro_batch.set_optimizer_steps(steps)
-
-    def monitor_errors(self, every: int | None) -> None:
-        """Sample quantization errors at every so many optimizer steps; None = never."""
-        self._monitor.every = every
 
     def quantization_errors(self) -> dict[str, float]:
         """What all ranks sampled since the last call, of a unit all ranks that share it; collective."""
         groups = {unit.name: unit.topology.group for unit in self.units}
-        return self._monitor.take(groups, self._pipeline, self._tensor_parallel)
+        return self.shared.monitor.take(groups, self._pipeline, self._tensor_parallel)
 
     def matrix_blocks(self, matrices: Sequence[Tensor], wire: MomentumWire) -> list[tuple[MatrixBlocks, list[Tensor]]]:
         """``matrices``, by the ranks that share them, in batches."""
@@ -238,52 +194,27 @@ class ZeroPP:
             for batch in batches(of_group, topology.ranks_per_node)
         ]
 
-    def state_dict(self) -> dict[str, Tensor]:
-        """What this rank must keep for an exact continuation."""
-        own = {
-            unit_prefix(kind, unit) + key: value
-            for kind, collectives in self._stateful().items()
-            for unit, collective in collectives.items()
-            for key, value in collective.state_dict().items()
-        }
-        if own or self.config.has_bits_warmup:  # a run may begin with a warm-up when it resumes
-            own |= self._micro_batch.state_dict()
-        prefix = state_prefix(process_rank(), self.config, self.topologies, self.units)
-        return {prefix + key: value for key, value in own.items()}
-
-    def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        """Take back what ``state_dict`` gave on the same rank of the same layout; collective."""
-        own = state_of(process_rank(), state, self.config, self.topologies, self.units)
-        if not self._all_have(own is not None):  # a rank alone would send other bytes than the others wait for
-            own = {}
-            if self.speaks and self.state_dict():
-                warn_of_lost_state()
-        assert own is not None
-        self.invalidate()
-        self._micro_batch.load_state_dict(own)
-        for kind, collectives in self._stateful().items():
-            for unit, collective in collectives.items():
-                collective.load_state_dict(below(own, unit_prefix(kind, unit)))
-
     def _all_have(self, has: bool) -> bool:
-        """Whether it is so on all ranks that units are shared with; collective."""
         flag = torch.tensor(int(has), device=self.device)
         # The largest group last: it has the ranks of the others, and tells all of them the same.
         for topology in sorted(dict.fromkeys(self.topologies), key=lambda topology: topology.world_size):
             dist.all_reduce(flag, op=dist.ReduceOp.MIN, group=topology.group)
         return bool(flag)
 
+    def _hops(self) -> Iterator[GradientHops]:
+        return (reduce_scatter.hops for reduce_scatter in self._reduce_scatters.values())
+
+    def _rank_states(self) -> list[RankState]:
+        hops = {unit: reduce_scatter.hops for unit, reduce_scatter in self._reduce_scatters.items()}
+        return [RankState(process_rank(), self.topologies, self._all_gathers, hops)]
+
     def _begin_forward_pass(self, is_last: bool) -> None:
         for unit in self.units:
             unit.check_collectives()
         if torch.is_grad_enabled():
-            self._micro_batch.begin(is_last)
+            self.shared.micro_batch.begin(is_last)
         self._passes.begin()
         # In the order of the model. Not behind the optimizer already: what a program may change between its step and
         # this pass would have to be looked for on all ranks, over links that are busy with the weights by then.
         for all_gather in self._all_gathers.values():
             all_gather.send_early()
-
-    def _stateful(self) -> dict[str, Mapping[str, QuantizedAllGather | GradientHops]]:
-        hops = {unit: reduce_scatter.hops for unit, reduce_scatter in self._reduce_scatters.items()}
-        return {"weights": self._all_gathers, "gradients": hops}

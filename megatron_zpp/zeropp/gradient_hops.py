@@ -8,17 +8,14 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from .config import ZeroPPConfig
 from .element_scales import ElementScales, ScaledFormat
 from .formats import Formats
 from .gradient_sum import GradientSum, NodeSum
 from .loco import ErrorFeedback
-from .micro_batch import MicroBatch
-from .monitor import ErrorMonitor
 from .quantization import mix_seed
+from .shared import Shared
 from .state_keys import below
 from .topology import RankLayout
-from .traffic import Traffic
 from .unit import Unit, UnitPart
 from .wire_format import WireFormat
 
@@ -39,17 +36,14 @@ class GradientHop:
     rows: tuple[int, ...]  # of what is sent, but for L: (P, N) or (N,)
     unit: Unit
     rank: int
-    config: ZeroPPConfig
-    traffic: Traffic
-    monitor: ErrorMonitor
-    micro_batch: MicroBatch
+    shared: Shared
     progress: Progress
     feedback: ErrorFeedback | None = field(default=None, init=False)  # LoCo's
     element_scales: ElementScales | None = field(default=None, init=False)
     format: WireFormat | None = field(default=None, init=False)  # of the gradients in ``begin``; None before any came
 
     def __post_init__(self) -> None:
-        loco = self.config.loco
+        self.config, loco = self.shared.config, self.shared.config.loco
         if loco is not None and (self.name == "inter" or loco.hops == "both"):
             self.feedback = ErrorFeedback(loco)
         if self.config.gradient_element_scales and self.name == "inter":
@@ -63,22 +57,22 @@ class GradientHop:
         if self.config.gradient_rounding == "stochastic":
             draw = (self.name, self.unit.name, self.rank, self.progress.steps, self.progress.micro_batches)
             noise_seed = mix_seed(self.config.seed, "gradients", *draw)
-        is_sampled = self.monitor.is_due(self.progress.steps)
+        is_sampled = self.shared.monitor.is_due(self.progress.steps)
         if is_sampled:
             gradients = gradients.computed()  # to compare with what arrives
         error = self.feedback.error if self.feedback is not None else None  # what is added to these gradients
         if self.feedback is not None:
             # The hop between nodes runs once per step, that within a node once per micro-batch.
-            wires = self.feedback.encode(gradients, format, noise_seed, self.micro_batch.is_last)
+            wires = self.feedback.encode(gradients, format, noise_seed, self.shared.micro_batch.is_last)
         else:
             wires = gradients.encode(format, noise_seed)
         if is_sampled:
             self._sample(gradients.parts, wires, format, error)
         sent = wires.nbytes - wires[0].nbytes  # one piece is this rank's own
         if self.name == "intra":
-            self.traffic.add(intra_node=sent)
+            self.shared.traffic.add(intra_node=sent)
         else:
-            self.traffic.add(inter_node=sent)
+            self.shared.traffic.add(inter_node=sent)
         return wires
 
     def receive(self, wires: Tensor) -> GradientSum:
@@ -120,11 +114,11 @@ class GradientHop:
         assert self.format is not None
         arrived = format.decode(wires, out=torch.empty_like(pieces, dtype=torch.float32))
         what, unit = f"gradients/{self.name}", self.unit.name
-        self.monitor.record(what, unit, pieces, arrived)
-        self.monitor.record_codes(what, unit, self.format, wires)
+        self.shared.monitor.record(what, unit, pieces, arrived)
+        self.shared.monitor.record_codes(what, unit, self.format, wires)
         if self.feedback is not None:
             old = self.feedback.decode(error) if error is not None else arrived.new_zeros(())
-            self.monitor.record_error_state(what, unit, pieces, old)
+            self.shared.monitor.record_error_state(what, unit, pieces, old)
 
 
 class GradientHops:
@@ -134,17 +128,9 @@ class GradientHops:
     the hop between nodes, ``sent``, and ``finish`` when it is over. Sums are taken in fp32. A hop of one rank is None.
     """
 
-    def __init__(
-        self,
-        *,
-        unit: Unit,
-        layout: RankLayout,
-        config: ZeroPPConfig,
-        traffic: Traffic,
-        monitor: ErrorMonitor,
-        micro_batch: MicroBatch,
-    ) -> None:
-        self.unit, self.layout, self.config, self.micro_batch = unit, layout, config, micro_batch
+    def __init__(self, unit: Unit, layout: RankLayout, shared: Shared) -> None:
+        self.unit, self.layout, self.config, self.micro_batch = unit, layout, shared.config, shared.micro_batch
+        config = shared.config
         self.formats = Formats(config, layout.num_nodes)
         # On one rank nothing is rounded.
         kept_as = config if layout.world_size > 1 else replace(config, gradient_sum_dtype="fp32")
@@ -153,16 +139,7 @@ class GradientHops:
         self.progress = Progress()
         self._rotation: WireFormat | None = None  # whose quantized parameters are rotated
 
-        hop = partial(
-            GradientHop,
-            unit=unit,
-            rank=layout.rank,
-            config=config,
-            traffic=traffic,
-            monitor=monitor,
-            micro_batch=micro_batch,
-            progress=self.progress,
-        )
+        hop = partial(GradientHop, unit=unit, rank=layout.rank, shared=shared, progress=self.progress)
         num_nodes, ranks_per_node = layout.num_nodes, layout.ranks_per_node
         self.within_node = hop(name="intra", rows=(ranks_per_node, num_nodes)) if ranks_per_node > 1 else None
         self.between_nodes = hop(name="inter", rows=(num_nodes,)) if num_nodes > 1 else None
@@ -180,7 +157,7 @@ class GradientHops:
         return self.between_nodes.element_scales if self.between_nodes is not None else None
 
     def begin(self, part: UnitPart, gradients: Tensor) -> GradientSum:
-        """Take in a part's gradients [N, P, L] of a micro-batch: [P, N, L], a piece for each rank of the node, rotated."""
+        """Take in a part's gradients [N, P, L]: [P, N, L], a piece for each rank of the node, rotated."""
         if self.node_sum.kept is None:
             self.begun_at = self.unit.optimizer_steps
             for feedback in self.feedback.values():

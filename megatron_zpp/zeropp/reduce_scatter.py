@@ -15,13 +15,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .collectives import TorchAllocator
-from .config import ZeroPPConfig
 from .fsdp_unit import FSDPUnit, ReduceScatter, backward_pass, call_after_backward, refuse_capture
 from .gradient_hops import GradientHop, GradientHops
 from .gradient_sum import GradientSum
-from .micro_batch import MicroBatch
-from .monitor import ErrorMonitor
-from .traffic import Traffic
+from .shared import Shared
 from .unit import UnitPart
 from .unused_parameters import UnusedParameters
 from .waits import current_stream, on_stream
@@ -41,21 +38,10 @@ class HierarchicalReduceScatter(TorchAllocator, ReduceScatter):
     by an optimizer in the backward pass, FSDP2 gets them at once, in its ``reduce_dtype``.
     """
 
-    def __init__(
-        self,
-        *,
-        unit: FSDPUnit,
-        config: ZeroPPConfig,
-        traffic: Traffic,
-        monitor: ErrorMonitor,
-        micro_batch: MicroBatch,
-        unused_parameters: UnusedParameters | None = None,
-    ) -> None:
-        self.unit, self.micro_batch, self.unused_parameters = unit, micro_batch, unused_parameters
+    def __init__(self, unit: FSDPUnit, shared: Shared, unused_parameters: UnusedParameters | None = None) -> None:
+        self.unit, self.micro_batch, self.unused_parameters = unit, shared.micro_batch, unused_parameters
         self._last_reduction: tuple[int, int] | None = None  # its backward pass, and optimizer steps until then
-        self.hops = GradientHops(
-            unit=unit, layout=unit.topology, config=config, traffic=traffic, monitor=monitor, micro_batch=micro_batch
-        )
+        self.hops = GradientHops(unit, unit.topology, shared)
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False

@@ -7,11 +7,9 @@ from collections.abc import Collection, Mapping
 import torch
 from torch import Tensor
 
-from .config import ZeroPPConfig
 from .formats import Formats
-from .micro_batch import MicroBatch
-from .monitor import ErrorMonitor
 from .quantization import mix_seed
+from .shared import Shared
 from .unit import Unit, UnitPart
 from .unseen_changes import state_of_changes
 from .wire_format import WireFormat
@@ -21,13 +19,12 @@ from .wire_layout import can_be_addend, encoded_addend
 class WeightEncoder:
     """The encoder of one unit's shards [L], or of those of a part of it. ``versions`` counts the parameters' so far."""
 
-    def __init__(
-        self, unit: Unit, num_nodes: int, config: ZeroPPConfig, monitor: ErrorMonitor, micro_batch: MicroBatch
-    ) -> None:
-        self.unit, self.config, self.monitor, self.micro_batch = unit, config, monitor, micro_batch
-        self.formats = Formats(config, num_nodes)
+    def __init__(self, unit: Unit, num_nodes: int, shared: Shared) -> None:
+        self.unit, self.config = unit, shared.config
+        self.monitor, self.micro_batch = shared.monitor, shared.micro_batch
+        self.formats = Formats(shared.config, num_nodes)
         # Stochastic rounding is right on average over many roundings.
-        unit.gathers_frozen = config.weight_rounding == "stochastic"
+        unit.gathers_frozen = shared.config.weight_rounding == "stochastic"
         self.versions = 0
         self._sampled: dict[int, int] = {}  # by rank, the version whose error the monitor has
 

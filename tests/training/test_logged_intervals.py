@@ -158,7 +158,7 @@ def _monitored(argv: list[str]):
     """This rank's sums of a step, and what the monitor makes of all ranks'."""
     run, _ = start(argv)
     train_step(run, batches_of(run, "train", 0), 2, stop=False)
-    sums = {key: value.tolist() for key, value in run.zeropp._monitor._sums.items()}
+    sums = {key: value.tolist() for key, value in run.zeropp.shared.monitor._sums.items()}
     return sums, run.zeropp.quantization_errors()
 
 

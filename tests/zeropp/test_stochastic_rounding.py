@@ -14,11 +14,9 @@ from torch import Tensor
 from megatron_zpp.zeropp import ZeroPPConfig
 from megatron_zpp.zeropp.gradient_hops import GradientHops
 from megatron_zpp.zeropp.gradient_sum import GradientSum
-from megatron_zpp.zeropp.micro_batch import MicroBatch
-from megatron_zpp.zeropp.monitor import ErrorMonitor
 from megatron_zpp.zeropp.quantization import counter_uniform
+from megatron_zpp.zeropp.shared import Shared
 from megatron_zpp.zeropp.topology import RankLayout
-from megatron_zpp.zeropp.traffic import Traffic
 from megatron_zpp.zeropp.unit import Unit
 from megatron_zpp.zeropp.weight_encoder import WeightEncoder
 from megatron_zpp.zeropp.wire_layout import ParameterShard
@@ -66,15 +64,11 @@ def rounded(format, wires: Tensor) -> Tensor:
 
 def gradient_draws(config: ZeroPPConfig, unit: str, rank: int, steps: int, fraction: float) -> Iterator[Tensor]:
     """Of every wire that a rank sends in steps of two micro-batches."""
-    micro_batch = MicroBatch()
+    shared = Shared(config)
     hops = GradientHops(
-        unit=OneMatrix(unit, (ParameterShard("weight", NUMEL, True),)),
-        layout=RankLayout(NODES, RANKS_PER_NODE, rank),
-        config=config,
-        traffic=Traffic(),
-        monitor=ErrorMonitor(),
-        micro_batch=micro_batch,
+        OneMatrix(unit, (ParameterShard("weight", NUMEL, True),)), RankLayout(NODES, RANKS_PER_NODE, rank), shared
     )
+    micro_batch = shared.micro_batch
     within, between = hops.within_node, hops.between_nodes
     for _, is_last in itertools.product(range(steps), (False, True)):
         micro_batch.is_last = is_last
@@ -91,7 +85,7 @@ def weight_draws(config: ZeroPPConfig, unit: str, rank: int, versions: int, frac
     """Of every wire that a rank sends of some versions of its parameters."""
     layout = RankLayout(NODES, RANKS_PER_NODE, rank)
     matrix = OneMatrix(unit, (ParameterShard("weight", NUMEL, True),))
-    encoder = WeightEncoder(matrix, NODES, config, ErrorMonitor(), MicroBatch())
+    encoder = WeightEncoder(matrix, NODES, Shared(config))
     for _ in range(versions):
         encoder.versions += 1
         format = encoder.formats.weights(matrix.whole, torch.float32)

@@ -14,24 +14,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
 
 from ..collectives import count_all_reduce
 from ..config import ZeroPPConfig, check_finds_unused
-from ..description import describe, state_of, state_prefix, warn, warn_of_lost_state
+from ..description import warn
+from ..gradient_hops import GradientHops
 from ..matrix_blocks import MomentumWire, batches
-from ..micro_batch import MicroBatch
-from ..monitor import ErrorMonitor
-from ..state_keys import below, unit_prefix
+from ..model_collectives import ModelCollectives, RankState
 from ..topology import RankLayout
-from ..traffic import Traffic
 from ..unit import follow_optimizers
 from ..unseen_changes import Passes
-from ..weight_swaps import swapped_weights
-from .collectives import EmulatedAllGather, EmulatedReduceScatter
+from .collectives import EmulatedAllGather, EmulatedReduceScatter, WeightsOfRank
 from .matrix_blocks import EmulatedMatrixBlocks
 from .ranks import EmulatedRanks
 from .unit import EmulatedUnit, find_emulated_units
@@ -88,11 +85,10 @@ def emulate_zeropp(
     return emulated
 
 
-class EmulatedZeroPP:
+class EmulatedZeroPP(ModelCollectives):
     """What a training loop says to, and reads from, the emulated ranks of one model.
 
-    ``ranks`` computes as each of them; they train in turn, from the first on. ``zeropp.interface.ZeroPPInterface``
-    says in full what each method does.
+    ``ranks`` computes as each of them; they train in turn, from the first on.
     """
 
     def __init__(
@@ -106,46 +102,27 @@ class EmulatedZeroPP:
         find_unused_parameters: bool,
         first_rank: int,
     ) -> None:
-        self._first_rank = first_rank
-        self.units, self.config, self.layouts = units, config, layouts
-        self.topologies = layouts[:1] * len(units)  # all units' are the same
-        (self.device,) = {unit.device for unit in units}
-        self.traffic, self._monitor, self._micro_batch = Traffic(), ErrorMonitor(), MicroBatch()
+        super().__init__(units, config)
+        self._emulated, self.layouts, self._first_rank = units, layouts, first_rank
         self.waits = None  # emulated ranks wait for nothing
         self.ranks = EmulatedRanks(self.device, len(layouts), self.as_rank, first_rank)
-        self._weights = [
-            EmulatedAllGather(
-                unit=unit,
-                config=config,
-                layouts=layouts,
-                traffic=self.traffic,
-                monitor=self._monitor,
-                micro_batch=self._micro_batch,
-                zero_stage=zero_stage,
-            )
-            for unit in units
-        ]
+        self._weights = [EmulatedAllGather(unit, layouts, self.shared, zero_stage) for unit in units]
         self._gradients = [
-            EmulatedReduceScatter(
-                unit=unit,
-                config=config,
-                layouts=layouts,
-                traffic=self.traffic,
-                monitor=self._monitor,
-                micro_batch=self._micro_batch,
-                reduce_dtype=reduce_dtype,
-                find_unused_parameters=find_unused_parameters,
-            )
-            for unit in units
+            EmulatedReduceScatter(unit, layouts, self.shared, reduce_dtype, find_unused_parameters) for unit in units
         ]
         self._find_unused_parameters = find_unused_parameters
         self._next_rank = 0  # whose gradients come next
         self._last_rank = len(layouts)  # that computed something; ranks do in turn, so that a lower one begins a pass
-        self._passes = Passes(self._micro_batch)
+        self._passes = Passes(self.shared.micro_batch)
         for weights in self._weights:
             # Loaded parameters are further from the copies than low-bit differences can say.
             weights.unit.module.register_load_state_dict_post_hook(weights.after_loading)
         follow_optimizers(units)
+
+    @property
+    def topologies(self) -> list[RankLayout]:
+        """Those of all units are the same."""
+        return self.layouts[:1] * len(self.units)
 
     @contextmanager
     def as_rank(self, rank: int) -> Iterator[None]:
@@ -162,17 +139,17 @@ class EmulatedZeroPP:
             if weights.is_gathered(rank):
                 self._passes.known.add(weights.unit)
         try:
-            for unit in self.units:
+            for unit in self._emulated:
                 unit.show_arrived()
             with self.ranks.random_states.of(rank):
                 yield
-            trained = any(parameter.grad is not None for unit in self.units for parameter in unit.arrived)
+            trained = any(parameter.grad is not None for unit in self._emulated for parameter in unit.arrived)
             if trained:
                 self._reduce(rank)
             for weights in self._weights:
-                weights.count(rank, trained, self._micro_batch.is_last)
+                weights.count(rank, trained, self.shared.micro_batch.is_last)
         finally:
-            for unit in self.units:
+            for unit in self._emulated:
                 unit.show_masters()
 
     def _reduce(self, rank: int) -> None:
@@ -181,16 +158,12 @@ class EmulatedZeroPP:
         self._next_rank = (rank + 1) % len(self.layouts)
         for reduce_scatter in self._gradients:
             reduce_scatter.add(rank)
-        if self._find_unused_parameters and self._micro_batch.is_last:
+        if self._find_unused_parameters and self.shared.micro_batch.is_last:
             count_all_reduce(self.traffic, self.layouts[rank], sum(len(unit.parameters) for unit in self.units))
-
-    def describe(self) -> str:
-        """One line: the emulated nodes and ranks, and how weights and gradients travel."""
-        return describe(self.config, self.topologies)
 
     def set_is_last_micro_batch(self, is_last: bool) -> None:
         """Say before each rank's micro-batch whether it is the optimizer step's last."""
-        self._micro_batch.begin(is_last)
+        self.shared.micro_batch.begin(is_last)
 
     def invalidate(self) -> None:
         """Say that parameters were changed, where a change would not be looked for."""
@@ -199,34 +172,16 @@ class EmulatedZeroPP:
             weights.unit.mark_changed()
             weights.forget_secondary_partition()
 
-    def swapped_weights(self) -> AbstractContextManager[None]:
-        """Write other weights in here, and put the own ones back by its end."""
-        return swapped_weights(self)
-
     def undo_step(self) -> None:
         """Say that the gradients since the last optimizer step are thrown away; the next are rank 0's."""
+        super().undo_step()
         self._next_rank = 0
-        self._micro_batch.undo_step()
         for reduce_scatter in self._gradients:
-            reduce_scatter.undo_step()
-
-    def rescale_errors(self, factor: float) -> None:
-        """Say that the loss scale was multiplied by ``factor``."""
-        for reduce_scatter in self._gradients:
-            for hops in reduce_scatter.hops:
-                hops.rescale_errors(factor)
-
-    def set_optimizer_steps(self, steps: int) -> None:
-        """Say how many optimizer steps the run has taken, where no loaded state says it."""
-        self._micro_batch.set_optimizer_steps(steps)
-
-    def monitor_errors(self, every: int | None) -> None:
-        """Sample quantization errors at every so many optimizer steps; None = never."""
-        self._monitor.every = every
+            reduce_scatter.drop_sent()
 
     def quantization_errors(self) -> dict[str, float]:
         """What the emulated ranks sampled since the last call."""
-        return self._monitor.take({})
+        return self.shared.monitor.take({})
 
     def matrix_blocks(
         self, matrices: Sequence[Tensor], wire: MomentumWire
@@ -235,36 +190,16 @@ class EmulatedZeroPP:
         blocks = EmulatedMatrixBlocks(self.layouts, self.traffic, wire)
         return [(blocks, batch) for batch in batches(matrices, self.layouts[0].ranks_per_node)]
 
-    def state_dict(self) -> dict[str, Tensor]:
-        """What ZeroPP's ``state_dict`` gives on all ranks."""
-        state: dict[str, Tensor] = {}
-        for layout in self.layouts:
-            own = {
-                unit_prefix(kind, unit.name) + key: value
-                for unit, weights, gradients in zip(self.units, self._weights, self._gradients, strict=True)
-                for kind, of_unit in (("weights", weights), ("gradients", gradients))
-                for key, value in of_unit.state_dict(layout).items()
-            }
-            if own or self.config.has_bits_warmup:
-                own |= self._micro_batch.state_dict()
-            prefix = state_prefix(self._first_rank + layout.rank, self.config, [layout], self.units)
-            state |= {prefix + key: value for key, value in own.items()}
-        return state
+    def _hops(self) -> Iterator[GradientHops]:
+        return (hops for reduce_scatter in self._gradients for hops in reduce_scatter.hops)
 
-    def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        """Take back what ``state_dict`` gave, on as many ranks."""
-        of_ranks = [
-            state_of(self._first_rank + layout.rank, state, self.config, [layout], self.units)
+    def _rank_states(self) -> list[RankState]:
+        return [
+            RankState(
+                self._first_rank + layout.rank,
+                [layout],
+                {weights.unit.name: WeightsOfRank(weights, layout) for weights in self._weights},
+                {each.unit.name: each.hops[layout.rank] for each in self._gradients if each.hops},
+            )
             for layout in self.layouts
         ]
-        if None in of_ranks:
-            of_ranks = [{} for _ in self.layouts]
-            if self.state_dict():
-                warn_of_lost_state()
-        self.invalidate()
-        for layout, own in zip(self.layouts, of_ranks, strict=True):
-            assert own is not None
-            self._micro_batch.load_state_dict(own)
-            for unit, weights, gradients in zip(self.units, self._weights, self._gradients, strict=True):
-                for kind, of_unit in (("weights", weights), ("gradients", gradients)):
-                    of_unit.load_state_dict(layout, below(own, unit_prefix(kind, unit.name)))

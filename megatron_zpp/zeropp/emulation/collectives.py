@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
 from ..collectives import count_all_reduce, count_flat_ring, count_reduce_scatter
-from ..config import ZeroPPConfig
 from ..gradient_hops import GradientHops
-from ..micro_batch import MicroBatch
-from ..monitor import ErrorMonitor
+from ..shared import Shared
 from ..topology import RankLayout
-from ..traffic import Traffic
 from ..unit import UnitPart
 from ..unseen_changes import checksums, load_changes
 from ..weight_encoder import WeightEncoder, has_copies
@@ -21,23 +20,13 @@ from .unit import EmulatedUnit
 class EmulatedAllGather:
     """What all ranks' all-gathers make of one unit's weights, as QuantizedAllGather and HierarchicalAllGather do."""
 
-    def __init__(
-        self,
-        *,
-        unit: EmulatedUnit,
-        config: ZeroPPConfig,
-        layouts: list[RankLayout],
-        traffic: Traffic,
-        monitor: ErrorMonitor,
-        micro_batch: MicroBatch,
-        zero_stage: int,
-    ) -> None:
-        self.unit, self.config, self.layouts, self.traffic = unit, config, layouts, traffic
-        self.encoder = WeightEncoder(unit, layouts[0].num_nodes, config, monitor, micro_batch)
+    def __init__(self, unit: EmulatedUnit, layouts: list[RankLayout], shared: Shared, zero_stage: int) -> None:
+        self.unit, self.layouts, self.traffic = unit, layouts, shared.traffic
+        self.encoder = WeightEncoder(unit, layouts[0].num_nodes, shared)
         self.formats = self.encoder.formats
         self.copies: Tensor | None = None  # [W, L] or [W, nbytes], of the ranks' shards, with weight differences
         self._has_secondary = self.formats.has_secondary_partition
-        self._is_encoded = self._has_secondary or (config.quantized_weights and len(layouts) > 1)
+        self._is_encoded = self._has_secondary or (shared.config.quantized_weights and len(layouts) > 1)
         self._arrived = False  # the weights of the last refresh are in unit.arrived
         # Of each part of each rank's shard, as it last went between nodes.
         self._checksums: list[dict[tuple[int, ...], Tensor]] = [{} for _ in layouts]
@@ -188,33 +177,37 @@ class EmulatedAllGather:
         return self.copies.view(layout.num_nodes, layout.ranks_per_node, -1)[:, layout.local_rank]
 
 
+class WeightsOfRank(NamedTuple):
+    """One rank's state of a unit's weights."""
+
+    weights: EmulatedAllGather
+    layout: RankLayout
+
+    def state_dict(self) -> dict[str, Tensor]:
+        return self.weights.state_dict(self.layout)
+
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        self.weights.load_state_dict(self.layout, state)
+
+
 class EmulatedReduceScatter:
     """All ranks' reduce-scatters of one unit's gradients, as HierarchicalReduceScatter and FSDP2's own do."""
 
     def __init__(
         self,
-        *,
         unit: EmulatedUnit,
-        config: ZeroPPConfig,
         layouts: list[RankLayout],
-        traffic: Traffic,
-        monitor: ErrorMonitor,
-        micro_batch: MicroBatch,
+        shared: Shared,
         reduce_dtype: torch.dtype | None,
         find_unused_parameters: bool,
     ) -> None:
-        self.unit, self.config, self.layouts, self.traffic = unit, config, layouts, traffic
-        self.micro_batch, self.find_unused_parameters = micro_batch, find_unused_parameters
+        self.unit, self.layouts, self.traffic = unit, layouts, shared.traffic
+        self.micro_batch, self.find_unused_parameters = shared.micro_batch, find_unused_parameters
         self._used: set[int] = set()  # parameters that some rank has used in this step
         self.dtype = reduce_dtype or unit.dtype
         self.hops: list[GradientHops] = []  # of each rank
-        if config.quantized_gradients:
-            self.hops = [
-                GradientHops(
-                    unit=unit, layout=layout, config=config, traffic=traffic, monitor=monitor, micro_batch=micro_batch
-                )
-                for layout in layouts
-            ]
+        if shared.config.quantized_gradients:
+            self.hops = [GradientHops(unit, layout, shared) for layout in layouts]
         self._within_node: list[Tensor] = []  # what the ranks of one node have sent so far
         self._between_nodes: list[Tensor] = []  # what all ranks have sent so far
         self._sum: Tensor | None = None  # fp32 [W, L], of unquantized gradients so far
@@ -294,17 +287,9 @@ class EmulatedReduceScatter:
         total, self._sum = self._sum, None
         return total
 
-    def undo_step(self) -> None:
+    def drop_sent(self) -> None:
+        """Drop what ranks have sent of a step that is undone."""
         self._within_node, self._between_nodes, self._sum, self._used = [], [], None, set()
-        for hops in self.hops:
-            hops.undo_step()
-
-    def state_dict(self, layout: RankLayout) -> dict[str, Tensor]:
-        return self.hops[layout.rank].state_dict() if self.hops else {}
-
-    def load_state_dict(self, layout: RankLayout, state: dict[str, Tensor]) -> None:
-        if self.hops:
-            self.hops[layout.rank].load_state_dict(state)
 
 
 def divisors(reduce_dtype: torch.dtype, world_size: int) -> tuple[float | None, float | None]:
