@@ -25,7 +25,7 @@ from megatron_zpp.planning.candidates import RECOMPUTE_ALL
 from megatron_zpp.planning.cluster import ClusterSpec, default_cluster
 from megatron_zpp.planning.plan import complete
 from megatron_zpp.planning.predict import Estimate, estimate_on, predict
-from megatron_zpp.settings.groups import Settings
+from megatron_zpp.settings.resolved import ResolvedSettings
 
 RESULTS = Path(__file__).parent / "results"
 PUBLISHED = RESULTS / "published_throughput.jsonl"
@@ -45,7 +45,7 @@ class Published:
     row: dict[str, Any]
     gpu: str
     architecture: Architecture
-    settings: Settings
+    settings: ResolvedSettings
     cluster: ClusterSpec
     needs: Estimate
 

@@ -23,6 +23,7 @@ from megatron_zpp.parallel.distributed import is_first_rank
 from megatron_zpp.settings.checks import Mistakes, SettingsError, flag_of, flags_in, require
 from megatron_zpp.settings.flags import group_from
 from megatron_zpp.settings.groups import Settings, all_flags, iterate_groups
+from megatron_zpp.settings.resolved import ResolvedSettings
 from megatron_zpp.zeropp.config import ZeroPPConfig
 
 __all__ = ["SettingsError", "parse_settings"]
@@ -40,7 +41,7 @@ def parse_settings(
     world_size: int = 1,
     note: Callable[[str], None] = note_on_first_rank,
     of_all_jobs: bool = False,
-) -> Settings:
+) -> ResolvedSettings:
     """All settings of a run, complete and checked.
 
     architecture: the kind of model that the program trains. argv: default ``sys.argv[1:]``. world_size: ranks of
@@ -87,7 +88,7 @@ def parse_settings(
     mistakes.report()
     for text in [*config.notes, *notes, *line.notes()]:
         note(text)
-    return settings
+    return ResolvedSettings.of(settings)
 
 
 # Values

@@ -39,6 +39,7 @@ from megatron_zpp.settings.groups import (
     TrainingSettings,
     all_flags,
 )
+from megatron_zpp.settings.resolved import ResolvedTraining
 from megatron_zpp.zeropp.config import ZeroPPConfig
 
 
@@ -150,7 +151,7 @@ def _resolve_training(training: TrainingSettings, dp_size: int, accumulation_ste
 
 def _resolve_length(settings: Settings, dp_size: int) -> Settings:
     """End the run by its tokens, and build what the trainer will build: it refuses what it cannot do."""
-    training = settings.training
+    training = ResolvedTraining(**vars(settings.training))
     try:
         batches = BatchSchedule.from_settings(training, dp_size)
         if not training.skip_train:
@@ -165,7 +166,7 @@ def _resolve_length(settings: Settings, dp_size: int) -> Settings:
 def _check_curriculum(settings: Settings) -> None:
     """Samples that are cut must still be divisible among ranks, and be one document each."""
     try:
-        curriculum = Curriculum.from_settings(settings.training)
+        curriculum = Curriculum.from_settings(ResolvedTraining(**vars(settings.training)))
     except ValueError as error:
         raise SettingsError(str(error)) from error
     if curriculum is None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from megatron_zpp.settings.groups import TrainingSettings
+from megatron_zpp.settings.resolved import ResolvedTraining
 
 
 class BatchSchedule:
@@ -59,9 +59,8 @@ class BatchSchedule:
             self._check_divisible(self._start_size + increments * self._increment)
 
     @classmethod
-    def from_settings(cls, training: TrainingSettings, data_parallel_size: int) -> BatchSchedule:
+    def from_settings(cls, training: ResolvedTraining, data_parallel_size: int) -> BatchSchedule:
         """That of a run. ``training``: completed, by ``parse_settings``. Raises ValueError as the constructor does."""
-        assert training.global_batch_size and training.micro_batch_size
         return cls(
             training.global_batch_size,
             training.micro_batch_size,

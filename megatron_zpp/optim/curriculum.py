@@ -7,7 +7,7 @@ import math
 from dataclasses import dataclass
 
 from megatron_zpp.optim.batch_size import BatchSchedule
-from megatron_zpp.settings.groups import TrainingSettings
+from megatron_zpp.settings.resolved import ResolvedTraining
 
 
 @dataclass(frozen=True)
@@ -20,12 +20,11 @@ class Curriculum:
     step: int  # of which lengths are multiples
 
     @classmethod
-    def from_settings(cls, training: TrainingSettings) -> Curriculum | None:
+    def from_settings(cls, training: ResolvedTraining) -> Curriculum | None:
         """None without a curriculum. Raises ValueError for one that cannot be."""
         first, last, iters = training.curriculum_min_length, training.curriculum_max_length, training.curriculum_iters
         if first is None:
             return None
-        assert training.seq_length
         if iters is None:
             raise ValueError("over how many steps do samples grow? --curriculum-min-length needs --curriculum-iters")
         last = min(last or training.seq_length, training.seq_length)
@@ -42,12 +41,11 @@ class Curriculum:
         return min(grown - grown % self.step, self.last)
 
 
-def end_after_tokens(training: TrainingSettings, batches: BatchSchedule) -> TrainingSettings:
+def end_after_tokens(training: ResolvedTraining, batches: BatchSchedule) -> ResolvedTraining:
     """``training`` ended by the optimizer step that reaches ``train_tokens``, where it would not end before."""
     tokens, seq_length = training.train_tokens, training.seq_length
     if tokens is None:
         return training
-    assert seq_length
     curriculum = Curriculum.from_settings(training)
     iterations = samples = 0
     while curriculum is not None and iterations < curriculum.iters and tokens > 0:

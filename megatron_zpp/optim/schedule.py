@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_zpp.optim.batch_size import BatchSchedule
-from megatron_zpp.settings.groups import OptimizerSettings, ScheduleSettings, TrainingSettings
+from megatron_zpp.settings.groups import OptimizerSettings, ScheduleSettings
+from megatron_zpp.settings.resolved import ResolvedTraining
 
 _STYLES = ("constant", "linear", "cosine", "inverse-square-root", "WSD", "exponential", "minus_sqrt")
 
@@ -42,7 +43,7 @@ class Schedule:
         cls,
         optimizer: OptimizerSettings,
         schedule: ScheduleSettings,
-        training: TrainingSettings,
+        training: ResolvedTraining,
         batch: BatchSchedule,
     ) -> Schedule:
         """Settle lengths in samples: given in iterations, they are what ``batch`` consumes in these iterations; given
@@ -73,10 +74,8 @@ class Schedule:
             warmup_samples = schedule.lr_warmup_samples
             wsd_decay_samples = schedule.lr_wsd_decay_samples
         if schedule.lr_decay_tokens is not None:
-            assert training.seq_length
             decay_samples = math.ceil(schedule.lr_decay_tokens / training.seq_length)
         if schedule.lr_warmup_tokens:
-            assert training.seq_length
             warmup_samples = schedule.lr_warmup_tokens / training.seq_length
         if schedule.lr_warmup_fraction is not None:
             warmup_samples = schedule.lr_warmup_fraction * decay_samples
@@ -277,7 +276,7 @@ def _cosine_decay(ratio: float) -> float:
     return 0.5 * (1 + math.cos(math.pi * ratio))
 
 
-def _check_units(schedule: ScheduleSettings, training: TrainingSettings) -> None:
+def _check_units(schedule: ScheduleSettings, training: ResolvedTraining) -> None:
     if (training.train_iters is None) == (training.train_samples is None):
         raise ValueError("give the length of the run as either --train-iters or --train-samples, or as --train-tokens")
     in_iters, in_samples = training.train_iters is not None, training.train_samples is not None

@@ -22,7 +22,7 @@ from megatron_zpp.planning.recipes import (
     WARMUP,
 )
 from megatron_zpp.settings.checks import divisors
-from megatron_zpp.settings.groups import ModelSettings
+from megatron_zpp.settings.resolved import ResolvedModel
 
 ALL_FLAGS = f"{QUANTIZED} {HPZ} {LOCO}"
 RECOMPUTE_ALL = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
@@ -122,7 +122,7 @@ def travels(cluster: ClusterSpec, layout: Layout, flags: Sequence[str], steps: i
             yield travel, travel.flags.format(**places)
 
 
-def layouts(cluster: ClusterSpec, model: ModelSettings, seq_length: int, flags: Sequence[str]) -> Iterator[Layout]:
+def layouts(cluster: ClusterSpec, model: ResolvedModel, seq_length: int, flags: Sequence[str]) -> Iterator[Layout]:
     """Those that keep what travels within a layer inside of a node, and whole nodes in a pipeline's stage.
 
     Sequences are divided where they are long. Experts are divided within nodes or over whole ones, beside tensor
@@ -131,7 +131,6 @@ def layouts(cluster: ClusterSpec, model: ModelSettings, seq_length: int, flags: 
     if is_settled("layout", flags):
         yield Layout()
         return
-    assert model.num_layers and model.num_attention_heads  # by parse_settings
     groups = model.num_query_groups or model.num_attention_heads
     for tensor, context, pipeline in itertools.product(SIZES, SIZES, SIZES):
         fits = cluster.gpus_per_node % (tensor * context) == 0 and cluster.nodes % pipeline == 0

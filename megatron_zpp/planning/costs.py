@@ -12,7 +12,7 @@ from megatron_zpp.parallel.schedule_costs import idle_micro_batches
 from megatron_zpp.planning.cluster import ClusterSpec
 from megatron_zpp.planning.layer_collectives import LayerCollectives, transfer_of
 from megatron_zpp.planning.step import StepShape, Transfer, UnitTimes
-from megatron_zpp.settings.groups import Settings
+from megatron_zpp.settings.resolved import ResolvedSettings
 from megatron_zpp.training.estimate import (
     Estimate,
     RankEstimate,
@@ -37,7 +37,7 @@ class Arithmetic:
 
 
 def step_shapes(
-    architecture: Architecture, settings: Settings, found: Estimate, cluster: ClusterSpec
+    architecture: Architecture, settings: ResolvedSettings, found: Estimate, cluster: ClusterSpec
 ) -> list[StepShape]:
     """The step of the run that ``found`` is about: for a rank of each pipeline stage."""
     model = found.planned.whole
@@ -80,14 +80,14 @@ def step_shapes(
     return shapes
 
 
-def _hidden_states(settings: Settings, grid: RankGrid, cluster: ClusterSpec, model: Transformer) -> Transfer:
+def _hidden_states(settings: ResolvedSettings, grid: RankGrid, cluster: ClusterSpec, model: Transformer) -> Transfer:
     """From a pipeline rank to the next one."""
     two_ranks = RankGroup(2, 1) if grid.pipeline.nodes > 1 else RankGroup(1, 2)
     return transfer_of(Exchange(two_ranks, bytes_between_stages(settings, model), is_straight=True), cluster)
 
 
 def arithmetic(
-    architecture: Architecture, settings: Settings, cluster: ClusterSpec, model: Transformer
+    architecture: Architecture, settings: ResolvedSettings, cluster: ClusterSpec, model: Transformer
 ) -> tuple[Arithmetic, Arithmetic]:
     """Of the forward and the backward pass on one rank, the latter with what it computes again.
 
@@ -96,7 +96,6 @@ def arithmetic(
     """
     config, training, activation = model.config, settings.training, settings.activation
     distributed, placement = settings.distributed, pipeline_placement(settings.distributed, model)
-    assert training.micro_batch_size and training.seq_length  # by parse_settings
     tensor_parallel, num_layers = distributed.tensor_model_parallel_size, len(model.layers)
     tokens = training.micro_batch_size * training.seq_length / distributed.context_parallel_size
     head = 2 * config.hidden_size * config.vocab_size
@@ -128,7 +127,7 @@ def _with_host(seconds: float, host: float, cluster: ClusterSpec) -> float:
     return max(seconds, host) if cluster.overlaps else seconds + host
 
 
-def _optimizer_seconds(settings: Settings, rank: RankEstimate, cluster: ClusterSpec) -> float:
+def _optimizer_seconds(settings: ResolvedSettings, rank: RankEstimate, cluster: ClusterSpec) -> float:
     """The norm reads gradients; clipping and the step read and write them, parameters and the optimizer's state."""
     state_tensors = OPTIMIZERS[settings.optimizer.optimizer].state_tensors
     moved = sum(
@@ -140,7 +139,7 @@ def _optimizer_seconds(settings: Settings, rank: RankEstimate, cluster: ClusterS
     return _with_host(FP32 * moved / (1e9 * cluster.kernel_gbytes), host, cluster)
 
 
-def _unit_times(settings: Settings, exchanges: UnitExchanges, cluster: ClusterSpec) -> UnitTimes:
+def _unit_times(settings: ResolvedSettings, exchanges: UnitExchanges, cluster: ClusterSpec) -> UnitTimes:
     config, unit = settings.zeropp, exchanges.unit
     weights, gradients = (dtype.itemsize for dtype in travelling_dtypes(settings))
     numel, nodes, per_node = unit.numel, unit.group.nodes, unit.group.ranks_per_node

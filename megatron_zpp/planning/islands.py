@@ -6,7 +6,7 @@ import dataclasses
 
 from megatron_zpp.planning.cluster import ClusterSpec
 from megatron_zpp.planning.step import StepTime
-from megatron_zpp.settings.groups import Settings
+from megatron_zpp.settings.resolved import ResolvedSettings
 from megatron_zpp.training.estimate import Estimate, bytes_of_pieces
 
 # Bytes of an element of a rank's shard that kernels read and write for an agreement: differences, both hops, the outer
@@ -14,7 +14,7 @@ from megatron_zpp.training.estimate import Estimate, bytes_of_pieces
 BYTES_OF_AN_AGREEMENT = 13 * 4
 
 
-def island_of(settings: Settings, cluster: ClusterSpec) -> ClusterSpec:
+def island_of(settings: ResolvedSettings, cluster: ClusterSpec) -> ClusterSpec:
     """What one island of the run has of the cluster: all of it without islands. Raises ValueError if nodes are cut."""
     islands = settings.distributed.islands
     if islands == 1:
@@ -27,7 +27,7 @@ def island_of(settings: Settings, cluster: ClusterSpec) -> ClusterSpec:
     return dataclasses.replace(cluster, nodes=cluster.nodes // islands, sites=1)
 
 
-def with_agreements(time: StepTime, settings: Settings, cluster: ClusterSpec, needs: Estimate) -> StepTime:
+def with_agreements(time: StepTime, settings: ResolvedSettings, cluster: ClusterSpec, needs: Estimate) -> StepTime:
     """``time`` of a step within an island, with its share of the agreements of an interval."""
     config = settings.island
     hop = hop_seconds(settings, cluster, needs)
@@ -46,7 +46,7 @@ def with_agreements(time: StepTime, settings: Settings, cluster: ClusterSpec, ne
     )
 
 
-def hop_seconds(settings: Settings, cluster: ClusterSpec, needs: Estimate) -> float:
+def hop_seconds(settings: ResolvedSettings, cluster: ClusterSpec, needs: Estimate) -> float:
     """How long one of an agreement's two hops takes for the whole model: the mean of both, which send as much.
 
     All ranks of an island send at once: each to the rank of its place in every other island, and then around the ring.

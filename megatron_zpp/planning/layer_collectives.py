@@ -9,7 +9,7 @@ from megatron_zpp.architectures import Architecture
 from megatron_zpp.models.transformer import Transformer
 from megatron_zpp.planning.cluster import ClusterSpec
 from megatron_zpp.planning.step import BETWEEN, WITHIN, Transfer
-from megatron_zpp.settings.groups import Settings
+from megatron_zpp.settings.resolved import ResolvedSettings
 from megatron_zpp.training.exchanges import Exchange, travelling_dtypes
 from megatron_zpp.training.rank_groups import RankGrid
 from megatron_zpp.training.rank_memory import recomputed_blocks
@@ -28,7 +28,7 @@ class LayerCollectives:
     """Of one of a rank's layers, which all are alike but for experts, by the way in which a run divides it."""
 
     architecture: Architecture
-    settings: Settings
+    settings: ResolvedSettings
     grid: RankGrid
     cluster: ClusterSpec
     model: Transformer
@@ -51,7 +51,6 @@ class LayerCollectives:
     def _of_parts_of_layers(self) -> tuple[Transfer, ...]:
         """Of tensor and context parallelism."""
         training, config, transfers = self.settings.training, self.model.config, list[Transfer]()
-        assert training.micro_batch_size and training.seq_length
         weights, _ = travelling_dtypes(self.settings)
         tensor, context = self.grid.tensor_parallel, self.grid.context_parallel
         tokens = training.micro_batch_size * training.seq_length // context.size

@@ -15,7 +15,7 @@ from megatron_zpp.models.transformer import Transformer
 from megatron_zpp.planning.cluster import ClusterSpec
 from megatron_zpp.planning.costs import arithmetic
 from megatron_zpp.planning.stopwatch import Sizes, median_seconds, slowest
-from megatron_zpp.settings.groups import Settings
+from megatron_zpp.settings.resolved import ResolvedSettings
 from megatron_zpp.training.exchanges import Exchange
 from megatron_zpp.training.model import mixed_precision
 from megatron_zpp.training.rank_groups import RankGroup
@@ -36,7 +36,7 @@ class SmallGPT:
     sizes: Sizes
 
     @cached_property
-    def settings(self) -> Settings:
+    def settings(self) -> ResolvedSettings:
         flags = (
             f"--num-layers {LAYERS} --hidden-size {self.hidden_size} --seq-length {self.sizes.tokens} "
             f"--num-attention-heads {self.hidden_size // HEAD_DIM} --micro-batch-size 1 --train-iters 1 --lr 1 --bf16 "

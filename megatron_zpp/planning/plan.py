@@ -21,7 +21,7 @@ from megatron_zpp.planning.cluster import ClusterSpec
 from megatron_zpp.planning.islands import island_of
 from megatron_zpp.planning.predict import Prediction, estimate_on, predict
 from megatron_zpp.settings.checks import SettingsError
-from megatron_zpp.settings.groups import Settings
+from megatron_zpp.settings.resolved import ResolvedSettings
 from megatron_zpp.training.estimate import Estimate
 from megatron_zpp.training.planned_units import PlannedModel, plan_model
 from megatron_zpp.training.rank_groups import RankGrid
@@ -111,7 +111,6 @@ def make_plan(
 def _candidates(architecture: Architecture, told: Sequence[str], cluster: ClusterSpec) -> Iterator[Candidate]:
     words = [*told] if "--micro-batch-size" in told else [*told, "--micro-batch-size", "1"]
     settings = parse_settings(architecture, words, cluster.world_size, note=lambda _: None, of_all_jobs=True)
-    assert settings.training.seq_length
     island = island_of(settings, cluster)
     for layout in layouts(island, settings.model, settings.training.seq_length, told):
         for travel, typed in travels(island, layout, told, settings.training.train_iters or 1000):
@@ -129,12 +128,12 @@ class _Predictor:
     memory: float  # bytes of a GPU that can be used
     models: dict[RankGrid, PlannedModel] = field(default_factory=dict)
 
-    def settings(self, words: str) -> Settings:
+    def settings(self, words: str) -> ResolvedSettings:
         """Raises SettingsError."""
         words_of_all, world_size = [*self.told, *words.split()], self.cluster.world_size
         return parse_settings(self.architecture, words_of_all, world_size, note=lambda _: None, of_all_jobs=True)
 
-    def estimate(self, settings: Settings) -> Estimate:
+    def estimate(self, settings: ResolvedSettings) -> Estimate:
         """Raises ValueError."""
         grid = RankGrid(self.cluster.nodes, self.cluster.gpus_per_node, settings.distributed)
         if grid not in self.models:
@@ -143,7 +142,7 @@ class _Predictor:
             self.models[grid] = plan_model(self.architecture, whole, grid)
         return estimate_on(self.architecture, settings, self.vocabulary, self.cluster, self.models[grid])
 
-    def predict(self, settings: Settings, needs: Estimate) -> Prediction:
+    def predict(self, settings: ResolvedSettings, needs: Estimate) -> Prediction:
         return predict(self.architecture, settings, self.cluster, needs)
 
 

@@ -9,7 +9,7 @@ from megatron_zpp.planning.cluster import ClusterSpec
 from megatron_zpp.planning.costs import step_shapes
 from megatron_zpp.planning.islands import island_of, with_agreements
 from megatron_zpp.planning.step import StepTime, simulate
-from megatron_zpp.settings.groups import Settings
+from megatron_zpp.settings.resolved import ResolvedSettings
 from megatron_zpp.training.estimate import Cluster, Estimate, estimate
 from megatron_zpp.training.planned_units import PlannedModel
 
@@ -18,7 +18,7 @@ from megatron_zpp.training.planned_units import PlannedModel
 class Prediction:
     """One run on one cluster."""
 
-    settings: Settings
+    settings: ResolvedSettings
     cluster: ClusterSpec
     needs: Estimate
     time: StepTime
@@ -43,7 +43,7 @@ class Prediction:
 
 def estimate_on(
     architecture: Architecture,
-    settings: Settings,
+    settings: ResolvedSettings,
     vocabulary: int,
     cluster: ClusterSpec,
     planned: PlannedModel | None = None,
@@ -53,7 +53,9 @@ def estimate_on(
     return estimate(architecture, settings, vocabulary, ranks, planned)
 
 
-def predict(architecture: Architecture, settings: Settings, cluster: ClusterSpec, needs: Estimate) -> Prediction:
+def predict(
+    architecture: Architecture, settings: ResolvedSettings, cluster: ClusterSpec, needs: Estimate
+) -> Prediction:
     """The run that ``needs`` is about. A pipeline is as fast as its slowest stage. Raises ValueError, of islands."""
     island = island_of(settings, cluster)
     shapes = set(step_shapes(architecture, settings, needs, island))

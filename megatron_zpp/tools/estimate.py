@@ -17,7 +17,7 @@ from megatron_zpp.architectures import ARCHITECTURES
 from megatron_zpp.arguments.parse import parse_settings
 from megatron_zpp.metrics.throughput import peak_tflops
 from megatron_zpp.settings.flags import number
-from megatron_zpp.settings.groups import Settings
+from megatron_zpp.settings.resolved import ResolvedSettings
 from megatron_zpp.tools.given_architecture import given_architecture
 from megatron_zpp.tools.run import report_errors
 from megatron_zpp.training.estimate import Cluster, Estimate, estimate, memory_and_traffic, short
@@ -25,7 +25,7 @@ from megatron_zpp.training.estimate import Cluster, Estimate, estimate, memory_a
 PROGRAMS = {f"pretrain-{architecture.name}": architecture for architecture in ARCHITECTURES}
 
 
-def report(settings: Settings, found: Estimate, gpu: str) -> str:
+def report(settings: ResolvedSettings, found: Estimate, gpu: str) -> str:
     """All of it, in lines."""
     cluster = found.cluster
     lines = [
@@ -92,7 +92,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     return args
 
 
-def run(args: argparse.Namespace) -> tuple[Settings, Estimate]:
+def run(args: argparse.Namespace) -> tuple[ResolvedSettings, Estimate]:
     """Raises SettingsError or ValueError on a mistake."""
     architecture = given_architecture(args) or PROGRAMS[args.program]
     world_size = args.nodes * args.ranks_per_node

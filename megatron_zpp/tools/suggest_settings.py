@@ -40,7 +40,8 @@ from megatron_zpp.planning.recipes import (
     WARMUP,
 )
 from megatron_zpp.settings.flags import iterate_flags, number
-from megatron_zpp.settings.groups import Settings, ZeroSettings
+from megatron_zpp.settings.groups import ZeroSettings
+from megatron_zpp.settings.resolved import ResolvedSettings
 from megatron_zpp.tools.run import report_errors
 from megatron_zpp.zeropp.config import ZeroPPConfig
 
@@ -173,7 +174,7 @@ def measure(args: argparse.Namespace, flags: list[str]) -> tuple[list[Outcome], 
     return outcomes, noise
 
 
-def check_plain(settings: Settings) -> None:
+def check_plain(settings: ResolvedSettings) -> None:
     """Raise ValueError unless the run that all settings are added to is plain, and starts anew."""
     checkpoint, logging = settings.checkpoint, settings.logging
     if (
@@ -199,7 +200,7 @@ def check_plain(settings: Settings) -> None:
         )
 
 
-def warmup_steps(settings: Settings, iterations: int) -> int:
+def warmup_steps(settings: ResolvedSettings, iterations: int) -> int:
     """The steps in which the learning rate warms up. Raises ValueError if that is more than a quarter of the run."""
     batches = BatchSchedule.from_settings(settings.training, data_parallel_size(settings.distributed, world_size=1))
     schedule = Schedule.from_settings(settings.optimizer, settings.schedule, settings.training, batches)

@@ -27,7 +27,6 @@ def batches_of(run: Run, split: str, consumed_samples: int) -> Iterator[Batch] |
     dataset, mesh = getattr(run.datasets, split), run.mesh
     if dataset is None:
         return None
-    assert run.settings.training.micro_batch_size
     return build_loader(
         dataset,
         consumed_samples=consumed_samples,

@@ -11,14 +11,14 @@ from megatron_zpp.data.gpt_dataset import SampleOptions
 from megatron_zpp.data.tokenizers import Tokenizer, build_tokenizer
 from megatron_zpp.metrics.progress import progress
 from megatron_zpp.parallel.distributed import errors_on_all_ranks
-from megatron_zpp.settings.groups import DataSettings, Settings, TokenizerSettings
+from megatron_zpp.settings.groups import DataSettings
+from megatron_zpp.settings.resolved import ResolvedSettings, ResolvedTokenizer
 from megatron_zpp.zeropp.topology import gather_objects
 
 
-def build_data(settings: Settings, num_samples: tuple[int, int, int]) -> tuple[int, Datasets]:
+def build_data(settings: ResolvedSettings, num_samples: tuple[int, int, int]) -> tuple[int, Datasets]:
     """The vocabulary's size and the datasets. ``num_samples``: that the whole run reads to train, validate and test."""
     training, data = settings.training, settings.data
-    assert training.seq_length
     tokenizer = find_tokenizer(settings.tokenizer)
     options = SampleOptions(
         seq_length=training.seq_length,
@@ -52,8 +52,7 @@ def build_data(settings: Settings, num_samples: tuple[int, int, int]) -> tuple[i
     return tokenizer.vocab_size, datasets
 
 
-def find_tokenizer(names: TokenizerSettings) -> Tokenizer:
-    assert names.tokenizer_type  # by parse_settings
+def find_tokenizer(names: ResolvedTokenizer) -> Tokenizer:
     return build_tokenizer(
         names.tokenizer_type,
         names.tokenizer_model,

@@ -13,6 +13,7 @@ from megatron_zpp.parallel.distributed import is_first_rank, ranks_of_environmen
 from megatron_zpp.parallel.mesh import MODEL_PARALLEL_SETTINGS, ranks_per_model_copy
 from megatron_zpp.settings.checks import flag_of, require
 from megatron_zpp.settings.groups import Settings, all_flags
+from megatron_zpp.settings.resolved import ResolvedSettings
 from megatron_zpp.training.datasets import find_tokenizer
 from megatron_zpp.training.estimate import Cluster, estimate, memory_and_traffic
 
@@ -48,7 +49,7 @@ def dry_run(architecture: Architecture) -> None:
     print("\n".join(lines), flush=True)
 
 
-def not_defaults(settings: Settings) -> Iterator[str]:
+def not_defaults(settings: ResolvedSettings) -> Iterator[str]:
     """Each flag whose value is not its default, as one would type it."""
     values, defaults = settings.as_flat_dict(), Settings(settings.architecture).as_flat_dict()
     for name, flag in all_flags().items():
@@ -61,7 +62,7 @@ def not_defaults(settings: Settings) -> Iterator[str]:
             yield flag.name if value is True else f"{flag.name} {0 if value is None else value}"
 
 
-def _ranks(settings: Settings, cluster: Cluster, says_who: str) -> list[str]:
+def _ranks(settings: ResolvedSettings, cluster: Cluster, says_who: str) -> list[str]:
     distributed, kind = settings.distributed, f"{settings.architecture}, ZeRO stage {settings.zero.zero_stage}"
     if distributed.emulate_ranks is not None:
         nodes = distributed.emulate_nodes
@@ -75,7 +76,7 @@ def _ranks(settings: Settings, cluster: Cluster, says_who: str) -> list[str]:
     ]
 
 
-def _ranks_per_node(settings: Settings, world_size: int) -> tuple[int, str]:
+def _ranks_per_node(settings: ResolvedSettings, world_size: int) -> tuple[int, str]:
     """Ranks of each node, and who says so."""
     config, launchers = settings.zeropp, os.environ.get("LOCAL_WORLD_SIZE")
     if ranks_per_model_copy(settings.distributed) == 1:  # else what these count is the data-parallel ranks of a node
@@ -91,7 +92,7 @@ def _ranks_per_node(settings: Settings, world_size: int) -> tuple[int, str]:
     return world_size, "one node, unless LOCAL_WORLD_SIZE or --zero-ranks-per-node says otherwise"
 
 
-def _needs(architecture: Architecture, settings: Settings, cluster: Cluster) -> list[str]:
+def _needs(architecture: Architecture, settings: ResolvedSettings, cluster: Cluster) -> list[str]:
     """The model's size, the run's length, memory and traffic, as far as they can be told."""
     distributed, multiple = settings.distributed, settings.model.make_vocab_size_divisible_by
     try:

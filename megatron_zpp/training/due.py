@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 
-from megatron_zpp.settings.groups import Settings
+from megatron_zpp.settings.resolved import ResolvedSettings
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class Due:
         return any(dataclasses.astuple(self))
 
 
-def what_is_due(settings: Settings, iteration: int, train_iters: int) -> Due:
+def what_is_due(settings: ResolvedSettings, iteration: int, train_iters: int) -> Due:
     """Behind ``iteration``, counted from 1."""
     training, checkpoint = settings.training, settings.checkpoint
 

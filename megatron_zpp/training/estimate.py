@@ -21,7 +21,8 @@ from megatron_zpp.models.transformer import Transformer
 from megatron_zpp.optim.batch_size import BatchSchedule
 from megatron_zpp.parallel.schedule_costs import micro_batches_kept
 from megatron_zpp.parallel.stages import Placement
-from megatron_zpp.settings.groups import OptimizerSettings, Settings
+from megatron_zpp.settings.groups import OptimizerSettings
+from megatron_zpp.settings.resolved import ResolvedSettings
 from megatron_zpp.training.exchanges import (
     Exchange,
     UnitExchanges,
@@ -142,7 +143,7 @@ def short(number: float) -> str:
 
 def estimate(
     architecture: Architecture,
-    settings: Settings,
+    settings: ResolvedSettings,
     vocabulary: int,
     cluster: Cluster,
     planned: PlannedModel | None = None,
@@ -152,7 +153,6 @@ def estimate(
     planned: the model on the grid of ``settings`` and ``cluster``, if it is there already.
     """
     training, distributed = settings.training, settings.distributed
-    assert training.seq_length  # by parse_settings
     grid = RankGrid(cluster.nodes, cluster.ranks_per_node, distributed)
     _check(settings, grid)
     batches = BatchSchedule.from_settings(training, data_parallel_size(distributed, cluster.world_size))
@@ -197,7 +197,7 @@ def estimate(
     )
 
 
-def _check(settings: Settings, grid: RankGrid) -> None:
+def _check(settings: ResolvedSettings, grid: RankGrid) -> None:
     """Raise ValueError for what is not estimated, or cannot be on these nodes."""
     training, config, distributed = settings.training, settings.zeropp, settings.distributed
     if settings.zero.zero_stage == 0:
@@ -223,7 +223,7 @@ def _check(settings: Settings, grid: RankGrid) -> None:
 
 def _estimate_rank(
     architecture: Architecture,
-    settings: Settings,
+    settings: ResolvedSettings,
     model: Transformer,
     units: list[PlannedUnit],
     grid: RankGrid,
@@ -271,31 +271,32 @@ def _sent_by_muon(settings: OptimizerSettings, rank: RankEstimate, ranks: int) -
     return round(ranks * whole * (nodes - 1) * wire.nbytes), round(ranks // per_node * to_and_from_owners)
 
 
-def bytes_between_stages(settings: Settings, model: Transformer) -> int:
+def bytes_between_stages(settings: ResolvedSettings, model: Transformer) -> int:
     """Of the hidden states of one micro-batch that a rank sends on."""
     training, distributed = settings.training, settings.distributed
-    assert training.micro_batch_size and training.seq_length
     length = training.seq_length // distributed.context_parallel_size
     length //= distributed.tensor_model_parallel_size if distributed.sequence_parallel else 1
     weights, _ = travelling_dtypes(settings)
     return weights.itemsize * training.micro_batch_size * length * model.config.hidden_size
 
 
-def _sent_between_stages(settings: Settings, model: Transformer, placement: Placement, grid: RankGrid, m: int) -> int:
+def _sent_between_stages(
+    settings: ResolvedSettings, model: Transformer, placement: Placement, grid: RankGrid, m: int
+) -> int:
     """By all ranks, of m micro-batches: hidden states to the next stage, and their gradients to the one before."""
     crossings = sum(one != other for one, other in itertools.pairwise(placement.ranks))
     ranks_of_stage = grid.world_size // grid.pipeline.size
     return 2 * crossings * m * ranks_of_stage * bytes_between_stages(settings, model)
 
 
-def _sent_between_islands(settings: Settings, planned: PlannedModel, grid: RankGrid) -> float:
+def _sent_between_islands(settings: ResolvedSettings, planned: PlannedModel, grid: RankGrid) -> float:
     """Bytes that all ranks send in one step, a mean over an interval: a piece to each other island, and one around."""
     wires, islands = bytes_of_pieces(settings, planned), settings.distributed.islands
     ranks_of_stage = grid.world_size // len(wires)
     return ranks_of_stage * 2 * (islands - 1) * sum(wires) / settings.island.sync_interval
 
 
-def bytes_of_pieces(settings: Settings, planned: PlannedModel) -> list[int]:
+def bytes_of_pieces(settings: ResolvedSettings, planned: PlannedModel) -> list[int]:
     """Of a piece of an agreement on the whole model, as a rank of each stage sends it to another island."""
     config, islands = settings.island, settings.distributed.islands
     return [island_format(config, pieces_of(units, islands)).nbytes for units in planned.units_of_ranks]

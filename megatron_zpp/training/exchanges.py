@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from megatron_zpp.parallel.pipeline import sharding_stage
-from megatron_zpp.settings.groups import Settings
+from megatron_zpp.settings.resolved import ResolvedSettings
 from megatron_zpp.training.model import mixed_precision
 from megatron_zpp.training.planned_units import PlannedUnit
 from megatron_zpp.training.rank_groups import RankGroup
@@ -75,7 +75,7 @@ class UnitExchanges:
 
 
 def exchanges_of(
-    settings: Settings, unit: PlannedUnit, micro_batches: int, ring_passes: int, replicas: RankGroup | None
+    settings: ResolvedSettings, unit: PlannedUnit, micro_batches: int, ring_passes: int, replicas: RankGroup | None
 ) -> UnitExchanges:
     """What ``apply_zeropp`` and FSDP2 would send for a unit.
 
@@ -112,12 +112,12 @@ def exchanges_of(
     return UnitExchanges(unit, gathers, reductions, weights_between, gather, reduce, gradients_between, all_reduce)
 
 
-def zero_stage_of(settings: Settings) -> int:
+def zero_stage_of(settings: ResolvedSettings) -> int:
     """Of ``settings``, or what the pipeline's schedule makes of it."""
     return sharding_stage(settings.zero.zero_stage, settings.distributed.pipeline_schedule)
 
 
-def travelling_dtypes(settings: Settings) -> tuple[torch.dtype, torch.dtype]:
+def travelling_dtypes(settings: ResolvedSettings) -> tuple[torch.dtype, torch.dtype]:
     """What weights travel and compute in, and what unquantized gradients travel in."""
     policy = mixed_precision(settings.precision)
     return policy.param_dtype or torch.float32, policy.reduce_dtype or torch.float32

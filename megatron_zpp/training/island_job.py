@@ -20,12 +20,12 @@ from megatron_zpp.islands.leaving import apply_leaving_islands
 from megatron_zpp.islands.membership import Membership
 from megatron_zpp.parallel.distributed import errors_on_all_ranks
 from megatron_zpp.parallel.mesh import Mesh
-from megatron_zpp.settings.groups import Settings
+from megatron_zpp.settings.resolved import ResolvedSettings
 from megatron_zpp.training.loss import LossSoFar
 from megatron_zpp.zeropp import ZeroPPInterface
 
 
-def prepare_island(settings: Settings) -> Settings:
+def prepare_island(settings: ResolvedSettings) -> ResolvedSettings:
     """The settings with the island's own folders; early, an error where it could not join the others. Collective.
 
     It loads what it saved; as long as there is nothing, what the folder of --load itself holds, such as the checkpoint
@@ -54,11 +54,11 @@ def prepare_island(settings: Settings) -> Settings:
     )
 
 
-def _own_folder(settings: Settings, folder: str | None) -> str | None:
+def _own_folder(settings: ResolvedSettings, folder: str | None) -> str | None:
     return None if folder is None else os.path.join(folder, _name_of(settings))
 
 
-def _name_of(settings: Settings) -> str:
+def _name_of(settings: ResolvedSettings) -> str:
     return f"island_{settings.distributed.island_number}"
 
 
@@ -73,7 +73,7 @@ def _was_saved_in(folder: str) -> bool:
 def build_leaving_islands(
     model: nn.Module,
     zeropp: ZeroPPInterface | None,
-    settings: Settings,
+    settings: ResolvedSettings,
     mesh: Mesh,
     datasets: Datasets,
     loss_since_agreement: LossSoFar,

@@ -25,7 +25,8 @@ from megatron_zpp.parallel.pipeline import SPLITS_BACKWARD, Pipeline, sharding_s
 from megatron_zpp.parallel.sharding import shard_model
 from megatron_zpp.parallel.stages import join_stages, keep_stage
 from megatron_zpp.parallel.tensor import apply_tensor_parallelism
-from megatron_zpp.settings.groups import PrecisionSettings, Settings, ZeroSettings
+from megatron_zpp.settings.groups import PrecisionSettings, ZeroSettings
+from megatron_zpp.settings.resolved import ResolvedSettings
 from megatron_zpp.zeropp import ZeroPP, ZeroPPInterface, apply_zeropp, emulate_zeropp
 from megatron_zpp.zeropp.own_rank import local_part
 from megatron_zpp.zeropp.topology import gather_node_names, gather_objects
@@ -55,7 +56,7 @@ def offloading(zero: ZeroSettings, device: torch.device) -> tuple[OffloadPolicy,
 
 def build_model_on_ranks(
     architecture: Architecture,
-    settings: Settings,
+    settings: ResolvedSettings,
     vocab_size: int,
     device: torch.device,
     mesh: Mesh,
@@ -104,7 +105,7 @@ def build_model_on_ranks(
     return model, pipeline, zeropp
 
 
-def _check_nodes_alike(settings: Settings, mesh: Mesh) -> None:
+def _check_nodes_alike(settings: ResolvedSettings, mesh: Mesh) -> None:
     """Refuse data-parallel groups that are split over nodes in different ways, each of which would be fine alone."""
     config = settings.zeropp
     if mesh.pp_size * mesh.tp_size == 1 or config.stated_ranks_per_node is not None:
@@ -122,7 +123,7 @@ def _check_nodes_alike(settings: Settings, mesh: Mesh) -> None:
             )
 
 
-def _check_replicas_on_nodes(settings: Settings, mesh: Mesh) -> None:
+def _check_replicas_on_nodes(settings: ResolvedSettings, mesh: Mesh) -> None:
     """Refuse nodes that cut HSDP's replicas unevenly; where flags say what a node is, ``parse_settings`` has."""
     replicas = settings.distributed.num_distributed_optimizer_instances
     if replicas == 1 or settings.zeropp.ranks_per_node is not None:
@@ -132,7 +133,7 @@ def _check_replicas_on_nodes(settings: Settings, mesh: Mesh) -> None:
         check_replicas_on_nodes(replicas, len(names), names.count(names[0]))
 
 
-def _check_memory(model: nn.Module, settings: Settings, device: torch.device) -> None:
+def _check_memory(model: nn.Module, settings: ResolvedSettings, device: torch.device) -> None:
     """Refuse a model that no rank could train, while it is on the meta device: what is kept in fp32 must fit alone.
 
     Activations, gathered parameters and what else is on the machine come on top, so not all that passes fits.
@@ -156,7 +157,7 @@ def _check_memory(model: nn.Module, settings: Settings, device: torch.device) ->
 
 
 def _build_whole(
-    architecture: Architecture, settings: Settings, vocab_size: int, mesh: Mesh, token_traffic: Traffic
+    architecture: Architecture, settings: ResolvedSettings, vocab_size: int, mesh: Mesh, token_traffic: Traffic
 ) -> Transformer:
     """The whole model on the meta device, as the context-, tensor- and expert-parallel ranks have it."""
     model = architecture.build_model(settings.model, vocab_size)
@@ -174,7 +175,7 @@ def _build_whole(
     return model
 
 
-def _prepare_model(model: Transformer, settings: Settings) -> None:
+def _prepare_model(model: Transformer, settings: ResolvedSettings) -> None:
     """What is done to a model, or to one stage of it, before it is sharded."""
     activation = settings.activation
     if activation.recompute_granularity is not None:
@@ -192,7 +193,7 @@ def _prepare_model(model: Transformer, settings: Settings) -> None:
 
 def _build_stages(
     architecture: Architecture,
-    settings: Settings,
+    settings: ResolvedSettings,
     build: Callable[[], Transformer],
     device: torch.device,
     mesh: Mesh,

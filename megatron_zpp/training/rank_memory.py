@@ -5,7 +5,8 @@ from __future__ import annotations
 from megatron_zpp.architectures import Architecture
 from megatron_zpp.models.transformer import Transformer
 from megatron_zpp.optim.optimizer import OPTIMIZERS
-from megatron_zpp.settings.groups import ActivationSettings, Settings
+from megatron_zpp.settings.groups import ActivationSettings
+from megatron_zpp.settings.resolved import ResolvedSettings
 from megatron_zpp.training.exchanges import travelling_dtypes, zero_stage_of
 from megatron_zpp.training.planned_units import PlannedUnit, num_layers_of, pieces_of
 from megatron_zpp.zeropp.config import LoCoConfig, ZeroPPConfig
@@ -15,7 +16,7 @@ from megatron_zpp.zeropp.wire_format import wire_format
 
 
 def states_of_rank(
-    settings: Settings, units: list[PlannedUnit], micro_batches: int
+    settings: ResolvedSettings, units: list[PlannedUnit], micro_batches: int
 ) -> tuple[dict[str, int], dict[str, int]]:
     """Bytes that a rank keeps from step to step, gradients and their sums included: on the device, and in host memory.
 
@@ -99,7 +100,7 @@ def _bytes_of_errors(config: ZeroPPConfig, loco: LoCoConfig, unit: PlannedUnit) 
 
 
 def working_memory(
-    architecture: Architecture, settings: Settings, model: Transformer, units: list[PlannedUnit], kept: float
+    architecture: Architecture, settings: ResolvedSettings, model: Transformer, units: list[PlannedUnit], kept: float
 ) -> dict[str, int]:
     """About what comes and goes within a step. kept: micro-batches of which activations are kept at once."""
     weights, gradients = (dtype.itemsize for dtype in travelling_dtypes(settings))
@@ -114,7 +115,7 @@ def working_memory(
 
 def _activations(
     architecture: Architecture,
-    settings: Settings,
+    settings: ResolvedSettings,
     model: Transformer,
     itemsize: int,
     num_blocks: int,
@@ -134,7 +135,6 @@ def _activations(
     else:
         again = recomputed_blocks(activation, num_blocks)
         kept, recomputed = again * block.input + (num_blocks - again) * block.everything, block.everything
-    assert settings.training.micro_batch_size and settings.training.seq_length
     tokens = settings.training.micro_batch_size * settings.training.seq_length // distributed.context_parallel_size
     return round(tokens * (micro_batches * kept + recomputed))
 

@@ -27,7 +27,7 @@ from megatron_zpp.optim.schedule import Schedule
 from megatron_zpp.parallel.mesh import Mesh
 from megatron_zpp.parallel.pipeline import Pipeline
 from megatron_zpp.parallel.sharding import prepare_backward
-from megatron_zpp.settings.groups import Settings
+from megatron_zpp.settings.resolved import ResolvedSettings
 from megatron_zpp.training.loss import Loss, LossSoFar
 from megatron_zpp.zeropp import Ranks, ZeroPPInterface
 from megatron_zpp.zeropp.topology import gather_objects
@@ -74,7 +74,7 @@ class Run:
     """The parts of a run."""
 
     architecture: Architecture
-    settings: Settings
+    settings: ResolvedSettings
     device: torch.device
     mesh: Mesh
     trainees: list[Trainee]  # of this process: one, but for one of each island that it emulates
@@ -147,7 +147,6 @@ class Run:
 
     def sample_length(self, iteration: int) -> int:
         """Tokens of a sample in the optimizer step that ends at ``iteration``."""
-        assert self.settings.training.seq_length
         return self.settings.training.seq_length if self.curriculum is None else self.curriculum.length(iteration)
 
     def set_learning_rate(self, optimizer: torch.optim.Optimizer) -> None:
@@ -166,7 +165,6 @@ class Run:
         counters.consumed_train_samples += num_samples
         # Islands do not know of each other's skipped steps: their schedules count them, and stay alike.
         if self.has_islands or not skipped:
-            assert self.settings.training.seq_length
             cut = self.settings.training.seq_length - self.sample_length(counters.iteration)
             counters.scheduled_samples += num_samples
             counters.cut_tokens += num_samples * cut
@@ -176,7 +174,6 @@ class Run:
         """Where the learning-rate schedule stands: samples, or, if it counts tokens, the whole samples they make."""
         counters, schedule = self.counters, self.settings.schedule
         if counters.cut_tokens and (schedule.lr_decay_tokens is not None or schedule.lr_warmup_tokens):
-            assert self.settings.training.seq_length
             return counters.scheduled_samples - counters.cut_tokens / self.settings.training.seq_length
         return counters.scheduled_samples
 
@@ -193,7 +190,6 @@ class Run:
     @property
     def samples_of_evaluation(self) -> int:
         """That one evaluation reads, on all ranks together."""
-        assert self.settings.training.micro_batch_size
         return self.num_eval_micro_batches * self.settings.training.micro_batch_size * self.mesh.dp_size_of_job
 
     @property

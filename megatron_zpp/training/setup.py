@@ -34,7 +34,8 @@ from megatron_zpp.optim.schedule import Schedule, resume_schedule
 from megatron_zpp.parallel.distributed import errors_on_all_ranks, print_once
 from megatron_zpp.parallel.mesh import Mesh, build_mesh, model_parallel_sizes, ranks_per_model_copy
 from megatron_zpp.parallel.tensor import dropout_seed
-from megatron_zpp.settings.groups import Settings, TrainingSettings
+from megatron_zpp.settings.groups import TrainingSettings
+from megatron_zpp.settings.resolved import ResolvedSettings
 from megatron_zpp.training.datasets import build_data, check_same_data_on_all_ranks
 from megatron_zpp.training.island_job import build_leaving_islands, prepare_island
 from megatron_zpp.training.loss import LanguageModelLoss, LossSoFar
@@ -44,7 +45,7 @@ from megatron_zpp.zeropp import OwnRank, ranks_of
 from megatron_zpp.zeropp.traffic import Traffic
 
 
-def build_run(architecture: Architecture, settings: Settings, device: torch.device) -> Run:
+def build_run(architecture: Architecture, settings: ResolvedSettings, device: torch.device) -> Run:
     """Build, on all ranks together, and load the checkpoint of ``--load`` if there is one."""
     if settings.distributed.islands_may_leave:
         settings = prepare_island(settings)
@@ -113,7 +114,7 @@ def build_run(architecture: Architecture, settings: Settings, device: torch.devi
     return run
 
 
-def _build_mesh(settings: Settings, device: torch.device) -> Mesh:
+def _build_mesh(settings: ResolvedSettings, device: torch.device) -> Mesh:
     ranks = settings.distributed
     replicas = ranks.num_distributed_optimizer_instances
     if settings.zero.zero_stage == 0:
@@ -141,9 +142,8 @@ class _Length:
     num_samples: tuple[int, int, int]  # that it reads to train, validate and test, on all ranks
 
 
-def _length(settings: Settings, batches: BatchSchedule, counters: Counters, mesh: Mesh) -> _Length:
+def _length(settings: ResolvedSettings, batches: BatchSchedule, counters: Counters, mesh: Mesh) -> _Length:
     training = settings.training
-    assert training.micro_batch_size
     train_iters = training.train_iters
     if train_iters is None:  # the batch size may be another than before the checkpoint
         to_come = batches.total_iterations(training.train_samples or 0, counters.consumed_train_samples)
@@ -169,7 +169,9 @@ def _evaluations_to_come(training: TrainingSettings, counters: Counters, train_i
     return 1 + max(0, train_iters // training.eval_interval - counters.iteration // training.eval_interval)
 
 
-def _build_writers(architecture: Architecture, settings: Settings, vocab_size: int, resumes: bool) -> MetricWriters:
+def _build_writers(
+    architecture: Architecture, settings: ResolvedSettings, vocab_size: int, resumes: bool
+) -> MetricWriters:
     is_last_rank = dist.get_rank() == dist.get_world_size() - 1
     run_config = settings.as_flat_dict() | {
         "architecture": architecture.name,
@@ -185,7 +187,7 @@ def _build_writers(architecture: Architecture, settings: Settings, vocab_size: i
 
 def _build_trainee(
     architecture: Architecture,
-    settings: Settings,
+    settings: ResolvedSettings,
     vocab_size: int,
     device: torch.device,
     mesh: Mesh,
@@ -206,7 +208,7 @@ def _build_trainee(
 
 
 def _build_islands(
-    trainees: list[Trainee], settings: Settings, mesh: Mesh, datasets: Datasets, loss_since_agreement: LossSoFar
+    trainees: list[Trainee], settings: ResolvedSettings, mesh: Mesh, datasets: Datasets, loss_since_agreement: LossSoFar
 ) -> IslandsInterface:
     """The agreements of this process's islands; ``train_step`` counts their steps."""
     first = trainees[0]

@@ -9,22 +9,22 @@ import math
 
 from megatron_zpp.models.transformer import Transformer
 from megatron_zpp.parallel.experts import token_format
-from megatron_zpp.settings.groups import ActivationSettings, Settings
+from megatron_zpp.settings.groups import ActivationSettings
+from megatron_zpp.settings.resolved import ResolvedSettings
 from megatron_zpp.training.exchanges import Exchange, travelling_dtypes
 from megatron_zpp.training.planned_units import PlannedModel, num_layers_of
 from megatron_zpp.training.rank_groups import RankGrid
 from megatron_zpp.training.rank_memory import recomputed_blocks
 
 
-def rows_of_experts(settings: Settings) -> float:
+def rows_of_experts(settings: ResolvedSettings) -> float:
     """Tokens of a micro-batch that one rank's samples send to experts, each as often as it has experts."""
     training, model = settings.training, settings.model
-    assert training.micro_batch_size and training.seq_length
     tokens = training.micro_batch_size * training.seq_length / settings.distributed.context_parallel_size
     return tokens * model.moe_router_topk * min(1.0, model.moe_expert_capacity_factor or math.inf)
 
 
-def tokens_to_experts(settings: Settings, grid: RankGrid, model: Transformer) -> Exchange | None:
+def tokens_to_experts(settings: ResolvedSettings, grid: RankGrid, model: Transformer) -> Exchange | None:
     """One all-to-all of a layer and micro-batch, to the experts or back; None: a rank's tokens stay with it.
 
     Of tensor-parallel ranks, which have the same tokens, each sends those of its experts.
@@ -45,7 +45,9 @@ def passes_again(activation: ActivationSettings, num_layers: int) -> float:
     return recomputed_blocks(activation, num_layers) / num_layers
 
 
-def sent_of_tokens(settings: Settings, grid: RankGrid, planned: PlannedModel, micro_batches: int) -> tuple[int, int]:
+def sent_of_tokens(
+    settings: ResolvedSettings, grid: RankGrid, planned: PlannedModel, micro_batches: int
+) -> tuple[int, int]:
     """Bytes that all ranks send between and within nodes in one step: to experts and back, in both passes."""
     exchange = tokens_to_experts(settings, grid, planned.whole)
     if exchange is None:

@@ -1,0 +1,43 @@
+"""Settings as ``parse_settings`` returns them: checked, completed, and with a value for all that every run needs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron_zpp.settings.groups import ModelSettings, Settings, TokenizerSettings, TrainingSettings, iterate_groups
+
+
+class ResolvedModel(ModelSettings):
+    num_layers: int
+    hidden_size: int
+    num_attention_heads: int
+    attention_dropout: float
+    hidden_dropout: float
+
+
+class ResolvedTraining(TrainingSettings):
+    micro_batch_size: int
+    global_batch_size: int
+    seq_length: int
+
+
+class ResolvedTokenizer(TokenizerSettings):
+    tokenizer_type: str
+
+
+class ResolvedSettings(Settings):
+    model: ResolvedModel
+    training: ResolvedTraining
+    tokenizer: ResolvedTokenizer
+
+    @classmethod
+    def of(cls, settings: Settings) -> ResolvedSettings:
+        """Take settings that were checked and completed."""
+        groups: dict[str, Any] = {name: getattr(settings, name) for name, _ in iterate_groups()}
+        for name, resolved in (
+            ("model", ResolvedModel),
+            ("training", ResolvedTraining),
+            ("tokenizer", ResolvedTokenizer),
+        ):
+            groups[name] = resolved(**vars(groups[name]))
+        return cls(architecture=settings.architecture, **groups)
