@@ -1,7 +1,7 @@
 """Pretrain a GPT. ``python pretrain_gpt.py --help``, or under ``torchrun`` on several GPUs or nodes."""
 
-from megatron_zpp.architectures import GPT
-from megatron_zpp.training.pretrain import main
+from megatron_zpp.commands.pretrain import main
+from megatron_zpp.families import GPT
 
 if __name__ == "__main__":
     main(GPT)

@@ -47,7 +47,7 @@ def kernels() -> dict:
         macros.append(("ZEROPP_WITH_CUDA", None))
         make_extension = cpp_extension.CUDAExtension
     extension = make_extension(
-        "megatron_zpp.zeropp._kernels",
+        "megatron_zpp.zeropp.wire._kernels",
         sources,
         depends=[str(path) for path in Path("csrc").rglob("*.h")],
         define_macros=macros,

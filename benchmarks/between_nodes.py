@@ -115,7 +115,7 @@ def measure(
 
 def count_parameters(flags: str) -> int:
 
-    from megatron_zpp.architectures import GPT
+    from megatron_zpp.families import GPT
     from megatron_zpp.models.decoder import DecoderConfig
 
     value = {flag: int(number) for flag, number in re.findall(r"--([a-z-]+) (\d+)", flags)}

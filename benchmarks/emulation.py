@@ -24,9 +24,9 @@ import torch
 import torch.distributed as dist
 from rows import append_row
 
-from megatron_zpp.architectures import GPT
 from megatron_zpp.arguments.parse import parse_settings
 from megatron_zpp.data.loader import Batch, build_loader
+from megatron_zpp.families import GPT
 from megatron_zpp.parallel.distributed import init_distributed
 from megatron_zpp.training.run import Run
 from megatron_zpp.training.setup import build_run

@@ -47,7 +47,7 @@ _context = multiprocessing.get_context("forkserver")
 
 def preload() -> None:
     """Import torch and the program once: ranks are forked from there."""
-    _context.set_forkserver_preload(["torch._dynamo", "torch.distributed.fsdp", "megatron_zpp.training.pretrain"])
+    _context.set_forkserver_preload(["torch._dynamo", "torch.distributed.fsdp", "megatron_zpp.commands.pretrain"])
 
 
 @dataclass
@@ -151,7 +151,8 @@ def _rank(rank: int, port: int, argv: list[str], output: str, slow: Mapping[str,
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(RANKS))
     os.environ.update(MASTER_ADDR="localhost", MASTER_PORT=str(port))
     sys.argv = ["pretrain_gpt.py", *argv]
-    from megatron_zpp.architectures import GPT
+    from megatron_zpp.commands.pretrain import pretrain
+    from megatron_zpp.families import GPT
     from megatron_zpp.training import pretrain as program
 
     def spoiled_step(run: Any, *arguments: Any, **more: Any) -> Any:
@@ -164,7 +165,7 @@ def _rank(rank: int, port: int, argv: list[str], output: str, slow: Mapping[str,
     for place, (module, name) in PLACES.items():
         owner = importlib.import_module(module)
         setattr(owner, name, partial(_announced, getattr(owner, name), rank, place, slow.get(place, 0.0)))
-    program.pretrain(GPT)
+    pretrain(GPT)
 
 
 def _announced(function: Any, rank: int, place: str, seconds: float, *arguments: Any, **more: Any) -> Any:

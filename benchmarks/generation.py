@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from megatron_zpp.architectures import GPT
+from megatron_zpp.families import GPT
 from megatron_zpp.models.decoder import DecoderConfig
 from megatron_zpp.models.generate import Drawing, generate
 from megatron_zpp.models.transformer import Transformer

@@ -75,11 +75,11 @@ say() {
 
 # The parts
 
-KERNELS="megatron_zpp/zeropp/_kernels*.so"
+KERNELS="megatron_zpp/zeropp/wire/_kernels*.so"
 say "$card, $(date -u +%FT%TZ)"
 part machine 30 program:nvidia-smi nvidia-smi
 part build 200 program:nvcc,setuptools bash -c "rm -f $KERNELS && '$PYTHON' setup.py build_ext --inplace && ls $KERNELS"
-part environment 60 numpy "$PYTHON" -m megatron_zpp.env
+part environment 60 numpy "$PYTHON" -m megatron_zpp.commands.env
 part kernel-tests 120 "file:$KERNELS,pytest,hypothesis" "$PYTHON" -m pytest -q tests/zeropp/test_kernels.py
 part kernels 120 "file:$KERNELS,numpy" "$PYTHON" benchmarks/kernels.py --output "$OUT/kernels.json"
 part trainer-gpt 180 numpy \

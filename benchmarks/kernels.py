@@ -3,7 +3,7 @@
     python benchmarks/kernels.py [--device cuda] [--megabytes 64 4] [--threads 1 2] [--output kernels.json]
 
 Bytes are what a kernel must read and write once: its inputs and outputs. The measure is a copy of as many bytes, in
-turns with the kernel. Plain torch is megatron_zpp/zeropp/reference.py, eager or compiled (``--beside``).
+turns with the kernel. Plain torch is megatron_zpp/zeropp/wire/reference.py, eager or compiled (``--beside``).
 ``--deepspeed PATH`` measures DeepSpeed's quantizer kernels, of a source tree of its, on the same tensors (CUDA only).
 """
 
@@ -23,9 +23,9 @@ import torch
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from megatron_zpp.zeropp import kernels, reference
-from megatron_zpp.zeropp.wire_format import WireFormat
-from megatron_zpp.zeropp.wire_layout import Compensation, ParameterShard
+from megatron_zpp.zeropp.wire import kernels, reference
+from megatron_zpp.zeropp.wire.format import WireFormat
+from megatron_zpp.zeropp.wire.layout import Compensation, ParameterShard
 
 DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16"}
 PEERS = 4

@@ -32,7 +32,7 @@ from side_by_side import (
     write_tokens,
 )
 
-from megatron_zpp.architectures import GPT
+from megatron_zpp.families import GPT
 from megatron_zpp.parallel.distributed import init_distributed
 
 LAYERS, HIDDEN, HEADS, LENGTH, BATCH, VOCAB = 4, 256, 4, 256, 8, 8192

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import shlex
 
-from megatron_zpp.tools import estimate
+from megatron_zpp.commands import estimate
 
 CLUSTER = "--nodes 64 --ranks-per-node 8 --gpu H100"
 COMMON = (

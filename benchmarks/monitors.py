@@ -20,7 +20,7 @@ from quickstart_model import FLAGS, measure_missing, train_on_4_ranks
 from rows import read_rows
 
 from megatron_zpp.metrics.tensorboard_reader import find_runs, read_run
-from megatron_zpp.zeropp.quantization import SCALINGS, Code, count_largest, dequantize_blocks, quantize_blocks
+from megatron_zpp.zeropp.wire.quantization import SCALINGS, Code, count_largest, dequantize_blocks, quantize_blocks
 
 RESULTS = Path(__file__).parent / "results" / "monitors.jsonl"
 RUN = (

@@ -23,8 +23,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_zpp.zeropp import Muon, Traffic, ZeroPPConfig, apply_zeropp
-from megatron_zpp.zeropp.collectives import count_all_reduce, count_flat_ring
-from megatron_zpp.zeropp.topology import RankLayout
+from megatron_zpp.zeropp.fsdp.collectives import count_all_reduce, count_flat_ring
+from megatron_zpp.zeropp.fsdp.topology import RankLayout
 
 HIDDEN = 256
 SHAPES = [(3 * HIDDEN, HIDDEN), (HIDDEN, HIDDEN), (4 * HIDDEN, HIDDEN), (HIDDEN, 4 * HIDDEN)]

@@ -158,12 +158,13 @@ def train(flags: list[str]) -> None:
     """The trainer on one rank, with a stopwatch; the last rank prints medians over the steps after the first few."""
     import torch
 
-    from megatron_zpp.architectures import GPT
+    from megatron_zpp.commands.pretrain import pretrain as program
+    from megatron_zpp.families import GPT
     from megatron_zpp.models.transformer import Transformer
     from megatron_zpp.parallel.distributed import leave
     from megatron_zpp.training import pretrain
     from megatron_zpp.training.loss import LossTotals
-    from megatron_zpp.zeropp.traffic import Traffic
+    from megatron_zpp.zeropp.fsdp.traffic import Traffic
 
     seconds = {"forward": 0.0, "backward": 0.0}
     sent = {"weights": 0, "gradients": 0}
@@ -204,7 +205,7 @@ def train(flags: list[str]) -> None:
         patch.object(LossTotals, "add", timed("forward", LossTotals.add)),
         patch.object(torch.Tensor, "backward", timed("backward", torch.Tensor.backward)),
     ):
-        pretrain.pretrain(GPT)
+        program(GPT)
     if int(os.environ["RANK"]) == int(os.environ["WORLD_SIZE"]) - 1:
         steady = {key: statistics.median(of_step[key] for of_step in of_steps[WARM_UP_STEPS:]) for key in of_steps[0]}
         parts = {

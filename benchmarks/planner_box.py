@@ -16,8 +16,8 @@ from typing import Any
 from planner_scatter import scatter
 from rows import append_row, has_row, read_rows
 
-from megatron_zpp.architectures import GPT
 from megatron_zpp.arguments.parse import parse_settings
+from megatron_zpp.families import GPT
 from megatron_zpp.planning.cluster import read_cluster
 from megatron_zpp.planning.predict import estimate_on, predict
 

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import dataclasses
 
-from megatron_zpp.architectures import LLAMA
+from megatron_zpp.families import LLAMA
 from megatron_zpp.planning.cluster import ClusterSpec, parse_cluster
-from megatron_zpp.planning.plan import make_plan
+from megatron_zpp.planning.search.plan import make_plan
 
 SITE = "2x32x8xH100@400"
 GBITS = (1, 5, 25, 100, 400)  # that leave a site

@@ -19,12 +19,12 @@ from typing import Any
 from planner_scatter import scatter
 from rows import read_rows
 
-from megatron_zpp.architectures import GPT, LLAMA, Architecture
 from megatron_zpp.arguments.parse import parse_settings
-from megatron_zpp.planning.candidates import RECOMPUTE_ALL
+from megatron_zpp.families import GPT, LLAMA, Architecture
 from megatron_zpp.planning.cluster import ClusterSpec, default_cluster
-from megatron_zpp.planning.plan import complete
 from megatron_zpp.planning.predict import Estimate, estimate_on, predict
+from megatron_zpp.planning.search.candidates import RECOMPUTE_ALL
+from megatron_zpp.planning.search.plan import complete
 from megatron_zpp.settings.resolved import ResolvedSettings
 
 RESULTS = Path(__file__).parent / "results"

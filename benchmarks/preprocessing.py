@@ -41,7 +41,7 @@ from typing import Any
 import numpy as np
 
 from megatron_zpp.data.indexed_dataset import IndexedDataset, IndexedDatasetWriter
-from megatron_zpp.data.tokenizers import TokenizerFlags, build_tokenizer
+from megatron_zpp.data.text.tokenizers import TokenizerFlags, build_tokenizer
 
 ROOT = Path(__file__).parents[1]
 TOKENIZERS = ("SentencePiece", "tokenizers", "tiktoken")

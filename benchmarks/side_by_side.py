@@ -15,10 +15,10 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megatron_zpp.architectures import Architecture
 from megatron_zpp.arguments.parse import parse_settings
 from megatron_zpp.data.indexed_dataset import IndexedDatasetWriter
 from megatron_zpp.data.loader import build_loader
+from megatron_zpp.families import Architecture
 from megatron_zpp.models.decoder import DecoderConfig
 from megatron_zpp.models.rotary import frequencies, rotary_table
 from megatron_zpp.training.pretrain import train

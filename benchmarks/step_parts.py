@@ -26,12 +26,12 @@ from torch.autograd import DeviceType
 from torch.autograd.profiler_util import FunctionEvent
 from torch.profiler import ProfilerActivity, profile, record_function, schedule
 
-from megatron_zpp.architectures import ARCHITECTURES
+from megatron_zpp.families import ARCHITECTURES
 from megatron_zpp.training import pretrain, step
 from megatron_zpp.training.loss import LossTotals
 from megatron_zpp.training.run import Run
-from megatron_zpp.zeropp.all_gather import HierarchicalAllGather, QuantizedAllGather
-from megatron_zpp.zeropp.reduce_scatter import GradientsInFlight, HierarchicalReduceScatter
+from megatron_zpp.zeropp.gather.all_gather import HierarchicalAllGather, QuantizedAllGather
+from megatron_zpp.zeropp.reduce.reduce_scatter import GradientsInFlight, HierarchicalReduceScatter
 
 PARTS = ("forward", "backward", "optimizer", "collectives", "quantizers", "data", "other")
 STEP = "training step"

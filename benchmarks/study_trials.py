@@ -17,17 +17,17 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from megatron_zpp.architectures import GPT
-from megatron_zpp.training.pretrain import main
-from megatron_zpp.zeropp import reference
-from megatron_zpp.zeropp.element_scales import ElementScales, ScaledFormat
-from megatron_zpp.zeropp.gradient_hops import GradientHop, GradientHops
-from megatron_zpp.zeropp.loco import ErrorFeedback
-from megatron_zpp.zeropp.quantization import STEPS, counter_uniform
-from megatron_zpp.zeropp.unit import UnitPart
-from megatron_zpp.zeropp.weight_encoder import WeightEncoder
-from megatron_zpp.zeropp.wire_format import WireFormat
-from megatron_zpp.zeropp.wire_layout import Compensation, Segment
+from megatron_zpp.commands.pretrain import main
+from megatron_zpp.families import GPT
+from megatron_zpp.zeropp.fsdp.unit import UnitPart
+from megatron_zpp.zeropp.gather.weight_encoder import WeightEncoder
+from megatron_zpp.zeropp.reduce.gradient_hops import GradientHop, GradientHops
+from megatron_zpp.zeropp.reduce.loco import ErrorFeedback
+from megatron_zpp.zeropp.wire import reference
+from megatron_zpp.zeropp.wire.format import WireFormat
+from megatron_zpp.zeropp.wire.layout import Compensation, Segment
+from megatron_zpp.zeropp.wire.quantization import STEPS, counter_uniform
+from megatron_zpp.zeropp.wire.scales import ElementScales, ScaledFormat
 
 
 @dataclasses.dataclass(frozen=True)

@@ -31,7 +31,7 @@ from side_by_side import OurTraining, PlainTraining, full_weights, our_run, plai
 from step_parts import WARM_UP_STEPS, format_parts, profile_steps
 from torch import Tensor
 
-from megatron_zpp.architectures import GPT, LLAMA, Architecture
+from megatron_zpp.families import GPT, LLAMA, Architecture
 from megatron_zpp.metrics.throughput import mfu, peak_tflops
 from megatron_zpp.parallel.distributed import init_distributed
 from megatron_zpp.training.run import Run

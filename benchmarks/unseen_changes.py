@@ -22,7 +22,7 @@ import torch
 
 from megatron_zpp.models.decoder import Decoder, DecoderConfig
 from megatron_zpp.models.init import init_weights
-from megatron_zpp.zeropp.unseen_changes import checksum
+from megatron_zpp.zeropp.gather.unseen_changes import checksum
 
 LAYERS, HIDDEN, HEADS, LENGTH, BATCH, VOCAB, RANKS, ROUNDS = 4, 512, 8, 256, 4, 4096, 4, 3
 

@@ -26,10 +26,10 @@ import torch
 import torch.distributed as dist
 from side_by_side import OurTraining, our_run, write_tokens
 
-from megatron_zpp.architectures import GPT
+from megatron_zpp.families import GPT
 from megatron_zpp.parallel.distributed import init_distributed
 from megatron_zpp.training.run import Run
-from megatron_zpp.zeropp.waits import Waits
+from megatron_zpp.zeropp.fsdp.waits import Waits
 
 LAYERS, HIDDEN, HEADS, LENGTH, BATCH, VOCAB = 2, 128, 2, 128, 8, 2048  # the quickstart's
 FLAGS = (

@@ -1,6 +1,6 @@
 // The arithmetic of one block, for the CPU and the CUDA kernels alike: what the former's tests check, the latter runs.
 //
-// Results equal megatron_zpp/zeropp/quantization.py to the bit. That needs IEEE single precision and no contraction of
+// Results equal megatron_zpp/zeropp/wire/quantization.py to the bit. That needs IEEE single precision and no contraction of
 // a * b + c (compiled with -ffp-contract=off and --fmad=false).
 #pragma once
 

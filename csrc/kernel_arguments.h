@@ -1,5 +1,5 @@
 // What the operators hand to the kernels: tensors as pointers and strides, and the wire format of
-// megatron_zpp/zeropp/wire_layout.py as a table of segments.
+// megatron_zpp/zeropp/wire/layout.py as a table of segments.
 //
 // Three kernels do everything. R rows (of two dimensions, so that a transposed tensor needs no copy) of L elements:
 //

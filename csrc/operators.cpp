@@ -1,5 +1,5 @@
 // The operators megatron_zpp::encode, decode and rotate: checks, and the way to the kernels of the tensors' device.
-// Their Python side, with what each argument means, is megatron_zpp/zeropp/kernels.py.
+// Their Python side, with what each argument means, is megatron_zpp/zeropp/wire/kernels.py.
 
 #include <ATen/core/Tensor.h>
 #include <torch/library.h>

@@ -13,14 +13,12 @@ from pathlib import Path
 
 def architecture_names() -> list[str]:
     """Of the records in architectures/, which are read and not imported: torch would keep --help waiting."""
-    files = sorted((Path(__file__).parent / "architectures").rglob("*.py"))
+    files = sorted((Path(__file__).parent / "families").rglob("*.py"))
     record = re.compile(r'^\w+ = (?:Architecture|decoder)\(\s*name="([\w-]+)"', re.MULTILINE)
     return [name for file in files for name in record.findall(file.read_text(encoding="utf-8"))]
 
 
-# Each is megatron_zpp/tools/NAME.py, but for those in ELSEWHERE, which `python -m MODULE` starts as well.
-ELSEWHERE = {"env": "megatron_zpp.env", "lighthouse": "megatron_zpp.islands.lighthouse"}
-TOOLS = {
+TOOLS = {  # each a file below commands/, but for the lighthouse
     "preprocess-data": "tokenize text into a dataset",
     "train-tokenizer": "train a SentencePiece tokenizer",
     "merge-datasets": "join datasets of one tokenizer into one",
@@ -91,12 +89,14 @@ def help_text(program: str) -> str:
 def find_program(command: str) -> Callable[[], int | None]:
     """The function that runs one of ``COMMANDS``; its imports, torch among them, happen here."""
     if command.startswith("pretrain-"):
-        from megatron_zpp.architectures import find_architecture
-        from megatron_zpp.training.pretrain import main as pretrain
+        from megatron_zpp.commands.pretrain import main as pretrain
+        from megatron_zpp.families import find_architecture
 
         return functools.partial(pretrain, find_architecture(command.removeprefix("pretrain-")))
-    module = ELSEWHERE.get(command, f"megatron_zpp.tools.{command.replace('-', '_')}")
-    return importlib.import_module(module).main
+    if command == "lighthouse":
+        return importlib.import_module("megatron_zpp.islands.elastic.lighthouse").main
+    file = next((Path(__file__).parent / "commands").rglob(f"{command.replace('-', '_')}.py"))
+    return importlib.import_module(".".join(file.relative_to(Path(__file__).parents[1]).with_suffix("").parts)).main
 
 
 if __name__ == "__main__":

@@ -1,25 +1,9 @@
-"""Which numbers a setting may have, said once, in its field's metadata; and which files are read as texts."""
+"""Which numbers a setting may have, said once, in its field's metadata."""
 
 from __future__ import annotations
 
 import math
-import os
-import stat
 from dataclasses import dataclass
-
-LARGEST_TEXT = 64 * 2**20  # bytes
-
-
-def read_bounded(path: str | os.PathLike[str]) -> str:
-    """Read a UTF-8 text that somebody names. Raises ValueError for what is no regular file or too large, or OSError."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # a pipe would wait for its other end
-    with open(descriptor, encoding="utf-8") as file:
-        status = os.fstat(descriptor)
-        if not stat.S_ISREG(status.st_mode):
-            raise ValueError(f"{os.fspath(path)} is no regular file")
-        if status.st_size > LARGEST_TEXT:
-            raise ValueError(f"{os.fspath(path)} has {status.st_size:,} bytes; the limit is {LARGEST_TEXT:,}")
-        return file.read()
 
 
 @dataclass(frozen=True)

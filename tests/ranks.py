@@ -29,7 +29,7 @@ import torch.distributed as dist
 
 FORKSERVER = multiprocessing.get_context("forkserver")
 FORKSERVER.set_forkserver_preload(
-    ["torch._dynamo", "torch.distributed.fsdp", "torch.distributed.checkpoint", "megatron_zpp.training.pretrain"]
+    ["torch._dynamo", "torch.distributed.fsdp", "torch.distributed.checkpoint", "megatron_zpp.commands.pretrain"]
 )
 
 

@@ -1,4 +1,4 @@
-"""``python -m megatron_zpp.env``."""
+"""``python -m megatron_zpp.commands.env``."""
 
 import os
 import subprocess
@@ -7,11 +7,11 @@ import sys
 import pytest
 import torch
 
-from megatron_zpp.zeropp import kernels
+from megatron_zpp.zeropp.wire import kernels
 
 
 def run_env(**environment):
-    command = [sys.executable, "-m", "megatron_zpp.env"]
+    command = [sys.executable, "-m", "megatron_zpp.commands.env"]
     return subprocess.run(command, env=os.environ | environment, capture_output=True, text=True, check=True).stdout
 
 

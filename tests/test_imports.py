@@ -17,28 +17,39 @@ LAYERS = {
     "zeropp": [],
     "models": [],
     "data": [],
+    "integrations": ["zeropp"],
     "islands": ["zeropp"],
     "settings": ["zeropp", "islands"],
-    "parallel": ["zeropp", "models"],
     "metrics": ["settings"],
     "optim": ["zeropp", "settings"],
-    "architectures": ["models", "settings", "parallel"],
-    "arguments": ["zeropp", "islands", "settings", "parallel", "optim", "architectures"],
-    "checkpoint": ["zeropp", "models", "data", "islands", "settings", "parallel", "metrics", "architectures"],
-    "training": [
-        *("zeropp", "models", "data", "islands", "settings", "parallel", "metrics", "optim"),
-        *("architectures", "arguments", "checkpoint"),
-    ],
-    "huggingface": ["models", "data", "settings", "optim", "architectures", "arguments", "checkpoint"],
-    "integrations": ["zeropp"],
-    "megatron": ["models", "architectures", "checkpoint"],
+    "parallel": ["zeropp", "models", "settings"],
+    "families": ["models", "settings", "parallel"],
+    "arguments": ["zeropp", "islands", "settings", "optim", "parallel", "families"],
+    "checkpoint": ["zeropp", "models", "data", "islands", "settings", "metrics", "parallel", "families"],
+    "convert": ["models", "data", "settings", "optim", "families", "arguments", "checkpoint"],
     "planning": [
-        *("zeropp", "models", "settings", "parallel", "metrics", "optim"),
-        *("architectures", "arguments", "training"),
+        *("zeropp", "models", "islands", "settings", "metrics", "optim"),
+        *("parallel", "families", "arguments"),
     ],
-    "tools": [
-        *("zeropp", "models", "data", "settings", "parallel", "metrics", "optim"),
-        *("architectures", "arguments", "checkpoint", "training", "huggingface", "megatron", "planning"),
+    "training": [
+        *("zeropp", "models", "data", "islands", "settings", "metrics", "optim"),
+        *("parallel", "families", "arguments", "checkpoint"),
+    ],
+    "commands": [
+        *("zeropp", "models", "data", "settings", "metrics", "optim", "parallel"),
+        *("families", "arguments", "checkpoint", "convert", "planning", "training"),
+    ],
+}
+# The same within zeropp/, whose files at the top may import all of it: only these of them are imported from below.
+PARTS_OF_ZEROPP = {
+    "wire": [],
+    "fsdp": ["wire", "config"],
+    "gather": ["wire", "fsdp"],
+    "reduce": ["wire", "fsdp", "config"],
+    "muon": ["wire", "fsdp", "config", "interface", "own_rank"],
+    "emulation": [
+        *("wire", "fsdp", "gather", "reduce", "muon"),
+        *("config", "description", "model_collectives", "random_states"),
     ],
 }
 ALONE = {  # what the lower folders may import beside the standard library
@@ -89,10 +100,21 @@ def test_a_folder_imports_what_its_layer_allows(folder: str) -> None:
     for file in files_of(folder):
         for module in imports_of(file):
             parts = module.split(".")
-            if parts[0] == "megatron_zpp" and parts[1] not in (folder, "__version__", "bounds"):
+            if parts[0] == "megatron_zpp" and parts[1] not in (folder, "__version__", "bounds", "files"):
                 imported.setdefault(parts[1], []).append(str(file.relative_to(ROOT)))
     assert imported.keys() <= set(LAYERS[folder]), {k: v for k, v in imported.items() if k not in LAYERS[folder]}
     assert imported.keys() == set(LAYERS[folder]), "the table allows more than is used"
+
+
+@pytest.mark.parametrize("part", PARTS_OF_ZEROPP)
+def test_a_part_of_zeropp_imports_what_stands_above_it_here(part: str) -> None:
+    imported = {
+        module.split(".")[2]
+        for file in files_of(f"zeropp/{part}")
+        for module in imports_of(file)
+        if module.startswith("megatron_zpp.zeropp.")
+    }
+    assert imported - {part} == {*PARTS_OF_ZEROPP[part]}
 
 
 @pytest.mark.parametrize("folder", ALONE)
@@ -123,6 +145,6 @@ def test_no_two_files_import_each_other(folder: str) -> None:
 
 def test_tools_for_text_start_without_torch() -> None:
     """Its import takes longer than many of their jobs, and each of their worker processes would pay it."""
-    tools = ["merge_datasets", "preprocess_data", "report", "train_tokenizer"]
-    imports = "; ".join(f"import megatron_zpp.tools.{tool}" for tool in tools)
+    tools = ["data.merge_datasets", "data.preprocess_data", "report", "data.train_tokenizer"]
+    imports = "; ".join(f"import megatron_zpp.commands.{tool}" for tool in tools)
     subprocess.run([sys.executable, "-c", f"import sys; {imports}; assert 'torch' not in sys.modules"], check=True)

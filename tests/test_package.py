@@ -60,7 +60,7 @@ def test_a_build_that_fails_leaves_the_kernels_out_and_installs_the_rest(checkou
     ninja.write_text('#!/bin/sh\n[ "$1" = --version ] && echo 1.11.1\n')  # status 1 but for --version
     ninja.chmod(0o755)
     target = tmp_path / "installed"
-    stale = checkout / "megatron_zpp" / "zeropp" / "_kernels.so"
+    stale = checkout / "megatron_zpp" / "zeropp" / "wire" / "_kernels.so"
     stale.write_bytes(b"an earlier build's")
     pip = (sys.executable, "-m", "pip", "install", "-v", "--no-build-isolation", "--no-deps")
     done = call(*pip, "--target", target, ".", folder=checkout, path=ninja.parent)
@@ -125,7 +125,7 @@ def test_install_into_an_empty_environment_and_train(checkout, tmp_path):
 
     # The library alone.
     succeed(*pip, ".", folder=checkout)
-    assert (site_packages / "megatron_zpp" / "zeropp" / "_kernels.so").exists()
+    assert (site_packages / "megatron_zpp" / "zeropp" / "wire" / "_kernels.so").exists()
     for package in ("numpy", "rich", "sentencepiece"):
         assert call(python, "-c", f"import {package}", folder=elsewhere).returncode != 0
     found = succeed(python, "-c", "import megatron_zpp.zeropp as it; print(it.__file__)", folder=elsewhere)

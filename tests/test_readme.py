@@ -25,11 +25,11 @@ import pytest
 import torch.distributed as dist
 
 from megatron_zpp.__main__ import TOOLS
-from megatron_zpp.architectures import find_architecture
 from megatron_zpp.arguments.parse import parse_settings
-from megatron_zpp.training.pretrain import pretrain
+from megatron_zpp.commands.pretrain import pretrain
+from megatron_zpp.families import find_architecture
 from tests.conftest import ROOT, environment
-from tests.megatron.layouts import CONFIGS, random_model, write_torch, write_universal
+from tests.convert.megatron.layouts import CONFIGS, random_model, write_torch, write_universal
 from tests.ranks import free_port, run_ranks
 
 # Their commands train or measure for long, also where it is made small: `make test-long` runs them.

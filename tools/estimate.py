@@ -2,7 +2,7 @@
 
 import sys
 
-from megatron_zpp.tools.estimate import main
+from megatron_zpp.commands.estimate import main
 
 if __name__ == "__main__":
     sys.exit(main())

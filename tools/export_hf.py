@@ -2,7 +2,7 @@
 
 import sys
 
-from megatron_zpp.tools.export_hf import main
+from megatron_zpp.commands.convert.export_hf import main
 
 if __name__ == "__main__":
     sys.exit(main())

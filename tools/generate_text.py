@@ -2,7 +2,7 @@
 
 import sys
 
-from megatron_zpp.tools.generate_text import main
+from megatron_zpp.commands.generate_text import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -2,7 +2,7 @@
 
 import sys
 
-from megatron_zpp.tools.import_megatron import main
+from megatron_zpp.commands.convert.import_megatron import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -2,7 +2,7 @@
 
 import sys
 
-from megatron_zpp.tools.inspect_checkpoint import main
+from megatron_zpp.commands.inspect_checkpoint import main
 
 if __name__ == "__main__":
     sys.exit(main())

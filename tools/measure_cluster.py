@@ -2,7 +2,7 @@
 
 import sys
 
-from megatron_zpp.tools.measure_cluster import main
+from megatron_zpp.commands.measure_cluster import main
 
 if __name__ == "__main__":
     sys.exit(main())

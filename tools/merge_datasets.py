@@ -2,7 +2,7 @@
 
 import sys
 
-from megatron_zpp.tools.merge_datasets import main
+from megatron_zpp.commands.data.merge_datasets import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -2,7 +2,7 @@
 
 import sys
 
-from megatron_zpp.tools.preprocess_data import main
+from megatron_zpp.commands.data.preprocess_data import main
 
 if __name__ == "__main__":
     sys.exit(main())

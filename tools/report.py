@@ -2,7 +2,7 @@
 
 import sys
 
-from megatron_zpp.tools.report import main
+from megatron_zpp.commands.report import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -2,7 +2,7 @@
 
 import sys
 
-from megatron_zpp.tools.suggest_settings import main
+from megatron_zpp.commands.suggest_settings import main
 
 if __name__ == "__main__":
     sys.exit(main())

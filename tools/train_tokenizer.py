@@ -2,7 +2,7 @@
 
 import sys
 
-from megatron_zpp.tools.train_tokenizer import main
+from megatron_zpp.commands.data.train_tokenizer import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -14,8 +14,8 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 from megatron_zpp.islands import IslandConfig
-from megatron_zpp.islands.leaving import apply_leaving_islands
-from megatron_zpp.islands.membership import Membership
+from megatron_zpp.islands.elastic.leaving import apply_leaving_islands
+from megatron_zpp.islands.elastic.membership import Membership
 
 INTERVAL, STEPS = 5, 40
 island, num_islands = map(int, sys.argv[1:3])

@@ -8,7 +8,6 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatron_zpp.architectures import ARCHITECTURES, Architecture
 from megatron_zpp.arguments.foreign_flags import (
     EXPERTS,
     NO_SUCH_EXPERTS,
@@ -21,6 +20,7 @@ from megatron_zpp.arguments.foreign_flags import (
     translate,
     unsaid_of_experts,
 )
+from megatron_zpp.families import ARCHITECTURES, Architecture
 from megatron_zpp.settings.checks import Mistakes, SettingsError
 from megatron_zpp.settings.flags import Flag, group_title, iterate_flags
 from megatron_zpp.settings.groups import all_flags, iterate_groups

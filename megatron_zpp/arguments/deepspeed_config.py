@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megatron_zpp.arguments.deepspeed_keys import TOP, ByType, Key, NotNeeded, Off, Only, Section, Sets
-from megatron_zpp.bounds import read_bounded
+from megatron_zpp.files import read_bounded
 from megatron_zpp.settings.checks import Mistakes, SettingsError
 from megatron_zpp.settings.groups import all_flags
 

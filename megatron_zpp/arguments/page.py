@@ -10,9 +10,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_zpp.architectures import ARCHITECTURES
 from megatron_zpp.arguments.deepspeed_keys import TOP, ByType, Key, NotNeeded, Off, Only, Section, Sets
 from megatron_zpp.arguments.foreign_flags import EXPERTS, NOT_NEEDED, OF_EXPERTS, REFUSED, TRANSLATED
+from megatron_zpp.families import ARCHITECTURES
 from megatron_zpp.settings.checks import flag_of
 from megatron_zpp.settings.flags import Flag, group_title, iterate_flags
 from megatron_zpp.settings.groups import iterate_groups

@@ -13,12 +13,12 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from megatron_zpp.architectures import ARCHITECTURES, Architecture
 from megatron_zpp.arguments.command_line import help_text, read_command_line
 from megatron_zpp.arguments.deepspeed_config import DeepSpeedConfig, read_deepspeed_config
 from megatron_zpp.arguments.foreign_flags import NotNeeded
 from megatron_zpp.arguments.resolve import OF_DYNAMIC_SCALES, check_needed, resolve
 from megatron_zpp.arguments.resolve_parallel import num_jobs
+from megatron_zpp.families import ARCHITECTURES, Architecture
 from megatron_zpp.parallel.distributed import is_first_rank
 from megatron_zpp.settings.checks import Mistakes, SettingsError, flag_of, flags_in, require
 from megatron_zpp.settings.flags import group_from

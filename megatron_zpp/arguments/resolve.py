@@ -10,7 +10,6 @@ import dataclasses
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
-from megatron_zpp.architectures import Architecture
 from megatron_zpp.arguments.check_islands import check_islands
 from megatron_zpp.arguments.check_muon import check_muon
 from megatron_zpp.arguments.check_zero import check_zero
@@ -23,6 +22,7 @@ from megatron_zpp.arguments.resolve_parallel import (
     data_parallel_size,
     resolve_schedule,
 )
+from megatron_zpp.families import Architecture
 from megatron_zpp.optim.batch_size import BatchSchedule
 from megatron_zpp.optim.curriculum import Curriculum, end_after_tokens
 from megatron_zpp.optim.schedule import Schedule

@@ -8,7 +8,7 @@ import typing
 from collections.abc import Mapping
 from typing import Any
 
-from megatron_zpp.architectures import ARCHITECTURES, Architecture, find_architecture
+from megatron_zpp.families import ARCHITECTURES, Architecture, find_architecture
 from megatron_zpp.models.transformer import TransformerConfig
 
 from .files import CheckpointError

@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from megatron_zpp.data.files import regular_file
-from megatron_zpp.data.tokenizers import huggingface_path
+from megatron_zpp.data.text.tokenizers import huggingface_path
+from megatron_zpp.files import regular_file
 
 from .files import CheckpointError, sync_file
 from .meta import open_in

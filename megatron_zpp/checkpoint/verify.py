@@ -12,7 +12,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from megatron_zpp.zeropp.topology import gather_objects
+from megatron_zpp.zeropp.fsdp.topology import gather_objects
 
 from .files import CheckpointError
 from .folder import candidates

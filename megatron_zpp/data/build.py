@@ -14,7 +14,7 @@ from megatron_zpp.data.blended_dataset import SURPLUS, BlendedDataset, normalize
 from megatron_zpp.data.gpt_dataset import GPTDataset, SampleOptions, cache_folder
 from megatron_zpp.data.index_cache import Progress, cached_arrays, no_progress
 from megatron_zpp.data.indexed_dataset import IndexedDataset
-from megatron_zpp.data.sources import SPLIT_NAMES, Edges, Source, read_sources, split_sequences
+from megatron_zpp.data.text.sources import SPLIT_NAMES, Edges, Source, read_sources, split_sequences
 
 
 class MockDataset(Dataset):

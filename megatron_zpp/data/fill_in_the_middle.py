@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_zpp.data.tokenizers import NullTokenizer, Tokenizer
+from megatron_zpp.data.text.tokenizers import NullTokenizer, Tokenizer
 
 
 @dataclass(frozen=True)

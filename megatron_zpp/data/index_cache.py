@@ -21,8 +21,8 @@ from typing import Any
 
 import numpy as np
 
-from megatron_zpp.data.files import open_lock, read_json_object, regular_file
 from megatron_zpp.data.indices import Advance, Arrays
+from megatron_zpp.files import open_lock, read_json_object, regular_file
 
 # What shows a long build: takes a description and the rows to build, gives the function to tell of rows done.
 Progress = Callable[[str, int], AbstractContextManager[Advance]]

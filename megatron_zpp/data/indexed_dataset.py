@@ -20,8 +20,8 @@ from typing import BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_zpp.data.files import regular_file
 from megatron_zpp.data.indices import Advance
+from megatron_zpp.files import regular_file
 
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1

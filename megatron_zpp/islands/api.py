@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from megatron_zpp.zeropp import Traffic, ZeroPPInterface
-from megatron_zpp.zeropp.collectives import all_gather
-from megatron_zpp.zeropp.state_keys import below
-from megatron_zpp.zeropp.topology import gather_objects, process_rank
+from megatron_zpp.zeropp.fsdp.collectives import all_gather
+from megatron_zpp.zeropp.fsdp.state_keys import below
+from megatron_zpp.zeropp.fsdp.topology import gather_objects, process_rank
 
 from .agreed import AgreedParameters, held, trained_parameters
 from .config import IslandConfig

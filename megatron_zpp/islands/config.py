@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from megatron_zpp.zeropp.config import SUPPORTED_BITS, LoCoConfig, check_fields, config_flag
-from megatron_zpp.zeropp.quantization import SCALINGS, Code
+from megatron_zpp.zeropp.wire.quantization import SCALINGS, Code
 
 from .timetable import Timetable
 

@@ -7,12 +7,12 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from megatron_zpp.zeropp.gradient_sum import GradientSum
-from megatron_zpp.zeropp.loco import ErrorFeedback
-from megatron_zpp.zeropp.state_keys import below
-from megatron_zpp.zeropp.traffic import Traffic
-from megatron_zpp.zeropp.wire_format import WireFormat, wire_format
-from megatron_zpp.zeropp.wire_layout import ParameterShard
+from megatron_zpp.zeropp.fsdp.state_keys import below
+from megatron_zpp.zeropp.fsdp.traffic import Traffic
+from megatron_zpp.zeropp.reduce.gradient_sum import GradientSum
+from megatron_zpp.zeropp.reduce.loco import ErrorFeedback
+from megatron_zpp.zeropp.wire.format import WireFormat, wire_format
+from megatron_zpp.zeropp.wire.layout import ParameterShard
 
 from .config import DTYPES, IslandConfig
 from .pieces import Pieces

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from megatron_zpp.zeropp.wire_layout import ParameterShard, rows_per_rank
+from megatron_zpp.zeropp.wire.layout import ParameterShard, rows_per_rank
 
 
 class Pieces:

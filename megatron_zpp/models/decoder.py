@@ -14,15 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .layers import (
-    LayerNorm1p,
-    OutputLayer,
-    RMSNorm1p,
-    SelfAttention,
-    document_attention,
-    head_size,
-    losses_or_logits,
-)
+from .layers import LayerNorm1p, OutputLayer, RMSNorm1p, SelfAttention, document_attention, head_size, losses_or_logits
 from .moe import MoE, MoEConfig, Routed, auxiliary_losses, finish_step, observations
 from .rotary import frequencies, rotary_table, scaled_as_llama3, scaled_as_yarn, yarn_magnitude
 from .transformer import ModelOutput, Transformer

@@ -21,8 +21,8 @@ import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from megatron_zpp.parallel.rendezvous import fresh_store
-from megatron_zpp.zeropp import fsdp_unit
-from megatron_zpp.zeropp.topology import gather_objects
+from megatron_zpp.zeropp.fsdp import fsdp_unit
+from megatron_zpp.zeropp.fsdp.topology import gather_objects
 
 SECONDS_TO_LEAVE = 4.0
 SECONDS_FOR_THE_CAUSE = 3.0  # that ranks which lost a peer wait, so that torchrun sees first who died

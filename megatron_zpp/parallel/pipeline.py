@@ -23,7 +23,7 @@ from megatron_zpp.parallel.mesh import Mesh
 from megatron_zpp.parallel.sharding import prepare_backward
 from megatron_zpp.parallel.stages import Placement
 from megatron_zpp.zeropp import ZeroPP
-from megatron_zpp.zeropp.topology import gather_node_names, gather_objects
+from megatron_zpp.zeropp.fsdp.topology import gather_node_names, gather_objects
 
 SCHEDULES: dict[str, Any] = {
     "gpipe": ScheduleGPipe,

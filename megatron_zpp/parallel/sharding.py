@@ -4,12 +4,35 @@ from __future__ import annotations
 
 from functools import partial
 
+import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from megatron_zpp.models.moe import MoE
 from megatron_zpp.models.transformer import Transformer
 from megatron_zpp.parallel.mesh import Mesh
+from megatron_zpp.settings.groups import PrecisionSettings, ZeroSettings
+
+
+def mixed_precision(precision: PrecisionSettings) -> MixedPrecisionPolicy:
+    """Megatron's precision flags as FSDP2's policy. Master parameters and the optimizer stay in fp32."""
+    if not (precision.bf16 or precision.fp16):
+        return MixedPrecisionPolicy()
+    compute = torch.bfloat16 if precision.bf16 else torch.float16
+    if precision.grad_reduce_in_bf16:
+        reduce = torch.bfloat16
+    elif precision.bf16 or precision.accumulate_allreduce_grads_in_fp32:
+        reduce = torch.float32
+    else:
+        reduce = compute
+    return MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=reduce)
+
+
+def offloading(zero: ZeroSettings, device: torch.device) -> tuple[OffloadPolicy, torch.device]:
+    """What FSDP2 does with a rank's shards, and where they live: on the device that computes, or in host memory."""
+    if not zero.cpu_offload:
+        return OffloadPolicy(), device
+    return CPUOffloadPolicy(pin_memory=device.type == "cuda"), torch.device("cpu")
 
 
 def shard_model(

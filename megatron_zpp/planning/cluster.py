@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_zpp.bounds import read_bounded
+from megatron_zpp.files import read_bounded
 from megatron_zpp.metrics.throughput import peak_tflops
 from megatron_zpp.planning.curves import Curve, check_curves, curve_name, kind_of, seconds_on
 from megatron_zpp.planning.hardware import (
@@ -26,7 +26,7 @@ from megatron_zpp.planning.hardware import (
     LINK_SHARE,
     MEMORY_SHARE,
 )
-from megatron_zpp.training.exchanges import Exchange
+from megatron_zpp.planning.needs.exchanges import Exchange
 
 WORD = re.compile(r"(?:(?P<sites>\d+)x)?(\d+)x(\d+)x([A-Za-z][\w-]*)@([\d.]+)(?(sites)@([\d.]+))")
 

@@ -5,23 +5,19 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import partial
 
-from megatron_zpp.architectures import Architecture
+from megatron_zpp.families import Architecture
 from megatron_zpp.models.transformer import Transformer
 from megatron_zpp.optim.optimizer import OPTIMIZERS
 from megatron_zpp.parallel.schedule_costs import idle_micro_batches
 from megatron_zpp.planning.cluster import ClusterSpec
 from megatron_zpp.planning.layer_collectives import LayerCollectives, transfer_of
+from megatron_zpp.planning.needs.estimate import Estimate, RankEstimate, bytes_between_stages
+from megatron_zpp.planning.needs.exchanges import Exchange, UnitExchanges, travelling_dtypes, zero_stage_of
+from megatron_zpp.planning.needs.planned_units import pipeline_placement
+from megatron_zpp.planning.needs.rank_groups import RankGrid, RankGroup
+from megatron_zpp.planning.needs.rank_memory import recomputed_blocks
 from megatron_zpp.planning.step import StepShape, Transfer, UnitTimes
 from megatron_zpp.settings.resolved import ResolvedSettings
-from megatron_zpp.training.estimate import (
-    Estimate,
-    RankEstimate,
-    bytes_between_stages,
-)
-from megatron_zpp.training.exchanges import Exchange, UnitExchanges, travelling_dtypes, zero_stage_of
-from megatron_zpp.training.planned_units import pipeline_placement
-from megatron_zpp.training.rank_groups import RankGrid, RankGroup
-from megatron_zpp.training.rank_memory import recomputed_blocks
 
 FP32 = 4  # bytes
 # That a pass reads and writes: in 16 bit from or to the matrix product, in fp32 for the softmax and what comes of it.

@@ -7,8 +7,8 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from megatron_zpp.training.exchanges import Exchange
-from megatron_zpp.training.rank_groups import RankGroup
+from megatron_zpp.planning.needs.exchanges import Exchange
+from megatron_zpp.planning.needs.rank_groups import RankGroup
 
 GATHER, REDUCTION, STRAIGHT = "all-gather", "reduction", "all-to-all"  # a reduction that takes two passes
 

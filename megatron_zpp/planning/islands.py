@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 
 from megatron_zpp.planning.cluster import ClusterSpec
+from megatron_zpp.planning.needs.estimate import Estimate, bytes_of_pieces
 from megatron_zpp.planning.step import StepTime
 from megatron_zpp.settings.resolved import ResolvedSettings
-from megatron_zpp.training.estimate import Estimate, bytes_of_pieces
 
 # Bytes of an element of a rank's shard that kernels read and write for an agreement: differences, both hops, the outer
 # step and the merge are about 13 passes over fp32.

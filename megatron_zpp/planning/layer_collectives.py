@@ -5,15 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from megatron_zpp.architectures import Architecture
+from megatron_zpp.families import Architecture
 from megatron_zpp.models.transformer import Transformer
 from megatron_zpp.planning.cluster import ClusterSpec
+from megatron_zpp.planning.needs.exchanges import Exchange, travelling_dtypes
+from megatron_zpp.planning.needs.rank_groups import RankGrid
+from megatron_zpp.planning.needs.rank_memory import recomputed_blocks
+from megatron_zpp.planning.needs.token_exchanges import passes_again, rows_of_experts, tokens_to_experts
 from megatron_zpp.planning.step import BETWEEN, WITHIN, Transfer
 from megatron_zpp.settings.resolved import ResolvedSettings
-from megatron_zpp.training.exchanges import Exchange, travelling_dtypes
-from megatron_zpp.training.rank_groups import RankGrid
-from megatron_zpp.training.rank_memory import recomputed_blocks
-from megatron_zpp.training.token_exchanges import passes_again, rows_of_experts, tokens_to_experts
 
 
 def transfer_of(exchange: Exchange, cluster: ClusterSpec, encoded: int = 0, decoded: int = 0) -> Transfer:

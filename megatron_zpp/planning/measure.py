@@ -16,11 +16,11 @@ from megatron_zpp.planning.curves import GATHER, curve_name
 from megatron_zpp.planning.hardware import LATENCY_BETWEEN, LATENCY_WITHIN
 from megatron_zpp.planning.measure_collectives import measured_curves, rate_and_latency
 from megatron_zpp.planning.measure_model import HEAD_DIM, entry_seconds, with_layers
+from megatron_zpp.planning.needs.rank_groups import RankGroup
 from megatron_zpp.planning.stopwatch import Sizes, median_seconds, slowest
-from megatron_zpp.training.rank_groups import RankGroup
-from megatron_zpp.zeropp.topology import build_topology
-from megatron_zpp.zeropp.wire_format import wire_format
-from megatron_zpp.zeropp.wire_layout import ParameterShard
+from megatron_zpp.zeropp.fsdp.topology import build_topology
+from megatron_zpp.zeropp.wire.format import wire_format
+from megatron_zpp.zeropp.wire.layout import ParameterShard
 
 
 def measure_cluster(

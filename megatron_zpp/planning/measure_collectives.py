@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 
 from megatron_zpp.planning.curves import GATHER, REDUCTION, STRAIGHT, Curve, curve_name
+from megatron_zpp.planning.needs.rank_groups import RankGroup
 from megatron_zpp.planning.stopwatch import Sizes, median_seconds, slowest
-from megatron_zpp.training.rank_groups import RankGroup
-from megatron_zpp.zeropp.collectives import all_gather, reduce_scatter
+from megatron_zpp.zeropp.fsdp.collectives import all_gather, reduce_scatter
 
 SIZE_STEP = 4  # between measured sizes
 

@@ -9,16 +9,16 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
-from megatron_zpp.architectures import GPT
 from megatron_zpp.arguments.parse import parse_settings
+from megatron_zpp.families import GPT
 from megatron_zpp.models.transformer import Transformer
+from megatron_zpp.parallel.sharding import mixed_precision
 from megatron_zpp.planning.cluster import ClusterSpec
 from megatron_zpp.planning.costs import arithmetic
+from megatron_zpp.planning.needs.exchanges import Exchange
+from megatron_zpp.planning.needs.rank_groups import RankGroup
 from megatron_zpp.planning.stopwatch import Sizes, median_seconds, slowest
 from megatron_zpp.settings.resolved import ResolvedSettings
-from megatron_zpp.training.exchanges import Exchange
-from megatron_zpp.training.model import mixed_precision
-from megatron_zpp.training.rank_groups import RankGroup
 
 HEAD_DIM = 64
 LAYERS, VOCABULARY = 4, 1024

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron_zpp.architectures import Architecture
+from megatron_zpp.families import Architecture
 from megatron_zpp.planning.cluster import ClusterSpec
 from megatron_zpp.planning.costs import step_shapes
 from megatron_zpp.planning.islands import island_of, with_agreements
+from megatron_zpp.planning.needs.estimate import Cluster, Estimate, estimate
+from megatron_zpp.planning.needs.planned_units import PlannedModel
 from megatron_zpp.planning.step import StepTime, simulate
 from megatron_zpp.settings.resolved import ResolvedSettings
-from megatron_zpp.training.estimate import Cluster, Estimate, estimate
-from megatron_zpp.training.planned_units import PlannedModel
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 The device computes on one stream, in order. Gathers and reductions have a stream each, and links carry one collective
 after the other. Comments name what is followed: FSDP2's hooks (torch/distributed/fsdp/_fully_shard), and
-``zeropp/all_gather.py`` and ``reduce_scatter.py``.
+``zeropp/gather/all_gather.py`` and ``reduce_scatter.py``.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from dataclasses import dataclass, is_dataclass
 from typing import Any
 
 from megatron_zpp.islands.config import IslandConfig
-from megatron_zpp.islands.membership import Membership
+from megatron_zpp.islands.elastic.membership import Membership
 from megatron_zpp.settings.flags import Flag, flag, flat_values, iterate_flags
 from megatron_zpp.zeropp.config import ZeroPPConfig
 

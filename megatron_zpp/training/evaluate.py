@@ -17,11 +17,11 @@ from megatron_zpp.metrics.progress import progress
 from megatron_zpp.metrics.writers import validation_metrics
 from megatron_zpp.models.transformer import as_model_output
 from megatron_zpp.parallel.distributed import print_once
-from megatron_zpp.training.batches import batches_of
+from megatron_zpp.parallel.stop import StopSignals
+from megatron_zpp.training.data import batches_of
 from megatron_zpp.training.loss import Loss, count_once, mean_loss
 from megatron_zpp.training.nonfinite import NotFiniteError
 from megatron_zpp.training.run import Run, Trainee
-from megatron_zpp.training.stop import StopSignals
 
 
 @torch.no_grad()

@@ -9,12 +9,11 @@ from dataclasses import dataclass
 import torch
 
 from megatron_zpp.parallel.distributed import print_once
-from megatron_zpp.training.due import what_is_due
 from megatron_zpp.training.loss import mean_loss
 from megatron_zpp.training.nonfinite import NonfiniteSteps
-from megatron_zpp.training.run import Run
+from megatron_zpp.training.run import Run, what_is_due
 from megatron_zpp.training.step import IslandStep
-from megatron_zpp.zeropp.collectives import all_gather
+from megatron_zpp.zeropp.fsdp.collectives import all_gather
 
 
 @dataclass(frozen=True)

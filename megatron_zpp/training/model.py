@@ -8,11 +8,10 @@ from functools import partial
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
-from megatron_zpp.architectures import Architecture
 from megatron_zpp.arguments.check_zero import check_replicas_on_nodes
 from megatron_zpp.arguments.resolve_parallel import placement_of
+from megatron_zpp.families import Architecture
 from megatron_zpp.metrics.progress import progress
 from megatron_zpp.models.activation_checkpoint import apply_activation_checkpointing
 from megatron_zpp.models.init import init_weights
@@ -22,36 +21,14 @@ from megatron_zpp.parallel.distributed import errors_on_all_ranks
 from megatron_zpp.parallel.experts import apply_expert_parallelism
 from megatron_zpp.parallel.mesh import Mesh
 from megatron_zpp.parallel.pipeline import SPLITS_BACKWARD, Pipeline, sharding_stage
-from megatron_zpp.parallel.sharding import shard_model
+from megatron_zpp.parallel.sharding import mixed_precision, offloading, shard_model
 from megatron_zpp.parallel.stages import join_stages, keep_stage
 from megatron_zpp.parallel.tensor import apply_tensor_parallelism
-from megatron_zpp.settings.groups import PrecisionSettings, ZeroSettings
 from megatron_zpp.settings.resolved import ResolvedSettings
 from megatron_zpp.zeropp import ZeroPP, ZeroPPInterface, apply_zeropp, emulate_zeropp
+from megatron_zpp.zeropp.fsdp.topology import gather_node_names, gather_objects
+from megatron_zpp.zeropp.fsdp.traffic import Traffic
 from megatron_zpp.zeropp.own_rank import local_part
-from megatron_zpp.zeropp.topology import gather_node_names, gather_objects
-from megatron_zpp.zeropp.traffic import Traffic
-
-
-def mixed_precision(precision: PrecisionSettings) -> MixedPrecisionPolicy:
-    """Megatron's precision flags as FSDP2's policy. Master parameters and the optimizer stay in fp32."""
-    if not (precision.bf16 or precision.fp16):
-        return MixedPrecisionPolicy()
-    compute = torch.bfloat16 if precision.bf16 else torch.float16
-    if precision.grad_reduce_in_bf16:
-        reduce = torch.bfloat16
-    elif precision.bf16 or precision.accumulate_allreduce_grads_in_fp32:
-        reduce = torch.float32
-    else:
-        reduce = compute
-    return MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=reduce)
-
-
-def offloading(zero: ZeroSettings, device: torch.device) -> tuple[OffloadPolicy, torch.device]:
-    """What FSDP2 does with a rank's shards, and where they live: on the device that computes, or in host memory."""
-    if not zero.cpu_offload:
-        return OffloadPolicy(), device
-    return CPUOffloadPolicy(pin_memory=device.type == "cuda"), torch.device("cpu")
 
 
 def build_model_on_ranks(

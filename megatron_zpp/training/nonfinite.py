@@ -20,8 +20,8 @@ from megatron_zpp.parallel.distributed import print_once
 from megatron_zpp.training.run import Run, Trainee
 from megatron_zpp.training.step import IslandStep, accumulate_gradients
 from megatron_zpp.zeropp import unmoved
+from megatron_zpp.zeropp.fsdp.topology import gather_objects
 from megatron_zpp.zeropp.own_rank import local_part
-from megatron_zpp.zeropp.topology import gather_objects
 
 SHOWN = 3  # findings in one line
 _OUTPUT, _GRADIENT = "output", "gradient of the output"

@@ -1,104 +1,26 @@
-"""The training program: everything that happens in a run, in the order in which it happens."""
+"""The training loop: everything that happens in a run, in the order in which it happens."""
 
 from __future__ import annotations
 
 import gc
-import os
-import signal
-import sys
 import time
-from typing import NoReturn
 
-import torch.distributed as dist
-
-from megatron_zpp.architectures import Architecture
-from megatron_zpp.arguments.parse import SettingsError, parse_settings
-from megatron_zpp.metrics.lasting import keep_streams
 from megatron_zpp.metrics.progress import progress
 from megatron_zpp.parallel.distributed import (
-    FailedTogether,
-    die,
     errors_on_all_ranks,
-    init_distributed,
-    is_first_rank,
-    leave,
-    messages_of,
     print_once,
-    ranks_of_environment,
-    report_error,
 )
-from megatron_zpp.settings.groups import DistributedSettings
-from megatron_zpp.training.batches import Streams
-from megatron_zpp.training.describe import describe
-from megatron_zpp.training.dry_run import dry_run
-from megatron_zpp.training.due import what_is_due
+from megatron_zpp.parallel.stop import StopSignals
+from megatron_zpp.training.data import Streams
 from megatron_zpp.training.evaluate import test, validate
-from megatron_zpp.training.leaving import join, keep_up, leave_others, report_agreement
+from megatron_zpp.training.islands import join, keep_up, leave_others, report_agreement
 from megatron_zpp.training.meetings import Meetings
 from megatron_zpp.training.nonfinite import NotFiniteError
 from megatron_zpp.training.profile import StepProfile
 from megatron_zpp.training.reporter import Reporter
-from megatron_zpp.training.run import Run
+from megatron_zpp.training.run import Run, what_is_due
 from megatron_zpp.training.saving import Checkpoints
-from megatron_zpp.training.setup import build_run
 from megatron_zpp.training.step import train_step
-from megatron_zpp.training.stop import StopSignals, end_at_once_on_ctrl_c
-
-# docs/reliability.md lists them: 0 trained to the end, or saved and stopped as asked; 1 crashed.
-EXIT_USER_ERROR = 2
-EXIT_NOT_FINITE = 3
-
-
-def main(architecture: Architecture) -> NoReturn:
-    """``pretrain`` as a program."""
-    keep_streams()
-    try:
-        pretrain(architecture)
-    except SystemExit as exit_:
-        leave(exit_.code if isinstance(exit_.code, int) else int(exit_.code is not None))
-    leave(0)
-
-
-def pretrain(architecture: Architecture) -> None:
-    """Run what the command line says; ends the process with a status unless all went well."""
-    start = time.monotonic()
-    try:
-        if "--dry-run" in sys.argv[1:]:
-            dry_run(architecture)
-            return
-        settings, mistake, ranks = None, None, DistributedSettings()
-        try:
-            settings = parse_settings(architecture, world_size=ranks_of_environment())
-            ranks = settings.distributed
-        except SettingsError as error:
-            mistake = error
-        # The ranks meet to report a mistake too: torchrun ends them all when the first one leaves.
-        device = init_distributed(ranks.distributed_backend, ranks.distributed_timeout_minutes)
-        with errors_on_all_ranks():
-            if mistake is not None:
-                raise mistake
-        assert settings is not None
-        if settings.training.exit_signal_handler:
-            end_at_once_on_ctrl_c()
-        run = build_run(architecture, settings, device)
-        describe(run)
-        try:
-            train(run, start)
-        except NotFiniteError as error:  # on all ranks
-            report_error(str(error))
-            run.writers.close()
-            sys.exit(EXIT_NOT_FINITE)
-        run.writers.close()
-    except FailedTogether:
-        sys.exit(EXIT_USER_ERROR)
-    except (ValueError, OSError, ImportError) as error:
-        _report_alone_or_together(error)
-        sys.exit(EXIT_USER_ERROR)
-    except Exception as error:
-        die(error)
-    finally:
-        if dist.is_initialized():
-            dist.destroy_process_group()
 
 
 def train(run: Run, start: float) -> None:
@@ -188,16 +110,3 @@ def _train_steps(run: Run, streams: Streams, signals: StopSignals, checkpoints: 
                 raise NotFiniteError(f"{problem}. {checkpoints.describe()}")
             return due.end
     return True
-
-
-def _report_alone_or_together(error: Exception) -> None:
-    """Report an error that this rank met, and maybe all of them.
-
-    If all did, rank 0 speaks and torchrun ends the others while they wait here; else the wait is over and they speak.
-    """
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # remembered only, it would not end the wait
-    if is_first_rank():
-        report_error(*messages_of(error))
-    else:
-        time.sleep(5)
-        print(f"error: rank {os.environ['RANK']}: " + " ".join(str(error).split()), file=sys.stderr, flush=True)

@@ -17,9 +17,8 @@ from megatron_zpp.metrics.throughput import IntervalTimer, describe_mfu, mfu, mo
 from megatron_zpp.metrics.writers import training_metrics
 from megatron_zpp.optim.gradients import params_norm
 from megatron_zpp.parallel.distributed import print_once
-from megatron_zpp.training.due import what_is_due
 from megatron_zpp.training.meetings import StepResult
-from megatron_zpp.training.run import Run
+from megatron_zpp.training.run import Run, what_is_due
 from megatron_zpp.training.stragglers import Stragglers
 from megatron_zpp.zeropp import Traffic
 

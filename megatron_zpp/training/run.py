@@ -12,10 +12,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_zpp.architectures import Architecture
 from megatron_zpp.checkpoint import FolderLock, Trained
 from megatron_zpp.checkpoint.counters import Counters
 from megatron_zpp.data.build import Datasets
+from megatron_zpp.families import Architecture
 from megatron_zpp.islands import IslandsInterface, LeavingInterface
 from megatron_zpp.metrics.writers import MetricWriters
 from megatron_zpp.models.transformer import Transformer
@@ -30,8 +30,8 @@ from megatron_zpp.parallel.sharding import prepare_backward
 from megatron_zpp.settings.resolved import ResolvedSettings
 from megatron_zpp.training.loss import Loss, LossSoFar
 from megatron_zpp.zeropp import Ranks, ZeroPPInterface
-from megatron_zpp.zeropp.topology import gather_objects
-from megatron_zpp.zeropp.traffic import Traffic
+from megatron_zpp.zeropp.fsdp.topology import gather_objects
+from megatron_zpp.zeropp.fsdp.traffic import Traffic
 
 T = TypeVar("T")
 
@@ -234,3 +234,34 @@ class Run:
         if self.pipeline is not None:
             sizes["stages"] = str(self.pipeline.placement)
         return sizes | {"sp": int(self.settings.distributed.sequence_parallel and self.mesh.tp_size > 1)}
+
+
+@dataclass(frozen=True)
+class Due:
+    """Each is known before the run begins, and so to all ranks alike."""
+
+    log: bool
+    evaluate: bool  # amid training; the last iteration has an evaluation of its own behind it
+    save: bool
+    exit: bool
+    end: bool  # it is the last iteration
+
+    @property
+    def anything(self) -> bool:
+        return any(dataclasses.astuple(self))
+
+
+def what_is_due(settings: ResolvedSettings, iteration: int, train_iters: int) -> Due:
+    """Behind ``iteration``, counted from 1."""
+    training, checkpoint = settings.training, settings.checkpoint
+
+    def divides(interval: int | None) -> bool:
+        return bool(interval) and iteration % (interval or 1) == 0
+
+    return Due(
+        log=divides(settings.logging.log_interval) or iteration == 1,
+        evaluate=divides(training.eval_interval) and iteration < train_iters,
+        save=checkpoint.save is not None and divides(checkpoint.save_interval),
+        exit=divides(training.exit_interval),
+        end=iteration == train_iters,
+    )

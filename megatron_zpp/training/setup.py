@@ -10,7 +10,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_zpp.architectures import Architecture, padded_vocab_size
 from megatron_zpp.arguments.resolve_parallel import check_vocabulary, num_jobs
 from megatron_zpp.checkpoint import CheckpointError, FolderLock, load_checkpoint, read_meta
 from megatron_zpp.checkpoint.counters import Counters
@@ -23,6 +22,7 @@ from megatron_zpp.checkpoint.resume import (
     checkpoint_to_load,
 )
 from megatron_zpp.data.build import Datasets
+from megatron_zpp.families import Architecture, padded_vocab_size
 from megatron_zpp.islands import IslandsInterface, NoIslands, apply_islands, emulate_islands
 from megatron_zpp.metrics.program import describe_program
 from megatron_zpp.metrics.writers import MetricWriters
@@ -36,13 +36,13 @@ from megatron_zpp.parallel.mesh import Mesh, build_mesh, model_parallel_sizes, r
 from megatron_zpp.parallel.tensor import dropout_seed
 from megatron_zpp.settings.groups import TrainingSettings
 from megatron_zpp.settings.resolved import ResolvedSettings
-from megatron_zpp.training.datasets import build_data, check_same_data_on_all_ranks
-from megatron_zpp.training.island_job import build_leaving_islands, prepare_island
+from megatron_zpp.training.data import build_data, check_same_data_on_all_ranks
+from megatron_zpp.training.islands import build_leaving_islands, prepare_island
 from megatron_zpp.training.loss import LanguageModelLoss, LossSoFar
 from megatron_zpp.training.model import build_model_on_ranks
 from megatron_zpp.training.run import Run, Trainee
 from megatron_zpp.zeropp import OwnRank, ranks_of
-from megatron_zpp.zeropp.traffic import Traffic
+from megatron_zpp.zeropp.fsdp.traffic import Traffic
 
 
 def build_run(architecture: Architecture, settings: ResolvedSettings, device: torch.device) -> Run:

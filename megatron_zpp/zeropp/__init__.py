@@ -3,12 +3,12 @@
 from .api import ZeroPP, apply_zeropp
 from .config import LoCoConfig, ZeroPPConfig
 from .emulation import EmulatedZeroPP, emulate_zeropp
+from .fsdp.topology import Topology, build_topology
+from .fsdp.traffic import Traffic
 from .interface import RandomStates, Ranks, ZeroPPInterface
-from .muon import Muon
+from .muon.optimizer import Muon
 from .own_rank import OwnRank, ranks_of
 from .random_states import unmoved
-from .topology import Topology, build_topology
-from .traffic import Traffic
 
 __all__ = [
     "EmulatedZeroPP",

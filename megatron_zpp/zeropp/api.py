@@ -17,29 +17,22 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from .agreement import Agreement
-from .all_gather import HierarchicalAllGather, QuantizedAllGather
-from .collectives import PlainAllGather, PlainReduceScatter, count_all_reduces
 from .config import ZeroPPConfig, check_finds_unused
 from .description import warn
-from .fsdp_unit import (
-    AllGather,
-    FSDPUnit,
-    ReduceScatter,
-    find_units,
-    follow_forward_passes,
-    set_is_last_backward,
-)
-from .gradient_hops import GradientHops
-from .matrix_blocks import MatrixBlocks, MomentumWire, batches
+from .fsdp.collectives import PlainAllGather, PlainReduceScatter, count_all_reduces
+from .fsdp.consistency import Agreement
+from .fsdp.fsdp_unit import AllGather, FSDPUnit, ReduceScatter, find_units, follow_forward_passes, set_is_last_backward
+from .fsdp.topology import Topology, process_rank
+from .fsdp.unit import follow_optimizers
+from .fsdp.waits import new_stream
+from .gather.all_gather import HierarchicalAllGather, QuantizedAllGather
+from .gather.unseen_changes import Passes, UnseenChanges
 from .model_collectives import ModelCollectives, RankState
+from .muon.matrix_blocks import MatrixBlocks, MomentumWire, batches
 from .own_rank import OwnRank
-from .reduce_scatter import HierarchicalReduceScatter
-from .topology import Topology, process_rank
-from .unit import follow_optimizers
-from .unseen_changes import Passes, UnseenChanges
-from .unused_parameters import UnusedParameters
-from .waits import new_stream
+from .reduce.gradient_hops import GradientHops
+from .reduce.reduce_scatter import HierarchicalReduceScatter
+from .reduce.unused_parameters import UnusedParameters
 
 
 def apply_zeropp(

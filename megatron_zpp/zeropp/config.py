@@ -11,7 +11,7 @@ import torch
 
 from megatron_zpp.bounds import Bounds
 
-from .quantization import SCALINGS, Code
+from .wire.quantization import SCALINGS, Code
 
 
 @dataclass(frozen=True)

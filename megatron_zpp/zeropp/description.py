@@ -11,13 +11,13 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from . import kernels
 from .config import BitsWarmup, ZeroPPConfig
-from .quantization import Code, mix_seed
-from .state_keys import below
-from .topology import RankLayout
-from .unit import Unit
-from .wire_layout import FEWEST_QUANTIZED, block_size_of
+from .fsdp.state_keys import below
+from .fsdp.topology import RankLayout
+from .fsdp.unit import Unit
+from .wire import kernels
+from .wire.layout import FEWEST_QUANTIZED, block_size_of
+from .wire.quantization import Code, mix_seed
 
 logger = logging.getLogger(__name__)
 

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from .config import ZeroPPConfig
-from .matrix_blocks import MomentumWire, Orthogonalize
-from .topology import RankLayout
-from .traffic import Traffic
-from .waits import Waits
+from .fsdp.topology import RankLayout
+from .fsdp.traffic import Traffic
+from .fsdp.waits import Waits
+from .muon.matrix_blocks import MomentumWire, Orthogonalize
 
 
 class RandomStates(Protocol):

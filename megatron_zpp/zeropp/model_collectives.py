@@ -10,11 +10,11 @@ from torch import Tensor
 
 from .config import ZeroPPConfig
 from .description import describe, state_of, state_prefix, warn_of_lost_state
-from .gradient_hops import GradientHops
-from .shared import Shared
-from .state_keys import below, unit_prefix
-from .topology import RankLayout
-from .unit import Unit
+from .fsdp.shared import Shared
+from .fsdp.state_keys import below, unit_prefix
+from .fsdp.topology import RankLayout
+from .fsdp.unit import Unit
+from .reduce.gradient_hops import GradientHops
 
 
 class Stateful(Protocol):

@@ -10,10 +10,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from .collectives import all_gather
+from .fsdp.collectives import all_gather
+from .fsdp.topology import process_rank
 from .interface import Ranks, ZeroPPInterface
 from .random_states import OwnRandomStates
-from .topology import process_rank
 
 
 class OwnRank:

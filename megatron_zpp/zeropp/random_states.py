@@ -8,9 +8,9 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+from .fsdp.state_keys import below
+from .fsdp.topology import process_rank
 from .interface import RandomStates
-from .state_keys import below
-from .topology import process_rank
 
 
 class OwnRandomStates:

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from megatron_zpp.architectures import ARCHITECTURES, GPT, LLAMA, find_architecture
 from megatron_zpp.arguments.command_line import help_text
 from megatron_zpp.arguments.foreign_flags import NOT_NEEDED, REFUSED, TRANSLATED, translate
 from megatron_zpp.arguments.page import render_reference
 from megatron_zpp.arguments.parse import SettingsError, parse_settings
+from megatron_zpp.families import ARCHITECTURES, GPT, LLAMA, find_architecture
 from megatron_zpp.models.decoder import DecoderConfig
 from megatron_zpp.settings.checks import flag_of
 from megatron_zpp.settings.flags import iterate_flags

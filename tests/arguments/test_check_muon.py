@@ -2,8 +2,8 @@
 
 import pytest
 
-from megatron_zpp.architectures import GPT
 from megatron_zpp.arguments.parse import SettingsError, parse_settings
+from megatron_zpp.families import GPT
 from tests.training.small_run import flags
 
 

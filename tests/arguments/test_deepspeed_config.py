@@ -5,10 +5,10 @@ import shlex
 
 import pytest
 
-from megatron_zpp.architectures import GPT
 from megatron_zpp.arguments.deepspeed_config import read_deepspeed_config
 from megatron_zpp.arguments.deepspeed_keys import TOP
 from megatron_zpp.arguments.parse import SettingsError, parse_settings
+from megatron_zpp.families import GPT
 from megatron_zpp.settings.groups import Settings
 from megatron_zpp.zeropp import LoCoConfig, ZeroPPConfig
 

@@ -8,9 +8,9 @@ import shlex
 
 import pytest
 
-from megatron_zpp.architectures import GPT, LLAMA
 from megatron_zpp.arguments.parse import SettingsError, parse_settings
 from megatron_zpp.bounds import Bounds
+from megatron_zpp.families import GPT, LLAMA
 from megatron_zpp.settings.flags import iterate_flags
 from megatron_zpp.settings.groups import ModelSettings, Settings, all_flags
 from tests.arguments.fuzzing import cases

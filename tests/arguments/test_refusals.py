@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from megatron_zpp.architectures import ARCHITECTURES, GPT, LLAMA
 from megatron_zpp.arguments.parse import SettingsError, parse_settings
-from megatron_zpp.bounds import LARGEST_TEXT, read_bounded
-from megatron_zpp.huggingface.mapping import from_hf_config
+from megatron_zpp.convert.hf.mapping import from_hf_config
+from megatron_zpp.families import ARCHITECTURES, GPT, LLAMA
+from megatron_zpp.files import LARGEST_TEXT, read_bounded
 from megatron_zpp.planning.cluster import read_cluster
-from tests.huggingface.small_models import CONFIGS, to_hf_config
+from tests.convert.hf.small_models import CONFIGS, to_hf_config
 from tests.training.small_run import flags
 
 

@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 
-from megatron_zpp.architectures import GPT
 from megatron_zpp.arguments.parse import parse_settings
 from megatron_zpp.checkpoint import save_parameters
 from megatron_zpp.checkpoint.counters import Counters
+from megatron_zpp.families import GPT
 from megatron_zpp.settings.groups import Settings
 
 SHAPES = {"first": (4, 3), "second": (5,)}

@@ -14,15 +14,16 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_zpp.architectures import GPT
 from megatron_zpp.arguments.parse import parse_settings
 from megatron_zpp.checkpoint import CheckpointError, find_checkpoint, meta, problems, read_meta, save_parameters
 from megatron_zpp.checkpoint.files import PIECE
 from megatron_zpp.checkpoint.folder import retain
 from megatron_zpp.checkpoint.storage import write_safetensors
 from megatron_zpp.checkpoint.verify import sampled_pieces
-from megatron_zpp.tools import export_hf, generate_text
-from megatron_zpp.tools.inspect_checkpoint import main as inspect
+from megatron_zpp.commands import generate_text
+from megatron_zpp.commands.convert import export_hf
+from megatron_zpp.commands.inspect_checkpoint import main as inspect
+from megatron_zpp.families import GPT
 from megatron_zpp.training.pretrain import NotFiniteError, train
 from tests.checkpoint.saved import meta_of, rewrite, save
 from tests.ranks import run_ranks

@@ -17,7 +17,6 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_zpp.architectures import GPT
 from megatron_zpp.arguments.parse import parse_settings
 from megatron_zpp.checkpoint import (
     CheckpointError,
@@ -35,11 +34,12 @@ from megatron_zpp.checkpoint.model import check_architecture, saved_model
 from megatron_zpp.checkpoint.resume import check_same_batches_and_data
 from megatron_zpp.checkpoint.state import _check_shapes
 from megatron_zpp.checkpoint.storage import read_index
+from megatron_zpp.commands.inspect_checkpoint import list_checkpoints
 from megatron_zpp.data.order import check_order
+from megatron_zpp.families import GPT
 from megatron_zpp.optim.loss_scaler import LossScaler
 from megatron_zpp.optim.schedule import Schedule, resume_schedule
 from megatron_zpp.settings.groups import Settings
-from megatron_zpp.tools.inspect_checkpoint import list_checkpoints
 from tests.checkpoint.saved import replace, rewrite, save
 from tests.ranks import run_ranks
 from tests.training.small_run import flags, train_each, write_text

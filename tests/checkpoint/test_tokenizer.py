@@ -8,7 +8,7 @@ import pytest
 
 from megatron_zpp.checkpoint import CheckpointError, problems, read_meta
 from megatron_zpp.checkpoint.tokenizer import settings_with_tokenizer
-from megatron_zpp.tools import export_hf
+from megatron_zpp.commands.convert import export_hf
 from tests.checkpoint.saved import meta_of, rewrite, save
 
 SECRET = "of this machine's user alone"

@@ -6,7 +6,7 @@ import pytest
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
-from megatron_zpp.data.chat_template import apply_chat_template, read_chat_template
+from megatron_zpp.data.text.chat_template import apply_chat_template, read_chat_template
 
 TEMPLATE = """{{ bos_token }}
 {%- for message in messages %}

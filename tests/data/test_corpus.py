@@ -10,11 +10,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from megatron_zpp.data import corpus
-from megatron_zpp.data.corpus import Position, Reading, find_files, read_blocks, records, texts_of
 from megatron_zpp.data.indexed_dataset import IndexedDataset
-from megatron_zpp.data.preprocessing import Job, preprocess
-from megatron_zpp.data.tokenizers import ByteTokenizer
+from megatron_zpp.data.text import corpus
+from megatron_zpp.data.text.corpus import Position, Reading, find_files, read_blocks, records, texts_of
+from megatron_zpp.data.text.preprocessing import Job, preprocess
+from megatron_zpp.data.text.tokenizers import ByteTokenizer
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=40)
 DOCUMENT = st.one_of(TEXT, st.lists(TEXT, max_size=4))

@@ -12,7 +12,7 @@ from megatron_zpp.data.build import build_datasets
 from megatron_zpp.data.fill_in_the_middle import FillInTheMiddle, find_token
 from megatron_zpp.data.gpt_dataset import SampleOptions
 from megatron_zpp.data.indexed_dataset import IndexedDatasetWriter
-from megatron_zpp.data.tokenizers import ByteTokenizer, NullTokenizer
+from megatron_zpp.data.text.tokenizers import ByteTokenizer, NullTokenizer
 
 A = str(Path(__file__).parent / "golden" / "a")
 EOD, PREFIX, MIDDLE, SUFFIX = 0, 101, 102, 103

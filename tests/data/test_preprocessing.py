@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from megatron_zpp.data.build import check_end_of_document
-from megatron_zpp.data.corpus import Reading
 from megatron_zpp.data.gpt_dataset import SampleOptions
 from megatron_zpp.data.indexed_dataset import IndexedDataset
-from megatron_zpp.data.preprocessing import Job, preprocess
+from megatron_zpp.data.text.corpus import Reading
+from megatron_zpp.data.text.preprocessing import Job, preprocess
 from tests.crashes import run_killed
 
 KEYS = ("text", "title")

@@ -5,7 +5,7 @@ import os
 
 import pytest
 
-from megatron_zpp.data.sources import Source, parse_blend, read_sources, split_edges, split_sequences
+from megatron_zpp.data.text.sources import Source, parse_blend, read_sources, split_edges, split_sequences
 
 WHOLE = (0.0, 1.0)
 

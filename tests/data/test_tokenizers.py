@@ -18,8 +18,8 @@ from tiktoken_ext import openai_public
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from tokenizers.processors import TemplateProcessing
 
-from megatron_zpp.data.tiktoken_files import TIKTOKEN_FILES, TIKTOKEN_PATTERNS
-from megatron_zpp.data.tokenizers import ALL_KINDS, build_tokenizer
+from megatron_zpp.data.text.tiktoken_files import TIKTOKEN_FILES, TIKTOKEN_PATTERNS
+from megatron_zpp.data.text.tokenizers import ALL_KINDS, build_tokenizer
 
 TEXTS = ["the cat sat on the mat\n", "größe naïve 東京 🙂", "  indented\n\n\ttext  ", "a<|endoftext|>b </s>"]
 

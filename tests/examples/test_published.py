@@ -16,12 +16,13 @@ from pathlib import Path
 
 import pytest
 
-from megatron_zpp.architectures import ARCHITECTURES, find_architecture
 from megatron_zpp.arguments.parse import parse_settings
-from megatron_zpp.huggingface.files import read_config
-from megatron_zpp.huggingface.mapping import from_hf_config
+from megatron_zpp.commands import estimate
+from megatron_zpp.commands.data import preprocess_data
+from megatron_zpp.convert.hf.files import read_config
+from megatron_zpp.convert.hf.mapping import from_hf_config
+from megatron_zpp.families import ARCHITECTURES, find_architecture
 from megatron_zpp.metrics.log_reader import BETWEEN, RunLog, read_log
-from megatron_zpp.tools import estimate, preprocess_data
 from tests.conftest import ROOT, environment
 
 SCRIPTS = sorted([*(ROOT / "examples/zeropp").glob("*.sh"), *(ROOT / "examples/loco").glob("*.sh")])

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Shard
 
-from megatron_zpp.zeropp.collectives import all_gather, reduce_scatter
+from megatron_zpp.zeropp.fsdp.collectives import all_gather, reduce_scatter
 from tests.gpu.staged_backend import NAME, register
 from tests.ranks import run_ranks
 

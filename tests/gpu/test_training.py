@@ -11,8 +11,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_zpp.architectures import GPT
 from megatron_zpp.arguments.parse import parse_settings
+from megatron_zpp.families import GPT
 from megatron_zpp.training.pretrain import train
 from megatron_zpp.training.setup import build_run
 from tests.gpu.staged_backend import NAME, register

@@ -26,8 +26,8 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 from megatron_zpp.islands import IslandConfig, hops
-from megatron_zpp.islands.leaving import apply_leaving_islands
-from megatron_zpp.islands.membership import Membership
+from megatron_zpp.islands.elastic.leaving import apply_leaving_islands
+from megatron_zpp.islands.elastic.membership import Membership
 
 INTERVAL = 3
 BATCH = 6  # samples of an island in a step

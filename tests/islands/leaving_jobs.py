@@ -22,8 +22,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from megatron_zpp.islands import apply_islands
-from megatron_zpp.islands.channel import read_secret
-from megatron_zpp.islands.lighthouse import status
+from megatron_zpp.islands.elastic.channel import read_secret
+from megatron_zpp.islands.elastic.lighthouse import status
 from tests.conftest import ROOT, environment
 from tests.islands.leaving_island import INTERVAL, batch_of, build_model, config_of
 from tests.ranks import free_port

@@ -12,7 +12,8 @@ import os
 import sys
 from pathlib import Path
 
-from megatron_zpp.architectures import GPT
+from megatron_zpp.commands.pretrain import main as program
+from megatron_zpp.families import GPT
 from megatron_zpp.training import pretrain
 
 
@@ -38,7 +39,7 @@ def main() -> None:
         return steps
 
     pretrain.train_step = train_step
-    pretrain.main(GPT)
+    program(GPT)
 
 
 if __name__ == "__main__":

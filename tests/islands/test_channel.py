@@ -13,8 +13,8 @@ from dataclasses import asdict
 
 import pytest
 
-from megatron_zpp.islands import channel as channels
-from megatron_zpp.islands.channel import (
+from megatron_zpp.islands.elastic import channel as channels
+from megatron_zpp.islands.elastic.channel import (
     MAGIC,
     MAX_MESSAGE,
     MAX_STRANGERS,
@@ -26,8 +26,8 @@ from megatron_zpp.islands.channel import (
     parse_address,
     read_secret,
 )
-from megatron_zpp.islands.lighthouse import Ask, Lighthouse, status
-from megatron_zpp.islands.quorum import LighthouseClient
+from megatron_zpp.islands.elastic.lighthouse import Ask, Lighthouse, status
+from megatron_zpp.islands.elastic.quorum import LighthouseClient
 
 SECRET = b"s" * 32
 

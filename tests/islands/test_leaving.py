@@ -2,7 +2,7 @@
 
 import pytest
 
-from megatron_zpp.islands.membership import Membership
+from megatron_zpp.islands.elastic.membership import Membership
 
 
 @pytest.mark.parametrize(

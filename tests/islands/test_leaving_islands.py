@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_zpp.islands.channel import MAGIC
+from megatron_zpp.islands.elastic.channel import MAGIC
 from tests.conftest import ROOT
 from tests.islands.leaving_island import INTERVAL, batch_of, build_model
 from tests.islands.leaving_jobs import (

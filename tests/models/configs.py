@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron_zpp.architectures.llama import DEFAULTS
+from megatron_zpp.families.llama import DEFAULTS
 from megatron_zpp.models.decoder import DecoderConfig
 
 gpt_config = DecoderConfig  # whose defaults are GPT's

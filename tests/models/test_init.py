@@ -13,7 +13,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from megatron_zpp.models import init
 from megatron_zpp.models.decoder import DecoderConfig
 from megatron_zpp.models.transformer import Transformer
-from tests.architectures.find import architecture_of
+from tests.families.find import architecture_of
 from tests.models.configs import gpt_config, llama_config
 from tests.models.test_layers import LargestTensor
 from tests.ranks import run_ranks

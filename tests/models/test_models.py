@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from megatron_zpp.models.decoder import DecoderConfig
 from megatron_zpp.models.init import init_weights
 from megatron_zpp.models.transformer import Transformer
-from tests.architectures.find import architecture_of
+from tests.families.find import architecture_of
 from tests.models.configs import gpt_config, llama_config
 
 GPT_CONFIG = gpt_config(2, 48, 4, vocab_size=130, max_position_embeddings=24, attention_dropout=0.0, hidden_dropout=0.0)

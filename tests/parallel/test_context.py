@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron_zpp.architectures import GPT
 from megatron_zpp.arguments.parse import SettingsError, parse_settings
+from megatron_zpp.families import GPT
 from megatron_zpp.models import layers
 from megatron_zpp.models.activation_checkpoint import apply_activation_checkpointing
 from megatron_zpp.models.decoder import Decoder
@@ -26,15 +26,7 @@ from tests.models.configs import llama_config
 from tests.models.test_documents import varlen_by_formula
 from tests.parallel.layouts import EPS, assert_same, results_on
 from tests.ranks import run_ranks
-from tests.training.small_run import (
-    NO_DROPOUT,
-    err_after_a_kill,
-    flags,
-    start,
-    torchrun,
-    train_each,
-    write_text,
-)
+from tests.training.small_run import NO_DROPOUT, err_after_a_kill, flags, start, torchrun, train_each, write_text
 
 DOCUMENTS = "--reset-attention-mask --reset-position-ids --eod-mask-loss"
 CU_SEQLENS = torch.tensor([0, 5, 6, 16, 32, 33, 41, 48], dtype=torch.int32)  # of 3 rows of 16

@@ -15,23 +15,15 @@ import pytest
 import torch
 from torch import nn
 
-from megatron_zpp.architectures import GPT
 from megatron_zpp.arguments.parse import parse_settings
 from megatron_zpp.checkpoint import find_checkpoint, iterate_parameters, read_meta
+from megatron_zpp.families import GPT
 from megatron_zpp.parallel.stages import place_stages
 from megatron_zpp.settings.checks import SettingsError
 from megatron_zpp.training.pretrain import train
 from tests.parallel.layouts import TIMEOUT, assert_same, results_on
 from tests.ranks import run_ranks
-from tests.training.small_run import (
-    NO_DROPOUT,
-    ROOT,
-    err_after_a_kill,
-    flags,
-    start,
-    torchrun,
-    write_text,
-)
+from tests.training.small_run import NO_DROPOUT, ROOT, err_after_a_kill, flags, start, torchrun, write_text
 
 FOUR_LAYERS = f"--num-layers 4 --train-iters 5 --eval-interval 3 --log-params-norm {NO_DROPOUT}"
 TP2 = "--tensor-model-parallel-size 2"

@@ -23,7 +23,7 @@ from megatron_zpp.parallel.mesh import build_mesh
 from megatron_zpp.parallel.sharding import shard_model
 from megatron_zpp.parallel.tensor import apply_tensor_parallelism, dropout_seed
 from megatron_zpp.training.pretrain import train
-from tests.architectures.find import architecture_of
+from tests.families.find import architecture_of
 from tests.models.configs import gpt_config, llama_config
 from tests.parallel.layouts import EPS, Result, assert_same, results_on
 from tests.ranks import run_ranks

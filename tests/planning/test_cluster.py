@@ -10,8 +10,8 @@ import pytest
 
 from megatron_zpp.planning.cluster import parse_cluster, write_cluster
 from megatron_zpp.planning.hardware import GPUS, LINK_SHARE
-from megatron_zpp.training.exchanges import Exchange
-from megatron_zpp.training.rank_groups import RankGroup
+from megatron_zpp.planning.needs.exchanges import Exchange
+from megatron_zpp.planning.needs.rank_groups import RankGroup
 
 
 def test_a_word_is_nodes_gpus_kind_and_gigabits():

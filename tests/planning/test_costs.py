@@ -6,8 +6,8 @@ import dataclasses
 
 import pytest
 
-from megatron_zpp.architectures import GPT
 from megatron_zpp.arguments.parse import parse_settings
+from megatron_zpp.families import GPT
 from megatron_zpp.planning.cluster import ClusterSpec, parse_cluster
 from megatron_zpp.planning.costs import arithmetic, step_shapes
 from megatron_zpp.planning.predict import estimate_on

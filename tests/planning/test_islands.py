@@ -8,15 +8,15 @@ import re
 
 import pytest
 
-from megatron_zpp.architectures import LLAMA
 from megatron_zpp.arguments.parse import parse_settings
+from megatron_zpp.families import LLAMA
 from megatron_zpp.planning.cluster import ClusterSpec, parse_cluster, read_cluster, write_cluster
 from megatron_zpp.planning.hardware import LINK_SHARE
-from megatron_zpp.planning.plan import make_plan
+from megatron_zpp.planning.needs.exchanges import Exchange
+from megatron_zpp.planning.needs.rank_groups import RankGroup
 from megatron_zpp.planning.predict import Prediction, estimate_on, predict
-from megatron_zpp.planning.table import table
-from megatron_zpp.training.exchanges import Exchange
-from megatron_zpp.training.rank_groups import RankGroup
+from megatron_zpp.planning.search.plan import make_plan
+from megatron_zpp.planning.search.table import table
 
 MODEL = "--preset llama-8b --num-layers 4 --seq-length 2048 --micro-batch-size 1 --lr 1 --train-iters 9 --mock-data"
 MODEL += " --bf16 --vocab-size 31999 --tokenizer-type NullTokenizer --global-batch-size 32"

@@ -50,7 +50,7 @@ def test_the_tool_writes_a_file_that_plans_take(tmp_path):
 
 
 def test_without_ranks_it_says_how_to_start(monkeypatch, capsys):
-    from megatron_zpp.tools import measure_cluster as tool
+    from megatron_zpp.commands import measure_cluster as tool
 
     monkeypatch.delenv("RANK", raising=False)
     monkeypatch.setattr("sys.argv", ["measure_cluster.py", "--output", "x"])

@@ -8,15 +8,15 @@ import shlex
 
 import pytest
 
-from megatron_zpp.architectures import GPT, LLAMA
 from megatron_zpp.arguments.parse import parse_settings
+from megatron_zpp.commands import plan as tool
+from megatron_zpp.families import GPT, LLAMA
 from megatron_zpp.planning.cluster import parse_cluster
-from megatron_zpp.planning.plan import Outcome, Plan, complete, make_plan
-from megatron_zpp.planning.plot import plot
 from megatron_zpp.planning.predict import estimate_on, predict
-from megatron_zpp.planning.table import reasons, suggested, table
+from megatron_zpp.planning.search.plan import Outcome, Plan, complete, make_plan
+from megatron_zpp.planning.search.plot import plot
+from megatron_zpp.planning.search.table import reasons, suggested, table
 from megatron_zpp.settings.checks import SettingsError
-from megatron_zpp.tools import plan as tool
 
 MODEL = "--preset llama-8b --num-layers 8 --seq-length 2048"  # of eight layers, for speed
 VOCABULARY = 32000

@@ -19,10 +19,11 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from megatron_zpp.architectures import GPT, Architecture, find_architecture
 from megatron_zpp.arguments.parse import parse_settings
+from megatron_zpp.commands.pretrain import pretrain
 from megatron_zpp.data.indexed_dataset import IndexedDatasetWriter
-from megatron_zpp.training.pretrain import pretrain, train
+from megatron_zpp.families import GPT, Architecture, find_architecture
+from megatron_zpp.training.pretrain import train
 from megatron_zpp.training.run import Run
 from megatron_zpp.training.setup import build_run
 from tests.warm_python import programs

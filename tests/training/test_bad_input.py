@@ -13,8 +13,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_zpp.architectures import GPT
 from megatron_zpp.arguments.parse import SettingsError, parse_settings
+from megatron_zpp.families import GPT
 from megatron_zpp.parallel.distributed import FailedTogether
 from megatron_zpp.training.setup import build_run
 from tests.ranks import run_ranks
@@ -30,9 +30,9 @@ def data(tmp_path_factory) -> str:
 
 
 MEETS_AN_ERROR = """
-from megatron_zpp.architectures import GPT
-from megatron_zpp.training import pretrain
-from megatron_zpp.training.stop import StopSignals
+from megatron_zpp.families import GPT
+from megatron_zpp.commands import pretrain
+from megatron_zpp.parallel.stop import StopSignals
 
 def train(run, start):
     StopSignals(run.device).catch()  # as --exit-signal-handler does: torchrun's SIGTERM must end a rank still

@@ -11,7 +11,7 @@ import pytest
 import torch.distributed as dist
 
 from megatron_zpp.data.indexed_dataset import IndexedDataset, IndexedDatasetWriter
-from megatron_zpp.data.tokenizers import NullTokenizer
+from megatron_zpp.data.text.tokenizers import NullTokenizer
 from tests.ranks import free_port, run_ranks
 from tests.training.small_run import NO_DROPOUT, call_pretrain, flags
 

@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from megatron_zpp.checkpoint.counters import Counters
+from megatron_zpp.parallel.sharding import mixed_precision
 from megatron_zpp.settings.groups import PrecisionSettings, TrainingSettings
-from megatron_zpp.training.batches import batches_of
+from megatron_zpp.training.data import batches_of
 from megatron_zpp.training.evaluate import evaluate
-from megatron_zpp.training.model import mixed_precision
 from megatron_zpp.training.pretrain import train
 from megatron_zpp.training.setup import _evaluations_to_come
 from megatron_zpp.training.step import train_step

@@ -8,9 +8,8 @@ import sys
 
 import pytest
 
-from megatron_zpp.architectures import GPT
-from megatron_zpp.tools import estimate
-from megatron_zpp.training import pretrain
+from megatron_zpp.commands import estimate, pretrain
+from megatron_zpp.families import GPT
 from tests.training.small_run import torchrun
 
 SHAPE = "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --micro-batch-size 2 --lr 1e-3 "

@@ -7,9 +7,9 @@ import math
 
 import pytest
 
-from megatron_zpp.architectures import GPT
 from megatron_zpp.arguments.parse import SettingsError, parse_settings
-from megatron_zpp.training.batches import batches_of
+from megatron_zpp.families import GPT
+from megatron_zpp.training.data import batches_of
 from megatron_zpp.training.step import accumulate_gradients
 from tests.ranks import run_ranks
 from tests.training.small_run import NO_DROPOUT, flags, start, train_each, write_text

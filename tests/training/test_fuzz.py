@@ -7,8 +7,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from megatron_zpp.architectures import GPT, LLAMA
 from megatron_zpp.arguments.parse import SettingsError, parse_settings
+from megatron_zpp.families import GPT, LLAMA
 from tests.arguments.fuzzing import cases
 from tests.training.small_run import torchrun, write_text
 

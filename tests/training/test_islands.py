@@ -6,8 +6,8 @@ import re
 
 import pytest
 
-from megatron_zpp.architectures import GPT
 from megatron_zpp.arguments.parse import SettingsError, parse_settings
+from megatron_zpp.families import GPT
 from tests.parallel.layouts import EPS, assert_same, results_on
 from tests.ranks import run_ranks
 from tests.training.small_run import NO_DROPOUT, call_pretrain, flags, train_each, write_text

@@ -11,11 +11,11 @@ import torch
 import torch.distributed as dist
 from torch.nn import functional as F
 
-from megatron_zpp.architectures import find_architecture
 from megatron_zpp.arguments.parse import parse_settings
 from megatron_zpp.data.build import build_datasets
 from megatron_zpp.data.gpt_dataset import SampleOptions
 from megatron_zpp.data.loader import build_loader, make_batch
+from megatron_zpp.families import find_architecture
 from megatron_zpp.models.init import init_weights
 from megatron_zpp.training.step import train_step
 from tests.ranks import run_ranks

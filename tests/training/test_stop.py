@@ -15,8 +15,8 @@ import torch.distributed as dist
 
 from megatron_zpp.checkpoint import read_meta
 from megatron_zpp.checkpoint.folder import complete_checkpoints, iteration_of
+from megatron_zpp.parallel.stop import STOP_SIGNALS
 from megatron_zpp.training.pretrain import train
-from megatron_zpp.training.stop import STOP_SIGNALS
 from tests.ranks import run_ranks
 from tests.training.small_run import flags, start, torchrun, wait_for_iteration, write_text
 
@@ -132,7 +132,7 @@ def test_a_signal_to_one_rank_saves_once_and_stops_wherever_the_run_is(data, tmp
 
 SCRIPT = """
 import os, signal
-from megatron_zpp.architectures import GPT
+from megatron_zpp.families import GPT
 from megatron_zpp.training import {module}
 
 def signalled(*args, **kwargs):
@@ -140,7 +140,7 @@ def signalled(*args, **kwargs):
     return real(*args, **kwargs)
 
 real, {module}.{function} = {module}.{function}, signalled
-from megatron_zpp.training.pretrain import main
+from megatron_zpp.commands.pretrain import main
 
 main(GPT)
 """

@@ -13,11 +13,10 @@ import torch
 import torch.distributed as dist
 
 from megatron_zpp.training import links, stragglers
-from megatron_zpp.training.links import measure_links, rounds_of, slow_links, usual_rate
 from megatron_zpp.training.pretrain import train
-from megatron_zpp.training.stragglers import LinkWatch
-from megatron_zpp.zeropp import waits
-from megatron_zpp.zeropp.topology import RankLayout
+from megatron_zpp.training.stragglers import LinkWatch, measure_links, rounds_of, slow_links, usual_rate
+from megatron_zpp.zeropp.fsdp import waits
+from megatron_zpp.zeropp.fsdp.topology import RankLayout
 from tests.ranks import run_ranks
 from tests.training.small_run import flags, start, write_text
 

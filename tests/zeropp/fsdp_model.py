@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from megatron_zpp.zeropp import ZeroPP, ZeroPPConfig, apply_zeropp
-from megatron_zpp.zeropp.wire_layout import ParameterShard
+from megatron_zpp.zeropp.wire.layout import ParameterShard
 
 # Whether FSDP2 can give a parameter that a backward pass did not use a gradient of zeros; torch 2.11 cannot.
 HAS_UNUSED_SWITCH = hasattr(FSDPModule, "set_reduce_scatter_unused_params")

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from megatron_zpp.zeropp.config import ZeroPPConfig
-from megatron_zpp.zeropp.wire_layout import ParameterShard
+from megatron_zpp.zeropp.wire.layout import ParameterShard
 
 # The step over mean |x|, by bits, and where a quarter or more of a block is zero.
 STEPS = {1: 2, 2: 5 / 4, 3: 3 / 4, 4: 7 / 16}

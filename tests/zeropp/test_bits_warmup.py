@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 from megatron_zpp.zeropp import LoCoConfig, ZeroPPConfig, apply_zeropp, emulate_zeropp
-from megatron_zpp.zeropp.wire_layout import ParameterShard
+from megatron_zpp.zeropp.wire.layout import ParameterShard
 from tests.ranks import run_ranks
 from tests.zeropp import oracle
 

@@ -21,9 +21,9 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import cpp_extension
 
-from megatron_zpp.zeropp import kernels
-from megatron_zpp.zeropp.wire_format import WireFormat
-from megatron_zpp.zeropp.wire_layout import Compensation, ParameterShard
+from megatron_zpp.zeropp.wire import kernels
+from megatron_zpp.zeropp.wire.format import WireFormat
+from megatron_zpp.zeropp.wire.layout import Compensation, ParameterShard
 from tests.zeropp.test_kernels import Operators
 
 CUDA = torch.device("cuda:0")

@@ -7,11 +7,11 @@ import torch
 from torch import Tensor
 
 from megatron_zpp.zeropp import LoCoConfig, ZeroPPConfig
-from megatron_zpp.zeropp.element_scales import ElementScales, moved
-from megatron_zpp.zeropp.gradient_sum import GradientSum
-from megatron_zpp.zeropp.loco import ErrorFeedback
-from megatron_zpp.zeropp.wire_format import WireFormat, wire_format
-from megatron_zpp.zeropp.wire_layout import ParameterShard
+from megatron_zpp.zeropp.reduce.gradient_sum import GradientSum
+from megatron_zpp.zeropp.reduce.loco import ErrorFeedback
+from megatron_zpp.zeropp.wire.format import WireFormat, wire_format
+from megatron_zpp.zeropp.wire.layout import ParameterShard
+from megatron_zpp.zeropp.wire.scales import ElementScales, moved
 
 PARAMETERS = (ParameterShard("matrix", 600, True), ParameterShard("bias", 5, False), ParameterShard("rows", 70, True))
 NUMEL = 675

@@ -27,7 +27,8 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves
 
 import megatron_zpp.zeropp
-from megatron_zpp.zeropp import LoCoConfig, ZeroPP, ZeroPPConfig, apply_zeropp, kernels
+from megatron_zpp.zeropp import LoCoConfig, ZeroPP, ZeroPPConfig, apply_zeropp
+from megatron_zpp.zeropp.wire import kernels
 from tests.ranks import run_ranks
 from tests.zeropp.order.fake_cuda import CUDA, fake_cuda
 from tests.zeropp.order.races import find_races

@@ -15,9 +15,9 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from megatron_zpp.zeropp import LoCoConfig, ZeroPPConfig, apply_zeropp
 from megatron_zpp.zeropp.emulation import emulate_zeropp
-from megatron_zpp.zeropp.unit import UnitPart
-from megatron_zpp.zeropp.wire_format import WireFormat
-from megatron_zpp.zeropp.wire_layout import ParameterShard
+from megatron_zpp.zeropp.fsdp.unit import UnitPart
+from megatron_zpp.zeropp.wire.format import WireFormat
+from megatron_zpp.zeropp.wire.layout import ParameterShard
 from tests.ranks import run_ranks
 
 HPZ = ZeroPPConfig(hpz_partition_size=2)  # exact

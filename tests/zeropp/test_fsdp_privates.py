@@ -11,11 +11,12 @@ from torch import nn
 from torch.distributed.fsdp import _fully_shard, fully_shard
 
 import megatron_zpp
-from megatron_zpp.zeropp import ZeroPPConfig, apply_zeropp, fsdp_unit
+from megatron_zpp.zeropp import ZeroPPConfig, apply_zeropp
+from megatron_zpp.zeropp.fsdp import fsdp_unit
 from tests.ranks import run_ranks
 
 ROOT = Path(megatron_zpp.__file__).parent
-THE_FILE = ROOT / "zeropp" / "fsdp_unit.py"
+THE_FILE = ROOT / "zeropp" / "fsdp" / "fsdp_unit.py"
 
 
 def private_names() -> set[str]:

@@ -9,11 +9,11 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 from megatron_zpp.zeropp import LoCoConfig, ZeroPPConfig, apply_zeropp
-from megatron_zpp.zeropp.gradient_sum import GradientSum
-from megatron_zpp.zeropp.loco import ErrorFeedback
-from megatron_zpp.zeropp.quantization import hadamard
-from megatron_zpp.zeropp.wire_format import wire_format
-from megatron_zpp.zeropp.wire_layout import ParameterShard
+from megatron_zpp.zeropp.reduce.gradient_sum import GradientSum
+from megatron_zpp.zeropp.reduce.loco import ErrorFeedback
+from megatron_zpp.zeropp.wire.format import wire_format
+from megatron_zpp.zeropp.wire.layout import ParameterShard
+from megatron_zpp.zeropp.wire.quantization import hadamard
 from tests.ranks import run_ranks
 from tests.zeropp.fsdp_model import own_state
 

@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron_zpp.zeropp import kernels, reference
-from megatron_zpp.zeropp.wire_format import WireFormat
-from megatron_zpp.zeropp.wire_layout import Compensation, ParameterShard
+from megatron_zpp.zeropp.wire import kernels, reference
+from megatron_zpp.zeropp.wire.format import WireFormat
+from megatron_zpp.zeropp.wire.layout import Compensation, ParameterShard
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 DEVICES = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]

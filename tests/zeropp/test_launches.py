@@ -23,12 +23,13 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from megatron_zpp.architectures import ARCHITECTURES, padded_vocab_size
 from megatron_zpp.arguments.parse import parse_settings
+from megatron_zpp.families import ARCHITECTURES, padded_vocab_size
 from megatron_zpp.models.transformer import Transformer
-from megatron_zpp.training.planned_units import shards_of, units_of
-from megatron_zpp.zeropp import LoCoConfig, ZeroPPConfig, apply_zeropp, kernels
-from megatron_zpp.zeropp.wire_format import wire_format
+from megatron_zpp.planning.needs.planned_units import shards_of, units_of
+from megatron_zpp.zeropp import LoCoConfig, ZeroPPConfig, apply_zeropp
+from megatron_zpp.zeropp.wire import kernels
+from megatron_zpp.zeropp.wire.format import wire_format
 from tests.ranks import run_ranks
 from tests.zeropp.order.fake_cuda import CUDA, fake_cuda
 

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from megatron_zpp.zeropp import LoCoConfig
-from megatron_zpp.zeropp.gradient_sum import GradientSum
-from megatron_zpp.zeropp.loco import ErrorFeedback
-from megatron_zpp.zeropp.wire_format import wire_format
-from megatron_zpp.zeropp.wire_layout import ParameterShard
+from megatron_zpp.zeropp.reduce.gradient_sum import GradientSum
+from megatron_zpp.zeropp.reduce.loco import ErrorFeedback
+from megatron_zpp.zeropp.wire.format import wire_format
+from megatron_zpp.zeropp.wire.layout import ParameterShard
 
 HOP = wire_format((ParameterShard("matrix", 256, True), ParameterShard("bias", 5, False)), 2, 32, torch.float32)
 

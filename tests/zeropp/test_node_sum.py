@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from megatron_zpp.zeropp import ZeroPPConfig
-from megatron_zpp.zeropp.formats import Formats
-from megatron_zpp.zeropp.gradient_sum import GradientSum, NodeSum, round_to_bf16
-from megatron_zpp.zeropp.unit import UnitPart
-from megatron_zpp.zeropp.wire_layout import ParameterShard
+from megatron_zpp.zeropp.fsdp.formats import Formats
+from megatron_zpp.zeropp.fsdp.unit import UnitPart
+from megatron_zpp.zeropp.reduce.gradient_sum import GradientSum, NodeSum, round_to_bf16
+from megatron_zpp.zeropp.wire.layout import ParameterShard
 
 BLOCKS, SIZE = 64, 32
 SMALL = 2.0**-10  # an eighth of a step, of bf16 above 1 and of int8 in a block whose largest value is 1

@@ -22,8 +22,9 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron_zpp.zeropp import LoCoConfig, ZeroPPConfig, apply_zeropp, kernels
-from megatron_zpp.zeropp.fsdp_unit import FSDPUnit
+from megatron_zpp.zeropp import LoCoConfig, ZeroPPConfig, apply_zeropp
+from megatron_zpp.zeropp.fsdp.fsdp_unit import FSDPUnit
+from megatron_zpp.zeropp.wire import kernels
 from tests.ranks import run_ranks
 
 HPZ = ZeroPPConfig(hpz_partition_size=2, quantized_gradients=True)
@@ -257,7 +258,7 @@ def at_once():
 
 def _order_of_a_backward_pass():
     """What is sent between nodes, and what is waited for, in the order of a backward pass."""
-    from megatron_zpp.zeropp import reduce_scatter
+    from megatron_zpp.zeropp.reduce import reduce_scatter
 
     events = []
     send = reduce_scatter.send

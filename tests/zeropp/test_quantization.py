@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_zpp.zeropp.quantization import (
+from megatron_zpp.zeropp.wire.quantization import (
     Code,
     counter_uniform,
     dequantize_blocks,

@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 from megatron_zpp.zeropp import LoCoConfig, ZeroPPConfig, apply_zeropp
-from megatron_zpp.zeropp.reduce_scatter import warn_of_accumulation
+from megatron_zpp.zeropp.reduce.reduce_scatter import warn_of_accumulation
 from tests.ranks import run_ranks
 
 CONFIG = ZeroPPConfig(
@@ -38,7 +38,7 @@ def train(said_by):
     warnings = []
     handler = logging.Handler()
     handler.emit = lambda record: warnings.append(record.getMessage())
-    logging.getLogger("megatron_zpp.zeropp.reduce_scatter").addHandler(handler)
+    logging.getLogger("megatron_zpp.zeropp.reduce.reduce_scatter").addHandler(handler)
     warn_of_accumulation.cache_clear()
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32)) for _ in range(3)))

@@ -12,14 +12,14 @@ import torch
 from torch import Tensor
 
 from megatron_zpp.zeropp import ZeroPPConfig
-from megatron_zpp.zeropp.gradient_hops import GradientHops
-from megatron_zpp.zeropp.gradient_sum import GradientSum
-from megatron_zpp.zeropp.quantization import counter_uniform
-from megatron_zpp.zeropp.shared import Shared
-from megatron_zpp.zeropp.topology import RankLayout
-from megatron_zpp.zeropp.unit import Unit
-from megatron_zpp.zeropp.weight_encoder import WeightEncoder
-from megatron_zpp.zeropp.wire_layout import ParameterShard
+from megatron_zpp.zeropp.fsdp.shared import Shared
+from megatron_zpp.zeropp.fsdp.topology import RankLayout
+from megatron_zpp.zeropp.fsdp.unit import Unit
+from megatron_zpp.zeropp.gather.weight_encoder import WeightEncoder
+from megatron_zpp.zeropp.reduce.gradient_hops import GradientHops
+from megatron_zpp.zeropp.reduce.gradient_sum import GradientSum
+from megatron_zpp.zeropp.wire.layout import ParameterShard
+from megatron_zpp.zeropp.wire.quantization import counter_uniform
 from tests.zeropp import oracle
 
 NUMEL, BLOCK, NODES, RANKS_PER_NODE = 4096, 64, 2, 2

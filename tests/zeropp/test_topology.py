@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_zpp.zeropp.topology import _ranks_per_node_of, build_topology
+from megatron_zpp.zeropp.fsdp.topology import _ranks_per_node_of, build_topology
 from tests.ranks import run_ranks
 
 

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from megatron_zpp.zeropp import LoCoConfig, ZeroPPConfig, apply_zeropp
-from megatron_zpp.zeropp.fsdp_unit import FSDPUnit
+from megatron_zpp.zeropp.fsdp.fsdp_unit import FSDPUnit
 from tests.ranks import run_ranks
 from tests.zeropp.fsdp_model import HAS_UNUSED_SWITCH, CapturedWarnings, needs_unused_switch, own_state
 

@@ -16,7 +16,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from megatron_zpp.zeropp import ZeroPPConfig, apply_zeropp
-from megatron_zpp.zeropp.unseen_changes import checksum
+from megatron_zpp.zeropp.gather.unseen_changes import checksum
 from tests.ranks import run_ranks
 
 HPZ = ZeroPPConfig(hpz_partition_size=2)  # exact

@@ -10,8 +10,9 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.profiler import ProfilerActivity, profile
 
-from megatron_zpp.zeropp import ZeroPPConfig, apply_zeropp, waits
-from megatron_zpp.zeropp.waits import Waits, overlap
+from megatron_zpp.zeropp import ZeroPPConfig, apply_zeropp
+from megatron_zpp.zeropp.fsdp import waits
+from megatron_zpp.zeropp.fsdp.waits import Waits, overlap
 from tests.ranks import run_ranks
 
 ALL_FLAGS = ZeroPPConfig(quantized_weights=True, hpz_partition_size=2, quantized_gradients=True)

@@ -5,8 +5,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_zpp.zeropp.wire_format import WireFormat
-from megatron_zpp.zeropp.wire_layout import ParameterShard
+from megatron_zpp.zeropp.wire.format import WireFormat
+from megatron_zpp.zeropp.wire.layout import ParameterShard
 from tests.zeropp.oracle import Hop
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_zpp.zeropp import kernels
+from megatron_zpp.zeropp.wire import kernels
 
 HERE = Path(__file__).parent
 

@@ -19,15 +19,15 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from ..collectives import count_all_reduce
 from ..config import ZeroPPConfig, check_finds_unused
 from ..description import warn
-from ..gradient_hops import GradientHops
-from ..matrix_blocks import MomentumWire, batches
+from ..fsdp.collectives import count_all_reduce
+from ..fsdp.topology import RankLayout
+from ..fsdp.unit import follow_optimizers
+from ..gather.unseen_changes import Passes
 from ..model_collectives import ModelCollectives, RankState
-from ..topology import RankLayout
-from ..unit import follow_optimizers
-from ..unseen_changes import Passes
+from ..muon.matrix_blocks import MomentumWire, batches
+from ..reduce.gradient_hops import GradientHops
 from .collectives import EmulatedAllGather, EmulatedReduceScatter, WeightsOfRank
 from .matrix_blocks import EmulatedMatrixBlocks
 from .ranks import EmulatedRanks

@@ -7,13 +7,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..collectives import count_all_reduce, count_flat_ring, count_reduce_scatter
-from ..gradient_hops import GradientHops
-from ..shared import Shared
-from ..topology import RankLayout
-from ..unit import UnitPart
-from ..unseen_changes import checksums, load_changes
-from ..weight_encoder import WeightEncoder, has_copies
+from ..fsdp.collectives import count_all_reduce, count_flat_ring, count_reduce_scatter
+from ..fsdp.shared import Shared
+from ..fsdp.topology import RankLayout
+from ..fsdp.unit import UnitPart
+from ..gather.unseen_changes import checksums, load_changes
+from ..gather.weight_encoder import WeightEncoder, has_copies
+from ..reduce.gradient_hops import GradientHops
 from .unit import EmulatedUnit
 
 

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..matrix_blocks import MatrixPlan, MomentumWire, Orthogonalize
-from ..topology import RankLayout
-from ..traffic import Traffic
-from ..wire_format import WireFormat
+from ..fsdp.topology import RankLayout
+from ..fsdp.traffic import Traffic
+from ..muon.matrix_blocks import MatrixPlan, MomentumWire, Orthogonalize
+from ..wire.format import WireFormat
 
 
 class EmulatedMatrixBlocks:

@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager
 import torch
 from torch import Tensor
 
-from ..wire_layout import rows_per_rank
+from ..wire.layout import rows_per_rank
 from .random_states import EmulatedRandomStates
 from .unit import step_by_shards
 

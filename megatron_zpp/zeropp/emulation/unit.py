@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from ..unit import Unit, UnitPart
-from ..wire_layout import ParameterShard, rows_per_rank
+from ..fsdp.unit import Unit, UnitPart
+from ..wire.layout import ParameterShard, rows_per_rank
 
 
 @dataclass(eq=False, kw_only=True)

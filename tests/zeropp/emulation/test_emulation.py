@@ -10,7 +10,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from megatron_zpp.models.init import init_weights
 from megatron_zpp.zeropp import LoCoConfig, ZeroPPConfig, apply_zeropp, emulate_zeropp
-from tests.architectures.find import architecture_of
+from tests.families.find import architecture_of
 from tests.models.configs import gpt_config, llama_config
 from tests.ranks import run_ranks
 from tests.zeropp.fsdp_model import HAS_UNUSED_SWITCH, CapturedWarnings

@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron_zpp.zeropp import kernels
+from megatron_zpp.zeropp.wire import kernels
 
 CUDA, META = torch.device("cuda:0"), torch.device("meta")
 

@@ -5,17 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import dataclass
 
-from tests.zeropp.order.trace import (
-    Allocation,
-    Operation,
-    Record,
-    RecordStream,
-    Release,
-    Site,
-    Span,
-    Trace,
-    Wait,
-)
+from tests.zeropp.order.trace import Allocation, Operation, Record, RecordStream, Release, Site, Span, Trace, Wait
 
 # By stream, how many of its operations are known to be done: a vector clock.
 Clock = dict[str, int]

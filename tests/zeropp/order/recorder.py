@@ -37,18 +37,7 @@ from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.zeropp.order.trace import (
-    Allocation,
-    Line,
-    Operation,
-    Record,
-    RecordStream,
-    Release,
-    Site,
-    Span,
-    Trace,
-    Wait,
-)
+from tests.zeropp.order.trace import Allocation, Line, Operation, Record, RecordStream, Release, Site, Span, Trace, Wait
 
 DEFAULT = "the default stream"
 # The host has the result when these return.

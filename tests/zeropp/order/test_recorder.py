@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_zpp.zeropp.collectives import all_gather
-from megatron_zpp.zeropp.wire_format import wire_format
-from megatron_zpp.zeropp.wire_layout import ParameterShard
+from megatron_zpp.zeropp.fsdp.collectives import all_gather
+from megatron_zpp.zeropp.wire.format import wire_format
+from megatron_zpp.zeropp.wire.layout import ParameterShard
 from tests.ranks import run_ranks
 from tests.zeropp.order.races import find_races
 from tests.zeropp.order.recorder import Recorder, Stream

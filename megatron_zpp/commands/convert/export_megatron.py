@@ -1,0 +1,82 @@
+"""Writes a checkpoint for Megatron-LM, in its format torch_dist: weights, flags and counters.
+
+    python tools/export_megatron.py --load runs/quickstart/zeropp --output runs/megatron
+
+Megatron-LM goes on from it with --no-load-optim --no-load-rng, on any ranks. Needs memory for the largest tensors, not
+for the model.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from torch import Tensor
+
+from megatron_zpp.checkpoint import CheckpointError
+from megatron_zpp.checkpoint.counters import Counters
+from megatron_zpp.checkpoint.model import saved_model
+from megatron_zpp.commands.common import report_errors
+from megatron_zpp.commands.convert.export_hf import DTYPES, checkpoint_to_export
+from megatron_zpp.convert.hf.checkpoint import parameter_reader
+from megatron_zpp.convert.hf.files import new_folder
+from megatron_zpp.convert.hf.tokenizer import SETTINGS
+from megatron_zpp.convert.megatron.config import args_of
+from megatron_zpp.convert.megatron.export import write_torch_dist
+from megatron_zpp.metrics.progress import progress
+from megatron_zpp.models.decoder import DecoderConfig
+from megatron_zpp.settings.flags import number
+
+
+def export(args: argparse.Namespace) -> str:
+    """Write the folder; returns what to tell the user. Raises ValueError or OSError on a mistake."""
+    checkpoint, meta = checkpoint_to_export(args.load, args.ckpt_step)
+    _, config = saved_model(meta)
+    assert isinstance(config, DecoderConfig)
+    settings, counters, saved = meta["settings"], Counters.from_meta(meta), parameter_reader(checkpoint, meta)
+    flags = args_of(config, settings["max_position_embeddings"] or settings["seq_length"])
+    flags.seq_length = settings["seq_length"]
+    flags.make_vocab_size_divisible_by = settings["make_vocab_size_divisible_by"]
+    flags.params_dtype = DTYPES[args.dtype]
+    flags.bf16, flags.fp16 = args.dtype == "bfloat16", args.dtype == "float16"
+    vars(flags).update({name: settings.get(name) for name in SETTINGS if name != "tiktoken_pattern"})
+
+    def read(name: str) -> Tensor:
+        tensor = saved(name).to(DTYPES[args.dtype])
+        if not tensor.isfinite().all():
+            raise CheckpointError(
+                f"{name} of {checkpoint} has NaN or Inf as {args.dtype}: export an earlier one with --ckpt-step, or "
+                "with --dtype float32"
+            )
+        return tensor
+
+    with new_folder(args.output, "--output") as folder, progress("writing the checkpoint"):
+        write_torch_dist(folder, config, flags, counters, read)
+    return (
+        f"{args.output}: {checkpoint} for Megatron-LM (--ckpt-format torch_dist), {args.dtype} weights, iteration "
+        f"{counters.iteration}, {counters.consumed_train_samples:,} samples. Its --load needs --no-load-optim "
+        "--no-load-rng"
+    )
+
+
+def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Write a checkpoint for Megatron-LM.", allow_abbrev=False)
+    parser.add_argument("--load", required=True, metavar="DIR", help="what was given to --save in training")
+    parser.add_argument(
+        "--ckpt-step", type=number(int, at_least=0), metavar="N", help="iteration to export; default the latest"
+    )
+    parser.add_argument("--output", type=Path, required=True, metavar="DIR", help="folder to write; must be new")
+    parser.add_argument(
+        "--dtype", choices=DTYPES, default="float32", help="of the weights; default float32, as trained"
+    )
+    return parser.parse_args(argv)
+
+
+def main() -> int:
+    args = parse_arguments()
+    return report_errors(lambda: print(export(args)))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,101 @@
+"""Joins datasets of one tokenizer into one.
+
+    python tools/merge_datasets.py --input data/parts --output-prefix data/all
+
+writes ``data/all.bin`` and ``.idx`` with the documents of all ``data/parts/*.bin`` and ``.idx``, in the order of their
+names; or of the datasets that are named, in the order in which they are. Nothing but a piece of a file is in memory.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+from rich.console import Console
+from rich.progress import Progress
+
+from megatron_zpp.commands.common import report_errors
+from megatron_zpp.data.indexed_dataset import HEADER, IndexedDataset, IndexedDatasetWriter
+
+PIECE = 16 << 20  # bytes of tokens that are copied at a time, if no document is larger
+MAX_DOCUMENTS = 1 << 16
+
+
+def find_prefixes(inputs: list[str], output_prefix: str) -> list[str]:
+    """Prefixes of the datasets named, and of those in the folders named, without the one that is to be written."""
+    prefixes = []
+    for name in inputs:
+        if Path(name).is_dir():
+            found = sorted(str(path.with_suffix("")) for path in Path(name).glob("*.idx"))
+            if not found:
+                raise FileNotFoundError(f"--input {name} holds no .idx file")
+            prefixes += found
+        else:
+            prefixes.append(name)
+    if Path(output_prefix).resolve() in [Path(prefix).resolve() for prefix in prefixes]:
+        raise ValueError(f"--output-prefix {output_prefix} is one of the datasets to merge")
+    return prefixes
+
+
+def merge(prefixes: list[str], output_prefix: str) -> tuple[int, int]:
+    """Documents and tokens of the merged dataset. ValueError for datasets that don't fit together."""
+    datasets = [IndexedDataset(prefix) for prefix in prefixes]
+    for dataset in datasets:
+        if dataset.dtype != datasets[0].dtype:
+            raise ValueError(
+                f"{datasets[0].prefix} holds {datasets[0].dtype}, {dataset.prefix} {dataset.dtype}: "
+                "they are of different tokenizers; preprocess their text anew with one"
+            )
+        plain_bytes = HEADER.size + 12 * len(dataset) + 8 * len(dataset.document_indices)
+        if dataset.index_path.stat().st_size != plain_bytes:
+            raise ValueError(
+                f"{dataset.index_path} has modes of sequences (multimodal), which would be lost: leave it out"
+            )
+    total = sum(dataset.num_tokens for dataset in datasets) * datasets[0].dtype.itemsize
+    with Progress(console=Console(stderr=True), disable=not sys.stderr.isatty()) as bar:
+        task = bar.add_task("merging", total=total)
+        with IndexedDatasetWriter(output_prefix, datasets[0].dtype) as writer:
+            for dataset in datasets:
+                for num_bytes in copy(dataset, writer):
+                    bar.advance(task, num_bytes)
+    return writer.num_documents, writer.num_tokens
+
+
+def copy(dataset: IndexedDataset, writer: IndexedDatasetWriter) -> Iterator[int]:
+    """Adds all documents; yields the bytes of each step."""
+    ends, itemsize = dataset.document_indices, dataset.dtype.itemsize
+    first = 0  # document
+    with open(dataset.token_path, "rb") as tokens:
+        while first < dataset.num_documents:
+            last = min(first + MAX_DOCUMENTS, dataset.num_documents)
+            lengths = dataset.sequence_lengths[ends[first] : ends[last]]
+            bytes_before = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)]) * itemsize  # each sequence
+            document_ends = bytes_before[ends[first + 1 : last + 1] - ends[first]]
+            last = first + max(1, int(np.searchsorted(document_ends, PIECE, side="right")))
+            lengths = lengths[: ends[last] - ends[first]]
+            num_bytes = int(document_ends[last - first - 1])
+            piece = np.frombuffer(tokens.read(num_bytes), dataset.dtype)
+            writer.add_documents(piece, lengths, np.diff(ends[first : last + 1]))
+            yield num_bytes
+            first = last
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Join datasets of one tokenizer into one.", allow_abbrev=False)
+    parser.add_argument("--input", nargs="+", required=True, metavar="PATH", help="folders of datasets, or prefixes")
+    parser.add_argument("--output-prefix", required=True, metavar="PREFIX", help="path of the output, without suffix")
+    args = parser.parse_args()
+    return report_errors(lambda: run(args.input, args.output_prefix), (ValueError, OSError))
+
+
+def run(inputs: list[str], output_prefix: str) -> None:
+    prefixes = find_prefixes(inputs, output_prefix)
+    documents, tokens = merge(prefixes, output_prefix)
+    print(f"{output_prefix}: {documents:,} documents, {tokens:,} tokens of {len(prefixes)} datasets")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

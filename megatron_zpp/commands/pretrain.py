@@ -1,0 +1,134 @@
+"""The training program: parse the command line, start the ranks, build the run, train, and end with a status."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from typing import NoReturn
+
+import torch
+import torch.distributed as dist
+
+from megatron_zpp.arguments.parse import SettingsError, parse_settings
+from megatron_zpp.commands.dry_run import dry_run
+from megatron_zpp.families import Architecture
+from megatron_zpp.metrics.lasting import keep_streams
+from megatron_zpp.parallel.distributed import (
+    FailedTogether,
+    die,
+    errors_on_all_ranks,
+    init_distributed,
+    is_first_rank,
+    leave,
+    messages_of,
+    print_once,
+    ranks_of_environment,
+    report_error,
+)
+from megatron_zpp.parallel.stop import end_at_once_on_ctrl_c
+from megatron_zpp.settings.groups import DistributedSettings
+from megatron_zpp.training.nonfinite import NotFiniteError
+from megatron_zpp.training.pretrain import train
+from megatron_zpp.training.run import Run
+from megatron_zpp.training.setup import build_run
+
+# docs/reliability.md lists them: 0 trained to the end, or saved and stopped as asked; 1 crashed.
+EXIT_USER_ERROR = 2
+EXIT_NOT_FINITE = 3
+
+
+def main(architecture: Architecture) -> NoReturn:
+    """``pretrain`` as a program."""
+    keep_streams()
+    try:
+        pretrain(architecture)
+    except SystemExit as exit_:
+        leave(exit_.code if isinstance(exit_.code, int) else int(exit_.code is not None))
+    leave(0)
+
+
+def pretrain(architecture: Architecture) -> None:
+    """Run what the command line says; ends the process with a status unless all went well."""
+    start = time.monotonic()
+    try:
+        if "--dry-run" in sys.argv[1:]:
+            dry_run(architecture)
+            return
+        settings, mistake, ranks = None, None, DistributedSettings()
+        try:
+            settings = parse_settings(architecture, world_size=ranks_of_environment())
+            ranks = settings.distributed
+        except SettingsError as error:
+            mistake = error
+        # The ranks meet to report a mistake too: torchrun ends them all when the first one leaves.
+        device = init_distributed(ranks.distributed_backend, ranks.distributed_timeout_minutes)
+        with errors_on_all_ranks():
+            if mistake is not None:
+                raise mistake
+        assert settings is not None
+        if settings.training.exit_signal_handler:
+            end_at_once_on_ctrl_c()
+        run = build_run(architecture, settings, device)
+        describe(run)
+        try:
+            train(run, start)
+        except NotFiniteError as error:  # on all ranks
+            report_error(str(error))
+            run.writers.close()
+            sys.exit(EXIT_NOT_FINITE)
+        run.writers.close()
+    except FailedTogether:
+        sys.exit(EXIT_USER_ERROR)
+    except (ValueError, OSError, ImportError) as error:
+        _report_alone_or_together(error)
+        sys.exit(EXIT_USER_ERROR)
+    except Exception as error:
+        die(error)
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+# A plain Megatron script has no --zero-stage, and would keep all of these whole on each data-parallel rank.
+_SHARDED = (
+    "data-parallel ranks shard nothing, as Megatron without --use-distributed-optimizer",
+    "data-parallel ranks shard optimizer state, as Megatron with --use-distributed-optimizer",
+    "data-parallel ranks shard gradients and optimizer state",
+    "data-parallel ranks shard parameters, gradients and optimizer state, unless --zero-stage says 0, 1 or 2",
+)
+
+
+def describe(run: Run) -> None:
+    """Print it, on rank 0."""
+    zeropp, world_size = run.zeropp, run.world_size
+    ranks = ("emulated rank" if run.mesh.emulated_ranks > 1 else "rank") + ("s" if world_size > 1 else "")
+    print_once(
+        f"{run.architecture.name} with {run.architecture.num_parameters(run.model.config):,} parameters, ZeRO stage "
+        f"{run.settings.zero.zero_stage} on {world_size} {ranks} ({run.device.type}, torch "
+        f"{torch.__version__})"
+    )
+    if world_size > 1:
+        print_once(_SHARDED[run.settings.zero.zero_stage])
+    if run.pipeline is not None:
+        print_once(run.pipeline.describe())
+    if zeropp is not None and world_size > 1:
+        print_once(zeropp.describe())
+    if run.has_islands:
+        print_once(run.islands.describe())
+    if run.leaving is not None:
+        print_once(f"this is island {run.mesh.job}, a job of its own: the others may leave")
+
+
+def _report_alone_or_together(error: Exception) -> None:
+    """Report an error that this rank met, and maybe all of them.
+
+    If all did, rank 0 speaks and torchrun ends the others while they wait here; else the wait is over and they speak.
+    """
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # remembered only, it would not end the wait
+    if is_first_rank():
+        report_error(*messages_of(error))
+    else:
+        time.sleep(5)
+        print(f"error: rank {os.environ['RANK']}: " + " ".join(str(error).split()), file=sys.stderr, flush=True)

@@ -1,0 +1,292 @@
+"""Compares runs at a glance: one HTML page with plots and a table, which needs no server and no network.
+
+    python tools/report.py runs/zero3 runs/zeropp --output report.html
+    python tools/report.py --wandb PROJECT
+
+A run is a folder that holds TensorBoard events (--tensorboard-dir); a folder of such folders is all of them. With
+--wandb the same plots are saved as a report of a wandb project, over the runs that are there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import html
+import io
+import os
+import re
+import statistics
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megatron_zpp.commands.common import report_errors
+from megatron_zpp.metrics.dashboard import DASHBOARD
+from megatron_zpp.metrics.lines import format_duration
+from megatron_zpp.metrics.tensorboard_reader import RunHistory, find_runs, read_run
+
+if TYPE_CHECKING:
+    from megatron_zpp.planning.cluster import ClusterSpec
+
+Curve = list[tuple[float, float]]
+SMOOTHED_OVER = 40  # points of a training loss
+MOST_POINTS = 300  # of all curves of a chart
+BETWEEN, WITHIN = "comm/bytes-between-nodes", "comm/bytes-within-nodes"
+# Which folder a run wrote to says nothing about it.
+PLACES = {
+    "command",
+    "tensorboard_dir",
+    "save",
+    "load",
+    "wandb_exp_name",
+    "wandb_save_dir",
+    "data_cache_path",
+    "profile_dir",
+}
+PAGE = """<!DOCTYPE html>
+<html lang="en"><head><meta charset="utf-8"><title>{title}</title>
+<meta name="viewport" content="width=device-width"><style>
+:root {{ color-scheme: light dark; }} body {{ font: 15px sans-serif; margin: 1em; }}
+.table {{ overflow-x: auto; }} table {{ border-collapse: collapse; }}
+th, td {{ border-bottom: 1px solid #8888; padding: .3em .9em; text-align: right; }} th {{ text-align: left; }}
+td {{ font-variant-numeric: tabular-nums; max-width: 20em; overflow-wrap: break-word; }}
+svg {{ max-width: 100%; height: auto; font-family: sans-serif; }}
+@media (prefers-color-scheme: dark) {{ svg {{ filter: invert(1) hue-rotate(180deg); }} }}
+</style></head><body><h1>{title}</h1>
+{body}
+</body></html>
+"""
+
+
+def summary(run: RunHistory) -> dict[str, str]:
+    """A run's last figures."""
+    metrics = run.metrics
+    losses = list(metrics["lm loss"].values())
+    rows = {
+        "iterations": f"{max(metrics['lm loss']):,}",
+        "tokens": f"{max((tokens for tokens, _ in run.over_tokens('lm loss')), default=0):,.0f}",
+        "training loss (mean of the last tenth of its points)": _mean(losses[-max(1, len(losses) // 10) :], "{:.4f}"),
+        "validation loss (last)": _mean(list(metrics.get("lm loss validation", {}).values())[-1:], "{:.4f}"),
+        # The first point's step warms everything up.
+        "tokens per second (median)": _median(list(metrics.get("tokens-per-second", {}).values()), "{:,.0f}"),
+        "MB between nodes per step (mean)": _megabytes_per_step(run, BETWEEN),
+        "MB within nodes per step (mean)": _megabytes_per_step(run, WITHIN),
+    }
+    for chart, key in DASHBOARD["Quantization error"].items():
+        values = metrics.get(key, {}).values()
+        if key.startswith("comm/nonfinite"):
+            rows[f"{chart} (sum)"] = f"{sum(values):,.0f}" if values else ""
+        else:
+            rows[f"{chart} (mean)"] = _mean(values, "{:.4g}")
+    return rows
+
+
+def _mean(values: Iterable[float], template: str) -> str:
+    values = list(values)
+    return template.format(statistics.fmean(values)) if values else ""
+
+
+def _megabytes_per_step(run: RunHistory, key: str) -> str:
+    sent = run.bytes_so_far(key)
+    return f"{sent[max(sent)] / max(sent) / 1e6:.3f}" if sent else ""
+
+
+def _median(values: list[float], template: str) -> str:
+    return template.format(statistics.median(values[1:] or values)) if values else ""
+
+
+def differing_settings(runs: list[RunHistory]) -> dict[str, list[str]]:
+    """Settings that are not the same in all runs, each run's value."""
+    names = sorted(set().union(*(run.settings for run in runs)) - PLACES)
+    values = {name: [run.settings.get(name, "") for run in runs] for name in names}
+    return {name: of_runs for name, of_runs in values.items() if len(set(of_runs)) > 1}
+
+
+def charts(runs: list[RunHistory]) -> dict[str, dict[tuple[str, str], dict[str, Curve]]]:
+    """Group: (what is drawn, over what): run: curve. Those of which no run has any point are left out."""
+    groups: dict[str, dict[tuple[str, str], dict[str, Curve]]] = {}
+    for group, of_group in DASHBOARD.items():
+        axes: dict[str, Callable[[RunHistory, str], Curve]] = {"iteration": _over_iterations}
+        if group == "Loss":
+            axes |= {
+                "tokens": RunHistory.over_tokens,
+                "time": RunHistory.over_seconds,
+                "bytes sent between nodes": RunHistory.over_bytes_between_nodes,
+            }
+        for chart, key in of_group.items():
+            for axis, curve_of in axes.items():
+                curves = {run.name: curve for run in runs if (curve := curve_of(run, key))}
+                if curves:
+                    groups.setdefault(group, {})[chart, axis] = curves
+    return groups
+
+
+def _over_iterations(run: RunHistory, key: str) -> Curve:
+    return [(float(iteration), value) for iteration, value in run.metrics.get(key, {}).items()]
+
+
+def prediction_rows(runs: list[RunHistory], cluster: ClusterSpec) -> dict[str, list[str]]:
+    """What the planner predicts of each run, beside what was measured. Raises ValueError."""
+    from megatron_zpp.planning.search.beside import PARTS, predicted_and_measured  # needs torch, which pages do not
+
+    of_runs = [predicted_and_measured(run, cluster) for run in runs]
+    return {
+        f"ms for {part}": [f"{1000 * of_run[part][0]:,.1f}, {1000 * of_run[part][1]:,.1f}" for of_run in of_runs]
+        for part in PARTS
+    }
+
+
+def write_html(runs: list[RunHistory], path: Path, cluster: ClusterSpec | None = None) -> None:
+    """The page. Raises ImportError without matplotlib, ValueError where ``cluster`` is not the runs'."""
+    try:
+        import matplotlib
+    except ImportError:
+        raise ImportError(
+            "the page's plots need the package matplotlib: pip install matplotlib, or megatron_zpp's extra plot"
+        ) from None
+    matplotlib.use("Agg")
+    summaries = [summary(run) for run in runs]
+    rows = {name: [of_run[name] for of_run in summaries] for name in summaries[0]}
+    parts = [
+        _table({name: cells for name, cells in rows.items() if any(cells)}, runs),
+        *(["<h2>Predicted, measured</h2>", _table(prediction_rows(runs, cluster), runs)] if cluster else []),
+        "<h2>Settings that differ</h2>",
+        _table(differing_settings(runs), runs),
+    ]
+    colors = {run.name: f"C{i}" for i, run in enumerate(runs)}
+    for group, of_group in charts(runs).items():
+        parts.append(f"<h2>{group}</h2>")
+        parts += [_plot(chart, axis, curves, colors) for (chart, axis), curves in of_group.items()]
+    title = f"{len(runs)} run{'s' if len(runs) > 1 else ''}"
+    path.write_text(PAGE.format(title=title, body="\n".join(parts)), encoding="utf-8")
+
+
+def _table(rows: Mapping[str, list[str]], runs: list[RunHistory]) -> str:
+    def row(name: str, cells: list[str]) -> str:
+        return f"<tr><th>{html.escape(name)}</th>{''.join(f'<td>{html.escape(cell)}</td>' for cell in cells)}</tr>"
+
+    header = row("", [run.name for run in runs])
+    of_rows = "".join(row(name, cells) for name, cells in rows.items())
+    return f'<div class="table"><table>{header}{of_rows}</table></div>'
+
+
+def _plot(chart: str, axis: str, curves: dict[str, Curve], colors: dict[str, str]) -> str:
+    """One chart, as a part of the page."""
+    from matplotlib import pyplot, rc_context
+    from matplotlib.ticker import EngFormatter, FuncFormatter
+
+    with rc_context({"svg.fonttype": "none"}):  # text stays text, which is smaller than its outlines
+        figure, axes = pyplot.subplots(figsize=(6, 3.6), layout="constrained")
+        points = max(10, MOST_POINTS // len(curves))
+        for name, curve in curves.items():
+            smooth = smoothed(curve) if chart == "training loss" and len(curve) > SMOOTHED_OVER else curve
+            x, y = zip(*thinned(smooth, points), strict=True)
+            axes.plot(x, y, color=colors[name], label=name, linewidth=1.2, marker="." if len(x) < 30 else None)
+            if smooth is not curve:
+                x, y = zip(*thinned(curve, points), strict=True)
+                axes.plot(x, y, color=colors[name], linewidth=0.6, alpha=0.3)
+        axes.set(xlabel=axis, title=chart)
+        if axis == "time":
+            axes.xaxis.set_major_formatter(FuncFormatter(lambda seconds, _: format_duration(max(0.0, seconds))))
+        else:
+            axes.xaxis.set_major_formatter(EngFormatter(unit="B" if "bytes" in axis else "", sep=" "))
+        if "loss" not in chart:
+            axes.set_ylim(bottom=0)
+            axes.yaxis.set_major_formatter(EngFormatter(unit="B" if "bytes" in chart else "", sep=" "))
+        axes.grid(alpha=0.3)
+        axes.legend(fontsize="small")
+        image = io.StringIO()
+        figure.savefig(image, format="svg")
+        pyplot.close(figure)
+    return compact(image.getvalue()).replace(
+        "<svg", f'<svg role="img" aria-label="{html.escape(chart)} over {axis}"', 1
+    )
+
+
+def compact(drawing: str) -> str:
+    """Matplotlib's SVG as a part of a page, without what a browser does not need: half of it."""
+    drawing = drawing[drawing.index("<svg") :]
+    drawing = re.sub(r"<metadata>.*?</metadata>", "", drawing, flags=re.DOTALL)
+    # Tenths of a point; but what stands between tags is numbers to read.
+    drawing = re.sub(r"<[^>]*>", lambda tag: re.sub(r"(?<=\d\.\d)\d+", "", tag[0]), drawing)
+    drawing = re.sub(r'font-family: [^;"]*;', "", drawing)
+    drawing = re.sub(r'<g id="[^"]*"', "<g", drawing)
+    return re.sub(r"\s*\n\s*", " ", drawing)
+
+
+def smoothed(curve: Curve) -> Curve:
+    """The mean over a window of a twentieth of the points, half of them before each and half behind."""
+    half = max(1, len(curve) // 40)
+    values = [value for _, value in curve]
+    return [(x, statistics.fmean(values[max(0, i - half) : i + half + 1])) for i, (x, _) in enumerate(curve)]
+
+
+def thinned(curve: Curve, points: int) -> Curve:
+    """At most so many points, the last one among them."""
+    every = -(-len(curve) // points)
+    return curve[(len(curve) - 1) % every :: every]
+
+
+def wandb_report(project: str, entity: str | None) -> Any:
+    """The same charts as an unsaved report of a wandb project. Raises ImportError without wandb_workspaces."""
+    try:
+        import wandb_workspaces.reports.v2 as reports
+    except ImportError:
+        raise ImportError("--wandb needs two packages: pip install wandb wandb-workspaces") from None
+    place = {"project": project} | ({"entity": entity} if entity is not None else {})
+    blocks = []
+    for group, of_group in DASHBOARD.items():
+        panels = [reports.LinePlot(title=chart, y=[key]) for chart, key in of_group.items()]
+        if group == "Loss":
+            panels.append(reports.LinePlot(title="training loss over samples", x="samples vs steps", y=["lm loss"]))
+        blocks += [reports.H2(group), reports.PanelGrid(runsets=[reports.Runset(**place)], panels=panels)]
+    return reports.Report(**place, title="megatron_zpp", blocks=blocks)
+
+
+def save_wandb_report(project: str, entity: str | None) -> str:
+    """Returns its address. Raises ValueError with what wandb says, such as that nobody is logged in."""
+    report = wandb_report(project, entity)
+    try:
+        report.save()
+    except Exception as error:  # wandb raises bare ones
+        raise ValueError(f"wandb: {error}") from None
+    return report.url
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description="Compare training runs on one page.", allow_abbrev=False)
+    parser.add_argument("runs", nargs="*", type=Path, metavar="RUN_DIR", help="what was given to --tensorboard-dir")
+    parser.add_argument("--output", type=Path, default=Path("report.html"), help="page to write; default report.html")
+    parser.add_argument(
+        "--cluster",
+        metavar="FILE",
+        help="what tools/measure_cluster.py wrote, or such as 2x8xH100@400: also show the planner's prediction",
+    )
+    parser.add_argument("--wandb", metavar="PROJECT", help="save the plots as a report of this wandb project instead")
+    parser.add_argument("--wandb-entity", metavar="NAME", help="the project's owner; default your own")
+    args = parser.parse_args(argv)
+    if bool(args.runs) == (args.wandb is not None):
+        parser.error("give either folders of runs, or --wandb PROJECT")
+    if args.cluster and args.wandb:
+        parser.error("--cluster adds to the page of folders of runs; leave it or --wandb out")
+    return report_errors(lambda: run(args))
+
+
+def run(args: argparse.Namespace) -> None:
+    if args.wandb is not None:
+        print(f"report: {save_wandb_report(args.wandb, args.wandb_entity)}")
+        return
+    found = find_runs(args.runs)
+    common = os.path.commonpath([os.path.dirname(os.path.abspath(folder)) for folder in found])
+    runs = [read_run(os.path.relpath(folder, common), files) for folder, files in found.items()]
+    cluster = None
+    if args.cluster:
+        from megatron_zpp.planning.cluster import parse_cluster  # needs torch, too
+
+        cluster = parse_cluster(args.cluster)
+    write_html(runs, args.output, cluster)
+    print(f"{len(runs)} run{'s' if len(runs) > 1 else ''}: {args.output}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,268 @@
+"""Suggests how weights and gradients should travel: trains your model on your data for a few hundred steps with each of
+some settings, emulated in one process, and ranks them by loss against bytes.
+
+    python tools/suggest_settings.py gpt --emulate-ranks 16 --emulate-nodes 4 --link-gbps 25 -- \\
+        --num-layers 12 --hidden-size 768 ... --data-path PREFIX
+
+or your own settings: ``--try "--zero-quantized-weights --zero-weight-bits 6"``, as often as you like.
+
+What follows ``--`` are the flags of the architecture's training program as they would be given on the cluster, without
+those of ZeRO++. All settings see the same data in the same order. The first one, plain ZeRO-3, is trained again on the
+same data with initial weights that are 0.1 % larger: what differs between the two is noise.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import statistics
+import subprocess
+import sys
+from dataclasses import dataclass
+
+import torch
+from rich.console import Console
+from rich.progress import Progress
+
+from megatron_zpp.arguments.parse import parse_settings
+from megatron_zpp.arguments.resolve_parallel import data_parallel_size
+from megatron_zpp.commands.common import report_errors
+from megatron_zpp.families import ARCHITECTURES, load_architecture
+from megatron_zpp.metrics.log_reader import BETWEEN, RunLog, parse_log
+from megatron_zpp.optim.batch_size import BatchSchedule
+from megatron_zpp.optim.schedule import Schedule
+from megatron_zpp.planning.search.recipes import (
+    DIFFERENCES,
+    ELEMENT_SCALES,
+    LOCO,
+    QUANTIZED,
+    TWO_BIT_DIFFERENCES,
+    TWO_BITS,
+    WARMUP,
+)
+from megatron_zpp.settings.flags import iterate_flags, number
+from megatron_zpp.settings.groups import ZeroSettings
+from megatron_zpp.settings.resolved import ResolvedSettings
+from megatron_zpp.zeropp.config import ZeroPPConfig
+
+TRAINER = """
+import sys
+from megatron_zpp.families import load_architecture
+from megatron_zpp.commands.pretrain import main
+main(load_architecture(sys.argv.pop(1)))
+"""
+CONTROL = "ZeRO-3"
+SETTINGS = {  # from what sends most to what sends least; hpZ is added to all
+    "8-bit weights, 8-bit gradients": f"{QUANTIZED} --zero-gradient-bits 8",
+    "8-bit weights, 4-bit gradients": QUANTIZED,
+    "8-bit weights, 4-bit gradients, LoCo": f"{QUANTIZED} {LOCO}",
+    "4-bit weight differences, 4-bit gradients, LoCo": f"{QUANTIZED} {LOCO} {DIFFERENCES}",
+    "the same in gradient blocks of 1024": f"{QUANTIZED} {LOCO} {DIFFERENCES} --zero-gradient-block-size 1024",
+    "4-bit weight differences, 3-bit gradients, LoCo": f"{QUANTIZED} {LOCO} {DIFFERENCES} --zero-gradient-bits 3",
+    "4-bit weight differences, 2-bit gradients, LoCo": f"{QUANTIZED} {LOCO} {DIFFERENCES} {TWO_BITS}",
+    "the same, with 4 bits during the warm-up": f"{QUANTIZED} {LOCO} {DIFFERENCES} {TWO_BITS} {WARMUP}",
+    "and with scales of elements": f"{QUANTIZED} {LOCO} {DIFFERENCES} {TWO_BITS} {WARMUP} {ELEMENT_SCALES}",
+    "2-bit weight differences as well": f"{QUANTIZED} {LOCO} {TWO_BIT_DIFFERENCES} {TWO_BITS} {WARMUP} "
+    f"{ELEMENT_SCALES}",
+}
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a setting did."""
+
+    name: str
+    flags: str
+    loss: float  # training loss, mean over the last quarter of the run; NaN: see failure
+    bytes_per_step: float  # that a node sends; NaN if it failed
+    failure: str | None = None
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description="Rank ZeRO++ and LoCo settings by loss against bytes, on your model and data.",
+        epilog="After --: the flags of the architecture's training program, without those of ZeRO++.",
+        allow_abbrev=False,
+    )
+    names = ", ".join(architecture.name for architecture in ARCHITECTURES)
+    parser.add_argument("architecture", help=f"{names}, or yours as package.module:NAME")
+    parser.add_argument(
+        "--emulate-ranks",
+        type=number(int, at_least=1, at_most=4096),
+        default=8,
+        metavar="W",
+        help="GPUs of the cluster; default 8",
+    )
+    parser.add_argument(
+        "--emulate-nodes", type=number(int, at_least=1), default=2, metavar="N", help="its nodes; default 2"
+    )
+    parser.add_argument(
+        "--iterations",
+        type=number(int, at_least=1),
+        default=400,
+        metavar="K",
+        help="steps of each setting; default 400",
+    )
+    parser.add_argument(
+        "--link-gbps",
+        type=number(float, above=0),
+        metavar="R",
+        help="a node's link, for seconds instead of bytes alone",
+    )
+    parser.add_argument("--try", action="append", dest="tried", metavar="FLAGS", help="a setting, instead of ours")
+    words = sys.argv[1:]
+    separator = words.index("--") if "--" in words else len(words)
+    args, flags = parser.parse_args(words[:separator]), words[separator + 1 :]
+    if not flags:
+        parser.error("give the flags of the run after --")
+    return report_errors(lambda: run(args, flags), (ValueError, RuntimeError))
+
+
+def run(args: argparse.Namespace, flags: list[str]) -> None:
+    outcomes, noise = measure(args, flags)
+    print(table(outcomes, noise, args.link_gbps))
+    best, limit = suggest(outcomes, noise), 100 * allowed_loss(outcomes, noise)
+    print(f"\nSuggested: {best.name}, the fewest bytes of those that lose at most {limit:.2f} %:\n  {best.flags}")
+
+
+def measure(args: argparse.Namespace, flags: list[str]) -> tuple[list[Outcome], float | None]:
+    """Every setting's outcome, and the noise: what slightly larger initial weights do to the first one's loss.
+
+    None with --finetune, whose initial weights are the checkpoint's.
+    """
+    ranks, nodes = args.emulate_ranks, args.emulate_nodes
+    if args.iterations < 20:
+        raise ValueError(f"--iterations {args.iterations} is too short to tell settings apart: give 20 or more")
+    if nodes < 2 or ranks % nodes:
+        raise ValueError(
+            f"--emulate-ranks {ranks} on --emulate-nodes {nodes}: give 2 nodes or more that divide the ranks"
+        )
+    common = ["--emulate-ranks", str(ranks), "--emulate-nodes", str(nodes)]
+    common += f"--train-iters {args.iterations} --log-interval 1 --eval-iters 0 --zero-stage 3".split()
+    per_node = ranks // nodes
+    settings = {setting: setting for setting in args.tried} if args.tried else SETTINGS
+    if per_node == 1 and not args.tried:  # differences need hpZ, which needs ranks that share a node
+        settings = {name: setting for name, setting in settings.items() if "--zero-weight-difference" not in setting}
+    all_flags = {CONTROL: f"--zero-ranks-per-node {per_node}"}
+    all_flags |= {name: f"--zero-hpz-partition-size {per_node} {setting}" for name, setting in settings.items()}
+    # A mistake comes to light before anything is trained.
+    architecture = load_architecture(args.architecture)
+    plain = parse_settings(architecture, [*flags, *common], note=lambda _: None)
+    check_plain(plain)
+    steps = str(warmup_steps(plain, args.iterations) or args.iterations // 10)
+    all_flags = {name: setting.replace("{warmup}", steps) for name, setting in all_flags.items()}
+    for setting in all_flags.values():
+        parse_settings(architecture, [*flags, *common, *setting.split()], note=lambda _: None)
+    outcomes, noise, again = [], None, not plain.checkpoint.finetune
+    with Progress(console=Console(stderr=True)) as bar:
+        task = bar.add_task("training", total=len(all_flags) + again)
+        for name, setting in all_flags.items():
+            try:
+                log = train(args.architecture, [*flags, *common, *setting.split()])
+                outcome = Outcome(name, setting, final_loss(log), log.lines[-1][BETWEEN] * 1e6 / nodes)
+            except RuntimeError as error:
+                if name == CONTROL:
+                    raise
+                outcome = Outcome(name, setting, math.nan, math.nan, failure=str(error))
+            outcomes.append(outcome)
+            bar.advance(task)
+        if again:
+            larger_weights = ["--init-method-std", str(plain.model.init_method_std * 1.001)]
+            log = train(args.architecture, [*flags, *common, *all_flags[CONTROL].split(), *larger_weights])
+            noise = abs(final_loss(log) - outcomes[0].loss)
+            bar.advance(task)
+    return outcomes, noise
+
+
+def check_plain(settings: ResolvedSettings) -> None:
+    """Raise ValueError unless the run that all settings are added to is plain, and starts anew."""
+    checkpoint, logging = settings.checkpoint, settings.logging
+    if (
+        checkpoint.save
+        or logging.tensorboard_dir
+        or logging.wandb_project
+        or (checkpoint.load and not checkpoint.finetune)
+    ):
+        raise ValueError(
+            "every setting starts anew: leave --save, --tensorboard-dir and --wandb-project out; "
+            "--load only with --finetune"
+        )
+    flat = settings.as_flat_dict()
+    given = [
+        flag.name
+        for flag in (*iterate_flags(ZeroSettings), *iterate_flags(ZeroPPConfig))
+        if flat[flag.setting] != flag.default and flag.setting != "zero_monitor_interval"
+    ]
+    if given:
+        raise ValueError(
+            f"{', '.join(given)} would be in every setting, and plain {CONTROL} would not be plain: leave such flags "
+            f'out after --, or try them with --try="{given[0]} ..."'
+        )
+
+
+def warmup_steps(settings: ResolvedSettings, iterations: int) -> int:
+    """The steps in which the learning rate warms up. Raises ValueError if that is more than a quarter of the run."""
+    batches = BatchSchedule.from_settings(settings.training, data_parallel_size(settings.distributed, world_size=1))
+    schedule = Schedule.from_settings(settings.optimizer, settings.schedule, settings.training, batches)
+    steps = batches.iterations_to_reach(math.ceil(schedule.warmup_samples))
+    if steps > iterations / 4:
+        raise ValueError(
+            f"the learning rate warms up over {steps} of --iterations {iterations}: give a shorter warm-up after "
+            "--, or more --iterations"
+        )
+    return steps
+
+
+def train(architecture: str, flags: list[str]) -> RunLog:
+    """architecture: of ``load_architecture``. Raises RuntimeError with what the run said when it fails."""
+    command = [sys.executable, "-c", TRAINER, architecture, *flags]
+    ran = subprocess.run(command, capture_output=True, text=True)
+    if ran.returncode != 0:
+        said = [line for line in ran.stderr.splitlines() if line.startswith("error:")]
+        raise RuntimeError(said[-1].removeprefix("error: ") if said else ran.stderr[-2000:])
+    return parse_log(ran.stdout)
+
+
+def final_loss(log: RunLog) -> float:
+    """The training loss over the last quarter of a run: every setting's is over the same samples."""
+    losses = [line["lm loss"] for line in log.lines if "lm loss" in line]
+    return statistics.mean(losses[-max(1, len(losses) // 4) :])
+
+
+def table(outcomes: list[Outcome], noise: float | None, link_gbps: float | None) -> str:
+    """The settings, most bytes first."""
+    control = outcomes[0]
+    header = f"{'setting':50}{'loss':>9}{'over ZeRO-3':>13}{'MB a node sends':>17}"
+    lines = [header + (f"{'s per step':>12}" if link_gbps else "")]
+    trained = [outcome for outcome in outcomes if outcome.failure is None]
+    for outcome in sorted(trained, key=lambda outcome: -outcome.bytes_per_step):
+        change = 100 * (outcome.loss / control.loss - 1)
+        line = f"{outcome.name:50}{outcome.loss:9.4f}{change:+12.2f}%{outcome.bytes_per_step / 1e6:17.2f}"
+        lines.append(line + (f"{outcome.bytes_per_step * 8 / (link_gbps * 1e9):12.4f}" if link_gbps else ""))
+    lines += [f"{outcome.name:50} failed: {outcome.failure}" for outcome in outcomes if outcome.failure is not None]
+    if noise is None:
+        lines.append("Noise: not measured, as the checkpoint's weights are the initial ones.")
+    else:
+        change = 100 * noise / control.loss
+        lines.append(f"Noise: initial weights that are 0.1 % larger move the first one's loss by {change:.2f} %.")
+    if not torch.cuda.is_available():
+        lines.append(
+            f"{CONTROL}'s bytes are gloo's, which sends gradients twice; over NCCL they are about 3/4 of that."
+        )
+    return "\n".join(lines)
+
+
+def allowed_loss(outcomes: list[Outcome], noise: float | None) -> float:
+    """What a setting may lose, as a share of the first one's loss: the noise, at least 0.25 %."""
+    return max((noise or 0.0) / outcomes[0].loss, 0.0025)
+
+
+def suggest(outcomes: list[Outcome], noise: float | None) -> Outcome:
+    """The fewest bytes among the settings that lose no more than what is allowed."""
+    limit = outcomes[0].loss * (1 + allowed_loss(outcomes, noise))
+    good = [outcome for outcome in outcomes if math.isfinite(outcome.loss) and outcome.loss <= limit]
+    return min(good or outcomes[:1], key=lambda outcome: outcome.bytes_per_step)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,93 @@
+"""Parameters of our checkpoints, one at a time, and the flags that train on from an imported one."""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+
+from megatron_zpp.arguments.parse import parse_settings
+from megatron_zpp.checkpoint import CheckpointError, read_meta, save_parameters
+from megatron_zpp.checkpoint.counters import Counters
+from megatron_zpp.checkpoint.storage import CheckpointReader, read_index
+from megatron_zpp.data.text.tokenizers import Tokenizer
+from megatron_zpp.families import Architecture
+from megatron_zpp.models.transformer import TransformerConfig
+from megatron_zpp.optim.loss_scaler import LossScaler
+from megatron_zpp.settings.groups import Settings
+
+
+def parameter_reader(checkpoint: Path, meta: Mapping[str, Any]) -> Callable[[str], Tensor]:
+    """A function that reads one whole parameter by its name. Raises CheckpointError."""
+    metadata, places = read_index(checkpoint, meta)
+    reader = CheckpointReader(checkpoint, metadata, places)
+
+    def read(name: str) -> Tensor:
+        saved = metadata.state_dict_metadata.get(f"model.{name}")
+        if saved is None:
+            raise CheckpointError(f"{checkpoint} is damaged: it lacks the parameter {name}")
+        tensor = torch.empty(saved.size, dtype=saved.properties.dtype)  # type: ignore[union-attr]
+        try:
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", "torch.distributed is disabled")  # no_dist says that we know
+                dcp.load({f"model.{name}": tensor}, storage_reader=reader, no_dist=True)
+        except dcp.api.CheckpointException as error:
+            cause, _ = error.failures[min(error.failures)]
+            raise CheckpointError(f"{checkpoint} is damaged: {name} cannot be read ({cause})") from error
+        return tensor
+
+    return read
+
+
+def settings_of_import(
+    architecture: Architecture, config: TransformerConfig, flags: list[str], positions: int, tokenizer: Tokenizer
+) -> Settings:
+    """The settings that an imported checkpoint keeps: those of its flags, which are the model's and the tokenizer's.
+
+    Raises ValueError for what cannot be trained.
+    """
+    if tokenizer.vocab_size > config.vocab_size:
+        raise ValueError(
+            f"the tokenizer has {tokenizer.vocab_size} ids, but the model only {config.vocab_size}: give the "
+            "model's own with --tokenizer-type and its files"
+        )
+    run = ["--mock-data", "--seq-length", str(positions), "--micro-batch-size", "1", "--train-iters", "1", "--lr", "0"]
+    settings = parse_settings(architecture, [*flags, *run], note=lambda text: None)
+    trained = architecture.build_model(settings.model, tokenizer.vocab_size).config
+    if trained != config:
+        raise ValueError(f"the trainer's flags cannot express this model: {config} becomes {trained}")
+    return settings
+
+
+def save_imported(
+    folder: Path,
+    architecture: Architecture,
+    config: TransformerConfig,
+    settings: Settings,
+    tensor_of: Callable[[str], Tensor],
+    counters: Counters | None = None,
+    adam_of: Callable[[str, str], Tensor] | None = None,
+) -> tuple[Path, dict[str, Any]]:
+    """Save a checkpoint of parameters from elsewhere; its folder and what ``read_meta`` says of it.
+
+    counters: how far their run was; default not begun. adam_of: of ``save_parameters``.
+    """
+    counters = counters or Counters()
+    of_no_run = {"architecture": settings.architecture, "seq_length": settings.training.seq_length}
+    meta = {
+        "settings": of_no_run | dataclasses.asdict(settings.model) | dataclasses.asdict(settings.tokenizer),
+        "model_config": dataclasses.asdict(config),
+        "counters": dataclasses.asdict(counters),
+        "schedule": None,
+        "loss_scaler": LossScaler.from_settings(settings.precision).state_dict(),
+    }
+    model = architecture.build_empty(config)
+    parts = [(name, tuple(parameter.shape)) for name, parameter in model.named_parameters()]
+    checkpoint = save_parameters(str(folder), parts, tensor_of, meta, counters.iteration, adam_of)
+    return checkpoint, read_meta(checkpoint)

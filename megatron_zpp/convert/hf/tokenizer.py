@@ -1,0 +1,206 @@
+"""Our tokenizers as files that transformers' AutoTokenizer reads, and the other way round."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from megatron_zpp.data.text.tokenizers import (
+    TOKENIZER_TYPES,
+    Tokenizer,
+    TokenizerFlags,
+    build_tokenizer,
+    huggingface_path,
+)
+from megatron_zpp.files import read_bounded
+from megatron_zpp.settings.flags import number
+
+from .files import write_json
+
+SETTINGS = tuple(TokenizerFlags.__annotations__)
+FILES = (
+    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
+    *("chat_template.jinja", "tokenizer.model", "vocab.json", "merges.txt"),
+)
+_TEXTS = (
+    "def f(x):\n    return {'a': 1.50, \"b\": x ** 2}  # 10 %\n\n\tif not x:\r\n",
+    "  Two blanks before, three   inside, one behind ",
+    "Straße, où? Ελλάδα, Москва, 東京, नमस्ते 👩‍🔬 1234567890 ﬁ ① Å",
+)
+
+
+def add_tokenizer_flags(parser: argparse.ArgumentParser, title: str) -> None:
+    """The trainer's flags of the same names."""
+    group = parser.add_argument_group(title)
+    group.add_argument("--tokenizer-type", choices=TOKENIZER_TYPES, metavar="NAME", help=", ".join(TOKENIZER_TYPES))
+    group.add_argument("--tokenizer-model", metavar="PATH", help="SentencePiece model, or tokenizer.json or its folder")
+    group.add_argument("--vocab-file", metavar="FILE", help="vocab.json of GPT2BPETokenizer")
+    group.add_argument("--merge-file", metavar="FILE", help="merges.txt of GPT2BPETokenizer")
+    group.add_argument("--vocab-size", type=number(int, at_least=1), metavar="N", help="of NullTokenizer")
+    group.add_argument(
+        "--tiktoken-pattern", metavar="NAME", help="how a .tiktoken file that is not published cuts words"
+    )
+    group.add_argument("--tiktoken-num-special-tokens", type=number(int, at_least=3), metavar="N", help="default 1000")
+
+
+def given_tokenizer(args: argparse.Namespace) -> dict[str, Any]:
+    """Those of the flags of ``add_tokenizer_flags`` that were given, by field name."""
+    given = {name: getattr(args, name) for name in SETTINGS}
+    return {name: value for name, value in given.items() if value is not None}
+
+
+def build(settings: Mapping[str, Any]) -> Tokenizer:
+    """The tokenizer that settings describe."""
+    return build_tokenizer(**{name: settings.get(name) for name in SETTINGS})  # type: ignore[arg-type]
+
+
+def write_tokenizer(settings: dict[str, Any], tokenizer: Tokenizer, folder: Path) -> dict[str, int]:
+    """Write a run's tokenizer, and return the token ids for config.json.
+
+    settings: ``tokenizer_type`` and the files it names. Raises ValueError for a tokenizer that comes out different.
+    """
+    match settings["tokenizer_type"]:
+        case "HuggingFaceTokenizer" | "HFTokenizer":
+            _copy_tokenizer(huggingface_path(settings["tokenizer_model"]), tokenizer.eod, folder)
+        case "GPT2BPETokenizer":
+            shutil.copyfile(settings["vocab_file"], folder / "vocab.json")
+            shutil.copyfile(settings["merge_file"], folder / "merges.txt")
+            end = "<|endoftext|>"
+            tokens = {"bos_token": end, "eos_token": end, "unk_token": end}
+            write_json(folder / "tokenizer_config.json", {"tokenizer_class": "GPT2Tokenizer"} | tokens)
+        case "SentencePieceTokenizer" | "GPTSentencePieceTokenizer":
+            _write_sentencepiece(Path(settings["tokenizer_model"]), folder)
+        case "ByteTokenizer":
+            _write_bytes(tokenizer.eod, folder)
+        case "NullTokenizer":  # has no texts
+            return {"bos_token_id": tokenizer.eod, "eos_token_id": tokenizer.eod}
+        case kind:
+            raise ValueError(f"a {kind} cannot be written for transformers: export the weights alone, --no-tokenizer")
+    return _check(tokenizer, settings["tokenizer_type"], folder)
+
+
+def _check(tokenizer: Tokenizer, kind: str, folder: Path) -> dict[str, int]:
+    """Compare with what transformers makes of the folder: on fixed texts, and on random ones of the tokenizer's own."""
+    from transformers import AutoTokenizer
+
+    theirs = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    draw = random.Random(0)
+    ids = [[draw.randrange(tokenizer.vocab_size) for _ in range(20)] for _ in range(200)]
+    for text in (*_TEXTS, *map(tokenizer.detokenize, ids)):
+        if any(token in text for token in theirs.all_special_tokens):
+            continue  # transformers takes its name for the token; ours may take it for text
+        expected = tokenizer.tokenize(text)
+        got = theirs(text, add_special_tokens=False)["input_ids"]
+        if got != expected:
+            raise ValueError(
+                f"this {kind} cannot be written for transformers: {text!r} is {expected[:12]} here and would be "
+                f"{got[:12]} there; export the weights without it (--no-tokenizer)"
+            )
+    if theirs.eos_token_id != tokenizer.eod:
+        raise ValueError(
+            f"documents end with id {tokenizer.eod} here, and with {theirs.eos_token_id} in transformers: set "
+            "eos_token in tokenizer_config.json beside the tokenizer.json"
+        )
+    begin = theirs.bos_token_id
+    return {"bos_token_id": tokenizer.eod if begin is None else begin, "eos_token_id": tokenizer.eod}
+
+
+def _copy_tokenizer(path: Path, eod: int, folder: Path) -> None:
+    source = path if path.is_dir() else path.parent
+    for name in FILES:
+        if (source / name).is_file():
+            shutil.copyfile(source / name, folder / name)
+    if path.is_file():
+        shutil.copyfile(path, folder / "tokenizer.json")
+    file = folder / "tokenizer_config.json"
+    config = json.loads(read_bounded(file)) if file.exists() else {"tokenizer_class": _CLASS}
+    if config.get("eos_token") is None:
+        import tokenizers
+
+        config["eos_token"] = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json")).id_to_token(eod)
+        write_json(file, config)
+
+
+_CLASS = "PreTrainedTokenizerFast"
+
+
+def _write_bytes(eod: int, folder: Path) -> None:
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+    from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+    end = "<|endoftext|>"
+    vocabulary = {character: byte for byte, character in bytes_to_unicode().items()} | {end: eod}
+    result = Tokenizer(models.BPE(vocabulary, []))  # GPT-2's byte-level BPE without a merge
+    result.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    result.decoder = decoders.ByteLevel()
+    result.add_special_tokens([AddedToken(end, normalized=False)])
+    result.save(str(folder / "tokenizer.json"))
+    write_json(folder / "tokenizer_config.json", _config(eos_token=end))
+
+
+def _config(**tokens: str) -> dict[str, Any]:
+    return {"tokenizer_class": _CLASS, "clean_up_tokenization_spaces": False} | tokens
+
+
+def _write_sentencepiece(model: Path, folder: Path) -> None:
+    """A SentencePiece model with the identity as normalization; another one comes out different, and is refused."""
+    import sentencepiece
+    from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers
+
+    processor = sentencepiece.SentencePieceProcessor(model_file=str(model))
+    ids = range(processor.get_piece_size())
+    pieces = [processor.id_to_piece(i) for i in ids]
+    scores = [processor.get_score(i) for i in ids]
+    special = [i for i in ids if processor.is_control(i) or processor.is_unknown(i)]
+    unknown, has_bytes = processor.unk_id(), any(map(processor.is_byte, ids))
+    ordinary = [i for i in ids if i not in special and not processor.is_byte(i) and not processor.is_unused(i)]
+    if all(scores[i] == int(scores[i]) for i in ordinary):  # BPE: minus the order of the merges; else: log likelihoods
+        known = {pieces[i] for i in ordinary}
+        merges = [
+            (left, right)
+            for i in sorted(ordinary, key=lambda i: -scores[i])
+            for left, right in ((pieces[i][:cut], pieces[i][cut:]) for cut in range(1, len(pieces[i])))
+            if left in known and right in known
+        ]
+        vocabulary = {piece: i for i, piece in enumerate(pieces)}
+        bpe_or_unigram: Any = models.BPE(
+            vocabulary, merges, unk_token=pieces[unknown], fuse_unk=True, byte_fallback=has_bytes
+        )
+    else:
+        bpe_or_unigram = models.Unigram(list(zip(pieces, scores, strict=True)), unk_id=unknown, byte_fallback=has_bytes)
+    result = Tokenizer(bpe_or_unigram)
+    blank_first = processor.normalize("a") == "▁a"
+    result.normalizer = normalizers.Sequence(
+        [*([normalizers.Prepend("▁")] if blank_first else []), normalizers.Replace(" ", "▁")]
+    )
+    result.decoder = decoders.Sequence(
+        [
+            decoders.Replace("▁", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            *([decoders.Strip(" ", 1, 0)] if blank_first else []),
+        ]
+    )
+    result.add_special_tokens([AddedToken(pieces[i], normalized=False) for i in special])
+    result.save(str(folder / "tokenizer.json"))
+    tokens = {"bos_token": processor.bos_id(), "eos_token": processor.eos_id(), "unk_token": unknown}
+    write_json(folder / "tokenizer_config.json", _config(**{k: pieces[i] for k, i in tokens.items() if i >= 0}))
+    shutil.copyfile(model, folder / "tokenizer.model")
+
+
+def find_tokenizer(folder: Path) -> dict[str, str]:
+    """The flags of the tokenizer in a folder of transformers, by field name; empty where there is none."""
+    folder = folder.absolute()
+    if (folder / "tokenizer.json").is_file():
+        return {"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": str(folder)}
+    if (folder / "tokenizer.model").is_file():
+        return {"tokenizer_type": "SentencePieceTokenizer", "tokenizer_model": str(folder / "tokenizer.model")}
+    vocabulary, merges = folder / "vocab.json", folder / "merges.txt"
+    if vocabulary.is_file() and merges.is_file():
+        return {"tokenizer_type": "GPT2BPETokenizer", "vocab_file": str(vocabulary), "merge_file": str(merges)}
+    return {}

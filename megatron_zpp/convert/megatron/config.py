@@ -1,0 +1,250 @@
+"""The flags that Megatron keeps in its checkpoints, and the config that they are here, both ways."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from megatron_zpp.checkpoint import CheckpointError
+from megatron_zpp.checkpoint.model import check_config
+from megatron_zpp.families import GPT, LLAMA, Architecture
+from megatron_zpp.families.decoder_only import NORMALIZATIONS
+from megatron_zpp.models.decoder import DecoderConfig, default_ffn_size
+from megatron_zpp.models.moe import MoEConfig
+
+from .neutral_flags import NEUTRAL, READ
+from .pickles import StandIn
+
+Args = Mapping[str, Any]
+
+# Flags that change the model, and the values that ours has; one that an older version lacks had the first.
+_OURS: dict[str, tuple[Any, ...]] = {
+    "activation_func_clamp_value": (None,),
+    "apply_residual_connection_post_layernorm": (False,),
+    "attention_output_gate": (False,),
+    "embed_layernorm": (False,),
+    "experimental_attention_variant": (None,),
+    "glu_activation": (None, "swiglu"),
+    "glu_linear_offset": (0.0,),
+    "heterogeneous_layers_config_path": (None,),
+    "hybrid_override_pattern": (None,),
+    "is_hybrid_model": (False,),
+    "linear_attention_type": (None,),
+    "mlp_type": ("standard",),
+    "moe_apply_probs_on_input": (False,),
+    "moe_input_jitter_eps": (None, 0.0),
+    "moe_latent_size": (None,),
+    "moe_router_enable_expert_bias": (False,),
+    "moe_router_group_topk": (None,),
+    "moe_router_load_balancing_type": ("aux_loss", "seq_aux_loss", "global_aux_loss", "none"),
+    "moe_router_num_groups": (None,),
+    "moe_router_topk_limited_devices": (None,),
+    "moe_shared_expert_gate": (False,),
+    "mtp_num_layers": (None, 0),
+    "multi_latent_attention": (False,),
+    "no_rope_freq": (None,),
+    "openai_gelu": (False,),
+    "qk_l2_norm": (False,),
+    "quick_geglu": (False,),
+    "rotary_interleaved": (False,),
+    "rotary_seq_len_interpolation_factor": (None, 1),
+    "scale_normalization": (None,),
+    "softmax_scale": (None,),
+    "softmax_type": ("vanilla",),
+    "squared_relu": (False,),
+    "use_mup": (False,),
+    "window_attn_skip_freq": (None,),
+}
+_POSITIONS = ("learned_absolute", "rope", "yarn", "none")
+_OF_DEEPSPEED = {1: "rope", 2: "learned_absolute", 3: "alibi"}  # members of its enumeration
+
+
+def config_of(args: Args, vocab_size: int) -> DecoderConfig:
+    """The model that a run with these flags trained, its vocabulary padded to ``vocab_size``.
+
+    Raises CheckpointError that names every flag whose value our model does not have, or that is no size.
+    """
+    wrong = [
+        f"{name} is {_plain(args[name])!r}"
+        for name, values in _OURS.items()
+        if name in args and _plain(args[name]) not in values
+    ]
+    has_experts = _num_experts(args) is not None
+    wrong += [
+        f"{name} is {_plain(value)!r}, which is not known here"
+        for name, value in args.items()
+        if not (name in _OURS or name in READ or name.startswith(NEUTRAL) or value in (None, False, 0, ""))
+        and (has_experts or not name.startswith("moe_"))
+    ]
+    positions = _position_embedding(args)
+    if positions not in _POSITIONS:
+        wrong.append(f"position_embedding_type is {positions!r}")
+    normalization = NORMALIZATIONS.get(str(args.get("normalization", "LayerNorm")).lower())
+    if normalization is None:
+        wrong.append(f"normalization is {args['normalization']!r}")
+    window, layers_with_experts = args.get("window_size"), args.get("moe_layer_freq", 1)
+    if window is not None and not (isinstance(window, tuple | list) and len(window) == 2 and window[1] in (0, -1)):
+        wrong.append(f"window_size is {window!r}")
+    if _num_experts(args) is not None and type(layers_with_experts) is not int:
+        wrong.append(f"moe_layer_freq is {layers_with_experts!r}")
+    if wrong:
+        raise CheckpointError(f"our models do not have what these flags of the checkpoint ask for: {'; '.join(wrong)}")
+    hidden, heads = size(args, "hidden_size"), size(args, "num_attention_heads")
+    swiglu = bool(args.get("swiglu", False)) or args.get("glu_activation") == "swiglu"
+    rotary = positions in ("rope", "yarn")
+    try:
+        config = DecoderConfig(
+            num_layers=size(args, "num_layers"),
+            hidden_size=hidden,
+            num_attention_heads=heads,
+            vocab_size=vocab_size,
+            max_position_embeddings=longest(args) if positions == "learned_absolute" else None,
+            ffn_hidden_size=args.get("ffn_hidden_size") or default_ffn_size(hidden, swiglu),
+            num_query_groups=_query_groups(args, heads),
+            kv_channels=args.get("kv_channels") or hidden // heads,
+            normalization=normalization or "",
+            norm_epsilon=args.get("norm_epsilon", args.get("layernorm_epsilon", 1e-5)),
+            layernorm_1p=bool(args.get("apply_layernorm_1p", False)),
+            qk_layernorm=bool(args.get("qk_layernorm", False)),
+            swiglu=swiglu,
+            exact_gelu=not swiglu and args.get("bias_gelu_fusion", True) is False,
+            add_bias_linear=bool(args.get("add_bias_linear", True)),
+            add_qkv_bias=bool(args.get("add_qkv_bias", False)) and not args.get("add_bias_linear", True),
+            window_size=None if window is None or window[0] == -1 else window[0],
+            position_embedding_type=positions,
+            rotary_percent=args.get("rotary_percent", 1.0) if rotary else 1.0,
+            rotary_base=args.get("rotary_base", 10000) if rotary else 10000,
+            rope_scaling_factor=(
+                args.get("rope_scaling_factor", 8.0) if rotary and args.get("use_rope_scaling", False) else None
+            ),
+            **(_yarn(args) if positions == "yarn" else {}),
+            attention_dropout=args.get("attention_dropout", 0.1),
+            hidden_dropout=args.get("hidden_dropout", 0.1),
+            init_method_std=args.get("init_method_std", 0.02),
+            tie_embeddings=not args.get("untie_embeddings_and_output_weights", False),
+            moe=_experts(args),
+            moe_layer_freq=layers_with_experts if _num_experts(args) is not None else 1,
+        )
+        check_config(dataclasses.asdict(config), DecoderConfig)
+    except (TypeError, ValueError) as error:
+        raise CheckpointError(f"the checkpoint's flags describe no model ({error})") from error
+    return config
+
+
+def architecture_of(config: DecoderConfig) -> Architecture:
+    """Whose flags are shorter: all models are either's."""
+    is_llama = config.normalization == "RMSNorm" and config.swiglu and config.position_embedding_type == "rope"
+    return LLAMA if is_llama else GPT
+
+
+def longest(args: Args) -> int:
+    """The longest sequence that the model takes."""
+    return size(args, "max_position_embeddings" if args.get("max_position_embeddings") else "seq_length")
+
+
+def size(args: Args, name: str, default: int | None = None) -> int:
+    """A flag that is a number from 1 on. Raises CheckpointError."""
+    value = args.get(name, default)
+    if type(value) is not int or value < 1:
+        raise CheckpointError(f"the checkpoint's flag {name} is {value!r}, not a size")
+    return value
+
+
+def _plain(value: Any) -> Any:
+    """A member of an enumeration as its value."""
+    return value.args[0] if isinstance(value, StandIn) and value.args else value
+
+
+def _position_embedding(args: Args) -> Any:
+    if args.get("use_rotary_position_embeddings", False):
+        return "rope"
+    kind = args.get("position_embedding_type", "learned_absolute")
+    if isinstance(kind, StandIn):
+        kind = _OF_DEEPSPEED.get(_plain(kind))
+    if kind == "learned_absolute" and args.get("add_position_embedding") is False:
+        return "none"
+    return kind
+
+
+def _query_groups(args: Args, heads: int) -> int:
+    if "num_key_value_heads" in args:  # Megatron-DeepSpeed's
+        return args["num_key_value_heads"] or heads
+    return (args.get("num_query_groups") or heads) if args.get("group_query_attention", False) else heads
+
+
+def _yarn(args: Args) -> dict[str, Any]:
+    return {
+        "yarn_scaling_factor": args.get("yarn_rotary_scaling_factor"),
+        "yarn_original_context": args.get("yarn_original_max_position_embeddings"),
+        "yarn_beta_fast": args.get("yarn_beta_fast", 32.0),
+        "yarn_beta_slow": args.get("yarn_beta_slow", 1.0),
+    }
+
+
+def _num_experts(args: Args) -> int | None:
+    number = args.get("num_experts")
+    if isinstance(number, list):  # Megatron-DeepSpeed's
+        number = max(number, default=1)
+    return None if number in (None, 0, 1) else number
+
+
+def _experts(args: Args) -> MoEConfig | None:
+    number = _num_experts(args)
+    if number is None:
+        return None
+    return MoEConfig(
+        num_experts=number,
+        ffn_hidden_size=args.get("moe_ffn_hidden_size") or size(args, "ffn_hidden_size"),
+        router_topk=args.get("moe_router_topk", 2),
+        score_function=args.get("moe_router_score_function", "softmax"),
+        router_pre_softmax=bool(args.get("moe_router_pre_softmax", False)),
+        topk_scaling_factor=args.get("moe_router_topk_scaling_factor") or 1.0,
+        aux_loss_coeff=args.get("moe_aux_loss_coeff", 0.0),
+        z_loss_coeff=args.get("moe_z_loss_coeff") or 0.0,
+        expert_capacity_factor=args.get("moe_expert_capacity_factor"),
+        shared_expert_size=args.get("moe_shared_expert_intermediate_size"),
+    )
+
+
+def args_of(config: DecoderConfig, positions: int) -> argparse.Namespace:
+    """Megatron-LM's flags of a config, as its checkpoints keep them. Raises ValueError for what it does not have."""
+    if config.moe is not None:
+        raise ValueError("a mixture of experts cannot be written for Megatron-LM yet")
+    return argparse.Namespace(
+        num_layers=config.num_layers,
+        hidden_size=config.hidden_size,
+        ffn_hidden_size=config.ffn_size,
+        num_attention_heads=config.num_attention_heads,
+        group_query_attention=config.num_groups != config.num_attention_heads,
+        num_query_groups=config.num_groups,
+        kv_channels=config.head_dim,
+        max_position_embeddings=positions,
+        position_embedding_type=config.position_embedding_type,
+        add_position_embedding=config.position_embedding_type == "learned_absolute",
+        rotary_percent=config.rotary_percent,
+        rotary_base=config.rotary_base,
+        use_rope_scaling=config.rope_scaling_factor is not None,
+        rope_scaling_factor=config.rope_scaling_factor or 8.0,
+        yarn_rotary_scaling_factor=config.yarn_scaling_factor,
+        yarn_original_max_position_embeddings=config.yarn_original_context,
+        yarn_beta_fast=config.yarn_beta_fast,
+        yarn_beta_slow=config.yarn_beta_slow,
+        window_size=None if config.window_size is None else (config.window_size, 0),
+        normalization=config.normalization,
+        norm_epsilon=config.norm_epsilon,
+        apply_layernorm_1p=config.layernorm_1p,
+        qk_layernorm=config.qk_layernorm,
+        swiglu=config.swiglu,
+        bias_gelu_fusion=not config.exact_gelu,
+        add_bias_linear=config.add_bias_linear,
+        add_qkv_bias=config.add_qkv_bias or config.add_bias_linear,
+        attention_dropout=config.attention_dropout,
+        hidden_dropout=config.hidden_dropout,
+        init_method_std=config.init_method_std,
+        untie_embeddings_and_output_weights=not config.tie_embeddings,
+        padded_vocab_size=config.vocab_size,
+        tensor_model_parallel_size=1,
+        pipeline_model_parallel_size=1,
+    )

@@ -1,0 +1,132 @@
+"""The record of one model: all that the rest of the program must know of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor.parallel import ParallelStyle
+
+from megatron_zpp.families.huggingface import HuggingFaceMapping
+from megatron_zpp.models.init import initial_std
+from megatron_zpp.models.transformer import Transformer, TransformerConfig
+from megatron_zpp.parallel.stages import StageModules
+from megatron_zpp.settings.checks import SettingsError, require
+from megatron_zpp.settings.groups import DistributedSettings, ModelSettings
+
+# Functions of a record take its own config class; what calls them knows a TransformerConfig.
+Config = Any
+
+
+@dataclass(frozen=True)
+class BlockActivations:
+    """What autograd keeps of one block, in bytes per token, with fused attention."""
+
+    everything: int
+    linear_layers: int  # with --recompute-granularity selective
+    input: int  # with --recompute-granularity full
+    keys_and_values: int = 0  # of everything, what context-parallel ranks gather
+
+    def of_tensor_parallel_rank(self, ranks: int, sequence_parallel: bool) -> BlockActivations:
+        """What one of so many ranks keeps. Without sequence parallelism all keep what lies between linear layers.
+
+        That is about four vectors of the hidden size: what comes into the block's two halves, and into linear layers.
+        """
+        if ranks == 1:
+            return self
+        alike = 0 if sequence_parallel else self.input
+        return BlockActivations(
+            everything=(self.everything - 4 * alike) // ranks + 4 * alike,
+            linear_layers=(self.linear_layers - 3 * alike) // ranks + 3 * alike,
+            input=(self.input - alike) // ranks + alike,
+            keys_and_values=self.keys_and_values // ranks,
+        )
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """One kind of model. Where an optional part is None, the program refuses what needs it."""
+
+    name: str  # in checkpoints and logs
+    title: str  # in help and messages
+    config_class: type[Config]  # a frozen dataclass: a TransformerConfig
+    module: Callable[[Config], Transformer]
+    # Of flags and a --seq-length: fills in every flag that has a default. Raises SettingsError for what this model does
+    # not have.
+    resolve: Callable[[ModelSettings, int], ModelSettings]
+    build_config: Callable[[ModelSettings, int], Config]  # of completed flags and the padded size of the vocabulary
+    flops_per_token: Callable[[Config, int], float]  # of a forward and backward pass at a --seq-length
+    initial_std: Callable[[str, Config], float] = initial_std  # of a weight, by its name; see ``models.init``
+    # Of the fields that a checkpoint keeps, those of earlier versions too; default config_class.
+    saved_config: Callable[..., Config] | None = None
+    # Published shapes by name: fields of ModelSettings, and ``seq_length`` of TrainingSettings; flags override them.
+    presets: Mapping[str, Mapping[str, object]] = field(default_factory=dict)
+
+    tensor_parallel_plan: Callable[[Config, bool], dict[str, ParallelStyle]] | None = None  # bool: sequence-parallel
+    stages: Callable[[Config], StageModules] | None = None
+    apply_context_parallel: Callable[[Transformer, DeviceMesh], None] | None = None
+    activations: Callable[[Config, int], BlockActivations] | None = None  # int: bytes of an element
+    # Models of transformers that it is imported from, or exported to: the first that can express a config.
+    huggingface: tuple[HuggingFaceMapping, ...] = ()
+    flags: Callable[[Config, int], list[str]] | None = None  # the trainer's, of a config and the number of positions
+
+    @property
+    def script(self) -> str:
+        """The program that trains it."""
+        return f"pretrain_{self.name}.py"
+
+    def build_model(self, settings: ModelSettings, vocab_size: int) -> Transformer:
+        """The model without storage, its vocabulary padded: call ``to_empty`` and ``init_weights`` on it.
+
+        settings: completed. vocab_size: the tokenizer's.
+        """
+        padded = padded_vocab_size(vocab_size, settings.make_vocab_size_divisible_by)
+        return self.build_empty(self.build_config(settings, padded))
+
+    def build_empty(self, config: TransformerConfig) -> Transformer:
+        """The model on the meta device."""
+        with torch.device("meta"):
+            return self.module(config)
+
+    def num_parameters(self, config: TransformerConfig) -> int:
+        """Parameters of the model, tied ones counted once."""
+        return sum(parameter.numel() for parameter in self.build_empty(config).parameters())
+
+    def preset(self, name: str) -> dict[str, Any]:
+        """Settings of a published model, by field name. Raises SettingsError."""
+        require(
+            name in self.presets, f"--preset {name} does not exist; choose from {', '.join(self.presets) or 'none'}"
+        )
+        return dict(self.presets[name])
+
+    def check_parallel(self, distributed: DistributedSettings) -> None:
+        """Raise SettingsError for a kind of parallelism that this model has no description for."""
+        described = {
+            "--tensor-model-parallel-size": (distributed.tensor_model_parallel_size, self.tensor_parallel_plan),
+            "--pipeline-model-parallel-size": (distributed.pipeline_model_parallel_size, self.stages),
+            "--context-parallel-size": (distributed.context_parallel_size, self.apply_context_parallel),
+        }
+        for flag, (size, description) in described.items():
+            if size > 1 and description is None:
+                raise SettingsError(f"{flag} {size}: the architecture {self.name} does not support it; leave it out")
+
+    def huggingface_model(self, config: Config) -> HuggingFaceMapping:
+        """The model of transformers that ``config`` is. Raises ValueError that says why it is none."""
+        if not self.huggingface:
+            raise ValueError(f"the architecture {self.name} has no mapping to a model of Hugging Face transformers")
+        reasons = []
+        for mapping in self.huggingface:
+            try:
+                mapping.to_config(config, 1)
+                return mapping
+            except ValueError as error:
+                reasons.append(str(error))
+        raise ValueError(f"transformers has no such model: {'; '.join(reasons)}")
+
+
+def padded_vocab_size(vocab_size: int, multiple: int) -> int:
+    """``vocab_size`` up to the next multiple: even sizes are faster."""
+    return -(-vocab_size // multiple) * multiple

@@ -1,0 +1,434 @@
+"""The records of decoders: their flags, arithmetic, memory and stages. GPT and Llama differ in defaults alone."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+from megatron_zpp.families.architecture import Architecture, BlockActivations
+from megatron_zpp.families.huggingface import HuggingFaceMapping
+from megatron_zpp.models.decoder import Decoder, DecoderConfig, default_ffn_size
+from megatron_zpp.models.moe import MoEConfig
+from megatron_zpp.parallel.context import apply_context_parallel
+from megatron_zpp.parallel.plans import decoder_plan
+from megatron_zpp.parallel.stages import StageModules
+from megatron_zpp.settings.checks import flag_of, require
+from megatron_zpp.settings.groups import ModelSettings, all_flags
+
+_MEGATRONS = {field.name: field.default for field in dataclasses.fields(DecoderConfig)}
+
+
+def decoder(
+    name: str,
+    title: str,
+    defaults: Mapping[str, object],
+    presets: Mapping[str, Mapping[str, object]],
+    huggingface: tuple[HuggingFaceMapping, ...],
+) -> Architecture:
+    """A record. defaults: fields of the config whose default is not Megatron's, which ``DecoderConfig`` has."""
+    defaults = _MEGATRONS | dict(defaults)
+    return Architecture(
+        name=name,
+        title=title,
+        config_class=DecoderConfig,
+        module=Decoder,
+        resolve=partial(resolve, defaults=defaults),
+        build_config=build_config,
+        saved_config=partial(saved_config, defaults=defaults),
+        flops_per_token=flops_per_token,
+        presets=presets,
+        tensor_parallel_plan=decoder_plan,
+        stages=stages,
+        apply_context_parallel=apply_context_parallel,
+        activations=activations,
+        huggingface=huggingface,
+        flags=partial(flags_of, defaults=defaults),
+    )
+
+
+# From flags to a config, and back
+
+
+def check_shape(model: ModelSettings) -> None:
+    """Raise SettingsError unless layers, width and heads are given."""
+    shape = ("num_layers", "hidden_size", "num_attention_heads")
+    missing = [flag_of(name) for name in shape if getattr(model, name) is None]
+    require(not missing, f"how large is the model? give {', '.join(missing)}, or a model with --preset")
+
+
+def resolve(model: ModelSettings, seq_length: int, defaults: Mapping[str, Any]) -> ModelSettings:
+    """Completed flags. Raises SettingsError where they do not fit together."""
+    check_shape(model)
+    assert model.hidden_size and model.num_attention_heads
+    hidden, heads = model.hidden_size, model.num_attention_heads
+    require(
+        model.kv_channels is not None or hidden % heads == 0,
+        f"--hidden-size {hidden} is not divisible by --num-attention-heads {heads}; change one or give --kv-channels",
+    )
+    # Megatron's default of --num-query-groups is 1; without --group-query-attention every head has its own group.
+    groups = (model.num_query_groups or 1) if model.group_query_attention else heads
+    require(
+        heads % groups == 0,
+        f"--num-attention-heads {heads} is not divisible by --num-query-groups {groups}; change one",
+    )
+    length = model.max_position_embeddings or seq_length
+    require(
+        seq_length <= length,
+        f"--seq-length {seq_length} is longer than --max-position-embeddings {length}; raise the latter",
+    )
+    tie, untie = model.tie_embeddings_and_output_weights, model.untie_embeddings_and_output_weights
+    require(
+        not (tie and untie),
+        "--tie-embeddings-and-output-weights and --untie-embeddings-and-output-weights exclude each other; give one",
+    )
+    tied = tie or (defaults["tie_embeddings"] and not untie)
+    swiglu = model.swiglu or defaults["swiglu"]
+    model = dataclasses.replace(
+        model,
+        ffn_hidden_size=model.ffn_hidden_size or default_ffn_size(hidden, swiglu),
+        kv_channels=model.kv_channels or hidden // heads,
+        num_query_groups=groups,
+        max_position_embeddings=length,
+        normalization=NORMALIZATIONS[(model.normalization or defaults["normalization"]).lower()],
+        swiglu=swiglu,
+        disable_bias_linear=model.disable_bias_linear or not defaults["add_bias_linear"],
+        position_embedding_type=model.position_embedding_type or defaults["position_embedding_type"],
+        attention_dropout=_first(model.attention_dropout, defaults["attention_dropout"]),
+        hidden_dropout=_first(model.hidden_dropout, defaults["hidden_dropout"]),
+        untie_embeddings_and_output_weights=not tied,
+        tie_embeddings_and_output_weights=tied,
+    )
+    require(
+        model.disable_bias_linear or not model.add_qkv_bias,
+        "--add-qkv-bias adds nothing: all linear layers have biases; give --disable-bias-linear too, or leave it out",
+    )
+    _check_positions(model)
+    _window(model)
+    if model.num_experts is not None:
+        shared = model.moe_shared_expert_intermediate_size
+        model = dataclasses.replace(
+            model,
+            moe_ffn_hidden_size=model.moe_ffn_hidden_size or model.ffn_hidden_size,
+            moe_shared_expert_intermediate_size=shared or (model.ffn_hidden_size if model.moe_residual else None),
+        )
+        _check_experts(model)
+    return model
+
+
+def _first(given: float | None, default: float) -> float:
+    return default if given is None else given
+
+
+NORMALIZATIONS = {"layernorm": "LayerNorm", "rmsnorm": "RMSNorm"}  # Megatron-DeepSpeed's names and Megatron-LM's
+_ROTARY = ("rotary_base", "rotary_percent", "use_rope_scaling")
+_YARN = ("yarn_rotary_scaling_factor", "yarn_original_max_position_embeddings", "yarn_beta_fast", "yarn_beta_slow")
+
+
+def _check_positions(model: ModelSettings) -> None:
+    """Raise SettingsError for flags about another kind of positions than the model's."""
+    kind = model.position_embedding_type
+    for names, kinds in (_ROTARY, ("rope", "yarn")), (_YARN, ("yarn",)):
+        for name in names:
+            require(
+                kind in kinds or getattr(model, name) == all_flags()[name].default,
+                f"{flag_of(name)} is of --position-embedding-type {' or '.join(kinds)}, and this model's is {kind}",
+            )
+    if kind not in ("rope", "yarn"):
+        return
+    assert model.kv_channels
+    rotated = int(model.kv_channels * model.rotary_percent)
+    require(
+        rotated % 2 == 0 and rotated > 0,
+        f"rotary embeddings need an even number of channels per head, got {rotated}; change --hidden-size, "
+        "--num-attention-heads or --rotary-percent, or give --kv-channels",
+    )
+    if kind == "yarn":
+        for name in _YARN[:2]:
+            require(getattr(model, name) is not None, f"--position-embedding-type yarn needs {flag_of(name)}")
+        require(not model.use_rope_scaling, "--use-rope-scaling and --position-embedding-type yarn exclude each other")
+        require(model.rotary_base > 1, "--position-embedding-type yarn needs a --rotary-base above 1")
+        require(
+            model.yarn_beta_fast > model.yarn_beta_slow,
+            f"--yarn-beta-fast {model.yarn_beta_fast:g} must be above --yarn-beta-slow {model.yarn_beta_slow:g}",
+        )
+
+
+def _check_experts(model: ModelSettings) -> None:
+    """Raise SettingsError for experts that do not fit."""
+    assert model.num_experts and model.num_layers
+    per_layer = model.moe_experts_per_layer
+    blocks = range(model.moe_first_layer - 1, model.num_layers, model.moe_layer_freq)
+    numbers = [str(model.num_experts)] if per_layer is None else per_layer.split(",")
+    require(
+        all(number.isdecimal() and 1 <= int(number) <= model.num_experts for number in numbers),
+        f"--moe-experts-per-layer {per_layer} must be numbers from 1 to --num-experts {model.num_experts}, as 32,32,64",
+    )
+    require(
+        per_layer is None or len(numbers) == len(blocks),
+        f"--moe-experts-per-layer {per_layer} has {len(numbers)} numbers, and {len(blocks)} of --num-layers "
+        f"{model.num_layers} have experts: give one for each",
+    )
+    require(
+        model.moe_router_topk <= min(map(int, numbers)),
+        f"--moe-router-topk {model.moe_router_topk} is more than --num-experts {model.num_experts}, or than one of "
+        f"--moe-experts-per-layer {per_layer or model.num_experts}",
+    )
+    require(
+        model.moe_router_topk > 1 or model.moe_router_pre_softmax or model.moe_router_score_function == "sigmoid",
+        "--moe-router-topk 1 weighs the only expert by 1, whatever the router says, so that it learns nothing from the "
+        "loss: give --moe-router-pre-softmax too",
+    )
+    require(
+        not (model.moe_router_pre_softmax and model.moe_router_score_function == "sigmoid"),
+        "--moe-router-pre-softmax is about softmax; leave it out with --moe-router-score-function sigmoid",
+    )
+    require(
+        not (model.moe_router_enable_expert_bias and model.moe_router_score_function == "softmax"),
+        "--moe-router-enable-expert-bias needs --moe-router-score-function sigmoid: give it too",
+    )
+    require(
+        not (model.moe_aux_loss_coeff and model.moe_router_load_balancing_type == "none"),
+        f"--moe-aux-loss-coeff {model.moe_aux_loss_coeff:g} and --moe-router-load-balancing-type none exclude each "
+        "other; give one",
+    )
+    require(
+        model.moe_layer_freq <= model.num_layers,
+        f"--moe-layer-freq {model.moe_layer_freq} is more than --num-layers {model.num_layers}; give at most that",
+    )
+    require(
+        model.moe_first_layer <= model.num_layers,
+        f"--moe-first-layer {model.moe_first_layer} is more than --num-layers {model.num_layers}; give at most that",
+    )
+
+
+def _window(model: ModelSettings) -> int | None:
+    """How many tokens before it a token attends to; None for all. Raises SettingsError."""
+    if model.window_size is None:
+        return None
+    left, _, right = model.window_size.strip("()").replace(" ", "").partition(",")
+    require(
+        left.isdecimal() and 1 <= int(left) < 2**31 and right == "0",
+        f"--window-size {model.window_size} must be LEFT,0: a token attends to LEFT tokens before it, at least 1, and "
+        "to none after it",
+    )
+    return int(left)
+
+
+def _experts(model: ModelSettings) -> MoEConfig | None:
+    if model.num_experts is None:
+        return None
+    assert model.moe_ffn_hidden_size
+    return MoEConfig(
+        num_experts=model.num_experts,
+        ffn_hidden_size=model.moe_ffn_hidden_size,
+        router_topk=model.moe_router_topk,
+        score_function=model.moe_router_score_function,
+        router_pre_softmax=model.moe_router_pre_softmax,
+        topk_scaling_factor=model.moe_router_topk_scaling_factor,
+        aux_loss_coeff=model.moe_aux_loss_coeff,
+        z_loss_coeff=model.moe_z_loss_coeff,
+        expert_capacity_factor=model.moe_expert_capacity_factor,
+        eval_capacity_factor=model.moe_eval_capacity_factor,
+        min_capacity=model.moe_min_capacity,
+        shared_expert_size=model.moe_shared_expert_intermediate_size,
+        residual=model.moe_residual,
+        bias_update_rate=model.moe_router_bias_update_rate if model.moe_router_enable_expert_bias else None,
+    )
+
+
+def build_config(model: ModelSettings, vocab_size: int) -> DecoderConfig:
+    """model: of ``resolve``."""
+    assert model.num_layers and model.hidden_size and model.num_attention_heads
+    assert model.normalization and model.position_embedding_type
+    assert model.attention_dropout is not None and model.hidden_dropout is not None
+    return DecoderConfig(
+        num_layers=model.num_layers,
+        hidden_size=model.hidden_size,
+        num_attention_heads=model.num_attention_heads,
+        vocab_size=vocab_size,
+        max_position_embeddings=(
+            model.max_position_embeddings if model.position_embedding_type == "learned_absolute" else None
+        ),
+        ffn_hidden_size=model.ffn_hidden_size,
+        num_query_groups=model.num_query_groups,
+        kv_channels=model.kv_channels,
+        normalization=model.normalization,
+        norm_epsilon=model.norm_epsilon,
+        layernorm_1p=model.apply_layernorm_1p,
+        qk_layernorm=model.qk_layernorm,
+        swiglu=model.swiglu,
+        exact_gelu=model.no_bias_gelu_fusion and not model.swiglu,
+        add_bias_linear=not model.disable_bias_linear,
+        add_qkv_bias=model.add_qkv_bias,
+        window_size=_window(model),
+        position_embedding_type=model.position_embedding_type,
+        rotary_percent=model.rotary_percent,
+        rotary_base=model.rotary_base,
+        rope_scaling_factor=model.rope_scaling_factor if model.use_rope_scaling else None,
+        yarn_scaling_factor=model.yarn_rotary_scaling_factor,
+        yarn_original_context=model.yarn_original_max_position_embeddings,
+        yarn_beta_fast=model.yarn_beta_fast,
+        yarn_beta_slow=model.yarn_beta_slow,
+        attention_dropout=model.attention_dropout,
+        hidden_dropout=model.hidden_dropout,
+        init_method_std=model.init_method_std,
+        tie_embeddings=model.tie_embeddings_and_output_weights,
+        moe=_experts(model),
+        moe_layer_freq=model.moe_layer_freq,
+        moe_first_layer=model.moe_first_layer,
+        moe_experts_per_layer=model.moe_experts_per_layer,
+    )
+
+
+def saved_config(defaults: Mapping[str, Any], **fields: Any) -> DecoderConfig:
+    """A config of the fields that a checkpoint keeps, with every width filled in.
+
+    Earlier versions had a class for GPT and one for Llama: what these had none of is what they were, ``defaults``.
+    """
+    if isinstance(experts := fields.get("moe"), Mapping):
+        fields["moe"] = MoEConfig(**experts)
+    config = DecoderConfig(**{**defaults, **fields})
+    return dataclasses.replace(
+        config, ffn_hidden_size=config.ffn_size, num_query_groups=config.num_groups, kv_channels=config.head_dim
+    )
+
+
+def flags_of(config: DecoderConfig, positions: int, defaults: Mapping[str, Any]) -> list[str]:
+    """The trainer's flags that become ``config``. positions: the longest sequence."""
+    sizes = {
+        "--num-layers": config.num_layers,
+        "--hidden-size": config.hidden_size,
+        "--ffn-hidden-size": config.ffn_size,
+        "--num-attention-heads": config.num_attention_heads,
+        "--kv-channels": config.head_dim,
+        "--max-position-embeddings": positions,
+        "--norm-epsilon": config.norm_epsilon,
+        # However few ids the tokenizer has, they are padded to this.
+        "--make-vocab-size-divisible-by": config.vocab_size,
+        "--attention-dropout": config.attention_dropout,
+        "--hidden-dropout": config.hidden_dropout,
+        "--init-method-std": config.init_method_std,
+    }
+    words = [word for flag, value in sizes.items() for word in (flag, str(value))]
+    if config.num_groups != config.num_attention_heads:
+        words += ["--group-query-attention", "--num-query-groups", str(config.num_groups)]
+    values = {
+        "normalization": "--normalization",
+        "position_embedding_type": "--position-embedding-type",
+        "rotary_base": "--rotary-base",
+        "rotary_percent": "--rotary-percent",
+        "yarn_scaling_factor": "--yarn-rotary-scaling-factor",
+        "yarn_original_context": "--yarn-original-max-position-embeddings",
+        "yarn_beta_fast": "--yarn-beta-fast",
+        "yarn_beta_slow": "--yarn-beta-slow",
+    }
+    for name, flag in values.items():
+        if getattr(config, name) != defaults[name]:
+            words += [flag, str(getattr(config, name))]
+    switches = {
+        "swiglu": "--swiglu",
+        "exact_gelu": "--no-bias-gelu-fusion",
+        "add_bias_linear": "--disable-bias-linear",
+        "add_qkv_bias": "--add-qkv-bias",
+        "qk_layernorm": "--qk-layernorm",
+        "layernorm_1p": "--apply-layernorm-1p",
+        "tie_embeddings": f"--{'tie' if config.tie_embeddings else 'untie'}-embeddings-and-output-weights",
+    }
+    words += [flag for name, flag in switches.items() if getattr(config, name) != defaults[name]]
+    if config.rope_scaling_factor is not None:
+        words += ["--use-rope-scaling", "--rope-scaling-factor", str(config.rope_scaling_factor)]
+    if config.window_size is not None:
+        words += ["--window-size", f"{config.window_size},0"]
+    if config.moe is not None:
+        words += ["--moe-layer-freq", str(config.moe_layer_freq), *_flags_of_experts(config.moe)]
+        words += ["--moe-first-layer", str(config.moe_first_layer)]
+        if config.moe_experts_per_layer is not None:
+            words += ["--moe-experts-per-layer", config.moe_experts_per_layer]
+    return words
+
+
+def _flags_of_experts(moe: MoEConfig) -> list[str]:
+    flags = {
+        "--num-experts": moe.num_experts,
+        "--moe-ffn-hidden-size": moe.ffn_hidden_size,
+        "--moe-router-topk": moe.router_topk,
+        "--moe-router-score-function": moe.score_function,
+        "--moe-router-topk-scaling-factor": moe.topk_scaling_factor,
+        "--moe-aux-loss-coeff": moe.aux_loss_coeff,
+        "--moe-z-loss-coeff": moe.z_loss_coeff,
+        "--moe-expert-capacity-factor": moe.expert_capacity_factor,
+        "--moe-eval-capacity-factor": moe.eval_capacity_factor,
+        "--moe-min-capacity": moe.min_capacity if moe.expert_capacity_factor is not None else None,
+        "--moe-shared-expert-intermediate-size": moe.shared_expert_size,
+    }
+    if moe.bias_update_rate is not None:
+        flags["--moe-router-bias-update-rate"] = moe.bias_update_rate
+    words = [word for flag, value in flags.items() if value is not None for word in (flag, str(value))]
+    words += ["--moe-residual"] if moe.residual else []
+    words += ["--moe-router-enable-expert-bias"] if moe.bias_update_rate is not None else []
+    return [*words, "--moe-router-pre-softmax"] if moe.router_pre_softmax else words
+
+
+# What it costs
+
+
+def flops_per_token(config: DecoderConfig, seq_length: int) -> float:
+    """Floating-point operations per token of one forward and backward pass, by Megatron-LM's convention.
+
+    Each weight of a linear layer costs 6 (a multiplication and an addition, once forward and twice backward), the
+    output layer with its padded vocabulary included. Attention is counted as causal: a token attends to half of the
+    sequence, or with a window to what of it is within. Embedding look-ups, norms and activation recomputation count
+    nothing.
+    """
+    hidden = config.hidden_size
+    queries = config.num_attention_heads * config.head_dim
+    keys = config.num_groups * config.head_dim
+
+    attention_weights = hidden * (queries + 2 * keys) + queries * hidden
+    # Of a mixture of experts a token meets the router, the experts that it goes to, and the shared one.
+    widths, router = [config.ffn_size] * config.num_layers, 0
+    if (moe := config.moe) is not None:
+        for layer in config.layers_with_experts:
+            widths[layer] = moe.router_topk * moe.ffn_hidden_size + (moe.shared_expert_size or 0)
+        router = hidden * sum(config.experts_of_layers)
+    mlp_weights = (3 if config.swiglu else 2) * hidden * sum(widths)
+    weights = config.num_layers * attention_weights + mlp_weights + router + hidden * config.vocab_size
+    attended = seq_length / 2  # tokens, on average
+    if config.window_size is not None and config.window_size + 1 < seq_length:
+        window = config.window_size + 1
+        attended = window - window**2 / (2 * seq_length)
+    # Scores and their product with the values: each 2 * queries * attended forward, and twice that backward.
+    attention = config.num_layers * 12 * queries * attended
+    return float(6 * weights + attention)
+
+
+def activations(config: DecoderConfig, itemsize: int) -> BlockActivations:
+    """What autograd keeps of a block; ``itemsize``: bytes of an element. GPT with dropout: 34 S B H in 16 bit."""
+    hidden, queries = config.hidden_size, config.num_attention_heads * config.head_dim
+    keys, ffn = config.num_groups * config.head_dim, config.ffn_size
+    attention = 2 * queries + 2 * keys  # q, k, v, result
+    before_norms = queries + keys if config.qk_layernorm else 0
+    # Vectors of the MLP's width: what linear layers from hidden_size make, and all that is kept. GELU keeps what fc1
+    # makes, and fc2 what GELU makes. SwiGLU keeps gate and up, what SiLU makes of the gate, and the product.
+    outputs, kept = (2, 4) if config.swiglu else (1, 2)
+    if (moe := config.moe) is not None:  # the largest blocks: of each of a token's experts the same, input and output
+        ffn = moe.router_topk * moe.ffn_hidden_size + (moe.shared_expert_size or 0)
+        before_norms += 2 * moe.router_topk * hidden
+    masks = 2 * hidden if config.hidden_dropout > 0 else 0  # a byte each
+    return BlockActivations(
+        everything=itemsize * (4 * hidden + attention + before_norms + kept * ffn) + masks,
+        linear_layers=itemsize * (3 * hidden + attention + outputs * ffn),
+        input=itemsize * hidden,
+        keys_and_values=itemsize * 2 * keys,
+    )
+
+
+def stages(config: DecoderConfig) -> StageModules:
+    learned = config.position_embedding_type == "learned_absolute"
+    return StageModules(
+        first=("word_embeddings", "position_embeddings") if learned else ("word_embeddings",),
+        last=("final_norm",) if config.tie_embeddings else ("final_norm", "output_layer"),
+        tied="word_embeddings" if config.tie_embeddings else None,
+    )

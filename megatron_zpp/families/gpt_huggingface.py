@@ -1,0 +1,128 @@
+"""GPT as transformers' GPT-2."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from torch import Tensor
+
+from megatron_zpp.families.huggingface import (
+    HuggingFaceMapping,
+    Weight,
+    require_fields,
+    require_sizes,
+    require_values,
+    same,
+    same_weight_and_bias,
+)
+from megatron_zpp.models.decoder import DecoderConfig
+
+# Fields of our config that its own says, or that only training needs; and values that others must have.
+WRITTEN = (
+    *("num_layers", "hidden_size", "num_attention_heads", "vocab_size", "max_position_embeddings", "ffn_hidden_size"),
+    *("num_query_groups", "kv_channels", "norm_epsilon", "exact_gelu", "attention_dropout", "hidden_dropout"),
+    *("init_method_std", "tie_embeddings"),
+)
+OURS: dict[str, tuple[Any, ...]] = {
+    "normalization": ("LayerNorm",),
+    "add_bias_linear": (True,),
+    "position_embedding_type": ("learned_absolute",),
+}
+
+
+def to_config(config: DecoderConfig, positions: int) -> dict[str, Any]:
+    """config.json; the number of positions is the configuration's own."""
+    require_fields(config, "GPT-2", OURS, WRITTEN)
+    hidden, heads = config.hidden_size, config.num_attention_heads
+    if config.num_groups != heads:
+        raise ValueError(f"GPT-2 does not have grouped queries ({config.num_groups} groups for {heads} heads)")
+    if config.head_dim * heads != hidden:
+        raise ValueError(
+            f"transformers' GPT-2 has heads of hidden_size / num_attention_heads = {hidden} / {heads} channels; "
+            f"this model's have {config.head_dim} (--kv-channels), so it cannot be exported"
+        )
+    return {
+        "architectures": ["GPT2LMHeadModel"],
+        "model_type": "gpt2",
+        "vocab_size": config.vocab_size,
+        "n_positions": config.max_position_embeddings,
+        "n_embd": hidden,
+        "n_layer": config.num_layers,
+        "n_head": heads,
+        "n_inner": config.ffn_size,
+        "activation_function": "gelu" if config.exact_gelu else "gelu_new",  # the tanh approximation
+        "resid_pdrop": config.hidden_dropout,
+        "embd_pdrop": config.hidden_dropout,
+        "attn_pdrop": config.attention_dropout,
+        "layer_norm_epsilon": config.norm_epsilon,
+        "initializer_range": config.init_method_std,
+        "tie_word_embeddings": config.tie_embeddings,
+    }
+
+
+def from_config(hf: Mapping[str, Any]) -> tuple[DecoderConfig, int]:
+    require_sizes(hf, "n_layer", "n_embd", "n_head", "vocab_size", "n_positions")
+    require_values(
+        hf,
+        {
+            "activation_function": ("gelu", "gelu_new", "gelu_pytorch_tanh"),
+            "scale_attn_weights": (True,),
+            "scale_attn_by_inverse_layer_idx": (False,),
+            "add_cross_attention": (False,),
+        },
+    )
+    hidden, heads = hf["n_embd"], hf["n_head"]
+    config = DecoderConfig(
+        num_layers=hf["n_layer"],
+        hidden_size=hidden,
+        num_attention_heads=heads,
+        vocab_size=hf["vocab_size"],
+        max_position_embeddings=hf["n_positions"],
+        ffn_hidden_size=hf["n_inner"] or 4 * hidden,
+        num_query_groups=heads,
+        kv_channels=hidden // heads,
+        norm_epsilon=hf["layer_norm_epsilon"],
+        exact_gelu=hf["activation_function"] == "gelu",
+        attention_dropout=hf["attn_pdrop"],
+        hidden_dropout=hf["resid_pdrop"],
+        init_method_std=hf["initializer_range"],
+        tie_embeddings=hf["tie_word_embeddings"],
+    )
+    return config, hf["n_positions"]
+
+
+def weights(config: DecoderConfig) -> Iterator[Weight]:
+    heads, head_dim = config.num_attention_heads, config.head_dim
+
+    # GPT-2 has the rows of all queries, then of all keys, then of all values; we have q, k, v head by head.
+    def by_kind(x: Tensor) -> Tensor:
+        return x.unflatten(0, (heads, 3, head_dim)).transpose(0, 1).flatten(0, 2)
+
+    def by_head(x: Tensor) -> Tensor:
+        return x.unflatten(0, (3, heads, head_dim)).transpose(0, 1).flatten(0, 2)
+
+    yield same("word_embeddings.weight", "transformer.wte.weight")
+    yield same("position_embeddings.weight", "transformer.wpe.weight")
+    for layer in range(config.num_layers):
+        ours, theirs = f"layers.{layer}", f"transformer.h.{layer}"
+        yield from same_weight_and_bias(f"{ours}.input_norm", f"{theirs}.ln_1")
+        qkv, c_attn = f"{ours}.self_attention.linear_qkv", f"{theirs}.attn.c_attn"
+        yield Weight(f"{qkv}.weight", (f"{c_attn}.weight",), lambda x: (by_kind(x).t(),), lambda x: by_head(x.t()))
+        yield Weight(f"{qkv}.bias", (f"{c_attn}.bias",), lambda x: (by_kind(x),), by_head)
+        yield from _transposed(f"{ours}.self_attention.linear_proj", f"{theirs}.attn.c_proj")
+        yield from same_weight_and_bias(f"{ours}.pre_mlp_norm", f"{theirs}.ln_2")
+        yield from _transposed(f"{ours}.mlp.linear_fc1", f"{theirs}.mlp.c_fc")
+        yield from _transposed(f"{ours}.mlp.linear_fc2", f"{theirs}.mlp.c_proj")
+    yield from same_weight_and_bias("final_norm", "transformer.ln_f")
+    if not config.tie_embeddings:
+        yield same("output_layer.weight", "lm_head.weight")
+
+
+def _transposed(ours: str, theirs: str) -> Iterator[Weight]:
+    """GPT-2's Conv1D, which is a Linear whose weight is [in, out]."""
+    yield Weight(f"{ours}.weight", (f"{theirs}.weight",), lambda x: (x.t(),), lambda x: x.t())
+    yield same(f"{ours}.bias", f"{theirs}.bias")
+
+
+GPT2 = HuggingFaceMapping("gpt2", to_config, from_config, weights)

@@ -1,0 +1,384 @@
+"""Llama and its relatives as models of transformers; ``FAMILIES`` says in what they differ."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_zpp.families.huggingface import (
+    HuggingFaceMapping,
+    InMemory,
+    Weight,
+    require_fields,
+    require_sizes,
+    require_values,
+    same,
+)
+from megatron_zpp.models.decoder import DecoderConfig
+from megatron_zpp.models.moe import MoEConfig
+
+# Fields of our config that theirs say, or that only training needs.
+WRITTEN = (
+    *("num_layers", "hidden_size", "num_attention_heads", "vocab_size", "ffn_hidden_size", "num_query_groups"),
+    *("kv_channels", "norm_epsilon", "rotary_base", "rope_scaling_factor", "attention_dropout", "hidden_dropout"),
+    *("yarn_scaling_factor", "yarn_original_context", "yarn_beta_fast", "yarn_beta_slow"),
+    *("init_method_std", "tie_embeddings"),
+)
+WRITTEN_OF_EXPERTS = ("num_experts", "ffn_hidden_size", "router_topk", "aux_loss_coeff", "z_loss_coeff", "min_capacity")
+# What all of them have: fields of our config, and the values that they may have.
+OURS: dict[str, tuple[Any, ...]] = {
+    "normalization": ("RMSNorm",),
+    "swiglu": (True,),
+    "add_bias_linear": (False,),
+    "position_embedding_type": ("rope", "yarn"),
+}
+# What Llama 3.1's scaling of rotary frequencies has beside its factor: constants in ``models.rotary``.
+LLAMA3_SCALING = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+
+
+@dataclass(frozen=True)
+class Window:
+    """How a sliding window is written in config.json, where it counts the token itself too."""
+
+    write: Callable[[DecoderConfig], dict[str, Any]]
+    read: Callable[[Mapping[str, Any]], int | None]
+
+
+def _write_window(config: DecoderConfig) -> dict[str, Any]:
+    return {"sliding_window": None if config.window_size is None else config.window_size + 1}
+
+
+def _read_window(hf: Mapping[str, Any]) -> int | None:
+    return None if hf["sliding_window"] is None else hf["sliding_window"] - 1
+
+
+def _write_window_of_qwen(config: DecoderConfig) -> dict[str, Any]:
+    has_window = config.window_size is not None
+    layers = 0 if has_window else config.num_layers  # which come before those that have it
+    return _write_window(config) | {"use_sliding_window": has_window, "max_window_layers": layers}
+
+
+def _read_window_of_qwen(hf: Mapping[str, Any]) -> int | None:
+    if not hf["use_sliding_window"] or hf["sliding_window"] is None:
+        return None
+    first, layers = hf["max_window_layers"], hf["num_hidden_layers"]
+    kinds = hf.get("layer_types") or ["full_attention" if i < first else "sliding_attention" for i in range(layers)]
+    if len(set(kinds)) > 1:
+        raise ValueError(
+            "layer_types has both full_attention and sliding_attention, or max_window_layers "
+            f"{first} is between 0 and num_hidden_layers {layers}: our window is the same in all layers"
+        )
+    return _read_window(hf) if kinds[0] == "sliding_attention" else None
+
+
+@dataclass(frozen=True)
+class Experts:
+    """How a mixture of experts is written, in config.json and among the tensors of a layer."""
+
+    number: str  # keys: how many there are,
+    width: str  # and how wide one is
+    module: str
+    projections: tuple[str, str, str]  # gate, up and down
+    pre_softmax: str | None = None  # the key that is false where scores are softmax over all experts; None: never
+
+    def write(self, moe: MoEConfig, num_layers: int) -> dict[str, Any]:
+        values = {
+            self.number: moe.num_experts,
+            self.width: moe.ffn_hidden_size,
+            "num_experts_per_tok": moe.router_topk,
+            # Theirs is a mean over layers, and counts each of a token's choices whole.
+            "router_aux_loss_coef": moe.aux_loss_coeff * num_layers / moe.router_topk,
+        }
+        return values if self.pre_softmax is None else values | {self.pre_softmax: not moe.router_pre_softmax}
+
+    def read(self, hf: Mapping[str, Any]) -> MoEConfig:
+        # Version 5 calls the number so in every family.
+        number = "num_local_experts" if "num_local_experts" in hf else self.number
+        require_sizes(hf, number, self.width, "num_experts_per_tok")
+        return MoEConfig(
+            num_experts=hf[number],
+            ffn_hidden_size=hf[self.width],
+            router_topk=hf["num_experts_per_tok"],
+            router_pre_softmax=self.pre_softmax is not None and not hf[self.pre_softmax],
+            aux_loss_coeff=hf["router_aux_loss_coef"] * hf["num_experts_per_tok"] / hf["num_hidden_layers"],
+        )
+
+    def weights(self, ours: str, theirs: str, moe: MoEConfig) -> Iterator[Weight]:
+        """Of one layer's experts, which we have one below the other."""
+
+        def apart(x: Tensor) -> tuple[Tensor, ...]:
+            return x.unflatten(0, (moe.num_experts, -1)).unbind(0)
+
+        def one_below_the_other(*experts: Tensor) -> Tensor:
+            return torch.cat(experts)
+
+        yield same(f"{ours}.router.weight", f"{theirs}.gate.weight")
+        for layer, name in zip(("fc1_gate", "fc1_up", "fc2"), self._tensors(theirs, moe), strict=True):
+            yield Weight(f"{ours}.experts.linear_{layer}.weight", name, apart, one_below_the_other)
+
+    def in_memory(self, layer: str, moe: MoEConfig) -> Iterator[InMemory]:
+        """What version 5 makes of a layer's tensors: experts [E, out, in], gate and up one below the other."""
+
+        def gates_and_ups(*experts: Tensor) -> Tensor:
+            gates, ups = experts[: moe.num_experts], experts[moe.num_experts :]
+            return torch.stack([torch.cat(pair) for pair in zip(gates, ups, strict=True)])
+
+        def stack(*experts: Tensor) -> Tensor:
+            return torch.stack(experts)
+
+        theirs = f"{layer}.{self.module}"
+        gates, ups, downs = self._tensors(theirs, moe)
+        yield InMemory(f"{layer}.mlp.gate.weight", (f"{theirs}.gate.weight",), lambda x: x)
+        yield InMemory(f"{layer}.mlp.experts.gate_up_proj", gates + ups, gates_and_ups)
+        yield InMemory(f"{layer}.mlp.experts.down_proj", downs, stack)
+
+    def _tensors(self, theirs: str, moe: MoEConfig) -> list[tuple[str, ...]]:
+        """Names of all gates, ups and downs."""
+        experts = range(moe.num_experts)
+        return [tuple(f"{theirs}.experts.{i}.{name}.weight" for i in experts) for name in self.projections]
+
+
+@dataclass(frozen=True)
+class Family:
+    """In what one of transformers' models differs from the others here."""
+
+    model_type: str
+    class_name: str
+    add_qkv_bias: bool = False
+    qk_layernorm: bool = False
+    window: Window | None = None
+    has_head_dim: bool = True  # else heads are of hidden_size / num_attention_heads channels
+    experts: Experts | None = None
+    always: Mapping[str, Any] = field(default_factory=dict)  # further keys of config.json, and their only value
+
+    @property
+    def ours(self) -> dict[str, tuple[Any, ...]]:
+        """Fields of our config, and the values that they may have."""
+        return OURS | {"add_qkv_bias": (self.add_qkv_bias,), "qk_layernorm": (self.qk_layernorm,)}
+
+    @property
+    def written(self) -> tuple[str, ...]:
+        """Fields of our config that config.json says."""
+        own = {"moe": self.experts is not None, "window_size": self.window is not None}
+        return (*WRITTEN, *(name for name, is_said in own.items() if is_said))
+
+    def require_experts(self, config: DecoderConfig) -> None:
+        """Raise ValueError that names what of our mixture of experts this family does not have."""
+        if self.experts is None:
+            return
+        if config.moe is None:
+            raise ValueError(f"{self.model_type} does not have layers without experts")
+        written = WRITTEN_OF_EXPERTS + (("router_pre_softmax",) if self.experts.pre_softmax is not None else ())
+        require_fields(config.moe, self.model_type, {}, written)
+
+
+FAMILIES = (
+    Family("llama", "LlamaForCausalLM", always={"attention_bias": False, "mlp_bias": False}),
+    Family("mistral", "MistralForCausalLM", window=Window(_write_window, _read_window)),
+    Family(
+        "qwen2",
+        "Qwen2ForCausalLM",
+        add_qkv_bias=True,
+        window=Window(_write_window_of_qwen, _read_window_of_qwen),
+        has_head_dim=False,
+    ),
+    Family(
+        "qwen3",
+        "Qwen3ForCausalLM",
+        qk_layernorm=True,
+        window=Window(_write_window_of_qwen, _read_window_of_qwen),
+        always={"attention_bias": False},
+    ),
+    Family(
+        "mixtral",
+        "MixtralForCausalLM",
+        window=Window(_write_window, _read_window),
+        experts=Experts("num_local_experts", "intermediate_size", "block_sparse_moe", ("w1", "w3", "w2")),
+        always={"router_jitter_noise": 0.0},
+    ),
+    Family(
+        "qwen3_moe",
+        "Qwen3MoeForCausalLM",
+        qk_layernorm=True,
+        experts=Experts(
+            "num_experts", "moe_intermediate_size", "mlp", ("gate_proj", "up_proj", "down_proj"), "norm_topk_prob"
+        ),
+        always={"attention_bias": False, "decoder_sparse_step": 1, "mlp_only_layers": [], "use_sliding_window": False},
+    ),
+)
+
+
+def to_config(family: Family, config: DecoderConfig, positions: int) -> dict[str, Any]:
+    require_fields(config, family.model_type, family.ours, family.written)
+    family.require_experts(config)
+    hidden, heads = config.hidden_size, config.num_attention_heads
+    if hidden % heads or not (family.has_head_dim or config.head_dim == hidden // heads):
+        raise ValueError(
+            f"{family.model_type} needs a hidden_size that its number of heads divides"
+            f"{'' if family.has_head_dim else ', into heads of that width'}; this model's is {hidden}, with {heads} "
+            f"heads of {config.head_dim} channels (--kv-channels), so it cannot be exported"
+        )
+    return {
+        "architectures": [family.class_name],
+        "model_type": family.model_type,
+        "vocab_size": config.vocab_size,
+        "hidden_size": hidden,
+        "intermediate_size": config.ffn_size,
+        "num_hidden_layers": config.num_layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": config.num_groups,
+        **({"head_dim": config.head_dim} if family.has_head_dim else {}),
+        "hidden_act": "silu",
+        "max_position_embeddings": positions,
+        "rms_norm_eps": config.norm_epsilon,
+        # Two keys that every version reads; version 5 would write them as one, rope_parameters.
+        "rope_theta": float(config.rotary_base),
+        "rope_scaling": _scaling(config),
+        "attention_dropout": config.attention_dropout,
+        "initializer_range": config.init_method_std,
+        "tie_word_embeddings": config.tie_embeddings,
+        **({} if family.window is None else family.window.write(config)),
+        **({} if family.experts is None or config.moe is None else family.experts.write(config.moe, config.num_layers)),
+        **family.always,
+    }
+
+
+def _scaling(config: DecoderConfig) -> dict[str, Any] | None:
+    if config.position_embedding_type == "yarn":
+        return {
+            "rope_type": "yarn",
+            "factor": config.yarn_scaling_factor,
+            "original_max_position_embeddings": config.yarn_original_context,
+            "beta_fast": config.yarn_beta_fast,
+            "beta_slow": config.yarn_beta_slow,
+        }
+    if config.rope_scaling_factor is not None:
+        return {"rope_type": "llama3", "factor": config.rope_scaling_factor} | LLAMA3_SCALING
+    return None
+
+
+def from_config(family: Family, hf: Mapping[str, Any]) -> tuple[DecoderConfig, int]:
+    require_sizes(hf, "num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size", "intermediate_size")
+    require_sizes(hf, "max_position_embeddings")
+    always: dict[str, tuple[Any, ...]] = {key: (value,) for key, value in family.always.items()}
+    if not family.has_head_dim:
+        always["head_dim"] = (None, hf["hidden_size"] // hf["num_attention_heads"])
+    require_values(hf, {"hidden_act": ("silu", "swish"), **always})
+    config = DecoderConfig(
+        num_layers=hf["num_hidden_layers"],
+        hidden_size=hf["hidden_size"],
+        num_attention_heads=hf["num_attention_heads"],
+        vocab_size=hf["vocab_size"],
+        ffn_hidden_size=hf["intermediate_size"],
+        num_query_groups=hf["num_key_value_heads"] or hf["num_attention_heads"],
+        kv_channels=hf.get("head_dim") or hf["hidden_size"] // hf["num_attention_heads"],
+        normalization="RMSNorm",
+        norm_epsilon=hf["rms_norm_eps"],
+        qk_layernorm=family.qk_layernorm,
+        swiglu=True,
+        add_bias_linear=False,
+        add_qkv_bias=family.add_qkv_bias,
+        window_size=None if family.window is None else family.window.read(hf),
+        attention_dropout=hf["attention_dropout"],
+        hidden_dropout=0.0,
+        init_method_std=hf["initializer_range"],
+        tie_embeddings=hf["tie_word_embeddings"],
+        moe=None if family.experts is None else family.experts.read(hf),
+        **_rotary(hf),
+    )
+    return config, hf["max_position_embeddings"]
+
+
+def _rotary(hf: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of our config that are about positions."""
+    # Version 5 keeps all that is about rotary embeddings in rope_parameters; before it there were two keys.
+    rope = dict(hf.get("rope_parameters") or hf.get("rope_scaling") or {})
+    rope.setdefault("rope_theta", hf.get("rope_theta"))
+    kind = rope["rope_type"] = rope.get("rope_type", rope.get("type", "default"))
+    supported: dict[str, tuple[Any, ...]] = {
+        "rope_type": ("default", "llama3", "yarn"),
+        "partial_rotary_factor": (None, 1.0),
+    }
+    if kind == "llama3":
+        supported |= {key: (value,) for key, value in LLAMA3_SCALING.items()}
+    if kind == "yarn":
+        supported |= {key: (None,) for key in ("attention_factor", "mscale", "mscale_all_dim")}
+        supported["truncate"] = (None, True)
+    require_values(
+        {f"rope_parameters.{key}": value for key, value in rope.items()},
+        {f"rope_parameters.{key}": values for key, values in supported.items()},
+    )
+    if rope["rope_theta"] != int(rope["rope_theta"]):
+        raise ValueError(f"rope_theta is {rope['rope_theta']}; only whole numbers can be imported (--rotary-base)")
+    base = {"position_embedding_type": "rope", "rotary_base": int(rope["rope_theta"])}
+    if kind == "llama3":
+        return base | {"rope_scaling_factor": float(rope["factor"])}
+    if kind == "yarn":
+        require_sizes(rope, "original_max_position_embeddings")
+        return base | {
+            "position_embedding_type": "yarn",
+            "yarn_scaling_factor": float(rope["factor"]),
+            "yarn_original_context": rope["original_max_position_embeddings"],
+            "yarn_beta_fast": float(rope.get("beta_fast") or 32),
+            "yarn_beta_slow": float(rope.get("beta_slow") or 1),
+        }
+    return base
+
+
+def weights(family: Family, config: DecoderConfig) -> Iterator[Weight]:
+    groups, head_dim = config.num_groups, config.head_dim
+    queries = config.num_attention_heads // groups  # per group
+
+    # We have the rows of one group's queries, key and value after the other.
+    def split_qkv(x: Tensor) -> tuple[Tensor, ...]:
+        parts = x.unflatten(0, (groups, queries + 2, head_dim)).split([queries, 1, 1], dim=1)
+        return tuple(part.flatten(0, 2) for part in parts)
+
+    def join_qkv(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return torch.cat([x.unflatten(0, (groups, -1, head_dim)) for x in (q, k, v)], dim=1).flatten(0, 2)
+
+    yield same("word_embeddings.weight", "model.embed_tokens.weight")
+    for layer in range(config.num_layers):
+        ours, theirs = f"layers.{layer}", f"model.layers.{layer}"
+        attention, mlp = f"{theirs}.self_attn", f"{theirs}.mlp"
+        yield same(f"{ours}.input_norm.weight", f"{theirs}.input_layernorm.weight")
+        for kind in ("weight", "bias") if config.add_qkv_bias else ("weight",):
+            parts = tuple(f"{attention}.{name}_proj.{kind}" for name in "qkv")
+            yield Weight(f"{ours}.self_attention.linear_qkv.{kind}", parts, split_qkv, join_qkv)
+        yield same(f"{ours}.self_attention.linear_proj.weight", f"{attention}.o_proj.weight")
+        if config.qk_layernorm:
+            yield same(f"{ours}.self_attention.q_layernorm.weight", f"{attention}.q_norm.weight")
+            yield same(f"{ours}.self_attention.k_layernorm.weight", f"{attention}.k_norm.weight")
+        yield same(f"{ours}.pre_mlp_norm.weight", f"{theirs}.post_attention_layernorm.weight")
+        if family.experts is not None and config.moe is not None:
+            yield from family.experts.weights(f"{ours}.mlp", f"{theirs}.{family.experts.module}", config.moe)
+            continue
+        yield same(f"{ours}.mlp.linear_fc1_gate.weight", f"{mlp}.gate_proj.weight")
+        yield same(f"{ours}.mlp.linear_fc1_up.weight", f"{mlp}.up_proj.weight")
+        yield same(f"{ours}.mlp.linear_fc2.weight", f"{mlp}.down_proj.weight")
+    yield same("final_norm.weight", "model.norm.weight")
+    if not config.tie_embeddings:
+        yield same("output_layer.weight", "lm_head.weight")
+
+
+def in_memory(family: Family, config: DecoderConfig) -> Iterator[InMemory]:
+    if family.experts is not None and config.moe is not None:
+        for layer in range(config.num_layers):
+            yield from family.experts.in_memory(f"model.layers.{layer}", config.moe)
+
+
+LLAMA_FAMILIES = tuple(
+    HuggingFaceMapping(
+        model_type=family.model_type,
+        to_config=partial(to_config, family),
+        from_config=partial(from_config, family),
+        weights=partial(weights, family),
+        in_memory=partial(in_memory, family),
+    )
+    for family in FAMILIES
+)

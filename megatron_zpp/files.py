@@ -1,0 +1,63 @@
+"""Small files that a user names: read whole, and named in what is said about them."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+from pathlib import Path
+from typing import Any, BinaryIO
+
+LARGEST_TEXT = 64 * 2**20  # bytes
+
+
+def regular_file(path: str | os.PathLike[str]) -> Path:
+    """``path`` if it is a file that can be read twice, and that no reader waits for as for a pipe.
+
+    Raises FileNotFoundError, or ValueError where it is something else.
+    """
+    path = Path(path)
+    if not path.exists():
+        raise FileNotFoundError(f"{path} does not exist")
+    if not path.is_file():
+        raise ValueError(f"{path} is no regular file")
+    return path
+
+
+def open_lock(path: str | os.PathLike[str]) -> BinaryIO:
+    """An empty file to lock, made where it is missing. Neither follows a link nor waits for a pipe's other end."""
+    return open(os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666), "rb")
+
+
+def read_text(path: str | os.PathLike[str]) -> str:
+    """Raises OSError, or ValueError where it is no UTF-8."""
+    try:
+        return regular_file(path).read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{os.fspath(path)} is not UTF-8 text: {error}") from error
+
+
+def read_json_object(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """Raises OSError, or ValueError where it is none."""
+    text = read_text(path)
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        raise ValueError(f"{os.fspath(path)} is not JSON: {error}") from error
+    except RecursionError:
+        raise ValueError(f"{os.fspath(path)} is JSON that is nested too deep") from None
+    if not isinstance(value, dict):
+        raise ValueError(f"{os.fspath(path)} holds no JSON object but a {type(value).__name__}")
+    return value
+
+
+def read_bounded(path: str | os.PathLike[str]) -> str:
+    """Read a UTF-8 text that somebody names. Raises ValueError for what is no regular file or too large, or OSError."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # a pipe would wait for its other end
+    with open(descriptor, encoding="utf-8") as file:
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode):
+            raise ValueError(f"{os.fspath(path)} is no regular file")
+        if status.st_size > LARGEST_TEXT:
+            raise ValueError(f"{os.fspath(path)} has {status.st_size:,} bytes; the limit is {LARGEST_TEXT:,}")
+        return file.read()

@@ -1,0 +1,176 @@
+"""Predict every candidate on a cluster, and rank those that fit."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from megatron_zpp.arguments.parse import parse_settings
+from megatron_zpp.families import Architecture
+from megatron_zpp.planning.cluster import ClusterSpec
+from megatron_zpp.planning.islands import island_of
+from megatron_zpp.planning.needs.estimate import Estimate
+from megatron_zpp.planning.needs.planned_units import PlannedModel, plan_model
+from megatron_zpp.planning.needs.rank_groups import RankGrid
+from megatron_zpp.planning.predict import Prediction, estimate_on, predict
+from megatron_zpp.planning.search.candidates import (
+    MICRO_BATCH_SIZES,
+    RECOMPUTATIONS,
+    Layout,
+    Travel,
+    is_settled,
+    layouts,
+    travels,
+)
+from megatron_zpp.settings.checks import SettingsError
+from megatron_zpp.settings.resolved import ResolvedSettings
+
+USABLE = 0.9  # of a GPU's memory: the rest is CUDA's, NCCL's and lost between blocks
+
+# What the trainer asks for and a plan does not depend on; each with the flags that say it.
+FILLED_IN = (
+    (("--train-iters", "--train-samples", "--train-tokens"), "--train-iters 1000"),
+    (("--lr",), "--lr 1e-4"),
+    (("--data-path", "--train-data-path", "--mock-data"), "--mock-data"),
+    (("--tokenizer-type", "--vocab-file"), "--tokenizer-type NullTokenizer --vocab-size {vocabulary}"),
+)
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A setting in a layout."""
+
+    travel: Travel
+    layout: Layout
+    flags: str  # beside the user's
+
+    @property
+    def name(self) -> str:
+        return f"{self.travel.name}, {self.layout.name}"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The fastest micro-batch and recomputation of a candidate that fits."""
+
+    candidate: Candidate
+    recompute: str
+    prediction: Prediction
+    flags: str  # all that the user's command lacks
+
+
+@dataclass(frozen=True)
+class Refused:
+    candidate: Candidate
+    reason: str
+    error: ValueError | None = None  # None: it does not fit
+
+
+@dataclass(frozen=True)
+class Plan:
+    cluster: ClusterSpec
+    outcomes: list[Outcome]  # fastest first
+    refused: list[Refused]
+
+
+def complete(flags: Sequence[str], cluster: ClusterSpec, vocabulary: int) -> tuple[list[str], list[str]]:
+    """The flags with what a plan needs and they do not say, and what the user's command must get of that."""
+    told = list(flags)
+    kept = [] if {"--bf16", "--fp16"} & set(flags) else ["--bf16"]
+    if "--global-batch-size" not in flags:
+        kept += ["--global-batch-size", str(cluster.world_size)]
+    told += kept
+    for names, typed in FILLED_IN:
+        if not set(names) & set(flags):
+            told += typed.format(vocabulary=vocabulary).split()
+    return told, kept
+
+
+def make_plan(
+    architecture: Architecture, flags: Sequence[str], vocabulary: int, cluster: ClusterSpec, usable: float = USABLE
+) -> Plan:
+    """Raises ValueError, or SettingsError, for flags that no candidate could be made of."""
+    told, kept = complete(flags, cluster, vocabulary)
+    outcomes: list[Outcome] = []
+    refused: list[Refused] = []
+    predictor = _Predictor(architecture, told, vocabulary, cluster, usable * cluster.memory_gb * 1e9)
+    for candidate in _candidates(architecture, told, cluster):
+        found = _best(predictor, candidate, flags)
+        if isinstance(found, Refused):
+            refused.append(found)
+        else:
+            outcomes.append(dataclasses.replace(found, flags=" ".join([*kept, *found.flags.split()])))
+    errors = [refusal.error for refusal in refused if isinstance(refusal.error, SettingsError)]
+    if errors and len(errors) == len(refused) and not outcomes:
+        raise errors[0]
+    outcomes.sort(key=lambda outcome: -outcome.prediction.tokens_per_second)
+    return Plan(cluster, outcomes, refused)
+
+
+def _candidates(architecture: Architecture, told: Sequence[str], cluster: ClusterSpec) -> Iterator[Candidate]:
+    words = [*told] if "--micro-batch-size" in told else [*told, "--micro-batch-size", "1"]
+    settings = parse_settings(architecture, words, cluster.world_size, note=lambda _: None, of_all_jobs=True)
+    island = island_of(settings, cluster)
+    for layout in layouts(island, settings.model, settings.training.seq_length, told):
+        for travel, typed in travels(island, layout, told, settings.training.train_iters or 1000):
+            yield Candidate(travel, layout, f"{typed} {layout.flags}".strip())
+
+
+@dataclass
+class _Predictor:
+    """Predicts command lines; it divides a model once for all that divide it alike."""
+
+    architecture: Architecture
+    told: Sequence[str]
+    vocabulary: int
+    cluster: ClusterSpec
+    memory: float  # bytes of a GPU that can be used
+    models: dict[RankGrid, PlannedModel] = field(default_factory=dict)
+
+    def settings(self, words: str) -> ResolvedSettings:
+        """Raises SettingsError."""
+        words_of_all, world_size = [*self.told, *words.split()], self.cluster.world_size
+        return parse_settings(self.architecture, words_of_all, world_size, note=lambda _: None, of_all_jobs=True)
+
+    def estimate(self, settings: ResolvedSettings) -> Estimate:
+        """Raises ValueError."""
+        grid = RankGrid(self.cluster.nodes, self.cluster.gpus_per_node, settings.distributed)
+        if grid not in self.models:
+            whole = next((planned.whole for planned in self.models.values()), None)
+            whole = whole or self.architecture.build_model(settings.model, self.vocabulary)
+            self.models[grid] = plan_model(self.architecture, whole, grid)
+        return estimate_on(self.architecture, settings, self.vocabulary, self.cluster, self.models[grid])
+
+    def predict(self, settings: ResolvedSettings, needs: Estimate) -> Prediction:
+        return predict(self.architecture, settings, self.cluster, needs)
+
+
+def _best(predictor: _Predictor, candidate: Candidate, flags: Sequence[str]) -> Outcome | Refused:
+    """Over micro-batches and recomputation, of which the least that fits is the fastest."""
+    best: Outcome | None = None
+    least: Estimate | None = None
+    first_error: ValueError | None = None
+    for size in [""] if is_settled("micro-batch", flags) else [f"--micro-batch-size {n}" for n in MICRO_BATCH_SIZES]:
+        for recompute, name in ({"": "as given"} if is_settled("recompute", flags) else RECOMPUTATIONS).items():
+            typed = f"{candidate.flags} {size} {recompute}".strip()
+            try:
+                settings = predictor.settings(typed)
+                needs = predictor.estimate(settings)
+            except ValueError as error:
+                first_error = first_error or error
+                continue
+            if least is None or needs.memory < least.memory:
+                least = needs
+            if needs.memory <= predictor.memory:
+                prediction = predictor.predict(settings, needs)
+                if best is None or prediction.time.seconds < best.prediction.time.seconds:
+                    best = Outcome(candidate, name, prediction, typed)
+                break
+    if best is not None:
+        return best
+    if least is None:
+        assert first_error is not None
+        return Refused(candidate, str(first_error).splitlines()[0], first_error)
+    usable = predictor.memory / 1e9
+    return Refused(candidate, f"needs {least.memory / 1e9:.0f} GB of a GPU's {usable:.0f} that can be used")

@@ -1,0 +1,119 @@
+"""From settings to datasets."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from functools import partial
+
+from megatron_zpp.data.build import Datasets, build_datasets
+from megatron_zpp.data.fill_in_the_middle import FillInTheMiddle, find_token
+from megatron_zpp.data.gpt_dataset import SampleOptions
+from megatron_zpp.data.loader import Batch, build_loader
+from megatron_zpp.data.text.tokenizers import Tokenizer, build_tokenizer
+from megatron_zpp.metrics.progress import progress
+from megatron_zpp.parallel.distributed import errors_on_all_ranks
+from megatron_zpp.settings.groups import DataSettings
+from megatron_zpp.settings.resolved import ResolvedSettings, ResolvedTokenizer
+from megatron_zpp.training.run import Run
+from megatron_zpp.zeropp.fsdp.topology import gather_objects
+
+
+def build_data(settings: ResolvedSettings, num_samples: tuple[int, int, int]) -> tuple[int, Datasets]:
+    """The vocabulary's size and the datasets. ``num_samples``: that the whole run reads to train, validate and test."""
+    training, data = settings.training, settings.data
+    tokenizer = find_tokenizer(settings.tokenizer)
+    options = SampleOptions(
+        seq_length=training.seq_length,
+        seed=training.seed,
+        stable_order=data.data_order_stable,
+        eod=tokenizer.eod,
+        eod_mask_loss=data.eod_mask_loss,
+        reset_position_ids=data.reset_position_ids,
+        reset_attention_mask=data.reset_attention_mask,
+        fill_in_the_middle=_fill_in_the_middle(data, tokenizer) if data.fim_data else None,
+    )
+    datasets = build_datasets(
+        options,
+        data_path=data.data_path,
+        data_args_path=data.data_args_path,
+        train_data_path=data.train_data_path,
+        valid_data_path=data.valid_data_path,
+        test_data_path=data.test_data_path,
+        per_split_data_args_path=data.per_split_data_args_path,
+        split=data.split,
+        mock_data=data.mock_data,
+        num_samples=num_samples,
+        vocab_size=tokenizer.vocab_size,
+        cache_path=data.data_cache_path,
+        surplus=data.mid_level_dataset_surplus,
+        keep_last_valid=data.pad_last_valid_sample,
+        mmap_tokens=not data.no_mmap_bin_files,
+        # The rank that builds shows it: the others of its node wait for it.
+        progress=partial(progress, any_rank=True, line_every=10.0),
+    )
+    return tokenizer.vocab_size, datasets
+
+
+def find_tokenizer(names: ResolvedTokenizer) -> Tokenizer:
+    return build_tokenizer(
+        names.tokenizer_type,
+        names.tokenizer_model,
+        names.vocab_file,
+        names.merge_file,
+        names.vocab_size,
+        names.tiktoken_pattern,
+        names.tiktoken_num_special_tokens,
+    )
+
+
+def _fill_in_the_middle(data: DataSettings, tokenizer: Tokenizer) -> FillInTheMiddle:
+    prefix = find_token(tokenizer, data.fim_prefix_token, "--fim-prefix-token")
+    middle = find_token(tokenizer, data.fim_middle_token, "--fim-middle-token")
+    suffix = find_token(tokenizer, data.fim_suffix_token, "--fim-suffix-token")
+    return FillInTheMiddle(prefix, middle, suffix, data.fim_rate, data.fim_spm_rate)
+
+
+def check_same_data_on_all_ranks(datasets: Datasets) -> None:
+    """Each node reads its own copy of the data: refuse copies that differ."""
+    ours = json.dumps([split.order for split in datasets if split is not None])
+    orders = gather_objects(ours)
+    with errors_on_all_ranks():
+        others = [rank for rank, order in enumerate(orders) if order != orders[0]]
+        if others:
+            raise ValueError(
+                f"ranks {', '.join(map(str, others))} read other data than rank 0: the files differ between nodes; "
+                "copy the .bin and .idx files of one node to all"
+            )
+
+
+class Streams:
+    """Those of training, none where the run does not train, and of validation; None where the run has no such data."""
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self.seek()
+
+    def seek(self) -> None:
+        """Go on from where the counters stand; for when they have jumped."""
+        counters = self._run.counters
+        self.train = batches_of(self._run, "train", counters.consumed_train_samples) or iter(())
+        self.valid = batches_of(self._run, "valid", counters.consumed_valid_samples)
+
+
+def batches_of(run: Run, split: str, consumed_samples: int) -> Iterator[Batch] | None:
+    """This rank's micro-batches of a split from ``consumed_samples`` on; None if the run has no such data."""
+    dataset, mesh = getattr(run.datasets, split), run.mesh
+    if dataset is None:
+        return None
+    return build_loader(
+        dataset,
+        consumed_samples=consumed_samples,
+        micro_batch_size=run.settings.training.micro_batch_size,
+        dp_rank=None if mesh.emulated_ranks > 1 else mesh.dp_rank if split == "train" else mesh.dp_rank_of_job,
+        dp_size=mesh.dp_size if split == "train" else mesh.dp_size_of_job,
+        num_workers=run.settings.data.num_workers,
+        device=run.device,
+        dataloader_type=run.settings.data.dataloader_type,
+        data_sharding=run.settings.data.data_sharding,
+    )

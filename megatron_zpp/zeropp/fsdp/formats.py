@@ -1,0 +1,101 @@
+"""The wire format of every hop of a unit's weights and gradients, as the config says.
+
+    hop                                  format
+    weights to other nodes, or to all    ``weights``; ``differences`` from copies that are there (SDP4Bit, section 3.1)
+    weights within a node                ``weights_within_node``
+    gradients within a node              ``gradients_within_node``
+    gradients between nodes              ``gradients_between_nodes``
+
+The collectives, their emulation, and the estimates of a run that is not started all read them here.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+
+from ..config import SCALE_DTYPES, ZeroPPConfig
+from ..wire.format import WireFormat
+from .unit import UnitPart
+
+
+@dataclass(frozen=True)
+class Formats:
+    """The formats of units whose ranks are on ``num_nodes`` nodes.
+
+    part: some or all parameters of a unit. dtype: in which the unit's weights are gathered, or its gradients reduced.
+    step: optimizer steps before this one, which a warm-up of bits goes by.
+    """
+
+    config: ZeroPPConfig
+    num_nodes: int
+
+    @cached_property
+    def has_secondary_partition(self) -> bool:
+        return self.config.hpz_partition_size > 1 and self.num_nodes > 1
+
+    @cached_property
+    def sends_differences(self) -> bool:
+        """Whether weights go to other nodes as differences. On one node there are no copies to differ from."""
+        return self.config.weight_difference_bits is not None and self.num_nodes > 1
+
+    @cached_property
+    def keeps_wires(self) -> bool:
+        """Whether the secondary partition is kept as it arrived, in wire buffers."""
+        return self.config.hpz_secondary_dtype == "int8"
+
+    def weights(self, part: UnitPart, dtype: torch.dtype) -> WireFormat:
+        """Return the format of shards themselves."""
+        config = self.config
+        # Copies that differences move later begin as good as they are kept.
+        is_quantized = config.quantized_weights and (self.keeps_wires or not self.sends_differences)
+        bits = config.weight_bits if is_quantized else None
+        return part.format(bits, config.weight_block_size, dtype, config.weight_scaling, self._scale_dtype)
+
+    def differences(self, part: UnitPart, dtype: torch.dtype, step: float = math.inf) -> WireFormat:
+        """Return the format of what the last optimizer step changed."""
+        bits, scaling = self.config.weight_difference_code(step)
+        return part.format(bits, self.config.weight_difference_block_size, dtype, scaling, self._scale_dtype)
+
+    def weights_within_node(self, part: UnitPart, dtype: torch.dtype) -> WireFormat | None:
+        """Return the format of a node's shard of the secondary partition; None = as numbers, in ``dtype``."""
+        config = self.config
+        bits, scaling = config.weight_intra_bits, config.weight_intra_scaling
+        if self.keeps_wires:
+            bits, scaling = config.weight_bits, config.weight_scaling
+        if bits is None:
+            return None
+        return part.format(bits, config.weight_block_size, dtype, scaling, self._scale_dtype)
+
+    def secondary_bytes(self, part: UnitPart, dtype: torch.dtype) -> int:
+        """Return the bytes of one node's shard in the secondary partition."""
+        return self.weights(part, dtype).nbytes if self.keeps_wires else dtype.itemsize * part.numel
+
+    def gradients_within_node(self, part: UnitPart, dtype: torch.dtype) -> WireFormat:
+        config = self.config
+        bits, scaling = config.gradient_intra_bits, config.gradient_intra_scaling
+        return part.format(bits, config.gradient_block_size, dtype, scaling, self._scale_dtype)
+
+    def gradients_between_nodes(self, part: UnitPart, dtype: torch.dtype, step: float = math.inf) -> WireFormat:
+        bits, scaling = self.config.gradient_code(step)
+        sums_dtype = self.config.sums_dtype(dtype)
+        return part.format(bits, self.config.gradient_block_size, sums_dtype, scaling, self._scale_dtype)
+
+    def rotation(self, part: UnitPart, dtype: torch.dtype) -> WireFormat | None:
+        """Return the format whose quantized parameters are rotated before both hops; None = none are."""
+        config = self.config
+        if not config.hadamard:
+            return None
+        bits = config.gradient_bits or config.gradient_intra_bits
+        return part.format(bits, config.gradient_block_size, dtype, scale_dtype=self._scale_dtype)
+
+    def node_sum(self, part: UnitPart) -> WireFormat:
+        """Return the format of int8 sums of micro-batches. Small and one-dimensional parameters stay in fp32."""
+        return part.format(8, self.config.gradient_block_size, torch.float32)
+
+    @cached_property
+    def _scale_dtype(self) -> torch.dtype:
+        return SCALE_DTYPES[self.config.scale_dtype]

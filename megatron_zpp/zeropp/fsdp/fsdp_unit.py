@@ -1,0 +1,435 @@
+"""What ZeRO++ has to know of FSDP2's units. The only file that reads FSDP2's private attributes.
+
+A unit is what one ``fully_shard`` call made, or a part of it on one mesh: a list of parameters that are gathered and
+reduced together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import chain
+from types import FrameType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather as AllGather  # for those who implement it
+from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter as ReduceScatter
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
+    _get_gradient_divide_factors,
+    _get_param_all_gather_inputs,
+)
+
+from ..wire.layout import ParameterShard
+from .topology import Topology, build_topology, ranks_per_node_of_part
+from .unit import Unit, UnitPart
+from .waits import Waits
+
+
+@dataclass(eq=False)
+class FSDPUnit(Unit):
+    """One FSDP2 unit: its module, the ranks and nodes that share it, and its parameters' shards."""
+
+    module: FSDPModule
+    topology: Topology
+    replicas: Topology | None  # with HSDP: the ranks that hold the same shard, whose gradients FSDP2 all-reduces
+    _param_group: Any = field(repr=False)
+    waits: Waits = field(repr=False)  # of all units of the model
+    _collectives: tuple[AllGather, ReduceScatter] | None = field(default=None, repr=False, init=False)
+    # In this step so far, by index: the parameters that got a gradient, and those that had none when it began.
+    _used: set[int] = field(default_factory=set, repr=False, init=False)
+    _without_gradient: set[int] | None = field(default=None, repr=False, init=False)
+
+    @property
+    def device(self) -> torch.device:
+        device: torch.device = self._param_group.device
+        return device
+
+    @property
+    def modules(self) -> tuple[nn.Module, ...]:
+        """What ``fully_shard`` was given: one module, or several of one unit."""
+        return tuple(self._param_group.modules)
+
+    @property
+    def parameters(self) -> Sequence[Tensor]:
+        return [param.sharded_param for param in self._param_group.fsdp_params]
+
+    def respecify(self) -> None:
+        """Look again at what the unit consists of: programs may have loaded packed parameters since."""
+        self.specify(*_specification(self._param_group, [shard.name for shard in self.shards]))
+
+    @property
+    def gathered_dtype(self) -> torch.dtype:
+        """In which parameters are gathered, as their mixed-precision policy says before the first pass."""
+        dtype: torch.dtype | None = self._param_group.mp_policy.param_dtype
+        return dtype if dtype is not None else self.parameters[0].dtype
+
+    @property
+    def is_in_backward(self) -> bool:
+        # Activation checkpointing runs forward passes within the backward pass.
+        return torch._C._current_graph_task_id() != -1 or self._param_group._training_state.name == "PRE_BACKWARD"
+
+    @property
+    def is_in_forward(self) -> bool:
+        """Whether the unit is being gathered for a forward pass, not by hand."""
+        in_forward: bool = self._param_group._training_state.name == "FORWARD"
+        return in_forward
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether the unit must be gathered before it is used."""
+        is_sharded: bool = self._param_group.is_sharded
+        return is_sharded
+
+    @property
+    def can_be_gathered(self) -> bool:
+        """Whether FSDP2 could gather the unit now: it is sharded, and a pass has initialized it."""
+        is_initialized: bool = self._param_group._reset_sharded_params
+        return is_initialized and self.is_sharded
+
+    def flat_shard(self) -> Tensor:
+        """The shard [L] as FSDP2 would hand it to a gather now."""
+        # By FSDP2's own way, which casts all parameters in one launch.
+        return torch.cat([*chain.from_iterable(_get_param_all_gather_inputs(self._param_group.fsdp_params))])
+
+    def set_collectives(self, all_gather: AllGather, reduce_scatter: ReduceScatter) -> None:
+        """Let FSDP2 gather and reduce this unit by these."""
+        # As set_custom_all_gather does, which refuses a module whose parameters have several meshes.
+        self._param_group._all_gather_comm, self._param_group._reduce_scatter_comm = all_gather, reduce_scatter
+        self._collectives = all_gather, reduce_scatter
+
+    def set_all_reduce_hook(self, hook: Callable[[Tensor], None]) -> None:
+        """Let FSDP2 call ``hook`` with what it has all-reduced over replicas."""
+        self._param_group._all_reduce_hook = hook
+
+    def follow_backward(self, reduces_unused: bool, watches_use: bool) -> None:
+        """Put in front of FSDP2's ``post_backward`` what ZeRO++ needs there, and time where it waits.
+
+        reduces_unused: let FSDP2 reduce zeros for trainable parameters that a backward pass did not use, where torch
+        can. watches_use: note which parameters backward passes use.
+        """
+        group, waits = self._param_group, self.waits
+        reduces_unused = reduces_unused and hasattr(self.module, "set_reduce_scatter_unused_params")
+        if reduces_unused:
+            self.module.set_reduce_scatter_unused_params(True)
+        if waits.device.type == "cuda":  # where FSDP2 lets the stream that computes wait; on a CPU streams are one
+            for name in ("wait_for_unshard", "finalize_backward"):
+                setattr(group, name, waits.stall()(getattr(group, name)))
+        elif not (reduces_unused or watches_use):
+            return
+        reduce = group.post_backward
+
+        def post_backward(*arguments: Any) -> None:
+            if watches_use:
+                self._note_use()
+            if reduces_unused and group.reduce_grads:
+                _take_one_gradient_dtype(group.fsdp_params)
+            with waits.stall():
+                reduce(*arguments)
+
+        group.post_backward = post_backward
+
+    def check_collectives(self) -> None:
+        """Raise RuntimeError if FSDP2 was given others since."""
+        group = self._param_group
+        if self._collectives != (group._all_gather_comm, group._reduce_scatter_comm):
+            raise RuntimeError(
+                f"the collectives of {self.label} were replaced after apply_zeropp, by set_custom_all_gather or "
+                "set_custom_reduce_scatter: leave those of ZeRO++ in place, or do not apply it"
+            )
+
+    @property
+    def is_read_in_backward(self) -> bool:
+        """Whether something reads reduced gradients before the backward pass is over, or nothing says when it is."""
+        # Pipeline schedules that split the backward pass call FSDP2 by hand, when none runs.
+        hooks = [getattr(parameter, "_post_accumulate_grad_hooks", None) for parameter in self.parameters]
+        return any(hooks) or self._param_group._all_reduce_hook is not None or backward_pass() == -1
+
+    def divisor_after_reduction(self, dtype: torch.dtype, group: dist.ProcessGroup) -> float | None:
+        """What FSDP2 divides gradients of ``dtype`` by after they are reduced; None = nothing more to divide."""
+        param_group = self._param_group
+        _, divisor, _, _ = _get_gradient_divide_factors(
+            group,
+            None,
+            dtype,
+            param_group.device.type,
+            param_group.gradient_divide_factor,
+            param_group.force_sum_reduction_for_comms,
+        )
+        return divisor
+
+    def add_gradient(self, part: UnitPart, shard: Tensor) -> None:
+        """Add a reduced gradient fp32 [L] to the ``.grad`` of a part's parameters, which FSDP2 has made."""
+        params = self._param_group.fsdp_params
+        gradients = [params[index].sharded_param.grad.to_local() for index in part.indices]
+        shard = shard.to(gradients[0].device)  # offloaded ones are in host memory
+        pieces = shard.split([parameter.numel for parameter in part.parameters])
+        # FSDP2's padding is at the end of each.
+        own = [piece[: g.numel()].view(g.shape) for piece, g in zip(pieces, gradients, strict=True)]
+        torch._foreach_add_(gradients, own)
+
+    def reshard(self) -> None:
+        """Gather again what is still gathered, as outermost units are behind an evaluation."""
+        self.module.reshard()
+
+    def _note_use(self) -> None:
+        params = self._param_group.fsdp_params
+        if self._without_gradient is None:
+            self._without_gradient = {i for i, param in enumerate(params) if param.sharded_param.grad is None}
+        self._used |= {i for i, param in enumerate(params) if _has_gradient(param)}
+
+    def use(self) -> list[bool]:
+        """Of each parameter whether this step used it; also of frozen ones, and those that had a gradient before."""
+        unused = (self._without_gradient or set()) - self._used
+        return [i not in unused or not parameter.requires_grad for i, parameter in enumerate(self.parameters)]
+
+    def drop_gradients(self, indices: Iterable[int]) -> None:
+        """Leave the parameters with these indices without a gradient."""
+        for index in indices:
+            self.parameters[index].grad = None
+
+    def forget_use(self) -> None:
+        """Another step begins."""
+        self._used, self._without_gradient = set(), None
+
+    @property
+    def is_last_backward(self) -> bool:
+        """What ``set_is_last_backward`` said to the root of the pass that runs."""
+        is_last: bool = self.module._get_fsdp_state()._state_ctx.is_last_backward
+        return is_last
+
+    @property
+    def holds_reduced_gradients(self) -> bool:
+        """Whether ``.grad`` has what was reduced before, to which FSDP2 will add."""
+        return any([parameter.grad is not None for parameter in self.parameters])
+
+    @property
+    def stays_gathered(self) -> bool:
+        """Whether a forward pass leaves the parameters gathered for the passes that follow."""
+        stays: bool = not self._param_group._reshard_after_forward
+        return stays
+
+
+def _specification(param_group: Any, names: Sequence[str]) -> tuple[tuple[ParameterShard, ...], frozenset[int]]:
+    """The parts of a rank's flat shard, in the order in which FSDP2 concatenates them, and which are packed."""
+    params = param_group.fsdp_params
+    packed = frozenset(index for index, param in enumerate(params) if _is_packed(param))
+    shards = [
+        ParameterShard(
+            name,
+            numel=param.padded_sharded_param_size.numel(),
+            quantizable=param.sharded_param.ndim >= 2 and index not in packed,
+        )
+        for index, (name, param) in enumerate(zip(names, params, strict=True))
+    ]
+    return tuple(shards), packed
+
+
+def _is_packed(param: Any) -> bool:
+    """Whether elements of one of FSDP2's parameters are not numbers: codes of few bits are packed into them.
+
+    bitsandbytes (nf4, fp4) keeps how to unpack them in ``quant_state``, of the module once FSDP2 has replaced the
+    parameter; its storage may have the dtype of numbers. Others make subclasses of tensors, or have integers.
+    """
+    sharded = param.sharded_param
+    has_state = any(getattr(owner, "quant_state", None) is not None for owner in (sharded, param._module_info.module))
+    return has_state or hasattr(sharded._local_tensor, "__tensor_flatten__") or not sharded.is_floating_point()
+
+
+def _has_gradient(param: Any) -> bool:
+    """Whether a backward pass left an unsharded gradient of FSDP2's ``param`` since it was last reduced."""
+    if not hasattr(param, "_unsharded_param"):  # it was never gathered
+        return False
+    return param.unsharded_accumulated_grad is not None or param.unsharded_param.grad is not None
+
+
+def _take_one_gradient_dtype(params: Sequence[Any]) -> None:
+    """Take all unsharded gradients of a unit in its reduce_dtype, where passes that did not reduce left one in it.
+
+    FSDP2 reduces gradients of one dtype alone. It has the others in that of the parameters: what only this pass used,
+    and zeros for what none did.
+    """
+    if not [True for param in params if param.unsharded_accumulated_grad is not None]:
+        return
+    for param in params:
+        if param.unsharded_accumulated_grad is None and param.sharded_param.requires_grad:
+            unsharded = param.unsharded_param
+            gradient = unsharded.grad if unsharded.grad is not None else torch.zeros_like(unsharded)
+            param.unsharded_accumulated_grad, unsharded.grad = gradient.to(param.reduce_dtype), None
+
+
+def find_units(model: nn.Module, ranks_per_node: int | None) -> list[FSDPUnit]:
+    """The FSDP2 units of ``model``, in module order, each with the topology of its process group.
+
+    Units may have different groups. ``ranks_per_node``: of the largest one, None = as its ranks run; a group of some of
+    its ranks has those nodes. Collective over all the groups. Raises ValueError for what ZeRO++ does not support, by
+    name.
+    """
+    units: list[FSDPUnit] = []
+    topologies: dict[dist.ProcessGroup, Topology] = {}
+    found = _find_param_groups(model)
+    waits = Waits(found[0][2].device)
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    largest = max((group.mesh_info.shard_process_group for _, _, group in found), key=lambda group: group.size())
+
+    def topology_of(group: dist.ProcessGroup, ranks_per_node: int | None) -> Topology:
+        if group not in topologies:
+            topologies[group] = build_topology(group, ranks_per_node)
+        return topologies[group]
+
+    for name, module, param_group in found:
+        mesh_info, replicas, per_node = param_group.mesh_info, None, ranks_per_node
+        group = mesh_info.shard_process_group
+        if hasattr(mesh_info, "replicate_process_group"):
+            # Consecutive ranks share shards: a node has a part of them, or several times all.
+            replicas = topology_of(mesh_info.replicate_process_group, per_node and max(1, per_node // group.size()))
+            per_node = per_node and min(per_node, group.size())
+        elif per_node is not None:
+            per_node = ranks_per_node_of_part(group, largest, per_node)
+        topology = topology_of(group, per_node)
+        params = param_group.fsdp_params
+        own_names = [names.get(id(param.sharded_param), f"parameter {i}") for i, param in enumerate(params)]
+        shards, packed = _specification(param_group, own_names)
+        units.append(FSDPUnit(name, shards, module, topology, replicas, param_group, waits, packed=packed))
+    return units
+
+
+def _find_param_groups(model: nn.Module) -> list[tuple[str, FSDPModule, Any]]:
+    """FSDP2's own record of each unit, with the name and the module of the unit."""
+    found: list[tuple[str, FSDPModule, Any]] = []
+    for name, module in model.named_modules():
+        groups = _param_groups_of(module) if isinstance(module, FSDPModule) else []
+        for index, group in enumerate(groups):
+            # fully_shard([a, b]) makes one unit of two modules; a shard_placement_fn one for each mesh of a module.
+            if all(group is not known for _, _, known in found):
+                found.append((f"{name or 'root'}[{index}]" if index > 0 else name, module, group))
+    if not found:
+        raise ValueError("the model has no FSDP2 units: call torch.distributed.fsdp.fully_shard on it first")
+    if len({param_group.device for _, _, param_group in found}) > 1:
+        raise ValueError("the model's FSDP2 units are on several devices; shard it over meshes of one device type")
+    for name, _, param_group in found:
+        label = name or "the root module"
+        if not hasattr(param_group.mesh_info, "shard_process_group"):
+            raise ValueError(f"{label} is replicated, not sharded: call fully_shard on it, not replicate")
+        if hasattr(param_group.mesh_info, "replicate_process_group") and param_group._all_reduce_hook is not None:
+            raise ValueError(f"{label} has an all-reduce hook already: apply ZeRO++ before set_all_reduce_hook")
+        if not type(param_group._all_gather_comm).__module__.startswith("torch."):
+            raise ValueError(f"{label} has a custom all-gather already: apply ZeRO++ once, to the whole model")
+        if param_group._use_post_forward_mesh:
+            raise ValueError(
+                f"{label} has reshard_after_forward=<int>, FSDP2's own secondary partition; pass True and set "
+                "hpz_partition_size instead"
+            )
+    return found
+
+
+def _param_groups_of(module: FSDPModule) -> list[Any]:
+    state = module._get_fsdp_state()
+    groups: list[Any] | None = getattr(state, "_fsdp_param_groups", None)
+    if groups is None:  # torch 2.11
+        groups = [state._fsdp_param_group] if state._fsdp_param_group is not None else []
+    return groups
+
+
+def follow_forward_passes(model: nn.Module, units: Sequence[FSDPUnit], begin: Callable[[bool], None]) -> None:
+    """Call ``begin`` before each forward pass of ``model``, or of a part of it, gathers anything.
+
+    With whether the backward pass that follows ends a step: by FSDP2's ``set_is_last_backward``, the one signal of it,
+    and by ``set_requires_gradient_sync``.
+    Methods of ``register_fsdp_forward_method`` are forward passes, too. The first pass raises RuntimeError if ``model``
+    has got units beside ``units``.
+    """
+    state_of: dict[nn.Module, Any] = {
+        module: module._get_fsdp_state() for module in model.modules() if isinstance(module, FSDPModule)
+    }
+    states, is_checked = set(state_of.values()), False
+
+    def before_forward(module: nn.Module, inputs: Any) -> None:
+        nonlocal is_checked
+        if not is_checked:
+            _check_for_later_units(model, units)
+            for unit in units:
+                unit.respecify()
+            is_checked = True
+        # Whose pass it is, if one has begun; this unit's own, if its last pass was ended by an exception.
+        root = state_of[module]._state_ctx.iter_forward_root
+        if (root is state_of[module] or root not in states) and backward_pass() == -1:
+            is_last = all([state._state_ctx.is_last_backward for state in states])
+            begin(is_last and all([unit._param_group.reduce_grads for unit in units]))
+
+    hook = torch.compiler.disable(before_forward)
+    for module in state_of:
+        module.register_forward_pre_hook(hook, prepend=True)
+    for state in states:
+        state._pre_forward = _after(hook, state._pre_forward)  # all that such a method runs; hooks hold the one before
+
+
+def set_is_last_backward(model: nn.Module, is_last: bool) -> None:
+    """Say to every FSDP2 module of ``model`` what the root says to those below it once a pass has begun."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_is_last_backward(is_last)
+
+
+def _after(hook: Callable[[nn.Module, Any], None], pre_forward: Callable[..., Any]) -> Callable[..., Any]:
+    def both(module: nn.Module, args: Any, kwargs: Any) -> Any:
+        hook(module, args)
+        return pre_forward(module, args, kwargs)
+
+    return both
+
+
+def _check_for_later_units(model: nn.Module, units: Sequence[FSDPUnit]) -> None:
+    known = {id(unit._param_group) for unit in units}
+    for name, module in model.named_modules():
+        if isinstance(module, FSDPModule) and any(id(group) not in known for group in _param_groups_of(module)):
+            raise RuntimeError(
+                f"fully_shard was called on {name or 'the root module'} after apply_zeropp, which does not know of it: "
+                "call apply_zeropp after the last fully_shard"
+            )
+
+
+def backward_pass() -> int:
+    """A number of the backward pass that this thread is in; -1 = none."""
+    number: int = torch._C._current_graph_task_id()
+    return number
+
+
+def call_after_backward(function: Callable[[], None]) -> None:
+    """Call ``function`` when the backward pass that runs now is over; never, if it fails."""
+    # Behind FSDP2's own, which it queues when the pass begins; in the order of the calls.
+    torch.autograd.Variable._execution_engine.queue_callback(function)  # type: ignore[attr-defined]
+
+
+def is_capturing(unit: Unit) -> bool:
+    """Whether a CUDA graph is being captured on the unit's device."""
+    return unit.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+def refuse_capture(unit: Unit) -> None:
+    """Raise RuntimeError while a CUDA graph is captured: it would replay what was decided then, for ever."""
+    if is_capturing(unit):
+        raise RuntimeError(
+            f"{unit.label} cannot be gathered or reduced in a CUDA graph: ZeRO++ decides at every step anew what to "
+            "send. Capture parts of the model without fully_shard, or train without CUDA graphs"
+        )
+
+
+_COLLECTIVES = {
+    "unshard": "all-gather",
+    "wait_for_unshard": "all-gather",
+    "post_backward": "reduce-scatter",
+    "finalize_backward": "reduce-scatter",
+}
+
+
+def collective_of(frame: FrameType) -> str | None:
+    """The collective of FSDP2 that a frame of a traceback belongs to, as "the all-gather of layers.3"; None = none."""
+    name = frame.f_code.co_name
+    owner: Any = frame.f_locals.get("self")
+    if type(owner).__name__ != "FSDPParamGroup" or name not in _COLLECTIVES:
+        return None
+    return f"the {_COLLECTIVES[name]} of {owner._module_fqn or 'the root module'}"

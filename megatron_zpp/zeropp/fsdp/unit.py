@@ -1,0 +1,294 @@
+"""Parameters that are gathered and reduced together: their parts, and whether they changed since the last gather."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from ..wire.format import WireFormat
+from ..wire.layout import ParameterShard, WireLayout
+
+
+@dataclass(frozen=True)
+class UnitPart:
+    """The parameters with these ``indices``, in order, of a unit whose parameters are ``of_unit``."""
+
+    of_unit: tuple[ParameterShard, ...]
+    indices: tuple[int, ...]
+    _formats: dict[tuple[object, ...], WireFormat] = field(default_factory=dict, compare=False, repr=False)
+
+    @classmethod
+    def whole(cls, parameters: Sequence[ParameterShard]) -> UnitPart:
+        """Return the part that is all of a unit."""
+        return cls(tuple(parameters), tuple(range(len(parameters))))
+
+    @cached_property
+    def is_whole(self) -> bool:
+        """Whether the part is all of the unit, and ``take`` and ``put`` copy nothing."""
+        return len(self.indices) == len(self.of_unit)
+
+    @cached_property
+    def parameters(self) -> tuple[ParameterShard, ...]:
+        return tuple(self.of_unit[index] for index in self.indices)
+
+    @cached_property
+    def numel(self) -> int:
+        """Elements of a rank's shard, l."""
+        return sum(parameter.numel for parameter in self.parameters)
+
+    def format(
+        self,
+        bits: int | None,
+        block_size: int | None,
+        dtype: torch.dtype,
+        scaling: str | None = None,
+        scale_dtype: torch.dtype = torch.float32,
+    ) -> WireFormat:
+        """Return the part's ``WireFormat`` of these arguments, made once."""
+        key = bits, block_size, dtype, scaling, scale_dtype
+        if key not in self._formats:
+            self._formats[key] = WireFormat(self.parameters, bits, block_size, dtype, scaling, scale_dtype)
+        return self._formats[key]
+
+    @cached_property
+    def columns(self) -> list[slice]:
+        """Each parameter's elements of a shard [L]."""
+        stops = torch.tensor([parameter.numel for parameter in self.of_unit]).cumsum(0).tolist()
+        return [slice(stops[index] - self.of_unit[index].numel, stops[index]) for index in self.indices]
+
+    def take(self, shards: Tensor) -> Tensor:
+        """The part [..., l] of shards [..., L]."""
+        return shards if self.is_whole else torch.cat([shards[..., column] for column in self.columns], dim=-1)
+
+    def put(self, values: Tensor, shards: Tensor) -> Tensor:
+        """Write values [..., l] over the part of shards [..., L], and return the shards; all of a unit: the values."""
+        if self.is_whole:
+            return values
+        pieces = values.split([parameter.numel for parameter in self.parameters], dim=-1)
+        for column, piece in zip(self.columns, pieces, strict=True):
+            shards[..., column] = piece
+        return shards
+
+    def take_wires(self, wires: Tensor, of_unit: WireLayout, of_part: WireLayout) -> Tensor:
+        """The same for wire buffers uint8 [..., nbytes]: those of the part in its own format ``of_part``."""
+        if self.is_whole:
+            return wires
+        taken = wires.new_zeros(*wires.shape[:-1], of_part.nbytes)
+        for in_unit, in_part in self._places(of_unit, of_part):
+            taken[..., in_part] = wires[..., in_unit]
+        return taken
+
+    def put_wires(self, own: Tensor, wires: Tensor, of_unit: WireLayout, of_part: WireLayout) -> Tensor:
+        """Write the part's own wire buffers over those of it in the unit's, and return these."""
+        if self.is_whole:
+            return own
+        for in_unit, in_part in self._places(of_unit, of_part):
+            wires[..., in_unit] = own[..., in_part]
+        return wires
+
+    def _places(self, of_unit: WireLayout, of_part: WireLayout) -> list[tuple[slice, slice]]:
+        # Blocks never span parameters, so a parameter's bytes are the same in both.
+        return [
+            pair
+            for position, index in enumerate(self.indices)
+            for pair in zip(of_unit.bytes_of(index), of_part.bytes_of(position), strict=True)
+        ]
+
+
+@dataclass(eq=False)
+class Unit:
+    """The parameters that one ``fully_shard`` call gathers and reduces together, or would of an emulated model."""
+
+    name: str  # the module's name in the model, "" is the root; "NAME[1]" is its second unit, on another mesh
+    shards: tuple[ParameterShard, ...]  # the parts of a rank's flat shard [L], in the order of ``parameters``
+    # Indices of the parameters whose elements are packed codes, not numbers.
+    packed: frozenset[int] = field(default=frozenset(), kw_only=True)
+    whole: UnitPart = field(init=False, repr=False)  # all parameters
+    optimizer_steps: int = field(default=0, kw_only=True)  # of torch optimizers that hold parameters of this unit
+    holds_gradients: bool = field(default=False, kw_only=True)  # which wait for the step's last micro-batch
+    # Of the shard that went between nodes: of each of ``parts``, by its indices.
+    checksums: dict[tuple[int, ...], Tensor] = field(default_factory=dict, repr=False, kw_only=True)
+    gathers_frozen: bool = field(default=False, kw_only=True)  # with those that are trained, whenever these change
+    # Since the last gather: an optimizer stepped, or gradients came that some optimizer may have stepped with.
+    may_have_stepped: bool = field(default=False, kw_only=True)
+    # Indices of parameters that did not stay frozen since the last gather: those that an optimizer may have moved, and
+    # those of which a step's gradients were reduced.
+    _moved: set[int] = field(default_factory=set, repr=False, kw_only=True)
+    _reduced: set[int] = field(default_factory=set, repr=False, kw_only=True)
+    # Those that could be trained at any time since the unit was made. PEFT freezes adapters during reference passes.
+    _ever_trainable: set[int] = field(default_factory=set, repr=False, kw_only=True)
+    # The parameters as they were gathered, with autograd's version counters. Not their ids: those may come again.
+    _gathered: list[tuple[Tensor, int]] | None = field(default=None, repr=False, kw_only=True)
+    _parts: dict[tuple[int, ...], UnitPart] = field(default_factory=dict, repr=False, kw_only=True)
+
+    def __post_init__(self) -> None:
+        self.specify(self.shards, self.packed)
+
+    def specify(self, shards: tuple[ParameterShard, ...], packed: frozenset[int] = frozenset()) -> None:
+        """Set what the unit consists of. Parts and formats follow from it, and are made once for each."""
+        self.shards, self.packed, self._parts = shards, packed, {}
+        self.whole = self.part(range(len(shards)))
+        self._ever_trainable.update(self._trainable())
+
+    @property
+    def label(self) -> str:
+        """The name as error messages and logs show it."""
+        return self.name or "the root module"
+
+    @property
+    def device(self) -> torch.device:
+        raise NotImplementedError
+
+    @property
+    def modules(self) -> tuple[nn.Module, ...]:
+        """What ``fully_shard`` is given: one module, or several of one unit."""
+        raise NotImplementedError
+
+    @property
+    def parameters(self) -> Sequence[Tensor]:
+        """What the optimizer moves."""
+        raise NotImplementedError
+
+    @property
+    def is_in_backward(self) -> bool:
+        """Whether the unit is being gathered for a backward pass."""
+        raise NotImplementedError
+
+    def part(self, indices: Iterable[int]) -> UnitPart:
+        """Return the part of the parameters with these indices, in order."""
+        key = tuple(indices)
+        if key not in self._parts:
+            self._parts[key] = UnitPart(self.shards, key)
+        return self._parts[key]
+
+    @property
+    def trainable(self) -> UnitPart:
+        """The parameters that get gradients now."""
+        return self.part(self._trainable())
+
+    @property
+    def trained(self) -> UnitPart:
+        """The parameters that were ever trainable, or that optimizer steps may have moved; alike on all ranks."""
+        self._ever_trainable.update(self._trainable())
+        if self.gathers_frozen:  # but for packed ones, of which no difference can be told
+            return self.part(index for index in range(len(self.shards)) if index not in self.packed)
+        return self.part(sorted(self._ever_trainable | self._moved | self._reduced))
+
+    @property
+    def parts(self) -> tuple[UnitPart, ...]:
+        """The trained part and the frozen one, but for empty ones."""
+        trained = self.trained
+        if trained.is_whole:
+            return (trained,)
+        frozen = self.part(index for index in range(len(self.shards)) if index not in trained.indices)
+        return (trained, frozen) if trained.indices else (frozen,)
+
+    def changed(self) -> set[int]:
+        """The indices of the parameters that may have changed since the last ``mark_gathered``; alike on all ranks.
+
+        Goes by what every rank's program does, never by a rank's memory: replaced parameters, autograd's version
+        counters of the DTensors, and the ``mark_`` methods. ``UnseenChanges`` finds what leaves no such trace.
+        """
+        if self._gathered is None:
+            return set(range(len(self.shards)))
+        # A unit used twice in one forward pass is reduced twice, and gathered in between, in backward.
+        changed = self._moved | (set() if self.is_in_backward else self._reduced)
+        for index, (parameter, (gathered, version)) in enumerate(zip(self.parameters, self._gathered, strict=True)):
+            if parameter is not gathered or parameter._version != version:
+                changed.add(index)
+        return changed
+
+    def changed_part(self, changed: set[int]) -> UnitPart:
+        """What must be gathered again, of parameters that changed: the trained ones, or all if others did as well."""
+        trained = self.trained
+        return trained if changed.issubset(trained.indices) else self.whole
+
+    def unchanged_parts(self) -> tuple[UnitPart, ...]:
+        """Those of the ``parts`` of which nothing says that they changed."""
+        changed = self.changed()
+        if not changed:
+            return self.parts
+        gathered_again = set(self.changed_part(changed).indices)
+        return tuple(part for part in self.parts if not gathered_again.issuperset(part.indices))
+
+    def keeps_copies(self, changed: set[int]) -> bool:
+        """Whether the parameters, of which these changed, are at most an optimizer step away from what was gathered.
+
+        What a program writes by itself is further away than low-bit differences can say.
+        """
+        return not changed or (self.may_have_stepped and changed.issubset(self.trained.indices))
+
+    def mark_gathered(self) -> None:
+        """Say that the parameters as they are now have been gathered."""
+        self._gathered = [(parameter, parameter._version) for parameter in self.parameters]
+        self._moved, self._reduced, self.may_have_stepped = set(), set(), False
+
+    def mark_changed(self) -> None:
+        """Make all parameters count as changed until the next ``mark_gathered``."""
+        self._gathered = None
+
+    def mark_moved(self, indices: Iterable[int]) -> None:
+        """Say that optimizer steps have moved the parameters with these indices."""
+        self._moved.update(indices)
+
+    def mark_stepped(self) -> None:
+        """Say that a torch optimizer that holds parameters of this unit has stepped."""
+        self._moved.update(self._trainable())
+        self.may_have_stepped = True
+        self.optimizer_steps += 1
+
+    def mark_reduced(self, completes_step: bool) -> None:
+        """Say that gradients were reduced; if they are all of a step's, the trainable parameters count as changed.
+
+        Not every optimizer tells of its step: home-made ones with foreach operations do not.
+        """
+        self.may_have_stepped = True
+        if completes_step:
+            self._reduced.update(self._trainable())
+
+    def check_holds_nothing(self) -> None:
+        """Raise RuntimeError if gradients wait for a step's last micro-batch."""
+        if self.holds_gradients:
+            raise RuntimeError(
+                f"an optimizer step was taken while {self.label} held gradients that had not crossed nodes: say "
+                "set_is_last_micro_batch(True) before a step's last backward pass, or undo_step() to drop gradients"
+            )
+
+    def _trainable(self) -> list[int]:
+        return [index for index, parameter in enumerate(self.parameters) if parameter.requires_grad]
+
+
+def follow_optimizers(units: Sequence[Unit]) -> None:
+    """Let the units know of every step of a torch optimizer that holds one of their parameters.
+
+    Fused and foreach optimizers change DTensors without bumping a version counter, so counters alone would leave
+    stale weights in the secondary partition. A step while gradients are still held back raises RuntimeError, before
+    it does anything; one with a closure, in which the last of them are reduced, when it is over.
+    """
+    references = [weakref.ref(unit) for unit in units]
+
+    def units_of(optimizer: torch.optim.Optimizer) -> list[Unit]:
+        held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        units = [unit for reference in references if (unit := reference()) is not None]
+        return [unit for unit in units if not held.isdisjoint(map(id, unit.parameters))]
+
+    def before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        if not any(callable(argument) for argument in (*args, *kwargs.values())):
+            for unit in units_of(optimizer):
+                unit.check_holds_nothing()
+
+    def after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        for unit in units_of(optimizer):
+            unit.check_holds_nothing()
+            unit.mark_stepped()
+
+    # Never removed: that could happen while some optimizer's step iterates over its hooks.
+    register_optimizer_step_pre_hook(before_step)
+    register_optimizer_step_post_hook(after_step)

@@ -1,0 +1,315 @@
+"""The parameter all-gather of ZeRO++: quantized (qwZ) and through a secondary partition in each node (hpZ).
+
+FSDP2 hands over the flat shard [L] of one unit and wants [N, P, L]: all ranks' shards, in rank order.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..fsdp.collectives import TorchAllocator, all_gather, all_gather_each, count_flat_ring
+from ..fsdp.consistency import Agreement
+from ..fsdp.fsdp_unit import AllGather, FSDPUnit, is_capturing, refuse_capture
+from ..fsdp.shared import Shared
+from ..fsdp.unit import UnitPart
+from ..fsdp.waits import on_stream
+from ..wire.format import WireFormat
+from .unseen_changes import UnseenChanges, load_changes
+from .weight_encoder import WeightEncoder, has_copies
+
+
+class QuantizedAllGather(TorchAllocator, AllGather):
+    """qwZ alone (ZeRO++ section 3.1): one flat all-gather of quantized shards, each time."""
+
+    def __init__(self, unit: FSDPUnit, shared: Shared) -> None:
+        self.unit, self.topology, self.traffic = unit, unit.topology, shared.traffic
+        self.encoder = WeightEncoder(unit, unit.topology.num_nodes, shared)
+        self.formats = self.encoder.formats
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
+    ) -> dist.Work | None:
+        refuse_capture(self.unit)
+        check_gathered(self.unit, input_tensor)
+        self.encoder.versions += bool(self.unit.changed())
+        whole = self.unit.whole
+        weights = self.formats.weights(whole, input_tensor.dtype)
+        wire = self.encoder.encode(input_tensor, weights, whole, self.topology.rank)
+        self.encoder.sample(input_tensor, weights, whole, wire, self.topology.rank)
+        with self.unit.waits.collective("gather", self.unit, crosses_nodes=self.topology.num_nodes > 1):
+            wires = gather_wires(wire, group)
+        weights.decode(wires, out=output_tensor.view(-1, weights.numel))
+        self.unit.mark_gathered()
+        count_flat_ring(self.traffic, self.topology, weights.nbytes, self.unit.stays_gathered)
+        return None
+
+    def send_early(self) -> None:
+        """Every gather sends anew; see HierarchicalAllGather."""
+
+    def forget_secondary_partition(self) -> None:
+        """There is none; see HierarchicalAllGather."""
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """What the weights of the next gather depend on beside the parameters; nothing with the default settings."""
+        return self.encoder.state_dict()
+
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        self.encoder.load_state_dict(state)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SentShard:
+    """A part of a shard [L] on its way between nodes, while the program goes on."""
+
+    part: UnitPart
+    format: WireFormat
+    is_difference: bool  # from the copies in the secondary partition, which stay as they are until it arrives
+    wire: Tensor  # uint8 [nbytes], this rank's
+    wires: Tensor  # uint8 [N, nbytes], of the N ranks with equal p; valid behind ``work``
+    work: dist.Work
+    version: int  # of the encoder, before this shard was sent
+    state: dict[str, Tensor]  # of the encoder, at that time
+
+
+class HierarchicalAllGather(QuantizedAllGather):
+    """hpZ (ZeRO++ section 3.2), with or without qwZ: parameters cross nodes once per optimizer step.
+
+    When the parameters changed, the N ranks with this local rank p gather their shards into the secondary partition
+    [N, L]; every gather is then among the P ranks of the node. All ranks see the same weights: a rank's own
+    shard goes through the same quantization. Of a unit with frozen parameters only the trained part travels, unless
+    the others changed.
+
+    When a forward pass begins, all shards that changed start on their way, and each must have arrived when FSDP2 asks
+    for its unit. If a pass did not ask, and the parameters have changed by the next one, what was sent is dropped.
+
+    Memory and streams: the secondary partition, what is on its way and all that is made of them are allocated, written,
+    read and freed on ``stream``, so the allocator gives their memory to nothing that would not be behind them there.
+    It waits for whoever calls, and the caller for it.
+    """
+
+    def __init__(
+        self,
+        unit: FSDPUnit,
+        shared: Shared,
+        unseen_changes: UnseenChanges,
+        agreement: Agreement | None,
+        stream: torch.Stream,
+    ) -> None:
+        super().__init__(unit, shared)
+        self.unseen_changes, self.agreement, self.stream = unseen_changes, agreement, stream
+        unseen_changes.units.append(unit)
+        # [N, L] in the gather's dtype; with hpz_secondary_dtype "int8" uint8 [N, nbytes], as it arrived.
+        self.secondary_partition: Tensor | None = None
+        self._kept_as: tuple[torch.dtype, torch.device] | None = None
+        self._sent: SentShard | None = None
+        # Loaded parameters are further from the copies than low-bit differences can say.
+        for module in unit.modules:
+            module.register_load_state_dict_post_hook(lambda *_: self.forget_secondary_partition())
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
+    ) -> dist.Work | None:
+        refuse_capture(self.unit)
+        check_gathered(self.unit, input_tensor)
+        num_nodes, ranks_per_node = self.topology.num_nodes, self.topology.ranks_per_node
+        output = output_tensor.view(num_nodes, ranks_per_node, input_tensor.numel())
+        # FSDP2 gathers on its own stream, but ``unshard()`` by hand on the current one.
+        with on_stream(self.stream, input_tensor.device):
+            self._gather(output, input_tensor)
+        return None
+
+    def _gather(self, output: Tensor, shard: Tensor) -> None:
+        kept_as = (shard.dtype, shard.device)
+        if kept_as != self._kept_as:  # the model was cast or moved
+            self.forget_secondary_partition()
+            self._kept_as = kept_as
+        if self.agreement is not None:  # before any collective that only some ranks may take part in
+            self.agreement.check(self.unit)
+        self.unseen_changes.look_for(self.unit)
+        changed = self.unit.changed()
+        if changed:
+            changed |= self._drop_sent()
+            if not self.unit.keeps_copies(changed):
+                self.forget_secondary_partition()
+        if self._sent is None and (changed or self.secondary_partition is None):
+            self._send(shard, changed)
+        if self._sent is not None:
+            self.secondary_partition = self._receive(shard)
+        assert self.secondary_partition is not None
+        self._gather_within_node(self.secondary_partition, output)
+
+    def send_early(self) -> None:
+        """A forward pass begins: let the shard, if it changed, go between nodes before the pass asks for it.
+
+        The first shard waits until it is asked for, and so does one that would be sent in full in place of a
+        difference, or whose unit did not need what was sent before. With an ``agreement``, ranks agree at each gather,
+        and none sends before.
+        """
+        unit = self.unit
+        if self.agreement is not None or not unit.can_be_gathered or is_capturing(unit):
+            return
+        changed = unit.changed()
+        if not changed:
+            return
+        was_needed = self._sent is None
+        changed |= self._drop_sent()
+        if was_needed and self.secondary_partition is not None and unit.keeps_copies(changed):
+            with on_stream(self.stream, unit.device), torch.no_grad():
+                shard = unit.flat_shard()
+                if (shard.dtype, shard.device) == self._kept_as:
+                    self._send(shard, changed)
+
+    def forget_secondary_partition(self) -> None:
+        """Gather it in full next time."""
+        self._drop_sent()
+        self.secondary_partition = None
+
+    # The partition outlives an evaluation in inference mode, and must not be an inference tensor.
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def _send(self, shard: Tensor, changed: set[int]) -> None:
+        """Inter-node stage, its first half: encode the shard [L] and start its way to the N ranks with equal p."""
+        version, state = self.encoder.versions, super().state_dict()
+        part = self.unit.whole if self.secondary_partition is None else self.unit.changed_part(changed)
+        copies = self.secondary_partition if self.formats.sends_differences else None
+        self.encoder.versions += bool(changed)
+        self.unseen_changes.gathered(self.unit, shard, part)
+        if copies is None:
+            format, copy = self.formats.weights(part, shard.dtype), None
+        else:
+            format = self.encoder.differences(part, shard.dtype)
+            copy = self.encoder.copies_of(part, copies[self.topology.node], shard.dtype)
+        wire = self.encoder.encode(part.take(shard), format, part, self.topology.rank, copy=copy)
+        wires, work = start_gather(wire, self.topology.inter_group)
+        self._sent = SentShard(
+            part=part,
+            format=format,
+            is_difference=copies is not None,
+            wire=wire,
+            wires=wires,
+            work=work,
+            version=version,
+            state=state,
+        )
+        self.unit.mark_gathered()
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def _receive(self, shard: Tensor) -> Tensor:
+        """Its second half: the shards [L] of the N ranks with equal p, as the new secondary partition."""
+        sent, old = self._sent, self.secondary_partition
+        assert sent is not None
+        self._sent, self.secondary_partition = None, None  # nothing half-done if this fails
+        with self.unit.waits.collective("gather", self.unit, crosses_nodes=True):
+            sent.work.wait()
+        self._count(sent)
+        part, rank = sent.part, self.topology.rank
+        values = part.take(shard)
+        if sent.is_difference:
+            assert old is not None
+            copies = self.encoder.copies_of(part, old, shard.dtype)
+            self.encoder.sample(values, sent.format, part, sent.wire, rank, copy=copies[self.topology.node])
+            # What changed since the copies [N, l], or [N, nbytes] (SDP4Bit section 3.1). All N ranks add the same
+            # dequantized differences in the same way, so their copies stay equal to the bit. What rounding lost of the
+            # own shard is in its next difference.
+            arrived = self.encoder.move_copies(copies, sent.wires, sent.format, part, shard.dtype)
+        else:
+            self.encoder.sample(values, sent.format, part, sent.wire, rank)
+            arrived = self._in_full(sent, values, old)
+        return arrived if old is None else self.encoder.put_copies(part, arrived, old, shard.dtype)
+
+    def _in_full(self, sent: SentShard, values: Tensor, old: Tensor | None) -> Tensor:
+        """The shards themselves, quantized with qwZ, over the old ones: fresh memory is slow on a CPU."""
+        if self.formats.keeps_wires:
+            return sent.wires
+        if old is None or not sent.part.is_whole:
+            out = values.new_empty(self.topology.num_nodes, values.numel())
+        else:
+            out = old
+        return sent.format.decode(sent.wires, out)
+
+    def _drop_sent(self) -> set[int]:
+        """Take back what is on its way, as if it had never been sent; but its bytes were. Return whose it was."""
+        if self._sent is None:
+            return set()
+        sent, self._sent = self._sent, None
+        with on_stream(self.stream, sent.wire.device):
+            # It must not write to memory that others have by then.
+            with self.unit.waits.collective("drop what was gathered", self.unit, crosses_nodes=True):
+                sent.work.wait()
+        self._count(sent)
+        self.encoder.versions = sent.version
+        self.unit.mark_moved(sent.part.indices)
+        return set(sent.part.indices)
+
+    def _count(self, sent: SentShard) -> None:
+        # Not before it is used: a step's count has the bytes of the weights that its passes see.
+        self.traffic.add(inter_node=(self.topology.num_nodes - 1) * sent.wire.nbytes, stays=True)
+
+    def _gather_within_node(self, secondary_partition: Tensor, output: Tensor) -> None:
+        """Intra-node stage: the secondary partitions of the node's P ranks into [N, P, L]."""
+        group, weights = self.topology.intra_group, self.formats.weights_within_node(self.unit.whole, output.dtype)
+        sent = secondary_partition
+        if weights is None:
+            with self.unit.waits.collective("gather", self.unit, crosses_nodes=False):
+                all_gather_each(output.flatten(1).unbind(), secondary_partition.unbind(), group)
+        else:
+            if not self.formats.keeps_wires:
+                sent = self.encoder.encode_within_node(secondary_partition, weights, self.topology.local_rank)
+            with self.unit.waits.collective("gather", self.unit, crosses_nodes=False):
+                wires = gather_wires(sent, group)
+            weights.decode(wires.transpose(0, 1), out=output)
+        nbytes = (self.topology.ranks_per_node - 1) * sent.nbytes
+        self.traffic.add(intra_node=nbytes, stays=self.unit.stays_gathered)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        # What has not arrived yet is sent again after a resume, to the same bits.
+        state = super().state_dict() if self._sent is None else dict(self._sent.state)
+        if not state:
+            return state
+        dtype = self._kept_as[0] if self._kept_as is not None else self.unit.gathered_dtype
+        changed = self.unit.changed()
+        copies = self.secondary_partition if self.unit.keeps_copies(changed) else None
+        unsent = set() if state["is_current"] else set(self.unit.changed_part(changed).indices)
+        if self._sent is not None:
+            unsent.update(self._sent.part.indices)
+        return state | self.encoder.partition_state(self.unit.checksums, unsent, copies, self.topology.num_nodes, dtype)
+
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        super().load_state_dict(state)
+        if has_copies(state):
+            with on_stream(self.stream, self.unit.device):
+                self.secondary_partition = state["copies"].to(self.unit.device, copy=True)
+            self._kept_as = (state.get("copies_dtype", self.secondary_partition).dtype, self.secondary_partition.device)
+        self.unit.checksums |= load_changes(self.unit, state, has_copies(state))
+
+
+def gather_wires(wire: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """All-gather one buffer uint8 [...] of each of the group's G ranks: uint8 [G, ...]."""
+    wires, work = start_gather(wire, group)
+    work.wait()
+    return wires
+
+
+def start_gather(wire: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, dist.Work]:
+    """The same, valid behind the work."""
+    wires = torch.empty(group.size(), *wire.shape, dtype=torch.uint8, device=wire.device)
+    return wires, all_gather(wires.flatten(), wire.flatten(), group=group, async_op=True)
+
+
+def check_gathered(unit: FSDPUnit, shard: Tensor) -> None:
+    """Raise ValueError for what FSDP2 gathers in another form than the parameters of one floating-point type."""
+    if not shard.is_floating_point():
+        raise ValueError(
+            f"the parameters of {unit.label} are gathered in different dtypes, or as integers; ZeRO++ needs one "
+            "floating-point dtype per fully_shard unit: set MixedPrecisionPolicy(param_dtype=...) or wrap them apart"
+        )
+    if shard.numel() != unit.whole.numel:
+        raise ValueError(
+            f"the parameters of {unit.label} are gathered through an extension of their own (such as float8); ZeRO++ "
+            "quantizes by itself: leave that extension out"
+        )

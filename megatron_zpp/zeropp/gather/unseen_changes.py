@@ -1,0 +1,157 @@
+"""Changes of the parameters that leave no trace: ``p.data``, local tensors, foreach operations, in-place loading.
+
+Autograd's version counters do not move there, so the shards themselves are compared with what was gathered.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterable, Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..fsdp.collectives import count_all_reduce
+from ..fsdp.fsdp_unit import FSDPUnit
+from ..fsdp.micro_batch import MicroBatch
+from ..fsdp.topology import Topology
+from ..fsdp.traffic import Traffic
+from ..fsdp.unit import Unit, UnitPart
+
+WORD_BYTES = 8
+CHECKSUM_KEYS = ("checksum", "frozen_checksum")  # of a unit's parts, which are one or two
+
+
+def checksum(shard: Tensor) -> Tensor:
+    """int64 [a few sqrt(n)] of a flat shard of n 8-byte words: equal for equal bits, on a CPU and on a GPU.
+
+    The words lie in a square, whose rows and columns are added up; words that are left over stay as they are. What
+    escapes must leave every sum as it was: no change of one element, no exchange of two and no change that is the same
+    for all can. Integers, because their sums depend on no order; whole words, because narrower integers would be
+    converted into a copy of the shard.
+    """
+    per_word = WORD_BYTES // shard.element_size()
+    if shard.numel() % per_word or shard.storage_offset() % per_word:
+        shard = torch.nn.functional.pad(shard, (0, -shard.numel() % per_word))  # into memory of its own
+    words = shard.view(torch.int64)
+    # Odd: sums wrap around, and an even number of equal changes (such as of the highest bit, a sign) could add up to 0.
+    side = max(0, (math.isqrt(words.numel()) - 1) // 2 * 2 + 1)
+    square = words[: side * side].view(side, side)
+    return torch.cat([square.sum(0), square.sum(1), words[side * side :]])
+
+
+def checksums(shard: Tensor, parts: Iterable[UnitPart]) -> dict[tuple[int, ...], Tensor]:
+    """Of these parts of a unit whose shard is [L], by their indices."""
+    return {part.indices: checksum(part.take(shard)) for part in parts}
+
+
+def state_of_changes(
+    unit: Unit, known: Mapping[tuple[int, ...], Tensor], unsent: Collection[int], dtype: torch.dtype
+) -> dict[str, Tensor]:
+    """What a resumed run must know of changes: the parameters that are yet to be sent, and checksums of the others.
+
+    Of the same keys and shapes whatever is known; unknown checksums are zeros.
+    """
+    state = {}
+    for key, part in zip(CHECKSUM_KEYS, unit.parts, strict=False):
+        value = known.get(part.indices) if set(part.indices).isdisjoint(unsent) else None
+        if value is None:
+            empty = torch.empty(part.numel, dtype=dtype, device="meta")
+            value = torch.zeros_like(checksum(empty), device=unit.device)
+        state[key] = value
+    if len(unit.parts) > 1:
+        state["unsent"] = torch.tensor([index in unsent for index in unit.whole.indices])
+    return state
+
+
+def load_changes(unit: Unit, state: Mapping[str, Tensor], has_copies: bool) -> dict[tuple[int, ...], Tensor]:
+    """Take back what ``state_of_changes`` gave, and return the checksums; what is unsent, but for its copies, moved."""
+    if "unsent" in state:
+        unsent = set(state["unsent"].nonzero().flatten().tolist())
+    else:
+        unsent = set() if not state or state["is_current"] else set(unit.whole.indices)
+    if has_copies and unit.changed():
+        unit.mark_gathered()
+        unit.mark_moved(unsent)
+        unit.may_have_stepped = True  # or there would be no copies
+    return {
+        part.indices: state[key].to(unit.device, copy=True)
+        for key, part in zip(CHECKSUM_KEYS, unit.parts, strict=False)
+        if key in state and unsent.isdisjoint(part.indices)
+    }
+
+
+class Passes:
+    """Tells one forward pass of the model from the next, and those that only go on with a gradient accumulation."""
+
+    def __init__(self, micro_batch: MicroBatch) -> None:
+        self.micro_batch = micro_batch
+        self.known: set[Unit] = set()  # units whose parameters were looked at, or gathered, in this pass
+        self._accumulation: int | None = None
+
+    def begin(self) -> None:
+        """A forward pass begins. Between the micro-batches of one step, in training, nothing is looked at again."""
+        self.micro_batch.begin_forward_pass()
+        accumulates = torch.is_grad_enabled() and self.micro_batch.is_accumulating
+        accumulation = self.micro_batch.accumulations if accumulates else None
+        if accumulation is None or accumulation != self._accumulation:
+            self.known.clear()
+        self._accumulation = accumulation
+
+
+class UnseenChanges:
+    """Finds them for the units of one process group, whose ranks then agree: one rank's change is a change on all.
+
+    The loop that trains pays for checksums alone. A look, with its small all-reduce and the wait for its result, is
+    taken only when a forward pass needs parameters of which nothing says that they changed. Whether to look depends on
+    what every rank's program does, so that all ranks of the group look together.
+    """
+
+    def __init__(self, topology: Topology, passes: Passes, traffic: Traffic) -> None:
+        self.topology, self.passes, self.traffic = topology, passes, traffic
+        self.units: list[FSDPUnit] = []
+
+    def look_for(self, unit: FSDPUnit) -> None:
+        """Mark ``unit``, which is about to be gathered, as changed if it is; in a forward pass the other units too."""
+        known = self.passes.known
+        if unit.is_in_backward or (unit in known and unit.is_in_forward) or not unit.unchanged_parts():
+            return
+        if unit.is_in_forward:
+            self._look_at([other for other in self.units if other.is_sharded and other not in known])
+        else:
+            self._look_at([unit])  # ``unshard()`` by hand
+
+    def gathered(self, unit: FSDPUnit, shard: Tensor, part: UnitPart) -> None:
+        """A part of ``unit``, whose shard is [L], goes between nodes."""
+        # Like the gather itself this is ordered after whatever wrote the parameters, and before what will write them:
+        # FSDP2's streams wait for the program's when a pass begins, and the program's for each gather.
+        if part.is_whole:
+            unit.checksums.clear()
+            self.passes.known.add(unit)
+        unit.checksums |= checksums(shard, unit.parts if part.is_whole else (part,))
+
+    def _look_at(self, units: Sequence[FSDPUnit]) -> None:
+        units = [unit for unit in units if unit.unchanged_parts() and unit.checksums]
+        if not units:
+            return
+        self.passes.known.update(units)
+        flags = torch.stack([_has_changed(unit) for unit in units]).int()
+        dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self.topology.group)
+        for unit, changed in zip(units, flags.tolist(), strict=True):
+            count_all_reduce(self.traffic, self.topology, flags.itemsize)
+            if changed:
+                unit.mark_changed()
+
+
+def _has_changed(unit: FSDPUnit) -> Tensor:
+    """Whether what nothing says of that it changed is other than what the unit has the checksums of; on its device."""
+    now = checksums(unit.flat_shard(), unit.unchanged_parts())
+    return torch.stack([_differs(value, unit.checksums.get(indices)) for indices, value in now.items()]).any()
+
+
+def _differs(now: Tensor, then: Tensor | None) -> Tensor:
+    # The model was cast or moved, or parameters were frozen or unfrozen.
+    if then is None or now.shape != then.shape or now.device != then.device:
+        return now.new_ones((), dtype=torch.bool)
+    return (now != then).any()

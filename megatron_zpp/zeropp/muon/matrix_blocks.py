@@ -1,0 +1,229 @@
+"""Matrices that ranks hold in rows, orthogonalized whole or in each node's block of rows.
+
+FSDP2 gives each of the W ranks c = ceil(rows / W) consecutive rows of a matrix, the last ranks fewer. So a node's ranks
+hold consecutive rows, too: its block. Each matrix is orthogonalized by one rank of every node, its owner there:
+
+    1. where whole matrices are wanted, each rank sends its rows to those of its local rank on the other nodes: all rows
+       of all matrices in one all-gather, in low bits or in bf16; or, where stale rows do, takes those that came last;
+    2. what a rank now has goes to the owners within the node, in one all-to-all in bf16;
+    3. the owners orthogonalize, and give each rank of the node its rows, in one all-to-all in bf16.
+
+Bf16 loses nothing there: orthogonalization begins and ends in it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..config import SUPPORTED_BITS
+from ..fsdp.collectives import all_gather
+from ..fsdp.topology import RankLayout, Topology
+from ..fsdp.traffic import Traffic
+from ..wire.format import WireFormat, wire_format
+from ..wire.layout import ParameterShard, rows_per_rank
+
+# Elements of whole matrices for each rank of a node at a time, where that is more than one matrix for each.
+ELEMENTS_AT_ONCE = 2**25
+
+
+class Orthogonalize(Protocol):
+    """What is done to a matrix, or to a block of its rows as to a matrix of its own."""
+
+    def __call__(self, matrix: Tensor) -> Tensor:
+        """The orthogonalized matrix in bf16, of one in bf16."""
+
+    def scale(self, rows: int, columns: int) -> float:
+        """What to multiply the result by."""
+
+
+@dataclass(frozen=True)
+class MomentumWire:
+    """In what rows cross nodes."""
+
+    bits: int | None = None  # None: bf16
+    block_size: int = 128
+
+    def __post_init__(self) -> None:
+        if self.bits not in (None, *SUPPORTED_BITS):
+            raise ValueError(f"momentum_bits must be one of {SUPPORTED_BITS}, or None for bf16; got {self.bits}")
+        if self.block_size < 8 or self.block_size % 8:
+            raise ValueError(f"momentum_block_size must be a multiple of 8, got {self.block_size}")
+
+    def format(self, shards: Sequence[ParameterShard]) -> WireFormat:
+        return wire_format(tuple(shards), self.bits, self.block_size, torch.bfloat16)
+
+
+class MatrixPlan:
+    """Which rank of a node owns which of some matrices, and how many rows of each a rank has.
+
+    In what travels, matrices are in the order of their owners, and every rank has c rows of each: the last are padded.
+    """
+
+    def __init__(self, shapes: Sequence[torch.Size], layout: RankLayout) -> None:
+        self.shapes, self.layout = shapes, layout
+        owners = _owners(shapes, layout.ranks_per_node)
+        self.order = sorted(range(len(shapes)), key=lambda i: owners[i])  # of the matrices in what travels
+        self.numels = [rows_per_rank(shape[0], layout.world_size) * shape[1] for shape in shapes]  # c * columns
+        # Elements of a rank's shards that each of the P owners gets, and the matrices that it owns.
+        self.owned = [[i for i in self.order if owners[i] == p] for p in range(layout.ranks_per_node)]
+        self.sizes = [sum(self.numels[i] for i in of_owner) for of_owner in self.owned]
+
+    def shards(self) -> list[ParameterShard]:
+        """What a rank sends, for its wire format."""
+        return [ParameterShard(str(i), self.numels[i], quantizable=True) for i in self.order]
+
+    def rows(self, matrix: int, node: int | None) -> slice:
+        """The rows of a matrix that the node's ranks hold; None: all."""
+        num_rows = self.shapes[matrix][0]
+        if node is None:
+            return slice(0, num_rows)
+        per_node = rows_per_rank(num_rows, self.layout.world_size) * self.layout.ranks_per_node
+        return slice(min(num_rows, node * per_node), min(num_rows, (node + 1) * per_node))
+
+    def shape(self, matrix: int, node: int | None) -> tuple[int, int]:
+        """Of these rows."""
+        rows = self.rows(matrix, node)
+        return rows.stop - rows.start, self.shapes[matrix][1]
+
+    def flatten(self, shards: Sequence[Tensor]) -> Tensor:
+        """This rank's rows of all matrices, in the order of the shapes, as [L]: padded, in the order of owners."""
+        flat = shards[0].new_zeros(sum(self.numels))
+        for part, i in zip(flat.split([self.numels[i] for i in self.order]), self.order, strict=True):
+            part[: shards[i].numel()] = shards[i].reshape(-1)
+        return flat
+
+    def unflatten(self, flat: Tensor, shards: Sequence[Tensor]) -> list[Tensor]:
+        """The rows in a ``flat`` [L] that ``flatten`` makes of shards of these shapes."""
+        part_of = dict(zip(self.order, flat.split([self.numels[i] for i in self.order]), strict=True))
+        return [part_of[i][: shard.numel()].view(shard.shape) for i, shard in enumerate(shards)]
+
+    def count_gather(self, traffic: Traffic, wire_nbytes: int) -> None:
+        """Count what a rank sends to the other nodes."""
+        traffic.add(inter_node=(self.layout.num_nodes - 1) * wire_nbytes)
+
+    def count_owners(self, traffic: Traffic, local_rank: int, is_whole: bool) -> None:
+        """Count what a rank sends to owners, its node's rows or those of all nodes, and what an owner sends back."""
+        copies, per_node = self.layout.num_nodes if is_whole else 1, self.layout.ranks_per_node
+        own, itemsize = self.sizes[local_rank], torch.bfloat16.itemsize
+        to_owners = copies * (sum(self.sizes) - own) * itemsize
+        from_owner = (per_node - 1) * own * itemsize
+        traffic.add(intra_node=to_owners + from_owner)
+
+
+@dataclass(frozen=True)
+class GatheredRows:
+    """What the ranks of one local rank, on all nodes, sent of their rows."""
+
+    plan: MatrixPlan
+    format: WireFormat
+    wires: Tensor  # uint8 [N, nbytes]
+
+    def decode(self, node: int | None = None) -> Tensor:
+        """In bf16 as all nodes have them, [N, L]; or one node's, [1, L]."""
+        wires = self.wires if node is None else self.wires[node : node + 1]
+        shape = len(wires), self.format.numel
+        return self.format.decode(wires, out=torch.empty(shape, dtype=torch.bfloat16, device=wires.device))
+
+
+class MatrixBlocks:
+    """This rank's part in orthogonalizing matrices that the ranks of ``topology`` share."""
+
+    def __init__(self, topology: Topology, traffic: Traffic, wire: MomentumWire) -> None:
+        self.topology, self.traffic, self.wire = topology, traffic, wire
+
+    def gather(
+        self, shards: Sequence[Tensor], shapes: Sequence[torch.Size], wire: MomentumWire | None = None
+    ) -> GatheredRows | None:
+        """The rows of all nodes, for ``orthogonalized``. None: there is one node. wire: another one than always."""
+        if self.topology.num_nodes == 1:
+            return None
+        plan = MatrixPlan(shapes, self.topology)
+        format = (wire or self.wire).format(plan.shards())
+        sent = format.encode(plan.flatten(shards))
+        wires = sent.new_empty(self.topology.num_nodes, format.nbytes)
+        all_gather(wires.view(-1), sent, group=self.topology.inter_group)
+        plan.count_gather(self.traffic, format.nbytes)
+        return GatheredRows(plan, format, wires)
+
+    def own_rows(self, gathered: GatheredRows, shards: Sequence[Tensor]) -> list[Tensor]:
+        """This rank's rows as they travelled, in bf16."""
+        return gathered.plan.unflatten(gathered.decode(self.topology.node)[0], shards)
+
+    def orthogonalized(
+        self,
+        shards: Sequence[Tensor],
+        shapes: Sequence[torch.Size],
+        orthogonalize: Orthogonalize,
+        gathered: GatheredRows | None = None,
+        is_stale: bool = False,
+    ) -> list[Tensor]:
+        """Of matrices of ``shapes``, of which ``shards`` are this rank's rows: its rows of the results, fp32.
+
+        gathered: what whole matrices are made of; None: each node's block by itself. is_stale: it came in an earlier
+        step, and this node puts the rows of now into it.
+        """
+        topology = self.topology
+        plan = MatrixPlan(shapes, topology) if gathered is None else gathered.plan
+        if gathered is None:
+            rows = plan.flatten(shards).bfloat16().unsqueeze(0)
+        else:
+            rows = gathered.decode()  # this node's rows as well, so that all nodes have the same matrices,
+            if is_stale:
+                rows[topology.node] = plan.flatten(shards)  # or each its own
+        node = topology.node if gathered is None else None
+        plan.count_owners(self.traffic, topology.local_rank, is_whole=gathered is not None)
+        results = plan.unflatten(self._by_owners(rows, plan, node, orthogonalize), shards)
+        return [result.float() * orthogonalize.scale(*plan.shape(i, node)) for i, result in enumerate(results)]
+
+    def _by_owners(self, rows: Tensor, plan: MatrixPlan, node: int | None, orthogonalize: Orthogonalize) -> Tensor:
+        """This rank's rows of the results, [L], where ``rows`` [n, L] are of this local rank on one node or on all."""
+        n, topology, own = len(rows), self.topology, plan.sizes[self.topology.local_rank]
+        # All nodes' rows for the first owner, then for the second, ...
+        sent = torch.cat([part.reshape(-1) for part in rows.split(plan.sizes, dim=1)])
+        received = self._all_to_all(sent, [n * size for size in plan.sizes], [n * own] * topology.ranks_per_node)
+        in_rank_order = received.view(topology.ranks_per_node, n, own).transpose(0, 1)  # [n, P, own]
+        owned = plan.owned[topology.local_rank]
+        results = [received.new_empty(topology.ranks_per_node, 0)]
+        for i, part in zip(owned, in_rank_order.split([plan.numels[i] for i in owned], dim=2), strict=True):
+            num_rows, columns = plan.shape(i, node)
+            matrix = part.reshape(-1, columns)  # [n * P * c, columns], in the order of the rows, padded behind
+            if num_rows > 0:
+                matrix[:num_rows] = orthogonalize(matrix[:num_rows])
+            results.append(matrix.view(part.shape)[topology.node if n > 1 else 0])  # [P, c * columns]
+        back = torch.cat(results, dim=1).reshape(-1)
+        return self._all_to_all(back, [own] * topology.ranks_per_node, plan.sizes)
+
+    def _all_to_all(self, tensor: Tensor, sent: list[int], received: list[int]) -> Tensor:
+        if self.topology.ranks_per_node == 1:
+            return tensor
+        arrived = tensor.new_empty(sum(received))
+        dist.all_to_all_single(arrived, tensor, received, sent, group=self.topology.intra_group)
+        return arrived
+
+
+def _owners(shapes: Sequence[torch.Size], ranks: int) -> list[int]:
+    """The local rank that orthogonalizes each matrix: the most work first, each to the rank that has least so far."""
+    work, owners = [0] * ranks, [0] * len(shapes)
+    cost = [math.prod(shape) * min(shape) for shape in shapes]
+    for i in sorted(range(len(shapes)), key=lambda i: -cost[i]):
+        owners[i] = work.index(min(work))
+        work[owners[i]] += cost[i]
+    return owners
+
+
+def batches(matrices: Sequence[Tensor], ranks: int) -> Iterator[list[Tensor]]:
+    """``matrices`` in batches that bound memory and give each of a node's ranks work: the largest first."""
+    rest = sorted(matrices, key=lambda matrix: -matrix.numel())
+    while rest:
+        count = ranks
+        while count < len(rest) and sum(m.numel() for m in rest[: count + ranks]) <= ranks * ELEMENTS_AT_ONCE:
+            count += ranks
+        yield rest[:count]
+        rest = rest[count:]

@@ -1,0 +1,220 @@
+"""Muon under FSDP2: momentum orthogonalized as whole matrices, or as each node's block of their rows.
+
+    zeropp = apply_zeropp(model, config)
+    optimizer = Muon(
+        [dict(params=hidden_matrices), dict(params=the_rest, use_muon=False)], zeropp, lr=1e-3, period=None
+    )
+
+The momentum of a matrix is a matrix, of which each rank has rows. torch.optim.Muon takes DTensors, and sends them over
+all ranks for each of its products. Here rows are brought together once per step, as ``period`` says:
+
+    1      whole matrices at every step: Muon as published;
+    None   never: the rows of a node's ranks count as a matrix of their own, and nothing crosses nodes;
+    k      whole matrices every k steps, blocks in between: MuonBP (arXiv 2510.16981), with nodes for devices. With
+           ``stale_rows`` whole matrices in between, too, of a node's rows of now and of the others' of k steps ago.
+
+``matrix_blocks.py`` has what travels. What is done to a matrix is what torch.optim.Muon does.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Shard
+from torch.optim.optimizer import ParamsT, StateDict
+
+from ..interface import MatrixBlocksInterface, ZeroPPInterface
+from ..own_rank import local_part
+from .matrix_blocks import MomentumWire
+
+# What an orthogonal matrix of so many rows and columns is multiplied by: Megatron's names, and torch's.
+SCALES: dict[str, Callable[[int, int], float]] = {
+    "spectral": lambda rows, columns: math.sqrt(max(rows, columns)),
+    "shape_scaling": lambda rows, columns: math.sqrt(max(1, rows / columns)),
+    "unit_rms_norm": lambda rows, columns: math.sqrt(rows / columns),
+    "original": lambda rows, columns: math.sqrt(max(1, rows / columns)),
+    "match_rms_adamw": lambda rows, columns: 0.2 * math.sqrt(max(rows, columns)),
+}
+
+
+_adamw_step = inspect.unwrap(torch.optim.AdamW.step)  # without hooks, which Muon's own step has
+
+
+@dataclass(frozen=True)
+class NewtonSchulz:
+    """Steps towards the nearest orthogonal matrix: X <- a·X + (b·XXᵀ + c·(XXᵀ)²)·X in bf16."""
+
+    steps: int
+    coefficients: tuple[float, float, float]  # a, b, c
+    eps: float  # the least norm to divide by
+    scaling: str  # of SCALES
+    scale_factor: float
+
+    def __call__(self, matrix: Tensor) -> Tensor:
+        """Of a matrix [rows, columns]: its singular values moved to about 1, in bf16."""
+        a, b, c = self.coefficients
+        is_tall = matrix.shape[0] > matrix.shape[1]
+        x = matrix.T if is_tall else matrix  # XXᵀ is the smaller product
+        x = x / x.norm().clamp(min=self.eps)
+        for _ in range(self.steps):
+            gram = x @ x.T
+            x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+        return x.T if is_tall else x
+
+    def scale(self, rows: int, columns: int) -> float:
+        return SCALES[self.scaling](rows, columns) * self.scale_factor
+
+
+class Muon(torch.optim.AdamW):
+    """Muon for matrices; groups of parameters with ``use_muon=False`` are AdamW's.
+
+    Args:
+        params: parameters, or groups of them, of the model that ``zeropp`` is of. Those of Muon must be matrices.
+        zeropp: of ``apply_zeropp`` or ``emulate_zeropp``; its ``traffic`` counts what this sends.
+        lr: of both; ``weight_decay``, too, which is decoupled.
+        momentum, nesterov, ns_coefficients, ns_steps: as torch.optim.Muon's; ``ns_eps`` is its ``eps``.
+        adjust_lr_fn: one of ``SCALES``, by the shape of what is orthogonalized, a matrix or a block; None: original.
+        extra_scale_factor: multiplies that.
+        period: whole matrices every so many steps, the first among them; None: blocks always.
+        momentum_bits, momentum_block_size: in what rows cross nodes for whole matrices; None: in bf16, without a loss.
+        stale_rows: with a period above 1; keeps what crossed nodes last.
+        betas, eps: AdamW's.
+    """
+
+    def __init__(
+        self,
+        params: ParamsT,
+        zeropp: ZeroPPInterface,
+        lr: float = 1e-3,
+        weight_decay: float = 0.1,
+        momentum: float = 0.95,
+        nesterov: bool = True,
+        ns_coefficients: tuple[float, float, float] = (3.4445, -4.7750, 2.0315),
+        ns_eps: float = 1e-7,
+        ns_steps: int = 5,
+        adjust_lr_fn: str | None = None,
+        extra_scale_factor: float = 1.0,
+        period: int | None = 1,
+        momentum_bits: int | None = None,
+        momentum_block_size: int = 128,
+        stale_rows: bool = False,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+    ) -> None:
+        adjust_lr_fn = adjust_lr_fn or "original"
+        if adjust_lr_fn not in SCALES:
+            raise ValueError(f"adjust_lr_fn {adjust_lr_fn!r} is not one of {', '.join(SCALES)}")
+        if not 0 <= momentum < 1:
+            raise ValueError(f"momentum must be at least 0 and below 1, got {momentum}")
+        if period is not None and period < 1:
+            raise ValueError(f"period must be at least 1, or None for blocks always; got {period}")
+        if stale_rows and (period is None or period == 1):
+            raise ValueError(f"stale_rows needs a period above 1, after which they are renewed; got {period}")
+        if ns_steps < 1:
+            raise ValueError(f"ns_steps must be at least 1, got {ns_steps}")
+        self.zeropp, self.period, self.stale_rows = zeropp, period, stale_rows
+        self._gathered: dict[tuple[int, ...], Any] = {}  # in the last whole step, by the matrices' ids
+        self.momentum, self.nesterov = momentum, nesterov
+        self.newton_schulz = NewtonSchulz(ns_steps, ns_coefficients, ns_eps, adjust_lr_fn, extra_scale_factor)
+        self.wire = MomentumWire(momentum_bits, momentum_block_size)
+        super().__init__(params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, fused=True)
+        # GradScaler would hand its scale to the fused AdamW, and leave the matrices' gradients scaled.
+        self._step_supports_amp_scaling = False
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        if group.setdefault("use_muon", True):
+            for parameter in group["params"]:
+                _check_matrix(parameter, self.zeropp.device)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        """Move matrices as Muon does, which is collective where their rows are brought together, and the rest as AdamW.
+
+        Returns what ``closure`` did, if it was given.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            if group["use_muon"]:
+                self._move_matrices(group)
+        _adamw_step(self)
+        return loss
+
+    def _init_group(self, group: dict[str, Any], *lists: list[Tensor]) -> bool:
+        # What AdamW's step asks for the parameters that it is to move: matrices have moved by then.
+        return False if group["use_muon"] else bool(super()._init_group(group, *lists))
+
+    def _move_matrices(self, group: dict[str, Any]) -> None:
+        matrices = [parameter for parameter in group["params"] if parameter.grad is not None]
+        whole = self._takes_whole(matrices)
+        for blocks, batch in self.zeropp.matrix_blocks(matrices, self.wire):
+            updates, shapes = [self._update_of(matrix) for matrix in batch], [matrix.shape for matrix in batch]
+            gathered = blocks.gather(updates, shapes) if whole else self._stale_rows_of(blocks, batch)
+            results = blocks.orthogonalized(updates, shapes, self.newton_schulz, gathered, is_stale=not whole)
+            if whole and self.stale_rows and gathered is not None:
+                self._gathered[tuple(map(id, batch))] = gathered
+                for matrix, sent in zip(batch, blocks.own_rows(gathered, updates), strict=True):
+                    local_part(self.state[matrix]["sent_rows"]).copy_(sent)
+            rows = [local_part(matrix) for matrix in batch]
+            torch._foreach_mul_(rows, 1 - group["lr"] * group["weight_decay"])
+            torch._foreach_add_(rows, results, alpha=-group["lr"])
+
+    def _stale_rows_of(self, blocks: MatrixBlocksInterface, batch: list[Tensor]) -> Any:
+        """What was gathered last; after a state was loaded, it is gathered once more, as it was. None: blocks alone."""
+        if not self.stale_rows:
+            return None
+        key = tuple(map(id, batch))
+        if key not in self._gathered:
+            sent = [local_part(self.state[matrix]["sent_rows"]) for matrix in batch]
+            self._gathered[key] = blocks.gather(sent, [matrix.shape for matrix in batch], MomentumWire())
+        return self._gathered[key]
+
+    def load_state_dict(self, state_dict: StateDict) -> None:
+        super().load_state_dict(state_dict)
+        self._gathered.clear()
+
+    def _update_of(self, matrix: Tensor) -> Tensor:
+        """This rank's rows of the momentum, which the gradient moves; or with Nesterov's, of the next one."""
+        assert matrix.grad is not None
+        state = self.state[matrix]
+        if not state:
+            state["step"] = torch.zeros((), dtype=torch.float32)
+            state["momentum_buffer"] = torch.zeros_like(matrix.grad)
+        if self.stale_rows and "sent_rows" not in state:
+            state["sent_rows"] = torch.zeros_like(matrix.grad, dtype=torch.bfloat16)  # as they travelled last
+        gradient, momentum = local_part(matrix.grad), local_part(state["momentum_buffer"])
+        momentum.lerp_(gradient, 1 - self.momentum)
+        state["step"] += 1
+        return gradient.lerp(momentum, self.momentum) if self.nesterov else momentum
+
+    def _takes_whole(self, matrices: list[Tensor]) -> bool:
+        if self.period is None or self.period == 1 or not matrices:
+            return self.period is not None
+        return int(self.state[matrices[0]].get("step", 0)) % self.period == 0
+
+
+def _check_matrix(parameter: Tensor, device: torch.device) -> None:
+    if parameter.ndim != 2:
+        raise ValueError(
+            f"Muon is for matrices, not for a parameter of shape {tuple(parameter.shape)}: put it in a group with "
+            "use_muon=False"
+        )
+    if parameter.device.type != device.type:
+        raise ValueError(f"Muon takes matrices on the device that computes, {device.type}: leave CPUOffloadPolicy out")
+    if isinstance(parameter, DTensor):
+        shards = [placement for placement in parameter.placements if not placement.is_replicate()]
+        if shards != [Shard(0)]:
+            raise ValueError(
+                f"Muon takes matrices whose rows are sharded, not placements {parameter.placements}: leave tensor "
+                "parallelism and shard_placement_fn out, or put it in a group with use_muon=False"
+            )

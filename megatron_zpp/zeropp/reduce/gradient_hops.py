@@ -1,0 +1,229 @@
+"""One rank's part in the two hops of a gradient reduction, no matter how what it sends is carried."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from ..fsdp.formats import Formats
+from ..fsdp.shared import Shared
+from ..fsdp.state_keys import below
+from ..fsdp.topology import RankLayout
+from ..fsdp.unit import Unit, UnitPart
+from ..wire.format import WireFormat
+from ..wire.quantization import mix_seed
+from ..wire.scales import ElementScales, ScaledFormat
+from .gradient_sum import GradientSum, NodeSum
+from .loco import ErrorFeedback
+
+
+@dataclass
+class Progress:
+    """How far the reductions of one unit are, on one rank."""
+
+    steps: int = 0  # reductions between nodes so far
+    micro_batches: int = 0  # of this step, so far
+
+
+@dataclass(kw_only=True)
+class GradientHop:
+    """One rank's sending and receiving among the G ranks of one hop: those of its node, or those of its local rank."""
+
+    name: str  # "intra" or "inter" nodes
+    rows: tuple[int, ...]  # of what is sent, but for L: (P, N) or (N,)
+    unit: Unit
+    rank: int
+    shared: Shared
+    progress: Progress
+    feedback: ErrorFeedback | None = field(default=None, init=False)  # LoCo's
+    element_scales: ElementScales | None = field(default=None, init=False)
+    format: WireFormat | None = field(default=None, init=False)  # of the gradients in ``begin``; None before any came
+
+    def __post_init__(self) -> None:
+        self.config, loco = self.shared.config, self.shared.config.loco
+        if loco is not None and (self.name == "inter" or loco.hops == "both"):
+            self.feedback = ErrorFeedback(loco)
+        if self.config.gradient_element_scales and self.name == "inter":
+            self.element_scales = ElementScales()
+
+    def send(self, gradients: GradientSum) -> Tensor:
+        """Encode gradients [G, ..., L], a piece for each rank of the hop, with LoCo: uint8 [G, ..., nbytes]."""
+        assert self.format is not None  # by ``GradientHops.begin``
+        format = self.element_scales.to_send(self.format) if self.element_scales is not None else self.format
+        noise_seed = None
+        if self.config.gradient_rounding == "stochastic":
+            draw = (self.name, self.unit.name, self.rank, self.progress.steps, self.progress.micro_batches)
+            noise_seed = mix_seed(self.config.seed, "gradients", *draw)
+        is_sampled = self.shared.monitor.is_due(self.progress.steps)
+        if is_sampled:
+            gradients = gradients.computed()  # to compare with what arrives
+        error = self.feedback.error if self.feedback is not None else None  # what is added to these gradients
+        if self.feedback is not None:
+            # The hop between nodes runs once per step, that within a node once per micro-batch.
+            wires = self.feedback.encode(gradients, format, noise_seed, self.shared.micro_batch.is_last)
+        else:
+            wires = gradients.encode(format, noise_seed)
+        if is_sampled:
+            self._sample(gradients.parts, wires, format, error)
+        sent = wires.nbytes - wires[0].nbytes  # one piece is this rank's own
+        if self.name == "intra":
+            self.shared.traffic.add(intra_node=sent)
+        else:
+            self.shared.traffic.add(inter_node=sent)
+        return wires
+
+    def receive(self, wires: Tensor) -> GradientSum:
+        """The sum [..., L] of what each of the G ranks sent here, uint8 [G, ..., nbytes]."""
+        assert self.format is not None  # GradientSum would take None for parts that are numbers
+        format = self.element_scales.to_receive(self.format) if self.element_scales is not None else self.format
+        return GradientSum(wires, format)
+
+    def arrived(self, sent: Tensor, received: GradientSum) -> None:
+        """What the ranks sent each other, of which ``sent`` is this rank's, has arrived."""
+        assert self.format is not None
+        if self.element_scales is not None:
+            self.element_scales.arrived(self.format, sent, received.parts)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Of the same keys and shapes whether anything came or not: what is not there yet is zeros."""
+        part, state = self.unit.trainable, dict[str, Tensor]()
+        zeros = partial(torch.zeros, dtype=torch.uint8, device=self.unit.device)
+        if self.feedback is not None:
+            own = self.feedback.state_dict()
+            if "error" not in own:
+                format = self.feedback.format(part.parameters, self.config.gradient_block_size)
+                own["error"] = zeros(*self.rows, format.nbytes)
+            state |= {f"{self.name}.{key}": value for key, value in own.items()}
+        if self.element_scales is not None:
+            own = self.element_scales.state_dict()
+            if "exponents" not in own:
+                own["exponents"] = zeros(2, *self.rows, part.numel)
+            state |= {f"element_scales.{key}": value for key, value in own.items()}
+        return state
+
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        for prefix, part in ((f"{self.name}.", self.feedback), ("element_scales.", self.element_scales)):
+            if part is not None:
+                own = below(state, prefix)
+                part.load_state_dict({key: value.to(self.unit.device) for key, value in own.items()})
+
+    def _sample(self, pieces: Tensor, wires: Tensor, format: WireFormat | ScaledFormat, error: Tensor | None) -> None:
+        assert self.format is not None
+        arrived = format.decode(wires, out=torch.empty_like(pieces, dtype=torch.float32))
+        what, unit = f"gradients/{self.name}", self.unit.name
+        self.shared.monitor.record(what, unit, pieces, arrived)
+        self.shared.monitor.record_codes(what, unit, self.format, wires)
+        if self.feedback is not None:
+            old = self.feedback.decode(error) if error is not None else arrived.new_zeros(())
+            self.shared.monitor.record_error_state(what, unit, pieces, old)
+
+
+class GradientHops:
+    """One rank's reduction of one unit's gradients: its hops, and the node's sum of the micro-batches so far.
+
+    Each micro-batch: ``begin``, the hop within the node, then ``keep``; or, with the step's last one, ``with_kept``,
+    the hop between nodes, ``sent``, and ``finish`` when it is over. Sums are taken in fp32. A hop of one rank is None.
+    """
+
+    def __init__(self, unit: Unit, layout: RankLayout, shared: Shared) -> None:
+        self.unit, self.layout, self.config, self.micro_batch = unit, layout, shared.config, shared.micro_batch
+        config = shared.config
+        self.formats = Formats(config, layout.num_nodes)
+        # On one rank nothing is rounded.
+        kept_as = config if layout.world_size > 1 else replace(config, gradient_sum_dtype="fp32")
+        self.node_sum = NodeSum(unit, Formats(kept_as, layout.num_nodes))
+        self.begun_at = 0  # the unit's optimizer steps when this step's first micro-batch came
+        self.progress = Progress()
+        self._rotation: WireFormat | None = None  # whose quantized parameters are rotated
+
+        hop = partial(GradientHop, unit=unit, rank=layout.rank, shared=shared, progress=self.progress)
+        num_nodes, ranks_per_node = layout.num_nodes, layout.ranks_per_node
+        self.within_node = hop(name="intra", rows=(ranks_per_node, num_nodes)) if ranks_per_node > 1 else None
+        self.between_nodes = hop(name="inter", rows=(num_nodes,)) if num_nodes > 1 else None
+        self._hops = [hop for hop in (self.within_node, self.between_nodes) if hop is not None]
+        # LoCo's, by the name of the hop.
+        self.feedback = {hop.name: hop.feedback for hop in self._hops if hop.feedback is not None}
+
+    def rescale_errors(self, factor: float) -> None:
+        """Say that the loss scale, and with it every gradient to come, was multiplied by ``factor``."""
+        for feedback in self.feedback.values():
+            feedback.rescale(factor)
+
+    @property
+    def element_scales(self) -> ElementScales | None:
+        return self.between_nodes.element_scales if self.between_nodes is not None else None
+
+    def begin(self, part: UnitPart, gradients: Tensor) -> GradientSum:
+        """Take in a part's gradients [N, P, L]: [P, N, L], a piece for each rank of the node, rotated."""
+        if self.node_sum.kept is None:
+            self.begun_at = self.unit.optimizer_steps
+            for feedback in self.feedback.values():
+                feedback.begin_step()
+            if self.element_scales is not None:
+                self.element_scales.begin_step()
+        dtype = gradients.dtype
+        if self.within_node is not None:
+            self.within_node.format = self.formats.gradients_within_node(part, dtype)
+        if self.between_nodes is not None:
+            step = self.micro_batch.optimizer_steps
+            self.between_nodes.format = self.formats.gradients_between_nodes(part, dtype, step)
+        # Sums of rotated gradients are rotated sums: rotate once before both hops and back once after them.
+        self._rotation = self.formats.rotation(part, dtype)
+        if self._rotation is not None:
+            gradients = self._rotation.rotate(gradients)
+        return GradientSum(gradients.transpose(0, 1))
+
+    def with_kept(self, arrived: GradientSum) -> GradientSum:
+        """The node's sum [N, L] of this micro-batch, and of those that were kept before."""
+        return self.node_sum.plus(arrived)
+
+    def keep(self, arrived: GradientSum) -> None:
+        """Keep the node's sum [N, L] of this micro-batch for the step's last one."""
+        draw = (self.unit.name, self.layout.rank, self.progress.steps, self.progress.micro_batches)
+        self.node_sum.add(arrived, mix_seed(self.config.seed, "sums", *draw))
+        self.unit.holds_gradients = True
+        self.progress.micro_batches += 1
+
+    def sent(self) -> None:
+        """The step's gradients, with all that was kept, are on their way between nodes."""
+        self._drop_kept()
+        self.progress.steps += 1
+
+    def finish(self, total: GradientSum, sent: Tensor | None) -> Tensor:
+        """The sum [L] over all ranks and micro-batches, in fp32 and rotated back.
+
+        sent: uint8 [N, nbytes], what this rank sent between nodes; None: there is one node.
+        """
+        result = total.compute()
+        if self.between_nodes is not None and sent is not None:
+            self.between_nodes.arrived(sent, total)
+        return self._rotation.rotate(result) if self._rotation is not None else result
+
+    def undo_step(self) -> None:
+        """The gradients since the last optimizer step are thrown away."""
+        self._drop_kept()
+        if self.begun_at == self.unit.optimizer_steps:  # no optimizer has used what the errors went with
+            for feedback in self.feedback.values():
+                feedback.undo_step()
+            if self.element_scales is not None:
+                self.element_scales.undo_step()
+
+    def _drop_kept(self) -> None:
+        self.node_sum.drop()
+        self.unit.holds_gradients, self.progress.micro_batches = False, 0
+
+    def state_dict(self) -> dict[str, Tensor]:
+        state = {key: value for hop in self._hops for key, value in hop.state_dict().items()}
+        if self.config.gradient_rounding == "stochastic" or self.config.gradient_sum_dtype != "fp32":
+            state["steps"] = torch.tensor(self.progress.steps)
+        return state
+
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        self._drop_kept()
+        if "steps" in state:
+            self.progress.steps = int(state["steps"])
+        for hop in self._hops:
+            hop.load_state_dict(state)

@@ -1,0 +1,127 @@
+"""Gradients that are added up only when needed, so that one pass may add up and encode; and a node's sum that waits."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from ..fsdp.formats import Formats
+from ..fsdp.unit import Unit
+from ..wire.format import WireFormat
+from ..wire.layout import Compensation, encoded_addend
+from ..wire.quantization import counter_uniform
+from ..wire.scales import ScaledFormat
+
+
+@dataclass(frozen=True)
+class GradientSum:
+    """Gradients [..., L]: one rank's own, or the sum of what G ranks sent; and ``plus``, if there is any.
+
+    parts: [..., L] of any float type; with a ``format`` uint8 [G, ..., nbytes] in it.
+    """
+
+    parts: Tensor
+    format: WireFormat | ScaledFormat | None = None
+    plus: Tensor | None = None  # fp32 [..., L]
+
+    @property
+    def device(self) -> torch.device:
+        return self.parts.device
+
+    @property
+    def rows(self) -> torch.Size:
+        """The shape but for L."""
+        return self.parts.shape[:-1] if self.format is None else self.parts.shape[1:-1]
+
+    def only_piece(self) -> GradientSum:
+        """[..., L] of [1, ..., L]."""
+        parts = self.parts[0] if self.format is None else self.parts[:, 0]
+        return replace(self, parts=parts, plus=self.plus[0] if self.plus is not None else None)
+
+    def compute(self) -> Tensor:
+        """Add up in fp32, in rank order: [..., L], in the memory of ``plus`` if there is any."""
+        if self.format is None:
+            return self.parts.to(torch.float32, copy=True) if self.plus is None else self.plus.add_(self.parts)
+        if self.plus is not None:
+            return self.format.decode_sum(self.parts, out=self.plus, accumulate=True)
+        return self.format.decode_sum(self.parts, out=torch.empty(*self.rows, self.format.numel, device=self.device))
+
+    def computed(self) -> GradientSum:
+        """The same with nothing left to add up."""
+        is_sum = self.format is not None or self.plus is not None
+        return GradientSum(self.compute()) if is_sum else self
+
+    def encode(
+        self, format: WireFormat | ScaledFormat, noise_seed: int | None, compensation: Compensation | None = None
+    ) -> Tensor:
+        """Add up and encode: uint8 [..., nbytes]."""
+        if isinstance(format, ScaledFormat):  # there is no kernel that adds up on the way
+            return format.encode(self.computed().parts, noise_seed, compensation)
+        if self.format is None:
+            return format.encode(self.parts, noise_seed, plus=self.plus, compensation=compensation)
+        assert isinstance(self.format, WireFormat)  # what has scales of elements has come to the end of its way
+        return format.encode_sum(self.parts, self.format, noise_seed, plus=self.plus, compensation=compensation)
+
+
+class NodeSum:
+    """One unit's sum [N, L] within a node over the micro-batches so far, in the form of ``gradient_sum_dtype``.
+
+    In bf16 and int8 it is rounded after every micro-batch but the last, stochastically: rounding to nearest would lose,
+    each time anew, what is less than half a step of a sum that has grown. To carry along what rounding lost would take
+    a second buffer of the sum's size.
+
+    With ``offload_gradient_sums`` it waits in host memory. The copies run on the stream that reduces gradients.
+    """
+
+    def __init__(self, unit: Unit, formats: Formats) -> None:
+        self.unit, self.formats, self.config = unit, formats, formats.config
+        self.kept: Tensor | None = None  # fp32 or bf16 [N, L]; int8: wire buffers uint8 [N, nbytes]
+
+    @property
+    def format(self) -> WireFormat:
+        """Of int8 sums."""
+        return self.formats.node_sum(self.unit.trainable)
+
+    def plus(self, arrived: GradientSum) -> GradientSum:
+        """The sum [N, L] of what arrived of this micro-batch, and of what was kept."""
+        kept = self._on_device()
+        if kept is None or kept.dtype == torch.float32:
+            return replace(arrived, plus=kept)
+        if kept.dtype == torch.bfloat16:
+            return replace(arrived, plus=kept.float())
+        out = torch.empty(*arrived.rows, self.format.numel, device=kept.device)
+        return replace(arrived, plus=self.format.decode(kept, out))
+
+    def add(self, arrived: GradientSum, noise_seed: int) -> None:
+        """Keep the sum [N, L] of what arrived of this micro-batch, and of what was kept."""
+        if self.config.gradient_sum_dtype == "int8":
+            total = arrived.encode(self.format, noise_seed, encoded_addend(self.format, self._on_device()))
+        else:
+            total = self.plus(arrived).compute()
+            if self.config.gradient_sum_dtype == "bf16":
+                total = round_to_bf16(total, noise_seed)
+        self.kept = _in_host_memory(total) if self.config.offload_gradient_sums else total
+
+    def drop(self) -> None:
+        self.kept = None
+
+    def _on_device(self) -> Tensor | None:
+        return self.kept.to(self.unit.device, non_blocking=True) if self.kept is not None else None
+
+
+def round_to_bf16(values: Tensor, noise_seed: int) -> Tensor:
+    """Round fp32 values to bf16 stochastically, with noise as that of quantization; NaN and Inf stay."""
+    # bf16 is the upper half of an fp32 number. Random bits that are added to the lower half carry into it with the
+    # probability that the lower half asks for.
+    noise = (counter_uniform(values.numel(), noise_seed, values.device) * 2**16).to(torch.int32).view(values.shape)
+    upper = (values.view(torch.int32) + noise) & -(2**16)
+    return torch.where(values.isfinite(), upper.view(torch.float32), values).to(torch.bfloat16)
+
+
+def _in_host_memory(tensor: Tensor) -> Tensor:
+    """The tensor in host memory: pinned, so that the current stream copies it there, and nobody waits."""
+    if tensor.device.type == "cpu":
+        return tensor
+    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)

@@ -1,0 +1,105 @@
+"""LoCo's error feedback (arXiv 2407.04480): what quantization lost returns, averaged, with the next gradients."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..config import LoCoConfig
+from ..wire.format import WireFormat, wire_format
+from ..wire.layout import Compensation, ParameterShard
+from ..wire.scales import ScaledFormat
+from .gradient_sum import GradientSum
+
+ERROR_FORMATS = {"int8": (8, torch.float32), "bf16": (None, torch.bfloat16), "fp32": (None, torch.float32)}
+
+
+class ErrorFeedback:
+    """The compression error e of one hop of one unit, and the encoder that uses it.
+
+    With gradients g [..., L] and the hop's quantizer Q:
+
+        h = g + e,  q = Q(h) is sent,  d = h - deq(q),  e <- beta * e + (1 - beta) * d
+
+    e starts at zero and is kept in a wire buffer of its own. The hop between nodes runs once per optimizer step, that
+    within a node once per micro-batch.
+    """
+
+    def __init__(self, config: LoCoConfig) -> None:
+        self.config = config
+        self.error: Tensor | None = None  # uint8 [..., nbytes]; None = zero
+        self.steps = 0  # optimizer steps since the last reset
+        self._before_step: tuple[Tensor | None, int] = (None, 0)
+        self._format: WireFormat | None = None  # of ``error``
+
+    def format(self, parameters: tuple[ParameterShard, ...], block_size: int | None) -> WireFormat:
+        """In which the error of these gradients is kept."""
+        bits, dtype = ERROR_FORMATS[self.config.error_dtype]
+        return wire_format(parameters, bits, block_size, dtype)
+
+    def begin_step(self) -> None:
+        """Say that the gradients to come are another optimizer step's: ``undo_step`` returns here.
+
+        Without ``exact_undo`` it cannot, once an encoding has moved the error, and makes it zero instead. As it moved,
+        the error would be worse than none: gradients of a step that overflowed can be as large as numbers go.
+        """
+        self._before_step = (self.error, self.steps)
+
+    def encode(
+        self,
+        gradients: GradientSum,
+        hop: WireFormat | ScaledFormat,
+        noise_seed: int | None = None,
+        is_last: bool = True,
+    ) -> Tensor:
+        """Compensate and encode gradients [..., L] into uint8 [..., nbytes], and update the error.
+
+        is_last: whether this is the last encoding of an optimizer step.
+        """
+        config, interval = self.config, self.config.reset_interval
+        format = self.format(hop.parameters, hop.block_size)
+        if self._format is not None and self._format.parameters != format.parameters:
+            self.error = None  # parameters were frozen or unfrozen
+        self._format = format
+        self.steps += is_last
+        decay, new_error = 1.0, None
+        if is_last and config.reset == "hard" and interval is not None and self.steps >= interval:
+            self.steps = 0
+        else:
+            # Not over the old one, which CUDA kernels for large or odd blocks read again after they wrote.
+            new_error = torch.empty(*gradients.rows, self._format.nbytes, dtype=torch.uint8, device=gradients.device)
+        if is_last and config.reset == "decay" and interval is not None:
+            decay = 1 - 1 / interval
+        compensation = Compensation(self._format, self.error, new_error, config.beta, decay)
+        wire = gradients.encode(hop, noise_seed, compensation)
+        self.error = new_error
+        if not config.exact_undo:
+            self._before_step = (None, 0)
+        return wire
+
+    def undo_step(self) -> None:
+        """Take the error back to what it was at ``begin_step``, or to zero: gradients since then were thrown away."""
+        self.error, self.steps = self._before_step
+
+    def rescale(self, factor: float) -> None:
+        """Multiply the error: the loss scale, and with it every gradient to come, changed by ``factor``."""
+        if self.error is not None and self._format is not None:
+            self.error = self._format.encode(self.decode(self.error).mul_(factor))
+
+    def decode(self, error: Tensor) -> Tensor:
+        """An error as numbers, fp32 [..., L], once something was encoded."""
+        assert self._format is not None
+        out = torch.empty(*error.shape[:-1], self._format.numel, device=error.device)
+        return self._format.decode(error, out)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        state = {"steps": torch.tensor(self.steps)}
+        if self.error is not None:
+            state["error"] = self.error
+        return state
+
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        """Take back what ``state_dict`` gave; zeros stand for no error, and so does no state."""
+        self.steps, error = int(state.get("steps", 0)), state.get("error")
+        self.error = error if error is not None and error.any() else None
+        self._before_step = (self.error, self.steps)

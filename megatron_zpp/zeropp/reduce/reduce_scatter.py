@@ -1,0 +1,184 @@
+"""The gradient reduce-scatter of ZeRO++ (qgZ), which crosses nodes once per optimizer step, with LoCo.
+
+FSDP2 hands over the flat gradients [N, P, L] of one unit, rank by rank, and wants this rank's reduced shard [L].
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..fsdp.collectives import TorchAllocator
+from ..fsdp.fsdp_unit import FSDPUnit, ReduceScatter, backward_pass, call_after_backward, refuse_capture
+from ..fsdp.shared import Shared
+from ..fsdp.unit import UnitPart
+from ..fsdp.waits import current_stream, on_stream
+from .gradient_hops import GradientHop, GradientHops
+from .gradient_sum import GradientSum
+from .unused_parameters import UnusedParameters
+
+logger = logging.getLogger(__name__)
+
+
+class HierarchicalReduceScatter(TorchAllocator, ReduceScatter):
+    """qgZ (ZeRO++ section 3.3) in two hops, both accumulated in fp32.
+
+    Each micro-batch, an all-to-all within the node adds up the node's gradients for the N shards of this local
+    rank p, [N, L]. They stay here until the last micro-batch of the optimizer step, when an all-to-all between the
+    nodes adds them up to [L]; earlier micro-batches return zeros, which FSDP2 adds to ``.grad``.
+
+    The last one returns zeros too: its gradients are on their way between nodes while the backward pass goes on, and
+    are added to ``.grad`` in fp32 when it is over, before ``backward()`` returns. Where they are needed before that, as
+    by an optimizer in the backward pass, FSDP2 gets them at once, in its ``reduce_dtype``.
+    """
+
+    def __init__(self, unit: FSDPUnit, shared: Shared, unused_parameters: UnusedParameters | None = None) -> None:
+        self.unit, self.micro_batch, self.unused_parameters = unit, shared.micro_batch, unused_parameters
+        self._last_reduction: tuple[int, int] | None = None  # its backward pass, and optimizer steps until then
+        self.hops = GradientHops(unit, unit.topology, shared)
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
+    ) -> dist.Work | None:
+        refuse_capture(self.unit)
+        topology, hops = self.unit.topology, self.hops
+        self.micro_batch.begin(self.unit.is_last_backward)
+        self.micro_batch.reduced()
+        if self.micro_batch.is_last:
+            self._warn_of_accumulation()
+        part = self.unit.trainable
+        self._check_reduced(part, output_tensor.numel())
+        gradients = hops.begin(
+            part, input_tensor.view(topology.num_nodes, topology.ranks_per_node, output_tensor.numel())
+        )
+        exchange = send(gradients, hops.within_node, topology.intra_group)
+        with self.unit.waits.collective("reduce", self.unit, crosses_nodes=False):
+            node_sum = exchange.wait()  # [N, L]
+        del exchange  # and the memory of what was sent
+        if not self.micro_batch.is_last:
+            hops.keep(node_sum)
+            output_tensor.zero_()
+            return None
+        in_flight = GradientsInFlight(
+            unit=self.unit,
+            part=part,
+            hops=hops,
+            exchange=send(hops.with_kept(node_sum), hops.between_nodes, topology.inter_group),
+            op=op,
+            stream=current_stream(self.unit.device),
+        )
+        hops.sent()
+        if self.unit.is_read_in_backward:
+            output_tensor.copy_(in_flight.total())
+        else:
+            divisor = self.unit.divisor_after_reduction(output_tensor.dtype, group)
+            output_tensor.zero_()
+            self.unit.holds_gradients = True
+            if self.unused_parameters is not None:
+                self.unused_parameters.sent(self.unit)
+            call_after_backward(lambda: self._finish(in_flight, divisor))
+        self.unit.mark_reduced(completes_step=True)
+        return None
+
+    def _finish(self, in_flight: GradientsInFlight, divisor: float | None) -> None:
+        in_flight.finish(divisor)
+        if self.unused_parameters is not None:
+            self.unused_parameters.arrived(self.unit)
+
+    def _warn_of_accumulation(self) -> None:
+        """Once: of a micro-batch that crosses nodes although no optimizer took the one before."""
+        now = backward_pass(), self.unit.optimizer_steps
+        before, self._last_reduction = self._last_reduction, now
+        accumulates = before is not None and before[0] != now[0] and before[1] == now[1]
+        if accumulates and self.hops.node_sum.kept is None and self.unit.holds_reduced_gradients:
+            warn_of_accumulation()
+
+    def _check_reduced(self, part: UnitPart, shard_numel: int) -> None:
+        if part.numel != shard_numel:
+            raise RuntimeError(
+                f"some trainable parameters of {self.unit.label} got no gradient in this backward pass; FSDP2 then "
+                "leaves them out and quantized gradients cannot tell which. Freeze them (requires_grad = False), or "
+                "call model.set_reduce_scatter_unused_params(True), which newer torch releases have"
+            )
+
+
+@functools.cache  # once
+def warn_of_accumulation() -> None:
+    logger.warning(
+        "gradients of several backward passes were added up, and crossed nodes after each: say "
+        "model.set_is_last_backward(False) or set_requires_gradient_sync(False) before all of a step's backward passes "
+        "but the last, and they cross once"
+    )
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """Gradients of a hop on their way: a piece from each rank of its group to each."""
+
+    total: GradientSum  # of the pieces that were sent here; valid behind ``work``
+    work: dist.Work | None  # None: a group of one rank
+    sent: Tensor | None  # uint8 [G, ..., nbytes], which is read until then
+
+    def wait(self) -> GradientSum:
+        if self.work is not None:
+            self.work.wait()
+        return self.total
+
+
+def send(gradients: GradientSum, hop: GradientHop | None, group: dist.ProcessGroup) -> Exchange:
+    """Send a piece of gradients [G, ..., L] to each rank of the hop's group; they add up to [..., L]."""
+    if hop is None:
+        return Exchange(gradients.only_piece(), None, None)
+    wires = hop.send(gradients)
+    received = torch.empty_like(wires)
+    work = dist.all_to_all_single(received, wires, group=group, async_op=True)
+    return Exchange(hop.receive(received), work, wires)
+
+
+@dataclass(frozen=True, kw_only=True)
+class GradientsInFlight:
+    """One unit's gradients between nodes, until the backward pass is over. If it fails, nothing else knows of them.
+
+    ``stream`` is FSDP2's for reductions. The buffers are allocated there before the collective, written by it on the
+    process group's own stream, and read and freed there behind ``Work.wait``; ``.grad`` is written there by FSDP2
+    before. So the allocator and every access go by one stream's order, and the program's stream waits for it.
+    """
+
+    unit: FSDPUnit
+    part: UnitPart  # the parameters that get gradients
+    hops: GradientHops
+    exchange: Exchange
+    op: Any  # FSDP2's reduce operation
+    stream: torch.Stream
+
+    def total(self) -> Tensor:
+        """The sum over all ranks and micro-batches fp32 [L], scaled as FSDP2 asks."""
+        with self.unit.waits.collective("reduce", self.unit, crosses_nodes=True):
+            arrived = self.exchange.wait()
+        return scaled_as(self.op, self.hops.finish(arrived, self.exchange.sent), self.unit.topology.world_size)
+
+    @torch.no_grad()
+    def finish(self, divisor: float | None) -> None:
+        """Wait, and add the total, over ``divisor``, to the parameters' gradients."""
+        with self.unit.waits.stall(), on_stream(self.stream, self.unit.device):
+            total = self.total()
+            self.unit.add_gradient(self.part, total if divisor is None else total.div_(divisor))
+        self.unit.holds_gradients = False
+
+
+def scaled_as(op: Any, total: Tensor, world_size: int) -> Tensor:
+    """Scale the sum over all ranks as FSDP2's reduce operation asks: AVG, SUM or PREMUL_SUM."""
+    if op == dist.ReduceOp.AVG:
+        return total / total.new_full((), world_size)  # by a tensor: see quantize_blocks
+    if op == dist.ReduceOp.SUM:
+        return total
+    kind, factor = op.__getstate__()  # the only way to read a PREMUL_SUM's factor
+    if kind != dist.ReduceOp.PREMUL_SUM:
+        raise ValueError(f"gradients cannot be reduced by {op}; ZeRO++ supports AVG, SUM and PREMUL_SUM")
+    return total * factor

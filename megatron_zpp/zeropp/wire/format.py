@@ -1,0 +1,123 @@
+"""Encoding and decoding of wire buffers, by the operators of csrc/ or in plain torch; wire_layout.py has the bytes."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from . import kernels, reference
+from .layout import Compensation, ParameterShard, WireLayout
+
+
+@functools.lru_cache(maxsize=4096)
+def wire_format(
+    parameters: tuple[ParameterShard, ...],
+    bits: int | None,
+    block_size: int | None,
+    dtype: torch.dtype,
+    scaling: str | None = None,
+    scale_dtype: torch.dtype = torch.float32,
+) -> WireFormat:
+    """The WireFormat of these arguments, made once."""
+    return WireFormat(parameters, bits, block_size, dtype, scaling, scale_dtype)
+
+
+class WireFormat(WireLayout):
+    """Encoder and decoder of shards with a fixed list of parameters."""
+
+    def encode(
+        self,
+        values: Tensor,
+        noise_seed: int | None = None,
+        *,
+        plus: Tensor | None = None,
+        minus: Tensor | None = None,
+        compensation: Compensation | None = None,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """Encode values [..., L] of any float type into wire buffers uint8 [..., nbytes], in one pass.
+
+        noise_seed: round stochastically, with noise that depends on the seed and an element's index alone.
+        plus, minus: [..., L] to add or to subtract, in fp32.
+        compensation: LoCo's error, added and replaced.
+        out: the buffers to fill, if they are there already.
+        """
+        addend, sign = (plus, 1) if minus is None else (minus, -1)
+        wire = self._empty_wire(values.shape[:-1], values.device) if out is None else out
+        if self._has_kernels(values.device, values.dtype, addend):
+            torch.ops.megatron_zpp.encode(
+                values, None, [], addend, sign, wire, self.table, *_arguments(compensation), noise_seed
+            )
+        else:
+            reference.encode(self, values, wire, addend, sign, compensation, noise_seed)
+        return wire
+
+    def encode_sum(
+        self,
+        peers: Tensor,
+        source: WireFormat,
+        noise_seed: int | None = None,
+        *,
+        plus: Tensor | None = None,
+        compensation: Compensation | None = None,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """Encode the sum of what G peers sent in the format ``source``, uint8 [G, ..., nbytes]: uint8 [..., nbytes].
+
+        One pass if ``source`` is unquantized or both quantize; they are of the same parameters and blocks. The rest as
+        in ``encode``.
+        """
+        wire = self._empty_wire(peers.shape[1:-1], peers.device) if out is None else out
+        one_pass = source.is_compiled and (source.bits is None or self.bits is not None)
+        if not one_pass or not self._has_kernels(peers.device, source.dtype, plus):
+            total = source.decode_sum(peers, out=torch.empty(*wire.shape[:-1], self.numel, device=peers.device))
+            return self.encode(total, noise_seed, plus=plus, compensation=compensation, out=wire)
+        torch.ops.megatron_zpp.encode(
+            None, peers, source.table, plus, 1, wire, self.table, *_arguments(compensation), noise_seed
+        )
+        return wire
+
+    def decode(self, wire: Tensor, out: Tensor) -> Tensor:
+        """Decode wire buffers uint8 [..., nbytes] into ``out`` [..., L] of any float type; returns ``out``."""
+        return self.decode_sum(wire.unsqueeze(0), out)
+
+    def decode_sum(self, peers: Tensor, out: Tensor, accumulate: bool = False) -> Tensor:
+        """Decode the buffers uint8 [G, ..., nbytes] of G peers and add them in fp32, in peer order.
+
+        accumulate: onto ``out`` [..., L], not into it. Returns ``out``.
+        """
+        if self._has_kernels(out.device, out.dtype):
+            torch.ops.megatron_zpp.decode(peers, self.table, out, accumulate)
+        else:
+            reference.decode(self, peers, out, accumulate)
+        return out
+
+    def rotate(self, values: Tensor) -> Tensor:
+        """Hadamard-rotate the quantized parameters of values [..., L]: fp32 [..., L]. Its own inverse.
+
+        In groups of 32 elements; the last elements of a parameter that make up no whole group stay as they are.
+        """
+        rotated = torch.empty(values.shape, dtype=torch.float32, device=values.device)
+        if self._has_kernels(values.device, values.dtype):
+            torch.ops.megatron_zpp.rotate(values, self.table, rotated)
+        else:
+            reference.rotate(self, values, rotated)
+        return rotated
+
+    def _empty_wire(self, rows: Sequence[int], device: torch.device) -> Tensor:
+        return torch.empty(*rows, self.nbytes, dtype=torch.uint8, device=device)
+
+    def _has_kernels(self, device: torch.device, dtype: torch.dtype, addend: Tensor | None = None) -> bool:
+        """Whether the operators take wires of this format together with numbers in ``dtype`` and an addend."""
+        types = kernels.TYPES
+        takes = self.is_compiled and dtype in types and (addend is None or addend.dtype in types)
+        return takes and kernels.why_not_on(device) is None
+
+
+def _arguments(compensation: Compensation | None) -> tuple[Tensor | None, Tensor | None, list[int], float, float]:
+    """Compensation as the operator takes it."""
+    c = compensation
+    return (c.error, c.new_error, c.format.table, c.beta, c.decay) if c is not None else (None, None, [], 0.0, 1.0)

@@ -1,0 +1,393 @@
+"""What tools/estimate.py says a run needs is what real ranks then have and send."""
+
+import contextlib
+import gc
+import io
+import itertools
+import os
+import re
+import shlex
+import statistics
+import time
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.profiler import ProfilerActivity, profile
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from megatron_zpp.commands import estimate
+from megatron_zpp.families.gpt import GPT
+from megatron_zpp.models.activation_checkpoint import apply_activation_checkpointing
+from megatron_zpp.models.init import init_weights
+from megatron_zpp.planning.search.candidates import TRAVELS
+from megatron_zpp.training.pretrain import train
+from megatron_zpp.zeropp.reduce.gradient_sum import NodeSum
+from tests.ranks import run_ranks
+from tests.training.small_run import flags, start, train_each, write_text
+
+SHAPE = "--hidden-size 72 --num-attention-heads 3 --micro-batch-size 1 --bf16 --distributed-backend gloo"
+ALL_FLAGS = "--zero-quantized-weights --zero-hpz-partition-size 2 --zero-quantized-gradients"
+REPLICAS = "--num-distributed-optimizer-instances"
+EXPERTS = "--num-experts 4 --expert-model-parallel-size 2 --disable-bias-linear"
+RECIPES = {
+    "ZeRO-3": "--zero-ranks-per-node 2 --grad-reduce-in-bf16",
+    "ZeRO-2": "--zero-stage 2 --zero-ranks-per-node 2",
+    "ZeRO-1": "--zero-stage 1 --zero-ranks-per-node 2 --optimizer sgd",
+    "qwZ": "--zero-quantized-weights --zero-weight-bits 6 --zero-ranks-per-node 2",
+    "hpZ": "--zero-hpz-partition-size 2",
+    "all": f"{ALL_FLAGS} --zero-weight-block-size 0",
+    "LoCo, both hops": f"{ALL_FLAGS} --zeropp-loco --zeropp-loco-hops both --hpz-secondary-dtype int8",
+    "int8 copies with scales in bf16": f"{ALL_FLAGS} --hpz-secondary-dtype int8 --zero-scale-dtype bf16",
+    "differences": f"{ALL_FLAGS} --zeropp-loco --zeropp-loco-error-dtype bf16 --zero-weight-difference-bits 4 "
+    "--zero-gradient-bits 2 --zero-scale-dtype bf16 --zero-gradient-bits-warmup 2:8 "
+    "--zero-weight-difference-bits-warmup 1:8",
+    "least memory": f"{ALL_FLAGS} --zeropp-loco --hpz-secondary-dtype int8 --zero-weight-difference-bits 4 "
+    "--zero-gradient-sum-dtype int8",
+    "scales of elements": f"{ALL_FLAGS} --zero-gradient-bits 2 --zero-gradient-element-scales",
+    "Muon": f"{ALL_FLAGS} --optimizer muon --muon-momentum-bits 4",
+    "undone steps": f"{ALL_FLAGS} --zeropp-loco --loss-spike-factor 1000 --zero-gradient-sum-dtype bf16 "
+    "--zero-offload-gradient-sums",
+    "HSDP, a replica on each node": f"{REPLICAS} 2 --zero-ranks-per-node 2 --micro-batch-size 2",
+    "HSDP, several on a node": f"{REPLICAS} 4 --zero-ranks-per-node 2 --zero-stage 2 --grad-reduce-in-bf16",
+    "HSDP, each over two nodes": f"{REPLICAS} 2 --zero-ranks-per-node 1",
+    "experts divided in a node": f"{EXPERTS} {ALL_FLAGS} --zeropp-loco --zeropp-loco-hops both "
+    "--zero-weight-difference-bits 4",
+    "experts divided, ZeRO-3": f"{EXPERTS} --zero-ranks-per-node 2",
+    "LoCo on one node": "--zero-quantized-gradients --zeropp-loco --zeropp-loco-hops both --zero-ranks-per-node 4",
+}
+_ADD = NodeSum.add
+CLUSTERS = {  # the others: 2 nodes of 2 ranks
+    "LoCo on one node": ["--nodes", "1", "--ranks-per-node", "4"],
+    "HSDP, each over two nodes": ["--nodes", "4", "--ranks-per-node", "1"],
+}
+
+
+def planned(argv: list[str], *more: str) -> estimate.Estimate:
+    cluster = ["--nodes", "2", "--ranks-per-node", "2", "--vocabulary", "257", *more]
+    return estimate.run(estimate.parse_arguments([*cluster, "pretrain_gpt.py", *argv]))[1]
+
+
+def counted_of(plan: estimate.Estimate) -> list[int]:
+    """Bytes between and within nodes, without those of tokens, of which the log tells apart."""
+    sent = (plan.sent_between_nodes, plan.sent_within_nodes)
+    return [sum(nbytes for what, nbytes in of_link.items() if what != "tokens") for of_link in sent]
+
+
+def _measured(runs: dict[str, list[str]]) -> dict[str, tuple[int, list[float], dict[str, int], list[float]]]:
+    """Of each run: parameters, bytes between nodes and within them in its last step, bytes that this rank keeps, by
+    their kind; and the means over all steps of what tokens sent between and within nodes."""
+    found = {}
+    for name, argv in runs.items():
+        run, metrics = start(argv)
+        sums: dict[NodeSum, int] = {}  # bytes of each between two micro-batches
+
+        def add(node_sum: NodeSum, *arguments: Any, sums: dict[NodeSum, int] = sums) -> None:
+            _ADD(node_sum, *arguments)
+            sums[node_sum] = _nbytes(node_sum.kept)
+
+        with contextlib.redirect_stdout(io.StringIO()), patch.object(NodeSum, "add", add):
+            train(run, time.monotonic())
+        zeropp = run.zeropp
+        assert zeropp is not None
+        roots = run.pipeline.stages.values() if run.pipeline is not None else [run.model]
+        for module in (module for root in roots for module in root.modules()):
+            if isinstance(module, FSDPModule):
+                module.reshard()  # the evaluation at the end leaves the root gathered, and below stage 3 all
+        feedbacks = [f for r in zeropp._reduce_scatters.values() for f in r.hops.feedback.values()]
+        scales = [s for r in zeropp._reduce_scatters.values() if (s := r.hops.element_scales) is not None]
+        copies = [getattr(gather, "secondary_partition", None) for gather in zeropp._all_gathers.values()]
+        moments = [
+            _local(value)
+            for state in run.optimizer.state.values()
+            for value in state.values()
+            if torch.is_tensor(value) and value.dim() > 0
+        ]
+        kept = {
+            "parameters": sum(_local(p).nbytes for p in run.model.parameters()),
+            "state": sum(moment.nbytes for moment in moments),
+            "secondary": _nbytes(*copies),
+            "summed": sum(sums.values()),
+            "LoCo": _nbytes(*(tensor for f in feedbacks for tensor in (f.error, f._before_step[0]))),
+            "scales": _nbytes(
+                *(tensor for s in scales for tensor in (s.exponents, *(wires for _, wires in s.travelled)))
+            ),
+        }
+        sent = [metrics[f"comm/bytes-{where}-nodes"][-1] for where in ("between", "within")]
+        # A router does not spread tokens evenly in every step.
+        tokens = [
+            statistics.fmean(metrics.get(f"comm/token-bytes-{where}-nodes", [0])) for where in ("between", "within")
+        ]
+        found[name] = (sum(p.numel() for p in run.model.parameters()), sent, kept, tokens)
+    return found
+
+
+def _nbytes(*tensors: torch.Tensor | None) -> int:
+    """Of their memory, where several may have the same."""
+    storages = [tensor.untyped_storage() for tensor in tensors if tensor is not None]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+@pytest.mark.long
+def test_memory_and_bytes_are_those_of_real_ranks(tmp_path):
+    data = write_text(tmp_path)
+    runs = {name: flags(data, SHAPE, recipe, length="--train-iters 3") for name, recipe in RECIPES.items()}
+    ranks = run_ranks(4, _measured, runs, timeout=300)
+    for name, argv in runs.items():
+        plan = planned(argv, *CLUSTERS.get(name, []))
+        parameters, sent, *_ = ranks[0][name]
+        assert plan.parameters == parameters
+        counted = counted_of(plan)
+        assert counted == pytest.approx(sent, rel=1e-6), name
+        kept = ranks[0][name][2]
+        expected = dict.fromkeys(kept, 0)
+        for state, size in [*plan.ranks[0].states.items(), *plan.ranks[0].host.items()]:
+            for kind in kept:
+                expected[kind] += size * (kind in state and not state.startswith("all"))
+        assert expected == kept, name
+
+
+@pytest.mark.long
+def test_bytes_of_all_that_the_planner_tries_are_those_of_real_ranks(tmp_path):
+    data = write_text(tmp_path)
+    ways = {way.name: f"--zero-ranks-per-node 2 {way.flags.format(P=2, N=2, warmup=1)}" for way in TRAVELS}
+    runs = {name: flags(data, SHAPE, way, length="--train-iters 3") for name, way in ways.items()}
+    ranks = run_ranks(4, _measured, runs, timeout=600)
+    for name, argv in runs.items():
+        plan = planned(argv)
+        counted = counted_of(plan)
+        assert counted == pytest.approx(ranks[0][name][1], rel=1e-6), name
+
+
+DEEP = "--num-layers 4 --untie-embeddings-and-output-weights --max-position-embeddings 32"
+LOW_BITS = "--zero-quantized-weights --zero-quantized-gradients --zeropp-loco"
+MIXED = "--num-experts 4 --disable-bias-linear"
+MODEL_PARALLEL = {  # on 2 nodes of 2 ranks
+    "tensor parallel": "--tensor-model-parallel-size 2 --swiglu --group-query-attention --num-query-groups 2",
+    "tensor and sequence parallel": f"--tensor-model-parallel-size 2 --sequence-parallel {LOW_BITS}",
+    "context parallel": f"--context-parallel-size 2 {LOW_BITS} --zero-hpz-partition-size 2 "
+    "--zero-weight-difference-bits 4",
+    "a pipeline over nodes": "--pipeline-model-parallel-size 2 --global-batch-size 8",
+    "a pipeline of virtual stages": "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1",
+    "a pipeline without bubbles": "--pipeline-model-parallel-size 2 --pipeline-schedule zero-bubble",
+    "Muon in a pipeline": "--pipeline-model-parallel-size 2 --optimizer muon",
+    "a pipeline in nodes": "--pipeline-model-parallel-size 2 --tensor-model-parallel-size 2",
+    "experts over nodes": f"{MIXED} --expert-model-parallel-size 4 {LOW_BITS} --zero-hpz-partition-size 2",
+    "experts over nodes, few bits": f"{MIXED} --expert-model-parallel-size 4 --moe-token-bits 4 "
+    "--recompute-activations",
+    "experts beside tensor parallelism": f"{MIXED} --tensor-model-parallel-size 2 --expert-model-parallel-size 2 "
+    f"{LOW_BITS}",
+    "experts by tensor parallelism": f"{MIXED} --tensor-model-parallel-size 2 --sequence-parallel --moe-layer-freq 2",
+    "experts over nodes, all again": f"{MIXED} --expert-model-parallel-size 2 {LOW_BITS} --recompute-granularity full",
+    "experts in a pipeline": f"{MIXED} --pipeline-model-parallel-size 2 --expert-model-parallel-size 2 "
+    "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
+}
+
+
+def _measured_on_nodes_of_two(runs: dict[str, list[str]]) -> Any:
+    os.environ["GROUP_RANK"] = str(dist.get_rank() // 2)
+    return _measured(runs)
+
+
+@pytest.mark.long
+def test_model_parallelism_divides_what_is_kept_and_sent(tmp_path):
+    data = write_text(tmp_path)
+    shape = SHAPE.replace("--num-attention-heads 3", "--num-attention-heads 4")
+    runs = {name: flags(data, shape, DEEP, way, length="--train-iters 3") for name, way in MODEL_PARALLEL.items()}
+    ranks = run_ranks(4, _measured_on_nodes_of_two, runs, timeout=600)
+    for name, argv in runs.items():
+        plan = planned(argv)
+        counted = counted_of(plan)
+        assert counted == pytest.approx(ranks[0][name][1], rel=1e-6), name
+        tokens = [of_link.get("tokens", 0) for of_link in (plan.sent_between_nodes, plan.sent_within_nodes)]
+        assert tokens == pytest.approx(ranks[0][name][3], rel=0.1), name
+        for number, of_stage in enumerate(plan.ranks):
+            kept = ranks[number * 4 // len(plan.ranks)][name][2]
+            expected = dict.fromkeys(kept, 0)
+            for state, size in of_stage.states.items():
+                for kind in kept:
+                    expected[kind] += size * (kind in state and not state.startswith("all"))
+            assert expected == kept, (name, number)
+
+
+LAYERS = (
+    "--num-layers 8 --hidden-size 128 --num-attention-heads 4 --micro-batch-size 1 --global-batch-size 8 --bf16 "
+    "--distributed-backend gloo --eval-iters 0 --hidden-dropout 0 --attention-dropout 0 --recompute-granularity full "
+    "--recompute-method uniform --recompute-num-layers 1"
+)
+PEAKS = ("ZeRO-3", "all", "least memory")
+# Both ends are larger than a layer, and units of their own.
+LARGE_ENDS = "--untie-embeddings-and-output-weights --make-vocab-size-divisible-by 4096"
+
+
+def _peaks(runs: dict[str, list[str]]) -> dict[str, int]:
+    """Of each run: the most bytes that this rank had allocated at once, by torch's own count of every allocation."""
+    wait, peaks = dist.Work.wait, {}
+
+    def wait_and_settle(work: dist.Work, *arguments: Any) -> bool:
+        """A thread of gloo lets go of a collective's buffers when it is done with it, a little after this rank."""
+        result = wait(work, *arguments)
+        time.sleep(0.01)
+        return result
+
+    for name, argv in runs.items():
+        profiled = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
+        with profiled as counted, patch.object(dist.Work, "wait", wait_and_settle):
+            run, _ = start(argv)
+            with contextlib.redirect_stdout(io.StringIO()):
+                train(run, time.monotonic())
+        events = [e for e in counted.profiler.kineto_results.events() if e.name() == "[memory]"]
+        peaks[name] = max(itertools.accumulate(e.nbytes() for e in sorted(events, key=lambda e: e.start_ns())))
+        del run, counted
+        gc.collect()  # a model and its hooks hold each other, and what is freed later would count for the next run
+    return peaks
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("more", ["", LARGE_ENDS], ids=["tied", "large ends"])
+def test_peaks_of_memory_are_within_five_percent_of_those_of_real_ranks(tmp_path, more):
+    data = write_text(tmp_path)
+    runs = {name: flags(data, LAYERS, more, RECIPES[name], length="--train-iters 3") for name in PEAKS}
+    expected = {name: planned(argv).memory for name, argv in runs.items()}
+    for peaks in run_ranks(4, _peaks, runs, timeout=600):
+        assert peaks == pytest.approx(expected, rel=0.05)
+
+
+class Results(TorchDispatchMode):
+    """Finds which results of operators are still in memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.storages: dict[int, tuple[StorageWeakRef, int]] = {}  # by address, with bytes
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        for tensor in result if isinstance(result, (tuple, list)) else (result,):
+            if isinstance(tensor, torch.Tensor):
+                storage = tensor.untyped_storage()
+                self.storages[storage.data_ptr()] = StorageWeakRef(storage), storage.nbytes()
+        return result
+
+    def nbytes(self) -> int:
+        return sum(nbytes for reference, nbytes in self.storages.values() if not reference.expired())
+
+
+RECOMPUTED = "--recompute-granularity full"
+
+
+@pytest.mark.parametrize(
+    "words",
+    [f"{RECOMPUTED} --recompute-method uniform --recompute-num-layers {k}" for k in (2, 3, 4)]
+    + [f"{RECOMPUTED} --recompute-method block --recompute-num-layers 2", "--recompute-granularity selective"]
+    + ["--swiglu --position-embedding-type rope --qk-layernorm --recompute-granularity selective"],
+)
+def test_activations_that_recomputing_leaves_are_those_of_a_forward_pass(words):
+    shape = "--num-layers 5 --hidden-size 72 --num-attention-heads 3 --seq-length 64 --max-position-embeddings 64"
+    shape += " --attention-dropout 0 --micro-batch-size 2 --bf16 --lr 1 --train-iters 1 --mock-data --vocab-size 257"
+
+    def planned_and_kept(words: str) -> tuple[int, int]:
+        argv = shlex.split(f"--vocabulary 257 --ranks-per-node 1 pretrain_gpt.py {shape} {words}")
+        settings, plan = estimate.run(estimate.parse_arguments(argv))
+        model = GPT.build_model(settings.model, 257).to_empty(device="cpu").bfloat16()
+        init_weights(model, 1)
+        recompute = settings.activation
+        apply_activation_checkpointing(
+            model, recompute.recompute_granularity, recompute.recompute_method, recompute.recompute_num_layers
+        )
+        tokens = torch.zeros(2, 64, dtype=torch.int64)
+        with Results() as results:
+            losses = model(tokens, tokens)
+        assert losses.requires_grad  # and so holds on to what its backward pass needs
+        return plan.largest.working["activations"], results.nbytes()
+
+    planned, kept = planned_and_kept(words)
+    least = f"{words.partition('--recompute')[0]} {RECOMPUTED}"
+    least_planned, least_kept = planned_and_kept(least)  # what is not of blocks is the same in both
+    assert planned - least_planned == pytest.approx(kept - least_kept, rel=0.1)
+
+
+BASE = "--preset gpt-350m --micro-batch-size 4 --bf16 --lr 1e-3 --mock-data --vocab-size 50257"
+
+
+def of_base(words: str, *more: str) -> estimate.Estimate:
+    return planned(shlex.split(f"{BASE} {words}"), "--vocabulary", "50257", *more)
+
+
+def test_bytes_between_islands_are_those_of_a_run(tmp_path):
+    """Of one interval; pieces that do not divide evenly are taken for full ones."""
+    wires = ("", "--island-bits 4 --island-block-size 32 --island-fragments 2")
+    interval = 2
+    # The last step is one more: behind it, all that was trained since is sent as well.
+    common = flags(write_text(tmp_path), f"--islands 2 --island-sync-interval {interval} --train-iters {interval + 1}")
+    runs = {wire: [*common, *wire.split()] for wire in wires}
+    emulate = ["--emulate-ranks", "4", "--emulate-nodes", "2"]
+    metrics = run_ranks(1, train_each, {wire: [*argv, *emulate] for wire, argv in runs.items()})[0]
+    for wire, argv in runs.items():
+        sent = sum(metrics[wire]["comm/bytes-between-islands"][:interval])
+        assert sent > 0
+        assert interval * planned(argv).sent_between_islands == pytest.approx(sent, rel=0.02), wire
+
+
+def test_what_islands_agreed_on_is_where_the_run_keeps_it():
+    islands = "--global-batch-size 64 --train-iters 10 --islands 2"
+    name = "what islands agreed on, and the outer momentum, fp32"
+    kept, offloaded = of_base(islands).largest, of_base(f"{islands} --island-offload").largest
+    of_rank = 2 * sum(4 * part.numel for unit in kept.exchanges for part in unit.unit.shards)
+    assert kept.states[name] == offloaded.host[name] == of_rank
+    assert name not in offloaded.states and kept.memory - offloaded.memory == of_rank
+    assert name in of_base(f"{islands} --cpu-offload").largest.host  # beside the parameters
+
+
+def test_steps_tokens_and_time():
+    plan = of_base("--global-batch-size 64 --train-iters 1000")
+    assert (plan.steps, plan.micro_batches, plan.tokens) == (1000, 4, 1000 * 64 * 2048)
+    rate = 4 * 312e12 * 0.4
+    assert plan.compute_seconds == pytest.approx(64 * 2048 * plan.flops_per_token / rate)
+    assert plan.network_seconds == pytest.approx(sum(plan.sent_between_nodes.values()) / 2 * 8 / 100e9)
+    assert of_base("--global-batch-size 64 --train-samples 64000") == plan
+    ramp = of_base("--global-batch-size 64 --rampup-batch-size 32 16 96 --train-iters 10")
+    assert ramp.tokens == (2 * 32 + 1 * 48 + 7 * 64) * 2048
+
+
+def test_it_prints_what_it_counts(capsys, monkeypatch):
+    words = "--nodes 2 --gpu H100 --vocabulary 32000 pretrain_llama.py --preset llama-0.8b --micro-batch-size 1 --bf16"
+    words += " --lr 1 --train-iters 9 --mock-data --vocab-size 32000"
+    monkeypatch.setattr("sys.argv", ["estimate.py", *words.split()])
+    assert estimate.main() == 0
+    out = capsys.readouterr().out
+    assert "0.778 billion parameters, on 2 x 8 H100" in out and "989 TFLOP/s" in out
+    assert out.splitlines()[-1].endswith("minutes")
+
+
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        ("--zero-stage 0", "--zero-stage 0 shards nothing"),
+        ("--zero-hpz-partition-size 4", "make them agree"),
+        ("--skip-train", "no training to estimate"),
+        ("--num-layer 3", "unknown flag --num-layer; did you mean --num-layers?"),
+    ],
+)
+def test_what_it_refuses(words, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        of_base(f"--train-iters 1 {words}")
+
+
+def test_it_refuses_nodes_that_cut_replicas():
+    with pytest.raises(ValueError, match=r"makes replicas of 3 ranks, and nodes have 2: .* of the nodes, 3"):
+        of_base(f"--train-iters 1 {REPLICAS} 2", "--nodes", "3")
+
+
+def test_an_unknown_gpu_needs_its_peak():
+    with pytest.raises(ValueError, match="--peak-tflops"):
+        of_base("--train-iters 1", "--gpu", "Z80")
+    assert of_base("--train-iters 1 --peak-tflops 0.001", "--gpu", "Z80").cluster.peak_tflops == 0.001

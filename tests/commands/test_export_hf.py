@@ -1,0 +1,186 @@
+"""Checkpoints that ranks saved, as transformers reads them: weights, logits, tokenizer, generated text."""
+
+import dataclasses
+import json
+import shutil
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from megatron_zpp.checkpoint import find_checkpoint, read_meta
+from megatron_zpp.commands import generate_text
+from megatron_zpp.commands.convert import export_hf
+from megatron_zpp.convert.hf.checkpoint import save_imported, settings_of_import
+from megatron_zpp.data.text.tokenizers import ByteTokenizer
+from megatron_zpp.training.pretrain import train
+from tests.convert.hf.small_models import CONFIGS, build
+from tests.families.find import architecture_of
+from tests.models.configs import llama_config
+from tests.ranks import run_ranks
+from tests.training.small_run import flags, start, write_text
+
+RUNS = {
+    "gpt": "",
+    "gpt-untied": "--untie-embeddings-and-output-weights --ffn-hidden-size 48 --norm-epsilon 1e-3",
+    "llama": "",
+    "llama-grouped": "--group-query-attention --num-query-groups 2 --kv-channels 16 --use-rope-scaling",
+    "llama-tied": "--tie-embeddings-and-output-weights --rotary-base 500000",
+    "llama-qwen3": "--qk-layernorm --window-size 20,0",
+}
+
+
+@pytest.fixture
+def export(monkeypatch, capsys):
+    """Run the program: exit code, stdout and stderr."""
+
+    def run(*argv: object) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["export_hf.py", *map(str, argv)])
+        capsys.readouterr()  # what transformers said before
+        code = export_hf.main()
+        out, err = capsys.readouterr()
+        return code, out, err
+
+    return run
+
+
+def train_all(data: str, folder: str) -> None:
+    """A few steps of each run, at a rate that moves every weight. For ``run_ranks``."""
+    for name, more in RUNS.items():
+        argv = flags(data, f"--lr 2e-2 --save {folder}/{name} --save-interval 4 {more}", length="--train-iters 4")
+        run, _ = start(argv, name.partition("-")[0])
+        train(run, time.monotonic())
+        if run.lock is not None:
+            run.lock.release()
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("export")
+    run_ranks(2, train_all, write_text(folder), str(folder))
+    return folder
+
+
+def our_logits(folder: Path, tokens: torch.Tensor) -> torch.Tensor:
+    checkpoint = find_checkpoint(str(folder))
+    model = generate_text.load_model(checkpoint, read_meta(checkpoint), torch.device("cpu"))
+    with torch.no_grad():
+        return model(tokens)
+
+
+def their_logits(folder: Path, tokens: torch.Tensor) -> torch.Tensor:
+    model, problems = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+    assert not any(problems.values())
+    with torch.no_grad():
+        return model.eval()(tokens).logits
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_transformers_computes_our_logits(export, checkpoints, tmp_path, name):
+    code, out, err = export("--load", checkpoints / name, "--output", tmp_path / "hf", "--max-file-size", "30KB")
+    assert (code, err) == (0, "")
+    files = sorted(path.name for path in (tmp_path / "hf").glob("*.safetensors"))
+    assert len(files) > 1 and f"{len(files)} files of float32 weights and the tokenizer" in out
+    assert (tmp_path / "hf" / "model.safetensors.index.json").exists()
+
+    tokens = torch.randint(257, (3, 32), generator=torch.Generator().manual_seed(5))
+    ours, theirs = our_logits(checkpoints / name, tokens), their_logits(tmp_path / "hf", tokens)
+    assert ours.shape == theirs.shape == (3, 32, 288)  # the vocabulary of 257 padded to a multiple of 32
+    assert ours.std() > 0.1
+    torch.testing.assert_close(theirs, ours, rtol=0, atol=1e-4)
+
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "hf")
+    prompt = tokenizer("def f", return_tensors="pt")["input_ids"]
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
+    generated = model.generate(prompt, max_new_tokens=8, do_sample=False)
+    assert model.generation_config.eos_token_id == tokenizer.eos_token_id == 256
+    args = ["--load", str(checkpoints / name), "--prompt", "def f", "--num-tokens", "8", "--temperature", "0"]
+    expected = "".join(generate_text.run(generate_text.parse_arguments(args)))
+    assert tokenizer.decode(generated[0], skip_special_tokens=True) == expected
+
+
+def test_trimmed_to_the_tokenizer_and_rounded(export, checkpoints, tmp_path):
+    argv = ["--load", checkpoints / "gpt-untied", "--output", tmp_path / "hf", "--dtype", "bfloat16", "--trim-vocab"]
+    code, out, err = export(*argv)
+    assert (code, err) == (0, "") and "1 file of bfloat16 weights" in out
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
+    tensors = load_file(tmp_path / "hf" / "model.safetensors")
+    assert {tensor.dtype for tensor in tensors.values()} == {torch.bfloat16}
+    assert model.config.vocab_size == model.get_output_embeddings().weight.shape[0] == 257
+    tokens = torch.arange(32).unsqueeze(0)
+    ours = our_logits(checkpoints / "gpt-untied", tokens)[..., :257]
+    torch.testing.assert_close(model.float()(tokens).logits, ours, rtol=0, atol=0.05)
+
+
+def save_untrained(folder: Path, config, change=lambda model: None) -> Path:
+    """A checkpoint whose weights ``change`` may spoil."""
+    model = build(config)
+    with torch.no_grad():
+        change(model)
+    parameters = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    architecture = architecture_of(config)
+    argv = [*architecture.flags(config, 64), "--tokenizer-type", "ByteTokenizer"]
+    settings = settings_of_import(architecture, config, argv, 64, ByteTokenizer())
+    save_imported(folder, architecture, config, settings, parameters.__getitem__)
+    return folder
+
+
+def set_weight(value: float):
+    return lambda model: model.layers[1].mlp.linear_fc2.weight[3, 5].fill_(value)
+
+
+def damage(folder: Path) -> None:
+    file = next(folder.glob("iter_*/*.safetensors"))
+    content = bytearray(file.read_bytes())
+    content[-5] ^= 1
+    file.write_bytes(content)
+
+
+def test_mistakes_are_one_line_and_leave_nothing(export, checkpoints, tmp_path):
+    llama = dataclasses.replace(CONFIGS["llama"], vocab_size=257)
+    damaged = shutil.copytree(checkpoints / "llama", tmp_path / "damaged")
+    damage(damaged)
+    (tmp_path / "used").mkdir()
+    (tmp_path / "used" / "file").touch()
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "model.safetensors").touch()
+    odd = llama_config(1, 32, 3, 257, ffn_hidden_size=64, num_query_groups=3, kv_channels=8)
+    save_untrained(tmp_path / "nan", llama, set_weight(torch.nan))
+    save_untrained(tmp_path / "large", llama, set_weight(1e6))
+    save_untrained(tmp_path / "odd", odd)
+    gpt = f"--load {checkpoints}/gpt"
+    cases = {
+        f"--load {tmp_path}/nowhere": "nowhere holds no checkpoint",
+        f"--load {tmp_path}/other": "other holds no checkpoint",
+        f"{gpt} --ckpt-step 3": "iter_0000003 is not a complete checkpoint",
+        f"{gpt} --output {tmp_path}/used": "used exists already: give a new folder",
+        f"{gpt} --tokenizer-type HuggingFaceTokenizer --tokenizer-model gone.json": "gone.json does not exist: say",
+        f"{gpt} --tokenizer-type NullTokenizer --vocab-size 999": "the tokenizer has 1000 ids, but the model only 288",
+        f"--load {damaged}": "is not what was written: its SHA-256 differs. Export another",
+        f"--load {tmp_path}/nan": "has NaN or Inf: export an earlier one with --ckpt-step",
+        f"--load {tmp_path}/large --dtype float16": "linear_fc2.weight has values beyond the range of float16",
+        f"--load {tmp_path}/odd": "llama needs a hidden_size that its number of heads divides",
+    }
+    before = sorted(path.name for path in tmp_path.iterdir())
+    for case, message in cases.items():
+        code, text, err = export("--output", tmp_path / "hf", *case.split())
+        assert (code, text) == (1, ""), case
+        assert err.startswith("error: ") and err.count("\n") == 1 and message in err, err
+        assert sorted(path.name for path in tmp_path.iterdir()) == before, case
+
+
+def test_a_run_whose_tokenizer_is_gone_is_exported_without(export, tmp_path):
+    config = dataclasses.replace(CONFIGS["gpt"], vocab_size=257)
+    save_untrained(tmp_path / "run", config)
+    code, out, err = export("--load", tmp_path / "run", "--output", tmp_path / "hf", "--no-tokenizer")
+    assert (code, err) == (0, "") and "weights, no tokenizer; transformers' logits differ" in out
+    assert sorted(path.name for path in (tmp_path / "hf").iterdir()) == [
+        "config.json",
+        "generation_config.json",
+        "model.safetensors",
+    ]
+    assert json.loads((tmp_path / "hf" / "config.json").read_text())["eos_token_id"] is None

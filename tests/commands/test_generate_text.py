@@ -1,0 +1,134 @@
+"""Text sampled from a checkpoint that two ranks saved."""
+
+import json
+import shutil
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from megatron_zpp.commands import generate_text
+from megatron_zpp.commands.convert import export_hf, import_hf
+from megatron_zpp.data.indexed_dataset import IndexedDatasetWriter
+from megatron_zpp.data.text.tokenizers import ByteTokenizer
+from megatron_zpp.families import ARCHITECTURES
+from megatron_zpp.training.pretrain import train
+from tests.ranks import run_ranks
+from tests.training.small_run import start
+
+ALPHABET = "abcdefghijklmnop"
+
+
+def train_on_alphabet(folder: str) -> None:
+    """A GPT that has seen nothing but the alphabet, over and over. For ``run_ranks``."""
+    argv = f"""--num-layers 1 --hidden-size 32 --num-attention-heads 2 --seq-length 32 --micro-batch-size 4
+        --train-iters 60 --lr 1e-2 --attention-dropout 0 --hidden-dropout 0 --eval-iters 0 --split 1,0,0 --num-workers 0
+        --log-interval 1000 --tokenizer-type ByteTokenizer --data-path {folder}/data
+        --save {folder}/checkpoint --save-interval 60"""
+    run, _ = start(argv.split())
+    train(run, time.monotonic())
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("generate")
+    with IndexedDatasetWriter(str(folder / "data"), "<u2") as writer:
+        writer.add_document([[*(ALPHABET * 400).encode(), 256]])
+    run_ranks(2, train_on_alphabet, str(folder))
+    return folder / "checkpoint"
+
+
+@pytest.fixture
+def sample(monkeypatch, capsys):
+    """Run the program: exit code, stdout and stderr."""
+
+    def run(*argv: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["generate_text.py", *argv])
+        code = generate_text.main()
+        out, err = capsys.readouterr()
+        return code, out.removesuffix("\n"), err
+
+    return run
+
+
+def test_greedy_continues_what_was_learned(checkpoint, sample):
+    code, text, err = sample(
+        "--load", str(checkpoint), "--prompt", "abcdefgh", "--num-tokens", "40", "--temperature", "0"
+    )
+    assert (code, err) == (0, "")
+    assert text == (ALPHABET * 3)[:48]  # beyond the model's 32 positions too
+
+
+def test_seed_decides_the_text_and_one_candidate_is_greedy(checkpoint, sample):
+    base = ["--load", str(checkpoint), "--prompt", "p", "--num-tokens", "20"]
+    texts = [sample(*base, "--temperature", "9", "--seed", seed)[1] for seed in ("1", "1", "2")]
+    assert texts[0] == texts[1] != texts[2]
+    only = sample(*base, "--temperature", "9", "--top-k", "1")[1]
+    assert only == sample(*base, "--temperature", "0")[1]
+
+
+def test_text_is_printed_as_it_is_written():
+    """Each piece as soon as its characters are whole; "é" is two bytes."""
+    tokenizer = ByteTokenizer()
+    written = iter([[i] for i in "né!".encode()])
+    pieces = generate_text.stream(written, tokenizer.tokenize("été "), tokenizer.detokenize)
+    assert [*pieces] == ["été ", "n", "é", "!", ""]
+
+
+def test_a_text_that_ends_within_a_character_is_shown():
+    tokenizer = ByteTokenizer()
+    pieces = generate_text.stream(iter([["é".encode()[0]]]), [], tokenizer.detokenize)
+    assert "".join(pieces) == "\ufffd"
+
+
+def test_several_texts_at_once(checkpoint, sample, tmp_path):
+    file = tmp_path / "prompts.txt"
+    file.write_text("ijk\n")
+    code, text, err = sample(
+        *("--load", str(checkpoint), "--num-tokens", "5", "--temperature", "0"),
+        *("--prompt", "abcdefgh", "--prompt", "cd", "--prompt-file", str(file)),
+    )
+    assert (code, err) == (0, "")
+    assert text == "== 1\nabcdefghijklm\n== 2\ncdefghi\n== 3\nijklmnop"
+
+
+def test_the_cache_changes_no_word(checkpoint, sample):
+    base = ["--load", str(checkpoint), "--prompt", "p", "--num-tokens", "50", "--temperature", "1.2", "--top-p", "0.95"]
+    assert sample(*base) == sample(*base, "--no-kv-cache")
+
+
+def test_a_chat_is_asked_by_its_template(checkpoint, sample, tmp_path):
+    """The template writes the alphabet around the message, and one of the end tokens ends the answer."""
+    code, _, err = sample("--load", str(checkpoint), "--chat")
+    assert code == 1 and err == "error: --chat: ByteTokenizer has no chat template; HuggingFaceTokenizer may have one\n"
+
+    hf = tmp_path / "hf"
+    export_hf.export(export_hf.parse_arguments(["--load", str(checkpoint), "--output", str(hf)]), None)
+    (hf / "chat_template.jinja").write_text(
+        "{% for message in messages %}ab{{ message.content }}{% if add_generation_prompt %}gh{% endif %}{% endfor %}"
+    )
+    (hf / "generation_config.json").write_text(json.dumps({"eos_token_id": [ord("m"), 256]}))
+    import_hf.import_(import_hf.parse_arguments(["--input", str(hf), "--save", str(tmp_path / "run")]), ARCHITECTURES)
+    argv = ["--load", str(tmp_path / "run"), "--chat", "--prompt", "cdef", "--temperature", "0"]
+    code, text, err = sample(*argv)
+    assert (code, text, err) == (0, "ijkl", "")
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--load", "nowhere"], "nowhere holds no checkpoint"),
+        (["--load", "damaged"], "rank_00000.safetensors has 1000 bytes instead of"),
+        (["--load", "checkpoint", "--ckpt-step", "5"], "iter_0000005 is not a complete checkpoint"),
+    ],
+)
+def test_errors_are_one_line(checkpoint, tmp_path, monkeypatch, sample, argv, message):
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(checkpoint, "checkpoint")
+    shutil.copytree(checkpoint, "damaged")
+    for file in Path("damaged").glob("iter_*/*.safetensors"):
+        file.write_bytes(file.read_bytes()[:1000])
+    code, out, err = sample(*argv)
+    assert (code, out) == (1, "")
+    assert err.startswith("error: ") and err.count("\n") == 1 and message in err

@@ -1,0 +1,75 @@
+"""tools/merge_datasets.py as a user starts it."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megatron_zpp.commands.data import merge_datasets
+from megatron_zpp.data.indexed_dataset import IndexedDataset, IndexedDatasetWriter
+
+ROOT = Path(__file__).parents[2]
+
+
+def merge(*inputs, output):
+    words = ["tools/merge_datasets.py", "--input", *map(str, inputs), "--output-prefix", str(output)]
+    return subprocess.run([sys.executable, *words], cwd=ROOT, capture_output=True, text=True, timeout=60)
+
+
+def write(prefix, seed, dtype="<u2"):
+    """Documents of 0 to 3 sequences; returns them."""
+    draw = np.random.default_rng(seed)
+    documents = [
+        [draw.integers(1000, size=draw.integers(0, 50)).tolist() for _ in range(draw.integers(4))] for _ in range(40)
+    ]
+    with IndexedDatasetWriter(prefix, dtype) as writer:
+        for document in documents:
+            writer.add_document(document)
+    return documents
+
+
+def read(prefix):
+    dataset = IndexedDataset(prefix)
+    ends = dataset.document_indices
+    return [[dataset[s].tolist() for s in range(ends[d], ends[d + 1])] for d in range(dataset.num_documents)]
+
+
+def test_a_folder_is_merged_in_the_order_of_names(tmp_path):
+    (tmp_path / "parts").mkdir()
+    b, a = write(tmp_path / "parts" / "b", 1), write(tmp_path / "parts" / "a", 2)
+    process = merge(tmp_path / "parts", output=tmp_path / "all")
+    assert process.returncode == 0, process.stderr
+    tokens = sum(len(sequence) for document in a + b for sequence in document)
+    assert process.stdout == f"{tmp_path}/all: 80 documents, {tokens:,} tokens of 2 datasets\n"
+    assert read(tmp_path / "all") == a + b
+    process = merge(tmp_path / "parts" / "b", tmp_path / "all", output=tmp_path / "more")
+    assert read(tmp_path / "more") == b + a + b
+
+
+@pytest.mark.parametrize(("piece", "max_documents"), [(1, 100), (64, 3), (500, 100), (1 << 20, 1)])
+def test_pieces_of_any_size_make_the_same_dataset(tmp_path, monkeypatch, piece, max_documents):
+    monkeypatch.setattr(merge_datasets, "PIECE", piece)
+    monkeypatch.setattr(merge_datasets, "MAX_DOCUMENTS", max_documents)
+    documents = write(tmp_path / "a", 3) + write(tmp_path / "b", 4)
+    merge_datasets.merge([str(tmp_path / "a"), str(tmp_path / "b")], str(tmp_path / "all"))
+    assert read(tmp_path / "all") == documents
+
+
+def test_what_does_not_fit_is_named(tmp_path):
+    write(tmp_path / "a", 1)
+    write(tmp_path / "b", 2, "<i4")
+    for inputs, output, message in [
+        ([tmp_path / "a", tmp_path / "b"], "all", "are of different tokenizers"),
+        ([tmp_path / "a", tmp_path / "c"], "all", "c.idx does not exist"),
+        ([tmp_path / "a", tmp_path / "b"], "b", "is one of the datasets to merge"),
+        ([tmp_path], "b", "is one of the datasets to merge"),
+    ]:
+        process = merge(*inputs, output=tmp_path / output)
+        assert process.returncode == 1
+        assert message in process.stderr
+        assert not (tmp_path / "all.idx").exists()
+    with open(tmp_path / "a.idx", "ab") as index:
+        index.write(bytes(len(IndexedDataset(tmp_path / "a"))))  # modes of a multimodal dataset
+    assert "which would be lost" in merge(tmp_path / "a", output=tmp_path / "all").stderr

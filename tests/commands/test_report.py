@@ -1,0 +1,283 @@
+"""tools/report.py on what real runs wrote."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import io
+import re
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_zpp.arguments.parse import parse_settings
+from megatron_zpp.commands.report import (
+    BETWEEN,
+    WITHIN,
+    _plot,
+    charts,
+    differing_settings,
+    main,
+    smoothed,
+    summary,
+    thinned,
+)
+from megatron_zpp.families import GPT
+from megatron_zpp.metrics.dashboard import DASHBOARD
+from megatron_zpp.metrics.tensorboard_reader import RunHistory, find_runs, read_run
+from megatron_zpp.metrics.writers import MetricWriters
+from megatron_zpp.planning.cluster import parse_cluster
+from megatron_zpp.planning.search.beside import predict_run
+from megatron_zpp.planning.search.plan import make_plan
+from megatron_zpp.settings.groups import LoggingSettings
+from megatron_zpp.training.pretrain import train
+from megatron_zpp.training.setup import build_run
+from tests.ranks import run_ranks
+from tests.training.small_run import flags, write_text
+
+ZEROPP = "--zero-quantized-weights --zero-hpz-partition-size 2 --zero-quantized-gradients --zero-monitor-interval 2"
+SHOWN = "--log-throughput --log-timers-to-tensorboard --peak-tflops 1 --eval-interval 4"
+KEYS = [key for of_group in DASHBOARD.values() for key in of_group.values()]
+
+
+def _train_and_write(*argvs):
+    """What the trainer prints of each command line, on this rank; it writes what it is asked to."""
+    outputs = []
+    for argv in argvs:
+        settings = parse_settings(GPT, argv, dist.get_world_size(), note=lambda text: None)
+        with contextlib.redirect_stdout(io.StringIO()) as out:
+            run = build_run(GPT, settings, torch.device("cpu"))
+            train(run, time.monotonic())
+            run.writers.close()
+        outputs.append(out.getvalue())
+    return outputs
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A folder of two runs, ``loco`` and ``coarse``, and what the trainer printed of each."""
+    data, folder = write_text(tmp_path_factory.mktemp("data")), tmp_path_factory.mktemp("runs")
+    runs = {"loco": "--zeropp-loco", "coarse": "--zero-gradient-bits 2"}
+    argvs = [flags(data, ZEROPP, SHOWN, more, f"--tensorboard-dir {folder / name}") for name, more in runs.items()]
+    return folder, dict(zip(runs, run_ranks(4, _train_and_write, *argvs)[-1], strict=True))
+
+
+@pytest.fixture(scope="module")
+def runs(trained):
+    return {Path(name).name: read_run(Path(name).name, files) for name, files in find_runs([trained[0]]).items()}
+
+
+def printed(field: str, log: str) -> list[float]:
+    return [float(value) for value in re.findall(rf"{re.escape(field)}: (\S+)", log)]
+
+
+def test_page_compares_the_runs(trained, runs, tmp_path, capsys):
+    folder, logs = trained
+    page = tmp_path / "page.html"
+    assert main([str(folder), "--output", str(page)]) == 0
+    assert capsys.readouterr().out == f"2 runs: {page}\n"
+    text = page.read_text()
+    assert text.count('<svg role="img"') == text.count("</svg>") == len(KEYS) + 6  # losses also over other axes
+    assert not re.search(r"""(src|href)="(?!#)|url\((?!#)""", text)  # nothing is fetched
+    assert page.stat().st_size < 300_000
+    rows = {row[0]: row[1:] for row in re.findall(r"<tr><th>([^<]*)</th><td>([^<]*)</td><td>([^<]*)</td></tr>", text)}
+    names = rows[""]
+    assert set(names) == {"loco", "coarse"}
+    assert rows["tokens"] == ("2,048", "2,048")
+    # Validation at 4 and 8, then the test set, is what the log has.
+    for name, loss, megabytes in zip(
+        names, rows["validation loss (last)"], rows["MB between nodes per step (mean)"], strict=True
+    ):
+        assert float(loss) == pytest.approx(printed("lm loss value", logs[name])[1], abs=1e-4)
+        sent = printed("sent between nodes per step (MB)", logs[name])
+        assert float(megabytes) == pytest.approx(sum(sent) / len(sent), abs=2e-3)
+    loco = names.index("loco")
+    assert (rows["zeropp_loco"][loco], rows["zero_gradient_bits"][1 - loco]) == ("True", "2")
+    assert "tensorboard_dir" not in rows and "seq_length" not in rows
+
+
+def test_a_run_reads_back_as_it_was_printed(trained, runs):
+    run, log = runs["loco"], trained[1]["loco"]
+    assert set(KEYS) <= set(run.metrics)  # every chart of the dashboard has its key from the trainer
+    assert list(run.metrics["lm loss"]) == list(range(1, 9))
+    assert list(run.metrics["lm loss"].values()) == pytest.approx(printed("lm loss", log), rel=1e-6)
+    assert [tokens for tokens, _ in run.over_tokens("lm loss")] == [8 * 32 * i for i in range(1, 9)]
+    sent = [1e6 * value for value in printed("sent between nodes per step (MB)", log)]
+    curve = run.over_bytes_between_nodes("lm loss validation")
+    assert [nbytes for nbytes, _ in curve] == pytest.approx([sum(sent[:4]), sum(sent)], rel=1e-2)
+    errors = list(run.metrics["comm/error/gradients/inter"].values())
+    assert errors == pytest.approx(printed("error of gradients/inter", log), abs=1e-4) and len(errors) == 4
+    assert (
+        run.metrics["comm/error/gradients/inter/layers.0"].keys()
+        == run.metrics["comm/error-state/gradients/inter"].keys()
+    )
+
+
+def test_time_stands_still_between_a_stop_and_a_resume(tmp_path):
+    """Steps of 2 seconds; the run stops after the fourth, and goes on an hour later from the third."""
+    from torch.utils.tensorboard import SummaryWriter
+
+    for begin, steps in ((1000.0, range(1, 5)), (5000.0, range(4, 7))):
+        writer = SummaryWriter(str(tmp_path), filename_suffix=str(begin))
+        for number, step in enumerate(steps):
+            writer.add_scalar("lm loss", 10.0 - step, step, walltime=begin + 2 * number)
+        writer.close()
+    files = sorted(tmp_path.iterdir(), key=lambda path: path.name.endswith("5000.0"))
+    run = read_run("run", files)
+    assert run.over_seconds("lm loss") == [(0, 9), (2, 8), (4, 7), (4, 6), (6, 5), (8, 4)]
+
+
+def test_what_a_chart_shows_of_many_points():
+    curve = [(float(i), float(i % 2)) for i in range(1000)]
+    smooth = smoothed(curve)
+    assert [x for x, _ in smooth] == [x for x, _ in curve]
+    assert all(abs(y - 0.5) < 0.03 for _, y in smooth[25:-25])
+    assert smoothed([(0.0, 1.0), (1.0, 5.0)]) == [(0.0, 3.0), (1.0, 3.0)]
+    thin = thinned(curve, 150)
+    assert len(thin) <= 150 and thin[-1] == curve[-1] and set(thin) <= set(curve)
+    assert thinned(curve[:100], 150) == curve[:100]
+
+
+def test_numbers_on_axes_keep_their_digits():
+    pytest.importorskip("matplotlib")
+    drawing = _plot("training loss", "iteration", {"run": [(0.0, 7.6052), (1.0, 7.6091)]}, {"run": "C0"})
+    labels = re.findall(r">(7\.\d+)</text>", drawing)
+    assert len({*labels}) == len(labels) >= 4 and all(7.604 <= float(label) <= 7.61 for label in labels)
+    assert not re.search(r' d="[^"]*\d\.\d\d', drawing)  # of lines, tenths of a point are enough
+
+
+def test_coarse_gradients_show(runs):
+    groups = charts(list(runs.values()))
+    assert list(groups) == list(DASHBOARD)
+    assert list(groups["Quantization error"]["LoCo's error over gradients, between nodes", "iteration"]) == ["loco"]
+    error = "relative error of gradients between nodes (mean)"
+    assert float(summary(runs["coarse"])[error]) > 3 * float(summary(runs["loco"])[error])
+    assert summary(runs["coarse"])["LoCo's error over gradients, between nodes (mean)"] == ""
+    assert set(differing_settings(list(runs.values()))) == {"zeropp_loco", "zero_gradient_bits"}
+
+
+def test_tensorboard_has_the_dashboard(trained):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    from tensorboard.plugins.custom_scalar import layout_pb2
+
+    events = EventAccumulator(str(trained[0] / "loco")).Reload()
+    (event,) = events.Tensors("custom_scalars__config__")
+    layout = layout_pb2.Layout.FromString(event.tensor_proto.string_val[0])
+    assert [category.title for category in layout.category] == list(DASHBOARD)
+    found = []
+    for chart in (chart for category in layout.category for chart in category.chart):
+        (pattern,) = chart.multiline.tag
+        tags = [tag for tag in events.Tags()["scalars"] if re.compile(pattern).match(tag)]  # as TensorBoard does
+        assert len(tags) == 1, f"{chart.title} shows {tags}"
+        found += tags
+    assert found == KEYS
+
+
+def test_megabytes_are_means_over_steps_not_points():
+    points = {1: 10e6, 5: 20e6, 8: 30e6}  # 1, 4 and 3 steps
+    losses = dict.fromkeys(points, 2.0)
+    run = RunHistory("run", {}, {"lm loss": losses, BETWEEN: points, WITHIN: {4: 1e6, 5: 6e6}})
+    of_run = summary(run)
+    assert of_run["MB between nodes per step (mean)"] == f"{(10 + 4 * 20 + 3 * 30) / 8:.3f}"
+    assert of_run["MB within nodes per step (mean)"] == f"{(4 * 1 + 6) / 5:.3f}"
+    del run.metrics[BETWEEN]
+    assert summary(run)["MB between nodes per step (mean)"] == ""
+
+
+def write(folder: Path, points: dict[int, float], number: int, validation: dict[int, float] | None = None) -> None:
+    writers = MetricWriters(LoggingSettings(tensorboard_dir=str(folder)), {"seq_length": 4}, is_writer=True)
+    for iteration, loss in points.items():
+        writers.write({"lm loss": loss, "comm/bytes-between-nodes": 10.0}, iteration, 2 * iteration)
+    for iteration, loss in (validation or {}).items():
+        writers.write({"lm loss validation": loss}, iteration, 2 * iteration)
+    writers.close()
+    (new,) = (path for path in folder.iterdir() if not path.name.startswith("0"))
+    new.rename(folder / f"0{number}.{new.name}")  # files are told apart by the second in which they were begun
+
+
+def test_a_resumed_run_is_one_curve(tmp_path):
+    write(tmp_path, {1: 9, 2: 8, 3: 7, 4: 6, 6: 5}, 1)  # died after 6, the last checkpoint was of 2
+    write(tmp_path, {3: 7.5, 4: 6.5, 5: 5.5}, 2)
+    ((name, files),) = find_runs([tmp_path]).items()
+    run = read_run(name, files)
+    assert run.metrics["lm loss"] == {1: 9, 2: 8, 3: 7.5, 4: 6.5, 5: 5.5}
+    assert run.over_tokens("lm loss")[-1] == (5 * 2 * 4, 5.5)
+    assert run.over_bytes_between_nodes("lm loss")[-1] == (50, 5.5)
+
+
+def test_a_resumed_run_has_no_validation_loss_of_the_one_that_died(tmp_path):
+    write(tmp_path, {1: 9, 2: 8, 3: 7, 4: 6}, 1, validation={2: 8.5, 4: 6.5})
+    write(tmp_path, {3: 7.5}, 2)
+    ((name, files),) = find_runs([tmp_path]).items()
+    run = read_run(name, files)
+    assert run.metrics["lm loss validation"] == {2: 8.5}
+    assert run.metrics["lm loss"] == {1: 9, 2: 8, 3: 7.5}
+    assert summary(run)["validation loss (last)"] == "8.5000"
+
+
+def test_an_evaluation_alone_leaves_what_was_trained(tmp_path):
+    write(tmp_path, {1: 9, 2: 8}, 1, validation={2: 8.5})
+    write(tmp_path, {}, 2, validation={2: 8.25})  # as --skip-train does
+    ((name, files),) = find_runs([tmp_path]).items()
+    run = read_run(name, files)
+    assert run.metrics["lm loss validation"] == {2: 8.25}
+    assert run.over_tokens("lm loss") == [(2 * 4, 9), (4 * 4, 8)]
+
+
+def test_bad_input_gets_one_line(tmp_path, capsys):
+    (tmp_path / "empty").mkdir()
+    MetricWriters(LoggingSettings(tensorboard_dir=str(tmp_path / "nothing")), {}, is_writer=True).close()
+    for folder, message in {
+        "missing": "there is no folder",
+        "empty": "holds no TensorBoard events: give what a run was given as --tensorboard-dir",
+        "nothing": "holds no training losses",
+    }.items():
+        assert main([str(tmp_path / folder), "--output", str(tmp_path / "page.html")]) == 1
+        error = capsys.readouterr().err
+        assert error.startswith("error: ") and message in error and error.count("\n") == 1
+    assert not (tmp_path / "page.html").exists()
+    with pytest.raises(SystemExit):
+        main([])
+
+
+SHAPE = "--num-layers 4 --hidden-size 2048 --num-attention-heads 16 --seq-length 2048 --micro-batch-size 2 --bf16"
+TRAINED = "--train-iters 10 --lr 1e-3 --mock-data --vocab-size 1000 --global-batch-size 8"
+
+
+def test_predictions_stand_beside_what_was_measured(tmp_path, capsys):
+    """The prediction is the one that tools/plan.py ranks; what was measured is computed here by hand."""
+    pytest.importorskip("matplotlib")
+    of_run = {"seq_length": 2048, "architecture": "gpt", "padded_vocab_size": 1024, "world_size": 4}
+    of_run["command"] = f"pretrain_gpt.py {SHAPE} {TRAINED} --zero-quantized-weights --zero-ranks-per-node 2"
+    writers = MetricWriters(LoggingSettings(tensorboard_dir=str(tmp_path / "run")), of_run, is_writer=True)
+    for step, seconds in enumerate((9.0, 0.4, 0.6, 0.5), start=1):
+        waited = {f"comm/seconds-waited-{link}-nodes": seconds / n for link, n in (("between", 2), ("within", 10))}
+        writers.write(
+            {"lm loss": 1.0, "batch-size": 8, "tokens-per-second": 8 * 2048 / seconds} | waited, step, 8 * step
+        )
+    writers.close()
+    page = tmp_path / "page.html"
+    assert main([str(tmp_path / "run"), "--output", str(page), "--cluster", "2x2xH100@100"]) == 0, capsys.readouterr()
+    cells = dict(re.findall(r"<tr><th>ms for ([^<]*)</th><td>([^<]*)</td></tr>", page.read_text()))
+    predicted, measured = zip(*(map(float, cell.split(", ")) for cell in cells.values()), strict=True)
+    assert measured == (500, 250, 50, 200)
+    only_data = ["--tensor-model-parallel-size", "1"]
+    plan = make_plan(GPT, [*of_run["command"].split()[1:], *only_data], 1024, parse_cluster("2x2xH100@100"))
+    (time,) = {outcome.prediction.time.seconds: outcome.prediction.time for outcome in plan.outcomes}.values()
+    rest = time.compute + time.compression + time.optimizer
+    of_plan = (time.seconds, time.exposed_between, time.exposed_within, rest)
+    assert predicted == pytest.approx([1000 * seconds for seconds in of_plan], abs=0.06) and predicted[0] > 10
+    for cluster, message in ("2x4xH100@100", "had 4"), ("nothing", "neither a file nor of the form"):
+        assert main([str(tmp_path / "run"), "--output", str(page), "--cluster", cluster]) == 1
+        assert message in capsys.readouterr().err
+    with pytest.raises(ValueError, match="does not say its architecture, command, padded_vocab_size, world_size"):
+        predict_run(RunHistory("old", {"seq_length": "32"}), parse_cluster("2x2xH100@100"))
+
+
+@pytest.mark.skipif(importlib.util.find_spec("wandb_workspaces") is not None, reason="wandb_workspaces is installed")
+def test_missing_wandb_workspaces_is_named(capsys):
+    assert main(["--wandb", "project"]) == 1
+    assert capsys.readouterr().err == "error: --wandb needs two packages: pip install wandb wandb-workspaces\n"

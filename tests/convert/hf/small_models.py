@@ -1,0 +1,110 @@
+"""Small models of every family, with every option somewhere and weights that nothing repeats."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from megatron_zpp.families import HuggingFaceMapping
+from megatron_zpp.models.decoder import DecoderConfig
+from megatron_zpp.models.moe import MoEConfig
+from megatron_zpp.models.transformer import Transformer
+from tests.families.find import architecture_of
+from tests.models.configs import gpt_config, llama_config
+
+POSITIONS = 64
+CONFIGS: dict[str, DecoderConfig] = {
+    "gpt": gpt_config(2, 32, 4, 101, POSITIONS, ffn_hidden_size=128, num_query_groups=4, kv_channels=8),
+    "gpt-untied": gpt_config(
+        *(3, 32, 2, 101, POSITIONS),
+        ffn_hidden_size=48,
+        num_query_groups=2,
+        kv_channels=16,
+        norm_epsilon=1e-3,
+        tie_embeddings=False,
+    ),
+    "llama": llama_config(2, 32, 4, 101, ffn_hidden_size=40, num_query_groups=4, kv_channels=8),
+    "llama-grouped": llama_config(
+        3,
+        32,
+        4,
+        101,
+        ffn_hidden_size=64,
+        num_query_groups=2,
+        kv_channels=8,
+        norm_epsilon=1e-6,
+        attention_dropout=0.1,
+        rotary_base=500000,
+        rope_scaling_factor=8.0,
+    ),
+    "llama-tied": llama_config(
+        2, 32, 4, 101, ffn_hidden_size=64, num_query_groups=1, kv_channels=16, tie_embeddings=True
+    ),
+    "llama-yarn": llama_config(
+        *(2, 32, 4, 101),
+        ffn_hidden_size=64,
+        num_query_groups=4,
+        kv_channels=8,
+        position_embedding_type="yarn",
+        yarn_scaling_factor=4.0,
+        yarn_original_context=4096,
+        yarn_beta_fast=8.0,
+        yarn_beta_slow=0.5,
+    ),
+    "mistral": llama_config(2, 32, 4, 101, ffn_hidden_size=64, num_query_groups=2, kv_channels=16, window_size=5),
+    "qwen2": llama_config(2, 32, 4, 101, ffn_hidden_size=64, num_query_groups=2, kv_channels=8, add_qkv_bias=True),
+    "qwen2-window": llama_config(
+        *(2, 32, 4, 101),
+        ffn_hidden_size=64,
+        num_query_groups=1,
+        kv_channels=8,
+        add_qkv_bias=True,
+        window_size=9,
+        tie_embeddings=True,
+    ),
+    "qwen3": llama_config(
+        2, 32, 4, 101, ffn_hidden_size=64, num_query_groups=2, kv_channels=16, qk_layernorm=True, rotary_base=1000000
+    ),
+    "mixtral": llama_config(
+        *(2, 32, 4, 101),
+        ffn_hidden_size=40,
+        num_query_groups=2,
+        kv_channels=8,
+        window_size=9,
+        moe=MoEConfig(4, 40, 2, aux_loss_coeff=0.5),
+    ),
+    "qwen3-moe": llama_config(
+        *(2, 32, 4, 101),
+        ffn_hidden_size=64,
+        num_query_groups=2,
+        kv_channels=16,
+        qk_layernorm=True,
+        moe=MoEConfig(6, 24, 3, router_pre_softmax=True),
+    ),
+    "qwen3-moe-normalized": llama_config(
+        2, 32, 4, 101, ffn_hidden_size=64, num_query_groups=1, kv_channels=8, qk_layernorm=True, moe=MoEConfig(4, 24, 2)
+    ),
+}
+
+
+def mapping_of(config: DecoderConfig) -> HuggingFaceMapping:
+    return architecture_of(config).huggingface_model(config)
+
+
+def to_hf_config(config: DecoderConfig, positions: int = POSITIONS) -> dict[str, Any]:
+    return mapping_of(config).to_config(config, positions)
+
+
+def build_empty(config: DecoderConfig) -> Transformer:
+    return architecture_of(config).build_empty(config)
+
+
+def build(config: DecoderConfig, seed: int = 0) -> Transformer:
+    """Our model with random weights in every place, norms and biases too; ready to compute logits."""
+    model = build_empty(config).to_empty(device="cpu").eval()
+    generator = torch.Generator().manual_seed(seed)
+    for name, parameter in model.named_parameters():
+        nn.init.normal_(parameter, 1.0 if name.endswith("norm.weight") else 0.0, 0.2, generator=generator)
+    return model

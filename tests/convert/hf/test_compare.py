@@ -1,0 +1,125 @@
+"""Logits computed with one block in memory are those of the whole model, and a wrong weight is noticed."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from megatron_zpp.convert.hf.compare import compare, streamed_logits, transformers_model
+from megatron_zpp.convert.hf.mapping import in_memory
+from tests.convert.hf.small_models import CONFIGS, POSITIONS, build, build_empty, mapping_of, to_hf_config
+
+YARN = to_hf_config(CONFIGS["llama-yarn"])["rope_scaling"]
+TOKENS = torch.randint(101, (2, 32), generator=torch.Generator().manual_seed(1))
+
+
+def split(config, ours: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Parameters of transformers' model by name."""
+    mapping = mapping_of(config)
+    tensors = {
+        name: tensor
+        for weight in mapping.weights(config)
+        for name, tensor in zip(weight.theirs, weight.split(ours[weight.ours]), strict=True)
+    }
+    made = {parameter.name: parameter for parameter in mapping.in_memory(config)}
+    of_others = {name for parameter in made.values() for name in parameter.tensors}
+    read = in_memory(mapping, config, tensors.__getitem__)
+    return {name: read(name) for name in (*(tensors.keys() - of_others), *made)}
+
+
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+@torch.no_grad()
+def test_streamed_logits_are_those_of_the_whole_model(config):
+    ours = build(config)
+    parameters = dict(ours.named_parameters())
+    assert torch.equal(streamed_logits(build_empty(config).eval(), parameters.__getitem__, TOKENS), ours(TOKENS))
+
+    hf_config, tensors = to_hf_config(config), split(config, parameters)
+    theirs = AutoModelForCausalLM.from_config(AutoConfig.for_model(**hf_config)).eval()
+    missing = theirs.load_state_dict(tensors, strict=False).missing_keys
+    assert missing == (["lm_head.weight"] if config.tie_embeddings else [])
+    expected = theirs(TOKENS).logits
+    assert torch.equal(streamed_logits(transformers_model(hf_config), tensors.__getitem__, TOKENS), expected)
+    assert compare(build_empty(config), parameters.__getitem__, hf_config, tensors.__getitem__, POSITIONS) < 1e-4
+
+
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+def test_a_training_step_is_transformers(config):
+    ours = build(config)
+    theirs = AutoModelForCausalLM.from_config(AutoConfig.for_model(**to_hf_config(config))).eval()  # no dropout
+    theirs.load_state_dict(split(config, dict(ours.named_parameters())), strict=False)
+    found = []
+    for model, logits in (ours, ours), (theirs, lambda tokens: theirs(tokens).logits):
+        optimizer, losses = torch.optim.SGD(model.parameters(), lr=0.1), []
+        for _ in range(2):
+            loss = F.cross_entropy(logits(TOKENS[:, :-1]).flatten(0, 1), TOKENS[:, 1:].flatten())
+            optimizer.zero_grad()
+            loss.backward()
+            losses.append(loss.item())
+            norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+        found.append([*losses, norm.item()])
+    assert found[0] == pytest.approx(found[1], rel=1e-5)
+    assert found[0][1] < found[0][0]
+
+
+def test_one_block_is_in_memory_at_a_time():
+    config = CONFIGS["llama-grouped"]
+    parameters, model, filled = dict(build(config).named_parameters()), build_empty(config).eval(), set()
+
+    def read(name: str) -> Tensor:
+        blocks: nn.ModuleList = model.layers
+        filled.add(tuple(i for i, block in enumerate(blocks) if not next(block.parameters()).is_meta))
+        return parameters[name]
+
+    streamed_logits(model, read, TOKENS)
+    assert filled == {()}  # whenever something was read, no block still had its weights
+    assert all(parameter.is_meta for parameter in model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("gpt", {"transformer.h.1.attn.c_attn.weight": lambda x: x.roll(8, dims=1)}),  # the next head's
+        ("gpt", {"transformer.h.0.ln_1.bias": torch.zeros_like}),
+        ("llama-grouped", {"model.layers.1.self_attn.k_proj.weight": lambda x: x.flip(0)}),
+        ("llama", {"model.layers.0.mlp.up_proj.weight": lambda x: x + 1e-2}),
+        ("qwen2", {"model.layers.1.self_attn.k_proj.bias": torch.zeros_like}),
+        ("qwen3", {"model.layers.0.self_attn.q_norm.weight": torch.ones_like}),
+    ],
+)
+def test_a_wrong_weight_is_noticed(name, change):
+    config = CONFIGS[name]
+    parameters = dict(build(config).named_parameters())
+    tensors = {name: change.get(name, lambda x: x)(x.detach()) for name, x in split(config, parameters).items()}
+    with pytest.raises(ValueError, match="transformers' logits differ from ours"):
+        compare(build_empty(config), parameters.__getitem__, to_hf_config(config), tensors.__getitem__, POSITIONS)
+
+
+def test_a_wrong_configuration_is_noticed():
+    config = CONFIGS["llama-grouped"]
+    parameters = dict(build(config).named_parameters())
+    tensors = split(config, parameters)
+    hf_config = to_hf_config(config)
+    for change in ({"rope_theta": 10000.0}, {"rope_scaling": None}, {"rms_norm_eps": 1e-2}):
+        with pytest.raises(ValueError, match="transformers' logits differ from ours"):
+            compare(build_empty(config), parameters.__getitem__, hf_config | change, tensors.__getitem__, POSITIONS)
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("mistral", {"sliding_window": 5}),  # ours is 5 tokens and the token itself
+        ("mistral", {"sliding_window": None}),
+        ("qwen2-window", {"max_window_layers": 1}),
+        ("llama-yarn", {"rope_scaling": YARN | {"beta_slow": 1.0}}),
+        ("llama-yarn", {"rope_scaling": YARN | {"attention_factor": 1.0}}),
+    ],
+)
+def test_another_window_or_yarn_is_noticed(name, change):
+    config = CONFIGS[name]
+    parameters = dict(build(config).named_parameters())
+    tensors, hf_config = split(config, parameters), to_hf_config(config)
+    with pytest.raises(ValueError, match="transformers' logits differ from ours"):
+        compare(build_empty(config), parameters.__getitem__, hf_config | change, tensors.__getitem__, POSITIONS)

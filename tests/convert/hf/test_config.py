@@ -1,0 +1,178 @@
+"""Configurations go to transformers and back, and what one side cannot express is named."""
+
+import dataclasses
+
+import pytest
+from transformers import AutoConfig
+
+from megatron_zpp.arguments.parse import parse_settings
+from megatron_zpp.convert.hf.mapping import from_hf_config
+from megatron_zpp.families import ARCHITECTURES, GPT, LLAMA, Architecture
+from megatron_zpp.models.decoder import DecoderConfig
+from megatron_zpp.models.moe import MoEConfig
+from tests.convert.hf.small_models import CONFIGS, POSITIONS, to_hf_config
+
+
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+def test_configurations_survive_the_round_trip(config):
+    theirs = AutoConfig.for_model(**to_hf_config(config)).to_dict()
+    assert from_hf_config(theirs, ARCHITECTURES) == (record_of(config), config, POSITIONS)
+
+
+def record_of(config: DecoderConfig) -> Architecture:
+    """GPT's flags can describe them all, but the others' are Llama's but for a few."""
+    return LLAMA if config.swiglu else GPT
+
+
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+def test_the_trainers_flags_are_the_configuration(config):
+    for architecture in {GPT.name: GPT, record_of(config).name: record_of(config)}.values():
+        flags = [*architecture.flags(config, POSITIONS), "--mock-data", "--vocab-size", "50", "--lr", "1"]
+        run = ["--seq-length", "8", "--micro-batch-size", "1", "--train-iters", "1"]
+        settings = parse_settings(architecture, [*flags, *run], note=pytest.fail)
+        assert architecture.build_model(settings.model, 51).config == config
+
+
+@pytest.mark.parametrize("kind", ["mistral", "qwen2", "qwen3"])
+def test_what_transformers_writes_by_default_is_read(kind):
+    theirs = AutoConfig.for_model(kind).to_dict()
+    architecture, config, positions = from_hf_config(theirs, ARCHITECTURES)
+    assert architecture is LLAMA and positions == theirs["max_position_embeddings"]
+    assert config.window_size == (4095 if kind == "mistral" else None)
+    assert (config.add_qkv_bias, config.qk_layernorm) == (kind == "qwen2", kind == "qwen3")
+
+
+def test_windows_of_earlier_versions_without_layer_types_are_read():
+    hf = to_hf_config(CONFIGS["qwen2-window"])
+    assert "layer_types" not in hf and from_hf_config(hf, ARCHITECTURES)[1].window_size == 9
+    assert from_hf_config(hf | {"max_window_layers": 2}, ARCHITECTURES)[1].window_size is None
+
+
+def test_both_spellings_of_rotary_settings_are_read():
+    config = CONFIGS["llama-grouped"]
+    expected = (LLAMA, config, POSITIONS)
+    hf = to_hf_config(config)
+    assert from_hf_config(hf, ARCHITECTURES) == expected  # rope_theta and rope_scaling, before version 5
+    rope = hf.pop("rope_scaling") | {"rope_theta": hf.pop("rope_theta")}
+    assert from_hf_config(hf | {"rope_parameters": rope}, ARCHITECTURES) == expected
+
+
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+YARN = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 32}
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        (
+            "gpt",
+            {"model_type": "bert"},
+            "model_type is bert; gpt2, llama, mistral, qwen2, qwen3, mixtral and qwen3_moe can be imported",
+        ),
+        ("gpt", {"activation_function": "relu"}, "activation_function is relu, supported: gelu or gelu_new or"),
+        ("gpt", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx is True"),
+        ("gpt", {"scale_attn_weights": False}, "scale_attn_weights is False"),
+        ("gpt", {"quantization_config": {"bits": 4}}, "the weights are quantized"),
+        ("llama", {"num_attention_heads": 0}, "num_attention_heads is 0, not a size"),
+        ("llama", {"hidden_act": "gelu"}, "hidden_act is gelu, supported: silu"),
+        ("llama", {"attention_bias": True, "mlp_bias": True}, "attention_bias is True, supported: False; mlp_bias is"),
+        ("llama", {"rope_scaling": YARN | {"mscale": 0.7}}, "rope_parameters.mscale is 0.7, supported: None"),
+        ("llama", {"rope_scaling": YARN | {"truncate": False}}, "rope_parameters.truncate is False"),
+        ("llama", {"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "original_max_position_embeddings is None"),
+        ("llama", {"rope_scaling": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "partial_rotary_factor is"),
+        ("qwen2", {"head_dim": 16}, "head_dim is 16, supported: None or 8"),
+        ("qwen3", {"attention_bias": True}, "attention_bias is True, supported: False"),
+        (
+            "qwen2-window",
+            {"layer_types": ["full_attention", "sliding_attention"]},
+            "layer_types has both full_attention and sliding_attention",
+        ),
+        ("qwen2-window", {"layer_types": None, "max_window_layers": 1}, "max_window_layers 1 is between 0 and"),
+        ("llama", {"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_parameters.rope_type is linear"),
+        ("llama", {"rope_scaling": LLAMA3}, "original_max_position_embeddings is None, supported: 8192"),
+        ("llama", {"rope_theta": 10000.5}, "only whole numbers"),
+    ],
+)
+def test_what_ours_cannot_express_is_named(name, change, message):
+    hf = AutoConfig.for_model(**to_hf_config(CONFIGS[name])).to_dict()
+    if "rope_parameters" in hf:
+        hf |= {"rope_theta": 10000.0, "rope_scaling": None}
+        del hf["rope_parameters"]
+    with pytest.raises(ValueError, match=message):
+        from_hf_config(hf | change, ARCHITECTURES)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (dataclasses.replace(CONFIGS["gpt"], kv_channels=16), "GPT-2 has heads of hidden_size / num_attention_heads"),
+        (
+            dataclasses.replace(CONFIGS["llama"], num_attention_heads=3, num_query_groups=3),
+            "llama needs a hidden_size that its number of heads divides; this model's is 32, with 3 heads",
+        ),
+        (dataclasses.replace(CONFIGS["qwen2"], kv_channels=16), "qwen2 needs .* into heads of that width"),
+        (
+            dataclasses.replace(CONFIGS["qwen3"], add_bias_linear=True, layernorm_1p=True),
+            "GPT-2 does not have .*; llama does not have .*; qwen3 does not have layernorm_1p True, add_bias_linear",
+        ),
+        (dataclasses.replace(CONFIGS["gpt"], num_query_groups=2), "GPT-2 does not have grouped queries"),
+        (
+            dataclasses.replace(CONFIGS["mixtral"], moe=MoEConfig(4, 40, shared_expert_size=8)),
+            "llama does not have .*moe .*; mixtral does not have shared_expert_size 8",
+        ),
+        (dataclasses.replace(CONFIGS["qwen3-moe"], moe_layer_freq=2), "qwen3_moe does not have moe_layer_freq 2"),
+    ],
+)
+def test_what_theirs_cannot_express_is_named(config, message):
+    with pytest.raises(ValueError, match=message):
+        to_hf_config(config)
+
+
+# Another value of each field that transformers' models may lack, or that only training needs.
+OTHER = {
+    "moe": MoEConfig(4, 40),
+    "moe_experts_per_layer": "4",
+    "position_embedding_type": "none",
+    "normalization": "LayerNorm",
+}
+OTHER |= {"window_size": 9, "rope_scaling_factor": 8.0, "yarn_scaling_factor": 4.0, "yarn_original_context": 16}
+ONLY_TRAINED_WITH = (
+    "hidden_dropout",
+    "yarn_scaling_factor",
+    "yarn_original_context",
+    "yarn_beta_fast",
+    "yarn_beta_slow",
+)
+
+
+def another(config, name):
+    value = getattr(config, name)
+    if name in OTHER and value != OTHER[name]:
+        return OTHER[name]
+    if isinstance(value, bool) or value is None:
+        return not value
+    return value / 2 if isinstance(value, float) else value * 2 if isinstance(value, int) else None
+
+
+@pytest.mark.parametrize("name", [field.name for field in dataclasses.fields(DecoderConfig)])
+@pytest.mark.parametrize("kind", ["gpt", "llama", "qwen3-moe"])
+def test_each_field_is_said_or_refused(kind, name):
+    """A field that an exporter does not know of must not be left out in silence."""
+    try:
+        config = dataclasses.replace(CONFIGS[kind], **{name: another(CONFIGS[kind], name)})
+        hf = to_hf_config(config)
+    except (ValueError, TypeError, ZeroDivisionError):
+        return
+    found = from_hf_config(AutoConfig.for_model(**hf).to_dict(), ARCHITECTURES)[1]
+    assert getattr(found, name) == getattr(config, name) or name in ONLY_TRAINED_WITH
+
+
+@pytest.mark.parametrize("kind", ["gpt", "llama"])
+def test_a_new_field_of_the_decoder_is_refused(kind):
+    """It got a config of GPT-2, and other logits."""
+    fields = [("logit_softcap", float, dataclasses.field(default=0.0))]
+    wider = dataclasses.make_dataclass("Wider", fields, bases=(DecoderConfig,), frozen=True)
+    same = {field.name: getattr(CONFIGS[kind], field.name) for field in dataclasses.fields(DecoderConfig)}
+    assert to_hf_config(wider(**same)) == to_hf_config(CONFIGS[kind])
+    with pytest.raises(ValueError, match=r"does not have logit_softcap 30\.0"):
+        to_hf_config(wider(**same, logit_softcap=30.0))

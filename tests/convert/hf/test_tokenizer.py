@@ -1,0 +1,98 @@
+"""AutoTokenizer, given what we write, makes the ids that the model was trained on."""
+
+import argparse
+import io
+import json
+from pathlib import Path
+
+import pytest
+import sentencepiece
+from tokenizers import ByteLevelBPETokenizer
+from transformers import AutoTokenizer
+
+from megatron_zpp.convert.hf.tokenizer import build, find_tokenizer, write_tokenizer
+from megatron_zpp.data.text.tokenizers import ByteTokenizer
+
+SOURCE = Path(argparse.__file__).read_text()
+OTHER = Path(json.decoder.__file__).read_text() + "  Ünïcödé 東京 👩‍🔬\r\n\t100 %"
+
+
+def train_sentencepiece(folder: Path, **options: object) -> dict[str, str]:
+    model = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(SOURCE.split("\n\n")),
+        model_writer=model,
+        **dict(vocab_size=600, normalization_rule_name="identity", remove_extra_whitespaces=False, byte_fallback=True)
+        | dict(model_type="bpe", minloglevel=2)
+        | options,
+    )
+    (folder / "a.model").write_bytes(model.getvalue())
+    return {"tokenizer_type": "SentencePieceTokenizer", "tokenizer_model": str(folder / "a.model")}
+
+
+def train_gpt2(folder: Path) -> dict[str, str]:
+    tokenizer = ByteLevelBPETokenizer()
+    tokenizer.train_from_iterator([SOURCE], vocab_size=600, special_tokens=["<|endoftext|>"], show_progress=False)
+    vocabulary, merges = tokenizer.save_model(str(folder), "gpt2")
+    return {"tokenizer_type": "GPT2BPETokenizer", "vocab_file": vocabulary, "merge_file": merges}
+
+
+def train_huggingface(folder: Path) -> dict[str, str]:
+    tokenizer = ByteLevelBPETokenizer()
+    tokenizer.train_from_iterator([SOURCE], vocab_size=600, special_tokens=["<eos>"], show_progress=False)
+    tokenizer.save(str(folder / "mine.json"))  # alone, without a tokenizer_config.json that names its eos_token
+    return {"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": str(folder / "mine.json")}
+
+
+KINDS = {
+    "bpe": lambda folder: train_sentencepiece(folder, add_dummy_prefix=False),  # as train_tokenizer
+    "bpe-dummy-prefix": train_sentencepiece,  # as Llama 2
+    "unigram": lambda folder: train_sentencepiece(folder, model_type="unigram"),
+    "gpt2": train_gpt2,
+    "huggingface": train_huggingface,
+    "bytes": lambda folder: {"tokenizer_type": "ByteTokenizer"},
+}
+
+
+@pytest.mark.parametrize("train", KINDS.values(), ids=KINDS)
+def test_ids_are_the_same_in_transformers(train, tmp_path):
+    settings, folder = train(tmp_path), tmp_path / "hf"
+    folder.mkdir()
+    ours = build(settings)
+    tokens = write_tokenizer(settings, ours, folder)
+    theirs = AutoTokenizer.from_pretrained(folder)
+    for text in (SOURCE, OTHER):
+        ids = theirs(text, add_special_tokens=False)["input_ids"]
+        assert ids == ours.tokenize(text)
+        assert theirs.decode(ids) == text
+    assert theirs.eos_token_id == ours.eod == tokens["eos_token_id"]
+    assert theirs.decode([ours.eod], skip_special_tokens=True) == ""
+
+    again = build(find_tokenizer(folder))  # as an import finds it
+    assert (again.tokenize(OTHER), again.eod, again.vocab_size) == (ours.tokenize(OTHER), ours.eod, ours.vocab_size)
+
+
+def test_a_tokenizer_that_comes_out_different_is_refused(tmp_path):
+    settings = train_sentencepiece(tmp_path, normalization_rule_name="nmt_nfkc", remove_extra_whitespaces=True)
+    (tmp_path / "hf").mkdir()
+    with pytest.raises(
+        ValueError, match=r"this SentencePieceTokenizer cannot be written for transformers: .*--no-token"
+    ):
+        write_tokenizer(settings, build(settings), tmp_path / "hf")
+
+
+def test_a_kind_that_transformers_lacks_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="a TikTokenizer cannot be written for transformers: export the weights alone"):
+        write_tokenizer({"tokenizer_type": "TikTokenizer"}, ByteTokenizer(), tmp_path)
+
+
+def test_tokenizers_are_found_by_their_files(tmp_path):
+    assert find_tokenizer(tmp_path) == {}
+    for names, kind in {
+        ("vocab.json", "merges.txt"): "GPT2BPETokenizer",
+        ("tokenizer.model",): "SentencePieceTokenizer",
+        ("tokenizer.json",): "HuggingFaceTokenizer",
+    }.items():
+        for name in names:
+            (tmp_path / name).touch()
+        assert find_tokenizer(tmp_path)["tokenizer_type"] == kind

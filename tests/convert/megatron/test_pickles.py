@@ -1,0 +1,103 @@
+"""Files that would run code, or are damaged anywhere, are refused in one line; nothing in them is called."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import random
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron_zpp.checkpoint import CheckpointError
+from megatron_zpp.commands.convert import export_megatron, import_megatron
+from megatron_zpp.convert.megatron.folder import open_checkpoint
+from megatron_zpp.convert.megatron.pickles import load_file, load_metadata
+from tests.convert.megatron.layouts import CONFIGS, random_model, write_legacy
+
+
+class Hostile:
+    """Unpickling it makes a file."""
+
+    def __init__(self, mark: Path) -> None:
+        self.mark = mark
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.mark),)
+
+
+@pytest.fixture
+def exported(tmp_path) -> Path:
+    """A checkpoint in the format torch_dist."""
+    config = CONFIGS["llama"]
+    write_legacy(tmp_path / "theirs", random_model(config), config)
+    argv = ["--input", str(tmp_path / "theirs"), "--save", str(tmp_path / "ours")]
+    import_megatron.import_(import_megatron.parse_arguments(argv))
+    argv = ["--load", str(tmp_path / "ours"), "--output", str(tmp_path / "exported")]
+    export_megatron.export(export_megatron.parse_arguments(argv))
+    return tmp_path / "exported" / "iter_0000005"
+
+
+def test_code_in_a_file_of_torch_save_is_refused(tmp_path):
+    for number, content in enumerate(({"args": Hostile(tmp_path / "mark")}, Hostile(tmp_path / "mark"))):
+        torch.save(content, tmp_path / f"{number}.pt")
+        with pytest.raises(CheckpointError, match=r"would call posix.mkdir, which is none of what Megatron") as error:
+            load_file(tmp_path / f"{number}.pt")
+        assert "\n" not in str(error.value)
+    assert not (tmp_path / "mark").exists()
+
+
+def test_code_in_the_index_is_refused(exported, tmp_path):
+    for protocol in range(2, pickle.HIGHEST_PROTOCOL + 1):
+        (exported / ".metadata").write_bytes(pickle.dumps([1, Hostile(tmp_path / "mark")], protocol))
+        with pytest.raises(CheckpointError, match=r"would call posix.mkdir, which is none of what Megatron"):
+            load_metadata(exported / ".metadata")
+    (exported / ".metadata").write_bytes(b"cbuiltins\neval\n(S'1'\ntR.")
+    with pytest.raises(CheckpointError, match=r"would call builtins.eval"):
+        load_metadata(exported / ".metadata")
+    assert not (tmp_path / "mark").exists()
+
+
+def test_code_in_a_part_is_refused(exported, tmp_path):
+    saved = open_checkpoint(exported)
+    torch.save(Hostile(tmp_path / "mark"), tmp_path / "hostile.pt")
+    content, file = (tmp_path / "hostile.pt").read_bytes(), exported / "__0_0.distcp"
+    file.write_bytes(content.ljust(file.stat().st_size, b"\0"))
+    for name in sorted(saved.names):
+        with pytest.raises(CheckpointError):
+            saved.read(name, "")
+    assert not (tmp_path / "mark").exists()
+
+
+def test_a_damaged_index_is_one_line(exported):
+    """Any byte that is another one: the index is refused, or what it says is read."""
+    draw, file = random.Random(0), exported / ".metadata"
+    content = file.read_bytes()
+    refused = 0
+    for _ in range(60):
+        place = draw.randrange(len(content))
+        file.write_bytes(content[:place] + bytes([draw.randrange(256)]) + content[place + 1 :])
+        try:
+            saved = open_checkpoint(exported)
+            for name in saved.names:
+                saved.read(name, "")
+        except CheckpointError as error:
+            assert "\n" not in str(error)
+            refused += 1
+    assert refused > 20
+
+
+def test_files_that_leave_the_checkpoint_are_not_opened(exported, tmp_path):
+    file = exported / ".metadata"
+    (tmp_path / "xxxxxx").touch()
+    file.write_bytes(file.read_bytes().replace(b"__0_0.distcp", b"../../xxxxxx"))
+    with pytest.raises(CheckpointError, match="is no file of the checkpoint"):
+        open_checkpoint(exported)
+
+
+def test_a_missing_file_of_parts_is_named(exported):
+    (exported / "__0_0.distcp").unlink()
+    saved = open_checkpoint(exported)
+    with pytest.raises(CheckpointError, match=r"is not complete: __0_0\.distcp is missing"):
+        saved.read("decoder.final_layernorm.weight", "")

@@ -1,0 +1,129 @@
+"""Auxiliary losses of a model's forward pass: added once, whatever the layout, and averaged as they are logged."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import io
+import time
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_zpp.data.loader import build_loader
+from megatron_zpp.families import GPT
+from megatron_zpp.models.decoder import Decoder
+from megatron_zpp.models.transformer import ModelOutput
+from megatron_zpp.training.pretrain import train
+from tests.ranks import run_ranks
+from tests.training.small_run import NO_DROPOUT, Metrics, flags, start, write_text
+
+
+class WithAuxiliary(Decoder):
+    """Penalizes large losses, as much as it minimizes them."""
+
+    def forward(self, tokens: Tensor, labels: Tensor | None = None, *args: Any, **kwargs: Any) -> Any:
+        output = super().forward(tokens, labels, *args, **kwargs)
+        if labels is None or not hasattr(self, "final_norm"):
+            return output
+        return ModelOutput(output, {"square": 0.2 * output.square().mean(), "cube": 0.02 * (output**3).mean()})
+
+
+ARCHITECTURE = dataclasses.replace(GPT, module=WithAuxiliary)
+# One rank computes the whole batch at once; all others must come to the same.
+ALONE = "--micro-batch-size 8"
+LAYOUTS = {
+    1: {
+        "micro-batches": "--micro-batch-size 2",
+        "per token": "--micro-batch-size 2 --calculate-per-token-loss",
+        "loss scale": "--micro-batch-size 2 --fp16 --initial-loss-scale 4096",
+        "emulated": "--micro-batch-size 1 --emulate-ranks 4 --emulate-nodes 2",
+        "recomputed": f"{ALONE} --recompute-granularity full",
+    },
+    4: {
+        "dp 4": "--micro-batch-size 1",
+        "dp 4, per token, stage 1": "--micro-batch-size 1 --calculate-per-token-loss --zero-stage 1",
+        "dp 2, tp 2": "--micro-batch-size 2 --tensor-model-parallel-size 2",
+        "dp 2, cp 2": "--micro-batch-size 2 --context-parallel-size 2",
+        "dp 2, cp 2, per token": "--micro-batch-size 2 --context-parallel-size 2 --calculate-per-token-loss",
+    },
+}
+
+
+def train_each(runs: dict[str, list[str]]) -> dict[str, Metrics]:
+    results = {}
+    for name, argv in runs.items():
+        with contextlib.redirect_stdout(io.StringIO()):
+            run, results[name] = start(argv, ARCHITECTURE)
+            train(run, time.monotonic())
+    return results
+
+
+def first_step(argv: list[str]) -> tuple[float, float, float]:
+    """Plain PyTorch's losses and gradient norm of the first step. For ``run_ranks``."""
+    with contextlib.redirect_stdout(io.StringIO()):
+        run, _ = start(argv, ARCHITECTURE)
+    parameters = {name: p.full_tensor().detach().requires_grad_() for name, p in run.model.named_parameters()}
+    assert run.datasets.train is not None
+    loader = build_loader(
+        run.datasets.train,
+        consumed_samples=0,
+        micro_batch_size=8,
+        dp_rank=0,
+        dp_size=1,
+        num_workers=0,
+        device=torch.device("cpu"),
+    )
+    batch = next(loader)
+    model = WithAuxiliary(run.model.config)
+    losses = torch.func.functional_call(model, parameters, (batch["tokens"], batch["labels"])).losses
+    square = 0.2 * losses.square().mean()
+    (losses.mean() + square + 0.02 * (losses**3).mean()).backward()
+    norm = torch.nn.utils.get_total_norm([p.grad for p in parameters.values()])
+    return losses.mean().item(), square.item(), norm.item()
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory) -> str:
+    return write_text(tmp_path_factory.mktemp("text"))
+
+
+@pytest.fixture(scope="module")
+def alone(data) -> Metrics:
+    return run_ranks(1, train_each, {"": flags(data, NO_DROPOUT, ALONE, length="--train-iters 2")})[0][""]
+
+
+def test_the_step_adds_them(data, alone):
+    loss, square, norm = run_ranks(1, first_step, flags(data, NO_DROPOUT, ALONE))[0]
+    assert alone["lm loss"][0] == pytest.approx(loss, rel=1e-5)
+    assert alone["square"][0] == pytest.approx(square, rel=1e-5)
+    assert alone["grad-norm"][0] == pytest.approx(norm, rel=1e-5)
+
+
+@pytest.mark.parametrize("ranks", [1, pytest.param(4, marks=pytest.mark.long)])
+def test_every_layout_comes_to_the_same(data, alone, ranks):
+    argvs = {name: flags(data, NO_DROPOUT, more, length="--train-iters 2") for name, more in LAYOUTS[ranks].items()}
+    for name, metrics in run_ranks(ranks, train_each, argvs)[-1].items():
+        for key in ("lm loss", "square", "cube", "grad-norm", "lm loss validation"):
+            tolerance = 1e-2 if name == "loss scale" else 1e-5
+            assert metrics[key] == pytest.approx(alone[key], rel=tolerance), f"{name}, {key}"
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble"])
+def test_a_pipeline_adds_those_of_its_last_stage(data, schedule):
+    virtual = "--num-layers-per-virtual-pipeline-stage 1" if schedule == "zero-bubble" else ""
+    pipeline = f"--pipeline-model-parallel-size 2 --pipeline-schedule {schedule} {virtual} --micro-batch-size 2"
+    runs = {"": flags(data, NO_DROPOUT, pipeline, "--num-layers 4", length="--train-iters 4")}
+    alone = {"": flags(data, NO_DROPOUT, "--micro-batch-size 2 --num-layers 4", length="--train-iters 4")}
+    expected = run_ranks(1, train_each, alone)[0][""]
+    metrics = run_ranks(2, train_each, runs)[-1][""]
+    for key in ("lm loss", "square", "cube", "grad-norm", "lm loss validation"):
+        assert metrics[key] == pytest.approx(expected[key], rel=1e-5), key
+
+
+def test_a_pipeline_refuses_them_per_token(data):
+    argv = flags(data, "--pipeline-model-parallel-size 2 --calculate-per-token-loss")
+    with pytest.raises(RuntimeError, match="auxiliary losses per token do not work in a pipeline"):
+        run_ranks(2, train_each, {"": argv})

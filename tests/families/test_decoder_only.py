@@ -1,0 +1,168 @@
+"""What checkpoints keep of a decoder's shape, those of earlier versions too."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import pytest
+
+from megatron_zpp.arguments.parse import parse_settings
+from megatron_zpp.checkpoint import CheckpointError
+from megatron_zpp.checkpoint.model import saved_model
+from megatron_zpp.families import find_architecture
+from megatron_zpp.models.decoder import DecoderConfig
+from megatron_zpp.models.moe import MoEConfig
+from megatron_zpp.settings.checks import SettingsError
+
+# model_config of meta.json as GPTConfig and LlamaConfig were written, before one class took their place.
+EARLIER = {
+    "gpt": {
+        "num_layers": 4, "hidden_size": 64, "num_attention_heads": 4, "vocab_size": 512, "max_position_embeddings": 64,
+        "ffn_hidden_size": 256, "kv_channels": 16, "norm_epsilon": 1e-05, "attention_dropout": 0.1,
+        "hidden_dropout": 0.1, "init_method_std": 0.02, "tie_embeddings": True,
+    },
+    "llama": {
+        "num_layers": 4, "hidden_size": 64, "num_attention_heads": 4, "vocab_size": 512, "ffn_hidden_size": 128,
+        "num_query_groups": 2, "kv_channels": 16, "norm_epsilon": 1e-05, "attention_dropout": 0.0,
+        "hidden_dropout": 0.0, "rotary_base": 500000, "rope_scaling_factor": 8.0, "init_method_std": 0.02,
+        "tie_embeddings": False,
+    },
+}  # fmt: skip
+EXPECTED = {
+    "gpt": DecoderConfig(4, 64, 4, 512, 64, ffn_hidden_size=256, num_query_groups=4, kv_channels=16),
+    "llama": DecoderConfig(
+        *(4, 64, 4, 512),
+        ffn_hidden_size=128,
+        num_query_groups=2,
+        kv_channels=16,
+        normalization="RMSNorm",
+        swiglu=True,
+        add_bias_linear=False,
+        position_embedding_type="rope",
+        rotary_base=500000,
+        rope_scaling_factor=8.0,
+        attention_dropout=0.0,
+        hidden_dropout=0.0,
+        tie_embeddings=False,
+    ),
+}
+
+
+def meta(name: str, config: dict) -> dict:
+    return {"settings": {"architecture": name}, "model_config": config}
+
+
+@pytest.mark.parametrize("name", EARLIER)
+def test_shapes_of_earlier_versions_are_what_they_were(name):
+    assert saved_model(meta(name, EARLIER[name])) == (find_architecture(name), EXPECTED[name])
+    now = dataclasses.asdict(EXPECTED[name])
+    assert saved_model(meta(name, now))[1] == EXPECTED[name]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"normalization": "none"}, {"window_size": 0}, {"swiglu": 1}, {"experts": 4}, {"moe": {"num_experts": 0}}],
+)
+def test_shapes_that_are_none_are_refused(change):
+    with pytest.raises(CheckpointError, match=f"not one of llama .*{next(iter(change))}"):
+        saved_model(meta("llama", EARLIER["llama"] | change))
+
+
+EXPERTS = (
+    "--num-experts 8 --moe-router-topk 3 --moe-ffn-hidden-size 96 --moe-layer-freq 2 --moe-router-pre-softmax "
+    "--moe-aux-loss-coeff 0.01 --moe-z-loss-coeff 0.001 --moe-expert-capacity-factor 1.5 "
+    "--moe-shared-expert-intermediate-size 48 --moe-router-topk-scaling-factor 2.5"
+)
+RUN = "--num-layers 5 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --micro-batch-size 1 --train-iters 1"
+
+
+def config_of(argv: str) -> DecoderConfig:
+    llama = find_architecture("llama")
+    settings = parse_settings(llama, f"{RUN} --lr 1 --mock-data --vocab-size 9 {argv}".split(), note=lambda text: None)
+    return llama.build_config(settings.model, 512)
+
+
+def test_experts_come_through_flags_and_checkpoints():
+    llama, config = find_architecture("llama"), config_of(EXPERTS)
+    assert config.moe == MoEConfig(
+        *(8, 96, 3),
+        router_pre_softmax=True,
+        topk_scaling_factor=2.5,
+        aux_loss_coeff=0.01,
+        z_loss_coeff=0.001,
+        expert_capacity_factor=1.5,
+        shared_expert_size=48,
+    )
+    assert llama.flags is not None
+    assert config_of(" ".join(llama.flags(config, 32))) == dataclasses.replace(config)
+    assert saved_model(meta("llama", json.loads(json.dumps(dataclasses.asdict(config))))) == (llama, config)
+
+
+def test_operations_of_experts_by_hand():
+    llama, config = find_architecture("llama"), config_of(EXPERTS)
+    dense = dataclasses.replace(config, moe=None)
+    # 3 of 5 blocks: in place of a SwiGLU the router, 3 experts and the shared one.
+    more = 3 * (64 * 8 + 3 * 64 * (3 * 96 + 48 - dense.ffn_size))
+    assert llama.flops_per_token(config, 32) - llama.flops_per_token(dense, 32) == 6 * more
+    all_experts = 3 * (64 * 8 + 3 * 64 * (8 * 96 + 48 - dense.ffn_size))
+    assert llama.num_parameters(config) - llama.num_parameters(dense) == all_experts
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        ("--num-experts 2 --moe-router-topk 3", "--moe-router-topk 3 is more than --num-experts 2"),
+        ("--num-experts 4 --moe-layer-freq 6", "--moe-layer-freq 6 is more than --num-layers 5; give at most that"),
+        (
+            "--num-experts 4 --moe-router-pre-softmax --moe-router-score-function sigmoid",
+            "--moe-router-pre-softmax is about softmax",
+        ),
+        (
+            "--num-experts 4 --moe-aux-loss-coeff 0.1 --moe-router-load-balancing-type none",
+            "exclude each other; give one",
+        ),
+    ],
+)
+def test_experts_that_do_not_fit_are_refused(argv, message):
+    with pytest.raises(SettingsError, match=message):
+        config_of(argv)
+
+
+@pytest.mark.parametrize(
+    ("world_size", "flags", "message"),
+    [
+        (3, "--num-experts 4 --expert-model-parallel-size 2", r"does not divide the 3 rank\(s\) .* choose one of 1, 3"),
+        (3, "--num-experts 4 --expert-model-parallel-size 3", r"choose sizes whose product is one of 1, 2, 4"),
+        (
+            4,
+            "--num-experts 2 --expert-model-parallel-size 2 --tensor-model-parallel-size 2",
+            r"--num-experts 2 cannot be divided evenly among .* = 4 rank\(s\)",
+        ),
+        (
+            4,
+            "--num-experts 4 --expert-model-parallel-size 2 --num-distributed-optimizer-instances 2",
+            r"does not work with --num-distributed-optimizer-instances \(HSDP\)",
+        ),
+        (2, "--num-experts 4 --expert-model-parallel-size 2 --moe-token-bits 5", r"must be one of \(4, 6, 8\), got 5"),
+        (2, "--num-experts 4 --expert-model-parallel-size 1 --moe-token-bits 8", "-size above 1"),
+        (2, "--num-experts 4 --expert-model-parallel-size 2 --compile", "--compile does not see tokens that travel"),
+        (
+            12,
+            "--num-experts 4 --expert-model-parallel-size 4 --zero-ranks-per-node 6",
+            "--expert-model-parallel-size 4 and nodes of 6 data-parallel ranks",
+        ),
+    ],
+)
+def test_expert_parallelism_that_cannot_be_is_refused(world_size, flags, message):
+    argv = f"{RUN} --lr 1 --mock-data --vocab-size 9 --make-vocab-size-divisible-by 2 {flags}".split()
+    with pytest.raises(SettingsError, match=message):
+        parse_settings(find_architecture("llama"), argv, world_size, note=lambda text: None)
+
+
+def test_flags_of_experts_change_a_preset_that_has_them():
+    llama, argv = find_architecture("llama"), "--micro-batch-size 1 --seq-length 8 --train-iters 1 --lr 1 --mock-data"
+    flags = "--preset mixtral-8x7b --moe-aux-loss-coeff 0.25 --expert-model-parallel-size 2 --vocab-size 9"
+    settings = parse_settings(llama, f"{argv} {flags}".split(), 2, note=lambda text: None)
+    assert settings.model.moe_aux_loss_coeff == 0.25
+    assert settings.distributed.expert_model_parallel_size == 2

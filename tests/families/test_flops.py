@@ -1,0 +1,108 @@
+"""Each record's counts of parameters and operations, and the presets that they describe."""
+
+from __future__ import annotations
+
+import dataclasses
+import resource
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from megatron_zpp.arguments.parse import parse_settings
+from megatron_zpp.families import ARCHITECTURES, GPT
+from megatron_zpp.models.decoder import DecoderConfig
+from megatron_zpp.settings.groups import ModelSettings, TrainingSettings
+from tests.families.find import architecture_of
+from tests.models.test_models import CONFIGS, batch, build
+
+
+def flops_per_token(config: DecoderConfig, seq_length: int) -> float:
+    return architecture_of(config).flops_per_token(config, seq_length)
+
+
+def num_parameters(config: DecoderConfig) -> int:
+    return architecture_of(config).num_parameters(config)
+
+
+def preset_config(name: str) -> DecoderConfig:
+    architecture = next(each for each in ARCHITECTURES if name in each.presets)
+    run = "--micro-batch-size 1 --train-iters 1 --lr 1 --mock-data --vocab-size 9"
+    settings = parse_settings(architecture, f"--preset {name} {run}".split())
+    vocabulary = {"gpt": 50304, "qwen3": 151936, "llama-8b": 128256}
+    size = vocabulary.get(name) or vocabulary.get(name.partition("-")[0]) or 32000
+    return architecture.build_config(settings.model, size)
+
+
+def test_flops_by_hand():
+    # Llama-3-8B at 8192: per layer h·(dq + 2·dkv) + dq·h + 3·h·ffn, and h·V; 6 each, and 6·L·dq·s of causal attention.
+    layer = 4096 * (4096 + 2 * 1024) + 4096 * 4096 + 3 * 4096 * 14336
+    assert flops_per_token(preset_config("llama-8b"), 8192) == 6 * (32 * layer + 4096 * 128256) + 6 * 32 * 4096 * 8192
+    layer = 4 * 768 * 768 + 2 * 768 * 3072
+    assert flops_per_token(preset_config("gpt-125m"), 1024) == 6 * (12 * layer + 768 * 50304) + 6 * 12 * 768 * 1024
+
+
+def test_flops_of_a_window_count_what_is_within():
+    config, length = preset_config("mistral-7b"), 8192
+    of_scores = flops_per_token(config, length) - flops_per_token(config, 0)
+    within = sum(min(token + 1, 4096) for token in range(length)) / length  # on average, the diagonal whole
+    assert of_scores / (32 * 12 * 4096) == pytest.approx(within, abs=0.5)
+    everything = dataclasses.replace(config, window_size=None)
+    assert flops_per_token(config, 4096) == flops_per_token(everything, 4096)
+
+
+@CONFIGS
+def test_flops_equal_the_counted_matrix_products(config):
+    model = build(config)
+    tokens, _ = batch()
+    with FlopCounterMode(display=False) as counter:
+        model(tokens).sum().backward()
+    counts = counter.get_flop_counts()["Global"]
+    linear = sum(flops for operator, flops in counts.items() if operator in (torch.ops.aten.mm, torch.ops.aten.addmm))
+    assert linear == tokens.numel() * flops_per_token(config, seq_length=0)
+
+
+def test_parameters_by_hand():
+    # Each layer: qkv, proj, fc1, fc2 with biases, two norms of weight and bias.
+    h, layer = 6144, 12 * 6144**2 + (3 + 1 + 4 + 1) * 6144 + 4 * 6144
+    assert num_parameters(preset_config("gpt-18b")) == 50304 * h + 512 * h + 40 * layer + 2 * h
+    untied = dataclasses.replace(preset_config("gpt-18b"), tie_embeddings=False)
+    assert num_parameters(untied) == num_parameters(preset_config("gpt-18b")) + 50304 * h
+
+
+@pytest.mark.parametrize(
+    "name, billions",
+    [
+        ("gpt-125m", 0.125),
+        ("gpt-350m", 0.356),
+        ("gpt-1.3b", 1.32),
+        ("gpt-13b", 12.85),
+        ("gpt-18b", 18.4),
+        ("llama-0.8b", 0.78),
+        ("llama-7b", 6.738),  # as published with the weights
+        ("llama-13b", 13.016),
+        ("llama-8b", 8.030),
+        ("mistral-7b", 7.242),
+        ("qwen3-0.6b", 0.596),
+        ("qwen3-8b", 8.191),
+        ("qwen3-30b-a3b", 30.53),
+        ("mixtral-8x7b", 46.70),
+    ],
+)
+def test_presets_have_their_size(name, billions):
+    assert num_parameters(preset_config(name)) / 1e9 == pytest.approx(billions, rel=0.01)
+
+
+def test_presets_are_settings():
+    fields = {field.name for group in (ModelSettings, TrainingSettings) for field in dataclasses.fields(group)}
+    for architecture in ARCHITECTURES:
+        for name, preset in architecture.presets.items():
+            assert preset.keys() <= fields, name
+
+
+def test_18b_on_meta_allocates_nothing():
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    model = GPT.build_empty(preset_config("gpt-18b"))
+    after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    assert all(parameter.is_meta for parameter in model.parameters()) and not list(model.buffers())
+    assert after - before < 50 * 1024  # KiB; the model is 70 GiB

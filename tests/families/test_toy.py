@@ -1,0 +1,198 @@
+"""An architecture that the package knows nothing of trains, resumes, is estimated, exported, imported and sampled."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import io
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from torch.distributed.checkpoint.state_dict import get_model_state_dict
+
+from megatron_zpp.arguments.parse import SettingsError, parse_settings
+from megatron_zpp.commands import estimate, generate_text, inspect_checkpoint, suggest_settings
+from megatron_zpp.commands.convert import export_hf, import_hf
+from megatron_zpp.families import find_architecture, load_architecture
+from megatron_zpp.training.pretrain import train
+from tests.families.toy import BARE, TOY, Toy, ToyConfig
+from tests.ranks import run_ranks
+from tests.training.small_run import SHAPE, Metrics, flags, start, write_text
+
+ZEROPP = (
+    "--zero-quantized-weights --zero-quantized-gradients --zero-hpz-partition-size 2 --zeropp-loco "
+    "--zero-weight-difference-bits 4"
+)
+GIVEN = "tests.families.toy:TOY"
+
+
+def train_toy(argv: list[str]) -> tuple[Metrics, str, str]:
+    """For ``run_ranks``: metrics, a digest of the parameters, and what was printed."""
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        run, metrics = start(argv, TOY)
+        train(run, time.monotonic())
+    digest = hashlib.sha256()
+    for name, parameter in get_model_state_dict(run.model).items():
+        digest.update(name.encode() + parameter.full_tensor().numpy().tobytes())
+    return metrics, digest.hexdigest(), out.getvalue()
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory) -> tuple[Path, list[tuple[Metrics, str, str]]]:
+    """A folder with data and checkpoints, and the results of the run that wrote them."""
+    folder = tmp_path_factory.mktemp("toy")
+    argv = flags(write_text(folder), ZEROPP, f"--save {folder}/run --save-interval 4")
+    return folder, run_ranks(4, train_toy, argv)
+
+
+def test_it_trains_and_its_auxiliary_loss_is_logged(trained):
+    metrics, _, text = trained[1][-1]
+    assert metrics["lm loss"][-1] < metrics["lm loss"][0] - 0.1
+    assert len(metrics["square loss"]) == 8 and all(loss > 0 for loss in metrics["square loss"])
+    assert "square loss validation" not in metrics and "lm loss validation" in metrics
+    lines = [line for line in text.splitlines() if "lm loss:" in line]
+    assert len(lines) == 8
+    for line, loss in zip(lines, metrics["square loss"], strict=True):
+        assert f"| square loss: {loss:.6E} |" in line
+
+
+def test_it_starts_from_its_own_standard_deviations(trained):
+    torch.manual_seed(0)
+    config = ToyConfig(1, 64, 2, 512)
+    stds = {name: TOY.initial_std(name, config) for name in ("output_layer.weight", "word_embeddings.weight")}
+    assert stds == {"output_layer.weight": 0.04, "word_embeddings.weight": 0.02}
+    argv = flags(f"{trained[0]}/text", "--hidden-size 64 --train-iters 1 --lr 0")
+    assert run_ranks(1, std_of_output, argv)[0] == pytest.approx(0.04, rel=0.05)
+
+
+def std_of_output(argv: list[str]) -> float:
+    with contextlib.redirect_stdout(io.StringIO()):
+        run, _ = start(argv, TOY)
+    assert isinstance(run.model, Toy)
+    return float(run.model.output_layer.weight.full_tensor().std())
+
+
+def test_it_resumes_to_the_bit(trained):
+    folder, whole = trained
+    argv = flags(f"{folder}/text", ZEROPP, f"--load {folder}/run --ckpt-step 4")
+    for (metrics, digest, _), (expected, expected_digest, _) in zip(run_ranks(4, train_toy, argv), whole, strict=True):
+        assert digest == expected_digest
+        for key in ("lm loss", "square loss", "grad-norm"):
+            assert metrics[key] == expected[key][4:]
+
+
+def test_a_checkpoint_of_another_architecture_is_refused(trained):
+    argv = flags(f"{trained[0]}/text", f"--load {trained[0]}/run")
+    (message,) = run_ranks(1, refusal, argv)
+    assert "is of the architecture toy, not gpt" in message and message.count("\n") == 1
+
+
+def refusal(argv: list[str]) -> str:
+    with contextlib.redirect_stderr(io.StringIO()) as err, contextlib.redirect_stdout(io.StringIO()):
+        with contextlib.suppress(Exception):
+            start(argv, "gpt")
+    return err.getvalue()
+
+
+@pytest.mark.parametrize("kind", ["tensor-model-parallel", "pipeline-model-parallel", "context-parallel"])
+def test_parallelism_that_it_does_not_describe_is_refused(kind):
+    with pytest.raises(SettingsError, match=f"--{kind}-size 2: the architecture toy does not support it"):
+        parse_settings(TOY, flags("data", f"--{kind}-size 2"), 2)
+
+
+def test_presets_are_the_records(trained):
+    rest = "--micro-batch-size 1 --train-iters 1 --lr 1 --mock-data --vocab-size 9"
+    assert parse_settings(TOY, f"--preset toy-1 {rest}".split()).model.hidden_size == 16
+    with pytest.raises(SettingsError, match=r"--preset gpt-125m is for pretrain_gpt\.py"):
+        parse_settings(TOY, f"--preset gpt-125m {rest}".split())
+    with pytest.raises(SettingsError, match="--preset toy-1 does not exist; choose from gpt-125m"):
+        parse_settings(find_architecture("gpt"), f"--preset toy-1 {rest}".split())
+
+
+ESTIMATED = f"--ranks-per-node 4 --vocabulary 257 pretrain_toy.py {SHAPE} --mock-data --vocab-size 256"
+ESTIMATED = f"{ESTIMATED} --micro-batch-size 2 --train-iters 10 --lr 1 --bf16".split()
+
+
+def test_it_is_estimated():
+    _, found = estimate.run(estimate.parse_arguments(["--architecture", GIVEN, *ESTIMATED]))
+    config = ToyConfig(2, 32, 4, vocab_size=288)
+    assert found.parameters == TOY.num_parameters(config)
+    assert found.largest.working["activations"] == 2 * 32 * 2 * 11 * 2 * 32  # B S, blocks, 11 H of 2 bytes
+    assert found.flops_per_token == TOY.flops_per_token(config, 32)
+    with pytest.raises(SystemExit):  # nobody says what pretrain_toy.py trains
+        estimate.parse_arguments(ESTIMATED)
+    with pytest.raises(ValueError, match="the architecture toy does not say what memory its activations take"):
+        estimate.run(estimate.parse_arguments(["--architecture", "tests.families.toy:BARE", *ESTIMATED]))
+
+
+@pytest.fixture
+def call(monkeypatch, capsys):
+    """Run a tool: exit code, stdout and stderr."""
+
+    def run(tool, *argv: object) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", [tool.__name__, *map(str, argv)])
+        code = tool.main()
+        out, err = capsys.readouterr()
+        return code, out, err
+
+    return run
+
+
+def test_it_is_exported_imported_and_sampled(call, trained, tmp_path):
+    run = trained[0] / "run"
+    architecture = ("--architecture", GIVEN)
+    # The tool itself compares the logits with those of transformers' GPT-NeoX.
+    code, out, err = call(export_hf, "--load", run, "--output", tmp_path / "hf", *architecture)
+    assert code == 0 and "GPTNeoXForCausalLM" in out, err
+    code, out, err = call(import_hf, "--input", tmp_path / "hf", "--save", tmp_path / "imported", *architecture)
+    assert code == 0 and "pretrain_toy.py --load" in out, err
+    code, out, err = call(generate_text, "--load", tmp_path / "imported", "--num-tokens", 5, *architecture)
+    assert code == 0, err
+    code, out, err = call(inspect_checkpoint, "list", run)
+    assert code == 0 and "toy, 4 ranks" in out, err
+
+    # What a checkpoint says is never imported: the user says it.
+    for tool, argv in {export_hf: ("--output", tmp_path / "again"), generate_text: ()}.items():
+        code, _, err = call(tool, "--load", run, *argv)
+        assert code == 1 and err.count("\n") == 1
+        assert "the architecture toy, which is none of ours" in err and "--architecture package.module:NAME" in err
+        code, _, err = call(tool, "--load", run, *argv, "--architecture", "llama")
+        assert code == 1 and "is of the architecture toy, not llama" in err
+    code, _, err = call(import_hf, "--input", tmp_path / "hf", "--save", tmp_path / "other")
+    assert (
+        code == 1
+        and "model_type is gpt_neox; gpt2, llama, mistral, qwen2, qwen3, mixtral and qwen3_moe can be imported" in err
+    )
+    bare = "tests.families.toy:BARE"
+    code, _, err = call(export_hf, "--load", run, "--output", tmp_path / "again", "--architecture", bare)
+    assert code == 1 and "the architecture toy has no mapping to a model of Hugging Face transformers" in err
+
+
+@pytest.mark.long
+def test_its_settings_are_suggested_by_training_it(trained):
+    argv = flags(f"{trained[0]}/text", "--emulate-ranks 4 --emulate-nodes 2", length="--train-iters 2")
+    log = suggest_settings.train(GIVEN, argv)
+    assert len(log.lines) == 2 and all(line["square loss"] > 0 for line in log.lines)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("mixtral", "there is no architecture mixtral; choose from gpt, llama"),
+        ("tests.families.none:TOY", "cannot be imported .*PYTHONPATH"),
+        ("tests.families.toy:NONE", "cannot be imported"),
+        ("tests.families.toy:Toy", "is no Architecture but type"),
+    ],
+)
+def test_what_is_no_architecture_is_refused(text, message):
+    with pytest.raises(ValueError, match=message):
+        load_architecture(text)
+
+
+def test_a_given_architecture_is_found():
+    assert load_architecture(GIVEN) is TOY
+    assert load_architecture("tests.families.toy:BARE") is BARE
+    assert load_architecture("llama") is find_architecture("llama")
