@@ -21,7 +21,7 @@ from megatron_zpp.data.indices import Advance, Arrays
 
 SURPLUS = 0.005  # Megatron builds this much more of each dataset than its share
 CHUNK = 1 << 16  # samples between two reports of progress
-FEW_DATASETS = 24  # up to so many, floats one by one are faster than an array
+FEW_DATASETS = 24  # up to this number, floats one by one are faster than an array
 
 
 class BlendedDataset(Dataset):
@@ -130,7 +130,7 @@ def _blend(
         before = np.array(drawn, dtype=np.int64)
         chunk = np.array(choose(weights, limits, drawn, range(first, min(first + CHUNK, size))), dtype=np.int16)
         dataset_index[first : first + len(chunk)] = chunk
-        # Where the chunk's samples lie when sorted by dataset tells the how-manieth of its dataset each is.
+        # A sample's place when the chunk is sorted by dataset gives its number within its dataset.
         order = np.argsort(chunk, kind="stable")
         counts = np.bincount(chunk, minlength=len(weights))
         dataset_sample_index[first + order] = np.arange(len(chunk)) + np.repeat(
@@ -162,7 +162,7 @@ def _choose_one_by_one(
 def _choose_by_arrays(weights: Sequence[float], limits: Sequence[float], drawn: list[float], steps: range) -> list[int]:
     """The same for many datasets."""
     shares_, drawn_ = np.array(weights), np.array(drawn)
-    drawn_[drawn_ == np.array(limits)] = np.inf  # used up: lags behind nothing
+    drawn_[drawn_ == np.array(limits)] = np.inf  # used up: never chosen
     lag = np.empty(len(shares_))
     choices = []
     for k in steps:

@@ -19,7 +19,7 @@ class FillInTheMiddle:
     - prefix-suffix-middle: PREFIX prefix SUFFIX suffix MIDDLE middle
     - suffix-prefix-middle, ``spm_rate`` of these: PREFIX SUFFIX suffix MIDDLE prefix middle
 
-    Tokens are moved, never decoded, so nothing of the text is lost or spelled anew.
+    Tokens are moved, never decoded, so no text is lost or spelled differently.
     """
 
     prefix: int

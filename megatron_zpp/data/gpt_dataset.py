@@ -33,7 +33,7 @@ class SampleOptions:
     stable_order: bool = False  # an order that does not depend on the length of the run
     eod: int | None = None  # id that ends a document
     eod_mask_loss: bool = False  # no loss where the input is eod
-    reset_position_ids: bool = False  # positions begin again behind eod
+    reset_position_ids: bool = False  # positions restart after eod
     reset_attention_mask: bool = False  # a token attends to its own document alone
     fill_in_the_middle: FillInTheMiddle | None = None
 
@@ -96,12 +96,7 @@ class GPTDataset(Dataset):
                     lengths, sequences, self.epochs, seq_length, seed, keep_last=keep_last, advance=advance
                 )
             return megatron_order(
-                lengths,
-                sequences,
-                self.epochs,
-                self.separate_last_epoch,
-                seq_length,
-                seed,
+                *(lengths, sequences, self.epochs, self.separate_last_epoch, seq_length, seed),
                 keep_last=keep_last,
                 advance=advance,
             )
@@ -149,7 +144,7 @@ class GPTDataset(Dataset):
             ids = np.concatenate(parts, dtype=np.int64, casting="unsafe")
         if self.options.fill_in_the_middle is not None:
             assert self.options.eod is not None
-            # Drawn anew from the sample's own number, so that neither worker nor resume matters.
+            # Drawn again from the sample's own number, so that neither worker nor resume matters.
             random = np.random.default_rng([self.options.seed, k])
             return self.options.fill_in_the_middle(ids, self.options.eod, random)
         return ids

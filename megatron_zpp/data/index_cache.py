@@ -24,7 +24,7 @@ import numpy as np
 from megatron_zpp.data.indices import Advance, Arrays
 from megatron_zpp.files import open_lock, read_json_object, regular_file
 
-# What shows a long build: takes a description and the rows to build, gives the function to tell of rows done.
+# What shows a long build: takes a description and the rows to build, gives the function to call with rows done.
 Progress = Callable[[str, int], AbstractContextManager[Advance]]
 
 
@@ -42,8 +42,8 @@ def cached_arrays(
 ) -> Arrays:
     """The arrays of ``build(advance)``, from ``folder/name-DIGEST/`` if they are there, else built and saved there.
 
-    ``key`` must hold everything that the result depends on (JSON-serializable). An entry that is damaged is built anew,
-    after a warning. Where the folder can't be written the arrays stay in memory, after a warning. ``advance`` is to be
+    ``key`` must hold everything that the result depends on (JSON-serializable). A damaged entry is built again, after
+    a warning. Where the folder can't be written the arrays stay in memory, after a warning. ``advance`` is to be
     called with the number of rows done, of ``rows`` in all.
     """
     digest = hashlib.sha256(json.dumps(key, indent=2, sort_keys=True).encode()).hexdigest()
@@ -59,7 +59,7 @@ def cached_arrays(
             if found is not None:
                 return found
             if entry.exists():
-                warnings.warn(f"{entry} is damaged: it is built anew", stacklevel=2)
+                warnings.warn(f"{entry} is damaged: it is built again", stacklevel=2)
             arrays = _build(name, build, progress, rows)
             _save(entry, key, arrays)
             found = _load(entry, key)
@@ -79,7 +79,7 @@ def _build(name: str, build: Callable[[Advance], Arrays], progress: Progress, ro
 
 
 def _load(entry: Path, key: dict[str, Any]) -> Arrays | None:
-    """The arrays of an entry, if each file is what was written: the digest also tells of a disk that lost some bits."""
+    """The arrays of an entry, if each file is what was written: the digest also shows a disk that lost some bits."""
     try:
         description = read_json_object(entry / "description.json")
         if description["key"] != json.loads(json.dumps(key)):

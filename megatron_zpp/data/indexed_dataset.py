@@ -246,21 +246,20 @@ class IndexedDatasetWriter:
         self.num_documents += len(counts)
 
     def sync(self) -> tuple[int, int, int]:
-        """Brings everything to the disk; returns the counts of tokens, sequences and documents, to resume from."""
+        """Bring everything to the disk; return the counts of tokens, sequences and documents, to resume from."""
         for file in (self._tokens, self._lengths, self._documents):
             file.flush()
             os.fsync(file.fileno())
         return self.num_tokens, self.num_sequences, self.num_documents
 
     def close(self) -> None:
-        """Leaves the partial files for a writer that resumes."""
+        """Leave the partial files for a writer that resumes."""
         for file in (self._tokens, self._lengths, self._documents):
             file.close()
 
     def finalize(self) -> None:
-        """Writes ``.idx`` and moves both files into place."""
-        for file in (self._tokens, self._lengths, self._documents):
-            file.close()
+        """Write ``.idx`` and move both files into place."""
+        self.close()
         with open(self._partial["idx"], "wb") as index:
             index.write(HEADER.pack(MAGIC, VERSION, self._code, self.num_sequences, self.num_documents + 1))
             with open(self._partial["lengths"], "rb") as lengths:
@@ -283,9 +282,8 @@ class IndexedDatasetWriter:
         self._remove_partial_files()
 
     def abort(self) -> None:
-        """Gives up: removes what was written so far."""
-        for file in (self._tokens, self._lengths, self._documents):
-            file.close()
+        """Give up: remove what was written so far."""
+        self.close()
         self._remove_partial_files()
 
     def __enter__(self) -> IndexedDatasetWriter:
@@ -310,7 +308,7 @@ class IndexedDatasetWriter:
         if resume_size is None:
             return open(path, "wb")
         if not Path(path).is_file() or Path(path).stat().st_size < resume_size:
-            raise ValueError(f"{path} is missing or too short to go on from: give --restart to begin anew")
+            raise ValueError(f"{path} is missing or too short to go on from: give --restart to start over")
         os.truncate(path, resume_size)  # what was written after the last sync
         return open(path, "ab")
 

@@ -20,14 +20,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 Arrays = dict[str, NDArray]
-Advance = Callable[[int], None]  # is told how many more rows of the indices are done
+Advance = Callable[[int], None]  # takes how many more rows of the indices are done
 
 CHUNK = 1 << 15  # documents whose part of an index is computed at a time: what fits in a processor's cache
 INDEX_VERSION = 2  # part of the cache key: raise it when the indices change
 
 
 def samples_in(epochs: int, tokens_per_epoch: int, seq_length: int, keep_last: bool = False) -> int:
-    """Whole samples of a stream of so many epochs; ``keep_last`` counts what remains for one more."""
+    """Count the whole samples of a stream of ``epochs`` epochs; ``keep_last`` counts the incomplete last one, too."""
     predictions = epochs * tokens_per_epoch - 1
     return -(-predictions // seq_length) if keep_last else predictions // seq_length
 
@@ -65,7 +65,7 @@ def megatron_order(
     advance(len(document_index))
     total = samples_in(epochs, tokens_per_epoch, seq_length, keep_last)
     sample_index = build_sample_index(lengths, document_index, seq_length, total, advance)
-    # A separate last epoch begins behind the last sample that lies in the others alone.
+    # A separate last epoch begins after the last sample that lies in the others alone.
     first_part = samples_in(epochs - 1, tokens_per_epoch, seq_length) if separate_last_epoch else total
     shuffle_index = np.arange(total, dtype=np.uint32 if total < np.iinfo(np.uint32).max - 1 else np.int64)
     random.shuffle(shuffle_index[:first_part])
@@ -130,7 +130,7 @@ def build_sample_index(
     for first in range(0, len(document_index), CHUNK):
         chunk = lengths[document_index[first : first + CHUNK]].astype(np.int64)  # [C]
         ends = position + np.cumsum(chunk)
-        # Position k * L lies before the end of a document for k = 0 ... (end - 1) // L: so many rows are done by then.
+        # Position k * L lies before the end of a document for k = 0 ... (end - 1) // L: these rows are done by then.
         rows_by_then = np.minimum((ends - 1) // seq_length + 1, num_samples + 1)
         rows = np.diff(rows_by_then, prepend=done)  # [C], of each document
         last_done = int(rows_by_then[-1])

@@ -62,7 +62,7 @@ def build_loader(
         sampler=samplers[0] if dp_rank is not None else InTurn(samplers),
         num_workers=num_workers,
         prefetch_factor=PREFETCHED_BATCHES if num_workers else None,
-        # Workers send arrays, through a pipe: tensors would each travel as a shared-memory file, ten times slower.
+        # Workers send arrays, through a pipe: each tensor would be a shared-memory file, ten times slower.
         collate_fn=_as_it_is,
         # The loader draws a seed for its workers: from a generator of its own, so that dropout's does not move.
         generator=torch.Generator(),

@@ -101,7 +101,7 @@ def test_a_damaged_entry_is_built_anew_with_a_note(tmp_path, damage):
 
     first = cached_arrays(tmp_path, "x", {}, build)
     damage(entry_in(tmp_path))
-    with pytest.warns(UserWarning, match="x-.* is damaged: it is built anew"):
+    with pytest.warns(UserWarning, match="x-.* is damaged: it is built again"):
         again = cached_arrays(tmp_path, "x", {}, build)
     with warnings.catch_warnings(action="error"):
         once_more = cached_arrays(tmp_path, "x", {}, build)

@@ -18,8 +18,8 @@ from tiktoken_ext import openai_public
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from tokenizers.processors import TemplateProcessing
 
-from megatron_zpp.data.text.tiktoken_files import TIKTOKEN_FILES, TIKTOKEN_PATTERNS
-from megatron_zpp.data.text.tokenizers import ALL_KINDS, build_tokenizer
+from megatron_zpp.data.text.tik_tokenizer import ALL_KINDS, TIKTOKEN_FILES, TIKTOKEN_PATTERNS
+from megatron_zpp.data.text.tokenizers import build_tokenizer
 
 TEXTS = ["the cat sat on the mat\n", "größe naïve 東京 🙂", "  indented\n\n\ttext  ", "a<|endoftext|>b </s>"]
 
@@ -153,7 +153,7 @@ def test_tiktoken_merges_what_the_file_says(tiktoken_tokenizer):
 
 
 @pytest.mark.parametrize("size", [50_256, 128_000])
-def test_published_tiktoken_files_are_known_by_their_size(tmp_path, size):
+def test_published_tik_tokenizer_are_known_by_their_size(tmp_path, size):
     tokens = [*BYTES, *(b"%06d" % number for number in range(size - 256))]
     tokenizer = build_tokenizer("TikTokenizer", write_ranks(tmp_path / "t.tiktoken", tokens))
     pattern, eod, vocab_size = TIKTOKEN_FILES[size]
@@ -346,7 +346,7 @@ def test_whatever_a_tokenizers_file_is_the_error_names_it(tmp_path, kind):
             build_tokenizer(kind, tiktoken_pattern="gpt2", **flags)
 
 
-def test_tiktoken_files_that_are_not_whole_are_refused(tmp_path):
+def test_tik_tokenizer_that_are_not_whole_are_refused(tmp_path):
     with pytest.raises(ValueError, match="give --tiktoken-pattern, gpt2, cl100k_base, o200k_base, v1, v2 or a"):
         build_tokenizer("TikTokenizer", write_ranks(tmp_path / "a", BYTES))
     with pytest.raises(ValueError, match="must hold each of the 256 bytes"):

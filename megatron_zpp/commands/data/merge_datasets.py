@@ -47,7 +47,7 @@ def merge(prefixes: list[str], output_prefix: str) -> tuple[int, int]:
         if dataset.dtype != datasets[0].dtype:
             raise ValueError(
                 f"{datasets[0].prefix} holds {datasets[0].dtype}, {dataset.prefix} {dataset.dtype}: "
-                "they are of different tokenizers; preprocess their text anew with one"
+                "they are of different tokenizers; preprocess their text again with one"
             )
         plain_bytes = HEADER.size + 12 * len(dataset) + 8 * len(dataset.document_indices)
         if dataset.index_path.stat().st_size != plain_bytes:

@@ -135,7 +135,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add("--text-documents", choices=("file", "line"), default="file", help="documents of text files; default file")
     add("--append-eod", action="store_true", help="end each document with the end-of-document id")
     add("--split-sentences", action="store_true", help="make each sentence a sequence; writes PREFIX_KEY_sentence.bin")
-    add("--keep-newlines", action="store_true", help="sentences keep the blanks and line breaks behind them")
+    add("--keep-newlines", action="store_true", help="sentences keep the blanks and line breaks after them")
     add("--output-prefix", required=True, metavar="PREFIX", help="path of the output, without suffix")
     add(
         "--workers",

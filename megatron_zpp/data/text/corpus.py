@@ -69,7 +69,7 @@ class Reading:
     keys: tuple[str, ...] = ("text",)
     text_documents: str = "file"  # of a text file: "file" or "line"
     max_document_bytes: int = 4 << 20
-    sentences: str | None = None  # each is a sequence: "alone", or with the "blanks" behind it; None: no splitting
+    sentences: str | None = None  # each is a sequence: "alone", or with the "blanks" after it; None: no splitting
 
 
 def find_files(inputs: Sequence[str], file_format: str | None = None) -> list[CorpusFile]:

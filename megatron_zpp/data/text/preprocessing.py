@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import fcntl
 import hashlib
 import json
 import os
@@ -213,33 +214,26 @@ def _identity(job: Job, files: list[CorpusFile]) -> dict[str, Any]:
         corpus.update(f"{file.path.resolve()}\0{file.format}\0{file.num_bytes}\0{file.mtime_ns}\n".encode())
     tokenizer = build_tokenizer(**job.tokenizer)
     digest = hashlib.sha256()
-    for name in (
-        job.tokenizer.get("tokenizer_model"),
-        job.tokenizer.get("vocab_file"),
-        job.tokenizer.get("merge_file"),
-    ):
+    flags = job.tokenizer
+    for name in (flags.get("tokenizer_model"), flags.get("vocab_file"), flags.get("merge_file")):
         if name:
             path = Path(name) if Path(name).exists() else huggingface_path(name)
             for file_path in sorted(path.glob("tokenizer*.json")) if path.is_dir() else [path]:
                 digest.update(file_path.read_bytes())
-    # Settings that came later: an unfinished output of an earlier version goes on without them.
-    later = {
-        "sentences": job.reading.sentences,
-        "tiktoken_num_special_tokens": job.tokenizer.get("tiktoken_num_special_tokens"),
-    }
     return {
         "corpus": corpus.hexdigest(),
         "tokenizer": {
             "type": job.tokenizer["tokenizer_type"],
             "files": digest.hexdigest(),
             "pattern": job.tokenizer.get("tiktoken_pattern"),
+            "num_special_tokens": job.tokenizer.get("tiktoken_num_special_tokens"),
             "vocab_size": tokenizer.vocab_size,
             "eod": tokenizer.eod,
         },
         "json_keys": list(job.reading.keys),
         "text_documents": job.reading.text_documents,
         "append_eod": job.append_eod,
-        **{name: value for name, value in later.items() if value},
+        "sentences": job.reading.sentences,
     }
 
 
@@ -264,11 +258,11 @@ def _load(job: Job, identity: dict[str, Any]) -> State:
         state.done = set(state.done)
         state.written = {key: tuple(counts) for key, counts in state.written.items()}  # type: ignore[misc]
     except (KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{job.state_file} is damaged ({error!r}): give --restart to begin anew") from error
+        raise ValueError(f"{job.state_file} is damaged ({error!r}): give --restart to start over") from error
     if differing:
         raise ValueError(
             f"{job.state_file} is of an unfinished job with another {', '.join(differing)}: run that to its end, "
-            f"choose another --output-prefix, or give --restart to begin anew"
+            f"choose another --output-prefix, or give --restart to start over"
         )
     return state
 
@@ -276,11 +270,6 @@ def _load(job: Job, identity: dict[str, Any]) -> State:
 @contextlib.contextmanager
 def _alone(prefix: str) -> Iterator[None]:
     """Two runs must not write the same files."""
-    try:
-        import fcntl
-    except ImportError:  # Windows
-        yield
-        return
     path = Path(f"{prefix}.lock")
     with open_lock(path) as file:
         try:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import re
 
-# Where a sentence may end, and the blanks behind it: at . ! ? and what closes quotes or brackets, if blanks follow; at
+# Where a sentence may end, and the blanks after it: at . ! ? and what closes quotes or brackets, if blanks follow; at
 # their like in Chinese and Japanese; and at an empty line.
 _END = re.compile(
-    r"""[.!?\u2026]+["'\u2019\u201d\u00bb)\]]*(?P<behind>\s+)"""
+    r"""[.!?\u2026]+["'\u2019\u201d\u00bb)\]]*(?P<after>\s+)"""
     r"""|[\u3002\uff01\uff1f]+[\u201d\u2019\u300d\u300f\uff09]*\s*"""
     r"""|[^\S\n]*\n[^\S\n]*\n\s*"""
 )
@@ -21,10 +21,10 @@ _ABBREVIATIONS = re.compile(
 
 
 def split_sentences(text: str, keep_blanks: bool = False) -> list[str]:
-    """The sentences of a text, in order. ``keep_blanks``: with what stands behind each, so that they add up to it."""
+    """Split a text into its sentences, in order. ``keep_blanks``: each with the blanks that follow it."""
     sentences, start = [], 0
     for end in _END.finditer(text):
-        if end["behind"] is None or _ends_sentence(text, start, end):
+        if end["after"] is None or _ends_sentence(text, start, end):
             sentences.append(text[start : end.end()])
             start = end.end()
     sentences.append(text[start:])
@@ -34,13 +34,13 @@ def split_sentences(text: str, keep_blanks: bool = False) -> list[str]:
 
 
 def _ends_sentence(text: str, start: int, end: re.Match[str]) -> bool:
-    if end["behind"].count("\n") > 1:
+    if end["after"].count("\n") > 1:
         return True
     following = text[end.end() : end.end() + 5].lstrip(_OPENING)[:1]
     if following.islower():
         return False
     words = text[start : end.start()].split()
     before = words[-1].lstrip(_OPENING) if words else ""
-    is_stop = text[end.start() : end.start("behind")] == "."
+    is_stop = text[end.start() : end.start("after")] == "."
     is_short = _ABBREVIATIONS.fullmatch(before) is not None or "." in before or (len(before) == 1 and before.isalpha())
     return not (is_stop and is_short)

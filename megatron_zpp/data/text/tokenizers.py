@@ -7,15 +7,14 @@ No tokenizer but Llama2Tokenizer adds ids of its own (such as a beginning-of-seq
 from __future__ import annotations
 
 import re
-import unicodedata
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol, Required, TypedDict
 
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_zpp.data.text.tiktoken_files import TIKTOKEN_PATTERNS, read_json_vocabulary, read_tiktoken
+from megatron_zpp.data.text.tik_tokenizer import TikTokenizer, check_no_character_is_left_out
 from megatron_zpp.files import read_json_object
 
 TOKENIZER_TYPES = (
@@ -46,13 +45,6 @@ class TokenizerFlags(TypedDict, total=False):
     vocab_size: int | None
     tiktoken_pattern: str | None
     tiktoken_num_special_tokens: int | None
-
-
-# A character of each kind that Unicode has, but half a surrogate pair, which is no text.
-ALL_KINDS = (
-    "It's 12345 \u01c5ungla \u02b0\u6771\u4eac e\u0301 \u0915\u0903 a\u20dd \u2167 x\u00b2 a_b-c (d) \u00abe\u00bb, f! "
-    "\u20ac5 + ^ \u00a9 \u00a0\u2028\u2029\r\n\n\t  \x00 \u200b \ue000 \u0378 \U0001f642  "
-)
 
 
 class Tokenizer(Protocol):
@@ -107,16 +99,6 @@ def build_tokenizer(
     raise ValueError(f"unknown --tokenizer-type {tokenizer_type}; known: {', '.join(TOKENIZER_TYPES)}")
 
 
-def check_no_character_is_left_out(file: Path, tokenize: Callable[[str], Ids]) -> None:
-    """Raise ValueError if a letter, digit or sign becomes no id at all; blanks and control characters may."""
-    for character in ALL_KINDS:
-        if unicodedata.category(character)[0] in "LNPS" and not len(tokenize(character)):
-            raise ValueError(
-                f"{file} leaves characters out that it does not know, such as {character!r}: texts would lose them "
-                "without a trace; give its model an unknown token or all bytes"
-            )
-
-
 class SentencePieceTokenizer:
     """A SentencePiece model, as of ``tools/train_tokenizer.py``; documents end with its ``</s>``."""
 
@@ -158,7 +140,29 @@ class Llama2Tokenizer(SentencePieceTokenizer):
         return [[self._bos, *ids] for ids in super().tokenize_batch(texts)]
 
 
-class HuggingFaceTokenizer:
+class _LibraryTokenizer:
+    """A tokenizer of the package tokenizers, which adds no special tokens to a text."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        # A saved tokenizer may cut or pad what it encodes; documents must stay whole.
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+        self.vocabulary: dict[str, int] = tokenizer.get_vocab(with_added_tokens=True)
+        self.vocab_size = max(self.vocabulary.values(), default=-1) + 1
+
+    def tokenize(self, text: str) -> list[int]:
+        return self._tokenizer.encode(text, add_special_tokens=False).ids
+
+    def tokenize_batch(self, texts: list[str]) -> Sequence[Ids]:
+        # One thread where the environment says TOKENIZERS_PARALLELISM=false, which the library reads.
+        return [encoding.ids for encoding in self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
+
+    def detokenize(self, ids: list[int]) -> str:
+        return self._tokenizer.decode(ids, skip_special_tokens=False)
+
+
+class HuggingFaceTokenizer(_LibraryTokenizer):
     """A ``tokenizer.json``, or a model folder that holds one; ``huggingface_path`` finds them by a model's name.
 
     Documents end with the ``eos_token`` of the ``tokenizer_config.json`` beside it, or else with the first of
@@ -171,15 +175,10 @@ class HuggingFaceTokenizer:
             raise FileNotFoundError(f"{file} does not exist; HuggingFaceTokenizer reads a tokenizer.json")
         library = _tokenizers_library("HuggingFaceTokenizer")
         try:
-            self._tokenizer = library.Tokenizer.from_file(str(file))
+            super().__init__(library.Tokenizer.from_file(str(file)))
         except Exception as error:  # the library raises a bare Exception for whatever it can't read
             raise ValueError(f"{file} is not a tokenizer.json: {error}") from error
-        # A saved tokenizer may cut or pad what it encodes; documents must stay whole.
-        self._tokenizer.no_truncation()
-        self._tokenizer.no_padding()
-        vocabulary: dict[str, int] = self._tokenizer.get_vocab(with_added_tokens=True)
-        self.vocab_size = max(vocabulary.values()) + 1
-        self.eod = self._find_eod(file, vocabulary)
+        self.eod = self._find_eod(file)
         self._check_model(file)
         check_no_character_is_left_out(file, self.tokenize)
 
@@ -193,33 +192,22 @@ class HuggingFaceTokenizer:
                     f"{file} has ids up to {self.vocab_size - 1}, but the model of {config_file} only {size} ids"
                 )
 
-    @staticmethod
-    def _find_eod(file: Path, vocabulary: dict[str, int]) -> int:
+    def _find_eod(self, file: Path) -> int:
         config_file = file.parent / "tokenizer_config.json"
         if config_file.is_file():
             token = read_json_object(config_file).get("eos_token")
             token = token.get("content") if isinstance(token, dict) else token
-            if isinstance(token, str) and token in vocabulary:
-                return vocabulary[token]
+            if isinstance(token, str) and token in self.vocabulary:
+                return self.vocabulary[token]
         for token in KNOWN_EOD_TOKENS:
-            if token in vocabulary:
-                return vocabulary[token]
+            if token in self.vocabulary:
+                return self.vocabulary[token]
         raise ValueError(
             f'{file} has no known end-of-document token; name it in {config_file} as {{"eos_token": "..."}}'
         )
 
-    def tokenize(self, text: str) -> list[int]:
-        return self._tokenizer.encode(text, add_special_tokens=False).ids
 
-    def tokenize_batch(self, texts: list[str]) -> Sequence[Ids]:
-        # One thread where the environment says TOKENIZERS_PARALLELISM=false, which the library reads.
-        return [encoding.ids for encoding in self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
-
-    def detokenize(self, ids: list[int]) -> str:
-        return self._tokenizer.decode(ids, skip_special_tokens=False)
-
-
-class GPT2BPETokenizer:
+class GPT2BPETokenizer(_LibraryTokenizer):
     """GPT-2's byte-level BPE, of its ``vocab.json`` and ``merges.txt``; documents end with ``<|endoftext|>``.
 
     That name inside a text is text, not the end of a document.
@@ -233,102 +221,18 @@ class GPT2BPETokenizer:
             model = models.BPE.from_file(str(vocab_file), str(merge_file))
         except Exception as error:
             raise ValueError(f"{vocab_file} and {merge_file} are not GPT-2 BPE files: {error}") from error
-        self._tokenizer = library.Tokenizer(model)
-        self._tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-        self._tokenizer.decoder = decoders.ByteLevel()
-        vocabulary: dict[str, int] = self._tokenizer.get_vocab()
-        missing = [byte for byte in pre_tokenizers.ByteLevel.alphabet() if byte not in vocabulary]
+        tokenizer = library.Tokenizer(model)
+        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        tokenizer.decoder = decoders.ByteLevel()
+        super().__init__(tokenizer)
+        missing = [byte for byte in pre_tokenizers.ByteLevel.alphabet() if byte not in self.vocabulary]
         if missing:
             raise ValueError(
                 f"{vocab_file} lacks {len(missing)} of the 256 bytes: texts that hold them would lose them"
             )
-        if "<|endoftext|>" not in vocabulary:
+        if "<|endoftext|>" not in self.vocabulary:
             raise ValueError(f"{vocab_file} has no <|endoftext|>; GPT-2's vocab.json has")
-        self.vocab_size = max(vocabulary.values()) + 1
-        self.eod = vocabulary["<|endoftext|>"]
-
-    def tokenize(self, text: str) -> list[int]:
-        return self._tokenizer.encode(text).ids
-
-    def tokenize_batch(self, texts: list[str]) -> Sequence[Ids]:
-        return [encoding.ids for encoding in self._tokenizer.encode_batch_fast(texts)]
-
-    def detokenize(self, ids: list[int]) -> str:
-        return self._tokenizer.decode(ids)
-
-
-class TikTokenizer:
-    """A ``.tiktoken`` file, or Megatron's ``.json`` vocabulary, as ``tiktoken_files.py`` reads them.
-
-    Neither says how texts are cut into words. Published .tiktoken files are known by their size; with another one
-    ``pattern`` is a name of ``TIKTOKEN_PATTERNS`` or a regular expression. Special tokens inside a text are text.
-
-    ``tokenize`` raises ValueError for a text of which ``pattern`` leaves something out.
-    """
-
-    def __init__(
-        self,
-        file: Path,
-        pattern: str | None = None,
-        vocab_size: int | None = None,
-        num_special_tokens: int | None = None,
-    ) -> None:
-        try:
-            import tiktoken
-        except ImportError as error:
-            raise ImportError(
-                "TikTokenizer needs the package tiktoken: pip install tiktoken, or megatron_zpp's extra data"
-            ) from error
-        if file.suffix == ".json":
-            found = read_json_vocabulary(file, vocab_size, num_special_tokens)
-        else:
-            found = read_tiktoken(file)
-        pattern = pattern or found.pattern
-        if pattern is None:
-            raise ValueError(
-                f"{file} is none of the published files; how does it cut texts into words? give --tiktoken-pattern, "
-                f"{', '.join(TIKTOKEN_PATTERNS)} or a regular expression"
-            )
-        self.eod, self.vocab_size = found.eod, found.size
-        try:
-            self._encoding = tiktoken.Encoding(
-                file.name,
-                pat_str=TIKTOKEN_PATTERNS.get(pattern, pattern),
-                mergeable_ranks=found.ids,
-                special_tokens={found.eod_name: found.eod},
-            )
-        except ValueError as error:
-            raise ValueError(f"--tiktoken-pattern {pattern}: {error}") from error
-        self._known = {*found.ids.values(), self.eod}
-        self._pattern = pattern
-        self._num_bytes = np.zeros(max(found.ids.values()) + 1, np.int64)  # of each id
-        for token, i in found.ids.items():
-            self._num_bytes[i] = len(token)
-        try:
-            self.tokenize(ALL_KINDS)  # most patterns which leave something out are refused before the first text
-        except BaseException as error:
-            if type(error).__name__ != "PanicException":  # of Rust; no Exception
-                raise
-            raise ValueError(f"--tiktoken-pattern {pattern} matches an empty piece of text") from None
-
-    def tokenize(self, text: str) -> list[int]:
-        return self.tokenize_batch([text])[0].tolist()
-
-    def tokenize_batch(self, texts: list[str]) -> list[NDArray]:
-        batch = [self._encoding.encode_to_numpy(text, disallowed_special=()) for text in texts]
-        # The tokens of what the pattern matches follow each other in a text, so their sizes tell of any gap. All texts
-        # at once: one by one, short ones would take twice as long.
-        num_bytes = len("".join(texts).encode("utf-8"))
-        kept = int(self._num_bytes[np.concatenate(batch)].sum()) if batch else 0
-        if kept != num_bytes:
-            raise ValueError(
-                f"--tiktoken-pattern {self._pattern} leaves out {num_bytes - kept} of {num_bytes} bytes of a text: "
-                f"give {', '.join(TIKTOKEN_PATTERNS)}, or a regular expression that matches every character"
-            )
-        return batch
-
-    def detokenize(self, ids: list[int]) -> str:
-        return self._encoding.decode([i for i in ids if i in self._known])  # other special ids have no text
+        self.eod = self.vocabulary["<|endoftext|>"]
 
 
 class ByteTokenizer:

@@ -1,12 +1,23 @@
-"""The files of TikTokenizer: a ``.tiktoken`` file, and Megatron's JSON vocabulary."""
+"""TikTokenizer, and the files that it reads: a ``.tiktoken`` file, or Megatron's JSON vocabulary."""
 
 from __future__ import annotations
 
 import base64
 import binascii
 import json
+import unicodedata
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+# A character of each kind that Unicode has, but half a surrogate pair, which is no text.
+ALL_KINDS = (
+    "It's 12345 \u01c5ungla \u02b0\u6771\u4eac e\u0301 \u0915\u0903 a\u20dd \u2167 x\u00b2 a_b-c (d) \u00abe\u00bb, f! "
+    "\u20ac5 + ^ \u00a9 \u00a0\u2028\u2029\r\n\n\t  \x00 \u200b \ue000 \u0378 \U0001f642  "
+)
 
 # How published vocabularies cut a text into words before they merge bytes: part of a vocabulary, yet not in its file.
 _GPT2_WORDS = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"
@@ -56,6 +67,80 @@ class TiktokenVocabulary:
     pattern: str | None  # a name of TIKTOKEN_PATTERNS; None: not known
 
 
+class TikTokenizer:
+    """A ``.tiktoken`` file, or Megatron's ``.json`` vocabulary, read by the functions below the class.
+
+    Neither says how texts are cut into words. Published .tiktoken files are known by their size; with another one
+    ``pattern`` is a name of ``TIKTOKEN_PATTERNS`` or a regular expression. Special tokens inside a text are text.
+
+    ``tokenize`` raises ValueError for a text of which ``pattern`` leaves something out.
+    """
+
+    def __init__(
+        self,
+        file: Path,
+        pattern: str | None = None,
+        vocab_size: int | None = None,
+        num_special_tokens: int | None = None,
+    ) -> None:
+        try:
+            import tiktoken
+        except ImportError as error:
+            raise ImportError(
+                "TikTokenizer needs the package tiktoken: pip install tiktoken, or megatron_zpp's extra data"
+            ) from error
+        if file.suffix == ".json":
+            found = read_json_vocabulary(file, vocab_size, num_special_tokens)
+        else:
+            found = read_tiktoken(file)
+        pattern = pattern or found.pattern
+        if pattern is None:
+            raise ValueError(
+                f"{file} is none of the published files; how does it cut texts into words? give --tiktoken-pattern, "
+                f"{', '.join(TIKTOKEN_PATTERNS)} or a regular expression"
+            )
+        self.eod, self.vocab_size = found.eod, found.size
+        try:
+            self._encoding = tiktoken.Encoding(
+                file.name,
+                pat_str=TIKTOKEN_PATTERNS.get(pattern, pattern),
+                mergeable_ranks=found.ids,
+                special_tokens={found.eod_name: found.eod},
+            )
+        except ValueError as error:
+            raise ValueError(f"--tiktoken-pattern {pattern}: {error}") from error
+        self._known = {*found.ids.values(), self.eod}
+        self._pattern = pattern
+        self._num_bytes = np.zeros(max(found.ids.values()) + 1, np.int64)  # of each id
+        for token, i in found.ids.items():
+            self._num_bytes[i] = len(token)
+        try:
+            self.tokenize(ALL_KINDS)  # most patterns which leave something out are refused before the first text
+        except BaseException as error:
+            if type(error).__name__ != "PanicException":  # of Rust; no Exception
+                raise
+            raise ValueError(f"--tiktoken-pattern {pattern} matches an empty piece of text") from None
+
+    def tokenize(self, text: str) -> list[int]:
+        return self.tokenize_batch([text])[0].tolist()
+
+    def tokenize_batch(self, texts: list[str]) -> list[NDArray]:
+        batch = [self._encoding.encode_to_numpy(text, disallowed_special=()) for text in texts]
+        # The tokens of what the pattern matches follow each other in a text, so their sizes tell of any gap. All texts
+        # at once: one by one, short ones would take twice as long.
+        num_bytes = len("".join(texts).encode("utf-8"))
+        kept = int(self._num_bytes[np.concatenate(batch)].sum()) if batch else 0
+        if kept != num_bytes:
+            raise ValueError(
+                f"--tiktoken-pattern {self._pattern} leaves out {num_bytes - kept} of {num_bytes} bytes of a text: "
+                f"give {', '.join(TIKTOKEN_PATTERNS)}, or a regular expression that matches every character"
+            )
+        return batch
+
+    def detokenize(self, ids: list[int]) -> str:
+        return self._encoding.decode([i for i in ids if i in self._known])  # other special ids have no text
+
+
 def read_tiktoken(file: Path) -> TiktokenVocabulary:
     """A line per token: its bytes in base64, and its id. The id after the last ends a document of an unknown file."""
     try:
@@ -100,3 +185,13 @@ def read_json_vocabulary(file: Path, size: int | None, num_special: int | None) 
         )
     ids = {token: rank + num_special for rank, token in enumerate(tokens)}
     return TiktokenVocabulary(ids, SPECIAL_TOKENS.index("</s>"), "</s>", size, None)
+
+
+def check_no_character_is_left_out(file: Path, tokenize: Callable[[str], Sequence[int] | NDArray]) -> None:
+    """Raise ValueError if a letter, digit or sign becomes no id at all; blanks and control characters may."""
+    for character in ALL_KINDS:
+        if unicodedata.category(character)[0] in "LNPS" and not len(tokenize(character)):
+            raise ValueError(
+                f"{file} leaves characters out that it does not know, such as {character!r}: texts would lose them "
+                "without a trace; give its model an unknown token or all bytes"
+            )
