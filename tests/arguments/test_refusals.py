@@ -10,6 +10,7 @@ import pytest
 from megatron_zpp.architectures import ARCHITECTURES, GPT, LLAMA
 from megatron_zpp.arguments.parse import SettingsError, parse_settings
 from megatron_zpp.bounds import LARGEST_TEXT, read_bounded
+from megatron_zpp.huggingface.files import WeightFiles
 from megatron_zpp.huggingface.mapping import from_hf_config
 from megatron_zpp.planning.cluster import read_cluster
 from tests.huggingface.small_models import CONFIGS, to_hf_config
@@ -43,3 +44,6 @@ def test_files_that_never_end_are_not_read(tmp_path):
             read(tmp_path / "large")
     with pytest.raises(SettingsError, match="is no regular file"):
         parse_settings(GPT, flags("nowhere", "--deepspeed_config /dev/zero"), note=lambda text: None)
+    (tmp_path / "pipe").rename(tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match="is no regular file"):
+        WeightFiles(tmp_path)

@@ -27,6 +27,7 @@ from megatron_zpp.islands.channel import (
     read_secret,
 )
 from megatron_zpp.islands.lighthouse import Ask, Lighthouse, status
+from megatron_zpp.islands.links import BrokenOffError, Links
 from megatron_zpp.islands.quorum import LighthouseClient
 
 SECRET = b"s" * 32
@@ -129,7 +130,7 @@ def test_a_message_too_large_ends_the_connection_without_being_read(echo):
     assert echo.served == []
 
 
-def proxied(listener: Listener, change) -> tuple[str, int]:
+def proxied(listener: Listener | Links, change) -> tuple[str, int]:
     """Where a man in the middle listens, who does ``change`` to what is sent to the listener after the handshake."""
     server = socket.create_server(("127.0.0.1", 0))
 
@@ -164,6 +165,16 @@ def test_a_frame_that_is_changed_or_repeated_on_its_way_is_not_taken(echo, chang
         mine.receive_message(soon())
         mine.receive_message(soon())
     assert echo.served in ([], [{"be": "good"}])  # once at most
+
+
+def test_a_connection_that_is_led_to_another_rank_is_not_taken():
+    """Who sits on the way knows no secret, but may choose where a connection ends: at a rank with other parameters."""
+    meant, other = (Links("127.0.0.1", SECRET, island, 2, timeout=2) for island in range(2))
+    other.form("q", {0: proxied(meant, lambda data: data)})
+    with pytest.raises(BrokenOffError, match="island 1 did not connect"):
+        meant.form("q", {1: other.address})
+    other.form("q", {0: meant.address})
+    meant.form("q", {1: other.address})
 
 
 def test_a_secret_is_long_and_of_its_owner_alone(tmp_path):

@@ -98,7 +98,7 @@ def test_the_checkpoints_of_another_run_are_kept(tmp_path):
 
 
 def test_an_evaluation_of_nothing_is_not_logged_after_a_resume(tmp_path):
-    assert "validation loss" in run(tmp_path, "--lr-decay-iters 8").stdout
+    assert "validation loss" in run(tmp_path, "--lr-decay-iters 8 --eval-interval 3").stdout
     done = run(tmp_path, f"--lr-decay-iters 8 --train-iters 8 --load {tmp_path} --eval-iters 0 --eval-interval 1")
     assert done.returncode == 0 and "validation loss" not in done.stdout
 
