@@ -28,7 +28,9 @@ from megatron_zpp.islands.channel import (
 )
 from megatron_zpp.islands.lighthouse import Ask, Lighthouse, status
 from megatron_zpp.islands.links import BrokenOffError, Links
-from megatron_zpp.islands.quorum import LighthouseClient
+from megatron_zpp.islands.membership import Membership
+from megatron_zpp.islands.quorum import LighthouseClient, Quorum
+from tests.ranks import run_ranks
 
 SECRET = b"s" * 32
 
@@ -175,6 +177,21 @@ def test_a_connection_that_is_led_to_another_rank_is_not_taken():
         meant.form("q", {1: other.address})
     other.form("q", {0: meant.address})
     meant.form("q", {1: other.address})
+
+
+def _listens_at(secret_file: str, bind: str | None) -> list[str]:
+    membership = Membership(0, 2, lighthouse="127.0.0.1:1", secret_file=secret_file, bind=bind)
+    quorum = Quorum(membership, "fingerprint", lambda: 0, dict, lambda steps, state: None)
+    return [host for host, port in quorum._addresses]
+
+
+@pytest.mark.parametrize("bind, expected", [(None, "127.0.0.1"), ("127.0.0.2", "127.0.0.2")])
+def test_ranks_listen_at_one_address_that_is_given_or_towards_the_lighthouse(tmp_path, bind, expected):
+    """--island-bind; never at all addresses."""
+    file = tmp_path / "secret"
+    file.write_bytes(SECRET)
+    file.chmod(0o600)
+    assert run_ranks(2, _listens_at, str(file), bind) == [[expected] * 2] * 2
 
 
 def test_a_secret_is_long_and_of_its_owner_alone(tmp_path):
