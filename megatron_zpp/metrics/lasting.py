@@ -66,8 +66,8 @@ class LastingStream:
             name = ("stdin", "stdout", "stderr")[self._descriptor]
             with suppress(OSError):  # not on Linux
                 name += f" ({os.readlink(f'/proc/self/fd/{self._descriptor}')})"
-            if self._descriptor == 1:
-                print(f"warning: {name} cannot be written ({error}): training goes on without it", file=sys.stderr)
+            other = sys.stderr if self._descriptor == 1 else sys.stdout
+            print(f"warning: {name} cannot be written ({error}): training goes on without it", file=other, flush=True)
 
 
 def keep_streams() -> None:

@@ -97,7 +97,8 @@ class MetricWriters:
         if settings.tensorboard_dir is not None:
             self._run_config, self._settings = run_config, settings
             self._to_tensorboard = Attempts(f"TensorBoard's events in {settings.tensorboard_dir}")
-            self._open_tensorboard()
+            if not self._to_tensorboard(self._open_tensorboard):
+                self._tensorboard = None
         if settings.wandb_project is not None:
             import wandb
 

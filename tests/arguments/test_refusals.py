@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from megatron_zpp.arguments.parse import SettingsError, parse_settings
+from megatron_zpp.convert.hf.files import WeightFiles
 from megatron_zpp.convert.hf.mapping import from_hf_config
 from megatron_zpp.families import ARCHITECTURES, GPT, LLAMA
 from megatron_zpp.files import LARGEST_TEXT, read_bounded
@@ -43,3 +44,6 @@ def test_files_that_never_end_are_not_read(tmp_path):
             read(tmp_path / "large")
     with pytest.raises(SettingsError, match="is no regular file"):
         parse_settings(GPT, flags("nowhere", "--deepspeed_config /dev/zero"), note=lambda text: None)
+    (tmp_path / "pipe").rename(tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match="is no regular file"):
+        WeightFiles(tmp_path)

@@ -27,7 +27,10 @@ from megatron_zpp.islands.elastic.channel import (
     read_secret,
 )
 from megatron_zpp.islands.elastic.lighthouse import Ask, Lighthouse, status
-from megatron_zpp.islands.elastic.quorum import LighthouseClient
+from megatron_zpp.islands.elastic.links import BrokenOffError, Links
+from megatron_zpp.islands.elastic.membership import Membership
+from megatron_zpp.islands.elastic.quorum import LighthouseClient, Quorum
+from tests.ranks import run_ranks
 
 SECRET = b"s" * 32
 
@@ -129,7 +132,7 @@ def test_a_message_too_large_ends_the_connection_without_being_read(echo):
     assert echo.served == []
 
 
-def proxied(listener: Listener, change) -> tuple[str, int]:
+def proxied(listener: Listener | Links, change) -> tuple[str, int]:
     """Where a man in the middle listens, who does ``change`` to what is sent to the listener after the handshake."""
     server = socket.create_server(("127.0.0.1", 0))
 
@@ -164,6 +167,31 @@ def test_a_frame_that_is_changed_or_repeated_on_its_way_is_not_taken(echo, chang
         mine.receive_message(soon())
         mine.receive_message(soon())
     assert echo.served in ([], [{"be": "good"}])  # once at most
+
+
+def test_a_connection_that_is_led_to_another_rank_is_not_taken():
+    """Who sits on the way knows no secret, but may choose where a connection ends: at a rank with other parameters."""
+    meant, other = (Links("127.0.0.1", SECRET, island, 2, timeout=2) for island in range(2))
+    other.form("q", {0: proxied(meant, lambda data: data)})
+    with pytest.raises(BrokenOffError, match="island 1 did not connect"):
+        meant.form("q", {1: other.address})
+    other.form("q", {0: meant.address})
+    meant.form("q", {1: other.address})
+
+
+def _listens_at(secret_file: str, bind: str | None) -> list[str]:
+    membership = Membership(0, 2, lighthouse="127.0.0.1:1", secret_file=secret_file, bind=bind)
+    quorum = Quorum(membership, "fingerprint", lambda: 0, dict, lambda steps, state: None)
+    return [host for host, port in quorum._addresses]
+
+
+@pytest.mark.parametrize("bind, expected", [(None, "127.0.0.1"), ("127.0.0.2", "127.0.0.2")])
+def test_ranks_listen_at_one_address_that_is_given_or_towards_the_lighthouse(tmp_path, bind, expected):
+    """--island-bind; never at all addresses."""
+    file = tmp_path / "secret"
+    file.write_bytes(SECRET)
+    file.chmod(0o600)
+    assert run_ranks(2, _listens_at, str(file), bind) == [[expected] * 2] * 2
 
 
 def test_a_secret_is_long_and_of_its_owner_alone(tmp_path):

@@ -108,6 +108,8 @@ def _header(path: Path) -> dict[str, tuple[list[int], str]]:
     """{name: (shape, dtype)} of the tensors of one file."""
     from safetensors import SafetensorError, safe_open
 
+    if not path.is_file():  # a pipe would wait for its other end
+        raise ValueError(f"{path} is no regular file")
     try:
         with safe_open(path, framework="pt") as file:
             slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118

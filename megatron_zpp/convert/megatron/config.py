@@ -28,6 +28,7 @@ _OURS: dict[str, tuple[Any, ...]] = {
     "experimental_attention_variant": (None,),
     "glu_activation": (None, "swiglu"),
     "glu_linear_offset": (0.0,),
+    "heterogeneous_layers_config_encoded_json": (None,),
     "heterogeneous_layers_config_path": (None,),
     "hybrid_override_pattern": (None,),
     "is_hybrid_model": (False,),
@@ -42,6 +43,7 @@ _OURS: dict[str, tuple[Any, ...]] = {
     "moe_router_num_groups": (None,),
     "moe_router_topk_limited_devices": (None,),
     "moe_shared_expert_gate": (False,),
+    "moe_token_drop_policy": ("probs",),
     "mtp_num_layers": (None, 0),
     "multi_latent_attention": (False,),
     "no_rope_freq": (None,),
@@ -212,6 +214,8 @@ def args_of(config: DecoderConfig, positions: int) -> argparse.Namespace:
     """Megatron-LM's flags of a config, as its checkpoints keep them. Raises ValueError for what it does not have."""
     if config.moe is not None:
         raise ValueError("a mixture of experts cannot be written for Megatron-LM yet")
+    if not (config.swiglu or config.exact_gelu or config.add_bias_linear):
+        raise ValueError("GELU without biases is the exact one in Megatron-LM, and here its tanh approximation")
     return argparse.Namespace(
         num_layers=config.num_layers,
         hidden_size=config.hidden_size,

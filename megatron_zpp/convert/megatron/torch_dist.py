@@ -183,11 +183,11 @@ def _read_part(folder: Path, name: str, tensor: _Stored, part: _Part) -> Tensor:
     path = folder / part.file
     if not path.is_file():
         raise CheckpointError(f"{folder} is not complete: {part.file} is missing, with parts of {name}")
+    if path.stat().st_size < part.begin + part.length:  # before memory is asked for
+        raise CheckpointError(f"{path} is damaged: it is cut short")
     with open(path, "rb") as file:
         file.seek(part.begin)
         content = file.read(part.length)
-    if len(content) != part.length:
-        raise CheckpointError(f"{path} is damaged: it is cut short")
     values = load_part(io.BytesIO(content), path)
     if not isinstance(values, Tensor) or values.dtype != tensor.dtype or values.numel() != math.prod(part.shape):
         raise CheckpointError(f"{path} is damaged: a part of {name} is not what {METADATA} says")

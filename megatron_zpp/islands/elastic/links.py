@@ -35,6 +35,8 @@ class Links:
 
     def _serve(self, channel: Channel, peer: str) -> None:
         hello = channel.receive_message(time.monotonic() + self._timeout)
+        if tuple(hello["to"]) != self.address:
+            raise ValueError("somebody on the way led the connection of an island to another rank")
         with self._has_arrived:
             self._arrived[str(hello["quorum"]), int(hello["island"])] = channel
             if len(self._arrived) > self._max_arrived:  # of quorums that are over
@@ -53,7 +55,8 @@ class Links:
                 if island < self._island:
                     channel = connect(address, self._secret, deadline)
                     self._channels[island] = channel
-                    channel.send_message({"quorum": quorum, "island": self._island}, deadline)
+                    hello = {"quorum": quorum, "island": self._island, "to": address}
+                    channel.send_message(hello, deadline)
             for island in addresses:
                 if island > self._island:
                     key = quorum, island

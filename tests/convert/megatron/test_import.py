@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from megatron_zpp.checkpoint import find_checkpoint, iterate_parameters, iterate
 from megatron_zpp.checkpoint.counters import Counters
 from megatron_zpp.checkpoint.model import saved_model
 from megatron_zpp.commands.convert import export_megatron, import_megatron
+from megatron_zpp.convert.megatron.config import args_of
 from tests.convert.megatron.layouts import (
     CONFIGS,
     FORMATS,
@@ -22,6 +24,7 @@ from tests.convert.megatron.layouts import (
     write_legacy,
     write_universal,
 )
+from tests.models.configs import gpt_config
 from tests.ranks import run_ranks
 from tests.training.small_run import flags, train_each, write_text
 
@@ -110,6 +113,14 @@ def test_what_is_exported_is_imported_as_the_same_bits(call, tmp_path):
         assert saved_model(read_meta(folder / "again" / "iter_0000005"))[1] == config
 
 
+def test_a_gelu_that_megatron_does_not_have_is_not_exported():
+    """Without biases Megatron's GELU is the exact one, whatever its flags say."""
+    config = gpt_config(2, 32, 4, 64, 16, add_bias_linear=False)
+    with pytest.raises(ValueError, match="GELU without biases"):
+        args_of(config, 16)
+    assert not args_of(dataclasses.replace(config, exact_gelu=True), 16).bias_gelu_fusion
+
+
 @pytest.mark.long
 def test_a_run_goes_on_as_if_it_had_never_been_elsewhere(call, tmp_path):
     """Its checkpoint becomes DeepSpeed's universal one, is imported, and gives the losses of the run that went on."""
@@ -182,6 +193,14 @@ WRONG = {
             folder, lambda s: vars(s["args"]).update(num_experts=4, moe_router_load_balancing_type="sinkhorn")
         ),
         "moe_router_load_balancing_type is 'sinkhorn'",
+    ),
+    "a choice of dropped tokens that we do not have": (
+        lambda folder: edit(folder, lambda s: vars(s["args"]).update(num_experts=4, moe_token_drop_policy="position")),
+        "moe_token_drop_policy is 'position'",
+    ),
+    "layers that differ": (
+        lambda folder: edit(folder, lambda s: vars(s["args"]).update(heterogeneous_layers_config_encoded_json="{}")),
+        "heterogeneous_layers_config_encoded_json is '{}'",
     ),
     "positions that we do not have": (
         lambda folder: edit(folder, lambda state: vars(state["args"]).update(position_embedding_type="alibi")),
