@@ -13,29 +13,29 @@ RETRY_SECONDS = 60.0
 
 
 class Attempts:
-    """Attempts to write to one place. The first failure is a warning; the next attempt is made a minute later."""
+    """Attempts to write to one place. The first failure is a warning; the next attempt is made a minute later.
 
-    def __init__(self, place: str) -> None:
-        self.place = place
+    retries: whether the caller makes a next attempt, which the warning then promises.
+    """
+
+    def __init__(self, place: str, retries: bool = True) -> None:
+        self.place, self.retries = place, retries
         self._has_failed, self._next = False, 0.0
 
-    def __call__(self, work: Callable[[], object]) -> bool:
-        """Do ``work``; whether it was done. Other packages raise what they like, so every Exception counts."""
+    def __call__(self, work: Callable[[], object], kinds: type[Exception] = Exception) -> bool:
+        """Do ``work``; return whether it was done. Other packages raise what they like, so every Exception counts."""
         if time.monotonic() < self._next:
             return False
         try:
             work()
-        except Exception as error:
+        except kinds as error:
             self._next = time.monotonic() + RETRY_SECONDS
             if not self._has_failed:
                 self._has_failed = True
                 text = " ".join(str(error).split())
-                print(
-                    f"warning: {self.place} cannot be written ({text}): training goes on without it, and tries again "
-                    f"every {RETRY_SECONDS:g} s",
-                    file=sys.stderr,
-                    flush=True,
-                )
+                again = f", and tries again every {RETRY_SECONDS:g} s" if self.retries else ""
+                warning = f"warning: {self.place} cannot be written ({text}): training goes on without it{again}"
+                print(warning, file=sys.stderr, flush=True)
             return False
         return True
 

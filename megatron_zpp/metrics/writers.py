@@ -94,33 +94,37 @@ class MetricWriters:
             _require("wandb", "--wandb-project")
         if not is_writer:
             return
+        self._run_config, self._settings = run_config, settings
         if settings.tensorboard_dir is not None:
-            self._run_config, self._settings = run_config, settings
             self._to_tensorboard = Attempts(f"TensorBoard's events in {settings.tensorboard_dir}")
             if not self._to_tensorboard(self._open_tensorboard):
                 self._tensorboard = None
         if settings.wandb_project is not None:
-            import wandb
+            self._wandb_folder = settings.wandb_save_dir or (os.path.join(save, "wandb") if save else None)
+            self._resumes_wandb = resumes
+            self._to_wandb = Attempts(f"wandb's run in {self._wandb_folder or 'its own folder'}")
+            self._to_wandb(self._open_wandb, OSError)  # a full disk; wandb's own errors, as of a login, end the run
 
-            folder = settings.wandb_save_dir or (os.path.join(save, "wandb") if save else None)
-            run_id = os.environ.get("WANDB_RUN_ID")
-            if folder is not None:
-                os.makedirs(folder, exist_ok=True)  # wandb falls back to a temporary folder otherwise
-                id_of_last = Path(folder) / "run_id"
-                if run_id is None and resumes and id_of_last.exists():
-                    run_id = id_of_last.read_text().strip()
-            self._wandb = wandb.init(
-                project=settings.wandb_project,
-                name=settings.wandb_exp_name,
-                entity=settings.wandb_entity,
-                dir=folder,
-                config=dict(run_config),
-                id=run_id,
-                resume="allow",  # goes on with the run of that id, if there is one
-            )
-            if folder is not None:
-                id_of_last.write_text(f"{self._wandb.id}\n")
-            self._to_wandb = Attempts(f"wandb's run in {folder or 'its own folder'}")
+    def _open_wandb(self) -> None:
+        import wandb
+
+        settings, folder, run_id = self._settings, self._wandb_folder, os.environ.get("WANDB_RUN_ID")
+        if folder is not None:
+            os.makedirs(folder, exist_ok=True)  # wandb falls back to a temporary folder otherwise
+            id_of_last = Path(folder) / "run_id"
+            if run_id is None and self._resumes_wandb and id_of_last.exists():
+                run_id = id_of_last.read_text().strip()
+        self._wandb = wandb.init(
+            project=settings.wandb_project,
+            name=settings.wandb_exp_name,
+            entity=settings.wandb_entity,
+            dir=folder,
+            config=dict(self._run_config),
+            id=run_id,
+            resume="allow",  # goes on with the run of that id, if there is one
+        )
+        if folder is not None:
+            id_of_last.write_text(f"{self._wandb.id}\n")
 
     def _open_tensorboard(self) -> None:
         # Imported here: it costs seconds, and most ranks write nothing.
@@ -145,14 +149,20 @@ class MetricWriters:
 
         if self._to_tensorboard is not None and not self._to_tensorboard(to_tensorboard):
             self._tensorboard = None  # its thread has ended: another one begins a file of its own
+
+        def to_wandb() -> None:
+            if self._wandb is None:
+                self._open_wandb()
+            self._wandb.log({**metrics, "samples vs steps": consumed_samples}, step=iteration)
+
         if self._to_wandb is not None:
-            self._to_wandb(lambda: self._wandb.log({**metrics, "samples vs steps": consumed_samples}, step=iteration))
+            self._to_wandb(to_wandb)
 
     def close(self) -> None:
         """Write out everything and end the wandb run."""
         if self._to_tensorboard is not None and self._tensorboard is not None:
             self._to_tensorboard(self._tensorboard.close)
-        if self._to_wandb is not None:
+        if self._to_wandb is not None and self._wandb is not None:
             self._to_wandb(self._wandb.finish)
 
 

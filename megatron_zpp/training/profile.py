@@ -57,7 +57,7 @@ class StepProfile:
     def end(self) -> None:
         """Write what was recorded, if a profile is being taken."""
         if self.is_due:
-            Attempts(f"the profile in {getattr(self, 'trace', 'memory')}")(self._recording.close)
+            Attempts(f"the profile in {getattr(self, 'trace', 'memory')}", retries=False)(self._recording.close)
 
     def _begin(self) -> None:
         if self.keeps_memory:

@@ -25,3 +25,10 @@ def test_a_run_that_resumes_is_one_run_of_wandb(tmp_path):
         content = file.read_bytes()
         for word in (b"num_parameters", b"command", b"commit", b"torch_version", b"python_version", b"hidden_size"):
             assert word in content, word
+
+
+def test_a_folder_that_cannot_be_written_ends_no_run(tmp_path):
+    pytest.importorskip("wandb.sdk", reason="wandb is not installed")
+    argv = flags(write_text(tmp_path), f"--wandb-project p --save {tmp_path / 'run'} --wandb-save-dir /dev/full/x")
+    ((code, _, err),) = run_ranks(1, offline, argv)[0]
+    assert code == 0 and err.count("warning: wandb's run in /dev/full/x cannot be written") == 1, err

@@ -63,9 +63,9 @@ enable_full embedding_init init_method_xavier output_bert model_type mtp_loss us
 """
 # Of models that other flags switch on, which must be off: beginnings of names.
 _OTHER_MODELS = """
-beta_ bert_ biencoder block_data classes_ dino_ dsa_ embedding_path evidence_data faiss heterogeneous_ hybrid_ ict_
-img_ indexer_ iter_per kv_ linear_ mamba_ mrope mscale num_channels num_classes onnx_ original_max patch_ q_lora
-qa_data qk_head qk_pos query_in retriever_ retro_ rope_type rotary_scaling swin_ titles_ use_mamba v_head vision_
-mask_type
+beta_ bert_ biencoder block_data classes_ dino_ dsa_ embedding_path evidence_data faiss heterogeneous_ ict_ img_
+indexer_ iter_per kv_ linear_conv_ linear_key_ linear_num_ linear_value_ mamba_ mrope mscale num_channels num_classes
+onnx_ original_max patch_ q_lora qa_data qk_head qk_pos query_in retriever_ retro_ rope_type rotary_scaling swin_
+titles_ use_mamba v_head vision_ mask_type
 """
 NEUTRAL = tuple(" ".join([_DATA, _OPTIMIZERS, _FILES, _LAYOUTS, _KERNELS, _OTHER_MODELS]).split())

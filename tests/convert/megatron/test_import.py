@@ -198,6 +198,16 @@ WRONG = {
         lambda folder: edit(folder, lambda s: vars(s["args"]).update(num_experts=4, moe_token_drop_policy="position")),
         "moe_token_drop_policy is 'position'",
     ),
+    "layers of a hybrid": (
+        lambda folder: edit(
+            folder, lambda s: vars(s["args"]).update(hybrid_override_pattern="M*-", mamba_state_dim=128)
+        ),
+        "hybrid_override_pattern is 'M*-'",
+    ),
+    "linear attention": (
+        lambda folder: edit(folder, lambda s: vars(s["args"]).update(linear_attention_freq=4)),
+        "linear_attention_freq is 4",
+    ),
     "layers that differ": (
         lambda folder: edit(folder, lambda s: vars(s["args"]).update(heterogeneous_layers_config_encoded_json="{}")),
         "heterogeneous_layers_config_encoded_json is '{}'",
