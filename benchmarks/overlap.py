@@ -161,7 +161,7 @@ def train(flags: list[str]) -> None:
     from megatron_zpp.commands.pretrain import pretrain as program
     from megatron_zpp.families import GPT
     from megatron_zpp.models.transformer import Transformer
-    from megatron_zpp.parallel.distributed import leave
+    from megatron_zpp.parallel.distributed import exit_process
     from megatron_zpp.training import pretrain
     from megatron_zpp.training.loss import LossTotals
     from megatron_zpp.zeropp.fsdp.traffic import Traffic
@@ -218,7 +218,7 @@ def train(flags: list[str]) -> None:
             "gradient_bytes": RANKS_PER_NODE * steady["gradients"],
         }
         print(PARTS + json.dumps(parts), flush=True)
-    leave(0)  # gloo's threads may abort a process that ends otherwise
+    exit_process(0)  # gloo's threads may abort a process that ends otherwise
 
 
 def print_table() -> None:

@@ -22,7 +22,7 @@ class Counters:
     skipped_iterations: int = 0
     nan_iterations: int = 0
     cut_tokens: int = 0  # that a curriculum left out of scheduled_samples
-    average_loss: float = 0.0  # of the steps so far, moving; 0 = not asked for; see is_loss_spike
+    average_loss: float = 0.0  # of the steps so far, moving; 0 = not asked for
 
     @classmethod
     def from_meta(cls, meta: Mapping[str, Any]) -> Counters:
@@ -37,3 +37,15 @@ class Counters:
                 f"{reprlib.repr(', '.join(wrong or ['iteration']))}"
             )
         return cls(**saved)
+
+    def is_loss_spike(self, loss: float, factor: float | None) -> bool:
+        """Return whether a finite loss is more than ``factor`` times the average, which then moves towards it.
+
+        A spike moves the average no further than its own limit does, so that a loss that stays high is soon believed.
+        factor: --loss-spike-factor; None asks for nothing.
+        """
+        if factor is None:
+            return False
+        average = self.average_loss or loss
+        self.average_loss = 0.98 * average + 0.02 * min(loss, factor * average)
+        return loss > factor * average

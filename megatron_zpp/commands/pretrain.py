@@ -19,9 +19,9 @@ from megatron_zpp.parallel.distributed import (
     FailedTogether,
     die,
     errors_on_all_ranks,
+    exit_process,
     init_distributed,
     is_first_rank,
-    leave,
     messages_of,
     print_once,
     ranks_of_environment,
@@ -45,8 +45,8 @@ def main(architecture: Architecture) -> NoReturn:
     try:
         pretrain(architecture)
     except SystemExit as exit_:
-        leave(exit_.code if isinstance(exit_.code, int) else int(exit_.code is not None))
-    leave(0)
+        exit_process(exit_.code if isinstance(exit_.code, int) else int(exit_.code is not None))
+    exit_process(0)
 
 
 def pretrain(architecture: Architecture) -> None:

@@ -108,8 +108,8 @@ class LeavingInterface(IslandsInterface, Protocol):
     agreed_at: int  # steps, of which the agreed parameters are
 
     @property
-    def told(self) -> Tensor | None:
-        """What each island told at the last agreement, fp64 [K, n]; zeros of one that was behind."""
+    def gathered_stats(self) -> Tensor | None:
+        """The stats of each island at the last agreement, fp64 [K, n]; zeros for one that was behind."""
 
     def join(self) -> None:
         """Wait for the others, and have the agreed parameters in the model and ``steps`` as they have."""

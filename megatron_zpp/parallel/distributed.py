@@ -146,7 +146,7 @@ def report_error(*texts: str) -> None:
             print("error: " + " ".join(text.split()), file=sys.stderr, flush=True)
 
 
-def leave(status: int) -> NoReturn:
+def exit_process(status: int) -> NoReturn:
     """End a program whose ranks communicated, with what ``sys.exit`` does but for taking the interpreter down.
 
     A thread of gloo that frees a last tensor while the interpreter goes down aborts the process (seen in torch 2.13).

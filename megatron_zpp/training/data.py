@@ -1,4 +1,4 @@
-"""From settings to datasets."""
+"""From settings to datasets, and from datasets to micro-batches."""
 
 from __future__ import annotations
 
@@ -15,12 +15,15 @@ from megatron_zpp.metrics.progress import progress
 from megatron_zpp.parallel.distributed import errors_on_all_ranks
 from megatron_zpp.settings.groups import DataSettings
 from megatron_zpp.settings.resolved import ResolvedSettings, ResolvedTokenizer
-from megatron_zpp.training.run import Run
+from megatron_zpp.training.run import Run, TrainState
 from megatron_zpp.zeropp.fsdp.topology import gather_objects
 
 
 def build_data(settings: ResolvedSettings, num_samples: tuple[int, int, int]) -> tuple[int, Datasets]:
-    """The vocabulary's size and the datasets. ``num_samples``: that the whole run reads to train, validate and test."""
+    """Build the datasets; return the vocabulary's size and them.
+
+    num_samples: that the whole run reads to train, validate and test.
+    """
     training, data = settings.training, settings.data
     tokenizer = find_tokenizer(settings.tokenizer)
     options = SampleOptions(
@@ -87,22 +90,22 @@ def check_same_data_on_all_ranks(datasets: Datasets) -> None:
             )
 
 
-class Streams:
-    """Those of training, none where the run does not train, and of validation; None where the run has no such data."""
+class BatchIterators:
+    """Iterators over the micro-batches of training (empty without training) and validation (None without its data)."""
 
     def __init__(self, run: Run) -> None:
         self._run = run
         self.seek()
 
     def seek(self) -> None:
-        """Go on from where the counters stand; for when they have jumped."""
+        """Start again at the counters' samples, after these have jumped."""
         counters = self._run.counters
         self.train = batches_of(self._run, "train", counters.consumed_train_samples) or iter(())
         self.valid = batches_of(self._run, "valid", counters.consumed_valid_samples)
 
 
 def batches_of(run: Run, split: str, consumed_samples: int) -> Iterator[Batch] | None:
-    """This rank's micro-batches of a split from ``consumed_samples`` on; None if the run has no such data."""
+    """Iterate over this rank's micro-batches of a split from ``consumed_samples`` on; None without such data."""
     dataset, mesh = getattr(run.datasets, split), run.mesh
     if dataset is None:
         return None
@@ -117,3 +120,20 @@ def batches_of(run: Run, split: str, consumed_samples: int) -> Iterator[Batch] |
         dataloader_type=run.settings.data.dataloader_type,
         data_sharding=run.settings.data.data_sharding,
     )
+
+
+def divide_batches(batches: Iterator[Batch], states: list[TrainState], num_micro_batches: int) -> list[Iterator[Batch]]:
+    """Split a step's micro-batches between states. They come in turn: of all ranks of a state, then of the next."""
+    if len(states) == 1:
+        return [batches]
+    per_state: list[list[Batch]] = [[] for _ in states]
+    for _ in range(num_micro_batches):
+        for read, state in zip(per_state, states, strict=True):
+            read += [next(batches) for _ in range(len(state.ranks))]
+    return [iter(read) for read in per_state]
+
+
+def cut_samples(batches: Iterator[Batch], length: int) -> Iterator[Batch]:
+    """Cut micro-batches to the first ``length`` tokens of each sample, [B, length]."""
+    for batch in batches:
+        yield {name: tensor[:, :length].contiguous() for name, tensor in batch.items()}

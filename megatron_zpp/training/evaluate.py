@@ -21,7 +21,7 @@ from megatron_zpp.parallel.stop import StopSignals
 from megatron_zpp.training.data import batches_of
 from megatron_zpp.training.loss import Loss, count_once, mean_loss
 from megatron_zpp.training.nonfinite import NotFiniteError
-from megatron_zpp.training.run import Run, Trainee
+from megatron_zpp.training.run import Run, TrainState
 
 
 @torch.no_grad()
@@ -49,11 +49,11 @@ def evaluate(
             if is_stopped := stop():
                 break
             count = min(at_once, num_micro_batches - start)
-            for trainee in run.trainees:
-                for as_rank in trainee.ranks:
+            for state in run.states:
+                for as_rank in state.ranks:
                     with as_rank:
                         read = [run.loss.split(next(batches)) for _ in range(count)]
-                        totals += _sum_and_count(run.loss, trainee, read)
+                        totals += _sum_and_count(run.loss, state, read)
             advance(count)
     dist.all_reduce(count_once(run.mesh, totals))
     run.set_training(True)
@@ -61,13 +61,13 @@ def evaluate(
     return None if is_stopped else mean_loss(loss_sum, num_tokens)
 
 
-def _sum_and_count(loss: Loss, trainee: Trainee, micro_batches: Sequence[tuple[Batch, Any]]) -> Tensor:
+def _sum_and_count(loss: Loss, state: TrainState, micro_batches: Sequence[tuple[Batch, Any]]) -> Tensor:
     """The summed loss of micro-batches and their count, fp64 [2]; zeros where other stages have the losses."""
     inputs, targets = zip(*micro_batches, strict=True)
-    if trainee.pipeline is not None:
-        of_tokens = trainee.pipeline.forward(inputs)  # none but on the last stage
+    if state.pipeline is not None:
+        of_tokens = state.pipeline.forward(inputs)  # none but on the last stage
     else:
-        of_tokens = [as_model_output(trainee.model(**of_micro_batch)).losses for of_micro_batch in inputs]
+        of_tokens = [as_model_output(state.model(**of_micro_batch)).losses for of_micro_batch in inputs]
     totals = torch.zeros(2, dtype=torch.float64, device=loss.count(targets[0]).device)
     for losses, target in zip(of_tokens, targets, strict=False):
         totals += torch.stack([loss.sum(losses, target), loss.count(target)])

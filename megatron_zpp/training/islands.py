@@ -1,4 +1,4 @@
-"""What an island that is a job of its own (--islands-may-leave) needs before it trains: a secret, folders, the others.
+"""What an island that is a job of its own (--islands-may-leave) needs: a secret, folders, the other islands.
 
 DIR/island_1   what island 1 writes where all say DIR: checkpoints, TensorBoard's events, traces
 """
@@ -101,11 +101,13 @@ def build_leaving_islands(
     samplers = (settings.data.dataloader_type, settings.data.data_sharding)
     steps = [dataclasses.asdict(group) for group in (settings.optimizer, settings.schedule)]
     alike = json.dumps([batches, ramps, lengths, orders, samplers, steps], sort_keys=True)
-    return apply_leaving_islands(model, None, settings.island, membership, zeropp, alike, loss_since_agreement.tell)
+    return apply_leaving_islands(
+        model, None, settings.island, membership, zeropp, alike, loss_since_agreement.local_stats
+    )
 
 
 def join(run: Run) -> None:
-    """Wait for the others, and stand where they do, behind the evaluation that may be due there."""
+    """Wait for the others and go to their step, after the evaluation that may be due there. Nothing without islands."""
     islands, counters = run.leaving, run.counters
     if islands is None:
         return
@@ -115,7 +117,7 @@ def join(run: Run) -> None:
         if counters.consumed_train_samples != read:
             raise ValueError(
                 f"the checkpoint's run read {read} samples in {counters.iteration} steps, where these batches make "
-                f"{counters.consumed_train_samples}. Islands that may leave tell by their steps alone what to read: "
+                f"{counters.consumed_train_samples}. Islands that may leave know by their steps alone what to read: "
                 "give the batch size that the run had from its first step, or --finetune"
             )
     print_once(f"{_name_of(run)} waits for the others")
@@ -124,10 +126,10 @@ def join(run: Run) -> None:
     print_once(f"{_name_of(run)} trains from iteration {islands.steps} on; {islands.num_islands} are there")
 
 
-def keep_up(run: Run) -> bool:
+def catch_up(run: Run) -> bool:
     """Whether the step's agreement took this island, which had fallen behind, to where the others are.
 
-    If so the counters stand there now: behind their step, and before the evaluation that may be due.
+    If so, the counters are there now: after their step, before the evaluation that may be due.
     """
     islands, iteration = run.leaving, run.counters.iteration
     if islands is None or islands.steps == iteration:
@@ -145,8 +147,8 @@ def report_agreement(run: Run) -> None:
     islands, counters = run.leaving, run.counters
     if islands is None or islands.agreed_at != counters.iteration:
         return
-    assert islands.told is not None
-    loss_sum, num_tokens = islands.told.sum(dim=0).tolist()
+    assert islands.gathered_stats is not None
+    loss_sum, num_tokens = islands.gathered_stats.sum(dim=0).tolist()
     loss, name = mean_loss(loss_sum, num_tokens), f"{run.loss.name} of all islands"
     run.loss_since_agreement.loss_sum = run.loss_since_agreement.num_tokens = 0.0
     if dist.get_rank() == dist.get_world_size() - 1:
@@ -165,7 +167,7 @@ def leave_others(run: Run) -> None:
 
 
 def _stand_at(run: Run, steps: int, is_evaluated: bool = True) -> None:
-    """Have the counters as they are behind so many steps of whichever islands took them."""
+    """Set the counters to what they are after ``steps`` steps, whichever islands took them."""
     counters, interval = run.counters, run.settings.training.eval_interval
     counters.iteration = counters.consumed_train_samples = counters.scheduled_samples = counters.cut_tokens = 0
     for _ in range(steps):

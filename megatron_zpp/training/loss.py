@@ -134,5 +134,5 @@ class LossSoFar:
             self.loss_sum += loss_sum
             self.num_tokens += num_tokens
 
-    def tell(self) -> tuple[float, float]:
+    def local_stats(self) -> tuple[float, float]:
         return self.loss_sum, self.num_tokens

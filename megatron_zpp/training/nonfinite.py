@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from megatron_zpp.data.loader import Batch
 from megatron_zpp.models.transformer import ModelOutput
 from megatron_zpp.parallel.distributed import print_once
-from megatron_zpp.training.run import Run, Trainee
-from megatron_zpp.training.step import IslandStep, accumulate_gradients
+from megatron_zpp.training.run import IslandStep, Run, TrainState
+from megatron_zpp.training.step import accumulate_gradients
 from megatron_zpp.zeropp import unmoved
 from megatron_zpp.zeropp.fsdp.topology import gather_objects
 from megatron_zpp.zeropp.own_rank import local_part
@@ -37,9 +37,9 @@ class NonfiniteSteps:
     Its methods are collective on the ranks of the island.
     """
 
-    def __init__(self, run: Run, trainee: Trainee) -> None:
+    def __init__(self, run: Run, state: TrainState) -> None:
         precision, training = run.settings.precision, run.settings.training
-        self.run, self.trainee = run, trainee
+        self.run, self.state = run, state
         self.scale_adapts = precision.fp16 and precision.loss_scale is None  # which overflows to adapt
         # fp16's first loss scale, 2^32, may take 30 halvings to come down.
         self.limit = training.max_nonfinite_steps or (50 if self.scale_adapts else 10)
@@ -66,7 +66,7 @@ class NonfiniteSteps:
         if self.in_a_row < self.limit:
             return False
         # Kept: finite steps may follow until islands meet.
-        iteration, scale = self.run.counters.iteration, self.trainee.scaler.scale
+        iteration, scale = self.run.counters.iteration, self.state.scaler.scale
         self.too_many = (
             f"{self.in_a_row} steps in a row, up to iteration {iteration}, had NaN or Inf (loss scale {scale:g}), so "
             f"the parameters did not move: {self.where}; lower --lr or look at the data, or go on with "
@@ -77,7 +77,7 @@ class NonfiniteSteps:
     def _locate(self, step: IslandStep) -> str:
         if self.run.islands.has_replaced:
             return "the islands agreed behind this step, so that it cannot be computed again to see where that began"
-        return locate_nonfinite(self.run, self.trainee, step.micro_batches)
+        return locate_nonfinite(self.run, self.state, step.micro_batches)
 
     def at_end(self) -> str | None:
         """Why the run came to nothing, however short it was: not one finite step, or NaN or Inf in a parameter that
@@ -86,7 +86,7 @@ class NonfiniteSteps:
         run, last = self.run, self.last
         assert last is not None
         if self.in_a_row < self.steps:
-            of_ranks = gather_objects(_nonfinite_parameters(self.trainee), run.mesh.ranks_of_island)
+            of_ranks = gather_objects(_nonfinite_parameters(self.state), run.mesh.ranks_of_island)
             names = [name for of_rank in of_ranks for name in of_rank]
             if not names:
                 return None
@@ -94,7 +94,7 @@ class NonfiniteSteps:
                 f"NaN or Inf is in {names[0]} after iteration {run.counters.iteration}: lower --lr, and go on from an "
                 "older checkpoint with --ckpt-step"
             )
-        scale, least = self.trainee.scaler.scale, run.settings.precision.min_loss_scale
+        scale, least = self.state.scaler.scale, run.settings.precision.min_loss_scale
         if self.scale_adapts and math.isfinite(last.loss) and least < scale < math.inf:
             # Overflows are no end: the scale comes down, as it would in a longer run.
             if run.counters.scheduled_samples == 0 and run.counters.iteration == run.train_iters:
@@ -110,9 +110,9 @@ class NonfiniteSteps:
         )
 
 
-def _nonfinite_parameters(trainee: Trainee) -> list[str]:
+def _nonfinite_parameters(state: TrainState) -> list[str]:
     """The first parameter of which this rank holds a NaN or Inf, and that rank; [] if there is none."""
-    for name, parameter in trainee.model.named_parameters():
+    for name, parameter in state.model.named_parameters():
         if not local_part(parameter).isfinite().all():
             return [f"the parameter {name} (the part of {_this_rank()})"]
     return []
@@ -122,27 +122,27 @@ def _this_rank() -> str:
     return f"rank {dist.get_rank()} on {socket.gethostname()}"
 
 
-def locate_nonfinite(run: Run, trainee: Trainee, micro_batches: list[Batch]) -> str:
+def locate_nonfinite(run: Run, state: TrainState, micro_batches: list[Batch]) -> str:
     """One line: where the NaN or Inf of a step began, and on which rank. Changes nothing.
 
     Collective on the ranks of an island. micro_batches: this rank's of the step. Costs one more step.
     """
-    parameters = _nonfinite_parameters(trainee)
-    stages: Mapping[int, nn.Module] = {0: trainee.model}
+    parameters = _nonfinite_parameters(state)
+    stages: Mapping[int, nn.Module] = {0: state.model}
     last_stage = 0
-    if trainee.pipeline is not None:
-        stages, last_stage = trainee.pipeline.stages, trainee.pipeline.last
+    if state.pipeline is not None:
+        stages, last_stage = state.pipeline.stages, state.pipeline.last
     with (
         _watch(stages, last_stage, compiled=run.settings.activation.compile) as found,
-        unmoved(trainee.ranks.random_states),
+        unmoved(state.ranks.random_states),
     ):
-        num_micro_batches = len(micro_batches) // len(trainee.ranks)
-        accumulate_gradients(run, trainee, iter(micro_batches), num_micro_batches)
-    trainee.optimizer.zero_grad()
+        num_micro_batches = len(micro_batches) // len(state.ranks)
+        accumulate_gradients(run, state, iter(micro_batches), num_micro_batches)
+    state.optimizer.zero_grad()
     run.token_traffic.take()  # none of the run's own steps
-    if trainee.zeropp is not None:
-        trainee.zeropp.undo_step()
-        trainee.zeropp.traffic.take()
+    if state.zeropp is not None:
+        state.zeropp.undo_step()
+        state.zeropp.traffic.take()
     mine = parameters, [(*event, f"the {event[0]} of {name} on {_this_rank()}") for event, name in found.items()]
     of_ranks = gather_objects(mine, run.mesh.ranks_of_island)
 

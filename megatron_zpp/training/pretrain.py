@@ -11,10 +11,10 @@ from megatron_zpp.parallel.distributed import (
     print_once,
 )
 from megatron_zpp.parallel.stop import StopSignals
-from megatron_zpp.training.data import Streams
+from megatron_zpp.training.data import BatchIterators
+from megatron_zpp.training.deferred_stats import DeferredStats
 from megatron_zpp.training.evaluate import test, validate
-from megatron_zpp.training.islands import join, keep_up, leave_others, report_agreement
-from megatron_zpp.training.meetings import Meetings
+from megatron_zpp.training.islands import catch_up, join, leave_others, report_agreement
 from megatron_zpp.training.nonfinite import NotFiniteError
 from megatron_zpp.training.profile import StepProfile
 from megatron_zpp.training.reporter import Reporter
@@ -31,7 +31,7 @@ def train(run: Run, start: float) -> None:
     checkpoints, signals = Checkpoints(run), StopSignals(run.device)
     loaded = run.counters.iteration
     join(run)
-    streams = Streams(run)
+    batches = BatchIterators(run)
     if run.settings.training.manual_gc:
         gc.disable()
 
@@ -40,17 +40,18 @@ def train(run: Run, start: float) -> None:
         checkpoints.save()
         checkpoints.wait()
         checkpoints.check_last()
-    if not run.settings.training.skip_train and not _train_steps(run, streams, signals, checkpoints, start):
+    if not run.settings.training.skip_train and not _train_steps(run, batches, signals, checkpoints, start):
         return
-    if validate(run, streams.valid, signals, "validation"):
+    if validate(run, batches.valid, signals, "validation"):
         test(run, signals)
 
 
-def _train_steps(run: Run, streams: Streams, signals: StopSignals, checkpoints: Checkpoints, start: float) -> bool:
-    """The loop; False if it was asked to stop before the last iteration. Raises NotFiniteError."""
-    settings, counters = run.settings, run.counters
-    training = settings.training
-    reporter, meetings = Reporter(run), Meetings(run)
+def _train_steps(
+    run: Run, batches: BatchIterators, signals: StopSignals, checkpoints: Checkpoints, start: float
+) -> bool:
+    """Run the loop; return False if it was asked to stop before the last iteration. Raises NotFiniteError."""
+    settings, counters, training = run.settings, run.counters, run.settings.training
+    reporter, stats = Reporter(run), DeferredStats(run)
     with errors_on_all_ranks():
         step_profile = StepProfile(run)
     while counters.iteration < run.train_iters:
@@ -60,19 +61,18 @@ def _train_steps(run: Run, streams: Streams, signals: StopSignals, checkpoints: 
         minutes = (time.monotonic() - start) / 60
         is_over = training.exit_duration_in_mins is not None and minutes > training.exit_duration_in_mins
         with reporter.first_step():
-            steps = train_step(run, streams.train, num_micro_batches, stop=signals.is_asked or is_over)
+            steps = train_step(run, batches.train, num_micro_batches, stop=signals.is_asked or is_over)
         if training.exit_signal_handler:
             signals.catch()  # not earlier: a signal ends a rank at once, whatever it waits for before its first step
         batch_size = run.count_step(skipped=steps[0].skipped)
-        iteration = counters.iteration
-        if iteration == run.train_iters:
+        if counters.iteration == run.train_iters:
             run.islands.conclude()  # what is evaluated and saved has the last steps in it
-        if keep_up(run):  # an island that fell behind goes on with the others
-            streams.seek()
-            iteration = counters.iteration
+        if catch_up(run):  # an island that fell behind goes on with the others
+            batches.seek()
+        iteration = counters.iteration
 
         # Log.
-        results = meetings.step(steps, batch_size)
+        results = stats.step(steps, batch_size)
         reporter.step(results, batch_size)
         report_agreement(run)
         checkpoints.poll()
@@ -82,7 +82,7 @@ def _train_steps(run: Run, streams: Streams, signals: StopSignals, checkpoints: 
         is_asked_to_stop = any(result.stop for result in results)
         if due.evaluate:
             with reporter.paused():
-                is_asked_to_stop |= not validate(run, streams.valid, signals)
+                is_asked_to_stop |= not validate(run, batches.valid, signals)
 
         # Save, and end.
         too_many_nonfinite = any(result.too_many for result in results)
@@ -102,11 +102,11 @@ def _train_steps(run: Run, streams: Streams, signals: StopSignals, checkpoints: 
         if ends:
             step_profile.end()
             if too_many_nonfinite:
-                raise NotFiniteError(f"{meetings.why_too_many()}. {checkpoints.describe()}")
+                raise NotFiniteError(f"{stats.why_too_many()}. {checkpoints.describe()}")
             if not due.end:
                 print_once(f"exiting program at iteration {iteration}, {checkpoints.describe()}")
             checkpoints.check_last()
-            if problem := meetings.why_nothing():
+            if problem := stats.why_nothing():
                 raise NotFiniteError(f"{problem}. {checkpoints.describe()}")
             return due.end
     return True

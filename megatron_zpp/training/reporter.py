@@ -17,7 +17,7 @@ from megatron_zpp.metrics.throughput import IntervalTimer, describe_mfu, mfu, mo
 from megatron_zpp.metrics.writers import training_metrics
 from megatron_zpp.optim.gradients import params_norm
 from megatron_zpp.parallel.distributed import print_once
-from megatron_zpp.training.meetings import StepResult
+from megatron_zpp.training.deferred_stats import StepResult
 from megatron_zpp.training.run import Run, what_is_due
 from megatron_zpp.training.stragglers import Stragglers
 from megatron_zpp.zeropp import Traffic
@@ -185,7 +185,7 @@ class Reporter:
         """Of islands the mean."""
         run = self.run
         norms = [
-            torch.tensor(params_norm([*trainee.model.parameters()], trainee.ranks, run.copies), device=run.device)
-            for trainee in run.trainees
+            torch.tensor(params_norm([*state.model.parameters()], state.ranks, run.copies), device=run.device)
+            for state in run.states
         ]
         return run.add_over_islands(norms).item() / run.mesh.num_islands

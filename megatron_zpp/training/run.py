@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeVar, cast
 
 import torch
@@ -15,6 +15,7 @@ from torch import Tensor
 from megatron_zpp.checkpoint import FolderLock, Trained
 from megatron_zpp.checkpoint.counters import Counters
 from megatron_zpp.data.build import Datasets
+from megatron_zpp.data.loader import Batch
 from megatron_zpp.families import Architecture
 from megatron_zpp.islands import IslandsInterface, LeavingInterface
 from megatron_zpp.metrics.writers import MetricWriters
@@ -28,7 +29,7 @@ from megatron_zpp.parallel.mesh import Mesh
 from megatron_zpp.parallel.pipeline import Pipeline
 from megatron_zpp.parallel.sharding import prepare_backward
 from megatron_zpp.settings.resolved import ResolvedSettings
-from megatron_zpp.training.loss import Loss, LossSoFar
+from megatron_zpp.training.loss import Loss, LossSoFar, mean_loss
 from megatron_zpp.zeropp import Ranks, ZeroPPInterface
 from megatron_zpp.zeropp.fsdp.topology import gather_objects
 from megatron_zpp.zeropp.fsdp.traffic import Traffic
@@ -37,7 +38,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Trainee:
+class TrainState:
     """The model that the ranks of one island train together; without islands, all ranks do."""
 
     model: Transformer  # this rank's part of it
@@ -77,10 +78,10 @@ class Run:
     settings: ResolvedSettings
     device: torch.device
     mesh: Mesh
-    trainees: list[Trainee]  # of this process: one, but for one of each island that it emulates
+    states: list[TrainState]  # of this process: one, but for one of each island that it emulates
     islands: IslandsInterface  # NoIslands, which do nothing, in an ordinary run
     loss: Loss
-    token_traffic: Traffic  # of tokens that travel to experts
+    token_traffic: Traffic  # of tokens that are sent to experts
     schedule: Schedule | None  # None with --skip-train
     batches: BatchSchedule
     curriculum: Curriculum | None  # None: every sample has --seq-length tokens
@@ -93,57 +94,57 @@ class Run:
     lock: FolderLock | None = None  # on --save, held by rank 0
     last_loss: float | None = None
 
-    # Of the first trainee:
+    # Of the first state:
 
     @property
     def model(self) -> Transformer:
-        return self.trainees[0].model
+        return self.states[0].model
 
     @property
     def pipeline(self) -> Pipeline | None:
-        return self.trainees[0].pipeline
+        return self.states[0].pipeline
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
-        return self.trainees[0].optimizer
+        return self.states[0].optimizer
 
     @property
     def ranks(self) -> Ranks:
-        return self.trainees[0].ranks
+        return self.states[0].ranks
 
     @property
     def zeropp(self) -> ZeroPPInterface | None:
-        return self.trainees[0].zeropp
+        return self.states[0].zeropp
 
     # Of all:
 
     @property
     def world_size(self) -> int:
         """Real or emulated ranks of the run."""
-        return len(self.trainees) * self.ranks.world_size
+        return len(self.states) * self.ranks.world_size
 
     @property
     def zeropps(self) -> list[ZeroPPInterface]:
-        return [trainee.zeropp for trainee in self.trainees if trainee.zeropp is not None]
+        return [state.zeropp for state in self.states if state.zeropp is not None]
 
     def set_training(self, mode: bool) -> None:
         """Training mode, or evaluation mode."""
-        for trainee in self.trainees:
-            (trainee.model if trainee.pipeline is None else trainee.pipeline).train(mode)
+        for state in self.states:
+            (state.model if state.pipeline is None else state.pipeline).train(mode)
 
-    def add_over_islands(self, of_trainees: Sequence[Tensor]) -> Tensor:
+    def add_over_islands(self, per_state: Sequence[Tensor]) -> Tensor:
         """The sum of a tensor that the ranks of each island have alike, over all islands; collective."""
-        total = torch.stack([*of_trainees]).sum(dim=0)
+        total = torch.stack([*per_state]).sum(dim=0)
         if self.mesh.island.size() > 1:
             dist.all_reduce(total, group=self.mesh.island.get_group())
         return total
 
-    def of_all_islands(self, of_trainees: Sequence[T]) -> list[T]:
+    def of_all_islands(self, per_state: Sequence[T]) -> list[T]:
         """What the ranks of each island have alike, of all islands in order; collective."""
-        of_islands: list[Sequence[T]] = [of_trainees]
+        of_islands: list[Sequence[T]] = [per_state]
         if self.mesh.island.size() > 1:
-            of_islands = gather_objects(of_trainees, self.mesh.island.get_group())
-        return [of_trainee for of_process in of_islands for of_trainee in of_process]
+            of_islands = gather_objects(per_state, self.mesh.island.get_group())
+        return [of_state for of_process in of_islands for of_state in of_process]
 
     def sample_length(self, iteration: int) -> int:
         """Tokens of a sample in the optimizer step that ends at ``iteration``."""
@@ -200,8 +201,8 @@ class Run:
     def trained(self, with_optimizer: bool) -> Trained:
         """What checkpoints keep as tensors."""
         return Trained(
-            models=[trainee.model for trainee in self.trainees],
-            optimizers=[trainee.optimizer for trainee in self.trainees] if with_optimizer else [],
+            models=[state.model for state in self.states],
+            optimizers=[state.optimizer for state in self.states] if with_optimizer else [],
             zeropps=self.zeropps,
             islands=self.islands if self.has_islands else None,
             first_island=self.mesh.island.get_local_rank(),
@@ -210,11 +211,11 @@ class Run:
     def meta(self) -> dict[str, Any]:
         """What a checkpoint keeps beside the tensors; collective."""
         loss_is_finite = self.last_loss is None or math.isfinite(self.last_loss)
-        scalers = self.of_all_islands([trainee.scaler.state_dict() for trainee in self.trainees])
+        scalers = self.of_all_islands([state.scaler.state_dict() for state in self.states])
         return {
             "settings": self.settings.as_flat_dict(),
             # Of each island: those whose first steps overflow begin later than others.
-            "optimizers_have_stepped": self.of_all_islands([bool(t.optimizer.state) for t in self.trainees]),
+            "optimizers_have_stepped": self.of_all_islands([bool(t.optimizer.state) for t in self.states]),
             "model_config": dataclasses.asdict(self.model.config),
             "counters": dataclasses.asdict(self.counters),
             "schedule": self.schedule.state_dict() if self.schedule is not None else None,
@@ -237,11 +238,35 @@ class Run:
 
 
 @dataclass(frozen=True)
+class IslandStep:
+    """What one optimizer step did in an island; the same on each of its ranks."""
+
+    loss_sum: float  # over the island's tokens
+    num_tokens: float
+    auxiliary: dict[str, float]  # auxiliary losses and what else a model shows: means over micro-batches and ranks
+    grad_norm: float  # before clipping
+    num_zeros: int | None
+    nonfinite: bool  # loss or gradients have NaN or Inf
+    spiked: bool  # the loss was far above that of the steps before
+    stop: bool  # some rank wants to save and exit
+    micro_batches: list[Batch] = field(repr=False)  # this rank's, or in turn those of all that it emulates
+
+    @property
+    def skipped(self) -> bool:
+        """Whether the parameters did not move."""
+        return self.nonfinite or self.spiked
+
+    @property
+    def loss(self) -> float:
+        return mean_loss(self.loss_sum, self.num_tokens)
+
+
+@dataclass(frozen=True)
 class Due:
     """Each is known before the run begins, and so to all ranks alike."""
 
     log: bool
-    evaluate: bool  # amid training; the last iteration has an evaluation of its own behind it
+    evaluate: bool  # during training; an evaluation of its own follows the last iteration
     save: bool
     exit: bool
     end: bool  # it is the last iteration
@@ -252,7 +277,7 @@ class Due:
 
 
 def what_is_due(settings: ResolvedSettings, iteration: int, train_iters: int) -> Due:
-    """Behind ``iteration``, counted from 1."""
+    """Return what to do after ``iteration``, counted from 1."""
     training, checkpoint = settings.training, settings.checkpoint
 
     def divides(interval: int | None) -> bool:

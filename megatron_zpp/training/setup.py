@@ -40,7 +40,7 @@ from megatron_zpp.training.data import build_data, check_same_data_on_all_ranks
 from megatron_zpp.training.islands import build_leaving_islands, prepare_island
 from megatron_zpp.training.loss import LanguageModelLoss, LossSoFar
 from megatron_zpp.training.model import build_model_on_ranks
-from megatron_zpp.training.run import Run, Trainee
+from megatron_zpp.training.run import Run, TrainState
 from megatron_zpp.zeropp import OwnRank, ranks_of
 from megatron_zpp.zeropp.fsdp.traffic import Traffic
 
@@ -82,8 +82,8 @@ def build_run(architecture: Architecture, settings: ResolvedSettings, device: to
 
     token_traffic = Traffic()
     loss_since_agreement = LossSoFar()
-    trainees = [
-        _build_trainee(architecture, settings, tokens_in_vocabulary, device, mesh, token_traffic, island)
+    states = [
+        _build_state(architecture, settings, tokens_in_vocabulary, device, mesh, token_traffic, island)
         for island in range(mesh.emulated_islands)
     ]
     run = Run(
@@ -91,8 +91,8 @@ def build_run(architecture: Architecture, settings: ResolvedSettings, device: to
         settings=settings,
         device=device,
         mesh=mesh,
-        trainees=trainees,
-        islands=_build_islands(trainees, settings, mesh, datasets, loss_since_agreement),
+        states=states,
+        islands=_build_islands(states, settings, mesh, datasets, loss_since_agreement),
         loss=LanguageModelLoss(mesh, device),
         loss_since_agreement=loss_since_agreement,
         token_traffic=token_traffic,
@@ -185,7 +185,7 @@ def _build_writers(
     )
 
 
-def _build_trainee(
+def _build_state(
     architecture: Architecture,
     settings: ResolvedSettings,
     vocab_size: int,
@@ -193,7 +193,7 @@ def _build_trainee(
     mesh: Mesh,
     token_traffic: Traffic,
     island: int,
-) -> Trainee:
+) -> TrainState:
     """``vocab_size``: before padding. ``island``: which of those that this process emulates."""
     model, pipeline, zeropp = build_model_on_ranks(
         architecture, settings, vocab_size, device, mesh, token_traffic, island
@@ -204,30 +204,34 @@ def _build_trainee(
     ranks = ranks_of(zeropp) if group is None else OwnRank(gathers_over=group)
     ranks.step_by_shards(optimizer)
     scaler = LossScaler.from_settings(settings.precision)
-    return Trainee(model, pipeline, optimizer, ranks, scaler, zeropp, settings.zero.zero_stage)
+    return TrainState(model, pipeline, optimizer, ranks, scaler, zeropp, settings.zero.zero_stage)
 
 
 def _build_islands(
-    trainees: list[Trainee], settings: ResolvedSettings, mesh: Mesh, datasets: Datasets, loss_since_agreement: LossSoFar
+    states: list[TrainState],
+    settings: ResolvedSettings,
+    mesh: Mesh,
+    datasets: Datasets,
+    loss_since_agreement: LossSoFar,
 ) -> IslandsInterface:
     """The agreements of this process's islands; ``train_step`` counts their steps."""
-    first = trainees[0]
+    first = states[0]
     if settings.distributed.islands_may_leave:
         return build_leaving_islands(first.model, first.zeropp, settings, mesh, datasets, loss_since_agreement)
     if mesh.num_islands == 1:
         return NoIslands()
     if mesh.island.size() > 1:
         return apply_islands(first.model, None, settings.island, mesh.island, first.zeropp)
-    models = [trainee.model for trainee in trainees]
-    return emulate_islands(models, [], settings.island, [t.zeropp for t in trainees if t.zeropp is not None])
+    models = [state.model for state in states]
+    return emulate_islands(models, [], settings.island, [t.zeropp for t in states if t.zeropp is not None])
 
 
 def _seed_dropout(run: Run) -> None:
     """From here on randomness is dropout's."""
     ranks_before = run.mesh.job * dist.get_world_size()  # those of other jobs draw other numbers
     seed, sequence_parallel = run.settings.training.seed, run.settings.distributed.sequence_parallel
-    for trainee in run.trainees:
-        trainee.ranks.random_states.seed(
+    for state in run.states:
+        state.ranks.random_states.seed(
             lambda rank: dropout_seed(seed, ranks_before + rank, run.mesh.tp_size, sequence_parallel)
         )
 
@@ -287,8 +291,8 @@ def _resume_state(run: Run, meta: dict[str, Any]) -> None:
     scalers = meta.get("loss_scalers", [])
     if len(scalers) != run.mesh.num_islands:  # of another number of islands, or of an earlier version
         scalers = [meta["loss_scaler"]] * run.mesh.num_islands
-    for trainee, scaler in zip(run.trainees, scalers[run.mesh.island.get_local_rank() :], strict=False):
-        trainee.scaler.load_state_dict(scaler)
+    for state, scaler in zip(run.states, scalers[run.mesh.island.get_local_rank() :], strict=False):
+        state.scaler.load_state_dict(scaler)
     if not _goes_on_from_agreement(run, meta):
         run.islands.steps = run.counters.iteration
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
@@ -13,60 +12,35 @@ from torch import Tensor
 from megatron_zpp.data.loader import Batch
 from megatron_zpp.models.transformer import ModelOutput, as_model_output
 from megatron_zpp.optim.gradients import clip_gradients, count_zeros, scale_gradients
+from megatron_zpp.training.data import cut_samples, divide_batches
 from megatron_zpp.training.loss import LossTotals, mean_loss
-from megatron_zpp.training.run import Run, Trainee
-
-
-@dataclass(frozen=True)
-class IslandStep:
-    """What one optimizer step did in an island; the same on each of its ranks."""
-
-    loss_sum: float  # over the island's tokens
-    num_tokens: float
-    auxiliary: dict[str, float]  # auxiliary losses and what else a model shows: means over micro-batches and ranks
-    grad_norm: float  # before clipping
-    num_zeros: int | None
-    nonfinite: bool  # loss or gradients have NaN or Inf
-    spiked: bool  # the loss was far above that of the steps before
-    stop: bool  # some rank wants to save and exit
-    micro_batches: list[Batch] = field(repr=False)  # this rank's, or in turn those of all that it emulates
-
-    @property
-    def skipped(self) -> bool:
-        """Whether the parameters did not move."""
-        return self.nonfinite or self.spiked
-
-    @property
-    def loss(self) -> float:
-        return mean_loss(self.loss_sum, self.num_tokens)
+from megatron_zpp.training.run import IslandStep, Run, TrainState
 
 
 def train_step(run: Run, batches: Iterator[Batch], num_micro_batches: int, stop: bool) -> list[IslandStep]:
-    """Run one optimizer step: accumulate gradients, clip, step, and let islands agree if they are due.
+    """Run one optimizer step: accumulate gradients, clip, step, and let islands synchronize if they are due.
 
     Returns what it did in this rank's island, or in each that this process emulates, which take their steps in turn.
     stop: this rank wants to save and exit.
     """
     if run.curriculum is not None:
-        batches = _cut(batches, run.sample_length(run.counters.iteration + 1))
-    by_trainee = _divide(batches, run.trainees, num_micro_batches)
-    steps = [
-        _step(run, trainee, own, num_micro_batches, stop) for trainee, own in zip(run.trainees, by_trainee, strict=True)
-    ]
+        batches = cut_samples(batches, run.sample_length(run.counters.iteration + 1))
+    per_state = zip(run.states, divide_batches(batches, run.states, num_micro_batches), strict=True)
+    steps = [_step(run, state, micro_batches, num_micro_batches, stop) for state, micro_batches in per_state]
     run.loss_since_agreement.add(steps[0].loss_sum, steps[0].num_tokens, counts=not steps[0].skipped)
-    run.islands.count_step()  # skipped or not: islands agree at the same steps
+    run.islands.count_step()  # skipped or not: islands synchronize at the same steps
     return steps
 
 
-def _step(run: Run, trainee: Trainee, batches: Iterator[Batch], num_micro_batches: int, stop: bool) -> IslandStep:
-    """One optimizer step of one island. No island waits for another here."""
-    totals, names, micro_batches = accumulate_gradients(run, trainee, batches, num_micro_batches)
+def _step(run: Run, state: TrainState, batches: Iterator[Batch], num_micro_batches: int, stop: bool) -> IslandStep:
+    """Run one optimizer step of one island. No island waits for another here."""
+    totals, names, micro_batches = accumulate_gradients(run, state, batches, num_micro_batches)
     totals = torch.cat([totals, totals.new_tensor([float(stop)])])
     dist.all_reduce(totals, group=run.mesh.ranks_of_island)
 
     per_token = run.settings.training.calculate_per_token_loss
     factor = run.mesh.fsdp_size / totals[1].clamp(min=1.0) if per_token else 1.0
-    measured = _scale_and_clip(run, trainee, factor / trainee.scaler.scale)
+    measured = _scale_and_clip(run, state, factor / state.scaler.scale)
     # The one time that the host waits for the device between the last backward pass and the optimizer.
     values = torch.cat([totals, measured.to(totals.device)]).tolist()
     (loss_sum, num_tokens, *auxiliary_sums, stops), (grad_norm, *zeros) = values[: len(totals)], values[len(totals) :]
@@ -81,20 +55,20 @@ def _step(run: Run, trainee: Trainee, batches: Iterator[Batch], num_micro_batche
         grad_norm=grad_norm,
         num_zeros=round(zeros[0]) if zeros else None,
         nonfinite=not is_finite,
-        spiked=is_finite and is_loss_spike(run, loss),
+        spiked=is_finite and run.counters.is_loss_spike(loss, run.settings.training.loss_spike_factor),
         stop=stops > 0,
         micro_batches=micro_batches,
     )
     if not step.skipped:
-        run.set_learning_rate(trainee.optimizer)
-        trainee.optimizer.step()
-    trainee.optimizer.zero_grad()
-    trainee.finish_step(step.nonfinite, step.skipped, run.mesh.fsdp.get_group())
+        run.set_learning_rate(state.optimizer)
+        state.optimizer.step()
+    state.optimizer.zero_grad()
+    state.finish_step(step.nonfinite, step.skipped, run.mesh.fsdp.get_group())
     return step
 
 
 def accumulate_gradients(
-    run: Run, trainee: Trainee, batches: Iterator[Batch], num_micro_batches: int
+    run: Run, state: TrainState, batches: Iterator[Batch], num_micro_batches: int
 ) -> tuple[Tensor, list[str], list[Batch]]:
     """Run the forward and backward passes of one step. Gradients are reduced but not scaled back.
 
@@ -102,8 +76,8 @@ def accumulate_gradients(
     over all ranks of the island; the names of these A; and the micro-batches that it read.
     """
     loss, per_token = run.loss, run.settings.training.calculate_per_token_loss
-    totals = LossTotals(loss, run.mesh, run.device, num_micro_batches, trainee.scaler.scale, per_token=per_token)
-    if trainee.pipeline is not None:
+    totals = LossTotals(loss, run.mesh, run.device, num_micro_batches, state.scaler.scale, per_token=per_token)
+    if state.pipeline is not None:
         read = [next(batches) for _ in range(num_micro_batches)]
         micro_batches = [loss.split(batch) for batch in read]
 
@@ -115,57 +89,27 @@ def accumulate_gradients(
                 )
             return totals.add_auxiliary(output, micro_batches[0][1])
 
-        trainee.pipeline.forward_backward(micro_batches, totals.add, add_of_stage)
-        names = trainee.pipeline.names_of_all_stages(totals.names)
+        state.pipeline.forward_backward(micro_batches, totals.add, add_of_stage)
+        names = state.pipeline.names_of_all_stages(totals.names)
         return totals.of_rank(names), names, read
     read = []
     for i in range(num_micro_batches):
-        trainee.set_is_last_micro_batch(i == num_micro_batches - 1)
-        for as_rank in trainee.ranks:
+        state.set_is_last_micro_batch(i == num_micro_batches - 1)
+        for as_rank in state.ranks:
             with as_rank:
                 read.append(next(batches))
                 inputs, target = loss.split(read[-1])
-                output = as_model_output(trainee.model(**inputs))
+                output = as_model_output(state.model(**inputs))
                 (totals.add(output.losses, target) + totals.add_auxiliary(output, target)).backward()
     return totals.of_rank(totals.names), totals.names, read
 
 
-def _scale_and_clip(run: Run, trainee: Trainee, factor: float | Tensor) -> Tensor:
-    """Gradients as the optimizer takes them; fp64: their norm before clipping and, if it is asked for, their zeros."""
-    parameters = list(trainee.model.parameters())
+def _scale_and_clip(run: Run, state: TrainState, factor: float | Tensor) -> Tensor:
+    """Scale and clip gradients. Returns fp64: their norm before clipping and, if it is asked for, their zeros."""
+    parameters = list(state.model.parameters())
     scale_gradients(parameters, factor)
-    norm = clip_gradients(parameters, run.settings.optimizer.clip_grad, trainee.ranks, run.copies)
+    norm = clip_gradients(parameters, run.settings.optimizer.clip_grad, state.ranks, run.copies)
     measured = [norm.double()]
     if run.settings.logging.log_num_zeros_in_grad:
-        measured.append(count_zeros(parameters, trainee.ranks, run.copies))
+        measured.append(count_zeros(parameters, state.ranks, run.copies))
     return torch.stack(measured)
-
-
-def is_loss_spike(run: Run, loss: float) -> bool:
-    """Whether a finite loss is more than --loss-spike-factor times the average, which then moves towards it.
-
-    A spike moves the average no further than its own limit does, so that a loss that stays high is soon believed.
-    """
-    factor, average = run.settings.training.loss_spike_factor, run.counters.average_loss
-    if factor is None:
-        return False
-    average = average or loss
-    run.counters.average_loss = 0.98 * average + 0.02 * min(loss, factor * average)
-    return loss > factor * average
-
-
-def _divide(batches: Iterator[Batch], trainees: list[Trainee], num_micro_batches: int) -> list[Iterator[Batch]]:
-    """Each trainee's micro-batches of a step. They come in turn: of all ranks of the first, then of the next."""
-    if len(trainees) == 1:
-        return [batches]
-    read: list[list[Batch]] = [[] for _ in trainees]
-    for _ in range(num_micro_batches):
-        for own, trainee in zip(read, trainees, strict=True):
-            own += [next(batches) for _ in range(len(trainee.ranks))]
-    return [iter(own) for own in read]
-
-
-def _cut(batches: Iterator[Batch], length: int) -> Iterator[Batch]:
-    """Micro-batches of the first ``length`` tokens of each sample, [B, length]."""
-    for batch in batches:
-        yield {name: tensor[:, :length].contiguous() for name, tensor in batch.items()}

@@ -203,7 +203,7 @@ def _spoil_nothing(run) -> None:
 
 
 def _spoil_loss_scale(run) -> None:
-    run.trainees[0].scaler.scale = float("inf")
+    run.states[0].scaler.scale = float("inf")
 
 
 def _spoil_steps_2_and_4(run) -> None:

@@ -1,4 +1,4 @@
-"""What islands do by themselves between two meetings: train, and skip steps with NaN or Inf."""
+"""What islands do by themselves between two deferred: train, and skip steps with NaN or Inf."""
 
 from __future__ import annotations
 
@@ -70,22 +70,22 @@ def _train_spoilt(argv: list[str], island: int, bad_steps: list[int]):
     """An island's gradients are Inf in some steps: metrics, what was printed, its error, and each optimizer's steps."""
     run, metrics = start(argv)
     first = run.mesh.island.get_local_rank()
-    for number, trainee in enumerate(run.trainees, first):
+    for number, state in enumerate(run.states, first):
         if number == island:
 
             def hook(module, inputs, output):
                 if run.counters.iteration + 1 in bad_steps:
                     output.register_hook(lambda gradient: gradient * math.inf)
 
-            trainee.model.layers[0].mlp.linear_fc1.register_forward_hook(hook)
+            state.model.layers[0].mlp.linear_fc1.register_forward_hook(hook)
     error = ""
     with contextlib.redirect_stdout(io.StringIO()) as out:
         try:
             train(run, time.monotonic())
         except NotFiniteError as caught:
             error = str(caught)
-    steps = [int(next(iter(trainee.optimizer.state.values()))["step"]) for trainee in run.trainees if not error]
-    return metrics, out.getvalue(), error, steps, [trainee.scaler.scale for trainee in run.trainees]
+    steps = [int(next(iter(state.optimizer.state.values()))["step"]) for state in run.states if not error]
+    return metrics, out.getvalue(), error, steps, [state.scaler.scale for state in run.states]
 
 
 FP16 = "--fp16 --initial-loss-scale 256 --hysteresis 1"
@@ -150,7 +150,7 @@ def test_a_run_whose_one_island_never_stepped_says_so(data):
 
 def _resumed_scales(argv: list[str]) -> list[float]:
     run, _ = start(argv)
-    return [trainee.scaler.scale for trainee in run.trainees]
+    return [state.scaler.scale for state in run.states]
 
 
 def test_a_checkpoint_keeps_the_loss_scale_of_each_island(data, tmp_path):

@@ -65,7 +65,7 @@ def _state(argv: list[str], spikes: bool) -> dict:
         "optimizer": optimizer,
         "errors": run.zeropp.state_dict(),
         "counters": dataclasses.asdict(run.counters),
-        "scale": run.trainees[0].scaler.scale,
+        "scale": run.states[0].scaler.scale,
     }
 
 

@@ -29,6 +29,6 @@ def test_a_run_that_resumes_is_one_run_of_wandb(tmp_path):
 
 def test_a_folder_that_cannot_be_written_ends_no_run(tmp_path):
     pytest.importorskip("wandb.sdk", reason="wandb is not installed")
-    argv = flags(write_text(tmp_path), f"--wandb-project p --wandb-save-dir /dev/full/x")
+    argv = flags(write_text(tmp_path), "--wandb-project p --wandb-save-dir /dev/full/x")
     ((code, _, err),) = run_ranks(1, offline, argv)[0]
     assert code == 0 and err.count("warning: wandb's run in /dev/full/x cannot be written") == 1, err

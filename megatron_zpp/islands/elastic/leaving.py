@@ -34,7 +34,7 @@ def apply_leaving_islands(
     membership: Membership,
     zeropp: ZeroPPInterface | None = None,
     alike: str = "",
-    tell: Callable[[], Sequence[float]] | None = None,
+    local_stats: Callable[[], Sequence[float]] | None = None,
 ) -> LeavingIslands:
     """Let this job, one island, train ``model`` by itself, and agree with those others that are there.
 
@@ -43,7 +43,8 @@ def apply_leaving_islands(
 
     zeropp: what ``apply_zeropp`` returned, if it was called; it is told when parameters are replaced.
     alike: what else all islands must have alike, such as a description of their data. One with another is refused.
-    tell: numbers that this island tells the others at each agreement, such as its loss: ``told`` has those of all.
+    local_stats: numbers that this island sends to the others at each agreement, such as its loss; those of all are
+        ``gathered_stats``.
 
     Raises ValueError where the config has an agreement last for several steps.
     """
@@ -52,7 +53,7 @@ def apply_leaving_islands(
             f"fragments {config.fragments} and sync_delay {config.sync_delay} leave parameters on their way, which an "
             "island that leaves would take along: islands that may leave need 1 and 0"
         )
-    return LeavingIslands(model, trained_parameters(model), optimizer, config, membership, zeropp, alike, tell)
+    return LeavingIslands(model, trained_parameters(model), optimizer, config, membership, zeropp, alike, local_stats)
 
 
 class LeavingFragment:
@@ -64,15 +65,15 @@ class LeavingFragment:
         config: IslandConfig,
         quorum: Quorum,
         traffic: Traffic,
-        tell: Callable[[], Sequence[float]] | None,
+        local_stats: Callable[[], Sequence[float]] | None,
     ) -> None:
         self._parameters, self._config, self._quorum, self._traffic = parameters, config, quorum, traffic
         self.agreed = AgreedParameters(parameters, config)
         self._parts = {name: held(parameter) for name, parameter in parameters.items()}
         self._hops: tuple[str, IslandHops] | None = None  # and the quorum that it is for
         self._mean: list[Tensor] | None = None
-        self._tell = tell
-        self.told: Tensor | None = None
+        self._local_stats = local_stats
+        self.gathered_stats: Tensor | None = None
 
     def start(self) -> None:
         """Find the mean over all that are there."""
@@ -99,9 +100,9 @@ class LeavingFragment:
         differences = hops.pieces.cut(self.agreed.differences(self._parameters))
         if self._quorum.is_behind:
             differences.zero_()
-        if self._tell is not None:
-            own = torch.tensor(self._tell(), dtype=torch.float64)
-            self.told = self._quorum.all_gather(torch.zeros_like(own) if self._quorum.is_behind else own)
+        if self._local_stats is not None:
+            own = torch.tensor(self._local_stats(), dtype=torch.float64)
+            self.gathered_stats = self._quorum.all_gather(torch.zeros_like(own) if self._quorum.is_behind else own)
         received = self._quorum.all_to_all(hops.send(differences, of=self._quorum.num_ahead))
         return hops.receive(self._quorum.all_gather(hops.add(received)))
 
@@ -127,7 +128,7 @@ class LeavingIslands(RankAgreements[LeavingFragment]):
         membership: Membership,
         zeropp: ZeroPPInterface | None,
         alike: str,
-        tell: Callable[[], Sequence[float]] | None,
+        local_stats: Callable[[], Sequence[float]] | None,
     ) -> None:
         super().__init__(model, parameters, config, zeropp)
         self.num_islands = membership.num_islands  # that took part in the last agreement
@@ -137,7 +138,7 @@ class LeavingIslands(RankAgreements[LeavingFragment]):
         ]
         fingerprint = hashlib.sha256(repr((shapes, config, alike)).encode()).hexdigest()
         self._quorum = Quorum(membership, fingerprint, lambda: self.steps, self._held_state, self._take)
-        self._fragments = [LeavingFragment(parameters, config, self._quorum, self.traffic, tell)]
+        self._fragments = [LeavingFragment(parameters, config, self._quorum, self.traffic, local_stats)]
         self._counts = False  # steps that load an optimizer's state, until it joins the others
         self._follow(optimizer)
 
@@ -152,9 +153,9 @@ class LeavingIslands(RankAgreements[LeavingFragment]):
         """Nothing: they agree at multiples of the interval alone, where one that returns may agree, too."""
 
     @property
-    def told(self) -> Tensor | None:
-        """What each island told at the last agreement, fp64 [K, n]; zeros of one that was behind."""
-        return self._fragments[0].told
+    def gathered_stats(self) -> Tensor | None:
+        """The stats of each island at the last agreement, fp64 [K, n]; zeros for one that was behind."""
+        return self._fragments[0].gathered_stats
 
     @torch.no_grad()
     def begin_anew(self) -> None:

@@ -11,13 +11,12 @@ import torch
 from megatron_zpp.parallel.distributed import print_once
 from megatron_zpp.training.loss import mean_loss
 from megatron_zpp.training.nonfinite import NonfiniteSteps
-from megatron_zpp.training.run import Run, what_is_due
-from megatron_zpp.training.step import IslandStep
+from megatron_zpp.training.run import IslandStep, Run, what_is_due
 from megatron_zpp.zeropp.fsdp.collectives import all_gather
 
 
 @dataclass(frozen=True)
-class Moment:
+class StepInfo:
     """Where the run stood behind a step."""
 
     iteration: int
@@ -34,7 +33,7 @@ class StepResult:
     Losses and norms are of the islands that took the step; of all, where none did.
     """
 
-    at: Moment
+    at: StepInfo
     loss: float  # mean over the tokens of the global batch
     grad_norm: float  # before clipping; of islands the mean
     num_zeros: int | None
@@ -51,7 +50,7 @@ class StepResult:
         return {name: self.loss, **self.auxiliary}
 
 
-class Meetings:
+class DeferredStats:
     """Keeps what the islands of this process did, and exchanges it where all islands come by anyway.
 
     What they exchange is some dozens of bytes for each step since the last meeting, in one collective.
@@ -59,8 +58,8 @@ class Meetings:
 
     def __init__(self, run: Run) -> None:
         self._run = run
-        self._nonfinite = [NonfiniteSteps(run, trainee) for trainee in run.trainees]
-        self._kept: list[tuple[Moment, list[list[float]]]] = []  # with a row of each island of this process
+        self._nonfinite = [NonfiniteSteps(run, state) for state in run.states]
+        self._kept: list[tuple[StepInfo, list[list[float]]]] = []  # with a row of each island of this process
 
     def are_due(self, iteration: int) -> bool:
         """Whether islands meet behind this step: where it is logged, or the run evaluates, saves or ends.
@@ -79,8 +78,8 @@ class Meetings:
         too_many = [of_island.step(step) for of_island, step in zip(self._nonfinite, steps, strict=True)]
         assert run.schedule is not None
         lr = run.schedule.lr(run.scheduled_samples())
-        scale = run.trainees[-1].scaler.scale
-        at = Moment(counters.iteration, counters.consumed_train_samples, num_samples, lr, scale)
+        scale = run.states[-1].scaler.scale
+        at = StepInfo(counters.iteration, counters.consumed_train_samples, num_samples, lr, scale)
         self._kept.append((at, [_as_row(step, over) for step, over in zip(steps, too_many, strict=True)]))
         if not self.are_due(at.iteration):
             return []
@@ -107,8 +106,8 @@ class Meetings:
         """Why the run came to nothing, as far as an island's did; None if it did not. Collective."""
         return self._first([of_island.at_end() for of_island in self._nonfinite])
 
-    def _first(self, of_trainees: list[str | None]) -> str | None:
-        return next((problem for problem in self._run.of_all_islands(of_trainees) if problem is not None), None)
+    def _first(self, per_state: list[str | None]) -> str | None:
+        return next((problem for problem in self._run.of_all_islands(per_state) if problem is not None), None)
 
     def _exchange(self, rows: list[list[list[float]]]) -> list[list[list[float]]]:
         """[steps, islands, values] of this process's islands, of all of them in order."""
@@ -127,7 +126,7 @@ def _as_row(step: IslandStep, too_many: bool) -> list[float]:
     return [step.loss_sum, step.num_tokens, step.grad_norm, zeros, *flags, *step.auxiliary.values()]
 
 
-def _result(at: Moment, rows: list[list[float]], names: list[str], has_zeros: bool) -> StepResult:
+def _result(at: StepInfo, rows: list[list[float]], names: list[str], has_zeros: bool) -> StepResult:
     """rows: of each island, by ``_as_row``."""
     losses, _, _, _, nonfinite, spiked, stop, too_many, *_ = zip(*rows, strict=True)
     taken = [row for row, *flags in zip(rows, nonfinite, spiked, strict=True) if not any(flags)]
