@@ -33,11 +33,11 @@ def config_of(**options) -> ZeroPPConfig:
         (dict(gradient_bits_warmup="10:5"), "gradient_bits_warmup 10:5 must have bits of"),
         (dict(gradient_bits_warmup="10:2"), "and more than gradient_bits 2"),
         (dict(weight_difference_bits_warmup="10:1"), "and more than weight_difference_bits 2"),
-        (dict(gradient_bits=None, loco=None), "gradient_bits_warmup 2:4 is about quantized values: set gradient_bits"),
-        (dict(quantized_gradients=False, loco=None), "gradient_bits_warmup 2:4 is about quantized values"),
+        (dict(gradient_bits=None, loco=None), "gradient_bits_warmup requires gradient_bits"),
+        (dict(quantized_gradients=False, loco=None), "gradient_bits_warmup requires quantized_gradients"),
         (
             dict(weight_difference_bits=None, weight_difference_scaling="absmax"),
-            "weight_difference_bits_warmup 3:8 is about quantized values: set weight_difference_bits",
+            "weight_difference_bits_warmup requires weight_difference_bits",
         ),
     ],
 )

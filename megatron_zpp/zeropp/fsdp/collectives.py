@@ -6,15 +6,13 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import _coalescing_manager
 
-from .fsdp_unit import AllGather, FSDPUnit, ReduceScatter
-from .micro_batch import MicroBatch
+from .fsdp_unit import AllGather, DefaultAllocMixin, FSDPUnit, ReduceScatter
+from .shared import MicroBatch, Traffic
 from .topology import RankLayout
-from .traffic import Traffic
 
 # torch 2.13 renamed these two; the old names still work there but warn.
 all_gather = dist.all_gather_single if hasattr(dist, "all_gather_single") else dist.all_gather_into_tensor
@@ -31,14 +29,7 @@ def all_gather_each(outputs: Sequence[Tensor], inputs: Sequence[Tensor], group: 
             all_gather(output, shard, group=group)
 
 
-class TorchAllocator:
-    """FSDP2 asks a collective for its buffers: plain allocations, made on the stream that uses them."""
-
-    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        return torch.empty(*size, dtype=dtype, device=device)
-
-
-class PlainAllGather(TorchAllocator, AllGather):
+class PlainAllGather(DefaultAllocMixin, AllGather):
     """FSDP2's own all-gather, counted."""
 
     def __init__(self, *, unit: FSDPUnit, traffic: Traffic) -> None:
@@ -52,7 +43,7 @@ class PlainAllGather(TorchAllocator, AllGather):
             return all_gather(output_tensor, input_tensor, group=group, async_op=async_op)
 
 
-class PlainReduceScatter(TorchAllocator, ReduceScatter):
+class PlainReduceScatter(DefaultAllocMixin, ReduceScatter):
     """FSDP2's own reduce-scatter, counted."""
 
     def __init__(self, *, unit: FSDPUnit, traffic: Traffic, micro_batch: MicroBatch) -> None:

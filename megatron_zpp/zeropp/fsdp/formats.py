@@ -57,7 +57,7 @@ class Formats:
 
     def differences(self, part: UnitPart, dtype: torch.dtype, step: float = math.inf) -> WireFormat:
         """Return the format of what the last optimizer step changed."""
-        bits, scaling = self.config.weight_difference_code(step)
+        bits, scaling = self.config.code_at("weight_difference", step)
         return part.format(bits, self.config.weight_difference_block_size, dtype, scaling, self._scale_dtype)
 
     def weights_within_node(self, part: UnitPart, dtype: torch.dtype) -> WireFormat | None:
@@ -80,8 +80,9 @@ class Formats:
         return part.format(bits, config.gradient_block_size, dtype, scaling, self._scale_dtype)
 
     def gradients_between_nodes(self, part: UnitPart, dtype: torch.dtype, step: float = math.inf) -> WireFormat:
-        bits, scaling = self.config.gradient_code(step)
-        sums_dtype = self.config.sums_dtype(dtype)
+        bits, scaling = self.config.code_at("gradient", step)
+        # What stays unquantized is a node's sums: in fp32 where the others are quantized, since few are left.
+        sums_dtype = dtype if self.config.gradient_bits is None else torch.float32
         return part.format(bits, self.config.gradient_block_size, sums_dtype, scaling, self._scale_dtype)
 
     def rotation(self, part: UnitPart, dtype: torch.dtype) -> WireFormat | None:

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import chain
+from operator import attrgetter
 from types import FrameType
 from typing import Any
 
@@ -16,9 +18,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather as AllGather  # for those who implement it
-from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter as ReduceScatter
+from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
+    DefaultAllocMixin,
     _get_gradient_divide_factors,
     _get_param_all_gather_inputs,
 )
@@ -27,6 +29,8 @@ from ..wire.layout import ParameterShard
 from .topology import Topology, build_topology, ranks_per_node_of_part
 from .unit import Unit, UnitPart
 from .waits import Waits
+
+__all__ = ["AllGather", "DefaultAllocMixin", "ReduceScatter"]  # for the collectives that replace FSDP2's
 
 
 @dataclass(eq=False)
@@ -43,7 +47,7 @@ class FSDPUnit(Unit):
     _used: set[int] = field(default_factory=set, repr=False, init=False)
     _without_gradient: set[int] | None = field(default=None, repr=False, init=False)
 
-    @property
+    @cached_property
     def device(self) -> torch.device:
         device: torch.device = self._param_group.device
         return device
@@ -55,7 +59,7 @@ class FSDPUnit(Unit):
 
     @property
     def parameters(self) -> Sequence[Tensor]:
-        return [param.sharded_param for param in self._param_group.fsdp_params]
+        return list(map(attrgetter("sharded_param"), self._param_group.fsdp_params))
 
     def respecify(self) -> None:
         """Look again at what the unit consists of: programs may have loaded packed parameters since."""
@@ -402,20 +406,6 @@ def call_after_backward(function: Callable[[], None]) -> None:
     """Call ``function`` when the backward pass that runs now is over; never, if it fails."""
     # Behind FSDP2's own, which it queues when the pass begins; in the order of the calls.
     torch.autograd.Variable._execution_engine.queue_callback(function)  # type: ignore[attr-defined]
-
-
-def is_capturing(unit: Unit) -> bool:
-    """Whether a CUDA graph is being captured on the unit's device."""
-    return unit.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-
-
-def refuse_capture(unit: Unit) -> None:
-    """Raise RuntimeError while a CUDA graph is captured: it would replay what was decided then, for ever."""
-    if is_capturing(unit):
-        raise RuntimeError(
-            f"{unit.label} cannot be gathered or reduced in a CUDA graph: ZeRO++ decides at every step anew what to "
-            "send. Capture parts of the model without fully_shard, or train without CUDA graphs"
-        )
 
 
 _COLLECTIVES = {

@@ -6,6 +6,8 @@ import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import compress, count
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -262,7 +264,7 @@ class Unit:
             )
 
     def _trainable(self) -> list[int]:
-        return [index for index, parameter in enumerate(self.parameters) if parameter.requires_grad]
+        return list(compress(count(), map(attrgetter("requires_grad"), self.parameters)))
 
 
 def follow_optimizers(units: Sequence[Unit]) -> None:

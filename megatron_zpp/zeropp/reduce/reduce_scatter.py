@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,28 +15,28 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..fsdp.collectives import TorchAllocator
-from ..fsdp.fsdp_unit import FSDPUnit, ReduceScatter, backward_pass, call_after_backward, refuse_capture
-from ..fsdp.shared import Shared
+from ..fsdp.collectives import count_all_reduce
+from ..fsdp.fsdp_unit import DefaultAllocMixin, FSDPUnit, ReduceScatter, backward_pass, call_after_backward
+from ..fsdp.shared import Shared, Traffic
+from ..fsdp.topology import Topology
 from ..fsdp.unit import UnitPart
-from ..fsdp.waits import current_stream, on_stream
+from ..fsdp.waits import current_stream, on_stream, refuse_capture
 from .gradient_hops import GradientHop, GradientHops
 from .gradient_sum import GradientSum
-from .unused_parameters import UnusedParameters
 
 logger = logging.getLogger(__name__)
 
 
-class HierarchicalReduceScatter(TorchAllocator, ReduceScatter):
+class HierarchicalReduceScatter(DefaultAllocMixin, ReduceScatter):
     """qgZ (ZeRO++ section 3.3) in two hops, both accumulated in fp32.
 
-    Each micro-batch, an all-to-all within the node adds up the node's gradients for the N shards of this local
-    rank p, [N, L]. They stay here until the last micro-batch of the optimizer step, when an all-to-all between the
-    nodes adds them up to [L]; earlier micro-batches return zeros, which FSDP2 adds to ``.grad``.
+    Each micro-batch, an all-to-all within the node adds up the node's gradients for the N shards of this local rank p,
+    [N, L]. They stay here until the last micro-batch of the optimizer step, when an all-to-all between the nodes adds
+    them up to [L]; earlier micro-batches return zeros, which FSDP2 adds to ``.grad``.
 
-    The last one returns zeros too: its gradients are on their way between nodes while the backward pass goes on, and
-    are added to ``.grad`` in fp32 when it is over, before ``backward()`` returns. Where they are needed before that, as
-    by an optimizer in the backward pass, FSDP2 gets them at once, in its ``reduce_dtype``.
+    The last one returns zeros too: its gradients are in flight between nodes while the backward pass goes on, and are
+    added to ``.grad`` in fp32 when it is over, before ``backward()`` returns. Where they are needed before that, as by
+    an optimizer in the backward pass, FSDP2 gets them at once, in its ``reduce_dtype``.
     """
 
     def __init__(self, unit: FSDPUnit, shared: Shared, unused_parameters: UnusedParameters | None = None) -> None:
@@ -92,7 +93,7 @@ class HierarchicalReduceScatter(TorchAllocator, ReduceScatter):
             self.unused_parameters.arrived(self.unit)
 
     def _warn_of_accumulation(self) -> None:
-        """Once: of a micro-batch that crosses nodes although no optimizer took the one before."""
+        """Warn once if a micro-batch crosses nodes although no optimizer stepped after the one before."""
         now = backward_pass(), self.unit.optimizer_steps
         before, self._last_reduction = self._last_reduction, now
         accumulates = before is not None and before[0] != now[0] and before[1] == now[1]
@@ -108,10 +109,49 @@ class HierarchicalReduceScatter(TorchAllocator, ReduceScatter):
             )
 
 
+class UnusedParameters:
+    """Leaves parameters that no rank used in a step without a gradient, as plain training does.
+
+    For the units of one process group: one all-reduce of a byte per parameter, when a step's last backward pass is
+    over, as in DistributedDataParallel. A rank that used all of its parameters does not read the result.
+    """
+
+    def __init__(self, topology: Topology, units: Sequence[FSDPUnit], traffic: Traffic) -> None:
+        self.topology, self.units, self.traffic = topology, units, traffic
+        self._in_flight: list[FSDPUnit] = []  # units whose last gradients of this step are in flight
+        self._backward_pass = -1
+
+    def sent(self, unit: FSDPUnit) -> None:
+        """Note that the unit's last gradients of a step are in flight. All units' are before the first ``arrived``."""
+        if backward_pass() != self._backward_pass:  # the one before may have failed
+            self._in_flight, self._backward_pass = [], backward_pass()
+        self._in_flight.append(unit)
+
+    def arrived(self, unit: FSDPUnit) -> None:
+        """Note that they are in ``.grad``. After the last unit, parameters that no rank used lose their gradient."""
+        self._in_flight.remove(unit)
+        if not self._in_flight:
+            self._drop_unused()
+
+    def _drop_unused(self) -> None:
+        used = [used for unit in self.units for used in unit.use()]
+        flags = torch.tensor(used, dtype=torch.uint8, device=self.units[0].device)
+        work = dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self.topology.group, async_op=True)
+        count_all_reduce(self.traffic, self.topology, flags.nbytes)
+        assert work is not None
+        work.wait()
+        if not all(used):
+            by_any_rank = iter(flags.tolist())
+            for unit in self.units:
+                unit.drop_gradients([index for index, _ in enumerate(unit.use()) if not next(by_any_rank)])
+        for unit in self.units:
+            unit.forget_use()
+
+
 @functools.cache  # once
 def warn_of_accumulation() -> None:
     logger.warning(
-        "gradients of several backward passes were added up, and crossed nodes after each: say "
+        "gradients of several backward passes were added up, and crossed nodes after each: call "
         "model.set_is_last_backward(False) or set_requires_gradient_sync(False) before all of a step's backward passes "
         "but the last, and they cross once"
     )
@@ -119,9 +159,9 @@ def warn_of_accumulation() -> None:
 
 @dataclass(frozen=True)
 class Exchange:
-    """Gradients of a hop on their way: a piece from each rank of its group to each."""
+    """Gradients of a hop in flight: a piece from each rank of its group to each."""
 
-    total: GradientSum  # of the pieces that were sent here; valid behind ``work``
+    total: GradientSum  # of the pieces that were sent here; valid after ``work``
     work: dist.Work | None  # None: a group of one rank
     sent: Tensor | None  # uint8 [G, ..., nbytes], which is read until then
 
@@ -143,11 +183,11 @@ def send(gradients: GradientSum, hop: GradientHop | None, group: dist.ProcessGro
 
 @dataclass(frozen=True, kw_only=True)
 class GradientsInFlight:
-    """One unit's gradients between nodes, until the backward pass is over. If it fails, nothing else knows of them.
+    """One unit's gradients between nodes, until the backward pass is over. A failed pass leaves nothing of them.
 
     ``stream`` is FSDP2's for reductions. The buffers are allocated there before the collective, written by it on the
-    process group's own stream, and read and freed there behind ``Work.wait``; ``.grad`` is written there by FSDP2
-    before. So the allocator and every access go by one stream's order, and the program's stream waits for it.
+    process group's stream, and read and freed there after ``Work.wait``; FSDP2 writes ``.grad`` there before. So the
+    allocator and every access follow one stream's order, and the program's stream waits for it.
     """
 
     unit: FSDPUnit
@@ -158,14 +198,14 @@ class GradientsInFlight:
     stream: torch.Stream
 
     def total(self) -> Tensor:
-        """The sum over all ranks and micro-batches fp32 [L], scaled as FSDP2 asks."""
+        """Return the sum over all ranks and micro-batches fp32 [L], scaled as FSDP2 asks."""
         with self.unit.waits.collective("reduce", self.unit, crosses_nodes=True):
             arrived = self.exchange.wait()
         return scaled_as(self.op, self.hops.finish(arrived, self.exchange.sent), self.unit.topology.world_size)
 
     @torch.no_grad()
     def finish(self, divisor: float | None) -> None:
-        """Wait, and add the total, over ``divisor``, to the parameters' gradients."""
+        """Wait, and add the total, divided by ``divisor``, to the parameters' gradients."""
         with self.unit.waits.stall(), on_stream(self.stream, self.unit.device):
             total = self.total()
             self.unit.add_gradient(self.part, total if divisor is None else total.div_(divisor))
