@@ -156,7 +156,7 @@ class ZeroPP(ZeroPPInterface):
     def invalidate(self) -> None:
         """Force the next gather to send all parameters in full. Call it on all ranks."""
         for unit in self.units:
-            unit.reshard()
+            unit.module.reshard()  # the root stays gathered after an evaluation
             unit.mark_changed()
         for all_gather in self._all_gathers.values():
             all_gather.forget_secondary_partition()

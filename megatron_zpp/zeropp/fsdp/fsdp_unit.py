@@ -6,7 +6,7 @@ on one mesh.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import chain
@@ -79,20 +79,17 @@ class FSDPUnit(Unit):
     @property
     def is_in_forward(self) -> bool:
         """Whether the unit is being gathered for a forward pass, not by ``unshard()``."""
-        in_forward: bool = self._param_group._training_state.name == "FORWARD"
-        return in_forward
+        return bool(self._param_group._training_state.name == "FORWARD")
 
     @property
     def is_sharded(self) -> bool:
         """Whether the unit must be gathered before it is used."""
-        is_sharded: bool = self._param_group.is_sharded
-        return is_sharded
+        return bool(self._param_group.is_sharded)
 
     @property
     def can_be_gathered(self) -> bool:
         """Whether FSDP2 could gather the unit now: it is sharded, and a pass has initialized it."""
-        is_initialized: bool = self._param_group._reset_sharded_params
-        return is_initialized and self.is_sharded
+        return self.is_sharded and bool(self._param_group._reset_sharded_params)
 
     def flat_shard(self) -> Tensor:
         """Return the shard [L] as FSDP2 would hand it to a gather now."""
@@ -154,15 +151,9 @@ class FSDPUnit(Unit):
 
     def divisor_after_reduction(self, dtype: torch.dtype, group: dist.ProcessGroup) -> float | None:
         """Return what FSDP2 divides gradients of ``dtype`` by after the reduction; None = nothing."""
-        param_group = self._param_group
-        _, divisor, _, _ = _get_gradient_divide_factors(
-            group,
-            None,
-            dtype,
-            param_group.device.type,
-            param_group.gradient_divide_factor,
-            param_group.force_sum_reduction_for_comms,
-        )
+        unit = self._param_group
+        factor, sums = unit.gradient_divide_factor, unit.force_sum_reduction_for_comms
+        _, divisor, _, _ = _get_gradient_divide_factors(group, None, dtype, unit.device.type, factor, sums)
         return divisor
 
     def add_gradient(self, part: UnitPart, shard: Tensor) -> None:
@@ -175,25 +166,19 @@ class FSDPUnit(Unit):
         unpadded = [piece[: g.numel()].view(g.shape) for piece, g in zip(pieces, gradients, strict=True)]
         torch._foreach_add_(gradients, unpadded)
 
-    def reshard(self) -> None:
-        """Free gathered parameters, which the outermost unit keeps after an evaluation."""
-        self.module.reshard()
-
     def _note_use(self) -> None:
         params = self._param_group.fsdp_params
         if self._without_gradient is None:
             self._without_gradient = {i for i, param in enumerate(params) if param.sharded_param.grad is None}
-        self._used |= {i for i, param in enumerate(params) if _has_gradient(param)}
+        for index, param in enumerate(params):
+            if hasattr(param, "_unsharded_param"):  # it was gathered
+                gradients = (param.unsharded_accumulated_grad, param.unsharded_param.grad)
+                self._used |= {index for gradient in gradients if gradient is not None}
 
     def use(self) -> list[bool]:
         """Return whether this step used each parameter; True for frozen ones and those with an older gradient."""
         unused = (self._without_gradient or set()) - self._used
         return [i not in unused or not parameter.requires_grad for i, parameter in enumerate(self.parameters)]
-
-    def drop_gradients(self, indices: Iterable[int]) -> None:
-        """Leave the parameters with these indices without a gradient."""
-        for index in indices:
-            self.parameters[index].grad = None
 
     def forget_use(self) -> None:
         """Begin another step."""
@@ -202,19 +187,12 @@ class FSDPUnit(Unit):
     @property
     def is_last_backward(self) -> bool:
         """The flag that ``set_is_last_backward`` gave the root of the pass that runs."""
-        is_last: bool = self.module._get_fsdp_state()._state_ctx.is_last_backward
-        return is_last
-
-    @property
-    def holds_reduced_gradients(self) -> bool:
-        """Whether ``.grad`` has earlier reduced gradients, to which FSDP2 will add."""
-        return any([parameter.grad is not None for parameter in self.parameters])
+        return bool(self.module._get_fsdp_state()._state_ctx.is_last_backward)
 
     @property
     def stays_gathered(self) -> bool:
         """Whether a forward pass leaves the parameters gathered for the passes that follow."""
-        stays: bool = not self._param_group._reshard_after_forward
-        return stays
+        return not self._param_group._reshard_after_forward
 
 
 def _specification(param_group: Any, names: Sequence[str]) -> tuple[tuple[ParameterShard, ...], frozenset[int]]:
@@ -241,13 +219,6 @@ def _is_packed(param: Any) -> bool:
     sharded = param.sharded_param
     has_state = any(getattr(owner, "quant_state", None) is not None for owner in (sharded, param._module_info.module))
     return has_state or hasattr(sharded._local_tensor, "__tensor_flatten__") or not sharded.is_floating_point()
-
-
-def _has_gradient(param: Any) -> bool:
-    """Whether a backward pass left an unsharded gradient of FSDP2's ``param`` since it was last reduced."""
-    if not hasattr(param, "_unsharded_param"):  # it was never gathered
-        return False
-    return param.unsharded_accumulated_grad is not None or param.unsharded_param.grad is not None
 
 
 def _take_one_gradient_dtype(params: Sequence[Any]) -> None:
@@ -397,8 +368,7 @@ def _check_for_later_units(model: nn.Module, units: Sequence[FSDPUnit]) -> None:
 
 def backward_pass() -> int:
     """Return the number of the backward pass that this thread is in; -1 = none."""
-    number: int = torch._C._current_graph_task_id()
-    return number
+    return int(torch._C._current_graph_task_id())
 
 
 def call_after_backward(function: Callable[[], None]) -> None:

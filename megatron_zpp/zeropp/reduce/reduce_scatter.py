@@ -97,7 +97,7 @@ class HierarchicalReduceScatter(DefaultAllocMixin, ReduceScatter):
         now = backward_pass(), self.unit.optimizer_steps
         before, self._last_reduction = self._last_reduction, now
         accumulates = before is not None and before[0] != now[0] and before[1] == now[1]
-        if accumulates and self.hops.node_sum.kept is None and self.unit.holds_reduced_gradients:
+        if accumulates and self.hops.node_sum.kept is None and any(p.grad is not None for p in self.unit.parameters):
             warn_of_accumulation()
 
     def _check_reduced(self, part: UnitPart, shard_numel: int) -> None:
@@ -141,9 +141,10 @@ class UnusedParameters:
         assert work is not None
         work.wait()
         if not all(used):
-            by_any_rank = iter(flags.tolist())
-            for unit in self.units:
-                unit.drop_gradients([index for index, _ in enumerate(unit.use()) if not next(by_any_rank)])
+            parameters = (parameter for unit in self.units for parameter in unit.parameters)
+            for parameter, used_by_any_rank in zip(parameters, flags.tolist(), strict=True):
+                if not used_by_any_rank:
+                    parameter.grad = None
         for unit in self.units:
             unit.forget_use()
 
