@@ -59,14 +59,7 @@ def apply_zeropp(
         check_finds_unused(config)
         if not hasattr(units[0].module, "set_reduce_scatter_unused_params"):
             raise ValueError("find_unused_parameters requires FSDP2's set_reduce_scatter_unused_params: a newer torch")
-    zeropp = ZeroPP(
-        model=model,
-        units=units,
-        config=config,
-        pipeline=pipeline,
-        tensor_parallel=tensor_parallel,
-        find_unused_parameters=find_unused_parameters,
-    )
+    zeropp = ZeroPP(model, units, config, pipeline, tensor_parallel, find_unused_parameters)
     if zeropp.is_logging_rank:
         warn(config, units, zeropp.topologies, zeropp.device)
     return zeropp
@@ -79,22 +72,19 @@ class ZeroPP(ZeroPPInterface):
 
     def __init__(
         self,
-        *,
         model: nn.Module,
         units: list[FSDPUnit],
         config: ZeroPPConfig,
-        pipeline: dist.ProcessGroup | None = None,
-        tensor_parallel: dist.ProcessGroup | None = None,
-        find_unused_parameters: bool = False,
+        pipeline: dist.ProcessGroup | None,
+        tensor_parallel: dist.ProcessGroup | None,
+        find_unused_parameters: bool,
     ) -> None:
         super().__init__(units, config)
         self._model, self.ranks, self.waits = model, OwnRank(), units[0].waits
         self._pipeline, self._tensor_parallel = pipeline, tensor_parallel
         self._passes = Passes(self.shared.micro_batch)
         topologies = dict.fromkeys(self.topologies)
-        self._unseen_changes = {
-            topology: UnseenChanges(topology, self._passes, self.traffic) for topology in topologies
-        }
+        self._unseen_changes = {each: UnseenChanges(each, self._passes, self.traffic) for each in topologies}
         for unit in units:
             unit.follow_backward(reduces_unused=config.quantized_gradients, watches_use=find_unused_parameters)
         self._unused_parameters: dict[Topology, UnusedParameters] = {}
@@ -122,13 +112,13 @@ class ZeroPP(ZeroPPInterface):
         elif self.config.quantized_weights and unit.topology.world_size > 1:
             self._all_gathers[unit.name] = QuantizedAllGather(unit, self.shared)
         else:
-            return PlainAllGather(unit=unit, traffic=self.traffic)
+            return PlainAllGather(unit, self.shared)
         return self._all_gathers[unit.name]
 
     def _reduce_scatter(self, unit: FSDPUnit) -> ReduceScatter:
         """Choose the reduce-scatter for ``unit``: ZeRO++'s, or FSDP2's own where nothing is quantized."""
         if not self.config.quantized_gradients:
-            return PlainReduceScatter(unit=unit, traffic=self.traffic, micro_batch=self.shared.micro_batch)
+            return PlainReduceScatter(unit, self.shared)
         unused_parameters = self._unused_parameters.get(unit.topology)
         self._reduce_scatters[unit.name] = HierarchicalReduceScatter(unit, self.shared, unused_parameters)
         return self._reduce_scatters[unit.name]

@@ -22,8 +22,8 @@ from .reduce.gradient_hops import GradientHops
 class RandomStates(Protocol):
     """The random states of the ranks that this process computes for."""
 
-    def seed(self, of_rank: Callable[[int], int]) -> None:
-        """Seed each rank r as ``torch.manual_seed(of_rank(r))`` does."""
+    def seed(self, seed_of: Callable[[int], int], /) -> None:
+        """Seed each rank r as ``torch.manual_seed(seed_of(r))`` does."""
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return the states, uint8, by RANK.DEVICE."""
@@ -63,7 +63,7 @@ class Ranks(Protocol):
         Raises ValueError for a DTensor that is a partial sum.
         """
 
-    def gather(self, of_ranks: Tensor) -> Tensor:
+    def gather(self, local: Tensor, /) -> Tensor:
         """Gather one number per rank, from [R] of this process to [W] of all, in rank order. Collective.
 
         With K islands: [W / K], from the ranks of this island.

@@ -53,13 +53,13 @@ class OwnRank:
                 return [local.new_empty(0)]  # the first replica counts
         return [local]
 
-    def gather(self, of_ranks: Tensor) -> Tensor:
+    def gather(self, local: Tensor) -> Tensor:
         if self.world_size == 1:
-            return of_ranks
+            return local
         group = self._gathers_over or dist.group.WORLD
         assert group is not None  # there are several ranks
-        gathered = of_ranks.new_empty(group.size())
-        all_gather(gathered, of_ranks, group=group)
+        gathered = local.new_empty(group.size())
+        all_gather(gathered, local, group=group)
         return gathered
 
 
@@ -76,8 +76,8 @@ def ranks_of(zeropp: ZeroPPInterface | None) -> Ranks:
 class OwnRandomStates:
     """The random states of this process, which is one rank."""
 
-    def seed(self, of_rank: Callable[[int], int]) -> None:
-        torch.manual_seed(of_rank(process_rank()))
+    def seed(self, seed_of: Callable[[int], int]) -> None:
+        torch.manual_seed(seed_of(process_rank()))
 
     def state_dict(self) -> dict[str, Tensor]:
         states = generator_states(has_cuda=torch.cuda.is_available())

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import _coalescing_manager
 
 from .fsdp_unit import AllGather, DefaultAllocMixin, FSDPUnit, ReduceScatter
-from .shared import MicroBatch, Traffic
+from .shared import Shared, Traffic
 from .topology import RankLayout
 
 # torch 2.13 renamed these two; the old names still work there but warn.
@@ -32,8 +32,8 @@ def all_gather_each(outputs: Sequence[Tensor], inputs: Sequence[Tensor], group: 
 class PlainAllGather(DefaultAllocMixin, AllGather):
     """FSDP2's own all-gather, counted."""
 
-    def __init__(self, *, unit: FSDPUnit, traffic: Traffic) -> None:
-        self.unit, self.traffic = unit, traffic
+    def __init__(self, unit: FSDPUnit, shared: Shared) -> None:
+        self.unit, self.traffic = unit, shared.traffic
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
@@ -46,14 +46,14 @@ class PlainAllGather(DefaultAllocMixin, AllGather):
 class PlainReduceScatter(DefaultAllocMixin, ReduceScatter):
     """FSDP2's own reduce-scatter, counted."""
 
-    def __init__(self, *, unit: FSDPUnit, traffic: Traffic, micro_batch: MicroBatch) -> None:
-        self.unit, self.traffic, self.micro_batch = unit, traffic, micro_batch
+    def __init__(self, unit: FSDPUnit, shared: Shared) -> None:
+        self.unit, self.traffic, self.micro_batch = unit, shared.traffic, shared.micro_batch
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
     ) -> dist.Work | None:
         self.micro_batch.reduced()
-        # It runs at every micro-batch, and not every loop says which is the last: no sign that a step was taken.
+        # This runs at every micro-batch, and not every loop marks the last: it does not mean that a step is complete.
         self.unit.mark_reduced(completes_step=False)
         count_reduce_scatter(self.traffic, self.unit.topology, output_tensor)
         with self.unit.waits.collective("reduce", self.unit, crosses_nodes=self.unit.topology.num_nodes > 1):

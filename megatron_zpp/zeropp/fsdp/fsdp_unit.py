@@ -328,7 +328,7 @@ def follow_forward_passes(model: nn.Module, units: Sequence[FSDPUnit], begin: Ca
             for unit in units:
                 unit.respecify()
             is_checked = True
-        # Whose pass it is, if one has begun; this unit's own, if its last pass was ended by an exception.
+        # The root of the pass, if one has begun; this unit itself, if an exception ended its last pass.
         root = state_of[module]._state_ctx.iter_forward_root
         if (root is state_of[module] or root not in states) and backward_pass() == -1:
             is_last = all([state._state_ctx.is_last_backward for state in states])

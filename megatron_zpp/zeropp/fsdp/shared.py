@@ -21,28 +21,28 @@ class MicroBatch:
     """Where the training loop is, shared by all units."""
 
     is_last: bool = True
-    accumulations: int = 0  # that have begun with a micro-batch that is not the last
+    accumulations: int = 0  # begun with a micro-batch that is not the last
     is_accumulating: bool = False
-    optimizer_steps: int = 0  # so far, but those whose gradients were thrown away
-    is_step_complete: bool = False  # all gradients of one more were reduced since the last forward pass
+    optimizer_steps: int = 0  # without steps whose gradients were dropped
+    is_step_complete: bool = False  # all of a step's gradients were reduced since the last forward pass
 
     def begin_forward_pass(self) -> None:
-        """What was reduced before is a step by now, whatever optimizer took it, or was undone."""
+        """Begin a forward pass: what was reduced before it is a step by now, unless it was undone."""
         self.optimizer_steps += self.is_step_complete
         self.is_step_complete = False
 
     def undo_step(self) -> None:
-        """The gradients since the last optimizer step are thrown away."""
+        """Drop the gradients since the last optimizer step."""
         self.is_accumulating = self.is_step_complete = False
 
     def begin(self, is_last: bool) -> None:
-        """Say whether the backward pass that comes, or runs, is the step's last."""
+        """Set whether the next or current backward pass is the step's last."""
         if not is_last and (self.is_last or not self.is_accumulating):
             self.accumulations, self.is_accumulating = self.accumulations + 1, True
         self.is_last = is_last
 
     def reduced(self) -> None:
-        """Gradients were reduced; those of the last micro-batch end the accumulation."""
+        """Note that gradients were reduced; those of the last micro-batch end the accumulation."""
         self.is_accumulating &= not self.is_last
         self.is_step_complete |= self.is_last
 
@@ -50,7 +50,7 @@ class MicroBatch:
         return {"optimizer_steps": torch.tensor(self.optimizer_steps + self.is_step_complete)}
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        """State that was saved without a number of steps leaves it as it is."""
+        """Load the number of optimizer steps, if the state has one."""
         if "optimizer_steps" in state:
             self.set_optimizer_steps(int(state["optimizer_steps"]))
 
@@ -80,9 +80,9 @@ class Traffic:
 
     @contextmanager
     def evaluating(self, own_weights: bool = True) -> Iterator[None]:
-        """Count training's traffic alone: of what is sent in here, what the next training step will not send again.
+        """Count only training's traffic: what is sent inside this context and the next training step need not send.
 
-        own_weights: whether those are evaluated that training goes on with; of others nothing counts.
+        own_weights: whether the weights are those that training continues with; for others nothing counts.
         """
         self._is_evaluating, self._has_own_weights = True, own_weights
         try:
@@ -91,7 +91,7 @@ class Traffic:
             self._is_evaluating = False
 
     def of_levels(self) -> tuple[int, int, int]:
-        """Within nodes, between nodes, between islands: as ``add`` takes them."""
+        """Return the bytes within nodes, between nodes and between islands, as ``add`` takes them."""
         return self.intra_node, self.inter_node, self.inter_island
 
     def take(self) -> Traffic:
@@ -141,10 +141,10 @@ class ErrorMonitor:
         pipeline: dist.ProcessGroup | None = None,
         tensor_parallel: dist.ProcessGroup | None = None,
     ) -> dict[str, float]:
-        """The statistics of all ranks since the last call; collective.
+        """Return the statistics of all ranks since the last call. Collective.
 
-        ``groups`` has by unit the ranks that share it; {} = every rank's samples are here. ``pipeline`` has those with
-        the model's other units, ``tensor_parallel`` those with other parts of the same ones.
+        groups: the ranks that share each unit, by name; {} = every rank's samples are here. pipeline: the ranks with
+        the model's other units. tensor_parallel: the ranks with other parts of the same units.
 
         Keys: ``STATISTIC/WHAT`` over all units, and ``STATISTIC/WHAT/UNIT`` for each.
         """
@@ -155,15 +155,15 @@ class ErrorMonitor:
         self._sums = {}
         for group in dict.fromkeys(groups.values()):
             rows = [i for i, (_, _, unit) in enumerate(keys) if groups[unit] is group]
-            of_group = sums[rows]
-            dist.all_reduce(of_group, group=group)
-            sums[rows] = of_group
+            group_sums = sums[rows]
+            dist.all_reduce(group_sums, group=group)
+            sums[rows] = group_sums
         if tensor_parallel is not None:
             dist.all_reduce(sums, group=tensor_parallel)
         if pipeline is not None:
-            of_stages = gather_objects((keys, sums.tolist()), pipeline)
-            keys = [key for stage_keys, _ in of_stages for key in stage_keys]
-            sums = torch.tensor([row for _, rows in of_stages for row in rows])
+            stages = gather_objects((keys, sums.tolist()), pipeline)
+            keys = [key for stage_keys, _ in stages for key in stage_keys]
+            sums = torch.tensor([row for _, rows in stages for row in rows])
         sums = sums.cpu()
         values: dict[str, float] = {}
         for statistic, what in sorted({key[:2] for key in keys}):

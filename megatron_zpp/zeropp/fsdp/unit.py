@@ -258,7 +258,7 @@ class Unit:
         """Raise RuntimeError if gradients are kept for a step's last micro-batch."""
         if self.holds_gradients:
             raise RuntimeError(
-                f"an optimizer step was taken while {self.label} held gradients that had not crossed nodes: say "
+                f"an optimizer step was taken while {self.label} held gradients that had not crossed nodes: call "
                 "set_is_last_micro_batch(True) before a step's last backward pass, or undo_step() to drop gradients"
             )
 
