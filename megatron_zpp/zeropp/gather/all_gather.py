@@ -225,8 +225,8 @@ class HierarchicalAllGather(QuantizedAllGather):
         """Return the shards, quantized with qwZ. They replace the old ones in place: fresh memory is slow on a CPU."""
         if self.formats.keeps_wires:
             return sent.wires
-        reuses = old is not None and sent.part.is_whole
-        return sent.format.decode(sent.wires, old if reuses else values.new_empty(len(sent.wires), values.numel()))
+        out = old if old is not None and sent.part.is_whole else values.new_empty(len(sent.wires), values.numel())
+        return sent.format.decode(sent.wires, out)
 
     def _drop_sent(self) -> set[int]:
         """Drop what is in flight as if it had not been sent, but count its bytes. Return its parameters' indices."""

@@ -202,7 +202,7 @@ class GradientsInFlight:
         """Return the sum over all ranks and micro-batches fp32 [L], scaled as FSDP2 asks."""
         with self.unit.waits.collective("reduce", self.unit, crosses_nodes=True):
             arrived = self.exchange.wait()
-        return scaled_as(self.op, self.hops.finish(arrived, self.exchange.sent), self.unit.topology.world_size)
+        return scaled_as(self.op, self.hops.finish(arrived, self.exchange.sent), self.unit.topology.group.size())
 
     @torch.no_grad()
     def finish(self, divisor: float | None) -> None:
