@@ -61,7 +61,7 @@ class QuantizedAllGather(DefaultAllocMixin, AllGather):
         self.encoder.load_state_dict(state)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class SentShard:
     """A part of a shard [L] in flight between nodes, while the program goes on."""
 
@@ -184,16 +184,7 @@ class HierarchicalAllGather(QuantizedAllGather):
             copy = self.encoder.copies_of(part, copies[self.topology.node], shard.dtype)
         wire = self.encoder.encode(part.take(shard), format, part, self.topology.rank, copy=copy)
         wires, work = start_gather(wire, self.topology.inter_group)
-        self._sent = SentShard(
-            part=part,
-            format=format,
-            is_difference=copies is not None,
-            wire=wire,
-            wires=wires,
-            work=work,
-            version=version,
-            state=state,
-        )
+        self._sent = SentShard(part, format, copies is not None, wire, wires, work, version, state)
         self.unit.mark_gathered()
 
     @torch.inference_mode(False)
