@@ -66,29 +66,40 @@ class HierarchicalReduceScatter(DefaultAllocMixin, ReduceScatter):
             hops.keep(node_sum)
             output_tensor.zero_()
             return None
-        in_flight = GradientsInFlight(
-            unit=self.unit,
-            part=part,
-            hops=hops,
-            exchange=send(hops.with_kept(node_sum), hops.between_nodes, topology.inter_group),
-            op=op,
-            stream=current_stream(self.unit.device),
-        )
+        in_flight = send(hops.with_kept(node_sum), hops.between_nodes, topology.inter_group)
         hops.sent()
         if self.unit.is_read_in_backward:
-            output_tensor.copy_(in_flight.total())
+            output_tensor.copy_(self._total(in_flight, op))
         else:
             divisor = self.unit.divisor_after_reduction(output_tensor.dtype, group)
             output_tensor.zero_()
             self.unit.holds_gradients = True
             if self.unused_parameters is not None:
                 self.unused_parameters.sent(self.unit)
-            call_after_backward(lambda: self._finish(in_flight, divisor))
+            # FSDP2's stream for reductions. The buffers are allocated there before the collective, written by it on the
+            # process group's stream, and read and freed there after ``Work.wait``; FSDP2 writes ``.grad`` there before.
+            # So the allocator and every access follow one stream's order, and the program's stream waits for it.
+            stream = current_stream(self.unit.device)
+            # If the backward pass fails, nothing else holds what is in flight.
+            call_after_backward(lambda: self._finish(in_flight, part, op, divisor, stream))
         self.unit.mark_reduced(completes_step=True)
         return None
 
-    def _finish(self, in_flight: GradientsInFlight, divisor: float | None) -> None:
-        in_flight.finish(divisor)
+    def _total(self, in_flight: Exchange, op: Any) -> Tensor:
+        """Return the sum over all ranks and micro-batches fp32 [L], scaled as FSDP2 asks."""
+        with self.unit.waits.collective("reduce", self.unit, crosses_nodes=True):
+            arrived = in_flight.wait()
+        return scaled_as(op, self.hops.finish(arrived, in_flight.sent), self.unit.topology.group.size())
+
+    @torch.no_grad()
+    def _finish(
+        self, in_flight: Exchange, part: UnitPart, op: Any, divisor: float | None, stream: torch.Stream
+    ) -> None:
+        """Wait, and add the total, divided by ``divisor``, to the gradients of ``part``."""
+        with self.unit.waits.stall(), on_stream(stream, self.unit.device):
+            total = self._total(in_flight, op)
+            self.unit.add_gradient(part, total if divisor is None else total.div_(divisor))
+        self.unit.holds_gradients = False
         if self.unused_parameters is not None:
             self.unused_parameters.arrived(self.unit)
 
@@ -180,37 +191,6 @@ def send(gradients: GradientSum, hop: GradientHop | None, group: dist.ProcessGro
     received = torch.empty_like(wires)
     work = dist.all_to_all_single(received, wires, group=group, async_op=True)
     return Exchange(hop.receive(received), work, wires)
-
-
-@dataclass(frozen=True, kw_only=True)
-class GradientsInFlight:
-    """One unit's gradients between nodes, until the backward pass is over. A failed pass leaves nothing of them.
-
-    ``stream`` is FSDP2's for reductions. The buffers are allocated there before the collective, written by it on the
-    process group's stream, and read and freed there after ``Work.wait``; FSDP2 writes ``.grad`` there before. So the
-    allocator and every access follow one stream's order, and the program's stream waits for it.
-    """
-
-    unit: FSDPUnit
-    part: UnitPart  # the parameters that get gradients
-    hops: GradientHops
-    exchange: Exchange
-    op: Any  # FSDP2's reduce operation
-    stream: torch.Stream
-
-    def total(self) -> Tensor:
-        """Return the sum over all ranks and micro-batches fp32 [L], scaled as FSDP2 asks."""
-        with self.unit.waits.collective("reduce", self.unit, crosses_nodes=True):
-            arrived = self.exchange.wait()
-        return scaled_as(self.op, self.hops.finish(arrived, self.exchange.sent), self.unit.topology.group.size())
-
-    @torch.no_grad()
-    def finish(self, divisor: float | None) -> None:
-        """Wait, and add the total, divided by ``divisor``, to the parameters' gradients."""
-        with self.unit.waits.stall(), on_stream(self.stream, self.unit.device):
-            total = self.total()
-            self.unit.add_gradient(self.part, total if divisor is None else total.div_(divisor))
-        self.unit.holds_gradients = False
 
 
 def scaled_as(op: Any, total: Tensor, world_size: int) -> Tensor:
