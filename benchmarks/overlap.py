@@ -164,7 +164,7 @@ def train(flags: list[str]) -> None:
     from megatron_zpp.parallel.distributed import exit_process
     from megatron_zpp.training import pretrain
     from megatron_zpp.training.loss import LossTotals
-    from megatron_zpp.zeropp.fsdp.traffic import Traffic
+    from megatron_zpp.zeropp import Traffic
 
     seconds = {"forward": 0.0, "backward": 0.0}
     sent = {"weights": 0, "gradients": 0}

@@ -31,7 +31,7 @@ from megatron_zpp.training import pretrain, step
 from megatron_zpp.training.loss import LossTotals
 from megatron_zpp.training.run import Run
 from megatron_zpp.zeropp.gather.all_gather import HierarchicalAllGather, QuantizedAllGather
-from megatron_zpp.zeropp.reduce.reduce_scatter import GradientsInFlight, HierarchicalReduceScatter
+from megatron_zpp.zeropp.reduce.reduce_scatter import HierarchicalReduceScatter
 
 PARTS = ("forward", "backward", "optimizer", "collectives", "quantizers", "data", "other")
 STEP = "training step"
@@ -45,7 +45,7 @@ WRAPPED: tuple[tuple[Any, str, str], ...] = (
     (HierarchicalAllGather, "__call__", "quantizers"),
     (HierarchicalAllGather, "send_early", "quantizers"),
     (HierarchicalReduceScatter, "__call__", "quantizers"),
-    (GradientsInFlight, "finish", "quantizers"),
+    (HierarchicalReduceScatter, "_finish", "quantizers"),
     (dist.Work, "wait", "collectives"),
 )
 NAMED_BY_PYTORCH = {

@@ -29,7 +29,7 @@ struct Segment {
 struct Format {
   const Segment* segments = nullptr;
   int num_segments = 0;
-  int bits = 0;  // of a code: 1, 2, 3, 4, 6 or 8
+  int bits = 0;  // of a code; 0 = unquantized
   bool is_mean = false;  // the code: "mean" with 1 to 4 bits, or "absmax" with 2 and more
   int scale_bytes = 4;   // of a scale: fp32, or 2 for bf16
   Type type = Type::kFloat;  // of the values that travel as they are

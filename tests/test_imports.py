@@ -49,7 +49,7 @@ PARTS_OF_ZEROPP = {
     "muon": ["wire", "fsdp", "config", "interface", "own_rank"],
     "emulation": [
         *("wire", "fsdp", "gather", "reduce", "muon"),
-        *("config", "description", "model_collectives", "random_states"),
+        *("config", "description", "interface", "own_rank"),
     ],
 }
 ALONE = {  # what the lower folders may import beside the standard library

@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from megatron_zpp.zeropp import Traffic, ZeroPPInterface
 from megatron_zpp.zeropp.fsdp.collectives import all_gather
-from megatron_zpp.zeropp.fsdp.state_keys import below
+from megatron_zpp.zeropp.fsdp.shared import below
 from megatron_zpp.zeropp.fsdp.topology import gather_objects, process_rank
 
 from .agreed import AgreedParameters, held, trained_parameters

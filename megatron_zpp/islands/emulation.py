@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron_zpp.zeropp import Traffic, ZeroPPInterface
-from megatron_zpp.zeropp.fsdp.state_keys import below
+from megatron_zpp.zeropp.fsdp.shared import below
 
 from .agreed import AgreedParameters, trained_parameters
 from .agreements import Agreements

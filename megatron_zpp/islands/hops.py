@@ -7,8 +7,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from megatron_zpp.zeropp.fsdp.state_keys import below
-from megatron_zpp.zeropp.fsdp.traffic import Traffic
+from megatron_zpp.zeropp import Traffic
+from megatron_zpp.zeropp.fsdp.shared import below
 from megatron_zpp.zeropp.reduce.gradient_sum import GradientSum
 from megatron_zpp.zeropp.reduce.loco import ErrorFeedback
 from megatron_zpp.zeropp.wire.format import WireFormat, wire_format

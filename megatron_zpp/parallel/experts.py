@@ -21,8 +21,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 from megatron_zpp.models.moe import Experts, MoE, Routed, run_experts
 from megatron_zpp.parallel.mesh import Mesh
 from megatron_zpp.parallel.tensor import ShardedRows
+from megatron_zpp.zeropp import Traffic
 from megatron_zpp.zeropp.fsdp.topology import gather_node_names
-from megatron_zpp.zeropp.fsdp.traffic import Traffic
 from megatron_zpp.zeropp.wire.format import WireFormat, wire_format
 from megatron_zpp.zeropp.wire.layout import ParameterShard
 

@@ -25,9 +25,8 @@ from megatron_zpp.parallel.sharding import mixed_precision, offloading, shard_mo
 from megatron_zpp.parallel.stages import join_stages, keep_stage
 from megatron_zpp.parallel.tensor import apply_tensor_parallelism
 from megatron_zpp.settings.resolved import ResolvedSettings
-from megatron_zpp.zeropp import ZeroPP, ZeroPPInterface, apply_zeropp, emulate_zeropp
+from megatron_zpp.zeropp import Traffic, ZeroPP, ZeroPPInterface, apply_zeropp, emulate_zeropp
 from megatron_zpp.zeropp.fsdp.topology import gather_node_names, gather_objects
-from megatron_zpp.zeropp.fsdp.traffic import Traffic
 from megatron_zpp.zeropp.own_rank import local_part
 
 

@@ -30,9 +30,8 @@ from megatron_zpp.parallel.pipeline import Pipeline
 from megatron_zpp.parallel.sharding import prepare_backward
 from megatron_zpp.settings.resolved import ResolvedSettings
 from megatron_zpp.training.loss import Loss, LossSoFar, mean_loss
-from megatron_zpp.zeropp import Ranks, ZeroPPInterface
+from megatron_zpp.zeropp import Ranks, Traffic, ZeroPPInterface
 from megatron_zpp.zeropp.fsdp.topology import gather_objects
-from megatron_zpp.zeropp.fsdp.traffic import Traffic
 
 T = TypeVar("T")
 

@@ -41,8 +41,7 @@ from megatron_zpp.training.islands import build_leaving_islands, prepare_island
 from megatron_zpp.training.loss import LanguageModelLoss, LossSoFar
 from megatron_zpp.training.model import build_model_on_ranks
 from megatron_zpp.training.run import Run, TrainState
-from megatron_zpp.zeropp import OwnRank, ranks_of
-from megatron_zpp.zeropp.fsdp.traffic import Traffic
+from megatron_zpp.zeropp import OwnRank, Traffic, ranks_of
 
 
 def build_run(architecture: Architecture, settings: ResolvedSettings, device: torch.device) -> Run:

@@ -3,12 +3,11 @@
 from .api import ZeroPP, apply_zeropp
 from .config import LoCoConfig, ZeroPPConfig
 from .emulation import EmulatedZeroPP, emulate_zeropp
+from .fsdp.shared import Traffic
 from .fsdp.topology import Topology, build_topology
-from .fsdp.traffic import Traffic
 from .interface import RandomStates, Ranks, ZeroPPInterface
 from .muon.optimizer import Muon
-from .own_rank import OwnRank, ranks_of
-from .random_states import unmoved
+from .own_rank import OwnRank, ranks_of, unmoved
 
 __all__ = [
     "EmulatedZeroPP",

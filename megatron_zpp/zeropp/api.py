@@ -20,19 +20,18 @@ from torch import Tensor, nn
 from .config import ZeroPPConfig, check_finds_unused
 from .description import warn
 from .fsdp.collectives import PlainAllGather, PlainReduceScatter, count_all_reduces
-from .fsdp.consistency import Agreement
+from .fsdp.consistency import RankConsistencyCheck
 from .fsdp.fsdp_unit import AllGather, FSDPUnit, ReduceScatter, find_units, follow_forward_passes, set_is_last_backward
 from .fsdp.topology import Topology, process_rank
 from .fsdp.unit import follow_optimizers
 from .fsdp.waits import new_stream
 from .gather.all_gather import HierarchicalAllGather, QuantizedAllGather
 from .gather.unseen_changes import Passes, UnseenChanges
-from .model_collectives import ModelCollectives, RankState
+from .interface import RankState, ZeroPPInterface
 from .muon.matrix_blocks import MatrixBlocks, MomentumWire, batches
 from .own_rank import OwnRank
 from .reduce.gradient_hops import GradientHops
-from .reduce.reduce_scatter import HierarchicalReduceScatter
-from .reduce.unused_parameters import UnusedParameters
+from .reduce.reduce_scatter import HierarchicalReduceScatter, UnusedParameters
 
 
 def apply_zeropp(
@@ -45,10 +44,10 @@ def apply_zeropp(
     """Replace the collectives of a ``fully_shard``-ed model by those that ``config`` asks for.
 
     Call it once, after the last ``fully_shard``, on all ranks alike: it makes process groups. Parts of ZeRO++
-    that are off leave FSDP2's own collectives in place, with their bytes counted. That is all there is for HSDP meshes.
+    that are off leave FSDP2's own collectives in place, with their bytes counted. HSDP meshes get nothing else.
 
-    ``pipeline``: the group of ranks that have the other stages of the model, each with a ``ZeroPP`` of its own.
-    ``tensor_parallel``: the group of ranks that have the other parts of the same parameters. Both are for statistics.
+    ``pipeline``: the group of ranks with the model's other stages, each with its own ``ZeroPP``.
+    ``tensor_parallel``: the group of ranks with the other parts of the same parameters. Both are for statistics.
     ``find_unused_parameters``: leave parameters that no rank used in a step without a gradient; see docs/zeropp.md.
     Raises ValueError for models without FSDP2 units, ZeRO++ on HSDP meshes, unequal nodes, sizes that do not divide.
     """
@@ -59,53 +58,43 @@ def apply_zeropp(
     if find_unused_parameters:
         check_finds_unused(config)
         if not hasattr(units[0].module, "set_reduce_scatter_unused_params"):
-            raise ValueError("find_unused_parameters needs FSDP2's set_reduce_scatter_unused_params: a newer torch")
-    zeropp = ZeroPP(
-        model=model,
-        units=units,
-        config=config,
-        pipeline=pipeline,
-        tensor_parallel=tensor_parallel,
-        find_unused_parameters=find_unused_parameters,
-    )
+            raise ValueError("find_unused_parameters requires FSDP2's set_reduce_scatter_unused_params: a newer torch")
+    zeropp = ZeroPP(model, units, config, pipeline, tensor_parallel, find_unused_parameters)
     if zeropp.is_logging_rank:
         warn(config, units, zeropp.topologies, zeropp.device)
     return zeropp
 
 
-class ZeroPP(ModelCollectives):
-    """What a training loop says to, and reads from, the collectives of one model."""
+class ZeroPP(ZeroPPInterface):
+    """ZeRO++'s collectives of one model on real ranks."""
 
     units: list[FSDPUnit]
 
     def __init__(
         self,
-        *,
         model: nn.Module,
         units: list[FSDPUnit],
         config: ZeroPPConfig,
-        pipeline: dist.ProcessGroup | None = None,
-        tensor_parallel: dist.ProcessGroup | None = None,
-        find_unused_parameters: bool = False,
+        pipeline: dist.ProcessGroup | None,
+        tensor_parallel: dist.ProcessGroup | None,
+        find_unused_parameters: bool,
     ) -> None:
         super().__init__(units, config)
         self._model, self.ranks, self.waits = model, OwnRank(), units[0].waits
         self._pipeline, self._tensor_parallel = pipeline, tensor_parallel
         self._passes = Passes(self.shared.micro_batch)
         topologies = dict.fromkeys(self.topologies)
-        self._unseen_changes = {
-            topology: UnseenChanges(topology, self._passes, self.traffic) for topology in topologies
-        }
+        self._unseen_changes = {each: UnseenChanges(each, self._passes, self.traffic) for each in topologies}
         for unit in units:
             unit.follow_backward(reduces_unused=config.quantized_gradients, watches_use=find_unused_parameters)
         self._unused_parameters: dict[Topology, UnusedParameters] = {}
         if find_unused_parameters:
             for topology in topologies:
-                of_group = [unit for unit in units if unit.topology is topology]
-                self._unused_parameters[topology] = UnusedParameters(topology, of_group, self.traffic)
-        self._agreement = Agreement(units, self.traffic) if config.check_agreement else None
+                members = [unit for unit in units if unit.topology is topology]
+                self._unused_parameters[topology] = UnusedParameters(topology, members, self.traffic)
+        self._consistency_check = RankConsistencyCheck(units, self.traffic) if config.check_agreement else None
         self._gather_stream = new_stream(self.device)
-        self._all_gathers: dict[str, QuantizedAllGather] = {}  # ZeRO++'s by unit, as the next
+        self._all_gathers: dict[str, QuantizedAllGather] = {}  # by unit, without FSDP2's own; as the next
         self._reduce_scatters: dict[str, HierarchicalReduceScatter] = {}
         for unit in units:
             unit.set_collectives(self._all_gather(unit), self._reduce_scatter(unit))
@@ -114,29 +103,29 @@ class ZeroPP(ModelCollectives):
         follow_forward_passes(model, units, self._begin_forward_pass)
 
     def _all_gather(self, unit: FSDPUnit) -> AllGather:
-        """Choose the all-gather for ``unit``: ZeRO++'s, or FSDP2's own where that is all there is to do."""
+        """Choose the all-gather for ``unit``: ZeRO++'s, or FSDP2's own where nothing is quantized or kept."""
         if self.config.hpz_partition_size > 1 and unit.topology.num_nodes > 1:
             unseen_changes = self._unseen_changes[unit.topology]
             self._all_gathers[unit.name] = HierarchicalAllGather(
-                unit, self.shared, unseen_changes, self._agreement, self._gather_stream
+                unit, self.shared, unseen_changes, self._consistency_check, self._gather_stream
             )
         elif self.config.quantized_weights and unit.topology.world_size > 1:
             self._all_gathers[unit.name] = QuantizedAllGather(unit, self.shared)
         else:
-            return PlainAllGather(unit=unit, traffic=self.traffic)
+            return PlainAllGather(unit, self.shared)
         return self._all_gathers[unit.name]
 
     def _reduce_scatter(self, unit: FSDPUnit) -> ReduceScatter:
         """Choose the reduce-scatter for ``unit``: ZeRO++'s, or FSDP2's own where nothing is quantized."""
         if not self.config.quantized_gradients:
-            return PlainReduceScatter(unit=unit, traffic=self.traffic, micro_batch=self.shared.micro_batch)
+            return PlainReduceScatter(unit, self.shared)
         unused_parameters = self._unused_parameters.get(unit.topology)
         self._reduce_scatters[unit.name] = HierarchicalReduceScatter(unit, self.shared, unused_parameters)
         return self._reduce_scatters[unit.name]
 
     @property
     def topologies(self) -> list[Topology]:
-        """Each unit's own process group, nodes and ranks."""
+        """The process group, nodes and ranks of each unit."""
         return [unit.topology for unit in self.units]
 
     @property
@@ -155,26 +144,26 @@ class ZeroPP(ModelCollectives):
         set_is_last_backward(self._model, is_last)
 
     def invalidate(self) -> None:
-        """Say on all ranks that parameters were changed, where a change would not be looked for."""
+        """Force the next gather to send all parameters in full. Call it on all ranks."""
         for unit in self.units:
-            unit.reshard()
+            unit.module.reshard()  # the root stays gathered after an evaluation
             unit.mark_changed()
         for all_gather in self._all_gathers.values():
             all_gather.forget_secondary_partition()
 
     def undo_step(self) -> None:
-        """Say that the gradients since the last optimizer step are thrown away."""
+        """Drop the gradients since the last optimizer step."""
         super().undo_step()
         for unit in self.units:
             unit.forget_use()
 
     def quantization_errors(self) -> dict[str, float]:
-        """What all ranks sampled since the last call, of a unit all ranks that share it; collective."""
+        """Return what all ranks sampled since the last call. Collective."""
         groups = {unit.name: unit.topology.group for unit in self.units}
         return self.shared.monitor.take(groups, self._pipeline, self._tensor_parallel)
 
     def matrix_blocks(self, matrices: Sequence[Tensor], wire: MomentumWire) -> list[tuple[MatrixBlocks, list[Tensor]]]:
-        """``matrices``, by the ranks that share them, in batches."""
+        """Split ``matrices`` by the ranks that share them, and into batches."""
         topology_of = {id(parameter): unit.topology for unit in self.units for parameter in unit.parameters}
         shared: dict[Topology, list[Tensor]] = {}
         for matrix in matrices:
@@ -183,8 +172,8 @@ class ZeroPP(ModelCollectives):
             shared.setdefault(topology_of[id(matrix)], []).append(matrix)
         return [
             (MatrixBlocks(topology, self.traffic, wire), batch)
-            for topology, of_group in shared.items()
-            for batch in batches(of_group, topology.ranks_per_node)
+            for topology, members in shared.items()
+            for batch in batches(members, topology.ranks_per_node)
         ]
 
     def _all_have(self, has: bool) -> bool:
@@ -207,7 +196,7 @@ class ZeroPP(ModelCollectives):
         if torch.is_grad_enabled():
             self.shared.micro_batch.begin(is_last)
         self._passes.begin()
-        # In the order of the model. Not behind the optimizer already: what a program may change between its step and
-        # this pass would have to be looked for on all ranks, over links that are busy with the weights by then.
+        # In the order of the model. Not right after the optimizer's step: all ranks would have to look for what a
+        # program changes between that step and this pass, over links that are busy with the weights by then.
         for all_gather in self._all_gathers.values():
             all_gather.send_early()

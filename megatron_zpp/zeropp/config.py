@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import re
 from dataclasses import dataclass
 from typing import Any
@@ -48,29 +49,24 @@ def config_flag(
     repr: bool = True,
     **bounds: float,
 ) -> Any:
-    """A field that is also the trainer's flag ``name``, which reads all of this from the field's metadata.
+    """Make a field that is also the flag ``name`` of the trainer, which reads it from the field's metadata.
 
-    A field without metadata is no flag. needs: the field without which this flag is an error. zero_is_none: the flag
-    says 0 for None. repr: False where the field says nothing about what checkpoints keep, which know a config by its
-    repr. bounds: of ``Bounds``, for a number.
+    needs: the field without which this flag is an error. zero_is_none: 0 on the command line is None here. repr: False
+    where saved state does not depend on the field, since checkpoints know a config by its repr. bounds: of ``Bounds``.
     """
-    metadata = dict(
-        name=name,
-        help=help,
-        choices=choices,
-        metavar=metavar,
-        needs=needs,
-        zero_is_none=zero_is_none,
-        bounds=Bounds(**bounds),
-    )
-    return dataclasses.field(default=default, repr=repr, metadata=metadata)
+    metadata = dict(name=name, help=help, choices=choices, metavar=metavar, needs=needs, zero_is_none=zero_is_none)
+    return dataclasses.field(default=default, repr=repr, metadata=metadata | {"bounds": Bounds(**bounds)})
+
+
+_qwz_flag = functools.partial(config_flag, needs="quantized_weights")
+_qgz_flag = functools.partial(config_flag, needs="quantized_gradients")
 
 
 @dataclass(frozen=True)
 class LoCoConfig:
     """LoCo (arXiv 2407.04480): low-bit gradients with a moving average of past compression errors.
 
-    What a field means is its help. Raises ValueError for values that cannot be.
+    Each field's help says what it means. Raises ValueError for invalid values.
     """
 
     # In e <- beta * e + (1 - beta) * d.
@@ -87,23 +83,17 @@ class LoCoConfig:
     )
     # "hard", as published, throws away up to e / (1 - beta); "decay" forgets 1 / reset_interval of e at every step.
     reset: str = config_flag(
-        "--zeropp-loco-reset",
-        "hard",
-        "how LoCo's error is reset: all at once, or by a little each step",
-        choices=("hard", "decay"),
+        "--zeropp-loco-reset", "hard", "how LoCo's error is reset: at once, or gradually", choices=("hard", "decay")
     )
     # "inter" has M / P elements of state a rank (M parameters, P ranks per node), "both" M more.
     hops: str = config_flag(
-        "--zeropp-loco-hops",
-        "inter",
-        "hops that LoCo corrects: between nodes, or within them too",
-        choices=("inter", "both"),
+        "--zeropp-loco-hops", "inter", "hops that LoCo corrects: between nodes, or both", choices=("inter", "both")
     )
     error_dtype: str = config_flag(
         "--zeropp-loco-error-dtype", "int8", "how LoCo keeps its error", choices=("int8", "bf16", "fp32")
     )
-    # Keep the error from before each step, too, so that ``undo_step`` takes it back to that. Without this second copy
-    # an undone step leaves no error at all. The trainer sets it where steps with finite gradients are undone.
+    # Also keep the error from before each step, for ``undo_step`` to restore. Without this second copy an undone step
+    # leaves no error at all. The trainer sets it where steps with finite gradients are undone.
     exact_undo: bool = dataclasses.field(default=True, repr=False)
 
     def __post_init__(self) -> None:
@@ -114,10 +104,10 @@ class LoCoConfig:
 class ZeroPPConfig:
     """ZeRO++ and LoCo. Everything is off by default.
 
-    ZeRO++ is arXiv 2306.10209. What a field means is its help, where None is the flag's 0: unquantized, or one scale
-    per parameter and rank. Bits are of ``SUPPORTED_BITS``, block sizes multiples of 8.
+    ZeRO++ is arXiv 2306.10209. Each field's help says what it means; None is the flag's 0: unquantized, or one scale
+    per parameter and rank. Bits are in ``SUPPORTED_BITS``, block sizes are multiples of 8.
 
-    Raises ValueError for values that cannot be, or do not fit together.
+    Raises ValueError for invalid values, and for settings that do not fit together.
     """
 
     quantized_weights: bool = config_flag(
@@ -146,29 +136,17 @@ class ZeroPPConfig:
         "ranks that share a node; default from where the ranks run, or --zero-hpz-partition-size",
         at_least=1,
     )
-    weight_bits: int | None = config_flag(
-        "--zero-weight-bits",
-        8,
-        f"bits of quantized weights between nodes: {_ANY_BITS}",
-        needs="quantized_weights",
+    weight_bits: int | None = _qwz_flag(
+        "--zero-weight-bits", 8, f"bits of quantized weights between nodes: {_ANY_BITS}"
     )
-    # Here and below as quantization.py defines: "absmax" has levels up to the block's largest value; "mean" has steps
-    # that are a multiple of the block's mean |x|, for 1 to 4 bits, and cuts large values off. LoCo returns what that
-    # costs gradients; a copy of weights would lag behind.
-    weight_scaling: str = config_flag(
-        "--zero-weight-scaling",
-        "absmax",
-        "what sets the scale of quantized weights between nodes",
-        choices=SCALINGS,
-        needs="quantized_weights",
-        repr=False,
+    # Defined in quantization.py: "absmax" has levels up to the block's largest value; "mean" has steps that are a
+    # multiple of the block's mean |x|, for 1 to 4 bits, and cuts off large values. LoCo makes up for that in gradients;
+    # a copy of weights would lag behind.
+    weight_scaling: str = _qwz_flag(
+        "--zero-weight-scaling", "absmax", "what sets the scale of weights between nodes", choices=SCALINGS, repr=False
     )
-    weight_intra_bits: int | None = config_flag(
-        "--zero-weight-intra-bits",
-        None,
-        "bits of weights within a node; default unquantized",
-        needs="quantized_weights",
-        zero_is_none=True,
+    weight_intra_bits: int | None = _qwz_flag(
+        "--zero-weight-intra-bits", None, "bits of weights within a node; default unquantized", zero_is_none=True
     )
     weight_intra_scaling: str = config_flag(
         "--zero-weight-intra-scaling",
@@ -178,103 +156,74 @@ class ZeroPPConfig:
         needs="weight_intra_bits",
         repr=False,
     )
-    weight_block_size: int | None = config_flag(
-        "--zero-weight-block-size",
-        256,
-        "elements per weight scale; 0 = one scale per tensor",
-        needs="quantized_weights",
-        zero_is_none=True,
+    weight_block_size: int | None = _qwz_flag(
+        "--zero-weight-block-size", 256, "elements per weight scale; 0 = one scale per tensor", zero_is_none=True
     )
-    gradient_bits: int | None = config_flag(
+    gradient_bits: int | None = _qgz_flag(
         "--zero-gradient-bits",
         4,
         f"bits of quantized gradients between nodes: {_ANY_BITS}; 0 = unquantized",
-        needs="quantized_gradients",
         zero_is_none=True,
     )
-    gradient_scaling: str | None = config_flag(
+    gradient_scaling: str | None = _qgz_flag(
         "--zero-gradient-scaling",
         None,
         "what sets the scale of gradients between nodes; default mean below 4 bits, absmax from 4 on",
         choices=SCALINGS,
-        needs="quantized_gradients",
         repr=False,
     )
-    # In the default code of so many bits, whatever the scaling is later. Not in repr: LoCo's error is kept alike.
-    gradient_bits_warmup: str | None = config_flag(
+    # Uses the default code for its number of bits, whatever the scaling is later.
+    gradient_bits_warmup: str | None = _qgz_flag(
         "--zero-gradient-bits-warmup",
         None,
         "bits of gradients between nodes during the first optimizer steps, such as 500:4; steps that are skipped do "
         "not count",
         metavar="STEPS:BITS",
-        needs="quantized_gradients",
         repr=False,
     )
-    gradient_intra_bits: int | None = config_flag(
-        "--zero-gradient-intra-bits",
-        8,
-        "bits of quantized gradients within a node; 0 = unquantized",
-        needs="quantized_gradients",
-        zero_is_none=True,
+    gradient_intra_bits: int | None = _qgz_flag(
+        "--zero-gradient-intra-bits", 8, "bits of quantized gradients within a node; 0 = unquantized", zero_is_none=True
     )
-    gradient_intra_scaling: str | None = config_flag(
+    gradient_intra_scaling: str | None = _qgz_flag(
         "--zero-gradient-intra-scaling",
         None,
         "what sets the scale of gradients within a node; default mean below 4 bits, absmax from 4 on",
         choices=SCALINGS,
-        needs="quantized_gradients",
         repr=False,
     )
-    gradient_block_size: int | None = config_flag(
-        "--zero-gradient-block-size",
-        128,
-        "elements per gradient scale; 0 = one scale per tensor",
-        needs="quantized_gradients",
-        zero_is_none=True,
+    gradient_block_size: int | None = _qgz_flag(
+        "--zero-gradient-block-size", 128, "elements per gradient scale; 0 = one scale per tensor", zero_is_none=True
     )
     # "nearest" rounds half to even; "stochastic" draws from a counter-based generator.
-    weight_rounding: str = config_flag(
-        "--zero-weight-rounding",
-        "nearest",
-        "rounding of quantized weights",
-        choices=ROUNDINGS,
-        needs="quantized_weights",
+    weight_rounding: str = _qwz_flag(
+        "--zero-weight-rounding", "nearest", "rounding of quantized weights", choices=ROUNDINGS
     )
-    gradient_rounding: str = config_flag(
-        "--zero-gradient-rounding",
-        "nearest",
-        "rounding of quantized gradients",
-        choices=ROUNDINGS,
-        needs="quantized_gradients",
+    gradient_rounding: str = _qgz_flag(
+        "--zero-gradient-rounding", "nearest", "rounding of quantized gradients", choices=ROUNDINGS
     )
-    # Of the sum within a node between a step's micro-batches. All but fp32 are rounded stochastically.
-    gradient_sum_dtype: str = config_flag(
+    # All but fp32 are rounded stochastically.
+    gradient_sum_dtype: str = _qgz_flag(
         "--zero-gradient-sum-dtype",
         "fp32",
-        "how a node's sums of gradients are kept from micro-batch to micro-batch; int8 in blocks, as gradients travel",
+        "how a node's sums of gradients are kept between micro-batches; int8 in blocks, as gradients are sent",
         choices=("fp32", "bf16", "int8"),
-        needs="quantized_gradients",
         repr=False,
     )
-    offload_gradient_sums: bool = config_flag(
+    offload_gradient_sums: bool = _qgz_flag(
         "--zero-offload-gradient-sums",
         False,
         "keep the node's sums of gradients in host memory from micro-batch to micro-batch",
-        needs="quantized_gradients",
         repr=False,
     )
-    # "int8" takes half the memory and quantizes the gathers within the node at no further loss. Needs qwZ.
+    # "int8" takes half the memory and quantizes the gathers within the node at no further loss.
     hpz_secondary_dtype: str = config_flag(
-        "--hpz-secondary-dtype",
-        "16bit",
-        "how hpZ keeps its copy: as the values, or as int8 blocks",
-        choices=("16bit", "int8"),
+        "--hpz-secondary-dtype", "16bit", "how hpZ keeps its copy: values, or int8 blocks", choices=("16bit", "int8")
     )
-    # After SDP4Bit, arXiv 2410.15526; what was lost stays in the next difference. Needs hpZ.
+    # After SDP4Bit, arXiv 2410.15526; what was lost stays in the next difference.
     weight_difference_bits: int | None = config_flag(
         "--zero-weight-difference-bits",
         None,
-        "send between nodes only what changed since hpZ's copy, in so many bits, such as 4",
+        "send between nodes only what changed since hpZ's copy, in this many bits, such as 4",
         zero_is_none=True,
     )
     weight_difference_scaling: str = config_flag(
@@ -300,13 +249,9 @@ class ZeroPPConfig:
         needs="weight_difference_bits",
         zero_is_none=True,
     )
-    hadamard: bool = config_flag(
-        "--zero-hadamard",
-        False,
-        "rotate gradients by 32 x 32 Hadamard matrices before they are quantized",
-        needs="quantized_gradients",
+    hadamard: bool = _qgz_flag(
+        "--zero-hadamard", False, "rotate gradients by 32 x 32 Hadamard matrices before they are quantized"
     )
-    # Not in repr, by which saved state is told apart: it changes nothing that is kept.
     check_agreement: bool = config_flag(
         "--zero-check-agreement",
         False,
@@ -315,18 +260,13 @@ class ZeroPPConfig:
     )
     # Of all that is quantized but LoCo's errors.
     scale_dtype: str = config_flag(
-        "--zero-scale-dtype",
-        "fp32",
-        "how scales travel; bf16 halves them",
-        choices=tuple(SCALE_DTYPES),
-        repr=False,
+        "--zero-scale-dtype", "fp32", "dtype of scales; bf16 halves them", choices=tuple(SCALE_DTYPES), repr=False
     )
-    # Learned from what travels, at both ends alike. Not in repr, by which saved state is told apart: description.py.
-    gradient_element_scales: bool = config_flag(
+    # Learned at both ends alike from what is sent. Not in repr: ``description.fingerprint`` adds it where it is on.
+    gradient_element_scales: bool = _qgz_flag(
         "--zero-gradient-element-scales",
         False,
-        "give each element of gradients between nodes a scale of its own, which ranks learn from the codes that travel",
-        needs="quantized_gradients",
+        "scale each element of gradients between nodes by itself, as ranks learn from the codes that are sent",
         repr=False,
     )
     seed: int = 0  # of stochastic rounding; the trainer sets it to --seed
@@ -339,10 +279,11 @@ class ZeroPPConfig:
                 raise ValueError(f"{name} must be one of {SUPPORTED_BITS}, or None for unquantized; got {value}")
             if name.endswith("_block_size") and value is not None and (value < 8 or value % 8):
                 raise ValueError(f"{name} must be a positive multiple of 8, or None for per tensor; got {value}")
-        for name in ("weight", "weight_intra", "weight_difference", "gradient", "gradient_intra"):
+        for name, required in _REQUIREMENTS:
+            if getattr(self, name) != getattr(type(self), name) and not self._has(required):
+                raise ValueError(f"{name} requires {required}")
+        for name in _CODES:
             bits, scaling = getattr(self, f"{name}_bits"), getattr(self, f"{name}_scaling")
-            if bits is None and scaling != getattr(type(self), f"{name}_scaling"):
-                raise ValueError(f"{name}_scaling {scaling} is about quantized values: set {name}_bits")
             if bits is not None:
                 try:
                     Code(bits, scaling)
@@ -355,54 +296,22 @@ class ZeroPPConfig:
                 f"hpz_partition_size {self.hpz_partition_size} and ranks_per_node {self.ranks_per_node} differ: "
                 "the secondary partition lives within a node, so set them equal or leave ranks_per_node out"
             )
-        if self.quantized_weights and self.weight_bits is None:
-            raise ValueError("quantized_weights with weight_bits None quantizes nothing: set the bits or leave it out")
         if self.loco is not None and self.loco.hops == "both" and self.gradient_intra_bits is None:
-            raise ValueError('LoCo\'s hops "both" corrects the hop within a node, which is unquantized: set its bits')
-        if self.loco is not None and not self.quantized_gradients:
-            raise ValueError("LoCo corrects quantized gradients: set quantized_gradients too")
-        if self.loco is not None and self.gradient_bits is None:
-            raise ValueError("LoCo corrects the hop between nodes, which gradient_bits=None leaves unquantized")
-        if self.hpz_partition_size == 1:
-            for name, off in (
-                ("weight_intra_bits", None),
-                ("weight_difference_bits", None),
-                ("hpz_secondary_dtype", "16bit"),
-                ("check_agreement", False),
-            ):
-                if getattr(self, name) != off:
-                    raise ValueError(f"{name} is about the secondary partition: set hpz_partition_size")
-        if self.hpz_secondary_dtype == "int8":
-            if not self.quantized_weights or self.weight_bits is None:
-                raise ValueError("hpz_secondary_dtype int8 keeps quantized blocks: set quantized_weights")
-            if self.weight_intra_bits is not None:
-                raise ValueError(
-                    "hpz_secondary_dtype int8 passes the blocks on as they are: leave weight_intra_bits out"
-                )
-        if self.gradient_element_scales and not self.quantized_gradients:
-            raise ValueError("gradient_element_scales is about quantized gradients: set quantized_gradients too")
+            raise ValueError('LoCo\'s hops "both" requires gradient_intra_bits')
+        if self.hpz_secondary_dtype == "int8" and self.weight_intra_bits is not None:
+            raise ValueError("hpz_secondary_dtype int8 sends the blocks on as they are: leave weight_intra_bits out")
         learns = self.gradient_bits not in (None, 1) or self.gradient_bits_warmup is not None
         if self.gradient_element_scales and not learns:
             raise ValueError(
                 "gradient_element_scales learns from how large the codes between nodes are, which gradient_bits "
                 f"{self.gradient_bits} does not say: set 2 to 8 bits, or more bits at first (gradient_bits_warmup)"
             )
-        if self.hadamard and not self.quantized_gradients:
-            raise ValueError("hadamard rotates quantized gradients: set quantized_gradients too")
-        if (self.gradient_sum_dtype != "fp32" or self.offload_gradient_sums) and not self.quantized_gradients:
-            raise ValueError(
-                "gradient_sum_dtype and offload_gradient_sums are about sums of quantized gradients: set "
-                "quantized_gradients too"
-            )
         if self.hadamard and (self.gradient_block_size or 32) % 32:
-            raise ValueError(f"hadamard needs gradient blocks of a multiple of 32, got {self.gradient_block_size}")
+            raise ValueError(f"hadamard requires gradient blocks of a multiple of 32, got {self.gradient_block_size}")
 
-    def sums_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """What gradients in ``dtype`` that stay unquantized travel in between nodes, where they are a node's sums.
-
-        In fp32 where the others are quantized: few are left, so that it costs nothing to keep all digits.
-        """
-        return dtype if self.gradient_bits is None else torch.float32
+    def _has(self, name: str) -> bool:
+        value = getattr(self, name)
+        return bool(value > 1) if name == "hpz_partition_size" else value not in (None, False)
 
     def _check_bits_warmup(self, name: str) -> None:
         text, bits = getattr(self, f"{name}_bits_warmup"), getattr(self, f"{name}_bits")
@@ -412,22 +321,13 @@ class ZeroPPConfig:
             warmup = BitsWarmup.parse(text)
         except ValueError as error:
             raise ValueError(f"{name}_bits_warmup {error}") from None
-        if bits is None or (name == "gradient" and not self.quantized_gradients):
-            raise ValueError(f"{name}_bits_warmup {text} is about quantized values: set {name}_bits")
         if warmup.bits not in SUPPORTED_BITS or warmup.bits <= bits:
             raise ValueError(
                 f"{name}_bits_warmup {text} must have bits of {SUPPORTED_BITS}, and more than {name}_bits {bits}"
             )
 
-    def gradient_code(self, step: float) -> tuple[int | None, str | None]:
-        """Bits and scaling of gradients between nodes in the optimizer step that ``step`` others came before."""
-        return self._code_of("gradient", step)
-
-    def weight_difference_code(self, step: float) -> tuple[int | None, str | None]:
-        """Bits and scaling of the weight differences that this optimizer step makes."""
-        return self._code_of("weight_difference", step)
-
-    def _code_of(self, name: str, step: float) -> tuple[int | None, str | None]:
+    def code_at(self, name: str, step: float) -> tuple[int | None, str | None]:
+        """Return bits and scaling of "gradient" or "weight_difference" between nodes, ``step`` optimizer steps in."""
         text = getattr(self, f"{name}_bits_warmup")
         warmup = BitsWarmup.parse(text) if text is not None else None
         if warmup is not None and step < warmup.steps:
@@ -436,7 +336,7 @@ class ZeroPPConfig:
 
     @property
     def has_bits_warmup(self) -> bool:
-        """Whether what travels depends on the number of optimizer steps so far."""
+        """Whether what is sent depends on the number of optimizer steps so far."""
         return self.gradient_bits_warmup is not None or self.weight_difference_bits_warmup is not None
 
     @property
@@ -446,10 +346,33 @@ class ZeroPPConfig:
 
     @property
     def stated_ranks_per_node(self) -> int | None:
-        """What the settings say of a node's ranks: that of the secondary partition, where nothing else does."""
+        """The ranks per node that were set, or else the ranks of a secondary partition."""
         if self.ranks_per_node is None and self.hpz_partition_size > 1:
             return self.hpz_partition_size
         return self.ranks_per_node
+
+
+# What is sent as codes. Each NAME has NAME_bits and NAME_scaling, and some have NAME_bits_warmup.
+_CODES = ("weight", "weight_intra", "weight_difference", "gradient", "gradient_intra")
+# A field that differs from its default, and the field that must be set with it.
+_REQUIREMENTS = (
+    *((f"{name}_scaling", f"{name}_bits") for name in _CODES),
+    ("quantized_weights", "weight_bits"),  # or it would quantize nothing
+    ("loco", "quantized_gradients"),
+    ("loco", "gradient_bits"),
+    ("hadamard", "quantized_gradients"),
+    ("gradient_element_scales", "quantized_gradients"),
+    ("gradient_sum_dtype", "quantized_gradients"),
+    ("offload_gradient_sums", "quantized_gradients"),
+    ("gradient_bits_warmup", "quantized_gradients"),
+    ("gradient_bits_warmup", "gradient_bits"),
+    ("weight_difference_bits_warmup", "weight_difference_bits"),
+    ("weight_intra_bits", "hpz_partition_size"),
+    ("weight_difference_bits", "hpz_partition_size"),
+    ("check_agreement", "hpz_partition_size"),
+    ("hpz_secondary_dtype", "hpz_partition_size"),
+    ("hpz_secondary_dtype", "quantized_weights"),
+)
 
 
 def check_fields(config: Any, owner: str) -> None:
@@ -468,4 +391,6 @@ def check_fields(config: Any, owner: str) -> None:
 def check_finds_unused(config: ZeroPPConfig) -> None:
     """Raise ValueError where ``find_unused_parameters`` would have no effect."""
     if not config.quantized_gradients:
-        raise ValueError("find_unused_parameters is about quantized_gradients; FSDP2's own leave unused parameters out")
+        raise ValueError(
+            "find_unused_parameters requires quantized_gradients; FSDP2 itself leaves unused parameters out"
+        )

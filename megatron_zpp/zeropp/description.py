@@ -1,18 +1,16 @@
-"""What is said of a configuration on some ranks, to people and to checkpoints."""
+"""How a configuration on some ranks is described to people, and identified in checkpoints."""
 
 from __future__ import annotations
 
 import logging
 import os
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
-from torch import Tensor
 
 from .config import BitsWarmup, ZeroPPConfig
-from .fsdp.state_keys import below
 from .fsdp.topology import RankLayout
 from .fsdp.unit import Unit
 from .wire import kernels
@@ -23,9 +21,9 @@ logger = logging.getLogger(__name__)
 
 
 def describe(config: ZeroPPConfig, layouts: Sequence[RankLayout]) -> str:
-    """One line: the nodes and ranks, and how weights and gradients travel. A line for each group that units live on.
+    """Describe the nodes and ranks, and how weights and gradients are sent: a line for each group of units.
 
-    layouts: of each unit.
+    layouts: one for each unit.
     """
     num_units = Counter((layout.num_nodes, layout.ranks_per_node) for layout in layouts)
     lines = [_describe_group(config, *shape) for shape in num_units]
@@ -37,8 +35,8 @@ def describe(config: ZeroPPConfig, layouts: Sequence[RankLayout]) -> str:
 def _describe_group(config: ZeroPPConfig, num_nodes: int, ranks_per_node: int) -> str:
     line = f"{num_nodes} {_plural('node', num_nodes)} of {ranks_per_node} {_plural('rank', ranks_per_node)}; "
     if num_nodes * ranks_per_node == 1:
-        return line + "nothing travels"
-    line += f"weights travel {_weights(config, num_nodes)}; gradients {_gradients(config, num_nodes, ranks_per_node)}"
+        return line + "nothing is sent"
+    line += f"weights are sent {_weights(config, num_nodes)}; gradients {_gradients(config, num_nodes, ranks_per_node)}"
     return line + (f"; seed {config.seed}" if "stochastic" in line else "")
 
 
@@ -94,11 +92,11 @@ def _plural(noun: str, count: int) -> str:
 
 
 def fingerprint(config: ZeroPPConfig, layouts: Sequence[RankLayout], units: Sequence[Unit]) -> int:
-    """A number that tells one layout of a rank's state from another; ``layouts`` are those of the units."""
+    """Return a number that identifies the layout of a rank's state; ``layouts`` has one for each unit."""
     shapes = [(layout.num_nodes, layout.ranks_per_node, layout.rank) for layout in layouts]
     shape = shapes[0] if len(set(shapes)) == 1 else shapes
     shards = [(unit.name, [(p.numel, p.quantizable) for p in unit.shards]) for unit in units]
-    # The seed of stochastic rounding changes what comes, not what is kept. Nor do the fields that have no repr.
+    # The seed of stochastic rounding, and the fields without repr, do not change what is kept.
     # How copies are kept as wires; there was one way when the first states were saved.
     ways = (config.weight_scaling, config.scale_dtype)
     kept_as = [] if ways == ("absmax", "fp32") else [repr(ways)]
@@ -107,27 +105,10 @@ def fingerprint(config: ZeroPPConfig, layouts: Sequence[RankLayout], units: Sequ
 
 
 def state_prefix(rank: int, config: ZeroPPConfig, layouts: Sequence[RankLayout], units: Sequence[Unit]) -> str:
-    """Of the keys of a rank's state. They name its layout, so that a loader misses them where it has another one."""
+    """Return the prefix of the keys of a rank's state. It names the layout, so a loader with another finds no keys."""
     shapes = dict.fromkeys((layout.num_nodes, layout.ranks_per_node) for layout in layouts)
     nodes = " and ".join(f"{num_nodes} x {ranks_per_node}" for num_nodes, ranks_per_node in shapes)
     return f"{rank}.{nodes} ranks, settings {fingerprint(config, layouts, units):08x}/"
-
-
-def state_of(
-    rank: int,
-    state: Mapping[str, Tensor],
-    config: ZeroPPConfig,
-    layouts: Sequence[RankLayout],
-    units: Sequence[Unit],
-) -> dict[str, Tensor] | None:
-    """What a saved ``state`` has for a rank of this layout, by KIND/UNIT/KEY; None: it is of another one."""
-    own = below(state, state_prefix(rank, config, layouts, units))
-    if own:
-        return own
-    # Earlier versions kept the fingerprint as a number, and left the rank to whoever saved.
-    own = below(state, f"{rank}.") or dict(state)
-    is_ours = "fingerprint" in own and int(own["fingerprint"]) == fingerprint(config, layouts, units)
-    return own if is_ours else None
 
 
 def warn_of_lost_state() -> None:
@@ -139,12 +120,15 @@ def warn_of_lost_state() -> None:
 
 
 def warn(config: ZeroPPConfig, units: Sequence[Unit], layouts: Sequence[RankLayout], device: torch.device) -> None:
-    """Of settings without effect, and of what makes a run slow; on one rank, with all units and the layout of each."""
+    """Warn of settings without effect, and of what makes a run slow. Call it on one rank.
+
+    layouts: one for each unit.
+    """
     if device.type == "cuda" and os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
         logger.warning(
             "CUDA_DEVICE_MAX_CONNECTIONS=1 puts the kernels of all streams in one queue, so that communication waits "
             "for computation and computation for communication: unset it (Megatron's scripts set it for its own "
-            "tensor parallelism, which FSDP2 has not)"
+            "tensor parallelism, which FSDP2 does not use)"
         )
     if config.quantized_weights or config.quantized_gradients:
         kernels.warn_if_missing(device)
@@ -159,7 +143,7 @@ def warn(config: ZeroPPConfig, units: Sequence[Unit], layouts: Sequence[RankLayo
             if config.loco is not None and config.loco.hops == "inter":
                 logger.warning("LoCo has no effect on %s: it corrects the hop between nodes", where)
             if config.gradient_element_scales:
-                logger.warning("gradient_element_scales has no effect on %s: it is about the hop between nodes", where)
+                logger.warning("gradient_element_scales has no effect on %s: it scales the hop between nodes", where)
             if config.quantized_gradients and config.gradient_intra_bits is None:
                 logger.warning(
                     "qgZ has no effect on %s: gradient_intra_bits leaves the hop within it unquantized", where
@@ -172,7 +156,7 @@ def warn(config: ZeroPPConfig, units: Sequence[Unit], layouts: Sequence[RankLayo
     if small:
         named = ", ".join(small[:5]) + (f" and {len(small) - 5} more" if len(small) > 5 else "")
         logger.warning(
-            "matrices of %s travel unquantized: a rank holds fewer than %d elements of them, too few for a scale",
+            "matrices of %s are sent unquantized: a rank holds fewer than %d elements of them, too few for a scale",
             named,
             FEWEST_QUANTIZED,
         )

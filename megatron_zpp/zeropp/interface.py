@@ -1,36 +1,39 @@
-"""What real and emulated ranks have in common: all that a training loop has to know of either."""
+"""What a training loop has to know of real and of emulated ranks, and what the collectives of both do alike."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from .config import ZeroPPConfig
+from .description import describe, state_prefix, warn_of_lost_state
+from .fsdp.shared import Shared, below
 from .fsdp.topology import RankLayout
-from .fsdp.traffic import Traffic
+from .fsdp.unit import Unit
 from .fsdp.waits import Waits
 from .muon.matrix_blocks import MomentumWire, Orthogonalize
+from .reduce.gradient_hops import GradientHops
 
 
 class RandomStates(Protocol):
     """The random states of the ranks that this process computes for."""
 
-    def seed(self, of_rank: Callable[[int], int]) -> None:
-        """Let rank r begin as with ``torch.manual_seed(of_rank(r))``."""
+    def seed(self, seed_of: Callable[[int], int], /) -> None:
+        """Seed each rank r as ``torch.manual_seed(seed_of(r))`` does."""
 
     def state_dict(self) -> dict[str, Tensor]:
-        """The states, uint8, by RANK.DEVICE."""
+        """Return the states, uint8, by RANK.DEVICE."""
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Take back what ``state_dict`` gave."""
+        """Restore states that ``state_dict`` returned."""
 
 
 class Ranks(Protocol):
-    """The R of all W ranks that this process computes for: its own, or all that it emulates.
+    """The R of all W ranks that this process computes for: one real rank, or all emulated ones.
 
     ``for as_rank in ranks: with as_rank: ...`` computes as each of them, in turn; ``len(ranks)`` is R.
     """
@@ -48,22 +51,22 @@ class Ranks(Protocol):
     def __iter__(self) -> Iterator[AbstractContextManager[None]]: ...
 
     def step_by_shards(self, optimizer: torch.optim.Optimizer) -> None:
-        """Let ``optimizer`` move each rank's shard of a parameter by itself, as on real ranks.
+        """Let ``optimizer`` update each rank's shard of a parameter separately, as on real ranks.
 
-        For equality to the bit on a CPU: torch's fused AdamW rounds the last elements of a tensor differently.
+        This makes emulation equal to the bit on a CPU: torch's fused AdamW rounds a tensor's last elements differently.
         """
 
     def shards_of(self, tensor: Tensor) -> Sequence[Tensor]:
-        """The shard of a parameter, or of its gradient, that each of the R ranks holds and counts.
+        """Return the shard of a parameter, or of its gradient, that each of the R ranks holds and counts.
 
-        Every element is in one shard of one of the W ranks: where several ranks hold it, the first does. Shards can be
-        empty. Raises ValueError for a DTensor whose sum over ranks is still to come.
+        Every element is in the shard of one of the W ranks: the first of those that hold it. Shards can be empty.
+        Raises ValueError for a DTensor that is a partial sum.
         """
 
-    def gather(self, of_ranks: Tensor) -> Tensor:
-        """One number of each rank, from [R] of this process to [W] of all, in rank order. Collective.
+    def gather(self, local: Tensor, /) -> Tensor:
+        """Gather one number per rank, from [R] of this process to [W] of all, in rank order. Collective.
 
-        Of an island's ranks, [W / K] of that island.
+        With K islands: [W / K], from the ranks of this island.
         """
 
 
@@ -74,10 +77,10 @@ class MatrixBlocksInterface(Protocol):
     """
 
     def gather(self, shards: Sequence[Tensor], shapes: Sequence[torch.Size], wire: MomentumWire | None = None) -> Any:
-        """The rows of all nodes, which whole matrices are made of; None: there is one node. Collective."""
+        """Gather the rows of whole matrices from all nodes; None on one node. Collective."""
 
     def own_rows(self, gathered: Any, shards: Sequence[Tensor]) -> list[Tensor]:
-        """Of what ``gather`` gave this process's own, as it travelled, in bf16."""
+        """Return this process's rows of what ``gather`` returned, as they were sent, in bf16."""
 
     def orthogonalized(
         self,
@@ -87,95 +90,171 @@ class MatrixBlocksInterface(Protocol):
         gathered: Any = None,
         is_stale: bool = False,
     ) -> list[Tensor]:
-        """This process's part of the results, fp32, of each node's block of rows or of what was gathered. Collective.
+        """Orthogonalize each node's block of rows, or what was gathered; return this process's part, fp32. Collective.
 
-        is_stale: that was in an earlier step, and each node puts its rows of now into it.
+        is_stale: it was gathered in an earlier step, and each node puts its current rows into it.
         """
 
 
-class ZeroPPInterface(Protocol):
-    """What a training loop says to, and reads from, the collectives of one model: ZeroPP, EmulatedZeroPP."""
+class Stateful(Protocol):
+    """One unit's gathers, or reductions, on one rank."""
 
-    config: ZeroPPConfig
-    traffic: Traffic  # what the ranks of this process have sent
+    def state_dict(self) -> dict[str, Tensor]: ...
 
-    @property
-    def ranks(self) -> Ranks:
-        """The ranks whose collectives these are."""
+    def load_state_dict(self, state: dict[str, Tensor]) -> None: ...
+
+
+class RankState(NamedTuple):
+    """What one rank must keep for an exact continuation."""
+
+    rank: int  # in the job
+    layouts: Sequence[RankLayout]  # of each unit, or one for all
+    weights: Mapping[str, Stateful]  # by unit
+    gradients: Mapping[str, Stateful]
+
+    def parts(self) -> Iterator[tuple[str, Stateful]]:
+        """Yield each unit's gathers and reductions with the prefix of their keys."""
+        for kind, by_unit in (("weights", self.weights), ("gradients", self.gradients)):
+            for unit, part in by_unit.items():
+                yield f"{kind}/{unit or 'root'}/", part
+
+
+class ZeroPPInterface:
+    """The collectives of one model, as a training loop sees them: ZeroPP and EmulatedZeroPP."""
+
+    ranks: Ranks  # whose collectives these are
+    waits: Waits | None  # how long this rank waited for collectives; None for emulated ranks
+
+    def __init__(self, units: Sequence[Unit], config: ZeroPPConfig) -> None:
+        self.units, self.config, self.shared = units, config, Shared(config)
+        self.traffic = self.shared.traffic  # what the ranks of this process have sent
+        (self.device,) = {unit.device for unit in units}  # of unsharded parameters and of LoCo's errors
 
     @property
     def topologies(self) -> Sequence[RankLayout]:
-        """Of each unit: the nodes and ranks that shard it."""
+        """The nodes and ranks that shard each unit."""
+        raise NotImplementedError
 
     @property
-    def device(self) -> torch.device:
-        """Where the model's unsharded parameters and LoCo's errors live."""
-
-    @property
-    def waits(self) -> Waits | None:
-        """How long this rank waited for collectives; None of emulated ranks, which have none."""
+    def is_logging_rank(self) -> bool:
+        """Whether this process logs for the job."""
+        return True
 
     def describe(self) -> str:
-        """One line: the topology, and how weights and gradients travel."""
+        """Describe the nodes and ranks, and how weights and gradients are sent: a line for each group of units."""
+        return describe(self.config, self.topologies)
 
     def set_is_last_micro_batch(self, is_last: bool) -> None:
-        """Say before a backward pass whether it is the optimizer step's last; only that one crosses nodes."""
+        """Mark whether the next backward pass is the last of this optimizer step; only that one crosses nodes."""
+        raise NotImplementedError
 
     def invalidate(self) -> None:
-        """Say that parameters were changed; they are gathered anew, and in full where only differences travel.
+        """Force the next gather to send all parameters in full. Call it on all ranks.
 
-        Call it on all ranks. Needed only where no change is looked for: within a forward pass, or between the
-        micro-batches of one step; and after other weights were written over those of a step that no pass has used.
+        Needed only after changes that are not looked for: within a forward pass, or between the micro-batches of one
+        step; and after other weights were written over those of a step that no pass has used.
         """
+        raise NotImplementedError
+
+    @contextmanager
+    def _swapped_weights(self) -> Iterator[None]:
+        self.invalidate()
+        try:
+            yield
+        finally:
+            self.invalidate()
 
     def swapped_weights(self) -> AbstractContextManager[None]:
-        """Write other weights in here, on all ranks, and put the own ones back by its end: ``invalidate`` at both."""
+        """Write other weights inside this context, on all ranks, and restore the weights before it ends."""
+        return self._swapped_weights()
 
     def undo_step(self) -> None:
-        """Say that the gradients since the last optimizer step are thrown away (an overflow, an exception).
+        """Drop the gradients since the last optimizer step (after an overflow, or an exception).
 
-        LoCo's errors and the scales of elements return to what they were, and micro-batches that wait for the last one
-        are dropped. Without ``LoCoConfig.exact_undo``, errors that these gradients have moved become zero.
+        Restores LoCo's errors and the scales of elements, and drops what was kept for the step's last micro-batch.
+        Without ``LoCoConfig.exact_undo``, errors that these gradients have changed become zero.
         """
+        self.shared.micro_batch.undo_step()
+        for hops in self._hops():
+            hops.undo_step()
 
     def rescale_errors(self, factor: float) -> None:
-        """Say that the loss scale was multiplied by ``factor`` after the last backward pass."""
+        """Multiply LoCo's errors by ``factor``, by which the loss scale changed after the last backward pass."""
+        for hops in self._hops():
+            hops.rescale_errors(factor)
 
     def set_optimizer_steps(self, steps: int) -> None:
-        """Say how many optimizer steps the run has taken, skipped ones left out, where no loaded state says it.
+        """Set how many optimizer steps the run has taken, without skipped ones, where no loaded state says it.
 
-        Bits that warm up go by that number. It counts on by itself: a step's gradients count when the next forward pass
-        begins, unless ``undo_step`` was called.
+        A warm-up of bits depends on this number. It counts on by itself: a step's gradients count when the next forward
+        pass begins, unless ``undo_step`` was called.
         """
+        self.shared.micro_batch.set_optimizer_steps(steps)
 
     def monitor_errors(self, every: int | None) -> None:
-        """Sample quantization errors at every so many optimizer steps; None = never. A sample costs some decodings."""
+        """Sample quantization errors every ``every`` optimizer steps, at the cost of decoding; None turns it off."""
+        self.shared.monitor.every = every
 
     def quantization_errors(self) -> dict[str, float]:
-        """What all ranks sampled since the last call, by ``STATISTIC/WHAT`` and ``STATISTIC/WHAT/UNIT``; collective.
+        """Return what all ranks sampled since the last call, by ``STATISTIC/WHAT`` and ``STATISTIC/WHAT/UNIT``.
 
-        WHAT: ``weights``, ``gradients/intra``, ``gradients/inter``. STATISTIC: ``error``, RMS error / RMS value;
-        ``error-state``, RMS of LoCo's error / RMS of the gradients it is added to; ``largest-codes``, the share of
-        codes of the outermost levels in blocks that are not zero; ``nonfinite-blocks``, the number of blocks with a NaN
-        or Inf.
+        Collective. WHAT: ``weights``, ``gradients/intra``, ``gradients/inter``. STATISTIC: ``error``, RMS error / RMS
+        value; ``error-state``, RMS of LoCo's error / RMS of the gradients it is added to; ``largest-codes``, the share
+        of codes of the outermost levels in blocks that are not zero; ``nonfinite-blocks``, the number of blocks with a
+        NaN or Inf.
         """
+        raise NotImplementedError
 
     def matrix_blocks(
         self, matrices: Sequence[Tensor], wire: MomentumWire
     ) -> Sequence[tuple[MatrixBlocksInterface, list[Tensor]]]:
-        """For ``Muon``: ``matrices`` of the model, by the ranks that share them and send by ``wire``, in batches."""
+        """Split the model's ``matrices`` for ``Muon`` into batches, each with the ranks that share it."""
+        raise NotImplementedError
 
     def state_dict(self) -> dict[str, Tensor]:
-        """What the ranks must keep for an exact continuation: LoCo's errors, element scales, copies, noise counters.
+        """Return what this process needs for an exact continuation: LoCo's errors, element scales, copies, counters.
 
-        Keys begin with "RANK.", so that those of all ranks make one state. They and their shapes are the same from the
-        start, as ``torch.distributed.checkpoint`` wants it, which loads into what it finds here. Training on changes
-        nothing in what was given.
+        Keys begin with "RANK.", so the states of all ranks merge into one. Keys and shapes are the same from the start,
+        as ``torch.distributed.checkpoint`` needs it, which loads into what it finds here. Training does not change
+        returned tensors.
         """
+        state: dict[str, Tensor] = {}
+        for rank_state in self._rank_states():
+            kept = {prefix + key: v for prefix, part in rank_state.parts() for key, v in part.state_dict().items()}
+            if kept or self.config.has_bits_warmup:  # a run may begin with a warm-up when it resumes
+                kept |= self.shared.micro_batch.state_dict()
+            state |= {self._prefix(rank_state) + key: value for key, value in kept.items()}
+        return state
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        """Take back what ``state_dict`` gave on the same ranks of the same layout; collective.
+        """Load state saved by the same ranks of the same layout. Collective.
 
-        State of another model, layout or config is left out with a warning, on all ranks if one does not find its own:
-        then all begins anew, and weights are gathered in full.
+        State of another model, layout or config is ignored with a warning, on all ranks if one finds none of its own:
+        then LoCo's errors begin at zero and weights are gathered in full.
         """
+        ranks = self._rank_states()
+        kept = [below(state, self._prefix(rank)) for rank in ranks]
+        if not self._all_have(all(kept)):  # one rank alone would send other bytes than the rest expect
+            kept = [{} for _ in ranks]
+            if self.is_logging_rank and self.state_dict():
+                warn_of_lost_state()
+        self.invalidate()
+        for rank, values in zip(ranks, kept, strict=True):
+            self.shared.micro_batch.load_state_dict(values)
+            for prefix, part in rank.parts():
+                part.load_state_dict(below(values, prefix))
+
+    def _prefix(self, rank_state: RankState) -> str:
+        return state_prefix(rank_state.rank, self.config, rank_state.layouts, self.units)
+
+    def _all_have(self, has: bool) -> bool:
+        """Return whether ``has`` is true on all ranks that share units. Collective."""
+        return has
+
+    def _hops(self) -> Iterator[GradientHops]:
+        """Yield the hops of all units and ranks of this process."""
+        raise NotImplementedError
+
+    def _rank_states(self) -> list[RankState]:
+        """Return the state of each of this process's ranks."""
+        raise NotImplementedError

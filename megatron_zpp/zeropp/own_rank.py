@@ -1,9 +1,9 @@
-"""A real rank as a training loop sees it; compare EmulatedRanks."""
+"""A real rank as a training loop sees it, with the random states that dropout draws from; compare EmulatedRanks."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 import torch.distributed as dist
@@ -11,15 +11,15 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from .fsdp.collectives import all_gather
+from .fsdp.shared import below
 from .fsdp.topology import process_rank
-from .interface import Ranks, ZeroPPInterface
-from .random_states import OwnRandomStates
+from .interface import RandomStates, Ranks, ZeroPPInterface
 
 
 class OwnRank:
-    """The rank that this process is, in torch's default process group; the only one if there is none.
+    """This process's rank in torch's default process group; the only rank if there is none.
 
-    gathers_over: the ranks whose numbers ``gather`` takes; default all.
+    gathers_over: the ranks that ``gather`` gathers from; default all.
     """
 
     def __init__(self, gathers_over: dist.ProcessGroup | None = None) -> None:
@@ -36,12 +36,12 @@ class OwnRank:
         return iter([nullcontext()])
 
     def step_by_shards(self, optimizer: torch.optim.Optimizer) -> None:
-        """Nothing to do: the optimizer has this rank's shards."""
+        """Do nothing: the optimizer has only this rank's shards."""
 
     def shards_of(self, tensor: Tensor) -> Sequence[Tensor]:
         if not isinstance(tensor, DTensor):
-            # Taken to be whole on every rank: rank 0 counts it. So under a pipeline a plain tensor of a stage that rank
-            # 0 does not run is not counted at all; parameters there must be DTensors.
+            # Whole on every rank, and rank 0 counts it. So under a pipeline, parameters must be DTensors: rank 0 would
+            # not count a plain tensor of a stage that it does not run.
             return [tensor if process_rank() == 0 else tensor.new_empty(0)]
         if any([placement.is_partial() for placement in tensor.placements]):
             raise ValueError(f"a tensor of placements {tensor.placements} is not summed yet: it has no shards")
@@ -53,21 +53,60 @@ class OwnRank:
                 return [local.new_empty(0)]  # the first replica counts
         return [local]
 
-    def gather(self, of_ranks: Tensor) -> Tensor:
+    def gather(self, local: Tensor) -> Tensor:
         if self.world_size == 1:
-            return of_ranks
+            return local
         group = self._gathers_over or dist.group.WORLD
         assert group is not None  # there are several ranks
-        gathered = of_ranks.new_empty(group.size())
-        all_gather(gathered, of_ranks, group=group)
+        gathered = local.new_empty(group.size())
+        all_gather(gathered, local, group=group)
         return gathered
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """What this rank holds of a DTensor, in the same memory; any other tensor itself."""
+    """Return this rank's shard of a DTensor, in the same memory; any other tensor itself."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def ranks_of(zeropp: ZeroPPInterface | None) -> Ranks:
-    """The ranks that this process computes for; without ZeRO++ (ZeRO stage 0) its own."""
+    """Return the ranks that this process computes for; without ZeRO++ (ZeRO stage 0) one rank."""
     return OwnRank() if zeropp is None else zeropp.ranks
+
+
+class OwnRandomStates:
+    """The random states of this process, which is one rank."""
+
+    def seed(self, seed_of: Callable[[int], int]) -> None:
+        torch.manual_seed(seed_of(process_rank()))
+
+    def state_dict(self) -> dict[str, Tensor]:
+        states = generator_states(has_cuda=torch.cuda.is_available())
+        return {f"{process_rank()}.{device}": state for device, state in states.items()}
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        set_generator_states(below(state, f"{process_rank()}."))
+
+
+@contextmanager
+def unmoved(random_states: RandomStates) -> Iterator[None]:
+    """Restore the random states of this process's ranks at the end of this context."""
+    before = random_states.state_dict()
+    try:
+        yield
+    finally:
+        random_states.load_state_dict(before)
+
+
+def generator_states(has_cuda: bool) -> dict[str, Tensor]:
+    """Return the states of torch's generators by device, "cpu" and, on request, "cuda"."""
+    states = {"cpu": torch.get_rng_state()}
+    if has_cuda:
+        states["cuda"] = torch.cuda.get_rng_state()
+    return states
+
+
+def set_generator_states(states: Mapping[str, Tensor]) -> None:
+    """Restore what ``generator_states`` returned."""
+    torch.set_rng_state(states["cpu"])
+    if "cuda" in states:
+        torch.cuda.set_rng_state(states["cuda"])

@@ -508,7 +508,7 @@ def test_reference_page_is_up_to_date():
         ("--zero-stage 1 --zero-hpz-partition-size 2", "--zero-hpz-partition-size --zero-stage 3"),
         ("--zeropp-loco", "--zeropp-loco --zero-quantized-gradients"),
         ("--zero-gradient-bits 4", "--zero-gradient-bits --zero-quantized-gradients"),
-        ("--zero-quantized-weights --zero-weight-bits 5", "--zero-weight-bits 5"),
+        ("--zero-quantized-weights --zero-weight-bits 7", "--zero-weight-bits 7"),
         ("--zero-quantized-gradients --zeropp-loco --zeropp-loco-beta 1", "beta 1"),
         ("--zero-hpz-partition-size 2 --zero-ranks-per-node 4", "--zero-hpz-partition-size 2 --zero-ranks-per-node 4"),
         # HSDP

@@ -173,7 +173,7 @@ def test_no_sample_is_seen_twice(data):
         ("--islands 3", 4, "--islands 3 does not divide the 4 data-parallel rank.s.; choose one of 1, 2, 4"),
         ("--island-bits 4", 4, "--island-bits needs --islands above 1"),
         ("--islands 2 --island-loco", 4, "--island-loco returns what was lost"),
-        ("--islands 2 --island-bits 5", 4, "--island-bits must be one of"),
+        ("--islands 2 --island-bits 7", 4, "--island-bits must be one of"),
         ("--islands 2 --zero-stage 0", 4, "--zero-stage 0 has none"),
         ("--islands 2 --num-distributed-optimizer-instances 2", 4, "leave one out"),
         ("--islands 2 --calculate-per-token-loss", 4, "leave one out"),

@@ -116,7 +116,7 @@ def test_saved_state_does_not_depend_on_it():
 
 
 def test_without_effect_it_is_refused():
-    with pytest.raises(ValueError, match="check_agreement is about the secondary partition"):
+    with pytest.raises(ValueError, match="check_agreement requires hpz_partition_size"):
         ZeroPPConfig(check_agreement=True)
     with pytest.raises(ValueError, match="check_agreement compares real ranks"):
         emulate_zeropp(nn.Linear(8, 8), CHECKED, 2, 2)

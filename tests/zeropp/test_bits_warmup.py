@@ -30,14 +30,14 @@ def config_of(**options) -> ZeroPPConfig:
             (dict(gradient_bits_warmup=text), f"gradient_bits_warmup must be STEPS:BITS, such as 500:4, got '{text}'")
             for text in ("", "4", "0:4", "-1:4", "10:", "10:4:2", "1.5:4", "10:four", " 10:4")
         ),
-        (dict(gradient_bits_warmup="10:5"), "gradient_bits_warmup 10:5 must have bits of"),
+        (dict(gradient_bits_warmup="10:7"), "gradient_bits_warmup 10:7 must have bits of"),
         (dict(gradient_bits_warmup="10:2"), "and more than gradient_bits 2"),
         (dict(weight_difference_bits_warmup="10:1"), "and more than weight_difference_bits 2"),
-        (dict(gradient_bits=None, loco=None), "gradient_bits_warmup 2:4 is about quantized values: set gradient_bits"),
-        (dict(quantized_gradients=False, loco=None), "gradient_bits_warmup 2:4 is about quantized values"),
+        (dict(gradient_bits=None, loco=None), "gradient_bits_warmup requires gradient_bits"),
+        (dict(quantized_gradients=False, loco=None), "gradient_bits_warmup requires quantized_gradients"),
         (
             dict(weight_difference_bits=None, weight_difference_scaling="absmax"),
-            "weight_difference_bits_warmup 3:8 is about quantized values: set weight_difference_bits",
+            "weight_difference_bits_warmup requires weight_difference_bits",
         ),
     ],
 )

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_zpp.zeropp import LoCoConfig, ZeroPPConfig
+from megatron_zpp.zeropp.config import SUPPORTED_BITS
 from tests.ranks import run_ranks
 from tests.zeropp import oracle
 from tests.zeropp.fsdp_model import (
@@ -25,7 +26,7 @@ from tests.zeropp.fsdp_model import (
 WORLD_SIZES = pytest.mark.parametrize("world_size", [2, 3, 4, pytest.param(6, marks=pytest.mark.long), 8])
 DTYPES = [torch.float32, torch.bfloat16]
 ALL_DTYPES = [*DTYPES, torch.float16]
-ALL_BITS = [1, 2, 3, 4, 6, 8, None]
+ALL_BITS = [*SUPPORTED_BITS, None]
 BLOCKS = [32, 128, 256, None]
 
 

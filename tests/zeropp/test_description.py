@@ -72,7 +72,7 @@ def said(description, num_nodes, ranks_per_node):
     plural = ["s" if n > 1 else "" for n in (num_nodes, ranks_per_node)]
     nodes, rest = description.split("; ", 1)
     assert nodes == f"{num_nodes} node{plural[0]} of {ranks_per_node} rank{plural[1]}"
-    if rest == "nothing travels":
+    if rest == "nothing is sent":
         return 0, 0, set(), False
     weights, gradients, *seed = rest.split("; ")
     assert seed in ([], ["seed 5"])
@@ -80,7 +80,7 @@ def said(description, num_nodes, ranks_per_node):
     numel = NUMEL // world_size
     within = between = 0
     hops, noise = set(), False
-    for what, text in (("weights", weights.removeprefix("weights travel ")), ("gradients", gradients[10:])):
+    for what, text in (("weights", weights.removeprefix("weights are sent ")), ("gradients", gradients[10:])):
         for clause in re.split(r", (?![^(]*\))", text):
             if clause == "kept as int8 (stochastic) between micro-batches":
                 noise = True

@@ -38,7 +38,7 @@ from tests.zeropp.order.trace import Operation, Wait
 NODES, PER_NODE = 64, 8
 RANK, WIDTH = 5, 1024
 pytestmark = pytest.mark.skipif(kernels.why_not_loaded is not None, reason=f"needs kernels: {kernels.why_not_loaded}")
-OURS = {file.name for file in Path(megatron_zpp.zeropp.__file__).parent.glob("*.py")}
+OURS = {file.name for file in Path(megatron_zpp.zeropp.__file__).parent.rglob("*.py")}
 ALL = ZeroPPConfig(
     quantized_weights=True, hpz_partition_size=PER_NODE, quantized_gradients=True, loco=LoCoConfig(exact_undo=False)
 )

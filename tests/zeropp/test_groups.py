@@ -224,4 +224,4 @@ def test_state_and_warnings_are_of_each_unit(quantized):
             assert warnings == []
     hpz, small = quantized[0][3]
     assert "2 data-parallel ranks on one node" in hpz and "hpZ" in hpz
-    assert small.startswith("matrices of all travel unquantized")  # a pair's ranks hold 32 elements or more
+    assert small.startswith("matrices of all are sent unquantized")  # a pair's ranks hold 32 elements or more

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
 from megatron_zpp.zeropp import LoCoConfig, ZeroPPConfig, apply_zeropp
-from megatron_zpp.zeropp.fsdp.monitor import ErrorMonitor
+from megatron_zpp.zeropp.fsdp.shared import ErrorMonitor
 from megatron_zpp.zeropp.wire.quantization import Code, quantize_blocks
 from tests.ranks import run_ranks
 from tests.zeropp.fsdp_model import build, coefficients, local_gradients, parameters_of, shards_of

@@ -307,7 +307,7 @@ def test_refuses_other_shards_and_other_models(columns: bool, message: str) -> N
         (dict(momentum=1.0), "momentum must be"),
         (dict(ns_steps=0), "ns_steps must be"),
         (dict(stale_rows=True), "stale_rows needs a period above 1"),
-        (dict(momentum_bits=5), "momentum_bits must be one of"),
+        (dict(momentum_bits=7), "momentum_bits must be one of"),
         (dict(momentum_block_size=12), "momentum_block_size must be"),
     ],
 )

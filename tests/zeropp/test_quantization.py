@@ -7,6 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_zpp.zeropp.config import SUPPORTED_BITS
 from megatron_zpp.zeropp.wire.quantization import (
     Code,
     counter_uniform,
@@ -204,7 +205,7 @@ def test_stochastic_rounding_is_unbiased_between_the_outer_levels(bits, zeros):
         assert arrived[:, :zeros].eq(0).all()
 
 
-ALL_BITS = pytest.mark.parametrize("bits", [1, 2, 3, 4, 6, 8])
+ALL_BITS = pytest.mark.parametrize("bits", SUPPORTED_BITS)
 
 
 @ALL_BITS

@@ -196,30 +196,6 @@ def test_where_one_rank_has_no_state_all_begin_anew():
         assert len(warnings) == (rank == 0) and not has_any
 
 
-def _state_of_an_earlier_version():
-    """Keys as they were: without rank and layout, errors and copies only where there were some."""
-    loop = Loop(EVERYTHING)
-    loop.train(0)
-    new = loop.zeropp.state_dict()
-    (prefix,) = {key.partition("/")[0] for key in new}
-    old = {key.partition("/")[2]: value.clone() for key, value in new.items() if "has_copies" not in key}
-    old["fingerprint"] = torch.tensor(int(prefix.split()[-1], 16))
-    weights = {name: value.clone() for name, value in loop.model.state_dict().items()}
-    loop.train(STEPS)
-    results = []
-    for of_trainer in (False, True):
-        again = Loop(EVERYTHING)
-        again.model.load_state_dict(weights)
-        again.zeropp.load_state_dict({f"{dist.get_rank()}." * of_trainer + key: value for key, value in old.items()})
-        again.train(STEPS)
-        results.append(same(loop.bits(), again.bits()))
-    return results
-
-
-def test_state_of_an_earlier_version_is_taken_over():
-    assert run_ranks(4, _state_of_an_earlier_version) == [[True, True]] * 4
-
-
 @pytest.mark.parametrize("config", [ZeroPPConfig(), ZeroPPConfig(True, 2)])
 def test_settings_that_keep_nothing_have_no_state_and_miss_none(config):
     assert run_ranks(4, _nothing_kept, config) == [[]] * 4

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from megatron_zpp.zeropp.fsdp.collectives import count_flat_ring, count_reduce_scatter
+from megatron_zpp.zeropp.fsdp.shared import Traffic
 from megatron_zpp.zeropp.fsdp.topology import RankLayout
-from megatron_zpp.zeropp.fsdp.traffic import Traffic
 
 
 def test_counts_add_up_until_they_are_taken():

@@ -262,7 +262,7 @@ def _other_collectives_later():
 def _capturing():
     """What cannot run here: a GPU, and a capture on it."""
     with (
-        patch.object(FSDPUnit, "device", torch.device("cuda")),
+        patch.object(FSDPUnit, "device", property(lambda _: torch.device("cuda"))),
         patch.object(torch.cuda, "is_current_stream_capturing", lambda: True),
     ):
         yield

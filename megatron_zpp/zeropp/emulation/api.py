@@ -25,7 +25,7 @@ from ..fsdp.collectives import count_all_reduce
 from ..fsdp.topology import RankLayout
 from ..fsdp.unit import follow_optimizers
 from ..gather.unseen_changes import Passes
-from ..model_collectives import ModelCollectives, RankState
+from ..interface import RankState, ZeroPPInterface
 from ..muon.matrix_blocks import MomentumWire, batches
 from ..reduce.gradient_hops import GradientHops
 from .collectives import EmulatedAllGather, EmulatedReduceScatter, WeightsOfRank
@@ -85,11 +85,13 @@ def emulate_zeropp(
     return emulated
 
 
-class EmulatedZeroPP(ModelCollectives):
+class EmulatedZeroPP(ZeroPPInterface):
     """What a training loop says to, and reads from, the emulated ranks of one model.
 
     ``ranks`` computes as each of them; they train in turn, from the first on.
     """
+
+    ranks: EmulatedRanks
 
     def __init__(
         self,

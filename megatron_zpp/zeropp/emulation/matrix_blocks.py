@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from ..fsdp.shared import Traffic
 from ..fsdp.topology import RankLayout
-from ..fsdp.traffic import Traffic
 from ..muon.matrix_blocks import MatrixPlan, MomentumWire, Orthogonalize
 from ..wire.format import WireFormat
 

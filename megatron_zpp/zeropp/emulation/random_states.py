@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from ..random_states import generator_states, set_generator_states
+from ..own_rank import generator_states, set_generator_states
 
 
 class EmulatedRandomStates:

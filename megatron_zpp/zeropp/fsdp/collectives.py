@@ -6,15 +6,13 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import _coalescing_manager
 
-from .fsdp_unit import AllGather, FSDPUnit, ReduceScatter
-from .micro_batch import MicroBatch
+from .fsdp_unit import AllGather, DefaultAllocMixin, FSDPUnit, ReduceScatter
+from .shared import Shared, Traffic
 from .topology import RankLayout
-from .traffic import Traffic
 
 # torch 2.13 renamed these two; the old names still work there but warn.
 all_gather = dist.all_gather_single if hasattr(dist, "all_gather_single") else dist.all_gather_into_tensor
@@ -31,18 +29,11 @@ def all_gather_each(outputs: Sequence[Tensor], inputs: Sequence[Tensor], group: 
             all_gather(output, shard, group=group)
 
 
-class TorchAllocator:
-    """FSDP2 asks a collective for its buffers: plain allocations, made on the stream that uses them."""
-
-    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        return torch.empty(*size, dtype=dtype, device=device)
-
-
-class PlainAllGather(TorchAllocator, AllGather):
+class PlainAllGather(DefaultAllocMixin, AllGather):
     """FSDP2's own all-gather, counted."""
 
-    def __init__(self, *, unit: FSDPUnit, traffic: Traffic) -> None:
-        self.unit, self.traffic = unit, traffic
+    def __init__(self, unit: FSDPUnit, shared: Shared) -> None:
+        self.unit, self.traffic = unit, shared.traffic
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
@@ -52,17 +43,17 @@ class PlainAllGather(TorchAllocator, AllGather):
             return all_gather(output_tensor, input_tensor, group=group, async_op=async_op)
 
 
-class PlainReduceScatter(TorchAllocator, ReduceScatter):
+class PlainReduceScatter(DefaultAllocMixin, ReduceScatter):
     """FSDP2's own reduce-scatter, counted."""
 
-    def __init__(self, *, unit: FSDPUnit, traffic: Traffic, micro_batch: MicroBatch) -> None:
-        self.unit, self.traffic, self.micro_batch = unit, traffic, micro_batch
+    def __init__(self, unit: FSDPUnit, shared: Shared) -> None:
+        self.unit, self.traffic, self.micro_batch = unit, shared.traffic, shared.micro_batch
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
     ) -> dist.Work | None:
         self.micro_batch.reduced()
-        # It runs at every micro-batch, and not every loop says which is the last: no sign that a step was taken.
+        # This runs at every micro-batch, and not every loop marks the last: it does not mean that a step is complete.
         self.unit.mark_reduced(completes_step=False)
         count_reduce_scatter(self.traffic, self.unit.topology, output_tensor)
         with self.unit.waits.collective("reduce", self.unit, crosses_nodes=self.unit.topology.num_nodes > 1):

@@ -1,4 +1,4 @@
-"""The wire format of every hop of a unit's weights and gradients, as the config says.
+"""The wire format of every hop of a unit's weights and gradients, for a config.
 
     hop                                  format
     weights to other nodes, or to all    ``weights``; ``differences`` from copies that are there (SDP4Bit, section 3.1)
@@ -26,8 +26,8 @@ from .unit import UnitPart
 class Formats:
     """The formats of units whose ranks are on ``num_nodes`` nodes.
 
-    part: some or all parameters of a unit. dtype: in which the unit's weights are gathered, or its gradients reduced.
-    step: optimizer steps before this one, which a warm-up of bits goes by.
+    part: some or all parameters of a unit. dtype: of gathered weights, or of reduced gradients. step: optimizer steps
+    before this one, for a warm-up of bits.
     """
 
     config: ZeroPPConfig
@@ -39,7 +39,7 @@ class Formats:
 
     @cached_property
     def sends_differences(self) -> bool:
-        """Whether weights go to other nodes as differences. On one node there are no copies to differ from."""
+        """Whether weights are sent to other nodes as differences. On one node there are no copies to differ from."""
         return self.config.weight_difference_bits is not None and self.num_nodes > 1
 
     @cached_property
@@ -50,14 +50,14 @@ class Formats:
     def weights(self, part: UnitPart, dtype: torch.dtype) -> WireFormat:
         """Return the format of shards themselves."""
         config = self.config
-        # Copies that differences move later begin as good as they are kept.
+        # Copies that differences update later begin as precise as they are kept.
         is_quantized = config.quantized_weights and (self.keeps_wires or not self.sends_differences)
         bits = config.weight_bits if is_quantized else None
         return part.format(bits, config.weight_block_size, dtype, config.weight_scaling, self._scale_dtype)
 
     def differences(self, part: UnitPart, dtype: torch.dtype, step: float = math.inf) -> WireFormat:
         """Return the format of what the last optimizer step changed."""
-        bits, scaling = self.config.weight_difference_code(step)
+        bits, scaling = self.config.code_at("weight_difference", step)
         return part.format(bits, self.config.weight_difference_block_size, dtype, scaling, self._scale_dtype)
 
     def weights_within_node(self, part: UnitPart, dtype: torch.dtype) -> WireFormat | None:
@@ -80,8 +80,9 @@ class Formats:
         return part.format(bits, config.gradient_block_size, dtype, scaling, self._scale_dtype)
 
     def gradients_between_nodes(self, part: UnitPart, dtype: torch.dtype, step: float = math.inf) -> WireFormat:
-        bits, scaling = self.config.gradient_code(step)
-        sums_dtype = self.config.sums_dtype(dtype)
+        bits, scaling = self.config.code_at("gradient", step)
+        # What stays unquantized is a node's sums: in fp32 where the others are quantized, since few are left.
+        sums_dtype = dtype if self.config.gradient_bits is None else torch.float32
         return part.format(bits, self.config.gradient_block_size, sums_dtype, scaling, self._scale_dtype)
 
     def rotation(self, part: UnitPart, dtype: torch.dtype) -> WireFormat | None:

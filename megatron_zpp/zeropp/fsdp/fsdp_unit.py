@@ -1,14 +1,16 @@
-"""What ZeRO++ has to know of FSDP2's units. The only file that reads FSDP2's private attributes.
+"""FSDP2's units, as ZeRO++ sees them. The only file that reads FSDP2's private attributes.
 
-A unit is what one ``fully_shard`` call made, or a part of it on one mesh: a list of parameters that are gathered and
-reduced together.
+A unit is a list of parameters that are gathered and reduced together: all of one ``fully_shard`` call, or those of them
+on one mesh.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import chain
+from operator import attrgetter
 from types import FrameType
 from typing import Any
 
@@ -16,9 +18,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather as AllGather  # for those who implement it
-from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter as ReduceScatter
+from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
+    DefaultAllocMixin,
     _get_gradient_divide_factors,
     _get_param_all_gather_inputs,
 )
@@ -27,6 +29,8 @@ from ..wire.layout import ParameterShard
 from .topology import Topology, build_topology, ranks_per_node_of_part
 from .unit import Unit, UnitPart
 from .waits import Waits
+
+__all__ = ["AllGather", "DefaultAllocMixin", "ReduceScatter"]  # for the collectives that replace FSDP2's
 
 
 @dataclass(eq=False)
@@ -43,27 +47,27 @@ class FSDPUnit(Unit):
     _used: set[int] = field(default_factory=set, repr=False, init=False)
     _without_gradient: set[int] | None = field(default=None, repr=False, init=False)
 
-    @property
+    @cached_property
     def device(self) -> torch.device:
         device: torch.device = self._param_group.device
         return device
 
     @property
     def modules(self) -> tuple[nn.Module, ...]:
-        """What ``fully_shard`` was given: one module, or several of one unit."""
+        """The modules that ``fully_shard`` was given: one, or several of one unit."""
         return tuple(self._param_group.modules)
 
     @property
     def parameters(self) -> Sequence[Tensor]:
-        return [param.sharded_param for param in self._param_group.fsdp_params]
+        return list(map(attrgetter("sharded_param"), self._param_group.fsdp_params))
 
     def respecify(self) -> None:
-        """Look again at what the unit consists of: programs may have loaded packed parameters since."""
+        """Read the unit's parameters again: programs may have loaded packed ones since."""
         self.specify(*_specification(self._param_group, [shard.name for shard in self.shards]))
 
     @property
     def gathered_dtype(self) -> torch.dtype:
-        """In which parameters are gathered, as their mixed-precision policy says before the first pass."""
+        """The dtype of gathered parameters, from the mixed-precision policy, so also before the first pass."""
         dtype: torch.dtype | None = self._param_group.mp_policy.param_dtype
         return dtype if dtype is not None else self.parameters[0].dtype
 
@@ -74,30 +78,27 @@ class FSDPUnit(Unit):
 
     @property
     def is_in_forward(self) -> bool:
-        """Whether the unit is being gathered for a forward pass, not by hand."""
-        in_forward: bool = self._param_group._training_state.name == "FORWARD"
-        return in_forward
+        """Whether the unit is being gathered for a forward pass, not by ``unshard()``."""
+        return bool(self._param_group._training_state.name == "FORWARD")
 
     @property
     def is_sharded(self) -> bool:
         """Whether the unit must be gathered before it is used."""
-        is_sharded: bool = self._param_group.is_sharded
-        return is_sharded
+        return bool(self._param_group.is_sharded)
 
     @property
     def can_be_gathered(self) -> bool:
         """Whether FSDP2 could gather the unit now: it is sharded, and a pass has initialized it."""
-        is_initialized: bool = self._param_group._reset_sharded_params
-        return is_initialized and self.is_sharded
+        return self.is_sharded and bool(self._param_group._reset_sharded_params)
 
     def flat_shard(self) -> Tensor:
-        """The shard [L] as FSDP2 would hand it to a gather now."""
-        # By FSDP2's own way, which casts all parameters in one launch.
+        """Return the shard [L] as FSDP2 would hand it to a gather now."""
+        # FSDP2's function casts all parameters in one launch.
         return torch.cat([*chain.from_iterable(_get_param_all_gather_inputs(self._param_group.fsdp_params))])
 
     def set_collectives(self, all_gather: AllGather, reduce_scatter: ReduceScatter) -> None:
-        """Let FSDP2 gather and reduce this unit by these."""
-        # As set_custom_all_gather does, which refuses a module whose parameters have several meshes.
+        """Let FSDP2 gather and reduce this unit with these."""
+        # As set_custom_all_gather does, but that refuses a module whose parameters have several meshes.
         self._param_group._all_gather_comm, self._param_group._reduce_scatter_comm = all_gather, reduce_scatter
         self._collectives = all_gather, reduce_scatter
 
@@ -106,10 +107,10 @@ class FSDPUnit(Unit):
         self._param_group._all_reduce_hook = hook
 
     def follow_backward(self, reduces_unused: bool, watches_use: bool) -> None:
-        """Put in front of FSDP2's ``post_backward`` what ZeRO++ needs there, and time where it waits.
+        """Wrap FSDP2's ``post_backward`` with what ZeRO++ needs before it, and time where FSDP2 waits.
 
-        reduces_unused: let FSDP2 reduce zeros for trainable parameters that a backward pass did not use, where torch
-        can. watches_use: note which parameters backward passes use.
+        reduces_unused: let FSDP2 reduce zeros for trainable parameters that a backward pass did not use, if torch can.
+        watches_use: note which parameters backward passes use.
         """
         group, waits = self._param_group, self.waits
         reduces_unused = reduces_unused and hasattr(self.module, "set_reduce_scatter_unused_params")
@@ -133,7 +134,7 @@ class FSDPUnit(Unit):
         group.post_backward = post_backward
 
     def check_collectives(self) -> None:
-        """Raise RuntimeError if FSDP2 was given others since."""
+        """Raise RuntimeError if FSDP2 was given other collectives since."""
         group = self._param_group
         if self._collectives != (group._all_gather_comm, group._reduce_scatter_comm):
             raise RuntimeError(
@@ -143,22 +144,16 @@ class FSDPUnit(Unit):
 
     @property
     def is_read_in_backward(self) -> bool:
-        """Whether something reads reduced gradients before the backward pass is over, or nothing says when it is."""
+        """Whether reduced gradients are read before the backward pass is over, or its end is unknown."""
         # Pipeline schedules that split the backward pass call FSDP2 by hand, when none runs.
         hooks = [getattr(parameter, "_post_accumulate_grad_hooks", None) for parameter in self.parameters]
         return any(hooks) or self._param_group._all_reduce_hook is not None or backward_pass() == -1
 
     def divisor_after_reduction(self, dtype: torch.dtype, group: dist.ProcessGroup) -> float | None:
-        """What FSDP2 divides gradients of ``dtype`` by after they are reduced; None = nothing more to divide."""
-        param_group = self._param_group
-        _, divisor, _, _ = _get_gradient_divide_factors(
-            group,
-            None,
-            dtype,
-            param_group.device.type,
-            param_group.gradient_divide_factor,
-            param_group.force_sum_reduction_for_comms,
-        )
+        """Return what FSDP2 divides gradients of ``dtype`` by after the reduction; None = nothing."""
+        unit = self._param_group
+        factor, sums = unit.gradient_divide_factor, unit.force_sum_reduction_for_comms
+        _, divisor, _, _ = _get_gradient_divide_factors(group, None, dtype, unit.device.type, factor, sums)
         return divisor
 
     def add_gradient(self, part: UnitPart, shard: Tensor) -> None:
@@ -168,53 +163,40 @@ class FSDPUnit(Unit):
         shard = shard.to(gradients[0].device)  # offloaded ones are in host memory
         pieces = shard.split([parameter.numel for parameter in part.parameters])
         # FSDP2's padding is at the end of each.
-        own = [piece[: g.numel()].view(g.shape) for piece, g in zip(pieces, gradients, strict=True)]
-        torch._foreach_add_(gradients, own)
-
-    def reshard(self) -> None:
-        """Gather again what is still gathered, as outermost units are behind an evaluation."""
-        self.module.reshard()
+        unpadded = [piece[: g.numel()].view(g.shape) for piece, g in zip(pieces, gradients, strict=True)]
+        torch._foreach_add_(gradients, unpadded)
 
     def _note_use(self) -> None:
         params = self._param_group.fsdp_params
         if self._without_gradient is None:
             self._without_gradient = {i for i, param in enumerate(params) if param.sharded_param.grad is None}
-        self._used |= {i for i, param in enumerate(params) if _has_gradient(param)}
+        for index, param in enumerate(params):
+            if hasattr(param, "_unsharded_param"):  # it was gathered
+                gradients = (param.unsharded_accumulated_grad, param.unsharded_param.grad)
+                self._used |= {index for gradient in gradients if gradient is not None}
 
     def use(self) -> list[bool]:
-        """Of each parameter whether this step used it; also of frozen ones, and those that had a gradient before."""
+        """Return whether this step used each parameter; True for frozen ones and those with an older gradient."""
         unused = (self._without_gradient or set()) - self._used
         return [i not in unused or not parameter.requires_grad for i, parameter in enumerate(self.parameters)]
 
-    def drop_gradients(self, indices: Iterable[int]) -> None:
-        """Leave the parameters with these indices without a gradient."""
-        for index in indices:
-            self.parameters[index].grad = None
-
     def forget_use(self) -> None:
-        """Another step begins."""
+        """Begin another step."""
         self._used, self._without_gradient = set(), None
 
     @property
     def is_last_backward(self) -> bool:
-        """What ``set_is_last_backward`` said to the root of the pass that runs."""
-        is_last: bool = self.module._get_fsdp_state()._state_ctx.is_last_backward
-        return is_last
-
-    @property
-    def holds_reduced_gradients(self) -> bool:
-        """Whether ``.grad`` has what was reduced before, to which FSDP2 will add."""
-        return any([parameter.grad is not None for parameter in self.parameters])
+        """The flag that ``set_is_last_backward`` gave the root of the pass that runs."""
+        return bool(self.module._get_fsdp_state()._state_ctx.is_last_backward)
 
     @property
     def stays_gathered(self) -> bool:
         """Whether a forward pass leaves the parameters gathered for the passes that follow."""
-        stays: bool = not self._param_group._reshard_after_forward
-        return stays
+        return not self._param_group._reshard_after_forward
 
 
 def _specification(param_group: Any, names: Sequence[str]) -> tuple[tuple[ParameterShard, ...], frozenset[int]]:
-    """The parts of a rank's flat shard, in the order in which FSDP2 concatenates them, and which are packed."""
+    """Return a rank's shards, in the order in which FSDP2 concatenates them, and the indices of packed ones."""
     params = param_group.fsdp_params
     packed = frozenset(index for index, param in enumerate(params) if _is_packed(param))
     shards = [
@@ -229,28 +211,21 @@ def _specification(param_group: Any, names: Sequence[str]) -> tuple[tuple[Parame
 
 
 def _is_packed(param: Any) -> bool:
-    """Whether elements of one of FSDP2's parameters are not numbers: codes of few bits are packed into them.
+    """Whether elements of one of FSDP2's parameters are packed low-bit codes, not numbers.
 
-    bitsandbytes (nf4, fp4) keeps how to unpack them in ``quant_state``, of the module once FSDP2 has replaced the
-    parameter; its storage may have the dtype of numbers. Others make subclasses of tensors, or have integers.
+    bitsandbytes (nf4, fp4) keeps the way to unpack them in ``quant_state``, on the module once FSDP2 has replaced the
+    parameter; its storage may have a floating-point dtype. Others subclass tensors, or have integers.
     """
     sharded = param.sharded_param
     has_state = any(getattr(owner, "quant_state", None) is not None for owner in (sharded, param._module_info.module))
     return has_state or hasattr(sharded._local_tensor, "__tensor_flatten__") or not sharded.is_floating_point()
 
 
-def _has_gradient(param: Any) -> bool:
-    """Whether a backward pass left an unsharded gradient of FSDP2's ``param`` since it was last reduced."""
-    if not hasattr(param, "_unsharded_param"):  # it was never gathered
-        return False
-    return param.unsharded_accumulated_grad is not None or param.unsharded_param.grad is not None
-
-
 def _take_one_gradient_dtype(params: Sequence[Any]) -> None:
-    """Take all unsharded gradients of a unit in its reduce_dtype, where passes that did not reduce left one in it.
+    """Convert all unsharded gradients of a unit to its reduce_dtype, if passes that did not reduce left one in it.
 
-    FSDP2 reduces gradients of one dtype alone. It has the others in that of the parameters: what only this pass used,
-    and zeros for what none did.
+    FSDP2 reduces gradients of one dtype only. It has the others in the parameters' dtype: those that only this pass
+    made, and zeros for unused parameters.
     """
     if not [True for param in params if param.unsharded_accumulated_grad is not None]:
         return
@@ -262,10 +237,10 @@ def _take_one_gradient_dtype(params: Sequence[Any]) -> None:
 
 
 def find_units(model: nn.Module, ranks_per_node: int | None) -> list[FSDPUnit]:
-    """The FSDP2 units of ``model``, in module order, each with the topology of its process group.
+    """Find the FSDP2 units of ``model``, in module order, each with the topology of its process group.
 
-    Units may have different groups. ``ranks_per_node``: of the largest one, None = as its ranks run; a group of some of
-    its ranks has those nodes. Collective over all the groups. Raises ValueError for what ZeRO++ does not support, by
+    Units may have different groups. ``ranks_per_node``: of the largest group, None = as its ranks run; a group of some
+    of its ranks has those nodes. Collective over all groups. Raises ValueError for what ZeRO++ does not support, by
     name.
     """
     units: list[FSDPUnit] = []
@@ -291,14 +266,14 @@ def find_units(model: nn.Module, ranks_per_node: int | None) -> list[FSDPUnit]:
             per_node = ranks_per_node_of_part(group, largest, per_node)
         topology = topology_of(group, per_node)
         params = param_group.fsdp_params
-        own_names = [names.get(id(param.sharded_param), f"parameter {i}") for i, param in enumerate(params)]
-        shards, packed = _specification(param_group, own_names)
+        param_names = [names.get(id(param.sharded_param), f"parameter {i}") for i, param in enumerate(params)]
+        shards, packed = _specification(param_group, param_names)
         units.append(FSDPUnit(name, shards, module, topology, replicas, param_group, waits, packed=packed))
     return units
 
 
 def _find_param_groups(model: nn.Module) -> list[tuple[str, FSDPModule, Any]]:
-    """FSDP2's own record of each unit, with the name and the module of the unit."""
+    """Return FSDP2's record of each unit, with the name and the module of the unit."""
     found: list[tuple[str, FSDPModule, Any]] = []
     for name, module in model.named_modules():
         groups = _param_groups_of(module) if isinstance(module, FSDPModule) else []
@@ -335,12 +310,11 @@ def _param_groups_of(module: FSDPModule) -> list[Any]:
 
 
 def follow_forward_passes(model: nn.Module, units: Sequence[FSDPUnit], begin: Callable[[bool], None]) -> None:
-    """Call ``begin`` before each forward pass of ``model``, or of a part of it, gathers anything.
+    """Call ``begin(is_last)`` before each forward pass of ``model``, or of a part of it, gathers anything.
 
-    With whether the backward pass that follows ends a step: by FSDP2's ``set_is_last_backward``, the one signal of it,
-    and by ``set_requires_gradient_sync``.
-    Methods of ``register_fsdp_forward_method`` are forward passes, too. The first pass raises RuntimeError if ``model``
-    has got units beside ``units``.
+    is_last: whether the backward pass that follows ends a step, by FSDP2's ``set_is_last_backward`` and
+    ``set_requires_gradient_sync``. Methods of ``register_fsdp_forward_method`` are forward passes, too. The first pass
+    raises RuntimeError if ``fully_shard`` has made other units since.
     """
     state_of: dict[nn.Module, Any] = {
         module: module._get_fsdp_state() for module in model.modules() if isinstance(module, FSDPModule)
@@ -354,7 +328,7 @@ def follow_forward_passes(model: nn.Module, units: Sequence[FSDPUnit], begin: Ca
             for unit in units:
                 unit.respecify()
             is_checked = True
-        # Whose pass it is, if one has begun; this unit's own, if its last pass was ended by an exception.
+        # The root of the pass, if one has begun; this unit itself, if an exception ended its last pass.
         root = state_of[module]._state_ctx.iter_forward_root
         if (root is state_of[module] or root not in states) and backward_pass() == -1:
             is_last = all([state._state_ctx.is_last_backward for state in states])
@@ -368,7 +342,7 @@ def follow_forward_passes(model: nn.Module, units: Sequence[FSDPUnit], begin: Ca
 
 
 def set_is_last_backward(model: nn.Module, is_last: bool) -> None:
-    """Say to every FSDP2 module of ``model`` what the root says to those below it once a pass has begun."""
+    """Set FSDP2's flag on every module of ``model``, as the root does for those below it once a pass has begun."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_is_last_backward(is_last)
@@ -393,29 +367,14 @@ def _check_for_later_units(model: nn.Module, units: Sequence[FSDPUnit]) -> None:
 
 
 def backward_pass() -> int:
-    """A number of the backward pass that this thread is in; -1 = none."""
-    number: int = torch._C._current_graph_task_id()
-    return number
+    """Return the number of the backward pass that this thread is in; -1 = none."""
+    return int(torch._C._current_graph_task_id())
 
 
 def call_after_backward(function: Callable[[], None]) -> None:
     """Call ``function`` when the backward pass that runs now is over; never, if it fails."""
-    # Behind FSDP2's own, which it queues when the pass begins; in the order of the calls.
+    # After FSDP2's callback, which it queues when the pass begins; in the order of the calls.
     torch.autograd.Variable._execution_engine.queue_callback(function)  # type: ignore[attr-defined]
-
-
-def is_capturing(unit: Unit) -> bool:
-    """Whether a CUDA graph is being captured on the unit's device."""
-    return unit.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-
-
-def refuse_capture(unit: Unit) -> None:
-    """Raise RuntimeError while a CUDA graph is captured: it would replay what was decided then, for ever."""
-    if is_capturing(unit):
-        raise RuntimeError(
-            f"{unit.label} cannot be gathered or reduced in a CUDA graph: ZeRO++ decides at every step anew what to "
-            "send. Capture parts of the model without fully_shard, or train without CUDA graphs"
-        )
 
 
 _COLLECTIVES = {
@@ -427,7 +386,7 @@ _COLLECTIVES = {
 
 
 def collective_of(frame: FrameType) -> str | None:
-    """The collective of FSDP2 that a frame of a traceback belongs to, as "the all-gather of layers.3"; None = none."""
+    """Return the FSDP2 collective that a traceback's frame belongs to, as "the all-gather of layers.3", or None."""
     name = frame.f_code.co_name
     owner: Any = frame.f_locals.get("self")
     if type(owner).__name__ != "FSDPParamGroup" or name not in _COLLECTIVES:

@@ -50,12 +50,12 @@ class Topology(RankLayout):
 
 
 def process_rank() -> int:
-    """This process's rank in torch's default process group; 0 if there is none."""
+    """Return this process's rank in torch's default process group; 0 if there is none."""
     return dist.get_rank() if dist.is_initialized() else 0
 
 
 def build_topology(group: dist.ProcessGroup, ranks_per_node: int | None = None) -> Topology:
-    """Split ``group`` into nodes of ``ranks_per_node`` consecutive ranks; None = find out from where the ranks run.
+    """Split ``group`` into nodes of ``ranks_per_node`` consecutive ranks; None = as the ranks run.
 
     Collective over ``group``. Raises ValueError on every rank alike when the nodes are unequal, interleaved, or smaller
     than ``ranks_per_node``.
@@ -107,15 +107,15 @@ def _subgroup(group: dist.ProcessGroup, ranks: list[int]) -> dist.ProcessGroup:
 
 
 def ranks_per_node_of_part(part: dist.ProcessGroup, whole: dist.ProcessGroup, ranks_per_node: int) -> int:
-    """How many ranks of ``part`` a node has, if it has ``ranks_per_node`` consecutive ones of ``whole``.
+    """Return how many ranks of ``part`` a node has, if it has ``ranks_per_node`` consecutive ones of ``whole``.
 
-    A group that is no part of ``whole`` is taken to be like it. Raises ValueError where nodes have unequal parts.
+    A group that is not a subset of ``whole`` is treated like it. Raises ValueError where nodes have unequal parts.
     """
-    of_whole = {rank: index for index, rank in enumerate(dist.get_process_group_ranks(whole))}
+    positions = {rank: index for index, rank in enumerate(dist.get_process_group_ranks(whole))}
     members = dist.get_process_group_ranks(part)
-    if not of_whole.keys() >= set(members):
+    if not positions.keys() >= set(members):
         return ranks_per_node
-    nodes = [of_whole[rank] // ranks_per_node for rank in members]
+    nodes = [positions[rank] // ranks_per_node for rank in members]
     per_node = nodes.count(nodes[0])
     if any(nodes.count(node) != per_node for node in nodes):
         raise ValueError(
@@ -126,21 +126,21 @@ def ranks_per_node_of_part(part: dist.ProcessGroup, whole: dist.ProcessGroup, ra
 
 
 def gather_node_names(group: dist.ProcessGroup) -> list[str]:
-    """Where each rank of ``group`` runs; equal for ranks of one node. Collective."""
+    """Return where each rank of ``group`` runs: equal names for ranks of one node. Collective."""
     # torchrun numbers its agents, one per node, in GROUP_RANK; other launchers (srun) leave the host's name.
     name = f"{socket.gethostname()}/{os.environ.get('GROUP_RANK', '')}"
     return gather_objects(name, group)
 
 
-def gather_objects(own: T, group: dist.ProcessGroup | None = None) -> list[T]:
-    """What every rank of ``group``, by default of all, passed as ``own``, in the order of ranks. Collective."""
-    of_ranks = [own] * dist.get_world_size(group)
-    dist.all_gather_object(of_ranks, own, group=group)
-    return of_ranks
+def gather_objects(local: T, group: dist.ProcessGroup | None = None) -> list[T]:
+    """Gather what every rank of ``group`` (default: all) passed as ``local``, in rank order. Collective."""
+    gathered = [local] * dist.get_world_size(group)
+    dist.all_gather_object(gathered, local, group=group)
+    return gathered
 
 
 def _ranks_per_node_of(names: Sequence[str]) -> int:
-    """P from the node name of each rank, in group order."""
+    """Find P from the node name of each rank, in group order."""
     per_node = names.count(names[0])
     for start in range(0, len(names), per_node):
         node = names[start : start + per_node]

@@ -6,6 +6,8 @@ import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import accumulate, compress, count
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -18,9 +20,9 @@ from ..wire.layout import ParameterShard, WireLayout
 
 @dataclass(frozen=True)
 class UnitPart:
-    """The parameters with these ``indices``, in order, of a unit whose parameters are ``of_unit``."""
+    """The parameters with these ``indices``, in order, of a unit with these ``shards``."""
 
-    of_unit: tuple[ParameterShard, ...]
+    shards: tuple[ParameterShard, ...]
     indices: tuple[int, ...]
     _formats: dict[tuple[object, ...], WireFormat] = field(default_factory=dict, compare=False, repr=False)
 
@@ -32,11 +34,11 @@ class UnitPart:
     @cached_property
     def is_whole(self) -> bool:
         """Whether the part is all of the unit, and ``take`` and ``put`` copy nothing."""
-        return len(self.indices) == len(self.of_unit)
+        return len(self.indices) == len(self.shards)
 
     @cached_property
     def parameters(self) -> tuple[ParameterShard, ...]:
-        return tuple(self.of_unit[index] for index in self.indices)
+        return tuple(self.shards[index] for index in self.indices)
 
     @cached_property
     def numel(self) -> int:
@@ -60,15 +62,15 @@ class UnitPart:
     @cached_property
     def columns(self) -> list[slice]:
         """Each parameter's elements of a shard [L]."""
-        stops = torch.tensor([parameter.numel for parameter in self.of_unit]).cumsum(0).tolist()
-        return [slice(stops[index] - self.of_unit[index].numel, stops[index]) for index in self.indices]
+        stops = list(accumulate(shard.numel for shard in self.shards))
+        return [slice(stops[index] - self.shards[index].numel, stops[index]) for index in self.indices]
 
     def take(self, shards: Tensor) -> Tensor:
-        """The part [..., l] of shards [..., L]."""
+        """Return the part [..., l] of shards [..., L]."""
         return shards if self.is_whole else torch.cat([shards[..., column] for column in self.columns], dim=-1)
 
     def put(self, values: Tensor, shards: Tensor) -> Tensor:
-        """Write values [..., l] over the part of shards [..., L], and return the shards; all of a unit: the values."""
+        """Write values [..., l] over the part of shards [..., L]; return these, or the values if they are all."""
         if self.is_whole:
             return values
         pieces = values.split([parameter.numel for parameter in self.parameters], dim=-1)
@@ -76,35 +78,35 @@ class UnitPart:
             shards[..., column] = piece
         return shards
 
-    def take_wires(self, wires: Tensor, of_unit: WireLayout, of_part: WireLayout) -> Tensor:
-        """The same for wire buffers uint8 [..., nbytes]: those of the part in its own format ``of_part``."""
+    def take_wires(self, wires: Tensor, unit_layout: WireLayout, part_layout: WireLayout) -> Tensor:
+        """Return the part, in ``part_layout``, of a unit's wire buffers uint8 [..., nbytes]."""
         if self.is_whole:
             return wires
-        taken = wires.new_zeros(*wires.shape[:-1], of_part.nbytes)
-        for in_unit, in_part in self._places(of_unit, of_part):
+        taken = wires.new_zeros(*wires.shape[:-1], part_layout.nbytes)
+        for in_unit, in_part in self._places(unit_layout, part_layout):
             taken[..., in_part] = wires[..., in_unit]
         return taken
 
-    def put_wires(self, own: Tensor, wires: Tensor, of_unit: WireLayout, of_part: WireLayout) -> Tensor:
-        """Write the part's own wire buffers over those of it in the unit's, and return these."""
+    def put_wires(self, values: Tensor, wires: Tensor, unit_layout: WireLayout, part_layout: WireLayout) -> Tensor:
+        """Write the part's wire buffers ``values`` into a unit's ``wires``, as ``put`` does."""
         if self.is_whole:
-            return own
-        for in_unit, in_part in self._places(of_unit, of_part):
-            wires[..., in_unit] = own[..., in_part]
+            return values
+        for in_unit, in_part in self._places(unit_layout, part_layout):
+            wires[..., in_unit] = values[..., in_part]
         return wires
 
-    def _places(self, of_unit: WireLayout, of_part: WireLayout) -> list[tuple[slice, slice]]:
+    def _places(self, unit_layout: WireLayout, part_layout: WireLayout) -> list[tuple[slice, slice]]:
         # Blocks never span parameters, so a parameter's bytes are the same in both.
         return [
             pair
             for position, index in enumerate(self.indices)
-            for pair in zip(of_unit.bytes_of(index), of_part.bytes_of(position), strict=True)
+            for pair in zip(unit_layout.bytes_of(index), part_layout.bytes_of(position), strict=True)
         ]
 
 
 @dataclass(eq=False)
 class Unit:
-    """The parameters that one ``fully_shard`` call gathers and reduces together, or would of an emulated model."""
+    """One FSDP2 unit, real or emulated: the parameters that one ``fully_shard`` call gathers and reduces together."""
 
     name: str  # the module's name in the model, "" is the root; "NAME[1]" is its second unit, on another mesh
     shards: tuple[ParameterShard, ...]  # the parts of a rank's flat shard [L], in the order of ``parameters``
@@ -112,19 +114,18 @@ class Unit:
     packed: frozenset[int] = field(default=frozenset(), kw_only=True)
     whole: UnitPart = field(init=False, repr=False)  # all parameters
     optimizer_steps: int = field(default=0, kw_only=True)  # of torch optimizers that hold parameters of this unit
-    holds_gradients: bool = field(default=False, kw_only=True)  # which wait for the step's last micro-batch
-    # Of the shard that went between nodes: of each of ``parts``, by its indices.
+    holds_gradients: bool = field(default=False, kw_only=True)  # until the step's last micro-batch has crossed nodes
+    # Of the shard that was last sent between nodes, for each of ``parts`` by its indices.
     checksums: dict[tuple[int, ...], Tensor] = field(default_factory=dict, repr=False, kw_only=True)
-    gathers_frozen: bool = field(default=False, kw_only=True)  # with those that are trained, whenever these change
-    # Since the last gather: an optimizer stepped, or gradients came that some optimizer may have stepped with.
+    gathers_frozen: bool = field(default=False, kw_only=True)  # whenever trained parameters change
+    # Whether, since the last gather, an optimizer stepped, or gradients came that some optimizer may have used.
     may_have_stepped: bool = field(default=False, kw_only=True)
-    # Indices of parameters that did not stay frozen since the last gather: those that an optimizer may have moved, and
-    # those of which a step's gradients were reduced.
+    # Indices of parameters that, since the last gather, an optimizer may have moved, and whose gradients were reduced.
     _moved: set[int] = field(default_factory=set, repr=False, kw_only=True)
     _reduced: set[int] = field(default_factory=set, repr=False, kw_only=True)
-    # Those that could be trained at any time since the unit was made. PEFT freezes adapters during reference passes.
+    # Parameters that were ever trainable. PEFT freezes adapters during reference passes.
     _ever_trainable: set[int] = field(default_factory=set, repr=False, kw_only=True)
-    # The parameters as they were gathered, with autograd's version counters. Not their ids: those may come again.
+    # The parameters as they were gathered, with autograd's version counters. Not their ids: Python reuses those.
     _gathered: list[tuple[Tensor, int]] | None = field(default=None, repr=False, kw_only=True)
     _parts: dict[tuple[int, ...], UnitPart] = field(default_factory=dict, repr=False, kw_only=True)
 
@@ -132,7 +133,7 @@ class Unit:
         self.specify(self.shards, self.packed)
 
     def specify(self, shards: tuple[ParameterShard, ...], packed: frozenset[int] = frozenset()) -> None:
-        """Set what the unit consists of. Parts and formats follow from it, and are made once for each."""
+        """Set the unit's parameters. Parts and formats follow from them, and are made once."""
         self.shards, self.packed, self._parts = shards, packed, {}
         self.whole = self.part(range(len(shards)))
         self._ever_trainable.update(self._trainable())
@@ -148,12 +149,12 @@ class Unit:
 
     @property
     def modules(self) -> tuple[nn.Module, ...]:
-        """What ``fully_shard`` is given: one module, or several of one unit."""
+        """The modules that ``fully_shard`` is given: one, or several of one unit."""
         raise NotImplementedError
 
     @property
     def parameters(self) -> Sequence[Tensor]:
-        """What the optimizer moves."""
+        """The parameters that the optimizer updates."""
         raise NotImplementedError
 
     @property
@@ -177,13 +178,13 @@ class Unit:
     def trained(self) -> UnitPart:
         """The parameters that were ever trainable, or that optimizer steps may have moved; alike on all ranks."""
         self._ever_trainable.update(self._trainable())
-        if self.gathers_frozen:  # but for packed ones, of which no difference can be told
+        if self.gathers_frozen:  # without packed ones, which have no differences
             return self.part(index for index in range(len(self.shards)) if index not in self.packed)
         return self.part(sorted(self._ever_trainable | self._moved | self._reduced))
 
     @property
     def parts(self) -> tuple[UnitPart, ...]:
-        """The trained part and the frozen one, but for empty ones."""
+        """The trained part and the frozen part, without empty ones."""
         trained = self.trained
         if trained.is_whole:
             return (trained,)
@@ -191,10 +192,10 @@ class Unit:
         return (trained, frozen) if trained.indices else (frozen,)
 
     def changed(self) -> set[int]:
-        """The indices of the parameters that may have changed since the last ``mark_gathered``; alike on all ranks.
+        """Return the indices of parameters that may have changed since ``mark_gathered``; alike on all ranks.
 
-        Goes by what every rank's program does, never by a rank's memory: replaced parameters, autograd's version
-        counters of the DTensors, and the ``mark_`` methods. ``UnseenChanges`` finds what leaves no such trace.
+        Depends on what every rank's program does, never on a rank's memory: replaced parameters, autograd's version
+        counters of the DTensors, and the ``mark_`` methods. ``UnseenChanges`` finds changes without such a trace.
         """
         if self._gathered is None:
             return set(range(len(self.shards)))
@@ -206,12 +207,12 @@ class Unit:
         return changed
 
     def changed_part(self, changed: set[int]) -> UnitPart:
-        """What must be gathered again, of parameters that changed: the trained ones, or all if others did as well."""
+        """Return what to gather again after these changed: the trained part, or all if a frozen one changed."""
         trained = self.trained
         return trained if changed.issubset(trained.indices) else self.whole
 
     def unchanged_parts(self) -> tuple[UnitPart, ...]:
-        """Those of the ``parts`` of which nothing says that they changed."""
+        """Return the ``parts`` that nothing says have changed."""
         changed = self.changed()
         if not changed:
             return self.parts
@@ -219,14 +220,14 @@ class Unit:
         return tuple(part for part in self.parts if not gathered_again.issuperset(part.indices))
 
     def keeps_copies(self, changed: set[int]) -> bool:
-        """Whether the parameters, of which these changed, are at most an optimizer step away from what was gathered.
+        """Whether these changes are at most an optimizer step away from what was gathered.
 
-        What a program writes by itself is further away than low-bit differences can say.
+        What a program writes by itself can differ by more than low-bit differences can express.
         """
         return not changed or (self.may_have_stepped and changed.issubset(self.trained.indices))
 
     def mark_gathered(self) -> None:
-        """Say that the parameters as they are now have been gathered."""
+        """Note that the parameters were gathered as they are now."""
         self._gathered = [(parameter, parameter._version) for parameter in self.parameters]
         self._moved, self._reduced, self.may_have_stepped = set(), set(), False
 
@@ -235,42 +236,42 @@ class Unit:
         self._gathered = None
 
     def mark_moved(self, indices: Iterable[int]) -> None:
-        """Say that optimizer steps have moved the parameters with these indices."""
+        """Note that optimizer steps have moved the parameters with these indices."""
         self._moved.update(indices)
 
     def mark_stepped(self) -> None:
-        """Say that a torch optimizer that holds parameters of this unit has stepped."""
+        """Note that a torch optimizer that holds parameters of this unit has stepped."""
         self._moved.update(self._trainable())
         self.may_have_stepped = True
         self.optimizer_steps += 1
 
     def mark_reduced(self, completes_step: bool) -> None:
-        """Say that gradients were reduced; if they are all of a step's, the trainable parameters count as changed.
+        """Note that gradients were reduced; if a step's are complete, the trainable parameters count as changed.
 
-        Not every optimizer tells of its step: home-made ones with foreach operations do not.
+        Not every optimizer runs torch's step hooks: home-made ones with foreach operations do not.
         """
         self.may_have_stepped = True
         if completes_step:
             self._reduced.update(self._trainable())
 
     def check_holds_nothing(self) -> None:
-        """Raise RuntimeError if gradients wait for a step's last micro-batch."""
+        """Raise RuntimeError if gradients are kept for a step's last micro-batch."""
         if self.holds_gradients:
             raise RuntimeError(
-                f"an optimizer step was taken while {self.label} held gradients that had not crossed nodes: say "
+                f"an optimizer step was taken while {self.label} held gradients that had not crossed nodes: call "
                 "set_is_last_micro_batch(True) before a step's last backward pass, or undo_step() to drop gradients"
             )
 
     def _trainable(self) -> list[int]:
-        return [index for index, parameter in enumerate(self.parameters) if parameter.requires_grad]
+        return list(compress(count(), map(attrgetter("requires_grad"), self.parameters)))
 
 
 def follow_optimizers(units: Sequence[Unit]) -> None:
-    """Let the units know of every step of a torch optimizer that holds one of their parameters.
+    """Mark the units at every step of a torch optimizer that holds one of their parameters.
 
-    Fused and foreach optimizers change DTensors without bumping a version counter, so counters alone would leave
-    stale weights in the secondary partition. A step while gradients are still held back raises RuntimeError, before
-    it does anything; one with a closure, in which the last of them are reduced, when it is over.
+    Fused and foreach optimizers change DTensors without bumping a version counter, so counters alone would leave stale
+    weights in the secondary partition. A step while gradients are held raises RuntimeError before it does anything; a
+    step with a closure, which may reduce the last of them, raises it at its end.
     """
     references = [weakref.ref(unit) for unit in units]
 

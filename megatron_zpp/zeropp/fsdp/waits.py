@@ -2,9 +2,9 @@
 
 Streams have the same names on a CPU, where torch has stubs that do nothing.
 
-On a CPU a collective that has not arrived holds the program up, so the time in it is the time waited. On a GPU the
-host runs ahead, and streams of collectives wait beside the one that computes: what counts is when that one stood still
-while a collective was under way.
+On a CPU a collective that has not arrived blocks the program, so the time in it is the time waited. On a GPU the host
+runs ahead, and streams of collectives wait beside the one that computes: what counts is when that one stood still
+while a collective was in flight.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from .unit import Unit
 
 
 def new_stream(device: torch.device) -> torch.Stream:
-    """One for gathers and what belongs to them: like FSDP2's, kernels on it go before those that compute."""
+    """Make a stream for gathers. As with FSDP2's, its kernels go before those that compute."""
     stream: torch.Stream = torch.get_device_module(device).Stream(priority=-1)
     return stream
 
@@ -33,21 +33,36 @@ def current_stream(device: torch.device) -> torch.Stream:
 
 @contextmanager
 def on_stream(stream: torch.Stream, device: torch.device) -> Iterator[None]:
-    """What is queued in here goes to ``stream``: behind all of the current stream, which then waits for it."""
-    current = current_stream(device)
+    """Queue work on ``stream`` after all work of the current stream, which then waits for it."""
+    streams = torch.get_device_module(device)
+    current = streams.current_stream()
     stream.wait_stream(current)
     try:
-        with torch.get_device_module(device).stream(stream):
+        with streams.stream(stream):
             yield
     finally:
         current.wait_stream(stream)
+
+
+def is_capturing(unit: Unit) -> bool:
+    """Whether a CUDA graph is being captured on the unit's device."""
+    return unit.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+def refuse_capture(unit: Unit) -> None:
+    """Raise RuntimeError while a CUDA graph is captured: it would replay what was decided then, for ever."""
+    if is_capturing(unit):
+        raise RuntimeError(
+            f"{unit.label} cannot be gathered or reduced in a CUDA graph: ZeRO++ decides again at every step what to "
+            "send. Capture parts of the model without fully_shard, or train without CUDA graphs"
+        )
 
 
 Interval = tuple[Any, Any]  # beginning and end: seconds, or events of one device
 
 
 class Waits:
-    """Intervals since the last ``take``; before the first one nothing is recorded."""
+    """Intervals since the last ``take``; nothing is recorded before the first one."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -59,28 +74,29 @@ class Waits:
 
     @contextmanager
     def collective(self, name: str, unit: Unit, *, crosses_nodes: bool) -> Iterator[None]:
-        """Around waiting for one of the unit's collectives. A ring through all ranks is as fast as its slowest link."""
+        """Time a wait for one of the unit's collectives. A ring through all ranks is as fast as its slowest link."""
         intervals, link = self._within_nodes, "within nodes"
         if crosses_nodes:
             intervals, link = self._between_nodes, "between nodes"
         with record_function(f"{name} {link}: {unit.label}") if self.are_named else nullcontext():
-            begin = self._now()
+            now = self._event if self.device.type == "cuda" else time.perf_counter
+            begin = now() if self._is_recording else None
             yield
             if begin is not None:
-                intervals.append((begin, self._now()))
+                intervals.append((begin, now()))
 
     @contextmanager
     def stall(self) -> Iterator[None]:
-        """Around where the stream that computes waits for others. On a CPU there is one stream."""
-        begin = self._now() if self.device.type == "cuda" else None
+        """Time where the stream that computes waits for others. On a CPU there is only one stream."""
+        begin = self._event() if self._is_recording and self.device.type == "cuda" else None
         yield
         if begin is not None:
-            self._stalls.append((begin, self._now()))
+            self._stalls.append((begin, self._event()))
 
     def take(self) -> tuple[float, float]:
-        """Seconds waited for links within nodes, and between nodes, since the last call.
+        """Return the seconds waited for links within nodes, and between nodes, since the last call.
 
-        On a GPU those that are over: the host waits for nothing here, and the rest counts next time.
+        On a GPU only finished waits count: the host does not wait here, and the rest counts next time.
         """
         self._is_recording = True
         recorded = (self._stalls, self._within_nodes, self._between_nodes)
@@ -94,25 +110,20 @@ class Waits:
             first = self._stalls[0][0]
             stalls, within, between = ([since(first, each) for each in intervals] for intervals in recorded)
             # Where both links are busy, the slower one is to blame.
-            of_both, of_between = overlap(stalls, within + between), overlap(stalls, between)
-            seconds = of_both - of_between, of_between
+            on_any, on_between = overlap(stalls, within + between), overlap(stalls, between)
+            seconds = on_any - on_between, on_between
         for intervals in recorded:
             intervals.clear()
         return seconds
 
-    def _now(self) -> Any:
-        """Seconds, or an event; None while nothing is recorded."""
-        if not self._is_recording:
-            return None
-        if self.device.type != "cuda":
-            return time.perf_counter()
+    def _event(self) -> torch.cuda.Event:
         event = torch.cuda.Event(enable_timing=True)
         event.record(current_stream(self.device))
         return event
 
 
 def since(first: Any, interval: Interval) -> Interval:
-    """Seconds after an event, of two others."""
+    """Return the seconds from one event to each of two others."""
     begin, end = (first.elapsed_time(event) / 1000 for event in interval)
     return begin, end
 
@@ -122,12 +133,12 @@ def total(intervals: Sequence[Interval]) -> float:
 
 
 def overlap(first: Sequence[Interval], second: Sequence[Interval]) -> float:
-    """Seconds that are in some interval of both."""
+    """Return the seconds that some interval of both lists covers."""
     return total(merged(first)) + total(merged(second)) - total(merged([*first, *second]))
 
 
 def merged(intervals: Sequence[Interval]) -> list[Interval]:
-    """The same time as intervals that do not overlap."""
+    """Return intervals that cover the same time and do not overlap."""
     result: list[Interval] = []
     for begin, end in sorted(intervals):
         if result and begin <= result[-1][1]:

@@ -11,19 +11,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..fsdp.collectives import TorchAllocator, all_gather, all_gather_each, count_flat_ring
-from ..fsdp.consistency import Agreement
-from ..fsdp.fsdp_unit import AllGather, FSDPUnit, is_capturing, refuse_capture
+from ..fsdp.collectives import all_gather, all_gather_each, count_flat_ring
+from ..fsdp.consistency import RankConsistencyCheck
+from ..fsdp.fsdp_unit import AllGather, DefaultAllocMixin, FSDPUnit
 from ..fsdp.shared import Shared
 from ..fsdp.unit import UnitPart
-from ..fsdp.waits import on_stream
+from ..fsdp.waits import is_capturing, on_stream, refuse_capture
 from ..wire.format import WireFormat
 from .unseen_changes import UnseenChanges, load_changes
 from .weight_encoder import WeightEncoder, has_copies
 
 
-class QuantizedAllGather(TorchAllocator, AllGather):
-    """qwZ alone (ZeRO++ section 3.1): one flat all-gather of quantized shards, each time."""
+class QuantizedAllGather(DefaultAllocMixin, AllGather):
+    """qwZ alone (ZeRO++ section 3.1): a flat all-gather of quantized shards."""
 
     def __init__(self, unit: FSDPUnit, shared: Shared) -> None:
         self.unit, self.topology, self.traffic = unit, unit.topology, shared.traffic
@@ -48,28 +48,28 @@ class QuantizedAllGather(TorchAllocator, AllGather):
         return None
 
     def send_early(self) -> None:
-        """Every gather sends anew; see HierarchicalAllGather."""
+        """Do nothing: every gather sends again. See HierarchicalAllGather."""
 
     def forget_secondary_partition(self) -> None:
-        """There is none; see HierarchicalAllGather."""
+        """Do nothing: there is none. See HierarchicalAllGather."""
 
     def state_dict(self) -> dict[str, Tensor]:
-        """What the weights of the next gather depend on beside the parameters; nothing with the default settings."""
+        """Return what the next gather depends on besides the parameters; nothing with the default settings."""
         return self.encoder.state_dict()
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
         self.encoder.load_state_dict(state)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class SentShard:
-    """A part of a shard [L] on its way between nodes, while the program goes on."""
+    """A part of a shard [L] in flight between nodes, while the program goes on."""
 
     part: UnitPart
     format: WireFormat
     is_difference: bool  # from the copies in the secondary partition, which stay as they are until it arrives
     wire: Tensor  # uint8 [nbytes], this rank's
-    wires: Tensor  # uint8 [N, nbytes], of the N ranks with equal p; valid behind ``work``
+    wires: Tensor  # uint8 [N, nbytes], of the N ranks with equal p; valid after ``work``
     work: dist.Work
     version: int  # of the encoder, before this shard was sent
     state: dict[str, Tensor]  # of the encoder, at that time
@@ -79,16 +79,15 @@ class HierarchicalAllGather(QuantizedAllGather):
     """hpZ (ZeRO++ section 3.2), with or without qwZ: parameters cross nodes once per optimizer step.
 
     When the parameters changed, the N ranks with this local rank p gather their shards into the secondary partition
-    [N, L]; every gather is then among the P ranks of the node. All ranks see the same weights: a rank's own
-    shard goes through the same quantization. Of a unit with frozen parameters only the trained part travels, unless
-    the others changed.
+    [N, L]; every gather is then among the P ranks of the node. All ranks see the same weights: each rank quantizes and
+    decodes its local shard, too. Frozen parameters of a unit are sent only when they changed.
 
-    When a forward pass begins, all shards that changed start on their way, and each must have arrived when FSDP2 asks
-    for its unit. If a pass did not ask, and the parameters have changed by the next one, what was sent is dropped.
+    When a forward pass begins, the gathers of all changed shards start, and each must have finished when FSDP2 asks for
+    its unit. If a pass did not ask, and the parameters have changed by the next one, what was sent is dropped.
 
-    Memory and streams: the secondary partition, what is on its way and all that is made of them are allocated, written,
-    read and freed on ``stream``, so the allocator gives their memory to nothing that would not be behind them there.
-    It waits for whoever calls, and the caller for it.
+    Memory and streams: the secondary partition, what is in flight and all that is made of them are allocated, written,
+    read and freed on ``stream``, so the allocator reuses their memory only for work that comes after them there. The
+    stream waits for the caller, and the caller for the stream.
     """
 
     def __init__(
@@ -96,17 +95,17 @@ class HierarchicalAllGather(QuantizedAllGather):
         unit: FSDPUnit,
         shared: Shared,
         unseen_changes: UnseenChanges,
-        agreement: Agreement | None,
+        consistency_check: RankConsistencyCheck | None,
         stream: torch.Stream,
     ) -> None:
         super().__init__(unit, shared)
-        self.unseen_changes, self.agreement, self.stream = unseen_changes, agreement, stream
+        self.unseen_changes, self.consistency_check, self.stream = unseen_changes, consistency_check, stream
         unseen_changes.units.append(unit)
         # [N, L] in the gather's dtype; with hpz_secondary_dtype "int8" uint8 [N, nbytes], as it arrived.
         self.secondary_partition: Tensor | None = None
         self._kept_as: tuple[torch.dtype, torch.device] | None = None
         self._sent: SentShard | None = None
-        # Loaded parameters are further from the copies than low-bit differences can say.
+        # Loaded parameters differ from the copies by more than low-bit differences can express.
         for module in unit.modules:
             module.register_load_state_dict_post_hook(lambda *_: self.forget_secondary_partition())
 
@@ -127,8 +126,8 @@ class HierarchicalAllGather(QuantizedAllGather):
         if kept_as != self._kept_as:  # the model was cast or moved
             self.forget_secondary_partition()
             self._kept_as = kept_as
-        if self.agreement is not None:  # before any collective that only some ranks may take part in
-            self.agreement.check(self.unit)
+        if self.consistency_check is not None:  # before any collective that only some ranks may take part in
+            self.consistency_check.check(self.unit)
         self.unseen_changes.look_for(self.unit)
         changed = self.unit.changed()
         if changed:
@@ -143,14 +142,14 @@ class HierarchicalAllGather(QuantizedAllGather):
         self._gather_within_node(self.secondary_partition, output)
 
     def send_early(self) -> None:
-        """A forward pass begins: let the shard, if it changed, go between nodes before the pass asks for it.
+        """Start sending the shard between nodes at the beginning of a forward pass, if it changed.
 
-        The first shard waits until it is asked for, and so does one that would be sent in full in place of a
-        difference, or whose unit did not need what was sent before. With an ``agreement``, ranks agree at each gather,
-        and none sends before.
+        The first shard is sent only when it is asked for, and so is one that would be sent in full instead of as a
+        difference, or whose unit did not need what was sent before. With a consistency check, no rank sends before
+        ranks have compared at the gather.
         """
         unit = self.unit
-        if self.agreement is not None or not unit.can_be_gathered or is_capturing(unit):
+        if self.consistency_check is not None or not unit.can_be_gathered or is_capturing(unit):
             return
         changed = unit.changed()
         if not changed:
@@ -164,15 +163,15 @@ class HierarchicalAllGather(QuantizedAllGather):
                     self._send(shard, changed)
 
     def forget_secondary_partition(self) -> None:
-        """Gather it in full next time."""
+        """Gather in full next time."""
         self._drop_sent()
         self.secondary_partition = None
 
-    # The partition outlives an evaluation in inference mode, and must not be an inference tensor.
+    # The partition outlives an evaluation in inference mode, so it must not be an inference tensor.
     @torch.inference_mode(False)
     @torch.no_grad()
     def _send(self, shard: Tensor, changed: set[int]) -> None:
-        """Inter-node stage, its first half: encode the shard [L] and start its way to the N ranks with equal p."""
+        """Start the inter-node stage: encode the shard [L] and send it to the N ranks with equal p."""
         version, state = self.encoder.versions, super().state_dict()
         part = self.unit.whole if self.secondary_partition is None else self.unit.changed_part(changed)
         copies = self.secondary_partition if self.formats.sends_differences else None
@@ -185,22 +184,13 @@ class HierarchicalAllGather(QuantizedAllGather):
             copy = self.encoder.copies_of(part, copies[self.topology.node], shard.dtype)
         wire = self.encoder.encode(part.take(shard), format, part, self.topology.rank, copy=copy)
         wires, work = start_gather(wire, self.topology.inter_group)
-        self._sent = SentShard(
-            part=part,
-            format=format,
-            is_difference=copies is not None,
-            wire=wire,
-            wires=wires,
-            work=work,
-            version=version,
-            state=state,
-        )
+        self._sent = SentShard(part, format, copies is not None, wire, wires, work, version, state)
         self.unit.mark_gathered()
 
     @torch.inference_mode(False)
     @torch.no_grad()
     def _receive(self, shard: Tensor) -> Tensor:
-        """Its second half: the shards [L] of the N ranks with equal p, as the new secondary partition."""
+        """Finish the inter-node stage: return the shards of the N ranks with equal p as the new secondary partition."""
         sent, old = self._sent, self.secondary_partition
         assert sent is not None
         self._sent, self.secondary_partition = None, None  # nothing half-done if this fails
@@ -215,7 +205,7 @@ class HierarchicalAllGather(QuantizedAllGather):
             self.encoder.sample(values, sent.format, part, sent.wire, rank, copy=copies[self.topology.node])
             # What changed since the copies [N, l], or [N, nbytes] (SDP4Bit section 3.1). All N ranks add the same
             # dequantized differences in the same way, so their copies stay equal to the bit. What rounding lost of the
-            # own shard is in its next difference.
+            # local shard is in its next difference.
             arrived = self.encoder.move_copies(copies, sent.wires, sent.format, part, shard.dtype)
         else:
             self.encoder.sample(values, sent.format, part, sent.wire, rank)
@@ -223,22 +213,19 @@ class HierarchicalAllGather(QuantizedAllGather):
         return arrived if old is None else self.encoder.put_copies(part, arrived, old, shard.dtype)
 
     def _in_full(self, sent: SentShard, values: Tensor, old: Tensor | None) -> Tensor:
-        """The shards themselves, quantized with qwZ, over the old ones: fresh memory is slow on a CPU."""
+        """Return the shards, quantized with qwZ. They replace the old ones in place: fresh memory is slow on a CPU."""
         if self.formats.keeps_wires:
             return sent.wires
-        if old is None or not sent.part.is_whole:
-            out = values.new_empty(self.topology.num_nodes, values.numel())
-        else:
-            out = old
+        out = old if old is not None and sent.part.is_whole else values.new_empty(len(sent.wires), values.numel())
         return sent.format.decode(sent.wires, out)
 
     def _drop_sent(self) -> set[int]:
-        """Take back what is on its way, as if it had never been sent; but its bytes were. Return whose it was."""
+        """Drop what is in flight as if it had not been sent, but count its bytes. Return its parameters' indices."""
         if self._sent is None:
             return set()
         sent, self._sent = self._sent, None
         with on_stream(self.stream, sent.wire.device):
-            # It must not write to memory that others have by then.
+            # It must not write to memory that was reused.
             with self.unit.waits.collective("drop what was gathered", self.unit, crosses_nodes=True):
                 sent.work.wait()
         self._count(sent)
@@ -247,11 +234,11 @@ class HierarchicalAllGather(QuantizedAllGather):
         return set(sent.part.indices)
 
     def _count(self, sent: SentShard) -> None:
-        # Not before it is used: a step's count has the bytes of the weights that its passes see.
+        # Counted when it is used: a step's count has the bytes of the weights that its passes see.
         self.traffic.add(inter_node=(self.topology.num_nodes - 1) * sent.wire.nbytes, stays=True)
 
     def _gather_within_node(self, secondary_partition: Tensor, output: Tensor) -> None:
-        """Intra-node stage: the secondary partitions of the node's P ranks into [N, P, L]."""
+        """Run the intra-node stage: gather the secondary partitions of the node's P ranks into [N, P, L]."""
         group, weights = self.topology.intra_group, self.formats.weights_within_node(self.unit.whole, output.dtype)
         sent = secondary_partition
         if weights is None:
@@ -267,7 +254,7 @@ class HierarchicalAllGather(QuantizedAllGather):
         self.traffic.add(intra_node=nbytes, stays=self.unit.stays_gathered)
 
     def state_dict(self) -> dict[str, Tensor]:
-        # What has not arrived yet is sent again after a resume, to the same bits.
+        # What has not arrived yet is sent again after a resume, with the same bits.
         state = super().state_dict() if self._sent is None else dict(self._sent.state)
         if not state:
             return state
@@ -289,20 +276,20 @@ class HierarchicalAllGather(QuantizedAllGather):
 
 
 def gather_wires(wire: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """All-gather one buffer uint8 [...] of each of the group's G ranks: uint8 [G, ...]."""
+    """All-gather one buffer uint8 [...] from each of the group's G ranks: uint8 [G, ...]."""
     wires, work = start_gather(wire, group)
     work.wait()
     return wires
 
 
 def start_gather(wire: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, dist.Work]:
-    """The same, valid behind the work."""
+    """Start ``gather_wires``; the result is valid after the returned work."""
     wires = torch.empty(group.size(), *wire.shape, dtype=torch.uint8, device=wire.device)
     return wires, all_gather(wires.flatten(), wire.flatten(), group=group, async_op=True)
 
 
 def check_gathered(unit: FSDPUnit, shard: Tensor) -> None:
-    """Raise ValueError for what FSDP2 gathers in another form than the parameters of one floating-point type."""
+    """Raise ValueError unless FSDP2 gathers the parameters themselves, in one floating-point dtype."""
     if not shard.is_floating_point():
         raise ValueError(
             f"the parameters of {unit.label} are gathered in different dtypes, or as integers; ZeRO++ needs one "

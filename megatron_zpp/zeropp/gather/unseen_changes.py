@@ -1,6 +1,6 @@
-"""Changes of the parameters that leave no trace: ``p.data``, local tensors, foreach operations, in-place loading.
+"""Parameter changes that leave no trace: ``p.data``, local tensors, foreach operations, in-place loading.
 
-Autograd's version counters do not move there, so the shards themselves are compared with what was gathered.
+Autograd's version counters do not see them, so shards are compared with checksums of what was gathered.
 """
 
 from __future__ import annotations
@@ -14,9 +14,8 @@ from torch import Tensor
 
 from ..fsdp.collectives import count_all_reduce
 from ..fsdp.fsdp_unit import FSDPUnit
-from ..fsdp.micro_batch import MicroBatch
+from ..fsdp.shared import MicroBatch, Traffic
 from ..fsdp.topology import Topology
-from ..fsdp.traffic import Traffic
 from ..fsdp.unit import Unit, UnitPart
 
 WORD_BYTES = 8
@@ -24,12 +23,12 @@ CHECKSUM_KEYS = ("checksum", "frozen_checksum")  # of a unit's parts, which are 
 
 
 def checksum(shard: Tensor) -> Tensor:
-    """int64 [a few sqrt(n)] of a flat shard of n 8-byte words: equal for equal bits, on a CPU and on a GPU.
+    """Return int64 [a few sqrt(n)] for a flat shard of n 8-byte words: equal for equal bits, on CPU and GPU.
 
-    The words lie in a square, whose rows and columns are added up; words that are left over stay as they are. What
-    escapes must leave every sum as it was: no change of one element, no exchange of two and no change that is the same
-    for all can. Integers, because their sums depend on no order; whole words, because narrower integers would be
-    converted into a copy of the shard.
+    The words form a square, whose rows and columns are added up; leftover words stay as they are. A change escapes only
+    if it leaves every sum as it was: no change of one element, no exchange of two and no equal change of all can.
+    Integers, because their sums do not depend on order; whole words, because narrower integers would be converted into
+    a copy of the shard.
     """
     per_word = WORD_BYTES // shard.element_size()
     if shard.numel() % per_word or shard.storage_offset() % per_word:
@@ -42,16 +41,16 @@ def checksum(shard: Tensor) -> Tensor:
 
 
 def checksums(shard: Tensor, parts: Iterable[UnitPart]) -> dict[tuple[int, ...], Tensor]:
-    """Of these parts of a unit whose shard is [L], by their indices."""
+    """Return the checksums of these parts of a unit's shard [L], by their indices."""
     return {part.indices: checksum(part.take(shard)) for part in parts}
 
 
 def state_of_changes(
     unit: Unit, known: Mapping[tuple[int, ...], Tensor], unsent: Collection[int], dtype: torch.dtype
 ) -> dict[str, Tensor]:
-    """What a resumed run must know of changes: the parameters that are yet to be sent, and checksums of the others.
+    """Return what a resumed run must know: which parameters are yet to be sent, and checksums of the others.
 
-    Of the same keys and shapes whatever is known; unknown checksums are zeros.
+    Keys and shapes are always the same; unknown checksums are zeros.
     """
     state = {}
     for key, part in zip(CHECKSUM_KEYS, unit.parts, strict=False):
@@ -66,7 +65,7 @@ def state_of_changes(
 
 
 def load_changes(unit: Unit, state: Mapping[str, Tensor], has_copies: bool) -> dict[tuple[int, ...], Tensor]:
-    """Take back what ``state_of_changes`` gave, and return the checksums; what is unsent, but for its copies, moved."""
+    """Load what ``state_of_changes`` returned, mark what was not sent as moved, and return the checksums."""
     if "unsent" in state:
         unsent = set(state["unsent"].nonzero().flatten().tolist())
     else:
@@ -83,7 +82,7 @@ def load_changes(unit: Unit, state: Mapping[str, Tensor], has_copies: bool) -> d
 
 
 class Passes:
-    """Tells one forward pass of the model from the next, and those that only go on with a gradient accumulation."""
+    """Tells one forward pass of the model from the next, and from passes that continue a gradient accumulation."""
 
     def __init__(self, micro_batch: MicroBatch) -> None:
         self.micro_batch = micro_batch
@@ -91,7 +90,7 @@ class Passes:
         self._accumulation: int | None = None
 
     def begin(self) -> None:
-        """A forward pass begins. Between the micro-batches of one step, in training, nothing is looked at again."""
+        """Begin a forward pass. Between the micro-batches of one training step nothing is looked at again."""
         self.micro_batch.begin_forward_pass()
         accumulates = torch.is_grad_enabled() and self.micro_batch.is_accumulating
         accumulation = self.micro_batch.accumulations if accumulates else None
@@ -101,11 +100,11 @@ class Passes:
 
 
 class UnseenChanges:
-    """Finds them for the units of one process group, whose ranks then agree: one rank's change is a change on all.
+    """Finds unseen changes in the units of one process group. A change on one rank counts on all.
 
-    The loop that trains pays for checksums alone. A look, with its small all-reduce and the wait for its result, is
-    taken only when a forward pass needs parameters of which nothing says that they changed. Whether to look depends on
-    what every rank's program does, so that all ranks of the group look together.
+    A training loop pays only for checksums. A look, with a small all-reduce and a wait for its result, happens only
+    when a forward pass needs parameters that nothing says have changed. Whether to look depends on what every rank's
+    program does, so all ranks of the group look together.
     """
 
     def __init__(self, topology: Topology, passes: Passes, traffic: Traffic) -> None:
@@ -113,7 +112,7 @@ class UnseenChanges:
         self.units: list[FSDPUnit] = []
 
     def look_for(self, unit: FSDPUnit) -> None:
-        """Mark ``unit``, which is about to be gathered, as changed if it is; in a forward pass the other units too."""
+        """Mark ``unit``, which is about to be gathered, if it changed; in a forward pass also the other units."""
         known = self.passes.known
         if unit.is_in_backward or (unit in known and unit.is_in_forward) or not unit.unchanged_parts():
             return
@@ -123,9 +122,9 @@ class UnseenChanges:
             self._look_at([unit])  # ``unshard()`` by hand
 
     def gathered(self, unit: FSDPUnit, shard: Tensor, part: UnitPart) -> None:
-        """A part of ``unit``, whose shard is [L], goes between nodes."""
-        # Like the gather itself this is ordered after whatever wrote the parameters, and before what will write them:
-        # FSDP2's streams wait for the program's when a pass begins, and the program's for each gather.
+        """Keep checksums of a part of ``unit``, whose shard [L] is sent between nodes."""
+        # Like the gather, this runs after whatever wrote the parameters and before the next write: FSDP2's streams wait
+        # for the program's when a pass begins, and the program's for each gather.
         if part.is_whole:
             unit.checksums.clear()
             self.passes.known.add(unit)
@@ -145,7 +144,7 @@ class UnseenChanges:
 
 
 def _has_changed(unit: FSDPUnit) -> Tensor:
-    """Whether what nothing says of that it changed is other than what the unit has the checksums of; on its device."""
+    """Compare the parts that nothing says have changed with the unit's checksums: a bool on its device."""
     now = checksums(unit.flat_shard(), unit.unchanged_parts())
     return torch.stack([_differs(value, unit.checksums.get(indices)) for indices, value in now.items()]).any()
 

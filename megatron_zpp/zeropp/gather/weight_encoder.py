@@ -1,4 +1,4 @@
-"""How one unit's weights are encoded, no matter how they are carried: formats, noise, and samples of the error."""
+"""How one unit's weights are encoded, on real and on emulated ranks: formats, noise, and samples of the error."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from .unseen_changes import state_of_changes
 
 
 class WeightEncoder:
-    """The encoder of one unit's shards [L], or of those of a part of it. ``versions`` counts the parameters' so far."""
+    """Encodes shards [L] of one unit or of a part of it. ``versions`` counts how often its parameters changed."""
 
     def __init__(self, unit: Unit, num_nodes: int, shared: Shared) -> None:
         self.unit, self.config = unit, shared.config
         self.monitor, self.micro_batch = shared.monitor, shared.micro_batch
         self.formats = Formats(shared.config, num_nodes)
-        # Stochastic rounding is right on average over many roundings.
+        # Stochastic rounding is right on average over many roundings, so frozen weights are rounded again, too.
         unit.gathers_frozen = shared.config.weight_rounding == "stochastic"
         self.versions = 0
         self._sampled: dict[int, int] = {}  # by rank, the version whose error the monitor has
@@ -43,7 +43,7 @@ class WeightEncoder:
     def sample(
         self, shard: Tensor, format: WireFormat, part: UnitPart, wire: Tensor, rank: int, copy: Tensor | None = None
     ) -> None:
-        """Sample the error of what ``encode`` made of the same arguments, if the monitor wants it."""
+        """Sample the error of what ``encode`` returned for the same arguments, if a sample is due."""
         # qwZ alone gathers a version several times.
         if self.monitor.is_due(self.versions) and self._sampled.get(rank) != self.versions:
             self._sampled[rank] = self.versions
@@ -54,31 +54,31 @@ class WeightEncoder:
             self.monitor.record_codes("weights", self.unit.name, format, wire)
 
     def copies_as_numbers(self, copies: Tensor, part: UnitPart, dtype: torch.dtype) -> Tensor:
-        """Copies [..., L] as they are, or fp32 [..., L] of those that are kept as wires, uint8 [..., nbytes]."""
+        """Return copies [..., L] as they are, or decode those kept as wires, uint8 [..., nbytes], to fp32 [..., L]."""
         if not self.formats.keeps_wires:
             return copies
         kept = self.formats.weights(part, dtype)
         return kept.decode(copies, out=torch.empty(*copies.shape[:-1], kept.numel, device=copies.device))
 
     def copies_of(self, part: UnitPart, copies: Tensor, dtype: torch.dtype) -> Tensor:
-        """The copies of a part, kept in the same way, of those of a whole unit."""
+        """Return a part's copies out of a whole unit's, kept in the same way."""
         if not self.formats.keeps_wires:
             return part.take(copies)
         return part.take_wires(copies, self.formats.weights(self.unit.whole, dtype), self.formats.weights(part, dtype))
 
-    def put_copies(self, part: UnitPart, own: Tensor, copies: Tensor, dtype: torch.dtype) -> Tensor:
-        """Write a part's own copies over those in a whole unit's, and return these; they may be its own."""
+    def put_copies(self, part: UnitPart, values: Tensor, copies: Tensor, dtype: torch.dtype) -> Tensor:
+        """Write a part's copies into a whole unit's, and return these: ``values`` itself if the part is whole."""
         if not self.formats.keeps_wires:
-            return part.put(own, copies)
+            return part.put(values, copies)
         formats = self.formats.weights(self.unit.whole, dtype), self.formats.weights(part, dtype)
-        return part.put_wires(own, copies, *formats)
+        return part.put_wires(values, copies, *formats)
 
     def move_copies(
         self, copies: Tensor, wires: Tensor, differences: WireFormat, part: UnitPart, dtype: torch.dtype
     ) -> Tensor:
-        """Add ``differences`` as they arrived, uint8 [R, nbytes], to copies of R shards: the new ones, kept as before.
+        """Add ``differences`` as they arrived, uint8 [R, nbytes], to copies of R shards, and return the new copies.
 
-        Whoever holds a copy gets the same one, to the bit.
+        All ranks that hold a copy get the same one, to the bit.
         """
         if not self.formats.keeps_wires:
             return differences.decode_sum(wires.unsqueeze(0), out=copies, accumulate=True)
@@ -101,7 +101,7 @@ class WeightEncoder:
         return mix_seed(self.config.seed, "weights", hop, self.unit.name, source, self.versions)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """What the weights of the next gather depend on beside the parameters; nothing with the default settings."""
+        """Return what the next gather depends on besides the parameters; nothing with the default settings."""
         if self.config.weight_rounding == "nearest" and self.config.weight_difference_bits is None:
             return {}
         return {
@@ -117,9 +117,9 @@ class WeightEncoder:
         num_nodes: int,
         dtype: torch.dtype,
     ) -> dict[str, Tensor]:
-        """What one rank keeps beside ``state_dict`` where it has a secondary partition, of N rows in ``dtype``.
+        """Return what one rank with a secondary partition, N rows in ``dtype``, keeps besides ``state_dict``.
 
-        Of the same keys and shapes whether it is there or not: what is not is zeros.
+        Keys and shapes are always the same: what is not there is zeros.
         """
         numel, device = self.unit.whole.numel, self.unit.device
         state = state_of_changes(self.unit, known, unsent, dtype)
@@ -143,5 +143,5 @@ class WeightEncoder:
 
 
 def has_copies(state: dict[str, Tensor]) -> bool:
-    """Whether the state of a secondary partition has copies; earlier versions had them, or did not mention them."""
-    return "copies" in state and bool(state.get("has_copies", True))
+    """Whether the state of a secondary partition has copies, not the zeros that stand for none."""
+    return bool(state.get("has_copies", False))

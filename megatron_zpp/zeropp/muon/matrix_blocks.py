@@ -24,8 +24,8 @@ from torch import Tensor
 
 from ..config import SUPPORTED_BITS
 from ..fsdp.collectives import all_gather
+from ..fsdp.shared import Traffic
 from ..fsdp.topology import RankLayout, Topology
-from ..fsdp.traffic import Traffic
 from ..wire.format import WireFormat, wire_format
 from ..wire.layout import ParameterShard, rows_per_rank
 

@@ -1,7 +1,8 @@
-"""One rank's part in the two hops of a gradient reduction, no matter how what it sends is carried."""
+"""One rank's part in the two hops of a gradient reduction, for real collectives and for emulated ones."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -9,8 +10,7 @@ import torch
 from torch import Tensor
 
 from ..fsdp.formats import Formats
-from ..fsdp.shared import Shared
-from ..fsdp.state_keys import below
+from ..fsdp.shared import Shared, below
 from ..fsdp.topology import RankLayout
 from ..fsdp.unit import Unit, UnitPart
 from ..wire.format import WireFormat
@@ -22,25 +22,25 @@ from .loco import ErrorFeedback
 
 @dataclass
 class Progress:
-    """How far the reductions of one unit are, on one rank."""
+    """How many reductions of one unit one rank has made."""
 
-    steps: int = 0  # reductions between nodes so far
-    micro_batches: int = 0  # of this step, so far
+    steps: int = 0  # reductions between nodes
+    micro_batches: int = 0  # of this step
 
 
 @dataclass(kw_only=True)
 class GradientHop:
-    """One rank's sending and receiving among the G ranks of one hop: those of its node, or those of its local rank."""
+    """What one rank sends and receives among the G ranks of one hop: those of its node, or those of its local rank."""
 
     name: str  # "intra" or "inter" nodes
-    rows: tuple[int, ...]  # of what is sent, but for L: (P, N) or (N,)
+    rows: tuple[int, ...]  # of what is sent, without L: (P, N) or (N,)
     unit: Unit
     rank: int
     shared: Shared
     progress: Progress
     feedback: ErrorFeedback | None = field(default=None, init=False)  # LoCo's
     element_scales: ElementScales | None = field(default=None, init=False)
-    format: WireFormat | None = field(default=None, init=False)  # of the gradients in ``begin``; None before any came
+    format: WireFormat | None = field(default=None, init=False)  # set by ``GradientHops.begin``
 
     def __post_init__(self) -> None:
         self.config, loco = self.shared.config, self.shared.config.loco
@@ -51,7 +51,7 @@ class GradientHop:
 
     def send(self, gradients: GradientSum) -> Tensor:
         """Encode gradients [G, ..., L], a piece for each rank of the hop, with LoCo: uint8 [G, ..., nbytes]."""
-        assert self.format is not None  # by ``GradientHops.begin``
+        assert self.format is not None
         format = self.element_scales.to_send(self.format) if self.element_scales is not None else self.format
         noise_seed = None
         if self.config.gradient_rounding == "stochastic":
@@ -68,7 +68,7 @@ class GradientHop:
             wires = gradients.encode(format, noise_seed)
         if is_sampled:
             self._sample(gradients.parts, wires, format, error)
-        sent = wires.nbytes - wires[0].nbytes  # one piece is this rank's own
+        sent = wires.nbytes - wires[0].nbytes  # this rank keeps one piece
         if self.name == "intra":
             self.shared.traffic.add(intra_node=sent)
         else:
@@ -76,39 +76,39 @@ class GradientHop:
         return wires
 
     def receive(self, wires: Tensor) -> GradientSum:
-        """The sum [..., L] of what each of the G ranks sent here, uint8 [G, ..., nbytes]."""
+        """Return the sum [..., L] of what each of the G ranks sent here, uint8 [G, ..., nbytes]."""
         assert self.format is not None  # GradientSum would take None for parts that are numbers
         format = self.element_scales.to_receive(self.format) if self.element_scales is not None else self.format
         return GradientSum(wires, format)
 
     def arrived(self, sent: Tensor, received: GradientSum) -> None:
-        """What the ranks sent each other, of which ``sent`` is this rank's, has arrived."""
+        """Let element scales learn from what arrived: ``sent`` by this rank, ``received`` from all."""
         assert self.format is not None
         if self.element_scales is not None:
             self.element_scales.arrived(self.format, sent, received.parts)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Of the same keys and shapes whether anything came or not: what is not there yet is zeros."""
+        # The same keys and shapes from the start: what is not there yet is zeros.
         part, state = self.unit.trainable, dict[str, Tensor]()
         zeros = partial(torch.zeros, dtype=torch.uint8, device=self.unit.device)
         if self.feedback is not None:
-            own = self.feedback.state_dict()
-            if "error" not in own:
+            kept = self.feedback.state_dict()
+            if "error" not in kept:
                 format = self.feedback.format(part.parameters, self.config.gradient_block_size)
-                own["error"] = zeros(*self.rows, format.nbytes)
-            state |= {f"{self.name}.{key}": value for key, value in own.items()}
+                kept["error"] = zeros(*self.rows, format.nbytes)
+            state |= {f"{self.name}.{key}": value for key, value in kept.items()}
         if self.element_scales is not None:
-            own = self.element_scales.state_dict()
-            if "exponents" not in own:
-                own["exponents"] = zeros(2, *self.rows, part.numel)
-            state |= {f"element_scales.{key}": value for key, value in own.items()}
+            kept = self.element_scales.state_dict()
+            if "exponents" not in kept:
+                kept["exponents"] = zeros(2, *self.rows, part.numel)
+            state |= {f"element_scales.{key}": value for key, value in kept.items()}
         return state
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
         for prefix, part in ((f"{self.name}.", self.feedback), ("element_scales.", self.element_scales)):
             if part is not None:
-                own = below(state, prefix)
-                part.load_state_dict({key: value.to(self.unit.device) for key, value in own.items()})
+                kept = below(state, prefix)
+                part.load_state_dict({key: value.to(self.unit.device) for key, value in kept.items()})
 
     def _sample(self, pieces: Tensor, wires: Tensor, format: WireFormat | ScaledFormat, error: Tensor | None) -> None:
         assert self.format is not None
@@ -124,8 +124,9 @@ class GradientHop:
 class GradientHops:
     """One rank's reduction of one unit's gradients: its hops, and the node's sum of the micro-batches so far.
 
-    Each micro-batch: ``begin``, the hop within the node, then ``keep``; or, with the step's last one, ``with_kept``,
-    the hop between nodes, ``sent``, and ``finish`` when it is over. Sums are taken in fp32. A hop of one rank is None.
+    Each micro-batch: ``begin``, the hop within the node, ``keep``. The step's last one: ``begin``, the hop within the
+    node, ``with_kept``, the hop between nodes, ``sent``, and ``finish`` when that has arrived. Sums are in fp32. A hop
+    of one rank is None.
     """
 
     def __init__(self, unit: Unit, layout: RankLayout, shared: Shared) -> None:
@@ -137,6 +138,7 @@ class GradientHops:
         self.node_sum = NodeSum(unit, Formats(kept_as, layout.num_nodes))
         self.begun_at = 0  # the unit's optimizer steps when this step's first micro-batch came
         self.progress = Progress()
+        self._specified: tuple[UnitPart, torch.dtype, float] | None = None  # what formats were set for
         self._rotation: WireFormat | None = None  # whose quantized parameters are rotated
 
         hop = partial(GradientHop, unit=unit, rank=layout.rank, shared=shared, progress=self.progress)
@@ -144,11 +146,10 @@ class GradientHops:
         self.within_node = hop(name="intra", rows=(ranks_per_node, num_nodes)) if ranks_per_node > 1 else None
         self.between_nodes = hop(name="inter", rows=(num_nodes,)) if num_nodes > 1 else None
         self._hops = [hop for hop in (self.within_node, self.between_nodes) if hop is not None]
-        # LoCo's, by the name of the hop.
         self.feedback = {hop.name: hop.feedback for hop in self._hops if hop.feedback is not None}
 
     def rescale_errors(self, factor: float) -> None:
-        """Say that the loss scale, and with it every gradient to come, was multiplied by ``factor``."""
+        """Multiply LoCo's errors by ``factor``, by which the loss scale, and so every later gradient, changed."""
         for feedback in self.feedback.values():
             feedback.rescale(factor)
 
@@ -157,45 +158,53 @@ class GradientHops:
         return self.between_nodes.element_scales if self.between_nodes is not None else None
 
     def begin(self, part: UnitPart, gradients: Tensor) -> GradientSum:
-        """Take in a part's gradients [N, P, L]: [P, N, L], a piece for each rank of the node, rotated."""
+        """Begin with a part's gradients [N, P, L]: return them as [P, N, L], a piece per rank of the node, rotated."""
         if self.node_sum.kept is None:
             self.begun_at = self.unit.optimizer_steps
             for feedback in self.feedback.values():
                 feedback.begin_step()
             if self.element_scales is not None:
                 self.element_scales.begin_step()
-        dtype = gradients.dtype
-        if self.within_node is not None:
-            self.within_node.format = self.formats.gradients_within_node(part, dtype)
-        if self.between_nodes is not None:
-            step = self.micro_batch.optimizer_steps
-            self.between_nodes.format = self.formats.gradients_between_nodes(part, dtype, step)
+        # Formats stay until parameters are frozen or unfrozen, the model is cast, or a warm-up of bits ends.
+        step = self.micro_batch.optimizer_steps if self.config.gradient_bits_warmup is not None else math.inf
+        if (part, gradients.dtype, step) != self._specified:
+            self._specify(part, gradients.dtype, step)
         # Sums of rotated gradients are rotated sums: rotate once before both hops and back once after them.
-        self._rotation = self.formats.rotation(part, dtype)
         if self._rotation is not None:
             gradients = self._rotation.rotate(gradients)
         return GradientSum(gradients.transpose(0, 1))
 
+    def _specify(self, part: UnitPart, dtype: torch.dtype, step: float) -> None:
+        self._specified = part, dtype, step
+        if self.within_node is not None:
+            self.within_node.format = self.formats.gradients_within_node(part, dtype)
+        if self.between_nodes is not None:
+            self.between_nodes.format = self.formats.gradients_between_nodes(part, dtype, step)
+        self._rotation = self.formats.rotation(part, dtype)
+
     def with_kept(self, arrived: GradientSum) -> GradientSum:
-        """The node's sum [N, L] of this micro-batch, and of those that were kept before."""
+        """Return the node's sum [N, L] of this micro-batch and of those that were kept before."""
         return self.node_sum.plus(arrived)
 
     def keep(self, arrived: GradientSum) -> None:
         """Keep the node's sum [N, L] of this micro-batch for the step's last one."""
-        draw = (self.unit.name, self.layout.rank, self.progress.steps, self.progress.micro_batches)
-        self.node_sum.add(arrived, mix_seed(self.config.seed, "sums", *draw))
+        noise_seed = None
+        if self.config.gradient_sum_dtype != "fp32":
+            draw = (self.unit.name, self.layout.rank, self.progress.steps, self.progress.micro_batches)
+            noise_seed = mix_seed(self.config.seed, "sums", *draw)
+        self.node_sum.add(arrived, noise_seed)
         self.unit.holds_gradients = True
         self.progress.micro_batches += 1
 
     def sent(self) -> None:
-        """The step's gradients, with all that was kept, are on their way between nodes."""
+        """Drop what was kept, which has now been sent between nodes."""
         self._drop_kept()
         self.progress.steps += 1
 
     def finish(self, total: GradientSum, sent: Tensor | None) -> Tensor:
-        """The sum [L] over all ranks and micro-batches, in fp32 and rotated back.
+        """Return the sum [L] over all ranks and micro-batches, in fp32 and rotated back.
 
-        sent: uint8 [N, nbytes], what this rank sent between nodes; None: there is one node.
+        sent: uint8 [N, nbytes], what this rank sent between nodes; None on one node.
         """
         result = total.compute()
         if self.between_nodes is not None and sent is not None:
@@ -203,9 +212,9 @@ class GradientHops:
         return self._rotation.rotate(result) if self._rotation is not None else result
 
     def undo_step(self) -> None:
-        """The gradients since the last optimizer step are thrown away."""
+        """Drop the gradients since the last optimizer step, and restore what they changed."""
         self._drop_kept()
-        if self.begun_at == self.unit.optimizer_steps:  # no optimizer has used what the errors went with
+        if self.begun_at == self.unit.optimizer_steps:  # no optimizer has stepped with these gradients
             for feedback in self.feedback.values():
                 feedback.undo_step()
             if self.element_scales is not None:

@@ -1,4 +1,4 @@
-"""Gradients that are added up only when needed, so that one pass may add up and encode; and a node's sum that waits."""
+"""Gradients that are added up only when needed, so that one pass may add up and encode; and a node's kept sum."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ..wire.scales import ScaledFormat
 
 @dataclass(frozen=True)
 class GradientSum:
-    """Gradients [..., L]: one rank's own, or the sum of what G ranks sent; and ``plus``, if there is any.
+    """Gradients [..., L]: those of one rank, or the sum of what G ranks sent; and ``plus``, if there is any.
 
     parts: [..., L] of any float type; with a ``format`` uint8 [G, ..., nbytes] in it.
     """
@@ -32,11 +32,11 @@ class GradientSum:
 
     @property
     def rows(self) -> torch.Size:
-        """The shape but for L."""
+        """The shape without L."""
         return self.parts.shape[:-1] if self.format is None else self.parts.shape[1:-1]
 
     def only_piece(self) -> GradientSum:
-        """[..., L] of [1, ..., L]."""
+        """Return [..., L] of [1, ..., L]."""
         parts = self.parts[0] if self.format is None else self.parts[:, 0]
         return replace(self, parts=parts, plus=self.plus[0] if self.plus is not None else None)
 
@@ -49,7 +49,7 @@ class GradientSum:
         return self.format.decode_sum(self.parts, out=torch.empty(*self.rows, self.format.numel, device=self.device))
 
     def computed(self) -> GradientSum:
-        """The same with nothing left to add up."""
+        """Return the same gradients with nothing left to add up."""
         is_sum = self.format is not None or self.plus is not None
         return GradientSum(self.compute()) if is_sum else self
 
@@ -61,18 +61,17 @@ class GradientSum:
             return format.encode(self.computed().parts, noise_seed, compensation)
         if self.format is None:
             return format.encode(self.parts, noise_seed, plus=self.plus, compensation=compensation)
-        assert isinstance(self.format, WireFormat)  # what has scales of elements has come to the end of its way
+        assert isinstance(self.format, WireFormat)  # scaled gradients are decoded, not sent again
         return format.encode_sum(self.parts, self.format, noise_seed, plus=self.plus, compensation=compensation)
 
 
 class NodeSum:
-    """One unit's sum [N, L] within a node over the micro-batches so far, in the form of ``gradient_sum_dtype``.
+    """One unit's sum [N, L] within a node over the micro-batches so far, kept as ``gradient_sum_dtype``.
 
-    In bf16 and int8 it is rounded after every micro-batch but the last, stochastically: rounding to nearest would lose,
-    each time anew, what is less than half a step of a sum that has grown. To carry along what rounding lost would take
-    a second buffer of the sum's size.
+    In bf16 and int8 it is rounded stochastically after every micro-batch but the last: rounding to nearest would lose
+    every addend below half a step of a sum that has grown. Keeping what rounding lost would take a second buffer.
 
-    With ``offload_gradient_sums`` it waits in host memory. The copies run on the stream that reduces gradients.
+    With ``offload_gradient_sums`` it is kept in host memory. The copies run on the stream that reduces gradients.
     """
 
     def __init__(self, unit: Unit, formats: Formats) -> None:
@@ -81,11 +80,11 @@ class NodeSum:
 
     @property
     def format(self) -> WireFormat:
-        """Of int8 sums."""
+        """The format of int8 sums."""
         return self.formats.node_sum(self.unit.trainable)
 
     def plus(self, arrived: GradientSum) -> GradientSum:
-        """The sum [N, L] of what arrived of this micro-batch, and of what was kept."""
+        """Return the sum [N, L] of what arrived for this micro-batch and what was kept."""
         kept = self._on_device()
         if kept is None or kept.dtype == torch.float32:
             return replace(arrived, plus=kept)
@@ -94,13 +93,17 @@ class NodeSum:
         out = torch.empty(*arrived.rows, self.format.numel, device=kept.device)
         return replace(arrived, plus=self.format.decode(kept, out))
 
-    def add(self, arrived: GradientSum, noise_seed: int) -> None:
-        """Keep the sum [N, L] of what arrived of this micro-batch, and of what was kept."""
+    def add(self, arrived: GradientSum, noise_seed: int | None) -> None:
+        """Keep the sum [N, L] of what arrived for this micro-batch and what was kept.
+
+        noise_seed: of stochastic rounding; may be None for fp32 sums.
+        """
         if self.config.gradient_sum_dtype == "int8":
             total = arrived.encode(self.format, noise_seed, encoded_addend(self.format, self._on_device()))
         else:
             total = self.plus(arrived).compute()
             if self.config.gradient_sum_dtype == "bf16":
+                assert noise_seed is not None
                 total = round_to_bf16(total, noise_seed)
         self.kept = _in_host_memory(total) if self.config.offload_gradient_sums else total
 
@@ -112,7 +115,7 @@ class NodeSum:
 
 
 def round_to_bf16(values: Tensor, noise_seed: int) -> Tensor:
-    """Round fp32 values to bf16 stochastically, with noise as that of quantization; NaN and Inf stay."""
+    """Round fp32 values to bf16 stochastically, with the same noise as quantization; NaN and Inf stay."""
     # bf16 is the upper half of an fp32 number. Random bits that are added to the lower half carry into it with the
     # probability that the lower half asks for.
     noise = (counter_uniform(values.numel(), noise_seed, values.device) * 2**16).to(torch.int32).view(values.shape)
@@ -121,7 +124,7 @@ def round_to_bf16(values: Tensor, noise_seed: int) -> Tensor:
 
 
 def _in_host_memory(tensor: Tensor) -> Tensor:
-    """The tensor in host memory: pinned, so that the current stream copies it there, and nobody waits."""
+    """Copy the tensor to host memory: pinned, so that the current stream does it and the host does not wait."""
     if tensor.device.type == "cpu":
         return tensor
     return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)

@@ -1,4 +1,4 @@
-"""LoCo's error feedback (arXiv 2407.04480): what quantization lost returns, averaged, with the next gradients."""
+"""LoCo's error feedback (arXiv 2407.04480): a moving average of what quantization lost is added to later gradients."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ class ErrorFeedback:
 
         h = g + e,  q = Q(h) is sent,  d = h - deq(q),  e <- beta * e + (1 - beta) * d
 
-    e starts at zero and is kept in a wire buffer of its own. The hop between nodes runs once per optimizer step, that
-    within a node once per micro-batch.
+    e starts at zero and is kept in a wire buffer. The hop between nodes runs once per optimizer step, that within a
+    node once per micro-batch.
     """
 
     def __init__(self, config: LoCoConfig) -> None:
@@ -33,15 +33,15 @@ class ErrorFeedback:
         self._format: WireFormat | None = None  # of ``error``
 
     def format(self, parameters: tuple[ParameterShard, ...], block_size: int | None) -> WireFormat:
-        """In which the error of these gradients is kept."""
+        """Return the format in which the error of these gradients is kept."""
         bits, dtype = ERROR_FORMATS[self.config.error_dtype]
         return wire_format(parameters, bits, block_size, dtype)
 
     def begin_step(self) -> None:
-        """Say that the gradients to come are another optimizer step's: ``undo_step`` returns here.
+        """Begin another optimizer step, to which ``undo_step`` returns.
 
-        Without ``exact_undo`` it cannot, once an encoding has moved the error, and makes it zero instead. As it moved,
-        the error would be worse than none: gradients of a step that overflowed can be as large as numbers go.
+        Without ``exact_undo`` it cannot once an encoding has changed the error, and sets it to zero instead. The
+        changed error would be worse than none: gradients of a step that overflowed can be as large as numbers go.
         """
         self._before_step = (self.error, self.steps)
 
@@ -66,7 +66,7 @@ class ErrorFeedback:
         if is_last and config.reset == "hard" and interval is not None and self.steps >= interval:
             self.steps = 0
         else:
-            # Not over the old one, which CUDA kernels for large or odd blocks read again after they wrote.
+            # Not in place: CUDA kernels for large or odd blocks read the old error again after they wrote the new one.
             new_error = torch.empty(*gradients.rows, self._format.nbytes, dtype=torch.uint8, device=gradients.device)
         if is_last and config.reset == "decay" and interval is not None:
             decay = 1 - 1 / interval
@@ -78,16 +78,16 @@ class ErrorFeedback:
         return wire
 
     def undo_step(self) -> None:
-        """Take the error back to what it was at ``begin_step``, or to zero: gradients since then were thrown away."""
+        """Restore the error at ``begin_step``, or set it to zero: gradients since then were dropped."""
         self.error, self.steps = self._before_step
 
     def rescale(self, factor: float) -> None:
-        """Multiply the error: the loss scale, and with it every gradient to come, changed by ``factor``."""
+        """Multiply the error by ``factor``, by which the loss scale, and so every later gradient, changed."""
         if self.error is not None and self._format is not None:
             self.error = self._format.encode(self.decode(self.error).mul_(factor))
 
     def decode(self, error: Tensor) -> Tensor:
-        """An error as numbers, fp32 [..., L], once something was encoded."""
+        """Decode an error to fp32 [..., L]; something must have been encoded before."""
         assert self._format is not None
         out = torch.empty(*error.shape[:-1], self._format.numel, device=error.device)
         return self._format.decode(error, out)
@@ -99,7 +99,7 @@ class ErrorFeedback:
         return state
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        """Take back what ``state_dict`` gave; zeros stand for no error, and so does no state."""
+        """Load what ``state_dict`` returned. Zeros, or no state, mean no error."""
         self.steps, error = int(state.get("steps", 0)), state.get("error")
         self.error = error if error is not None and error.any() else None
         self._before_step = (self.error, self.steps)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,28 +15,28 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..fsdp.collectives import TorchAllocator
-from ..fsdp.fsdp_unit import FSDPUnit, ReduceScatter, backward_pass, call_after_backward, refuse_capture
-from ..fsdp.shared import Shared
+from ..fsdp.collectives import count_all_reduce
+from ..fsdp.fsdp_unit import DefaultAllocMixin, FSDPUnit, ReduceScatter, backward_pass, call_after_backward
+from ..fsdp.shared import Shared, Traffic
+from ..fsdp.topology import Topology
 from ..fsdp.unit import UnitPart
-from ..fsdp.waits import current_stream, on_stream
+from ..fsdp.waits import current_stream, on_stream, refuse_capture
 from .gradient_hops import GradientHop, GradientHops
 from .gradient_sum import GradientSum
-from .unused_parameters import UnusedParameters
 
 logger = logging.getLogger(__name__)
 
 
-class HierarchicalReduceScatter(TorchAllocator, ReduceScatter):
+class HierarchicalReduceScatter(DefaultAllocMixin, ReduceScatter):
     """qgZ (ZeRO++ section 3.3) in two hops, both accumulated in fp32.
 
-    Each micro-batch, an all-to-all within the node adds up the node's gradients for the N shards of this local
-    rank p, [N, L]. They stay here until the last micro-batch of the optimizer step, when an all-to-all between the
-    nodes adds them up to [L]; earlier micro-batches return zeros, which FSDP2 adds to ``.grad``.
+    Each micro-batch, an all-to-all within the node adds up the node's gradients for the N shards of this local rank p,
+    [N, L]. They stay here until the last micro-batch of the optimizer step, when an all-to-all between the nodes adds
+    them up to [L]; earlier micro-batches return zeros, which FSDP2 adds to ``.grad``.
 
-    The last one returns zeros too: its gradients are on their way between nodes while the backward pass goes on, and
-    are added to ``.grad`` in fp32 when it is over, before ``backward()`` returns. Where they are needed before that, as
-    by an optimizer in the backward pass, FSDP2 gets them at once, in its ``reduce_dtype``.
+    The last one returns zeros too: its gradients are in flight between nodes while the backward pass goes on, and are
+    added to ``.grad`` in fp32 when it is over, before ``backward()`` returns. Where they are needed before that, as by
+    an optimizer in the backward pass, FSDP2 gets them at once, in its ``reduce_dtype``.
     """
 
     def __init__(self, unit: FSDPUnit, shared: Shared, unused_parameters: UnusedParameters | None = None) -> None:
@@ -65,38 +66,49 @@ class HierarchicalReduceScatter(TorchAllocator, ReduceScatter):
             hops.keep(node_sum)
             output_tensor.zero_()
             return None
-        in_flight = GradientsInFlight(
-            unit=self.unit,
-            part=part,
-            hops=hops,
-            exchange=send(hops.with_kept(node_sum), hops.between_nodes, topology.inter_group),
-            op=op,
-            stream=current_stream(self.unit.device),
-        )
+        in_flight = send(hops.with_kept(node_sum), hops.between_nodes, topology.inter_group)
         hops.sent()
         if self.unit.is_read_in_backward:
-            output_tensor.copy_(in_flight.total())
+            output_tensor.copy_(self._total(in_flight, op))
         else:
             divisor = self.unit.divisor_after_reduction(output_tensor.dtype, group)
             output_tensor.zero_()
             self.unit.holds_gradients = True
             if self.unused_parameters is not None:
                 self.unused_parameters.sent(self.unit)
-            call_after_backward(lambda: self._finish(in_flight, divisor))
+            # FSDP2's stream for reductions. The buffers are allocated there before the collective, written by it on the
+            # process group's stream, and read and freed there after ``Work.wait``; FSDP2 writes ``.grad`` there before.
+            # So the allocator and every access follow one stream's order, and the program's stream waits for it.
+            stream = current_stream(self.unit.device)
+            # If the backward pass fails, nothing else holds what is in flight.
+            call_after_backward(lambda: self._finish(in_flight, part, op, divisor, stream))
         self.unit.mark_reduced(completes_step=True)
         return None
 
-    def _finish(self, in_flight: GradientsInFlight, divisor: float | None) -> None:
-        in_flight.finish(divisor)
+    def _total(self, in_flight: Exchange, op: Any) -> Tensor:
+        """Return the sum over all ranks and micro-batches fp32 [L], scaled as FSDP2 asks."""
+        with self.unit.waits.collective("reduce", self.unit, crosses_nodes=True):
+            arrived = in_flight.wait()
+        return scaled_as(op, self.hops.finish(arrived, in_flight.sent), self.unit.topology.group.size())
+
+    @torch.no_grad()
+    def _finish(
+        self, in_flight: Exchange, part: UnitPart, op: Any, divisor: float | None, stream: torch.Stream
+    ) -> None:
+        """Wait, and add the total, divided by ``divisor``, to the gradients of ``part``."""
+        with self.unit.waits.stall(), on_stream(stream, self.unit.device):
+            total = self._total(in_flight, op)
+            self.unit.add_gradient(part, total if divisor is None else total.div_(divisor))
+        self.unit.holds_gradients = False
         if self.unused_parameters is not None:
             self.unused_parameters.arrived(self.unit)
 
     def _warn_of_accumulation(self) -> None:
-        """Once: of a micro-batch that crosses nodes although no optimizer took the one before."""
+        """Warn once if a micro-batch crosses nodes although no optimizer stepped after the one before."""
         now = backward_pass(), self.unit.optimizer_steps
         before, self._last_reduction = self._last_reduction, now
         accumulates = before is not None and before[0] != now[0] and before[1] == now[1]
-        if accumulates and self.hops.node_sum.kept is None and self.unit.holds_reduced_gradients:
+        if accumulates and self.hops.node_sum.kept is None and any(p.grad is not None for p in self.unit.parameters):
             warn_of_accumulation()
 
     def _check_reduced(self, part: UnitPart, shard_numel: int) -> None:
@@ -108,10 +120,50 @@ class HierarchicalReduceScatter(TorchAllocator, ReduceScatter):
             )
 
 
+class UnusedParameters:
+    """Leaves parameters that no rank used in a step without a gradient, as plain training does.
+
+    For the units of one process group: one all-reduce of a byte per parameter, when a step's last backward pass is
+    over, as in DistributedDataParallel. A rank that used all of its parameters does not read the result.
+    """
+
+    def __init__(self, topology: Topology, units: Sequence[FSDPUnit], traffic: Traffic) -> None:
+        self.topology, self.units, self.traffic = topology, units, traffic
+        self._in_flight: list[FSDPUnit] = []  # units whose last gradients of this step are in flight
+        self._backward_pass = -1
+
+    def sent(self, unit: FSDPUnit) -> None:
+        """Note that the unit's last gradients of a step are in flight. All units' are before the first ``arrived``."""
+        if backward_pass() != self._backward_pass:  # the one before may have failed
+            self._in_flight, self._backward_pass = [], backward_pass()
+        self._in_flight.append(unit)
+
+    def arrived(self, unit: FSDPUnit) -> None:
+        """Note that they are in ``.grad``. After the last unit, parameters that no rank used lose their gradient."""
+        self._in_flight.remove(unit)
+        if not self._in_flight:
+            self._drop_unused()
+
+    def _drop_unused(self) -> None:
+        used = [used for unit in self.units for used in unit.use()]
+        flags = torch.tensor(used, dtype=torch.uint8, device=self.units[0].device)
+        work = dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self.topology.group, async_op=True)
+        count_all_reduce(self.traffic, self.topology, flags.nbytes)
+        assert work is not None
+        work.wait()
+        if not all(used):
+            parameters = (parameter for unit in self.units for parameter in unit.parameters)
+            for parameter, used_by_any_rank in zip(parameters, flags.tolist(), strict=True):
+                if not used_by_any_rank:
+                    parameter.grad = None
+        for unit in self.units:
+            unit.forget_use()
+
+
 @functools.cache  # once
 def warn_of_accumulation() -> None:
     logger.warning(
-        "gradients of several backward passes were added up, and crossed nodes after each: say "
+        "gradients of several backward passes were added up, and crossed nodes after each: call "
         "model.set_is_last_backward(False) or set_requires_gradient_sync(False) before all of a step's backward passes "
         "but the last, and they cross once"
     )
@@ -119,9 +171,9 @@ def warn_of_accumulation() -> None:
 
 @dataclass(frozen=True)
 class Exchange:
-    """Gradients of a hop on their way: a piece from each rank of its group to each."""
+    """Gradients of a hop in flight: a piece from each rank of its group to each."""
 
-    total: GradientSum  # of the pieces that were sent here; valid behind ``work``
+    total: GradientSum  # of the pieces that were sent here; valid after ``work``
     work: dist.Work | None  # None: a group of one rank
     sent: Tensor | None  # uint8 [G, ..., nbytes], which is read until then
 
@@ -139,37 +191,6 @@ def send(gradients: GradientSum, hop: GradientHop | None, group: dist.ProcessGro
     received = torch.empty_like(wires)
     work = dist.all_to_all_single(received, wires, group=group, async_op=True)
     return Exchange(hop.receive(received), work, wires)
-
-
-@dataclass(frozen=True, kw_only=True)
-class GradientsInFlight:
-    """One unit's gradients between nodes, until the backward pass is over. If it fails, nothing else knows of them.
-
-    ``stream`` is FSDP2's for reductions. The buffers are allocated there before the collective, written by it on the
-    process group's own stream, and read and freed there behind ``Work.wait``; ``.grad`` is written there by FSDP2
-    before. So the allocator and every access go by one stream's order, and the program's stream waits for it.
-    """
-
-    unit: FSDPUnit
-    part: UnitPart  # the parameters that get gradients
-    hops: GradientHops
-    exchange: Exchange
-    op: Any  # FSDP2's reduce operation
-    stream: torch.Stream
-
-    def total(self) -> Tensor:
-        """The sum over all ranks and micro-batches fp32 [L], scaled as FSDP2 asks."""
-        with self.unit.waits.collective("reduce", self.unit, crosses_nodes=True):
-            arrived = self.exchange.wait()
-        return scaled_as(self.op, self.hops.finish(arrived, self.exchange.sent), self.unit.topology.world_size)
-
-    @torch.no_grad()
-    def finish(self, divisor: float | None) -> None:
-        """Wait, and add the total, over ``divisor``, to the parameters' gradients."""
-        with self.unit.waits.stall(), on_stream(self.stream, self.unit.device):
-            total = self.total()
-            self.unit.add_gradient(self.part, total if divisor is None else total.div_(divisor))
-        self.unit.holds_gradients = False
 
 
 def scaled_as(op: Any, total: Tensor, world_size: int) -> Tensor:

@@ -383,7 +383,7 @@ def test_settings_without_effect_are_named(caplog):
     caplog.clear()
     emulate_zeropp(model, ZeroPPConfig(quantized_gradients=True, loco=LoCoConfig(hops="both")), 1, 4)
     assert "LoCo" not in caplog.text  # it corrects the hop within the node
-    assert "matrices of the root module travel unquantized: a rank holds fewer than 32 elements" in caplog.text
+    assert "matrices of the root module are sent unquantized: a rank holds fewer than 32 elements" in caplog.text
     caplog.clear()
     emulate_zeropp(nn.Linear(32, 32), ZeroPPConfig(quantized_gradients=True, gradient_intra_bits=None), 1, 4)
     assert "qgZ has no effect on 4 data-parallel ranks on one node" in caplog.text and "matrices" not in caplog.text
@@ -391,7 +391,7 @@ def test_settings_without_effect_are_named(caplog):
     for config in alone:
         caplog.clear()
         emulate_zeropp(model, config, 2, 2)
-        assert "matrices of the root module travel unquantized" in caplog.text
+        assert "matrices of the root module are sent unquantized" in caplog.text
     caplog.clear()
     emulate_zeropp(model, ZeroPPConfig(False, 2), 2, 2)
     assert "matrices" not in caplog.text
