@@ -90,7 +90,7 @@ small_run() {
     LENGTH=(--micro-batch-size 8 --global-batch-size 64 --train-iters 1000 --lr-warmup-iters 100)
     RATE=(--lr 6e-4 --min-lr 6e-5)
     OFTEN=(--log-interval 10 --eval-iters 10 --eval-interval 250 --save-interval 500)
-    OFTEN+=(--tensorboard-dir "$OUT/tensorboard" --zero-monitor-interval 100)
+    OFTEN+=(--tensorboard-dir "$OUT/tensorboard" --zeropp-monitor-interval 100)
 }
 
 # launch pretrain_X.py FLAGS...: starts the ranks: by srun in a Slurm job that has as many tasks, by torchrun elsewhere.

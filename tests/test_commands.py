@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from megatron_zpp import __main__ as commands
-from megatron_zpp.arguments.command_line import help_text
+from megatron_zpp.arguments.help import help_text
 from megatron_zpp.commands import pretrain
 from megatron_zpp.families import ARCHITECTURES, find_architecture
 from tests.conftest import ROOT

@@ -63,7 +63,7 @@ case $SCALE in
         LENGTH=(--micro-batch-size 16 --global-batch-size 512 --train-iters 60000 --lr-warmup-iters 600)
         RATE=(--lr 3e-4 --min-lr 3e-5)
         OFTEN=(--log-interval 50 --eval-iters 20 --eval-interval 1000 --save-interval 2000)
-        OFTEN+=(--tensorboard-dir "$OUT/tensorboard" --zero-monitor-interval 100)
+        OFTEN+=(--tensorboard-dir "$OUT/tensorboard" --zeropp-monitor-interval 100)
         TEXT=(--data-path data/pile_text_document --tokenizer-type GPT2BPETokenizer)
         TEXT+=(--vocab-file data/gpt2/vocab.json --merge-file data/gpt2/merges.txt)
         ;;
@@ -78,9 +78,9 @@ case $OPTIMIZER in
         ;;
 esac
 
-ZEROPP=(--zero-quantized-weights --zero-weight-bits 8 --zero-hpz-partition-size "$RANKS_PER_NODE"
-    --zero-quantized-gradients --zero-gradient-bits 4)
-AS_PUBLISHED=(--zero-gradient-intra-bits 4 --zero-gradient-block-size "${BLOCK:-$WIDTH}")
+ZEROPP=(--zero-quantized-weights --zeropp-weight-bits 8 --zero-hpz-partition-size "$RANKS_PER_NODE"
+    --zero-quantized-gradients --zeropp-gradient-bits 4)
+AS_PUBLISHED=(--zeropp-gradient-intra-bits 4 --zeropp-gradient-block-size "${BLOCK:-$WIDTH}")
 case $RECIPE in
     zero3) COMMUNICATION=(--grad-reduce-in-bf16) ;;
     zeropp) COMMUNICATION=("${ZEROPP[@]}" "${AS_PUBLISHED[@]}") ;;
@@ -89,13 +89,13 @@ case $RECIPE in
             --zeropp-loco-reset-interval 1024)
         ;;
     recommended)
-        COMMUNICATION=("${ZEROPP[@]}" --zero-gradient-intra-bits 8 --zeropp-loco)
-        [ "$RANKS_PER_NODE" = 1 ] || COMMUNICATION+=(--zero-weight-difference-bits 4) # which needs hpZ
+        COMMUNICATION=("${ZEROPP[@]}" --zeropp-gradient-intra-bits 8 --zeropp-loco)
+        [ "$RANKS_PER_NODE" = 1 ] || COMMUNICATION+=(--zeropp-weight-difference-bits 4) # which needs hpZ
         ;;
 esac
 
 launch pretrain_gpt.py "${MODEL[@]}" --attention-dropout 0 --hidden-dropout 0 --bf16 \
     "${LENGTH[@]}" "${RATE[@]}" --lr-decay-style cosine --clip-grad 1.0 \
     "${TEXT[@]}" "${OFTEN[@]}" --log-throughput \
-    --zero-ranks-per-node "$RANKS_PER_NODE" "${COMMUNICATION[@]}" \
+    --zeropp-ranks-per-node "$RANKS_PER_NODE" "${COMMUNICATION[@]}" \
     --save "$OUT/checkpoints" --load "$OUT/checkpoints" --load-latest-good --save-keep-last 3 --exit-signal-handler "$@"

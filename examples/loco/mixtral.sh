@@ -66,7 +66,7 @@ case $SCALE in
         LENGTH=(--micro-batch-size 1 --global-batch-size 256 --train-iters 4768 --lr-warmup-iters 200)
         RATE=(--lr 1e-4 --min-lr 1e-5)
         OFTEN=(--log-interval 10 --eval-iters 20 --eval-interval 250 --save-interval 250)
-        OFTEN+=(--tensorboard-dir "$OUT/tensorboard" --zero-monitor-interval 100)
+        OFTEN+=(--tensorboard-dir "$OUT/tensorboard" --zeropp-monitor-interval 100)
         TEXT=(--data-path data/redpajama_llama2_raw_content_document --tokenizer-type SentencePieceTokenizer)
         TEXT+=(--tokenizer-model data/llama2/tokenizer.model)
         ;;
@@ -74,9 +74,9 @@ esac
 MODEL+=(--moe-aux-loss-coeff 0.02)
 [ "${#EMULATION[@]}" != 0 ] || MODEL+=(--expert-model-parallel-size "$RANKS_PER_NODE")
 
-ZEROPP=(--zero-quantized-weights --zero-weight-bits 8 --zero-hpz-partition-size "$RANKS_PER_NODE"
-    --zero-quantized-gradients --zero-gradient-bits 4)
-AS_PUBLISHED=(--zero-gradient-intra-bits 4 --zero-gradient-block-size "${BLOCK:-$WIDTH}")
+ZEROPP=(--zero-quantized-weights --zeropp-weight-bits 8 --zero-hpz-partition-size "$RANKS_PER_NODE"
+    --zero-quantized-gradients --zeropp-gradient-bits 4)
+AS_PUBLISHED=(--zeropp-gradient-intra-bits 4 --zeropp-gradient-block-size "${BLOCK:-$WIDTH}")
 case $RECIPE in
     zero3) COMMUNICATION=(--grad-reduce-in-bf16) ;;
     zeropp) COMMUNICATION=("${ZEROPP[@]}" "${AS_PUBLISHED[@]}") ;;
@@ -85,8 +85,8 @@ case $RECIPE in
             --zeropp-loco-reset-interval 1024)
         ;;
     recommended)
-        COMMUNICATION=("${ZEROPP[@]}" --zero-gradient-intra-bits 8 --zeropp-loco)
-        [ "$RANKS_PER_NODE" = 1 ] || COMMUNICATION+=(--zero-weight-difference-bits 4) # which needs hpZ
+        COMMUNICATION=("${ZEROPP[@]}" --zeropp-gradient-intra-bits 8 --zeropp-loco)
+        [ "$RANKS_PER_NODE" = 1 ] || COMMUNICATION+=(--zeropp-weight-difference-bits 4) # which needs hpZ
         ;;
 esac
 
@@ -94,5 +94,5 @@ launch pretrain_llama.py "${MODEL[@]}" --bf16 \
     "${LENGTH[@]}" "${RATE[@]}" --lr-decay-style cosine \
     --adam-beta1 0.9 --adam-beta2 0.95 --weight-decay 0.1 --clip-grad 1.0 \
     "${TEXT[@]}" "${OFTEN[@]}" --log-throughput \
-    --zero-ranks-per-node "$RANKS_PER_NODE" "${COMMUNICATION[@]}" \
+    --zeropp-ranks-per-node "$RANKS_PER_NODE" "${COMMUNICATION[@]}" \
     --save "$OUT/checkpoints" --load "$OUT/checkpoints" --load-latest-good --save-keep-last 3 --exit-signal-handler "$@"

@@ -43,7 +43,7 @@ train() {  # name, flags
 }
 
 say "Training with ZeRO-3: weights and gradients travel in 16 bit"
-train zero3 --grad-reduce-in-bf16 --zero-ranks-per-node 2
+train zero3 --grad-reduce-in-bf16 --zeropp-ranks-per-node 2
 
 say "Training with ZeRO++ and LoCo: between nodes, weights travel in 8 bit and gradients in 4 bit, once per step"
 train zeropp --zero-quantized-weights --zero-hpz-partition-size 2 --zero-quantized-gradients --zeropp-loco \

@@ -37,7 +37,7 @@
 # What the paper reports: a reviewer quotes its section 4.3 on FP6, 4- and 2-bit weights with 8-bit gradients; 6 bits
 # here are integers. Its perplexities we have not read and do not quote; one reviewer found them always slightly above
 # the baseline's. The model, data, batch (64 x 4096 tokens), learning rate (2e-5, cosine) and length (1,000 steps) are
-# ours. 4- and 2-bit differences, which --zero-weight-difference-bits sends instead, keep the loss: docs/zeropp.md.
+# ours. 4- and 2-bit differences, which --zeropp-weight-difference-bits sends instead, keep the loss: docs/zeropp.md.
 #
 # What the full scale needs, as estimated by ESTIMATE=1 for 2 nodes of 8 A100 and 100 Gbit/s out of each node
 # (an MFU of 40 % is assumed, activations are about right, and nothing of it was measured on GPUs):
@@ -101,7 +101,7 @@ else
         OUT=$BASE launch pretrain_llama.py "${MODEL[@]}" --bf16 \
             "${PRETRAINING[@]}" --train-iters "$BASE_STEPS" --lr-decay-style cosine --adam-beta1 0.9 \
             --adam-beta2 0.95 --weight-decay 0.1 --clip-grad 1.0 "${TEXT[@]}" "${OFTEN[@]}" \
-            --zero-ranks-per-node "$RANKS_PER_NODE" \
+            --zeropp-ranks-per-node "$RANKS_PER_NODE" \
             --save "$BASE/checkpoints" --load "$BASE/checkpoints" --load-latest-good --exit-signal-handler
         if starts; then # which it also returns from when it was asked to save and stop
             [ "$(OUT=$BASE saved_iteration)" = "$BASE_STEPS" ] || fail "the base was not trained to its end: start again"
@@ -115,18 +115,18 @@ START=(--load "$BASE/checkpoints" --finetune --exit-on-missing-checkpoint)
 [ -z "$(saved_iteration)" ] || START=(--load "$OUT/checkpoints" --load-latest-good)
 
 WATCH=() # the fine-tuning alone, by tools/report.py
-[ "$SCALE" = laptop ] || WATCH=(--tensorboard-dir "$OUT/tensorboard" --zero-monitor-interval 10)
+[ "$SCALE" = laptop ] || WATCH=(--tensorboard-dir "$OUT/tensorboard" --zeropp-monitor-interval 10)
 
 case $BITS in
     16) COMMUNICATION=(--grad-reduce-in-bf16) ;;
     *)
-        COMMUNICATION=(--zero-quantized-weights --zero-weight-bits "$BITS" --zero-hpz-partition-size "$RANKS_PER_NODE"
-            --zero-quantized-gradients --zero-gradient-bits 8 --zero-gradient-intra-bits 8)
+        COMMUNICATION=(--zero-quantized-weights --zeropp-weight-bits "$BITS" --zero-hpz-partition-size "$RANKS_PER_NODE"
+            --zero-quantized-gradients --zeropp-gradient-bits 8 --zeropp-gradient-intra-bits 8)
         ;;
 esac
 
 launch pretrain_llama.py "${MODEL[@]}" --bf16 \
     "${LENGTH[@]}" --lr-decay-style cosine --adam-beta1 0.9 --adam-beta2 0.95 --weight-decay 0.1 --clip-grad 1.0 \
     --data-path "$PAGES" --split 90,10,0 "${TOKENIZER[@]}" "${OFTEN[@]}" "${WATCH[@]}" --log-throughput \
-    --zero-ranks-per-node "$RANKS_PER_NODE" "${COMMUNICATION[@]}" \
+    --zeropp-ranks-per-node "$RANKS_PER_NODE" "${COMMUNICATION[@]}" \
     "${START[@]}" --save "$OUT/checkpoints" --save-keep-last 3 --exit-signal-handler "$@"

@@ -56,23 +56,23 @@ case $SCALE in
         LENGTH=(--micro-batch-size 2 --global-batch-size 1024 --train-iters 20000 --lr-warmup-iters 179)
         RATE=(--lr 1e-4 --min-lr 1e-5)
         OFTEN=(--log-interval 10 --eval-iters 10 --eval-interval 500 --save-interval 250)
-        OFTEN+=(--tensorboard-dir "$OUT/tensorboard" --zero-monitor-interval 100)
+        OFTEN+=(--tensorboard-dir "$OUT/tensorboard" --zeropp-monitor-interval 100)
         TEXT=(--data-path data/pile_text_document --tokenizer-type GPT2BPETokenizer)
         TEXT+=(--vocab-file data/gpt2/vocab.json --merge-file data/gpt2/merges.txt)
         ;;
 esac
 
-ZEROPP=(--zero-quantized-weights --zero-weight-bits "$WEIGHT_BITS" --zero-hpz-partition-size "$RANKS_PER_NODE"
-    --zero-quantized-gradients --zero-gradient-bits 4 --zero-gradient-intra-bits 4)
+ZEROPP=(--zero-quantized-weights --zeropp-weight-bits "$WEIGHT_BITS" --zero-hpz-partition-size "$RANKS_PER_NODE"
+    --zero-quantized-gradients --zeropp-gradient-bits 4 --zeropp-gradient-intra-bits 4)
 case $RECIPE in
     zero3) COMMUNICATION=(--grad-reduce-in-bf16) ;;
     zeropp) COMMUNICATION=("${ZEROPP[@]}") ;;
-    zeropp-nonblocked) COMMUNICATION=("${ZEROPP[@]}" --zero-weight-block-size 0) ;;
+    zeropp-nonblocked) COMMUNICATION=("${ZEROPP[@]}" --zeropp-weight-block-size 0) ;;
 esac
 
 launch pretrain_gpt.py "${MODEL[@]}" --attention-dropout 0 --hidden-dropout 0 --bf16 \
     "${LENGTH[@]}" "${RATE[@]}" --lr-decay-style cosine \
     --adam-beta1 0.9 --adam-beta2 0.95 --weight-decay 0.1 --clip-grad 1.0 \
     "${TEXT[@]}" "${OFTEN[@]}" --log-throughput \
-    --zero-ranks-per-node "$RANKS_PER_NODE" "${COMMUNICATION[@]}" \
+    --zeropp-ranks-per-node "$RANKS_PER_NODE" "${COMMUNICATION[@]}" \
     --save "$OUT/checkpoints" --load "$OUT/checkpoints" --load-latest-good --save-keep-last 3 --exit-signal-handler "$@"

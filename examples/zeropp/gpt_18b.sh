@@ -79,7 +79,7 @@ IN_16_BIT=()
 [ "$PRECISION" = fp16 ] || IN_16_BIT=(--grad-reduce-in-bf16)
 QWZ=(--zero-quantized-weights)
 HPZ=(--zero-hpz-partition-size "$RANKS_PER_NODE")
-QGZ=(--zero-quantized-gradients --zero-gradient-bits 4 --zero-gradient-intra-bits 4)
+QGZ=(--zero-quantized-gradients --zeropp-gradient-bits 4 --zeropp-gradient-intra-bits 4)
 case $RECIPE in
     zero3) COMMUNICATION=("${IN_16_BIT[@]}") ;;
     zeropp) COMMUNICATION=("${QWZ[@]}" "${HPZ[@]}" "${QGZ[@]}") ;;
@@ -91,4 +91,4 @@ esac
 launch pretrain_gpt.py "${MODEL[@]}" --attention-dropout 0 --hidden-dropout 0 "--$PRECISION" \
     "${LENGTH[@]}" --lr-decay-style constant --adam-beta1 0.9 --adam-beta2 0.95 --weight-decay 0.1 --clip-grad 1.0 \
     "${TOKENS[@]}" --eval-iters 2 --log-throughput --log-memory-to-tensorboard --tensorboard-dir "$OUT/tensorboard" \
-    --zero-ranks-per-node "$RANKS_PER_NODE" "${COMMUNICATION[@]}" "$@"
+    --zeropp-ranks-per-node "$RANKS_PER_NODE" "${COMMUNICATION[@]}" "$@"

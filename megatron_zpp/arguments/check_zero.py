@@ -10,7 +10,7 @@ from megatron_zpp.zeropp.config import ZeroPPConfig
 def check_zero(zero: ZeroSettings, zeropp: ZeroPPConfig, fsdp_size: int, distributed: DistributedSettings) -> None:
     """Raise SettingsError unless ``fsdp_size`` ranks, data-parallel * context-parallel ones, can shard a model so."""
     stage, hpz_size, ranks_per_node = zero.zero_stage, zeropp.hpz_partition_size, zeropp.ranks_per_node
-    for flag, size in ("--zero-hpz-partition-size", hpz_size), ("--zero-ranks-per-node", ranks_per_node):
+    for flag, size in ("--zero-hpz-partition-size", hpz_size), ("--zeropp-ranks-per-node", ranks_per_node):
         require(
             size is None or fsdp_size % size == 0,
             f"{flag} {size} does not divide the {fsdp_size} rank(s) that shard the model; "
@@ -20,14 +20,14 @@ def check_zero(zero: ZeroSettings, zeropp: ZeroPPConfig, fsdp_size: int, distrib
     if distributed.emulate_ranks is not None:
         require(
             not zeropp.check_agreement,
-            "--zero-check-agreement compares real ranks, and emulated ones are one process: leave it out",
+            "--zeropp-check-agreement compares real ranks, and emulated ones are one process: leave it out",
         )
         ranks, nodes = distributed.emulate_ranks, distributed.emulate_nodes
         per_node = ranks // nodes
         require(
             hpz_size in (1, per_node) and ranks_per_node in (None, per_node),
             f"--emulate-ranks {ranks} on --emulate-nodes {nodes} are {per_node} a node: "
-            f"--zero-hpz-partition-size must be {per_node} or 1, and --zero-ranks-per-node {per_node} or left out",
+            f"--zero-hpz-partition-size must be {per_node} or 1, and --zeropp-ranks-per-node {per_node} or left out",
         )
     require(
         not zero.cpu_offload or (stage >= 1 and distributed.emulate_ranks is None),

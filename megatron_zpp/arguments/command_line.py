@@ -1,8 +1,7 @@
-"""The words of the trainer's command line: what they give, and its --help."""
+"""The words of the trainer's command line, and what they give."""
 
 from __future__ import annotations
 
-import argparse
 import difflib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -20,10 +19,9 @@ from megatron_zpp.arguments.foreign_flags import (
     translate,
     unsaid_of_experts,
 )
-from megatron_zpp.families import ARCHITECTURES, Architecture
 from megatron_zpp.settings.checks import Mistakes, SettingsError
-from megatron_zpp.settings.flags import Flag, group_title, iterate_flags
-from megatron_zpp.settings.groups import all_flags, iterate_groups
+from megatron_zpp.settings.flags import Flag
+from megatron_zpp.settings.groups import flags_by_name
 
 NEAR = 0.8  # of difflib: below it, the nearest name is another thing
 
@@ -63,7 +61,7 @@ def read_command_line(
     presets: settings of models that ``--preset`` may name.
     """
     line, words_of = CommandLine(), _split(argv)
-    flags = {flag.name: flag for flag in all_flags().values()}
+    flags = flags_by_name()
     has_experts = any(
         (name == EXPERTS and set(words) != {"1"})
         or (name == "--preset" and any("num_experts" in presets.get(word, {}) for word in words))
@@ -105,7 +103,7 @@ def read_command_line(
 
 def _take_translated(line: CommandLine, typed: str, meaning: str, mistakes: Mistakes) -> None:
     """Set what ``typed`` means here."""
-    flags = {flag.name: flag for flag in all_flags().values()}
+    flags = flags_by_name()
     for name, words in _split(meaning.split()):
         with mistakes.collected():
             value = _value(flags[name], words)
@@ -148,35 +146,6 @@ def _check_not_needed(name: str, words: list[str]) -> None:
 def _unknown(name: str, words: list[str]) -> str:
     if not name:
         return f"{' '.join(words)} belongs to no flag; see --help"
-    known = [*(flag.name for flag in all_flags().values()), *NOT_NEEDED, *TRANSLATED]
+    known = [*flags_by_name(), *NOT_NEEDED, *TRANSLATED]
     nearest = difflib.get_close_matches(name.replace("_", "-"), known, n=1, cutoff=NEAR)
     return f"unknown flag {name}; " + (f"did you mean {nearest[0]}?" if nearest else "see --help")
-
-
-def help_text(architecture: Architecture) -> str:
-    """What --help prints for the trainer of one architecture."""
-    # A trainer from outside of this package is no command of ours.
-    trainer = f"-m megatron_zpp pretrain-{architecture.name}" if architecture in ARCHITECTURES else "%(prog)s"
-    parser = argparse.ArgumentParser(
-        usage=f"%(prog)s [flags]\n       torchrun --nproc-per-node N {trainer} [flags]   for N ranks",
-        description=f"Pretrain a {architecture.title} model with ZeRO++ on PyTorch FSDP2.",
-        formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=36),
-    )
-    for _, group in iterate_groups():
-        section = parser.add_argument_group(group_title(group))
-        for flag in iterate_flags(group):
-            if flag.value_type is bool:
-                section.add_argument(flag.name, action="store_true", help=_help(flag))
-            else:
-                metavar = flag.metavar or {int: "N", float: "X", str: "NAME"}[flag.value_type]
-                if flag.choices is not None:
-                    metavar = f"{{{','.join(flag.choices)}}}"
-                section.add_argument(flag.name, nargs=flag.nargs, metavar=metavar, help=_help(flag))
-    return parser.format_help()
-
-
-def _help(flag: Flag) -> str:
-    text = flag.help + (f" ({flag.bounds})" if str(flag.bounds) else "")
-    if flag.default not in (None, False):
-        text += f" (default: {flag.default})"
-    return text.replace("%", "%%")

@@ -1,6 +1,6 @@
 """The reference page docs/arguments.md, made from the settings themselves.
 
-Write it anew after a change: ``python -m megatron_zpp.arguments.page docs/arguments.md``
+Write it again after a change: ``python -m megatron_zpp.arguments.page docs/arguments.md``
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import Any
 
 from megatron_zpp.arguments.deepspeed_keys import TOP, ByType, Key, NotNeeded, Off, Only, Section, Sets
 from megatron_zpp.arguments.foreign_flags import EXPERTS, NOT_NEEDED, OF_EXPERTS, REFUSED, TRANSLATED
+from megatron_zpp.arguments.help import tier
 from megatron_zpp.families import ARCHITECTURES
 from megatron_zpp.settings.checks import flag_of
 from megatron_zpp.settings.flags import Flag, group_title, iterate_flags
@@ -28,6 +29,11 @@ default below. A file that contradicts a flag is refused. Flags that are not on 
 nearest name. One start reports all mistakes, each in a line of its own, and ends with status 2. In tables, `-` means
 that nothing is set; whole numbers are at most 2147483647 where nothing else is said, and no number may be NaN or
 infinite.
+
+Flags without a mark are stable: their names and meanings stay. One that is renamed works under its former name for at
+least two minor versions, and the changelog says when that ends. *Advanced* flags tune what works without them: their
+defaults may change, with a note in the changelog. *Experimental* flags may change or go with any version. `--help`
+shows the flags that most runs need, `--help GROUP` a section of this page, `--help-all` all of it.
 """
 
 
@@ -76,7 +82,9 @@ def _default(flag: Flag) -> str:
 
 def _meaning(flag: Flag) -> str:
     allowed = f"one of {', '.join(flag.choices)}" if flag.choices else str(flag.bounds)
-    return flag.help + (f" ({allowed})" if allowed else "")
+    marks = [] if tier(flag) == "stable" else [f"*{tier(flag).capitalize()}.*"]
+    marks += [f"Formerly `{alias}`." for alias in flag.aliases]
+    return " ".join([flag.help + (f" ({allowed})" if allowed else ""), *marks])
 
 
 def _keys(section: Section, prefix: str) -> Iterator[tuple[str, str]]:

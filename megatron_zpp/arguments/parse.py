@@ -13,9 +13,10 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from megatron_zpp.arguments.command_line import help_text, read_command_line
+from megatron_zpp.arguments.command_line import read_command_line
 from megatron_zpp.arguments.deepspeed_config import DeepSpeedConfig, read_deepspeed_config
 from megatron_zpp.arguments.foreign_flags import NotNeeded
+from megatron_zpp.arguments.help import help_text
 from megatron_zpp.arguments.resolve import OF_DYNAMIC_SCALES, check_needed, resolve
 from megatron_zpp.arguments.resolve_parallel import num_jobs
 from megatron_zpp.families import ARCHITECTURES, Architecture
@@ -49,12 +50,15 @@ def parse_settings(
     accepted but changes nothing. of_all_jobs: world_size counts those of all islands, also where
     each is a job of its own (--islands-may-leave); else those of one job.
 
-    Raises SettingsError with one line for each mistake, which says what to do. ``--help`` prints and raises
-    SystemExit(0). Needs no process group, and reads no file but that of ``--deepspeed_config``.
+    Raises SettingsError with one line for each mistake, which says what to do. ``--help``, ``--help GROUP``
+    and ``--help-all`` print and raise SystemExit(0).
+
+    Needs no process group, and reads no file but that of ``--deepspeed_config``.
     """
     argv = sys.argv[1:] if argv is None else list(argv)
-    if "--help" in argv or "-h" in argv:
-        print(help_text(architecture))
+    asked = [i for i, word in enumerate(argv) if word in ("-h", "--help", "--help-all")]
+    if asked:
+        print(help_text(architecture, argv[asked[0] :]))
         raise SystemExit(0)
     mistakes = Mistakes()
     line = read_command_line(argv, mistakes, architecture.presets)

@@ -10,6 +10,8 @@ from io import BufferedReader
 from pathlib import Path
 from typing import Any, cast
 
+from megatron_zpp.settings.groups import with_current_names
+
 from .files import CheckpointError, digest, open_regular, parse_json, read_regular
 
 META, INDEX, MARKER = "meta.json", "index.json", "complete"
@@ -65,6 +67,7 @@ def read_meta(checkpoint: Path) -> dict[str, Any]:
             raise ValueError(f"its digest is not the one in {MARKER}")
         meta = parse_json(text)
         _check_meta(meta)
+        meta["settings"] = with_current_names(meta["settings"])
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path} is damaged ({error}): {REMEDY}") from error
     return meta

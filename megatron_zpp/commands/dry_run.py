@@ -81,15 +81,15 @@ def _ranks_per_node(settings: ResolvedSettings, world_size: int) -> tuple[int, s
     config, launchers = settings.zeropp, os.environ.get("LOCAL_WORLD_SIZE")
     if ranks_per_model_copy(settings.distributed) == 1:  # else what these count is the data-parallel ranks of a node
         if config.ranks_per_node is not None:
-            return config.ranks_per_node, "--zero-ranks-per-node"
+            return config.ranks_per_node, "--zeropp-ranks-per-node"
         if config.hpz_partition_size > 1:
             return config.hpz_partition_size, "--zero-hpz-partition-size"
     if launchers is not None:
         require(world_size % int(launchers) == 0, f"LOCAL_WORLD_SIZE {launchers} does not divide {world_size} ranks")
         return int(launchers), "LOCAL_WORLD_SIZE of the launcher"
     if world_size % USUAL_NODE == 0:
-        return USUAL_NODE, f"{USUAL_NODE} a node, unless LOCAL_WORLD_SIZE or --zero-ranks-per-node says otherwise"
-    return world_size, "one node, unless LOCAL_WORLD_SIZE or --zero-ranks-per-node says otherwise"
+        return USUAL_NODE, f"{USUAL_NODE} a node, unless LOCAL_WORLD_SIZE or --zeropp-ranks-per-node says otherwise"
+    return world_size, "one node, unless LOCAL_WORLD_SIZE or --zeropp-ranks-per-node says otherwise"
 
 
 def _needs(architecture: Architecture, settings: ResolvedSettings, cluster: Cluster) -> list[str]:

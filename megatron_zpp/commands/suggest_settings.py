@@ -4,7 +4,7 @@ some settings, emulated in one process, and ranks them by loss against bytes.
     python tools/suggest_settings.py gpt --emulate-ranks 16 --emulate-nodes 4 --link-gbps 25 -- \\
         --num-layers 12 --hidden-size 768 ... --data-path PREFIX
 
-or your own settings: ``--try "--zero-quantized-weights --zero-weight-bits 6"``, as often as you like.
+or your own settings: ``--try "--zero-quantized-weights --zeropp-weight-bits 6"``, as often as you like.
 
 What follows ``--`` are the flags of the architecture's training program as they would be given on the cluster, without
 those of ZeRO++. All settings see the same data in the same order. The first one, plain ZeRO-3, is trained again on the
@@ -53,12 +53,12 @@ main(load_architecture(sys.argv.pop(1)))
 """
 CONTROL = "ZeRO-3"
 SETTINGS = {  # from what sends most to what sends least; hpZ is added to all
-    "8-bit weights, 8-bit gradients": f"{QUANTIZED} --zero-gradient-bits 8",
+    "8-bit weights, 8-bit gradients": f"{QUANTIZED} --zeropp-gradient-bits 8",
     "8-bit weights, 4-bit gradients": QUANTIZED,
     "8-bit weights, 4-bit gradients, LoCo": f"{QUANTIZED} {LOCO}",
     "4-bit weight differences, 4-bit gradients, LoCo": f"{QUANTIZED} {LOCO} {DIFFERENCES}",
-    "the same in gradient blocks of 1024": f"{QUANTIZED} {LOCO} {DIFFERENCES} --zero-gradient-block-size 1024",
-    "4-bit weight differences, 3-bit gradients, LoCo": f"{QUANTIZED} {LOCO} {DIFFERENCES} --zero-gradient-bits 3",
+    "the same in gradient blocks of 1024": f"{QUANTIZED} {LOCO} {DIFFERENCES} --zeropp-gradient-block-size 1024",
+    "4-bit weight differences, 3-bit gradients, LoCo": f"{QUANTIZED} {LOCO} {DIFFERENCES} --zeropp-gradient-bits 3",
     "4-bit weight differences, 2-bit gradients, LoCo": f"{QUANTIZED} {LOCO} {DIFFERENCES} {TWO_BITS}",
     "the same, with 4 bits during the warm-up": f"{QUANTIZED} {LOCO} {DIFFERENCES} {TWO_BITS} {WARMUP}",
     "and with scales of elements": f"{QUANTIZED} {LOCO} {DIFFERENCES} {TWO_BITS} {WARMUP} {ELEMENT_SCALES}",
@@ -143,7 +143,7 @@ def measure(args: argparse.Namespace, flags: list[str]) -> tuple[list[Outcome], 
     settings = {setting: setting for setting in args.tried} if args.tried else SETTINGS
     if per_node == 1 and not args.tried:  # differences need hpZ, which needs ranks that share a node
         settings = {name: setting for name, setting in settings.items() if "--zero-weight-difference" not in setting}
-    all_flags = {CONTROL: f"--zero-ranks-per-node {per_node}"}
+    all_flags = {CONTROL: f"--zeropp-ranks-per-node {per_node}"}
     all_flags |= {name: f"--zero-hpz-partition-size {per_node} {setting}" for name, setting in settings.items()}
     # A mistake comes to light before anything is trained.
     architecture = load_architecture(args.architecture)
@@ -191,7 +191,7 @@ def check_plain(settings: ResolvedSettings) -> None:
     given = [
         flag.name
         for flag in (*iterate_flags(ZeroSettings), *iterate_flags(ZeroPPConfig))
-        if flat[flag.setting] != flag.default and flag.setting != "zero_monitor_interval"
+        if flat[flag.setting] != flag.default and flag.setting != "zeropp_monitor_interval"
     ]
     if given:
         raise ValueError(

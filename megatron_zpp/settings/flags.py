@@ -1,6 +1,6 @@
 """A dataclass field is a command-line flag: how a field says so, and what a program reads off a class of such fields.
 
-A setting's name is its flag's, ``zero_weight_bits`` for ``--zero-weight-bits``, whatever the field is called:
+A setting's name is its flag's, ``zeropp_weight_bits`` for ``--zeropp-weight-bits``, whatever the field is called:
 DeepSpeed's keys, checkpoints and logs know settings by that name, which is unique over all groups.
 """
 
@@ -28,6 +28,7 @@ def flag(
     help: str,
     *,
     name: str | None = None,
+    aliases: tuple[str, ...] = (),
     choices: tuple[str, ...] | None = None,
     nargs: int | str | None = None,
     metavar: str | tuple[str, ...] | None = None,
@@ -36,13 +37,12 @@ def flag(
 ) -> Any:
     """A dataclass field that is also a command-line flag. A ``bool`` field becomes a switch.
 
-    name: default from the field's, "--num-layers" for num_layers. needs: the field without which giving this flag is
+    name: default from the field's, "--num-layers" for num_layers. aliases: names that it had before, which scripts,
+    saved settings and DeepSpeed's file may go on using. needs: the field without which giving this flag is
     an error. bounds: of ``Bounds``, for a number, or for each of several.
     """
-    metadata = dict(
-        help=help, name=name, choices=choices, nargs=nargs, metavar=metavar, needs=needs, bounds=Bounds(**bounds)
-    )
-    return dataclasses.field(default=default, metadata=metadata)
+    metadata = dict(help=help, name=name, aliases=aliases, choices=choices, nargs=nargs, metavar=metavar, needs=needs)
+    return dataclasses.field(default=default, metadata={**metadata, "bounds": Bounds(**bounds)})
 
 
 @dataclass(frozen=True)
@@ -50,10 +50,11 @@ class Flag:
     """A field made by ``flag``, or by ``config_flag`` of ``zeropp.config``."""
 
     setting: str
-    name: str  # "--zero-weight-bits"
+    name: str  # "--zeropp-weight-bits"
     value_type: type  # int for "int | None" and for each value of "tuple[int, ...]"; a bool is a switch
     default: Any
     help: str
+    aliases: tuple[str, ...] = ()
     choices: tuple[str, ...] | None = None
     nargs: int | str | None = None
     metavar: str | tuple[str, ...] | None = None
@@ -110,6 +111,11 @@ def number(value_type: type, **bounds: float) -> Callable[[str], Any]:
             raise argparse.ArgumentTypeError(str(error)) from None
 
     return read
+
+
+def setting_of(flag_name: str) -> str:
+    """The setting's name: zeropp_weight_bits for --zeropp-weight-bits."""
+    return flag_name.removeprefix("--").replace("-", "_")
 
 
 def group_title(group: type[Any]) -> str:
@@ -170,7 +176,7 @@ def _read_fields(group: type[Any]) -> list[tuple[str, Flag, type[Any] | None]]:
     hints = typing.get_type_hints(group)
     fields = {field.name: field for field in dataclasses.fields(group) if field.metadata}
     names = {name: field.metadata["name"] or "--" + name.replace("_", "-") for name, field in fields.items()}
-    settings = {name: flag_name.removeprefix("--").replace("-", "_") for name, flag_name in names.items()}
+    settings = {name: setting_of(flag_name) for name, flag_name in names.items()}
     for name, field in fields.items():
         value_type, default = _value_type(hints[name]), field.default
         inner = value_type if dataclasses.is_dataclass(value_type) else None

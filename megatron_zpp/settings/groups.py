@@ -18,7 +18,7 @@ from typing import Any
 
 from megatron_zpp.islands.config import IslandConfig
 from megatron_zpp.islands.elastic.membership import Membership
-from megatron_zpp.settings.flags import Flag, flag, flat_values, iterate_flags
+from megatron_zpp.settings.flags import Flag, flag, flat_values, iterate_flags, setting_of
 from megatron_zpp.zeropp.config import ZeroPPConfig
 
 
@@ -364,8 +364,11 @@ class ZeroSettings:
     cpu_offload: bool = flag(
         False, "keep parameters, gradients and optimizer state in host memory, and let the optimizer step there"
     )
-    zero_monitor_interval: int | None = flag(
-        None, "optimizer steps between samples of quantization errors, for the log", at_least=1
+    zeropp_monitor_interval: int | None = flag(
+        None,
+        "optimizer steps between samples of quantization errors, for the log",
+        aliases=("--zeropp-monitor-interval",),
+        at_least=1,
     )
     deepspeed_config: str | None = flag(
         None,
@@ -687,3 +690,15 @@ def iterate_groups() -> Iterator[tuple[str, type[Any]]]:
 def all_flags() -> dict[str, Flag]:
     """{setting: flag} of all groups."""
     return {flag.setting: flag for _, group in iterate_groups() for flag in iterate_flags(group)}
+
+
+@functools.cache
+def flags_by_name() -> dict[str, Flag]:
+    """{name or alias: flag} of all groups."""
+    return {name: flag for flag in all_flags().values() for name in (flag.name, *flag.aliases)}
+
+
+def with_current_names(saved: dict[str, Any]) -> dict[str, Any]:
+    """Saved settings {setting: value}, those of former names under their present ones."""
+    now = {setting_of(name): flag.setting for name, flag in flags_by_name().items()}
+    return {now.get(setting, setting): value for setting, value in saved.items()}

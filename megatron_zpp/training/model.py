@@ -77,7 +77,7 @@ def build_model_on_ranks(
             first_rank=emulated_island * mesh.fsdp_size,
         )
     if zeropp is not None:
-        zeropp.monitor_errors(zero.zero_monitor_interval)
+        zeropp.monitor_errors(zero.zeropp_monitor_interval)
     return model, pipeline, zeropp
 
 
@@ -95,7 +95,7 @@ def _check_nodes_alike(settings: ResolvedSettings, mesh: Mesh) -> None:
             raise ValueError(
                 f"some data-parallel groups have {of_all[0]} ranks on their nodes, others {others}: choose "
                 "--tensor-model-parallel-size and --pipeline-model-parallel-size so that all are alike, or give "
-                "--zero-ranks-per-node"
+                "--zeropp-ranks-per-node"
             )
 
 

@@ -34,6 +34,7 @@ class BitsWarmup:
 SUPPORTED_BITS = (1, 2, 3, 4, 6, 8)
 SCALE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 ROUNDINGS = ("nearest", "stochastic")
+_FORMER_NAMES = {"--zeropp-secondary-dtype": "--hpz-secondary-dtype"}
 _ANY_BITS = f"{', '.join(map(str, SUPPORTED_BITS[:-1]))} or {SUPPORTED_BITS[-1]}"
 
 
@@ -51,11 +52,17 @@ def config_flag(
 ) -> Any:
     """Make a field that is also the flag ``name`` of the trainer, which reads it from the field's metadata.
 
-    needs: the field without which this flag is an error. zero_is_none: 0 on the command line is None here. repr: False
+    A flag named --zeropp-X was --zero-X before, which still works. needs: the field without which this flag is an
+    error. zero_is_none: 0 on the command line is None here. repr: False
     where saved state does not depend on the field, since checkpoints know a config by its repr. bounds: of ``Bounds``.
     """
-    metadata = dict(name=name, help=help, choices=choices, metavar=metavar, needs=needs, zero_is_none=zero_is_none)
-    return dataclasses.field(default=default, repr=repr, metadata=metadata | {"bounds": Bounds(**bounds)})
+    was = _FORMER_NAMES.get(name, name.replace("--zeropp-", "--zero-"))
+    aliases = () if was == name or name.startswith("--zeropp-loco") else (was,)
+    metadata: dict[str, Any] = dict(
+        name=name, aliases=aliases, help=help, choices=choices, metavar=metavar, needs=needs
+    )
+    metadata = {**metadata, "zero_is_none": zero_is_none, "bounds": Bounds(**bounds)}
+    return dataclasses.field(default=default, repr=repr, metadata=metadata)
 
 
 _qwz_flag = functools.partial(config_flag, needs="quantized_weights")
@@ -131,25 +138,29 @@ class ZeroPPConfig:
         needs="quantized_gradients",
     )
     ranks_per_node: int | None = config_flag(
-        "--zero-ranks-per-node",
+        "--zeropp-ranks-per-node",
         None,
         "ranks that share a node; default from where the ranks run, or --zero-hpz-partition-size",
         at_least=1,
     )
     weight_bits: int | None = _qwz_flag(
-        "--zero-weight-bits", 8, f"bits of quantized weights between nodes: {_ANY_BITS}"
+        "--zeropp-weight-bits", 8, f"bits of quantized weights between nodes: {_ANY_BITS}"
     )
     # Defined in quantization.py: "absmax" has levels up to the block's largest value; "mean" has steps that are a
     # multiple of the block's mean |x|, for 1 to 4 bits, and cuts off large values. LoCo makes up for that in gradients;
     # a copy of weights would lag behind.
     weight_scaling: str = _qwz_flag(
-        "--zero-weight-scaling", "absmax", "what sets the scale of weights between nodes", choices=SCALINGS, repr=False
+        "--zeropp-weight-scaling",
+        "absmax",
+        "what sets the scale of weights between nodes",
+        choices=SCALINGS,
+        repr=False,
     )
     weight_intra_bits: int | None = _qwz_flag(
-        "--zero-weight-intra-bits", None, "bits of weights within a node; default unquantized", zero_is_none=True
+        "--zeropp-weight-intra-bits", None, "bits of weights within a node; default unquantized", zero_is_none=True
     )
     weight_intra_scaling: str = config_flag(
-        "--zero-weight-intra-scaling",
+        "--zeropp-weight-intra-scaling",
         "absmax",
         "what sets the scale of weights within a node",
         choices=SCALINGS,
@@ -157,16 +168,16 @@ class ZeroPPConfig:
         repr=False,
     )
     weight_block_size: int | None = _qwz_flag(
-        "--zero-weight-block-size", 256, "elements per weight scale; 0 = one scale per tensor", zero_is_none=True
+        "--zeropp-weight-block-size", 256, "elements per weight scale; 0 = one scale per tensor", zero_is_none=True
     )
     gradient_bits: int | None = _qgz_flag(
-        "--zero-gradient-bits",
+        "--zeropp-gradient-bits",
         4,
         f"bits of quantized gradients between nodes: {_ANY_BITS}; 0 = unquantized",
         zero_is_none=True,
     )
     gradient_scaling: str | None = _qgz_flag(
-        "--zero-gradient-scaling",
+        "--zeropp-gradient-scaling",
         None,
         "what sets the scale of gradients between nodes; default mean below 4 bits, absmax from 4 on",
         choices=SCALINGS,
@@ -174,7 +185,7 @@ class ZeroPPConfig:
     )
     # Uses the default code for its number of bits, whatever the scaling is later.
     gradient_bits_warmup: str | None = _qgz_flag(
-        "--zero-gradient-bits-warmup",
+        "--zeropp-gradient-bits-warmup",
         None,
         "bits of gradients between nodes during the first optimizer steps, such as 500:4; steps that are skipped do "
         "not count",
@@ -182,52 +193,55 @@ class ZeroPPConfig:
         repr=False,
     )
     gradient_intra_bits: int | None = _qgz_flag(
-        "--zero-gradient-intra-bits", 8, "bits of quantized gradients within a node; 0 = unquantized", zero_is_none=True
+        "--zeropp-gradient-intra-bits",
+        8,
+        "bits of quantized gradients within a node; 0 = unquantized",
+        zero_is_none=True,
     )
     gradient_intra_scaling: str | None = _qgz_flag(
-        "--zero-gradient-intra-scaling",
+        "--zeropp-gradient-intra-scaling",
         None,
         "what sets the scale of gradients within a node; default mean below 4 bits, absmax from 4 on",
         choices=SCALINGS,
         repr=False,
     )
     gradient_block_size: int | None = _qgz_flag(
-        "--zero-gradient-block-size", 128, "elements per gradient scale; 0 = one scale per tensor", zero_is_none=True
+        "--zeropp-gradient-block-size", 128, "elements per gradient scale; 0 = one scale per tensor", zero_is_none=True
     )
     # "nearest" rounds half to even; "stochastic" draws from a counter-based generator.
     weight_rounding: str = _qwz_flag(
-        "--zero-weight-rounding", "nearest", "rounding of quantized weights", choices=ROUNDINGS
+        "--zeropp-weight-rounding", "nearest", "rounding of quantized weights", choices=ROUNDINGS
     )
     gradient_rounding: str = _qgz_flag(
-        "--zero-gradient-rounding", "nearest", "rounding of quantized gradients", choices=ROUNDINGS
+        "--zeropp-gradient-rounding", "nearest", "rounding of quantized gradients", choices=ROUNDINGS
     )
     # All but fp32 are rounded stochastically.
     gradient_sum_dtype: str = _qgz_flag(
-        "--zero-gradient-sum-dtype",
+        "--zeropp-gradient-sum-dtype",
         "fp32",
         "how a node's sums of gradients are kept between micro-batches; int8 in blocks, as gradients are sent",
         choices=("fp32", "bf16", "int8"),
         repr=False,
     )
     offload_gradient_sums: bool = _qgz_flag(
-        "--zero-offload-gradient-sums",
+        "--zeropp-offload-gradient-sums",
         False,
         "keep the node's sums of gradients in host memory from micro-batch to micro-batch",
         repr=False,
     )
     # "int8" takes half the memory and quantizes the gathers within the node at no further loss.
     hpz_secondary_dtype: str = config_flag(
-        "--hpz-secondary-dtype", "16bit", "how hpZ keeps its copy: values, or int8 blocks", choices=("16bit", "int8")
+        "--zeropp-secondary-dtype", "16bit", "how hpZ keeps its copy: values, or int8 blocks", choices=("16bit", "int8")
     )
     # After SDP4Bit, arXiv 2410.15526; what was lost stays in the next difference.
     weight_difference_bits: int | None = config_flag(
-        "--zero-weight-difference-bits",
+        "--zeropp-weight-difference-bits",
         None,
         "send between nodes only what changed since hpZ's copy, in this many bits, such as 4",
         zero_is_none=True,
     )
     weight_difference_scaling: str = config_flag(
-        "--zero-weight-difference-scaling",
+        "--zeropp-weight-difference-scaling",
         "absmax",
         "what sets the scale of weight differences",
         choices=SCALINGS,
@@ -235,7 +249,7 @@ class ZeroPPConfig:
         repr=False,
     )
     weight_difference_bits_warmup: str | None = config_flag(
-        "--zero-weight-difference-bits-warmup",
+        "--zeropp-weight-difference-bits-warmup",
         None,
         "bits of the weight differences that the first optimizer steps make, such as 500:4",
         metavar="STEPS:BITS",
@@ -243,28 +257,28 @@ class ZeroPPConfig:
         repr=False,
     )
     weight_difference_block_size: int | None = config_flag(
-        "--zero-weight-difference-block-size",
+        "--zeropp-weight-difference-block-size",
         2048,
         "elements per scale of weight differences",
         needs="weight_difference_bits",
         zero_is_none=True,
     )
     hadamard: bool = _qgz_flag(
-        "--zero-hadamard", False, "rotate gradients by 32 x 32 Hadamard matrices before they are quantized"
+        "--zeropp-hadamard", False, "rotate gradients by 32 x 32 Hadamard matrices before they are quantized"
     )
     check_agreement: bool = config_flag(
-        "--zero-check-agreement",
+        "--zeropp-check-agreement",
         False,
         "for debugging: before each gather compare on all ranks whether parameters changed, and name those that differ",
         repr=False,
     )
     # Of all that is quantized but LoCo's errors.
     scale_dtype: str = config_flag(
-        "--zero-scale-dtype", "fp32", "dtype of scales; bf16 halves them", choices=tuple(SCALE_DTYPES), repr=False
+        "--zeropp-scale-dtype", "fp32", "dtype of scales; bf16 halves them", choices=tuple(SCALE_DTYPES), repr=False
     )
     # Learned at both ends alike from what is sent. Not in repr: ``description.fingerprint`` adds it where it is on.
     gradient_element_scales: bool = _qgz_flag(
-        "--zero-gradient-element-scales",
+        "--zeropp-gradient-element-scales",
         False,
         "scale each element of gradients between nodes by itself, as ranks learn from the codes that are sent",
         repr=False,
@@ -279,6 +293,8 @@ class ZeroPPConfig:
                 raise ValueError(f"{name} must be one of {SUPPORTED_BITS}, or None for unquantized; got {value}")
             if name.endswith("_block_size") and value is not None and (value < 8 or value % 8):
                 raise ValueError(f"{name} must be a positive multiple of 8, or None for per tensor; got {value}")
+        for name in ("gradient", "weight_difference"):
+            self._check_bits_warmup(name)
         for name, required in _REQUIREMENTS:
             if getattr(self, name) != getattr(type(self), name) and not self._has(required):
                 raise ValueError(f"{name} requires {required}")
@@ -289,8 +305,6 @@ class ZeroPPConfig:
                     Code(bits, scaling)
                 except ValueError as error:
                     raise ValueError(f"{name}_bits {bits} and {name}_scaling {scaling}: {error}") from None
-        for name in ("gradient", "weight_difference"):
-            self._check_bits_warmup(name)
         if self.ranks_per_node is not None and self.hpz_partition_size not in (1, self.ranks_per_node):
             raise ValueError(
                 f"hpz_partition_size {self.hpz_partition_size} and ranks_per_node {self.ranks_per_node} differ: "

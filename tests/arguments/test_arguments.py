@@ -7,15 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from megatron_zpp.arguments.command_line import help_text
 from megatron_zpp.arguments.foreign_flags import NOT_NEEDED, REFUSED, TRANSLATED, translate
+from megatron_zpp.arguments.help import help_text
 from megatron_zpp.arguments.page import render_reference
 from megatron_zpp.arguments.parse import SettingsError, parse_settings
 from megatron_zpp.families import ARCHITECTURES, GPT, LLAMA, find_architecture
 from megatron_zpp.models.decoder import DecoderConfig
 from megatron_zpp.settings.checks import flag_of
-from megatron_zpp.settings.flags import iterate_flags
-from megatron_zpp.settings.groups import Settings, all_flags, iterate_groups
+from megatron_zpp.settings.flags import iterate_flags, setting_of
+from megatron_zpp.settings.groups import Settings, all_flags, iterate_groups, with_current_names
 from megatron_zpp.zeropp import LoCoConfig, ZeroPPConfig
 from tests.models.configs import llama_config
 
@@ -169,8 +169,8 @@ def test_bf16_reduces_in_fp32_unless_told_otherwise():
     [
         ("", False),
         ("--accumulate-allreduce-grads-in-fp32", True),
-        ("--zero-gradient-bits 0", True),
-        ("--zero-gradient-intra-bits 0", True),
+        ("--zeropp-gradient-bits 0", True),
+        ("--zeropp-gradient-intra-bits 0", True),
         ("--zero-stage 1", True),  # FSDP2 adds up micro-batches
         ("--zero-stage 2", False),
     ],
@@ -183,7 +183,7 @@ def test_bf16_gradients_are_handed_over_as_they_are_where_all_sums_are_in_fp32(m
 
 def test_zero_means_none():
     settings, _ = parse(
-        SMALL + "--zero-quantized-gradients --zero-gradient-block-size 0 --zero-gradient-intra-bits 0 "
+        SMALL + "--zero-quantized-gradients --zeropp-gradient-block-size 0 --zeropp-gradient-intra-bits 0 "
         "--zeropp-loco --zeropp-loco-reset-interval 0"
     )
     config = ZeroPPConfig(
@@ -195,8 +195,9 @@ def test_zero_means_none():
 
 def test_every_zeropp_flag_together():
     settings, _ = parse(
-        SMALL + "--zero-stage 3 --zero-quantized-weights --zero-hpz-partition-size 2 --zero-ranks-per-node 2 "
-        "--zero-quantized-gradients --zeropp-loco --zeropp-loco-beta 0.5 --zero-gradient-bits 3 --zero-weight-bits 6"
+        SMALL + "--zero-stage 3 --zero-quantized-weights --zero-hpz-partition-size 2 --zeropp-ranks-per-node 2 "
+        "--zero-quantized-gradients --zeropp-loco --zeropp-loco-beta 0.5 --zeropp-gradient-bits 3 "
+        "--zeropp-weight-bits 6"
     )
     assert settings.zeropp == ZeroPPConfig(
         quantized_weights=True, hpz_partition_size=2, quantized_gradients=True,
@@ -418,9 +419,26 @@ def test_help_exits_cleanly_and_shows_defaults(capsys):
         parse_settings(LLAMA, ["--help"])
     text = " ".join(capsys.readouterr().out.split())
     assert stop.value.code == 0
-    assert "peak learning rate" in text and "(default: 0.999)" in text
-    assert "--use-flash-attn" not in text  # only what does something
+    assert "peak learning rate" in text and "--adam-beta2" not in text and 25 <= text.count(" --") <= 60
+    everything = help_text(LLAMA, ["--help-all"])
+    assert "(default: 0.999)" in everything and all(flag.name in everything for flag in all_flags().values())
+    assert "--use-flash-attn" not in everything  # only what does something
+    logging = help_text(LLAMA, ["--help", "logging"])
+    assert "--log-interval" in logging and "--lr " not in logging
+    with pytest.raises(SettingsError, match="--help loging is no group of flags; did you mean logging"):
+        help_text(LLAMA, ["--help", "loging"])
     assert max(map(len, help_text(GPT).partition("\n\n")[0].splitlines())) < 100
+
+
+def test_former_names_of_flags_and_saved_settings_are_understood():
+    former = "--zero-quantized-weights --zero-weight-bits 6 --zero-hpz-partition-size 2 --hpz-secondary-dtype int8"
+    now = "--zero-quantized-weights --zeropp-weight-bits 6 --zero-hpz-partition-size 2 --zeropp-secondary-dtype int8"
+    settings = parse_settings(GPT, shlex.split(SMALL + now), 2)
+    assert parse_settings(GPT, shlex.split(SMALL + former), 2) == settings
+    saved = settings.as_flat_dict()
+    names = {flag.setting: flag.aliases[0] for flag in all_flags().values() if flag.aliases}
+    old = {setting_of(names.get(setting, setting)): value for setting, value in saved.items()}
+    assert "zero_weight_bits" in old and "zeropp_weight_bits" not in old and with_current_names(old) == saved
 
 
 def test_reference_page_is_up_to_date():
@@ -503,14 +521,17 @@ def test_reference_page_is_up_to_date():
         # ZeRO++
         ("--zero-stage 4", "--zero-stage 4"),
         ("--zero-hpz-partition-size 3", "--zero-hpz-partition-size 3 4 1, 2, 4"),
-        ("--zero-ranks-per-node 8", "--zero-ranks-per-node 8 4"),
+        ("--zeropp-ranks-per-node 8", "--zeropp-ranks-per-node 8 4"),
         ("--zero-stage 0 --zero-quantized-weights", "--zero-quantized-weights --zero-stage 1"),
         ("--zero-stage 1 --zero-hpz-partition-size 2", "--zero-hpz-partition-size --zero-stage 3"),
         ("--zeropp-loco", "--zeropp-loco --zero-quantized-gradients"),
-        ("--zero-gradient-bits 4", "--zero-gradient-bits --zero-quantized-gradients"),
-        ("--zero-quantized-weights --zero-weight-bits 7", "--zero-weight-bits 7"),
+        ("--zeropp-gradient-bits 4", "--zeropp-gradient-bits --zero-quantized-gradients"),
+        ("--zero-quantized-weights --zeropp-weight-bits 7", "--zeropp-weight-bits 7"),
         ("--zero-quantized-gradients --zeropp-loco --zeropp-loco-beta 1", "beta 1"),
-        ("--zero-hpz-partition-size 2 --zero-ranks-per-node 4", "--zero-hpz-partition-size 2 --zero-ranks-per-node 4"),
+        (
+            "--zero-hpz-partition-size 2 --zeropp-ranks-per-node 4",
+            "--zero-hpz-partition-size 2 --zeropp-ranks-per-node 4",
+        ),
         # HSDP
         ("--num-distributed-optimizer-instances 3", "--num-distributed-optimizer-instances 3 4 1, 2, 4"),
         ("--num-distributed-optimizer-instances 2 --zero-stage 0", "instances 2 --zero-stage 0 none"),

@@ -71,7 +71,7 @@ def test_without_root_it_says_so(tmp_path):
 @pytest.mark.usefixtures("namespaces_allowed")
 def test_a_node_is_named_whose_link_becomes_slow():
     """A tenth of the rate, one way, within 20 steps; and before that nobody is named."""
-    flags = TRAINING.replace("--zero-hpz-partition-size 2", "--zero-hpz-partition-size 1 --zero-ranks-per-node 1")
+    flags = TRAINING.replace("--zero-hpz-partition-size 2", "--zero-hpz-partition-size 1 --zeropp-ranks-per-node 1")
     command = [*flags.replace("--global-batch-size 8", "--global-batch-size 3").split(), "1000", "--log-straggler"]
     with cluster(3, "200mbit") as namespaces, programs(command, namespaces, 1) as processes:
         steps, named = [0], []

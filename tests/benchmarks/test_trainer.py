@@ -79,7 +79,7 @@ def test_ranks_that_share_a_device_are_profiled(tmp_path):
 
 
 def test_quantizers_are_a_part_of_their_own(tmp_path):
-    flags = "--zero-quantized-weights --zero-quantized-gradients --zero-ranks-per-node 1 --num-workers 0"
+    flags = "--zero-quantized-weights --zero-quantized-gradients --zeropp-ranks-per-node 1 --num-workers 0"
     (result,), _ = measure(tmp_path, "--model", "tiny-gpt", "--flags", flags, ranks=2)
     assert result["ranks"] == 2 and result["plain"] is None
     assert check_parts(result)["quantizers"] > 0

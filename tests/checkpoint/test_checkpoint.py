@@ -57,9 +57,9 @@ def _train(argv: list[str]) -> tuple[str, Metrics]:
 
 
 EVERYTHING = (
-    "--zero-hpz-partition-size 2 --zero-quantized-weights --zero-weight-difference-bits 4 "
-    "--zero-quantized-gradients --zero-gradient-rounding stochastic --zeropp-loco --zeropp-loco-hops both "
-    "--zero-gradient-bits-warmup 2:8 --zero-weight-difference-bits-warmup 4:8"
+    "--zero-hpz-partition-size 2 --zero-quantized-weights --zeropp-weight-difference-bits 4 "
+    "--zero-quantized-gradients --zeropp-gradient-rounding stochastic --zeropp-loco --zeropp-loco-hops both "
+    "--zeropp-gradient-bits-warmup 2:8 --zeropp-weight-difference-bits-warmup 4:8"
 )
 
 
@@ -71,7 +71,7 @@ EVERYTHING = (
         (2, "--zero-stage 2 --fp16 --loss-scale-window 2 --initial-loss-scale 65536 --optimizer sgd"),
         (
             2,
-            "--fp16 --initial-loss-scale 4e6 --hysteresis 1 --zero-ranks-per-node 1 --zero-quantized-gradients "
+            "--fp16 --initial-loss-scale 4e6 --hysteresis 1 --zeropp-ranks-per-node 1 --zero-quantized-gradients "
             "--zeropp-loco",
         ),
         pytest.param(2, "--bf16 --no-async-save --zero-stage 0", marks=pytest.mark.long),
@@ -98,8 +98,8 @@ def test_resumes_on_other_ranks_and_stages(data, checkpoint, uninterrupted, worl
 
 
 def test_bits_warm_up_by_the_steps_of_the_run_on_other_ranks_too(data, checkpoint):
-    bits = "--zero-gradient-bits 2 --zero-gradient-bits-warmup 6:8"
-    load = f"--load {checkpoint} --zero-stage 2 --zero-quantized-gradients --zero-ranks-per-node 1"
+    bits = "--zeropp-gradient-bits 2 --zeropp-gradient-bits-warmup 6:8"
+    load = f"--load {checkpoint} --zero-stage 2 --zero-quantized-gradients --zeropp-ranks-per-node 1"
     argv = flags(data, NO_DROPOUT, load, bits)
     metrics = run_ranks(2, train_each, {"": argv})[0][""]
     sent = metrics["comm/bytes-between-nodes"]
@@ -107,7 +107,7 @@ def test_bits_warm_up_by_the_steps_of_the_run_on_other_ranks_too(data, checkpoin
 
 
 def test_state_from_before_a_setting_came_is_taken_over(data, tmp_path):
-    more = "--zero-quantized-gradients --zeropp-loco --zero-ranks-per-node 1 --zero-gradient-bits 2"
+    more = "--zero-quantized-gradients --zeropp-loco --zeropp-ranks-per-node 1 --zeropp-gradient-bits 2"
     save = f"--save {tmp_path} --save-interval 4 --exit-interval 4"
     expected = run_ranks(2, train_each, {"": flags(data, more)})[0][""]["lm loss"]
     run_ranks(2, train_each, {"": flags(data, more, save)})
@@ -122,7 +122,7 @@ def test_state_from_before_a_setting_came_is_taken_over(data, tmp_path):
     _edit_meta(tmp_path / "iter_0000004", as_earlier)
     out, metrics = run_ranks(2, _train, flags(data, more, f"--load {tmp_path}"))[0]
     assert "start anew" not in out and metrics["lm loss"] == expected[4:]
-    out, metrics = run_ranks(2, _train, flags(data, more, f"--load {tmp_path} --zero-scale-dtype bf16"))[0]
+    out, metrics = run_ranks(2, _train, flags(data, more, f"--load {tmp_path} --zeropp-scale-dtype bf16"))[0]
     assert "LoCo's errors, scales of elements and weight copies start anew" in out
 
 
@@ -133,7 +133,7 @@ def _train_with_ends_in_the_root(argv: list[str]) -> None:
 
 def test_state_of_a_model_with_other_units_starts_anew(data, tmp_path):
     """Before they had units of their own, an untied model's embeddings and output layer were in the root's."""
-    more = "--zero-quantized-gradients --zeropp-loco --zero-ranks-per-node 1 --untie-embeddings-and-output-weights"
+    more = "--zero-quantized-gradients --zeropp-loco --zeropp-ranks-per-node 1 --untie-embeddings-and-output-weights"
     save = f"--save {tmp_path} --save-interval 4 --exit-interval 4"
     run_ranks(2, _train_with_ends_in_the_root, flags(data, more, save))
     out, metrics = run_ranks(2, _train, flags(data, more, f"--load {tmp_path}"))[0]
@@ -144,7 +144,7 @@ def test_state_of_a_model_with_other_units_starts_anew(data, tmp_path):
 @pytest.mark.long
 def test_other_numbers_of_ranks_one_after_the_other(data, tmp_path):
     """4, 2, 8 and 3 ranks: the same data in the same order, and the same losses."""
-    common = ("--global-batch-size 24 --eval-iters 0 --lr 1e-3 --zero-ranks-per-node 1", NO_DROPOUT)
+    common = ("--global-batch-size 24 --eval-iters 0 --lr 1e-3 --zeropp-ranks-per-node 1", NO_DROPOUT)
     length = "--train-iters 35"
     expected = run_ranks(2, train_each, {"": flags(data, *common, length=length)})[0][""]["lm loss"]
     losses = []

@@ -52,7 +52,7 @@ def data(tmp_path_factory) -> str:
 
 @pytest.fixture(scope="module")
 def argv(data) -> list[str]:
-    return flags(data, "--num-layers 1 --zero-quantized-gradients --zeropp-loco --zero-ranks-per-node 1 --fp16")
+    return flags(data, "--num-layers 1 --zero-quantized-gradients --zeropp-loco --zeropp-ranks-per-node 1 --fp16")
 
 
 @pytest.fixture(scope="module")

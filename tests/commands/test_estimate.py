@@ -36,30 +36,30 @@ ALL_FLAGS = "--zero-quantized-weights --zero-hpz-partition-size 2 --zero-quantiz
 REPLICAS = "--num-distributed-optimizer-instances"
 EXPERTS = "--num-experts 4 --expert-model-parallel-size 2 --disable-bias-linear"
 RECIPES = {
-    "ZeRO-3": "--zero-ranks-per-node 2 --grad-reduce-in-bf16",
-    "ZeRO-2": "--zero-stage 2 --zero-ranks-per-node 2",
-    "ZeRO-1": "--zero-stage 1 --zero-ranks-per-node 2 --optimizer sgd",
-    "qwZ": "--zero-quantized-weights --zero-weight-bits 6 --zero-ranks-per-node 2",
+    "ZeRO-3": "--zeropp-ranks-per-node 2 --grad-reduce-in-bf16",
+    "ZeRO-2": "--zero-stage 2 --zeropp-ranks-per-node 2",
+    "ZeRO-1": "--zero-stage 1 --zeropp-ranks-per-node 2 --optimizer sgd",
+    "qwZ": "--zero-quantized-weights --zeropp-weight-bits 6 --zeropp-ranks-per-node 2",
     "hpZ": "--zero-hpz-partition-size 2",
-    "all": f"{ALL_FLAGS} --zero-weight-block-size 0",
-    "LoCo, both hops": f"{ALL_FLAGS} --zeropp-loco --zeropp-loco-hops both --hpz-secondary-dtype int8",
-    "int8 copies with scales in bf16": f"{ALL_FLAGS} --hpz-secondary-dtype int8 --zero-scale-dtype bf16",
-    "differences": f"{ALL_FLAGS} --zeropp-loco --zeropp-loco-error-dtype bf16 --zero-weight-difference-bits 4 "
-    "--zero-gradient-bits 2 --zero-scale-dtype bf16 --zero-gradient-bits-warmup 2:8 "
-    "--zero-weight-difference-bits-warmup 1:8",
-    "least memory": f"{ALL_FLAGS} --zeropp-loco --hpz-secondary-dtype int8 --zero-weight-difference-bits 4 "
-    "--zero-gradient-sum-dtype int8",
-    "scales of elements": f"{ALL_FLAGS} --zero-gradient-bits 2 --zero-gradient-element-scales",
+    "all": f"{ALL_FLAGS} --zeropp-weight-block-size 0",
+    "LoCo, both hops": f"{ALL_FLAGS} --zeropp-loco --zeropp-loco-hops both --zeropp-secondary-dtype int8",
+    "int8 copies with scales in bf16": f"{ALL_FLAGS} --zeropp-secondary-dtype int8 --zeropp-scale-dtype bf16",
+    "differences": f"{ALL_FLAGS} --zeropp-loco --zeropp-loco-error-dtype bf16 --zeropp-weight-difference-bits 4 "
+    "--zeropp-gradient-bits 2 --zeropp-scale-dtype bf16 --zeropp-gradient-bits-warmup 2:8 "
+    "--zeropp-weight-difference-bits-warmup 1:8",
+    "least memory": f"{ALL_FLAGS} --zeropp-loco --zeropp-secondary-dtype int8 --zeropp-weight-difference-bits 4 "
+    "--zeropp-gradient-sum-dtype int8",
+    "scales of elements": f"{ALL_FLAGS} --zeropp-gradient-bits 2 --zeropp-gradient-element-scales",
     "Muon": f"{ALL_FLAGS} --optimizer muon --muon-momentum-bits 4",
-    "undone steps": f"{ALL_FLAGS} --zeropp-loco --loss-spike-factor 1000 --zero-gradient-sum-dtype bf16 "
-    "--zero-offload-gradient-sums",
-    "HSDP, a replica on each node": f"{REPLICAS} 2 --zero-ranks-per-node 2 --micro-batch-size 2",
-    "HSDP, several on a node": f"{REPLICAS} 4 --zero-ranks-per-node 2 --zero-stage 2 --grad-reduce-in-bf16",
-    "HSDP, each over two nodes": f"{REPLICAS} 2 --zero-ranks-per-node 1",
+    "undone steps": f"{ALL_FLAGS} --zeropp-loco --loss-spike-factor 1000 --zeropp-gradient-sum-dtype bf16 "
+    "--zeropp-offload-gradient-sums",
+    "HSDP, a replica on each node": f"{REPLICAS} 2 --zeropp-ranks-per-node 2 --micro-batch-size 2",
+    "HSDP, several on a node": f"{REPLICAS} 4 --zeropp-ranks-per-node 2 --zero-stage 2 --grad-reduce-in-bf16",
+    "HSDP, each over two nodes": f"{REPLICAS} 2 --zeropp-ranks-per-node 1",
     "experts divided in a node": f"{EXPERTS} {ALL_FLAGS} --zeropp-loco --zeropp-loco-hops both "
-    "--zero-weight-difference-bits 4",
-    "experts divided, ZeRO-3": f"{EXPERTS} --zero-ranks-per-node 2",
-    "LoCo on one node": "--zero-quantized-gradients --zeropp-loco --zeropp-loco-hops both --zero-ranks-per-node 4",
+    "--zeropp-weight-difference-bits 4",
+    "experts divided, ZeRO-3": f"{EXPERTS} --zeropp-ranks-per-node 2",
+    "LoCo on one node": "--zero-quantized-gradients --zeropp-loco --zeropp-loco-hops both --zeropp-ranks-per-node 4",
 }
 _ADD = NodeSum.add
 CLUSTERS = {  # the others: 2 nodes of 2 ranks
@@ -159,7 +159,7 @@ def test_memory_and_bytes_are_those_of_real_ranks(tmp_path):
 @pytest.mark.long
 def test_bytes_of_all_that_the_planner_tries_are_those_of_real_ranks(tmp_path):
     data = write_text(tmp_path)
-    ways = {way.name: f"--zero-ranks-per-node 2 {way.flags.format(P=2, N=2, warmup=1)}" for way in TRAVELS}
+    ways = {way.name: f"--zeropp-ranks-per-node 2 {way.flags.format(P=2, N=2, warmup=1)}" for way in TRAVELS}
     runs = {name: flags(data, SHAPE, way, length="--train-iters 3") for name, way in ways.items()}
     ranks = run_ranks(4, _measured, runs, timeout=600)
     for name, argv in runs.items():
@@ -175,7 +175,7 @@ MODEL_PARALLEL = {  # on 2 nodes of 2 ranks
     "tensor parallel": "--tensor-model-parallel-size 2 --swiglu --group-query-attention --num-query-groups 2",
     "tensor and sequence parallel": f"--tensor-model-parallel-size 2 --sequence-parallel {LOW_BITS}",
     "context parallel": f"--context-parallel-size 2 {LOW_BITS} --zero-hpz-partition-size 2 "
-    "--zero-weight-difference-bits 4",
+    "--zeropp-weight-difference-bits 4",
     "a pipeline over nodes": "--pipeline-model-parallel-size 2 --global-batch-size 8",
     "a pipeline of virtual stages": "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1",
     "a pipeline without bubbles": "--pipeline-model-parallel-size 2 --pipeline-schedule zero-bubble",

@@ -38,7 +38,7 @@ from megatron_zpp.training.setup import build_run
 from tests.ranks import run_ranks
 from tests.training.small_run import flags, write_text
 
-ZEROPP = "--zero-quantized-weights --zero-hpz-partition-size 2 --zero-quantized-gradients --zero-monitor-interval 2"
+ZEROPP = "--zero-quantized-weights --zero-hpz-partition-size 2 --zero-quantized-gradients --zeropp-monitor-interval 2"
 SHOWN = "--log-throughput --log-timers-to-tensorboard --peak-tflops 1 --eval-interval 4"
 KEYS = [key for of_group in DASHBOARD.values() for key in of_group.values()]
 
@@ -60,7 +60,7 @@ def _train_and_write(*argvs):
 def trained(tmp_path_factory):
     """A folder of two runs, ``loco`` and ``coarse``, and what the trainer printed of each."""
     data, folder = write_text(tmp_path_factory.mktemp("data")), tmp_path_factory.mktemp("runs")
-    runs = {"loco": "--zeropp-loco", "coarse": "--zero-gradient-bits 2"}
+    runs = {"loco": "--zeropp-loco", "coarse": "--zeropp-gradient-bits 2"}
     argvs = [flags(data, ZEROPP, SHOWN, more, f"--tensorboard-dir {folder / name}") for name, more in runs.items()]
     return folder, dict(zip(runs, run_ranks(4, _train_and_write, *argvs)[-1], strict=True))
 
@@ -95,7 +95,7 @@ def test_page_compares_the_runs(trained, runs, tmp_path, capsys):
         sent = printed("sent between nodes per step (MB)", logs[name])
         assert float(megabytes) == pytest.approx(sum(sent) / len(sent), abs=2e-3)
     loco = names.index("loco")
-    assert (rows["zeropp_loco"][loco], rows["zero_gradient_bits"][1 - loco]) == ("True", "2")
+    assert (rows["zeropp_loco"][loco], rows["zeropp_gradient_bits"][1 - loco]) == ("True", "2")
     assert "tensorboard_dir" not in rows and "seq_length" not in rows
 
 
@@ -156,7 +156,7 @@ def test_coarse_gradients_show(runs):
     error = "relative error of gradients between nodes (mean)"
     assert float(summary(runs["coarse"])[error]) > 3 * float(summary(runs["loco"])[error])
     assert summary(runs["coarse"])["LoCo's error over gradients, between nodes (mean)"] == ""
-    assert set(differing_settings(list(runs.values()))) == {"zeropp_loco", "zero_gradient_bits"}
+    assert set(differing_settings(list(runs.values()))) == {"zeropp_loco", "zeropp_gradient_bits"}
 
 
 def test_tensorboard_has_the_dashboard(trained):
@@ -251,7 +251,7 @@ def test_predictions_stand_beside_what_was_measured(tmp_path, capsys):
     """The prediction is the one that tools/plan.py ranks; what was measured is computed here by hand."""
     pytest.importorskip("matplotlib")
     of_run = {"seq_length": 2048, "architecture": "gpt", "padded_vocab_size": 1024, "world_size": 4}
-    of_run["command"] = f"pretrain_gpt.py {SHAPE} {TRAINED} --zero-quantized-weights --zero-ranks-per-node 2"
+    of_run["command"] = f"pretrain_gpt.py {SHAPE} {TRAINED} --zero-quantized-weights --zeropp-ranks-per-node 2"
     writers = MetricWriters(LoggingSettings(tensorboard_dir=str(tmp_path / "run")), of_run, is_writer=True)
     for step, seconds in enumerate((9.0, 0.4, 0.6, 0.5), start=1):
         waited = {f"comm/seconds-waited-{link}-nodes": seconds / n for link, n in (("between", 2), ("within", 10))}

@@ -34,7 +34,10 @@ def call(*words: str) -> subprocess.CompletedProcess:
 
 @pytest.mark.long
 def test_settings_are_trained_and_ranked_by_bytes(tmp_path):
-    tries = ["--zero-quantized-gradients --zero-gradient-bits 2", "--zero-quantized-gradients --zero-gradient-bits 8"]
+    tries = [
+        "--zero-quantized-gradients --zeropp-gradient-bits 2",
+        "--zero-quantized-gradients --zeropp-gradient-bits 8",
+    ]
     words = [word for setting in tries for word in ("--try", setting)]
     result = call(
         "--iterations", "20", "--link-gbps", "10", *words, "--", *RUN.split(), "--data-path", write_text(tmp_path)
@@ -119,7 +122,7 @@ def test_bits_warm_up_with_the_learning_rate(trained, given, steps):
     ours = argparse.Namespace(**{**vars(ARGS), "tried": None})
     outcomes, _ = measure(ours, [*RUN.split(), "--mock-data", *given.split()])
     warm = [outcome.flags for outcome in outcomes if "warm-up" in outcome.name]
-    assert len(warm) == 1 and warm[0].endswith(f"--zero-gradient-bits-warmup {steps}:4")
+    assert len(warm) == 1 and warm[0].endswith(f"--zeropp-gradient-bits-warmup {steps}:4")
 
 
 def outcome(name: str, loss: float, nbytes: float) -> Outcome:

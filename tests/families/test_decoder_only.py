@@ -149,7 +149,7 @@ def test_experts_that_do_not_fit_are_refused(argv, message):
         (2, "--num-experts 4 --expert-model-parallel-size 2 --compile", "--compile does not see tokens that travel"),
         (
             12,
-            "--num-experts 4 --expert-model-parallel-size 4 --zero-ranks-per-node 6",
+            "--num-experts 4 --expert-model-parallel-size 4 --zeropp-ranks-per-node 6",
             "--expert-model-parallel-size 4 and nodes of 6 data-parallel ranks",
         ),
     ],

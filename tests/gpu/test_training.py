@@ -26,9 +26,9 @@ RECIPES = {
     "plain, stage 1": "--zero-stage 1",
     "all flags": ALL_FLAGS,
     "LoCo": f"{ALL_FLAGS} --zeropp-loco",
-    "4-bit differences": f"{ALL_FLAGS} --zeropp-loco --zero-weight-difference-bits 4",
-    "least memory": f"{ALL_FLAGS} --zeropp-loco --zero-weight-difference-bits 4 --hpz-secondary-dtype int8 "
-    "--zero-gradient-sum-dtype int8 --zero-offload-gradient-sums",
+    "4-bit differences": f"{ALL_FLAGS} --zeropp-loco --zeropp-weight-difference-bits 4",
+    "least memory": f"{ALL_FLAGS} --zeropp-loco --zeropp-weight-difference-bits 4 --zeropp-secondary-dtype int8 "
+    "--zeropp-gradient-sum-dtype int8 --zeropp-offload-gradient-sums",
     "all flags, bf16": f"{ALL_FLAGS} --bf16",
 }
 

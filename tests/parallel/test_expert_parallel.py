@@ -26,7 +26,9 @@ MODELS["a pyramid of residual experts"] = (
     f"{EXPERTS} --hidden-dropout 0 --attention-dropout 0 --moe-layer-freq 2 --moe-first-layer 2 --moe-residual "
     "--num-experts 8 --moe-experts-per-layer 4,8",
 )
-HIERARCHY = "--zero-hpz-partition-size 2 --zero-quantized-gradients --zero-gradient-bits 0 --zero-gradient-intra-bits 0"
+HIERARCHY = (
+    "--zero-hpz-partition-size 2 --zero-quantized-gradients --zeropp-gradient-bits 0 --zeropp-gradient-intra-bits 0"
+)
 EP2, EP4 = "--expert-model-parallel-size 2", "--expert-model-parallel-size 4"
 TP2, PP2 = "--tensor-model-parallel-size 2", "--pipeline-model-parallel-size 2"
 SOME = {
@@ -52,7 +54,7 @@ SIGMOID = (
 )
 QUANTIZED = (
     "--bf16 --zero-quantized-weights --zero-quantized-gradients --zero-hpz-partition-size 2 --zeropp-loco "
-    "--zero-weight-difference-bits 4"
+    "--zeropp-weight-difference-bits 4"
 )
 LOSSES = ("load balancing loss", "router z-loss")
 
@@ -132,7 +134,7 @@ def test_a_resume_with_low_bits_goes_on_to_the_bit(data, tmp_path):
 def test_tokens_are_counted_and_may_travel_in_few_bits(data):
     """Two nodes of one rank. Each choice of a token makes four rows travel: there and back, and their gradients."""
     common = (
-        f"{EP2} --zero-ranks-per-node 1 --moe-router-topk 4"  # each token goes to all four experts, two on each rank
+        f"{EP2} --zeropp-ranks-per-node 1 --moe-router-topk 4"  # each token goes to all four experts, two on each rank
     )
     layouts = {
         "fp32": "",

@@ -21,10 +21,10 @@ SHAPE = (
 )
 SHARED = "--moe-layer-freq 2 --moe-shared-expert-intermediate-size 24"
 CAPACITY = "--moe-expert-capacity-factor 1.0"
-UNQUANTIZED = "--zero-quantized-gradients --zero-gradient-bits 0 --zero-gradient-intra-bits 0"
+UNQUANTIZED = "--zero-quantized-gradients --zeropp-gradient-bits 0 --zeropp-gradient-intra-bits 0"
 QUANTIZED = (
     "--bf16 --zero-quantized-weights --zero-quantized-gradients --zero-hpz-partition-size 2 --zeropp-loco "
-    "--zero-weight-difference-bits 4"
+    "--zeropp-weight-difference-bits 4"
 )
 ON_ONE = {"": "", "recomputed": "--recompute-granularity full", "emulated": "--emulate-ranks 4 --emulate-nodes 2"}
 ON_FOUR = {

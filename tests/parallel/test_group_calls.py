@@ -67,7 +67,7 @@ def check(calls_of_ranks: list[list[Call]]) -> None:
 )
 def test_each_group_is_made_by_its_members_or_by_all(ranks, layout, is_bound):
     """A stage with experts beside one without; ranks of tensor and context parallelism."""
-    zeropp = "--zero-quantized-weights --zero-quantized-gradients --zero-ranks-per-node 2"
+    zeropp = "--zero-quantized-weights --zero-quantized-gradients --zeropp-ranks-per-node 2"
     if "tensor" in layout or "context" in layout:
         zeropp = zeropp.replace("node 2", "node 1")
     argv = flags("nowhere", zeropp, layout, "--attention-dropout 0 --hidden-dropout 0 --mock-data --vocab-size 64")

@@ -24,7 +24,7 @@ from tests.ranks import run_ranks
 from tests.training.small_run import NO_DROPOUT, flags, train_each, write_text
 
 REPLICAS = "--num-distributed-optimizer-instances"
-HSDP = f"{REPLICAS} 2 --zero-ranks-per-node 2"
+HSDP = f"{REPLICAS} 2 --zeropp-ranks-per-node 2"
 
 
 @pytest.fixture(scope="module")

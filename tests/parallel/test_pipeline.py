@@ -103,9 +103,9 @@ def test_four_ranks_train_as_one_rank(data):
 
 ALL_FLAGS = (
     "--zero-quantized-weights --zero-hpz-partition-size 2 --zero-quantized-gradients --zeropp-loco "
-    "--zero-weight-block-size 32 --zero-gradient-block-size 32 --zero-monitor-interval 1"
+    "--zeropp-weight-block-size 32 --zeropp-gradient-block-size 32 --zeropp-monitor-interval 1"
 )
-TWO_NODES = "--zero-ranks-per-node 2"
+TWO_NODES = "--zeropp-ranks-per-node 2"
 
 
 @pytest.mark.long

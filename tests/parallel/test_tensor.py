@@ -221,7 +221,7 @@ def test_a_vocabulary_that_does_not_divide_is_refused(data):
 
 ALL_FLAGS = (
     "--zero-quantized-weights --zero-hpz-partition-size 2 --zero-quantized-gradients --zeropp-loco "
-    "--zero-weight-block-size 32 --zero-gradient-block-size 32"
+    "--zeropp-weight-block-size 32 --zeropp-gradient-block-size 32"
 )
 
 
@@ -239,7 +239,7 @@ def topology_of(argv: list[str]) -> tuple[list[int], list[int], list[float]]:
 def test_zeropp_works_inside_each_data_parallel_group(data):
     """tp 2 x dp 4 on two nodes of 4 ranks: P = 2; losses close to those of plain ZeRO-3 on one rank."""
     small = ("--lr 1e-3 --micro-batch-size 2", NO_DROPOUT)
-    alone = run_ranks(1, topology_of, flags(data, *small, "--zero-ranks-per-node 1"))[0][2]
+    alone = run_ranks(1, topology_of, flags(data, *small, "--zeropp-ranks-per-node 1"))[0][2]
     argv = flags(data, *small, f"--tensor-model-parallel-size 2 --sequence-parallel {ALL_FLAGS}")
     ranks = run_ranks(8, topology_of, argv, timeout=600)
     assert [ranks[r][:2] for r in (0, 1, 6, 7)] == [

@@ -141,7 +141,7 @@ def test_quantizing_touches_its_bytes_and_nothing_else_does():
     (plain,), (quantized,) = (
         step_shapes(GPT, settings, estimate_on(GPT, settings, V, spec), spec)
         for settings, model in (
-            of("--zero-ranks-per-node 2", spec),
+            of("--zeropp-ranks-per-node 2", spec),
             of("--zero-quantized-weights --zero-quantized-gradients --zero-hpz-partition-size 2", spec),
         )
     )

@@ -17,10 +17,10 @@ from tests.training.small_run import NO_DROPOUT, flags, start, train_each, write
 EMULATE = ["--emulate-ranks", "4", "--emulate-nodes", "2"]
 ALL_FLAGS = (
     "--zero-quantized-weights --zero-quantized-gradients --zero-hpz-partition-size 2 --zeropp-loco "
-    "--zero-weight-block-size 64 --zero-gradient-block-size 32 --zero-monitor-interval 1"
+    "--zeropp-weight-block-size 64 --zeropp-gradient-block-size 32 --zeropp-monitor-interval 1"
 )
-NOISE = "--zero-weight-rounding stochastic --zero-gradient-rounding stochastic --zero-weight-difference-bits 4"
-QUANTIZED = "--zero-quantized-weights --zero-quantized-gradients --zero-ranks-per-node 2 --zeropp-loco"
+NOISE = "--zeropp-weight-rounding stochastic --zeropp-gradient-rounding stochastic --zeropp-weight-difference-bits 4"
+QUANTIZED = "--zero-quantized-weights --zero-quantized-gradients --zeropp-ranks-per-node 2 --zeropp-loco"
 MUON = f"{ALL_FLAGS} --optimizer muon --muon-period 2 --muon-momentum-bits 4"
 LONG = f"{QUANTIZED} --train-iters 24 --log-params-norm --log-num-zeros-in-grad"
 # Two micro-batches a rank with dropout, clipped at 1; six steps, or long enough for a rounding error to flip codes.
@@ -31,7 +31,7 @@ RUNS = {
     "bf16": f"{LONG} --bf16",
     "fp16": f"{LONG} --fp16 --initial-loss-scale 1048576 --hysteresis 1 --loss-scale-window 5",
     "muon": MUON,
-    "stage 2": "--zero-stage 2 --zero-quantized-gradients --zero-ranks-per-node 2 --bf16 --calculate-per-token-loss",
+    "stage 2": "--zero-stage 2 --zero-quantized-gradients --zeropp-ranks-per-node 2 --bf16 --calculate-per-token-loss",
 }
 
 
@@ -81,7 +81,7 @@ def _steps_of_equal_models(data, more, seeds):
     for rounded, steps in found.items():
         weights = samples = None
         for seed in seeds:
-            stochastic = f"--zero-quantized-{rounded}s --zero-{rounded}-rounding stochastic --zero-ranks-per-node 2"
+            stochastic = f"--zero-quantized-{rounded}s --zero-{rounded}-rounding stochastic --zeropp-ranks-per-node 2"
             run, _ = start(command(data, stochastic, NO_DROPOUT, *more, f"--seed {seed}"))
             assert run.zeropp.describe().endswith(f"; seed {seed}")
             if weights is None:
@@ -109,8 +109,8 @@ def test_stochastic_rounding_follows_the_seed(data, world_size, more):
 def test_an_evaluation_leaves_the_bytes_of_training_steps_as_they_are(data, world_size, more):
     """It gathers changed weights between nodes, and units that stay gathered, in the next step's stead."""
     arms = {
-        "ZeRO-3": "--zero-ranks-per-node 2",
-        "ZeRO-2, int8 weights": "--zero-stage 2 --zero-quantized-weights --zero-ranks-per-node 2",
+        "ZeRO-3": "--zeropp-ranks-per-node 2",
+        "ZeRO-2, int8 weights": "--zero-stage 2 --zero-quantized-weights --zeropp-ranks-per-node 2",
         "hpZ": "--zero-hpz-partition-size 2",
     }
     runs = {
@@ -167,7 +167,7 @@ def test_checkpoints_pass_between_emulated_and_real_ranks(data, tmp_path, saves,
         ("--emulate-ranks 4 --emulate-nodes 3", 1, "--emulate-nodes 3 does not divide --emulate-ranks 4"),
         ("--emulate-ranks 4 --zero-stage 1", 1, "emulates --zero-stage 2 and 3, got 1"),
         ("--emulate-ranks 8 --emulate-nodes 2 --zero-hpz-partition-size 2", 1, "must be 4 or 1"),
-        ("--emulate-ranks 8 --emulate-nodes 2 --zero-ranks-per-node 2", 1, "4 or left out"),
+        ("--emulate-ranks 8 --emulate-nodes 2 --zeropp-ranks-per-node 2", 1, "4 or left out"),
         ("--emulate-ranks 4 --num-distributed-optimizer-instances 2", 1, "cannot be emulated"),
         ("--emulate-ranks 3", 1, "global batch size 8 is not divisible"),
     ],

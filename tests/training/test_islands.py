@@ -15,12 +15,12 @@ from tests.training.small_run import NO_DROPOUT, call_pretrain, flags, train_eac
 ISLANDS = "--islands 2 --island-sync-interval 3"
 EMULATE = ["--emulate-ranks", "4", "--emulate-nodes", "4"]
 ZEROPP = (
-    "--zero-ranks-per-node 1 --zero-quantized-weights --zero-quantized-gradients --zeropp-loco "
-    "--zero-weight-block-size 64 --zero-gradient-block-size 32"
+    "--zeropp-ranks-per-node 1 --zero-quantized-weights --zero-quantized-gradients --zeropp-loco "
+    "--zeropp-weight-block-size 64 --zeropp-gradient-block-size 32"
 )
 LOW_BITS = "--island-bits 2 --island-loco --island-block-size 32"
 STREAMING = "--island-fragments 2 --island-sync-delay 2 --island-merge-alpha 0.5"
-LOGS = "--log-params-norm --log-num-zeros-in-grad --zero-monitor-interval 1"
+LOGS = "--log-params-norm --log-num-zeros-in-grad --zeropp-monitor-interval 1"
 RUNS = {
     "low bits": f"{ISLANDS} {ZEROPP} {LOW_BITS} {LOGS} --eval-interval 4",
     "streaming": f"{ISLANDS} {ZEROPP} {LOW_BITS} {STREAMING} --optimizer muon --muon-period 2",

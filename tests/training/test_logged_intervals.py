@@ -101,7 +101,7 @@ def test_a_terminal_gets_short_lines(data):
 @pytest.mark.long
 def test_a_line_over_several_steps_is_made_of_theirs(data):
     common = (
-        "--zero-quantized-weights --zero-quantized-gradients --zero-ranks-per-node 1 --rampup-batch-size 2 2 24 "
+        "--zero-quantized-weights --zero-quantized-gradients --zeropp-ranks-per-node 1 --rampup-batch-size 2 2 24 "
         "--eval-interval 4 --eval-iters 1 --split 9,1,0 --loss-spike-factor 2 --log-params-norm "
         "--log-num-zeros-in-grad --log-throughput --peak-tflops 2 --log-timers-to-tensorboard "
         "--log-world-size-to-tensorboard --tensorboard-log-interval 1"
@@ -163,8 +163,8 @@ def _monitored(argv: list[str]):
 
 
 def test_the_monitor_adds_up_the_parts_of_tensor_parallel_ranks(data):
-    more = "--zero-quantized-weights --zero-quantized-gradients --zeropp-loco --zero-monitor-interval 1"
-    argv = flags(data, more, "--tensor-model-parallel-size 2 --zero-ranks-per-node 1 --global-batch-size 4")
+    more = "--zero-quantized-weights --zero-quantized-gradients --zeropp-loco --zeropp-monitor-interval 1"
+    argv = flags(data, more, "--tensor-model-parallel-size 2 --zeropp-ranks-per-node 1 --global-batch-size 4")
     results = run_ranks(4, _monitored, argv)
     sums, values = [of_rank[0] for of_rank in results], results[0][1]
     assert all(of_rank[1] == values for of_rank in results)

@@ -10,8 +10,8 @@ from tests.training.small_run import NO_DROPOUT, flags, train_each, write_text
 LAYOUTS = {
     "pipeline": "--pipeline-model-parallel-size 2",
     "context": "--context-parallel-size 2",
-    "replicas": "--num-distributed-optimizer-instances 2 --zero-ranks-per-node 2",
-    "stage 1": "--zero-stage 1 --zero-ranks-per-node 2",
+    "replicas": "--num-distributed-optimizer-instances 2 --zeropp-ranks-per-node 2",
+    "stage 1": "--zero-stage 1 --zeropp-ranks-per-node 2",
 }
 
 

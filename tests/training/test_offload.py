@@ -5,12 +5,12 @@ from __future__ import annotations
 from tests.ranks import run_ranks
 from tests.training.small_run import flags, train_each, write_text
 
-RUN = "--zero-quantized-gradients --zeropp-loco --zero-ranks-per-node 1 --bf16"
+RUN = "--zero-quantized-gradients --zeropp-loco --zeropp-ranks-per-node 1 --bf16"
 OFFLOADED = {
     "nothing": "",
     "parameters, gradients and optimizer": "--cpu-offload",
-    "gradients' sums": "--zero-offload-gradient-sums",
-    "both": "--cpu-offload --zero-offload-gradient-sums",
+    "gradients' sums": "--zeropp-offload-gradient-sums",
+    "both": "--cpu-offload --zeropp-offload-gradient-sums",
 }
 
 

@@ -118,7 +118,7 @@ def test_llama_averages_over_the_unmasked_tokens_of_all_ranks(data):
 
 
 HPZ = "--zero-hpz-partition-size"
-NODES = "--zero-ranks-per-node {per_node}"
+NODES = "--zeropp-ranks-per-node {per_node}"
 QUANTIZED = {
     "qwZ": "--zero-quantized-weights",
     "qgZ": f"--zero-quantized-gradients {NODES}",
@@ -193,9 +193,9 @@ def test_half_precisions_train_like_fp32(data, plain_gpt):
 
 def test_gradients_handed_over_in_bf16_are_those_in_fp32_to_the_bit(data):
     """They are bf16 as autograd makes them, and all sums are in fp32; so is what travels unquantized between nodes."""
-    common = "--bf16 --zero-quantized-gradients --zero-ranks-per-node 2 --zeropp-loco --zero-gradient-block-size 32"
+    common = "--bf16 --zero-quantized-gradients --zeropp-ranks-per-node 2 --zeropp-loco --zeropp-gradient-block-size 32"
     in_fp32 = "--accumulate-allreduce-grads-in-fp32"
-    for more in ("", "--zero-hadamard --zero-gradient-sum-dtype int8"):
+    for more in ("", "--zeropp-hadamard --zeropp-gradient-sum-dtype int8"):
         runs = {name: flags(data, common, more, name, "--train-iters 4") for name in ("", in_fp32)}
         results = run_ranks(4, train_each, runs)[0]
         assert results[""]["lm loss"] == results[in_fp32]["lm loss"]
@@ -245,7 +245,7 @@ def test_an_overflow_changes_neither_parameters_nor_locos_errors(data):
         data,
         NO_DROPOUT,
         "--fp16 --initial-loss-scale 512 --hysteresis 1 --zero-quantized-gradients --zeropp-loco",
-        "--zero-ranks-per-node 1 --optimizer sgd --lr 1.0",  # Adam would hide a wrong scale
+        "--zeropp-ranks-per-node 1 --optimizer sgd --lr 1.0",  # Adam would hide a wrong scale
     )
     expected, result = (run_ranks(2, _parameters_after_two_steps, argv, overflow)[0] for overflow in (False, True))
     ours, theirs = (torch.cat([parameter.flatten() for parameter in of_run]) for of_run in (result, expected))

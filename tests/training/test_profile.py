@@ -14,7 +14,7 @@ from megatron_zpp.training.pretrain import train
 from tests.ranks import run_ranks
 from tests.training.small_run import call_pretrain, flags, start, write_text
 
-TWO_NODES = "--zero-quantized-weights --zero-quantized-gradients --zero-ranks-per-node 1 --log-interval 2"
+TWO_NODES = "--zero-quantized-weights --zero-quantized-gradients --zeropp-ranks-per-node 1 --log-interval 2"
 PROFILED = "--profile --use-pytorch-profiler --profile-step-start 2"
 
 

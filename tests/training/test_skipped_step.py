@@ -15,7 +15,7 @@ from tests.ranks import run_ranks
 from tests.training.small_run import flags, start, write_text
 
 BATCH = 8
-LOCO = "--zero-quantized-gradients --zeropp-loco --zero-gradient-bits 3 --zero-ranks-per-node 2"
+LOCO = "--zero-quantized-gradients --zeropp-loco --zeropp-gradient-bits 3 --zeropp-ranks-per-node 2"
 RUNS = {
     "both hops, decaying": f"{LOCO} --zeropp-loco-hops both --zeropp-loco-reset decay --zeropp-loco-reset-interval 5",
     "fp16": f"{LOCO} --fp16 --initial-loss-scale 256 --hysteresis 1",

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_zpp.training import links, stragglers
+from megatron_zpp.training import stragglers
 from megatron_zpp.training.pretrain import train
 from megatron_zpp.training.stragglers import LinkWatch, measure_links, rounds_of, slow_links, usual_rate
 from megatron_zpp.zeropp.fsdp import waits
@@ -49,7 +49,7 @@ def said(argv: list[str], slow: dict[int, range]) -> list[str]:
 
 
 def test_a_rank_is_named_while_it_computes_slowly_and_no_other(data):
-    argv = flags(data, "--log-straggler --zero-ranks-per-node 4 --eval-interval 7", length="--train-iters 20")
+    argv = flags(data, "--log-straggler --zeropp-ranks-per-node 4 --eval-interval 7", length="--train-iters 20")
     slow = {2: range(5, 13), 1: range(5, 11)}  # of rank 1 it does not last
     first, *others = run_ranks(4, said, argv, slow)
     host = os.uname().nodename
@@ -144,7 +144,7 @@ def measured():
             time.sleep(2.0)
         return exchange(operations)
 
-    with patch.object(dist, "batch_isend_irecv", late), patch.object(links, "REPEATS", 1):
+    with patch.object(dist, "batch_isend_irecv", late), patch.object(stragglers, "REPEATS", 1):
         return dict(measure_links(RankLayout(3, 2, dist.get_rank()), torch.device("cpu")))
 
 

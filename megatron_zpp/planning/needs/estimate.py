@@ -208,7 +208,7 @@ def _check(settings: ResolvedSettings, grid: RankGrid) -> None:
     ):
         raise ValueError(
             f"of {grid.ranks_per_node} ranks per node {averaging.ranks_per_node} share parameters, and "
-            "--zero-ranks-per-node or --zero-hpz-partition-size say something else; make them agree"
+            "--zeropp-ranks-per-node or --zero-hpz-partition-size say something else; make them agree"
         )
     if distributed.num_distributed_optimizer_instances > 1:
         check_replicas_on_nodes(

@@ -6,12 +6,12 @@
 QUANTIZED = "--zero-quantized-weights --zero-quantized-gradients"
 HPZ = "--zero-hpz-partition-size {P}"
 LOCO = "--zeropp-loco"
-DIFFERENCES = "--zero-weight-difference-bits 4"
+DIFFERENCES = "--zeropp-weight-difference-bits 4"
 TWO_BIT_DIFFERENCES = (
-    "--zero-weight-difference-bits 2 --zero-weight-difference-block-size 256 --zero-weight-difference-scaling mean "
-    "--zero-weight-difference-bits-warmup {warmup}:4"
+    "--zeropp-weight-difference-bits 2 --zeropp-weight-difference-block-size 256 "
+    "--zeropp-weight-difference-scaling mean --zeropp-weight-difference-bits-warmup {warmup}:4"
 )
-TWO_BITS = "--zero-gradient-bits 2"
-WARMUP = "--zero-gradient-bits-warmup {warmup}:4"
-ELEMENT_SCALES = "--zero-gradient-element-scales"
-INT8_STATE = "--zero-gradient-sum-dtype int8 --hpz-secondary-dtype int8"  # costs no loss that shows: E6
+TWO_BITS = "--zeropp-gradient-bits 2"
+WARMUP = "--zeropp-gradient-bits-warmup {warmup}:4"
+ELEMENT_SCALES = "--zeropp-gradient-element-scales"
+INT8_STATE = "--zeropp-gradient-sum-dtype int8 --zeropp-secondary-dtype int8"  # costs no loss that shows: E6

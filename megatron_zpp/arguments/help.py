@@ -1,0 +1,110 @@
+"""The trainer's --help: the flags that most runs need, one group of flags, or all.
+
+A flag has a tier. "stable": those of --help and what published scripts use. "experimental": those of ``EXPERIMENTAL``,
+which the next version may change. "advanced": the rest, which tune what works without them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+from collections.abc import Iterable, Iterator, Sequence
+
+from megatron_zpp.families import ARCHITECTURES, Architecture
+from megatron_zpp.settings.checks import SettingsError
+from megatron_zpp.settings.flags import Flag, group_title, iterate_flags
+from megatron_zpp.settings.groups import flags_by_name, iterate_groups
+
+FIRST = {  # group of --help: its flags
+    "The model": "--preset --num-layers --hidden-size --num-attention-heads --seq-length",
+    "Data": "--data-path --tokenizer-type --tokenizer-model --mock-data --vocab-size",
+    "Training": "--micro-batch-size --global-batch-size --train-iters --lr --min-lr --lr-warmup-iters --bf16 --compile",
+    "Memory and links": "--zero-stage --zero-quantized-weights --zero-hpz-partition-size --zero-quantized-gradients "
+    "--zeropp-loco --tensor-model-parallel-size --pipeline-model-parallel-size",
+    "Checkpoints and logs": "--save --load --save-interval --log-interval --eval-interval --eval-iters "
+    "--tensorboard-dir --wandb-project",
+}
+EXPERIMENTAL = (  # beginnings of names
+    *("--island", "--muon-", "--zeropp-hadamard", "--zeropp-gradient-element-scales", "--zeropp-scale-dtype"),
+    *(
+        "--zeropp-gradient-bits-warmup",
+        "--zeropp-weight-difference-bits-warmup",
+        "--zeropp-offload",
+        "--moe-token-bits",
+    ),
+    *("--zeropp-weight-rounding", "--zeropp-gradient-rounding", "--emulate-"),
+)
+EXAMPLES = """\
+examples:
+  {program} --preset {preset} --data-path data/text --tokenizer-type HuggingFaceTokenizer --tokenizer-model DIR \\
+      --micro-batch-size 4 --global-batch-size 64 --train-iters 10000 --lr 3e-4 --bf16 --save DIR --save-interval 500
+  add for slow links between nodes of 8 GPUs:
+      --zero-quantized-weights --zero-hpz-partition-size 8 --zero-quantized-gradients --zeropp-loco
+  {program} FLAGS --dry-run   what FLAGS would do, in memory and traffic
+
+--help GROUP lists a group of flags, --help-all lists all. Groups: {groups}.
+"""
+
+
+def tier(flag: Flag) -> str:
+    """Return "stable", "advanced" or "experimental"."""
+    if flag.name.startswith(EXPERIMENTAL):
+        return "experimental"
+    return "advanced" if flag.name.startswith("--zeropp-") and not flag.name.startswith("--zeropp-loco") else "stable"
+
+
+def help_text(architecture: Architecture, words: Sequence[str] = ("--help",)) -> str:
+    """Return what ``--help``, ``--help GROUP`` or ``--help-all`` prints for the trainer of one architecture.
+
+    Raises SettingsError for a group that does not exist.
+    """
+    # A trainer from outside of this package is no command of ours.
+    trainer = f"-m megatron_zpp pretrain-{architecture.name}" if architecture in ARCHITECTURES else "%(prog)s"
+    groups = {name: list(iterate_flags(group)) for name, group in iterate_groups()}
+    titles = {name: group_title(group) for name, group in iterate_groups()}
+    is_short = "--help-all" not in words and (len(words) == 1 or words[1].startswith("-"))
+    preset = min(architecture.presets, default="NAME")
+    examples = EXAMPLES.format(program="%(prog)s", preset=preset, groups=", ".join(groups))
+    parser = argparse.ArgumentParser(
+        usage=f"%(prog)s [flags]\n       torchrun --nproc-per-node N {trainer} [flags]   for N ranks",
+        description=f"Pretrain a {architecture.title} model with ZeRO++ on PyTorch FSDP2.",
+        formatter_class=lambda prog: argparse.RawDescriptionHelpFormatter(prog, max_help_position=36),
+        epilog=examples if is_short else None,
+        add_help=False,
+    )
+    if is_short:
+        shown: Iterable[tuple[str, Iterable[Flag]]] = _first_flags()
+    elif "--help-all" in words:
+        shown = [(titles[name], flags) for name, flags in groups.items()]
+    else:
+        if words[1] not in groups:
+            nearest = difflib.get_close_matches(words[1], groups, n=1)
+            hint = f"did you mean {nearest[0]}?" if nearest else f"groups are {', '.join(groups)}"
+            raise SettingsError(f"--help {words[1]} is no group of flags; {hint}")
+        shown = [(titles[words[1]], groups[words[1]])]
+    for title, flags in shown:
+        section = parser.add_argument_group(title)
+        for flag in flags:
+            if flag.value_type is bool:
+                section.add_argument(flag.name, action="store_true", help=_help(flag))
+            else:
+                metavar = flag.metavar or {int: "N", float: "X", str: "NAME"}[flag.value_type]
+                if flag.choices is not None:
+                    metavar = f"{{{','.join(flag.choices)}}}"
+                section.add_argument(flag.name, nargs=flag.nargs, metavar=metavar, help=_help(flag))
+    return parser.format_help()
+
+
+def _first_flags() -> Iterator[tuple[str, list[Flag]]]:
+    flags = flags_by_name()
+    for title, names in FIRST.items():
+        yield title, [flags[name] for name in names.split()]
+
+
+def _help(flag: Flag) -> str:
+    text = flag.help + (f" ({flag.bounds})" if str(flag.bounds) else "")
+    if flag.default not in (None, False):
+        text += f" (default: {flag.default})"
+    if tier(flag) == "experimental":
+        text += " [experimental]"
+    return text.replace("%", "%%")
