@@ -117,7 +117,7 @@ launch() {
     [ "$MACHINES" = 1 ] || [ "${launcher[0]}" = srun ] || [ -n "${HEAD:-}" ] ||
         fail "$MACHINES machines and no Slurm: run this on each of them, with HEAD=NAME_OF_ONE_OF_THEM:29400"
     mkdir -p "$OUT"
-    [ -z "$(saved_iteration)" ] || echo "goes on from iteration $(saved_iteration) in $OUT; remove it to start anew"
+    [ -z "$(saved_iteration)" ] || echo "goes on from iteration $(saved_iteration) in $OUT; remove it to start over"
     if [ "${launcher[0]}" = srun ]; then
         launch_in_slurm "$@"
     else

@@ -20,7 +20,7 @@
 # More flags of the trainer may follow, and win: examples/loco/mixtral.sh --train-iters 20. See ../common.sh for OUT,
 # DRY_RUN, ESTIMATE and their kin, and ../README.md for the data.
 #
-# A layer's eight experts are divided among the ranks of a node, so that tokens travel to them within it.
+# A layer's eight experts are divided among the ranks of a node, so that tokens are sent to them within it.
 #
 # RECIPE=zero3        weights and gradients in 16 bit, by PyTorch FSDP2's own collectives
 #        zeropp       weights in 8 bit; hpZ; gradients in 4 bit on both hops, in blocks of BLOCK elements

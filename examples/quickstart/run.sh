@@ -42,10 +42,10 @@ train() {  # name, flags
         --bf16 "$@" 2>&1 | tee "$OUT/$name.log" | python examples/quickstart/summary.py follow
 }
 
-say "Training with ZeRO-3: weights and gradients travel in 16 bit"
+say "Training with ZeRO-3: weights and gradients are sent in 16 bit"
 train zero3 --grad-reduce-in-bf16 --zeropp-ranks-per-node 2
 
-say "Training with ZeRO++ and LoCo: between nodes, weights travel in 8 bit and gradients in 4 bit, once per step"
+say "Training with ZeRO++ and LoCo: between nodes, weights are sent in 8 bit and gradients in 4 bit, once per step"
 train zeropp --zero-quantized-weights --zero-hpz-partition-size 2 --zero-quantized-gradients --zeropp-loco \
     --save "$OUT/zeropp" --overwrite-save --save-interval "$TRAIN_ITERS"
 

@@ -11,7 +11,7 @@
 #SBATCH --open-mode=append
 #SBATCH --output=%x-%j.log
 #
-# Fine-tuning with weights that travel in 8, 6, 4 or 2 bits, and gradients in 8: how few are enough? (ZeRO++, arXiv
+# Fine-tuning with weights that are sent in 8, 6, 4 or 2 bits, and gradients in 8: how few are enough? (ZeRO++, arXiv
 # 2306.10209, fine-tuning)
 #
 #   BITS=4 examples/zeropp/finetune.sh                 pretrains a tiny Llama on Python sources, then fine-tunes it on the

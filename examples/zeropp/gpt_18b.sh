@@ -74,7 +74,7 @@ else
     TOKENS=("${TEXT[@]}")
 fi
 
-# Gradients that are not quantized travel in 16 bit: with fp16 always, with bf16 by a flag of their own.
+# Gradients that are not quantized are sent in 16 bit: with fp16 always, with bf16 by a flag of their own.
 IN_16_BIT=()
 [ "$PRECISION" = fp16 ] || IN_16_BIT=(--grad-reduce-in-bf16)
 QWZ=(--zero-quantized-weights)

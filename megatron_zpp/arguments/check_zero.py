@@ -71,7 +71,7 @@ def _check_replicas(distributed: DistributedSettings, zero: ZeroSettings, zeropp
 
 
 def check_replicas_on_nodes(replicas: int, fsdp_size: int, ranks_per_node: int) -> None:
-    """Raise SettingsError if nodes of so many of the ranks that shard the model cut HSDP's replicas unevenly."""
+    """Raise SettingsError if nodes with this number of sharding ranks cut HSDP's replicas unevenly."""
     size = fsdp_size // replicas
     require(
         ranks_per_node % size == 0 or size % ranks_per_node == 0,

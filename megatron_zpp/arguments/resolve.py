@@ -191,7 +191,7 @@ def _check_curriculum(settings: Settings) -> None:
 def _resolve_zeropp(config: ZeroPPConfig, training: TrainingSettings, precision: PrecisionSettings) -> ZeroPPConfig:
     loco = config.loco
     if loco is not None:
-        # In other runs a NaN or Inf undoes a step, which is rare, and LoCo then begins anew.
+        # In other runs a NaN or Inf undoes a step, which is rare, and LoCo then starts again.
         undoes_steps = precision.fp16 or training.loss_spike_factor is not None
         loco = dataclasses.replace(loco, exact_undo=undoes_steps)
     return dataclasses.replace(config, seed=training.seed, loco=loco)

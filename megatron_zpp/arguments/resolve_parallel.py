@@ -237,7 +237,10 @@ def check_expert_parallel(settings: Settings, fsdp_size: int) -> None:
             f"{given} does not work with --num-distributed-optimizer-instances (HSDP): leave one out",
         )
         require(distributed.emulate_ranks is None, f"{given} cannot be emulated; leave --emulate-ranks or it out")
-        require(not settings.activation.compile, f"--compile does not see tokens that travel: leave it or {given} out")
+        require(
+            not settings.activation.compile,
+            f"--compile does not see tokens sent to experts: leave it or {given} out",
+        )
         per_node = settings.zeropp.stated_ranks_per_node or 1
         require(
             per_node == 1 or per_node % size == 0 or size % per_node == 0,

@@ -35,7 +35,7 @@ class ZeroPPCallback(TrainerCallback):
         if folder.exists():
             dcp.load({"zeropp": self.zeropp}, checkpoint_id=folder)
         elif state.global_step > 0 and self.zeropp.is_logging_rank:
-            logger.warning("there is no state of ZeRO++ in %s: LoCo's errors and weight differences begin anew", folder)
+            logger.warning("no state of ZeRO++ in %s: LoCo's errors and weight differences start again", folder)
 
     def on_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any

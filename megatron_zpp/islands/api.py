@@ -1,4 +1,4 @@
-"""Islands: groups of ranks that train by themselves, and agree on parameters every so many steps (DiLoCo).
+"""Islands: groups of ranks that train by themselves, and synchronize parameters every H steps (DiLoCo).
 
     mesh = init_device_mesh("cuda", (num_islands, ranks_per_island), mesh_dim_names=("island", "shard"))
     fully_shard(model, mesh=mesh["shard"])

@@ -16,7 +16,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 @dataclass(frozen=True)
 class IslandConfig:
-    """Islands. Groups of ranks train by themselves, and agree on parameters every so many steps.
+    """Islands. Groups of ranks train by themselves, and synchronize parameters every H steps.
 
     DiLoCo is arXiv 2311.08105. What a field means is its help. Raises ValueError for values that cannot be, or do not
     fit together.
@@ -39,7 +39,7 @@ class IslandConfig:
     )
     # None: in ``dtype``.
     bits: int | None = config_flag(
-        "--island-bits", None, "bits of what travels between islands, 1 to 8; 0 = unquantized", zero_is_none=True
+        "--island-bits", None, "bits of what is sent between islands, 1 to 8; 0 = unquantized", zero_is_none=True
     )
     block_size: int = config_flag(
         "--island-block-size", 128, "elements that share a scale between islands", at_least=8, at_most=2**20
@@ -48,7 +48,7 @@ class IslandConfig:
         "--island-scaling", None, "code between islands; default by bits: mean below 4, else absmax", choices=SCALINGS
     )
     dtype: str = config_flag(
-        "--island-dtype", "fp32", "what travels between islands unquantized", choices=tuple(DTYPES)
+        "--island-dtype", "fp32", "dtype of what is sent between islands unquantized", choices=tuple(DTYPES)
     )
     loco: bool = config_flag(
         "--island-loco", False, "LoCo between islands: what quantization lost returns at the next agreement"
@@ -65,8 +65,7 @@ class IslandConfig:
     fragments: int = config_flag(
         "--island-fragments",
         1,
-        "parts of the model, every so manyth layer, that travel one after the other within an interval (Streaming "
-        "DiLoCo)",
+        "parts of the model, every k-th layer, that are sent one after the other within an interval (Streaming DiLoCo)",
         at_least=1,
     )
     sync_delay: int = config_flag(
@@ -103,7 +102,7 @@ class IslandConfig:
             raise ValueError("loco returns what was lost, and fp32 loses nothing: set bits, or leave it out")
         if self.fragments > self.sync_interval:
             raise ValueError(
-                f"fragments {self.fragments} travel at different steps, and sync_interval has {self.sync_interval}: "
+                f"fragments {self.fragments} are sent at different steps, and sync_interval has {self.sync_interval}: "
                 f"give at most {self.sync_interval} fragments"
             )
         if self.sync_delay >= self.sync_interval:
@@ -128,13 +127,13 @@ class IslandConfig:
     def describe(self) -> str:
         """How islands agree, in a few words."""
         code = None if self.bits is None else Code(self.bits, self.scaling)
-        travels = self.dtype if code is None else f"int{code.bits}{' (mean)' if code.is_mean else ''}"
-        travels += f" with LoCo (beta {self.loco_beta})" if self.loco else ""
-        travels += f", {self.fragments} fragments in turn" if self.fragments > 1 else ""
-        travels += f", {self.sync_delay} steps on their way" if self.sync_delay else ""
+        sent = self.dtype if code is None else f"int{code.bits}{' (mean)' if code.is_mean else ''}"
+        sent += f" with LoCo (beta {self.loco_beta})" if self.loco else ""
+        sent += f", {self.fragments} fragments in turn" if self.fragments > 1 else ""
+        sent += f", {self.sync_delay} steps on their way" if self.sync_delay else ""
         where = ", agreed parameters in host memory" if self.offload else ""
         momentum = f"{'Nesterov ' if self.outer_optimizer == 'nesterov' else ''}momentum {self.outer_momentum}"
         return (
-            f"agree every {self.sync_interval} steps, {travels} between them; outer SGD with learning rate "
+            f"agree every {self.sync_interval} steps, {sent} between them; outer SGD with learning rate "
             f"{self.outer_lr} and {momentum}{where}"
         )

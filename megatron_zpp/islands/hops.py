@@ -19,14 +19,14 @@ from .pieces import Pieces
 
 
 def island_format(config: IslandConfig, pieces: tuple[ParameterShard, ...]) -> WireFormat:
-    """In which a piece travels."""
+    """The wire format of a piece."""
     return wire_format(pieces, config.bits, config.block_size, DTYPES[config.dtype], config.scaling)
 
 
 class IslandHops:
     """The mean over K islands of what one rank of each has, in two hops of low bits.
 
-    1. ``send``: a rank encodes a piece for each island, which travel all to all.
+    1. ``send``: a rank encodes a piece for each island, sent all to all.
     2. ``add``: it adds up what came, and encodes this piece of the mean, which all gather. ``receive`` decodes them.
 
     All islands decode the same bytes, so their results are equal to the bit. With LoCo each hop has an error: the first
@@ -72,7 +72,7 @@ class IslandHops:
         return state
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Take back what ``state_dict`` gave; what is not there begins anew."""
+        """Take back what ``state_dict`` gave; what is not there starts again."""
         self.in_flight = state.get("in_flight")
         for hop, feedback in self._feedback.items():
             feedback.load_state_dict(below(state, f"{hop}."))

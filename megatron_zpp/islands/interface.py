@@ -71,7 +71,7 @@ class IslandsInterface(Protocol):
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Take back what ``state_dict`` gave on the same ranks, when ``agreed_state`` and the models are filled.
 
-        Of an empty state steps, errors and what is on its way begin anew.
+        Of an empty state steps, errors and what is on its way start again.
         """
 
 

@@ -1,4 +1,4 @@
-"""Which parts of a model travel between islands, and at which steps."""
+"""Which parts of a model are sent between islands, and at which steps."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ class TrainingReport:
     bytes_between_islands: float | None = None
     island: int | None = None  # whose job's line this is, where each island is a job of its own
     islands_there: int | None = None  # that agreed with it last
-    token_bytes_between_nodes: float | None = None  # of tokens that travel to experts, beside those
+    token_bytes_between_nodes: float | None = None  # of tokens that are sent to experts, beside those
     token_bytes_within_nodes: float | None = None
     waited_between_nodes: float | None = None  # seconds per step that a rank waited for these links, mean over ranks
     waited_within_nodes: float | None = None

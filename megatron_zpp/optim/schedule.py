@@ -47,7 +47,7 @@ class Schedule:
         batch: BatchSchedule,
     ) -> Schedule:
         """Settle lengths in samples: given in iterations, they are what ``batch`` consumes in these iterations; given
-        in tokens, they are so many samples of ``--seq-length``.
+        in tokens, they are that number of tokens / ``--seq-length`` samples.
 
         Raises:
             ValueError: lengths in the wrong unit (``--train-iters`` goes with ``--lr-*-iters``, ``--train-samples``

@@ -135,7 +135,7 @@ class CheckpointSettings:
     )
     save_keep_last: int | None = flag(
         None,
-        "keep so many of the latest checkpoints, and of the latest finite ones; default all, or 2 with "
+        "keep this number of the latest checkpoints, and of the latest finite ones; default all, or 2 with "
         "--save-retain-interval",
         at_least=1,
     )
@@ -258,13 +258,13 @@ class DistributedSettings:
     )
     num_distributed_optimizer_instances: int = flag(
         1,
-        "HSDP: so many groups of ranks, normally the nodes, each shard the whole model and add up their gradients once "
+        "HSDP: number of groups of ranks, normally the nodes, that each shard the whole model and add up gradients once "
         "per optimizer step; torchtitan's data_parallel_replicate_degree",
         at_least=1,
     )
     emulate_ranks: int | None = flag(
         None,
-        "compute in this one process what so many data-parallel ranks would, bit for bit: docs/emulation.md",
+        "compute in this one process what this number of data-parallel ranks would, bit for bit: docs/emulation.md",
         at_least=1,
         at_most=4096,
     )
@@ -291,14 +291,14 @@ class DistributedSettings:
         None, "layers of the last pipeline rank; default its share", at_least=1
     )
     context_parallel_size: int = flag(
-        1, "ranks that share each sequence, whose length 2 * so many must divide", at_least=1
+        1, "ranks that share each sequence; twice this must divide its length", at_least=1
     )
     expert_model_parallel_size: int = flag(
-        1, "ranks among which the experts of a layer are divided; tokens travel to them", at_least=1
+        1, "ranks among which the experts of a layer are divided; tokens are sent to them", at_least=1
     )
     moe_token_bits: int | None = flag(
         None,
-        "bits (4, 6, 8) of tokens that travel to experts, of what comes back, and of gradients; default: as computed",
+        "bits (4, 6, 8) of tokens that are sent to experts, of what comes back, and of gradients; default: as computed",
         needs="expert_model_parallel_size",
         at_least=4,
         at_most=8,

@@ -37,7 +37,7 @@ class TrainingSettings:
     seq_length: int | None = flag(None, "tokens per sample", at_least=1, at_most=2**27)
     curriculum_min_length: int | None = flag(
         None,
-        "cut samples to so many tokens at first, and less and less until --curriculum-iters; default whole ones",
+        "first length of samples, which grow to full length by --curriculum-iters; default full length from the start",
         at_least=1,
     )
     curriculum_max_length: int | None = flag(
@@ -75,12 +75,12 @@ class TrainingSettings:
     no_check_for_nan_in_loss_and_grad: bool = flag(False, "never stop because of NaN or Inf, whose steps are skipped")
     max_nonfinite_steps: int | None = flag(
         None,
-        "save and stop after so many steps in a row with NaN or Inf; default 10, or 50 while a loss scale adapts",
+        "save and stop after N steps in a row with NaN or Inf; default 10, or 50 while a loss scale adapts",
         at_least=1,
     )
     loss_spike_factor: float | None = flag(
         None,
-        "skip a step whose loss is more than so many times the average of the last steps' (about 50), as 2",
+        "skip a step whose loss is more than this multiple of the average of the last 50 or so steps, as 2",
         above=1,
     )
     manual_gc: bool = flag(False, "collect Python garbage only every --manual-gc-interval steps")
@@ -130,7 +130,7 @@ class OptimizerSettings:
     )
     muon_period: int = flag(
         1,
-        "Muon orthogonalizes whole matrices every so many steps, the rows of each node by themselves in between; "
+        "Muon orthogonalizes whole matrices every k-th step, the rows of each node by themselves in between; "
         "1 = always whole, 0 = never",
         at_least=0,
     )

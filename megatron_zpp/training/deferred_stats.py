@@ -1,4 +1,4 @@
-"""What islands tell each other of their steps: nothing, until they meet. Without islands a step is known at once."""
+"""What islands send each other about their steps: nothing, until they meet. Without islands a step is known at once."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from megatron_zpp.zeropp.fsdp.collectives import all_gather
 
 @dataclass(frozen=True)
 class StepInfo:
-    """Where the run stood behind a step."""
+    """Where the run was after a step."""
 
     iteration: int
     consumed_samples: int
@@ -43,7 +43,7 @@ class StepResult:
     spiked: bool  # because its loss was far above that of the steps before
     nan: bool  # some island's loss had NaN or Inf
     stop: bool  # some rank wants to save and exit
-    too_many: bool  # some island had NaN or Inf in so many steps that the run is to end
+    too_many: bool  # some island had NaN or Inf in too many steps in a row: the run ends
 
     def losses(self, name: str) -> dict[str, float]:
         """All losses under the names of the log, the one that is trained on under ``name``."""

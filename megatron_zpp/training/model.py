@@ -41,7 +41,7 @@ def build_model_on_ranks(
 ) -> tuple[Transformer, Pipeline | None, ZeroPPInterface | None]:
     """The model, sharded before it has storage, so that it never exists whole on one rank; whole if it emulates.
 
-    token_traffic: counts what tokens cause that travel to experts. emulated_island: whose model, if it emulates.
+    token_traffic: counts the bytes of tokens that are sent to experts. emulated_island: whose model, if it emulates.
     """
     zero, ranks, precision = settings.zero, settings.distributed, mixed_precision(settings.precision)
     _check_nodes_alike(settings, mesh)

@@ -28,7 +28,7 @@ _OUTPUT, _GRADIENT = "output", "gradient of the output"
 
 
 class NotFiniteError(ValueError):
-    """NaN or Inf in so many steps, in the parameters, or in the last evaluation, that the run came to nothing."""
+    """NaN or Inf in too many steps in a row, in the parameters, or in the last evaluation."""
 
 
 class NonfiniteSteps:

@@ -128,7 +128,7 @@ def _gbits(bytes_per_second: float) -> str:
 
 
 class Lasting:
-    """Names what is seen so many times in a row, and says so when it is not seen so many times in a row."""
+    """Report what is seen `times` times in a row, and when it is gone for as long."""
 
     def __init__(self, times: int) -> None:
         self.times = times

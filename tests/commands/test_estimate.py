@@ -115,7 +115,7 @@ def _measured(runs: dict[str, list[str]]) -> dict[str, tuple[int, list[float], d
             "summed": sum(sums.values()),
             "LoCo": _nbytes(*(tensor for f in feedbacks for tensor in (f.error, f._before_step[0]))),
             "scales": _nbytes(
-                *(tensor for s in scales for tensor in (s.exponents, *(wires for _, wires in s.travelled)))
+                *(tensor for s in scales for tensor in (s.exponents, *(wires for _, wires in s.sent_wires)))
             ),
         }
         sent = [metrics[f"comm/bytes-{where}-nodes"][-1] for where in ("between", "within")]

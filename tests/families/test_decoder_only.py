@@ -146,7 +146,11 @@ def test_experts_that_do_not_fit_are_refused(argv, message):
         ),
         (2, "--num-experts 4 --expert-model-parallel-size 2 --moe-token-bits 5", r"must be one of \(4, 6, 8\), got 5"),
         (2, "--num-experts 4 --expert-model-parallel-size 1 --moe-token-bits 8", "-size above 1"),
-        (2, "--num-experts 4 --expert-model-parallel-size 2 --compile", "--compile does not see tokens that travel"),
+        (
+            2,
+            "--num-experts 4 --expert-model-parallel-size 2 --compile",
+            "--compile does not see tokens sent to experts",
+        ),
         (
             12,
             "--num-experts 4 --expert-model-parallel-size 4 --zeropp-ranks-per-node 6",

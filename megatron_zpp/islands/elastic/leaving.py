@@ -107,7 +107,7 @@ class LeavingFragment:
         return hops.receive(self._quorum.all_gather(hops.add(received)))
 
     def _hops_of_quorum(self) -> IslandHops:
-        """With others, errors begin anew: they are of pieces that were cut for as many islands."""
+        """With other islands, errors start again: they belong to pieces cut for that number of islands."""
         if self._hops is None or self._hops[0] != self._quorum.name:
             pieces = Pieces(self._parts, len(self._quorum.islands))
             self._hops = self._quorum.name, IslandHops(pieces, self._config, self._traffic)

@@ -37,7 +37,7 @@ class EmulatedAllGather:
     @torch.inference_mode(False)
     @torch.no_grad()
     def refresh(self, look: bool) -> None:
-        """Let the weights arrive anew, if they changed; ``look``: also where nothing says so, as UnseenChanges does."""
+        """Gather the weights again, if they changed; ``look``: also where nothing says so, as UnseenChanges does."""
         if look and self._has_secondary and self.unit.unchanged_parts() and self._look():
             self.unit.mark_changed()
         changed = self.unit.changed()
@@ -147,7 +147,7 @@ class EmulatedAllGather:
         self._unsharded = [False] * len(self.layouts)
 
     def forget_secondary_partition(self) -> None:
-        """Let the weights arrive anew, and in full."""
+        """Gather the weights again, and in full."""
         self.copies, self._arrived = None, False
 
     def after_loading(self, *_: object) -> None:

@@ -63,13 +63,13 @@ class MomentumWire:
 class MatrixPlan:
     """Which rank of a node owns which of some matrices, and how many rows of each a rank has.
 
-    In what travels, matrices are in the order of their owners, and every rank has c rows of each: the last are padded.
+    In what is sent, matrices are in the order of their owners, and every rank has c rows of each: the last are padded.
     """
 
     def __init__(self, shapes: Sequence[torch.Size], layout: RankLayout) -> None:
         self.shapes, self.layout = shapes, layout
         owners = _owners(shapes, layout.ranks_per_node)
-        self.order = sorted(range(len(shapes)), key=lambda i: owners[i])  # of the matrices in what travels
+        self.order = sorted(range(len(shapes)), key=lambda i: owners[i])  # of the matrices in what is sent
         self.numels = [rows_per_rank(shape[0], layout.world_size) * shape[1] for shape in shapes]  # c * columns
         # Elements of a rank's shards that each of the P owners gets, and the matrices that it owns.
         self.owned = [[i for i in self.order if owners[i] == p] for p in range(layout.ranks_per_node)]
@@ -153,7 +153,7 @@ class MatrixBlocks:
         return GatheredRows(plan, format, wires)
 
     def own_rows(self, gathered: GatheredRows, shards: Sequence[Tensor]) -> list[Tensor]:
-        """This rank's rows as they travelled, in bf16."""
+        """This rank's rows as they were sent, in bf16."""
         return gathered.plan.unflatten(gathered.decode(self.topology.node)[0], shards)
 
     def orthogonalized(

@@ -13,7 +13,7 @@ all ranks for each of its products. Here rows are brought together once per step
     k      whole matrices every k steps, blocks in between: MuonBP (arXiv 2510.16981), with nodes for devices. With
            ``stale_rows`` whole matrices in between, too, of a node's rows of now and of the others' of k steps ago.
 
-``matrix_blocks.py`` has what travels. What is done to a matrix is what torch.optim.Muon does.
+``matrix_blocks.py`` has what is sent. What is done to a matrix is what torch.optim.Muon does.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from ..interface import MatrixBlocksInterface, ZeroPPInterface
 from ..own_rank import local_part
 from .matrix_blocks import MomentumWire
 
-# What an orthogonal matrix of so many rows and columns is multiplied by: Megatron's names, and torch's.
+# What an orthogonal matrix of ``rows`` and ``columns`` is multiplied by: Megatron's names, and torch's.
 SCALES: dict[str, Callable[[int, int], float]] = {
     "spectral": lambda rows, columns: math.sqrt(max(rows, columns)),
     "shape_scaling": lambda rows, columns: math.sqrt(max(1, rows / columns)),
@@ -81,7 +81,7 @@ class Muon(torch.optim.AdamW):
         momentum, nesterov, ns_coefficients, ns_steps: as torch.optim.Muon's; ``ns_eps`` is its ``eps``.
         adjust_lr_fn: one of ``SCALES``, by the shape of what is orthogonalized, a matrix or a block; None: original.
         extra_scale_factor: multiplies that.
-        period: whole matrices every so many steps, the first among them; None: blocks always.
+        period: whole matrices every `period` steps, the first included; None: blocks always.
         momentum_bits, momentum_block_size: in what rows cross nodes for whole matrices; None: in bf16, without a loss.
         stale_rows: with a period above 1; keeps what crossed nodes last.
         betas, eps: AdamW's.
@@ -191,7 +191,7 @@ class Muon(torch.optim.AdamW):
             state["step"] = torch.zeros((), dtype=torch.float32)
             state["momentum_buffer"] = torch.zeros_like(matrix.grad)
         if self.stale_rows and "sent_rows" not in state:
-            state["sent_rows"] = torch.zeros_like(matrix.grad, dtype=torch.bfloat16)  # as they travelled last
+            state["sent_rows"] = torch.zeros_like(matrix.grad, dtype=torch.bfloat16)  # as they were sent last
         gradient, momentum = local_part(matrix.grad), local_part(state["momentum_buffer"])
         momentum.lerp_(gradient, 1 - self.momentum)
         state["step"] += 1

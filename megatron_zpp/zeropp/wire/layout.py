@@ -1,4 +1,4 @@
-"""The bytes in which one rank's shard of an FSDP unit travels, and the plain records that say what is in them.
+"""The bytes in which one rank's shard of an FSDP unit is sent, and the plain records that say what is in them.
 
 A shard of L elements is the concatenation of the unit's parameters' shards. Its wire buffer is
 
@@ -6,7 +6,7 @@ A shard of L elements is the concatenation of the unit's parameters' shards. Its
 
 with every parameter's part of every section starting at a multiple of 16 bytes. Blocks never span two parameters: a
 parameter's last block is padded with zeros, on the wire only. A parameter with less than a block in a shard is one
-smaller block. Parameters of one dimension (norms, biases) and those with few elements in a shard travel unquantized.
+smaller block. Parameters of one dimension (norms, biases) and those with few elements in a shard are sent unquantized.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def block_size_of(numel: int, block_size: int | None) -> int:
 
 @dataclass(frozen=True)
 class Segment:
-    """A run of elements of the shard that travels alike: one quantized parameter, or unquantized ones side by side."""
+    """A run of elements of the shard that is sent alike: one quantized parameter, or unquantized ones side by side."""
 
     start: int  # elements [start, stop) of the shard
     stop: int
@@ -71,7 +71,7 @@ class WireLayout:
 
     bits: one of ``config.SUPPORTED_BITS``; None = nothing is quantized.
     block_size: elements per scale, at most; None = one scale per parameter and shard.
-    dtype: of the values that travel unquantized.
+    dtype: of the values that are sent unquantized.
     scaling, scale_dtype: of the ``Code``; None = by bits.
     """
 

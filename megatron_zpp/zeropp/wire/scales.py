@@ -5,7 +5,7 @@ the block is large beside a quiet element. So each element has a scale s, which 
 
     v <- (1 - w) v + w decoded^2,  s = sqrt(v),  decoded = level * step * s
 
-``step`` is the scale of the element's block, which travels with the codes. It adapts to whatever all elements of the
+``step`` is the scale of the element's block, which is sent with the codes. It adapts to whatever all elements of the
 block have in common, so v needs only to be right within a block, and decoded may be counted in steps:
 
     v <- v (1 - w + w level^2 / m),  m = the mean square of levels, about
@@ -91,13 +91,13 @@ class ElementScales:
     """The scales of one hop of one unit: of pieces [N, L] that are sent to N ranks, and of those that N ranks send.
 
     They move when the next step begins, so that a step which is undone before that leaves no trace. Until then what
-    travelled is kept, as bytes. A reduction whose gradients did not arrive counts at neither end.
+    was sent is kept, as bytes. A reduction whose gradients did not arrive counts at neither end.
     """
 
     def __init__(self) -> None:
         self.exponents: Tensor | None = None  # e, uint8 [2, N, L]: of what is sent, and of what comes; None = all 0
         self.steps = 0  # reductions that moved them
-        self.travelled: list[tuple[WireFormat, Tensor]] = []  # since the step began, each uint8 [2, N, nbytes]
+        self.sent_wires: list[tuple[WireFormat, Tensor]] = []  # since the step began, each uint8 [2, N, nbytes]
 
     def to_send(self, format: WireFormat) -> WireFormat | ScaledFormat:
         if self.exponents is not None and self.exponents.shape[-1] != format.numel:
@@ -109,16 +109,16 @@ class ElementScales:
 
     def arrived(self, format: WireFormat, sent: Tensor, received: Tensor) -> None:
         """Say that these wire buffers, uint8 [N, nbytes], were sent and have arrived."""
-        self.travelled.append((format, torch.stack([sent, received])))
+        self.sent_wires.append((format, torch.stack([sent, received])))
 
     def begin_step(self) -> None:
         """Say that the gradients to come are another optimizer step's."""
         self.exponents, self.steps = self._moved()
-        self.travelled = []
+        self.sent_wires = []
 
     def undo_step(self) -> None:
         """Say that the gradients since ``begin_step`` were thrown away."""
-        self.travelled = []
+        self.sent_wires = []
 
     def state_dict(self) -> dict[str, Tensor]:
         exponents, steps = self._moved()
@@ -127,12 +127,12 @@ class ElementScales:
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
         """Take back what ``state_dict`` gave; before the first step, and without a state, there are no scales."""
-        self.steps, self.travelled = int(state.get("steps", 0)), []
+        self.steps, self.sent_wires = int(state.get("steps", 0)), []
         self.exponents = state["exponents"] if self.steps > 0 else None
 
     def _moved(self) -> tuple[Tensor | None, int]:
         exponents, steps = self.exponents, self.steps
-        for format, wires in self.travelled:
+        for format, wires in self.sent_wires:
             exponents, steps = moved(exponents, format, wires, steps), steps + 1
         return exponents, steps
 
