@@ -40,7 +40,7 @@ class FSDPUnit(Unit):
     module: FSDPModule
     topology: Topology
     replicas: Topology | None  # with HSDP: the ranks that hold the same shard, whose gradients FSDP2 all-reduces
-    _group: Any = field(repr=False)  # FSDP2's FSDPParamGroup
+    _param_group: Any = field(repr=False)
     waits: Waits = field(repr=False)  # of all units of the model
     _collectives: tuple[AllGather, ReduceScatter] | None = field(default=None, repr=False, init=False)
     # In this step so far, by index: the parameters that got a gradient, and those that had none when it began.
@@ -49,62 +49,62 @@ class FSDPUnit(Unit):
 
     @cached_property
     def device(self) -> torch.device:
-        device: torch.device = self._group.device
+        device: torch.device = self._param_group.device
         return device
 
     @property
     def modules(self) -> tuple[nn.Module, ...]:
         """The modules that ``fully_shard`` was given: one, or several of one unit."""
-        return tuple(self._group.modules)
+        return tuple(self._param_group.modules)
 
     @property
     def parameters(self) -> Sequence[Tensor]:
-        return list(map(attrgetter("sharded_param"), self._group.fsdp_params))
+        return list(map(attrgetter("sharded_param"), self._param_group.fsdp_params))
 
     def respecify(self) -> None:
         """Read the unit's parameters again: programs may have loaded packed ones since."""
-        self.specify(*_specification(self._group, [shard.name for shard in self.shards]))
+        self.specify(*_specification(self._param_group, [shard.name for shard in self.shards]))
 
     @property
     def gathered_dtype(self) -> torch.dtype:
         """The dtype of gathered parameters, from the mixed-precision policy, so also before the first pass."""
-        dtype: torch.dtype | None = self._group.mp_policy.param_dtype
+        dtype: torch.dtype | None = self._param_group.mp_policy.param_dtype
         return dtype if dtype is not None else self.parameters[0].dtype
 
     @property
     def is_in_backward(self) -> bool:
         # Activation checkpointing runs forward passes within the backward pass.
-        return torch._C._current_graph_task_id() != -1 or self._group._training_state.name == "PRE_BACKWARD"
+        return torch._C._current_graph_task_id() != -1 or self._param_group._training_state.name == "PRE_BACKWARD"
 
     @property
     def is_in_forward(self) -> bool:
         """Whether the unit is being gathered for a forward pass, not by ``unshard()``."""
-        return bool(self._group._training_state.name == "FORWARD")
+        return bool(self._param_group._training_state.name == "FORWARD")
 
     @property
     def is_sharded(self) -> bool:
         """Whether the unit must be gathered before it is used."""
-        return bool(self._group.is_sharded)
+        return bool(self._param_group.is_sharded)
 
     @property
     def can_be_gathered(self) -> bool:
         """Whether FSDP2 could gather the unit now: it is sharded, and a pass has initialized it."""
-        return self.is_sharded and bool(self._group._reset_sharded_params)
+        return self.is_sharded and bool(self._param_group._reset_sharded_params)
 
     def flat_shard(self) -> Tensor:
         """Return the shard [L] as FSDP2 would hand it to a gather now."""
         # FSDP2's function casts all parameters in one launch.
-        return torch.cat([*chain.from_iterable(_get_param_all_gather_inputs(self._group.fsdp_params))])
+        return torch.cat([*chain.from_iterable(_get_param_all_gather_inputs(self._param_group.fsdp_params))])
 
     def set_collectives(self, all_gather: AllGather, reduce_scatter: ReduceScatter) -> None:
         """Let FSDP2 gather and reduce this unit with these."""
         # As set_custom_all_gather does, but that refuses a module whose parameters have several meshes.
-        self._group._all_gather_comm, self._group._reduce_scatter_comm = all_gather, reduce_scatter
+        self._param_group._all_gather_comm, self._param_group._reduce_scatter_comm = all_gather, reduce_scatter
         self._collectives = all_gather, reduce_scatter
 
     def set_all_reduce_hook(self, hook: Callable[[Tensor], None]) -> None:
         """Let FSDP2 call ``hook`` with what it has all-reduced over replicas."""
-        self._group._all_reduce_hook = hook
+        self._param_group._all_reduce_hook = hook
 
     def follow_backward(self, reduces_unused: bool, watches_use: bool) -> None:
         """Wrap FSDP2's ``post_backward`` with what ZeRO++ needs before it, and time where FSDP2 waits.
@@ -112,7 +112,7 @@ class FSDPUnit(Unit):
         reduces_unused: let FSDP2 reduce zeros for trainable parameters that a backward pass did not use, if torch can.
         watches_use: note which parameters backward passes use.
         """
-        group, waits = self._group, self.waits
+        group, waits = self._param_group, self.waits
         reduces_unused = reduces_unused and hasattr(self.module, "set_reduce_scatter_unused_params")
         if reduces_unused:
             self.module.set_reduce_scatter_unused_params(True)
@@ -135,7 +135,7 @@ class FSDPUnit(Unit):
 
     def check_collectives(self) -> None:
         """Raise RuntimeError if FSDP2 was given other collectives since."""
-        group = self._group
+        group = self._param_group
         if self._collectives != (group._all_gather_comm, group._reduce_scatter_comm):
             raise RuntimeError(
                 f"the collectives of {self.label} were replaced after apply_zeropp, by set_custom_all_gather or "
@@ -147,18 +147,18 @@ class FSDPUnit(Unit):
         """Whether reduced gradients are read before the backward pass is over, or its end is unknown."""
         # Pipeline schedules that split the backward pass call FSDP2 by hand, when none runs.
         hooks = [getattr(parameter, "_post_accumulate_grad_hooks", None) for parameter in self.parameters]
-        return any(hooks) or self._group._all_reduce_hook is not None or backward_pass() == -1
+        return any(hooks) or self._param_group._all_reduce_hook is not None or backward_pass() == -1
 
     def divisor_after_reduction(self, dtype: torch.dtype, group: dist.ProcessGroup) -> float | None:
         """Return what FSDP2 divides gradients of ``dtype`` by after the reduction; None = nothing."""
-        unit = self._group
+        unit = self._param_group
         factor, sums = unit.gradient_divide_factor, unit.force_sum_reduction_for_comms
         _, divisor, _, _ = _get_gradient_divide_factors(group, None, dtype, unit.device.type, factor, sums)
         return divisor
 
     def add_gradient(self, part: UnitPart, shard: Tensor) -> None:
         """Add a reduced gradient fp32 [L] to the ``.grad`` of a part's parameters, which FSDP2 has made."""
-        params = self._group.fsdp_params
+        params = self._param_group.fsdp_params
         gradients = [params[index].sharded_param.grad.to_local() for index in part.indices]
         shard = shard.to(gradients[0].device)  # offloaded ones are in host memory
         pieces = shard.split([parameter.numel for parameter in part.parameters])
@@ -167,7 +167,7 @@ class FSDPUnit(Unit):
         torch._foreach_add_(gradients, unpadded)
 
     def _note_use(self) -> None:
-        params = self._group.fsdp_params
+        params = self._param_group.fsdp_params
         if self._without_gradient is None:
             self._without_gradient = {i for i, param in enumerate(params) if param.sharded_param.grad is None}
         for index, param in enumerate(params):
@@ -192,7 +192,7 @@ class FSDPUnit(Unit):
     @property
     def stays_gathered(self) -> bool:
         """Whether a forward pass leaves the parameters gathered for the passes that follow."""
-        return not self._group._reshard_after_forward
+        return not self._param_group._reshard_after_forward
 
 
 def _specification(param_group: Any, names: Sequence[str]) -> tuple[tuple[ParameterShard, ...], frozenset[int]]:
@@ -269,7 +269,9 @@ def find_units(model: nn.Module, ranks_per_node: int | None) -> list[FSDPUnit]:
         param_names = [names.get(id(param.sharded_param), f"parameter {i}") for i, param in enumerate(params)]
         spec = _specification(param_group, param_names)
         units.append(
-            FSDPUnit(name, *spec, module=module, topology=topology, replicas=replicas, waits=waits, _group=param_group)
+            FSDPUnit(
+                name, *spec, module=module, topology=topology, replicas=replicas, waits=waits, _param_group=param_group
+            )
         )
     return units
 
@@ -334,13 +336,13 @@ def follow_forward_passes(model: nn.Module, units: Sequence[FSDPUnit], begin: Ca
         root = state_of[module]._state_ctx.iter_forward_root
         if (root is state_of[module] or root not in states) and backward_pass() == -1:
             is_last = all([state._state_ctx.is_last_backward for state in states])
-            begin(is_last and all([unit._group.reduce_grads for unit in units]))
+            begin(is_last and all([unit._param_group.reduce_grads for unit in units]))
 
     hook = torch.compiler.disable(before_forward)
     for module in state_of:
         module.register_forward_pre_hook(hook, prepend=True)
-    for state in states:
-        state._pre_forward = _after(hook, state._pre_forward)  # all that such a method runs; hooks hold the one before
+    for state in states:  # for the methods: they call this, and FSDP2's hooks of modules the one before
+        state._pre_forward = _after(hook, state._pre_forward)
 
 
 def set_is_last_backward(model: nn.Module, is_last: bool) -> None:
@@ -359,7 +361,7 @@ def _after(hook: Callable[[nn.Module, Any], None], pre_forward: Callable[..., An
 
 
 def _check_for_later_units(model: nn.Module, units: Sequence[FSDPUnit]) -> None:
-    known = {id(unit._group) for unit in units}
+    known = {id(unit._param_group) for unit in units}
     for name, module in model.named_modules():
         if isinstance(module, FSDPModule) and any(id(group) not in known for group in _param_groups_of(module)):
             raise RuntimeError(
