@@ -44,7 +44,7 @@ class Ranks(Protocol):
 
     @property
     def random_states(self) -> RandomStates:
-        """What the ranks' random numbers, such as dropout's, are drawn from."""
+        """The source of the ranks' random numbers, such as dropout's."""
 
     def __len__(self) -> int: ...
 
@@ -157,16 +157,13 @@ class ZeroPPInterface:
         raise NotImplementedError
 
     @contextmanager
-    def _swapped_weights(self) -> Iterator[None]:
+    def swapped_weights(self) -> Iterator[None]:
+        """Write other weights inside this context, on all ranks, and restore the weights before it ends."""
         self.invalidate()
         try:
             yield
         finally:
             self.invalidate()
-
-    def swapped_weights(self) -> AbstractContextManager[None]:
-        """Write other weights inside this context, on all ranks, and restore the weights before it ends."""
-        return self._swapped_weights()
 
     def undo_step(self) -> None:
         """Drop the gradients since the last optimizer step (after an overflow, or an exception).

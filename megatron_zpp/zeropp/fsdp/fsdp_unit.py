@@ -33,7 +33,7 @@ from .waits import Waits
 __all__ = ["AllGather", "DefaultAllocMixin", "ReduceScatter"]  # for the collectives that replace FSDP2's
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, kw_only=True)
 class FSDPUnit(Unit):
     """One FSDP2 unit: its module, the ranks and nodes that share it, and its parameters' shards."""
 
@@ -267,8 +267,12 @@ def find_units(model: nn.Module, ranks_per_node: int | None) -> list[FSDPUnit]:
         topology = topology_of(group, per_node)
         params = param_group.fsdp_params
         param_names = [names.get(id(param.sharded_param), f"parameter {i}") for i, param in enumerate(params)]
-        shards, packed = _specification(param_group, param_names)
-        units.append(FSDPUnit(name, shards, module, topology, replicas, param_group, waits, packed=packed))
+        spec = _specification(param_group, param_names)
+        units.append(
+            FSDPUnit(
+                name, *spec, module=module, topology=topology, replicas=replicas, waits=waits, _param_group=param_group
+            )
+        )
     return units
 
 
@@ -337,8 +341,8 @@ def follow_forward_passes(model: nn.Module, units: Sequence[FSDPUnit], begin: Ca
     hook = torch.compiler.disable(before_forward)
     for module in state_of:
         module.register_forward_pre_hook(hook, prepend=True)
-    for state in states:
-        state._pre_forward = _after(hook, state._pre_forward)  # all that such a method runs; hooks hold the one before
+    for state in states:  # for the methods: they call this, and FSDP2's hooks of modules the one before
+        state._pre_forward = _after(hook, state._pre_forward)
 
 
 def set_is_last_backward(model: nn.Module, is_last: bool) -> None:

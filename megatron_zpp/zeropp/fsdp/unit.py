@@ -110,24 +110,23 @@ class Unit:
 
     name: str  # the module's name in the model, "" is the root; "NAME[1]" is its second unit, on another mesh
     shards: tuple[ParameterShard, ...]  # the parts of a rank's flat shard [L], in the order of ``parameters``
-    # Indices of the parameters whose elements are packed codes, not numbers.
-    packed: frozenset[int] = field(default=frozenset(), kw_only=True)
+    packed: frozenset[int] = frozenset()  # indices of parameters whose elements are packed codes, not numbers
     whole: UnitPart = field(init=False, repr=False)  # all parameters
-    optimizer_steps: int = field(default=0, kw_only=True)  # of torch optimizers that hold parameters of this unit
-    holds_gradients: bool = field(default=False, kw_only=True)  # until the step's last micro-batch has crossed nodes
+    optimizer_steps: int = 0  # of torch optimizers that hold parameters of this unit
+    holds_gradients: bool = False  # until the step's last micro-batch has crossed nodes
     # Of the shard that was last sent between nodes, for each of ``parts`` by its indices.
-    checksums: dict[tuple[int, ...], Tensor] = field(default_factory=dict, repr=False, kw_only=True)
-    gathers_frozen: bool = field(default=False, kw_only=True)  # whenever trained parameters change
+    checksums: dict[tuple[int, ...], Tensor] = field(default_factory=dict, repr=False)
+    gathers_frozen: bool = False  # whenever trained parameters change
     # Whether, since the last gather, an optimizer stepped, or gradients came that some optimizer may have used.
-    may_have_stepped: bool = field(default=False, kw_only=True)
+    may_have_stepped: bool = False
     # Indices of parameters that, since the last gather, an optimizer may have moved, and whose gradients were reduced.
-    _moved: set[int] = field(default_factory=set, repr=False, kw_only=True)
-    _reduced: set[int] = field(default_factory=set, repr=False, kw_only=True)
+    _moved: set[int] = field(default_factory=set, repr=False)
+    _reduced: set[int] = field(default_factory=set, repr=False)
     # Parameters that were ever trainable. PEFT freezes adapters during reference passes.
-    _ever_trainable: set[int] = field(default_factory=set, repr=False, kw_only=True)
+    _ever_trainable: set[int] = field(default_factory=set, repr=False)
     # The parameters as they were gathered, with autograd's version counters. Not their ids: Python reuses those.
-    _gathered: list[tuple[Tensor, int]] | None = field(default=None, repr=False, kw_only=True)
-    _parts: dict[tuple[int, ...], UnitPart] = field(default_factory=dict, repr=False, kw_only=True)
+    _gathered: list[tuple[Tensor, int]] | None = field(default=None, repr=False)
+    _parts: dict[tuple[int, ...], UnitPart] = field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
         self.specify(self.shards, self.packed)

@@ -33,7 +33,7 @@ SPARE = {
     "finalize_backward: self.device_handle.current_stream().wait_event(event)": (
         "quantized gradients are added on the stream that reduced them, and the current one waits for that"
     ),
-    "on_stream: stream.wait_stream(current), called from finish": (
+    "on_stream: stream.wait_stream(current), called from _finish": (
         "what it adds to was written on the stream, or before the backward pass"
     ),
     "on_stream: current.wait_stream(stream), called from send_early": "the root is gathered next, on the same stream",
