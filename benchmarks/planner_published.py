@@ -21,7 +21,7 @@ from rows import read_rows
 
 from megatron_zpp.arguments.parse import parse_settings
 from megatron_zpp.families import GPT, LLAMA, Architecture
-from megatron_zpp.planning.cluster import ClusterSpec, default_cluster
+from megatron_zpp.planning.cluster import Cluster, default_cluster
 from megatron_zpp.planning.predict import Estimate, estimate_on, predict
 from megatron_zpp.planning.search.candidates import RECOMPUTE_ALL
 from megatron_zpp.planning.search.plan import complete
@@ -46,7 +46,7 @@ class Published:
     gpu: str
     architecture: Architecture
     settings: ResolvedSettings
-    cluster: ClusterSpec
+    cluster: Cluster
     needs: Estimate
 
     def predicted(self, efficiency: float) -> float:

@@ -26,7 +26,7 @@ from megatron_zpp.metrics.lines import format_duration
 from megatron_zpp.metrics.tensorboard_reader import RunHistory, find_runs, read_run
 
 if TYPE_CHECKING:
-    from megatron_zpp.planning.cluster import ClusterSpec
+    from megatron_zpp.planning.cluster import Cluster
 
 Curve = list[tuple[float, float]]
 SMOOTHED_OVER = 40  # points of a training loss
@@ -125,18 +125,18 @@ def _over_iterations(run: RunHistory, key: str) -> Curve:
     return [(float(iteration), value) for iteration, value in run.metrics.get(key, {}).items()]
 
 
-def prediction_rows(runs: list[RunHistory], cluster: ClusterSpec) -> dict[str, list[str]]:
+def prediction_rows(runs: list[RunHistory], cluster: Cluster) -> dict[str, list[str]]:
     """What the planner predicts of each run, beside what was measured. Raises ValueError."""
-    from megatron_zpp.planning.search.beside import PARTS, predicted_and_measured  # needs torch, which pages do not
+    from megatron_zpp.planning.predict import PARTS, compare_with_log  # needs torch, which pages do not
 
-    of_runs = [predicted_and_measured(run, cluster) for run in runs]
+    of_runs = [compare_with_log(run, cluster) for run in runs]
     return {
         f"ms for {part}": [f"{1000 * of_run[part][0]:,.1f}, {1000 * of_run[part][1]:,.1f}" for of_run in of_runs]
         for part in PARTS
     }
 
 
-def write_html(runs: list[RunHistory], path: Path, cluster: ClusterSpec | None = None) -> None:
+def write_html(runs: list[RunHistory], path: Path, cluster: Cluster | None = None) -> None:
     """The page. Raises ImportError without matplotlib, ValueError where ``cluster`` is not the runs'."""
     try:
         import matplotlib

@@ -31,7 +31,7 @@ from megatron_zpp.families import ARCHITECTURES, load_architecture
 from megatron_zpp.metrics.log_reader import BETWEEN, RunLog, parse_log
 from megatron_zpp.optim.batch_size import BatchSchedule
 from megatron_zpp.optim.schedule import Schedule
-from megatron_zpp.planning.search.recipes import (
+from megatron_zpp.planning.search.candidates import (
     DIFFERENCES,
     ELEMENT_SCALES,
     LOCO,

@@ -25,7 +25,7 @@ from megatron_zpp.commands import estimate
 from megatron_zpp.families.gpt import GPT
 from megatron_zpp.models.activation_checkpoint import apply_activation_checkpointing
 from megatron_zpp.models.init import init_weights
-from megatron_zpp.planning.search.candidates import TRAVELS
+from megatron_zpp.planning.search.candidates import WIRE_PRESETS
 from megatron_zpp.training.pretrain import train
 from megatron_zpp.zeropp.reduce.gradient_sum import NodeSum
 from tests.ranks import run_ranks
@@ -68,9 +68,13 @@ CLUSTERS = {  # the others: 2 nodes of 2 ranks
 }
 
 
-def planned(argv: list[str], *more: str) -> estimate.Estimate:
+def timed(argv: list[str], *more: str) -> estimate.RunTime:
     cluster = ["--nodes", "2", "--ranks-per-node", "2", "--vocabulary", "257", *more]
     return estimate.run(estimate.parse_arguments([*cluster, "pretrain_gpt.py", *argv]))[1]
+
+
+def planned(argv: list[str], *more: str) -> estimate.Estimate:
+    return timed(argv, *more).needs
 
 
 def counted_of(plan: estimate.Estimate) -> list[int]:
@@ -159,7 +163,7 @@ def test_memory_and_bytes_are_those_of_real_ranks(tmp_path):
 @pytest.mark.long
 def test_bytes_of_all_that_the_planner_tries_are_those_of_real_ranks(tmp_path):
     data = write_text(tmp_path)
-    ways = {way.name: f"--zero-ranks-per-node 2 {way.flags.format(P=2, N=2, warmup=1)}" for way in TRAVELS}
+    ways = {way.name: f"--zero-ranks-per-node 2 {way.flags.format(P=2, N=2, warmup=1)}" for way in WIRE_PRESETS}
     runs = {name: flags(data, SHAPE, way, length="--train-iters 3") for name, way in ways.items()}
     ranks = run_ranks(4, _measured, runs, timeout=600)
     for name, argv in runs.items():
@@ -296,7 +300,7 @@ def test_activations_that_recomputing_leaves_are_those_of_a_forward_pass(words):
 
     def planned_and_kept(words: str) -> tuple[int, int]:
         argv = shlex.split(f"--vocabulary 257 --ranks-per-node 1 pretrain_gpt.py {shape} {words}")
-        settings, plan = estimate.run(estimate.parse_arguments(argv))
+        settings, time = estimate.run(estimate.parse_arguments(argv))
         model = GPT.build_model(settings.model, 257).to_empty(device="cpu").bfloat16()
         init_weights(model, 1)
         recompute = settings.activation
@@ -307,7 +311,7 @@ def test_activations_that_recomputing_leaves_are_those_of_a_forward_pass(words):
         with Results() as results:
             losses = model(tokens, tokens)
         assert losses.requires_grad  # and so holds on to what its backward pass needs
-        return plan.largest.working["activations"], results.nbytes()
+        return time.needs.largest.working["activations"], results.nbytes()
 
     planned, kept = planned_and_kept(words)
     least = f"{words.partition('--recompute')[0]} {RECOMPUTED}"
@@ -318,8 +322,12 @@ def test_activations_that_recomputing_leaves_are_those_of_a_forward_pass(words):
 BASE = "--preset gpt-350m --micro-batch-size 4 --bf16 --lr 1e-3 --mock-data --vocab-size 50257"
 
 
+def base_time(words: str, *more: str) -> estimate.RunTime:
+    return timed(shlex.split(f"{BASE} {words}"), "--vocabulary", "50257", *more)
+
+
 def of_base(words: str, *more: str) -> estimate.Estimate:
-    return planned(shlex.split(f"{BASE} {words}"), "--vocabulary", "50257", *more)
+    return base_time(words, *more).needs
 
 
 def test_bytes_between_islands_are_those_of_a_run(tmp_path):
@@ -348,11 +356,12 @@ def test_what_islands_agreed_on_is_where_the_run_keeps_it():
 
 
 def test_steps_tokens_and_time():
-    plan = of_base("--global-batch-size 64 --train-iters 1000")
+    time = base_time("--global-batch-size 64 --train-iters 1000")
+    plan = time.needs
     assert (plan.steps, plan.micro_batches, plan.tokens) == (1000, 4, 1000 * 64 * 2048)
     rate = 4 * 312e12 * 0.4
-    assert plan.compute_seconds == pytest.approx(64 * 2048 * plan.flops_per_token / rate)
-    assert plan.network_seconds == pytest.approx(sum(plan.sent_between_nodes.values()) / 2 * 8 / 100e9)
+    assert time.compute_seconds == pytest.approx(64 * 2048 * plan.flops_per_token / rate)
+    assert time.network_seconds == pytest.approx(sum(plan.sent_between_nodes.values()) / 2 * 8 / 100e9)
     assert of_base("--global-batch-size 64 --train-samples 64000") == plan
     ramp = of_base("--global-batch-size 64 --rampup-batch-size 32 16 96 --train-iters 10")
     assert ramp.tokens == (2 * 32 + 1 * 48 + 7 * 64) * 2048
@@ -364,7 +373,7 @@ def test_it_prints_what_it_counts(capsys, monkeypatch):
     monkeypatch.setattr("sys.argv", ["estimate.py", *words.split()])
     assert estimate.main() == 0
     out = capsys.readouterr().out
-    assert "0.778 billion parameters, on 2 x 8 H100" in out and "989 TFLOP/s" in out
+    assert "llama on 2 x 8 H100" in out and " parameters\n" in out and "989 TFLOP/s" in out
     assert out.splitlines()[-1].endswith("minutes")
 
 
@@ -390,4 +399,4 @@ def test_it_refuses_nodes_that_cut_replicas():
 def test_an_unknown_gpu_needs_its_peak():
     with pytest.raises(ValueError, match="--peak-tflops"):
         of_base("--train-iters 1", "--gpu", "Z80")
-    assert of_base("--train-iters 1 --peak-tflops 0.001", "--gpu", "Z80").cluster.peak_tflops == 0.001
+    assert base_time("--train-iters 1 --peak-tflops 0.001", "--gpu", "Z80").peak_tflops == 0.001

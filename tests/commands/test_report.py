@@ -30,7 +30,7 @@ from megatron_zpp.metrics.dashboard import DASHBOARD
 from megatron_zpp.metrics.tensorboard_reader import RunHistory, find_runs, read_run
 from megatron_zpp.metrics.writers import MetricWriters
 from megatron_zpp.planning.cluster import parse_cluster
-from megatron_zpp.planning.search.beside import predict_run
+from megatron_zpp.planning.predict import predict_logged
 from megatron_zpp.planning.search.plan import make_plan
 from megatron_zpp.settings.groups import LoggingSettings
 from megatron_zpp.training.pretrain import train
@@ -274,7 +274,7 @@ def test_predictions_stand_beside_what_was_measured(tmp_path, capsys):
         assert main([str(tmp_path / "run"), "--output", str(page), "--cluster", cluster]) == 1
         assert message in capsys.readouterr().err
     with pytest.raises(ValueError, match="does not say its architecture, command, padded_vocab_size, world_size"):
-        predict_run(RunHistory("old", {"seq_length": "32"}), parse_cluster("2x2xH100@100"))
+        predict_logged(RunHistory("old", {"seq_length": "32"}), parse_cluster("2x2xH100@100"))
 
 
 @pytest.mark.skipif(importlib.util.find_spec("wandb_workspaces") is not None, reason="wandb_workspaces is installed")

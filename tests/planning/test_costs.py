@@ -8,7 +8,7 @@ import pytest
 
 from megatron_zpp.arguments.parse import parse_settings
 from megatron_zpp.families import GPT
-from megatron_zpp.planning.cluster import ClusterSpec, parse_cluster
+from megatron_zpp.planning.cluster import Cluster, parse_cluster
 from megatron_zpp.planning.costs import arithmetic, step_shapes
 from megatron_zpp.planning.predict import estimate_on
 
@@ -19,13 +19,13 @@ FLAGS = (
 )
 
 
-def of(more: str, cluster: ClusterSpec):
+def of(more: str, cluster: Cluster):
     settings = parse_settings(GPT, f"{FLAGS} {more}".split(), cluster.world_size, note=lambda _: None)
     model = GPT.build_model(settings.model, V)
     return settings, model
 
 
-def cluster(**more: float) -> ClusterSpec:
+def cluster(**more: float) -> Cluster:
     """Of 1 TFLOP/s; memory so fast that its time is nothing, unless told."""
     rates = dict(peak_tflops=1.0, efficiency=0.5, attention_efficiency=0.25, kernel_gbytes=1e12) | more
     return dataclasses.replace(parse_cluster("2x2xA100@10"), **rates)
@@ -103,7 +103,7 @@ def test_all_arithmetic_of_the_model_is_in_the_step():
         ("--moe-layer-freq 3", 2, 0),
     ],
 )
-def test_a_layer_waits_for_tokens_that_travel_to_experts(more, transfers, again):
+def test_a_layer_waits_for_tokens_that_are_sent_to_experts(more, transfers, again):
     spec = cluster(within_gbytes=1e-6, between_gbits=8e-6, kernel_gbytes=1e12)  # 1000 bytes a second
     settings, _ = of(f"--num-experts 4 --expert-model-parallel-size 4 {more}", spec)
     (shape,) = step_shapes(GPT, settings, estimate_on(GPT, settings, V, spec), spec)
@@ -118,7 +118,7 @@ def test_a_layer_waits_for_tokens_that_travel_to_experts(more, transfers, again)
         assert in_backward == pytest.approx((2 + again) * leaving / 1000, rel=1e-4)
 
 
-def test_few_bits_of_tokens_are_quantized_before_each_way_and_behind_it():
+def test_few_bits_of_tokens_are_quantized_before_each_way_and_after_it():
     spec = cluster(kernel_gbytes=1e-6)
     settings, _ = of("--num-experts 4 --expert-model-parallel-size 4 --moe-token-bits 8", spec)
     (shape,) = step_shapes(GPT, settings, estimate_on(GPT, settings, V, spec), spec)

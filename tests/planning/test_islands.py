@@ -10,13 +10,12 @@ import pytest
 
 from megatron_zpp.arguments.parse import parse_settings
 from megatron_zpp.families import LLAMA
-from megatron_zpp.planning.cluster import ClusterSpec, parse_cluster, read_cluster, write_cluster
-from megatron_zpp.planning.hardware import LINK_SHARE
-from megatron_zpp.planning.needs.exchanges import Exchange
+from megatron_zpp.planning.cluster import LINK_SHARE, Cluster, parse_cluster, read_cluster, write_cluster
 from megatron_zpp.planning.needs.rank_groups import RankGroup
+from megatron_zpp.planning.needs.traffic import Exchange
 from megatron_zpp.planning.predict import Prediction, estimate_on, predict
 from megatron_zpp.planning.search.plan import make_plan
-from megatron_zpp.planning.search.table import table
+from megatron_zpp.planning.search.report import table
 
 MODEL = "--preset llama-8b --num-layers 4 --seq-length 2048 --micro-batch-size 1 --lr 1 --train-iters 9 --mock-data"
 MODEL += " --bf16 --vocab-size 31999 --tokenizer-type NullTokenizer --global-batch-size 32"
@@ -24,7 +23,7 @@ VOCABULARY = 32000
 SITES = parse_cluster("2x2x8xH100@400@10")
 
 
-def predicted(flags: str, cluster: ClusterSpec = SITES) -> Prediction:
+def predicted(flags: str, cluster: Cluster = SITES) -> Prediction:
     settings = parse_settings(
         LLAMA, f"{MODEL} {flags}".split(), cluster.world_size, note=lambda _: None, of_all_jobs=True
     )
@@ -73,14 +72,14 @@ def test_a_collective_takes_what_leaves_a_site(sites, is_straight, per_node):
                     sent = nbytes if is_straight else (len(ranks) - 1) * nbytes
                     leaving[node // (cluster.nodes // sites)] += sent
     assert len(set(leaving)) == 1
-    found = cluster.seconds_of(Exchange(RankGroup(cluster.nodes, per_node), nbytes, is_straight=is_straight))
+    found = cluster.exchange_seconds(Exchange(RankGroup(cluster.nodes, per_node), nbytes, is_straight=is_straight))
     assert found == pytest.approx(leaving[0] * 8e-9 / cluster.site_gbits, rel=1e-3)
 
 
 def test_within_a_node_sites_do_not_matter():
     alone = dataclasses.replace(SITES, sites=1)
     exchange = Exchange(RankGroup(1, 8), 10**6)
-    assert SITES.seconds_of(exchange) == alone.seconds_of(exchange)
+    assert SITES.exchange_seconds(exchange) == alone.exchange_seconds(exchange)
 
 
 def test_a_step_of_islands_waits_for_the_slow_link_at_agreements_alone():
@@ -143,7 +142,7 @@ def test_the_plan_says_what_islands_wait_for():
     flags = f"{MODEL} --recompute-activations --tensor-model-parallel-size 1 --islands 2".split()
     plan = make_plan(LLAMA, flags, VOCABULARY, SITES)
     assert "islands" in table(plan, 3)[0].split()
-    assert {outcome.candidate.travel.name for outcome in plan.outcomes} >= {"ZeRO-3", "all flags"}
+    assert {outcome.candidate.wire.name for outcome in plan.outcomes} >= {"ZeRO-3", "all flags"}
     assert all(outcome.prediction.time.exposed_islands > 0 for outcome in plan.outcomes)
     without = make_plan(LLAMA, [*flags[:-2]], VOCABULARY, SITES)
     assert "islands" not in table(without, 3)[0].split()
