@@ -101,7 +101,7 @@ def _needs(architecture: Architecture, settings: ResolvedSettings, grid: RankGri
         vocabulary = settings.tokenizer.vocab_size
     check_vocabulary(distributed, padded_vocab_size(vocabulary, multiple), multiple)
     try:
-        return memory_and_traffic(estimate(architecture, settings, vocabulary, grid))
+        needs = estimate(architecture, settings, vocabulary, grid)
     except ValueError as error:
         model = architecture.build_model(settings.model, vocabulary)
         parameters = sum(p.numel() for p in model.parameters())
@@ -113,3 +113,4 @@ def _needs(architecture: Architecture, settings: ResolvedSettings, grid: RankGri
             f"a rank keeps {least:.3g} GB of parameters, gradients and optimizer in fp32, if all divide evenly",
             f"other memory and traffic are not estimated: {error}",
         ]
+    return [needs.length, *memory_and_traffic(needs)]

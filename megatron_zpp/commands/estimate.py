@@ -73,6 +73,7 @@ def report(settings: ResolvedSettings, time: RunTime, gpu: str) -> str:
     needs = time.needs
     lines = [
         f"{settings.architecture} on {needs.grid.nodes} x {needs.grid.ranks_per_node} {gpu}",
+        needs.length,
         *memory_and_traffic(needs),
         "",
         f"computing {_short(time.compute_seconds)} s per step, at {time.mfu:.0%} (assumed) of "

@@ -61,6 +61,13 @@ class Estimate:
         return self.largest.memory
 
     @property
+    def length(self) -> str:
+        """The run's length, as text."""
+        return (
+            f"{self.tokens:,} tokens in {self.steps:,} steps, the last of {self.micro_batches} micro-batch(es) a rank"
+        )
+
+    @property
     def sent_per_node(self) -> float:
         return sum(self.sent_between_nodes.values()) / self.grid.nodes
 
@@ -159,16 +166,12 @@ def _estimate_rank(
 
 
 def memory_and_traffic(needs: Estimate) -> list[str]:
-    """Format the model's size, the run's length, what a rank keeps and what a node sends."""
+    """Format the model's size, what a rank keeps and what a node sends."""
     rank, nodes, islands = needs.largest, needs.grid.nodes, needs.grid.distributed.islands
     which = f" of pipeline rank {needs.ranks.index(rank)}, the largest" if len(needs.ranks) > 1 else ""
     working = {f"{name} (about)": nbytes for name, nbytes in rank.working.items()}
     active = "" if needs.active_parameters == needs.parameters else f", {needs.active_parameters:,} of them for a token"
-    lines = [
-        f"{needs.parameters:,} parameters{active}",
-        f"{needs.tokens:,} tokens in {needs.steps:,} steps, the last of {needs.micro_batches} micro-batch(es) a rank",
-        "",
-    ]
+    lines = [f"{needs.parameters:,} parameters{active}", ""]
     lines += _gigabytes(f"memory of a GPU{which}, GB", rank.states | working | {"in all": needs.memory})
     if rank.host:
         lines += ["", *_gigabytes("host memory for each GPU, GB", rank.host)]
