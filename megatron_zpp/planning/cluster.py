@@ -34,19 +34,22 @@ class Gpu:
     # Of the peak, that attention reaches. FlashAttention-2's authors say 50 to 73 % on an A100 (arXiv 2307.08691), and
     # 35 % on an H100 (arXiv 2407.08608); of others the lower one is assumed.
     attention_efficiency: float = 0.35
+    # Of the peak, that matrix products of a model reach, as ``benchmarks/planner.py published`` fits it to published
+    # measurements. V100's is of ten rows of one shared cluster. Others get the plain default.
+    efficiency: float = 0.5
 
 
 # By the name that users give; the plain name is the SXM one.
 GPUS = {
     "T4": Gpu(16, 320, 16),
-    "V100": Gpu(32, 900, 150),
+    "V100": Gpu(32, 900, 150, efficiency=0.23),
     "A10G": Gpu(24, 600, 32),
     "L4": Gpu(24, 300, 32),
     "L40S": Gpu(48, 864, 32),
-    "A100-40GB": Gpu(40, 1555, 300, 0.5),
-    "A100": Gpu(80, 2039, 300, 0.5),
+    "A100-40GB": Gpu(40, 1555, 300, 0.5, 0.65),
+    "A100": Gpu(80, 2039, 300, 0.5, 0.62),
     "A800": Gpu(80, 2039, 200, 0.5),
-    "H100": Gpu(80, 3350, 450),
+    "H100": Gpu(80, 3350, 450, efficiency=0.49),
     "H100-PCIe": Gpu(80, 2000, 64),
     "H800": Gpu(80, 3350, 200),
     "H200": Gpu(141, 4800, 450),
@@ -64,12 +67,6 @@ LINK_SHARE = 0.8
 LATENCY_WITHIN, LATENCY_BETWEEN = 3.6, 10.0
 # The share of the memory's bandwidth that kernels reach: norms, quantization, the optimizer. An assumption.
 MEMORY_SHARE = 0.7
-# The share of the peak that matrix products of a model reach: one constant for each kind of
-# GPU, which ``benchmarks/planner.py published`` fits to published measurements. V100's is of ten rows of one shared
-# cluster. Others get the plain default.
-DEFAULT_EFFICIENCY = 0.5
-EFFICIENCIES = {"V100": 0.23, "A100-40GB": 0.65, "A100": 0.62, "H100": 0.49}
-
 
 GATHER, REDUCTION, STRAIGHT = "all-gather", "reduction", "all-to-all"  # a reduction that takes two passes
 
@@ -244,8 +241,7 @@ def parse_cluster(word: str) -> Cluster:
 
 def default_cluster(nodes: int, gpus_per_node: int, kind: str, gbits: float) -> Cluster:
     """Describe a cluster by data sheets. Raises ValueError for a GPU that is not known."""
-    names = {name.lower(): name for name in GPUS}
-    name = names.get(kind.lower())
+    name = next((name for name in GPUS if name.lower() == kind.lower()), None)
     peak = peak_tflops(kind) if name is not None else None
     if name is None or peak is None:
         raise ValueError(
@@ -257,7 +253,7 @@ def default_cluster(nodes: int, gpus_per_node: int, kind: str, gbits: float) -> 
         gpus_per_node,
         name,
         peak_tflops=peak,
-        efficiency=EFFICIENCIES.get(name, DEFAULT_EFFICIENCY),
+        efficiency=gpu.efficiency,
         attention_efficiency=gpu.attention_efficiency,
         memory_gb=gpu.memory_gb,
         kernel_gbytes=MEMORY_SHARE * gpu.memory_gbytes,

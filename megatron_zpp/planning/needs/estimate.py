@@ -97,12 +97,21 @@ def estimate(
     planned = planned or plan_model(architecture, architecture.build_model(settings.model, vocabulary), grid)
     micro_batches = batches.num_micro_batches(samples)
     ring_passes = ring_passes or (2 if distributed.distributed_backend == "gloo" else 1)  # gloo's is an all-reduce
-    ranks = [
-        _estimate_rank(architecture, settings, planned, grid, micro_batches, ring_passes, pipeline_rank)
-        for pipeline_rank in range(len(planned.units_per_rank))
-    ]
-    exchanges = [rank.exchanges for rank in ranks]
-    between_nodes, within_nodes = step_traffic(settings, planned, grid, exchanges, micro_batches)
+    schedule, placement = distributed.pipeline_schedule, pipeline_placement(distributed, planned.whole)
+    ranks = []
+    for pipeline_rank, units in enumerate(planned.units_per_rank):
+        kept = 1.0
+        if schedule is not None and placement is not None:
+            kept = micro_batches_kept(schedule, placement, pipeline_rank, micro_batches)
+        states, host = rank_states(settings, units, micro_batches)
+        working = working_memory(architecture, settings, planned.whole, units, kept)
+        # Layers are alike.
+        exchanges = {
+            unit: unit_exchanges(settings, unit, micro_batches, ring_passes, grid.replicas) for unit in set(units)
+        }
+        ranks.append(RankEstimate(states, working, host, [exchanges[unit] for unit in units], count_layers(units)))
+    sending = [rank.exchanges for rank in ranks]
+    between_nodes, within_nodes = step_traffic(settings, planned, grid, sending, micro_batches)
     return Estimate(
         grid=grid,
         planned=planned,
@@ -137,32 +146,6 @@ def _check(settings: ResolvedSettings, grid: RankGrid) -> None:
         )
     if distributed.num_distributed_optimizer_instances > 1:
         check_replicas_on_nodes(distributed.num_distributed_optimizer_instances, averaging.size, sharing)
-
-
-def _estimate_rank(
-    architecture: Architecture,
-    settings: ResolvedSettings,
-    planned: PlannedModel,
-    grid: RankGrid,
-    micro_batches: int,
-    ring_passes: int,
-    pipeline_rank: int,
-) -> RankEstimate:
-    units, model = planned.units_per_rank[pipeline_rank], planned.whole
-    states, host = rank_states(settings, units, micro_batches)
-    schedule, placement = settings.distributed.pipeline_schedule, pipeline_placement(settings.distributed, model)
-    kept = 1.0
-    if schedule is not None and placement is not None:
-        kept = micro_batches_kept(schedule, placement, pipeline_rank, micro_batches)
-    # Layers are alike.
-    exchanges = {unit: unit_exchanges(settings, unit, micro_batches, ring_passes, grid.replicas) for unit in set(units)}
-    return RankEstimate(
-        states=states,
-        working=working_memory(architecture, settings, model, units, kept),
-        host=host,
-        exchanges=[exchanges[unit] for unit in units],
-        num_layers=count_layers(units),
-    )
 
 
 def memory_and_traffic(needs: Estimate) -> list[str]:

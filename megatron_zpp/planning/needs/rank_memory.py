@@ -13,6 +13,8 @@ from megatron_zpp.zeropp.muon.matrix_blocks import MomentumWire
 from megatron_zpp.zeropp.reduce.loco import ERROR_FORMATS
 from megatron_zpp.zeropp.wire.format import wire_format
 
+SUM_BYTES = {"fp32": 4, "bf16": 2}  # of an element of a gradient sum
+
 
 def rank_states(
     settings: ResolvedSettings, units: list[PlannedUnit], micro_batches: int
@@ -55,9 +57,12 @@ def rank_states(
         dtype = config.gradient_sum_dtype
         where = host if config.offload_gradient_sums else states
         where[f"gradients of earlier micro-batches, summed within the node, {dtype}"] = sum(
-            unit.group.nodes * _bytes_of_sum(config, unit) for unit in units if unit.group.size > 1
+            unit.group.nodes
+            * (unit.formats(config).node_sum(unit.part).nbytes if dtype == "int8" else SUM_BYTES[dtype] * unit.numel)
+            for unit in units
+            if unit.group.size > 1
         )
-    if config.loco is not None and (errors := sum(_bytes_of_errors(config, config.loco, unit) for unit in units)):
+    if config.loco is not None and (errors := sum(_loco_error_bytes(config, config.loco, unit) for unit in units)):
         if config.loco.exact_undo:
             states[f"LoCo's errors, {config.loco.error_dtype}, and those before the step"] = 2 * errors
         else:
@@ -79,18 +84,9 @@ def rank_states(
     return states, host
 
 
-def _bytes_of_sum(config: ZeroPPConfig, unit: PlannedUnit) -> int:
-    """Return the bytes of the sum for one node's shard."""
-    if config.gradient_sum_dtype == "int8":
-        return unit.formats(config).node_sum(unit.part).nbytes
-    return {"fp32": 4, "bf16": 2}[config.gradient_sum_dtype] * unit.numel
-
-
-def _bytes_of_errors(config: ZeroPPConfig, loco: LoCoConfig, unit: PlannedUnit) -> int:
+def _loco_error_bytes(config: ZeroPPConfig, loco: LoCoConfig, unit: PlannedUnit) -> int:
     """Return the bytes of LoCo's errors in all pieces that a rank sends, its own among them."""
-    pieces = 0
-    if unit.group.nodes > 1:
-        pieces += unit.group.nodes
+    pieces = unit.group.nodes if unit.group.nodes > 1 else 0
     if loco.hops == "both" and unit.group.ranks_per_node > 1:
         pieces += unit.group.size
     bits, dtype = ERROR_FORMATS[loco.error_dtype]
@@ -100,40 +96,31 @@ def _bytes_of_errors(config: ZeroPPConfig, loco: LoCoConfig, unit: PlannedUnit) 
 def working_memory(
     architecture: Architecture, settings: ResolvedSettings, model: Transformer, units: list[PlannedUnit], kept: float
 ) -> dict[str, int]:
-    """Estimate what comes and goes within a step. kept: micro-batches whose activations are kept at once."""
-    weights, gradients = (dtype.itemsize for dtype in wire_dtypes(settings))
-    layer = max(sum(unit.gathered_numel for unit in units if unit.layer == i) for i in range(count_layers(units)))
-    others = [unit.gathered_numel for unit in units if unit.layer is None]  # they stay gathered
-    gathered = (
-        weights * (sum(others) + 2 * layer) if effective_zero_stage(settings) == 3 else 0
-    )  # this layer and the next
-    return {
-        "gathered weights, gradients on their way": gathered + (weights + gradients) * (max(others) + layer),
-        "activations": _activations(architecture, settings, model, weights, count_layers(units), kept),
-    }
+    """Estimate what comes and goes within a step. kept: micro-batches whose activations are kept at once.
 
-
-def _activations(
-    architecture: Architecture,
-    settings: ResolvedSettings,
-    model: Transformer,
-    itemsize: int,
-    num_blocks: int,
-    micro_batches: float,
-) -> int:
-    """Estimate what autograd keeps of ``num_blocks`` and ``micro_batches`` on one rank."""
+    Raises ValueError for an architecture that does not say what its activations take.
+    """
     if architecture.activations is None:
         raise ValueError(f"the architecture {architecture.name} does not say what memory its activations take")
-    activation, distributed = settings.activation, settings.distributed
-    block = architecture.activations(model.config, itemsize).of_tensor_parallel_rank(
+    weights, gradients = (dtype.itemsize for dtype in wire_dtypes(settings))
+    activation, distributed, num_layers = settings.activation, settings.distributed, count_layers(units)
+    layer = max(sum(unit.gathered_numel for unit in units if unit.layer == i) for i in range(num_layers))
+    others = [unit.gathered_numel for unit in units if unit.layer is None]  # they stay gathered
+    gathered = weights * (sum(others) + 2 * layer)  # this layer and the next
+    if effective_zero_stage(settings) < 3:
+        gathered = 0  # all parameters are among the states
+    block = architecture.activations(model.config, weights).of_tensor_parallel_rank(
         distributed.tensor_model_parallel_size, distributed.sequence_parallel
     )
     if activation.recompute_granularity is None:
-        kept, recomputed = num_blocks * block.everything, 0
+        bytes_kept, recomputed = num_layers * block.everything, 0
     elif activation.recompute_granularity == "selective":
-        kept, recomputed = num_blocks * block.linear_layers, block.everything
+        bytes_kept, recomputed = num_layers * block.linear_layers, block.everything
     else:
-        again = recomputed_blocks(activation, num_blocks)
-        kept, recomputed = again * block.input + (num_blocks - again) * block.everything, block.everything
+        again = recomputed_blocks(activation, num_layers)
+        bytes_kept, recomputed = again * block.input + (num_layers - again) * block.everything, block.everything
     tokens = settings.training.micro_batch_size * settings.training.seq_length // distributed.context_parallel_size
-    return round(tokens * (micro_batches * kept + recomputed))
+    return {
+        "gathered weights, gradients on their way": gathered + (weights + gradients) * (max(others) + layer),
+        "activations": round(tokens * (kept * bytes_kept + recomputed)),
+    }

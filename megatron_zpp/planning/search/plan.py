@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from megatron_zpp.arguments.parse import parse_settings
 from megatron_zpp.families import Architecture
 from megatron_zpp.planning.cluster import Cluster
-from megatron_zpp.planning.needs.estimate import Estimate
 from megatron_zpp.planning.needs.planned_units import PlannedModel, plan_model
 from megatron_zpp.planning.needs.rank_groups import RankGrid
 from megatron_zpp.planning.predict import Prediction, estimate_on, island_cluster, predict
@@ -88,84 +87,78 @@ def complete(flags: Sequence[str], cluster: Cluster, vocabulary: int) -> tuple[l
 def make_plan(
     architecture: Architecture, flags: Sequence[str], vocabulary: int, cluster: Cluster, usable: float = USABLE
 ) -> Plan:
-    """Predict all candidates. Raises ValueError, or SettingsError, for flags of which no candidate can be made."""
+    """Predict all candidates. Raises ValueError, or SettingsError, for flags of which no candidate can be made.
+
+    usable: share of a GPU's memory that tensors may take.
+    """
     words, added = complete(flags, cluster, vocabulary)
-    outcomes: list[Outcome] = []
-    refused: list[Refused] = []
-    predictor = _Predictor(architecture, words, vocabulary, cluster, usable * cluster.memory_gb * 1e9)
+    plan = Plan(cluster, [], [])
+    models: dict[RankGrid, PlannedModel] = {}  # a model is divided once for all that divide it alike
     for candidate in _candidates(architecture, words, cluster):
-        found = _best(predictor, candidate, flags)
+        found = _predict_fastest(architecture, words, vocabulary, cluster, usable, models, candidate)
         if isinstance(found, Refused):
-            refused.append(found)
+            plan.refused.append(found)
         else:
-            outcomes.append(dataclasses.replace(found, flags=" ".join([*added, *found.flags.split()])))
-    errors = [refusal.error for refusal in refused if isinstance(refusal.error, SettingsError)]
-    if errors and len(errors) == len(refused) and not outcomes:
+            plan.outcomes.append(dataclasses.replace(found, flags=" ".join([*added, *found.flags.split()])))
+    errors = [refusal.error for refusal in plan.refused if isinstance(refusal.error, SettingsError)]
+    if errors and len(errors) == len(plan.refused) and not plan.outcomes:
         raise errors[0]
-    outcomes.sort(key=lambda outcome: -outcome.prediction.tokens_per_second)
-    return Plan(cluster, outcomes, refused)
+    plan.outcomes.sort(key=lambda outcome: -outcome.prediction.tokens_per_second)
+    return plan
+
+
+def _parse(architecture: Architecture, words: Sequence[str], cluster: Cluster) -> ResolvedSettings:
+    return parse_settings(architecture, words, cluster.world_size, note=lambda _: None, of_all_jobs=True)
 
 
 def _candidates(architecture: Architecture, words: Sequence[str], cluster: Cluster) -> Iterator[Candidate]:
     first = words if "--micro-batch-size" in words else [*words, "--micro-batch-size", "1"]
-    settings = parse_settings(architecture, first, cluster.world_size, note=lambda _: None, of_all_jobs=True)
+    settings = _parse(architecture, first, cluster)
     island = island_cluster(settings, cluster)
     for layout in layouts(island, settings.model, settings.training.seq_length, words):
         for preset, typed in wire_presets(island, layout, words, settings.training.train_iters or 1000):
             yield Candidate(preset, layout, f"{typed} {layout.flags}".strip())
 
 
-@dataclass
-class _Predictor:
-    """Predicts command lines, and divides a model once for all that divide it alike."""
-
-    architecture: Architecture
-    words: Sequence[str]
-    vocabulary: int
-    cluster: Cluster
-    memory: float  # bytes of a GPU that can be used
-    models: dict[RankGrid, PlannedModel] = field(default_factory=dict)
-
-    def settings(self, words: str) -> ResolvedSettings:
-        """Raises SettingsError."""
-        flags, world_size = [*self.words, *words.split()], self.cluster.world_size
-        return parse_settings(self.architecture, flags, world_size, note=lambda _: None, of_all_jobs=True)
-
-    def estimate(self, settings: ResolvedSettings) -> Estimate:
-        """Raises ValueError."""
-        grid = RankGrid(self.cluster.nodes, self.cluster.gpus_per_node, settings.distributed)
-        if grid not in self.models:
-            whole = next((planned.whole for planned in self.models.values()), None)
-            whole = whole or self.architecture.build_model(settings.model, self.vocabulary)
-            self.models[grid] = plan_model(self.architecture, whole, grid)
-        return estimate_on(self.architecture, settings, self.vocabulary, self.cluster, self.models[grid])
-
-
-def _best(predictor: _Predictor, candidate: Candidate, flags: Sequence[str]) -> Outcome | Refused:
+def _predict_fastest(
+    architecture: Architecture,
+    words: Sequence[str],
+    vocabulary: int,
+    cluster: Cluster,
+    usable: float,
+    models: dict[RankGrid, PlannedModel],
+    candidate: Candidate,
+) -> Outcome | Refused:
     """Choose the fastest micro-batch size, and the least recomputation that fits."""
     best: Outcome | None = None
-    least: Estimate | None = None
+    least: int | None = None  # bytes
     first_error: ValueError | None = None
-    for size in [""] if is_settled("micro-batch", flags) else [f"--micro-batch-size {n}" for n in MICRO_BATCH_SIZES]:
-        for recompute, name in ({"": "as given"} if is_settled("recompute", flags) else RECOMPUTATIONS).items():
+    usable_bytes = usable * cluster.memory_gb * 1e9
+    sizes = [""] if is_settled("micro-batch", words) else [f"--micro-batch-size {n}" for n in MICRO_BATCH_SIZES]
+    recomputations = {"": "as given"} if is_settled("recompute", words) else RECOMPUTATIONS
+    for size in sizes:
+        for recompute, name in recomputations.items():
             typed = f"{candidate.flags} {size} {recompute}".strip()
             try:
-                settings = predictor.settings(typed)
-                needs = predictor.estimate(settings)
+                settings = _parse(architecture, [*words, *typed.split()], cluster)
+                grid = RankGrid(cluster.nodes, cluster.gpus_per_node, settings.distributed)
+                if grid not in models:
+                    whole = next((planned.whole for planned in models.values()), None)
+                    whole = whole or architecture.build_model(settings.model, vocabulary)
+                    models[grid] = plan_model(architecture, whole, grid)
+                needs = estimate_on(architecture, settings, vocabulary, cluster, models[grid])
             except ValueError as error:
                 first_error = first_error or error
                 continue
-            if least is None or needs.memory < least.memory:
-                least = needs
-            if needs.memory <= predictor.memory:
-                prediction = predict(predictor.architecture, settings, predictor.cluster, needs)
+            least = needs.memory if least is None else min(least, needs.memory)
+            if needs.memory <= usable_bytes:
+                prediction = predict(architecture, settings, cluster, needs)
                 if best is None or prediction.time.seconds < best.prediction.time.seconds:
                     best = Outcome(candidate, name, prediction, typed)
                 break
     if best is not None:
         return best
-    if least is None:
-        assert first_error is not None
-        return Refused(candidate, str(first_error).splitlines()[0], first_error)
-    usable = predictor.memory / 1e9
-    return Refused(candidate, f"needs {least.memory / 1e9:.0f} GB of a GPU's {usable:.0f} that can be used")
+    if least is not None:
+        reason = f"needs {least / 1e9:.0f} GB of a GPU's {usable_bytes / 1e9:.0f} that can be used"
+        return Refused(candidate, reason)
+    return Refused(candidate, str(first_error).splitlines()[0], first_error)
