@@ -11,7 +11,7 @@ import statistics
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,7 +23,6 @@ from torch.distributed.fsdp import fully_shard
 from megatron_zpp.arguments.parse import parse_settings
 from megatron_zpp.families import GPT
 from megatron_zpp.metrics.throughput import peak_tflops, synchronize
-from megatron_zpp.models.transformer import Transformer
 from megatron_zpp.parallel.sharding import mixed_precision
 from megatron_zpp.planning.cluster import (
     GATHER,
@@ -38,7 +37,6 @@ from megatron_zpp.planning.cluster import (
 from megatron_zpp.planning.costs import arithmetic
 from megatron_zpp.planning.needs.rank_groups import RankGroup
 from megatron_zpp.planning.needs.traffic import Exchange
-from megatron_zpp.settings.resolved import ResolvedSettings
 from megatron_zpp.zeropp.fsdp.collectives import all_gather, reduce_scatter
 from megatron_zpp.zeropp.fsdp.topology import build_topology
 from megatron_zpp.zeropp.wire.format import wire_format
@@ -210,68 +208,52 @@ def rate_and_latency(curve: Curve, ranks: int) -> tuple[float, float]:
     return max(rates, default=hops * max(int(n) / s for n, s in curve.items())), latency / hops
 
 
-@dataclass(frozen=True)
-class SmallGPT:
-    """A model whose time ``costs.arithmetic`` knows but for rates of the cluster."""
+def _time_small_gpt(
+    hidden_size: int, cluster: Cluster, device: torch.device, sizes: Sizes
+) -> tuple[float, float, Callable[[float], float]]:
+    """Time a model that ``costs.arithmetic`` knows but for rates of the cluster. Collective.
 
-    hidden_size: int
-    cluster: Cluster
-    device: torch.device
-    sizes: Sizes
+    Return the seconds of both passes without collectives, those of clipping and the optimizer's step, and what is
+    predicted for the passes by ``layer_gbytes``. Where collectives do not overlap, the model runs under FSDP2: with its
+    copies, which on a CPU are much of the time.
+    """
+    flags = (
+        f"--num-layers {LAYERS} --hidden-size {hidden_size} --seq-length {sizes.tokens} "
+        f"--num-attention-heads {hidden_size // HEAD_DIM} --micro-batch-size 1 --train-iters 1 --lr 1 --bf16 "
+        f"--mock-data --vocab-size {VOCABULARY - 1} --hidden-dropout 0 --attention-dropout 0 --grad-reduce-in-bf16"
+    )
+    settings = parse_settings(GPT, flags.split(), cluster.world_size, note=lambda _: None)
+    shapes, model = (GPT.build_model(settings.model, VOCABULARY) for _ in range(2))  # the first stays on meta
+    layer_numel = sum(parameter.numel() for parameter in model.layers[0].parameters())
+    root_numel = sum(parameter.numel() for parameter in model.parameters()) - LAYERS * layer_numel
+    model.to_empty(device=device)
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.02)
+    if cluster.overlaps:
+        model.to(torch.bfloat16)
+    else:
+        for unit in (*model.layers, model):
+            fully_shard(unit, mp_policy=mixed_precision(settings.precision))
+    tokens = torch.randint(VOCABULARY, (1, sizes.tokens), device=device)
+    positions = torch.arange(sizes.tokens, device=device).unsqueeze(0)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.0, fused=True)
 
-    @cached_property
-    def settings(self) -> ResolvedSettings:
-        flags = (
-            f"--num-layers {LAYERS} --hidden-size {self.hidden_size} --seq-length {self.sizes.tokens} "
-            f"--num-attention-heads {self.hidden_size // HEAD_DIM} --micro-batch-size 1 --train-iters 1 --lr 1 --bf16 "
-            f"--mock-data --vocab-size {VOCABULARY - 1} --hidden-dropout 0 --attention-dropout 0 --grad-reduce-in-bf16"
-        )
-        return parse_settings(GPT, flags.split(), self.cluster.world_size, note=lambda _: None)
+    def passes() -> None:
+        model.zero_grad()
+        model(tokens, tokens, positions, None).mean().backward()
 
-    @cached_property
-    def planned(self) -> Transformer:
-        """The model's shapes, on the meta device."""
-        return GPT.build_model(self.settings.model, VOCABULARY)
+    def step() -> None:
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
 
-    def measured(self) -> tuple[float, float]:
-        """Return the seconds of both passes without collectives, and of clipping and the optimizer's step. Collective.
-
-        Where collectives do not overlap, under FSDP2: with its copies, which on a CPU are much of it.
-        """
-        cluster, device = self.cluster, self.device
-        model = GPT.build_model(self.settings.model, VOCABULARY)
-        numel = sum(parameter.numel() for parameter in model.parameters())
-        of_layer = sum(parameter.numel() for parameter in model.layers[0].parameters())
-        model.to_empty(device=device)
-        for parameter in model.parameters():
-            nn.init.normal_(parameter, std=0.02)
-        if cluster.overlaps:
-            model.to(torch.bfloat16)
-        for unit in () if cluster.overlaps else (*model.layers, model):
-            fully_shard(unit, mp_policy=mixed_precision(self.settings.precision))
-        tokens = torch.randint(VOCABULARY, (1, self.sizes.tokens), device=device)
-        positions = torch.arange(self.sizes.tokens, device=device).unsqueeze(0)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.0, fused=True)
-
-        def passes() -> None:
-            model.zero_grad()
-            model(tokens, tokens, positions, None).mean().backward()
-
-        def step() -> None:
-            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            optimizer.step()
-
-        seconds = median_seconds(passes, device, self.sizes)
-        if not cluster.overlaps:
-            of_root = numel - LAYERS * of_layer
-            seconds -= LAYERS * _sharded(cluster, 2 * of_layer, gathers=2) + _sharded(cluster, 2 * of_root, gathers=1)
-        return seconds, median_seconds(step, device, self.sizes)
-
-    def predicted(self, layer_gbytes: float) -> float:
-        """Return the predicted seconds of the two passes."""
-        cluster = replace(self.cluster, layer_gbytes=layer_gbytes)
-        both = arithmetic(GPT, self.settings, cluster, self.planned)
+    def predicted(layer_gbytes: float) -> float:
+        both = arithmetic(GPT, settings, replace(cluster, layer_gbytes=layer_gbytes), shapes)
         return sum(LAYERS * each.layer + each.head for each in both)
+
+    seconds = median_seconds(passes, device, sizes)
+    if not cluster.overlaps:
+        seconds -= LAYERS * _sharded(cluster, 2 * layer_numel, gathers=2) + _sharded(cluster, 2 * root_numel, gathers=1)
+    return seconds, median_seconds(step, device, sizes), predicted
 
 
 def with_layers(cluster: Cluster, device: torch.device, sizes: Sizes) -> Cluster:
@@ -279,13 +261,13 @@ def with_layers(cluster: Cluster, device: torch.device, sizes: Sizes) -> Cluster
 
     The first is measured by a model of nearly no arithmetic, the second by one as wide as what is to be planned.
     """
-    smallest = SmallGPT(HEAD_DIM, cluster, device, replace(sizes, tokens=LEAST_TOKENS))
-    of_passes, of_step = (max(0.0, seconds) / LAYERS for seconds in smallest.measured())
-    cluster = replace(cluster, layer_microseconds=1e6 * of_passes, step_microseconds=1e6 * of_step)
-    model = SmallGPT(sizes.hidden_size, cluster, device, sizes)
-    seconds, products = model.measured()[0], model.predicted(1e12)
+    *smallest, _ = _time_small_gpt(HEAD_DIM, cluster, device, replace(sizes, tokens=LEAST_TOKENS))
+    passes, step = (1e6 * max(0.0, seconds) / LAYERS for seconds in smallest)
+    cluster = replace(cluster, layer_microseconds=passes, step_microseconds=step)
+    seconds, _, predicted = _time_small_gpt(sizes.hidden_size, cluster, device, sizes)
+    products = predicted(1e12)
     # Where products alone seem to take longer than the model, the rest is as fast as other kernels.
-    gbytes = (model.predicted(1.0) - products) / (seconds - products) if seconds > products else cluster.kernel_gbytes
+    gbytes = (predicted(1.0) - products) / (seconds - products) if seconds > products else cluster.kernel_gbytes
     return replace(cluster, layer_gbytes=min(gbytes, cluster.kernel_gbytes))
 
 
@@ -293,9 +275,8 @@ def _sharded(cluster: Cluster, nbytes: int, gathers: int) -> float:
     """Return the seconds of the collectives of one FSDP2 unit: ``gathers``, and one reduction."""
     ranks = RankGroup(cluster.nodes, cluster.gpus_per_node)
     gather = Exchange(ranks, nbytes // ranks.size)
-    return gathers * cluster.exchange_seconds(gather) + cluster.exchange_seconds(
-        replace(gather, passes=cluster.ring_passes)
-    )
+    reduction = replace(gather, passes=cluster.ring_passes)
+    return gathers * cluster.exchange_seconds(gather) + cluster.exchange_seconds(reduction)
 
 
 def entry_seconds(cluster: Cluster, device: torch.device, sizes: Sizes) -> float:

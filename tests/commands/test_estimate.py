@@ -1,4 +1,4 @@
-"""What tools/estimate.py says a run needs is what real ranks then have and send."""
+"""What tools/estimate.py counts is what real ranks then have and send."""
 
 import contextlib
 import gc
@@ -25,6 +25,7 @@ from megatron_zpp.commands import estimate
 from megatron_zpp.families.gpt import GPT
 from megatron_zpp.models.activation_checkpoint import apply_activation_checkpointing
 from megatron_zpp.models.init import init_weights
+from megatron_zpp.planning.needs.estimate import RankEstimate
 from megatron_zpp.planning.search.candidates import WIRE_PRESETS
 from megatron_zpp.training.pretrain import train
 from megatron_zpp.zeropp.reduce.gradient_sum import NodeSum
@@ -61,6 +62,11 @@ RECIPES = {
     "experts divided, ZeRO-3": f"{EXPERTS} --zero-ranks-per-node 2",
     "LoCo on one node": "--zero-quantized-gradients --zeropp-loco --zeropp-loco-hops both --zero-ranks-per-node 4",
 }
+# What the planner tries.
+RECIPES |= {
+    f"planner: {way.name}": f"--zero-ranks-per-node 2 {way.flags.format(P=2, N=2, warmup=1)}" for way in WIRE_PRESETS
+}
+KINDS = ("parameters", "state", "secondary", "summed", "LoCo", "scales")
 _ADD = NodeSum.add
 CLUSTERS = {  # the others: 2 nodes of 2 ranks
     "LoCo on one node": ["--nodes", "1", "--ranks-per-node", "4"],
@@ -77,10 +83,16 @@ def planned(argv: list[str], *more: str) -> estimate.Estimate:
     return timed(argv, *more).needs
 
 
-def counted_of(plan: estimate.Estimate) -> list[int]:
-    """Bytes between and within nodes, without those of tokens, of which the log tells apart."""
+def sent_bytes(plan: estimate.Estimate) -> list[int]:
+    """Bytes between and within nodes, without those of tokens, which the log counts apart."""
     sent = (plan.sent_between_nodes, plan.sent_within_nodes)
-    return [sum(nbytes for what, nbytes in of_link.items() if what != "tokens") for of_link in sent]
+    return [sum(nbytes for what, nbytes in per_link.items() if what != "tokens") for per_link in sent]
+
+
+def kept_bytes(rank: RankEstimate) -> dict[str, int]:
+    """The bytes that a rank keeps, by the kinds of ``_measured``."""
+    states = [*rank.states.items(), *rank.host.items()]
+    return {kind: sum(size for name, size in states if kind in name and not name.startswith("all")) for kind in KINDS}
 
 
 def _measured(runs: dict[str, list[str]]) -> dict[str, tuple[int, list[float], dict[str, int], list[float]]]:
@@ -145,31 +157,13 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
 def test_memory_and_bytes_are_those_of_real_ranks(tmp_path):
     data = write_text(tmp_path)
     runs = {name: flags(data, SHAPE, recipe, length="--train-iters 3") for name, recipe in RECIPES.items()}
-    ranks = run_ranks(4, _measured, runs, timeout=300)
-    for name, argv in runs.items():
-        plan = planned(argv, *CLUSTERS.get(name, []))
-        parameters, sent, *_ = ranks[0][name]
-        assert plan.parameters == parameters
-        counted = counted_of(plan)
-        assert counted == pytest.approx(sent, rel=1e-6), name
-        kept = ranks[0][name][2]
-        expected = dict.fromkeys(kept, 0)
-        for state, size in [*plan.ranks[0].states.items(), *plan.ranks[0].host.items()]:
-            for kind in kept:
-                expected[kind] += size * (kind in state and not state.startswith("all"))
-        assert expected == kept, name
-
-
-@pytest.mark.long
-def test_bytes_of_all_that_the_planner_tries_are_those_of_real_ranks(tmp_path):
-    data = write_text(tmp_path)
-    ways = {way.name: f"--zero-ranks-per-node 2 {way.flags.format(P=2, N=2, warmup=1)}" for way in WIRE_PRESETS}
-    runs = {name: flags(data, SHAPE, way, length="--train-iters 3") for name, way in ways.items()}
     ranks = run_ranks(4, _measured, runs, timeout=600)
     for name, argv in runs.items():
-        plan = planned(argv)
-        counted = counted_of(plan)
-        assert counted == pytest.approx(ranks[0][name][1], rel=1e-6), name
+        plan = planned(argv, *CLUSTERS.get(name, []))
+        parameters, sent, kept, _ = ranks[0][name]
+        assert plan.parameters == parameters
+        assert sent_bytes(plan) == pytest.approx(sent, rel=1e-6), name
+        assert kept_bytes(plan.ranks[0]) == kept, name
 
 
 DEEP = "--num-layers 4 --untie-embeddings-and-output-weights --max-position-embeddings 32"
@@ -210,17 +204,11 @@ def test_model_parallelism_divides_what_is_kept_and_sent(tmp_path):
     ranks = run_ranks(4, _measured_on_nodes_of_two, runs, timeout=600)
     for name, argv in runs.items():
         plan = planned(argv)
-        counted = counted_of(plan)
-        assert counted == pytest.approx(ranks[0][name][1], rel=1e-6), name
-        tokens = [of_link.get("tokens", 0) for of_link in (plan.sent_between_nodes, plan.sent_within_nodes)]
+        assert sent_bytes(plan) == pytest.approx(ranks[0][name][1], rel=1e-6), name
+        tokens = [per_link.get("tokens", 0) for per_link in (plan.sent_between_nodes, plan.sent_within_nodes)]
         assert tokens == pytest.approx(ranks[0][name][3], rel=0.1), name
-        for number, of_stage in enumerate(plan.ranks):
-            kept = ranks[number * 4 // len(plan.ranks)][name][2]
-            expected = dict.fromkeys(kept, 0)
-            for state, size in of_stage.states.items():
-                for kind in kept:
-                    expected[kind] += size * (kind in state and not state.startswith("all"))
-            assert expected == kept, (name, number)
+        for number, rank in enumerate(plan.ranks):
+            assert kept_bytes(rank) == ranks[number * 4 // len(plan.ranks)][name][2], (name, number)
 
 
 LAYERS = (
@@ -334,7 +322,7 @@ def test_bytes_between_islands_are_those_of_a_run(tmp_path):
     """Of one interval; pieces that do not divide evenly are taken for full ones."""
     wires = ("", "--island-bits 4 --island-block-size 32 --island-fragments 2")
     interval = 2
-    # The last step is one more: behind it, all that was trained since is sent as well.
+    # The last step is one more: after it, all that was trained since is sent as well.
     common = flags(write_text(tmp_path), f"--islands 2 --island-sync-interval {interval} --train-iters {interval + 1}")
     runs = {wire: [*common, *wire.split()] for wire in wires}
     emulate = ["--emulate-ranks", "4", "--emulate-nodes", "2"]

@@ -32,6 +32,10 @@ def test_every_gpu_of_the_table_has_a_peak(gpu):
         ("8x8xZ80@100", "the GPU Z80 is not known: give one of T4, V100"),
         ("0x8xH100@100", "nodes is 0"),
         ("8x8xH100@0", "between_gbits is 0"),
+        ("2x2x8xH100@400", "as 2x32x8xH100@400@10, with the sites first"),
+        ("2x8xH100@400@10", "as 2x32x8xH100@400@10, with the sites first"),
+        ("2x2x8xH100@400@0", "site_gbits is 0: say what leaves each of the 2 sites"),
+        ("0x2x8xH100@400@10", "nodes is 0"),
     ],
 )
 def test_what_is_no_cluster(word, said):

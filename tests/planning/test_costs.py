@@ -26,7 +26,7 @@ def of(more: str, cluster: Cluster):
 
 
 def cluster(**more: float) -> Cluster:
-    """Of 1 TFLOP/s; memory so fast that its time is nothing, unless told."""
+    """Of 1 TFLOP/s; memory so fast that its time is nothing by default."""
     rates = dict(peak_tflops=1.0, efficiency=0.5, attention_efficiency=0.25, kernel_gbytes=1e12) | more
     return dataclasses.replace(parse_cluster("2x2xA100@10"), **rates)
 

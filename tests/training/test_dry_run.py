@@ -125,7 +125,7 @@ def test_all_mistakes_are_said_at_once(dry_run):
     assert status == 2 and "--num-attention-heads 4" in err
 
 
-def test_only_the_first_rank_speaks(dry_run):
+def test_only_the_first_rank_prints(dry_run):
     assert dry_run(f"{COMMAND} {FAKE}", WORLD_SIZE="4", RANK="3") == (0, "", "")
 
 
@@ -140,7 +140,7 @@ def test_the_number_of_ranks_needs_its_switch():
     assert process.returncode == 2 and err == "error: --dry-run-world-size needs --dry-run\n"
 
 
-def test_behind_torchrun():
+def test_under_torchrun():
     process = torchrun(2, shlex.split(f"{COMMAND} {FAKE} --dry-run"))
     out, err = process.communicate(timeout=60)
     assert process.returncode == 0, err

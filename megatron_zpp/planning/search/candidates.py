@@ -80,19 +80,20 @@ class Layout:
 
     @property
     def name(self) -> str:
-        sizes = {"TP": self.tensor, "CP": self.context, "PP": self.pipeline, "EP": self.experts}
-        return " ".join(f"{kind}{size}" for kind, size in sizes.items() if size > 1) or "data"
+        return " ".join(f"{kind}{size}" for size, kind, _ in self._axes() if size > 1) or "data"
 
     @property
     def flags(self) -> str:
-        sizes = {
-            "--tensor-model-parallel-size": self.tensor,
-            "--context-parallel-size": self.context,
-            "--pipeline-model-parallel-size": self.pipeline,
-            "--expert-model-parallel-size": self.experts,
-        }
-        words = [f"{flag} {size}" for flag, size in sizes.items() if size > 1]
+        words = [f"{flag} {size}" for size, _, flag in self._axes() if size > 1]
         return " ".join([*words, *(["--sequence-parallel"] if self.tensor > 1 else [])])
+
+    def _axes(self) -> tuple[tuple[int, str, str], ...]:
+        return (
+            (self.tensor, "TP", "--tensor-model-parallel-size"),
+            (self.context, "CP", "--context-parallel-size"),
+            (self.pipeline, "PP", "--pipeline-model-parallel-size"),
+            (self.experts, "EP", "--expert-model-parallel-size"),
+        )
 
 
 # A flag with one of these prefixes settles a question: then only what the user says is tried.
