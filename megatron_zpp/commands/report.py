@@ -96,7 +96,7 @@ def differing_settings(runs: list[RunHistory]) -> dict[str, list[str]]:
 def charts(runs: list[RunHistory]) -> dict[str, dict[tuple[str, str], dict[str, Curve]]]:
     """Return curves by group, by what is drawn and over what, and by run. Charts without any point are left out."""
     groups: dict[str, dict[tuple[str, str], dict[str, Curve]]] = {}
-    for group, of_group in DASHBOARD.items():
+    for group, entries in DASHBOARD.items():
         axes: dict[str, Callable[[RunHistory, str], Curve]] = {
             "iteration": lambda run, key: [(float(i), value) for i, value in run.metrics.get(key, {}).items()]
         }
@@ -106,9 +106,9 @@ def charts(runs: list[RunHistory]) -> dict[str, dict[tuple[str, str], dict[str, 
                 "time": RunHistory.over_seconds,
                 "bytes sent between nodes": RunHistory.over_bytes_between_nodes,
             }
-        for chart, key in of_group.items():
-            for axis, curve_of in axes.items():
-                curves = {run.name: curve for run in runs if (curve := curve_of(run, key))}
+        for chart, key in entries.items():
+            for axis, read_curve in axes.items():
+                curves = {run.name: curve for run in runs if (curve := read_curve(run, key))}
                 if curves:
                     groups.setdefault(group, {})[chart, axis] = curves
     return groups
@@ -143,9 +143,9 @@ def write_html(runs: list[RunHistory], path: Path, cluster: Cluster | None = Non
         _table(differing_settings(runs), runs),
     ]
     colors = {run.name: f"C{i}" for i, run in enumerate(runs)}
-    for group, of_group in charts(runs).items():
+    for group, entries in charts(runs).items():
         parts.append(f"<h2>{group}</h2>")
-        parts += [_plot(chart, axis, curves, colors) for (chart, axis), curves in of_group.items()]
+        parts += [_plot(chart, axis, curves, colors) for (chart, axis), curves in entries.items()]
     title = f"{len(runs)} run{'s' if len(runs) > 1 else ''}"
     path.write_text(PAGE.format(title=title, body="\n".join(parts)), encoding="utf-8")
 
@@ -155,8 +155,8 @@ def _table(rows: Mapping[str, list[str]], runs: list[RunHistory]) -> str:
         return f"<tr><th>{html.escape(name)}</th>{''.join(f'<td>{html.escape(cell)}</td>' for cell in cells)}</tr>"
 
     header = row("", [run.name for run in runs])
-    of_rows = "".join(row(name, cells) for name, cells in rows.items())
-    return f'<div class="table"><table>{header}{of_rows}</table></div>'
+    body = "".join(row(name, cells) for name, cells in rows.items())
+    return f'<div class="table"><table>{header}{body}</table></div>'
 
 
 def _plot(chart: str, axis: str, curves: dict[str, Curve], colors: dict[str, str]) -> str:
@@ -222,8 +222,8 @@ def wandb_report(project: str, entity: str | None) -> Any:
         raise ImportError("--wandb needs two packages: pip install wandb wandb-workspaces") from None
     place = {"project": project} | ({"entity": entity} if entity is not None else {})
     blocks = []
-    for group, of_group in DASHBOARD.items():
-        panels = [reports.LinePlot(title=chart, y=[key]) for chart, key in of_group.items()]
+    for group, entries in DASHBOARD.items():
+        panels = [reports.LinePlot(title=chart, y=[key]) for chart, key in entries.items()]
         if group == "Loss":
             panels.append(reports.LinePlot(title="training loss over samples", x="samples vs steps", y=["lm loss"]))
         blocks += [reports.H2(group), reports.PanelGrid(runsets=[reports.Runset(**place)], panels=panels)]

@@ -193,8 +193,8 @@ class Cluster:
         links = exchange.sent * 1e-9 / self.within_gbytes if group.ranks_per_node > 1 and curve is None else 0.0
         if group.nodes > 1:
             groups = self.gpus_per_node / group.ranks_per_node  # that share a node's links
-            of_node = groups * exchange.sent_between_nodes / group.nodes * 8e-9 / self.between_gbits
-            links = max(links, of_node, exchange.sent * self._seconds_per_byte_between_sites(exchange))
+            node_seconds = groups * exchange.sent_between_nodes / group.nodes * 8e-9 / self.between_gbits
+            links = max(links, node_seconds, exchange.sent * self._seconds_per_byte_between_sites(exchange))
         hops_between, hops_within = group.nodes - 1, group.size - group.nodes
         if exchange.is_straight:  # all at once
             hops_between, hops_within = min(hops_between, 1), min(hops_within, 1)

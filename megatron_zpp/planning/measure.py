@@ -291,8 +291,8 @@ def entry_seconds(cluster: Cluster, device: torch.device, sizes: Sizes) -> float
     x = torch.randn(1, UNIT_WIDTH, device=device)
     measured = median_seconds(lambda: model(x).sum().backward(), device, sizes)
     # Weights are gathered for the forward and for the backward pass.
-    of_collectives = UNITS * _sharded(cluster, UNIT_WIDTH * UNIT_WIDTH * torch.float32.itemsize, gathers=2)
-    return max(0.0, measured - of_collectives) / (3 * UNITS)
+    collectives = UNITS * _sharded(cluster, UNIT_WIDTH * UNIT_WIDTH * torch.float32.itemsize, gathers=2)
+    return max(0.0, measured - collectives) / (3 * UNITS)
 
 
 def median_seconds(run: Callable[[], Any], device: torch.device, sizes: Sizes) -> float:

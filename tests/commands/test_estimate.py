@@ -314,7 +314,7 @@ def base_time(words: str, *more: str) -> estimate.RunTime:
     return timed(shlex.split(f"{BASE} {words}"), "--vocabulary", "50257", *more)
 
 
-def of_base(words: str, *more: str) -> estimate.Estimate:
+def base_estimate(words: str, *more: str) -> estimate.Estimate:
     return base_time(words, *more).needs
 
 
@@ -336,11 +336,11 @@ def test_bytes_between_islands_are_those_of_a_run(tmp_path):
 def test_what_islands_agreed_on_is_where_the_run_keeps_it():
     islands = "--global-batch-size 64 --train-iters 10 --islands 2"
     name = "what islands agreed on, and the outer momentum, fp32"
-    kept, offloaded = of_base(islands).largest, of_base(f"{islands} --island-offload").largest
+    kept, offloaded = base_estimate(islands).largest, base_estimate(f"{islands} --island-offload").largest
     of_rank = 2 * sum(4 * part.numel for unit in kept.exchanges for part in unit.unit.shards)
     assert kept.states[name] == offloaded.host[name] == of_rank
     assert name not in offloaded.states and kept.memory - offloaded.memory == of_rank
-    assert name in of_base(f"{islands} --cpu-offload").largest.host  # beside the parameters
+    assert name in base_estimate(f"{islands} --cpu-offload").largest.host  # beside the parameters
 
 
 def test_steps_tokens_and_time():
@@ -350,8 +350,8 @@ def test_steps_tokens_and_time():
     rate = 4 * 312e12 * 0.4
     assert time.compute_seconds == pytest.approx(64 * 2048 * plan.flops_per_token / rate)
     assert time.network_seconds == pytest.approx(sum(plan.sent_between_nodes.values()) / 2 * 8 / 100e9)
-    assert of_base("--global-batch-size 64 --train-samples 64000") == plan
-    ramp = of_base("--global-batch-size 64 --rampup-batch-size 32 16 96 --train-iters 10")
+    assert base_estimate("--global-batch-size 64 --train-samples 64000") == plan
+    ramp = base_estimate("--global-batch-size 64 --rampup-batch-size 32 16 96 --train-iters 10")
     assert ramp.tokens == (2 * 32 + 1 * 48 + 7 * 64) * 2048
 
 
@@ -376,15 +376,15 @@ def test_it_prints_what_it_counts(capsys, monkeypatch):
 )
 def test_what_it_refuses(words, message):
     with pytest.raises(ValueError, match=re.escape(message)):
-        of_base(f"--train-iters 1 {words}")
+        base_estimate(f"--train-iters 1 {words}")
 
 
 def test_it_refuses_nodes_that_cut_replicas():
     with pytest.raises(ValueError, match=r"makes replicas of 3 ranks, and nodes have 2: .* of the nodes, 3"):
-        of_base(f"--train-iters 1 {REPLICAS} 2", "--nodes", "3")
+        base_estimate(f"--train-iters 1 {REPLICAS} 2", "--nodes", "3")
 
 
 def test_an_unknown_gpu_needs_its_peak():
     with pytest.raises(ValueError, match="--peak-tflops"):
-        of_base("--train-iters 1", "--gpu", "Z80")
+        base_estimate("--train-iters 1", "--gpu", "Z80")
     assert base_time("--train-iters 1 --peak-tflops 0.001", "--gpu", "Z80").peak_tflops == 0.001
