@@ -30,6 +30,10 @@ from megatron_zpp.models.generate import Drawing, generate
 from megatron_zpp.models.transformer import Transformer
 from megatron_zpp.settings.flags import number
 
+TOKENIZER_FILES = ("tokenizer_model", "vocab_file", "merge_file")  # in the order of ``build_tokenizer``
+TIKTOKEN = ("tiktoken_pattern", "tiktoken_num_special_tokens")
+TOKENIZER_SETTINGS = ("tokenizer_type", *TOKENIZER_FILES, "vocab_size", *TIKTOKEN)
+
 
 def load_model(
     checkpoint: Path, meta: dict[str, Any], device: torch.device, given: Architecture | None = None
@@ -49,19 +53,6 @@ def load_model(
             raise CheckpointError(f"{checkpoint} is damaged: {name} {[*tensor.shape]} is not of its model_config")
         state[name].copy_(tensor)
     return model.eval()
-
-
-def load_tokenizer(settings: dict[str, Any]) -> Tokenizer:
-    """Build the tokenizer that the run was trained with."""
-    return build_tokenizer(
-        settings["tokenizer_type"],
-        settings["tokenizer_model"],
-        settings["vocab_file"],
-        settings["merge_file"],
-        settings["vocab_size"],
-        settings.get("tiktoken_pattern"),  # checkpoints of earlier versions have none
-        settings.get("tiktoken_num_special_tokens"),
-    )
 
 
 def as_chat(prompts: list[str], settings: dict[str, Any], tokenizer: Tokenizer) -> list[str]:
@@ -105,9 +96,9 @@ def run(args: argparse.Namespace, given: Architecture | None = None) -> Iterator
     if checkpoint is None:
         raise CheckpointError(f"{args.load} holds no checkpoint: give --load what was given to --save in training")
     meta = read_meta(checkpoint)
-    files = {name: getattr(args, name) for name in ("tokenizer_model", "vocab_file", "merge_file")}
+    files = {name: getattr(args, name) for name in TOKENIZER_FILES}
     settings = settings_with_tokenizer(checkpoint, meta) | {name: path for name, path in files.items() if path}
-    tokenizer = load_tokenizer(settings)
+    tokenizer = build_tokenizer(*(settings[name] for name in TOKENIZER_SETTINGS))
     # A text ends with the end of a document, and with what the model's generation_config.json names.
     eos = generation_settings(settings, {"eos_token_id": tokenizer.eod})[1]["eos_token_id"]
     ends = {tokenizer.eod, *(eos if isinstance(eos, list) else [eos])}
