@@ -21,7 +21,7 @@ import planner_published
 from megatron_zpp.families import LLAMA
 from megatron_zpp.planning.cluster import default_cluster
 from megatron_zpp.planning.search.plan import Outcome, make_plan
-from megatron_zpp.planning.search.table import suggested
+from megatron_zpp.planning.search.report import suggested
 
 LLAMA_70B = (
     "--num-layers 80 --hidden-size 8192 --ffn-hidden-size 28672 --num-attention-heads 64 --group-query-attention "
@@ -47,11 +47,11 @@ def table() -> None:
                 cluster = default_cluster(nodes, 8, "H100", rate)
                 batch = f"--global-batch-size {TOKENS_PER_GPU // 4096 * cluster.world_size}"
                 plan = make_plan(LLAMA, f"{flags} {batch}".split(), LLAMA_3_VOCABULARY, cluster)
-                found = {outcome.candidate.travel.name: outcome for outcome in reversed(plan.outcomes)}
+                found = {outcome.candidate.wire.name: outcome for outcome in reversed(plan.outcomes)}
                 kinds = ("ZeRO-3", "HSDP", "all flags", "all flags, int4 differences, int8 state")
                 cells = [cell(found.get(kind)) for kind in kinds]
                 best = suggested(plan).candidate if plan.outcomes else None
-                said = f"{best.travel.name}, {best.layout.name}" if best is not None else "nothing"
+                said = f"{best.wire.name}, {best.layout.name}" if best is not None else "nothing"
                 print(f"| {model} | {nodes} | {rate} | {' | '.join(cells)} | {said} |", flush=True)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 
 from megatron_zpp.families import LLAMA
-from megatron_zpp.planning.cluster import ClusterSpec, parse_cluster
+from megatron_zpp.planning.cluster import Cluster, parse_cluster
 from megatron_zpp.planning.search.plan import make_plan
 
 SITE = "2x32x8xH100@400"
@@ -18,7 +18,7 @@ RUN = "--preset llama-8b --seq-length 4096 --tensor-model-parallel-size 1 --glob
 VOCABULARY = 128256
 ISLANDS = "--islands 2 --island-sync-interval 100"
 STREAMING = "--island-fragments 4 --island-sync-delay 20 --island-merge-alpha 0.5"
-COLUMNS = {  # the way of travelling within all ranks that train together, and flags
+COLUMNS = {  # the wire preset of all ranks that train together, and flags
     "ZeRO-3": ("ZeRO-3", ""),
     "ZeRO++, all flags": ("all flags", ""),
     "ZeRO++, int4 differences": ("all flags, int4 differences", ""),
@@ -28,10 +28,10 @@ COLUMNS = {  # the way of travelling within all ranks that train together, and f
 }
 
 
-def tokens_per_second(cluster: ClusterSpec, flags: str) -> dict[str, float]:
-    """Of each way of travelling that fits."""
+def tokens_per_second(cluster: Cluster, flags: str) -> dict[str, float]:
+    """Return the rate of each wire preset that fits."""
     plan = make_plan(LLAMA, f"{RUN} {flags}".split(), VOCABULARY, cluster)
-    return {outcome.candidate.travel.name: outcome.prediction.tokens_per_second for outcome in plan.outcomes}
+    return {outcome.candidate.wire.name: outcome.prediction.tokens_per_second for outcome in plan.outcomes}
 
 
 def print_table() -> None:
@@ -43,5 +43,5 @@ def print_table() -> None:
     for gbits in GBITS:
         cluster = parse_cluster(f"{SITE}@{gbits}")
         found = {flags: tokens_per_second(cluster, flags) for _, flags in COLUMNS.values()}
-        shares = [found[flags][travel] / most for travel, flags in COLUMNS.values()]
+        shares = [found[flags][wire] / most for wire, flags in COLUMNS.values()]
         print(f"| {gbits} | {' | '.join(f'{share:.1%}' for share in shares)} |", flush=True)

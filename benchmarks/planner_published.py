@@ -21,7 +21,7 @@ from rows import read_rows
 
 from megatron_zpp.arguments.parse import parse_settings
 from megatron_zpp.families import GPT, LLAMA, Architecture
-from megatron_zpp.planning.cluster import ClusterSpec, default_cluster
+from megatron_zpp.planning.cluster import Cluster, default_cluster
 from megatron_zpp.planning.predict import Estimate, estimate_on, predict
 from megatron_zpp.planning.search.candidates import RECOMPUTE_ALL
 from megatron_zpp.planning.search.plan import complete
@@ -46,7 +46,7 @@ class Published:
     gpu: str
     architecture: Architecture
     settings: ResolvedSettings
-    cluster: ClusterSpec
+    cluster: Cluster
     needs: Estimate
 
     def predicted(self, efficiency: float) -> float:
@@ -110,8 +110,8 @@ def read_row(row: dict[str, Any]) -> Published:
     cluster = default_cluster(nodes, per_node, gpu, row["network_gbps_per_node"] or 1.0)  # 1: of one node, not used
     architecture, flags = flags_of(row, nodes)
     vocabulary = row["vocab"] or 50257
-    told, _ = complete(shlex.split(flags), cluster, vocabulary)
-    settings = parse_settings(architecture, told, cluster.world_size, note=lambda _: None)
+    words, _ = complete(shlex.split(flags), cluster, vocabulary)
+    settings = parse_settings(architecture, words, cluster.world_size, note=lambda _: None)
     needs = estimate_on(architecture, settings, vocabulary, cluster)
     return Published(row, gpu, architecture, settings, cluster, needs)
 

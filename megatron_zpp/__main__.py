@@ -12,7 +12,7 @@ from pathlib import Path
 
 
 def architecture_names() -> list[str]:
-    """Of the records in architectures/, which are read and not imported: torch would keep --help waiting."""
+    """Find the names of the records in families/. Reads the files: importing them would import torch before --help."""
     files = sorted((Path(__file__).parent / "families").rglob("*.py"))
     record = re.compile(r'^\w+ = (?:Architecture|decoder)\(\s*name="([\w-]+)"', re.MULTILINE)
     return [name for file in files for name in record.findall(file.read_text(encoding="utf-8"))]
@@ -22,20 +22,20 @@ TOOLS = {  # each a file below commands/, but for the lighthouse
     "preprocess-data": "tokenize text into a dataset",
     "train-tokenizer": "train a SentencePiece tokenizer",
     "merge-datasets": "join datasets of one tokenizer into one",
-    "inspect-dataset": "what is in a dataset, and in which order a run reads it",
+    "inspect-dataset": "show what is in a dataset, and in which order a run reads it",
     "inspect-checkpoint": "list, verify and compare checkpoints",
     "generate-text": "sample text from a checkpoint",
     "export-hf": "write a checkpoint as a model of Hugging Face transformers",
     "import-hf": "make a checkpoint out of a model of Hugging Face transformers",
     "export-megatron": "write a checkpoint for Megatron-LM",
     "import-megatron": "make a checkpoint out of one of Megatron-LM or Megatron-DeepSpeed",
-    "estimate": "memory, traffic and time of a training run, before it starts",
+    "estimate": "count memory, traffic and time of a training run before it starts",
     "plan": "rank layouts and settings of a run on a cluster, by predicted speed",
     "measure-cluster": "measure a cluster under torchrun, for plan",
     "suggest-settings": "rank ZeRO++ and LoCo settings by loss against bytes, on your model and data",
-    "lighthouse": "tell islands that may leave which of them are there",
+    "lighthouse": "tell islands which of them are present",
     "report": "compare training runs on one page",
-    "env": "versions, devices, network and kernels, for a bug report",
+    "env": "print versions, devices, network and kernels, for a bug report",
 }
 COMMANDS = {
     f"pretrain-{name}": f"train a {name} model, on one rank or under torchrun" for name in architecture_names()
@@ -44,7 +44,7 @@ TRAIN_EXTRA = ("numpy", "rich", "sentencepiece")
 
 
 def main() -> int:
-    """Run the command that ``sys.argv`` names; returns its status: 2 if it is unknown or a package is missing."""
+    """Run the command that ``sys.argv`` names. Return its status: 2 if it is unknown or a package is missing."""
     launcher, *argv = sys.argv
     program = "python -m megatron_zpp" if Path(launcher).name == "__main__.py" else "megatron-zpp"
     if not argv or argv[0] in ("-h", "--help"):
@@ -74,20 +74,16 @@ def main() -> int:
 
 def help_text(program: str) -> str:
     width = max(map(len, COMMANDS))
-    return "\n".join(
-        [
-            f"usage: {program} COMMAND [flags]   ({program} COMMAND --help lists a command's flags)",
-            "",
-            "Pretraining with ZeRO++ and LoCo. Commands:",
-            *(f"  {name:{width}}  {summary}" for name, summary in COMMANDS.items()),
-            "",
-            "On N ranks: torchrun --nproc-per-node N -m megatron_zpp pretrain-gpt [flags]",
-        ]
+    commands = "\n".join(f"  {name:{width}}  {summary}" for name, summary in COMMANDS.items())
+    return (
+        f"usage: {program} COMMAND [flags]   ({program} COMMAND --help lists a command's flags)\n\n"
+        f"Pretraining with ZeRO++ and LoCo. Commands:\n{commands}\n\n"
+        "On N ranks: torchrun --nproc-per-node N -m megatron_zpp pretrain-gpt [flags]"
     )
 
 
 def find_program(command: str) -> Callable[[], int | None]:
-    """The function that runs one of ``COMMANDS``; its imports, torch among them, happen here."""
+    """Import the function that runs one of ``COMMANDS``, and torch with it."""
     if command.startswith("pretrain-"):
         from megatron_zpp.commands.pretrain import main as pretrain
         from megatron_zpp.families import find_architecture

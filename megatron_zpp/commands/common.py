@@ -1,4 +1,4 @@
-"""What the commands share. Imports torch only where a command needs a model."""
+"""Helpers of the commands. Imports torch only for a command that needs a model."""
 
 from __future__ import annotations
 

@@ -11,7 +11,8 @@ from megatron_zpp.families import Architecture, padded_vocab_size
 from megatron_zpp.optim.optimizer import state_numel
 from megatron_zpp.parallel.distributed import is_first_rank, ranks_of_environment
 from megatron_zpp.parallel.mesh import MODEL_PARALLEL_SETTINGS, ranks_per_model_copy
-from megatron_zpp.planning.needs.estimate import Cluster, estimate, memory_and_traffic
+from megatron_zpp.planning.needs.estimate import estimate, memory_and_traffic
+from megatron_zpp.planning.needs.rank_groups import RankGrid
 from megatron_zpp.settings.checks import flag_of, require
 from megatron_zpp.settings.groups import Settings, all_flags
 from megatron_zpp.settings.resolved import ResolvedSettings
@@ -21,28 +22,25 @@ USUAL_NODE = 8  # GPUs
 
 
 def dry_run(architecture: Architecture) -> None:
-    """Print it, on the launcher's first rank. Raises ValueError for what a start would refuse before reading data."""
+    """Print what a start would do, on the launcher's first rank. Raises ValueError for what it would refuse."""
     launched = ranks_of_environment()
     if not is_first_rank():
         return
     notes: list[str] = []
     settings = parse_settings(architecture, world_size=launched, note=notes.append)
     world_size = settings.training.dry_run_world_size or launched
-    ranks_per_node, says_who = _ranks_per_node(settings, world_size)
-    cluster = Cluster(
-        num_jobs(settings.distributed) * world_size // ranks_per_node,
-        ranks_per_node,
-        ring_passes=2 if settings.distributed.distributed_backend == "gloo" else 1,
-    )
+    ranks_per_node, source = _ranks_per_node(settings, world_size)
+    nodes = num_jobs(settings.distributed) * world_size // ranks_per_node
+    grid = RankGrid(nodes, ranks_per_node, settings.distributed)
     lines = [
-        *_ranks(settings, cluster, says_who),
+        *_ranks(settings, grid, source),
         "",
         "settings that are not their defaults, derived ones among them",
         *(f"  {typed}" for typed in not_defaults(settings)),
         "",
         *(f"note: {note}" for note in notes),
         *([""] if notes else []),
-        *_needs(architecture, settings, cluster),
+        *_needs(architecture, settings, grid),
         "",
         "nothing was started: leave --dry-run out to train",
     ]
@@ -50,7 +48,7 @@ def dry_run(architecture: Architecture) -> None:
 
 
 def not_defaults(settings: ResolvedSettings) -> Iterator[str]:
-    """Each flag whose value is not its default, as one would type it."""
+    """Yield each flag whose value is not its default, as one would type it."""
     values, defaults = settings.as_flat_dict(), Settings(settings.architecture).as_flat_dict()
     for name, flag in all_flags().items():
         value = values[name]
@@ -62,7 +60,7 @@ def not_defaults(settings: ResolvedSettings) -> Iterator[str]:
             yield flag.name if value is True else f"{flag.name} {0 if value is None else value}"
 
 
-def _ranks(settings: ResolvedSettings, cluster: Cluster, says_who: str) -> list[str]:
+def _ranks(settings: ResolvedSettings, grid: RankGrid, source: str) -> list[str]:
     distributed, kind = settings.distributed, f"{settings.architecture}, ZeRO stage {settings.zero.zero_stage}"
     if distributed.emulate_ranks is not None:
         nodes = distributed.emulate_nodes
@@ -70,14 +68,14 @@ def _ranks(settings: ResolvedSettings, cluster: Cluster, says_who: str) -> list[
     names = (*MODEL_PARALLEL_SETTINGS, "expert_model_parallel_size")
     sizes = [f"{flag_of(name)} {getattr(distributed, name)}" for name in names]
     return [
-        f"{kind}, {cluster.world_size} rank(s) on {cluster.nodes} node(s) ({says_who})",
-        f"{data_parallel_size(distributed, cluster.world_size)} data-parallel rank(s), {', '.join(sizes)}",
+        f"{kind}, {grid.world_size} rank(s) on {grid.nodes} node(s) ({source})",
+        f"{data_parallel_size(distributed, grid.world_size)} data-parallel rank(s), {', '.join(sizes)}",
         *([f"{distributed.islands} islands {settings.island.describe()}"] if distributed.islands > 1 else []),
     ]
 
 
 def _ranks_per_node(settings: ResolvedSettings, world_size: int) -> tuple[int, str]:
-    """Ranks of each node, and who says so."""
+    """Return the ranks of each node, and what decides them."""
     config, launchers = settings.zeropp, os.environ.get("LOCAL_WORLD_SIZE")
     if ranks_per_model_copy(settings.distributed) == 1:  # else what these count is the data-parallel ranks of a node
         if config.ranks_per_node is not None:
@@ -92,8 +90,8 @@ def _ranks_per_node(settings: ResolvedSettings, world_size: int) -> tuple[int, s
     return world_size, "one node, unless LOCAL_WORLD_SIZE or --zeropp-ranks-per-node says otherwise"
 
 
-def _needs(architecture: Architecture, settings: ResolvedSettings, cluster: Cluster) -> list[str]:
-    """The model's size, the run's length, memory and traffic, as far as they can be told."""
+def _needs(architecture: Architecture, settings: ResolvedSettings, grid: RankGrid) -> list[str]:
+    """Format the model's size, the run's length, memory and traffic, or why one is not known."""
     distributed, multiple = settings.distributed, settings.model.make_vocab_size_divisible_by
     try:
         vocabulary = find_tokenizer(settings.tokenizer).vocab_size
@@ -103,21 +101,16 @@ def _needs(architecture: Architecture, settings: ResolvedSettings, cluster: Clus
         vocabulary = settings.tokenizer.vocab_size
     check_vocabulary(distributed, padded_vocab_size(vocabulary, multiple), multiple)
     try:
-        found = estimate(architecture, settings, vocabulary, cluster)
+        needs = estimate(architecture, settings, vocabulary, grid)
     except ValueError as error:
         model = architecture.build_model(settings.model, vocabulary)
         parameters = sum(p.numel() for p in model.parameters())
         replicas = distributed.num_distributed_optimizer_instances
-        shards = cluster.world_size // replicas if settings.zero.zero_stage > 0 else ranks_per_model_copy(distributed)
+        shards = grid.world_size // replicas if settings.zero.zero_stage > 0 else ranks_per_model_copy(distributed)
         least = 4 * (2 * parameters + state_numel(model.named_parameters(), settings.optimizer)) / shards / 1e9
         return [
             f"{parameters:,} parameters",
             f"a rank keeps {least:.3g} GB of parameters, gradients and optimizer in fp32, if all divide evenly",
             f"other memory and traffic are not estimated: {error}",
         ]
-    return [
-        f"{found.parameters:,} parameters{found.of_a_token}",
-        f"{found.tokens:,} tokens in {found.steps:,} steps, the last of {found.micro_batches} micro-batch(es) a rank",
-        "",
-        *memory_and_traffic(found),
-    ]
+    return [needs.length, *memory_and_traffic(needs)]

@@ -22,7 +22,7 @@ _VARIABLES = ("CUDA_", "GLOO_", "MASTER_", "NCCL_", "OMP_", "PYTORCH_", "TORCH_"
 
 
 def report() -> dict[str, str]:
-    """Facts by name, in the order in which they are to be read."""
+    """Collect facts by name, in the order in which to read them."""
     facts = {
         "python": f"{platform.python_version()} ({sys.executable})",
         "platform": f"{platform.platform()}, {os.cpu_count()} CPUs, {torch.backends.cpu.get_cpu_capability()}",
@@ -55,12 +55,10 @@ def report() -> dict[str, str]:
 
 
 def _paths(device: torch.device) -> dict[str, str]:
-    """Which code each operator of megatron_zpp.zeropp runs for tensors on ``device``."""
+    """Say which code each operator of megatron_zpp.zeropp runs for tensors on ``device``."""
     reason = kernels.why_not_on(device)
-    if reason is not None:
-        return {f"{operator} on {device}": f"plain torch: {reason}" for operator in kernels.OPERATORS}
-    path = f"compiled ({kernels.LIBRARY}), plain torch for other types"
-    return dict.fromkeys((f"{operator} on {device}" for operator in kernels.OPERATORS), path)
+    path = f"plain torch: {reason}" if reason else f"compiled ({kernels.LIBRARY}), plain torch for other types"
+    return {f"{operator} on {device}": path for operator in kernels.OPERATORS}
 
 
 def main() -> None:

@@ -3,7 +3,7 @@
     python tools/estimate.py --nodes 8 --ranks-per-node 8 --gpu A100 --vocabulary 50257 \\
         pretrain_gpt.py --preset gpt-13b --micro-batch-size 2 --global-batch-size 1024 --train-iters 20000 --bf16 ...
 
-Takes the whole command of the trainer as it will be typed behind torchrun, starts nothing, and needs neither the data
+Takes the whole command of the trainer as it will be typed after torchrun, starts nothing, and needs neither the data
 nor a GPU. ``planning/needs/estimate.py`` counts; what it assumes is printed with it.
 """
 
@@ -11,36 +11,77 @@ from __future__ import annotations
 
 import argparse
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_zpp.arguments.parse import parse_settings
 from megatron_zpp.commands.common import given_architecture, report_errors
 from megatron_zpp.families import ARCHITECTURES
 from megatron_zpp.metrics.throughput import peak_tflops
-from megatron_zpp.planning.needs.estimate import Cluster, Estimate, estimate, memory_and_traffic, short
+from megatron_zpp.planning.needs.estimate import Estimate, estimate, memory_and_traffic
+from megatron_zpp.planning.needs.rank_groups import RankGrid
 from megatron_zpp.settings.flags import number
 from megatron_zpp.settings.resolved import ResolvedSettings
 
 PROGRAMS = {f"pretrain-{architecture.name}": architecture for architecture in ARCHITECTURES}
 
 
-def report(settings: ResolvedSettings, found: Estimate, gpu: str) -> str:
-    """All of it, in lines."""
-    cluster = found.cluster
+@dataclass(frozen=True)
+class RunTime:
+    """How long a run takes at assumed rates."""
+
+    needs: Estimate
+    peak_tflops: float  # dense, of one device, in 16 bit
+    mfu: float  # share of it that the model's arithmetic reaches
+    link_gbps: float  # Gbit/s that leave a node, all its links together
+
+    @property
+    def compute_seconds(self) -> float:
+        """Seconds of arithmetic per step."""
+        rate = self.needs.grid.world_size * self.peak_tflops * 1e12 * self.mfu
+        return self.needs.tokens / self.needs.steps * self.needs.flops_per_token / rate
+
+    @property
+    def network_seconds(self) -> float:
+        """Seconds per step in which a node's bytes leave it."""
+        return self.needs.sent_per_node * 8 / (self.link_gbps * 1e9)
+
+    def duration(self) -> str:
+        """Format the run's time: from all communication hidden behind computing, or the other way round, to none."""
+        least = self.needs.steps * max(self.compute_seconds, self.network_seconds)
+        most = self.needs.steps * (self.compute_seconds + self.network_seconds)
+        unit, seconds = next((u for u in (("days", 86400), ("hours", 3600)) if most >= u[1]), ("minutes", 60))
+        numbers = dict.fromkeys(_short(duration / seconds) for duration in (least, most))
+        return f"{' to '.join(numbers)} {unit}"
+
+    def brief(self) -> str:
+        """Format everything in one line, which the comments of the scripts in examples/ repeat."""
+        return (
+            f"{_short(self.needs.memory / 1e9)} GB a GPU; a node sends {_short(self.needs.sent_per_node / 1e9)} GB per "
+            f"step in {_short(self.network_seconds)} s, computing takes {_short(self.compute_seconds)} s; "
+            f"{self.duration()}"
+        )
+
+
+def _short(number: float) -> str:
+    """Format two digits, or all before the point: 0.028, 3.1, 48, 603."""
+    return f"{number:.2g}" if number < 10 else f"{number:.0f}"
+
+
+def report(settings: ResolvedSettings, time: RunTime, gpu: str) -> str:
+    """Format the whole estimate as text."""
+    needs = time.needs
     lines = [
-        f"{settings.architecture}, {found.parameters / 1e9:.3f} billion parameters{found.of_a_token}, on "
-        f"{cluster.nodes} x {cluster.ranks_per_node} {gpu}",
-        f"{found.tokens / 1e9:.1f} billion tokens in {found.steps:,} steps of {found.micro_batches} micro-batches a "
-        f"rank; {found.flops_per_token * found.tokens:.2e} FLOPs",
+        f"{settings.architecture} on {needs.grid.nodes} x {needs.grid.ranks_per_node} {gpu}",
+        needs.length,
+        *memory_and_traffic(needs),
         "",
-        *memory_and_traffic(found),
+        f"computing {_short(time.compute_seconds)} s per step, at {time.mfu:.0%} (assumed) of "
+        f"{time.peak_tflops:g} TFLOP/s; {needs.flops_per_token * needs.tokens:.2e} FLOPs in all",
+        f"network   {_short(time.network_seconds)} s per step, at {time.link_gbps:g} Gbit/s out of each node",
+        f"in all    {time.duration()}: from all communication hidden behind computing to none",
         "",
-        f"computing {short(found.compute_seconds)} s per step, at {cluster.mfu:.0%} (assumed) of "
-        f"{cluster.peak_tflops:g} TFLOP/s",
-        f"network   {short(found.network_seconds)} s per step, at {cluster.link_gbps:g} Gbit/s out of each node",
-        f"in all    {found.duration()}: from all communication hidden behind computing to none",
-        "",
-        found.brief(),
+        time.brief(),
     ]
     return "\n".join(lines)
 
@@ -49,41 +90,20 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description="Estimate memory, traffic and time of a training run.", allow_abbrev=False
     )
-    parser.add_argument(
-        "--nodes", type=number(int, at_least=1, at_most=2**16), default=1, metavar="N", help="default 1"
-    )
-    parser.add_argument(
-        "--ranks-per-node",
-        type=number(int, at_least=1, at_most=2**16),
-        default=8,
-        metavar="P",
-        help="GPUs of each node; default 8",
-    )
-    parser.add_argument("--gpu", default="A100", metavar="NAME", help="kind of GPU, for its peak; default A100")
-    parser.add_argument(
-        "--mfu",
-        type=number(float, above=0, at_most=1),
-        default=0.4,
-        metavar="X",
-        help="share of the peak reached; default 0.4",
-    )
-    parser.add_argument(
-        "--link-gbps", type=number(float, above=0), default=100, metavar="X", help="Gbit/s out of a node; default 100"
-    )
-    parser.add_argument(
-        "--vocabulary",
-        type=number(int, at_least=1),
-        required=True,
-        metavar="N",
-        help="size of the tokenizer's vocabulary",
-    )
-    parser.add_argument(
-        "--architecture", metavar="MODULE:NAME", help="what the trainer trains, where it is none of ours"
-    )
-    parser.add_argument("program", metavar="|".join(PROGRAMS), help="the trainer, and its flags")
-    parser.add_argument("flags", nargs=argparse.REMAINDER, metavar="FLAGS", help=argparse.SUPPRESS)
+    add, ranks = parser.add_argument, number(int, at_least=1, at_most=2**16)
+    add("--nodes", type=ranks, default=1, metavar="N", help="default 1")
+    add("--ranks-per-node", type=ranks, default=8, metavar="P", help="GPUs of each node; default 8")
+    add("--gpu", default="A100", metavar="NAME", help="kind of GPU, for its peak; default A100")
+    share, rate = number(float, above=0, at_most=1), number(float, above=0)
+    add("--mfu", type=share, default=0.4, metavar="X", help="share of the peak reached; default 0.4")
+    add("--link-gbps", type=rate, default=100, metavar="X", help="Gbit/s out of a node; default 100")
+    vocabulary = number(int, at_least=1)
+    add("--vocabulary", type=vocabulary, required=True, metavar="N", help="size of the tokenizer's vocabulary")
+    add("--architecture", metavar="MODULE:NAME", help="what the trainer trains, where it is none of ours")
+    add("program", metavar="|".join(PROGRAMS), help="the trainer, and its flags")
+    add("flags", nargs=argparse.REMAINDER, metavar="FLAGS", help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
-    args.program = Path(args.program).stem.replace("_", "-")  # pretrain_gpt.py is the same as pretrain-gpt
+    args.program = program_name(args.program)
     if args.architecture is None and args.program not in PROGRAMS:
         parser.error(f"{args.program} is not {' or '.join(PROGRAMS)}: give the trainer and its flags last")
     if args.architecture is not None and args.program in PROGRAMS:
@@ -91,25 +111,22 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     return args
 
 
-def run(args: argparse.Namespace) -> tuple[ResolvedSettings, Estimate]:
-    """Raises SettingsError or ValueError on a mistake."""
+def program_name(word: str) -> str:
+    """Name a trainer as ``PROGRAMS`` does: pretrain_gpt.py is the same as pretrain-gpt."""
+    return Path(word).stem.replace("_", "-")
+
+
+def run(args: argparse.Namespace) -> tuple[ResolvedSettings, RunTime]:
+    """Estimate the run. Raises SettingsError or ValueError on a mistake."""
     architecture = given_architecture(args) or PROGRAMS[args.program]
     world_size = args.nodes * args.ranks_per_node
     settings = parse_settings(architecture, args.flags, world_size, note=lambda text: None, of_all_jobs=True)
-    given = settings.logging.peak_tflops
-    peak = given if given is not None else peak_tflops(args.gpu)
+    peak = settings.logging.peak_tflops or peak_tflops(args.gpu)
     if peak is None:
         raise ValueError(f"the peak of --gpu {args.gpu} is not known; give the trainer's --peak-tflops")
-    gloo = settings.distributed.distributed_backend == "gloo"
-    cluster = Cluster(
-        args.nodes,
-        args.ranks_per_node,
-        peak,
-        args.mfu,
-        args.link_gbps,
-        ring_passes=2 if gloo else 1,
-    )
-    return settings, estimate(architecture, settings, args.vocabulary, cluster)
+    grid = RankGrid(args.nodes, args.ranks_per_node, settings.distributed)
+    needs = estimate(architecture, settings, args.vocabulary, grid)
+    return settings, RunTime(needs, peak, args.mfu, args.link_gbps)
 
 
 def main() -> int:

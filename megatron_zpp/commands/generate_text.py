@@ -1,9 +1,9 @@
-"""Writes text with a checkpoint's model, in one process.
+"""Sample text from a checkpoint's model, in one process.
 
     python tools/generate_text.py --load runs/quickstart/zeropp --prompt "def " --num-tokens 100
 
-The checkpoint says which model and tokenizer it is of; it may have been saved by any number of ranks. The model
-computes in fp32, on the GPU where there is one: meant for a look at what a model has learned, not for serving it.
+The checkpoint names its model and tokenizer; any number of ranks may have saved it. The model computes in fp32, on the
+GPU if there is one. Use it to see what a model has learned, not to serve it.
 """
 
 from __future__ import annotations
@@ -30,11 +30,15 @@ from megatron_zpp.models.generate import Drawing, generate
 from megatron_zpp.models.transformer import Transformer
 from megatron_zpp.settings.flags import number
 
+TOKENIZER_FILES = ("tokenizer_model", "vocab_file", "merge_file")  # in the order of ``build_tokenizer``
+TIKTOKEN = ("tiktoken_pattern", "tiktoken_num_special_tokens")
+TOKENIZER_SETTINGS = ("tokenizer_type", *TOKENIZER_FILES, "vocab_size", *TIKTOKEN)
+
 
 def load_model(
     checkpoint: Path, meta: dict[str, Any], device: torch.device, given: Architecture | None = None
 ) -> Transformer:
-    """The checkpoint's model on one device, in fp32 and in evaluation mode. Raises CheckpointError.
+    """Load the checkpoint's model on one device, in fp32 and in evaluation mode. Raises CheckpointError.
 
     given: the checkpoint's architecture, where it is none of ours.
     """
@@ -51,39 +55,8 @@ def load_model(
     return model.eval()
 
 
-def moved(settings: dict[str, Any], args: argparse.Namespace) -> dict[str, Any]:
-    """The checkpoint's settings, but that flags say where the tokenizer's files are now."""
-    flags = ("tokenizer_model", "vocab_file", "merge_file")
-    return settings | {flag: getattr(args, flag) for flag in flags if getattr(args, flag)}
-
-
-def load_tokenizer(settings: dict[str, Any]) -> Tokenizer:
-    """The tokenizer that the run was trained with."""
-    return build_tokenizer(
-        settings["tokenizer_type"],
-        settings["tokenizer_model"],
-        settings["vocab_file"],
-        settings["merge_file"],
-        settings["vocab_size"],
-        settings.get("tiktoken_pattern"),  # checkpoints of earlier versions have none
-        settings.get("tiktoken_num_special_tokens"),
-    )
-
-
-def end_tokens(settings: dict[str, Any], tokenizer: Tokenizer) -> set[int]:
-    """Ids that end a text: of a document, and what the model's generation_config.json names."""
-    ends = generation_settings(settings, {"eos_token_id": tokenizer.eod})[1]["eos_token_id"]
-    return {tokenizer.eod, *(ends if isinstance(ends, list) else [ends])}
-
-
-def read_prompts(args: argparse.Namespace) -> list[str]:
-    """Texts to continue, of all flags that give them. Raises OSError."""
-    of_file = read_text(args.prompt_file).splitlines() if args.prompt_file else []
-    return [*args.prompt, *of_file] or [""]
-
-
 def as_chat(prompts: list[str], settings: dict[str, Any], tokenizer: Tokenizer) -> list[str]:
-    """Each prompt as a user's message, up to where the answer begins. Raises ValueError."""
+    """Format each prompt as a user's message, up to where the answer begins. Raises ValueError."""
     if not isinstance(tokenizer, HuggingFaceTokenizer):  # others read special tokens as text
         raise ValueError(
             f"--chat: {settings['tokenizer_type']} has no chat template; HuggingFaceTokenizer may have one"
@@ -93,7 +66,7 @@ def as_chat(prompts: list[str], settings: dict[str, Any], tokenizer: Tokenizer) 
 
 
 def stream(written: Iterator[list[int | None]], text: list[int], decode: Callable[[list[int]], str]) -> Iterator[str]:
-    """What to print of one text: its beginning, then what is written behind it, character by character."""
+    """Yield what to print of one text: its beginning, then what is added, character by character."""
     shown = ""
     for ids in itertools.chain([[]], written):
         text += [i for i in ids if i is not None]
@@ -107,7 +80,7 @@ def stream(written: Iterator[list[int | None]], text: list[int], decode: Callabl
 def collect(
     written: Iterator[list[int | None]], texts: list[list[int]], decode: Callable[[list[int]], str]
 ) -> Iterator[str]:
-    """The same of several texts, when all are written: each below a line with its number."""
+    """Yield several texts when all are written, each below a line with its number."""
     for ids in written:
         for text, i in zip(texts, ids, strict=True):
             text += [] if i is None else [i]
@@ -115,7 +88,7 @@ def collect(
 
 
 def run(args: argparse.Namespace, given: Architecture | None = None) -> Iterator[str]:
-    """What to print, piece by piece. Raises ValueError or OSError on a user's mistake.
+    """Yield what to print, piece by piece. Raises ValueError or OSError on a user's mistake.
 
     given: the checkpoint's architecture, where it is none of ours.
     """
@@ -123,10 +96,13 @@ def run(args: argparse.Namespace, given: Architecture | None = None) -> Iterator
     if checkpoint is None:
         raise CheckpointError(f"{args.load} holds no checkpoint: give --load what was given to --save in training")
     meta = read_meta(checkpoint)
-    settings = moved(settings_with_tokenizer(checkpoint, meta), args)
-    tokenizer = load_tokenizer(settings)
-    ends = end_tokens(settings, tokenizer)
-    texts = read_prompts(args)
+    files = {name: getattr(args, name) for name in TOKENIZER_FILES}
+    settings = settings_with_tokenizer(checkpoint, meta) | {name: path for name, path in files.items() if path}
+    tokenizer = build_tokenizer(*(settings[name] for name in TOKENIZER_SETTINGS))
+    # A text ends with the end of a document, and with what the model's generation_config.json names.
+    eos = generation_settings(settings, {"eos_token_id": tokenizer.eod})[1]["eos_token_id"]
+    ends = {tokenizer.eod, *(eos if isinstance(eos, list) else [eos])}
+    texts = [*args.prompt, *(read_text(args.prompt_file).splitlines() if args.prompt_file else [])] or [""]
     if args.chat:
         texts = as_chat(texts, settings, tokenizer)
     # A document without a beginning begins where the one before it ended.
@@ -155,55 +131,28 @@ def run(args: argparse.Namespace, given: Architecture | None = None) -> Iterator
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Sample text from a checkpoint.", allow_abbrev=False)
-    parser.add_argument("--load", required=True, metavar="DIR", help="what was given to --save in training")
-    parser.add_argument(
-        "--ckpt-step", type=number(int, at_least=0), metavar="N", help="iteration to load; default the latest"
-    )
-    parser.add_argument(
-        "--prompt",
-        action="append",
-        default=[],
-        metavar="TEXT",
-        help="text to continue; give it again for several at once; default a new document",
-    )
-    parser.add_argument("--prompt-file", type=Path, metavar="FILE", help="texts to continue, one a line")
-    parser.add_argument(
-        "--chat", action="store_true", help="prompts are a user's messages, by the tokenizer's chat template"
-    )
-    parser.add_argument(
-        "--num-tokens", type=number(int, at_least=1), default=100, metavar="N", help="to add; default 100"
-    )
-    parser.add_argument(
-        "--temperature", type=temperature, default=1.0, metavar="X", help="0 = likeliest token; default 1"
-    )
-    parser.add_argument(
-        "--top-k",
-        type=number(int, at_least=0),
-        default=0,
-        metavar="N",
-        help="draw from the N likeliest; default 0 = all",
-    )
-    parser.add_argument(
-        "--top-p",
-        type=number(float, above=0, at_most=1),
-        default=1.0,
-        metavar="X",
-        help="draw from the likeliest that together have probability X; default 1 = all",
-    )
-    parser.add_argument(
-        "--seed", type=number(int, at_least=0), default=1234, metavar="N", help="of the drawing; default 1234"
-    )
-    parser.add_argument(
-        "--device", type=device, metavar="NAME", help="such as cpu or cuda:1; default the GPU, if there is one"
-    )
-    parser.add_argument(
-        "--no-kv-cache", action="store_true", help="read the whole text again for each token; slow, for any model"
-    )
-    parser.add_argument("--architecture", metavar="MODULE:NAME", help="the checkpoint's, where it is none of ours")
-    group = parser.add_argument_group("tokenizer, where its files are no longer where they were in training")
-    group.add_argument("--tokenizer-model", metavar="PATH", help="SentencePiece model, or tokenizer.json or its folder")
-    group.add_argument("--vocab-file", metavar="FILE", help="vocab.json of GPT2BPETokenizer")
-    group.add_argument("--merge-file", metavar="FILE", help="merges.txt of GPT2BPETokenizer")
+    add, natural, share = parser.add_argument, number(int, at_least=0), number(float, above=0, at_most=1)
+    add("--load", required=True, metavar="DIR", help="what was given to --save in training")
+    add("--ckpt-step", type=natural, metavar="N", help="iteration to load; default the latest")
+    text = "text to continue; repeat it for several at once; default a new document"
+    add("--prompt", action="append", default=[], metavar="TEXT", help=text)
+    add("--prompt-file", type=Path, metavar="FILE", help="texts to continue, one a line")
+    add("--chat", action="store_true", help="prompts are a user's messages, by the tokenizer's chat template")
+    tokens = number(int, at_least=1)
+    add("--num-tokens", type=tokens, default=100, metavar="N", help="tokens to add; default 100")
+    add("--temperature", type=temperature, default=1.0, metavar="X", help="0 = likeliest token; default 1")
+    add("--top-k", type=natural, default=0, metavar="N", help="draw from the N likeliest; default 0 = all")
+    top_p = "draw from the likeliest that together have probability X; default 1 = all"
+    add("--top-p", type=share, default=1.0, metavar="X", help=top_p)
+    add("--seed", type=natural, default=1234, metavar="N", help="seed of the drawing; default 1234")
+    add("--device", type=device, metavar="NAME", help="such as cpu or cuda:1; default the GPU, if there is one")
+    uncached = "read the whole text again for each token; slow, for any model"
+    add("--no-kv-cache", action="store_true", help=uncached)
+    add("--architecture", metavar="MODULE:NAME", help="the checkpoint's, where it is none of ours")
+    add = parser.add_argument_group("tokenizer, if its files have moved since training").add_argument
+    add("--tokenizer-model", metavar="PATH", help="SentencePiece model, or tokenizer.json or its folder")
+    add("--vocab-file", metavar="FILE", help="vocab.json of GPT2BPETokenizer")
+    add("--merge-file", metavar="FILE", help="merges.txt of GPT2BPETokenizer")
     return parser.parse_args(argv)
 
 

@@ -1,4 +1,4 @@
-"""Lists, verifies and compares checkpoints. Reads one tensor at a time, and needs no GPU.
+"""List, verify and compare checkpoints. Reads one tensor at a time, and needs no GPU.
 
     python tools/inspect_checkpoint.py list runs/resumed
     python tools/inspect_checkpoint.py verify runs/resumed
@@ -31,29 +31,26 @@ from megatron_zpp.commands.common import report_errors
 from megatron_zpp.settings.flags import number
 
 SHOWN = 20  # differing tensors
+GIVE = "give what --save was, or one of its iter_* folders"
 
 
 def list_checkpoints(folder: str) -> int:
-    """One line for each checkpoint, newest first."""
+    """Print one line for each checkpoint, newest first."""
     root = Path(folder)
     if not root.is_dir():
-        raise CheckpointError(f"{folder} is no folder: give what --save was, or one of its iter_* folders")
-    latest = _latest_name(folder)
-    paths = sorted(root.glob("iter_*"), reverse=True)
-    if not paths:
-        print(f"{folder} holds no checkpoint: give what --save was, or one of its iter_* folders")
-    for path in paths:
-        print(f"{path.name}{' (latest)' if path.name == latest else ''}: {_summary(path)}")
-    return 0
-
-
-def _latest_name(folder: str) -> str | None:
+        raise CheckpointError(f"{folder} is no folder: {GIVE}")
+    latest = None
     try:
         latest = find_checkpoint(folder)
     except CheckpointError as error:
         print(f"note: {error}")
-        return None
-    return None if latest is None else latest.name
+    paths = sorted(root.glob("iter_*"), reverse=True)
+    if not paths:
+        print(f"{folder} holds no checkpoint: {GIVE}")
+    for path in paths:
+        is_latest = latest is not None and path.name == latest.name
+        print(f"{path.name}{' (latest)' if is_latest else ''}: {_summary(path)}")
+    return 0
 
 
 def _summary(path: Path) -> str:
@@ -81,13 +78,13 @@ def _summary(path: Path) -> str:
 
 
 def verify(folder: str, iteration: int | None) -> int:
-    """Sizes and digests of every file, and whether it was finite, of one checkpoint or of all."""
+    """Check sizes and digests of every file, and whether it is finite, in one checkpoint or in all."""
     if (Path(folder) / "meta.json").exists() or iteration is not None:
         paths = [_checkpoint(folder, iteration)]
     else:
         paths = candidates(folder)
     if not paths:
-        raise CheckpointError(f"{folder} holds no checkpoint: give what --save was, or one of its iter_* folders")
+        raise CheckpointError(f"{folder} holds no checkpoint: {GIVE}")
     bad = 0
     for path in paths:
         found = problems(path, finite=True)
@@ -99,7 +96,7 @@ def verify(folder: str, iteration: int | None) -> int:
 
 
 def diff(first: str, second: str) -> int:
-    """Settings, counters and tensors that are not the same."""
+    """Print settings, counters and tensors that differ."""
     paths = _checkpoint(first), _checkpoint(second)
     metas = [read_meta(path) for path in paths]
     differences = 0
@@ -121,12 +118,12 @@ def diff(first: str, second: str) -> int:
 
 
 def _checkpoint(folder: str, iteration: int | None = None) -> Path:
-    """A checkpoint's own folder, or the latest one of a folder of checkpoints."""
+    """Find a checkpoint: the folder itself, or the latest in it."""
     if is_complete(Path(folder)):
         return Path(folder)
     path = find_checkpoint(folder, iteration)
     if path is None:
-        raise CheckpointError(f"{folder} holds no checkpoint: give what --save was, or one of its iter_* folders")
+        raise CheckpointError(f"{folder} holds no checkpoint: {GIVE}")
     return path
 
 
@@ -143,7 +140,7 @@ def _differing_values(group: str, ours: Any, theirs: Any) -> Iterator[str]:
 def _pairs(
     first: Iterator[tuple[str, Tensor]], second: Iterator[tuple[str, Tensor]]
 ) -> Iterator[tuple[str, Tensor | None, Tensor | None]]:
-    """Both checkpoints' tensors by name; each is in the order of names, so that one of each is in memory."""
+    """Pair both checkpoints' tensors. Both are ordered by name, so that one tensor of each is in memory at a time."""
     ours, theirs = next(first, None), next(second, None)
     while ours is not None or theirs is not None:
         if theirs is None or (ours is not None and ours[0] < theirs[0]):
@@ -176,22 +173,19 @@ def main(argv: list[str] | None = None) -> int:
     listing.add_argument("folder", help="what was given to --save")
     verifying = commands.add_parser("verify", help="sizes and digests of all files, and whether NaN or Inf was saved")
     verifying.add_argument("folder", help="what was given to --save, or one checkpoint's folder")
-    verifying.add_argument(
-        "--ckpt-step", type=number(int, at_least=0), metavar="N", help="one iteration's; default all"
-    )
-    comparing = commands.add_parser("diff", help="what is not the same in two checkpoints")
+    iteration = number(int, at_least=0)
+    verifying.add_argument("--ckpt-step", type=iteration, metavar="N", help="verify one iteration; default all")
+    comparing = commands.add_parser("diff", help="what differs between two checkpoints")
     comparing.add_argument("first", help="a checkpoint's folder, or what was given to --save for the latest one")
     comparing.add_argument("second", help="another one")
     args = parser.parse_args(argv)
-    return report_errors(lambda: run(args), (ValueError, OSError), status=2)
 
+    def run() -> int:
+        if args.command == "list":
+            return list_checkpoints(args.folder)
+        return verify(args.folder, args.ckpt_step) if args.command == "verify" else diff(args.first, args.second)
 
-def run(args: argparse.Namespace) -> int:
-    if args.command == "list":
-        return list_checkpoints(args.folder)
-    if args.command == "verify":
-        return verify(args.folder, args.ckpt_step)
-    return diff(args.first, args.second)
+    return report_errors(run, (ValueError, OSError), status=2)
 
 
 if __name__ == "__main__":

@@ -3,8 +3,7 @@
     torchrun --nnodes 8 --nproc-per-node 8 tools/measure_cluster.py --output cluster.yaml
 
 Takes a minute or less. Every rank measures at once, over NCCL on GPUs and gloo elsewhere. Give the width and tokens
-of what is to be planned, if they are far from the defaults. ``--nodes`` of a plan may then be another:
-edit the file.
+of what is to be planned if they are far from the defaults. To plan for another number of nodes, edit the file.
 """
 
 from __future__ import annotations
@@ -21,28 +20,23 @@ import torch.distributed as dist
 from megatron_zpp.commands.common import report_errors
 from megatron_zpp.parallel.distributed import init_distributed, wait_for_all_ranks
 from megatron_zpp.planning.cluster import write_cluster
-from megatron_zpp.planning.measure import measure_cluster
-from megatron_zpp.planning.stopwatch import Sizes
+from megatron_zpp.planning.measure import Sizes, measure_cluster
 from megatron_zpp.settings.flags import number
 
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Measure a cluster, under torchrun.", allow_abbrev=False)
-    parser.add_argument("--output", type=Path, required=True, metavar="FILE", help="cluster file, for tools/plan.py")
-    parser.add_argument(
-        "--hidden-size", type=number(int, at_least=64), metavar="H", help="width; default 4096, or 512 on a CPU"
-    )
-    parser.add_argument(
-        "--tokens", type=number(int, at_least=16), metavar="N", help="of a micro-batch; default 4096, or 512 on a CPU"
-    )
-    parser.add_argument(
-        "--ranks-per-node", type=number(int, at_least=1), metavar="P", help="ranks of a node; default as they run"
-    )
+    add, count = parser.add_argument, number(int, at_least=1)
+    width, tokens = number(int, at_least=64), number(int, at_least=16)
+    add("--output", type=Path, required=True, metavar="FILE", help="cluster file, for tools/plan.py")
+    add("--hidden-size", type=width, metavar="H", help="width; default 4096, or 512 on a CPU")
+    add("--tokens", type=tokens, metavar="N", help="tokens of a micro-batch; default 4096, or 512 on a CPU")
+    add("--ranks-per-node", type=count, metavar="P", help="ranks of a node; default as they run")
     return parser.parse_args(argv)
 
 
 def run(args: argparse.Namespace) -> None:
-    """Raises ValueError or OSError on a mistake."""
+    """Measure and write the file. Raises ValueError or OSError on a mistake."""
     if "RANK" not in os.environ:
         raise ValueError("measure_cluster needs its ranks: start it under torchrun, on all nodes")
     device = init_distributed(None, 10)
@@ -56,8 +50,8 @@ def run(args: argparse.Namespace) -> None:
 
     cluster = measure_cluster(device, args.ranks_per_node, sizes, say)
     if is_first:
-        said = f"Measured on {date.today()} with torch {torch.__version__} over {dist.get_backend()}: hidden size "
-        write_cluster(args.output, cluster, f"{said}{sizes.hidden_size}, {sizes.tokens} tokens.")
+        comment = f"Measured on {date.today()} with torch {torch.__version__} over {dist.get_backend()}: hidden size "
+        write_cluster(args.output, cluster, f"{comment}{sizes.hidden_size}, {sizes.tokens} tokens.")
         print(f"written: {args.output}", flush=True)
     wait_for_all_ranks(device)
     dist.destroy_process_group()

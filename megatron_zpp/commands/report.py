@@ -1,10 +1,10 @@
-"""Compares runs at a glance: one HTML page with plots and a table, which needs no server and no network.
+"""Compare runs at a glance: one HTML page with plots and a table, which needs no server and no network.
 
     python tools/report.py runs/zero3 runs/zeropp --output report.html
     python tools/report.py --wandb PROJECT
 
-A run is a folder that holds TensorBoard events (--tensorboard-dir); a folder of such folders is all of them. With
---wandb the same plots are saved as a report of a wandb project, over the runs that are there.
+A run is a folder that holds TensorBoard events (--tensorboard-dir); a folder of such folders stands for all of them.
+--wandb saves the same plots as a report of a wandb project, over its runs.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import os
 import re
 import statistics
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,23 +26,15 @@ from megatron_zpp.metrics.lines import format_duration
 from megatron_zpp.metrics.tensorboard_reader import RunHistory, find_runs, read_run
 
 if TYPE_CHECKING:
-    from megatron_zpp.planning.cluster import ClusterSpec
+    from megatron_zpp.planning.cluster import Cluster
 
 Curve = list[tuple[float, float]]
 SMOOTHED_OVER = 40  # points of a training loss
 MOST_POINTS = 300  # of all curves of a chart
 BETWEEN, WITHIN = "comm/bytes-between-nodes", "comm/bytes-within-nodes"
 # Which folder a run wrote to says nothing about it.
-PLACES = {
-    "command",
-    "tensorboard_dir",
-    "save",
-    "load",
-    "wandb_exp_name",
-    "wandb_save_dir",
-    "data_cache_path",
-    "profile_dir",
-}
+PLACES = {"command", "save", "load", "data_cache_path", "profile_dir"}
+PLACES |= {"tensorboard_dir", "wandb_exp_name", "wandb_save_dir"}
 PAGE = """<!DOCTYPE html>
 <html lang="en"><head><meta charset="utf-8"><title>{title}</title>
 <meta name="viewport" content="width=device-width"><style>
@@ -59,21 +51,21 @@ svg {{ max-width: 100%; height: auto; font-family: sans-serif; }}
 
 
 def summary(run: RunHistory) -> dict[str, str]:
-    """A run's last figures."""
-    metrics = run.metrics
-    losses = list(metrics["lm loss"].values())
+    """Return a run's last figures, formatted."""
+    losses = [*run.metrics["lm loss"].values()]
+    rates = _values(run, "tokens-per-second")
     rows = {
-        "iterations": f"{max(metrics['lm loss']):,}",
+        "iterations": f"{max(run.metrics['lm loss']):,}",
         "tokens": f"{max((tokens for tokens, _ in run.over_tokens('lm loss')), default=0):,.0f}",
         "training loss (mean of the last tenth of its points)": _mean(losses[-max(1, len(losses) // 10) :], "{:.4f}"),
-        "validation loss (last)": _mean(list(metrics.get("lm loss validation", {}).values())[-1:], "{:.4f}"),
+        "validation loss (last)": _mean(_values(run, "lm loss validation")[-1:], "{:.4f}"),
         # The first point's step warms everything up.
-        "tokens per second (median)": _median(list(metrics.get("tokens-per-second", {}).values()), "{:,.0f}"),
+        "tokens per second (median)": f"{statistics.median(rates[1:] or rates):,.0f}" if rates else "",
         "MB between nodes per step (mean)": _megabytes_per_step(run, BETWEEN),
         "MB within nodes per step (mean)": _megabytes_per_step(run, WITHIN),
     }
     for chart, key in DASHBOARD["Quantization error"].items():
-        values = metrics.get(key, {}).values()
+        values = _values(run, key)
         if key.startswith("comm/nonfinite"):
             rows[f"{chart} (sum)"] = f"{sum(values):,.0f}" if values else ""
         else:
@@ -81,8 +73,11 @@ def summary(run: RunHistory) -> dict[str, str]:
     return rows
 
 
-def _mean(values: Iterable[float], template: str) -> str:
-    values = list(values)
+def _values(run: RunHistory, key: str) -> list[float]:
+    return [*run.metrics.get(key, {}).values()]
+
+
+def _mean(values: list[float], template: str) -> str:
     return template.format(statistics.fmean(values)) if values else ""
 
 
@@ -91,53 +86,47 @@ def _megabytes_per_step(run: RunHistory, key: str) -> str:
     return f"{sent[max(sent)] / max(sent) / 1e6:.3f}" if sent else ""
 
 
-def _median(values: list[float], template: str) -> str:
-    return template.format(statistics.median(values[1:] or values)) if values else ""
-
-
 def differing_settings(runs: list[RunHistory]) -> dict[str, list[str]]:
-    """Settings that are not the same in all runs, each run's value."""
+    """Return the settings that differ between runs, with each run's value."""
     names = sorted(set().union(*(run.settings for run in runs)) - PLACES)
     values = {name: [run.settings.get(name, "") for run in runs] for name in names}
-    return {name: of_runs for name, of_runs in values.items() if len(set(of_runs)) > 1}
+    return {name: per_run for name, per_run in values.items() if len(set(per_run)) > 1}
 
 
 def charts(runs: list[RunHistory]) -> dict[str, dict[tuple[str, str], dict[str, Curve]]]:
-    """Group: (what is drawn, over what): run: curve. Those of which no run has any point are left out."""
+    """Return curves by group, by what is drawn and over what, and by run. Charts without any point are left out."""
     groups: dict[str, dict[tuple[str, str], dict[str, Curve]]] = {}
-    for group, of_group in DASHBOARD.items():
-        axes: dict[str, Callable[[RunHistory, str], Curve]] = {"iteration": _over_iterations}
+    for group, entries in DASHBOARD.items():
+        axes: dict[str, Callable[[RunHistory, str], Curve]] = {
+            "iteration": lambda run, key: [(float(i), value) for i, value in run.metrics.get(key, {}).items()]
+        }
         if group == "Loss":
             axes |= {
                 "tokens": RunHistory.over_tokens,
                 "time": RunHistory.over_seconds,
                 "bytes sent between nodes": RunHistory.over_bytes_between_nodes,
             }
-        for chart, key in of_group.items():
-            for axis, curve_of in axes.items():
-                curves = {run.name: curve for run in runs if (curve := curve_of(run, key))}
+        for chart, key in entries.items():
+            for axis, read_curve in axes.items():
+                curves = {run.name: curve for run in runs if (curve := read_curve(run, key))}
                 if curves:
                     groups.setdefault(group, {})[chart, axis] = curves
     return groups
 
 
-def _over_iterations(run: RunHistory, key: str) -> Curve:
-    return [(float(iteration), value) for iteration, value in run.metrics.get(key, {}).items()]
+def prediction_rows(runs: list[RunHistory], cluster: Cluster) -> dict[str, list[str]]:
+    """Return what the planner predicts of each run, and what was measured. Raises ValueError."""
+    from megatron_zpp.planning.predict import PARTS, compare_with_log  # needs torch, which pages do not
 
-
-def prediction_rows(runs: list[RunHistory], cluster: ClusterSpec) -> dict[str, list[str]]:
-    """What the planner predicts of each run, beside what was measured. Raises ValueError."""
-    from megatron_zpp.planning.search.beside import PARTS, predicted_and_measured  # needs torch, which pages do not
-
-    of_runs = [predicted_and_measured(run, cluster) for run in runs]
+    compared = [compare_with_log(run, cluster) for run in runs]
     return {
-        f"ms for {part}": [f"{1000 * of_run[part][0]:,.1f}, {1000 * of_run[part][1]:,.1f}" for of_run in of_runs]
+        f"ms for {part}": [f"{1000 * parts[part][0]:,.1f}, {1000 * parts[part][1]:,.1f}" for parts in compared]
         for part in PARTS
     }
 
 
-def write_html(runs: list[RunHistory], path: Path, cluster: ClusterSpec | None = None) -> None:
-    """The page. Raises ImportError without matplotlib, ValueError where ``cluster`` is not the runs'."""
+def write_html(runs: list[RunHistory], path: Path, cluster: Cluster | None = None) -> None:
+    """Write the page. Raises ImportError without matplotlib, ValueError if ``cluster`` is not the runs'."""
     try:
         import matplotlib
     except ImportError:
@@ -146,7 +135,7 @@ def write_html(runs: list[RunHistory], path: Path, cluster: ClusterSpec | None =
         ) from None
     matplotlib.use("Agg")
     summaries = [summary(run) for run in runs]
-    rows = {name: [of_run[name] for of_run in summaries] for name in summaries[0]}
+    rows = {name: [per_run[name] for per_run in summaries] for name in summaries[0]}
     parts = [
         _table({name: cells for name, cells in rows.items() if any(cells)}, runs),
         *(["<h2>Predicted, measured</h2>", _table(prediction_rows(runs, cluster), runs)] if cluster else []),
@@ -154,9 +143,9 @@ def write_html(runs: list[RunHistory], path: Path, cluster: ClusterSpec | None =
         _table(differing_settings(runs), runs),
     ]
     colors = {run.name: f"C{i}" for i, run in enumerate(runs)}
-    for group, of_group in charts(runs).items():
+    for group, entries in charts(runs).items():
         parts.append(f"<h2>{group}</h2>")
-        parts += [_plot(chart, axis, curves, colors) for (chart, axis), curves in of_group.items()]
+        parts += [_plot(chart, axis, curves, colors) for (chart, axis), curves in entries.items()]
     title = f"{len(runs)} run{'s' if len(runs) > 1 else ''}"
     path.write_text(PAGE.format(title=title, body="\n".join(parts)), encoding="utf-8")
 
@@ -166,12 +155,12 @@ def _table(rows: Mapping[str, list[str]], runs: list[RunHistory]) -> str:
         return f"<tr><th>{html.escape(name)}</th>{''.join(f'<td>{html.escape(cell)}</td>' for cell in cells)}</tr>"
 
     header = row("", [run.name for run in runs])
-    of_rows = "".join(row(name, cells) for name, cells in rows.items())
-    return f'<div class="table"><table>{header}{of_rows}</table></div>'
+    body = "".join(row(name, cells) for name, cells in rows.items())
+    return f'<div class="table"><table>{header}{body}</table></div>'
 
 
 def _plot(chart: str, axis: str, curves: dict[str, Curve], colors: dict[str, str]) -> str:
-    """One chart, as a part of the page."""
+    """Draw one chart, as a part of the page."""
     from matplotlib import pyplot, rc_context
     from matplotlib.ticker import EngFormatter, FuncFormatter
 
@@ -179,12 +168,11 @@ def _plot(chart: str, axis: str, curves: dict[str, Curve], colors: dict[str, str
         figure, axes = pyplot.subplots(figsize=(6, 3.6), layout="constrained")
         points = max(10, MOST_POINTS // len(curves))
         for name, curve in curves.items():
-            smooth = smoothed(curve) if chart == "training loss" and len(curve) > SMOOTHED_OVER else curve
-            x, y = zip(*thinned(smooth, points), strict=True)
-            axes.plot(x, y, color=colors[name], label=name, linewidth=1.2, marker="." if len(x) < 30 else None)
-            if smooth is not curve:
-                x, y = zip(*thinned(curve, points), strict=True)
+            x, y = zip(*thinned(curve, points), strict=True)
+            if chart == "training loss" and len(curve) > SMOOTHED_OVER:
                 axes.plot(x, y, color=colors[name], linewidth=0.6, alpha=0.3)
+                x, y = zip(*thinned(smoothed(curve), points), strict=True)
+            axes.plot(x, y, color=colors[name], label=name, linewidth=1.2, marker="." if len(x) < 30 else None)
         axes.set(xlabel=axis, title=chart)
         if axis == "time":
             axes.xaxis.set_major_formatter(FuncFormatter(lambda seconds, _: format_duration(max(0.0, seconds))))
@@ -198,16 +186,15 @@ def _plot(chart: str, axis: str, curves: dict[str, Curve], colors: dict[str, str
         image = io.StringIO()
         figure.savefig(image, format="svg")
         pyplot.close(figure)
-    return compact(image.getvalue()).replace(
-        "<svg", f'<svg role="img" aria-label="{html.escape(chart)} over {axis}"', 1
-    )
+    label = f'role="img" aria-label="{html.escape(chart)} over {axis}"'
+    return compact(image.getvalue()).replace("<svg", f"<svg {label}", 1)
 
 
 def compact(drawing: str) -> str:
-    """Matplotlib's SVG as a part of a page, without what a browser does not need: half of it."""
+    """Make Matplotlib's SVG a part of a page, without the half that a browser does not need."""
     drawing = drawing[drawing.index("<svg") :]
     drawing = re.sub(r"<metadata>.*?</metadata>", "", drawing, flags=re.DOTALL)
-    # Tenths of a point; but what stands between tags is numbers to read.
+    # Keep tenths of a point. Between tags are numbers to read.
     drawing = re.sub(r"<[^>]*>", lambda tag: re.sub(r"(?<=\d\.\d)\d+", "", tag[0]), drawing)
     drawing = re.sub(r'font-family: [^;"]*;', "", drawing)
     drawing = re.sub(r'<g id="[^"]*"', "<g", drawing)
@@ -215,28 +202,28 @@ def compact(drawing: str) -> str:
 
 
 def smoothed(curve: Curve) -> Curve:
-    """The mean over a window of a twentieth of the points, half of them before each and half behind."""
+    """Average over a window of a twentieth of the points, half of them before each and half after."""
     half = max(1, len(curve) // 40)
     values = [value for _, value in curve]
     return [(x, statistics.fmean(values[max(0, i - half) : i + half + 1])) for i, (x, _) in enumerate(curve)]
 
 
 def thinned(curve: Curve, points: int) -> Curve:
-    """At most so many points, the last one among them."""
+    """Keep at most ``points`` points, the last one among them."""
     every = -(-len(curve) // points)
     return curve[(len(curve) - 1) % every :: every]
 
 
 def wandb_report(project: str, entity: str | None) -> Any:
-    """The same charts as an unsaved report of a wandb project. Raises ImportError without wandb_workspaces."""
+    """Build the same charts as an unsaved report of a wandb project. Raises ImportError without wandb_workspaces."""
     try:
         import wandb_workspaces.reports.v2 as reports
     except ImportError:
         raise ImportError("--wandb needs two packages: pip install wandb wandb-workspaces") from None
     place = {"project": project} | ({"entity": entity} if entity is not None else {})
     blocks = []
-    for group, of_group in DASHBOARD.items():
-        panels = [reports.LinePlot(title=chart, y=[key]) for chart, key in of_group.items()]
+    for group, entries in DASHBOARD.items():
+        panels = [reports.LinePlot(title=chart, y=[key]) for chart, key in entries.items()]
         if group == "Loss":
             panels.append(reports.LinePlot(title="training loss over samples", x="samples vs steps", y=["lm loss"]))
         blocks += [reports.H2(group), reports.PanelGrid(runsets=[reports.Runset(**place)], panels=panels)]
@@ -244,7 +231,7 @@ def wandb_report(project: str, entity: str | None) -> Any:
 
 
 def save_wandb_report(project: str, entity: str | None) -> str:
-    """Returns its address. Raises ValueError with what wandb says, such as that nobody is logged in."""
+    """Return the address of a saved report. Raises ValueError with what wandb says, such as a missing login."""
     report = wandb_report(project, entity)
     try:
         report.save()
@@ -255,15 +242,13 @@ def save_wandb_report(project: str, entity: str | None) -> str:
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Compare training runs on one page.", allow_abbrev=False)
-    parser.add_argument("runs", nargs="*", type=Path, metavar="RUN_DIR", help="what was given to --tensorboard-dir")
-    parser.add_argument("--output", type=Path, default=Path("report.html"), help="page to write; default report.html")
-    parser.add_argument(
-        "--cluster",
-        metavar="FILE",
-        help="what tools/measure_cluster.py wrote, or such as 2x8xH100@400: also show the planner's prediction",
-    )
-    parser.add_argument("--wandb", metavar="PROJECT", help="save the plots as a report of this wandb project instead")
-    parser.add_argument("--wandb-entity", metavar="NAME", help="the project's owner; default your own")
+    add = parser.add_argument
+    add("runs", nargs="*", type=Path, metavar="RUN_DIR", help="what was given to --tensorboard-dir")
+    add("--output", type=Path, default=Path("report.html"), help="page to write; default report.html")
+    cluster = "file of tools/measure_cluster.py, or such as 2x8xH100@400: also show the planner's prediction"
+    add("--cluster", metavar="FILE", help=cluster)
+    add("--wandb", metavar="PROJECT", help="save the plots as a report of this wandb project instead")
+    add("--wandb-entity", metavar="NAME", help="the project's owner; default your own")
     args = parser.parse_args(argv)
     if bool(args.runs) == (args.wandb is not None):
         parser.error("give either folders of runs, or --wandb PROJECT")

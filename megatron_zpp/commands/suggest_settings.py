@@ -1,14 +1,16 @@
-"""Suggests how weights and gradients should travel: trains your model on your data for a few hundred steps with each of
-some settings, emulated in one process, and ranks them by loss against bytes.
+"""Suggest how to send weights and gradients.
+
+Trains your model on your data for a few hundred steps with each of some settings, emulated in one process, and ranks
+them by loss against bytes.
 
     python tools/suggest_settings.py gpt --emulate-ranks 16 --emulate-nodes 4 --link-gbps 25 -- \\
         --num-layers 12 --hidden-size 768 ... --data-path PREFIX
 
-or your own settings: ``--try "--zero-quantized-weights --zeropp-weight-bits 6"``, as often as you like.
+Try your own settings with ``--try "--zero-quantized-weights --zeropp-weight-bits 6"``, as often as you like.
 
-What follows ``--`` are the flags of the architecture's training program as they would be given on the cluster, without
-those of ZeRO++. All settings see the same data in the same order. The first one, plain ZeRO-3, is trained again on the
-same data with initial weights that are 0.1 % larger: what differs between the two is noise.
+After ``--`` come the flags of the architecture's training program as you would give them on the cluster, without those
+of ZeRO++. All settings see the same data in the same order. The first one, plain ZeRO-3, is trained again on the same
+data with initial weights that are 0.1 % larger: what differs between the two is noise.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ from megatron_zpp.families import ARCHITECTURES, load_architecture
 from megatron_zpp.metrics.log_reader import BETWEEN, RunLog, parse_log
 from megatron_zpp.optim.batch_size import BatchSchedule
 from megatron_zpp.optim.schedule import Schedule
-from megatron_zpp.planning.search.recipes import (
+from megatron_zpp.planning.search.candidates import (
     DIFFERENCES,
     ELEMENT_SCALES,
     LOCO,
@@ -52,24 +54,25 @@ from megatron_zpp.commands.pretrain import main
 main(load_architecture(sys.argv.pop(1)))
 """
 CONTROL = "ZeRO-3"
+FOUR_BITS = f"{QUANTIZED} {LOCO} {DIFFERENCES}"
+WARM_TWO_BITS = f"{TWO_BITS} {WARMUP}"
 SETTINGS = {  # from what sends most to what sends least; hpZ is added to all
     "8-bit weights, 8-bit gradients": f"{QUANTIZED} --zeropp-gradient-bits 8",
     "8-bit weights, 4-bit gradients": QUANTIZED,
     "8-bit weights, 4-bit gradients, LoCo": f"{QUANTIZED} {LOCO}",
-    "4-bit weight differences, 4-bit gradients, LoCo": f"{QUANTIZED} {LOCO} {DIFFERENCES}",
-    "the same in gradient blocks of 1024": f"{QUANTIZED} {LOCO} {DIFFERENCES} --zeropp-gradient-block-size 1024",
-    "4-bit weight differences, 3-bit gradients, LoCo": f"{QUANTIZED} {LOCO} {DIFFERENCES} --zeropp-gradient-bits 3",
-    "4-bit weight differences, 2-bit gradients, LoCo": f"{QUANTIZED} {LOCO} {DIFFERENCES} {TWO_BITS}",
-    "the same, with 4 bits during the warm-up": f"{QUANTIZED} {LOCO} {DIFFERENCES} {TWO_BITS} {WARMUP}",
-    "and with scales of elements": f"{QUANTIZED} {LOCO} {DIFFERENCES} {TWO_BITS} {WARMUP} {ELEMENT_SCALES}",
-    "2-bit weight differences as well": f"{QUANTIZED} {LOCO} {TWO_BIT_DIFFERENCES} {TWO_BITS} {WARMUP} "
-    f"{ELEMENT_SCALES}",
+    "4-bit weight differences, 4-bit gradients, LoCo": FOUR_BITS,
+    "the same in gradient blocks of 1024": f"{FOUR_BITS} --zeropp-gradient-block-size 1024",
+    "4-bit weight differences, 3-bit gradients, LoCo": f"{FOUR_BITS} --zeropp-gradient-bits 3",
+    "4-bit weight differences, 2-bit gradients, LoCo": f"{FOUR_BITS} {TWO_BITS}",
+    "the same, with 4 bits during the warm-up": f"{FOUR_BITS} {WARM_TWO_BITS}",
+    "and with scales of elements": f"{FOUR_BITS} {WARM_TWO_BITS} {ELEMENT_SCALES}",
+    "2-bit weight differences as well": f"{QUANTIZED} {LOCO} {TWO_BIT_DIFFERENCES} {WARM_TWO_BITS} {ELEMENT_SCALES}",
 }
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a setting did."""
+    """The loss and bytes of a setting."""
 
     name: str
     flags: str
@@ -84,32 +87,15 @@ def main() -> int:
         epilog="After --: the flags of the architecture's training program, without those of ZeRO++.",
         allow_abbrev=False,
     )
+    add, ranks, count = parser.add_argument, number(int, at_least=1, at_most=4096), number(int, at_least=1)
     names = ", ".join(architecture.name for architecture in ARCHITECTURES)
-    parser.add_argument("architecture", help=f"{names}, or yours as package.module:NAME")
-    parser.add_argument(
-        "--emulate-ranks",
-        type=number(int, at_least=1, at_most=4096),
-        default=8,
-        metavar="W",
-        help="GPUs of the cluster; default 8",
-    )
-    parser.add_argument(
-        "--emulate-nodes", type=number(int, at_least=1), default=2, metavar="N", help="its nodes; default 2"
-    )
-    parser.add_argument(
-        "--iterations",
-        type=number(int, at_least=1),
-        default=400,
-        metavar="K",
-        help="steps of each setting; default 400",
-    )
-    parser.add_argument(
-        "--link-gbps",
-        type=number(float, above=0),
-        metavar="R",
-        help="a node's link, for seconds instead of bytes alone",
-    )
-    parser.add_argument("--try", action="append", dest="tried", metavar="FLAGS", help="a setting, instead of ours")
+    add("architecture", help=f"{names}, or yours as package.module:NAME")
+    add("--emulate-ranks", type=ranks, default=8, metavar="W", help="GPUs of the cluster; default 8")
+    add("--emulate-nodes", type=count, default=2, metavar="N", help="nodes of the cluster; default 2")
+    add("--iterations", type=count, default=400, metavar="K", help="steps of each setting; default 400")
+    rate = number(float, above=0)
+    add("--link-gbps", type=rate, metavar="R", help="a node's link, for seconds instead of bytes alone")
+    add("--try", action="append", dest="tried", metavar="FLAGS", help="a setting, instead of ours")
     words = sys.argv[1:]
     separator = words.index("--") if "--" in words else len(words)
     args, flags = parser.parse_args(words[:separator]), words[separator + 1 :]
@@ -126,9 +112,9 @@ def run(args: argparse.Namespace, flags: list[str]) -> None:
 
 
 def measure(args: argparse.Namespace, flags: list[str]) -> tuple[list[Outcome], float | None]:
-    """Every setting's outcome, and the noise: what slightly larger initial weights do to the first one's loss.
+    """Train every setting. Return the outcomes, and what slightly larger initial weights do to the first one's loss.
 
-    None with --finetune, whose initial weights are the checkpoint's.
+    That noise is None with --finetune, whose initial weights are the checkpoint's.
     """
     ranks, nodes = args.emulate_ranks, args.emulate_nodes
     if args.iterations < 20:
@@ -175,16 +161,12 @@ def measure(args: argparse.Namespace, flags: list[str]) -> tuple[list[Outcome], 
 
 
 def check_plain(settings: ResolvedSettings) -> None:
-    """Raise ValueError unless the run that all settings are added to is plain, and starts anew."""
+    """Raise ValueError unless the run to which all settings are added is plain, and starts from scratch."""
     checkpoint, logging = settings.checkpoint, settings.logging
-    if (
-        checkpoint.save
-        or logging.tensorboard_dir
-        or logging.wandb_project
-        or (checkpoint.load and not checkpoint.finetune)
-    ):
+    continues = checkpoint.load and not checkpoint.finetune
+    if checkpoint.save or logging.tensorboard_dir or logging.wandb_project or continues:
         raise ValueError(
-            "every setting starts anew: leave --save, --tensorboard-dir and --wandb-project out; "
+            "every setting starts from scratch: leave --save, --tensorboard-dir and --wandb-project out; "
             "--load only with --finetune"
         )
     flat = settings.as_flat_dict()
@@ -201,7 +183,7 @@ def check_plain(settings: ResolvedSettings) -> None:
 
 
 def warmup_steps(settings: ResolvedSettings, iterations: int) -> int:
-    """The steps in which the learning rate warms up. Raises ValueError if that is more than a quarter of the run."""
+    """Return the steps of the learning rate's warm-up. Raises ValueError if they are over a quarter of the run."""
     batches = BatchSchedule.from_settings(settings.training, data_parallel_size(settings.distributed, world_size=1))
     schedule = Schedule.from_settings(settings.optimizer, settings.schedule, settings.training, batches)
     steps = batches.iterations_to_reach(math.ceil(schedule.warmup_samples))
@@ -214,7 +196,10 @@ def warmup_steps(settings: ResolvedSettings, iterations: int) -> int:
 
 
 def train(architecture: str, flags: list[str]) -> RunLog:
-    """architecture: of ``load_architecture``. Raises RuntimeError with what the run said when it fails."""
+    """Train in another process and read its log. Raises RuntimeError with what the run said if it fails.
+
+    architecture: as ``load_architecture`` takes it.
+    """
     command = [sys.executable, "-c", TRAINER, architecture, *flags]
     ran = subprocess.run(command, capture_output=True, text=True)
     if ran.returncode != 0:
@@ -224,13 +209,13 @@ def train(architecture: str, flags: list[str]) -> RunLog:
 
 
 def final_loss(log: RunLog) -> float:
-    """The training loss over the last quarter of a run: every setting's is over the same samples."""
+    """Average the training loss over the last quarter of a run; all settings see the same samples."""
     losses = [line["lm loss"] for line in log.lines if "lm loss" in line]
     return statistics.mean(losses[-max(1, len(losses) // 4) :])
 
 
 def table(outcomes: list[Outcome], noise: float | None, link_gbps: float | None) -> str:
-    """The settings, most bytes first."""
+    """Format the settings, most bytes first."""
     control = outcomes[0]
     header = f"{'setting':50}{'loss':>9}{'over ZeRO-3':>13}{'MB a node sends':>17}"
     lines = [header + (f"{'s per step':>12}" if link_gbps else "")]
@@ -253,12 +238,12 @@ def table(outcomes: list[Outcome], noise: float | None, link_gbps: float | None)
 
 
 def allowed_loss(outcomes: list[Outcome], noise: float | None) -> float:
-    """What a setting may lose, as a share of the first one's loss: the noise, at least 0.25 %."""
+    """Return what a setting may lose, as a share of the first one's loss: the noise, at least 0.25 %."""
     return max((noise or 0.0) / outcomes[0].loss, 0.0025)
 
 
 def suggest(outcomes: list[Outcome], noise: float | None) -> Outcome:
-    """The fewest bytes among the settings that lose no more than what is allowed."""
+    """Choose the fewest bytes among the settings that lose no more than what is allowed."""
     limit = outcomes[0].loss * (1 + allowed_loss(outcomes, noise))
     good = [outcome for outcome in outcomes if math.isfinite(outcome.loss) and outcome.loss <= limit]
     return min(good or outcomes[:1], key=lambda outcome: outcome.bytes_per_step)

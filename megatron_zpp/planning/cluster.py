@@ -1,10 +1,12 @@
 """The cluster that a run is planned for: from a word such as 64x8xH100@100, or from a file that measurements filled.
 
-Its nodes may be at several sites, whose link is slower than those between the nodes of one.
+Its nodes may be at several sites, whose link is slower than those between the nodes of one. GPUs and links that nobody
+has measured are described by data sheets and published measurements; ``metrics/throughput.py`` has the peaks.
 """
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 import json
 import math
@@ -16,27 +18,102 @@ from typing import Any
 
 from megatron_zpp.files import read_bounded
 from megatron_zpp.metrics.throughput import peak_tflops
-from megatron_zpp.planning.curves import Curve, check_curves, curve_name, kind_of, seconds_on
-from megatron_zpp.planning.hardware import (
-    DEFAULT_EFFICIENCY,
-    EFFICIENCIES,
-    GPUS,
-    LATENCY_BETWEEN,
-    LATENCY_WITHIN,
-    LINK_SHARE,
-    MEMORY_SHARE,
-)
-from megatron_zpp.planning.needs.exchanges import Exchange
+from megatron_zpp.planning.needs.rank_groups import RankGroup
+from megatron_zpp.planning.needs.traffic import Exchange
 
 WORD = re.compile(r"(?:(?P<sites>\d+)x)?(\d+)x(\d+)x([A-Za-z][\w-]*)@([\d.]+)(?(sites)@([\d.]+))")
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """One kind of GPU, by its maker's data sheet."""
+
+    memory_gb: float
+    memory_gbytes: float  # GB/s of its memory
+    link_gbytes: float  # GB/s to the other GPUs of its node in one direction: NVLink or the like, else PCIe
+    # Of the peak, that attention reaches. FlashAttention-2's authors say 50 to 73 % on an A100 (arXiv 2307.08691), and
+    # 35 % on an H100 (arXiv 2407.08608); of others the lower one is assumed.
+    attention_efficiency: float = 0.35
+    # Of the peak, that matrix products of a model reach, as ``benchmarks/planner.py published`` fits it to published
+    # measurements. V100's is of ten rows of one shared cluster. Others get the plain default.
+    efficiency: float = 0.5
+
+
+# By the name that users give; the plain name is the SXM one.
+GPUS = {
+    "T4": Gpu(16, 320, 16),
+    "V100": Gpu(32, 900, 150, efficiency=0.23),
+    "A10G": Gpu(24, 600, 32),
+    "L4": Gpu(24, 300, 32),
+    "L40S": Gpu(48, 864, 32),
+    "A100-40GB": Gpu(40, 1555, 300, 0.5, 0.65),
+    "A100": Gpu(80, 2039, 300, 0.5, 0.62),
+    "A800": Gpu(80, 2039, 200, 0.5),
+    "H100": Gpu(80, 3350, 450, efficiency=0.49),
+    "H100-PCIe": Gpu(80, 2000, 64),
+    "H800": Gpu(80, 3350, 200),
+    "H200": Gpu(141, 4800, 450),
+    "GH200": Gpu(96, 4000, 450),
+    "B200": Gpu(180, 8000, 900),
+    "MI300X": Gpu(192, 5300, 448),
+}
+
+# The share of a link's nominal rate that collectives reach with large messages. Voltage Park measured 323.5 GB/s of
+# 8 x 400 Gbit/s with NCCL's all-gather on 4 nodes of 8 H100 (0.81); DeepSpeed 660 of a DGX-2's 800 Gbit/s (0.83).
+LINK_SHARE = 0.8
+# Microseconds that each hop of a ring adds. NCCL's all-reduce of 1 MiB on 8 B200 takes 51, 14 hops
+# (stas00/ml-engineering, network/README.md); between nodes the same page's figures make 29 over EFA, and InfiniBand
+# takes a few. Of such measurements a ring's formula explains the order of magnitude, no more.
+LATENCY_WITHIN, LATENCY_BETWEEN = 3.6, 10.0
+# The share of the memory's bandwidth that kernels reach: norms, quantization, the optimizer. An assumption.
+MEMORY_SHARE = 0.7
+
+GATHER, REDUCTION, STRAIGHT = "all-gather", "reduction", "all-to-all"  # a reduction that takes two passes
+
+Curve = Mapping[str, float]  # seconds by bytes of a piece; keys are text, as in a file
+
+
+def curve_name(kind: str, group: RankGroup) -> str:
+    return f"{kind} {group.nodes}x{group.ranks_per_node}"
+
+
+def curve_seconds(curve: Curve, nbytes: int) -> float:
+    """Interpolate by a power law; below the least measured size its time stays, above the largest its rate."""
+    points = sorted((int(size), seconds) for size, seconds in curve.items())
+    sizes, seconds = zip(*points, strict=True)
+    if nbytes <= sizes[0]:
+        return seconds[0]
+    if nbytes >= sizes[-1]:
+        return seconds[-1] * nbytes / sizes[-1]
+    above = bisect.bisect_left(sizes, nbytes)
+    share = math.log(nbytes / sizes[above - 1]) / math.log(sizes[above] / sizes[above - 1])
+    return seconds[above - 1] ** (1 - share) * seconds[above] ** share
+
+
+def _check_curves(curves: Any) -> None:
+    """Raise ValueError where a cluster file has something else."""
+    try:
+        is_right = all(
+            curve and all(int(size) > 0 < seconds < math.inf for size, seconds in curve.items())
+            for curve in curves.values()
+        )
+    except (AttributeError, TypeError, ValueError):
+        is_right = False
+    if not is_right:
+        raise ValueError(
+            'collective_seconds is not as {"all-gather 2x8": {"4096": 0.0001}}: seconds by kind and ranks, and by bytes'
+        )
 
 
 def _field(help: str, default: Any = dataclasses.MISSING) -> Any:
     return dataclasses.field(default=default, metadata={"help": help})
 
 
+MAY_BE_ZERO = ("layer_gbytes", "site_gbits", "dollars_per_gpu_hour")
+
+
 @dataclass(frozen=True)
-class ClusterSpec:
+class Cluster:
     """Nodes, GPUs and links, at the rates that they reach. Its fields are the lines of a cluster file."""
 
     nodes: int = _field("number of nodes")
@@ -73,18 +150,14 @@ class ClusterSpec:
             value = getattr(self, field.name)
             if isinstance(value, str | bool | Mapping):
                 continue
-            may_be_zero = field.name.endswith("microseconds") or field.name in (
-                "layer_gbytes",
-                "site_gbits",
-                "dollars_per_gpu_hour",
-            )
+            may_be_zero = field.name.endswith("microseconds") or field.name in MAY_BE_ZERO
             if not 0 <= value < math.inf or (value == 0 and not may_be_zero):
                 raise ValueError(f"{field.name} is {value}: give a number {'from' if may_be_zero else 'above'} 0")
         if self.nodes % self.sites:
             raise ValueError(f"{self.nodes} nodes do not divide among {self.sites} sites: give each as many")
         if self.sites > 1 and self.site_gbits == 0:
             raise ValueError(f"site_gbits is 0: say what leaves each of the {self.sites} sites")
-        check_curves(self.collective_seconds)
+        _check_curves(self.collective_seconds)
         for name in ("efficiency", "attention_efficiency"):
             if getattr(self, name) > 1:
                 raise ValueError(f"{name} is {getattr(self, name)}: give a share of the peak, such as 0.5")
@@ -94,33 +167,34 @@ class ClusterSpec:
         return self.nodes * self.gpus_per_node
 
     @property
-    def bytes_per_second_of_layers(self) -> float:
-        """That what is between matrix products reads and writes."""
+    def layer_bytes_per_second(self) -> float:
+        """Bytes that operations between matrix products read and write."""
         return 1e9 * (self.layer_gbytes or self.kernel_gbytes)
 
     @property
     def flops_per_second(self) -> float:
-        """Of a GPU's matrix products."""
+        """The rate of a GPU's matrix products."""
         return self.peak_tflops * 1e12 * self.efficiency
 
-    def seconds_of(self, exchange: Exchange) -> float:
-        """How long a collective takes that has its links for itself, and the groups like it on the same nodes.
+    def exchange_seconds(self, exchange: Exchange) -> float:
+        """Return how long a collective takes if only it and the equal groups of its nodes use their links.
 
-        One of a kind and on ranks that were measured takes as long as then, or as long as the links between nodes take.
+        If its kind was measured on such ranks, it takes as long as then, or as long as the links between nodes take.
         """
         group = exchange.group
         if group.size == 1 or exchange.nbytes == 0:
             return 0.0
-        curve = self.collective_seconds.get(curve_name(kind_of(exchange), group))
-        measured = seconds_on(curve, exchange.nbytes) if curve is not None else 0.0
+        kind = STRAIGHT if exchange.is_straight else REDUCTION if exchange.passes == 2 else GATHER
+        curve = self.collective_seconds.get(curve_name(kind, group))
+        measured = curve_seconds(curve, exchange.nbytes) if curve is not None else 0.0
         entry = 1e-6 * self.entry_microseconds
         if curve is not None and group.nodes == 1:
             return entry + measured
         links = exchange.sent * 1e-9 / self.within_gbytes if group.ranks_per_node > 1 and curve is None else 0.0
         if group.nodes > 1:
             groups = self.gpus_per_node / group.ranks_per_node  # that share a node's links
-            of_node = groups * exchange.sent_between_nodes / group.nodes * 8e-9 / self.between_gbits
-            links = max(links, of_node, exchange.sent * self._seconds_per_byte_between_sites(exchange))
+            node_seconds = groups * exchange.sent_between_nodes / group.nodes * 8e-9 / self.between_gbits
+            links = max(links, node_seconds, exchange.sent * self._seconds_per_byte_between_sites(exchange))
         hops_between, hops_within = group.nodes - 1, group.size - group.nodes
         if exchange.is_straight:  # all at once
             hops_between, hops_within = min(hops_between, 1), min(hops_within, 1)
@@ -130,9 +204,9 @@ class ClusterSpec:
         return entry + max(measured, links + exchange.passes * latency * 1e-6)
 
     def _seconds_per_byte_between_sites(self, exchange: Exchange) -> float:
-        """Of the bytes that a rank sends, as far as links between sites set the time. Groups are of ranks of all sites.
+        """Return the time on the links between sites for each byte that a rank sends, in a group of all sites.
 
-        A ring leaves each site once. Of what goes straight to all others, most leaves.
+        A ring leaves each site once. Of what is sent straight to all others, most leaves.
         """
         if self.sites == 1:
             return 0.0
@@ -144,9 +218,11 @@ class ClusterSpec:
         return leaving * 8e-9 / self.site_gbits
 
 
-def parse_cluster(word: str) -> ClusterSpec:
-    """``NODESxGPUSxKIND@GBITS``, or ``SITESxNODESxGPUSxKIND@GBITS@GBITS``, with the nodes of a site and what leaves one
-    last, or the path of a cluster file. Raises ValueError or OSError."""
+def parse_cluster(word: str) -> Cluster:
+    """Read ``NODESxGPUSxKIND@GBITS``, ``SITESxNODESxGPUSxKIND@GBITS@GBITS`` or the path of a cluster file.
+
+    With sites, NODES are those of one site, and the last number is what leaves a site. Raises ValueError or OSError.
+    """
     match = WORD.fullmatch(word)
     if match is None:
         if Path(word).exists():
@@ -163,22 +239,21 @@ def parse_cluster(word: str) -> ClusterSpec:
     return dataclasses.replace(cluster, sites=int(sites), site_gbits=LINK_SHARE * float(site_gbits))
 
 
-def default_cluster(nodes: int, gpus_per_node: int, kind: str, gbits: float) -> ClusterSpec:
-    """By data sheets. Raises ValueError for a GPU that is not known."""
-    names = {name.lower(): name for name in GPUS}
-    name = names.get(kind.lower())
+def default_cluster(nodes: int, gpus_per_node: int, kind: str, gbits: float) -> Cluster:
+    """Describe a cluster by data sheets. Raises ValueError for a GPU that is not known."""
+    name = next((name for name in GPUS if name.lower() == kind.lower()), None)
     peak = peak_tflops(kind) if name is not None else None
     if name is None or peak is None:
         raise ValueError(
             f"the GPU {kind} is not known: give one of {', '.join(GPUS)}, or a cluster file by tools/measure_cluster.py"
         )
     gpu = GPUS[name]
-    return ClusterSpec(
+    return Cluster(
         nodes,
         gpus_per_node,
         name,
         peak_tflops=peak,
-        efficiency=EFFICIENCIES.get(name, DEFAULT_EFFICIENCY),
+        efficiency=gpu.efficiency,
         attention_efficiency=gpu.attention_efficiency,
         memory_gb=gpu.memory_gb,
         kernel_gbytes=MEMORY_SHARE * gpu.memory_gbytes,
@@ -187,9 +262,9 @@ def default_cluster(nodes: int, gpus_per_node: int, kind: str, gbits: float) -> 
     )
 
 
-def write_cluster(path: Path, cluster: ClusterSpec, said: str = "") -> None:
-    """A line for each field, as YAML has them, with what it means. said: comments for the top, without signs."""
-    lines = [f"# {line}" for line in said.splitlines()]
+def write_cluster(path: Path, cluster: Cluster, comments: str = "") -> None:
+    """Write a YAML file with a line and an explanation for each field, below ``comments``."""
+    lines = [f"# {line}" for line in comments.splitlines()]
     for field in dataclasses.fields(cluster):
         value = getattr(cluster, field.name)
         # JSON is YAML too; of text it would be in quotes.
@@ -198,8 +273,8 @@ def write_cluster(path: Path, cluster: ClusterSpec, said: str = "") -> None:
     path.write_text("\n".join(lines) + "\n")
 
 
-def read_cluster(path: Path) -> ClusterSpec:
-    """What ``write_cluster`` wrote, or somebody by hand. Raises ValueError that names the line."""
+def read_cluster(path: Path) -> Cluster:
+    """Read what ``write_cluster`` wrote, or somebody by hand. Raises ValueError that names the line."""
     types: dict[Any, Callable[[str], Any]] = {
         "int": int,
         "float": float,
@@ -207,7 +282,7 @@ def read_cluster(path: Path) -> ClusterSpec:
         "bool": {"true": True, "false": False}.__getitem__,
         "Mapping[str, Curve]": json.loads,
     }
-    fields = {field.name: field for field in dataclasses.fields(ClusterSpec)}
+    fields = {field.name: field for field in dataclasses.fields(Cluster)}
     values: dict[str, Any] = {}
     for number, line in enumerate(read_bounded(path).splitlines(), 1):
         text = line.partition("#")[0].strip()
@@ -220,14 +295,11 @@ def read_cluster(path: Path) -> ClusterSpec:
             values[name] = types[fields[name].type](value)  # annotations are strings here
         except (ValueError, KeyError):
             raise ValueError(f"{path}, line {number}: {name} is {value!r}, give a {fields[name].type}") from None
-    missing = [
-        name
-        for name, field in fields.items()
-        if name not in values and field.default is dataclasses.MISSING is field.default_factory
-    ]
+    required = (name for name, f in fields.items() if f.default is dataclasses.MISSING is f.default_factory)
+    missing = [name for name in required if name not in values]
     if missing:
         raise ValueError(f"{path} lacks {', '.join(missing)}: add a line for each, or let tools/measure_cluster.py")
     try:
-        return ClusterSpec(**values)
+        return Cluster(**values)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None

@@ -9,19 +9,27 @@ from megatron_zpp.families import Architecture
 from megatron_zpp.models.transformer import Transformer
 from megatron_zpp.optim.optimizer import OPTIMIZERS
 from megatron_zpp.parallel.schedule_costs import idle_micro_batches
-from megatron_zpp.planning.cluster import ClusterSpec
-from megatron_zpp.planning.layer_collectives import LayerCollectives, transfer_of
-from megatron_zpp.planning.needs.estimate import Estimate, RankEstimate, bytes_between_stages
-from megatron_zpp.planning.needs.exchanges import Exchange, UnitExchanges, travelling_dtypes, zero_stage_of
+from megatron_zpp.planning.cluster import Cluster
+from megatron_zpp.planning.needs.estimate import Estimate, RankEstimate
 from megatron_zpp.planning.needs.planned_units import pipeline_placement
 from megatron_zpp.planning.needs.rank_groups import RankGrid, RankGroup
-from megatron_zpp.planning.needs.rank_memory import recomputed_blocks
-from megatron_zpp.planning.step import StepShape, Transfer, UnitTimes
+from megatron_zpp.planning.needs.traffic import (
+    Exchange,
+    UnitExchanges,
+    effective_zero_stage,
+    expert_all_to_all,
+    expert_rows,
+    hidden_state_bytes,
+    recomputed_blocks,
+    resent_share,
+    wire_dtypes,
+)
+from megatron_zpp.planning.step import BETWEEN, WITHIN, StepShape, Transfer, UnitTimes
 from megatron_zpp.settings.resolved import ResolvedSettings
 
 FP32 = 4  # bytes
-# That a pass reads and writes: in 16 bit from or to the matrix product, in fp32 for the softmax and what comes of it.
-BYTES_OF_A_LOGIT = 16
+# Read and written by a pass: in 16 bit from or to the matrix product, in fp32 for the softmax and what follows.
+LOGIT_BYTES = 16
 
 
 @dataclass(frozen=True)
@@ -33,39 +41,41 @@ class Arithmetic:
 
 
 def step_shapes(
-    architecture: Architecture, settings: ResolvedSettings, found: Estimate, cluster: ClusterSpec
+    architecture: Architecture, settings: ResolvedSettings, needs: Estimate, cluster: Cluster
 ) -> list[StepShape]:
-    """The step of the run that ``found`` is about: for a rank of each pipeline stage."""
-    model = found.planned.whole
+    """Describe the step of the run that ``needs`` counts, for a rank of each pipeline stage."""
+    model = needs.planned.whole
     forward, backward = arithmetic(architecture, settings, cluster, model)
-    hidden = _hidden_states(settings, found.grid, cluster, model)
+    # From a pipeline rank to the next one.
+    two_ranks = RankGroup(2, 1) if needs.grid.pipeline.nodes > 1 else RankGroup(1, 2)
+    hidden = make_transfer(Exchange(two_ranks, hidden_state_bytes(settings, model), is_straight=True), cluster)
     placement, schedule = pipeline_placement(settings.distributed, model), settings.distributed.pipeline_schedule
     shapes = []
-    for number, rank in enumerate(found.ranks):
+    for number, rank in enumerate(needs.ranks):
         *ends, root = (_unit_times(settings, unit, cluster) for unit in rank.exchanges if unit.unit.layer is None)
         layers, n = [], rank.num_layers
-        dense, with_experts = (
-            LayerCollectives(architecture, settings, found.grid, cluster, model, n, has_experts)
-            for has_experts in (False, True)
-        )
+        collectives = {
+            has_experts: layer_collectives(architecture, settings, needs.grid, cluster, model, n, has_experts)
+            for has_experts in {unit.unit.has_experts for unit in rank.exchanges}
+        }
         for layer in range(n):  # a unit, and its experts where they are one of their own
             exchanges = [unit for unit in rank.exchanges if unit.unit.layer == layer]
             units = [_unit_times(settings, unit, cluster) for unit in exchanges]
             share = 1 / len(units)
             units = [replace(unit, forward=share * forward.layer, backward=share * backward.layer) for unit in units]
-            waits = with_experts if exchanges[-1].unit.has_experts else dense
-            units[0] = replace(units[0], in_forward=waits.in_forward, in_backward=waits.in_backward)
+            in_forward, in_backward = collectives[exchanges[-1].unit.has_experts]
+            units[0] = replace(units[0], in_forward=in_forward, in_backward=in_backward)
             layers += units
         if placement is not None:
             layers[0] = replace(layers[0], in_forward=(hidden, *layers[0].in_forward))
             layers[-1] = replace(layers[-1], in_backward=(hidden, *layers[-1].in_backward))
         has_head = placement is None or placement.ranks[-1] == number
-        before = (len(ends) + 1) // 2  # the root is gathered first; of the ends half stand before the layers
+        before = (len(ends) + 1) // 2  # the root is gathered first; half of the ends come before the layers
         shapes.append(
             StepShape(
                 units=(root, *ends[:before], *layers, *ends[before:]),
-                micro_batches=found.micro_batches,
-                zero_stage=zero_stage_of(settings),
+                micro_batches=needs.micro_batches,
+                zero_stage=effective_zero_stage(settings),
                 head_forward=forward.head if has_head else 0.0,
                 head_backward=backward.head if has_head else 0.0,
                 optimizer=_optimizer_seconds(settings, rank, cluster),
@@ -76,16 +86,10 @@ def step_shapes(
     return shapes
 
 
-def _hidden_states(settings: ResolvedSettings, grid: RankGrid, cluster: ClusterSpec, model: Transformer) -> Transfer:
-    """From a pipeline rank to the next one."""
-    two_ranks = RankGroup(2, 1) if grid.pipeline.nodes > 1 else RankGroup(1, 2)
-    return transfer_of(Exchange(two_ranks, bytes_between_stages(settings, model), is_straight=True), cluster)
-
-
 def arithmetic(
-    architecture: Architecture, settings: ResolvedSettings, cluster: ClusterSpec, model: Transformer
+    architecture: Architecture, settings: ResolvedSettings, cluster: Cluster, model: Transformer
 ) -> tuple[Arithmetic, Arithmetic]:
-    """Of the forward and the backward pass on one rank, the latter with what it computes again.
+    """Return the forward and the backward pass on one rank, the latter with what it computes again.
 
     Matrix products and attention take their operations, and what is between them its bytes. The backward pass has twice
     the products, and 2.5 times the operations of attention, which computes scores again (FlashAttention).
@@ -99,31 +103,31 @@ def arithmetic(
     attended = (architecture.flops_per_token(config, training.seq_length) / 3 - head - products) / num_layers
     products = tokens * products / num_layers / tensor_parallel / cluster.flops_per_second
     attended = tokens * attended / tensor_parallel / (cluster.peak_tflops * 1e12 * cluster.attention_efficiency)
-    weights, _ = travelling_dtypes(settings)
+    weights, _ = wire_dtypes(settings)
     kept = recomputed = 0.0
     if architecture.activations is not None:
         block = architecture.activations(config, weights.itemsize)
         block = block.of_tensor_parallel_rank(tensor_parallel, distributed.sequence_parallel)
-        kept = tokens * block.everything / cluster.bytes_per_second_of_layers
+        kept = tokens * block.everything / cluster.layer_bytes_per_second
         if activation.recompute_granularity == "selective":
-            recomputed = tokens * max(0, block.everything - block.linear_layers) / cluster.bytes_per_second_of_layers
-    logits = tokens * BYTES_OF_A_LOGIT * config.vocab_size / tensor_parallel / cluster.bytes_per_second_of_layers
+            recomputed = tokens * max(0, block.everything - block.linear_layers) / cluster.layer_bytes_per_second
+    logits = tokens * LOGIT_BYTES * config.vocab_size / tensor_parallel / cluster.layer_bytes_per_second
     head_products = tokens * head / tensor_parallel / cluster.flops_per_second
     host = 1e-6 * cluster.layer_microseconds
     # What is kept was written once and read once. The backward pass reads it, and writes and reads its gradient.
     forward = Arithmetic(_with_host(products + attended + 2 * kept, host / 3, cluster), head_products + logits)
-    of_stage = num_layers // (placement.num_stages if placement is not None else 1)
-    again = recomputed_blocks(activation, of_stage) / of_stage * forward.layer + 2 * recomputed
+    layers_per_stage = num_layers // (placement.num_stages if placement is not None else 1)
+    again = recomputed_blocks(activation, layers_per_stage) / layers_per_stage * forward.layer + 2 * recomputed
     backward_layer = _with_host(2 * products + 2.5 * attended + 3 * kept + again, 2 * host / 3, cluster)
     return forward, Arithmetic(backward_layer, 2 * head_products + logits)
 
 
-def _with_host(seconds: float, host: float, cluster: ClusterSpec) -> float:
-    """With what the program itself takes. A GPU computes while its host issues what is next."""
+def _with_host(seconds: float, host: float, cluster: Cluster) -> float:
+    """Add what the program itself takes. A GPU computes while its host issues what is next."""
     return max(seconds, host) if cluster.overlaps else seconds + host
 
 
-def _optimizer_seconds(settings: ResolvedSettings, rank: RankEstimate, cluster: ClusterSpec) -> float:
+def _optimizer_seconds(settings: ResolvedSettings, rank: RankEstimate, cluster: Cluster) -> float:
     """The norm reads gradients; clipping and the step read and write them, parameters and the optimizer's state."""
     state_tensors = OPTIMIZERS[settings.optimizer.optimizer].state_tensors
     moved = sum(
@@ -135,18 +139,18 @@ def _optimizer_seconds(settings: ResolvedSettings, rank: RankEstimate, cluster: 
     return _with_host(FP32 * moved / (1e9 * cluster.kernel_gbytes), host, cluster)
 
 
-def _unit_times(settings: ResolvedSettings, exchanges: UnitExchanges, cluster: ClusterSpec) -> UnitTimes:
+def _unit_times(settings: ResolvedSettings, exchanges: UnitExchanges, cluster: Cluster) -> UnitTimes:
     config, unit = settings.zeropp, exchanges.unit
-    weights, gradients = (dtype.itemsize for dtype in travelling_dtypes(settings))
+    weights, gradients = (dtype.itemsize for dtype in wire_dtypes(settings))
     numel, nodes, per_node = unit.numel, unit.group.nodes, unit.group.ranks_per_node
-    transfer = partial(transfer_of, cluster=cluster)
+    transfer = partial(make_transfer, cluster=cluster)
     between = exchanges.weights_between
     if between is not None:
         encoded = weights * numel + between.nbytes
         weights_between = transfer(between, encoded=encoded, decoded=nodes * encoded)
         in_low_bits = config.weight_intra_bits is not None or config.hpz_secondary_dtype == "int8"
         # Each wire of the node's ranks is read, and every element of the unit written.
-        decoded = per_node * exchanges.gather.nbytes + weights * unit.gathered if in_low_bits else 0
+        decoded = per_node * exchanges.gather.nbytes + weights * unit.gathered_numel if in_low_bits else 0
         gather = transfer(exchanges.gather, decoded=decoded)
     else:
         weights_between, nbytes = None, exchanges.gather.nbytes
@@ -158,7 +162,7 @@ def _unit_times(settings: ResolvedSettings, exchanges: UnitExchanges, cluster: C
         reduce = transfer(exchanges.reduce)
     elif exchanges.reduce is not None:
         # Each rank sends a piece of N shards to each of its node's, adds up as many that it gets, and keeps their sum.
-        encoded = gradients * unit.gathered + per_node * exchanges.reduce.nbytes
+        encoded = gradients * unit.gathered_numel + per_node * exchanges.reduce.nbytes
         decoded = per_node * exchanges.reduce.nbytes + 2 * FP32 * nodes * numel
         reduce = transfer(exchanges.reduce, encoded=encoded, decoded=decoded)
     if exchanges.gradients_between is not None:
@@ -170,9 +174,80 @@ def _unit_times(settings: ResolvedSettings, exchanges: UnitExchanges, cluster: C
         )
     return UnitTimes(
         gather=gather,
-        stays_gathered=unit.layer is None or zero_stage_of(settings) < 3,
+        stays_gathered=unit.layer is None or effective_zero_stage(settings) < 3,
         reduce=reduce,
         weights_between=weights_between,
         gradients_between=gradients_between,
         all_reduce=transfer(exchanges.all_reduce) if exchanges.all_reduce is not None else None,
     )
+
+
+def make_transfer(exchange: Exchange, cluster: Cluster, encoded: int = 0, decoded: int = 0) -> Transfer:
+    """Return a collective's times. encoded, decoded: bytes that the kernels read and write."""
+    link = BETWEEN if exchange.group.nodes > 1 else WITHIN
+    rate = 1e9 * cluster.kernel_gbytes
+    return Transfer(link, cluster.exchange_seconds(exchange), encoded / rate, decoded / rate)
+
+
+Transfers = tuple[Transfer, ...]
+
+
+def layer_collectives(
+    architecture: Architecture,
+    settings: ResolvedSettings,
+    grid: RankGrid,
+    cluster: Cluster,
+    model: Transformer,
+    num_layers: int,
+    has_experts: bool,
+) -> tuple[Transfers, Transfers]:
+    """Return what the arithmetic of one of a rank's layers waits for, in the forward and in the backward pass.
+
+    These are the collectives of tensor, context and expert parallelism. The backward pass has those of what is computed
+    again, a mean over the layers.
+    """
+    training, distributed, config = settings.training, settings.distributed, model.config
+    weights, _ = wire_dtypes(settings)
+    tensor, context = grid.tensor_parallel, grid.context_parallel
+    tokens = training.micro_batch_size * training.seq_length // context.size
+    # Bytes of the rows that a rank has experts run for its samples, as they are computed.
+    row_bytes = (
+        round(weights.itemsize * config.hidden_size * (expert_rows(settings) / tensor.size)) if has_experts else 0
+    )
+    parts: list[Transfer] = []
+    if tensor.size > 1:
+        # Hidden states are summed up after attention and after the MLP. Sequence parallelism makes of each all-reduce a
+        # gather before and a reduce-scatter after, with as many bytes.
+        piece = weights.itemsize * tokens * config.hidden_size // tensor.size
+        all_reduce = make_transfer(Exchange(tensor, piece, passes=2), cluster)
+        parts.append(all_reduce)
+        if has_experts:
+            # Every rank has all tokens and runs those of its experts. The results are gathered, and so are gradients.
+            parts.append(make_transfer(Exchange(tensor, row_bytes, is_straight=True), cluster))
+            if distributed.sequence_parallel:
+                parts.append(make_transfer(Exchange(tensor, piece), cluster))
+        if not has_experts or settings.model.moe_shared_expert_intermediate_size:
+            parts.append(all_reduce)
+    if context.size > 1 and architecture.activations is not None:
+        # Keys and values are gathered, and their gradients summed up and scattered.
+        width = architecture.activations(config, weights.itemsize).keys_and_values
+        parts.append(make_transfer(Exchange(context, tokens * width // tensor.size), cluster))
+    to_experts: list[Transfer] = []
+    exchange = expert_all_to_all(settings, grid, model) if has_experts else None
+    if exchange is not None:  # there and back
+        quantized = 0
+        if distributed.moe_token_bits is not None:
+            quantized = row_bytes + exchange.group.size * exchange.nbytes
+        to_experts = 2 * [make_transfer(exchange, cluster, encoded=quantized, decoded=quantized)]
+    activation = settings.activation
+    again = _scale(parts, recomputed_blocks(activation, num_layers) / num_layers)
+    sent_again = _scale(to_experts, resent_share(activation, num_layers))
+    return (*parts, *to_experts), (*parts, *again, *to_experts, *sent_again)
+
+
+def _scale(transfers: list[Transfer], share: float) -> list[Transfer]:
+    return [
+        replace(each, seconds=share * each.seconds, encode=share * each.encode, decode=share * each.decode)
+        for each in transfers
+        if share > 0
+    ]

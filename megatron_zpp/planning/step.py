@@ -7,20 +7,57 @@ after the other. Comments name what is followed: FSDP2's hooks (torch/distribute
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
-
-from megatron_zpp.planning.timeline import Span, Timeline
 
 WITHIN, BETWEEN = "within nodes", "between nodes"  # the links
 COMPUTE, GATHER, REDUCE = "compute", "gather", "reduce"  # the streams of a device
 SIMULATED = 4  # micro-batches; from the third on each takes as long as the one before
 
 
+@dataclass(frozen=True, eq=False)
+class Span:
+    """One piece of work on a stream."""
+
+    stream: str
+    start: float  # seconds
+    end: float
+    waited_for: Span | None  # what ended last of all that it had to wait for
+
+
+class Timeline:
+    """Streams that run their work in order; work starts when all that it waits for has ended."""
+
+    def __init__(self) -> None:
+        self._last: dict[str, Span] = {}
+        self.exposed: defaultdict[str, float] = defaultdict(float)  # seconds waited for each stream
+
+    def run(self, stream: str, seconds: float, after: Iterable[Span | None] = (), watched: bool = False) -> Span:
+        """Add work that takes ``seconds`` and waits for ``after``.
+
+        watched: count what this stream waits for in ``exposed``, by the streams that it waits for.
+        """
+        before = self._last.get(stream)
+        waits = [span for span in (before, *after) if span is not None]
+        waited_for = max(waits, key=lambda span: span.end, default=None)
+        start = waited_for.end if waited_for is not None else 0.0
+        if watched:
+            self._blame(waited_for, before.end if before is not None else 0.0)
+        self._last[stream] = span = Span(stream, start, start + seconds, waited_for)
+        return span
+
+    def _blame(self, span: Span | None, since: float) -> None:
+        """Divide the time from ``since`` to the end of ``span`` among the streams of the work that led to it."""
+        while span is not None and span.end > since:
+            self.exposed[span.stream] += span.end - max(since, span.start)
+            span = span.waited_for
+
+
 @dataclass(frozen=True)
 class Transfer:
-    """A collective, and the kernels before and behind it, in seconds."""
+    """A collective, and the kernels before and after it, in seconds."""
 
     link: str
     seconds: float
@@ -52,11 +89,11 @@ class StepShape:
     units: tuple[UnitTimes, ...]  # in the order of the forward pass
     micro_batches: int
     zero_stage: int
-    head_forward: float  # the output layer and the loss, behind the last unit
+    head_forward: float  # the output layer and the loss, after the last unit
     head_backward: float
     optimizer: float
     overlaps: bool = True  # False: as with gloo, a collective is waited for at once, but for ZeRO++'s between nodes
-    idle_micro_batches: float = 0.0  # of a pipeline: for as long as so many take, a stage has nothing to do
+    idle_micro_batches: float = 0.0  # of a pipeline: a stage idles for as long as this many take
 
 
 @dataclass
@@ -77,7 +114,7 @@ class StepTime:
 
 
 def simulate(shape: StepShape) -> StepTime:
-    """The step's time. Of many micro-batches a few are simulated, and the steady state is continued."""
+    """Simulate a few micro-batches of a step, and continue their steady state."""
     if shape.micro_batches <= SIMULATED:
         found = _Step(shape, shape.micro_batches).run()
     else:
@@ -98,7 +135,7 @@ class _Step:
     stolen: float = 0.0  # kernels on other streams take their time from the device's arithmetic
     reducing: Span | None = None
     all_reducing: list[Span] = field(default_factory=list)
-    on_their_way: dict[int, Span] = field(default_factory=dict)  # weights between nodes, by unit
+    arriving: dict[int, Span] = field(default_factory=dict)  # weights between nodes, by unit
     gradients: list[tuple[Span, float]] = field(default_factory=list)  # between nodes, with seconds to decode
 
     def run(self) -> StepTime:
@@ -122,7 +159,7 @@ class _Step:
                 if unit.weights_between is not None:
                     encoded = self.kernel(GATHER, unit.weights_between.encode, [])
                     sent = self.timeline.run(BETWEEN, unit.weights_between.seconds, [encoded])
-                    self.on_their_way[number] = sent
+                    self.arriving[number] = sent
         copied: list[Span] = []
         for number, unit in enumerate(units):
             gathered = None
@@ -146,16 +183,16 @@ class _Step:
                 self.reduce(unit, is_last)
 
     def gather_again(self, number: int | None, after: Span) -> Span | None:
-        """The unit, for its backward pass; None if it is there."""
+        """Gather the unit for its backward pass; None if it stayed gathered."""
         if number is None or self.shape.units[number].stays_gathered:
             return None
         return self.gather(number, [after])
 
     def gather(self, number: int, after: Sequence[Span]) -> Span:
         unit = self.shape.units[number]
-        if number in self.on_their_way:
+        if number in self.arriving:
             assert unit.weights_between is not None
-            arrived = self.on_their_way.pop(number)
+            arrived = self.arriving.pop(number)
             after = [self.kernel(GATHER, unit.weights_between.decode, [*after, arrived])]
         return self.transfer(GATHER, unit.gather, after)
 
@@ -172,7 +209,7 @@ class _Step:
         self.reducing = ended
 
     def work(self, seconds: float, transfers: Sequence[Transfer]) -> None:
-        """Arithmetic, and the collectives that it waits for."""
+        """Run arithmetic, and the collectives that it waits for."""
         self.compute(seconds)
         for transfer in transfers:
             self.compute(0.0, [self.transfer(COMPUTE, transfer, [])])
@@ -185,7 +222,7 @@ class _Step:
         return self.timeline.run(COMPUTE, seconds, after, watched=True)
 
     def kernel(self, stream: str, seconds: float, after: Sequence[Span | None]) -> Span:
-        """Encoding or decoding."""
+        """Run encoding or decoding."""
         if not self.shape.overlaps or stream == COMPUTE:
             self.time.compression += seconds
             return self.timeline.run(COMPUTE, seconds, after, watched=True)
@@ -193,7 +230,7 @@ class _Step:
         return self.timeline.run(stream, seconds, after)
 
     def transfer(self, stream: str, transfer: Transfer, after: Sequence[Span | None]) -> Span:
-        """A collective whose stream waits for it; without overlap the device does."""
+        """Run a collective whose stream waits for it; without overlap the device does."""
         if not self.shape.overlaps or stream == COMPUTE:
             sent = self.timeline.run(transfer.link, transfer.seconds, [self.kernel(COMPUTE, transfer.encode, after)])
             return self.kernel(COMPUTE, transfer.decode, [sent])

@@ -258,7 +258,7 @@ class DistributedSettings:
     )
     num_distributed_optimizer_instances: int = flag(
         1,
-        "HSDP: number of groups of ranks, normally the nodes, that each shard the whole model and add up gradients once "
+        "HSDP: groups of ranks, normally the nodes, that each shard the whole model and add up gradients once "
         "per optimizer step; torchtitan's data_parallel_replicate_degree",
         at_least=1,
     )

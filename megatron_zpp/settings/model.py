@@ -44,6 +44,86 @@ class ModelSettings:
     yarn_beta_fast: float = flag(
         32.0, "YaRN's beta_fast: channels that rotate more often within the original context stay unscaled", above=0
     )
+    yarn_beta_slow: float = flag(
+        1.0, "YaRN's beta_slow: channels that rotate no more often than this are stretched", above=0
+    )
+    window_size: str | None = flag(
+        None, "a token attends to LEFT tokens before it, and to RIGHT = 0 after it; default all", metavar="LEFT,RIGHT"
+    )
+    make_vocab_size_divisible_by: int = flag(128, "pad the vocabulary up to a multiple of this", at_least=1)
+    normalization: str | None = flag(
+        None,
+        "norms before the sublayers; default: the architecture's",
+        choices=("LayerNorm", "RMSNorm", "layernorm", "rmsnorm"),
+    )
+    norm_epsilon: float = flag(1e-5, "epsilon of LayerNorm and RMSNorm", at_least=1e-37)
+    apply_layernorm_1p: bool = flag(False, "norms multiply by 1 + weight")
+    qk_layernorm: bool = flag(False, "norms of each head's queries and keys")
+    swiglu: bool = flag(False, "SwiGLU in the MLP, not GELU; always with pretrain_llama.py")
+    no_bias_gelu_fusion: bool = flag(
+        False,
+        "GELU by the error function, as Megatron computes it without its fused kernel; default its tanh approximation",
+    )
+    disable_bias_linear: bool = flag(False, "linear layers without bias; always with pretrain_llama.py")
+    add_qkv_bias: bool = flag(False, "with --disable-bias-linear: queries, keys and values have biases all the same")
+    num_experts: int | None = flag(
+        None, "experts in place of the MLP, of which each token has a few; default: an MLP", at_least=2, at_most=2**10
+    )
+    moe_layer_freq: int = flag(1, "put experts in every k-th block", needs="num_experts", at_least=1)
+    moe_first_layer: int = flag(1, "the first block with experts, counted from 1", needs="num_experts", at_least=1)
+    moe_experts_per_layer: str | None = flag(
+        None, "such as 32,32,64: experts of each block that has some; default: all alike", needs="num_experts"
+    )
+    moe_residual: bool = flag(
+        False,
+        "weigh the MLP, or the expert that has all tokens, against a token's experts (Megatron-DeepSpeed's residual)",
+        needs="num_experts",
+    )
+    moe_ffn_hidden_size: int | None = flag(
+        None, "width of an expert; default --ffn-hidden-size", needs="num_experts", at_least=1, at_most=2**26
+    )
+    moe_shared_expert_intermediate_size: int | None = flag(
+        None, "width of an expert that has all tokens; default: there is none", needs="num_experts", at_least=1
+    )
+    moe_router_topk: int = flag(2, "experts that a token goes to", needs="num_experts", at_least=1)
+    moe_router_score_function: str = flag(
+        "softmax", "what makes scores of the router's logits", choices=("softmax", "sigmoid"), needs="num_experts"
+    )
+    moe_router_enable_expert_bias: bool = flag(
+        False, "with sigmoid: balance experts by biases of their scores, which follow their load", needs="num_experts"
+    )
+    moe_router_bias_update_rate: float = flag(
+        1e-3, "what such a bias moves in a step", needs="moe_router_enable_expert_bias", above=0
+    )
+    moe_router_pre_softmax: bool = flag(
+        False, "softmax over all experts, so that the weights of a token's do not add up to 1", needs="num_experts"
+    )
+    moe_router_topk_scaling_factor: float = flag(
+        1.0, "multiply the weights of a token's experts", needs="num_experts", above=0
+    )
+    moe_router_load_balancing_type: str = flag(
+        "aux_loss", "what spreads tokens over experts", choices=("aux_loss", "none"), needs="num_experts"
+    )
+    moe_aux_loss_coeff: float = flag(0.0, "coefficient of the balancing loss, as 0.01", needs="num_experts", at_least=0)
+    moe_z_loss_coeff: float = flag(0.0, "coefficient of the router's z-loss, as 0.001", needs="num_experts", at_least=0)
+    moe_expert_capacity_factor: float | None = flag(
+        None,
+        "drop tokens beyond this multiple of an expert's even share; default: drop none",
+        needs="num_experts",
+        above=0,
+        at_most=2**10,
+    )
+    moe_eval_capacity_factor: float | None = flag(
+        None,
+        "the same in evaluations; default: as in training",
+        needs="moe_expert_capacity_factor",
+        above=0,
+        at_most=2**10,
+    )
+    moe_min_capacity: int = flag(
+        1, "tokens that an expert takes in any case", needs="moe_expert_capacity_factor", at_least=1, at_most=2**31
+    )
+    init_method_std: float = flag(0.02, "standard deviation of the initial weights", above=0)
     attention_dropout: float | None = flag(
         None, "dropout of attention weights; default: the architecture's", at_least=0, below=1
     )

@@ -1,4 +1,4 @@
-"""What tools/estimate.py says a run needs is what real ranks then have and send."""
+"""What tools/estimate.py counts is what real ranks then have and send."""
 
 import contextlib
 import gc
@@ -25,7 +25,8 @@ from megatron_zpp.commands import estimate
 from megatron_zpp.families.gpt import GPT
 from megatron_zpp.models.activation_checkpoint import apply_activation_checkpointing
 from megatron_zpp.models.init import init_weights
-from megatron_zpp.planning.search.candidates import TRAVELS
+from megatron_zpp.planning.needs.estimate import RankEstimate
+from megatron_zpp.planning.search.candidates import WIRE_PRESETS
 from megatron_zpp.training.pretrain import train
 from megatron_zpp.zeropp.reduce.gradient_sum import NodeSum
 from tests.ranks import run_ranks
@@ -61,6 +62,11 @@ RECIPES = {
     "experts divided, ZeRO-3": f"{EXPERTS} --zeropp-ranks-per-node 2",
     "LoCo on one node": "--zero-quantized-gradients --zeropp-loco --zeropp-loco-hops both --zeropp-ranks-per-node 4",
 }
+# What the planner tries.
+RECIPES |= {
+    f"planner: {way.name}": f"--zeropp-ranks-per-node 2 {way.flags.format(P=2, N=2, warmup=1)}" for way in WIRE_PRESETS
+}
+KINDS = ("parameters", "state", "secondary", "summed", "LoCo", "scales")
 _ADD = NodeSum.add
 CLUSTERS = {  # the others: 2 nodes of 2 ranks
     "LoCo on one node": ["--nodes", "1", "--ranks-per-node", "4"],
@@ -68,15 +74,25 @@ CLUSTERS = {  # the others: 2 nodes of 2 ranks
 }
 
 
-def planned(argv: list[str], *more: str) -> estimate.Estimate:
+def timed(argv: list[str], *more: str) -> estimate.RunTime:
     cluster = ["--nodes", "2", "--ranks-per-node", "2", "--vocabulary", "257", *more]
     return estimate.run(estimate.parse_arguments([*cluster, "pretrain_gpt.py", *argv]))[1]
 
 
-def counted_of(plan: estimate.Estimate) -> list[int]:
-    """Bytes between and within nodes, without those of tokens, of which the log tells apart."""
+def planned(argv: list[str], *more: str) -> estimate.Estimate:
+    return timed(argv, *more).needs
+
+
+def sent_bytes(plan: estimate.Estimate) -> list[int]:
+    """Bytes between and within nodes, without those of tokens, which the log counts apart."""
     sent = (plan.sent_between_nodes, plan.sent_within_nodes)
-    return [sum(nbytes for what, nbytes in of_link.items() if what != "tokens") for of_link in sent]
+    return [sum(nbytes for what, nbytes in per_link.items() if what != "tokens") for per_link in sent]
+
+
+def kept_bytes(rank: RankEstimate) -> dict[str, int]:
+    """The bytes that a rank keeps, by the kinds of ``_measured``."""
+    states = [*rank.states.items(), *rank.host.items()]
+    return {kind: sum(size for name, size in states if kind in name and not name.startswith("all")) for kind in KINDS}
 
 
 def _measured(runs: dict[str, list[str]]) -> dict[str, tuple[int, list[float], dict[str, int], list[float]]]:
@@ -141,31 +157,13 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
 def test_memory_and_bytes_are_those_of_real_ranks(tmp_path):
     data = write_text(tmp_path)
     runs = {name: flags(data, SHAPE, recipe, length="--train-iters 3") for name, recipe in RECIPES.items()}
-    ranks = run_ranks(4, _measured, runs, timeout=300)
-    for name, argv in runs.items():
-        plan = planned(argv, *CLUSTERS.get(name, []))
-        parameters, sent, *_ = ranks[0][name]
-        assert plan.parameters == parameters
-        counted = counted_of(plan)
-        assert counted == pytest.approx(sent, rel=1e-6), name
-        kept = ranks[0][name][2]
-        expected = dict.fromkeys(kept, 0)
-        for state, size in [*plan.ranks[0].states.items(), *plan.ranks[0].host.items()]:
-            for kind in kept:
-                expected[kind] += size * (kind in state and not state.startswith("all"))
-        assert expected == kept, name
-
-
-@pytest.mark.long
-def test_bytes_of_all_that_the_planner_tries_are_those_of_real_ranks(tmp_path):
-    data = write_text(tmp_path)
-    ways = {way.name: f"--zeropp-ranks-per-node 2 {way.flags.format(P=2, N=2, warmup=1)}" for way in TRAVELS}
-    runs = {name: flags(data, SHAPE, way, length="--train-iters 3") for name, way in ways.items()}
     ranks = run_ranks(4, _measured, runs, timeout=600)
     for name, argv in runs.items():
-        plan = planned(argv)
-        counted = counted_of(plan)
-        assert counted == pytest.approx(ranks[0][name][1], rel=1e-6), name
+        plan = planned(argv, *CLUSTERS.get(name, []))
+        parameters, sent, kept, _ = ranks[0][name]
+        assert plan.parameters == parameters
+        assert sent_bytes(plan) == pytest.approx(sent, rel=1e-6), name
+        assert kept_bytes(plan.ranks[0]) == kept, name
 
 
 DEEP = "--num-layers 4 --untie-embeddings-and-output-weights --max-position-embeddings 32"
@@ -206,17 +204,11 @@ def test_model_parallelism_divides_what_is_kept_and_sent(tmp_path):
     ranks = run_ranks(4, _measured_on_nodes_of_two, runs, timeout=600)
     for name, argv in runs.items():
         plan = planned(argv)
-        counted = counted_of(plan)
-        assert counted == pytest.approx(ranks[0][name][1], rel=1e-6), name
-        tokens = [of_link.get("tokens", 0) for of_link in (plan.sent_between_nodes, plan.sent_within_nodes)]
+        assert sent_bytes(plan) == pytest.approx(ranks[0][name][1], rel=1e-6), name
+        tokens = [per_link.get("tokens", 0) for per_link in (plan.sent_between_nodes, plan.sent_within_nodes)]
         assert tokens == pytest.approx(ranks[0][name][3], rel=0.1), name
-        for number, of_stage in enumerate(plan.ranks):
-            kept = ranks[number * 4 // len(plan.ranks)][name][2]
-            expected = dict.fromkeys(kept, 0)
-            for state, size in of_stage.states.items():
-                for kind in kept:
-                    expected[kind] += size * (kind in state and not state.startswith("all"))
-            assert expected == kept, (name, number)
+        for number, rank in enumerate(plan.ranks):
+            assert kept_bytes(rank) == ranks[number * 4 // len(plan.ranks)][name][2], (name, number)
 
 
 LAYERS = (
@@ -296,7 +288,7 @@ def test_activations_that_recomputing_leaves_are_those_of_a_forward_pass(words):
 
     def planned_and_kept(words: str) -> tuple[int, int]:
         argv = shlex.split(f"--vocabulary 257 --ranks-per-node 1 pretrain_gpt.py {shape} {words}")
-        settings, plan = estimate.run(estimate.parse_arguments(argv))
+        settings, time = estimate.run(estimate.parse_arguments(argv))
         model = GPT.build_model(settings.model, 257).to_empty(device="cpu").bfloat16()
         init_weights(model, 1)
         recompute = settings.activation
@@ -307,7 +299,7 @@ def test_activations_that_recomputing_leaves_are_those_of_a_forward_pass(words):
         with Results() as results:
             losses = model(tokens, tokens)
         assert losses.requires_grad  # and so holds on to what its backward pass needs
-        return plan.largest.working["activations"], results.nbytes()
+        return time.needs.largest.working["activations"], results.nbytes()
 
     planned, kept = planned_and_kept(words)
     least = f"{words.partition('--recompute')[0]} {RECOMPUTED}"
@@ -318,15 +310,19 @@ def test_activations_that_recomputing_leaves_are_those_of_a_forward_pass(words):
 BASE = "--preset gpt-350m --micro-batch-size 4 --bf16 --lr 1e-3 --mock-data --vocab-size 50257"
 
 
-def of_base(words: str, *more: str) -> estimate.Estimate:
-    return planned(shlex.split(f"{BASE} {words}"), "--vocabulary", "50257", *more)
+def base_time(words: str, *more: str) -> estimate.RunTime:
+    return timed(shlex.split(f"{BASE} {words}"), "--vocabulary", "50257", *more)
+
+
+def base_estimate(words: str, *more: str) -> estimate.Estimate:
+    return base_time(words, *more).needs
 
 
 def test_bytes_between_islands_are_those_of_a_run(tmp_path):
     """Of one interval; pieces that do not divide evenly are taken for full ones."""
     wires = ("", "--island-bits 4 --island-block-size 32 --island-fragments 2")
     interval = 2
-    # The last step is one more: behind it, all that was trained since is sent as well.
+    # The last step is one more: after it, all that was trained since is sent as well.
     common = flags(write_text(tmp_path), f"--islands 2 --island-sync-interval {interval} --train-iters {interval + 1}")
     runs = {wire: [*common, *wire.split()] for wire in wires}
     emulate = ["--emulate-ranks", "4", "--emulate-nodes", "2"]
@@ -340,21 +336,22 @@ def test_bytes_between_islands_are_those_of_a_run(tmp_path):
 def test_what_islands_agreed_on_is_where_the_run_keeps_it():
     islands = "--global-batch-size 64 --train-iters 10 --islands 2"
     name = "what islands agreed on, and the outer momentum, fp32"
-    kept, offloaded = of_base(islands).largest, of_base(f"{islands} --island-offload").largest
+    kept, offloaded = base_estimate(islands).largest, base_estimate(f"{islands} --island-offload").largest
     of_rank = 2 * sum(4 * part.numel for unit in kept.exchanges for part in unit.unit.shards)
     assert kept.states[name] == offloaded.host[name] == of_rank
     assert name not in offloaded.states and kept.memory - offloaded.memory == of_rank
-    assert name in of_base(f"{islands} --cpu-offload").largest.host  # beside the parameters
+    assert name in base_estimate(f"{islands} --cpu-offload").largest.host  # beside the parameters
 
 
 def test_steps_tokens_and_time():
-    plan = of_base("--global-batch-size 64 --train-iters 1000")
+    time = base_time("--global-batch-size 64 --train-iters 1000")
+    plan = time.needs
     assert (plan.steps, plan.micro_batches, plan.tokens) == (1000, 4, 1000 * 64 * 2048)
     rate = 4 * 312e12 * 0.4
-    assert plan.compute_seconds == pytest.approx(64 * 2048 * plan.flops_per_token / rate)
-    assert plan.network_seconds == pytest.approx(sum(plan.sent_between_nodes.values()) / 2 * 8 / 100e9)
-    assert of_base("--global-batch-size 64 --train-samples 64000") == plan
-    ramp = of_base("--global-batch-size 64 --rampup-batch-size 32 16 96 --train-iters 10")
+    assert time.compute_seconds == pytest.approx(64 * 2048 * plan.flops_per_token / rate)
+    assert time.network_seconds == pytest.approx(sum(plan.sent_between_nodes.values()) / 2 * 8 / 100e9)
+    assert base_estimate("--global-batch-size 64 --train-samples 64000") == plan
+    ramp = base_estimate("--global-batch-size 64 --rampup-batch-size 32 16 96 --train-iters 10")
     assert ramp.tokens == (2 * 32 + 1 * 48 + 7 * 64) * 2048
 
 
@@ -364,7 +361,7 @@ def test_it_prints_what_it_counts(capsys, monkeypatch):
     monkeypatch.setattr("sys.argv", ["estimate.py", *words.split()])
     assert estimate.main() == 0
     out = capsys.readouterr().out
-    assert "0.778 billion parameters, on 2 x 8 H100" in out and "989 TFLOP/s" in out
+    assert "llama on 2 x 8 H100" in out and " parameters\n" in out and "989 TFLOP/s" in out
     assert out.splitlines()[-1].endswith("minutes")
 
 
@@ -379,15 +376,15 @@ def test_it_prints_what_it_counts(capsys, monkeypatch):
 )
 def test_what_it_refuses(words, message):
     with pytest.raises(ValueError, match=re.escape(message)):
-        of_base(f"--train-iters 1 {words}")
+        base_estimate(f"--train-iters 1 {words}")
 
 
 def test_it_refuses_nodes_that_cut_replicas():
     with pytest.raises(ValueError, match=r"makes replicas of 3 ranks, and nodes have 2: .* of the nodes, 3"):
-        of_base(f"--train-iters 1 {REPLICAS} 2", "--nodes", "3")
+        base_estimate(f"--train-iters 1 {REPLICAS} 2", "--nodes", "3")
 
 
 def test_an_unknown_gpu_needs_its_peak():
     with pytest.raises(ValueError, match="--peak-tflops"):
-        of_base("--train-iters 1", "--gpu", "Z80")
-    assert of_base("--train-iters 1 --peak-tflops 0.001", "--gpu", "Z80").cluster.peak_tflops == 0.001
+        base_estimate("--train-iters 1", "--gpu", "Z80")
+    assert base_time("--train-iters 1 --peak-tflops 0.001", "--gpu", "Z80").peak_tflops == 0.001

@@ -30,7 +30,7 @@ from megatron_zpp.metrics.dashboard import DASHBOARD
 from megatron_zpp.metrics.tensorboard_reader import RunHistory, find_runs, read_run
 from megatron_zpp.metrics.writers import MetricWriters
 from megatron_zpp.planning.cluster import parse_cluster
-from megatron_zpp.planning.search.beside import predict_run
+from megatron_zpp.planning.predict import predict_logged
 from megatron_zpp.planning.search.plan import make_plan
 from megatron_zpp.settings.groups import LoggingSettings
 from megatron_zpp.training.pretrain import train
@@ -180,9 +180,9 @@ def test_megabytes_are_means_over_steps_not_points():
     points = {1: 10e6, 5: 20e6, 8: 30e6}  # 1, 4 and 3 steps
     losses = dict.fromkeys(points, 2.0)
     run = RunHistory("run", {}, {"lm loss": losses, BETWEEN: points, WITHIN: {4: 1e6, 5: 6e6}})
-    of_run = summary(run)
-    assert of_run["MB between nodes per step (mean)"] == f"{(10 + 4 * 20 + 3 * 30) / 8:.3f}"
-    assert of_run["MB within nodes per step (mean)"] == f"{(4 * 1 + 6) / 5:.3f}"
+    figures = summary(run)
+    assert figures["MB between nodes per step (mean)"] == f"{(10 + 4 * 20 + 3 * 30) / 8:.3f}"
+    assert figures["MB within nodes per step (mean)"] == f"{(4 * 1 + 6) / 5:.3f}"
     del run.metrics[BETWEEN]
     assert summary(run)["MB between nodes per step (mean)"] == ""
 
@@ -250,9 +250,9 @@ TRAINED = "--train-iters 10 --lr 1e-3 --mock-data --vocab-size 1000 --global-bat
 def test_predictions_stand_beside_what_was_measured(tmp_path, capsys):
     """The prediction is the one that tools/plan.py ranks; what was measured is computed here by hand."""
     pytest.importorskip("matplotlib")
-    of_run = {"seq_length": 2048, "architecture": "gpt", "padded_vocab_size": 1024, "world_size": 4}
-    of_run["command"] = f"pretrain_gpt.py {SHAPE} {TRAINED} --zero-quantized-weights --zeropp-ranks-per-node 2"
-    writers = MetricWriters(LoggingSettings(tensorboard_dir=str(tmp_path / "run")), of_run, is_writer=True)
+    settings = {"seq_length": 2048, "architecture": "gpt", "padded_vocab_size": 1024, "world_size": 4}
+    settings["command"] = f"pretrain_gpt.py {SHAPE} {TRAINED} --zero-quantized-weights --zeropp-ranks-per-node 2"
+    writers = MetricWriters(LoggingSettings(tensorboard_dir=str(tmp_path / "run")), settings, is_writer=True)
     for step, seconds in enumerate((9.0, 0.4, 0.6, 0.5), start=1):
         waited = {f"comm/seconds-waited-{link}-nodes": seconds / n for link, n in (("between", 2), ("within", 10))}
         writers.write(
@@ -265,16 +265,16 @@ def test_predictions_stand_beside_what_was_measured(tmp_path, capsys):
     predicted, measured = zip(*(map(float, cell.split(", ")) for cell in cells.values()), strict=True)
     assert measured == (500, 250, 50, 200)
     only_data = ["--tensor-model-parallel-size", "1"]
-    plan = make_plan(GPT, [*of_run["command"].split()[1:], *only_data], 1024, parse_cluster("2x2xH100@100"))
+    plan = make_plan(GPT, [*settings["command"].split()[1:], *only_data], 1024, parse_cluster("2x2xH100@100"))
     (time,) = {outcome.prediction.time.seconds: outcome.prediction.time for outcome in plan.outcomes}.values()
     rest = time.compute + time.compression + time.optimizer
-    of_plan = (time.seconds, time.exposed_between, time.exposed_within, rest)
-    assert predicted == pytest.approx([1000 * seconds for seconds in of_plan], abs=0.06) and predicted[0] > 10
+    expected = (time.seconds, time.exposed_between, time.exposed_within, rest)
+    assert predicted == pytest.approx([1000 * seconds for seconds in expected], abs=0.06) and predicted[0] > 10
     for cluster, message in ("2x4xH100@100", "had 4"), ("nothing", "neither a file nor of the form"):
         assert main([str(tmp_path / "run"), "--output", str(page), "--cluster", cluster]) == 1
         assert message in capsys.readouterr().err
     with pytest.raises(ValueError, match="does not say its architecture, command, padded_vocab_size, world_size"):
-        predict_run(RunHistory("old", {"seq_length": "32"}), parse_cluster("2x2xH100@100"))
+        predict_logged(RunHistory("old", {"seq_length": "32"}), parse_cluster("2x2xH100@100"))
 
 
 @pytest.mark.skipif(importlib.util.find_spec("wandb_workspaces") is not None, reason="wandb_workspaces is installed")

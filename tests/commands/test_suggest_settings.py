@@ -150,7 +150,10 @@ def test_the_fewest_bytes_within_the_noise_are_suggested():
         (["--", *RUN.split(), "--mock-data", "--lr-warmup-iters", "200"], "warms up over 200 of --iterations 400"),
         (["--", *RUN.split(), "--mock-data", "--lr-warmup-tokens", "38400"], "warms up over 300 of --iterations 400"),
         *(
-            (["--", *RUN.split(), "--mock-data", *more.split()], "error: every setting starts anew: leave --save,")
+            (
+                ["--", *RUN.split(), "--mock-data", *more.split()],
+                "every setting starts from scratch: leave --save,",
+            )
             for more in (
                 "--save checkpoints --save-interval 10",
                 "--load checkpoints",

@@ -66,7 +66,7 @@ def trainer_of(words: list[str]) -> tuple[list[str], str, list[str]]:
     return words[:place], words[place][len("pretrain_") : -len(".py")], words[place + 1 :]
 
 
-def plan(words: list[str], nodes: int, ranks_per_node: int, gpu: str, vocabulary: int) -> estimate.Estimate:
+def plan(words: list[str], nodes: int, ranks_per_node: int, gpu: str, vocabulary: int) -> estimate.RunTime:
     _, architecture, flags = trainer_of(words)
     where = f"--nodes {nodes} --ranks-per-node {ranks_per_node} --gpu {gpu} --vocabulary {vocabulary}"
     program = f"pretrain_{architecture}.py"
@@ -98,7 +98,7 @@ def test_full_scale_is_accepted_and_needs_what_the_comment_says(script):
         parse_settings(find_architecture(architecture), flags, nodes * ranks_per_node, note=unexpected_note)
         found = plan(in_slurm, nodes, ranks_per_node, gpu, vocabulary)
         assert found.brief() == needs, variant
-        assert found.memory < 0.95e9 * GB_OF_GPU[gpu]
+        assert found.needs.memory < 0.95e9 * GB_OF_GPU[gpu]
         if "save-interval" in script.read_text():
             assert "--exit-signal-handler" in flags and "#SBATCH --requeue" in script.read_text()
     by_torchrun = command(script, variant, SCALE="full")

@@ -8,10 +8,9 @@ from typing import Any
 
 import pytest
 
-from megatron_zpp.planning.cluster import parse_cluster, write_cluster
-from megatron_zpp.planning.hardware import GPUS, LINK_SHARE
-from megatron_zpp.planning.needs.exchanges import Exchange
+from megatron_zpp.planning.cluster import GPUS, LINK_SHARE, parse_cluster, write_cluster
 from megatron_zpp.planning.needs.rank_groups import RankGroup
+from megatron_zpp.planning.needs.traffic import Exchange
 
 
 def test_a_word_is_nodes_gpus_kind_and_gigabits():
@@ -33,6 +32,10 @@ def test_every_gpu_of_the_table_has_a_peak(gpu):
         ("8x8xZ80@100", "the GPU Z80 is not known: give one of T4, V100"),
         ("0x8xH100@100", "nodes is 0"),
         ("8x8xH100@0", "between_gbits is 0"),
+        ("2x2x8xH100@400", "as 2x32x8xH100@400@10, with the sites first"),
+        ("2x8xH100@400@10", "as 2x32x8xH100@400@10, with the sites first"),
+        ("2x2x8xH100@400@0", "site_gbits is 0: say what leaves each of the 2 sites"),
+        ("0x2x8xH100@400@10", "nodes is 0"),
     ],
 )
 def test_what_is_no_cluster(word, said):
@@ -86,19 +89,19 @@ def test_seconds_of_collectives():
     )
     # A ring over all 32 ranks: one of a node's 8 ranks sends 31 pieces of 1 MB over its 10 GB/s.
     flat = Exchange(RankGroup(4, 8), 10**6)
-    assert cluster.seconds_of(flat) == pytest.approx(31e6 / 10e9 + 3e-5 + 28e-6)
+    assert cluster.exchange_seconds(flat) == pytest.approx(31e6 / 10e9 + 3e-5 + 28e-6)
     # Groups of equal local ranks share the node's link: eight times 3 pieces.
     between = Exchange(RankGroup(4, 1), 10**6)
-    assert cluster.seconds_of(between) == pytest.approx(8 * 3e6 / 10e9 + 3e-5)
+    assert cluster.exchange_seconds(between) == pytest.approx(8 * 3e6 / 10e9 + 3e-5)
     # What is sent straight waits for one hop.
     straight = dataclasses.replace(between, is_straight=True)
-    assert cluster.seconds_of(straight) == pytest.approx(8 * 3e6 / 10e9 + 1e-5)
+    assert cluster.exchange_seconds(straight) == pytest.approx(8 * 3e6 / 10e9 + 1e-5)
     # Each of a node's 8 ranks sends a piece to the 24 ranks of the others, 192 in all through the node's link.
     everywhere = dataclasses.replace(flat, is_straight=True)
-    assert cluster.seconds_of(everywhere) == pytest.approx(192e6 / 10e9 + 1e-5 + 1e-6)
+    assert cluster.exchange_seconds(everywhere) == pytest.approx(192e6 / 10e9 + 1e-5 + 1e-6)
     within = Exchange(RankGroup(1, 8), 10**6, passes=2)
-    assert cluster.seconds_of(within) == pytest.approx(2 * (7e6 / 100e9 + 7e-6))
-    assert cluster.seconds_of(Exchange(RankGroup(1, 1), 10**6)) == 0
+    assert cluster.exchange_seconds(within) == pytest.approx(2 * (7e6 / 100e9 + 7e-6))
+    assert cluster.exchange_seconds(Exchange(RankGroup(1, 1), 10**6)) == 0
 
 
 def test_collectives_that_were_measured_take_as_long_as_then():
@@ -113,7 +116,7 @@ def test_collectives_that_were_measured_take_as_long_as_then():
     )
 
     def milliseconds(group: RankGroup, nbytes: int, **more: Any) -> float:
-        return 1e3 * cluster.seconds_of(Exchange(group, nbytes, **more)) - 0.5
+        return 1e3 * cluster.exchange_seconds(Exchange(group, nbytes, **more)) - 0.5
 
     flat, within = RankGroup(2, 2), RankGroup(1, 2)
     assert milliseconds(flat, 1) == pytest.approx(2)
@@ -121,7 +124,7 @@ def test_collectives_that_were_measured_take_as_long_as_then():
     # 3 pieces of 10 MB take 30 ms over 1 GB/s between nodes, and as the largest measured piece does 800 ms.
     assert milliseconds(flat, 10_000_000) == pytest.approx(800)
     slow = dataclasses.replace(cluster, between_gbits=0.08)  # 10 MB/s: slower than when it was measured
-    assert slow.seconds_of(Exchange(flat, 10_000_000)) == pytest.approx(3 + 0.5e-3, rel=1e-4)
+    assert slow.exchange_seconds(Exchange(flat, 10_000_000)) == pytest.approx(3 + 0.5e-3, rel=1e-4)
     assert milliseconds(within, 1000, is_straight=True) == pytest.approx(2)
     assert milliseconds(within, 5, passes=2) == pytest.approx(9)
     # Nobody measured these: by the rates.

@@ -8,9 +8,10 @@ import pytest
 
 from megatron_zpp.arguments.parse import parse_settings
 from megatron_zpp.families import GPT
-from megatron_zpp.planning.cluster import ClusterSpec, parse_cluster
-from megatron_zpp.planning.costs import arithmetic, step_shapes
+from megatron_zpp.planning.cluster import Cluster, parse_cluster
+from megatron_zpp.planning.costs import Arithmetic, arithmetic, step_shapes
 from megatron_zpp.planning.predict import estimate_on
+from megatron_zpp.planning.step import StepShape
 
 H, S, B, V, LAYERS = 64, 128, 2, 512, 3
 FLAGS = (
@@ -19,22 +20,31 @@ FLAGS = (
 )
 
 
-def of(more: str, cluster: ClusterSpec):
+def build(more: str, cluster: Cluster):
     settings = parse_settings(GPT, f"{FLAGS} {more}".split(), cluster.world_size, note=lambda _: None)
-    model = GPT.build_model(settings.model, V)
-    return settings, model
+    return settings, GPT.build_model(settings.model, V)
 
 
-def cluster(**more: float) -> ClusterSpec:
-    """Of 1 TFLOP/s; memory so fast that its time is nothing, unless told."""
+def find_shape(more: str, spec: Cluster) -> StepShape:
+    settings, _ = build(more, spec)
+    (shape,) = step_shapes(GPT, settings, estimate_on(GPT, settings, V, spec), spec)
+    return shape
+
+
+def find_passes(more: str, spec: Cluster) -> tuple[Arithmetic, Arithmetic]:
+    settings, model = build(more, spec)
+    return arithmetic(GPT, settings, spec, model)
+
+
+def cluster(**more: float) -> Cluster:
+    """Of 1 TFLOP/s; memory so fast that its time is nothing by default."""
     rates = dict(peak_tflops=1.0, efficiency=0.5, attention_efficiency=0.25, kernel_gbytes=1e12) | more
     return dataclasses.replace(parse_cluster("2x2xA100@10"), **rates)
 
 
 def test_products_and_attention():
     spec = cluster()
-    settings, model = of("", spec)
-    forward, backward = arithmetic(GPT, settings, spec, model)
+    forward, backward = find_passes("", spec)
     tokens = B * S
     products = 2 * tokens * (4 * H * H + 8 * H * H) / 0.5e12  # attention's four matrices, the MLP's two
     attended = 2 * 2 * tokens * H * S / 2 / 0.25e12  # scores and values, each half masked
@@ -46,28 +56,23 @@ def test_products_and_attention():
 
 def test_what_the_program_itself_takes():
     spec = cluster()
-    settings, model = of("", spec)
-    plain, plain_shape = (
-        arithmetic(GPT, settings, spec, model),
-        step_shapes(GPT, settings, estimate_on(GPT, settings, V, spec), spec)[0],
-    )
+    plain, plain_shape = find_passes("", spec), find_shape("", spec)
     host = dict(layer_microseconds=9e6, step_microseconds=5e6)
     # A CPU computes when the program is done with a layer; a GPU meanwhile, and that is nothing beside 9 seconds.
     for overlaps, computes in ((False, 1), (True, 0)):
         slow = cluster(**host, overlaps=overlaps)
-        passes = arithmetic(GPT, settings, slow, model)
+        passes = find_passes("", slow)
         assert [each.layer for each in passes] == pytest.approx(
             [seconds + computes * each.layer for seconds, each in zip((3, 6), plain, strict=True)]
         )
         assert [each.head for each in passes] == [each.head for each in plain]
-        (shape,) = step_shapes(GPT, settings, estimate_on(GPT, settings, V, slow), slow)
-        assert shape.optimizer == pytest.approx(5 * LAYERS + computes * plain_shape.optimizer)
+        assert find_shape("", slow).optimizer == pytest.approx(5 * LAYERS + computes * plain_shape.optimizer)
 
 
 def test_what_is_computed_again():
     spec = cluster(kernel_gbytes=1.0)
     nothing, selective, everything = (
-        arithmetic(GPT, *of(more, spec)[:1], spec, of(more, spec)[1])
+        find_passes(more, spec)
         for more in (
             "",
             "--recompute-activations",
@@ -82,14 +87,12 @@ def test_what_is_computed_again():
 def test_all_arithmetic_of_the_model_is_in_the_step():
     spec = cluster(kernel_gbytes=1.0)
     for more in ("", "--untie-embeddings-and-output-weights", "--num-experts 4 --expert-model-parallel-size 2"):
-        settings, model = of(more, spec)
-        (shape,) = step_shapes(GPT, settings, estimate_on(GPT, settings, V, spec), spec)
-        forward, backward = arithmetic(GPT, settings, spec, model)
+        shape, (forward, backward) = find_shape(more, spec), find_passes(more, spec)
         assert sum(unit.forward for unit in shape.units) == pytest.approx(LAYERS * forward.layer)
         assert sum(unit.backward for unit in shape.units) == pytest.approx(LAYERS * backward.layer)
         # The root is gathered first; its ends stand around the layers, and stay gathered as it does.
         stays = [unit.stays_gathered for unit in shape.units]
-        ends = len(model.end_units())
+        ends = len(build(more, spec)[1].end_units())
         inner = stays[1 + (ends + 1) // 2 : len(stays) - ends // 2]
         assert stays[0] and not any(inner) and stays.count(True) == 1 + ends
 
@@ -103,10 +106,9 @@ def test_all_arithmetic_of_the_model_is_in_the_step():
         ("--moe-layer-freq 3", 2, 0),
     ],
 )
-def test_a_layer_waits_for_tokens_that_travel_to_experts(more, transfers, again):
+def test_a_layer_waits_for_tokens_that_are_sent_to_experts(more, transfers, again):
     spec = cluster(within_gbytes=1e-6, between_gbits=8e-6, kernel_gbytes=1e12)  # 1000 bytes a second
-    settings, _ = of(f"--num-experts 4 --expert-model-parallel-size 4 {more}", spec)
-    (shape,) = step_shapes(GPT, settings, estimate_on(GPT, settings, V, spec), spec)
+    shape = find_shape(f"--num-experts 4 --expert-model-parallel-size 4 {more}", spec)
     # Of the rows [S * B tokens, each to 2 experts] a quarter goes to each of 4 ranks, half of all to the other node.
     leaving = 2 * (S * B * 2 * H * 2) / 2  # bytes out of a node, of its two ranks in 16 bit
     waits = [unit for unit in shape.units if unit.in_forward]
@@ -118,10 +120,9 @@ def test_a_layer_waits_for_tokens_that_travel_to_experts(more, transfers, again)
         assert in_backward == pytest.approx((2 + again) * leaving / 1000, rel=1e-4)
 
 
-def test_few_bits_of_tokens_are_quantized_before_each_way_and_behind_it():
+def test_few_bits_of_tokens_are_quantized_before_each_way_and_after_it():
     spec = cluster(kernel_gbytes=1e-6)
-    settings, _ = of("--num-experts 4 --expert-model-parallel-size 4 --moe-token-bits 8", spec)
-    (shape,) = step_shapes(GPT, settings, estimate_on(GPT, settings, V, spec), spec)
+    shape = find_shape("--num-experts 4 --expert-model-parallel-size 4 --moe-token-bits 8", spec)
     (there, back) = next(unit.in_forward for unit in shape.units if unit.in_forward)
     assert there == back and there.encode == there.decode
     assert there.encode * 1000 == pytest.approx(S * B * 2 * (2 * H + H + 4), rel=0.1)  # int8, and a scale in fp32
@@ -129,8 +130,7 @@ def test_few_bits_of_tokens_are_quantized_before_each_way_and_behind_it():
 
 def test_tensor_parallel_ranks_gather_what_experts_make():
     spec = cluster(within_gbytes=1e-9, within_microseconds=0)  # a byte a second
-    settings, _ = of("--num-experts 4 --tensor-model-parallel-size 2", spec)
-    (shape,) = step_shapes(GPT, settings, estimate_on(GPT, settings, V, spec), spec)
+    shape = find_shape("--num-experts 4 --tensor-model-parallel-size 2", spec)
     (summed, made) = next(unit.in_forward for unit in shape.units if unit.in_forward)
     assert summed.seconds == pytest.approx(2 * S * B * H)  # attention's all-reduce of 2 passes over half the bytes
     assert made.seconds == pytest.approx(S * B * 2 * H)  # half of 2 rows a token, in 16 bit
@@ -138,13 +138,8 @@ def test_tensor_parallel_ranks_gather_what_experts_make():
 
 def test_quantizing_touches_its_bytes_and_nothing_else_does():
     spec = cluster(kernel_gbytes=1.0)
-    (plain,), (quantized,) = (
-        step_shapes(GPT, settings, estimate_on(GPT, settings, V, spec), spec)
-        for settings, model in (
-            of("--zeropp-ranks-per-node 2", spec),
-            of("--zero-quantized-weights --zero-quantized-gradients --zero-hpz-partition-size 2", spec),
-        )
-    )
+    low_bits = "--zero-quantized-weights --zero-quantized-gradients --zero-hpz-partition-size 2"
+    plain, quantized = (find_shape(more, spec) for more in ("--zeropp-ranks-per-node 2", low_bits))
     unit = plain.units[1]
     assert (unit.gather.encode, unit.gather.decode, unit.reduce.encode) == (0, 0, 0) and unit.gradients_between is None
     unit = quantized.units[1]

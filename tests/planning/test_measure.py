@@ -8,16 +8,15 @@ import sys
 import pytest
 import torch
 
-from megatron_zpp.planning.cluster import ClusterSpec, parse_cluster
-from megatron_zpp.planning.measure import measure_cluster
-from megatron_zpp.planning.stopwatch import Sizes
+from megatron_zpp.planning.cluster import Cluster, parse_cluster
+from megatron_zpp.planning.measure import Sizes, measure_cluster
 from tests.conftest import ROOT
 from tests.ranks import run_ranks
 
 SIZES = Sizes(hidden_size=64, tokens=32, most_bytes=2**16, seconds=0.01)
 
 
-def _measure(ranks_per_node: int) -> tuple[ClusterSpec, list[str]]:
+def _measure(ranks_per_node: int) -> tuple[Cluster, list[str]]:
     lines: list[str] = []
     return measure_cluster(torch.device("cpu"), ranks_per_node, SIZES, lines.append), lines
 

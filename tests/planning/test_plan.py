@@ -14,8 +14,7 @@ from megatron_zpp.families import GPT, LLAMA
 from megatron_zpp.planning.cluster import parse_cluster
 from megatron_zpp.planning.predict import estimate_on, predict
 from megatron_zpp.planning.search.plan import Outcome, Plan, complete, make_plan
-from megatron_zpp.planning.search.plot import plot
-from megatron_zpp.planning.search.table import reasons, suggested, table
+from megatron_zpp.planning.search.report import plot, reasons, suggested, table
 from megatron_zpp.settings.checks import SettingsError
 
 MODEL = "--preset llama-8b --num-layers 8 --seq-length 2048"  # of eight layers, for speed
@@ -26,9 +25,9 @@ def planned(word: str, flags: str = "--global-batch-size 64", **more: float) -> 
     return make_plan(LLAMA, f"{MODEL} {flags}".split(), VOCABULARY, parse_cluster(word), **more)
 
 
-def travels_of(plan: Plan) -> list[str]:
-    """Where ranks have data alone, fastest first."""
-    return [o.candidate.travel.name for o in plan.outcomes if o.candidate.layout.name == "data"]
+def data_alone(plan: Plan) -> list[Outcome]:
+    """The outcomes whose ranks divide data alone, fastest first."""
+    return [outcome for outcome in plan.outcomes if outcome.candidate.layout.name == "data"]
 
 
 @pytest.fixture(scope="module")
@@ -37,16 +36,12 @@ def slow() -> Plan:
 
 
 def test_over_slow_links_few_bits_win(slow):
-    travels = travels_of(slow)
-    assert travels[0] == "all flags, 2 bits" and set(travels[-3:]) == {"ZeRO-3", "hpZ", "HSDP"}
     seconds = [outcome.prediction.time.seconds for outcome in slow.outcomes]
     assert seconds == sorted(seconds)
-    of_data = {o.candidate.travel.name: o.prediction.time.seconds for o in slow.outcomes if _has_data_alone(o)}
-    assert of_data["ZeRO-3"] > 3 * of_data["all flags, 2 bits"]
-
-
-def _has_data_alone(outcome: Outcome) -> bool:
-    return outcome.candidate.layout.name == "data"
+    presets = {o.candidate.wire.name: o.prediction.time.seconds for o in data_alone(slow)}
+    first, *_, a, b, c = presets
+    assert first == "all flags, 2 bits" and {a, b, c} == {"ZeRO-3", "hpZ", "HSDP"}
+    assert presets["ZeRO-3"] > 3 * presets["all flags, 2 bits"]
 
 
 def test_layouts_keep_to_nodes(slow):
@@ -59,18 +54,18 @@ def test_layouts_keep_to_nodes(slow):
 
 
 def test_a_pipeline_idles_and_tensor_parallelism_waits_within_the_node(slow):
-    times = {o.candidate.layout.name: o.prediction.time for o in slow.outcomes if o.candidate.travel.name == "ZeRO-3"}
+    times = {o.candidate.layout.name: o.prediction.time for o in slow.outcomes if o.candidate.wire.name == "ZeRO-3"}
     assert times["PP2"].bubble > 0 == times["TP8"].bubble
     assert times["TP8"].exposed_within > times["TP2"].exposed_within > times["data"].exposed_within
 
 
 def test_on_one_node_there_is_nothing_to_choose():
-    assert set(travels_of(planned("1x8xH100@10"))) == {"ZeRO-3"}
+    assert {o.candidate.wire.name for o in data_alone(planned("1x8xH100@10"))} == {"ZeRO-3"}
 
 
 def test_over_fast_links_what_rounds_nothing_is_suggested():
     plan = planned("4x8xH100@3200", "--global-batch-size 512")
-    assert suggested(plan).candidate.travel.name == "ZeRO-3"
+    assert suggested(plan).candidate.wire.name == "ZeRO-3"
     fastest = plan.outcomes[0].prediction.time.seconds
     assert suggested(plan).prediction.time.seconds <= 1.02 * fastest
 
@@ -78,9 +73,9 @@ def test_over_fast_links_what_rounds_nothing_is_suggested():
 def test_the_command_line_is_what_was_predicted(slow):
     cluster = slow.cluster
     for outcome in slow.outcomes:
-        told, kept = complete([*MODEL.split(), "--global-batch-size", "64"], cluster, VOCABULARY)
-        assert kept == ["--bf16"] and outcome.flags.startswith("--bf16 ")
-        words = [*told, *outcome.flags.split()[1:]]
+        completed, added = complete([*MODEL.split(), "--global-batch-size", "64"], cluster, VOCABULARY)
+        assert added == ["--bf16"] and outcome.flags.startswith("--bf16 ")
+        words = [*completed, *outcome.flags.split()[1:]]
         settings = parse_settings(LLAMA, words, cluster.world_size, note=lambda _: None)
         again = predict(LLAMA, settings, cluster, estimate_on(LLAMA, settings, VOCABULARY, cluster))
         assert (again.needs, again.time) == (outcome.prediction.needs, outcome.prediction.time)
@@ -99,14 +94,14 @@ def test_flags_settle_what_they_say():
     flags += "--tensor-model-parallel-size 1"
     plan = planned("4x8xH100@10", flags)
     (outcome,) = plan.outcomes
-    assert outcome.candidate.travel.name == "as given" and outcome.flags == "--bf16"
+    assert outcome.candidate.wire.name == "as given" and outcome.flags == "--bf16"
     settings = outcome.prediction.settings
     assert settings.training.micro_batch_size == 2 and settings.activation.recompute_granularity == "selective"
     assert settings.zeropp.hpz_partition_size == 8
 
 
 def test_larger_micro_batches_are_tried_as_far_as_they_fit(slow):
-    sizes = {o.prediction.settings.training.micro_batch_size for o in slow.outcomes if _has_data_alone(o)}
+    sizes = {o.prediction.settings.training.micro_batch_size for o in data_alone(slow)}
     assert sizes <= {1, 2} and slow.outcomes[0].prediction.needs.memory < 0.9 * 80e9  # 64 samples on 32 ranks
 
 

@@ -23,25 +23,22 @@ def step(unit: UnitTimes, layers: int = 3, **more: object) -> StepShape:
     return dataclasses.replace(shape, **more)
 
 
-def test_short_gathers_hide_behind_arithmetic():
-    found = simulate(step(layer(gather=1.0, reduce=1.0)))
-    # Seen are: the first gather of each pass, and the last reduction.
-    assert found.seconds == 3 * (2 + 4) + 3 * 1
-    assert (found.compute, found.exposed_between, found.exposed_within) == (18.0, 3.0, 0.0)
-
-
-def test_without_overlap_everything_is_seen():
-    found = simulate(step(layer(gather=1.0, reduce=1.0), overlaps=False))
-    assert found.seconds == 3 * (2 + 4) + 3 * (2 + 1)
-
-
-def test_long_gathers_and_reductions_are_the_links_time():
-    # Forward: 30 of gathers, and the last layer's arithmetic, 2. Backward: gathers of layers 3 and 2 to 52, the
-    # reduction of layer 3 to 53, the gather of layer 1 to 63, the reduction of layer 2 to 64; layer 1 computes to 67,
-    # its reduction ends at 68.
-    found = simulate(step(layer(gather=10.0, reduce=1.0)))
-    assert found.seconds == 68.0
-    assert found.exposed_between == 68.0 - 18.0
+@pytest.mark.parametrize(
+    ("gather", "overlaps", "seconds"),
+    [
+        # Only the first gather of each pass and the last reduction are exposed.
+        (1.0, True, 3 * (2 + 4) + 3 * 1),
+        (1.0, False, 3 * (2 + 4) + 3 * (2 + 1)),
+        # Forward: 30 of gathers, and the last layer's arithmetic, 2. Backward: gathers of layers 3 and 2 to 52, the
+        # reduction of layer 3 to 53, the gather of layer 1 to 63, the reduction of layer 2 to 64; layer 1 computes to
+        # 67, its reduction ends at 68.
+        (10.0, True, 68.0),
+    ],
+)
+def test_gathers_and_reductions_hide_behind_arithmetic(gather, overlaps, seconds):
+    found = simulate(step(layer(gather, reduce=1.0), overlaps=overlaps))
+    assert (found.seconds, found.compute) == (seconds, 18.0)
+    assert (found.exposed_between, found.exposed_within) == (seconds - 18.0, 0.0)
 
 
 def test_a_gather_waits_for_the_copy_of_the_unit_before_the_last():

@@ -47,10 +47,11 @@ def test_512_ranks_need_what_the_estimate_says(dry_run, tmp_path):
     assert (status, err) == (0, "")
     assert "gpt, ZeRO stage 3, 512 rank(s) on 32 node(s) (LOCAL_WORLD_SIZE of the launcher)" in out
     cluster = "--nodes 32 --ranks-per-node 16 --vocabulary 1000 pretrain_gpt.py"
-    _, found = estimate.run(estimate.parse_arguments([*cluster.split(), *words.split()]))
+    _, time = estimate.run(estimate.parse_arguments([*cluster.split(), *words.split()]))
+    found = time.needs
     assert f"{found.memory / 1e9:9.3g}  in all" in out
     assert f"{found.sent_between_nodes['gradients'] / 32 / 1e9:9.3g}  gradients" in out
-    assert f"{found.sent_by_a_node / found.parameters:9.3g}  bytes for each parameter" in out
+    assert f"{found.sent_per_node / found.parameters:9.3g}  bytes for each parameter" in out
     assert "655,360 tokens in 10 steps, the last of 2 micro-batch(es) a rank" in out
     assert not [*tmp_path.iterdir()]
 
@@ -67,7 +68,7 @@ def test_islands_that_may_leave_need_what_those_of_one_job_need(dry_run):
     assert [line for line in out.splitlines() if line not in map(str.rstrip, typed)] == of_one_job.splitlines()
     cluster = "--nodes 32 --ranks-per-node 16 --vocabulary 1000 pretrain_gpt.py"
     one_job, jobs = (
-        estimate.run(estimate.parse_arguments([*cluster.split(), *words.split(), *more.split()]))[1]
+        estimate.run(estimate.parse_arguments([*cluster.split(), *words.split(), *more.split()]))[1].needs
         for more in ("", who)
     )
     assert jobs.memory == one_job.memory and jobs.sent_between_islands == one_job.sent_between_islands > 0
@@ -124,7 +125,7 @@ def test_all_mistakes_are_said_at_once(dry_run):
     assert status == 2 and "--num-attention-heads 4" in err
 
 
-def test_only_the_first_rank_speaks(dry_run):
+def test_only_the_first_rank_prints(dry_run):
     assert dry_run(f"{COMMAND} {FAKE}", WORLD_SIZE="4", RANK="3") == (0, "", "")
 
 
@@ -139,7 +140,7 @@ def test_the_number_of_ranks_needs_its_switch():
     assert process.returncode == 2 and err == "error: --dry-run-world-size needs --dry-run\n"
 
 
-def test_behind_torchrun():
+def test_under_torchrun():
     process = torchrun(2, shlex.split(f"{COMMAND} {FAKE} --dry-run"))
     out, err = process.communicate(timeout=60)
     assert process.returncode == 0, err

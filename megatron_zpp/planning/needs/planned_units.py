@@ -32,7 +32,7 @@ class PlannedUnit:
 
     shards: Shards
     group: RankGroup  # that shares it
-    layer: int | None  # which one it is of, or its experts
+    layer: int | None  # the layer that it is, or whose experts it is
     has_experts: bool = False
 
     @cached_property
@@ -45,18 +45,23 @@ class PlannedUnit:
         """Elements of a rank's shard."""
         return self.part.numel
 
+    @property
+    def gathered_numel(self) -> int:
+        """Elements of the whole unit, as a rank gathers it."""
+        return self.group.size * self.numel
+
     def formats(self, config: ZeroPPConfig) -> Formats:
         """Return the wire formats of the unit's hops."""
         return Formats(config, self.group.nodes)
 
-    def is_hidden_matrix(self, part: ParameterShard) -> bool:
-        """Whether a parameter of the unit is one that Muon takes."""
-        return part.quantizable and self.layer is not None
+    def is_hidden_matrix(self, shard: ParameterShard) -> bool:
+        """Return whether a parameter of the unit is one that Muon takes."""
+        return shard.quantizable and self.layer is not None
 
-    @property
-    def gathered(self) -> int:
-        """Elements of the whole, as a rank gathers it."""
-        return self.group.size * self.numel
+
+def hidden_matrices(units: list[PlannedUnit]) -> list[ParameterShard]:
+    """Return the shards of the parameters that Muon takes."""
+    return [shard for unit in units for shard in unit.shards if unit.is_hidden_matrix(shard)]
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,15 +69,15 @@ class PlannedModel:
     """A model on the meta device, and what a rank of each pipeline stage has of it."""
 
     whole: Transformer
-    units_of_ranks: list[list[PlannedUnit]]  # in the order of ``units_of``, one stage of a rank after the other
+    units_per_rank: list[list[PlannedUnit]]  # ordered as ``units_of``, one stage of a rank after the other
 
-    @cached_property  # which a planner asks for every setting
+    @cached_property  # the planner asks for every setting
     def parameters(self) -> int:
         return sum(p.numel() for p in self.whole.parameters())
 
     @cached_property
     def active_parameters(self) -> int:
-        """That a token meets."""
+        """Parameters that one token uses."""
         return active_parameters(self.whole)
 
 
@@ -87,34 +92,33 @@ def plan_model(architecture: Architecture, model: Transformer, grid: RankGrid) -
     if placement is None:
         return PlannedModel(model, [plan()])
     assert architecture.stages is not None  # by parse_settings
-    modules, units_of_ranks = architecture.stages(model.config), []
+    modules, units_per_rank = architecture.stages(model.config), []
     for rank in range(distributed.pipeline_model_parallel_size):
         units: list[PlannedUnit] = []
         for stage in placement.stages_of(rank):
             more = plan(has=partial(stage_has, modules=modules, placement=placement, stage=stage))
-            before = num_layers_of(units)
+            before = count_layers(units)
             units += [unit if unit.layer is None else replace(unit, layer=before + unit.layer) for unit in more]
-        units_of_ranks.append(units)
-    return PlannedModel(model, units_of_ranks)
+        units_per_rank.append(units)
+    return PlannedModel(model, units_per_rank)
 
 
 def pipeline_placement(distributed: DistributedSettings, model: Transformer) -> Placement | None:
-    """None: there is no pipeline."""
+    """Return which rank has which stage; None without a pipeline."""
     if distributed.pipeline_model_parallel_size == 1:
         return None
     return placement_of(distributed, model.config.num_layers)
 
 
-def num_layers_of(units: list[PlannedUnit]) -> int:
+def count_layers(units: list[PlannedUnit]) -> int:
     return len({unit.layer for unit in units} - {None})
 
 
 def units_of(model: Transformer, has: Callable[[str], bool] = lambda _: True) -> list[list[tuple[str, nn.Parameter]]]:
-    """The parameters of each FSDP2 unit as the trainer makes them: each layer, then the others, the root last.
+    """Return the parameters of each FSDP2 unit as the trainer makes them: each layer, then the others, the root last.
 
-    Names are those within the unit, so that equal layers make equal shards.
-
-    has: of a pipeline's stage, whether it has the module or parameter of this name.
+    Names are those within the unit, so that equal layers make equal shards. ``has`` says whether a pipeline's stage has
+    the module or parameter of a name.
     """
     modules = {f"layers.{i}": layer for i, layer in enumerate(model.layers)}
     modules |= {name: model.get_submodule(name) for name in model.ends if hasattr(model, name)}
@@ -129,7 +133,7 @@ def plan_units(
     split: Mapping[nn.Parameter, int],
     has: Callable[[str], bool] = lambda _: True,
 ) -> list[PlannedUnit]:
-    """As ``units_of``; with expert parallelism a layer's experts are a unit of fewer ranks, each with some of them.
+    """Plan the units of ``units_of``. Expert parallelism makes a layer's experts a unit of their own, of fewer ranks.
 
     split: the dimension of each parameter that tensor-parallel ranks divide; they divide experts, too.
     """
@@ -137,45 +141,35 @@ def plan_units(
     num_layers, group = sum(has(f"layers.{i}") for i in range(len(model.layers))), grid.sharding
 
     def part(name: str, parameter: nn.Parameter) -> nn.Parameter:
-        if _is_of_experts(name):
-            return _part(parameter, 0, tensor_parallel * expert_parallel)
-        return _part(parameter, split[parameter], tensor_parallel) if parameter in split else parameter
+        """Return the first rank's part, which is the largest."""
+        dimension, ranks = split.get(parameter, 0), tensor_parallel if parameter in split else 1
+        if ".experts." in name:
+            dimension, ranks = 0, tensor_parallel * expert_parallel
+        return nn.Parameter(parameter.chunk(ranks, dimension)[0], requires_grad=parameter.requires_grad)
 
     planned = []
-    for i, whole in enumerate(units_of(model, has)):
+    for i, parameters in enumerate(units_of(model, has)):
         layer = i if i < num_layers else None
-        unit = [(name, part(name, p)) for name, p in whole]
-        experts = [(name, p) for name, p in unit if _is_of_experts(name)]
+        unit = [(name, part(name, p)) for name, p in parameters]
+        experts = [(name, p) for name, p in unit if ".experts." in name]
         if experts and expert_parallel > 1:
-            rest, same = [(name, p) for name, p in unit if not _is_of_experts(name)], grid.expert_sharding
+            rest = [(name, p) for name, p in unit if ".experts." not in name]
             planned.append(PlannedUnit(shards_of(rest, group.size), group, layer))
-            planned.append(PlannedUnit(shards_of(experts, same.size), same, layer, has_experts=True))
+            shards = shards_of(experts, grid.expert_sharding.size)
+            planned.append(PlannedUnit(shards, grid.expert_sharding, layer, has_experts=True))
         else:
             planned.append(PlannedUnit(shards_of(unit, group.size), group, layer, has_experts=bool(experts)))
     return planned
 
 
-def _is_of_experts(name: str) -> bool:
-    return ".experts." in name
-
-
-def _part(parameter: nn.Parameter, dimension: int, ranks: int) -> nn.Parameter:
-    """The first rank's, which is the largest."""
-    return nn.Parameter(parameter.chunk(ranks, dimension)[0], requires_grad=parameter.requires_grad)
-
-
-def pieces_of(units: list[PlannedUnit], islands: int) -> Shards:
-    """A rank's part of the model as a piece for each island; where rows do not divide, a little more than it is."""
+def island_pieces(units: list[PlannedUnit], islands: int) -> Shards:
+    """Return one of the ``islands`` pieces of a rank's shards. Where rows do not divide, it is a little too large."""
     return tuple(replace(shard, numel=rows_per_rank(shard.numel, islands)) for unit in units for shard in unit.shards)
 
 
 def shards_of(parameters: list[tuple[str, nn.Parameter]], world_size: int) -> Shards:
-    """One rank's shards as FSDP2 splits them: rows, padded to the same number on every rank."""
+    """Return one rank's shards as FSDP2 splits them: rows, padded to the same number on every rank."""
     return tuple(
-        ParameterShard(
-            name,
-            numel=rows_per_rank(p.shape[0], world_size) * math.prod(p.shape[1:]),
-            quantizable=p.dim() >= 2,
-        )
+        ParameterShard(name, rows_per_rank(p.shape[0], world_size) * math.prod(p.shape[1:]), quantizable=p.dim() >= 2)
         for name, p in parameters
     )

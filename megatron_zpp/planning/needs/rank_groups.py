@@ -10,7 +10,7 @@ from megatron_zpp.settings.groups import DistributedSettings
 
 @dataclass(frozen=True)
 class RankGroup:
-    """Ranks that share something: so many on each of so many nodes."""
+    """Ranks that share something: ``ranks_per_node`` on each of ``nodes``."""
 
     nodes: int
     ranks_per_node: int
@@ -21,7 +21,7 @@ class RankGroup:
 
     @property
     def between_nodes(self) -> RankGroup:
-        """Those with the same local rank."""
+        """The group's ranks with the same local rank."""
         return RankGroup(self.nodes, 1)
 
     @property
@@ -31,7 +31,10 @@ class RankGroup:
 
 @dataclass(frozen=True)
 class RankGrid:
-    """How a run divides the ranks of so many nodes. Each kind of group in the order of ``parallel.mesh.AXES``."""
+    """How a run divides the ranks of its nodes. The ranks of each kind of group are ordered as ``parallel.mesh.AXES``.
+
+    Properties raise ValueError where nodes would have different numbers of a group's ranks.
+    """
 
     nodes: int
     ranks_per_node: int
@@ -42,57 +45,59 @@ class RankGrid:
         return self.nodes * self.ranks_per_node
 
     @property
-    def ranks_of_island(self) -> int:
+    def ranks_per_island(self) -> int:
         return self.world_size // self.distributed.islands
 
     @property
-    def sharing_gradients(self) -> RankGroup:
-        """Ranks over which gradients are averaged: those with other samples, or other parts of them."""
-        copies = self.ranks_of_island // ranks_per_model_copy(self.distributed)
-        size = self.distributed.context_parallel_size * copies
-        return self._group(size, self.distributed.tensor_model_parallel_size)
+    def gradient_averaging(self) -> RankGroup:
+        """The ranks over which gradients are averaged: those with other samples, or other parts of them."""
+        copies = self.ranks_per_island // ranks_per_model_copy(self.distributed)
+        return self._group(self.distributed.context_parallel_size * copies, self._tensor)
 
     @property
     def sharding(self) -> RankGroup:
-        """Those that share the shards of one model: with HSDP fewer."""
-        size = self.sharing_gradients.size // self.distributed.num_distributed_optimizer_instances
-        return self._group(size, self.distributed.tensor_model_parallel_size)
+        """The ranks that share the shards of one model; HSDP makes several such groups."""
+        return self._group(
+            self.gradient_averaging.size // self.distributed.num_distributed_optimizer_instances, self._tensor
+        )
 
     @property
     def replicas(self) -> RankGroup | None:
-        """The ranks that have the same shard, one of each of HSDP's replicas; None: there is one replica."""
+        """The ranks that have the same shard, one of each of HSDP's replicas; None if there is one replica."""
         size = self.distributed.num_distributed_optimizer_instances
-        if size == 1:
-            return None
-        return self._group(size, self.sharding.size * self.distributed.tensor_model_parallel_size)
+        return self._group(size, self.sharding.size * self._tensor) if size > 1 else None
 
     @property
     def expert_parallel(self) -> RankGroup:
-        """Those that have the experts of a layer together."""
-        return self._group(self.distributed.expert_model_parallel_size, self.distributed.tensor_model_parallel_size)
+        """The ranks that have the experts of a layer together."""
+        return self._group(self.distributed.expert_model_parallel_size, self._tensor)
 
     @property
     def expert_sharding(self) -> RankGroup:
-        """Of ``sharding`` those that share the same experts."""
+        """The ranks of ``sharding`` that share the same experts."""
         parts = self.distributed.expert_model_parallel_size
-        return self._group(self.sharding.size // parts, parts * self.distributed.tensor_model_parallel_size)
+        return self._group(self.sharding.size // parts, parts * self._tensor)
 
     @property
     def tensor_parallel(self) -> RankGroup:
-        return self._group(self.distributed.tensor_model_parallel_size, 1)
+        return self._group(self._tensor, 1)
 
     @property
     def context_parallel(self) -> RankGroup:
-        return self._group(self.distributed.context_parallel_size, self.distributed.tensor_model_parallel_size)
+        return self._group(self.distributed.context_parallel_size, self._tensor)
 
     @property
     def pipeline(self) -> RankGroup:
         """One rank of each stage."""
         size = self.distributed.pipeline_model_parallel_size
-        return self._group(size, self.ranks_of_island // size)
+        return self._group(size, self.ranks_per_island // size)
+
+    @property
+    def _tensor(self) -> int:
+        return self.distributed.tensor_model_parallel_size
 
     def _group(self, size: int, stride: int) -> RankGroup:
-        """Every so manyth rank, so many in all. Raises ValueError where nodes would have different numbers of them."""
+        """Place ``size`` ranks, each ``stride`` after the one before, on the nodes."""
         span, per_node = size * stride, self.ranks_per_node
         if size == 1:
             return RankGroup(1, 1)

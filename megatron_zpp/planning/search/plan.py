@@ -4,31 +4,29 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from megatron_zpp.arguments.parse import parse_settings
 from megatron_zpp.families import Architecture
-from megatron_zpp.planning.cluster import ClusterSpec
-from megatron_zpp.planning.islands import island_of
-from megatron_zpp.planning.needs.estimate import Estimate
+from megatron_zpp.planning.cluster import Cluster
 from megatron_zpp.planning.needs.planned_units import PlannedModel, plan_model
 from megatron_zpp.planning.needs.rank_groups import RankGrid
-from megatron_zpp.planning.predict import Prediction, estimate_on, predict
+from megatron_zpp.planning.predict import Prediction, estimate_on, island_cluster, predict
 from megatron_zpp.planning.search.candidates import (
     MICRO_BATCH_SIZES,
     RECOMPUTATIONS,
     Layout,
-    Travel,
+    WirePreset,
     is_settled,
     layouts,
-    travels,
+    wire_presets,
 )
 from megatron_zpp.settings.checks import SettingsError
 from megatron_zpp.settings.resolved import ResolvedSettings
 
 USABLE = 0.9  # of a GPU's memory: the rest is CUDA's, NCCL's and lost between blocks
 
-# What the trainer asks for and a plan does not depend on; each with the flags that say it.
+# What the trainer asks for but no plan depends on; each with the flags that already give it.
 FILLED_IN = (
     (("--train-iters", "--train-samples", "--train-tokens"), "--train-iters 1000"),
     (("--lr",), "--lr 1e-4"),
@@ -39,20 +37,20 @@ FILLED_IN = (
 
 @dataclass(frozen=True)
 class Candidate:
-    """A setting in a layout."""
+    """A way to send weights and gradients in a layout."""
 
-    travel: Travel
+    wire: WirePreset
     layout: Layout
     flags: str  # beside the user's
 
     @property
     def name(self) -> str:
-        return f"{self.travel.name}, {self.layout.name}"
+        return f"{self.wire.name}, {self.layout.name}"
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """The fastest micro-batch and recomputation of a candidate that fits."""
+    """A candidate that fits, with its fastest micro-batch size and recomputation."""
 
     candidate: Candidate
     recompute: str
@@ -69,108 +67,98 @@ class Refused:
 
 @dataclass(frozen=True)
 class Plan:
-    cluster: ClusterSpec
+    cluster: Cluster
     outcomes: list[Outcome]  # fastest first
     refused: list[Refused]
 
 
-def complete(flags: Sequence[str], cluster: ClusterSpec, vocabulary: int) -> tuple[list[str], list[str]]:
-    """The flags with what a plan needs and they do not say, and what the user's command must get of that."""
-    told = list(flags)
-    kept = [] if {"--bf16", "--fp16"} & set(flags) else ["--bf16"]
+def complete(flags: Sequence[str], cluster: Cluster, vocabulary: int) -> tuple[list[str], list[str]]:
+    """Add what a plan needs to the flags. Return all flags, and the added ones that the user's command needs, too."""
+    added = [] if {"--bf16", "--fp16"} & set(flags) else ["--bf16"]
     if "--global-batch-size" not in flags:
-        kept += ["--global-batch-size", str(cluster.world_size)]
-    told += kept
+        added += ["--global-batch-size", str(cluster.world_size)]
+    words = [*flags, *added]
     for names, typed in FILLED_IN:
         if not set(names) & set(flags):
-            told += typed.format(vocabulary=vocabulary).split()
-    return told, kept
+            words += typed.format(vocabulary=vocabulary).split()
+    return words, added
 
 
 def make_plan(
-    architecture: Architecture, flags: Sequence[str], vocabulary: int, cluster: ClusterSpec, usable: float = USABLE
+    architecture: Architecture, flags: Sequence[str], vocabulary: int, cluster: Cluster, usable: float = USABLE
 ) -> Plan:
-    """Raises ValueError, or SettingsError, for flags that no candidate could be made of."""
-    told, kept = complete(flags, cluster, vocabulary)
-    outcomes: list[Outcome] = []
-    refused: list[Refused] = []
-    predictor = _Predictor(architecture, told, vocabulary, cluster, usable * cluster.memory_gb * 1e9)
-    for candidate in _candidates(architecture, told, cluster):
-        found = _best(predictor, candidate, flags)
+    """Predict all candidates. Raises ValueError, or SettingsError, for flags of which no candidate can be made.
+
+    usable: share of a GPU's memory that tensors may take.
+    """
+    words, added = complete(flags, cluster, vocabulary)
+    plan = Plan(cluster, [], [])
+    models: dict[RankGrid, PlannedModel] = {}  # a model is divided once for all that divide it alike
+    for candidate in _candidates(architecture, words, cluster):
+        found = _predict_fastest(architecture, words, vocabulary, cluster, usable, models, candidate)
         if isinstance(found, Refused):
-            refused.append(found)
+            plan.refused.append(found)
         else:
-            outcomes.append(dataclasses.replace(found, flags=" ".join([*kept, *found.flags.split()])))
-    errors = [refusal.error for refusal in refused if isinstance(refusal.error, SettingsError)]
-    if errors and len(errors) == len(refused) and not outcomes:
+            plan.outcomes.append(dataclasses.replace(found, flags=" ".join([*added, *found.flags.split()])))
+    errors = [refusal.error for refusal in plan.refused if isinstance(refusal.error, SettingsError)]
+    if errors and len(errors) == len(plan.refused) and not plan.outcomes:
         raise errors[0]
-    outcomes.sort(key=lambda outcome: -outcome.prediction.tokens_per_second)
-    return Plan(cluster, outcomes, refused)
+    plan.outcomes.sort(key=lambda outcome: -outcome.prediction.tokens_per_second)
+    return plan
 
 
-def _candidates(architecture: Architecture, told: Sequence[str], cluster: ClusterSpec) -> Iterator[Candidate]:
-    words = [*told] if "--micro-batch-size" in told else [*told, "--micro-batch-size", "1"]
-    settings = parse_settings(architecture, words, cluster.world_size, note=lambda _: None, of_all_jobs=True)
-    island = island_of(settings, cluster)
-    for layout in layouts(island, settings.model, settings.training.seq_length, told):
-        for travel, typed in travels(island, layout, told, settings.training.train_iters or 1000):
-            yield Candidate(travel, layout, f"{typed} {layout.flags}".strip())
+def _parse(architecture: Architecture, words: Sequence[str], cluster: Cluster) -> ResolvedSettings:
+    return parse_settings(architecture, words, cluster.world_size, note=lambda _: None, of_all_jobs=True)
 
 
-@dataclass
-class _Predictor:
-    """Predicts command lines; it divides a model once for all that divide it alike."""
-
-    architecture: Architecture
-    told: Sequence[str]
-    vocabulary: int
-    cluster: ClusterSpec
-    memory: float  # bytes of a GPU that can be used
-    models: dict[RankGrid, PlannedModel] = field(default_factory=dict)
-
-    def settings(self, words: str) -> ResolvedSettings:
-        """Raises SettingsError."""
-        words_of_all, world_size = [*self.told, *words.split()], self.cluster.world_size
-        return parse_settings(self.architecture, words_of_all, world_size, note=lambda _: None, of_all_jobs=True)
-
-    def estimate(self, settings: ResolvedSettings) -> Estimate:
-        """Raises ValueError."""
-        grid = RankGrid(self.cluster.nodes, self.cluster.gpus_per_node, settings.distributed)
-        if grid not in self.models:
-            whole = next((planned.whole for planned in self.models.values()), None)
-            whole = whole or self.architecture.build_model(settings.model, self.vocabulary)
-            self.models[grid] = plan_model(self.architecture, whole, grid)
-        return estimate_on(self.architecture, settings, self.vocabulary, self.cluster, self.models[grid])
-
-    def predict(self, settings: ResolvedSettings, needs: Estimate) -> Prediction:
-        return predict(self.architecture, settings, self.cluster, needs)
+def _candidates(architecture: Architecture, words: Sequence[str], cluster: Cluster) -> Iterator[Candidate]:
+    first = words if "--micro-batch-size" in words else [*words, "--micro-batch-size", "1"]
+    settings = _parse(architecture, first, cluster)
+    island = island_cluster(settings, cluster)
+    for layout in layouts(island, settings.model, settings.training.seq_length, words):
+        for preset, typed in wire_presets(island, layout, words, settings.training.train_iters or 1000):
+            yield Candidate(preset, layout, f"{typed} {layout.flags}".strip())
 
 
-def _best(predictor: _Predictor, candidate: Candidate, flags: Sequence[str]) -> Outcome | Refused:
-    """Over micro-batches and recomputation, of which the least that fits is the fastest."""
+def _predict_fastest(
+    architecture: Architecture,
+    words: Sequence[str],
+    vocabulary: int,
+    cluster: Cluster,
+    usable: float,
+    models: dict[RankGrid, PlannedModel],
+    candidate: Candidate,
+) -> Outcome | Refused:
+    """Choose the fastest micro-batch size, and the least recomputation that fits."""
     best: Outcome | None = None
-    least: Estimate | None = None
+    least: int | None = None  # bytes
     first_error: ValueError | None = None
-    for size in [""] if is_settled("micro-batch", flags) else [f"--micro-batch-size {n}" for n in MICRO_BATCH_SIZES]:
-        for recompute, name in ({"": "as given"} if is_settled("recompute", flags) else RECOMPUTATIONS).items():
+    usable_bytes = usable * cluster.memory_gb * 1e9
+    sizes = [""] if is_settled("micro-batch", words) else [f"--micro-batch-size {n}" for n in MICRO_BATCH_SIZES]
+    recomputations = {"": "as given"} if is_settled("recompute", words) else RECOMPUTATIONS
+    for size in sizes:
+        for recompute, name in recomputations.items():
             typed = f"{candidate.flags} {size} {recompute}".strip()
             try:
-                settings = predictor.settings(typed)
-                needs = predictor.estimate(settings)
+                settings = _parse(architecture, [*words, *typed.split()], cluster)
+                grid = RankGrid(cluster.nodes, cluster.gpus_per_node, settings.distributed)
+                if grid not in models:
+                    whole = next((planned.whole for planned in models.values()), None)
+                    whole = whole or architecture.build_model(settings.model, vocabulary)
+                    models[grid] = plan_model(architecture, whole, grid)
+                needs = estimate_on(architecture, settings, vocabulary, cluster, models[grid])
             except ValueError as error:
                 first_error = first_error or error
                 continue
-            if least is None or needs.memory < least.memory:
-                least = needs
-            if needs.memory <= predictor.memory:
-                prediction = predictor.predict(settings, needs)
+            least = needs.memory if least is None else min(least, needs.memory)
+            if needs.memory <= usable_bytes:
+                prediction = predict(architecture, settings, cluster, needs)
                 if best is None or prediction.time.seconds < best.prediction.time.seconds:
                     best = Outcome(candidate, name, prediction, typed)
                 break
     if best is not None:
         return best
-    if least is None:
-        assert first_error is not None
-        return Refused(candidate, str(first_error).splitlines()[0], first_error)
-    usable = predictor.memory / 1e9
-    return Refused(candidate, f"needs {least.memory / 1e9:.0f} GB of a GPU's {usable:.0f} that can be used")
+    if least is not None:
+        reason = f"needs {least / 1e9:.0f} GB of a GPU's {usable_bytes / 1e9:.0f} that can be used"
+        return Refused(candidate, reason)
+    return Refused(candidate, str(first_error).splitlines()[0], first_error)
