@@ -54,7 +54,7 @@ def read_regular(path: Path) -> bytes:
 
 
 def parse_json(text: bytes) -> Any:
-    """What JSON text says. Raises ValueError."""
+    """Parse JSON. Raises ValueError."""
     try:
         return json.loads(text)
     except RecursionError:
@@ -66,7 +66,7 @@ def digest(content: bytes) -> str:
 
 
 class Sums:
-    """What tells whether a file is still what was written: of the whole SHA-256, of each piece CRC-32."""
+    """Digests of a file as it is written: SHA-256 of the whole, CRC-32 of each piece."""
 
     def __init__(self) -> None:
         self.bytes = 0
@@ -74,7 +74,7 @@ class Sums:
         self._crc32: list[int] = []
 
     def update(self, content: Any) -> None:
-        """Take in what comes next: any contiguous buffer."""
+        """Add the next bytes, in any contiguous buffer."""
         self._sha256.update(content)
         rest = memoryview(content).cast("B")
         while rest:
@@ -86,7 +86,7 @@ class Sums:
             self.bytes += len(part)
 
     def entry(self) -> dict[str, Any]:
-        """What meta.json says of the file. crc32: 8 hexadecimal digits of each piece."""
+        """Return the file's entry in meta.json. crc32: 8 hexadecimal digits of each piece."""
         crc32 = "".join(f"{value:08x}" for value in self._crc32)
         return {"bytes": self.bytes, "sha256": self._sha256.hexdigest(), "piece_bytes": PIECE, "crc32": crc32}
 

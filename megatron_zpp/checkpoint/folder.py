@@ -29,7 +29,6 @@ from pathlib import Path
 from typing import Any
 
 from .files import CheckpointError, digest, make_folder, open_regular, sync_folder, write_durably
-from .foreign import refuse_foreign
 from .meta import INDEX, MARKER, META, REMEDY, nonfinite, read_meta
 
 LATEST = "latest_checkpointed_iteration.txt"
@@ -46,7 +45,7 @@ def is_complete(checkpoint: Path) -> bool:
 
 
 def complete_checkpoints(folder: str | Path) -> list[Path]:
-    """All complete checkpoints of a folder, oldest first. Says nothing about damage."""
+    """List the complete checkpoints of a folder, oldest first. They may be damaged."""
     return sorted(filter(is_complete, _checkpoints(folder)), key=iteration_of)
 
 
@@ -59,7 +58,7 @@ def iteration_of(checkpoint: Path) -> int:
 
 
 def find_checkpoint(folder: str, iteration: int | None = None) -> Path | None:
-    """The folder of one checkpoint under ``folder``: the latest, or that of ``iteration``; None if there is none yet.
+    """Find one checkpoint under ``folder``: the latest, or that of ``iteration``; None if there is none yet.
 
     Raises CheckpointError when ``folder`` holds something else, or the checkpoint it names is not there.
     """
@@ -86,7 +85,7 @@ def find_checkpoint(folder: str, iteration: int | None = None) -> Path | None:
 
 
 def candidates(folder: str) -> list[Path]:
-    """Checkpoints that a run may go on from, damaged ones too, newest first: none that is newer than the latest one.
+    """List the checkpoints that a run may resume from, damaged ones too, newest first, up to the latest one.
 
     (Newer ones are left over from a run that was taken back to an earlier iteration.)
     """
@@ -99,7 +98,7 @@ def candidates(folder: str) -> list[Path]:
 
 
 def _latest_iteration(root: Path) -> int | None:
-    """What the text file says; None where no checkpoint has been saved. Raises CheckpointError.
+    """Read the text file; None where no checkpoint has been saved. Raises CheckpointError.
 
     Without the text file it is the newest one: a job that dies after the first save has renamed it, before it is named.
     """
@@ -132,11 +131,64 @@ def describe_empty(folder: str) -> str:
     return f"no checkpoint in {folder} yet: starting from scratch"
 
 
+# Checkpoints of other programs
+
+# The kinds that ``kind_of`` returns, and whose they are.
+KINDS = {
+    "torch_dist": "Megatron-LM (--ckpt-format torch_dist)",
+    "torch": "Megatron-LM (--ckpt-format torch)",
+    "universal": "DeepSpeed, a universal one",
+    "deepspeed": "DeepSpeed",
+}
+_FILES = {
+    "torch_dist": ("common.pt",),
+    "torch": ("mp_rank_*/model_optim_rng.pt",),
+    "universal": ("zero/*/fp32.pt",),
+    "deepspeed": ("*mp_rank_*_model_states.pt",),
+}
+
+
+def kind_of(checkpoint: Path) -> str | None:
+    """Return which of ``KINDS`` a folder is a checkpoint of, by its file names alone; None if of none."""
+    return next((kind for kind, patterns in _FILES.items() if _has(checkpoint, *patterns)), None)
+
+
+def refuse_foreign(folder: Path) -> None:
+    """Raise CheckpointError if ``folder`` holds checkpoints of another program, or is itself one of ours."""
+    if (folder / META).exists() and (folder / MARKER).exists():
+        raise CheckpointError(
+            f"{folder} is one checkpoint, not a folder of checkpoints: give --load the folder that it is in, and its "
+            "iteration with --ckpt-step"
+        )
+    folders = (folder, *sorted(path for path in folder.iterdir() if path.is_dir()))
+    kind = next((kind for path in folders if (kind := kind_of(path)) is not None), None)
+    if kind is not None:
+        raise CheckpointError(
+            f"{folder} holds a checkpoint of {KINDS[kind]}: make one of ours of it with python "
+            f"tools/import_megatron.py --input {folder} --save NEW, and give --load NEW"
+        )
+    if _has(folder, ".metadata", "*/.metadata", "*.distcp", "*/*.distcp"):
+        raise CheckpointError(
+            f"{folder} holds a checkpoint of torch.distributed.checkpoint, whose names mean nothing here: make a "
+            "Hugging Face model of it with its own tools, then bring it here with tools/import_hf.py, and load that "
+            "with --finetune"
+        )
+    if _has(folder, "config.json") and _has(folder, "*.safetensors", "pytorch_model*.bin"):
+        raise CheckpointError(
+            f"{folder} holds a Hugging Face model, not a run to go on with: bring it here with tools/import_hf.py, and "
+            "load that with --finetune"
+        )
+
+
+def _has(folder: Path, *patterns: str) -> bool:
+    return any(next(folder.glob(pattern), None) is not None for pattern in patterns)
+
+
 # Writing
 
 
 def begin(folder: str | Path, iteration: int) -> Path:
-    """A fresh folder to write a checkpoint in."""
+    """Make a fresh folder to write a checkpoint in."""
     final = checkpoint_path(folder, iteration)
     incomplete = final.with_name(final.name + INCOMPLETE)
     make_folder(final.parent)
@@ -196,7 +248,7 @@ def _wait_for_files(folder: Path, files: dict[str, dict[str, Any]], seconds: flo
 
 
 def retain(folder: str | Path, keep_last: int | None, interval: int | None) -> None:
-    """Delete checkpoints but the last ``keep_last``, the last so many finite ones, and those at multiples of
+    """Delete all checkpoints except the last ``keep_last``, the last ``keep_last`` finite ones, and every multiple of
     ``interval``.
 
     A run that has diverged and saves on therefore never deletes what it can be taken back to. None and None: nothing is

@@ -1,15 +1,20 @@
-"""meta.json, the readable part of a checkpoint: every value that a run relies on is checked before it is used."""
+"""meta.json, the readable part of a checkpoint: settings, counters, model. Every value is checked before it is used."""
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import re
 import reprlib
+import typing
 from collections.abc import Mapping
+from dataclasses import dataclass
 from io import BufferedReader
 from pathlib import Path
 from typing import Any, cast
 
+from megatron_zpp.families import ARCHITECTURES, Architecture, find_architecture
+from megatron_zpp.models.transformer import TransformerConfig
 from megatron_zpp.settings.groups import with_current_names
 
 from .files import CheckpointError, digest, open_regular, parse_json, read_regular
@@ -56,10 +61,11 @@ _SETTINGS: dict[str, _Kinds] = {  # that are used, and not only compared
 }
 _LOSS_SCALER: dict[str, _Kinds] = {"scale": _NUMBER, "clean_steps": (int,), "tolerance": (int,)}
 _MAX_DEPTH = 10
+_MOST_LAYERS = 10_000  # a module is built for each
 
 
 def read_meta(checkpoint: Path) -> dict[str, Any]:
-    """What meta.json says, checked against the marker. Raises CheckpointError."""
+    """Read meta.json and check it against the marker. Raises CheckpointError."""
     path = checkpoint / META
     try:
         text = read_regular(path)
@@ -86,7 +92,7 @@ def is_plain_name(name: Any) -> bool:
 
 
 def nonfinite(checkpoint: Path, meta: Mapping[str, Any]) -> str | None:
-    """One line about NaN or Inf in a checkpoint; None where there is none, or an earlier version did not record it."""
+    """Describe NaN or Inf in a checkpoint in one line; None where there is none, or none was recorded."""
     names = meta.get("nonfinite", [])
     if not names:
         return None
@@ -173,3 +179,96 @@ def _is_finite(value: int | float) -> bool:
 
 def _short(value: Any) -> str:
     return reprlib.repr(value)
+
+
+@dataclass
+class Counters:
+    """How far a run is; a checkpoint keeps it."""
+
+    iteration: int = 0
+    consumed_train_samples: int = 0
+    consumed_valid_samples: int = 0
+    scheduled_samples: int = 0  # as the learning-rate schedule counts: skipped steps left out
+    skipped_iterations: int = 0
+    nan_iterations: int = 0
+    cut_tokens: int = 0  # that a curriculum left out of scheduled_samples
+    average_loss: float = 0.0  # of the steps so far, moving; 0 = not asked for
+
+    @classmethod
+    def from_meta(cls, meta: Mapping[str, Any]) -> Counters:
+        """Read a checkpoint's counters. Raises CheckpointError for damaged ones, or those of another version."""
+        saved, later = meta["counters"], {"average_loss", "cut_tokens"}  # earlier versions had none
+        names = {field.name for field in dataclasses.fields(cls)}
+        wrong = sorted((saved.keys() | later) ^ names)
+        wrong += [name for name in sorted(names - later - {*wrong}) if type(saved[name]) is not int]
+        if wrong or saved["iteration"] != meta["iteration"]:
+            raise CheckpointError(
+                "the checkpoint's counters are damaged, or of another version of megatron_zpp: "
+                f"{reprlib.repr(', '.join(wrong or ['iteration']))}"
+            )
+        return cls(**saved)
+
+    def is_loss_spike(self, loss: float, factor: float | None) -> bool:
+        """Return whether a finite loss is more than ``factor`` times the average, which then moves towards it.
+
+        A spike moves the average no further than its own limit does, so that a loss that stays high is soon believed.
+        factor: --loss-spike-factor; None asks for nothing.
+        """
+        if factor is None:
+            return False
+        average = self.average_loss or loss
+        self.average_loss = 0.98 * average + 0.02 * min(loss, factor * average)
+        return loss > factor * average
+
+
+def saved_model(meta: Mapping[str, Any], given: Architecture | None = None) -> tuple[Architecture, TransformerConfig]:
+    """Return architecture and config of a checkpoint's model. meta: of ``read_meta``.
+
+    given: the user's own; without it the checkpoint's name must be one of ours. Raises CheckpointError.
+    """
+    name = meta["settings"].get("architecture")
+    if given is not None:
+        check_architecture(meta, given)
+        architecture = given
+    else:
+        try:
+            architecture = find_architecture(name)
+        except ValueError as error:
+            raise CheckpointError(
+                f"the checkpoint is of the architecture {name}, which is none of ours ({error}): if it is yours, say "
+                "where its record is with --architecture package.module:NAME"
+            ) from error
+    try:
+        if architecture in ARCHITECTURES:  # what values others may have, only they know
+            check_config(meta["model_config"], architecture.config_class)
+        return architecture, (architecture.saved_config or architecture.config_class)(**meta["model_config"])
+    except (TypeError, ValueError) as error:
+        raise CheckpointError(f"the checkpoint's model_config is not one of {architecture.name} ({error})") from error
+
+
+def check_config(values: Mapping[str, Any], config_class: type, within: str = "") -> None:
+    """Raise ValueError where a value is not of its field's type, or a size is none that a model has."""
+    for name, hint in typing.get_type_hints(config_class).items():
+        kinds = typing.get_args(hint) or (hint,)
+        if name not in values:
+            continue
+        value: Any = values[name]
+        part = next((kind for kind in kinds if isinstance(kind, type) and dataclasses.is_dataclass(kind)), None)
+        if part is not None and isinstance(value, Mapping):
+            check_config(value, part, f"{name}.")
+            continue
+        is_number = type(value) is int or (type(value) is float and float in kinds)
+        largest = _MOST_LAYERS if name == "num_layers" else 2**31
+        fits = type(value) in kinds or (float in kinds and type(value) is int)
+        if not fits or (is_number and not (0 if float in kinds else 1) <= value <= largest):
+            raise ValueError(f"{within}{name} is {reprlib.repr(value)}")
+
+
+def check_architecture(meta: Mapping[str, Any], architecture: Architecture) -> None:
+    """Raise CheckpointError unless the checkpoint is of ``architecture``."""
+    name = meta["settings"].get("architecture")
+    if name != architecture.name:
+        raise CheckpointError(
+            f"the checkpoint is of the architecture {name}, not {architecture.name}: use the program or --architecture "
+            f"of {name}"
+        )

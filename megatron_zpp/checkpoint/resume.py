@@ -1,4 +1,4 @@
-"""What a run goes on from: the checkpoint of ``--load``, and whether its settings and data are still the same."""
+"""Choose the checkpoint that ``--load`` resumes from, and check that its settings and data are still the same."""
 
 from __future__ import annotations
 
@@ -19,8 +19,7 @@ from megatron_zpp.checkpoint import (
     problems_on_all_ranks,
     read_meta,
 )
-from megatron_zpp.checkpoint.folder import complete_checkpoints
-from megatron_zpp.checkpoint.foreign import refuse_foreign
+from megatron_zpp.checkpoint.folder import complete_checkpoints, refuse_foreign
 from megatron_zpp.checkpoint.meta import REMEDY
 from megatron_zpp.data.build import Datasets
 from megatron_zpp.data.order import check_order
@@ -32,8 +31,9 @@ from megatron_zpp.settings.groups import CheckpointSettings, Settings
 def check_not_overwritten(settings: CheckpointSettings) -> None:
     """Raise CheckpointError where this run would save over the checkpoints of another one."""
     save, load = settings.save, settings.load
-    goes_on = save is None or (load is not None and os.path.realpath(load) == os.path.realpath(save))
-    if save is None or goes_on or settings.overwrite_save:
+    if save is None or settings.overwrite_save:
+        return
+    if load is not None and os.path.realpath(load) == os.path.realpath(save):
         return
     if there := complete_checkpoints(save):
         raise CheckpointError(
@@ -43,7 +43,7 @@ def check_not_overwritten(settings: CheckpointSettings) -> None:
 
 
 def checkpoint_to_load(settings: CheckpointSettings) -> Path | None:
-    """The checkpoint to load, the same on every rank, verified as the settings ask; None to start from scratch."""
+    """Find and verify the checkpoint to load, the same on every rank; None to start from scratch. Collective."""
     if settings.load is None:
         return None
     if settings.load_latest_good:
@@ -93,14 +93,14 @@ _WITHOUT_INFLUENCE = (
 
 def check_same_batches_and_data(settings: Settings, meta: Mapping[str, Any]) -> None:
     """Raise CheckpointError where going on would read other data, or in other batches, than the run did so far."""
-    of_data = [field.name for field in dataclasses.fields(settings.data) if field.name not in _WITHOUT_INFLUENCE]
+    data_settings = [field.name for field in dataclasses.fields(settings.data) if field.name not in _WITHOUT_INFLUENCE]
     if not settings.data.fim_data:  # no other setting of it has an effect then
-        of_data = [name for name in of_data if name == "fim_data" or not name.startswith("fim_")]
-    of_data += ["seq_length", "seed", "tokenizer_type"]
+        data_settings = [name for name in data_settings if name == "fim_data" or not name.startswith("fim_")]
+    data_settings += ["seq_length", "seed", "tokenizer_type"]
     if not settings.checkpoint.override_batch_size:
         _check_same("the batch size is", _BATCH_SETTINGS, settings, meta, "--override-batch-size")
     if not settings.checkpoint.override_data:
-        _check_same("the data are", of_data, settings, meta, "--override-data")
+        _check_same("the data are", data_settings, settings, meta, "--override-data")
 
 
 def _check_same(what: str, names: Iterable[str], settings: Settings, meta: Mapping[str, Any], override: str) -> None:

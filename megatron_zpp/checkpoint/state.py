@@ -1,11 +1,11 @@
-"""What of a run is saved as tensors, and how it is taken back, on the same ranks or on others.
+"""Save the tensors of a run and load them again, on the same ranks or on others.
 
 model.NAME                     parameters, fp32; of islands what they last agreed on
 optimizer.NAME.KEY             the optimizer's state of a parameter; of islands the first one's
 rng.RANK.DEVICE                random states
-zeropp.RANK.…/KEY              LoCo's errors, scales of elements, copies of weights that travel as differences, noise
+zeropp.RANK.…/KEY              LoCo's errors, scales of elements, copies of weights that are sent as differences, noise
                                counters
-island1.model.NAME             the own parameters of an island, the first of which is island0
+island1.model.NAME             an island's parameters; the first island is island0
 island1.optimizer.NAME.KEY     the state of its optimizer, but for the first
 islands.momentum.NAME          of the outer optimizer
 islands.RANK.KEY               steps, LoCo's errors between islands, what is on its way between them
@@ -34,14 +34,15 @@ from megatron_zpp.islands import IslandsInterface
 from megatron_zpp.parallel.distributed import errors_on_all_ranks
 
 from .files import CheckpointError
+from .index import read_index
 from .meta import REMEDY
-from .storage import CheckpointReader, iterate_tensors, read_index
-from .taken_over import taken_over, zeropp_layout
+from .resume_plan import plan_resume, zeropp_layout
+from .storage import CheckpointReader, iterate_tensors
 from .trained import Trained
 
 
 def checkpoint_state(trained: Trained, save_rng: bool) -> dict[str, Tensor]:
-    """This rank's part of a checkpoint, by name; with emulated ranks all of them."""
+    """Return this rank's tensors of a checkpoint, by name; with emulated ranks those of all."""
     islands = trained.islands
     state = _joined({prefix: _model_state(model) for prefix, model in trained.named_models()})
     # Asked for the state of one that has made no step (fp16 skips its first ones), torch makes a step of zeros first,
@@ -60,7 +61,7 @@ def checkpoint_state(trained: Trained, save_rng: bool) -> dict[str, Tensor]:
 
 
 def describe_state(trained: Trained, save_rng: bool) -> dict[str, Any]:
-    """What meta.json says about the tensors."""
+    """Return what meta.json says about the tensors."""
     return {
         "world_size": trained.world_size,
         "has_optimizer": bool(trained.optimizers),
@@ -71,7 +72,7 @@ def describe_state(trained: Trained, save_rng: bool) -> dict[str, Any]:
 
 
 def iterate_parameters(checkpoint: Path, meta: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
-    """Name and whole fp32 tensor of each parameter of the saved model, one at a time; a tied one comes once.
+    """Yield name and whole fp32 tensor of each parameter of the saved model, one at a time; a tied one comes once.
 
     meta: of ``read_meta``. Needs no process group and no model. Raises CheckpointError.
     """
@@ -85,41 +86,41 @@ def load_checkpoint(
     layout: Mapping[str, int | str],
     load_rng: bool = True,
 ) -> list[str]:
-    """Load tensors in place; collective. Returns notes about what was not taken over and why.
+    """Load tensors in place. Collective. Returns notes that say what was not loaded, and why.
 
     Without optimizers: the parameters alone. The ranks, and their ``layout`` (of ``Run.layout``), may be others than
-    those that saved; random states and LoCo's errors belong to a layout and start anew on another. Raises
+    those that saved; random states and LoCo's errors belong to a layout and start over on another. Raises
     FailedTogether when it has said why.
     """
-    islands, own_ranks = trained.islands, _ranks_in(*(zeropp.state_dict() for zeropp in trained.zeropps))
-    taken = taken_over(meta, trained, layout, load_rng, has_zeropp_state=bool(own_ranks))
-    loaded = trained if taken.islands else trained.first()
+    islands, local_ranks = trained.islands, _ranks_in(*(zeropp.state_dict() for zeropp in trained.zeropps))
+    plan = plan_resume(meta, trained, layout, load_rng, has_zeropp_state=bool(local_ranks))
+    loaded = trained if plan.islands else trained.first()
     models = {prefix: _model_state(model) for prefix, model in loaded.named_models()}
     optimizers = {
         prefix: get_optimizer_state_dict(model, optimizer)
         for island, (prefix, model, optimizer) in enumerate(loaded.named_optimizers(), loaded.first_island)
-        if taken.optimizers[island]
+        if plan.optimizers[island]
     }
-    seeded = trained.ranks if taken.random_states else []
+    seeded = trained.ranks if plan.random_states else []
     random_states = [ranks.random_states.state_dict() for ranks in seeded]
-    state = _joined(models) | _joined({prefix: _optimizer_tensors(own) for prefix, own in optimizers.items()})
-    for own in random_states:
-        state |= _joined({"rng.": own})
+    state = _joined(models) | _joined({prefix: _optimizer_tensors(local) for prefix, local in optimizers.items()})
+    for local in random_states:
+        state |= _joined({"rng.": local})
 
     zeropp_state, islands_state = dict[str, Tensor](), dict[str, Tensor]()
-    island_ranks = _ranks_in(islands.state_dict()) if islands is not None and taken.island_wires else set()
+    island_ranks = _ranks_in(islands.state_dict()) if islands is not None and plan.island_wires else set()
     with errors_on_all_ranks():
         if trained.optimizers and not meta["has_optimizer"]:
             raise CheckpointError(f"{checkpoint} was saved without its optimizer: load it with --no-load-optim")
         metadata, places = read_index(checkpoint, meta)
         saved = metadata.state_dict_metadata
-        if taken.zeropp:
-            zeropp_state = _tensors_to_fill(saved, "zeropp", own_ranks)
-        if taken.islands and islands is not None:
+        if plan.zeropp:
+            zeropp_state = _tensors_to_fill(saved, "zeropp", local_ranks)
+        if plan.islands and islands is not None:
             for name, tensor in _agreed_tensors(islands).items():
                 if name in saved or name.startswith("model."):  # or there was no momentum when it was saved
                     state[name] = tensor
-        if taken.island_wires:
+        if plan.island_wires:
             islands_state = _tensors_to_fill(saved, "islands", island_ranks)
         state |= _joined({"zeropp.": zeropp_state, "islands.": islands_state})
         _check_shapes(checkpoint, state, saved)
@@ -131,21 +132,21 @@ def load_checkpoint(
         if prefix in optimizers:
             set_optimizer_state_dict(model, optimizer, optimizers[prefix])
     for model, optimizer in list(zip(trained.models, trained.optimizers, strict=False))[len(loaded.models) :]:
-        if "optimizer." in optimizers:  # of emulated islands that begin anew
+        if "optimizer." in optimizers:  # of emulated islands that start over
             set_optimizer_state_dict(model, optimizer, copy.deepcopy(optimizers["optimizer."]))
-    for ranks, own in zip(seeded, random_states, strict=True):
-        ranks.random_states.load_state_dict(own)
+    for ranks, local in zip(seeded, random_states, strict=True):
+        ranks.random_states.load_state_dict(local)
     for zeropp in trained.zeropps:
         zeropp.invalidate()
-        if taken.zeropp:
+        if plan.zeropp:
             # Which leaves it out with a warning where an earlier version divided the model into other units.
             zeropp.load_state_dict({name: tensor.to(zeropp.device) for name, tensor in zeropp_state.items()})
     if islands is not None:
-        if taken.islands:
+        if plan.islands:
             islands.load_state_dict(islands_state)
         else:
             islands.begin_anew()
-    return list(taken.notes)
+    return list(plan.notes)
 
 
 def _read(reader: CheckpointReader, state: dict[str, Any]) -> None:
@@ -190,11 +191,11 @@ def _joined(named: Mapping[str, Mapping[str, Tensor]]) -> dict[str, Tensor]:
 
 
 def _optimizer_tensors(state: dict[str, Any]) -> dict[str, Tensor]:
-    """The tensors of ``get_optimizer_state_dict``; the groups' settings are the run's, set anew at every step."""
+    """The tensors of ``get_optimizer_state_dict``; the run sets the groups' settings at every step."""
     return {
         f"{name}.{key}": value
-        for name, of_parameter in state["state"].items()
-        for key, value in of_parameter.items()
+        for name, values in state["state"].items()
+        for key, value in values.items()
         if isinstance(value, Tensor)
     }
 
@@ -221,8 +222,7 @@ def _check_shapes(checkpoint: Path, state: Mapping[str, Tensor], saved: Mapping[
         if not isinstance(entry, TensorStorageMetadata):
             wrong.append(f"{name} is not in it")
         elif entry.size != tensor.size() or entry.properties.dtype != tensor.dtype:
-            there, here = (f"{t} {list(s)}" for t, s in (
-                (entry.properties.dtype, entry.size), (tensor.dtype, tensor.size())))  # fmt: skip
+            there, here = f"{entry.properties.dtype} {list(entry.size)}", f"{tensor.dtype} {list(tensor.shape)}"
             wrong.append(f"{name} is {there} there, {here} here")
     if wrong:
         more = f"; and {len(wrong) - 3} more" if len(wrong) > 3 else ""

@@ -1,4 +1,4 @@
-"""How torch.distributed.checkpoint's tensors lie in files: safetensors with a JSON index, no pickle anywhere.
+"""Store torch.distributed.checkpoint's tensors as safetensors with a JSON index, without any pickle.
 
 (DCP's own writers pickle their index, and its safetensors writer keeps a rank's whole part twice in memory. Its
 HuggingFaceStorageReader opens what is written here.) Files are hashed as they are written. Everything that is read back
@@ -10,9 +10,9 @@ from __future__ import annotations
 import json
 import math
 import os
-import reprlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -32,36 +32,13 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, SavePlan
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from .files import CheckpointError, Sums, digest, open_regular, parse_json, sync_file
+from .files import CheckpointError, Sums, open_regular, sync_file
 from .folder import FolderLock, begin, finish
-from .meta import INDEX, REMEDY, is_plain_name, open_in
+from .index import DTYPE_NAMES, Place, build_index, read_index
+from .meta import open_in
 from .tokenizer import copy_tokenizer
 
-_DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-}
 NAMED = 20  # tensors with NaN or Inf, in meta.json
-_DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
-
-
-@dataclass(frozen=True)
-class Place:
-    """Where a part of a tensor lies: bytes [begin, end) of a file, counted from its start."""
-
-    file: str
-    begin: int
-    end: int
 
 
 @dataclass(frozen=True)
@@ -75,10 +52,10 @@ class File:
 
 @dataclass(frozen=True)
 class _Written:
-    """What a rank reports of one part to the rank that writes the index."""
+    """One part, as its rank reports it to the rank that writes the index."""
 
     place: Place
-    entry: dict[str, Any]  # of its file: one object, so that it travels once
+    entry: dict[str, Any]  # of its file: one object, so that it is sent once
     is_finite: bool
 
 
@@ -99,10 +76,10 @@ def write_safetensors(
     end = 0
     for name, dtype, shape in parts:
         begin, end = end, end + math.prod(shape) * dtype.itemsize
-        header[name] = {"dtype": _DTYPE_NAMES[dtype], "shape": list(shape), "data_offsets": [begin, end]}
+        header[name] = {"dtype": DTYPE_NAMES[dtype], "shape": list(shape), "data_offsets": [begin, end]}
     more = {}
     if offsets is not None:
-        sharding = {name: {"saved_offsets": list(of_tensor)} for name, of_tensor in offsets.items()}
+        sharding = {name: {"saved_offsets": list(begin)} for name, begin in offsets.items()}
         more["__metadata__"] = {"DCP_SHARDING_INFO": json.dumps(sharding, separators=(",", ":"))}
     text = json.dumps(more | header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
@@ -168,10 +145,9 @@ class CheckpointWriter(StorageWriter):
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         assert self.path is not None
-        named = [
+        return [
             SavePlan(plan.items, (str(self.path), f"rank_{rank:05d}.safetensors")) for rank, plan in enumerate(plans)
         ]
-        return named
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         folder, name = plan.storage_data
@@ -211,7 +187,7 @@ class CheckpointWriter(StorageWriter):
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         assert self.path is not None
         places, files, nonfinite = {}, {}, set()
-        for result in (result for of_rank in results for result in of_rank):
+        for result in chain.from_iterable(results):
             written: _Written = result.storage_data
             places[result.index] = written.place
             files[written.place.file] = written.entry
@@ -219,7 +195,12 @@ class CheckpointWriter(StorageWriter):
                 nonfinite.add(result.index.fqn)
         self.nonfinite = _names_of(self.meta, nonfinite)
         files |= copy_tokenizer(self.meta["settings"], self.path)
-        finish(self.path, _index(metadata, places), self.meta | {"nonfinite": self.nonfinite}, files)
+        finish(
+            self.path,
+            build_index(metadata.state_dict_metadata, places),
+            self.meta | {"nonfinite": self.nonfinite},
+            files,
+        )
         self.after()
 
     def storage_meta(self) -> StorageMeta | None:
@@ -236,129 +217,11 @@ def _names_of(meta: Mapping[str, Any], tensors: Iterable[str]) -> list[str]:
     return names if len(names) <= NAMED else [*names[:NAMED], f"{len(names) - NAMED} more"]
 
 
-def _index(metadata: Metadata, places: Mapping[MetadataIndex, Place]) -> dict[str, Any]:
-    tensors = {}
-    for name, tensor in metadata.state_dict_metadata.items():
-        assert isinstance(tensor, TensorStorageMetadata)
-        chunks = []
-        for chunk in tensor.chunks:
-            place = places[MetadataIndex(name, chunk.offsets)]
-            at = {"offsets": list(chunk.offsets), "shape": list(chunk.sizes)}
-            chunks.append(at | {"file": place.file, "bytes": [place.begin, place.end]})
-        tensors[name] = {"dtype": _DTYPE_NAMES[tensor.properties.dtype], "shape": list(tensor.size), "chunks": chunks}
-    return {"tensors": tensors}
-
-
 # Reading
 
 
-def read_index(checkpoint: Path, meta: Mapping[str, Any]) -> tuple[Metadata, dict[MetadataIndex, Place]]:
-    """Shapes, dtypes and places of all tensors. ``meta``: of ``read_meta``. Raises CheckpointError."""
-    try:
-        with open_in(checkpoint, INDEX) as file:
-            text = file.read()
-        if digest(text) != meta["files"].get(INDEX, {}).get("sha256"):
-            raise ValueError("its digest is not the one in meta.json")
-        return _parse_index(parse_json(text), meta["files"])
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{checkpoint / INDEX} is damaged ({error}): {REMEDY}") from error
-
-
-def _parse_index(index: Any, files: Mapping[str, Any]) -> tuple[Metadata, dict[MetadataIndex, Place]]:
-    """Raise ValueError unless the parts of every tensor make up the whole of it, and no two share bytes of a file."""
-    tensors: dict[str, Any] = {}
-    places: dict[MetadataIndex, Place] = {}
-    for name, entry in _values(_values(index, "the index", "tensors")[0], "tensors").items():
-        dtype_name, shape, parts = _values(entry, name, "dtype", "shape", "chunks")
-        dtype = _DTYPES.get(dtype_name) if isinstance(dtype_name, str) else None
-        if dtype is None:
-            raise ValueError(f"{name} is of the dtype {reprlib.repr(dtype_name)}, which is not known")
-        if not isinstance(parts, list):
-            raise ValueError(f"the chunks of {name} are no list")
-        size = _sizes(shape)
-        chunks = []
-        for part in parts:
-            chunk, place = _parse_part(name, part, size, dtype, files)
-            # Ranks that hold nothing of a tensor write parts without elements.
-            if math.prod(chunk.sizes) or not math.prod(size):
-                chunks.append(chunk)
-                places[MetadataIndex(name, chunk.offsets)] = place
-        if sum(math.prod(chunk.sizes) for chunk in chunks) != math.prod(size) or not chunks:
-            raise ValueError(f"parts of {name} are missing, or there are too many")
-        if math.prod(size) and _overlap(chunks):
-            raise ValueError(f"parts of {name} overlap")
-        tensors[name] = TensorStorageMetadata(TensorProperties(dtype), size, chunks)
-    _check_bytes(places)
-    return Metadata(tensors), places
-
-
-def _parse_part(
-    name: str, part: Any, size: torch.Size, dtype: torch.dtype, files: Mapping[str, Any]
-) -> tuple[ChunkStorageMetadata, Place]:
-    *lists, file = _values(part, f"a part of {name}", "offsets", "shape", "bytes", "file")
-    offsets, sizes, span = (_sizes(values) for values in lists)
-    inside = len(offsets) == len(sizes) == len(size) and all(
-        start + length <= total for start, length, total in zip(offsets, sizes, size, strict=True)
-    )
-    if not inside or len(span) != 2 or span[1] - span[0] != math.prod(sizes) * dtype.itemsize:
-        raise ValueError(f"a part of {name} is not of its size")
-    if not is_plain_name(file) or file not in files or span[1] > files[file]["bytes"]:
-        raise ValueError(f"a part of {name} is not in a file of this checkpoint")
-    return ChunkStorageMetadata(offsets, sizes), Place(file, *span)
-
-
-def _values(entry: Any, name: str, *keys: str) -> Any:
-    """The values of ``keys``; without keys the object itself. Raises ValueError where they are not there."""
-    if not isinstance(entry, dict):
-        raise ValueError(f"{name} is no JSON object")
-    missing = [key for key in keys if key not in entry]
-    if missing:
-        raise ValueError(f"{name} has no {', '.join(missing)}")
-    return [entry[key] for key in keys] if keys else entry
-
-
-def _sizes(values: Any) -> torch.Size:
-    if not isinstance(values, list) or any(type(value) is not int or value < 0 for value in values):
-        raise ValueError(f"{reprlib.repr(values)} is no shape")
-    if math.prod(max(1, value) for value in values) >= 2**60:  # more than torch can count
-        raise ValueError(f"{reprlib.repr(values)} is no shape: it is too large")
-    return torch.Size(values)
-
-
-def _overlap(chunks: list[ChunkStorageMetadata]) -> bool:
-    """Whether two parts of a tensor, none of them empty, share an element."""
-    dims = range(len(chunks[0].offsets))
-    if not dims:
-        return len(chunks) > 1
-    # A sweep along the dimension that is cut most: a part is compared only with those that reach beyond its begin.
-    along = max(dims, key=lambda dim: len({chunk.offsets[dim] for chunk in chunks}))
-    reaching: list[ChunkStorageMetadata] = []
-    for chunk in sorted(chunks, key=lambda chunk: chunk.offsets[along]):
-        begin = chunk.offsets[along]
-        reaching = [other for other in reaching if other.offsets[along] + other.sizes[along] > begin]
-        for other in reaching:
-            if all(
-                chunk.offsets[dim] < other.offsets[dim] + other.sizes[dim]
-                and other.offsets[dim] < chunk.offsets[dim] + chunk.sizes[dim]
-                for dim in dims
-            ):
-                return True
-        reaching.append(chunk)
-    return False
-
-
-def _check_bytes(places: Mapping[MetadataIndex, Place]) -> None:
-    """Raise ValueError where two parts, of one tensor or of two, share bytes of a file."""
-    last, last_name = Place("", 0, 0), ""
-    for index, place in sorted(places.items(), key=lambda item: (item[1].file, item[1].begin, item[1].end)):
-        if place.file == last.file and place.begin < last.end and place.begin < place.end:
-            raise ValueError(f"{last_name} and {index.fqn} share bytes of {place.file}")
-        if place.file != last.file or place.end > last.end:
-            last, last_name = place, index.fqn
-
-
 def read_part(file: Any, place: Place, dtype: torch.dtype, sizes: torch.Size) -> Tensor:
-    """One part of a tensor from an open file."""
+    """Read one part of a tensor from an open file."""
     content = bytearray(place.end - place.begin)
     file.seek(place.begin)
     if file.readinto(content) != len(content):
@@ -412,22 +275,27 @@ class CheckpointReader(StorageReader):
 
 
 def iterate_tensors(checkpoint: Path, meta: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Tensor]]:
-    """Name and whole tensor, in order of names, of all whose names begin with ``prefix``, which is taken off.
+    """Yield the whole tensors whose names begin with ``prefix``, in order of names, each with its name without it.
 
     Needs no process group, and never more memory than one tensor takes. Raises CheckpointError.
     """
     metadata, places = read_index(checkpoint, meta)
-    for name, tensor in sorted(metadata.state_dict_metadata.items()):
-        if not name.startswith(prefix):
-            continue
-        assert isinstance(tensor, TensorStorageMetadata)
-        whole = torch.empty(tensor.size, dtype=tensor.properties.dtype)
-        for chunk in tensor.chunks:
-            place = places[MetadataIndex(name, chunk.offsets)]
-            with open_in(checkpoint, place.file) as file:
-                part = read_part(file, place, whole.dtype, chunk.sizes)
-            narrow_tensor_by_index(whole, chunk.offsets, chunk.sizes).copy_(part)
-        yield name.removeprefix(prefix), whole
+    for name in sorted(metadata.state_dict_metadata):
+        if name.startswith(prefix):
+            yield name.removeprefix(prefix), read_tensor(checkpoint, metadata, places, name)
+
+
+def read_tensor(checkpoint: Path, metadata: Metadata, places: Mapping[MetadataIndex, Place], name: str) -> Tensor:
+    """Read one whole tensor. metadata, places: of ``read_index``. Raises CheckpointError or OSError."""
+    tensor = metadata.state_dict_metadata[name]
+    assert isinstance(tensor, TensorStorageMetadata)
+    whole = torch.empty(tensor.size, dtype=tensor.properties.dtype)
+    for chunk in tensor.chunks:
+        place = places[MetadataIndex(name, chunk.offsets)]
+        with open_in(checkpoint, place.file) as file:
+            part = read_part(file, place, whole.dtype, chunk.sizes)
+        narrow_tensor_by_index(whole, chunk.offsets, chunk.sizes).copy_(part)
+    return whole
 
 
 def save_parameters(
@@ -463,12 +331,14 @@ def save_parameters(
 
     name = "rank_00000.safetensors"
     file = write_safetensors(path / name, named, value)
-    index = {}
+    tensors, places = {}, {}
     for key, shape in shapes.items():
-        place = file.places[key]
-        chunk = {"offsets": [0] * len(shape), "shape": list(shape), "file": name, "bytes": [place.begin, place.end]}
-        index[key] = {"dtype": "F32", "shape": list(shape), "chunks": [chunk]}
+        size, offsets = torch.Size(shape), torch.Size([0] * len(shape))
+        tensors[key] = TensorStorageMetadata(
+            TensorProperties(torch.float32), size, [ChunkStorageMetadata(offsets, size)]
+        )
+        places[MetadataIndex(key, offsets)] = file.places[key]
     meta = meta | {"iteration": iteration, "world_size": 1, "has_rng": False, "zeropp": None}
-    meta |= {"has_optimizer": adam_of is not None}
+    meta |= {"has_optimizer": adam_of is not None, "nonfinite": _names_of(meta, file.nonfinite)}
     files = {name: file.entry} | copy_tokenizer(meta["settings"], path)
-    return finish(path, {"tensors": index}, meta | {"nonfinite": _names_of(meta, file.nonfinite)}, files)
+    return finish(path, build_index(tensors, places), meta, files)

@@ -1,4 +1,4 @@
-"""What of a run is saved, as far as one process has it."""
+"""The part of a run that one process saves and loads."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Trained:
 
     @property
     def ranks(self) -> list[Ranks]:
-        """That this process computes for, of each model."""
+        """Return the ranks that this process computes for, of each model."""
         return [ranks_of(zeropp) for zeropp in self.zeropps] or [ranks_of(None)]
 
     @property
@@ -38,13 +38,13 @@ class Trained:
         return sum(ranks.world_size for ranks in self.ranks)
 
     def named_models(self) -> Iterator[tuple[str, nn.Module]]:
-        """Each with the prefix of its tensors' names."""
+        """Yield each model with the prefix of its tensors' names."""
         for island, model in enumerate(self.models, self.first_island):
             # What an island that may leave has not agreed on is lost: it begins again with the others.
             yield f"island{island}.model." if self.is_one_of_several else "model.", model
 
     def named_optimizers(self) -> Iterator[tuple[str, nn.Module, torch.optim.Optimizer]]:
-        """Each with its model; the first island's under the plain name, so that a run without islands finds one."""
+        """Yield prefix, model and optimizer. The first has the plain prefix, so that a run without islands finds it."""
         pairs = zip(self.models, self.optimizers, strict=False)
         for island, (model, optimizer) in enumerate(pairs, self.first_island):
             yield (
@@ -54,6 +54,6 @@ class Trained:
             )
 
     def first(self) -> Trained:
-        """The first model as one without islands."""
+        """Return the first model alone, as if there were no islands."""
         models, optimizers = self.models[:1], self.optimizers[:1]
         return dataclasses.replace(self, models=models, optimizers=optimizers, islands=None, first_island=0)

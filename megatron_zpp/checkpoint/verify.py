@@ -1,4 +1,4 @@
-"""Is a checkpoint what was saved? Sizes of all files, and digests of all or of some."""
+"""Verify that a checkpoint is what was saved: the sizes of all files, and digests of all or of some."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import os
 import random
 import zlib
 from io import BufferedReader
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +17,10 @@ from megatron_zpp.zeropp.fsdp.topology import gather_objects
 
 from .files import CheckpointError
 from .folder import candidates
+from .index import read_index
 from .meta import nonfinite, open_in, read_meta
-from .storage import read_index
 
-SAMPLED = 8  # of each file one piece in so many, with --verify-checkpoint sample
+SAMPLED = 8  # --verify-checkpoint sample reads every 8th piece of a file
 
 
 def problems(
@@ -30,10 +31,10 @@ def problems(
     finite: bool = False,
     draw: random.Random | None = None,
 ) -> list[str]:
-    """What is wrong with a checkpoint, file by file; [] if nothing is.
+    """List what is wrong with a checkpoint, file by file; [] if nothing is.
 
     digests: "all": every byte is read. "sample": of every file an eighth of its pieces, at least one, drawn by
-    ``draw``, or else anew at every call. "none": sizes alone. With several ranks each reads its share of the files.
+    ``draw``, or else differently at every call. "none": sizes alone. With several ranks each reads its share of files.
     finite: NaN or Inf is a problem too, where the checkpoint says that it holds some.
     """
     try:
@@ -42,13 +43,13 @@ def problems(
     except CheckpointError as error:
         return [str(error)]
     draw = draw or random.Random()
-    of_files = [nonfinite(checkpoint, meta) if finite else None]
-    of_files += [
+    found = [nonfinite(checkpoint, meta) if finite else None]
+    found += [
         _problem(checkpoint, name, entry, digests, draw)
         for number, (name, entry) in enumerate(sorted(meta["files"].items()))
         if number % world_size == rank
     ]
-    return [problem for problem in of_files if problem is not None]
+    return [problem for problem in found if problem is not None]
 
 
 def _problem(checkpoint: Path, name: str, entry: dict[str, Any], digests: str, draw: random.Random) -> str | None:
@@ -81,19 +82,18 @@ def _problem_of_sample(file: BufferedReader, path: Path, entry: dict[str, Any], 
 
 
 def sampled_pieces(count: int, draw: random.Random) -> list[int]:
-    """Numbers of the pieces to read of a file that has ``count``, in order."""
+    """Draw the pieces to read of a file that has ``count``; their numbers, in order."""
     return sorted(draw.sample(range(count), -(-count // SAMPLED)))
 
 
 def problems_on_all_ranks(checkpoint: Path, digests: str, finite: bool = False) -> list[str]:
-    """``problems``, its work shared by all ranks; the same answer on each. Collective."""
+    """Run ``problems`` with its files shared among all ranks. Every rank returns the same. Collective."""
     mine = problems(checkpoint, digests, dist.get_rank(), dist.get_world_size(), finite)
-    found = gather_objects(mine)
-    return list(dict.fromkeys(problem for of_rank in found for problem in of_rank))
+    return list(dict.fromkeys(chain.from_iterable(gather_objects(mine))))
 
 
 def latest_good(folder: str, digests: str) -> tuple[Path | None, list[str]]:
-    """The newest good checkpoint, without damage, NaN or Inf, and the problems of those that are newer. Collective.
+    """Find the newest checkpoint without damage, NaN or Inf, and list the problems of newer ones. Collective.
 
     What rank 0 sees in the folder counts.
     """

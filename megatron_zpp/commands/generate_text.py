@@ -18,10 +18,10 @@ from typing import Any
 import torch
 
 from megatron_zpp.checkpoint import CheckpointError, find_checkpoint, iterate_parameters, problems, read_meta
-from megatron_zpp.checkpoint.model import saved_model
+from megatron_zpp.checkpoint.meta import saved_model
 from megatron_zpp.checkpoint.tokenizer import settings_with_tokenizer
 from megatron_zpp.commands.common import given_architecture, report_errors
-from megatron_zpp.convert.hf.generation import generation_settings
+from megatron_zpp.convert.hf.files import generation_settings
 from megatron_zpp.data.text.chat_template import apply_chat_template, read_chat_template
 from megatron_zpp.data.text.tokenizers import HuggingFaceTokenizer, Tokenizer, build_tokenizer, huggingface_path
 from megatron_zpp.families import Architecture

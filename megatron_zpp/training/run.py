@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_zpp.checkpoint import FolderLock, Trained
-from megatron_zpp.checkpoint.counters import Counters
+from megatron_zpp.checkpoint.meta import Counters
 from megatron_zpp.data.build import Datasets
 from megatron_zpp.data.loader import Batch
 from megatron_zpp.families import Architecture

@@ -12,9 +12,8 @@ import torch.distributed as dist
 
 from megatron_zpp.arguments.resolve_parallel import check_vocabulary, num_jobs
 from megatron_zpp.checkpoint import CheckpointError, FolderLock, load_checkpoint, read_meta
-from megatron_zpp.checkpoint.counters import Counters
 from megatron_zpp.checkpoint.folder import describe_empty
-from megatron_zpp.checkpoint.model import saved_model
+from megatron_zpp.checkpoint.meta import Counters, saved_model
 from megatron_zpp.checkpoint.resume import (
     check_not_overwritten,
     check_same_batches_and_data,

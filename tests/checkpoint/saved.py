@@ -14,7 +14,7 @@ import torch
 
 from megatron_zpp.arguments.parse import parse_settings
 from megatron_zpp.checkpoint import save_parameters
-from megatron_zpp.checkpoint.counters import Counters
+from megatron_zpp.checkpoint.meta import Counters
 from megatron_zpp.families import GPT
 from megatron_zpp.settings.groups import Settings
 

@@ -94,7 +94,7 @@ def test_resumes_on_other_ranks_and_stages(data, checkpoint, uninterrupted, worl
     out, metrics = run_ranks(world_size, _train, argv)[0]
     assert metrics["lm loss"] == pytest.approx(uninterrupted["lm loss"][4:], rel=1e-5)
     assert metrics["lm loss validation"] == pytest.approx(uninterrupted["lm loss validation"], rel=1e-5)
-    assert f"note: random states start anew: 4 ranks saved, {world_size} load" in out
+    assert f"note: random states start over: 4 ranks saved, {world_size} load" in out
 
 
 def test_bits_warm_up_by_the_steps_of_the_run_on_other_ranks_too(data, checkpoint):
@@ -121,9 +121,9 @@ def test_state_from_before_a_setting_came_is_taken_over(data, tmp_path):
 
     _edit_meta(tmp_path / "iter_0000004", as_earlier)
     out, metrics = run_ranks(2, _train, flags(data, more, f"--load {tmp_path}"))[0]
-    assert "start anew" not in out and metrics["lm loss"] == expected[4:]
+    assert "start over" not in out and metrics["lm loss"] == expected[4:]
     out, metrics = run_ranks(2, _train, flags(data, more, f"--load {tmp_path} --zeropp-scale-dtype bf16"))[0]
-    assert "LoCo's errors, scales of elements and weight copies start anew" in out
+    assert "LoCo's errors, scales of elements and weight copies start over" in out
 
 
 def _train_with_ends_in_the_root(argv: list[str]) -> None:
@@ -131,7 +131,7 @@ def _train_with_ends_in_the_root(argv: list[str]) -> None:
         train_each({"": argv})
 
 
-def test_state_of_a_model_with_other_units_starts_anew(data, tmp_path):
+def test_state_of_a_model_with_other_units_starts_over(data, tmp_path):
     """Before they had units of their own, an untied model's embeddings and output layer were in the root's."""
     more = "--zero-quantized-gradients --zeropp-loco --zeropp-ranks-per-node 1 --untie-embeddings-and-output-weights"
     save = f"--save {tmp_path} --save-interval 4 --exit-interval 4"

@@ -9,7 +9,7 @@ import pytest
 
 from megatron_zpp.arguments.parse import parse_settings
 from megatron_zpp.checkpoint import CheckpointError
-from megatron_zpp.checkpoint.model import saved_model
+from megatron_zpp.checkpoint.meta import saved_model
 from megatron_zpp.families import find_architecture
 from megatron_zpp.models.decoder import DecoderConfig
 from megatron_zpp.models.moe import MoEConfig

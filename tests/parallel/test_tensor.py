@@ -89,7 +89,7 @@ def test_checkpoints_load_under_any_layout(data, tmp_path, architecture, shape):
     )
     for name, result in more.items():
         assert_same(result, expected, name)
-    assert "random states start anew: 4 ranks saved, 4 load, divided otherwise" in more["of_four"][2]
+    assert "random states start over: 4 ranks saved, 4 load, divided otherwise" in more["of_four"][2]
 
 
 def train_and_look(argv: list[str]) -> dict[str, Any]:

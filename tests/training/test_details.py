@@ -11,7 +11,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from megatron_zpp.checkpoint.counters import Counters
+from megatron_zpp.checkpoint.meta import Counters
 from megatron_zpp.parallel.sharding import mixed_precision
 from megatron_zpp.settings.groups import PrecisionSettings, TrainingSettings
 from megatron_zpp.training.data import batches_of

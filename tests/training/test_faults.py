@@ -120,7 +120,7 @@ def test_a_lost_node_is_left_behind(data, tmp_path):
             process.wait()
     out = (tmp_path / "out0").read_text()
     assert "ZeRO stage 3 on 2 ranks" in out and "ZeRO stage 3 on 1 rank " in out
-    assert "note: random states start anew: 2 ranks saved, 1 load" in out
+    assert "note: random states start over: 2 ranks saved, 1 load" in out
     assert re.search(r"iteration +40/ +40", out)
 
 

@@ -21,13 +21,13 @@ import torch
 from torch import Tensor
 
 from megatron_zpp.checkpoint import CheckpointError, find_checkpoint, problems, read_meta
-from megatron_zpp.checkpoint.model import saved_model
+from megatron_zpp.checkpoint.meta import saved_model
 from megatron_zpp.checkpoint.tokenizer import settings_with_tokenizer
 from megatron_zpp.commands.common import given_architecture, report_errors
 from megatron_zpp.convert.hf import files
 from megatron_zpp.convert.hf.checkpoint import parameter_reader
 from megatron_zpp.convert.hf.compare import compare
-from megatron_zpp.convert.hf.generation import generation_settings
+from megatron_zpp.convert.hf.files import generation_settings
 from megatron_zpp.convert.hf.mapping import in_memory, their_shapes
 from megatron_zpp.convert.hf.tokenizer import add_tokenizer_flags, build, given_tokenizer, write_tokenizer
 from megatron_zpp.data.text.tokenizers import Tokenizer
@@ -129,10 +129,9 @@ def file_size(text: str) -> str:
     return text
 
 
-def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description="Write a checkpoint as a model of Hugging Face transformers.", allow_abbrev=False
-    )
+def export_parser(description: str) -> argparse.ArgumentParser:
+    """Make a parser with the flags of every export."""
+    parser = argparse.ArgumentParser(description=description, allow_abbrev=False)
     parser.add_argument("--load", required=True, metavar="DIR", help="what was given to --save in training")
     parser.add_argument(
         "--ckpt-step", type=number(int, at_least=0), metavar="N", help="iteration to export; default the latest"
@@ -141,6 +140,11 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--dtype", choices=DTYPES, default="float32", help="of the weights; default float32, as trained"
     )
+    return parser
+
+
+def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = export_parser("Write a checkpoint as a model of Hugging Face transformers.")
     parser.add_argument(
         "--max-file-size", type=file_size, default="2GB", metavar="SIZE", help="of one file of weights; default 2GB"
     )

@@ -10,15 +10,13 @@ from __future__ import annotations
 
 import argparse
 import sys
-from pathlib import Path
 
 from torch import Tensor
 
 from megatron_zpp.checkpoint import CheckpointError
-from megatron_zpp.checkpoint.counters import Counters
-from megatron_zpp.checkpoint.model import saved_model
+from megatron_zpp.checkpoint.meta import Counters, saved_model
 from megatron_zpp.commands.common import report_errors
-from megatron_zpp.commands.convert.export_hf import DTYPES, checkpoint_to_export
+from megatron_zpp.commands.convert.export_hf import DTYPES, checkpoint_to_export, export_parser
 from megatron_zpp.convert.hf.checkpoint import parameter_reader
 from megatron_zpp.convert.hf.files import new_folder
 from megatron_zpp.convert.hf.tokenizer import SETTINGS
@@ -26,7 +24,6 @@ from megatron_zpp.convert.megatron.config import args_of
 from megatron_zpp.convert.megatron.export import write_torch_dist
 from megatron_zpp.metrics.progress import progress
 from megatron_zpp.models.decoder import DecoderConfig
-from megatron_zpp.settings.flags import number
 
 
 def export(args: argparse.Namespace) -> str:
@@ -61,16 +58,7 @@ def export(args: argparse.Namespace) -> str:
 
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Write a checkpoint for Megatron-LM.", allow_abbrev=False)
-    parser.add_argument("--load", required=True, metavar="DIR", help="what was given to --save in training")
-    parser.add_argument(
-        "--ckpt-step", type=number(int, at_least=0), metavar="N", help="iteration to export; default the latest"
-    )
-    parser.add_argument("--output", type=Path, required=True, metavar="DIR", help="folder to write; must be new")
-    parser.add_argument(
-        "--dtype", choices=DTYPES, default="float32", help="of the weights; default float32, as trained"
-    )
-    return parser.parse_args(argv)
+    return export_parser("Write a checkpoint for Megatron-LM.").parse_args(argv)
 
 
 def main() -> int:

@@ -18,10 +18,8 @@ from megatron_zpp.commands.common import report_errors
 from megatron_zpp.convert.hf.checkpoint import save_imported, settings_of_import
 from megatron_zpp.convert.hf.files import new_folder
 from megatron_zpp.convert.hf.tokenizer import SETTINGS, add_tokenizer_flags, build, given_tokenizer
-from megatron_zpp.convert.megatron.config import Args, architecture_of, config_of, longest, size
-from megatron_zpp.convert.megatron.folder import open_checkpoint
-from megatron_zpp.convert.megatron.parameters import parameter_reader
-from megatron_zpp.convert.megatron.saved import counters_of
+from megatron_zpp.convert.megatron.checkpoint import open_checkpoint, parameter_reader
+from megatron_zpp.convert.megatron.config import Args, architecture_of, config_of, counters_of, longest, size
 from megatron_zpp.data.text.tokenizers import TOKENIZER_TYPES
 from megatron_zpp.families import padded_vocab_size
 from megatron_zpp.metrics.progress import progress
@@ -49,7 +47,7 @@ def import_(args: argparse.Namespace) -> str:
         save_imported(folder, architecture, config, settings, lambda name: read(name, ""), counters, adam_of)
     notes = []
     if not saved.moments:
-        notes.append("this format does not have the optimizer's state whole: Adam begins anew (--no-load-optim)")
+        notes.append("this format does not have the optimizer's state whole: Adam starts over (--no-load-optim)")
     load = ["--load", str(args.save), *([] if saved.moments else ["--no-load-optim"])]
     return "\n".join(
         [

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
 from megatron_zpp.arguments.parse import parse_settings
 from megatron_zpp.checkpoint import CheckpointError, read_meta, save_parameters
-from megatron_zpp.checkpoint.counters import Counters
-from megatron_zpp.checkpoint.storage import CheckpointReader, read_index
+from megatron_zpp.checkpoint.index import read_index
+from megatron_zpp.checkpoint.meta import Counters
+from megatron_zpp.checkpoint.storage import read_tensor
 from megatron_zpp.data.text.tokenizers import Tokenizer
 from megatron_zpp.families import Architecture
 from megatron_zpp.models.transformer import TransformerConfig
@@ -24,23 +22,16 @@ from megatron_zpp.settings.groups import Settings
 
 
 def parameter_reader(checkpoint: Path, meta: Mapping[str, Any]) -> Callable[[str], Tensor]:
-    """A function that reads one whole parameter by its name. Raises CheckpointError."""
+    """Return a function that reads one whole parameter by its name, or raises CheckpointError."""
     metadata, places = read_index(checkpoint, meta)
-    reader = CheckpointReader(checkpoint, metadata, places)
 
     def read(name: str) -> Tensor:
-        saved = metadata.state_dict_metadata.get(f"model.{name}")
-        if saved is None:
+        if f"model.{name}" not in metadata.state_dict_metadata:
             raise CheckpointError(f"{checkpoint} is damaged: it lacks the parameter {name}")
-        tensor = torch.empty(saved.size, dtype=saved.properties.dtype)  # type: ignore[union-attr]
         try:
-            with warnings.catch_warnings():
-                warnings.filterwarnings("ignore", "torch.distributed is disabled")  # no_dist says that we know
-                dcp.load({f"model.{name}": tensor}, storage_reader=reader, no_dist=True)
-        except dcp.api.CheckpointException as error:
-            cause, _ = error.failures[min(error.failures)]
-            raise CheckpointError(f"{checkpoint} is damaged: {name} cannot be read ({cause})") from error
-        return tensor
+            return read_tensor(checkpoint, metadata, places, f"model.{name}")
+        except (OSError, CheckpointError) as error:
+            raise CheckpointError(f"{checkpoint} is damaged: {name} cannot be read ({error})") from error
 
     return read
 
@@ -48,7 +39,7 @@ def parameter_reader(checkpoint: Path, meta: Mapping[str, Any]) -> Callable[[str
 def settings_of_import(
     architecture: Architecture, config: TransformerConfig, flags: list[str], positions: int, tokenizer: Tokenizer
 ) -> Settings:
-    """The settings that an imported checkpoint keeps: those of its flags, which are the model's and the tokenizer's.
+    """Build the settings that an imported checkpoint keeps, from the flags of its model and tokenizer.
 
     Raises ValueError for what cannot be trained.
     """
@@ -74,14 +65,14 @@ def save_imported(
     counters: Counters | None = None,
     adam_of: Callable[[str, str], Tensor] | None = None,
 ) -> tuple[Path, dict[str, Any]]:
-    """Save a checkpoint of parameters from elsewhere; its folder and what ``read_meta`` says of it.
+    """Save a checkpoint of imported parameters; returns its folder and its ``read_meta``.
 
     counters: how far their run was; default not begun. adam_of: of ``save_parameters``.
     """
     counters = counters or Counters()
-    of_no_run = {"architecture": settings.architecture, "seq_length": settings.training.seq_length}
+    imported = {"architecture": settings.architecture, "seq_length": settings.training.seq_length}
     meta = {
-        "settings": of_no_run | dataclasses.asdict(settings.model) | dataclasses.asdict(settings.tokenizer),
+        "settings": imported | dataclasses.asdict(settings.model) | dataclasses.asdict(settings.tokenizer),
         "model_config": dataclasses.asdict(config),
         "counters": dataclasses.asdict(counters),
         "schedule": None,

@@ -151,12 +151,10 @@ def read_config(folder: Path, model_types: Sequence[str]) -> dict[str, Any]:
     path = folder / "config.json"
     if not path.is_file():
         raise ValueError(f"{folder} is no model of transformers: it has no config.json")
+    written = read_object(path)
+    if written.get("model_type") not in model_types:  # others may not even be known to transformers
+        return written
     try:
-        written = json.loads(read_bounded(path))
-        if not isinstance(written, dict):
-            raise ValueError("it holds no JSON object")
-        if written.get("model_type") not in model_types:  # others may not even be known to transformers
-            return written
         return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False).to_dict()
     except Exception as error:  # of many kinds: transformers checks values with a library of its own
         raise ValueError(f"{path} is damaged: {' '.join(str(error).split())[:300]}") from error
@@ -174,3 +172,42 @@ def write_config(
 
 def write_json(path: Path, content: Any) -> None:
     path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+
+def generation_settings(settings: Mapping[str, Any], tokens: dict[str, int]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The special tokens of config.json, and generation_config.json.
+
+    An imported model's tokenizer lies in the folder that it was imported from, and what generate() read there is kept,
+    lists of end tokens too. settings: the checkpoint's. tokens: ids of our tokenizer, which count where there is no
+    such folder; the end of documents is always one of the end tokens. Raises ValueError for files that are damaged.
+    """
+    path = settings.get("tokenizer_model") or settings.get("vocab_file")
+    if not tokens or path is None:
+        return dict(tokens), dict(tokens)
+    folder = Path(path) if Path(path).is_dir() else Path(path).parent
+    config, generation = (read_object(folder / name) for name in ("config.json", "generation_config.json"))
+    if not generation:
+        return dict(tokens), dict(tokens)
+    end = {"eos_token_id": _ends(generation.get("eos_token_id", config.get("eos_token_id")), tokens["eos_token_id"])}
+    kept = {name: config[name] for name in ("bos_token_id", "pad_token_id") if config.get(name) is not None}
+    return tokens | kept | end, tokens | generation | end
+
+
+def _ends(theirs: int | list[int] | None, ours: int) -> int | list[int]:
+    every = theirs if isinstance(theirs, list) else [] if theirs is None else [theirs]
+    if ours not in every:
+        every = [ours, *every]
+    return every if isinstance(theirs, list) or len(every) > 1 else ours
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """The JSON object in a file; {} where there is none."""
+    if not path.is_file():
+        return {}
+    try:
+        content = json.loads(read_bounded(path))
+        if not isinstance(content, dict):
+            raise ValueError("it holds no JSON object")
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is damaged: {error}") from error
+    return content

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_zpp.checkpoint.model import check_config
+from megatron_zpp.checkpoint.meta import check_config
 from megatron_zpp.families import Architecture, HuggingFaceMapping
 from megatron_zpp.models.transformer import TransformerConfig
 

@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from megatron_zpp.checkpoint.counters import Counters
+from megatron_zpp.checkpoint.meta import Counters
 from megatron_zpp.models.decoder import DecoderConfig
 
 from .names import layer_of

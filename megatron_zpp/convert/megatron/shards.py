@@ -18,20 +18,19 @@ import torch
 from torch import Tensor
 
 from megatron_zpp.checkpoint import CheckpointError
-from megatron_zpp.checkpoint.foreign import KINDS
+from megatron_zpp.checkpoint.folder import KINDS
 from megatron_zpp.models.decoder import DecoderConfig
 
-from .config import Args, config_of
+from .config import MOMENTS, Args, Saved, args_in, config_of
 from .names import canonical, in_layer, layer_of, of_pipeline
 from .pickles import load_file
-from .saved import Saved, args_in
 from .weights import Weight, weights
 
 Parts = dict[str, list[Tensor]]  # of each tensor, by canonical name, what each tensor-parallel rank has
 
 
 def open_torch(folder: Path) -> Saved:
-    """A folder with Megatron-LM's ``mp_rank_*``. Raises CheckpointError."""
+    """Open a folder with Megatron-LM's ``mp_rank_*``. Raises CheckpointError."""
     first = load_file(min(folder.glob("mp_rank_*/model_optim_rng.pt")))
     args = args_in(first, str(folder))
     tp, pp = _parallel_size(args, "tensor"), _parallel_size(args, "pipeline")
@@ -50,7 +49,7 @@ def open_torch(folder: Path) -> Saved:
 
 
 def open_deepspeed(folder: Path) -> Saved:
-    """A folder with DeepSpeed's ``mp_rank_*_model_states.pt``. Raises CheckpointError."""
+    """Open a folder with DeepSpeed's ``mp_rank_*_model_states.pt``. Raises CheckpointError."""
     found = sorted(folder.glob("mp_rank_*_model_states.pt"))
     if not found:
         raise CheckpointError(
@@ -183,3 +182,38 @@ def _by_heads(part: Tensor, version: float, config: DecoderConfig, ranks: int) -
     if version == 0:
         return part.unflatten(0, (3, heads, width)).transpose(0, 1).flatten(0, 2)
     return part.unflatten(0, (heads, width, 3)).transpose(1, 2).flatten(0, 2)
+
+
+def open_universal(folder: Path) -> Saved:
+    """Open DeepSpeed's universal checkpoint, each parameter whole and in fp32. Raises CheckpointError.
+
+    mp_rank_00_model_states.pt has flags and counters; zero/NAME/fp32.pt, exp_avg.pt, exp_avg_sq.pt {"param": …}.
+    """
+    states = sorted(folder.glob("*mp_rank_*_model_states.pt"))
+    if not states:
+        raise CheckpointError(f"{folder} is not complete: mp_rank_00_model_states.pt is missing")
+    state = load_file(states[0])
+    args = args_in(state, str(folder))
+    folders = {path.parent.name: path.parent for path in (folder / "zero").glob("*/fp32.pt")}
+    names = {new: folders[name] for name, new in of_pipeline(sorted(folders)).items()}
+    moments = all((path / f"{moment}.pt").is_file() for path in names.values() for moment in MOMENTS)
+
+    def read(name: str, moment: str) -> Tensor:
+        file = names[name] / f"{moment or 'fp32'}.pt"
+        content: Any = load_file(file)
+        tensor = content.get("param") if isinstance(content, dict) else content
+        if not isinstance(tensor, Tensor):
+            raise CheckpointError(f"{file} is damaged: it holds no tensor")
+        return tensor
+
+    def steps(name: str) -> int | None:
+        file = names[name] / "step.pt"
+        if not file.is_file():
+            return None
+        value = load_file(file)
+        value = value.get("param") if isinstance(value, dict) else value
+        if not isinstance(value, int | float | Tensor) or (isinstance(value, Tensor) and value.numel() != 1):
+            raise CheckpointError(f"{file} is damaged: it holds no number")
+        return int(value)
+
+    return Saved(str(folder), KINDS["universal"], args, state, frozenset(names), read, moments, steps)

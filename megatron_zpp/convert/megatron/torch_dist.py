@@ -25,12 +25,12 @@ import torch
 from torch import Tensor
 
 from megatron_zpp.checkpoint import CheckpointError
-from megatron_zpp.checkpoint.foreign import KINDS
+from megatron_zpp.checkpoint.folder import KINDS
 from megatron_zpp.checkpoint.meta import is_plain_name
 
+from .config import MOMENTS, Saved, args_in
 from .names import canonical, in_layer
 from .pickles import load_file, load_metadata, load_part
-from .saved import MOMENTS, Saved, args_in
 
 COMMON, METADATA, FORMAT = "common.pt", ".metadata", "metadata.json"
 _OPTIMIZER = re.compile(r"^(?:chained_[0-9]+\.)?optimizer\.(?:[\w.]*\.)?state\.(exp_avg_sq|exp_avg|fp32_param|param)\.")
@@ -64,7 +64,7 @@ class _Place:
 
 
 def open_torch_dist(folder: Path) -> Saved:
-    """Raises CheckpointError."""
+    """Open a checkpoint of the format torch_dist. Raises CheckpointError."""
     common = load_file(folder / COMMON)
     args = args_in(common, str(folder / COMMON))
     stored = _parse(load_metadata(folder / METADATA), folder / METADATA)

@@ -15,6 +15,14 @@ from tests.families.find import architecture_of
 from tests.models.configs import gpt_config, llama_config
 
 POSITIONS = 64
+YARN = {"yarn_scaling_factor": 4.0, "yarn_original_context": 4096, "yarn_beta_fast": 8.0, "yarn_beta_slow": 0.5}
+
+
+def _llama(ffn: int, groups: int, channels: int, layers: int = 2, **more: Any) -> DecoderConfig:
+    sizes = {"ffn_hidden_size": ffn, "num_query_groups": groups, "kv_channels": channels}
+    return llama_config(layers, 32, 4, 101, **sizes, **more)
+
+
 CONFIGS: dict[str, DecoderConfig] = {
     "gpt": gpt_config(2, 32, 4, 101, POSITIONS, ffn_hidden_size=128, num_query_groups=4, kv_channels=8),
     "gpt-untied": gpt_config(
@@ -25,67 +33,19 @@ CONFIGS: dict[str, DecoderConfig] = {
         norm_epsilon=1e-3,
         tie_embeddings=False,
     ),
-    "llama": llama_config(2, 32, 4, 101, ffn_hidden_size=40, num_query_groups=4, kv_channels=8),
-    "llama-grouped": llama_config(
-        3,
-        32,
-        4,
-        101,
-        ffn_hidden_size=64,
-        num_query_groups=2,
-        kv_channels=8,
-        norm_epsilon=1e-6,
-        attention_dropout=0.1,
-        rotary_base=500000,
-        rope_scaling_factor=8.0,
+    "llama": _llama(40, 4, 8),
+    "llama-grouped": _llama(
+        *(64, 2, 8, 3), norm_epsilon=1e-6, attention_dropout=0.1, rotary_base=500000, rope_scaling_factor=8.0
     ),
-    "llama-tied": llama_config(
-        2, 32, 4, 101, ffn_hidden_size=64, num_query_groups=1, kv_channels=16, tie_embeddings=True
-    ),
-    "llama-yarn": llama_config(
-        *(2, 32, 4, 101),
-        ffn_hidden_size=64,
-        num_query_groups=4,
-        kv_channels=8,
-        position_embedding_type="yarn",
-        yarn_scaling_factor=4.0,
-        yarn_original_context=4096,
-        yarn_beta_fast=8.0,
-        yarn_beta_slow=0.5,
-    ),
-    "mistral": llama_config(2, 32, 4, 101, ffn_hidden_size=64, num_query_groups=2, kv_channels=16, window_size=5),
-    "qwen2": llama_config(2, 32, 4, 101, ffn_hidden_size=64, num_query_groups=2, kv_channels=8, add_qkv_bias=True),
-    "qwen2-window": llama_config(
-        *(2, 32, 4, 101),
-        ffn_hidden_size=64,
-        num_query_groups=1,
-        kv_channels=8,
-        add_qkv_bias=True,
-        window_size=9,
-        tie_embeddings=True,
-    ),
-    "qwen3": llama_config(
-        2, 32, 4, 101, ffn_hidden_size=64, num_query_groups=2, kv_channels=16, qk_layernorm=True, rotary_base=1000000
-    ),
-    "mixtral": llama_config(
-        *(2, 32, 4, 101),
-        ffn_hidden_size=40,
-        num_query_groups=2,
-        kv_channels=8,
-        window_size=9,
-        moe=MoEConfig(4, 40, 2, aux_loss_coeff=0.5),
-    ),
-    "qwen3-moe": llama_config(
-        *(2, 32, 4, 101),
-        ffn_hidden_size=64,
-        num_query_groups=2,
-        kv_channels=16,
-        qk_layernorm=True,
-        moe=MoEConfig(6, 24, 3, router_pre_softmax=True),
-    ),
-    "qwen3-moe-normalized": llama_config(
-        2, 32, 4, 101, ffn_hidden_size=64, num_query_groups=1, kv_channels=8, qk_layernorm=True, moe=MoEConfig(4, 24, 2)
-    ),
+    "llama-tied": _llama(64, 1, 16, tie_embeddings=True),
+    "llama-yarn": _llama(64, 4, 8, position_embedding_type="yarn", **YARN),
+    "mistral": _llama(64, 2, 16, window_size=5),
+    "qwen2": _llama(64, 2, 8, add_qkv_bias=True),
+    "qwen2-window": _llama(64, 1, 8, add_qkv_bias=True, window_size=9, tie_embeddings=True),
+    "qwen3": _llama(64, 2, 16, qk_layernorm=True, rotary_base=1000000),
+    "mixtral": _llama(40, 2, 8, window_size=9, moe=MoEConfig(4, 40, 2, aux_loss_coeff=0.5)),
+    "qwen3-moe": _llama(64, 2, 16, qk_layernorm=True, moe=MoEConfig(6, 24, 3, router_pre_softmax=True)),
+    "qwen3-moe-normalized": _llama(64, 1, 8, qk_layernorm=True, moe=MoEConfig(4, 24, 2)),
 }
 
 

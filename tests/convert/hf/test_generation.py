@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from megatron_zpp.convert.hf.generation import generation_settings
+from megatron_zpp.convert.hf.files import generation_settings
 
 TOKENS = {"bos_token_id": 3, "eos_token_id": 2}
 

@@ -35,28 +35,21 @@ def random_model(config: DecoderConfig) -> State:
     return {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
 
 
+SAME_NAMES = (
+    *("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "kv_channels"),
+    *("position_embedding_type", "normalization", "norm_epsilon", "swiglu", "add_bias_linear", "qk_layernorm"),
+    *("attention_dropout", "hidden_dropout"),
+)
+
+
 def args_of(config: DecoderConfig, tp: int = 1, pp: int = 1, **more: Any) -> argparse.Namespace:
-    values = dict(
-        num_layers=config.num_layers,
-        hidden_size=config.hidden_size,
-        ffn_hidden_size=config.ffn_hidden_size,
-        num_attention_heads=config.num_attention_heads,
+    values = {name: getattr(config, name) for name in SAME_NAMES} | dict(
         group_query_attention=config.num_query_groups != config.num_attention_heads,
-        num_query_groups=config.num_query_groups,
-        kv_channels=config.kv_channels,
         seq_length=32,
         max_position_embeddings=32,
-        position_embedding_type=config.position_embedding_type,
         rotary_base=int(config.rotary_base),
         rotary_percent=1.0,
-        normalization=config.normalization,
-        norm_epsilon=config.norm_epsilon,
-        swiglu=config.swiglu,
-        add_bias_linear=config.add_bias_linear,
-        qk_layernorm=config.qk_layernorm,
         untie_embeddings_and_output_weights=not config.tie_embeddings,
-        attention_dropout=config.attention_dropout,
-        hidden_dropout=config.hidden_dropout,
         init_method_std=0.02,
         tokenizer_type="NullTokenizer",
         vocab_size=IDS - 1,

@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from megatron_zpp.checkpoint import find_checkpoint, iterate_parameters, iterate_tensors, read_meta
-from megatron_zpp.checkpoint.counters import Counters
-from megatron_zpp.checkpoint.model import saved_model
+from megatron_zpp.checkpoint.meta import Counters, saved_model
 from megatron_zpp.commands.convert import export_megatron, import_megatron
 from megatron_zpp.convert.megatron.config import args_of
 from tests.convert.megatron.layouts import (

@@ -12,7 +12,7 @@ import torch
 
 from megatron_zpp.checkpoint import CheckpointError
 from megatron_zpp.commands.convert import export_megatron, import_megatron
-from megatron_zpp.convert.megatron.folder import open_checkpoint
+from megatron_zpp.convert.megatron.checkpoint import open_checkpoint
 from megatron_zpp.convert.megatron.pickles import load_file, load_metadata
 from tests.convert.megatron.layouts import CONFIGS, random_model, write_legacy
 

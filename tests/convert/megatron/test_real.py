@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megatron_zpp.arguments.parse import parse_settings
 from megatron_zpp.checkpoint import find_checkpoint, iterate_parameters, read_meta
-from megatron_zpp.checkpoint.model import saved_model
+from megatron_zpp.checkpoint.meta import saved_model
 from megatron_zpp.commands.convert import export_megatron, import_megatron
 from megatron_zpp.families import find_architecture
 from megatron_zpp.training.data import build_data

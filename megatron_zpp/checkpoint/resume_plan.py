@@ -1,4 +1,4 @@
-"""What of a checkpoint belongs to its ranks and settings, and so is taken over by a run that has the same."""
+"""Decide which parts of a checkpoint a run loads: some fit only the ranks and settings that saved them."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from .trained import Trained
 
 
 @dataclasses.dataclass(frozen=True)
-class TakenOver:
-    """Each is said in ``notes`` where it is not, and the run had a use for it."""
+class ResumePlan:
+    """What a run loads beside parameters. ``notes`` names whatever the run could have used and does not load."""
 
     notes: tuple[str, ...]
     optimizers: tuple[bool, ...]  # of each island that saved; False also where it had made no step
@@ -26,10 +26,10 @@ class TakenOver:
     island_wires: bool  # LoCo's errors between islands, and what is on its way
 
 
-def taken_over(
+def plan_resume(
     meta: Mapping[str, Any], trained: Trained, layout: Mapping[str, int | str], load_rng: bool, has_zeropp_state: bool
-) -> TakenOver:
-    """Of a checkpoint with this ``meta``, by a run on the ranks of ``layout``."""
+) -> ResumePlan:
+    """Plan the load of a checkpoint with this ``meta`` by a run on the ranks of ``layout``."""
     notes: list[str] = []
     there = dict.fromkeys(AXES, 1) | meta.get("layout", {})  # newer axes: one rank
     same_layout, trains = "layout" in meta and there == layout, bool(trained.optimizers)
@@ -40,13 +40,13 @@ def taken_over(
     if random_states and not same_layout:
         others = f"{meta['world_size']} ranks saved, {trained.world_size} load"
         otherwise = ", divided otherwise" if meta["world_size"] == trained.world_size else ""
-        notes.append(f"random states start anew: {others}{otherwise}")
+        notes.append(f"random states start over: {others}{otherwise}")
         random_states = False
 
     zeropp = trains and has_zeropp_state
     if zeropp and (not same_layout or _comparable(meta["zeropp"]) != _comparable(zeropp_layout(trained.zeropps))):
         kept = "LoCo's errors, scales of elements and weight copies"
-        notes.append(f"{kept} start anew: saved with other ranks, nodes or ZeRO++ settings")
+        notes.append(f"{kept} start over: saved with other ranks, nodes or ZeRO++ settings")
         zeropp = False
 
     islands = trained.islands
@@ -55,22 +55,24 @@ def taken_over(
     same_islands = could_leave if may_leave else islands is not None and there["island"] == islands.num_islands
     islands_go_on = same_islands and trains
     if islands is not None and not islands_go_on and trains:
-        notes.append(f"islands start anew from the checkpoint's parameters: {there['island']} islands saved")
+        notes.append(f"islands start over from the checkpoint's parameters: {there['island']} islands saved")
     if there["island"] > 1 and not islands_go_on and trains:
         notes.append("the optimizer's state is that of the first island that saved")
     # Errors, and what is on its way, belong to ranks and to a wire.
-    same_wire = islands is not None and _wire_of(meta.get("islands")) == _wire_of(dataclasses.asdict(islands.config))
+    same_wire = islands is not None and _wire_settings(meta.get("islands")) == _wire_settings(
+        dataclasses.asdict(islands.config)
+    )
     island_wires = islands_go_on and (may_leave or (same_layout and same_wire))
     if islands_go_on and not island_wires:
         notes.append(
-            "LoCo's errors between islands start anew, and what was on its way is dropped: saved with other ranks or "
+            "LoCo's errors between islands start over, and what was on its way is dropped: saved with other ranks or "
             "settings"
         )
-    return TakenOver(tuple(notes), optimizers, random_states, zeropp, islands_go_on, island_wires)
+    return ResumePlan(tuple(notes), optimizers, random_states, zeropp, islands_go_on, island_wires)
 
 
 def zeropp_layout(zeropps: Sequence[ZeroPPInterface]) -> dict[str, Any] | None:
-    """What must be the same for ZeRO++ state to be taken over, rank by rank; alike in all islands."""
+    """Return what must be the same for ranks to load their ZeRO++ state. It is the same in all islands."""
     if not zeropps:
         return None
     zeropp = zeropps[0]
@@ -80,20 +82,20 @@ def zeropp_layout(zeropps: Sequence[ZeroPPInterface]) -> dict[str, Any] | None:
 
 
 def _comparable(zeropp_layout: dict[str, Any] | None) -> Any:
-    """This run's layout or a checkpoint's, as JSON; settings that are newer than the checkpoint have their defaults."""
+    """Return a layout as JSON saves it; settings that are newer than the checkpoint get their defaults."""
     config = (zeropp_layout or {}).get("config")
     if zeropp_layout is None or not isinstance(config, dict):
         return zeropp_layout
     config = dataclasses.asdict(ZeroPPConfig()) | config
-    # Nothing is kept in the bits of first steps, what is kept is not random, and no error is of a step to be undone.
-    of_no_state = {"seed", "gradient_bits_warmup", "weight_difference_bits_warmup"}
-    config = {name: value for name, value in config.items() if name not in of_no_state}
+    # None of these changes what the saved state means.
+    stateless = {"seed", "gradient_bits_warmup", "weight_difference_bits_warmup"}
+    config = {name: value for name, value in config.items() if name not in stateless}
     if isinstance(loco := config["loco"], dict):
         config["loco"] = {name: value for name, value in loco.items() if name != "exact_undo"}
     return json.loads(json.dumps(zeropp_layout | {"config": config}))
 
 
-def _wire_of(config: Mapping[str, Any] | None) -> dict[str, Any]:
-    """The settings of islands that say what their ranks keep, and what is on its way."""
+def _wire_settings(config: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return the settings of islands on which their saved errors and transfers depend."""
     free = {"outer_optimizer", "outer_lr", "outer_momentum", "loco_beta", "merge_alpha", "offload"}
     return {name: value for name, value in (config or {}).items() if name not in free}
