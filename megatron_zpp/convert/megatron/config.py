@@ -10,7 +10,8 @@ from typing import Any
 from megatron_zpp.checkpoint import CheckpointError
 from megatron_zpp.checkpoint.model import check_config
 from megatron_zpp.families import GPT, LLAMA, Architecture
-from megatron_zpp.families.decoder_only import NORMALIZATIONS
+from megatron_zpp.families.decoder_only import EXPERT_FLAGS, FLAGS, MEGATRON_DEFAULTS, NORMALIZATIONS
+from megatron_zpp.families.huggingface import require_fields
 from megatron_zpp.models.decoder import DecoderConfig, default_ffn_size
 from megatron_zpp.models.moe import MoEConfig
 
@@ -19,7 +20,8 @@ from .pickles import StandIn
 
 Args = Mapping[str, Any]
 
-# Flags that change the model, and the values that ours has; one that an older version lacks had the first.
+# Flags that change the model, and the values that ours has; one that an older version lacks had the first. Where our
+# config has a field for the flag, it may have any value.
 _OURS: dict[str, tuple[Any, ...]] = {
     "activation_func_clamp_value": (None,),
     "apply_residual_connection_post_layernorm": (False,),
@@ -69,7 +71,7 @@ def config_of(args: Args, vocab_size: int) -> DecoderConfig:
     wrong = [
         f"{name} is {_plain(args[name])!r}"
         for name, values in _OURS.items()
-        if name in args and _plain(args[name]) not in values
+        if name in args and name not in FLAGS.values() and _plain(args[name]) not in values
     ]
     has_experts = _num_experts(args) is not None
     wrong += [
@@ -94,38 +96,33 @@ def config_of(args: Args, vocab_size: int) -> DecoderConfig:
     hidden, heads = size(args, "hidden_size"), size(args, "num_attention_heads")
     swiglu = bool(args.get("swiglu", False)) or args.get("glu_activation") == "swiglu"
     rotary = positions in ("rope", "yarn")
+    add_bias_linear = bool(args.get("add_bias_linear", True))
+    values = _values(args, FLAGS, DecoderConfig) | {
+        "num_layers": size(args, "num_layers"),
+        "vocab_size": vocab_size,
+        "max_position_embeddings": longest(args) if positions == "learned_absolute" else None,
+        "ffn_hidden_size": args.get("ffn_hidden_size") or default_ffn_size(hidden, swiglu),
+        "num_query_groups": _query_groups(args, heads),
+        "kv_channels": args.get("kv_channels") or hidden // heads,
+        "normalization": normalization,
+        "norm_epsilon": args.get("norm_epsilon", args.get("layernorm_epsilon", 1e-5)),
+        "swiglu": swiglu,
+        "exact_gelu": not swiglu and args.get("bias_gelu_fusion", True) is False,
+        "add_bias_linear": add_bias_linear,
+        "add_qkv_bias": bool(args.get("add_qkv_bias", False)) and not add_bias_linear,
+        "window_size": None if window is None or window[0] == -1 else window[0],
+        "position_embedding_type": positions,
+        "rope_scaling_factor": (
+            args.get("rope_scaling_factor", 8.0) if rotary and args.get("use_rope_scaling", False) else None
+        ),
+        "tie_embeddings": not args.get("untie_embeddings_and_output_weights", False),
+    }
+    unused = [] if rotary else ["rotary_percent", "rotary_base"]
+    unused += [] if positions == "yarn" else [name for name in FLAGS if name.startswith("yarn_")]
+    unused += [] if has_experts else [name for name in FLAGS if name.startswith("moe_")]
     try:
         config = DecoderConfig(
-            num_layers=size(args, "num_layers"),
-            hidden_size=hidden,
-            num_attention_heads=heads,
-            vocab_size=vocab_size,
-            max_position_embeddings=longest(args) if positions == "learned_absolute" else None,
-            ffn_hidden_size=args.get("ffn_hidden_size") or default_ffn_size(hidden, swiglu),
-            num_query_groups=_query_groups(args, heads),
-            kv_channels=args.get("kv_channels") or hidden // heads,
-            normalization=normalization or "",
-            norm_epsilon=args.get("norm_epsilon", args.get("layernorm_epsilon", 1e-5)),
-            layernorm_1p=bool(args.get("apply_layernorm_1p", False)),
-            qk_layernorm=bool(args.get("qk_layernorm", False)),
-            swiglu=swiglu,
-            exact_gelu=not swiglu and args.get("bias_gelu_fusion", True) is False,
-            add_bias_linear=bool(args.get("add_bias_linear", True)),
-            add_qkv_bias=bool(args.get("add_qkv_bias", False)) and not args.get("add_bias_linear", True),
-            window_size=None if window is None or window[0] == -1 else window[0],
-            position_embedding_type=positions,
-            rotary_percent=args.get("rotary_percent", 1.0) if rotary else 1.0,
-            rotary_base=args.get("rotary_base", 10000) if rotary else 10000,
-            rope_scaling_factor=(
-                args.get("rope_scaling_factor", 8.0) if rotary and args.get("use_rope_scaling", False) else None
-            ),
-            **(_yarn(args) if positions == "yarn" else {}),
-            attention_dropout=args.get("attention_dropout", 0.1),
-            hidden_dropout=args.get("hidden_dropout", 0.1),
-            init_method_std=args.get("init_method_std", 0.02),
-            tie_embeddings=not args.get("untie_embeddings_and_output_weights", False),
-            moe=_experts(args),
-            moe_layer_freq=layers_with_experts if _num_experts(args) is not None else 1,
+            **{name: value for name, value in values.items() if name not in unused}, moe=_experts(args)
         )
         check_config(dataclasses.asdict(config), DecoderConfig)
     except (TypeError, ValueError) as error:
@@ -174,13 +171,11 @@ def _query_groups(args: Args, heads: int) -> int:
     return (args.get("num_query_groups") or heads) if args.get("group_query_attention", False) else heads
 
 
-def _yarn(args: Args) -> dict[str, Any]:
-    return {
-        "yarn_scaling_factor": args.get("yarn_rotary_scaling_factor"),
-        "yarn_original_context": args.get("yarn_original_max_position_embeddings"),
-        "yarn_beta_fast": args.get("yarn_beta_fast", 32.0),
-        "yarn_beta_slow": args.get("yarn_beta_slow", 1.0),
-    }
+def _values(args: Args, flags: Mapping[str, str], config_class: type[Any]) -> dict[str, Any]:
+    """Return the fields that ``flags`` give; those that a flag lacks, or leaves to Megatron, are left to the class."""
+    values = {name: args[flag] for name, flag in flags.items() if args.get(flag) is not None}
+    switches = {field.name for field in dataclasses.fields(config_class) if isinstance(field.default, bool)}
+    return {name: bool(value) if name in switches else value for name, value in values.items()}
 
 
 def _num_experts(args: Args) -> int | None:
@@ -194,57 +189,39 @@ def _experts(args: Args) -> MoEConfig | None:
     number = _num_experts(args)
     if number is None:
         return None
-    return MoEConfig(
-        num_experts=number,
-        ffn_hidden_size=args.get("moe_ffn_hidden_size") or size(args, "ffn_hidden_size"),
-        router_topk=args.get("moe_router_topk", 2),
-        score_function=args.get("moe_router_score_function", "softmax"),
-        router_pre_softmax=bool(args.get("moe_router_pre_softmax", False)),
-        topk_scaling_factor=args.get("moe_router_topk_scaling_factor") or 1.0,
-        aux_loss_coeff=args.get("moe_aux_loss_coeff", 0.0),
-        z_loss_coeff=args.get("moe_z_loss_coeff") or 0.0,
-        expert_capacity_factor=args.get("moe_expert_capacity_factor"),
-        shared_expert_size=args.get("moe_shared_expert_intermediate_size"),
-    )
+    values = _values(args, EXPERT_FLAGS, MoEConfig)
+    values["num_experts"] = number
+    values["ffn_hidden_size"] = args.get("moe_ffn_hidden_size") or size(args, "ffn_hidden_size")
+    values["topk_scaling_factor"] = args.get("moe_router_topk_scaling_factor") or 1.0
+    return MoEConfig(**values)
 
 
 def args_of(config: DecoderConfig, positions: int) -> argparse.Namespace:
     """Megatron-LM's flags of a config, as its checkpoints keep them. Raises ValueError for what it does not have."""
     if config.moe is not None:
         raise ValueError("a mixture of experts cannot be written for Megatron-LM yet")
+    # Megatron-LM has the flags that an import knows. A field with another flag must have its default.
+    known = {name: flag for name, flag in FLAGS.items() if flag in READ or flag in _OURS}
+    require_fields(config, "Megatron-LM", {}, MEGATRON_DEFAULTS.keys() - (FLAGS.keys() - known.keys()))
+    written = {flag: getattr(config, name) for name, flag in known.items() if not name.startswith("moe_")}
     return argparse.Namespace(
-        num_layers=config.num_layers,
-        hidden_size=config.hidden_size,
-        ffn_hidden_size=config.ffn_size,
-        num_attention_heads=config.num_attention_heads,
-        group_query_attention=config.num_groups != config.num_attention_heads,
-        num_query_groups=config.num_groups,
-        kv_channels=config.head_dim,
-        max_position_embeddings=positions,
-        position_embedding_type=config.position_embedding_type,
-        add_position_embedding=config.position_embedding_type == "learned_absolute",
-        rotary_percent=config.rotary_percent,
-        rotary_base=config.rotary_base,
-        use_rope_scaling=config.rope_scaling_factor is not None,
-        rope_scaling_factor=config.rope_scaling_factor or 8.0,
-        yarn_rotary_scaling_factor=config.yarn_scaling_factor,
-        yarn_original_max_position_embeddings=config.yarn_original_context,
-        yarn_beta_fast=config.yarn_beta_fast,
-        yarn_beta_slow=config.yarn_beta_slow,
-        window_size=None if config.window_size is None else (config.window_size, 0),
-        normalization=config.normalization,
-        norm_epsilon=config.norm_epsilon,
-        apply_layernorm_1p=config.layernorm_1p,
-        qk_layernorm=config.qk_layernorm,
-        swiglu=config.swiglu,
-        bias_gelu_fusion=not config.exact_gelu,
-        add_bias_linear=config.add_bias_linear,
-        add_qkv_bias=config.add_qkv_bias or config.add_bias_linear,
-        attention_dropout=config.attention_dropout,
-        hidden_dropout=config.hidden_dropout,
-        init_method_std=config.init_method_std,
-        untie_embeddings_and_output_weights=not config.tie_embeddings,
-        padded_vocab_size=config.vocab_size,
-        tensor_model_parallel_size=1,
-        pipeline_model_parallel_size=1,
+        **written
+        | {
+            "ffn_hidden_size": config.ffn_size,
+            "group_query_attention": config.num_groups != config.num_attention_heads,
+            "num_query_groups": config.num_groups,
+            "kv_channels": config.head_dim,
+            "max_position_embeddings": positions,
+            "add_position_embedding": config.position_embedding_type == "learned_absolute",
+            "use_rope_scaling": config.rope_scaling_factor is not None,
+            "rope_scaling_factor": config.rope_scaling_factor or 8.0,
+            "window_size": None if config.window_size is None else (config.window_size, 0),
+            "bias_gelu_fusion": not config.exact_gelu,
+            "add_bias_linear": config.add_bias_linear,
+            "add_qkv_bias": config.add_qkv_bias or config.add_bias_linear,
+            "untie_embeddings_and_output_weights": not config.tie_embeddings,
+            "padded_vocab_size": config.vocab_size,
+            "tensor_model_parallel_size": 1,
+            "pipeline_model_parallel_size": 1,
+        }
     )
