@@ -85,7 +85,7 @@ def check_shape(model: ModelSettings) -> None:
 
 
 def resolve(model: ModelSettings, seq_length: int, defaults: Mapping[str, Any]) -> ModelSettings:
-    """Completed flags. Raises SettingsError where they do not fit together."""
+    """Complete the flags. Raises SettingsError where they do not fit together."""
     check_shape(model)
     assert model.hidden_size and model.num_attention_heads
     hidden, heads = model.hidden_size, model.num_attention_heads
@@ -153,7 +153,7 @@ _YARN = ("yarn_rotary_scaling_factor", "yarn_original_max_position_embeddings", 
 
 
 def _check_positions(model: ModelSettings) -> None:
-    """Raise SettingsError for flags about another kind of positions than the model's."""
+    """Raise SettingsError for flags of another kind of positions than the model's."""
     kind = model.position_embedding_type
     for names, kinds in (_ROTARY, ("rope", "yarn")), (_YARN, ("yarn",)):
         for name in names:
@@ -208,7 +208,7 @@ def _check_experts(model: ModelSettings) -> None:
     )
     require(
         not (model.moe_router_pre_softmax and model.moe_router_score_function == "sigmoid"),
-        "--moe-router-pre-softmax is about softmax; leave it out with --moe-router-score-function sigmoid",
+        "--moe-router-pre-softmax requires softmax; leave it out with --moe-router-score-function sigmoid",
     )
     require(
         not (model.moe_router_enable_expert_bias and model.moe_router_score_function == "softmax"),
@@ -230,7 +230,7 @@ def _check_experts(model: ModelSettings) -> None:
 
 
 def _window(model: ModelSettings) -> int | None:
-    """How many tokens before it a token attends to; None for all. Raises SettingsError."""
+    """Return how many tokens before it a token attends to; None for all. Raises SettingsError."""
     if model.window_size is None:
         return None
     left, _, right = model.window_size.strip("()").replace(" ", "").partition(",")

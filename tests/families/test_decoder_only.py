@@ -136,7 +136,7 @@ def test_operations_of_experts_by_hand():
         ("--num-experts 4 --moe-layer-freq 6", "--moe-layer-freq 6 is more than --num-layers 5; give at most that"),
         (
             "--num-experts 4 --moe-router-pre-softmax --moe-router-score-function sigmoid",
-            "--moe-router-pre-softmax is about softmax",
+            "--moe-router-pre-softmax requires softmax",
         ),
         (
             "--num-experts 4 --moe-aux-loss-coeff 0.1 --moe-router-load-balancing-type none",

@@ -19,8 +19,7 @@ from megatron_zpp.families import Architecture
 from megatron_zpp.islands.hops import island_format
 from megatron_zpp.models.transformer import Transformer
 from megatron_zpp.optim.batch_size import BatchSchedule
-from megatron_zpp.parallel.schedule_costs import micro_batches_kept
-from megatron_zpp.parallel.stages import Placement
+from megatron_zpp.parallel.stages import Placement, micro_batches_kept
 from megatron_zpp.planning.needs.exchanges import Exchange, UnitExchanges, exchanges_of, travelling_dtypes
 from megatron_zpp.planning.needs.planned_units import (
     PlannedModel,

@@ -125,7 +125,7 @@ def _activations(
     if architecture.activations is None:
         raise ValueError(f"the architecture {architecture.name} does not say what memory its activations take")
     activation, distributed = settings.activation, settings.distributed
-    block = architecture.activations(model.config, itemsize).of_tensor_parallel_rank(
+    block = architecture.activations(model.config, itemsize).per_tensor_parallel_rank(
         distributed.tensor_model_parallel_size, distributed.sequence_parallel
     )
     if activation.recompute_granularity is None:
