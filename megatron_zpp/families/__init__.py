@@ -26,7 +26,7 @@ ARCHITECTURES: tuple[Architecture, ...] = (GPT, LLAMA)
 
 
 def find_architecture(name: str) -> Architecture:
-    """One of ours. Raises ValueError."""
+    """Return one of ``ARCHITECTURES`` by name. Raises ValueError."""
     for architecture in ARCHITECTURES:
         if architecture.name == name:
             return architecture

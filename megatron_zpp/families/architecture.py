@@ -1,4 +1,4 @@
-"""The record of one model: all that the rest of the program must know of it."""
+"""The record of one model: all that the rest of the program must know about it."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ class BlockActivations:
     input: int  # with --recompute-granularity full
     keys_and_values: int = 0  # of everything, what context-parallel ranks gather
 
-    def of_tensor_parallel_rank(self, ranks: int, sequence_parallel: bool) -> BlockActivations:
-        """What one of so many ranks keeps. Without sequence parallelism all keep what lies between linear layers.
+    def per_tensor_parallel_rank(self, ranks: int, sequence_parallel: bool) -> BlockActivations:
+        """Return what one of ``ranks`` keeps. Without sequence parallelism all keep what lies between linear layers.
 
         That is about four vectors of the hidden size: what comes into the block's two halves, and into linear layers.
         """

@@ -17,7 +17,33 @@ from megatron_zpp.parallel.stages import StageModules
 from megatron_zpp.settings.checks import flag_of, require
 from megatron_zpp.settings.groups import ModelSettings, all_flags
 
-_MEGATRONS = {field.name: field.default for field in dataclasses.fields(DecoderConfig)}
+MEGATRON_DEFAULTS = {field.name: field.default for field in dataclasses.fields(DecoderConfig)}
+
+# The flag of each field of ``DecoderConfig`` that is a flag's value: the field's name unless it is renamed here. Flags
+# have Megatron's names, so both the trainer's settings and a Megatron checkpoint are read and written by this list.
+_RENAMED = {
+    "layernorm_1p": "apply_layernorm_1p",
+    "yarn_scaling_factor": "yarn_rotary_scaling_factor",
+    "yarn_original_context": "yarn_original_max_position_embeddings",
+}
+# Fields that are computed from flags instead: see ``build_config`` and ``flags_of``, and ``convert.megatron.config``.
+_COMPUTED = (
+    *("vocab_size", "max_position_embeddings", "num_query_groups", "exact_gelu", "add_bias_linear", "window_size"),
+    *("rope_scaling_factor", "tie_embeddings", "moe"),
+)
+FLAGS = {name: _RENAMED.get(name, name) for name in MEGATRON_DEFAULTS if name not in _COMPUTED}
+_RENAMED_OF_EXPERTS = {
+    "num_experts": "num_experts",
+    "score_function": "moe_router_score_function",
+    "router_pre_softmax": "moe_router_pre_softmax",
+    "topk_scaling_factor": "moe_router_topk_scaling_factor",
+    "shared_expert_size": "moe_shared_expert_intermediate_size",
+}
+EXPERT_FLAGS = {  # the same of ``MoEConfig``
+    field.name: _RENAMED_OF_EXPERTS.get(field.name, f"moe_{field.name}")
+    for field in dataclasses.fields(MoEConfig)
+    if field.name != "bias_update_rate"
+}
 
 
 def decoder(
@@ -28,7 +54,7 @@ def decoder(
     huggingface: tuple[HuggingFaceMapping, ...],
 ) -> Architecture:
     """A record. defaults: fields of the config whose default is not Megatron's, which ``DecoderConfig`` has."""
-    defaults = _MEGATRONS | dict(defaults)
+    defaults = MEGATRON_DEFAULTS | dict(defaults)
     return Architecture(
         name=name,
         title=title,
@@ -59,7 +85,7 @@ def check_shape(model: ModelSettings) -> None:
 
 
 def resolve(model: ModelSettings, seq_length: int, defaults: Mapping[str, Any]) -> ModelSettings:
-    """Completed flags. Raises SettingsError where they do not fit together."""
+    """Complete the flags. Raises SettingsError where they do not fit together."""
     check_shape(model)
     assert model.hidden_size and model.num_attention_heads
     hidden, heads = model.hidden_size, model.num_attention_heads
@@ -127,7 +153,7 @@ _YARN = ("yarn_rotary_scaling_factor", "yarn_original_max_position_embeddings", 
 
 
 def _check_positions(model: ModelSettings) -> None:
-    """Raise SettingsError for flags about another kind of positions than the model's."""
+    """Raise SettingsError for flags of another kind of positions than the model's."""
     kind = model.position_embedding_type
     for names, kinds in (_ROTARY, ("rope", "yarn")), (_YARN, ("yarn",)):
         for name in names:
@@ -182,7 +208,7 @@ def _check_experts(model: ModelSettings) -> None:
     )
     require(
         not (model.moe_router_pre_softmax and model.moe_router_score_function == "sigmoid"),
-        "--moe-router-pre-softmax is about softmax; leave it out with --moe-router-score-function sigmoid",
+        "--moe-router-pre-softmax requires softmax; leave it out with --moe-router-score-function sigmoid",
     )
     require(
         not (model.moe_router_enable_expert_bias and model.moe_router_score_function == "softmax"),
@@ -204,7 +230,7 @@ def _check_experts(model: ModelSettings) -> None:
 
 
 def _window(model: ModelSettings) -> int | None:
-    """How many tokens before it a token attends to; None for all. Raises SettingsError."""
+    """Return how many tokens before it a token attends to; None for all. Raises SettingsError."""
     if model.window_size is None:
         return None
     left, _, right = model.window_size.strip("()").replace(" ", "").partition(",")
@@ -219,66 +245,26 @@ def _window(model: ModelSettings) -> int | None:
 def _experts(model: ModelSettings) -> MoEConfig | None:
     if model.num_experts is None:
         return None
-    assert model.moe_ffn_hidden_size
-    return MoEConfig(
-        num_experts=model.num_experts,
-        ffn_hidden_size=model.moe_ffn_hidden_size,
-        router_topk=model.moe_router_topk,
-        score_function=model.moe_router_score_function,
-        router_pre_softmax=model.moe_router_pre_softmax,
-        topk_scaling_factor=model.moe_router_topk_scaling_factor,
-        aux_loss_coeff=model.moe_aux_loss_coeff,
-        z_loss_coeff=model.moe_z_loss_coeff,
-        expert_capacity_factor=model.moe_expert_capacity_factor,
-        eval_capacity_factor=model.moe_eval_capacity_factor,
-        min_capacity=model.moe_min_capacity,
-        shared_expert_size=model.moe_shared_expert_intermediate_size,
-        residual=model.moe_residual,
-        bias_update_rate=model.moe_router_bias_update_rate if model.moe_router_enable_expert_bias else None,
-    )
+    bias_update_rate = model.moe_router_bias_update_rate if model.moe_router_enable_expert_bias else None
+    values: dict[str, Any] = {name: getattr(model, flag) for name, flag in EXPERT_FLAGS.items()}
+    return MoEConfig(**values, bias_update_rate=bias_update_rate)
 
 
 def build_config(model: ModelSettings, vocab_size: int) -> DecoderConfig:
-    """model: of ``resolve``."""
-    assert model.num_layers and model.hidden_size and model.num_attention_heads
-    assert model.normalization and model.position_embedding_type
-    assert model.attention_dropout is not None and model.hidden_dropout is not None
+    """Build the config of flags that ``resolve`` completed."""
+    has_learned_positions = model.position_embedding_type == "learned_absolute"
+    values: dict[str, Any] = {name: getattr(model, flag) for name, flag in FLAGS.items()}
     return DecoderConfig(
-        num_layers=model.num_layers,
-        hidden_size=model.hidden_size,
-        num_attention_heads=model.num_attention_heads,
+        **values,
         vocab_size=vocab_size,
-        max_position_embeddings=(
-            model.max_position_embeddings if model.position_embedding_type == "learned_absolute" else None
-        ),
-        ffn_hidden_size=model.ffn_hidden_size,
+        max_position_embeddings=model.max_position_embeddings if has_learned_positions else None,
         num_query_groups=model.num_query_groups,
-        kv_channels=model.kv_channels,
-        normalization=model.normalization,
-        norm_epsilon=model.norm_epsilon,
-        layernorm_1p=model.apply_layernorm_1p,
-        qk_layernorm=model.qk_layernorm,
-        swiglu=model.swiglu,
         exact_gelu=model.no_bias_gelu_fusion and not model.swiglu,
         add_bias_linear=not model.disable_bias_linear,
-        add_qkv_bias=model.add_qkv_bias,
         window_size=_window(model),
-        position_embedding_type=model.position_embedding_type,
-        rotary_percent=model.rotary_percent,
-        rotary_base=model.rotary_base,
         rope_scaling_factor=model.rope_scaling_factor if model.use_rope_scaling else None,
-        yarn_scaling_factor=model.yarn_rotary_scaling_factor,
-        yarn_original_context=model.yarn_original_max_position_embeddings,
-        yarn_beta_fast=model.yarn_beta_fast,
-        yarn_beta_slow=model.yarn_beta_slow,
-        attention_dropout=model.attention_dropout,
-        hidden_dropout=model.hidden_dropout,
-        init_method_std=model.init_method_std,
         tie_embeddings=model.tie_embeddings_and_output_weights,
         moe=_experts(model),
-        moe_layer_freq=model.moe_layer_freq,
-        moe_first_layer=model.moe_first_layer,
-        moe_experts_per_layer=model.moe_experts_per_layer,
     )
 
 
@@ -296,44 +282,18 @@ def saved_config(defaults: Mapping[str, Any], **fields: Any) -> DecoderConfig:
 
 
 def flags_of(config: DecoderConfig, positions: int, defaults: Mapping[str, Any]) -> list[str]:
-    """The trainer's flags that become ``config``. positions: the longest sequence."""
-    sizes = {
-        "--num-layers": config.num_layers,
-        "--hidden-size": config.hidden_size,
-        "--ffn-hidden-size": config.ffn_size,
-        "--num-attention-heads": config.num_attention_heads,
-        "--kv-channels": config.head_dim,
-        "--max-position-embeddings": positions,
-        "--norm-epsilon": config.norm_epsilon,
-        # However few ids the tokenizer has, they are padded to this.
-        "--make-vocab-size-divisible-by": config.vocab_size,
-        "--attention-dropout": config.attention_dropout,
-        "--hidden-dropout": config.hidden_dropout,
-        "--init-method-std": config.init_method_std,
-    }
-    words = [word for flag, value in sizes.items() for word in (flag, str(value))]
+    """Return the trainer's flags that become ``config``. positions: the longest sequence."""
+    config = saved_config(defaults, **vars(config))
+    words = ["--max-position-embeddings", str(positions)]
+    words += ["--make-vocab-size-divisible-by", str(config.vocab_size)]  # pads any tokenizer's ids to this
+    for name, flag in FLAGS.items():
+        if name in _ALWAYS_WRITTEN or getattr(config, name) != defaults[name]:
+            words += _words(flag, getattr(config, name))
     if config.num_groups != config.num_attention_heads:
         words += ["--group-query-attention", "--num-query-groups", str(config.num_groups)]
-    values = {
-        "normalization": "--normalization",
-        "position_embedding_type": "--position-embedding-type",
-        "rotary_base": "--rotary-base",
-        "rotary_percent": "--rotary-percent",
-        "yarn_scaling_factor": "--yarn-rotary-scaling-factor",
-        "yarn_original_context": "--yarn-original-max-position-embeddings",
-        "yarn_beta_fast": "--yarn-beta-fast",
-        "yarn_beta_slow": "--yarn-beta-slow",
-    }
-    for name, flag in values.items():
-        if getattr(config, name) != defaults[name]:
-            words += [flag, str(getattr(config, name))]
     switches = {
-        "swiglu": "--swiglu",
         "exact_gelu": "--no-bias-gelu-fusion",
         "add_bias_linear": "--disable-bias-linear",
-        "add_qkv_bias": "--add-qkv-bias",
-        "qk_layernorm": "--qk-layernorm",
-        "layernorm_1p": "--apply-layernorm-1p",
         "tie_embeddings": f"--{'tie' if config.tie_embeddings else 'untie'}-embeddings-and-output-weights",
     }
     words += [flag for name, flag in switches.items() if getattr(config, name) != defaults[name]]
@@ -342,33 +302,22 @@ def flags_of(config: DecoderConfig, positions: int, defaults: Mapping[str, Any])
     if config.window_size is not None:
         words += ["--window-size", f"{config.window_size},0"]
     if config.moe is not None:
-        words += ["--moe-layer-freq", str(config.moe_layer_freq), *_flags_of_experts(config.moe)]
-        words += ["--moe-first-layer", str(config.moe_first_layer)]
-        if config.moe_experts_per_layer is not None:
-            words += ["--moe-experts-per-layer", config.moe_experts_per_layer]
+        for field in dataclasses.fields(MoEConfig):
+            value = getattr(config.moe, field.name)
+            if field.name in EXPERT_FLAGS and value != field.default:
+                words += _words(EXPERT_FLAGS[field.name], value)
+        if config.moe.bias_update_rate is not None:
+            words += ["--moe-router-enable-expert-bias", "--moe-router-bias-update-rate"]
+            words += [str(config.moe.bias_update_rate)]
     return words
 
 
-def _flags_of_experts(moe: MoEConfig) -> list[str]:
-    flags = {
-        "--num-experts": moe.num_experts,
-        "--moe-ffn-hidden-size": moe.ffn_hidden_size,
-        "--moe-router-topk": moe.router_topk,
-        "--moe-router-score-function": moe.score_function,
-        "--moe-router-topk-scaling-factor": moe.topk_scaling_factor,
-        "--moe-aux-loss-coeff": moe.aux_loss_coeff,
-        "--moe-z-loss-coeff": moe.z_loss_coeff,
-        "--moe-expert-capacity-factor": moe.expert_capacity_factor,
-        "--moe-eval-capacity-factor": moe.eval_capacity_factor,
-        "--moe-min-capacity": moe.min_capacity if moe.expert_capacity_factor is not None else None,
-        "--moe-shared-expert-intermediate-size": moe.shared_expert_size,
-    }
-    if moe.bias_update_rate is not None:
-        flags["--moe-router-bias-update-rate"] = moe.bias_update_rate
-    words = [word for flag, value in flags.items() if value is not None for word in (flag, str(value))]
-    words += ["--moe-residual"] if moe.residual else []
-    words += ["--moe-router-enable-expert-bias"] if moe.bias_update_rate is not None else []
-    return [*words, "--moe-router-pre-softmax"] if moe.router_pre_softmax else words
+# Written even where they are the default, so that a model's shape can be read off its flags.
+_ALWAYS_WRITTEN = ("norm_epsilon", "attention_dropout", "hidden_dropout", "init_method_std")
+
+
+def _words(flag: str, value: object) -> list[str]:
+    return [flag_of(flag)] if value is True else [flag_of(flag), str(value)]
 
 
 # What it costs

@@ -18,12 +18,21 @@ from megatron_zpp.families.huggingface import (
 )
 from megatron_zpp.models.decoder import DecoderConfig
 
-# Fields of our config that its own says, or that only training needs; and values that others must have.
-WRITTEN = (
-    *("num_layers", "hidden_size", "num_attention_heads", "vocab_size", "max_position_embeddings", "ffn_hidden_size"),
-    *("num_query_groups", "kv_channels", "norm_epsilon", "exact_gelu", "attention_dropout", "hidden_dropout"),
-    *("init_method_std", "tie_embeddings"),
-)
+# Keys of config.json, and the fields of our config that have the same value.
+KEYS = {
+    "vocab_size": "vocab_size",
+    "n_positions": "max_position_embeddings",
+    "n_embd": "hidden_size",
+    "n_layer": "num_layers",
+    "n_head": "num_attention_heads",
+    "resid_pdrop": "hidden_dropout",
+    "attn_pdrop": "attention_dropout",
+    "layer_norm_epsilon": "norm_epsilon",
+    "initializer_range": "init_method_std",
+    "tie_word_embeddings": "tie_embeddings",
+}
+WRITTEN = (*KEYS.values(), "ffn_hidden_size", "num_query_groups", "kv_channels", "exact_gelu")
+# Fields that must have one of these values.
 OURS: dict[str, tuple[Any, ...]] = {
     "normalization": ("LayerNorm",),
     "add_bias_linear": (True,),
@@ -45,19 +54,10 @@ def to_config(config: DecoderConfig, positions: int) -> dict[str, Any]:
     return {
         "architectures": ["GPT2LMHeadModel"],
         "model_type": "gpt2",
-        "vocab_size": config.vocab_size,
-        "n_positions": config.max_position_embeddings,
-        "n_embd": hidden,
-        "n_layer": config.num_layers,
-        "n_head": heads,
+        **{key: getattr(config, name) for key, name in KEYS.items()},
         "n_inner": config.ffn_size,
         "activation_function": "gelu" if config.exact_gelu else "gelu_new",  # the tanh approximation
-        "resid_pdrop": config.hidden_dropout,
         "embd_pdrop": config.hidden_dropout,
-        "attn_pdrop": config.attention_dropout,
-        "layer_norm_epsilon": config.norm_epsilon,
-        "initializer_range": config.init_method_std,
-        "tie_word_embeddings": config.tie_embeddings,
     }
 
 
@@ -72,22 +72,12 @@ def from_config(hf: Mapping[str, Any]) -> tuple[DecoderConfig, int]:
             "add_cross_attention": (False,),
         },
     )
-    hidden, heads = hf["n_embd"], hf["n_head"]
     config = DecoderConfig(
-        num_layers=hf["n_layer"],
-        hidden_size=hidden,
-        num_attention_heads=heads,
-        vocab_size=hf["vocab_size"],
-        max_position_embeddings=hf["n_positions"],
-        ffn_hidden_size=hf["n_inner"] or 4 * hidden,
-        num_query_groups=heads,
-        kv_channels=hidden // heads,
-        norm_epsilon=hf["layer_norm_epsilon"],
+        **{name: hf[key] for key, name in KEYS.items()},
+        ffn_hidden_size=hf["n_inner"] or 4 * hf["n_embd"],
+        num_query_groups=hf["n_head"],
+        kv_channels=hf["n_embd"] // hf["n_head"],
         exact_gelu=hf["activation_function"] == "gelu",
-        attention_dropout=hf["attn_pdrop"],
-        hidden_dropout=hf["resid_pdrop"],
-        init_method_std=hf["initializer_range"],
-        tie_embeddings=hf["tie_word_embeddings"],
     )
     return config, hf["n_positions"]
 

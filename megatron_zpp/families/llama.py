@@ -6,6 +6,8 @@ small models of Llama 3.2 tie theirs to the embeddings; ``--use-rope-scaling`` i
 
 from __future__ import annotations
 
+from typing import Any
+
 from megatron_zpp.families.decoder_only import decoder
 from megatron_zpp.families.llama_huggingface import LLAMA_FAMILIES
 
@@ -19,118 +21,46 @@ DEFAULTS: dict[str, object] = dict(
     tie_embeddings=False,
 )
 
+
+def _shape(
+    layers: int, hidden: int, heads: int, ffn: int, seq_length: int, groups: int | None = None, **others: object
+) -> dict[str, object]:
+    """Return the settings of a published shape; groups: key/value heads, None one per query head."""
+    grouped: dict[str, Any] = {} if groups is None else dict(group_query_attention=True, num_query_groups=groups)
+    shape: dict[str, object] = dict(
+        num_layers=layers,
+        hidden_size=hidden,
+        num_attention_heads=heads,
+        ffn_hidden_size=ffn,
+        seq_length=seq_length,
+        norm_epsilon=1e-5,
+        **grouped,
+    )
+    return shape | others
+
+
+QWEN3: dict[str, object] = dict(kv_channels=128, qk_layernorm=True, rotary_base=1000000, norm_epsilon=1e-6)
+
 PRESETS: dict[str, dict[str, object]] = {
     # LoCo (arXiv 2407.04480) trains a "LLAMA2-0.8B". Its exact shape is not known to us; this one, of 24 layers in the
     # proportions of Llama 2, has 0.78 billion parameters with a vocabulary of 32,000.
-    "llama-0.8b": dict(
-        num_layers=24,
-        hidden_size=1536,
-        num_attention_heads=12,
-        ffn_hidden_size=4096,
-        norm_epsilon=1e-5,
-        seq_length=4096,
-    ),
+    "llama-0.8b": _shape(24, 1536, 12, 4096, 4096),
     # Llama 2 (Touvron et al., arXiv 2307.09288), 7B and 13B.
-    "llama-7b": dict(
-        num_layers=32,
-        hidden_size=4096,
-        num_attention_heads=32,
-        ffn_hidden_size=11008,
-        norm_epsilon=1e-5,
-        seq_length=4096,
-    ),
-    "llama-13b": dict(
-        num_layers=40,
-        hidden_size=5120,
-        num_attention_heads=40,
-        ffn_hidden_size=13824,
-        norm_epsilon=1e-5,
-        seq_length=4096,
-    ),
+    "llama-7b": _shape(32, 4096, 32, 11008, 4096),
+    "llama-13b": _shape(40, 5120, 40, 13824, 4096),
     # Llama 3 8B (Grattafiori et al., arXiv 2407.21783, table 3).
-    "llama-8b": dict(
-        num_layers=32,
-        hidden_size=4096,
-        num_attention_heads=32,
-        group_query_attention=True,
-        num_query_groups=8,
-        ffn_hidden_size=14336,
-        rotary_base=500000,
-        norm_epsilon=1e-5,
-        seq_length=8192,
-    ),
-    # Mistral 7B (Jiang et al., arXiv 2310.06825, table 1), v0.1: with a sliding window.
-    "mistral-7b": dict(
-        num_layers=32,
-        hidden_size=4096,
-        num_attention_heads=32,
-        group_query_attention=True,
-        num_query_groups=8,
-        ffn_hidden_size=14336,
-        window_size="4095,0",  # 4,096 tokens with its own
-        norm_epsilon=1e-5,
-        seq_length=8192,
-    ),
+    "llama-8b": _shape(32, 4096, 32, 14336, 8192, groups=8, rotary_base=500000),
+    # Mistral 7B (Jiang et al., arXiv 2310.06825, table 1), v0.1: a sliding window of 4,096 tokens with its own.
+    "mistral-7b": _shape(32, 4096, 32, 14336, 8192, groups=8, window_size="4095,0"),
     # Qwen3 (Yang et al., arXiv 2505.09388, table 1); widths are those of the published configurations.
-    "qwen3-0.6b": dict(
-        num_layers=28,
-        hidden_size=1024,
-        num_attention_heads=16,
-        kv_channels=128,
-        group_query_attention=True,
-        num_query_groups=8,
-        ffn_hidden_size=3072,
-        qk_layernorm=True,
-        rotary_base=1000000,
-        norm_epsilon=1e-6,
-        tie_embeddings_and_output_weights=True,
-        seq_length=4096,
-    ),
-    "qwen3-8b": dict(
-        num_layers=36,
-        hidden_size=4096,
-        num_attention_heads=32,
-        kv_channels=128,
-        group_query_attention=True,
-        num_query_groups=8,
-        ffn_hidden_size=12288,
-        qk_layernorm=True,
-        rotary_base=1000000,
-        norm_epsilon=1e-6,
-        seq_length=4096,
-    ),
-    "qwen3-30b-a3b": dict(
-        num_layers=48,
-        hidden_size=2048,
-        num_attention_heads=32,
-        kv_channels=128,
-        group_query_attention=True,
-        num_query_groups=4,
-        ffn_hidden_size=6144,
-        num_experts=128,
-        moe_router_topk=8,
-        moe_ffn_hidden_size=768,
-        moe_aux_loss_coeff=0.001,
-        qk_layernorm=True,
-        rotary_base=1000000,
-        norm_epsilon=1e-6,
-        seq_length=4096,
-    ),
+    "qwen3-0.6b": _shape(28, 1024, 16, 3072, 4096, groups=8) | QWEN3 | dict(tie_embeddings_and_output_weights=True),
+    "qwen3-8b": _shape(36, 4096, 32, 12288, 4096, groups=8) | QWEN3,
+    "qwen3-30b-a3b": _shape(48, 2048, 32, 6144, 4096, groups=4)
+    | QWEN3
+    | dict(num_experts=128, moe_router_topk=8, moe_ffn_hidden_size=768, moe_aux_loss_coeff=0.001),
     # Mixtral of Experts (Jiang et al., arXiv 2401.04088, table 1).
-    "mixtral-8x7b": dict(
-        num_layers=32,
-        hidden_size=4096,
-        num_attention_heads=32,
-        group_query_attention=True,
-        num_query_groups=8,
-        ffn_hidden_size=14336,
-        num_experts=8,
-        moe_router_topk=2,
-        moe_aux_loss_coeff=0.02,
-        rotary_base=1000000,
-        norm_epsilon=1e-5,
-        seq_length=4096,
-    ),
+    "mixtral-8x7b": _shape(32, 4096, 32, 14336, 4096, groups=8, rotary_base=1000000)
+    | dict(num_experts=8, moe_router_topk=2, moe_aux_loss_coeff=0.02),
 }
 
 LLAMA = decoder(name="llama", title="Llama", defaults=DEFAULTS, presets=PRESETS, huggingface=LLAMA_FAMILIES)

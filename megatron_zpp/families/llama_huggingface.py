@@ -22,12 +22,22 @@ from megatron_zpp.families.huggingface import (
 from megatron_zpp.models.decoder import DecoderConfig
 from megatron_zpp.models.moe import MoEConfig
 
+# Keys of config.json, and the fields of our config that have the same value.
+KEYS = {
+    "vocab_size": "vocab_size",
+    "hidden_size": "hidden_size",
+    "num_hidden_layers": "num_layers",
+    "num_attention_heads": "num_attention_heads",
+    "rms_norm_eps": "norm_epsilon",
+    "attention_dropout": "attention_dropout",
+    "initializer_range": "init_method_std",
+    "tie_word_embeddings": "tie_embeddings",
+}
 # Fields of our config that theirs say, or that only training needs.
 WRITTEN = (
-    *("num_layers", "hidden_size", "num_attention_heads", "vocab_size", "ffn_hidden_size", "num_query_groups"),
-    *("kv_channels", "norm_epsilon", "rotary_base", "rope_scaling_factor", "attention_dropout", "hidden_dropout"),
+    *KEYS.values(),
+    *("ffn_hidden_size", "num_query_groups", "kv_channels", "hidden_dropout", "rotary_base", "rope_scaling_factor"),
     *("yarn_scaling_factor", "yarn_original_context", "yarn_beta_fast", "yarn_beta_slow"),
-    *("init_method_std", "tie_embeddings"),
 )
 WRITTEN_OF_EXPERTS = ("num_experts", "ffn_hidden_size", "router_topk", "aux_loss_coeff", "z_loss_coeff", "min_capacity")
 # What all of them have: fields of our config, and the values that they may have.
@@ -226,22 +236,15 @@ def to_config(family: Family, config: DecoderConfig, positions: int) -> dict[str
     return {
         "architectures": [family.class_name],
         "model_type": family.model_type,
-        "vocab_size": config.vocab_size,
-        "hidden_size": hidden,
+        **{key: getattr(config, name) for key, name in KEYS.items()},
         "intermediate_size": config.ffn_size,
-        "num_hidden_layers": config.num_layers,
-        "num_attention_heads": heads,
         "num_key_value_heads": config.num_groups,
         **({"head_dim": config.head_dim} if family.has_head_dim else {}),
         "hidden_act": "silu",
         "max_position_embeddings": positions,
-        "rms_norm_eps": config.norm_epsilon,
         # Two keys that every version reads; version 5 would write them as one, rope_parameters.
         "rope_theta": float(config.rotary_base),
         "rope_scaling": _scaling(config),
-        "attention_dropout": config.attention_dropout,
-        "initializer_range": config.init_method_std,
-        "tie_word_embeddings": config.tie_embeddings,
         **({} if family.window is None else family.window.write(config)),
         **({} if family.experts is None or config.moe is None else family.experts.write(config.moe, config.num_layers)),
         **family.always,
@@ -270,24 +273,17 @@ def from_config(family: Family, hf: Mapping[str, Any]) -> tuple[DecoderConfig, i
         always["head_dim"] = (None, hf["hidden_size"] // hf["num_attention_heads"])
     require_values(hf, {"hidden_act": ("silu", "swish"), **always})
     config = DecoderConfig(
-        num_layers=hf["num_hidden_layers"],
-        hidden_size=hf["hidden_size"],
-        num_attention_heads=hf["num_attention_heads"],
-        vocab_size=hf["vocab_size"],
+        **{name: hf[key] for key, name in KEYS.items()},
         ffn_hidden_size=hf["intermediate_size"],
         num_query_groups=hf["num_key_value_heads"] or hf["num_attention_heads"],
         kv_channels=hf.get("head_dim") or hf["hidden_size"] // hf["num_attention_heads"],
         normalization="RMSNorm",
-        norm_epsilon=hf["rms_norm_eps"],
         qk_layernorm=family.qk_layernorm,
         swiglu=True,
         add_bias_linear=False,
         add_qkv_bias=family.add_qkv_bias,
         window_size=None if family.window is None else family.window.read(hf),
-        attention_dropout=hf["attention_dropout"],
         hidden_dropout=0.0,
-        init_method_std=hf["initializer_range"],
-        tie_embeddings=hf["tie_word_embeddings"],
         moe=None if family.experts is None else family.experts.read(hf),
         **_rotary(hf),
     )

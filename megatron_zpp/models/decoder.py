@@ -48,7 +48,7 @@ class DecoderConfig:
     exact_gelu: bool = False  # by the error function, as Megatron's is with --no-bias-gelu-fusion; else by tanh
     add_bias_linear: bool = True  # all linear layers have biases, but for the output layer
     add_qkv_bias: bool = False  # queries, keys and values have them
-    window_size: int | None = None  # a token attends to so many tokens before it; default all
+    window_size: int | None = None  # tokens before it that a token attends to; default all
     position_embedding_type: str = "learned_absolute"  # one of POSITIONS
     rotary_percent: float = 1.0  # share of a head's channels that are rotated
     rotary_base: float = 10000
@@ -62,8 +62,8 @@ class DecoderConfig:
     init_method_std: float = 0.02
     tie_embeddings: bool = True
     moe: MoEConfig | None = None  # experts in place of MLPs,
-    moe_layer_freq: int = 1  # in every so manyth block,
-    moe_first_layer: int = 1  # of which this is the first, counted from 1
+    moe_layer_freq: int = 1  # in every k-th block,
+    moe_first_layer: int = 1  # starting with this one, counted from 1
     moe_experts_per_layer: str | None = None  # "32,64": of each block with experts, where they differ
 
     def __post_init__(self) -> None:
@@ -187,7 +187,7 @@ def make_norm(config: DecoderConfig, width: int) -> nn.Module:
 
 
 def make_mlp(config: DecoderConfig, layer: int) -> nn.Module:
-    """Of the block with that number."""
+    """Build the MLP, or the experts, of the block with number ``layer``."""
     if config.moe is None or layer not in config.layers_with_experts:
         return SwiGLU(config) if config.swiglu else MLP(config)
     shared_size, shared = config.moe.shared_expert_size, None
@@ -240,12 +240,12 @@ class Decoder(Transformer):
         cos, sin = self.rotary(ids, position_ids, x.dtype)
         dropout = self.training and config.attention_dropout > 0
         documents = self.document_attention(cu_seqlens, ids, x.dtype, dropout, config.window_size)
-        of_experts: list[Routed] = []
+        routed_layers: list[Routed] = []
         for layer in self.layers:
             x = layer(x, cos, sin, documents)
             if isinstance(x, tuple):
                 x, routed = x
-                of_experts.append(routed)
+                routed_layers.append(routed)
         if not hasattr(self, "final_norm"):
             output = x
         else:
@@ -254,10 +254,10 @@ class Decoder(Transformer):
                 output = losses_or_logits(x, self.word_embeddings.weight, labels)
             else:
                 output = self.output_layer(x, labels)
-        if config.moe is None or labels is None or not of_experts:
+        if config.moe is None or labels is None or not routed_layers:
             return output
-        observed = observations(of_experts, config.moe, len(config.layers_with_experts))
-        return ModelOutput(output, auxiliary_losses(of_experts, config.moe), observed)
+        observed = observations(routed_layers, config.moe, len(config.layers_with_experts))
+        return ModelOutput(output, auxiliary_losses(routed_layers, config.moe), observed)
 
     def finish_step(self, moved: bool, add_up: Callable[[Tensor], None]) -> None:
         finish_step([layer.mlp for layer in self.layers if isinstance(layer.mlp, MoE)], moved, add_up)

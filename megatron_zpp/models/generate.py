@@ -20,7 +20,7 @@ class Drawing:
     """How the next id is drawn from a model's logits: temperature first, then top-k, then top-p."""
 
     temperature: float = 1.0  # 0 takes the likeliest
-    top_k: int = 0  # of so many likeliest; 0 = all
+    top_k: int = 0  # draw from the k likeliest; 0 = all
     top_p: float = 1.0  # of the likeliest that together have this probability; the one that crosses it is among them
     seed: int = 1234  # of the first text; each text has one of its own
 
@@ -36,10 +36,10 @@ def generate(
     drawing: Drawing,
     cached: bool = True,
 ) -> Iterator[list[int | None]]:
-    """Of each step the ids that follow, one per text, None for those that have ended: ``num_tokens`` steps, or fewer.
+    """Yield each step's next ids, one per text, None for those that have ended: ``num_tokens`` steps, or fewer.
 
-    A text ends with one of ``ends``. Ids from ``vocab_size`` on pad the model's vocabulary and are never drawn. What a
-    text's next id depends on is told by ``window``. The model is for generation alone from then on.
+    A text ends with one of ``ends``. Ids from ``vocab_size`` on pad the model's vocabulary and are never drawn. A
+    text's next id depends on its ``window``. The model is for generation alone from then on.
 
     cached: keep keys and values. Else every id is a forward pass over the whole window, one text after the other; that
     works for any model.
@@ -58,7 +58,7 @@ def generate(
     for _ in range(num_tokens):
         with torch.inference_mode():
             logits = read(texts)[:, :vocab_size]  # [B, V]
-        ids = [draw(of_text, drawing, generator) for of_text, generator in zip(logits, generators, strict=True)]
+        ids = [draw(row, drawing, generator) for row, generator in zip(logits, generators, strict=True)]
         for text, i in zip(texts, ids, strict=True):
             text.append(i)
         yield [None if over else i for i, over in zip(ids, ended, strict=True)]
@@ -78,7 +78,7 @@ def window(text: list[int], context_length: int) -> list[int]:
 
 
 def read_once(model: Transformer, context_length: int, columns: int) -> Callable[[list[list[int]]], Tensor]:
-    """Texts -> logits [B, V] of what follows them; called anew when each of them has one id more.
+    """Texts -> logits [B, V] of what follows them; called again when each of them has one id more.
 
     columns: no window is longer.
     """
@@ -95,7 +95,7 @@ def read_once(model: Transformer, context_length: int, columns: int) -> Callable
 
 
 def read_again(model: Transformer, context_length: int) -> Callable[[list[list[int]]], Tensor]:
-    """The same without a cache."""
+    """Like ``read_once``, but compute every window again."""
     device = next(model.parameters()).device
 
     def read(texts: list[list[int]]) -> Tensor:

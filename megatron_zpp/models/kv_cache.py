@@ -1,7 +1,7 @@
 """A model that reads each id once: the keys and values of what it has read are kept, and later ids attend to them.
 
 The cache takes the place of ``layers.attention`` and ``layers.document_attention``, as context parallelism does, so no
-layer knows of it. C columns are room for so many ids a row; rows that are shorter are padded on the left.
+layer knows of it. A row has room for C ids, one per column; rows that are shorter are padded on the left.
 """
 
 from __future__ import annotations

@@ -38,7 +38,7 @@ class SelfAttention(nn.Module):
         window: int | None = None,
     ) -> None:
         """qkv_bias: default ``bias``. head_norm: makes a norm of ``head_dim`` channels; queries get one, and keys.
-        window: a token attends to so many tokens before it; default all."""
+        window: how many tokens before it a token attends to; default all."""
         super().__init__()
         self.num_heads = num_heads
         self.num_query_groups = num_query_groups
@@ -136,7 +136,7 @@ def document_attention(
     ``cu_seqlens`` int32 [D + 1] says where the documents of the flattened batch ``tokens`` [B, S] begin; None where
     each row is one. It is itself what PyTorch's kernel for variable lengths takes, on GPUs in 16 bit and without
     dropout of attention weights; elsewhere a mask bool [B or 1, 1, S, S], True where a token attends, does the same
-    with ``scaled_dot_product_attention``. ``window``: a token attends to so many tokens before it; None for all.
+    with ``scaled_dot_product_attention``. ``window``: how many tokens before it a token attends to; None for all.
     """
     batch, length = tokens.shape
     if window is not None and window >= length - 1:
@@ -186,7 +186,7 @@ class LayerNorm1p(nn.LayerNorm):
 
 
 class RMSNorm1p(nn.RMSNorm):
-    """The same of RMSNorm."""
+    """RMSNorm whose weight is kept less 1, as in ``LayerNorm1p``."""
 
     def forward(self, x: Tensor) -> Tensor:
         return F.rms_norm(x, self.normalized_shape, self.weight + 1, self.eps)
@@ -220,7 +220,7 @@ def output_logits(hidden: Tensor, weight: Tensor) -> Tensor:
 
 
 class OutputLayer(nn.Linear):
-    """The linear layer [V, H] to the vocabulary, and the loss behind it: hidden states [..., H] and labels int64 [...]
+    """The linear layer [V, H] to the vocabulary, and the loss after it: hidden states [..., H] and labels int64 [...]
     -> each token's loss, fp32 [...]; without labels: logits [..., V]."""
 
     def __init__(self, hidden_size: int, vocab_size: int) -> None:
@@ -231,7 +231,7 @@ class OutputLayer(nn.Linear):
 
 
 def losses_or_logits(hidden: Tensor, weight: Tensor, labels: Tensor | None) -> Tensor:
-    """What the last layer gives with ``weight`` [V, H]: see ``OutputLayer``."""
+    """Compute what ``OutputLayer`` returns, with ``weight`` [V, H]."""
     return output_logits(hidden, weight) if labels is None else linear_cross_entropy(hidden, weight, labels)
 
 
@@ -282,11 +282,11 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 
 def _combine(log_sum: Tensor, target: Tensor, owner: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
-    """Of each rank's rows -> of all rows. ``owner`` int64 [...]: the rank that has the label's row."""
+    """Combine sums over each rank's rows into sums over all. ``owner`` int64 [...]: the rank with the label's row."""
     mine = torch.stack([log_sum, target])  # [2, ...]
-    of_ranks = [torch.empty_like(mine) for _ in range(group.size())]
-    dist.all_gather(of_ranks, mine, group)
-    log_sums, targets = torch.stack(of_ranks, dim=1)  # [tp, ...] each
+    per_rank = [torch.empty_like(mine) for _ in range(group.size())]
+    dist.all_gather(per_rank, mine, group)
+    log_sums, targets = torch.stack(per_rank, dim=1)  # [tp, ...] each
     owner = owner.clamp(0, group.size() - 1).unsqueeze(0)
     return log_sums.logsumexp(dim=0), targets.gather(0, owner).squeeze(0)
 

@@ -30,7 +30,7 @@ class MoEConfig:
     topk_scaling_factor: float = 1.0  # of the weights
     aux_loss_coeff: float = 0.0
     z_loss_coeff: float = 0.0
-    expert_capacity_factor: float | None = None  # an expert takes so many times its even share of tokens; None = all
+    expert_capacity_factor: float | None = None  # multiple of its even share of tokens that an expert takes; None = all
     eval_capacity_factor: float | None = None  # the same in evaluations; None = as in training
     min_capacity: int = 1  # tokens that an expert takes however small its share is
     shared_expert_size: int | None = None  # width of an expert that has all tokens
@@ -44,7 +44,7 @@ class MoEConfig:
         if self.score_function not in ("softmax", "sigmoid"):
             raise ValueError(f"score_function is {self.score_function!r}; choose softmax or sigmoid")
         if self.router_pre_softmax and self.score_function == "sigmoid":
-            raise ValueError("router_pre_softmax is about softmax, and score_function is sigmoid")
+            raise ValueError("router_pre_softmax requires score_function softmax, not sigmoid")
         if self.residual and self.shared_expert_size is None:
             raise ValueError("residual weighs the shared expert: give shared_expert_size")
         if self.bias_update_rate is not None and self.score_function == "softmax":
@@ -119,7 +119,7 @@ class GroupedLinear(nn.Module):
 
     def forward(self, x: Tensor, stops: Tensor) -> Tensor:
         """``x`` [R, in], ``stops`` int32 [E], the row after each layer's last -> [R, out]."""
-        weight = _of_this_rank(self.weight).unflatten(0, (-1, self.out_features))  # [E, out, in]
+        weight = _local(self.weight).unflatten(0, (-1, self.out_features))  # [E, out, in]
         counts = stops.diff(prepend=stops.new_zeros(1))
         if x.dtype == torch.bfloat16:  # what torch has on every device
             y = F.grouped_mm(x, weight.transpose(1, 2), offs=stops)
@@ -127,13 +127,13 @@ class GroupedLinear(nn.Module):
             parts = x.split(counts.tolist())
             y = torch.cat([F.linear(part, w) for part, w in zip(parts, weight, strict=True)])
         if self.bias is not None:
-            bias = _of_this_rank(self.bias).unflatten(0, (-1, self.out_features))  # [E, out]
+            bias = _local(self.bias).unflatten(0, (-1, self.out_features))  # [E, out]
             y = y + bias.repeat_interleave(counts, dim=0, output_size=x.size(0))
         return y
 
 
-def _of_this_rank(parameter: Tensor) -> Tensor:
-    """Of experts that are divided among ranks those that are here."""
+def _local(parameter: Tensor) -> Tensor:
+    """Return this rank's part of a parameter that is divided among ranks."""
     return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
@@ -161,7 +161,7 @@ class Experts(nn.Module):
 
 
 def run_experts(experts: Experts, rows: Tensor, counts: Tensor) -> Tensor:
-    """``rows`` [R, H] sorted by expert, of which expert e has ``counts[e]``, int64 [E] -> [R, H]."""
+    """``rows`` [R, H] sorted by expert, where expert e has ``counts[e]``, int64 [E] -> [R, H]."""
     return experts(rows, counts.cumsum(0).int())
 
 
@@ -254,9 +254,9 @@ def finish_step(layers: Sequence[MoE], moved: bool, add_up: Callable[[Tensor], N
     chosen = torch.cat([layer.chosen for layer in layers])
     if moved:
         add_up(chosen)
-    for layer, of_layer in zip(layers, chosen.split([layer.chosen.numel() for layer in layers]), strict=True):
+    for layer, tokens in zip(layers, chosen.split([layer.chosen.numel() for layer in layers]), strict=True):
         if moved:
-            layer.expert_bias += rate * (of_layer.mean() - of_layer).sign()
+            layer.expert_bias += rate * (tokens.mean() - tokens).sign()
         layer.chosen.zero_()
 
 
@@ -284,17 +284,17 @@ def sorted_by_expert(
 
 
 def active_parameters(model: nn.Module) -> int:
-    """Parameters that a token meets: of each layer's experts its ``router_topk``; tied ones counted once."""
+    """Count the parameters that a token meets: ``router_topk`` of each layer's experts; tied ones once."""
     idle = 0
     for module in model.modules():
         if isinstance(module, MoE):
-            of_experts = sum(parameter.numel() for parameter in module.experts.parameters())
-            idle += of_experts // module.config.num_experts * (module.config.num_experts - module.config.router_topk)
+            size = sum(parameter.numel() for parameter in module.experts.parameters())
+            idle += size // module.config.num_experts * (module.config.num_experts - module.config.router_topk)
     return sum(parameter.numel() for parameter in model.parameters()) - idle
 
 
 def auxiliary_losses(layers: Sequence[Routed], config: MoEConfig) -> dict[str, Tensor]:
-    """What is added to the loss, by name: sums over the layers. Those without a coefficient are left out."""
+    """Return what is added to the loss, by name: sums over the layers. A loss without a coefficient is left out."""
     losses = {}
     if config.aux_loss_coeff:
         losses["load balancing loss"] = torch.stack([routed.balancing_loss for routed in layers]).sum()
@@ -303,8 +303,8 @@ def auxiliary_losses(layers: Sequence[Routed], config: MoEConfig) -> dict[str, T
     return losses
 
 
-def observations(layers: Sequence[Routed], config: MoEConfig, of_model: int) -> dict[str, Tensor]:
-    """What is logged, by name: means over the model's layers with experts, ``of_model`` many; of some their part."""
+def observations(layers: Sequence[Routed], config: MoEConfig, num_layers: int) -> dict[str, Tensor]:
+    """Return what is logged, by name: the sum over ``layers``, divided by the model's ``num_layers`` with experts."""
     loads = [routed.load.float() for routed in layers]  # [E] each
     observed = {
         "expert load (max/mean)": torch.stack([load.amax() / load.mean() for load in loads]),
@@ -314,4 +314,4 @@ def observations(layers: Sequence[Routed], config: MoEConfig, of_model: int) -> 
         observed["dropped tokens (share)"] = torch.stack(
             [routed.dropped / load.sum() for routed, load in zip(layers, loads, strict=True)]
         )
-    return {name: values.sum() / of_model for name, values in observed.items()}
+    return {name: values.sum() / num_layers for name, values in observed.items()}

@@ -1,6 +1,6 @@
 """Rotary embeddings: frequencies of channels, their two ways to reach beyond the context of training, and the rotation.
 
-Tables are cheap, so they are made anew in each forward pass; a buffer would have to survive ``to_empty``.
+Tables are cheap, so they are made again in each forward pass; a buffer would have to survive ``to_empty``.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from torch import Tensor
 
 
 def frequencies(dim: int, base: float, device: torch.device) -> Tensor:
-    """Of each pair of ``dim`` rotated channels, base^(-2i / dim): fp32 [dim / 2]."""
+    """Return base^(-2i / dim) for each pair i of ``dim`` rotated channels: fp32 [dim / 2]."""
     return base ** (-torch.arange(0, dim, 2, dtype=torch.float32, device=device) / dim)
 
 
@@ -43,7 +43,7 @@ def scaled_as_yarn(
 
 
 def yarn_magnitude(factor: float) -> float:
-    """What YaRN multiplies cosines and sines by, so that attention over more tokens stays as sharp."""
+    """Return what YaRN multiplies cosines and sines by, so that attention over more tokens stays as sharp."""
     return 0.1 * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 

@@ -46,7 +46,7 @@ class Transformer(nn.Module):
         return [end for end in ends if end is not None]
 
     def finish_step(self, moved: bool, add_up: Callable[[Tensor], None]) -> None:
-        """What a model does of its own after an optimizer step, or, not ``moved``, after one that was left out.
+        """Update what the optimizer does not, after an optimizer step; not ``moved``: the step was left out.
 
         ``add_up`` sums a tensor over all data-parallel ranks, in place; every rank must ask for the same ones.
         """

@@ -29,7 +29,7 @@ def shard(tensor: Tensor, rank: int, size: int) -> Tensor:
 def shard_batch(batch: Mapping[str, Tensor], rank: int, size: int) -> dict[str, Tensor]:
     """A context-parallel rank's part of what all ranks of its group read; positions are now always given.
 
-    ``cu_seqlens`` still speaks of the whole sequences.
+    ``cu_seqlens`` still counts whole sequences.
     """
     length = batch["tokens"].shape[1]
     positions = {"position_ids": torch.arange(length, device=batch["tokens"].device).unsqueeze(0)}  # [1, S]
@@ -80,9 +80,9 @@ class ContextParallel:
             batch, cu_seqlens = 1, whole_rows(1, length, device)  # the same mask for all
         position = torch.arange(batch * length, device=device, dtype=torch.int32).view(batch, 1, length)
         document = torch.bucketize(position, cu_seqlens, right=True)
-        of_queries = [shard(tensor, self.rank, self.size).unsqueeze(-1) for tensor in (document, position)]
-        mask = (of_queries[0] == document.unsqueeze(-2)) & (of_queries[1] >= position.unsqueeze(-2))
-        return mask if window is None else mask & (of_queries[1] - position.unsqueeze(-2) <= window)
+        query_document, query = (shard(tensor, self.rank, self.size).unsqueeze(-1) for tensor in (document, position))
+        mask = (query_document == document.unsqueeze(-2)) & (query >= position.unsqueeze(-2))
+        return mask if window is None else mask & (query - position.unsqueeze(-2) <= window)
 
     def attention(
         self, q: Tensor, k: Tensor, v: Tensor, documents: Tensor, dropout: float, window: int | None = None
@@ -95,17 +95,18 @@ class ContextParallel:
             begin, end = number * chunk, (number + 1) * chunk  # of this chunk's queries; no later key is seen
             here = slice(index * chunk, (index + 1) * chunk)
             if documents.dim() == 1:
-                of_queries, of_keys = crop_cu_seqlens(documents, length, begin, end)
+                visible, key_seqlens = crop_cu_seqlens(documents, length, begin, end)
             else:
-                of_queries, of_keys = documents[:, :, here, :end], None
-            attended.append(attention(q[:, here], k[:, :end], v[:, :end], of_queries, dropout, window, of_keys))
+                visible, key_seqlens = documents[:, :, here, :end], None
+            attended.append(attention(q[:, here], k[:, :end], v[:, :end], visible, dropout, window, key_seqlens))
         return torch.cat(attended, dim=1)
 
     def _gather(self, k: Tensor, v: Tensor) -> Tensor:
         """k and v [B, S / cp, groups, head_dim] of all ranks, as the sequence goes: [2, B, S, groups, head_dim]."""
         # First the dimension along which is gathered: [2 chunks, k and v, B, S / cp / 2, groups, head_dim].
         mine = torch.stack([k, v]).unflatten(2, (2, -1)).movedim(2, 0)
-        of_all = DTensor.from_local(mine, self.mesh, [Shard(0)], run_check=False).redistribute(placements=[Replicate()])
-        chunks = of_all.to_local(grad_placements=[Partial()])  # each rank's gradient is one term of a sum
+        sharded = DTensor.from_local(mine, self.mesh, [Shard(0)], run_check=False)
+        gathered = sharded.redistribute(placements=[Replicate()])
+        chunks = gathered.to_local(grad_placements=[Partial()])  # each rank's gradient is one term of a sum
         heads, tails = chunks.unflatten(0, (self.size, 2)).unbind(1)  # ranks' first chunks ascend, their second descend
         return torch.cat([heads, tails.flip(0)]).movedim(0, 2).flatten(2, 3)

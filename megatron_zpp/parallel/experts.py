@@ -1,4 +1,4 @@
-"""Expert parallelism: a rank has some of a layer's experts, and tokens travel to them and back.
+"""Expert parallelism: a rank has some of a layer's experts, and tokens are sent to them and back.
 
 Experts are dealt out twice. Tensor-parallel ranks have the same tokens: each takes those that chose its experts, and
 what the experts make is gathered. Expert-parallel ranks have tokens of their own, which an all-to-all brings to the
@@ -26,7 +26,7 @@ from megatron_zpp.zeropp.fsdp.topology import gather_node_names
 from megatron_zpp.zeropp.wire.format import WireFormat, wire_format
 from megatron_zpp.zeropp.wire.layout import ParameterShard
 
-TOKEN_BLOCK = 128  # elements of a token that share a scale, where tokens travel in few bits
+TOKEN_BLOCK = 128  # elements of a token that share a scale, where tokens are sent in few bits
 
 
 def apply_expert_parallelism(
@@ -34,7 +34,7 @@ def apply_expert_parallelism(
 ) -> None:
     """Divide the experts of ``model``, built on the meta device, in place; before it is sharded. Collective.
 
-    ranks_per_node: of ``Mesh.fsdp``; None: as the ranks run. token_bits: of what travels; None: as computed.
+    ranks_per_node: of ``Mesh.fsdp``; None: as the ranks run. token_bits: per element sent; None: as computed.
     traffic: counts what leaves a rank for its tokens.
     """
     exchange = TokenExchange(mesh, ranks_per_node, token_bits, traffic)
@@ -52,7 +52,7 @@ def _mesh_of_experts(mesh: Mesh) -> DeviceMesh:
 
 
 def token_format(hidden_size: int, bits: int | None, dtype: torch.dtype) -> WireFormat:
-    """Of a token's row as it travels; bits: None as it is."""
+    """Return the wire format of one token's row; bits None sends it as it is."""
     row = (ParameterShard("token", numel=hidden_size, quantizable=True),)
     return wire_format(row, bits, TOKEN_BLOCK, dtype)
 
@@ -83,12 +83,16 @@ class TokenExchange:
         mine = counts[self.tp_rank]  # [ep, experts of a rank]: what this rank sends
         arriving = mine if self.ep_group is None else _exchange_counts(mine, self.ep_group)
         sizes = torch.cat([counts.sum((1, 2)), mine.sum(1), arriving.sum(1)]).tolist()
-        of_tp, sent, received = sizes[: self.tp_size], sizes[self.tp_size : -self.ep_size], sizes[-self.ep_size :]
+        tp_rows, sent, received = (
+            sizes[: self.tp_size],
+            sizes[self.tp_size : -self.ep_size],
+            sizes[-self.ep_size :],
+        )
         if self.tp_size > 1:
-            rows = _TakeOwn.apply(rows, of_tp, self.tp_rank, self.tp_group)
+            rows = _TakeOwn.apply(rows, tp_rows, self.tp_rank, self.tp_group)
         rows = self._run_on_ranks(experts, rows, arriving, sent, received)
         if self.tp_size > 1:
-            rows = _GatherAll.apply(rows, of_tp, self.tp_rank, self.tp_group)
+            rows = _GatherAll.apply(rows, tp_rows, self.tp_rank, self.tp_group)
         return rows
 
     def _run_on_ranks(
@@ -108,7 +112,7 @@ class TokenExchange:
         return _AllToAll.apply(out, received, sent, self)
 
     def all_to_all(self, rows: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
-        """``rows`` [sum of sent, H], so many for each expert-parallel rank -> [sum of received, H].
+        """``rows`` [sum of sent, H], ``sent[e]`` for rank e -> [sum of received, H].
 
         In few bits each row is a wire buffer of blocks with a scale each, as weights and gradients are.
         """
@@ -129,7 +133,7 @@ class TokenExchange:
 
 
 def _ranks_on_this_node(mesh: Mesh, ranks_per_node: int | None) -> list[bool]:
-    """Of each expert-parallel rank, whether it runs on this rank's node."""
+    """Whether each expert-parallel rank runs on this rank's node."""
     rank = mesh.ep.get_local_rank()
     if ranks_per_node is None:
         nodes: Sequence[Any] = gather_node_names(mesh.ep.get_group())
@@ -162,7 +166,7 @@ class _AllToAll(torch.autograd.Function):
 
 
 class _ScaleGradient(torch.autograd.Function):
-    """Its input; gradients are multiplied by a factor."""
+    """Return the input unchanged; multiply gradients by a factor."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, factor: float) -> Tensor:
@@ -175,7 +179,7 @@ class _ScaleGradient(torch.autograd.Function):
 
 
 class _TakeOwn(torch.autograd.Function):
-    """Of rows [R, H] that all ranks of a group have this rank's run; gradients are gathered."""
+    """Take this rank's run of rows [R, H] that all ranks of a group have; gather gradients."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, sizes: Sequence[int], rank: int, group: dist.ProcessGroup) -> Tensor:
@@ -188,7 +192,7 @@ class _TakeOwn(torch.autograd.Function):
 
 
 class _GatherAll(torch.autograd.Function):
-    """The inverse of ``_TakeOwn``. All ranks have the same gradient, of which each takes its run."""
+    """Gather the runs that ``_TakeOwn`` took. All ranks have the same gradient, of which each takes its run."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, sizes: Sequence[int], rank: int, group: dist.ProcessGroup) -> Tensor:
@@ -201,15 +205,15 @@ class _GatherAll(torch.autograd.Function):
 
 
 def _gather(rows: Tensor, sizes: Sequence[int], rank: int, group: dist.ProcessGroup) -> Tensor:
-    """Runs of so many rows [sizes[rank], H] of each rank -> [R, H]."""
+    """Gather the runs [sizes[rank], H] of all ranks -> [R, H]."""
     # An all-gather wants them equal, so each rank sends its run to each.
     gathered = rows.new_empty(sum(sizes), rows.size(1))
     dist.all_to_all_single(gathered, rows.repeat(len(sizes), 1), list(sizes), [sizes[rank]] * len(sizes), group=group)
     return gathered
 
 
-class WholeTokens(ParallelStyle):
-    """A ``MoE`` that has all tokens on each tensor-parallel rank, whatever its neighbours have; all route alike."""
+class GatherTokens(ParallelStyle):
+    """Gather all tokens on each tensor-parallel rank before a ``MoE``, so that all route alike; split them after it."""
 
     def __init__(self, between: Placement) -> None:
         super().__init__()

@@ -89,7 +89,7 @@ class Mesh:
 
     @property
     def expert_sharding(self) -> DeviceMesh:
-        """What fully_shard gets for this rank's experts; as ``sharding``."""
+        """The mesh that fully_shard gets for this rank's experts; as ``sharding``."""
         assert self.of_experts is not None
         is_replicated = self.of_experts["expert_replicate"].size() > 1
         return self.of_experts["expert_replicate", "expert_fsdp"] if is_replicated else self.of_experts["expert_fsdp"]

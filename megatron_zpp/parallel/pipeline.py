@@ -143,18 +143,18 @@ class Pipeline:
         )
 
     def _add_auxiliary_losses(self, stage: nn.Module, inputs: Any, output: Tensor | ModelOutput) -> Tensor:
-        """Of what a stage returns, what goes to the next one. Its own losses join the backward pass there."""
+        """Return the hidden states for the next stage. This stage's auxiliary losses join their backward pass."""
         output = as_model_output(output)
         if self._auxiliary is None or not torch.is_grad_enabled():  # an evaluation, or shapes that are tried
             return output.losses
         added = self._auxiliary(output)
-        return _AndLoss.apply(output.losses, added) if isinstance(added, Tensor) else output.losses
+        return AttachLoss.apply(output.losses, added) if isinstance(added, Tensor) else output.losses
 
     def names_of_all_stages(self, names: Sequence[str]) -> list[str]:
         """``names``: of this rank's auxiliary losses and observations, the same in every step. Collective, once."""
         if self._names is None:
-            of_ranks = gather_objects(list(names), self.group)
-            self._names = list(dict.fromkeys(name for of_rank in of_ranks for name in of_rank))
+            names_per_rank = gather_objects(list(names), self.group)
+            self._names = list(dict.fromkeys(name for names in names_per_rank for name in names))
         return self._names
 
     def _stages_of(self, schedule: Any) -> list[PipelineStage]:
@@ -266,8 +266,8 @@ class _Call(nn.Module):
         return self.module(*args, **kwargs)
 
 
-class _AndLoss(torch.autograd.Function):
-    """A tensor as it is, whose backward pass is that of a scalar ``loss`` too."""
+class AttachLoss(torch.autograd.Function):
+    """Return ``x`` unchanged, and run the backward pass of the scalar ``loss`` with that of ``x``."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, loss: Tensor) -> Tensor:
@@ -292,7 +292,7 @@ def wait_for_neighbour(work: dist.Work | None) -> None:
 
 
 def check_micro_batches(schedule: str, num_ranks: int, num_micro_batches: int) -> None:
-    """Raise ValueError for a number of micro-batches that ``schedule`` cannot run on so many pipeline ranks."""
+    """Raise ValueError for a number of micro-batches that ``schedule`` cannot run on ``num_ranks`` pipeline ranks."""
     if schedule == "1f1b" and num_micro_batches < num_ranks:
         raise ValueError(
             f"--pipeline-schedule 1f1b needs at least as many micro-batches as its {num_ranks} stages, got "

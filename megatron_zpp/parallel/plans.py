@@ -18,16 +18,16 @@ from torch.distributed.tensor.parallel import (
 )
 
 from megatron_zpp.models.decoder import DecoderConfig
-from megatron_zpp.parallel.experts import WholeTokens
+from megatron_zpp.parallel.experts import GatherTokens
 from megatron_zpp.parallel.tensor import Replicated, ShardedRows, norm_style
 
 Plan = dict[str, ParallelStyle]
 
 
 def decoder_plan(config: DecoderConfig, sequence_parallel: bool) -> Plan:
-    """Of ``models.decoder.Decoder``: attention by heads, MLPs by their channels, the vocabulary by its rows.
+    """Shard ``models.decoder.Decoder``: attention by heads, MLPs by channels, the vocabulary by rows.
 
-    Experts are divided by ``parallel.experts``; the plan is about what is around them.
+    Experts are divided by ``parallel.experts``; the plan covers what is around them.
     """
     # How the tensor-parallel ranks hold activations [B, S, H] between linear layers.
     between: Placement = Shard(1) if sequence_parallel else Replicate()
@@ -44,14 +44,14 @@ def decoder_plan(config: DecoderConfig, sequence_parallel: bool) -> Plan:
         plan["position_embeddings"] = Replicated(between, use_local_output=True)
     if config.qk_layernorm:
         # Each rank norms its own heads [B, S, heads, head_dim] with the same weight.
-        of_heads = SequenceParallel(sequence_dim=2, use_local_output=True)
-        plan |= {"layers.*.self_attention.q_layernorm": of_heads, "layers.*.self_attention.k_layernorm": of_heads}
+        per_head = SequenceParallel(sequence_dim=2, use_local_output=True)
+        plan |= {"layers.*.self_attention.q_layernorm": per_head, "layers.*.self_attention.k_layernorm": per_head}
     for layer in range(config.num_layers):
         mlp = f"layers.{layer}.mlp"
         if layer not in config.layers_with_experts:
             plan |= _mlp_plan(mlp, config.swiglu, between)
             continue
-        plan |= {mlp: WholeTokens(between), f"{mlp}.router": Replicated(use_local_output=True)}
+        plan |= {mlp: GatherTokens(between), f"{mlp}.router": Replicated(use_local_output=True)}
         assert config.moe is not None
         if config.moe.residual:
             plan[f"{mlp}.coefficient"] = Replicated(use_local_output=True)
@@ -63,7 +63,7 @@ def decoder_plan(config: DecoderConfig, sequence_parallel: bool) -> Plan:
 
 
 def _mlp_plan(mlp: str, swiglu: bool, between: Placement) -> Plan:
-    """Of an MLP by its channels. ``between``: how the ranks hold what goes in and comes out."""
+    """Shard an MLP by its channels. ``between``: how the ranks hold what goes in and comes out."""
     plan: Plan = {f"{mlp}.linear_fc2": RowwiseParallel(output_layouts=between)}
     if swiglu:
         # Gathered once for both linear layers.

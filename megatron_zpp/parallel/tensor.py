@@ -31,11 +31,11 @@ def apply_tensor_parallelism(
     parallelize_module(model, mesh.tp, plan)
     for module in model.modules():
         if isinstance(module, SelfAttention) and module.dropout > 0 and not sequence_parallel:
-            module.forward = _with_own_randomness(module, mesh.tp_rank)  # type: ignore[method-assign]
+            module.forward = _with_random_numbers_per_rank(module, mesh.tp_rank)  # type: ignore[method-assign]
 
 
 def dropout_seed(seed: int, rank: int, tp_size: int, sequence_parallel: bool) -> int:
-    """What a rank's random numbers start from.
+    """Return the seed of a rank's random numbers.
 
     Without sequence parallelism the ranks of a tensor-parallel group must draw alike for the activations that all of
     them hold; with it each has its own part of the sequence.
@@ -78,24 +78,24 @@ class ShardedRows(ParallelStyle):
 
 
 def norm_style(sequence_parallel: bool) -> ParallelStyle:
-    """Of norms: each rank its part of the sequence, or all the whole of it. The output is a DTensor."""
+    """Norm a rank's part of the sequence, or the whole of it on every rank. The output is a DTensor."""
     return SequenceParallel() if sequence_parallel else Replicated()
 
 
-def _with_own_randomness(attention: nn.Module, tp_rank: int) -> Callable[..., Tensor]:
-    """Its ``forward`` with random numbers of this rank's own: each rank has other heads, and drops other weights.
+def _with_random_numbers_per_rank(attention: nn.Module, tp_rank: int) -> Callable[..., Tensor]:
+    """Wrap its ``forward`` to draw other random numbers on each rank, because each has other heads.
 
     They start from a number drawn where all ranks of the group draw alike; so activation checkpointing, which restores
     what numbers are drawn from, gets the same ones again. An evaluation draws nothing.
     """
     forward = attention.forward
 
-    def own_forward(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    def forward_with_seed(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         if not attention.training:
             return forward(x, *args, **kwargs)
-        own_seed = int(torch.randint(2**62, ())) + tp_rank  # drawn on the CPU: no wait for a GPU
+        rank_seed = int(torch.randint(2**62, ())) + tp_rank  # drawn on the CPU: no wait for a GPU
         with torch.random.fork_rng([x.device] if x.is_cuda else []):
-            torch.manual_seed(own_seed)
+            torch.manual_seed(rank_seed)
             return forward(x, *args, **kwargs)
 
-    return own_forward
+    return forward_with_seed

@@ -8,7 +8,7 @@ from functools import partial
 from megatron_zpp.families import Architecture
 from megatron_zpp.models.transformer import Transformer
 from megatron_zpp.optim.optimizer import OPTIMIZERS
-from megatron_zpp.parallel.schedule_costs import idle_micro_batches
+from megatron_zpp.parallel.stages import idle_micro_batches
 from megatron_zpp.planning.cluster import Cluster
 from megatron_zpp.planning.needs.estimate import Estimate, RankEstimate
 from megatron_zpp.planning.needs.planned_units import pipeline_placement
@@ -107,7 +107,7 @@ def arithmetic(
     kept = recomputed = 0.0
     if architecture.activations is not None:
         block = architecture.activations(config, weights.itemsize)
-        block = block.of_tensor_parallel_rank(tensor_parallel, distributed.sequence_parallel)
+        block = block.per_tensor_parallel_rank(tensor_parallel, distributed.sequence_parallel)
         kept = tokens * block.everything / cluster.layer_bytes_per_second
         if activation.recompute_granularity == "selective":
             recomputed = tokens * max(0, block.everything - block.linear_layers) / cluster.layer_bytes_per_second

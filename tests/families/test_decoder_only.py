@@ -10,10 +10,14 @@ import pytest
 from megatron_zpp.arguments.parse import parse_settings
 from megatron_zpp.checkpoint import CheckpointError
 from megatron_zpp.checkpoint.meta import saved_model
+from megatron_zpp.convert.megatron import config as megatron_config
+from megatron_zpp.convert.megatron.config import args_of
 from megatron_zpp.families import find_architecture
+from megatron_zpp.families.decoder_only import EXPERT_FLAGS, FLAGS
 from megatron_zpp.models.decoder import DecoderConfig
 from megatron_zpp.models.moe import MoEConfig
 from megatron_zpp.settings.checks import SettingsError
+from megatron_zpp.settings.groups import ModelSettings
 
 # model_config of meta.json as GPTConfig and LlamaConfig were written, before one class took their place.
 EARLIER = {
@@ -99,6 +103,22 @@ def test_experts_come_through_flags_and_checkpoints():
     assert saved_model(meta("llama", json.loads(json.dumps(dataclasses.asdict(config))))) == (llama, config)
 
 
+@pytest.mark.parametrize(("config_class", "flags"), [(DecoderConfig, FLAGS), (MoEConfig, EXPERT_FLAGS)])
+def test_flags_have_the_defaults_of_their_fields(config_class, flags):
+    # ``flags_of`` leaves out what is the default. None is completed by ``resolve``.
+    fields = {field.name: field.default for field in dataclasses.fields(config_class)}
+    defaults = {name: getattr(ModelSettings(), flag) for name, flag in flags.items()}
+    assert {name: value for name, value in defaults.items() if value not in (None, fields[name])} == {}
+
+
+def test_megatron_is_not_given_a_field_that_it_has_no_flag_for(monkeypatch):
+    assert args_of(DecoderConfig(1, 8, 1, 8, 8, qk_layernorm=True), 8).qk_layernorm
+    monkeypatch.setattr(megatron_config, "READ", megatron_config.READ - {"qk_layernorm"})
+    assert not hasattr(args_of(DecoderConfig(1, 8, 1, 8, 8), 8), "qk_layernorm")
+    with pytest.raises(ValueError, match="Megatron-LM does not have qk_layernorm True"):
+        args_of(DecoderConfig(1, 8, 1, 8, 8, qk_layernorm=True), 8)
+
+
 def test_operations_of_experts_by_hand():
     llama, config = find_architecture("llama"), config_of(EXPERTS)
     dense = dataclasses.replace(config, moe=None)
@@ -116,7 +136,7 @@ def test_operations_of_experts_by_hand():
         ("--num-experts 4 --moe-layer-freq 6", "--moe-layer-freq 6 is more than --num-layers 5; give at most that"),
         (
             "--num-experts 4 --moe-router-pre-softmax --moe-router-score-function sigmoid",
-            "--moe-router-pre-softmax is about softmax",
+            "--moe-router-pre-softmax requires softmax",
         ),
         (
             "--num-experts 4 --moe-aux-loss-coeff 0.1 --moe-router-load-balancing-type none",

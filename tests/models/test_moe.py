@@ -175,7 +175,10 @@ def test_losses_by_their_formulas():
     [
         ({"router_topk": 7}, "a token goes to 1 to 6 experts"),
         ({"score_function": "tanh"}, "choose softmax or sigmoid"),
-        ({"score_function": "sigmoid", "router_pre_softmax": True}, "router_pre_softmax is about softmax"),
+        (
+            {"score_function": "sigmoid", "router_pre_softmax": True},
+            "router_pre_softmax requires score_function",
+        ),
         ({"expert_capacity_factor": 0.0}, "must be above 0"),
     ],
 )

@@ -13,11 +13,12 @@ from torch import Tensor
 from megatron_zpp.checkpoint import CheckpointError
 from megatron_zpp.checkpoint.meta import Counters, check_config
 from megatron_zpp.families import GPT, LLAMA, Architecture
-from megatron_zpp.families.decoder_only import NORMALIZATIONS
+from megatron_zpp.families.decoder_only import EXPERT_FLAGS, FLAGS, MEGATRON_DEFAULTS, NORMALIZATIONS
+from megatron_zpp.families.huggingface import require_fields
 from megatron_zpp.models.decoder import DecoderConfig, default_ffn_size
 from megatron_zpp.models.moe import MoEConfig
 
-from .neutral_flags import NEUTRAL
+from .neutral_flags import NEUTRAL, READ
 from .pickles import StandIn
 
 Args = Mapping[str, Any]
@@ -64,7 +65,8 @@ def counters_of(saved: Saved) -> Counters:
     return Counters(**values)
 
 
-# Flags that change the model, and the values that ours has; one that an older version lacks had the first.
+# Flags that change the model, and the values that ours has; one that an older version lacks had the first. Where our
+# config has a field for the flag, it may have any value.
 _OURS: dict[str, tuple[Any, ...]] = {
     "activation_func_clamp_value": (None,),
     "apply_residual_connection_post_layernorm": (False,),
@@ -107,49 +109,6 @@ _OURS: dict[str, tuple[Any, ...]] = {
 _POSITIONS = ("learned_absolute", "rope", "yarn", "none")
 _OF_DEEPSPEED = {1: "rope", 2: "learned_absolute", 3: "alibi"}  # members of its enumeration
 
-# Fields that mean the same here and there: ours, Megatron's flag, and what a version without the flag does.
-_SAME: tuple[tuple[str, str, Any], ...] = (
-    ("layernorm_1p", "apply_layernorm_1p", False),
-    ("qk_layernorm", "qk_layernorm", False),
-    ("add_bias_linear", "add_bias_linear", True),
-    ("attention_dropout", "attention_dropout", 0.1),
-    ("hidden_dropout", "hidden_dropout", 0.1),
-    ("init_method_std", "init_method_std", 0.02),
-)
-_SAME_OF_ROTARY: tuple[tuple[str, str, Any], ...] = (
-    ("rotary_percent", "rotary_percent", 1.0),
-    ("rotary_base", "rotary_base", 10000),
-)
-_SAME_OF_YARN: tuple[tuple[str, str, Any], ...] = (
-    ("yarn_scaling_factor", "yarn_rotary_scaling_factor", None),
-    ("yarn_original_context", "yarn_original_max_position_embeddings", None),
-    ("yarn_beta_fast", "yarn_beta_fast", 32.0),
-    ("yarn_beta_slow", "yarn_beta_slow", 1.0),
-)
-_SAME_OF_EXPERTS: tuple[tuple[str, str, Any], ...] = (
-    ("router_topk", "moe_router_topk", 2),
-    ("score_function", "moe_router_score_function", "softmax"),
-    ("router_pre_softmax", "moe_router_pre_softmax", False),
-    ("aux_loss_coeff", "moe_aux_loss_coeff", 0.0),
-    ("expert_capacity_factor", "moe_expert_capacity_factor", None),
-    ("shared_expert_size", "moe_shared_expert_intermediate_size", None),
-)
-_DECODER = (*_SAME, *_SAME_OF_ROTARY, *_SAME_OF_YARN)
-# Fields that ``config_of`` and ``args_of`` compute, and flags from which they do.
-_COMPUTED = """
-num_layers hidden_size num_attention_heads vocab_size max_position_embeddings ffn_hidden_size num_query_groups
-kv_channels normalization norm_epsilon swiglu exact_gelu add_qkv_bias window_size position_embedding_type
-rope_scaling_factor tie_embeddings
-"""
-_FLAGS = """
-num_layers hidden_size ffn_hidden_size num_attention_heads group_query_attention num_query_groups num_key_value_heads
-kv_channels max_position_embeddings seq_length position_embedding_type add_position_embedding
-use_rotary_position_embeddings use_rope_scaling rope_scaling_factor window_size normalization norm_epsilon
-layernorm_epsilon swiglu bias_gelu_fusion add_qkv_bias untie_embeddings_and_output_weights num_experts moe_layer_freq
-moe_ffn_hidden_size moe_router_topk_scaling_factor moe_z_loss_coeff
-"""
-_READ = {*_FLAGS.split(), *(flag for _, flag, _ in (*_DECODER, *_SAME_OF_EXPERTS))}
-
 
 def config_of(args: Args, vocab_size: int) -> DecoderConfig:
     """Build the config of the model that these flags trained, its vocabulary padded to ``vocab_size``.
@@ -159,13 +118,13 @@ def config_of(args: Args, vocab_size: int) -> DecoderConfig:
     wrong = [
         f"{name} is {_plain(args[name])!r}"
         for name, values in _OURS.items()
-        if name in args and _plain(args[name]) not in values
+        if name in args and name not in FLAGS.values() and _plain(args[name]) not in values
     ]
     has_experts = _num_experts(args) is not None
     wrong += [
         f"{name} is {_plain(value)!r}, which is not known here"
         for name, value in args.items()
-        if not (name in _OURS or name in _READ or name.startswith(NEUTRAL) or value in (None, False, 0, ""))
+        if not (name in _OURS or name in READ or name.startswith(NEUTRAL) or value in (None, False, 0, ""))
         and (has_experts or not name.startswith("moe_"))
     ]
     positions = _position_embedding(args)
@@ -184,32 +143,33 @@ def config_of(args: Args, vocab_size: int) -> DecoderConfig:
     hidden, heads = size(args, "hidden_size"), size(args, "num_attention_heads")
     swiglu = bool(args.get("swiglu", False)) or args.get("glu_activation") == "swiglu"
     rotary = positions in ("rope", "yarn")
+    add_bias_linear = bool(args.get("add_bias_linear", True))
+    values = _values(args, FLAGS, DecoderConfig) | {
+        "num_layers": size(args, "num_layers"),
+        "vocab_size": vocab_size,
+        "max_position_embeddings": longest(args) if positions == "learned_absolute" else None,
+        "ffn_hidden_size": args.get("ffn_hidden_size") or default_ffn_size(hidden, swiglu),
+        "num_query_groups": _query_groups(args, heads),
+        "kv_channels": args.get("kv_channels") or hidden // heads,
+        "normalization": normalization,
+        "norm_epsilon": args.get("norm_epsilon", args.get("layernorm_epsilon", 1e-5)),
+        "swiglu": swiglu,
+        "exact_gelu": not swiglu and args.get("bias_gelu_fusion", True) is False,
+        "add_bias_linear": add_bias_linear,
+        "add_qkv_bias": bool(args.get("add_qkv_bias", False)) and not add_bias_linear,
+        "window_size": None if window is None or window[0] == -1 else window[0],
+        "position_embedding_type": positions,
+        "rope_scaling_factor": (
+            args.get("rope_scaling_factor", 8.0) if rotary and args.get("use_rope_scaling", False) else None
+        ),
+        "tie_embeddings": not args.get("untie_embeddings_and_output_weights", False),
+    }
+    unused = [] if rotary else ["rotary_percent", "rotary_base"]
+    unused += [] if positions == "yarn" else [name for name in FLAGS if name.startswith("yarn_")]
+    unused += [] if has_experts else [name for name in FLAGS if name.startswith("moe_")]
     try:
         config = DecoderConfig(
-            num_layers=size(args, "num_layers"),
-            hidden_size=hidden,
-            num_attention_heads=heads,
-            vocab_size=vocab_size,
-            max_position_embeddings=longest(args) if positions == "learned_absolute" else None,
-            ffn_hidden_size=args.get("ffn_hidden_size") or default_ffn_size(hidden, swiglu),
-            num_query_groups=_query_groups(args, heads),
-            kv_channels=args.get("kv_channels") or hidden // heads,
-            normalization=normalization or "",
-            norm_epsilon=args.get("norm_epsilon", args.get("layernorm_epsilon", 1e-5)),
-            swiglu=swiglu,
-            exact_gelu=not swiglu and args.get("bias_gelu_fusion", True) is False,
-            add_qkv_bias=bool(args.get("add_qkv_bias", False)) and not args.get("add_bias_linear", True),
-            window_size=None if window is None or window[0] == -1 else window[0],
-            position_embedding_type=positions,
-            rope_scaling_factor=(
-                args.get("rope_scaling_factor", 8.0) if rotary and args.get("use_rope_scaling", False) else None
-            ),
-            **_values(args, _SAME),
-            **_values(args if rotary else {}, _SAME_OF_ROTARY),
-            **_values(args if positions == "yarn" else {}, _SAME_OF_YARN),
-            tie_embeddings=not args.get("untie_embeddings_and_output_weights", False),
-            moe=_experts(args),
-            moe_layer_freq=layers_with_experts if _num_experts(args) is not None else 1,
+            **{name: value for name, value in values.items() if name not in unused}, moe=_experts(args)
         )
         check_config(dataclasses.asdict(config), DecoderConfig)
     except (TypeError, ValueError) as error:
@@ -218,18 +178,18 @@ def config_of(args: Args, vocab_size: int) -> DecoderConfig:
 
 
 def architecture_of(config: DecoderConfig) -> Architecture:
-    """Return LLAMA or GPT, whichever describes the model in fewer flags."""
+    """Whose flags are shorter: all models are either's."""
     is_llama = config.normalization == "RMSNorm" and config.swiglu and config.position_embedding_type == "rope"
     return LLAMA if is_llama else GPT
 
 
 def longest(args: Args) -> int:
-    """Return the longest sequence that the model takes."""
+    """The longest sequence that the model takes."""
     return size(args, "max_position_embeddings" if args.get("max_position_embeddings") else "seq_length")
 
 
 def size(args: Args, name: str, default: int | None = None) -> int:
-    """Return a flag that is a number from 1 on. Raises CheckpointError."""
+    """A flag that is a number from 1 on. Raises CheckpointError."""
     value = args.get(name, default)
     if type(value) is not int or value < 1:
         raise CheckpointError(f"the checkpoint's flag {name} is {value!r}, not a size")
@@ -258,10 +218,11 @@ def _query_groups(args: Args, heads: int) -> int:
     return (args.get("num_query_groups") or heads) if args.get("group_query_attention", False) else heads
 
 
-def _values(args: Args, rows: tuple[tuple[str, str, Any], ...]) -> dict[str, Any]:
-    """{our field: what the flags say}."""
-    values = {field: (args.get(flag, default), default) for field, flag, default in rows}
-    return {field: bool(value) if type(default) is bool else value for field, (value, default) in values.items()}
+def _values(args: Args, flags: Mapping[str, str], config_class: type[Any]) -> dict[str, Any]:
+    """Return the fields that ``flags`` give; those that a flag lacks, or leaves to Megatron, are left to the class."""
+    values = {name: args[flag] for name, flag in flags.items() if args.get(flag) is not None}
+    switches = {field.name for field in dataclasses.fields(config_class) if isinstance(field.default, bool)}
+    return {name: bool(value) if name in switches else value for name, value in values.items()}
 
 
 def _num_experts(args: Args) -> int | None:
@@ -275,47 +236,41 @@ def _experts(args: Args) -> MoEConfig | None:
     number = _num_experts(args)
     if number is None:
         return None
-    return MoEConfig(
-        num_experts=number,
-        ffn_hidden_size=args.get("moe_ffn_hidden_size") or size(args, "ffn_hidden_size"),
-        topk_scaling_factor=args.get("moe_router_topk_scaling_factor") or 1.0,
-        z_loss_coeff=args.get("moe_z_loss_coeff") or 0.0,
-        **_values(args, _SAME_OF_EXPERTS),
-    )
+    values = _values(args, EXPERT_FLAGS, MoEConfig)
+    values["num_experts"] = number
+    values["ffn_hidden_size"] = args.get("moe_ffn_hidden_size") or size(args, "ffn_hidden_size")
+    values["topk_scaling_factor"] = args.get("moe_router_topk_scaling_factor") or 1.0
+    return MoEConfig(**values)
 
 
 def args_of(config: DecoderConfig, positions: int) -> argparse.Namespace:
-    """Return Megatron-LM's flags of a config, as its checkpoints keep them. Raises ValueError for what it lacks."""
+    """Megatron-LM's flags of a config, as its checkpoints keep them. Raises ValueError for what it does not have."""
     if config.moe is not None:
         raise ValueError("a mixture of experts cannot be written for Megatron-LM yet")
     if not (config.swiglu or config.exact_gelu or config.add_bias_linear):
         raise ValueError("GELU without biases is the exact one in Megatron-LM, and here its tanh approximation")
-    said = {*_COMPUTED.split()} | {field for field, _, _ in _DECODER}
-    for field in dataclasses.fields(config):
-        if field.name not in said and not field.name.startswith("moe") and getattr(config, field.name) != field.default:
-            raise ValueError(f"{field.name} cannot be written for Megatron-LM")
+    # Megatron-LM has the flags that an import knows. A field with another flag must have its default.
+    known = {name: flag for name, flag in FLAGS.items() if flag in READ or flag in _OURS}
+    require_fields(config, "Megatron-LM", {}, MEGATRON_DEFAULTS.keys() - (FLAGS.keys() - known.keys()))
+    written = {flag: getattr(config, name) for name, flag in known.items() if not name.startswith("moe_")}
     return argparse.Namespace(
-        num_layers=config.num_layers,
-        hidden_size=config.hidden_size,
-        ffn_hidden_size=config.ffn_size,
-        num_attention_heads=config.num_attention_heads,
-        group_query_attention=config.num_groups != config.num_attention_heads,
-        num_query_groups=config.num_groups,
-        kv_channels=config.head_dim,
-        max_position_embeddings=positions,
-        position_embedding_type=config.position_embedding_type,
-        add_position_embedding=config.position_embedding_type == "learned_absolute",
-        use_rope_scaling=config.rope_scaling_factor is not None,
-        rope_scaling_factor=config.rope_scaling_factor or 8.0,
-        window_size=None if config.window_size is None else (config.window_size, 0),
-        normalization=config.normalization,
-        norm_epsilon=config.norm_epsilon,
-        swiglu=config.swiglu,
-        bias_gelu_fusion=not config.exact_gelu,
-        add_qkv_bias=config.add_qkv_bias or config.add_bias_linear,
-        untie_embeddings_and_output_weights=not config.tie_embeddings,
-        padded_vocab_size=config.vocab_size,
-        tensor_model_parallel_size=1,
-        pipeline_model_parallel_size=1,
-        **{flag: getattr(config, field) for field, flag, _ in _DECODER},
+        **written
+        | {
+            "ffn_hidden_size": config.ffn_size,
+            "group_query_attention": config.num_groups != config.num_attention_heads,
+            "num_query_groups": config.num_groups,
+            "kv_channels": config.head_dim,
+            "max_position_embeddings": positions,
+            "add_position_embedding": config.position_embedding_type == "learned_absolute",
+            "use_rope_scaling": config.rope_scaling_factor is not None,
+            "rope_scaling_factor": config.rope_scaling_factor or 8.0,
+            "window_size": None if config.window_size is None else (config.window_size, 0),
+            "bias_gelu_fusion": not config.exact_gelu,
+            "add_bias_linear": config.add_bias_linear,
+            "add_qkv_bias": config.add_qkv_bias or config.add_bias_linear,
+            "untie_embeddings_and_output_weights": not config.tie_embeddings,
+            "padded_vocab_size": config.vocab_size,
+            "tensor_model_parallel_size": 1,
+            "pipeline_model_parallel_size": 1,
+        }
     )

@@ -6,6 +6,19 @@ model.
 
 from __future__ import annotations
 
+_READ = """
+num_layers hidden_size ffn_hidden_size num_attention_heads group_query_attention num_query_groups kv_channels
+max_position_embeddings seq_length position_embedding_type add_position_embedding use_rotary_position_embeddings
+rotary_percent rotary_base use_rope_scaling rope_scaling_factor yarn_rotary_scaling_factor
+yarn_original_max_position_embeddings yarn_beta_fast yarn_beta_slow window_size normalization norm_epsilon
+layernorm_epsilon apply_layernorm_1p qk_layernorm swiglu bias_gelu_fusion add_bias_linear add_qkv_bias
+attention_dropout hidden_dropout init_method_std untie_embeddings_and_output_weights num_experts num_key_value_heads
+moe_layer_freq moe_ffn_hidden_size moe_router_topk moe_router_score_function moe_router_pre_softmax
+moe_router_topk_scaling_factor moe_aux_loss_coeff moe_z_loss_coeff moe_expert_capacity_factor
+moe_shared_expert_intermediate_size
+"""
+READ = frozenset(_READ.split())
+
 # Data and batches: beginnings of names.
 _DATA = """
 batch_ blend create_attention_mask curriculum data_ dataloader dataset eod_mask epoch eval_ full_validation

@@ -12,7 +12,7 @@ from megatron_zpp.arguments.check_zero import check_replicas_on_nodes
 from megatron_zpp.arguments.resolve_parallel import data_parallel_size
 from megatron_zpp.families import Architecture
 from megatron_zpp.optim.batch_size import BatchSchedule
-from megatron_zpp.parallel.schedule_costs import micro_batches_kept
+from megatron_zpp.parallel.stages import micro_batches_kept
 from megatron_zpp.planning.needs.planned_units import PlannedModel, count_layers, pipeline_placement, plan_model
 from megatron_zpp.planning.needs.rank_groups import RankGrid
 from megatron_zpp.planning.needs.rank_memory import rank_states, working_memory

@@ -109,7 +109,7 @@ def working_memory(
     gathered = weights * (sum(others) + 2 * layer)  # this layer and the next
     if effective_zero_stage(settings) < 3:
         gathered = 0  # all parameters are among the states
-    block = architecture.activations(model.config, weights).of_tensor_parallel_rank(
+    block = architecture.activations(model.config, weights).per_tensor_parallel_rank(
         distributed.tensor_model_parallel_size, distributed.sequence_parallel
     )
     if activation.recompute_granularity is None:
