@@ -107,7 +107,7 @@ class Pipeline:
         self._count_hidden(len(micro_batches))
 
     def _resize(self, length: int) -> None:
-        """Expect micro-batches whose sequences have so many tokens on this rank."""
+        """Set the number of tokens that each sequence of a micro-batch has on this rank."""
         if length != self.tokens.shape[1]:
             of_hidden = length * self.hidden.shape[1] // self.tokens.shape[1]  # fewer with sequence parallelism
             self.tokens = self.tokens.new_empty(self.tokens.shape[0], length)
