@@ -128,7 +128,7 @@ def measure(args: argparse.Namespace, flags: list[str]) -> tuple[list[Outcome], 
     per_node = ranks // nodes
     settings = {setting: setting for setting in args.tried} if args.tried else SETTINGS
     if per_node == 1 and not args.tried:  # differences need hpZ, which needs ranks that share a node
-        settings = {name: setting for name, setting in settings.items() if "--zero-weight-difference" not in setting}
+        settings = {name: setting for name, setting in settings.items() if "-weight-difference" not in setting}
     all_flags = {CONTROL: f"--zeropp-ranks-per-node {per_node}"}
     all_flags |= {name: f"--zero-hpz-partition-size {per_node} {setting}" for name, setting in settings.items()}
     # A mistake comes to light before anything is trained.

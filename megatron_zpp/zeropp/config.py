@@ -335,7 +335,7 @@ class ZeroPPConfig:
             warmup = BitsWarmup.parse(text)
         except ValueError as error:
             raise ValueError(f"{name}_bits_warmup {error}") from None
-        if warmup.bits not in SUPPORTED_BITS or warmup.bits <= bits:
+        if warmup.bits not in SUPPORTED_BITS or (bits is not None and warmup.bits <= bits):
             raise ValueError(
                 f"{name}_bits_warmup {text} must have bits of {SUPPORTED_BITS}, and more than {name}_bits {bits}"
             )

@@ -438,7 +438,12 @@ def test_former_names_of_flags_and_saved_settings_are_understood():
     saved = settings.as_flat_dict()
     names = {flag.setting: flag.aliases[0] for flag in all_flags().values() if flag.aliases}
     old = {setting_of(names.get(setting, setting)): value for setting, value in saved.items()}
-    assert "zeropp_weight_bits" in old and "zeropp_weight_bits" not in old and with_current_names(old) == saved
+    assert (
+        settings.zeropp.weight_bits == 6
+        and "zero_weight_bits" in old
+        and "zeropp_weight_bits" not in old
+        and with_current_names(old) == saved
+    )
 
 
 def test_reference_page_is_up_to_date():

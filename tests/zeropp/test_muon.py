@@ -16,7 +16,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard
 
 from megatron_zpp.zeropp import Muon, ZeroPPConfig, apply_zeropp, emulate_zeropp
-from megatron_zpp.zeropp.muon.optimizer import matrix_blocks
+from megatron_zpp.zeropp.muon import matrix_blocks
 from tests.ranks import run_ranks
 
 # Rows that 4 ranks on 2 nodes share evenly and not, with empty shards, an empty node, and as many as columns; an odd
