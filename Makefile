@@ -50,7 +50,7 @@ test-lower-bound: CHECK := true
 
 test-cuda-build:  ## the same against torch for CUDA, with the CUDA kernels, which run on no GPU here; needs nvcc
 test-cuda-build: COPY := build/cuda-build
-test-cuda-build: CHECK := $(VENV)/bin/python -c 'from megatron_zpp.zeropp import kernels; exit(not kernels.has_cuda and "error: the build left the CUDA kernels out")'
+test-cuda-build: CHECK := $(VENV)/bin/python -c 'from megatron_zpp.zeropp.wire import kernels; exit(not kernels.has_cuda and "error: the build left the CUDA kernels out")'
 test-cuda-build: TORCH_INDEX :=
 # The toolkit is where nvcc itself says: what lies on PATH may be a wrapper elsewhere.
 test-cuda-build: export CUDA_HOME ?= $(or $(realpath $(shell nvcc --dryrun -x cu /dev/null 2>&1 | sed -n 's/^#$$ TOP=//p')),$(error no nvcc: install the CUDA toolkit))

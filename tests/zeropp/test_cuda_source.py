@@ -63,7 +63,7 @@ def test_the_fake_device_refuses_what_cuda_refuses(tmp_path):
 
 ROWS = """
 import torch
-from megatron_zpp.zeropp import reference
+from megatron_zpp.zeropp.wire import reference
 from megatron_zpp.zeropp.wire.format import WireFormat
 from megatron_zpp.zeropp.wire.layout import ParameterShard
 format = WireFormat([ParameterShard("token", 32, True), ParameterShard("odd", 3, False)], 8, 32, torch.bfloat16)
