@@ -167,6 +167,13 @@ def _shape(stored: Mapping[str, _Stored], place: _Place) -> tuple[int, ...]:
 
 def _read(folder: Path, place: _Place, tensor: _Stored) -> Tensor:
     """A whole tensor, or one layer of it. Raises CheckpointError."""
+    for part in tensor.parts:  # before memory is asked for
+        path = folder / part.file
+        if not path.is_file():
+            raise CheckpointError(f"{folder} is not complete: {part.file} is missing, with parts of {place.name}")
+        nbytes = math.prod(part.shape) * tensor.dtype.itemsize
+        if part.length < nbytes or path.stat().st_size < part.begin + part.length:
+            raise CheckpointError(f"{path} is damaged: it is cut short")
     whole = torch.empty(tensor.shape if place.layer is None else (1, *tensor.shape[1:]), dtype=tensor.dtype)
     for part in tensor.parts:
         offsets, row = part.offsets, 0 if place.layer is None else place.layer - part.offsets[0]
@@ -181,10 +188,6 @@ def _read(folder: Path, place: _Place, tensor: _Stored) -> Tensor:
 
 def _read_part(folder: Path, name: str, tensor: _Stored, part: _Part) -> Tensor:
     path = folder / part.file
-    if not path.is_file():
-        raise CheckpointError(f"{folder} is not complete: {part.file} is missing, with parts of {name}")
-    if path.stat().st_size < part.begin + part.length:  # before memory is asked for
-        raise CheckpointError(f"{path} is damaged: it is cut short")
     with open(path, "rb") as file:
         file.seek(part.begin)
         content = file.read(part.length)
