@@ -74,7 +74,7 @@ def test_a_build_that_fails_leaves_the_kernels_out_and_installs_the_rest(checkou
         "warning: the kernels of csrc/ are left out, and plain torch will quantize: "
         "Error compiling objects for extension"
     ]
-    assert (target / "megatron_zpp" / "tools" / "estimate.py").exists()
+    assert (target / "megatron_zpp" / "commands" / "estimate.py").exists()
     assert not list(target.rglob("_kernels*")) and not stale.exists()
 
 
