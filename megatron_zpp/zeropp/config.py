@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,24 +11,7 @@ import torch
 
 from megatron_zpp.bounds import Bounds
 
-from .wire.quantization import SCALINGS, Code
-
-
-@dataclass(frozen=True)
-class BitsWarmup:
-    """``bits`` during the first ``steps`` optimizer steps of a run."""
-
-    steps: int
-    bits: int
-
-    @classmethod
-    def parse(cls, text: str) -> BitsWarmup:
-        """Read "STEPS:BITS". Raises ValueError for anything else."""
-        match = re.fullmatch(r"([1-9]\d*):(\d+)", text, re.ASCII)
-        if match is None:
-            raise ValueError(f"must be STEPS:BITS, such as 500:4, got {text!r}")
-        return cls(int(match[1]), int(match[2]))
-
+from .wire.quantization import SCALINGS, BitsWarmup, Code
 
 SUPPORTED_BITS = (1, 2, 3, 4, 6, 8)
 SCALE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}

@@ -10,12 +10,12 @@ from dataclasses import replace
 
 import torch
 
-from .config import BitsWarmup, ZeroPPConfig
+from .config import ZeroPPConfig
 from .fsdp.topology import RankLayout
 from .fsdp.unit import Unit
 from .wire import kernels
 from .wire.layout import FEWEST_QUANTIZED, block_size_of
-from .wire.quantization import Code, mix_seed
+from .wire.quantization import BitsWarmup, Code, mix_seed
 
 logger = logging.getLogger(__name__)
 

@@ -22,6 +22,7 @@ to nearest with mean. Arithmetic is fp32; the sum in a mean is one of integers, 
 from __future__ import annotations
 
 import math
+import re
 import zlib
 from dataclasses import dataclass
 
@@ -201,3 +202,19 @@ def _word(bits: int) -> tuple[int, int]:
     """The smallest run of whole bytes that holds whole codes: (codes, bytes)."""
     total = math.lcm(bits, 8)
     return total // bits, total // 8
+
+
+@dataclass(frozen=True)
+class BitsWarmup:
+    """``bits`` during the first ``steps`` optimizer steps of a run."""
+
+    steps: int
+    bits: int
+
+    @classmethod
+    def parse(cls, text: str) -> BitsWarmup:
+        """Read "STEPS:BITS". Raises ValueError for anything else."""
+        match = re.fullmatch(r"([1-9]\d*):(\d+)", text, re.ASCII)
+        if match is None:
+            raise ValueError(f"must be STEPS:BITS, such as 500:4, got {text!r}")
+        return cls(int(match[1]), int(match[2]))
