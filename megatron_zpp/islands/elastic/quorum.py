@@ -42,11 +42,10 @@ class Quorum:
         state: Callable[[], dict[str, Tensor]],
         take: Callable[[int, dict[str, Tensor]], None],
     ) -> None:
-        """fingerprint: of all that ranks of the same place must have alike; islands with another one are refused.
+        """Join. fingerprint: of all that ranks of the same place must have alike; islands with another are refused.
 
-        steps, state: what an island that comes gets from another one, which is handed to its ``take``. The tensors have
-        the same names, shapes and dtypes wherever the fingerprint is the same.
-        Raises ValueError for a secret or an address that cannot be.
+        steps, state: what a newcomer gets from another island, for its ``take``: tensors of the same names, shapes and
+        dtypes. Raises ValueError for a secret or an address that cannot be.
         """
         if not dist.is_initialized():
             raise ValueError("an island that may leave is a job of its own: start it with torchrun")
@@ -192,8 +191,8 @@ class Quorum:
         """Say what is not alike, if anything is."""
         sizes = {member.island: member.num_islands for member in self._members}
         if len(set(sizes.values())) > 1:
-            told = ", ".join(f"{size} by island {island}" for island, size in sizes.items())
-            return f"the number of islands that begin the run is given as {told}: give all the same --islands"
+            given = ", ".join(f"{size} by island {island}" for island, size in sizes.items())
+            return f"the number of islands that begin the run is given as {given}: give all the same --islands"
         prints = [member.fingerprint for member in self._members]
         if len(set(prints)) > 1 or len({len(member.addresses) for member in self._members}) > 1:
             return (
@@ -397,6 +396,5 @@ class LighthouseClient:
 
 
 def _named(islands: Iterable[int]) -> str:
-    """Such as "islands 0, 2"."""
-    numbers = sorted(islands)
-    return f"island{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers))}"
+    """Format as "island 1" or "islands 0, 2"."""
+    return f"island{'s' if len(numbers := sorted(islands)) > 1 else ''} {', '.join(map(str, numbers))}"
