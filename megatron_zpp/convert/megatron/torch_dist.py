@@ -167,23 +167,23 @@ def _shape(stored: Mapping[str, _Stored], place: _Place) -> tuple[int, ...]:
 
 def _read(folder: Path, place: _Place, tensor: _Stored) -> Tensor:
     """A whole tensor, or one layer of it. Raises CheckpointError."""
-    for part in tensor.parts:  # before memory is asked for
+    layer = place.layer
+    parts = [part for part in tensor.parts if layer is None or 0 <= layer - part.offsets[0] < part.shape[0]]
+    for part in parts:  # before memory is asked for
         path = folder / part.file
         if not path.is_file():
             raise CheckpointError(f"{folder} is not complete: {part.file} is missing, with parts of {place.name}")
         nbytes = math.prod(part.shape) * tensor.dtype.itemsize
         if part.length < nbytes or path.stat().st_size < part.begin + part.length:
             raise CheckpointError(f"{path} is damaged: it is cut short")
-    whole = torch.empty(tensor.shape if place.layer is None else (1, *tensor.shape[1:]), dtype=tensor.dtype)
-    for part in tensor.parts:
-        offsets, row = part.offsets, 0 if place.layer is None else place.layer - part.offsets[0]
-        if place.layer is not None and not 0 <= row < part.shape[0]:
-            continue
-        values = _read_part(folder, place.name, tensor, part)
-        if place.layer is not None:
+    whole = torch.empty(tensor.shape if layer is None else (1, *tensor.shape[1:]), dtype=tensor.dtype)
+    for part in parts:
+        offsets, values = part.offsets, _read_part(folder, place.name, tensor, part)
+        if layer is not None:
+            row = layer - offsets[0]
             offsets, values = (0, *offsets[1:]), values[row : row + 1]
         whole[tuple(slice(o, o + n) for o, n in zip(offsets, values.shape, strict=True))] = values
-    return whole if place.layer is None else whole[0]
+    return whole if layer is None else whole[0]
 
 
 def _read_part(folder: Path, name: str, tensor: _Stored, part: _Part) -> Tensor:
