@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import os
 from pathlib import Path
 
 import pyarrow
@@ -161,6 +162,9 @@ def test_what_is_missing_is_named(tmp_path):
         find_files([str(tmp_path / "nothing")])
     with pytest.raises(FileNotFoundError, match="does not exist"):
         find_files([str(tmp_path / "*.nothing")])
+    os.mkfifo(tmp_path / "pipe.jsonl")
+    with pytest.raises(ValueError, match="pipe.jsonl is no regular file"):
+        find_files([str(tmp_path / "pipe.jsonl")])
     (tmp_path / "empty").mkdir()
     with pytest.raises(FileNotFoundError, match="holds no file of"):
         find_files([str(tmp_path / "empty")])

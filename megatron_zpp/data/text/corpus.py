@@ -78,7 +78,7 @@ def find_files(inputs: Sequence[str], file_format: str | None = None) -> list[Co
 
     ``file_format`` None: by suffix; another file is JSON lines where it is named, and no part of the corpus in a
     folder. With a ``file_format`` all files of a folder belong to it, but hidden ones. Raises FileNotFoundError if
-    there is nothing.
+    there is nothing, ValueError for what is no regular file.
     """
     files = []
     for name in inputs:
@@ -94,6 +94,8 @@ def find_files(inputs: Sequence[str], file_format: str | None = None) -> list[Co
             files += new
         elif path.is_file():
             files.append(_corpus_file(path, file_format or _format_of(path) or "jsonl"))
+        elif path.exists():
+            raise ValueError(f"--input {name} is no regular file")  # a FIFO, a device
         elif matching := sorted(glob.glob(name, recursive=True)):
             files += find_files(matching, file_format)
         else:
