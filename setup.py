@@ -33,7 +33,7 @@ def kernels() -> dict:
         print(f"no torch to build against ({error}): the kernels of csrc/ are left out, and plain torch will quantize")
         return {}
 
-    sources = ["csrc/operators.cpp", "csrc/cpu/kernels.cpp"]
+    sources = ["csrc/operators.cpp", "csrc/cpu/kernels.cpp", "csrc/cpu/moves.cpp"]
     compile_args = {"cxx": ["-std=c++20", "-O3", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-g0"]}
     if sys.platform == "linux":
         # at::parallel_for is OpenMP's, of the library that torch brings. A loop copies a tile faster than memcpy.

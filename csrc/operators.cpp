@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "kernel_arguments.h"
+#include "moves.h"
 
 #ifdef ZEROPP_WITH_CUDA
 #include <c10/cuda/CUDAException.h>
@@ -181,6 +182,42 @@ void rotate(const Tensor& values, IntArrayRef format, const Tensor& out) {
   ZEROPP_RUN(rotate, arguments, out);
 }
 
+const uint8_t* rows_of_bytes(const Tensor& tensor, int64_t rows, int64_t nbytes) {
+  TORCH_CHECK_TYPE(tensor.scalar_type() == at::kByte, "wires are uint8, not ", tensor.scalar_type());
+  TORCH_CHECK_VALUE(tensor.is_contiguous() && tensor.size(-1) == nbytes && tensor.numel() == rows * nbytes,
+                    rows, " contiguous rows of ", nbytes, " bytes are needed, not ", tensor.sizes());
+  return tensor.const_data_ptr<uint8_t>();
+}
+
+void requantize(const Tensor& values, const OptionalTensor& old, IntArrayRef format, const Tensor& wire) {
+  const FormatTable table(format);
+  TORCH_CHECK_VALUE(values.is_contiguous() && values.size(-1) == table.numel(), "contiguous rows are needed");
+  const int64_t rows = table.numel() ? values.numel() / table.numel() : 0;
+  uint8_t* out = const_cast<uint8_t*>(rows_of_bytes(wire, rows, table.nbytes));
+  const uint8_t* before = old ? rows_of_bytes(*old, rows, table.nbytes) : nullptr;
+  const auto* from = static_cast<const uint8_t*>(values.const_data_ptr());
+  for (int64_t row = 0; row < rows; row++) {
+    cpu::requantize(table.format, from + row * table.numel() * values.element_size(), type_of(values),
+                    before ? before + row * table.nbytes : nullptr, out + row * table.nbytes);
+  }
+}
+
+Tensor encode_moves(const Tensor& old, const Tensor& now, IntArrayRef format) {
+  const FormatTable table(format);
+  rows_of_bytes(old, 1, table.nbytes), rows_of_bytes(now, 1, table.nbytes);
+  return cpu::encode_moves(table.format, old, now);
+}
+
+void apply_moves(const Tensor& moves, IntArrayRef format, const Tensor& wires) {
+  const FormatTable table(format);
+  const int64_t rows = moves.size(0), nbytes = moves.size(1);
+  const uint8_t* from = rows_of_bytes(moves, rows, nbytes);
+  uint8_t* wire = const_cast<uint8_t*>(rows_of_bytes(wires, rows, table.nbytes));
+  for (int64_t row = 0; row < rows; row++) {
+    cpu::apply_moves(table.format, from + row * nbytes, nbytes, wire + row * table.nbytes);
+  }
+}
+
 }  // namespace
 
 TORCH_LIBRARY(megatron_zpp, library) {
@@ -190,6 +227,10 @@ TORCH_LIBRARY(megatron_zpp, library) {
       "int? noise_seed) -> ()");
   library.def("decode(Tensor peers, int[] format, Tensor(a!) out, bool accumulate) -> ()");
   library.def("rotate(Tensor values, int[] format, Tensor(a!) out) -> ()");
+  // Moved codes, on a CPU: megatron_zpp/zeropp/wire/moves.py.
+  library.def("requantize(Tensor values, Tensor? old, int[] format, Tensor(a!) wire) -> ()");
+  library.def("encode_moves(Tensor old, Tensor now, int[] format) -> Tensor");
+  library.def("apply_moves(Tensor moves, int[] format, Tensor(a!) wires) -> ()");
   library.def("has_cuda() -> bool", [] { return kHasCuda; });
 }
 
@@ -197,6 +238,9 @@ TORCH_LIBRARY_IMPL(megatron_zpp, CPU, library) {
   library.impl("encode", &encode);
   library.impl("decode", &decode);
   library.impl("rotate", &rotate);
+  library.impl("requantize", &requantize);
+  library.impl("encode_moves", &encode_moves);
+  library.impl("apply_moves", &apply_moves);
 }
 
 #ifdef ZEROPP_WITH_CUDA

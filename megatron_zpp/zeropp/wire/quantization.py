@@ -84,7 +84,7 @@ def quantize_blocks(
     # 0 / 0 and NaN become code 0; the scale tells the two apart. Denormal scales are inexact, hence the clamp.
     steps = values / scales.unsqueeze(-1)  # and in place from here on: fresh memory is what costs on a CPU
     steps = steps.round_() if uniform is None else steps.add_(uniform).floor_()
-    return steps.nan_to_num_(0.0).clamp_(-code.qmax, code.qmax).to(torch.int8), _as_sent(scales, code)
+    return steps.nan_to_num_(0.0).clamp_(-code.qmax, code.qmax).to(torch.int8), as_sent(scales, code)
 
 
 def _quantize_by_mean(
@@ -108,10 +108,11 @@ def _quantize_by_mean(
     lowest = torch.where(has_zeros, -code.qmax, -code.qmax - 1).unsqueeze(-1)
     steps = torch.where((scales > 0).unsqueeze(-1), steps.floor_().clamp_(max=code.qmax).maximum(lowest), 0.0)
     signed = torch.where(has_zeros & (scales > 0), -scales, scales)
-    return steps.to(torch.int8), _as_sent(signed, code)
+    return steps.to(torch.int8), as_sent(signed, code)
 
 
-def _as_sent(scales: Tensor, code: Code) -> Tensor:
+def as_sent(scales: Tensor, code: Code) -> Tensor:
+    """Return scales in the type that the code sends them in, with one NaN."""
     sent = scales.to(code.scale_dtype)
     return torch.where(sent.isnan(), sent.new_full((), torch.nan), sent)  # torch has several NaNs in bf16
 

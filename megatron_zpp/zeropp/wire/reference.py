@@ -88,10 +88,10 @@ def _write(format: WireLayout, values: Tensor, wire: Tensor, noise_seed: int | N
         noise = counter_uniform(values.numel(), noise_seed, values.device).view(values.shape)
     for segment in format.quantized:
         assert format.code is not None
-        uniform = None if noise is None else _blocks(segment, noise, padding=0.5)
+        uniform = None if noise is None else block_values(segment, noise, padding=0.5)
         sizes = torch.full((segment.num_blocks,), segment.block_size, device=values.device)
         sizes[-1] -= segment.padding
-        codes, scales = quantize_blocks(_blocks(segment, values), format.code, uniform, sizes)
+        codes, scales = quantize_blocks(block_values(segment, values), format.code, uniform, sizes)
         wire[..., segment.codes] = pack_bits(codes, format.code.bits).flatten(-2)
         wire[..., segment.scales] = scales.view(torch.uint8)
     for segment in format.unquantized:
@@ -116,7 +116,7 @@ def codes_and_scales(format: WireLayout, segment: Segment, wire: Tensor) -> tupl
     return unpack_bits(packed, format.code.bits), wire[..., segment.scales].view(format.code.scale_dtype)
 
 
-def _blocks(segment: Segment, values: Tensor, padding: float = 0) -> Tensor:
+def block_values(segment: Segment, values: Tensor, padding: float = 0) -> Tensor:
     """A segment of values [..., L] as blocks [..., num_blocks, block_size], the last one padded."""
     padded = F.pad(values[..., segment.start : segment.stop], (0, segment.padding), value=padding)
     return padded.unflatten(-1, (segment.num_blocks, segment.block_size))

@@ -1,0 +1,251 @@
+"""Moved codes: a wire buffer of weights as what changed since the buffer that its receivers have. Nothing is lost.
+
+An optimizer step moves few weights by more than a step of their code. So blocks keep their scales while they can
+(``requantize``), and what is sent are the moves: the code of each element, less its code in the old buffer
+(``encode_moves``, ``apply_moves``). Unquantized values of 16 bits are codes too: their bits as integers, in the order
+of the values. The bytes of a buffer of moves:
+
+    | a bit per block: has another scale | those scales | unquantized values of 32 bits | chunk headers | chunks |
+
+A block with another scale is predicted: its old values, rounded to codes of the new scale. A chunk has up to ``CHUNK``
+codes; m1 of them moved, m2 of these by more than 1. Its sections, each from a byte on, are lists of Rice codes and bits:
+
+    gaps between the m1 codes | their signs | gaps, counted in moved codes, between the m2 | their sizes, less 2
+
+A Rice code of v is v >> k in unary, zeros and a one, and the k low bits. The unary parts come first, then the low bits.
+Header: m1, m2, three times k, the bytes of the chunk. All integers and bits are little-endian.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from . import kernels
+from .layout import Segment, WireLayout
+from .quantization import as_sent, pack_bits, unpack_bits
+from .reference import block_values
+
+CHUNK = 16384  # codes
+HEADER_BYTES = 12  # uint16 m1, m2; uint8 k of gaps, of gaps between the m2, of sizes, and 0; uint32 bytes
+# A block's scale is kept while its largest value is between these parts of what its codes can say, and else made anew
+# so that the largest value is at FRESH.
+KEPT_FROM, FRESH = 0.6, 0.9
+
+
+def requantize(format: WireLayout, values: Tensor, old: Tensor | None) -> Tensor:
+    """Encode values [..., L], with the scales of ``old`` wire buffers uint8 [..., nbytes] where they still fit.
+
+    Rounds to nearest. The same values again give the same buffers: uint8 [..., nbytes].
+    """
+    wire = torch.zeros(*values.shape[:-1], format.nbytes, dtype=torch.uint8, device=values.device)
+    if _has_kernels(format, values) and values.dtype in kernels.TYPES:
+        torch.ops.megatron_zpp.requantize(values, old, format.table, wire)
+        return wire
+    for segment in format.quantized:
+        assert format.code is not None
+        blocks = block_values(segment, values).float()  # [..., blocks, B]
+        largest, qmax = blocks.abs().amax(dim=-1), format.code.qmax
+        scales = largest / largest.new_full((), FRESH * qmax)
+        if format.code.scale_dtype == torch.bfloat16:  # up, so that no value is beyond the largest code
+            scales = (scales.view(torch.int32) + 0xFFFF).bitwise_and_(-0x10000).view(torch.float32)
+        scales = as_sent(torch.where(scales.isfinite(), scales, torch.nan), format.code)
+        if old is not None:
+            kept = _scales(format, segment, old)
+            reach = kept.float() * qmax
+            scales = torch.where((largest <= reach) & (largest >= KEPT_FROM * reach), kept, scales)
+        codes = (blocks / scales.float().unsqueeze(-1)).round_().nan_to_num_(0.0).clamp_(-qmax, qmax).to(torch.int8)
+        wire[..., segment.codes] = pack_bits(codes, format.code.bits).flatten(-2)
+        wire[..., segment.scales] = scales.view(torch.uint8)
+    for segment in format.unquantized:
+        plain = values[..., segment.start : segment.stop].to(format.dtype)
+        wire[..., segment.codes] = plain.contiguous().view(torch.uint8)
+    return wire
+
+
+def encode_moves(format: WireLayout, old: Tensor, new: Tensor) -> Tensor:
+    """Encode what makes the wire buffer ``new`` of ``old``, both uint8 [nbytes]: uint8 [n], of any n."""
+    if _has_kernels(format, old):
+        moves: Tensor = torch.ops.megatron_zpp.encode_moves(old, new, format.table)
+        return moves
+    has_new_scale, scales = _changed_scales(format, old, new)
+    moved = _codes(format, new) - _predicted(format, old, scales)
+    parts = [_pack(has_new_scale), scales[has_new_scale].view(torch.uint8), *_raw(format, new)]
+    chunks = [_encode_chunk(chunk) for chunk in _chunks(moved)]
+    headers, bodies = [header for header, _ in chunks], [body for _, body in chunks]
+    return torch.cat([part.to(old.device) for part in (*parts, *headers, *bodies)])
+
+
+def apply_moves(format: WireLayout, wires: Tensor, moves: Tensor) -> Tensor:
+    """Move wire buffers uint8 [R, nbytes], in place, by buffers of moves uint8 [R, n]; returns them.
+
+    What follows the end of a buffer of moves is not read.
+    """
+    if _has_kernels(format, wires):
+        torch.ops.megatron_zpp.apply_moves(moves, format.table, wires)
+        return wires
+    for wire, row in zip(wires, moves, strict=True):
+        _apply(format, wire, row)
+    return wires
+
+
+def _apply(format: WireLayout, wire: Tensor, moves: Tensor) -> None:
+    at = 0
+
+    def take(nbytes: int) -> Tensor:
+        nonlocal at
+        at += nbytes
+        return moves[at - nbytes : at]
+
+    scales = _all_scales(format, wire)
+    has_new_scale = _unpack(take(-(-len(scales) // 8)))[: len(scales)]
+    scales = scales.clone()
+    scales[has_new_scale] = take(int(has_new_scale.sum()) * scales.itemsize).clone().view(scales.dtype)
+    raw = [take(part.numel()) for part in _raw(format, wire)]
+    codes = _predicted(format, wire, scales)
+    chunks = _chunks(codes)
+    for chunk, header in zip(chunks, take(HEADER_BYTES * len(chunks)).view(-1, HEADER_BYTES), strict=True):
+        _move_chunk(chunk, header, take(int(header[8:].clone().view(torch.int32))))
+    _write(format, wire, codes, scales, raw)
+
+
+def _chunks(codes: Tensor) -> Sequence[Tensor]:
+    return codes.split(CHUNK) if len(codes) else ()
+
+
+def _encode_chunk(moved: Tensor) -> tuple[Tensor, Tensor]:
+    """The header and the bytes of a chunk of moves int32 [up to CHUNK]."""
+    positions = moved.nonzero().flatten()
+    sizes = moved[positions].abs() - 1
+    further = sizes.nonzero().flatten()
+    lists = [_gaps(positions), _gaps(further), sizes[further].long() - 1]
+    ks = [_rice_parameter(values) for values in lists]
+    gaps, further_gaps, more = (_rice(values, k) for values, k in zip(lists, ks, strict=True))
+    body = torch.cat([gaps, _pack(moved[positions] < 0), further_gaps, more])
+    counts = torch.tensor([len(positions), len(further)], dtype=torch.int32).to(torch.uint16).view(torch.uint8)
+    nbytes = torch.tensor([len(body)], dtype=torch.int32).view(torch.uint8)
+    return torch.cat([counts, torch.tensor([*ks, 0], dtype=torch.uint8), nbytes]), body
+
+
+def _move_chunk(codes: Tensor, header: Tensor, body: Tensor) -> None:
+    m1, m2 = header[:4].clone().view(torch.uint16).tolist()
+    k1, k2, k3 = header[4:7].tolist()
+    gaps, body = _unrice(body, m1, k1)
+    signs, body = _unpack(body[: -(-m1 // 8)])[:m1], body[-(-m1 // 8) :]
+    further_gaps, body = _unrice(body, m2, k2)
+    more, _ = _unrice(body, m2, k3)
+    sizes = torch.ones_like(gaps)
+    sizes[(further_gaps + 1).cumsum(0) - 1] += more + 1
+    codes[(gaps + 1).cumsum(0) - 1] += torch.where(signs, -sizes, sizes).to(codes.dtype)
+
+
+def _gaps(positions: Tensor) -> Tensor:
+    return positions.diff(prepend=positions.new_full((1,), -1)) - 1
+
+
+def _rice_parameter(values: Tensor) -> int:
+    """The best k for a geometric distribution of the same mean, to a few percent (Kiely 2004)."""
+    middle = (2 * int(values.sum()) + len(values)) * 77 // (160 * max(1, len(values)))
+    return max(0, middle.bit_length() - 1)
+
+
+def _rice(values: Tensor, k: int) -> Tensor:
+    ends = ((values >> k) + 1).cumsum(0) - 1
+    unary = torch.zeros(int(ends[-1]) + 1 if len(ends) else 0, dtype=torch.bool, device=values.device)
+    unary[ends] = True
+    low = (values.unsqueeze(1) >> torch.arange(k, device=values.device)) & 1
+    return torch.cat([_pack(unary), _pack(low.flatten().bool())])
+
+
+def _unrice(body: Tensor, count: int, k: int) -> tuple[Tensor, Tensor]:
+    """``count`` values, and the bytes after them."""
+    if count == 0:
+        return torch.zeros(0, dtype=torch.int64, device=body.device), body
+    ends = _unpack(body).nonzero().flatten()[:count]
+    low_at = int(ends[-1]) // 8 + 1
+    stop = low_at + -(-count * k // 8)
+    low = _unpack(body[low_at:stop])[: count * k].view(count, k).long()
+    return (_gaps(ends) << k) + (low << torch.arange(k, device=body.device)).sum(1), body[stop:]
+
+
+def _pack(bits: Tensor) -> Tensor:
+    padded = torch.nn.functional.pad(bits, (0, -len(bits) % 8)).view(-1, 8)
+    return (padded.int() << torch.arange(8, device=bits.device)).sum(1).to(torch.uint8)
+
+
+def _unpack(packed: Tensor) -> Tensor:
+    return ((packed.unsqueeze(1) >> torch.arange(8, dtype=torch.uint8, device=packed.device)) & 1).bool().flatten()
+
+
+def _has_kernels(format: WireLayout, tensor: Tensor) -> bool:
+    return format.is_compiled and tensor.device.type == "cpu" and kernels.why_not_on(tensor.device) is None
+
+
+def _scales(format: WireLayout, segment: Segment, wire: Tensor) -> Tensor:
+    assert format.code is not None
+    return wire[..., segment.scales].view(format.code.scale_dtype)
+
+
+def _all_scales(format: WireLayout, wire: Tensor) -> Tensor:
+    empty = torch.empty(0, device=wire.device)
+    return torch.cat([_scales(format, segment, wire) for segment in format.quantized]) if format.quantized else empty
+
+
+def _changed_scales(format: WireLayout, old: Tensor, new: Tensor) -> tuple[Tensor, Tensor]:
+    """Whether each block's scale changed, bool [blocks], and the new ones."""
+    before, scales = _all_scales(format, old), _all_scales(format, new)
+    as_bits = torch.int32 if scales.itemsize == 4 else torch.int16  # NaN equals itself
+    return before.view(as_bits) != scales.view(as_bits), scales
+
+
+def _raw(format: WireLayout, wire: Tensor) -> list[Tensor]:
+    """Unquantized values of 32 bits, which are sent as they are."""
+    return [wire[segment.codes] for segment in format.unquantized if format.dtype.itemsize == 4]
+
+
+def _codes(format: WireLayout, wire: Tensor) -> Tensor:
+    """All codes in a wire buffer uint8 [nbytes], and unquantized values of 16 bits as integers: int32 [n]."""
+    parts = [torch.zeros(0, dtype=torch.int32, device=wire.device)]
+    for segment in format.quantized:
+        assert format.code is not None
+        parts.append(unpack_bits(wire[segment.codes], format.code.bits).int())
+    if format.dtype.itemsize == 2:
+        for segment in format.unquantized:
+            bits = wire[segment.codes].view(torch.int16).int()
+            parts.append(torch.where(bits < 0, -1 - (bits & 0x7FFF), bits))  # in the order of the values
+    return torch.cat(parts)
+
+
+def _predicted(format: WireLayout, wire: Tensor, scales: Tensor) -> Tensor:
+    """The codes in a wire buffer as codes of other scales, one for each block: int32 [n]."""
+    codes, start, block = _codes(format, wire), 0, 0
+    for segment in format.quantized:
+        assert format.code is not None
+        stop = start + segment.num_blocks * segment.block_size
+        before, after = _scales(format, segment, wire).float(), scales[block : block + segment.num_blocks].float()
+        blocks = codes[start:stop].view(segment.num_blocks, segment.block_size)
+        rounded = (blocks.float() * (before / after).unsqueeze(1)).round_()
+        rounded = torch.where(rounded.isfinite(), rounded, 0.0).clamp_(-format.code.qmax, format.code.qmax)
+        blocks.copy_(torch.where((before == after).unsqueeze(1), blocks, rounded.int()))
+        start, block = stop, block + segment.num_blocks
+    return codes
+
+
+def _write(format: WireLayout, wire: Tensor, codes: Tensor, scales: Tensor, raw: list[Tensor]) -> None:
+    start, block = 0, 0
+    for segment in format.quantized:
+        assert format.code is not None
+        stop = start + segment.num_blocks * segment.block_size
+        wire[segment.codes] = pack_bits(codes[start:stop].to(torch.int8), format.code.bits)
+        wire[segment.scales] = scales[block : block + segment.num_blocks].clone().view(torch.uint8)
+        start, block = stop, block + segment.num_blocks
+    for index, segment in enumerate(format.unquantized):
+        if raw:
+            wire[segment.codes] = raw[index]
+        else:
+            stop = start + segment.stop - segment.start
+            values = codes[start:stop]
+            bits = torch.where(values < 0, -1 - values - 0x8000, values).to(torch.int16)
+            wire[segment.codes], start = bits.view(torch.uint8), stop

@@ -1,0 +1,118 @@
+"""Moved codes arrive as they were, however they moved, in about as many bits as their entropy."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from megatron_zpp.zeropp.wire import kernels, moves
+from megatron_zpp.zeropp.wire.format import WireFormat
+from megatron_zpp.zeropp.wire.layout import ParameterShard
+
+PARAMETERS = (
+    ParameterShard("a", 5000, True),
+    ParameterShard("norm", 37, False),
+    ParameterShard("b", 40_003, True),
+    ParameterShard("few", 9, True),
+    ParameterShard("none", 0, True),
+    ParameterShard("bias", 64, False),
+)
+NUMEL = sum(parameter.numel for parameter in PARAMETERS)
+WAYS = [
+    pytest.param(True, marks=pytest.mark.skipif(kernels.why_not_loaded is not None, reason="the kernels are not built")),
+    False,
+]
+
+
+@pytest.fixture(params=WAYS, ids=["kernels", "torch"])
+def way(request, monkeypatch):
+    if not request.param:
+        monkeypatch.setattr(moves, "_has_kernels", lambda format, tensor: False)
+
+
+def requantized(values, old, bits, block, qmax):
+    """The kept scales' rule for one block after another, in numpy: codes and scales."""
+    codes, scales = [], []
+    for i, start in enumerate(range(0, len(values), block)):
+        part = np.abs(values[start : start + block]).astype(np.float32)
+        largest, scale = part.max(), None
+        if old is not None and np.float32(0.6) * old[i] * qmax <= largest <= old[i] * qmax:
+            scale = old[i]
+        if scale is None:
+            scale = largest / np.float32(0.9 * qmax)
+        with np.errstate(divide="ignore", invalid="ignore"):
+            levels = np.nan_to_num(np.rint(values[start : start + block] / scale))
+        codes.append(np.clip(levels, -qmax, qmax))
+        scales.append(scale)
+    return np.concatenate(codes), np.array(scales, dtype=np.float32)
+
+
+@pytest.mark.parametrize("bits", [4, 6, 8])
+def test_a_block_keeps_its_scale_while_its_largest_value_is_in_reach(way, bits):
+    format = WireFormat([ParameterShard("a", 1000, True)], bits, 64, torch.float32)
+    qmax, values = 2 ** (bits - 1) - 1, torch.randn(1000)
+    values[64:128] = 0
+    old, wire = None, None
+    for factor in (1, 1.05, 1.1, 1.12, 0.7, 0.59, 3):
+        scaled = values * factor
+        wire = moves.requantize(format, scaled, wire)
+        codes, old = requantized(scaled.numpy(), old, bits, 64, qmax)
+        expected = np.concatenate([codes[start : start + 64] * s for start, s in zip(range(0, 1000, 64), old, strict=True)])
+        np.testing.assert_array_equal(format.decode(wire, torch.empty(1000)).numpy(), expected.astype(np.float32))
+        assert torch.equal(moves.requantize(format, scaled, wire), wire)  # idempotent
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("bits", [None, 4, 6, 8])
+@pytest.mark.parametrize("scale_dtype", [torch.float32, torch.bfloat16])
+def test_moves_lead_from_any_buffer_to_any_other(way, bits, dtype, scale_dtype):
+    format = WireFormat(PARAMETERS, bits, 256, dtype, scale_dtype=scale_dtype)
+    torch.manual_seed(0)
+    values = torch.randn(NUMEL, dtype=dtype)
+    spoiled = values.clone()
+    spoiled[::500], spoiled[7], spoiled[5003] = torch.nan, torch.inf, -0.0
+    steps = [values, values, values * 1.001, values + 1e-3 * torch.randn(NUMEL).to(dtype), -values, values * 1000]
+    steps += [torch.zeros_like(values), values, spoiled, values * 1e-3, torch.randn(NUMEL).to(dtype)]
+    old = moves.requantize(format, torch.zeros_like(values), None)
+    for step in steps:
+        new = moves.requantize(format, step, old)
+        sent = moves.encode_moves(format, old, new)
+        padded = torch.cat([sent, torch.full((13,), 255, dtype=torch.uint8)])  # the longest of several ranks
+        arrived = moves.apply_moves(format, torch.stack([old, old]), torch.stack([padded, padded]))
+        assert torch.equal(arrived[0], new) and torch.equal(arrived[1], new)
+        old = new
+
+
+@pytest.mark.skipif(kernels.why_not_loaded is not None, reason="the kernels are not built")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("bits", [None, 4, 6, 8])
+def test_the_kernels_write_the_same_bytes(bits, dtype, monkeypatch):
+    format = WireFormat(PARAMETERS, bits, 256, dtype, scale_dtype=torch.bfloat16)
+    values = torch.randn(2, NUMEL).to(dtype)
+    after = values + 0.01 * torch.randn(2, NUMEL).to(dtype)
+    after[0, ::700], after[1, 9000:9600], after[0, 45_050] = torch.nan, 0, 1e5
+
+    def bytes_of():
+        old = moves.requantize(format, values, None)
+        new = moves.requantize(format, after, old)
+        return [old, new, *(moves.encode_moves(format, a, b) for a, b in zip(old, new, strict=True))]
+
+    compiled = bytes_of()
+    monkeypatch.setattr(moves, "_has_kernels", lambda format, tensor: False)
+    for ours, reference in zip(compiled, bytes_of(), strict=True):
+        assert torch.equal(ours, reference)
+
+
+@pytest.mark.parametrize("moved", [0.003, 0.03, 0.1, 0.2, 0.3, 0.4, 0.5])
+def test_moves_take_about_their_entropy(moved):
+    n = 2**18
+    format = WireFormat([ParameterShard("a", n, True)], 8, 256, torch.bfloat16)
+    torch.manual_seed(0)
+    old = moves.requantize(format, torch.randn(n), None)
+    new = old.clone()
+    new[:n][torch.rand(n) < moved] += 1  # a code of 8 bits is a byte
+    entropy = -moved * math.log2(moved) - (1 - moved) * math.log2(1 - moved) + moved  # with signs
+    assert 8 * len(moves.encode_moves(format, old, new)) / n < 1.05 * entropy + 0.015
