@@ -24,8 +24,8 @@ from .fsdp.consistency import RankConsistencyCheck
 from .fsdp.fsdp_unit import AllGather, FSDPUnit, ReduceScatter, find_units, follow_forward_passes, set_is_last_backward
 from .fsdp.topology import Topology, process_rank
 from .fsdp.unit import follow_optimizers
-from .fsdp.waits import new_stream
-from .gather.all_gather import HierarchicalAllGather, QuantizedAllGather
+from .fsdp.waits import new_stream, on_stream
+from .gather.all_gather import HierarchicalAllGather, QuantizedAllGather, send
 from .gather.unseen_changes import Passes, UnseenChanges
 from .interface import RankState, ZeroPPInterface
 from .muon.matrix_blocks import MatrixBlocks, MomentumWire, batches
@@ -198,5 +198,7 @@ class ZeroPP(ZeroPPInterface):
         self._passes.begin()
         # In the order of the model. Not right after the optimizer's step: all ranks would have to look for what a
         # program changes between that step and this pass, over links that are busy with the weights by then.
-        for all_gather in self._all_gathers.values():
-            all_gather.send_early()
+        if self._all_gathers:
+            with on_stream(self._gather_stream, self.device):
+                encoded = [all_gather.encode_early() for all_gather in self._all_gathers.values()]
+                send([shard for shard in encoded if shard is not None], self.traffic)

@@ -14,6 +14,7 @@ from megatron_zpp.bounds import Bounds
 from .wire.quantization import SCALINGS, BitsWarmup, Code
 
 SUPPORTED_BITS = (1, 2, 3, 4, 6, 8)
+MOVED_BITS = (4, 6, 8)  # of codes that are sent as moves
 SCALE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 ROUNDINGS = ("nearest", "stochastic")
 _FORMER_NAMES = {"--zeropp-secondary-dtype": "--hpz-secondary-dtype"}
@@ -245,6 +246,14 @@ class ZeroPPConfig:
         needs="weight_difference_bits",
         zero_is_none=True,
     )
+    # Without quantized_weights the codes are the weights' own 16 bits: wire/moves.py.
+    weight_moves: bool = config_flag(
+        "--zeropp-weight-moves",
+        False,
+        "send between nodes only which codes of weights moved since hpZ's copy, whose scales are kept; without "
+        "--zero-quantized-weights the codes are the weights' own bits, and nothing is lost",
+        repr=False,
+    )
     hadamard: bool = _qgz_flag(
         "--zeropp-hadamard", False, "rotate gradients by 32 x 32 Hadamard matrices before they are quantized"
     )
@@ -296,6 +305,8 @@ class ZeroPPConfig:
             raise ValueError('LoCo\'s hops "both" requires gradient_intra_bits')
         if self.hpz_secondary_dtype == "int8" and self.weight_intra_bits is not None:
             raise ValueError("hpz_secondary_dtype int8 sends the blocks on as they are: leave weight_intra_bits out")
+        if self.weight_moves:
+            self._check_moves()
         learns = self.gradient_bits not in (None, 1) or self.gradient_bits_warmup is not None
         if self.gradient_element_scales and not learns:
             raise ValueError(
@@ -304,6 +315,15 @@ class ZeroPPConfig:
             )
         if self.hadamard and (self.gradient_block_size or 32) % 32:
             raise ValueError(f"hadamard requires gradient blocks of a multiple of 32, got {self.gradient_block_size}")
+
+    def _check_moves(self) -> None:
+        if self.quantized_weights and self.weight_bits not in MOVED_BITS:
+            raise ValueError(f"weight_moves requires weight_bits of {MOVED_BITS}, got {self.weight_bits}")
+        for name in ("weight_rounding", "weight_scaling", "weight_difference_bits", "weight_intra_bits"):
+            if getattr(self, name) != getattr(type(self), name):
+                raise ValueError(
+                    f"weight_moves rounds to the nearest code and sends the codes on as they are: leave {name} out"
+                )
 
     def _has(self, name: str) -> bool:
         value = getattr(self, name)
@@ -365,6 +385,7 @@ _REQUIREMENTS = (
     ("weight_difference_bits_warmup", "weight_difference_bits"),
     ("weight_intra_bits", "hpz_partition_size"),
     ("weight_difference_bits", "hpz_partition_size"),
+    ("weight_moves", "hpz_partition_size"),
     ("check_agreement", "hpz_partition_size"),
     ("hpz_secondary_dtype", "hpz_partition_size"),
     ("hpz_secondary_dtype", "quantized_weights"),

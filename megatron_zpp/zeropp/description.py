@@ -45,8 +45,9 @@ def _weights(config: ZeroPPConfig, num_nodes: int) -> str:
     in_full = _bits(config.weight_bits if config.quantized_weights else None, config.weight_scaling, rounding)
     if config.hpz_partition_size == 1 or num_nodes == 1:
         return f"{in_full} at every gather"
-    differences, keeps_wires = config.weight_difference_bits, config.hpz_secondary_dtype == "int8"
-    between = in_full
+    differences = config.weight_difference_bits
+    keeps_wires = config.hpz_secondary_dtype == "int8" or config.weight_moves
+    between = f"as moves of {'bits' if in_full == 'unquantized' else in_full}" if config.weight_moves else in_full
     if differences is not None:
         warmup = config.weight_difference_bits_warmup
         between = f"as differences {_bits(differences, config.weight_difference_scaling, rounding, warmup)}"
@@ -100,6 +101,7 @@ def fingerprint(config: ZeroPPConfig, layouts: Sequence[RankLayout], units: Sequ
     # How copies are kept as wires; there was one way when the first states were saved.
     ways = (config.weight_scaling, config.scale_dtype)
     kept_as = [] if ways == ("absmax", "fp32") else [repr(ways)]
+    kept_as += ["weight_moves"] if config.weight_moves else []
     kept_as += ["gradient_element_scales"] if config.gradient_element_scales else []
     return mix_seed(repr(replace(config, seed=0)), repr(shape), repr(shards), *kept_as)
 

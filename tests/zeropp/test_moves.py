@@ -22,7 +22,9 @@ PARAMETERS = (
 )
 NUMEL = sum(parameter.numel for parameter in PARAMETERS)
 WAYS = [
-    pytest.param(True, marks=pytest.mark.skipif(kernels.why_not_loaded is not None, reason="the kernels are not built")),
+    pytest.param(
+        True, marks=pytest.mark.skipif(kernels.why_not_loaded is not None, reason="the kernels are not built")
+    ),
     False,
 ]
 
@@ -60,7 +62,9 @@ def test_a_block_keeps_its_scale_while_its_largest_value_is_in_reach(way, bits):
         scaled = values * factor
         wire = moves.requantize(format, scaled, wire)
         codes, old = requantized(scaled.numpy(), old, bits, 64, qmax)
-        expected = np.concatenate([codes[start : start + 64] * s for start, s in zip(range(0, 1000, 64), old, strict=True)])
+        expected = np.concatenate(
+            [codes[start : start + 64] * s for start, s in zip(range(0, 1000, 64), old, strict=True)]
+        )
         np.testing.assert_array_equal(format.decode(wire, torch.empty(1000)).numpy(), expected.astype(np.float32))
         assert torch.equal(moves.requantize(format, scaled, wire), wire)  # idempotent
 

@@ -12,8 +12,9 @@ from ..fsdp.shared import Shared
 from ..fsdp.topology import RankLayout
 from ..fsdp.unit import UnitPart
 from ..gather.unseen_changes import checksums, load_changes
-from ..gather.weight_encoder import WeightEncoder, has_copies
+from ..gather.weight_encoder import WeightEncoder, has_copies, load_row
 from ..reduce.gradient_hops import GradientHops
+from ..wire.moves import encode_moves, requantize
 from .unit import EmulatedUnit
 
 
@@ -73,7 +74,7 @@ class EmulatedAllGather:
     def _gather(self, changed: set[int]) -> None:
         """Fill the arrived weights with what every rank holds after the gather."""
         layout, dtype = self.layouts[0], self.unit.dtype
-        if self.copies is not None and not changed:
+        if self.copies is not None and not changed and not self.formats.sends_moves:
             part = self.unit.whole
             arrived = self.encoder.copies_as_numbers(self.copies, part, dtype).to(dtype)
         else:
@@ -97,6 +98,8 @@ class EmulatedAllGather:
                     of_parts.clear()
                 of_parts |= checksums(shard, self.unit.parts if part.is_whole else (part,))
         shards = part.take(shards)
+        if self._has_secondary and self.formats.sends_moves:
+            return self._move(shards, part)
         if by_differences and self.copies is not None:
             format = self.encoder.differences(part, shards.dtype)
             of_part = self.encoder.copies_of(part, self.copies, shards.dtype)
@@ -116,6 +119,23 @@ class EmulatedAllGather:
         if by_differences:
             self.copies = wires if self.formats.keeps_wires else arrived
         return arrived
+
+    def _move(self, shards: Tensor, part: UnitPart) -> Tensor:
+        """A part of all ranks' shards [W, l] as its codes, kept in ``copies``, say it."""
+        format, num_nodes = self.formats.weights(part, shards.dtype), self.layouts[0].num_nodes
+        old = self.encoder.copies_of(part, self.copies, shards.dtype) if self.copies is not None else None
+        wires = requantize(format, shards, old)  # [W, nbytes]
+        for rank, shard in enumerate(shards):
+            self.encoder.sample(shard, format, part, wires[rank], rank)
+        nbytes = wires.nbytes
+        if self._arrived:
+            assert old is not None
+            sizes = [encode_moves(format, *pair).nbytes for pair in zip(old, wires, strict=True)]
+            longest = torch.tensor(sizes).view(num_nodes, -1).amax(0)  # of the ranks with each p
+            nbytes = num_nodes * int(longest.sum()) + 4 * len(wires)  # and the sizes, int32
+        self.traffic.add(inter_node=(num_nodes - 1) * nbytes, stays=True)
+        self.copies = wires if self.copies is None else self.encoder.put_copies(part, wires, self.copies, shards.dtype)
+        return format.decode(wires, out=torch.empty_like(shards))
 
     def is_gathered(self, rank: int) -> bool:
         """Whether the rank's next forward pass gathers; FSDP2 does not when the last one has left the weights whole."""
@@ -160,10 +180,19 @@ class EmulatedAllGather:
         changed = self.unit.changed()
         known, unsent = self._checksums[layout.rank], self.unit.changed_part(changed).indices if changed else ()
         copies = self._copies_of(layout) if self.copies is not None and self.unit.keeps_copies(changed) else None
+        if copies is not None and self.formats.sends_moves:
+            copies = copies[layout.node]
         return state | self.encoder.partition_state(known, unsent, copies, layout.num_nodes, self.unit.dtype)
 
     def load_state_dict(self, layout: RankLayout, state: dict[str, Tensor]) -> None:
         self.encoder.load_state_dict(state)
+        if self._has_secondary and self.formats.sends_moves:
+            row = load_row(self.unit, state)
+            if row is not None:
+                self._arrived = False  # all rows are gathered again
+                self.copies = row.new_zeros(len(self.layouts), len(row)) if self.copies is None else self.copies
+                self.copies[layout.rank] = row
+            return
         if has_copies(state):
             if self.copies is None:
                 num_shards = len(self.layouts)

@@ -1,7 +1,8 @@
 """The wire format of every hop of a unit's weights and gradients, for a config.
 
     hop                                  format
-    weights to other nodes, or to all    ``weights``; ``differences`` from copies that are there (SDP4Bit, section 3.1)
+    weights to other nodes, or to all    ``weights``; where copies are there, how their codes moved (wire/moves.py), or
+                                         ``differences`` from them (SDP4Bit, section 3.1)
     weights within a node                ``weights_within_node``
     gradients within a node              ``gradients_within_node``
     gradients between nodes              ``gradients_between_nodes``
@@ -43,9 +44,14 @@ class Formats:
         return self.config.weight_difference_bits is not None and self.num_nodes > 1
 
     @cached_property
+    def sends_moves(self) -> bool:
+        """Whether weights are sent to other nodes as moves of the codes in the copies that are there."""
+        return self.config.weight_moves and self.num_nodes > 1
+
+    @cached_property
     def keeps_wires(self) -> bool:
         """Whether the secondary partition is kept as it arrived, in wire buffers."""
-        return self.config.hpz_secondary_dtype == "int8"
+        return self.config.hpz_secondary_dtype == "int8" or self.sends_moves
 
     def weights(self, part: UnitPart, dtype: torch.dtype) -> WireFormat:
         """Return the format of shards themselves."""
@@ -65,7 +71,7 @@ class Formats:
         config = self.config
         bits, scaling = config.weight_intra_bits, config.weight_intra_scaling
         if self.keeps_wires:
-            bits, scaling = config.weight_bits, config.weight_scaling
+            return self.weights(part, dtype)
         if bits is None:
             return None
         return part.format(bits, config.weight_block_size, dtype, scaling, self._scale_dtype)

@@ -5,6 +5,7 @@ FSDP2 hands over the flat shard [L] of one unit and wants [N, P, L]: all ranks' 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -14,12 +15,13 @@ from torch import Tensor
 from ..fsdp.collectives import all_gather, all_gather_each, count_flat_ring
 from ..fsdp.consistency import RankConsistencyCheck
 from ..fsdp.fsdp_unit import AllGather, DefaultAllocMixin, FSDPUnit
-from ..fsdp.shared import Shared
+from ..fsdp.shared import Shared, Traffic
 from ..fsdp.unit import UnitPart
 from ..fsdp.waits import is_capturing, on_stream, refuse_capture
 from ..wire.format import WireFormat
+from ..wire.moves import apply_moves, encode_moves, requantize
 from .unseen_changes import UnseenChanges, load_changes
-from .weight_encoder import WeightEncoder, has_copies
+from .weight_encoder import WeightEncoder, has_copies, load_row
 
 
 class QuantizedAllGather(DefaultAllocMixin, AllGather):
@@ -47,8 +49,9 @@ class QuantizedAllGather(DefaultAllocMixin, AllGather):
         count_flat_ring(self.traffic, self.topology, weights.nbytes, self.unit.stays_gathered)
         return None
 
-    def send_early(self) -> None:
-        """Do nothing: every gather sends again. See HierarchicalAllGather."""
+    def encode_early(self) -> SentShard | None:
+        """Return None: every gather sends again. See HierarchicalAllGather."""
+        return None
 
     def forget_secondary_partition(self) -> None:
         """Do nothing: there is none. See HierarchicalAllGather."""
@@ -61,18 +64,46 @@ class QuantizedAllGather(DefaultAllocMixin, AllGather):
         self.encoder.load_state_dict(state)
 
 
-@dataclass(frozen=True)
+@dataclass
 class SentShard:
-    """A part of a shard [L] in flight between nodes, while the program goes on."""
+    """A part of a shard [L] on its way to other nodes, while the program goes on.
 
+    The secondary partition stays as it is until this arrives.
+    """
+
+    unit: FSDPUnit
     part: UnitPart
-    format: WireFormat
-    is_difference: bool  # from the copies in the secondary partition, which stay as they are until it arrives
-    wire: Tensor  # uint8 [nbytes], this rank's
-    wires: Tensor  # uint8 [N, nbytes], of the N ranks with equal p; valid after ``work``
-    work: dist.Work
+    format: WireFormat  # of the shard, or of differences
+    kind: str  # "in full", "difference" from the secondary partition, or "moves" of its codes
+    wire: Tensor  # uint8 [n], this rank's
     version: int  # of the encoder, before this shard was sent
-    state: dict[str, Tensor]  # of the encoder, at that time
+    state: dict[str, Tensor]  # of the gather, at that time
+
+    def start(self) -> None:
+        """Send to the N ranks with equal p."""
+        self.wires, self.work = start_gather(self.wire, self.unit.topology.inter_group)  # uint8 [N, n] after ``work``
+
+
+@torch.inference_mode(False)
+@torch.no_grad()
+def send(shards: Sequence[SentShard], traffic: Traffic) -> None:
+    """Start sending encoded shards between nodes. Moves have as many bytes as they need: the longest rules.
+
+    The sizes of all are exchanged at once, which the host waits for.
+    """
+    moves = [shard for shard in shards if shard.kind == "moves"]
+    for topology in dict.fromkeys(shard.unit.topology for shard in moves):
+        members = [shard for shard in moves if shard.unit.topology is topology]
+        sizes = torch.tensor(
+            [shard.wire.numel() for shard in members], dtype=torch.int32, device=members[0].wire.device
+        )
+        with members[0].unit.waits.collective("sizes of moves", members[0].unit, crosses_nodes=True):
+            longest = gather_wires(sizes.view(torch.uint8), topology.inter_group).view(torch.int32).amax(0).tolist()
+        traffic.add(inter_node=(topology.num_nodes - 1) * sizes.nbytes, stays=True)
+        for shard, size in zip(members, longest, strict=True):
+            shard.wire = torch.nn.functional.pad(shard.wire, (0, size - shard.wire.numel()))
+    for shard in shards:
+        shard.start()
 
 
 class HierarchicalAllGather(QuantizedAllGather):
@@ -101,8 +132,9 @@ class HierarchicalAllGather(QuantizedAllGather):
         super().__init__(unit, shared)
         self.unseen_changes, self.consistency_check, self.stream = unseen_changes, consistency_check, stream
         unseen_changes.units.append(unit)
-        # [N, L] in the gather's dtype; with hpz_secondary_dtype "int8" uint8 [N, nbytes], as it arrived.
+        # [N, L] in the gather's dtype; where wires are kept, uint8 [N, nbytes].
         self.secondary_partition: Tensor | None = None
+        self._loaded_row: Tensor | None = None  # with moves: this rank's, of a checkpoint, until it is sent in full
         self._kept_as: tuple[torch.dtype, torch.device] | None = None
         self._sent: SentShard | None = None
         # Loaded parameters differ from the copies by more than low-bit differences can express.
@@ -135,14 +167,14 @@ class HierarchicalAllGather(QuantizedAllGather):
             if not self.unit.keeps_copies(changed):
                 self.forget_secondary_partition()
         if self._sent is None and (changed or self.secondary_partition is None):
-            self._send(shard, changed)
+            send([self._encode(shard, changed)], self.traffic)
         if self._sent is not None:
             self.secondary_partition = self._receive(shard)
         assert self.secondary_partition is not None
         self._gather_within_node(self.secondary_partition, output)
 
-    def send_early(self) -> None:
-        """Start sending the shard between nodes at the beginning of a forward pass, if it changed.
+    def encode_early(self) -> SentShard | None:
+        """Encode the shard at the beginning of a forward pass, if it changed, for ``send``.
 
         The first shard is sent only when it is asked for, and so is one that would be sent in full instead of as a
         difference, or whose unit did not need what was sent before. With a consistency check, no rank sends before
@@ -150,42 +182,49 @@ class HierarchicalAllGather(QuantizedAllGather):
         """
         unit = self.unit
         if self.consistency_check is not None or not unit.can_be_gathered or is_capturing(unit):
-            return
+            return None
         changed = unit.changed()
         if not changed:
-            return
+            return None
         was_needed = self._sent is None
         changed |= self._drop_sent()
         if was_needed and self.secondary_partition is not None and unit.keeps_copies(changed):
-            with on_stream(self.stream, unit.device), torch.no_grad():
+            with torch.no_grad():
                 shard = unit.flat_shard()
-                if (shard.dtype, shard.device) == self._kept_as:
-                    self._send(shard, changed)
+            if (shard.dtype, shard.device) == self._kept_as:
+                return self._encode(shard, changed)
+        return None
 
     def forget_secondary_partition(self) -> None:
         """Gather in full next time."""
         self._drop_sent()
-        self.secondary_partition = None
+        self.secondary_partition = self._loaded_row = None
 
     # The partition outlives an evaluation in inference mode, so it must not be an inference tensor.
     @torch.inference_mode(False)
     @torch.no_grad()
-    def _send(self, shard: Tensor, changed: set[int]) -> None:
-        """Start the inter-node stage: encode the shard [L] and send it to the N ranks with equal p."""
+    def _encode(self, shard: Tensor, changed: set[int]) -> SentShard:
+        """Begin the inter-node stage: encode the shard [L], or what changed of it, for ``send``."""
         version, state = self.encoder.versions, super().state_dict()
         part = self.unit.whole if self.secondary_partition is None else self.unit.changed_part(changed)
-        copies = self.secondary_partition if self.formats.sends_differences else None
+        copy, values = None, part.take(shard)
+        if self.secondary_partition is not None:
+            copy = self.encoder.copies_of(part, self.secondary_partition[self.topology.node], shard.dtype)
         self.encoder.versions += bool(changed)
         self.unseen_changes.gathered(self.unit, shard, part)
-        if copies is None:
-            format, copy = self.formats.weights(part, shard.dtype), None
+        format, kind = self.formats.weights(part, shard.dtype), "in full"
+        if self.formats.sends_moves:
+            wire = requantize(format, values, self._loaded_row if copy is None else copy)
+            if copy is not None:
+                wire, kind = encode_moves(format, copy, wire), "moves"
+        elif self.formats.sends_differences and copy is not None:
+            format, kind = self.encoder.differences(part, shard.dtype), "difference"
+            wire = self.encoder.encode(values, format, part, self.topology.rank, copy=copy)
         else:
-            format = self.encoder.differences(part, shard.dtype)
-            copy = self.encoder.copies_of(part, copies[self.topology.node], shard.dtype)
-        wire = self.encoder.encode(part.take(shard), format, part, self.topology.rank, copy=copy)
-        wires, work = start_gather(wire, self.topology.inter_group)
-        self._sent = SentShard(part, format, copies is not None, wire, wires, work, version, state)
+            wire = self.encoder.encode(values, format, part, self.topology.rank)
+        self._sent = SentShard(self.unit, part, format, kind, wire, version, state)
         self.unit.mark_gathered()
+        return self._sent
 
     @torch.inference_mode(False)
     @torch.no_grad()
@@ -193,13 +232,17 @@ class HierarchicalAllGather(QuantizedAllGather):
         """Finish the inter-node stage: return the shards of the N ranks with equal p as the new secondary partition."""
         sent, old = self._sent, self.secondary_partition
         assert sent is not None
-        self._sent, self.secondary_partition = None, None  # nothing half-done if this fails
+        self._sent = self.secondary_partition = self._loaded_row = None  # nothing half-done if this fails
         with self.unit.waits.collective("gather", self.unit, crosses_nodes=True):
             sent.work.wait()
         self._count(sent)
         part, rank = sent.part, self.topology.rank
         values = part.take(shard)
-        if sent.is_difference:
+        if sent.kind == "moves":
+            assert old is not None
+            arrived = apply_moves(sent.format, self.encoder.copies_of(part, old, shard.dtype), sent.wires)
+            self.encoder.sample(values, sent.format, part, arrived[self.topology.node], rank)
+        elif sent.kind == "difference":
             assert old is not None
             copies = self.encoder.copies_of(part, old, shard.dtype)
             self.encoder.sample(values, sent.format, part, sent.wire, rank, copy=copies[self.topology.node])
@@ -261,6 +304,8 @@ class HierarchicalAllGather(QuantizedAllGather):
         dtype = self._kept_as[0] if self._kept_as is not None else self.unit.gathered_dtype
         changed = self.unit.changed()
         copies = self.secondary_partition if self.unit.keeps_copies(changed) else None
+        if self.formats.sends_moves:
+            copies = copies[self.topology.node] if copies is not None else self._loaded_row
         unsent = set() if state["is_current"] else set(self.unit.changed_part(changed).indices)
         if self._sent is not None:
             unsent.update(self._sent.part.indices)
@@ -268,6 +313,11 @@ class HierarchicalAllGather(QuantizedAllGather):
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
         super().load_state_dict(state)
+        if self.formats.sends_moves:
+            with on_stream(self.stream, self.unit.device):
+                self._loaded_row = load_row(self.unit, state)
+            self._kept_as = (state["dtype"].dtype, self.unit.device) if state else None
+            return
         if has_copies(state):
             with on_stream(self.stream, self.unit.device):
                 self.secondary_partition = state["copies"].to(self.unit.device, copy=True)

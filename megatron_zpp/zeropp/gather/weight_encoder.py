@@ -102,7 +102,8 @@ class WeightEncoder:
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return what the next gather depends on besides the parameters; nothing with the default settings."""
-        if self.config.weight_rounding == "nearest" and self.config.weight_difference_bits is None:
+        config = self.config
+        if config.weight_rounding == "nearest" and config.weight_difference_bits is None and not config.weight_moves:
             return {}
         return {
             "versions": torch.tensor(self.versions),
@@ -119,9 +120,18 @@ class WeightEncoder:
     ) -> dict[str, Tensor]:
         """Return what one rank with a secondary partition, N rows in ``dtype``, keeps besides ``state_dict``.
 
-        Keys and shapes are always the same: what is not there is zeros.
+        Of moved codes it keeps its own row, with the scales that are kept: the others are gathered again. Keys and
+        shapes are always the same: what is not there is zeros.
         """
         numel, device = self.unit.whole.numel, self.unit.device
+        if self.formats.sends_moves:
+            row = torch.zeros(self.formats.weights(self.unit.whole, dtype).nbytes, dtype=torch.uint8, device=device)
+            has_row = torch.tensor(copies is not None)
+            return {
+                "has_row": has_row,
+                "row": row if copies is None else copies.clone(),
+                "dtype": torch.zeros(1, dtype=dtype),
+            }
         state = state_of_changes(self.unit, known, unsent, dtype)
         if not self.formats.sends_differences:
             return state
@@ -140,6 +150,17 @@ class WeightEncoder:
             self.versions = int(state["versions"])
             if state["is_current"]:
                 self.unit.mark_gathered()
+
+
+def load_row(unit: Unit, state: dict[str, Tensor]) -> Tensor | None:
+    """Return the row of codes uint8 [nbytes] that ``partition_state`` saved; None if it saved none."""
+    if not state.get("has_row", False):
+        return None
+    if unit.changed():  # by a step, as far as the row is concerned: what has changed is gathered in full in any case
+        unit.mark_gathered()
+        unit.mark_moved(unit.trained.indices)
+        unit.may_have_stepped = True
+    return state["row"].to(unit.device, copy=True)
 
 
 def has_copies(state: dict[str, Tensor]) -> bool:

@@ -8,7 +8,7 @@ of the values. The bytes of a buffer of moves:
     | a bit per block: has another scale | those scales | unquantized values of 32 bits | chunk headers | chunks |
 
 A block with another scale is predicted: its old values, rounded to codes of the new scale. A chunk has up to ``CHUNK``
-codes; m1 of them moved, m2 of these by more than 1. Its sections, each from a byte on, are lists of Rice codes and bits:
+codes; m1 of them moved, m2 of these by more than 1. Its sections, each from a byte on, are Rice codes and bits:
 
     gaps between the m1 codes | their signs | gaps, counted in moved codes, between the m2 | their sizes, less 2
 
