@@ -153,6 +153,13 @@ def train(results: Path, scale_name: str, text: str, arm: Arm, seed: int) -> dic
         "num_parameters": log.num_parameters,
         "validation_loss": log.validation_loss,
         "bytes_per_parameter": round(sent / scale.train_iters, 4),
+        # In each interval of the log.
+        "bytes_of_intervals": [
+            round(line[BETWEEN] / _last_number("--emulate-nodes", flags) * 1e6 / log.num_parameters, 4)
+            for line in log.lines
+        ]
+        if "--zeropp-weight-moves" in flags
+        else [],
         "train_losses": [line["lm loss"] for line in log.lines if "lm loss" in line],
         # Over the last tenth of the steps.
         "observed": {
@@ -191,6 +198,8 @@ def bytes_per_parameter(log: RunLog, flags: str, real_nodes: int | None = None) 
     # The last interval has no step that sends weights in full. Islands send in some steps of all.
     nodes = real_nodes or _last_number("--emulate-nodes", flags)
     megabytes = log.lines[-1][BETWEEN] / nodes
+    if "--zeropp-weight-moves" in flags:  # of which there are fewer and fewer
+        megabytes = statistics.fmean(line[BETWEEN] for line in log.lines) / nodes
     if BETWEEN_ISLANDS in log.lines[-1]:
         megabytes += statistics.fmean(line[BETWEEN_ISLANDS] for line in log.lines) / _last_number("--islands", flags)
     return megabytes * 1e6 / log.num_parameters

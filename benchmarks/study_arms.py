@@ -122,6 +122,11 @@ def differences(bits: int, block_size: int = 2048, scaling: str = "") -> str:
     return flags + (f" --zero-weight-difference-scaling {scaling}" if scaling else "")
 
 
+def moves(bits: int | None) -> str:
+    """Codes that move (wire/moves.py); None: the bits of bf16."""
+    return f"{HPZ} --zeropp-weight-moves" + (f" --zero-quantized-weights --zero-weight-bits {bits}" if bits else "")
+
+
 def gradients(intra: int, inter: int, block_size: int = 128, scaling: str = "") -> str:
     """scaling: of the hops with less than 4 bits; default by bits."""
     flags = (

@@ -24,6 +24,7 @@ from study_arms import (
     few_bits,
     gradients,
     loco,
+    moves,
     weights,
 )
 
@@ -494,6 +495,35 @@ EXPERIMENTS = {
                 f"{BF16} {differences(4)} {gradients(8, 4)} {loco(0.8, 'inter')}",
                 MUON_RATES[1:2],
             ),
+        ),
+    ),
+    "E12": Experiment(
+        "Moved codes",
+        (
+            CONTROLS,
+            Group(
+                "Weights through hpZ, gradients in fp32",
+                (
+                    Arm("int8, blocks of 256, absmax of each step", weights(8, 256)),
+                    Arm("bf16, moved bits", f"{BF16} {moves(None)}"),
+                    *(Arm(f"int{bits}, moved codes", f"{BF16} {moves(bits)}") for bits in (8, 6, 4)),
+                ),
+            ),
+            Group(
+                "2-bit gradients with scales of elements and LoCo, 4 bits at first",
+                (
+                    Arm("int4 differences", f"{few_bits(2, 4)} {ELEMENT_SCALES}"),
+                    *(
+                        Arm(
+                            f"int{bits}, moved codes",
+                            f"{few_bits(2, 4).replace(differences(4), moves(bits))} {ELEMENT_SCALES}",
+                        )
+                        for bits in (8, 6)
+                    ),
+                ),
+            ),
+            Group("SGD with momentum", (Arm("fp32 wire", SGD, control=SGD),)),
+            with_sgd(Group("Gradients in fp32", (Arm("int6, moved codes", f"{BF16} {moves(6)}"),))),
         ),
     ),
     "E11": Experiment(

@@ -73,6 +73,16 @@ CASES = {
         ),
         torch.bfloat16,
     ),
+    "moved codes": (
+        "net",
+        ZeroPPConfig(**ALL_FLAGS, **BLOCKS, loco=LoCoConfig(), weight_moves=True, weight_bits=6),
+        None,
+    ),
+    "moved bits": (
+        "net",
+        ZeroPPConfig(quantized_gradients=True, hpz_partition_size=2, gradient_block_size=32, weight_moves=True),
+        torch.bfloat16,
+    ),
     "bf16 sums": ("net", ZeroPPConfig(**ALL_FLAGS, **BLOCKS, gradient_sum_dtype="bf16"), None),
     "scales of elements": (
         "net",
