@@ -134,6 +134,8 @@ def warn(config: ZeroPPConfig, units: Sequence[Unit], layouts: Sequence[RankLayo
         )
     if config.quantized_weights or config.quantized_gradients:
         kernels.warn_if_missing(device)
+    if config.weight_moves and device.type == "cuda":
+        logger.warning("weight_moves runs in plain torch on GPUs, which is slow: there are kernels for CPUs alone")
     for world_size, num_nodes in sorted({(layout.world_size, layout.num_nodes) for layout in layouts}):
         where = f"{world_size} data-parallel ranks on one node"
         if world_size == 1:

@@ -49,8 +49,8 @@ def test_moved_bits_train_as_fsdp2_does_to_the_bit(steps):
     ours = run_ranks(4, losses_and_bytes, LOSSLESS, steps)
     theirs = run_ranks(4, losses_and_bytes, ZeroPPConfig(ranks_per_node=2), steps)  # FSDP2's own collectives
     assert [losses for losses, _ in ours] == [losses for losses, _ in theirs]
-    sent, whole = (sum(sum(sent) for _, sent in ranks) for ranks in (ours, theirs))
-    assert sent < 0.8 * whole  # gradients are FSDP2's own in both
+    sent = ours[0][1]  # of a rank whose gradients FSDP2's ring does not send between nodes: weights, first in full
+    assert sum(sent) < 0.8 * steps * sent[0]
 
 
 def weights_of_every_rank(config, change):

@@ -37,7 +37,13 @@ INT8_COPIES = ZeroPPConfig(
     quantized_gradients=True,
     loco=LoCoConfig(exact_undo=False),
 )
-SETTINGS = {"everything": EVERYTHING, "int8": INT8_COPIES, "flat": ZeroPPConfig(True, weight_rounding="stochastic")}
+MOVES = ZeroPPConfig(quantized_weights=True, hpz_partition_size=2, weight_moves=True, weight_block_size=32)
+SETTINGS = {
+    "everything": EVERYTHING,
+    "int8": INT8_COPIES,
+    "moves": MOVES,
+    "flat": ZeroPPConfig(True, weight_rounding="stochastic"),
+}
 STEPS = 2
 
 
