@@ -92,6 +92,7 @@ SCRIPTS = {  # name: variables
 }
 REAL_AND_EMULATED = {  # name: flags of both; the latter runs in one process
     "ZeRO++ with LoCo": ("gpt", f"{ZEROPP} {DIFFERENCES}"),
+    "moved codes": ("gpt", f"{ZEROPP} --zeropp-weight-moves --zero-weight-bits 6"),
     "Muon": ("llama", f"{MUON} {ZEROPP}"),
 }
 

@@ -29,6 +29,7 @@ EXPERIMENTAL = (  # beginnings of names
     *(
         "--zeropp-gradient-bits-warmup",
         "--zeropp-weight-difference-bits-warmup",
+        "--zeropp-weight-moves",
         "--zeropp-offload",
         "--moe-token-bits",
     ),

@@ -148,7 +148,7 @@ def _unit_times(settings: ResolvedSettings, exchanges: UnitExchanges, cluster: C
     if between is not None:
         encoded = weights * numel + between.nbytes
         weights_between = transfer(between, encoded=encoded, decoded=nodes * encoded)
-        in_low_bits = config.weight_intra_bits is not None or config.hpz_secondary_dtype == "int8"
+        in_low_bits = config.weight_intra_bits is not None or unit.formats(config).keeps_wires
         # Each wire of the node's ranks is read, and every element of the unit written.
         decoded = per_node * exchanges.gather.nbytes + weights * unit.gathered_numel if in_low_bits else 0
         gather = transfer(exchanges.gather, decoded=decoded)

@@ -92,8 +92,7 @@ def unit_exchanges(
     weights_between = reduce = gradients_between = None
     gather = Exchange(group, weights.itemsize * part.numel)
     if formats.has_secondary_partition:
-        sent = formats.differences if formats.sends_differences else formats.weights
-        weights_between = Exchange(group.between_nodes, sent(part, weights).nbytes)
+        weights_between = Exchange(group.between_nodes, formats.bytes_between_nodes(part, weights))
         within_node = formats.weights_within_node(part, weights)
         passed_on = within_node.nbytes if within_node is not None else gather.nbytes
         gather = Exchange(group.within_node, group.nodes * passed_on)

@@ -23,6 +23,10 @@ from ..wire.format import WireFormat
 from .unit import UnitPart
 
 
+# What a moved code took, by its bits and over all steps of a run: docs/experiments.md, E12. None: bf16's own.
+MOVED_BITS_PER_CODE = {8: 1.05, 6: 0.39, 4: 0.12, None: 5.4}
+
+
 @dataclass(frozen=True)
 class Formats:
     """The formats of units whose ranks are on ``num_nodes`` nodes.
@@ -75,6 +79,15 @@ class Formats:
         if bits is None:
             return None
         return part.format(bits, config.weight_block_size, dtype, scaling, self._scale_dtype)
+
+    def bytes_between_nodes(self, part: UnitPart, dtype: torch.dtype) -> int:
+        """Return the bytes that one rank sends to each other node's once per step; of moves about, over a whole run."""
+        if self.sends_moves:
+            whole = self.weights(part, dtype)
+            coded = sum(segment.stop - segment.start for segment in whole.quantized or whole.unquantized)
+            in_full = coded * (whole.bits or 8 * dtype.itemsize) / 8
+            return whole.nbytes - round(in_full - coded * MOVED_BITS_PER_CODE[whole.bits] / 8)
+        return (self.differences if self.sends_differences else self.weights)(part, dtype).nbytes
 
     def secondary_bytes(self, part: UnitPart, dtype: torch.dtype) -> int:
         """Return the bytes of one node's shard in the secondary partition."""
