@@ -155,7 +155,7 @@ class _Step:
     def forward(self, is_first: bool) -> None:
         units = self.shape.units
         if is_first:
-            for number, unit in enumerate(units):  # send_early
+            for number, unit in enumerate(units):  # send, as a forward pass begins
                 if unit.weights_between is not None:
                     encoded = self.kernel(GATHER, unit.weights_between.encode, [])
                     sent = self.timeline.run(BETWEEN, unit.weights_between.seconds, [encoded])

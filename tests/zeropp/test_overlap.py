@@ -160,7 +160,7 @@ def _by_changes(config, early):
         zeropp.monitor_errors(1)
         if not early:
             for all_gather in zeropp._all_gathers.values():
-                all_gather.send_early = lambda: None
+                all_gather.encode_early = lambda: None
         optimizer = sgd(model.parameters())
         outputs, states = [], []
         for _ in range(3):
