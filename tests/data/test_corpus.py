@@ -163,7 +163,7 @@ def test_what_is_missing_is_named(tmp_path):
     with pytest.raises(FileNotFoundError, match="does not exist"):
         find_files([str(tmp_path / "*.nothing")])
     os.mkfifo(tmp_path / "pipe.jsonl")
-    with pytest.raises(ValueError, match="pipe.jsonl is no regular file"):
+    with pytest.raises(ValueError, match=r"pipe\.jsonl is no regular file"):
         find_files([str(tmp_path / "pipe.jsonl")])
     (tmp_path / "empty").mkdir()
     with pytest.raises(FileNotFoundError, match="holds no file of"):
