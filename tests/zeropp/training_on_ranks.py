@@ -130,7 +130,8 @@ LossOf = Callable[[int, int, int], Tensor]  # of a step, a micro-batch and a ran
 def backward(zeropp: Any, loss_of: LossOf, step: int, num_micro_batches: int = 1) -> list[float]:
     """Run the backward passes of a step; return the losses, for each micro-batch that of each emulated rank."""
     ranks = zeropp.ranks if zeropp is not None else [nullcontext()]
-    first_rank, losses = dist.get_rank() if len(ranks) == 1 else 0, []
+    is_real = len(ranks) == 1 and dist.is_initialized()
+    first_rank, losses = dist.get_rank() if is_real else 0, []
     for i in micro_batches(zeropp, num_micro_batches):
         for rank, as_rank in enumerate(ranks, first_rank):
             with as_rank:
