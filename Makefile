@@ -9,7 +9,7 @@ READY := $(VENV)/.ready
 TORCH_INDEX ?= $(shell [ "$$(uname)" != Linux ] || command -v nvidia-smi >/dev/null || echo https://download.pytorch.org/whl/cpu)
 
 .DEFAULT_GOAL := help
-.PHONY: help quickstart test test-long test-integrations test-lower-bound test-cuda-build format clean
+.PHONY: help quickstart test test-long test-integrations lower-bound test-lower-bound cuda-build test-cuda-build format clean
 
 help:  ## show this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 25
@@ -42,26 +42,28 @@ test-integrations: $(READY)  ## install torchtitan, accelerate, Lightning and to
 
 # Each in a copy of the tree with an environment and kernels of its own, since kernels fit one torch only: the oldest that
 # pyproject.toml allows. It wants a setuptools older than the one in constraints.txt. PyPI's torch is the CUDA build.
-test-lower-bound test-cuda-build: oldest = $(shell sed -n 's/^dependencies = \["torch>=\([0-9.]*\),.*/\1/p' pyproject.toml)
+lower-bound test-lower-bound cuda-build test-cuda-build: oldest = $(shell sed -n 's/^dependencies = \["torch>=\([0-9.]*\),.*/\1/p' pyproject.toml)
 
-test-lower-bound:  ## run the tests of ZeRO++ with the oldest torch that pyproject.toml allows
-test-lower-bound: COPY := build/lower-bound
+test-lower-bound: lower-bound  ## run the tests of ZeRO++ with the oldest torch that pyproject.toml allows
+lower-bound test-lower-bound: COPY := build/lower-bound
 test-lower-bound: CHECK := true
 
-test-cuda-build:  ## the same against torch for CUDA, with the CUDA kernels, which run on no GPU here; needs nvcc
-test-cuda-build: COPY := build/cuda-build
+test-cuda-build: cuda-build  ## the same against torch for CUDA, with the CUDA kernels, which run on no GPU here; needs nvcc
+cuda-build test-cuda-build: COPY := build/cuda-build
 test-cuda-build: CHECK := $(VENV)/bin/python -c 'from megatron_zpp.zeropp.wire import kernels; exit(not kernels.has_cuda and "error: the build left the CUDA kernels out")'
-test-cuda-build: TORCH_INDEX :=
+cuda-build: TORCH_INDEX :=
 # The toolkit is where nvcc itself says: what lies on PATH may be a wrapper elsewhere.
-test-cuda-build: export CUDA_HOME ?= $(or $(realpath $(shell nvcc --dryrun -x cu /dev/null 2>&1 | sed -n 's/^#$$ TOP=//p')),$(error no nvcc: install the CUDA toolkit))
+cuda-build test-cuda-build: export CUDA_HOME ?= $(or $(realpath $(shell nvcc --dryrun -x cu /dev/null 2>&1 | sed -n 's/^#$$ TOP=//p')),$(error no nvcc: install the CUDA toolkit))
 
-test-lower-bound test-cuda-build:
+lower-bound cuda-build:
 	rm -rf $(COPY)/tests
 	mkdir -p $(COPY)
 	tar -c --exclude='*.so' Makefile pyproject.toml setup.py README.md LICENSE csrc megatron_zpp tests | tar -x -C $(COPY)
 	sed -e "s/^torch==.*/torch==$(or $(oldest),$(error no oldest torch in pyproject.toml))/" -e 's/^setuptools==.*/setuptools>=77,<82/' constraints.txt > $(COPY)/constraints.txt
 	touch -r constraints.txt $(COPY)/constraints.txt
 	$(MAKE) -C $(COPY) $(READY) TORCH_INDEX=$(TORCH_INDEX)
+
+test-lower-bound test-cuda-build:
 	cd $(COPY) && $(CHECK) && $(PYTEST) tests/zeropp
 
 format: $(READY)  ## format the code and fix what ruff can fix

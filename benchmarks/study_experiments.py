@@ -497,6 +497,18 @@ EXPERIMENTS = {
             ),
         ),
     ),
+    "E11": Experiment(
+        "Islands",
+        (
+            CONTROLS,
+            Group(
+                "Every step: LoCo between nodes",
+                (EVERY_STEP, Arm("int2 differences, 2-bit gradients", few_bits(2, 2))),
+            ),
+            Group("A higher learning rate", (HIGHER_RATE,)),
+            *ISLANDS.values(),
+        ),
+    ),
     "E12": Experiment(
         "Moved codes",
         (
@@ -524,18 +536,6 @@ EXPERIMENTS = {
             ),
             Group("SGD with momentum", (Arm("fp32 wire", SGD, control=SGD),)),
             with_sgd(Group("Gradients in fp32", (Arm("int6, moved codes", f"{BF16} {moves(6)}"),))),
-        ),
-    ),
-    "E11": Experiment(
-        "Islands",
-        (
-            CONTROLS,
-            Group(
-                "Every step: LoCo between nodes",
-                (EVERY_STEP, Arm("int2 differences, 2-bit gradients", few_bits(2, 2))),
-            ),
-            Group("A higher learning rate", (HIGHER_RATE,)),
-            *ISLANDS.values(),
         ),
     ),
 }

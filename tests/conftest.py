@@ -9,10 +9,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.warm_python import programs
 
 ROOT = Path(__file__).parents[1]
+torch.set_num_threads(1)  # as ranks have: there is a worker for each processor, and threads of several would only wait
 
 
 @dataclass(frozen=True)

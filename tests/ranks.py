@@ -19,7 +19,7 @@ import socket
 import sys
 import tempfile
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -62,6 +62,18 @@ def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, timeout
             min(errors, key=lambda error: re.search("Connection (closed|reset) by peer", error) is not None)
         )
     return [value for value, _ in answers]
+
+
+def run_in_turn(
+    world_size: int, functions: Mapping[str, Callable[[], Any]], timeout: float = 240.0
+) -> dict[str, list[Any]]:
+    """Call functions one after another on the same ranks, which start once; by name, what each rank returned."""
+    results = run_ranks(world_size, _call_each, functions, timeout=timeout)
+    return {name: [of_rank[name] for of_rank in results] for name in functions}
+
+
+def _call_each(functions: Mapping[str, Callable[[], Any]]) -> dict[str, Any]:
+    return {name: function() for name, function in functions.items()}
 
 
 def free_port() -> int:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -13,7 +15,7 @@ from megatron_zpp.parallel.mesh import build_mesh
 from megatron_zpp.parallel.sharding import prepare_backward, shard_model
 from megatron_zpp.zeropp import ZeroPPConfig, apply_zeropp
 from tests.models.configs import gpt_config
-from tests.ranks import run_ranks
+from tests.ranks import run_in_turn
 
 
 def _sharded_gpt(stage: int, tie_embeddings: bool = True) -> Decoder:
@@ -39,10 +41,16 @@ def _gathers_and_reductions(stage: int, num_micro_batches: int) -> tuple[int, in
     return zeropp.traffic.take().intra_node, blocks, sum(p.to_local().nbytes for p in model.parameters()) - blocks
 
 
+@pytest.fixture(scope="module")
+def on_two_ranks():
+    functions = {f"sent at stage {stage}": partial(_gathers_and_reductions, stage, 3) for stage in (1, 2, 3)}
+    return run_in_turn(2, functions | {"order": _order_of_gradients})
+
+
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_how_often_a_stage_gathers_and_reduces(stage):
+def test_how_often_a_stage_gathers_and_reduces(on_two_ranks, stage):
     num_micro_batches = 3
-    for sent, blocks, rest in run_ranks(2, _gathers_and_reductions, stage, num_micro_batches):
+    for sent, blocks, rest in on_two_ranks[f"sent at stage {stage}"]:
         gathers = num_micro_batches * (2 * blocks + rest) if stage == 3 else blocks + rest
         reductions = (1 if stage == 1 else num_micro_batches) * (blocks + rest)
         assert sent == gathers + 2 * reductions  # gloo's reduce-scatter sends twice
@@ -60,8 +68,8 @@ def _order_of_gradients() -> list[str]:
     return list(dict.fromkeys(order))
 
 
-def test_the_output_layer_need_not_wait_for_the_embedding():
-    for order in run_ranks(2, _order_of_gradients):
+def test_the_output_layer_need_not_wait_for_the_embedding(on_two_ranks):
+    for order in on_two_ranks["order"]:
         assert order[:3] == ["output_layer", "layers.1", "layers.0"]
         assert set(order[3:]) == {"word_embeddings", "the root module"}
 
@@ -71,7 +79,7 @@ def _elements_held(stage: int) -> tuple[int, int]:
     return sum(p.to_local().numel() for p in parameters), sum(p.numel() for p in parameters)
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_parameters_and_so_the_optimizer_are_sharded_from_stage_1_on(stage):
-    for held, total in run_ranks(4, _elements_held, stage):
-        assert held == (total if stage == 0 else total // 4)
+def test_parameters_and_so_the_optimizer_are_sharded_from_stage_1_on():
+    for stage, of_ranks in run_in_turn(4, {str(stage): partial(_elements_held, stage) for stage in range(4)}).items():
+        for held, total in of_ranks:
+            assert held == (total if stage == "0" else total // 4), stage

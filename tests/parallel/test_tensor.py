@@ -6,6 +6,7 @@ import contextlib
 import hashlib
 import io
 import time
+from functools import partial
 from typing import Any
 
 import pytest
@@ -26,7 +27,7 @@ from megatron_zpp.training.pretrain import train
 from tests.families.find import architecture_of
 from tests.models.configs import gpt_config, llama_config
 from tests.parallel.layouts import EPS, Result, assert_same, results_on
-from tests.ranks import run_ranks
+from tests.ranks import run_in_turn, run_ranks
 from tests.training.small_run import NO_DROPOUT, flags, start, write_text
 
 LENGTH = f"--train-iters 8 {EPS} --global-batch-size 4 --micro-batch-size 2"
@@ -166,12 +167,14 @@ def losses_by_rows(dtype: torch.dtype) -> tuple[list[Tensor], list[Tensor]]:
     return expected, [result[0], *(gradient.full_tensor() for gradient in result[1:])]
 
 
-@pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-6), (torch.bfloat16, 2e-2)])
-def test_the_loss_over_sharded_vocabulary_and_sequence(dtype, tolerance):
-    for expected, result in run_ranks(4, losses_by_rows, dtype):
-        assert result[0].dtype == torch.float32 and result[0].isnan().sum() == 2
-        for ours, theirs in zip(result, expected, strict=True):
-            torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance, equal_nan=True)
+def test_the_loss_over_sharded_vocabulary_and_sequence():
+    found = run_in_turn(4, {str(dtype): partial(losses_by_rows, dtype) for dtype in (torch.float32, torch.bfloat16)})
+    for dtype, of_ranks in found.items():
+        tolerance = 1e-6 if "float32" in dtype else 2e-2
+        for expected, result in of_ranks:
+            assert result[0].dtype == torch.float32 and result[0].isnan().sum() == 2
+            for ours, theirs in zip(result, expected, strict=True):
+                torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance, equal_nan=True)
 
 
 def initial_weights(config: DecoderConfig, tp_size: int) -> dict[str, Tensor]:
@@ -189,20 +192,19 @@ def initial_weights(config: DecoderConfig, tp_size: int) -> dict[str, Tensor]:
     return {name: p.full_tensor().detach() for name, p in model.named_parameters()}
 
 
-@pytest.mark.parametrize(
-    "config",
-    [
-        gpt_config(2, 36, 4, vocab_size=130, max_position_embeddings=3, tie_embeddings=False),
-        llama_config(2, 36, 12, vocab_size=132, num_query_groups=2, ffn_hidden_size=50),
-    ],
-    ids=["gpt", "llama"],
-)
-def test_initial_weights_do_not_depend_on_the_layout(config):
+def test_initial_weights_do_not_depend_on_the_layout():
     """tp 2 x dp 3: rows that neither divides evenly, and shards without any."""
-    expected = run_ranks(1, initial_weights, config, 1)[0]
-    for weights in run_ranks(6, initial_weights, config, 2):
-        for name, value in expected.items():
-            assert torch.equal(weights[name], value), name
+    configs = {
+        "gpt": gpt_config(2, 36, 4, vocab_size=130, max_position_embeddings=3, tie_embeddings=False),
+        "llama": llama_config(2, 36, 12, vocab_size=132, num_query_groups=2, ffn_hidden_size=50),
+    }
+    alone, split = (
+        run_in_turn(world_size, {name: partial(initial_weights, config, tp) for name, config in configs.items()})
+        for world_size, tp in ((1, 1), (6, 2))
+    )
+    for name, (expected,) in alone.items():
+        for weights in split[name]:
+            assert all(torch.equal(weights[key], value) for key, value in expected.items()), name
 
 
 def error_of(argv: list[str]) -> str:

@@ -8,11 +8,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import fully_shard
 
-from megatron_zpp.zeropp import ZeroPPConfig, apply_zeropp
+from megatron_zpp.zeropp import ZeroPPConfig
 from megatron_zpp.zeropp.emulation import emulate_zeropp
-from tests.ranks import run_ranks
+from tests.ranks import run_in_turn
+from tests.zeropp.training_on_ranks import evaluate, shard, step
 
 PLAIN = ZeroPPConfig(hpz_partition_size=2, quantized_weights=True)
 CHECKED = replace(PLAIN, check_agreement=True)
@@ -21,18 +21,8 @@ CHECKED = replace(PLAIN, check_agreement=True)
 def build(config: ZeroPPConfig):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
-    for layer in model:
-        fully_shard(layer)
-    fully_shard(model)
-    return model, apply_zeropp(model, config), torch.optim.SGD(model.parameters(), lr=0.1)
-
-
-def step(model, optimizer) -> float:
-    loss = model(torch.full((2, 8), dist.get_rank() + 1.0)).square().mean()
-    loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    return loss.item()
+    zeropp = shard(model, config, list(model))
+    return model, zeropp, torch.optim.SGD(model.parameters(), lr=0.1)
 
 
 @torch.no_grad()
@@ -67,9 +57,7 @@ def _errors():
     errors = []
     for change, (ranks, _) in CASES.items():
         model, zeropp, _ = build(CHECKED)
-        with torch.no_grad():
-            model(torch.ones(2, 8))
-        model.reshard()
+        evaluate(model, torch.ones(2, 8))
         try:
             if dist.get_rank() in ranks:
                 change(model, zeropp)
@@ -81,9 +69,8 @@ def _errors():
     return errors
 
 
-def test_all_ranks_name_the_unit_and_the_ranks_that_differ():
-    of_ranks = run_ranks(4, _errors)
-    for (_, named), *errors in zip(CASES.values(), *of_ranks, strict=True):
+def test_all_ranks_name_the_unit_and_the_ranks_that_differ(found):
+    for (_, named), *errors in zip(CASES.values(), *found["errors"], strict=True):
         assert len(set(errors)) == 1
         _, *lines, _ = errors[0].splitlines()
         assert len(lines) == len(named)  # and no other unit
@@ -96,18 +83,23 @@ def _losses():
     for config in (PLAIN, CHECKED):
         model, zeropp, optimizer = build(config)
         for _ in range(2):
-            losses.append(step(model, optimizer))
+            losses.append(step(model, optimizer, torch.full((2, 8), dist.get_rank() + 1.0)).item())
             if dist.get_rank() == 3:
                 model[1].weight.to_local().data.mul_(2)
             with torch.no_grad():
                 losses.append(model(torch.ones(2, 8)).sum().item())
         zeropp.load_state_dict(zeropp.state_dict())
-        losses.append(step(model, optimizer))
+        losses.append(step(model, optimizer, torch.full((2, 8), dist.get_rank() + 1.0)).item())
     return losses
 
 
-def test_nothing_else_changes():
-    for losses in run_ranks(4, _losses):
+@pytest.fixture(scope="module")
+def found():
+    return run_in_turn(4, {"losses": _losses, "errors": _errors})
+
+
+def test_nothing_else_changes(found):
+    for losses in found["losses"]:
         assert losses[: len(losses) // 2] == losses[len(losses) // 2 :]
 
 

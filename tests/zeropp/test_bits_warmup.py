@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import fully_shard
 
-from megatron_zpp.zeropp import LoCoConfig, ZeroPPConfig, apply_zeropp, emulate_zeropp
+from megatron_zpp.zeropp import LoCoConfig, ZeroPPConfig, emulate_zeropp
 from megatron_zpp.zeropp.wire.layout import ParameterShard
-from tests.ranks import run_ranks
-from tests.zeropp import oracle
+from tests.ranks import run_in_turn
+from tests.zeropp import oracle, training_on_ranks
+from tests.zeropp.training_on_ranks import local, resumes_exactly, shard
 
 NODES, RANKS_PER_NODE, ROWS, COLUMNS, BLOCK = 2, 2, 64, 32, 32
 GRADIENTS = dict(quantized_gradients=True, gradient_bits=2, gradient_block_size=BLOCK, loco=LoCoConfig())
@@ -52,19 +54,17 @@ def model_and_zeropp(config: ZeroPPConfig, is_emulated: bool):
     model = nn.Linear(COLUMNS, ROWS, bias=False)
     if is_emulated:
         return model, emulate_zeropp(model, config, NODES, RANKS_PER_NODE)
-    fully_shard(model)
-    return model, apply_zeropp(model, config)
+    return model, shard(model, config)
 
 
-def backward(model, zeropp, step: int, micro_batches: int = 1):
+def backward(model, zeropp, step: int, num_micro_batches: int = 1):
     """One step's gradients, which depend on the rank, the step and the weights that arrived."""
-    for i in range(micro_batches):
-        zeropp.set_is_last_micro_batch(i == micro_batches - 1)
-        ranks = range(len(zeropp.ranks)) if len(zeropp.ranks) > 1 else [dist.get_rank()]
-        for rank, as_rank in zip(ranks, zeropp.ranks, strict=True):
-            generator = torch.Generator().manual_seed(100 * step + 10 * i + rank)
-            with as_rank:
-                model(torch.randn(8, COLUMNS, generator=generator)).square().mean().backward()
+
+    def loss_of(step: int, i: int, rank: int) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(100 * step + 10 * i + rank)
+        return model(torch.randn(8, COLUMNS, generator=generator)).square().mean()
+
+    training_on_ranks.backward(zeropp, loss_of, step, num_micro_batches)
 
 
 def evaluate(model, zeropp):
@@ -103,7 +103,7 @@ def _bytes_by_step(is_emulated: bool):
                 model.zero_grad()
                 zeropp.undo_step()
             zeropp.traffic.take()
-        backward(model, zeropp, step, micro_batches=2)
+        backward(model, zeropp, step, num_micro_batches=2)
         for optimizer in optimizers:
             optimizer.step()
         model.zero_grad()
@@ -112,21 +112,16 @@ def _bytes_by_step(is_emulated: bool):
 
 
 @pytest.mark.parametrize("is_emulated", [False, True])
-def test_bytes_of_each_step_are_those_of_its_bits(is_emulated):
+def test_bytes_of_each_step_are_those_of_its_bits(on_real_ranks, on_emulated_ranks, is_emulated):
     """Gradients of steps 0 and 1 in 4 bits; differences, which travel with the next step's forward pass, of 0 to 2."""
     in_full = (NODES - 1) * 4 * ROWS * COLUMNS
     differences = [in_full, nbytes(8), nbytes(8), nbytes(8), nbytes(2)]
     gradients = [nbytes(4), nbytes(4), nbytes(2), nbytes(2), nbytes(2)]
     expected = [d + g for d, g in zip(differences, gradients, strict=True)]
-    for sent, description, steps in run_ranks(1 if is_emulated else 4, _bytes_by_step, is_emulated):
+    for sent, description, steps in (on_emulated_ranks if is_emulated else on_real_ranks)["bytes"]:
         assert (sent, steps) == (expected, 5)
         assert "as differences int2 (mean, int8 in the first 3 steps) between nodes" in description
         assert "int2 (mean, int4 in the first 2 steps) with LoCo" in description
-
-
-def local(model) -> torch.Tensor:
-    weight = model.weight.detach()
-    return weight.to_local() if hasattr(weight, "to_local") else weight
 
 
 def train(model, zeropp, steps, skipped: int | None = None):
@@ -142,31 +137,29 @@ def train(model, zeropp, steps, skipped: int | None = None):
         model.zero_grad()
 
 
-def _resumed(is_emulated: bool, cases):
-    """Whether each resume after so many steps went on to the same bits."""
-    same = {}
-    for save_at, skipped in cases:
-        model, zeropp = model_and_zeropp(config_of(), is_emulated)
-        train(model, zeropp, range(save_at), skipped)
-        state, weights = {k: v.clone() for k, v in zeropp.state_dict().items()}, local(model).clone()
-        train(model, zeropp, range(save_at, 6), skipped)
-        again, zeropp = model_and_zeropp(config_of(), is_emulated)
-        with torch.no_grad():
-            local(again).copy_(weights)
-        zeropp.load_state_dict(state)
-        train(again, zeropp, range(save_at, 6), skipped)
-        same[save_at, skipped] = local(again).equal(local(model))
-    return same
+def _resumed(is_emulated: bool, cases) -> list[bool]:
+    """Whether each resume after some steps, of which one may be skipped, goes on to the same bits."""
+
+    def resumed(save_at: int, skipped: int | None) -> bool:
+        def build():
+            model, zeropp = model_and_zeropp(config_of(), is_emulated)
+            return model, zeropp, torch.optim.SGD(model.parameters(), lr=0.05)
+
+        def train_part(model, zeropp, optimizer, part):
+            train(model, zeropp, range(save_at, 6) if part else range(save_at), skipped)
+
+        return resumes_exactly(build, train_part)
+
+    return [resumed(*case) for case in cases]
 
 
 # Gradients switch after 2 steps, and differences in the pass of step 4.
 RESUMES = [(1, None), (2, None), (2, 1), (3, None), (3, 3), (4, None), (5, None)]
 
 
-@pytest.mark.parametrize("is_emulated, cases", [(False, RESUMES[1:3]), (True, RESUMES)])
-def test_a_resume_before_at_and_after_a_switch_is_exact(is_emulated, cases):
-    for same in run_ranks(1 if is_emulated else 4, _resumed, is_emulated, cases):
-        assert len(same) == len(cases) and all(same.values()), same
+def test_a_resume_before_at_and_after_a_switch_is_exact(on_real_ranks, on_emulated_ranks):
+    assert on_real_ranks["resumes"] == [[True] * 2] * 4
+    assert on_emulated_ranks["resumes"] == [[True] * len(RESUMES)]
 
 
 def _gathered_by_step():
@@ -177,15 +170,15 @@ def _gathered_by_step():
     model.register_forward_hook(lambda *_: seen.append(model.weight.detach().clone()))
     shards = []
     for step in range(5):
-        shards.append(local(model).flatten().clone())
+        shards.append(local(model.weight).flatten().clone())
         backward(model, zeropp, step)
         optimizer.step()
         model.zero_grad()
     return shards, seen
 
 
-def test_differences_equal_the_oracle():
-    ranks = run_ranks(NODES * RANKS_PER_NODE, _gathered_by_step)
+def test_differences_equal_the_oracle(on_real_ranks):
+    ranks = on_real_ranks["gathered"]
     parameters = [ParameterShard("weight", ROWS * COLUMNS // len(ranks), True)]
     state = oracle.WeightState()
     for step in range(5):
@@ -212,13 +205,25 @@ def _continued(options_of_saved, told: int | None = None, has_number: bool = Tru
     return sent
 
 
-def test_another_warmup_takes_over_the_state_and_its_number_of_steps():
-    ((with_warmup, with_number, without_one, told),) = run_ranks(1, _continuations)
-    assert with_warmup == with_number == told == [nbytes(4), nbytes(2)]
-    assert without_one == [nbytes(8) - nbytes(2) + nbytes(4)] * 2
-
-
 def _continuations():
     none = dict.fromkeys(WARMUPS)
     by_an_earlier_version = (_continued(none, told, has_number=False) for told in (None, 4))
     return _continued({}), _continued(none), *by_an_earlier_version
+
+
+@pytest.fixture(scope="module")
+def on_real_ranks():
+    functions = {"bytes": partial(_bytes_by_step, False), "resumes": partial(_resumed, False, RESUMES[1:3])}
+    return run_in_turn(NODES * RANKS_PER_NODE, functions | {"gathered": _gathered_by_step})
+
+
+@pytest.fixture(scope="module")
+def on_emulated_ranks():
+    functions = {"bytes": partial(_bytes_by_step, True), "resumes": partial(_resumed, True, RESUMES)}
+    return run_in_turn(1, functions | {"continuations": _continuations})
+
+
+def test_another_warmup_takes_over_the_state_and_its_number_of_steps(on_emulated_ranks):
+    ((with_warmup, with_number, without_one, told),) = on_emulated_ranks["continuations"]
+    assert with_warmup == with_number == told == [nbytes(4), nbytes(2)]
+    assert without_one == [nbytes(8) - nbytes(2) + nbytes(4)] * 2

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass
+from functools import partial
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ import torch.distributed as dist
 
 from megatron_zpp.zeropp import LoCoConfig, ZeroPPConfig
 from megatron_zpp.zeropp.config import SUPPORTED_BITS
-from tests.ranks import run_ranks
+from tests.ranks import run_in_turn, run_ranks
 from tests.zeropp import oracle
 from tests.zeropp.fsdp_model import (
     ChosenGradients,
@@ -22,6 +23,7 @@ from tests.zeropp.fsdp_model import (
     parameters_of,
     shards_of,
 )
+from tests.zeropp.training_on_ranks import micro_batches, train
 
 WORLD_SIZES = pytest.mark.parametrize("world_size", [2, 3, 4, pytest.param(6, marks=pytest.mark.long), 8])
 DTYPES = [torch.float32, torch.bfloat16]
@@ -83,8 +85,7 @@ def _reduce_on_ranks(cases):
     for case in cases:
         model, zeropp = build(case.config, case.dtype)
         for step in range(case.num_steps):
-            for i in range(case.num_micro_batches):
-                zeropp.set_is_last_micro_batch(i == case.num_micro_batches - 1)
+            for i in micro_batches(zeropp, case.num_micro_batches):
                 model(coefficients(rank, step * case.num_micro_batches + i)).backward()
             reduced.append(local_gradients(model, world_size))
             model.zero_grad()
@@ -309,13 +310,6 @@ def _constant_gradients(value):
     return [p.grad.full_tensor() for p in model.weights]
 
 
-@pytest.mark.parametrize("value", [1.0, -1.0])
-def test_a_constant_gradient_keeps_its_scale_over_both_hops(value):
-    """DeepSpeed's qgZ returned 1.53 and -2 here."""
-    for gradient in run_ranks(4, _constant_gradients, value)[0]:
-        torch.testing.assert_close(gradient, torch.full_like(gradient, value), rtol=1e-6, atol=0)
-
-
 def _poisoned_gradient(poison):
     rank = dist.get_rank()
     model, _ = build(ZeroPPConfig(quantized_gradients=True, ranks_per_node=2, gradient_block_size=32))
@@ -326,13 +320,6 @@ def _poisoned_gradient(poison):
     return [p.grad.full_tensor() for p in model.weights]
 
 
-@pytest.mark.parametrize("poison", [float("nan"), float("inf")])
-def test_nan_and_inf_of_one_rank_reach_the_owner(poison):
-    gradients = run_ranks(4, _poisoned_gradient, poison)[0]
-    assert not gradients[2][10, 3].isfinite()
-    assert all(gradient.isfinite().all() for i, gradient in enumerate(gradients) if i != 2)
-
-
 def _scaled(factor):
     model, _ = build(ZeroPPConfig(quantized_gradients=True, ranks_per_node=2, gradient_bits=8))
     if factor is not None:
@@ -341,9 +328,33 @@ def _scaled(factor):
     return model.weights[0].grad.full_tensor().mean().item()
 
 
-@pytest.mark.parametrize("factor, expected", [(None, 1.0), (1.0, 4.0), (10.0, 0.4)])
-def test_division_is_what_fsdp_asks_for(factor, expected):
-    assert run_ranks(4, _scaled, factor) == pytest.approx([expected] * 4, rel=1e-6)
+VALUES, POISONS, FACTORS = (1.0, -1.0), (float("nan"), float("inf")), {None: 1.0, 1.0: 4.0, 10.0: 0.4}
+
+
+@pytest.fixture(scope="module")
+def reduced():
+    functions = {f"constant {value}": partial(_constant_gradients, value) for value in VALUES}
+    functions |= {f"poison {poison}": partial(_poisoned_gradient, poison) for poison in POISONS}
+    return run_in_turn(4, functions | {f"factor {factor}": partial(_scaled, factor) for factor in FACTORS})
+
+
+@pytest.mark.parametrize("value", VALUES)
+def test_a_constant_gradient_keeps_its_scale_over_both_hops(reduced, value):
+    """DeepSpeed's qgZ returned 1.53 and -2 here."""
+    for gradient in reduced[f"constant {value}"][0]:
+        torch.testing.assert_close(gradient, torch.full_like(gradient, value), rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("poison", POISONS)
+def test_nan_and_inf_of_one_rank_reach_the_owner(reduced, poison):
+    gradients = reduced[f"poison {poison}"][0]
+    assert not gradients[2][10, 3].isfinite()
+    assert all(gradient.isfinite().all() for i, gradient in enumerate(gradients) if i != 2)
+
+
+@pytest.mark.parametrize("factor", FACTORS)
+def test_division_is_what_fsdp_asks_for(reduced, factor):
+    assert reduced[f"factor {factor}"] == pytest.approx([FACTORS[factor]] * 4, rel=1e-6)
 
 
 @pytest.mark.parametrize("ranks_per_node, world_size", [(1, 1), (2, 2)])
@@ -353,11 +364,7 @@ def test_everything_on_works_without_a_second_node(ranks_per_node, world_size):
 
 
 def _everything_on(ranks_per_node):
-    config = ZeroPPConfig(True, ranks_per_node, True, LoCoConfig())
-    model, _ = build(config)
+    model, zeropp = build(ZeroPPConfig(True, ranks_per_node, True, LoCoConfig()))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for step in range(3):
-        model(coefficients(0, step)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return [p.full_tensor().sum().item() for p in model.weights]
+    trained = train(model, zeropp, lambda step, *_: model(coefficients(0, step)), 3, optimizer=optimizer)
+    return [weight.sum().item() for weight in trained.weights]

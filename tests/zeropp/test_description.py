@@ -9,11 +9,11 @@ from dataclasses import replace
 import pytest
 import torch
 from torch import nn
-from torch.distributed.fsdp import fully_shard
 
-from megatron_zpp.zeropp import LoCoConfig, ZeroPPConfig, apply_zeropp, emulate_zeropp
+from megatron_zpp.zeropp import LoCoConfig, ZeroPPConfig, emulate_zeropp
 from megatron_zpp.zeropp.description import warn
 from tests.ranks import run_ranks
+from tests.zeropp.training_on_ranks import backward, shard
 
 NUMEL, BLOCK, MICRO_BATCHES = 64 * 96, 32, 2
 LOCO = LoCoConfig(beta=0.7)
@@ -113,13 +113,9 @@ def train(model, zeropp):
     """What is said, what ``said`` would say of it by the second step's counters and the state kept, and the weights."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     generator = torch.Generator().manual_seed(0)
-    for _ in range(2):
+    for step in range(2):
         zeropp.traffic.take()
-        for i in range(MICRO_BATCHES):
-            zeropp.set_is_last_micro_batch(i == MICRO_BATCHES - 1)
-            for as_rank in zeropp.ranks:
-                with as_rank:
-                    model(torch.randn(4, 64, generator=generator)).square().mean().backward()
+        backward(zeropp, lambda *_: model(torch.randn(4, 64, generator=generator)).square().mean(), step, MICRO_BATCHES)
         optimizer.step()
         optimizer.zero_grad()
     sent = zeropp.traffic.take()
@@ -148,8 +144,7 @@ def _train_on_ranks(ranks_per_node):
     for config in configs(ranks_per_node):
         torch.manual_seed(0)
         model = nn.Linear(64, 96, bias=False)
-        fully_shard(model)
-        description, *counted, _ = train(model, apply_zeropp(model, replace(config, seed=5)))
+        description, *counted, _ = train(model, shard(model, replace(config, seed=5)))
         results.append((config, description, counted))
     return results
 

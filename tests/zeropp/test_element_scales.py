@@ -93,14 +93,19 @@ def test_quiet_elements_arrive_with_less_noise(bits):
 
 
 def test_the_loss_scale_cancels():
-    plain, scaled = TwoNodes(), TwoNodes()
-    before, expected = plain.steps(0, 10), plain.steps(10, 20)
-    assert all(a.equal(b) for a, b in zip(before, scaled.steps(0, 10), strict=True))
-    scaled.steps(10, 20, factor=2.0**12)
-    for own, other in zip(plain.scales, scaled.scales, strict=True):
+    """Another loss scale moves no scale of an element, and the sums that arrive by exactly its factor."""
+    plain, scaled, factor = TwoNodes(), TwoNodes(), 2.0**12
+    for nodes in (plain, scaled):
+        nodes.steps(0, 10)
+    learned = [scales.exponents.clone() for scales in plain.scales]
+    for step in range(10, 20):
+        gradients = [gradients_of(node, step) for node in (0, 1)]
+        _, expected = plain.step(gradients)
+        _, totals = scaled.step([factor * gradient for gradient in gradients])
+        assert all(total.equal(factor * other) for total, other in zip(totals, expected, strict=True)), step
+    for own, other, before in zip(plain.scales, scaled.scales, learned, strict=True):
         own.begin_step(), other.begin_step()
-        assert own.exponents.equal(other.exponents)
-    assert len(expected) == 10
+        assert own.exponents.equal(other.exponents) and not own.exponents.equal(before)
 
 
 def test_zeros_stay_zeros_and_nothing_else_is_lost_of_a_nan():

@@ -5,30 +5,31 @@ The oracles: plain FSDP2, the same parameters in units of their own, and a run t
 
 from __future__ import annotations
 
-import copy
+from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule, fully_shard
 
-from megatron_zpp.zeropp import LoCoConfig, ZeroPPConfig, apply_zeropp
+from megatron_zpp.zeropp import ZeroPPConfig
 from megatron_zpp.zeropp.emulation import emulate_zeropp
 from megatron_zpp.zeropp.fsdp.unit import UnitPart
 from megatron_zpp.zeropp.wire.format import WireFormat
 from megatron_zpp.zeropp.wire.layout import ParameterShard
-from tests.ranks import run_ranks
+from tests.ranks import run_in_turn, run_ranks
+from tests.zeropp import training_on_ranks as on_ranks
+from tests.zeropp.training_on_ranks import ALL_FLAGS, equal, evaluate, resumes_exactly, shard
 
 HPZ = ZeroPPConfig(hpz_partition_size=2)  # exact
-QUANTIZED = dict(quantized_weights=True, hpz_partition_size=2, quantized_gradients=True, weight_block_size=32)
 CONFIGS = {
-    "all flags": ZeroPPConfig(**QUANTIZED, loco=LoCoConfig()),
-    "4 bits": ZeroPPConfig(**QUANTIZED, weight_bits=4, weight_intra_bits=8),
-    "int8 copies": ZeroPPConfig(**QUANTIZED, hpz_secondary_dtype="int8"),
-    "int4 copies": ZeroPPConfig(**QUANTIZED, hpz_secondary_dtype="int8", weight_bits=4),
-    "differences": ZeroPPConfig(**QUANTIZED, weight_difference_bits=4),
-    "differences of int8 copies": ZeroPPConfig(**QUANTIZED, hpz_secondary_dtype="int8", weight_difference_bits=4),
+    "all flags": ALL_FLAGS,
+    "4 bits": replace(ALL_FLAGS, weight_bits=4, weight_intra_bits=8),
+    "int8 copies": replace(ALL_FLAGS, hpz_secondary_dtype="int8"),
+    "int4 copies": replace(ALL_FLAGS, hpz_secondary_dtype="int8", weight_bits=4),
+    "differences": replace(ALL_FLAGS, weight_difference_bits=4),
+    "differences of int8 copies": replace(ALL_FLAGS, hpz_secondary_dtype="int8", weight_difference_bits=4),
 }
 X = torch.linspace(-1, 1, 3 * 20).view(3, 20)
 
@@ -63,33 +64,17 @@ class Net(nn.Module):
 
 
 def build(config, apart=False):
-    model = Net()
+    model, units = Net(), []
     for layer in model.layers:
-        if apart and isinstance(layer, Adapted):
-            for module in (layer.down, layer.base, layer.up):
-                fully_shard(module)
-        fully_shard(layer)
-    fully_shard(model)
-    zeropp = apply_zeropp(model, config) if config is not None else None
+        units += [layer.down, layer.base, layer.up] if apart and isinstance(layer, Adapted) else []
+        units.append(layer)
+    zeropp = shard(model, config, units)
     # As programs do that leave it to the gradients which parameters move.
     return model, zeropp, torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1, foreach=True)
 
 
 def step(model, optimizer):
-    loss = model(X + dist.get_rank()).square().mean()
-    loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    return loss.detach()
-
-
-def evaluate(model):
-    with torch.no_grad():
-        output = model(X).clone()
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()
-    return output
+    return on_ranks.step(model, optimizer, X + dist.get_rank())
 
 
 @torch.no_grad()
@@ -130,9 +115,9 @@ def _events(config, evaluates):
         results += [step(model, optimizer), step(model, optimizer)]
         event(model)  # the optimizer's step has not been gathered
         if evaluates:
-            results.append(evaluate(model))
+            results.append(evaluate(model, X))
             event(model)  # it has
-            results.append(evaluate(model))
+            results.append(evaluate(model, X))
     return [*results, step(model, optimizer), step(model, optimizer)]
 
 
@@ -143,8 +128,8 @@ def _events_with_and_without():
     ]
 
 
-def test_whatever_changes_weights_are_those_of_plain_fsdp2():
-    for of_rank in run_ranks(4, _events_with_and_without):
+def test_whatever_changes_weights_are_those_of_plain_fsdp2(found):
+    for of_rank in found["events"]:
         for plain, ours in of_rank:
             assert [i for i, (p, q) in enumerate(zip(plain, ours, strict=True)) if not p.equal(q)] == []
 
@@ -158,7 +143,7 @@ def _in_units_of_their_own():
             for _ in range(3):
                 losses.append(step(model, optimizer))
                 traffic.append(zeropp.traffic.take().inter_node)
-            results[name, apart] = [*losses, evaluate(model), step(model, optimizer)], traffic
+            results[name, apart] = [*losses, evaluate(model, X), step(model, optimizer)], traffic
     return results
 
 
@@ -189,49 +174,34 @@ def _told_that_all_changed():
 def test_frozen_weights_are_those_that_would_arrive_each_time():
     results = run_ranks(4, _told_that_all_changed)[0]
     for once, each_time in zip(results[::2], results[1::2], strict=True):
-        assert all(p.equal(q) for p, q in zip(once, each_time, strict=True))
+        assert equal(once, each_time)
 
 
 def _resumed(name, is_gathered):
-    """Losses of three steps after two, and of the same after a resume in between."""
-    model, zeropp, optimizer = build(CONFIGS[name])
-    for _ in range(2):
-        step(model, optimizer)
-    if is_gathered:
-        evaluate(model)
-    weights = [parameter.to_local().clone() for parameter in model.parameters()]
-    state = {key: value.clone() for key, value in zeropp.state_dict().items()}
-    moments = copy.deepcopy(optimizer.state_dict())
-    goes_on = [step(model, optimizer) for _ in range(3)]
+    def train(model, zeropp, optimizer, part):
+        for _ in range(2 + part):
+            step(model, optimizer)
 
-    model, zeropp, optimizer = build(CONFIGS[name])
-    for parameter, shard in zip(model.parameters(), weights, strict=True):
-        parameter.to_local().data.copy_(shard)
-    optimizer.load_state_dict(moments)
-    zeropp.load_state_dict(state)
-    resumed = []
-    for _ in range(3):
-        resumed.append(step(model, optimizer))
-        sent = zeropp.traffic.take().inter_node
-    return goes_on, resumed, sent
+    def before_saving(model, zeropp):
+        if is_gathered:
+            evaluate(model, X)
+
+    return resumes_exactly(lambda: build(CONFIGS[name]), train, before_saving)
 
 
 def _resumes():
-    return [
-        _resumed(name, is_gathered) for name in ("all flags", "differences of int8 copies") for is_gathered in (0, 1)
-    ]
+    return [_resumed(name, gathered) for name in ("all flags", "differences of int8 copies") for gathered in (0, 1)]
 
 
-def test_a_resumed_run_is_exact():
-    for goes_on, resumed, _ in run_ranks(4, _resumes)[0]:
-        assert [p.equal(q) for p, q in zip(goes_on, resumed, strict=True)] == [True] * 3
+def test_a_resumed_run_is_exact(found):
+    assert found["resumes"] == [[True] * 4] * 4
 
 
 def _sent():
     """Bytes that this rank sends to other nodes, by step: with an event before the third."""
     sent = {}
     for event in (None, counted, behind_autograd):
-        model, zeropp, optimizer = build(ZeroPPConfig(**QUANTIZED, gradient_bits=None, gradient_intra_bits=None))
+        model, zeropp, optimizer = build(replace(ALL_FLAGS, loco=None, gradient_bits=None, gradient_intra_bits=None))
         sent[event] = []
         for i in range(4):
             if i == 2 and event is not None:
@@ -245,7 +215,7 @@ def aligned(nbytes):
     return -(-nbytes // 16) * 16
 
 
-def test_only_the_trained_weights_are_sent():
+def test_only_the_trained_weights_are_sent(found):
     # A rank's shard of a matrix: its elements in blocks of 32, and 4 bytes of each block's scale.
     adapters = 2 * (aligned(2 * 32) + aligned(2 * 4)) + aligned(5 * 4)  # 2 x 20, 5 x 8, and a bias of 5 in fp32
     head = aligned(2 * 32) + aligned(2 * 4) + aligned(2 * 4)
@@ -255,7 +225,7 @@ def test_only_the_trained_weights_are_sent():
     gradients = 2 * aligned((40 + 40 + 5) * 4) + aligned((40 + 2) * 4)
     trained = 2 * adapters + head + gradients
     first = 2 * whole + frozen_layer + head + gradients
-    for rank, sent in enumerate(run_ranks(4, _sent)):
+    for rank, sent in enumerate(found["sent"]):
         # Units with frozen weights are looked at, in one all-reduce of 4 bytes each, by a ring over all ranks.
         looks = 3 * (4 - 1) * 2 if rank % 2 == 1 else 0
         assert sent[None] == [first, *[trained + looks] * 3]
@@ -289,16 +259,13 @@ def test_a_part_is_taken_out_of_shards_and_wires_and_put_back():
 
 @pytest.mark.long
 def test_parameters_may_be_unfrozen_and_frozen_between_steps_with_loco():
-    config = ZeroPPConfig(**QUANTIZED, loco=LoCoConfig(), gradient_element_scales=True)
     model = Net()
-    emulated = emulate_zeropp(model, config, 2, 2, units=list(model.layers))
+    emulated = emulate_zeropp(model, replace(ALL_FLAGS, gradient_element_scales=True), 2, 2, units=list(model.layers))
     optimizer, weight = torch.optim.SGD(model.parameters(), lr=0.1), model.layers[0].base.weight
     for trains in (False, False, True, True, False):
         weight.requires_grad_(trains)
         before = weight.detach().clone()
-        for rank, as_rank in enumerate(emulated.ranks):
-            with as_rank:
-                model(X + rank).square().mean().backward()
+        on_ranks.backward(emulated, lambda step, i, rank: model(X + rank).square().mean(), step=0)
         optimizer.step()
         optimizer.zero_grad()
         assert weight.isfinite().all() and weight.equal(before) != trains
@@ -330,11 +297,11 @@ def _with_and_without(config):
 
 
 @pytest.mark.parametrize("name", ["all flags", "differences"])
-def test_reference_passes_that_freeze_the_adapters_send_no_base_again(name):
+def test_reference_passes_that_freeze_the_adapters_send_no_base_again(found, name):
     """DPO and GRPO with adapters: what was ever trained stays in the trained part."""
-    (without, expected), (sent, weights) = run_ranks(4, _with_and_without, CONFIGS[name])[0]
+    (without, expected), (sent, weights) = found[name][0]
     assert sum(sent) <= 1.01 * sum(without) and sent[1:] == without[1:]
-    assert all(torch.equal(a, b) for a, b in zip(expected, weights, strict=True))
+    assert equal(expected, weights)
 
 
 class Packed(nn.Module):
@@ -361,9 +328,7 @@ def _packed_as_it_arrives(configs):
     for name, config in configs.items():
         torch.manual_seed(0)
         model = nn.Sequential(Packed(), nn.Linear(4, 4, dtype=torch.bfloat16))
-        fully_shard(model[0])
-        fully_shard(model)
-        apply_zeropp(model, config)
+        shard(model, config, [model[0]])
         optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
         for _ in range(3):
             model(torch.ones(2, 4, dtype=torch.bfloat16)).sum().backward()
@@ -374,7 +339,15 @@ def _packed_as_it_arrives(configs):
     return wrong
 
 
-def test_packed_codes_arrive_bit_by_bit():
+@pytest.fixture(scope="module")
+def found():
+    stochastic = replace(ALL_FLAGS, weight_difference_bits=4, weight_rounding="stochastic")
+    packed = partial(_packed_as_it_arrives, {"hpZ": HPZ, "stochastic": stochastic} | CONFIGS)
+    reference_passes = {name: partial(_with_and_without, CONFIGS[name]) for name in ("all flags", "differences")}
+    functions = {"events": _events_with_and_without, "resumes": _resumes, "sent": _sent, "packed": packed}
+    return run_in_turn(4, functions | reference_passes)
+
+
+def test_packed_codes_arrive_bit_by_bit(found):
     """bitsandbytes' 4-bit weights lost 98 % of their bytes: they were quantized as if they were numbers."""
-    stochastic = ZeroPPConfig(**QUANTIZED, weight_difference_bits=4, weight_rounding="stochastic")
-    assert run_ranks(4, _packed_as_it_arrives, {"hpZ": HPZ, "stochastic": stochastic} | CONFIGS)[0] == []
+    assert found["packed"][0] == []

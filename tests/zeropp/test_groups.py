@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -12,8 +13,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard
 
-from megatron_zpp.zeropp import LoCoConfig, ZeroPPConfig, apply_zeropp
-from tests.ranks import run_ranks
+from megatron_zpp.zeropp import LoCoConfig, apply_zeropp
+from tests.ranks import run_in_turn
 from tests.zeropp import oracle
 from tests.zeropp.fsdp_model import (
     CapturedWarnings,
@@ -25,6 +26,8 @@ from tests.zeropp.fsdp_model import (
     parameters_of,
     shards_of,
 )
+from tests.zeropp.training_on_ranks import ALL_FLAGS as DEFAULTS
+from tests.zeropp.training_on_ranks import HIERARCHY_ONLY, Net, train
 
 try:
     from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, ShardPlacementResult
@@ -34,12 +37,7 @@ needs_meshes_of_parameters = pytest.mark.skipif(
     ShardPlacementResult is None, reason="this torch's FSDP2 has one mesh for all parameters of a module"
 )
 
-HIERARCHY_ONLY = ZeroPPConfig(
-    hpz_partition_size=2, quantized_gradients=True, gradient_bits=None, gradient_intra_bits=None
-)
-ALL_FLAGS = ZeroPPConfig(
-    True, 2, True, LoCoConfig(hops="both"), weight_block_size=32, gradient_block_size=32, gradient_bits=3
-)
+ALL_FLAGS = replace(DEFAULTS, loco=LoCoConfig(hops="both"), gradient_bits=3)
 RANKS, STEPS = 4, 3
 PAIRS = ((0, 1), (2, 3))  # the groups of the second unit; the first one is on all ranks, two nodes of two
 
@@ -49,19 +47,9 @@ def meshes():
     return init_device_mesh("cpu", (RANKS,)), init_device_mesh("cpu", (2, 2), mesh_dim_names=("pair", "rank"))["rank"]
 
 
-class MixedGroups(nn.Module):
+def mixed_groups():
     """Blocks on all ranks and on pairs in turn; what belongs to no block is on all ranks."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(24, 36), nn.GELU(), nn.Linear(36, 24)) for _ in range(4))
-        self.head = nn.Linear(24, 24)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for block in self.blocks:
-            x = x + block(x)
-        return self.head(x)
+    return Net(num_blocks=4)
 
 
 def by_module(model):
@@ -88,65 +76,56 @@ def by_parameter(model):
 
 
 def _train(config, shard=by_module):
-    """Losses, what is said of the ranks, and the bytes that this rank sends between nodes in each step."""
-    model = MixedGroups()
+    """Losses, what is said of the ranks, the bytes that this rank sends between nodes in each step, and unit names."""
+    model = mixed_groups()
     shard(model)
-    zeropp, sent = apply_zeropp(model, config) if config is not None else None, []
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-4)
-    generator, losses = torch.Generator().manual_seed(dist.get_rank()), []
-    for _ in range(6):
-        for i in range(2):
-            if zeropp is not None:
-                zeropp.set_is_last_micro_batch(i == 1)
-            loss = model(torch.randn(8, 24, generator=generator)).square().mean()
-            loss.backward()
-            losses.append(loss.item())
-        optimizer.step()
-        optimizer.zero_grad()
-        if zeropp is not None:
-            sent.append(zeropp.traffic.take().inter_node)
-    return losses, zeropp.describe() if zeropp is not None else None, sent
+    zeropp = apply_zeropp(model, config) if config is not None else None
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    trained = train(model, zeropp, lambda *_: model(torch.randn(8, 24, generator=generator)).square().mean(), 6, 2)
+    if zeropp is None:
+        return trained.losses
+    units = sorted({key.split("/")[1] for key in own_state(zeropp) if key.startswith("gradients/")})
+    return trained.losses, zeropp.describe().splitlines(), trained.between_nodes, units
 
 
-def test_without_quantization_training_equals_fsdp2():
-    plain, ours = run_ranks(RANKS, _train, None), run_ranks(RANKS, _train, HIERARCHY_ONLY)
-    for (expected, _, _), (losses, described, _) in zip(plain, ours, strict=True):
+@pytest.fixture(scope="module")
+def found():
+    functions = {"plain": partial(_train, None), "ours": partial(_train, HIERARCHY_ONLY), "quantized": _quantized}
+    if ShardPlacementResult is not None:
+        configs = {"plain": None, "ours": HIERARCHY_ONLY, "quantized": replace(ALL_FLAGS, weight_difference_bits=4)}
+        functions |= {
+            f"{name}, by parameter": partial(_train, config, by_parameter) for name, config in configs.items()
+        }
+    return run_in_turn(RANKS, functions)
+
+
+def test_without_quantization_training_equals_fsdp2(found):
+    for expected, (losses, (everyone, pair), _, _) in zip(found["plain"], found["ours"], strict=True):
         assert losses == pytest.approx(expected, rel=1e-5)
-        everyone, pair = described.splitlines()
         assert everyone.startswith("2 nodes of 2 ranks; ") and everyone.endswith("(3 units)")
         assert pair.startswith("1 node of 2 ranks; ") and pair.endswith("(2 units)")
 
 
 @needs_meshes_of_parameters
-def test_parameters_of_one_module_on_several_meshes_train_as_under_fsdp2():
-    plain, ours = run_ranks(RANKS, _train, None, by_parameter), run_ranks(RANKS, _train, HIERARCHY_ONLY, by_parameter)
-    model = MixedGroups()
+def test_parameters_of_one_module_on_several_meshes_train_as_under_fsdp2(found):
+    model = mixed_groups()
     experts = [block[2] for block in model.blocks[1::2]]  # units on 2 ranks each
     others = [*model.blocks[0::2], *(block[0] for block in model.blocks[1::2]), model.head]  # on 4
     shards = [sum(p.numel() for p in unit.parameters()) // 2 for unit in experts]
     shards += [sum(p.numel() for p in unit.parameters()) // 4 for unit in others]
-    for (expected, _, _), (losses, described, sent) in zip(plain, ours, strict=True):
+    of_ranks = zip(found["plain, by parameter"], found["ours, by parameter"], strict=True)
+    for expected, (losses, (everyone, strided), sent, _) in of_ranks:
         assert losses == pytest.approx(expected, rel=1e-5)
-        everyone, strided = described.splitlines()
         assert everyone.startswith("2 nodes of 2 ranks; ") and everyone.endswith("(5 units)")
         assert strided.startswith("2 nodes of 1 rank; ") and strided.endswith("(2 units)")
         # A shard of the weights and one of the gradients to the other node, of 4 bytes an element in steps of 16 bytes.
         assert sent == [2 * sum(-(-4 * numel // 16) * 16 for numel in shards)] * 6
 
 
-def _quantized_by_parameter():
-    """Losses, and names of units, of two runs with the same keys."""
-    model = MixedGroups()
-    by_parameter(model)
-    zeropp = apply_zeropp(model, replace(ALL_FLAGS, weight_difference_bits=4))
-    losses = _train(replace(ALL_FLAGS, weight_difference_bits=4), by_parameter)[0]
-    return losses, sorted({key.split("/")[1] for key in own_state(zeropp) if key.startswith("gradients/")})
-
-
 @needs_meshes_of_parameters
-def test_quantized_units_of_one_module_have_names_and_states_of_their_own():
-    plain = run_ranks(RANKS, _train, None, by_parameter)
-    for (expected, _, _), (losses, units) in zip(plain, run_ranks(RANKS, _quantized_by_parameter), strict=True):
+def test_quantized_units_of_one_module_have_names_and_states_of_their_own(found):
+    of_ranks = zip(found["plain, by parameter"], found["quantized, by parameter"], strict=True)
+    for expected, (losses, _, _, units) in of_ranks:
         assert losses == pytest.approx(expected, rel=0.05) and losses != expected
         assert units == ["blocks.0", "blocks.1", "blocks.1[1]", "blocks.2", "blocks.3", "blocks.3[1]", "root"]
 
@@ -185,8 +164,8 @@ def size_of(unit: str) -> int:
 
 
 @pytest.fixture(scope="module")
-def quantized():
-    return run_ranks(RANKS, _quantized)
+def quantized(found):
+    return found["quantized"]
 
 
 @pytest.mark.parametrize("unit, groups", [("all", [range(RANKS)]), ("pair", PAIRS)])

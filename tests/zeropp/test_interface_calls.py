@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from functools import partial
 
 import pytest
 import torch
 from torch import nn
-from torch.distributed.fsdp import fully_shard
 
-from megatron_zpp.zeropp import LoCoConfig, ZeroPPConfig, apply_zeropp, emulate_zeropp
-from tests.ranks import run_ranks
+from megatron_zpp.zeropp import LoCoConfig, ZeroPPConfig, emulate_zeropp
+from tests.ranks import run_in_turn
+from tests.zeropp.training_on_ranks import shard, step
 
 DIFFERENCES = ZeroPPConfig(hpz_partition_size=2, weight_difference_bits=4, quantized_gradients=True, loco=LoCoConfig())
 
@@ -18,14 +19,11 @@ DIFFERENCES = ZeroPPConfig(hpz_partition_size=2, weight_difference_bits=4, quant
 def _build():
     torch.manual_seed(0)
     model = nn.Linear(128, 96)
-    fully_shard(model)
-    return model, apply_zeropp(model, DIFFERENCES), torch.optim.SGD(model.parameters(), lr=0.1)
+    return model, shard(model, DIFFERENCES), torch.optim.SGD(model.parameters(), lr=0.1)
 
 
 def _step(model, optimizer):
-    model(torch.ones(4, 128)).square().mean().backward()
-    optimizer.step()
-    optimizer.zero_grad()
+    step(model, optimizer, torch.ones(4, 128))
 
 
 def _train_on_a_loaded_state():
@@ -39,8 +37,8 @@ def _train_on_a_loaded_state():
     return [name for name in state if not given[name].equal(state[name])], list(state)
 
 
-def test_training_on_leaves_a_loaded_state_as_it_was():
-    changed, names = run_ranks(4, _train_on_a_loaded_state)[0]
+def test_training_on_leaves_a_loaded_state_as_it_was(found):
+    changed, names = found["loaded"][0]
     assert not changed and any("copies" in name for name in names)
 
 
@@ -59,8 +57,8 @@ def _invalidated_after_a_step():
     return (gathered - written).abs().max().item()
 
 
-def test_invalidated_weights_travel_in_full():
-    assert run_ranks(4, _invalidated_after_a_step)[0] == 0.0
+def test_invalidated_weights_are_sent_in_full(found):
+    assert found["invalidated"][0] == 0.0
 
 
 def _undone_before_anything():
@@ -72,8 +70,8 @@ def _undone_before_anything():
     return before, reduce_scatter.hops.feedback["inter"].steps
 
 
-def test_an_undo_before_the_first_step_counts_no_step():
-    assert run_ranks(4, _undone_before_anything)[0] == (0, 1)
+def test_an_undo_before_the_first_step_counts_no_step(found):
+    assert found["undone"][0] == (0, 1)
 
 
 class _InterruptedError(Exception):
@@ -87,9 +85,10 @@ def _swapped(is_emulated: bool):
     """
     torch.manual_seed(0)
     model = nn.Linear(128, 96)
-    if not is_emulated:
-        fully_shard(model, reshard_after_forward=False)  # gathered until somebody says that weights are others
-    zeropp = emulate_zeropp(model, DIFFERENCES, 2, 2) if is_emulated else apply_zeropp(model, DIFFERENCES)
+    if is_emulated:
+        zeropp = emulate_zeropp(model, DIFFERENCES, 2, 2)
+    else:  # gathered until somebody says that weights are others
+        zeropp = shard(model, DIFFERENCES, reshard_after_forward=False)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     weight = model.weight  # the sharded one, also while the model has it whole
 
@@ -124,7 +123,13 @@ def _swapped(is_emulated: bool):
     return errors
 
 
-@pytest.mark.parametrize("is_emulated", [False, True])
-def test_swapped_weights_and_those_that_are_put_back_travel_in_full(is_emulated):
-    for without, _, swapped, back in run_ranks(1 if is_emulated else 4, _swapped, is_emulated):
+@pytest.fixture(scope="module")
+def found():
+    functions = {"loaded": _train_on_a_loaded_state, "invalidated": _invalidated_after_a_step}
+    functions |= {"undone": _undone_before_anything, "swapped": partial(_swapped, False)}
+    return run_in_turn(4, functions)
+
+
+def test_swapped_weights_and_those_that_are_put_back_are_sent_in_full(found):
+    for without, _, swapped, back in (*found["swapped"], _swapped(is_emulated=True)):
         assert without > 1 and swapped < 1e-4 and back < 1e-6

@@ -49,6 +49,24 @@ def identical(a, b):
     return bool((same_number | (a.isnan() & b.isnan())).all())
 
 
+def assert_encoded(wire, format, values, noise_seed=None, addend=None, sign=1, compensation=None):
+    """Assert that a wire, and LoCo's new error if any, are those that plain torch writes."""
+    expected, compared = torch.zeros_like(wire), compensation
+    if compensation is not None:
+        compared = replace(compensation, new_error=torch.empty_like(compensation.new_error))
+    reference.encode(format, values, expected, addend, sign, compared, noise_seed)
+    assert wire.equal(expected)
+    assert compensation is None or compensation.new_error.equal(compared.new_error)
+
+
+def decode(format, wires, out, accumulate=False):
+    """Decode wires [G, ..., nbytes] into ``out``, and assert that this is what plain torch makes of them."""
+    expected = out.clone()
+    reference.decode(format, wires, expected, accumulate)
+    assert identical(format.decode_sum(wires, out, accumulate), expected), (out.dtype, accumulate)
+    return out
+
+
 def test_the_operators_are_built():
     assert kernels.why_not_loaded is None
 
@@ -61,15 +79,11 @@ def test_encode_and_decode_small(bits, scaling, block_size, dtype, device):
     scale_dtype = torch.bfloat16 if dtype == torch.float16 else torch.float32
     format = WireFormat(PARAMETERS, bits, block_size, dtype, scaling, scale_dtype)
     values = random(3, 2, NUMEL, dtype=dtype, device=device).transpose(0, 1)  # qgZ's permutation is a stride
-    wire, expected = format.encode(values), torch.empty(2, 3, format.nbytes, dtype=torch.uint8, device=device)
-    reference.encode(format, values, expected, None, 1, None, None)
-    assert wire.equal(expected)
+    wire = format.encode(values)
+    assert_encoded(wire, format, values)
     for out_dtype, accumulate in itertools.product(DTYPES, [False, True]):
         out = random(2, 3, NUMEL, dtype=out_dtype, device=device, seed=1)
-        expected_out = out.clone()
-        format.decode_sum(torch.stack([wire, wire.roll(1, 0), wire]), out, accumulate)
-        reference.decode(format, torch.stack([wire, wire.roll(1, 0), wire]), expected_out, accumulate)
-        assert identical(out, expected_out), (out_dtype, accumulate)
+        decode(format, torch.stack([wire, wire.roll(1, 0), wire]), out, accumulate)
 
 
 @on_devices
@@ -84,17 +98,14 @@ def test_sum_compensate_encode_in_one_pass_small(source_bits, bits, block_size, 
     for step in range(3):
         peers = source.encode(random(4, 2, NUMEL, device=device, seed=step))  # [G, N, nbytes]
         node_sum = random(2, NUMEL, device=device, seed=step + 10) if step else None
-        new = torch.empty(2, 2, error_format.nbytes, dtype=torch.uint8, device=device)  # ours and the expected one
-        compensation = Compensation(error_format, error, new[0], beta=0.8, decay=decay)
+        new = torch.empty(2, error_format.nbytes, dtype=torch.uint8, device=device)
+        compensation = Compensation(error_format, error, new, beta=0.8, decay=decay)
         wire = format.encode_sum(peers, source, plus=node_sum, compensation=compensation)
 
         total = torch.empty(2, NUMEL, device=device)
         reference.decode(source, peers, total, accumulate=False)
-        expected = torch.empty_like(wire)
-        compensation = replace(compensation, new_error=new[1])
-        reference.encode(format, total, expected, node_sum, 1, compensation, None)
-        assert wire.equal(expected) and new[0].equal(new[1]), step
-        error = new[0]
+        assert_encoded(wire, format, total, addend=node_sum, compensation=compensation)
+        error = new
 
 
 @on_devices
@@ -103,13 +114,9 @@ def test_sum_compensate_encode_in_one_pass_small(source_bits, bits, block_size, 
 def test_weight_differences_small(bits, dtype, device):
     format = WireFormat(PARAMETERS, bits, 2048, dtype)
     shard, copy = (random(NUMEL, dtype=dtype, device=device, seed=seed) for seed in (0, 1))
-    wire, expected = format.encode(shard, minus=copy), torch.empty(format.nbytes, dtype=torch.uint8, device=device)
-    reference.encode(format, shard, expected, copy, -1, None, None)
-    assert wire.equal(expected)
-    moved, expected_copy = copy.clone(), copy.clone()
-    format.decode_sum(wire.unsqueeze(0), moved, accumulate=True)
-    reference.decode(format, wire.unsqueeze(0), expected_copy, accumulate=True)
-    assert identical(moved, expected_copy)
+    wire = format.encode(shard, minus=copy)
+    assert_encoded(wire, format, shard, addend=copy, sign=-1)
+    decode(format, wire.unsqueeze(0), copy.clone(), accumulate=True)
 
 
 @on_devices
@@ -118,9 +125,7 @@ def test_weight_differences_small(bits, dtype, device):
 def test_stochastic_rounding_small(bits, scaling, block_size, device):
     format = WireFormat(PARAMETERS, bits, block_size, torch.float32, scaling)
     values = random(2, 3, NUMEL, device=device)
-    expected = torch.empty(2, 3, format.nbytes, dtype=torch.uint8, device=device)
-    reference.encode(format, values, expected, None, 1, None, 12345)
-    assert format.encode(values, 12345).equal(expected)
+    assert_encoded(format.encode(values, 12345), format, values, noise_seed=12345)
 
 
 @on_devices
@@ -146,24 +151,19 @@ def test_parameters_that_begin_anywhere(shift, error_bits, dtype, device):
     format, plain = (WireFormat(parameters, bits, 128, dtype) for bits in (4, None))
     error_format = WireFormat(parameters, error_bits, 128, dtype)
     values, addend, error = (random(rows, format.numel, dtype=dtype, device=device, seed=seed) for seed in range(3))
-    errors = [torch.empty(rows, error_format.nbytes, dtype=torch.uint8, device=device) for _ in range(3)]
-    error_format.encode(error, out=errors[0])
+    error = error_format.encode(error)
     for source in (None, plain):
-        wire, expected = (torch.zeros(rows, format.nbytes, dtype=torch.uint8, device=device) for _ in range(2))
-        compensations = [Compensation(error_format, errors[0], new, 0.8, 0.99) for new in errors[1:]]
+        wire = torch.zeros(rows, format.nbytes, dtype=torch.uint8, device=device)
+        compensation = Compensation(error_format, error, torch.empty_like(error), 0.8, 0.99)
         if source is None:
-            format.encode(values, plus=addend, compensation=compensations[0], out=wire)
+            format.encode(values, plus=addend, compensation=compensation, out=wire)
         else:
             peers = source.encode(values).unsqueeze(0)
-            format.encode_sum(peers, source, plus=addend, compensation=compensations[0], out=wire)
-        reference.encode(format, values, expected, addend, 1, compensations[1], None)
-        assert wire.equal(expected) and errors[1].equal(errors[2])
+            format.encode_sum(peers, source, plus=addend, compensation=compensation, out=wire)
+        assert_encoded(wire, format, values, addend=addend, compensation=compensation)
     for peers, accumulate in itertools.product([1, 19], [False, True]):  # and more than are read at once
         wires = torch.stack([format.encode(values.roll(peer, 0)) for peer in range(peers)])
-        out, expected_out = addend.clone(), addend.clone()
-        format.decode_sum(wires, out, accumulate)
-        reference.decode(format, wires, expected_out, accumulate)
-        assert identical(out, expected_out)
+        decode(format, wires, addend.clone(), accumulate)
 
 
 @pytest.fixture
@@ -201,11 +201,10 @@ def test_eight_threads_work_on_every_tile_once(bits, block_size, error_bits):
     assert wire.equal(expected) and error.equal(expected_error)
 
     peers = torch.stack([wire, wire.roll(1, 0)])
-    (sums, total), expected = guarded(values), values.clone()
-    reference.decode(format, peers, expected, accumulate=True)
-    assert identical(format.decode_sum(peers, total, accumulate=True), expected)
+    sums, total = guarded(values)
+    decode(format, peers, total, accumulate=True)
 
-    rotations, rotated = guarded(values)
+    (rotations, rotated), expected = guarded(values), torch.empty_like(values)
     reference.rotate(format, values, expected)
     torch.ops.megatron_zpp.rotate(rotated, format.table, rotated)  # which is its own inverse
     assert identical(rotated, expected)
@@ -221,9 +220,7 @@ def test_the_ends_of_fp32(bits, scaling, scale_dtype, exponent, device):
     """Denormal and huge scales have no useful reciprocal; the code "mean" takes the smallest values for zero."""
     format = WireFormat([ParameterShard("weight", 512, True)], bits, 128, torch.float32, scaling, scale_dtype)
     values = random(512, device=device).div_(7).clamp_(-1, 1).double().mul_(2.0**exponent).float()
-    expected = torch.empty(format.nbytes, dtype=torch.uint8, device=device)
-    reference.encode(format, values, expected, None, 1, None, None)
-    assert format.encode(values).equal(expected)
+    assert_encoded(format.encode(values), format, values)
 
 
 @on_devices
@@ -255,9 +252,7 @@ def test_ties_and_their_neighbours(bits, dtype, device, data):
     values = torch.cat([ties, ties.nextafter(inf), ties.nextafter(-inf), ties.nextafter(inf).nextafter(inf)])
     values = torch.cat([values, largest.view(1), torch.zeros(-(len(values) + 1) % 8)]).to(dtype).to(device)
     format = WireFormat([ParameterShard("weight", len(values), True)], bits, None, dtype, "absmax")
-    expected = torch.empty(format.nbytes, dtype=torch.uint8, device=device)
-    reference.encode(format, values, expected, None, 1, None, None)
-    assert format.encode(values).equal(expected)
+    assert_encoded(format.encode(values), format, values)
 
 
 @on_devices
@@ -266,13 +261,11 @@ def test_ties_and_their_neighbours(bits, dtype, device, data):
 def test_values_about_whole_steps_of_the_mean(bits, size, device, data):
     """Multiples of one number lie on the borders between codes where the mean is one, too."""
     multiples = torch.tensor(data.draw(st.lists(st.integers(-4, 4), min_size=32, max_size=32))).float()
-    values = multiples * torch.tensor(size)
+    values = (multiples * torch.tensor(size)).to(device)
     direction = torch.tensor(data.draw(st.sampled_from([-torch.inf, torch.inf])))
-    values[::5] = values[::5].nextafter(direction)
+    values[::5] = values[::5].nextafter(direction.to(device))
     format = WireFormat([ParameterShard("weight", 32, True)], bits, 32, torch.float32, "mean")
-    expected = torch.empty(format.nbytes, dtype=torch.uint8, device=device)
-    reference.encode(format, values.to(device), expected, None, 1, None, None)
-    assert format.encode(values.to(device)).equal(expected)
+    assert_encoded(format.encode(values), format, values)
 
 
 def test_conversions_of_every_16_bit_number_and_between():
@@ -303,9 +296,7 @@ def test_what_is_not_quantized_arrives_bit_by_bit(shift, bits, dtype, device):
     values = torch.cat([torch.ones(64 + shift, dtype=dtype), packed.view(dtype)]).expand(2, -1).contiguous().to(device)
     wire, out = format.encode(values), torch.empty_like(values)
     assert format.decode(wire, out).view(number).equal(values.view(number))
-    plain = torch.empty_like(wire)
-    reference.encode(format, values, plain, None, 1, None, None)
-    assert wire.equal(plain)
+    assert_encoded(wire, format, values)
     reference.decode(format, wire.unsqueeze(0), out.zero_(), accumulate=False)
     assert out.view(number).equal(values.view(number))
 

@@ -9,14 +9,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import fully_shard
 
-from megatron_zpp.zeropp import LoCoConfig, ZeroPPConfig, apply_zeropp
+from megatron_zpp.zeropp import LoCoConfig, ZeroPPConfig
 from megatron_zpp.zeropp.fsdp.shared import ErrorMonitor
 from megatron_zpp.zeropp.wire.quantization import Code, quantize_blocks
-from tests.ranks import run_ranks
+from tests.ranks import run_in_turn
 from tests.zeropp.fsdp_model import build, coefficients, local_gradients, parameters_of, shards_of
 from tests.zeropp.oracle import Hop
+from tests.zeropp.training_on_ranks import shard
 
 RANKS, NODES, BLOCK, STEPS, BETA = 4, 2, 32, 2, 0.75
 CONFIG = ZeroPPConfig(
@@ -42,9 +42,12 @@ def _train(every):
     return statistics, local_gradients(model, RANKS)
 
 
-@functools.cache
-def trained(every):
-    return run_ranks(RANKS, _train, every)
+@pytest.fixture(scope="module")
+def found():
+    functions = {f"every {every}": functools.partial(_train, every) for every in (1, 3, None)}
+    return run_in_turn(
+        RANKS, functions | {"poisoned": _with_an_infinite_gradient_and_a_block_of_zeros, "units": _unit_by_unit}
+    )
 
 
 def rms_ratio(numerators, denominators) -> float:
@@ -60,7 +63,7 @@ def share_of_largest(hop: Hop, shards: list[Tensor]) -> float:
     for parameter in hop.parameters:
         own = slice(start, start + parameter.numel)
         start = own.stop
-        for row in torch.cat([shard.reshape(-1, shard.shape[-1]) for shard in shards])[:, own]:
+        for row in torch.cat([each.reshape(-1, each.shape[-1]) for each in shards])[:, own]:
             for block in row.split(BLOCK) if hop.is_quantized(parameter) else ():
                 codes, scale = quantize_blocks(block, Code(hop.bits))
                 levels = 2 * codes + (1 if hop.bits < 4 and scale > 0 else 0)  # twice the level over |scale|
@@ -103,8 +106,8 @@ def expected() -> dict[str, float]:
     return values
 
 
-def test_statistics_are_those_of_the_formulas():
-    statistics = [of_rank[0] for of_rank in trained(1)]
+def test_statistics_are_those_of_the_formulas(found):
+    statistics = [of_rank[0] for of_rank in found["every 1"]]
     assert all(of_rank == statistics[0] for of_rank in statistics)  # they are of all ranks together
     first, second = statistics[0]
     assert first["error-state/gradients/inter"] == first["error-state/gradients/intra"] == 0  # nothing to add yet
@@ -114,10 +117,10 @@ def test_statistics_are_those_of_the_formulas():
     assert 1 / 256 <= second["largest-codes/weights"] < 1.2 / 256  # a shard of 148 elements is a block, too
 
 
-def test_steps_in_between_are_not_sampled_and_nothing_depends_on_sampling():
-    (first, second), _ = trained(3)[0]
+def test_steps_in_between_are_not_sampled_and_nothing_depends_on_sampling(found):
+    (first, second), _ = found["every 3"][0]
     assert first and second == {}
-    for (statistics, never), (_, always) in zip(trained(None), trained(1), strict=True):
+    for (statistics, never), (_, always) in zip(found["every None"], found["every 1"], strict=True):
         assert statistics == [{}, {}]
         assert torch.equal(never, always)
 
@@ -142,8 +145,8 @@ def _with_an_infinite_gradient_and_a_block_of_zeros():
     return zeropp.quantization_errors()
 
 
-def test_blocks_with_an_inf_are_counted_and_zeros_are_not_saturated():
-    statistics = run_ranks(RANKS, _with_an_infinite_gradient_and_a_block_of_zeros)[0]
+def test_blocks_with_an_inf_are_counted_and_zeros_are_not_saturated(found):
+    statistics = found["poisoned"][0]
     assert statistics["nonfinite-blocks/gradients/intra"] == 1
     assert statistics["nonfinite-blocks/gradients/inter"] == 1  # in the sum of one node
     assert statistics["nonfinite-blocks/weights"] == 0
@@ -153,16 +156,14 @@ def test_blocks_with_an_inf_are_counted_and_zeros_are_not_saturated():
 
 def _unit_by_unit():
     model = nn.Sequential(nn.Linear(256, 256), nn.Linear(256, 256))
-    fully_shard(model[0])
-    fully_shard(model)
-    zeropp = apply_zeropp(model, ZeroPPConfig(True, 2, True, weight_block_size=64, gradient_bits=3))
+    zeropp = shard(model, ZeroPPConfig(True, 2, True, weight_block_size=64, gradient_bits=3), [model[0]])
     zeropp.monitor_errors(every=1)
     model(torch.randn(8, 256)).square().sum().backward()
     return zeropp.quantization_errors()
 
 
-def test_units_are_told_apart_and_add_up():
-    values = run_ranks(RANKS, _unit_by_unit)[0]
+def test_units_are_told_apart_and_add_up(found):
+    values = found["units"][0]
     units = {key.removeprefix("error/gradients/inter/") for key in values if key.startswith("error/gradients/inter/")}
     assert units == {"0", "root"}
     for hop in ("weights", "gradients/intra", "gradients/inter"):

@@ -6,26 +6,23 @@ at once.
 
 from __future__ import annotations
 
-import copy
-import json
-import subprocess
-import sys
 from contextlib import nullcontext
 from dataclasses import replace
-from pathlib import Path
+from functools import partial
 from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy
+from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron_zpp.zeropp import LoCoConfig, ZeroPPConfig, apply_zeropp
+from megatron_zpp.zeropp import LoCoConfig, ZeroPPConfig
 from megatron_zpp.zeropp.fsdp.fsdp_unit import FSDPUnit
 from megatron_zpp.zeropp.wire import kernels
-from tests.ranks import run_ranks
+from tests.ranks import run_in_turn, run_ranks
+from tests.zeropp.training_on_ranks import Net, equal, evaluate, micro_batches, resumes_exactly, shard
 
 HPZ = ZeroPPConfig(hpz_partition_size=2, quantized_gradients=True)
 DIFFERENCES = ZeroPPConfig(
@@ -42,31 +39,15 @@ INT8_COPIES = ZeroPPConfig(
 X = torch.linspace(-1, 1, 2 * 48).view(2, 48)
 
 
-class Net(nn.Module):
+WITHOUT_A_BLOCK = (0, 2)
+
+
+def build(config, dtype=None, offload=None):
     """Three blocks and a head that belongs to the root; a bias of fewer elements than ranks."""
-
-    def __init__(self, repeats: int = 1) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.repeats = repeats
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(48, 65), nn.GELU(), nn.Linear(65, 48)) for _ in range(3))
-        self.head = nn.Linear(48, 3)
-
-    def forward(self, x: torch.Tensor, without: int | None = None) -> torch.Tensor:
-        for i, block in enumerate(self.blocks):
-            if i == without:
-                continue
-            for _ in range(self.repeats):
-                x = x + block(x)
-        return self.head(x)
-
-
-def build(config, dtype=None, repeats=1, offload=None):
-    model = Net(repeats)
+    model = Net(width=48, hidden=65, outputs=3)
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
-    for module in (*model.blocks, model):
-        fully_shard(module, mp_policy=policy, offload_policy=offload or OffloadPolicy())
-    return model, apply_zeropp(model, config)
+    zeropp = shard(model, config, model.blocks, mp_policy=policy, offload_policy=offload or OffloadPolicy())
+    return model, zeropp
 
 
 def sgd(parameters, lr=0.01):
@@ -167,38 +148,21 @@ def _by_changes(config, early):
             model(X + dist.get_rank()).square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
-            outputs.append(evaluate(model, without=1))
+            outputs.append(evaluate(model, X, WITHOUT_A_BLOCK))
             states.append({key: value.clone() for key, value in zeropp.state_dict().items()})
             change(model)
-            outputs.append(evaluate(model))
+            outputs.append(evaluate(model, X))
             states.append({key: value.clone() for key, value in zeropp.state_dict().items()})
         seen[name] = outputs, states, zeropp.traffic.take().inter_node, zeropp.quantization_errors()
     return seen
-
-
-@torch.no_grad()
-def evaluate(model, **arguments):
-    output = model(X, **arguments).clone()
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()
-    return output
 
 
 def _early_and_late(config):
     return _by_changes(config, early=True), _by_changes(config, early=False)
 
 
-@pytest.mark.parametrize(
-    "config",
-    [
-        pytest.param(HPZ, id="16bit", marks=pytest.mark.long),
-        pytest.param(DIFFERENCES, id="differences"),
-        pytest.param(INT8_COPIES, id="int8", marks=pytest.mark.long),
-    ],
-)
-def test_weights_that_leave_early_are_those_of_the_pass_that_uses_them(config):
-    for rank, (early, late) in enumerate(run_ranks(4, _early_and_late, config)):
+def assert_early_weights_are_those_of_the_pass_that_uses_them(config, of_ranks):
+    for rank, (early, late) in enumerate(of_ranks):
         # The second pass looks at the unit that the first did not need: a flag of 4 bytes there and back around the
         # ring, in each of three steps.
         look = 3 * 2 * 3 if rank in (1, 3) else 0
@@ -207,7 +171,7 @@ def test_weights_that_leave_early_are_those_of_the_pass_that_uses_them(config):
         for name in names:
             outputs, states, sent, errors = early[name]
             expected, expected_states, expected_sent, expected_errors = late[name]
-            assert all(output.equal(other) for output, other in zip(outputs, expected, strict=True)), name
+            assert equal(outputs, expected), name
             assert len({output.sum().item() for output in outputs}) == 6
             if name == "nothing":
                 assert sent == expected_sent + look
@@ -217,36 +181,40 @@ def test_weights_that_leave_early_are_those_of_the_pass_that_uses_them(config):
                     assert all(value.equal(other[key]) for key, value in state.items())
 
 
-def _resumed(config):
-    """Whether training goes on to the same bits from a checkpoint while a unit is on its way."""
+def test_weights_that_leave_early_are_those_of_the_pass_that_uses_them(found):
+    assert_early_weights_are_those_of_the_pass_that_uses_them(DIFFERENCES, found["early"])
 
-    def steps(model, optimizer, first):
-        for step in range(first, first + 2):
-            model(X * (step + dist.get_rank())).square().mean().backward()
+
+@pytest.mark.long
+@pytest.mark.parametrize("config", [HPZ, INT8_COPIES], ids=["16bit", "int8"])
+def test_other_weights_that_leave_early(config):
+    assert_early_weights_are_those_of_the_pass_that_uses_them(config, run_ranks(4, _early_and_late, config))
+
+
+def _resumed(config):
+    """Which units are on their way when the state is saved, and whether training goes on to the same bits."""
+    in_flight = []
+
+    def new():
+        model, zeropp = build(config)
+        return model, zeropp, sgd(model.parameters())
+
+    def train(model, zeropp, optimizer, part):
+        for i in range(2 * part, 2 * part + 2):
+            model(X * (i + dist.get_rank())).square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
 
-    model, zeropp = build(config)
-    optimizer = sgd(model.parameters())
-    steps(model, optimizer, 0)
-    evaluate(model, without=1)
-    in_flight = [unit for unit, all_gather in zeropp._all_gathers.items() if all_gather._sent is not None]
-    state = copy.deepcopy(zeropp.state_dict())
-    weights = {name: parameter.to_local().clone() for name, parameter in model.named_parameters()}
-    steps(model, optimizer, 2)
-    again, zeropp_again = build(config)
-    with torch.no_grad():
-        for name, parameter in again.named_parameters():
-            parameter.to_local().copy_(weights[name])
-    zeropp_again.load_state_dict(state)
-    steps(again, sgd(again.parameters()), 2)
-    pairs = zip(model.parameters(), again.parameters(), strict=True)
-    return in_flight, all(p.to_local().equal(q.to_local()) for p, q in pairs)
+    def before_saving(model, zeropp):
+        evaluate(model, X, WITHOUT_A_BLOCK)
+        in_flight.extend(unit for unit, gather in zeropp._all_gathers.items() if gather._sent is not None)
+
+    return resumes_exactly(new, train, before_saving), in_flight
 
 
-@pytest.mark.parametrize("config", [DIFFERENCES, INT8_COPIES], ids=["differences", "int8"])
-def test_a_checkpoint_while_weights_are_on_their_way_resumes_to_the_bit(config):
-    assert run_ranks(4, _resumed, config) == [(["blocks.1"], True)] * 4
+@pytest.mark.parametrize("weights", ["differences", "int8"])
+def test_a_checkpoint_while_weights_are_on_their_way_resumes_to_the_bit(found, weights):
+    assert found[weights] == [(True, ["blocks.1"])] * 4
 
 
 # Gradients
@@ -281,10 +249,10 @@ def _order_of_a_backward_pass():
     return [event for event in events if "inter" in event]
 
 
-def test_no_gradients_between_nodes_are_waited_for_before_all_have_left():
+def test_no_gradients_between_nodes_are_waited_for_before_all_have_left(found):
     units = ["blocks.2", "blocks.1", "blocks.0", "the root module"]
     expected = [f"send inter {unit}" for unit in units] + [f"wait inter {unit}" for unit in units]
-    for events in run_ranks(4, _order_of_a_backward_pass):
+    for events in found["order"]:
         assert sorted(events[:4]) == sorted(expected[:4])
         assert [event.replace("wait", "send") for event in events[4:]] == events[:4]
 
@@ -292,7 +260,7 @@ def test_no_gradients_between_nodes_are_waited_for_before_all_have_left():
 GRADIENT_CASES = {
     "plain": {},
     "bf16": {"dtype": torch.bfloat16},
-    "a unit reduced twice": {"repeats": 2},
+    "a unit reduced twice": {"order": (0, 0, 1, 1, 2, 2)},
     "offloaded": {"offload": CPUOffloadPolicy(pin_memory=False)},
 }
 
@@ -300,13 +268,13 @@ GRADIENT_CASES = {
 def _gradients(late):
     """After two steps of two micro-batches without zero_grad in between: gradients, and the state."""
     found = {}
-    for name, options in GRADIENT_CASES.items():
+    for name, case in GRADIENT_CASES.items():
+        order, options = case.get("order"), {key: value for key, value in case.items() if key != "order"}
         with nullcontext() if late else at_once():
             model, zeropp = build(DIFFERENCES, **options)
             for step in range(2):
-                for is_last in (False, True):
-                    zeropp.set_is_last_micro_batch(is_last)
-                    model(X * (1 + step + is_last + dist.get_rank())).square().mean().backward()
+                for i in micro_batches(zeropp, 2):
+                    model(X * (1 + step + i + dist.get_rank()), order).square().mean().backward()
             gradients = [parameter.grad.to_local().clone() for parameter in model.parameters()]
             found[name] = gradients, zeropp.state_dict(), [unit.holds_gradients for unit in zeropp.units]
     return found
@@ -316,8 +284,8 @@ def _late_and_at_once():
     return _gradients(late=True), _gradients(late=False)
 
 
-def test_late_gradients_are_those_that_fsdp2_gets_at_once():
-    for late, early in run_ranks(4, _late_and_at_once):
+def test_late_gradients_are_those_that_fsdp2_gets_at_once(found):
+    for late, early in found["gradients"]:
         for name in GRADIENT_CASES:
             gradients, state, holds = late[name]
             expected, expected_state, _ = early[name]
@@ -348,8 +316,8 @@ def _read_in_backward():
     return in_hooks, same and any(gradient.any() for gradient in reduced)
 
 
-def test_hooks_in_the_backward_pass_see_whole_gradients():
-    assert run_ranks(4, _read_in_backward) == [(True, True)] * 4
+def test_hooks_in_the_backward_pass_see_whole_gradients(found):
+    assert found["hooks"] == [(True, True)] * 4
 
 
 class Fails(torch.autograd.Function):
@@ -389,36 +357,41 @@ def _after_a_failed_backward():
     return results
 
 
-@pytest.mark.skipif(
-    not hasattr(FSDPModule, "reset_iter_state"), reason="this torch's FSDP2 cannot go on after a failed backward pass"
-)
-def test_a_failed_backward_pass_leaves_nothing_behind():
-    for (gradients, state, message), (expected, expected_state, _) in run_ranks(4, _after_a_failed_backward):
+CAN_FAIL = hasattr(FSDPModule, "reset_iter_state")
+
+
+@pytest.mark.skipif(not CAN_FAIL, reason="this torch's FSDP2 cannot go on after a failed backward pass")
+def test_a_failed_backward_pass_leaves_nothing_behind(found):
+    for (gradients, state, message), (expected, expected_state, _) in found["failed"]:
         assert "had not crossed nodes" in message
-        assert all(gradient.equal(other) for gradient, other in zip(gradients, expected, strict=True))
+        assert equal(gradients, expected)
         assert all(value.equal(expected_state[key]) for key, value in state.items())
+
+
+@pytest.fixture(scope="module")
+def found():
+    functions = {
+        "early": partial(_early_and_late, DIFFERENCES),
+        "differences": partial(_resumed, DIFFERENCES),
+        "int8": partial(_resumed, INT8_COPIES),
+        "order": _order_of_a_backward_pass,
+        "gradients": _late_and_at_once,
+        "hooks": _read_in_backward,
+    }
+    return run_in_turn(4, functions | ({"failed": _after_a_failed_backward} if CAN_FAIL else {}))
 
 
 # Launches
 
-FAKE = """
-import json
-import torch.distributed as dist
-from torch.testing._internal.distributed.fake_pg import FakeStore
-from tests.zeropp.test_overlap import launches
-dist.init_process_group("fake", rank=5, world_size=512, store=FakeStore())
-print(json.dumps(launches()))
-"""
 
-
-def launches():
+def _launches():
     """Collectives and kernels of one training step of four units, of FSDP2 and of all flags, on 64 nodes of 8."""
+    dist.destroy_process_group()  # a fake group cannot be told from others of the process
+    dist.init_process_group("fake", rank=5, world_size=512, store=FakeStore())
     counts = {}
     for name, config in {"FSDP2": ZeroPPConfig(), "all flags": ZeroPPConfig(True, 8, True, LoCoConfig())}.items():
-        model = Net()
-        for module in (*model.blocks, model):
-            fully_shard(module, reshard_after_forward=True)
-        apply_zeropp(model, config)
+        model = Net(width=48, hidden=65, outputs=3)
+        shard(model, config, model.blocks, reshard_after_forward=True)
         optimizer = sgd(model.parameters())
         for _ in range(3):
             with Calls() as calls:
@@ -429,12 +402,7 @@ def launches():
 
 
 def test_a_unit_and_step_take_two_more_collectives_than_fsdp2s_on_512_ranks():
-    """A process of its own: a fake group cannot be told from others of the process."""
-    command = [sys.executable, "-c", FAKE]
-    root = Path(__file__).parents[2]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=root, check=False)
-    assert done.returncode == 0, done.stderr
-    counts = json.loads(done.stdout.splitlines()[-1])
+    (counts,) = run_ranks(1, _launches)
     # FSDP2's units gather twice and reduce once. Ours gather and reduce between nodes too.
     assert counts["FSDP2"][0] == 3 * 4
     assert counts["all flags"][0] == counts["FSDP2"][0] + 2 * 4

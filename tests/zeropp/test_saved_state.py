@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.stateful import Stateful
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from megatron_zpp.zeropp import LoCoConfig, ZeroPPConfig, apply_zeropp
-from tests.ranks import run_ranks
+from megatron_zpp.zeropp import LoCoConfig, ZeroPPConfig
+from tests.ranks import run_in_turn, run_ranks
 from tests.zeropp.fsdp_model import CapturedWarnings
+from tests.zeropp.training_on_ranks import equal, evaluate, micro_batches, shard, shards
 
 EVERYTHING = ZeroPPConfig(
     quantized_weights=True,
@@ -35,6 +38,7 @@ INT8_COPIES = ZeroPPConfig(
     hpz_secondary_dtype="int8",
     weight_difference_bits=4,
     quantized_gradients=True,
+    gradient_sum_dtype="int8",
     loco=LoCoConfig(exact_undo=False),
 )
 MOVES = ZeroPPConfig(quantized_weights=True, hpz_partition_size=2, weight_moves=True, weight_block_size=32)
@@ -55,46 +59,60 @@ class Loop:
         self.model = nn.Sequential(nn.Linear(48, 80), nn.GELU(), nn.Linear(80, 48))
         self.model[2].bias.requires_grad_(False)
         policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
-        for module in (self.model[0], self.model):
-            fully_shard(module, mp_policy=policy)
-        self.zeropp = apply_zeropp(self.model, config)
+        self.zeropp = shard(self.model, config, [self.model[0]], mp_policy=policy)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)  # which keeps nothing
 
     def train(self, first: int, steps: int = STEPS) -> None:
         for step in range(first, first + steps):
             generator = torch.Generator().manual_seed(10 * step + dist.get_rank())
-            for i in range(2):
-                self.model.set_is_last_backward(i == 1)
+            for _ in micro_batches(self.zeropp, 2):
                 self.model(torch.randn(8, 48, generator=generator)).square().mean().backward()
             self.optimizer.step()
             self.optimizer.zero_grad()
 
-    def evaluate(self) -> float:
-        with torch.no_grad():
-            loss = self.model(torch.ones(1, 48)).sum().item()
-        self.model.reshard()
-        return loss
+    def evaluate(self) -> None:
+        evaluate(self.model, torch.ones(1, 48))
+
+    def change_weights(self) -> None:
+        """Leave no trace that autograd could see."""
+        self.evaluate()
+        self.model[0].weight.data.mul_(3)
 
     def state(self) -> dict:
         return {"model": self.model.state_dict(), "zeropp": self.zeropp}
 
     def bits(self) -> list[torch.Tensor]:
-        own = [p.to_local().detach().clone() for p in self.model.parameters()]
-        return [*own, *(value.clone() for _, value in sorted(self.zeropp.state_dict().items()))]
+        return [*shards(self.model), *(value.clone() for _, value in sorted(self.zeropp.state_dict().items()))]
 
 
-def same(first: list[torch.Tensor], second: list[torch.Tensor]) -> bool:
-    return len(first) == len(second) and all(a.equal(b) for a, b in zip(first, second, strict=True))
+Case = tuple[str, str, str]  # settings, when the state is saved, and how
+SOME: list[Case] = [
+    ("everything", "after a step", "async_save"),
+    ("int8", "after an evaluation", "save"),
+    ("everything", "after a change", "save"),
+]
+MORE: list[Case] = [
+    ("everything", "before anything", "save"),
+    ("everything", "after a step", "save"),
+    ("everything", "after an evaluation", "async_save"),
+    ("int8", "before anything", "async_save"),
+    ("int8", "after a step", "save"),
+    ("flat", "after a step", "async_save"),
+    ("flat", "after an evaluation", "save"),
+]
 
 
-def _resumed(folder: str, config: ZeroPPConfig, moment: str, how: str) -> bool:
+def _resumed(folder: str, settings: str, moment: str, how: str) -> bool:
     """Whether a run that goes on from a checkpoint has the bits of one that was never interrupted."""
+    config = SETTINGS[settings]
     dtype = torch.bfloat16 if config is INT8_COPIES else torch.float32
     loop, again = Loop(config, dtype), Loop(config, dtype)
     if moment != "before anything":
         loop.train(0)
     if moment == "after an evaluation":
         loop.evaluate()
+    if moment == "after a change":
+        loop.change_weights()
     # async_save's collectives run beside those of training.
     saving = getattr(dcp, how)(loop.state(), checkpoint_id=folder, process_group=dist.new_group(backend="gloo"))
     loop.train(STEPS)
@@ -102,28 +120,22 @@ def _resumed(folder: str, config: ZeroPPConfig, moment: str, how: str) -> bool:
         saving.result()
     dcp.load(again.state(), checkpoint_id=folder)
     again.train(STEPS)
-    return same(loop.bits(), again.bits())
+    return equal(loop.bits(), again.bits())
 
 
-LONG = pytest.mark.long
+@pytest.mark.parametrize("cases", [SOME, pytest.param(MORE, marks=pytest.mark.long)], ids=["some", "more"])
+def test_a_fresh_object_goes_on_to_the_same_bits(tmp_path, cases):
+    resumes = {", ".join(case): partial(_resumed, str(tmp_path / str(i)), *case) for i, case in enumerate(cases)}
+    for case, exact in run_in_turn(4, resumes).items():
+        assert exact == [True] * 4, case
 
 
-@pytest.mark.parametrize(
-    "name, moment, how",
-    [
-        ("everything", "after a step", "async_save"),
-        ("int8", "after an evaluation", "save"),
-        pytest.param("everything", "before anything", "save", marks=LONG),
-        pytest.param("everything", "after a step", "save", marks=LONG),
-        pytest.param("everything", "after an evaluation", "async_save", marks=LONG),
-        pytest.param("int8", "before anything", "async_save", marks=LONG),
-        pytest.param("int8", "after a step", "save", marks=LONG),
-        pytest.param("flat", "after a step", "async_save", marks=LONG),
-        pytest.param("flat", "after an evaluation", "save", marks=LONG),
-    ],
-)
-def test_a_fresh_object_goes_on_to_the_same_bits(tmp_path, name, moment, how):
-    assert run_ranks(4, _resumed, str(tmp_path), SETTINGS[name], moment, how) == [True] * 4
+KEYS = {
+    *(f"gradients/root/{key}" for key in ("inter.error", "inter.steps", "intra.error", "steps")),
+    *(f"gradients/root/element_scales.{key}" for key in ("exponents", "steps")),
+    *(f"weights/root/{key}" for key in ("checksum", "copies", "copies_dtype", "has_copies", "is_current", "versions")),
+    "optimizer_steps",
+}
 
 
 def _keys_and_shapes():
@@ -139,14 +151,16 @@ def _keys_and_shapes():
     return results
 
 
-def test_keys_and_shapes_are_there_from_the_start_and_of_one_rank_each():
-    of_ranks = run_ranks(4, _keys_and_shapes)
+def test_keys_and_shapes_are_there_from_the_start_and_of_one_rank_each(without_checkpoint):
+    of_ranks = without_checkpoint["keys"]
     for name in SETTINGS:
         for of_rank in of_ranks:
             first, *others = of_rank[name]
             assert first and all(other == first for other in others)
         keys = [key for of_rank in of_ranks for key in of_rank[name][0]]
         assert len(set(keys)) == len(keys)
+    keys = {key.partition("/")[2] for name in ("everything", "int8") for key in of_ranks[0][name][0]}
+    assert keys >= KEYS  # of checkpoints that are to be loaded
 
 
 def _on_other_settings(folder: str):
@@ -172,7 +186,7 @@ def _on_other_settings(folder: str):
     fresh = Loop(INT8_COPIES)
     dcp.load({"model": fresh.model.state_dict()}, checkpoint_id=folder)
     fresh.train(STEPS)
-    return message, warnings.messages[before:], same(loop.bits(), fresh.bits())
+    return message, warnings.messages[before:], equal(loop.bits(), fresh.bits())
 
 
 def test_state_of_other_ranks_or_settings_is_refused_by_name_or_left_out(tmp_path):
@@ -197,16 +211,6 @@ def _state_of_rank_0_alone():
     return warnings.messages, any(anew)
 
 
-def test_where_one_rank_has_no_state_all_begin_anew():
-    for rank, (warnings, has_any) in enumerate(run_ranks(4, _state_of_rank_0_alone)):
-        assert len(warnings) == (rank == 0) and not has_any
-
-
-@pytest.mark.parametrize("config", [ZeroPPConfig(), ZeroPPConfig(True, 2)])
-def test_settings_that_keep_nothing_have_no_state_and_miss_none(config):
-    assert run_ranks(4, _nothing_kept, config) == [[]] * 4
-
-
 def _nothing_kept(config):
     loop = Loop(config)
     loop.train(0)
@@ -214,3 +218,22 @@ def _nothing_kept(config):
     with CapturedWarnings() as warnings:
         loop.zeropp.load_state_dict({})
     return warnings.messages
+
+
+KEEP_NOTHING = {"off": ZeroPPConfig(), "no LoCo": ZeroPPConfig(True, 2)}
+
+
+@pytest.fixture(scope="module")
+def without_checkpoint():
+    functions = {name: partial(_nothing_kept, config) for name, config in KEEP_NOTHING.items()}
+    return run_in_turn(4, functions | {"keys": _keys_and_shapes, "rank 0 alone": _state_of_rank_0_alone})
+
+
+def test_where_one_rank_has_no_state_all_begin_anew(without_checkpoint):
+    for rank, (warnings, has_any) in enumerate(without_checkpoint["rank 0 alone"]):
+        assert len(warnings) == (rank == 0) and not has_any
+
+
+@pytest.mark.parametrize("name", KEEP_NOTHING)
+def test_settings_that_keep_nothing_have_no_state_and_miss_none(without_checkpoint, name):
+    assert without_checkpoint[name] == [[]] * 4

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import logging
+from functools import partial
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import fully_shard
 
-from megatron_zpp.zeropp import LoCoConfig, ZeroPPConfig, apply_zeropp
 from megatron_zpp.zeropp.reduce.reduce_scatter import warn_of_accumulation
-from tests.ranks import run_ranks
+from tests.ranks import run_in_turn
+from tests.zeropp.fsdp_model import CapturedWarnings
+from tests.zeropp.training_on_ranks import ALL_FLAGS, shard
 
-CONFIG = ZeroPPConfig(
-    quantized_weights=True, hpz_partition_size=2, quantized_gradients=True, loco=LoCoConfig(), gradient_block_size=32
-)
-MICRO_BATCHES, STEPS = 3, 4
+MICRO_BATCHES, STEPS = 3, 3
 IN_A_CLOSURE = "set_is_last_backward, in the optimizer's closure"  # as Lightning's Trainer runs the last
 SAID_BY = {
     "ZeRO++": lambda model, zeropp, is_last: zeropp.set_is_last_micro_batch(is_last),
@@ -35,17 +32,15 @@ SAID_BY = {
 
 def train(said_by):
     """Losses, bytes that this rank sent to another node in each step, and warnings."""
-    warnings = []
-    handler = logging.Handler()
-    handler.emit = lambda record: warnings.append(record.getMessage())
-    logging.getLogger("megatron_zpp.zeropp.reduce.reduce_scatter").addHandler(handler)
     warn_of_accumulation.cache_clear()
     torch.manual_seed(0)
-    model = nn.Sequential(*(nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32)) for _ in range(3)))
-    for block in model:
-        fully_shard(block)
-    fully_shard(model)
-    zeropp = apply_zeropp(model, CONFIG)
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32)) for _ in range(2)))
+    zeropp = shard(model, ALL_FLAGS, list(model))
+    with CapturedWarnings() as warnings:
+        return *_steps(model, zeropp, said_by), warnings.messages
+
+
+def _steps(model, zeropp, said_by):
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     generator, losses, sent = torch.Generator().manual_seed(dist.get_rank()), [], []
 
@@ -69,12 +64,12 @@ def train(said_by):
     if said_by == IN_A_CLOSURE:
         with pytest.raises(RuntimeError, match="had not crossed nodes"):
             optimizer.step(lambda: micro_batch(False))
-    return losses, sent, warnings
+    return losses, sent
 
 
 @pytest.fixture(scope="module")
 def trained():
-    return {said_by: run_ranks(4, train, said_by) for said_by in SAID_BY}
+    return run_in_turn(4, {said_by: partial(train, said_by) for said_by in SAID_BY})
 
 
 def test_fsdp2s_own_switch_means_what_ours_does(trained):

@@ -2,13 +2,14 @@
 
 import os
 from datetime import timedelta
+from functools import partial
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from megatron_zpp.zeropp.fsdp.topology import _ranks_per_node_of, build_topology
-from tests.ranks import run_ranks
+from tests.ranks import run_in_turn, run_ranks
 
 
 def test_equal_consecutive_nodes():
@@ -50,22 +51,36 @@ def _timeouts():
     return [each._get_backend(torch.device("cpu")).options._timeout for each in groups]
 
 
-def test_groups_wait_as_long_as_the_one_that_they_are_of():
-    assert run_ranks(4, _timeouts) == [[timedelta(seconds=123)] * 3] * 4
+def _refusal(ranks_per_node):
+    with pytest.raises(ValueError) as refusal:
+        _groups(ranks_per_node)
+    return str(refusal.value)
 
 
-def test_ranks_of_one_host_are_one_node_and_a_wrong_size_is_refused():
-    assert [groups[2] for groups in run_ranks(2, _groups, None)] == [[0, 1], [0, 1]]
-    with pytest.raises(RuntimeError, match="3 ranks per node do not divide the 2 data-parallel ranks"):
-        run_ranks(2, _groups, 3)
-
-
-def _groups_on_two_nodes(ranks_per_node):
+def _on_two_nodes(function, *args):
     os.environ["GROUP_RANK"] = str(dist.get_rank() // 2)  # as torchrun's agents number themselves
-    return _groups(ranks_per_node)
+    return function(*args)
 
 
-def test_a_node_size_beyond_the_node_is_refused():
-    assert [groups[2] for groups in run_ranks(4, _groups_on_two_nodes, 1)] == [[0], [1], [2], [3]]
-    with pytest.raises(RuntimeError, match="4 data-parallel ranks per node, but those from 0 on run on several"):
-        run_ranks(4, _groups_on_two_nodes, 4)
+@pytest.fixture(scope="module")
+def on_four_ranks():
+    functions = {"timeouts": _timeouts, "one host": partial(_groups, None), "3 per node": partial(_refusal, 3)}
+    functions["1 per node"] = partial(_on_two_nodes, _groups, 1)
+    functions["4 per node"] = partial(_on_two_nodes, _refusal, 4)
+    return run_in_turn(4, functions)
+
+
+def test_groups_wait_as_long_as_the_one_that_they_are_of(on_four_ranks):
+    assert on_four_ranks["timeouts"] == [[timedelta(seconds=123)] * 3] * 4
+
+
+def test_ranks_of_one_host_are_one_node_and_a_wrong_size_is_refused(on_four_ranks):
+    assert [groups[2] for groups in on_four_ranks["one host"]] == [[0, 1, 2, 3]] * 4
+    for message in on_four_ranks["3 per node"]:
+        assert "3 ranks per node do not divide the 4 data-parallel ranks" in message
+
+
+def test_a_node_size_beyond_the_node_is_refused(on_four_ranks):
+    assert [groups[2] for groups in on_four_ranks["1 per node"]] == [[0], [1], [2], [3]]
+    for message in on_four_ranks["4 per node"]:
+        assert "4 data-parallel ranks per node, but those from 0 on run on several" in message

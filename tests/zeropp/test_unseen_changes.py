@@ -10,34 +10,25 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from megatron_zpp.zeropp import ZeroPPConfig, apply_zeropp
 from megatron_zpp.zeropp.gather.unseen_changes import checksum
-from tests.ranks import run_ranks
+from tests.ranks import run_in_turn
+from tests.zeropp import training_on_ranks as on_ranks
 
 HPZ = ZeroPPConfig(hpz_partition_size=2)  # exact
 DIFFERENCES = ZeroPPConfig(hpz_partition_size=2, weight_difference_bits=4)
 X = torch.linspace(-1, 1, 2 * 12).view(2, 12)
 
 
-class Net(nn.Module):
+class Net(on_ranks.Net):
     """Two blocks on all ranks, one on pairs, and a head that belongs to the root; odd sizes and empty shards."""
 
     def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(12, 17), nn.GELU(), nn.Linear(17, 12)) for _ in range(3))
-        self.head = nn.Linear(12, 3)
-
-    def forward(self, x: torch.Tensor, block: int | None = None) -> torch.Tensor:
-        for i, of_block in enumerate(self.blocks):
-            if block in (None, i):
-                x = x + of_block(x)
-        return self.head(x)
+        super().__init__(width=12, hidden=17, outputs=3)
 
     def predict(self, x: torch.Tensor) -> torch.Tensor:
         return self.forward(x)
@@ -61,14 +52,13 @@ def build(config, **options):
 
 
 def step(model, optimizer):
-    model(X + dist.get_rank()).square().mean().backward()
-    optimizer.step()
-    optimizer.zero_grad()
+    on_ranks.step(model, optimizer, X + dist.get_rank())
 
 
+@torch.no_grad()
 def evaluate(model, **arguments):
-    with torch.no_grad():
-        return model(X, **arguments).clone()
+    """The outputs; what was gathered for them stays."""
+    return model(X, **arguments).clone()
 
 
 @torch.no_grad()
@@ -158,22 +148,16 @@ def swapped(config, reshard=True):
             torch._foreach_lerp_(average, list(model.parameters()), 0.5)
         if i == 1:
             outputs.append(evaluate(model))  # gathers before the swap
-            reshard_all(model)
+            on_ranks.reshard(model)
         kept = [p.detach().clone() for p in model.parameters()]
         for parameter, value in zip(model.parameters(), average, strict=True):
             parameter.data.copy_(value)
         with torch.inference_mode():
             outputs += [model(X).clone(), model(X).clone()]
-        reshard_all(model)
+        on_ranks.reshard(model)
         for parameter, value in zip(model.parameters(), kept, strict=True):
             parameter.data.copy_(value)
     return [*outputs, evaluate(model)]
-
-
-def reshard_all(model):
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()
 
 
 def parts(config):
@@ -182,11 +166,11 @@ def parts(config):
     outputs = [evaluate(model)]
     for block in (0, 1, 2, 0, 1):
         data(model)
-        outputs.append(evaluate(model, block=block))
+        outputs.append(evaluate(model, order=[block]))
     for _ in range(2):
         data(model.blocks)
         model.blocks[1].unshard()
-        outputs.append(evaluate(model, block=1))
+        outputs.append(evaluate(model, order=[1]))
     return outputs
 
 
@@ -210,7 +194,7 @@ def after_an_exception(config):
     with pytest.raises(ZeroDivisionError):
         evaluate(model)
     handle.remove()
-    reshard_all(model)
+    on_ranks.reshard(model)
     data(model)
     return [*outputs, evaluate(model)]
 
@@ -220,9 +204,7 @@ def while_accumulating(config):
     model, zeropp, optimizer = build(config)
     outputs = []
     for _ in range(2):
-        for is_last in (False, False, True):
-            if zeropp is not None:
-                zeropp.set_is_last_micro_batch(is_last)
+        for _ in on_ranks.micro_batches(zeropp, 3):
             loss = model(X).square().mean()
             loss.backward()
             data(model)  # the evaluation ends what a micro-batch knows of the one before
@@ -260,13 +242,13 @@ def _cases():
 
 
 @pytest.fixture(scope="module")
-def cases():
-    return run_ranks(4, _cases, timeout=400.0)
+def found():
+    return run_in_turn(4, {"cases": _cases, "looks": _looks}, timeout=400.0)
 
 
 @pytest.mark.parametrize("name", [*CASES, "differences"])
-def test_changed_weights_are_those_of_plain_fsdp2(cases, name):
-    for of_rank in cases:
+def test_changed_weights_are_those_of_plain_fsdp2(found, name):
+    for of_rank in found["cases"]:
         plain, ours = of_rank[name]
         assert len({output.sum().item() for output in plain}) > 1  # the changes make a difference
         assert [i for i, (p, q) in enumerate(zip(plain, ours, strict=True)) if not p.equal(q)] == []
@@ -293,9 +275,7 @@ def _looks():
             model, zeropp, optimizer = build(config)
             calls.clear()
             for _ in range(2):
-                for i in range(3):
-                    if tells:
-                        zeropp.set_is_last_micro_batch(i == 2)
+                for _ in on_ranks.micro_batches(zeropp if tells else None, 3):
                     model(X).sum().backward()
                 optimizer.step()
                 optimizer.zero_grad()
@@ -316,8 +296,8 @@ def _looks():
     return counts
 
 
-def test_training_takes_no_look_and_an_evaluation_one():
-    for rank, counts in enumerate(run_ranks(4, _looks)):
+def test_training_takes_no_look_and_an_evaluation_one(found):
+    for rank, counts in enumerate(found["looks"]):
         assert counts == {
             "all flags": 0,
             "all flags, untold": 0,  # every reduction counts as the step's

@@ -11,13 +11,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-from megatron_zpp.zeropp import LoCoConfig, ZeroPPConfig, apply_zeropp
+from megatron_zpp.zeropp import ZeroPPConfig, apply_zeropp
 from megatron_zpp.zeropp.emulation import emulate_zeropp
-from tests.ranks import run_ranks
+from tests.ranks import run_in_turn
 from tests.zeropp.fsdp_model import needs_unused_switch
+from tests.zeropp.training_on_ranks import ALL_FLAGS, HIERARCHY_ONLY, backward, equal
 
-EXACT = ZeroPPConfig(hpz_partition_size=2, quantized_gradients=True, gradient_bits=None, gradient_intra_bits=None)
-LOCO = ZeroPPConfig(True, 2, True, LoCoConfig(), weight_block_size=32, gradient_block_size=32)
 MICRO_BATCHES = 2
 
 
@@ -75,76 +74,61 @@ def in_one_process():
     return has_gradient, [p.detach() for p in model.parameters()]
 
 
-def shard(config=None, **options):
-    model = Net()
-    fully_shard(model.layer)
-    fully_shard(model)
-    return model, apply_zeropp(model, config, **options) if config is not None else None
-
-
-def on_real_ranks(config, finds=True):
-    model, zeropp = shard(config, find_unused_parameters=finds)
+def trained(model, zeropp, steps=range(5)):
+    """Who has a gradient in each step, the parameters at the end, and the traffic."""
     optimizer, has_gradient, traffic = optimizer_of(model), [], []
-    for step in range(5):
-        if step == 3:  # a step that is given up leaves no trace
+    for step in steps:
+        if step == 3 and len(zeropp.ranks) == 1:  # a step that is given up leaves no trace
             zeropp.set_is_last_micro_batch(False)
             loss_of(model, 0, 1, dist.get_rank()).backward()
             zeropp.undo_step()
             model.zero_grad()
-        for i in range(MICRO_BATCHES):
-            zeropp.set_is_last_micro_batch(i == MICRO_BATCHES - 1)
-            loss_of(model, step, i, dist.get_rank()).backward()
+        backward(zeropp, lambda *batch: loss_of(model, *batch), step, MICRO_BATCHES)
         has_gradient.append(finish_step(model, optimizer))
-        traffic.append(zeropp.traffic.take())
-    return has_gradient, [p.full_tensor().detach() for p in model.parameters()], traffic
+        traffic.append(zeropp.traffic.take() if zeropp is not None else None)
+    return has_gradient, [getattr(p, "full_tensor", lambda p=p: p)().detach() for p in model.parameters()], traffic
+
+
+def on_real_ranks(config, finds=True):
+    model = Net()
+    fully_shard(model.layer)
+    fully_shard(model)
+    if config is None:  # plain FSDP2, in steps in which all ranks use the same
+        return trained(model, None, steps=(0, 1, 4))
+    return trained(model, apply_zeropp(model, config, find_unused_parameters=finds))
 
 
 def emulated(config):
     model = Net()
-    emulation = emulate_zeropp(model, config, 2, 2, units=[model.layer], find_unused_parameters=True)
-    optimizer, has_gradient, traffic = optimizer_of(model), [], []
-    for step in range(5):
-        for i in range(MICRO_BATCHES):
-            emulation.set_is_last_micro_batch(i == MICRO_BATCHES - 1)
-            for rank, as_rank in enumerate(emulation.ranks):
-                with as_rank:
-                    loss_of(model, step, i, rank).backward()
-        has_gradient.append(finish_step(model, optimizer))
-        traffic.append(emulation.traffic.take())
-    return has_gradient, [p.detach() for p in model.parameters()], traffic
-
-
-def of_plain_fsdp2():
-    """Who has a gradient after steps in which all ranks used the same."""
-    model, _ = shard()
-    optimizer, has_gradient = optimizer_of(model), []
-    for step in (0, 1, 4):
-        for i in range(MICRO_BATCHES):
-            loss_of(model, step, i, dist.get_rank()).backward()
-        has_gradient.append(finish_step(model, optimizer))
-    return has_gradient
+    return trained(model, emulate_zeropp(model, config, 2, 2, units=[model.layer], find_unused_parameters=True))
 
 
 def _all():
-    return on_real_ranks(EXACT), on_real_ranks(EXACT, finds=False), on_real_ranks(LOCO), of_plain_fsdp2()
+    settings = (HIERARCHY_ONLY, True), (HIERARCHY_ONLY, False), (ALL_FLAGS, True), (None, False)
+    return [on_real_ranks(*each) for each in settings]
+
+
+@pytest.fixture(scope="module")
+def found():
+    return run_in_turn(4, {"trained": _all, "held back": _held_back_in_bf16})
 
 
 @needs_unused_switch
-def test_unused_parameters_are_as_in_one_process():
+def test_unused_parameters_are_as_in_one_process(found):
     has_gradient, expected = in_one_process()
     assert [row.count(False) for row in has_gradient] == [1, 5, 3, 1, 5]  # the frozen one; a layer or a head is two
-    results = run_ranks(4, _all)
-    for (exact, parameters, _), (told_nothing, _, _), _, plain in results:
+    results = found["trained"]
+    for (exact, parameters, _), (told_nothing, _, _), _, (plain, _, _) in results:
         assert exact == has_gradient
         assert told_nothing != has_gradient
         assert plain == [has_gradient[step] for step in (0, 1, 4)]
         for ours, one_process in zip(parameters, expected, strict=True):
             torch.testing.assert_close(ours, one_process, rtol=1e-4, atol=1e-5)
-    of_emulation, parameters, traffic = emulated(LOCO)
+    of_emulation, parameters, traffic = emulated(ALL_FLAGS)
     assert of_emulation == has_gradient
     for _, _, (real, real_parameters, _), _ in results:
         assert real == has_gradient
-        assert all(mine.equal(its) for mine, its in zip(parameters, real_parameters, strict=True))
+        assert equal(parameters, real_parameters)
     # Emulated ranks gather every unit in every pass, so only a step that uses all of them sends the same.
     assert traffic[0].inter_node == sum(loco[2][0].inter_node for _, _, loco, _ in results)
 
@@ -153,7 +137,7 @@ def held_back_in_bf16(heads):
     """Gradients in fp32 of two micro-batches, of which the first is held back on each rank, through these heads."""
     model, policy = Net(), MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     fully_shard(model, mp_policy=policy)
-    apply_zeropp(model, EXACT)
+    apply_zeropp(model, HIERARCHY_ONLY)
     for i, head in enumerate(heads):
         model.set_requires_gradient_sync(i == len(heads) - 1)
         x = torch.full((4, 24), 1.0 + i + dist.get_rank())
@@ -166,9 +150,8 @@ def _held_back_in_bf16():
 
 
 @needs_unused_switch
-def test_what_only_the_last_micro_batch_used_is_reduced_with_what_was_held_back():
+def test_what_only_the_last_micro_batch_used_is_reduced_with_what_was_held_back(found):
     """FSDP2 has sums of micro-batches in reduce_dtype, what came last in param_dtype, and refuses to reduce both."""
-    results = run_ranks(4, _held_back_in_bf16)
     for case, heads in enumerate(((0, 1), (0, 0))):
         model = Net().bfloat16()
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -181,7 +164,7 @@ def test_what_only_the_last_micro_batch_used_is_reduced_with_what_was_held_back(
                     if parameter.grad is not None:
                         total += parameter.grad.float() / 4
                 model.zero_grad()
-        for of_rank in results:
+        for of_rank in found["held back"]:
             for mine, its in zip(of_rank[case], expected, strict=True):
                 torch.testing.assert_close(mine, its, rtol=1e-6, atol=1e-6)
         assert expected[-1].any() == (heads == (0, 1))

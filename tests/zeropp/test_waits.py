@@ -1,21 +1,21 @@
 """Time that ranks wait for collectives: which of them, for how long, and under which name."""
 
 import random
+from functools import partial
 from types import SimpleNamespace
 from unittest.mock import patch
 
 import pytest
 import torch
 from torch import nn
-from torch.distributed.fsdp import fully_shard
 from torch.profiler import ProfilerActivity, profile
 
-from megatron_zpp.zeropp import ZeroPPConfig, apply_zeropp
+from megatron_zpp.zeropp import ZeroPPConfig
 from megatron_zpp.zeropp.fsdp import waits
 from megatron_zpp.zeropp.fsdp.waits import Waits, overlap
-from tests.ranks import run_ranks
+from tests.ranks import run_in_turn
+from tests.zeropp.training_on_ranks import ALL_FLAGS, shard
 
-ALL_FLAGS = ZeroPPConfig(quantized_weights=True, hpz_partition_size=2, quantized_gradients=True)
 UNITS, MICRO_BATCHES = 3, 2  # two layers and the root
 
 
@@ -23,9 +23,7 @@ def counted(config: ZeroPPConfig) -> tuple[list[tuple[float, float]], set[str]]:
     """Of four steps how often a rank waited within and between nodes, as each wait takes a second; and their names."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16), nn.Linear(16, 4))
-    for layer in (*model[:2], model):
-        fully_shard(layer)
-    zeropp = apply_zeropp(model, config)
+    zeropp = shard(model, config, model[:2])
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     assert zeropp.waits.take() == (0, 0)  # from here on
     taken, ticks = [], iter(range(10_000))
@@ -46,8 +44,17 @@ def counted(config: ZeroPPConfig) -> tuple[list[tuple[float, float]], set[str]]:
     return taken, seen
 
 
-def test_every_collective_is_waited_for_on_its_link():
-    taken, names = run_ranks(4, counted, ALL_FLAGS)[3]
+RANKS_PER_NODE = (2, 4)  # of a flat ring
+
+
+@pytest.fixture(scope="module")
+def on_ranks():
+    rings = {f"ring {size}": partial(counted, ZeroPPConfig(ranks_per_node=size)) for size in RANKS_PER_NODE}
+    return run_in_turn(4, rings | {"all flags": partial(counted, ALL_FLAGS)})
+
+
+def test_every_collective_is_waited_for_on_its_link(on_ranks):
+    taken, names = on_ranks["all flags"][3]
     # The root stays gathered from the forward to the backward pass.
     gathers = MICRO_BATCHES * (2 * UNITS - 1)
     assert taken == [(gathers + MICRO_BATCHES * UNITS, 2 * UNITS)] * 4
@@ -57,8 +64,8 @@ def test_every_collective_is_waited_for_on_its_link():
 
 
 @pytest.mark.parametrize(("ranks_per_node", "crosses"), [(2, True), (4, False)])
-def test_a_flat_ring_waits_for_its_slowest_link(ranks_per_node, crosses):
-    taken, names = run_ranks(4, counted, ZeroPPConfig(ranks_per_node=ranks_per_node))[0]
+def test_a_flat_ring_waits_for_its_slowest_link(on_ranks, ranks_per_node, crosses):
+    taken, names = on_ranks[f"ring {ranks_per_node}"][0]
     waited = MICRO_BATCHES * (2 * UNITS - 1 + UNITS)
     assert taken == [(0, waited) if crosses else (waited, 0)] * 4
     assert all(("between" in name) == crosses for name in names) and len(names) == 2 * UNITS

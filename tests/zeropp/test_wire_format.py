@@ -5,6 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_zpp.zeropp.wire import reference
 from megatron_zpp.zeropp.wire.format import WireFormat
 from megatron_zpp.zeropp.wire.layout import ParameterShard
 from tests.zeropp.oracle import Hop
@@ -19,7 +20,7 @@ def shards_like(parameters, num_shards, dtype, seed=0):
     return torch.randn(num_shards, numel, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=200)
 @given(
     numels=st.lists(st.tuples(st.integers(0, 700), st.booleans()), min_size=1, max_size=6),
     code=st.sampled_from(CODES),
@@ -27,23 +28,32 @@ def shards_like(parameters, num_shards, dtype, seed=0):
     block_size=st.sampled_from([8, 32, 128, 256, None]),
     dtype=st.sampled_from(DTYPES),
     num_shards=st.integers(1, 3),
-    share_of_zeros=st.sampled_from([0, 0.25, 0.6]),
+    share_of_zeros=st.sampled_from([0, 0.25, 0.6, 1]),
+    exponent=st.sampled_from([0, 0, 0, -149, -126, -100, -86, -85, -84, -62, -1, 60, 125]),
+    poison=st.sampled_from([None, None, torch.nan, torch.inf, -torch.inf]),
     noise_seed=st.sampled_from([None, 5]),
 )
 def test_decoding_gives_what_the_oracle_says_arrives(
-    numels, code, scale_dtype, block_size, dtype, num_shards, share_of_zeros, noise_seed
+    numels, code, scale_dtype, block_size, dtype, num_shards, share_of_zeros, exponent, poison, noise_seed
 ):
+    """By the compiled operators and by plain torch, of numbers of all sizes, zeros, NaN and Inf among them."""
     parameters = [ParameterShard(f"p{i}", numel, quantizable) for i, (numel, quantizable) in enumerate(numels)]
-    shards = shards_like(parameters, num_shards, dtype)
+    shards = shards_like(parameters, num_shards, torch.float64).mul(2.0**exponent).to(dtype)
     shards[torch.rand(shards.shape, generator=torch.Generator().manual_seed(1)) < share_of_zeros] = 0
+    if poison is not None and shards.numel() > 0:
+        shards[0, shards.shape[1] // 2] = poison
     wire_format = WireFormat(parameters, code[0], block_size, dtype, code[1], scale_dtype)
+    expected = Hop(parameters, code[0], block_size, dtype, code[1], scale_dtype).transmit_all(shards, noise_seed)
     wire = wire_format.encode(shards, noise_seed)
     assert wire.shape == (num_shards, wire_format.nbytes)
+    arrived = wire_format.decode(wire, out=torch.full(shards.shape, -1.0))
+    torch.testing.assert_close(arrived, expected, rtol=0, atol=0, equal_nan=True)
 
-    arrived = wire_format.decode(wire, out=torch.full(shards.shape, torch.nan))
-    hop = Hop(parameters, code[0], block_size, dtype, code[1], scale_dtype)
-    expected = hop.transmit_all(shards, noise_seed)
-    assert arrived.equal(expected)
+    in_plain_torch = torch.zeros_like(wire)
+    reference.encode(wire_format, shards, in_plain_torch, None, 1, None, noise_seed)
+    assert wire.equal(in_plain_torch)
+    reference.decode(wire_format, wire.unsqueeze(0), arrived.fill_(-1.0), accumulate=False)
+    torch.testing.assert_close(arrived, expected, rtol=0, atol=0, equal_nan=True)
 
 
 def test_every_part_of_a_wire_begins_at_16_bytes_and_small_neighbours_are_one_part():
@@ -75,15 +85,6 @@ def test_a_parameter_of_exactly_a_block_is_quantized():
     assert [(s.start, s.stop, s.block_size) for s in layout.quantized] == [(0, 8, 8)]
 
 
-def test_small_and_one_dimensional_parameters_are_exact():
-    parameters = [ParameterShard("weight", 512, True), ParameterShard("bias", 300, False), ParameterShard("w", 9, True)]
-    shards = shards_like(parameters, 2, torch.float32)
-    wire_format = WireFormat(parameters, 4, 128, torch.float32)
-    arrived = wire_format.decode(wire_format.encode(shards), out=torch.empty_like(shards))
-    assert not arrived[:, :512].equal(shards[:, :512])
-    assert arrived[:, 512:].equal(shards[:, 512:])
-
-
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_no_shard_costs_more_with_fewer_bits_or_larger_blocks(dtype):
     """4-bit weight differences in blocks of 2048 beside int8 weights in blocks of 256, and both beside none."""
@@ -100,22 +101,6 @@ def test_a_shard_smaller_than_a_block_is_one_block():
     parameters = [ParameterShard("weight", numel, True) for numel in (127, 128, 129, 32, 31)]
     sizes = [(s.stop - s.start, s.block_size) for s in WireFormat(parameters, 4, 128, torch.float32).quantized]
     assert sizes == [(127, 128), (128, 128), (129, 128), (32, 32)]
-    shards = shards_like(parameters, 2, torch.float32)
-    for block_size in (128, 2048):
-        own = WireFormat(parameters[3:4], 4, 32, torch.float32)
-        wire_format = WireFormat(parameters, 4, block_size, torch.float32)
-        arrived = wire_format.decode(wire_format.encode(shards), out=torch.empty_like(shards))
-        small = shards[:, 384:416]
-        assert arrived[:, 384:416].equal(own.decode(own.encode(small), out=torch.empty_like(small)))
-        assert arrived[:, 416:].equal(shards[:, 416:])
-
-
-def test_blocks_never_span_two_parameters():
-    """A huge parameter must not raise the scale of its small neighbour."""
-    parameters = [ParameterShard("huge", 130, True), ParameterShard("small", 130, True)]
-    shard = torch.cat([torch.full((130,), 1e6), torch.full((130,), 1e-3)]).unsqueeze(0)
-    wire_format = WireFormat(parameters, 4, 128, torch.float32)
-    torch.testing.assert_close(wire_format.decode(wire_format.encode(shard), out=torch.empty_like(shard)), shard)
 
 
 @pytest.mark.parametrize(
@@ -126,22 +111,3 @@ def test_bytes_per_element_include_the_scales(bits, block_size, expected):
     assert wire_format.nbytes / (1 << 20) == pytest.approx(expected, rel=1e-5)
     short = WireFormat(wire_format.parameters, bits, block_size, torch.bfloat16, scale_dtype=torch.bfloat16)
     assert short.nbytes / (1 << 20) == pytest.approx(expected - 2 / block_size, rel=1e-5)
-
-
-def test_strided_input_encodes_like_contiguous():
-    parameters = [ParameterShard("weight", 256, True), ParameterShard("bias", 5, False)]
-    gradients = torch.randn(3, 2, 261)  # [N, P, L]
-    wire_format = WireFormat(parameters, 4, 128, torch.float32)
-    assert wire_format.encode(gradients.transpose(0, 1)).equal(
-        wire_format.encode(gradients.transpose(0, 1).contiguous())
-    )
-
-
-def test_decode_sum_adds_in_peer_order():
-    parameters = [ParameterShard("weight", 64, True)]
-    wire_format = WireFormat(parameters, None, None, torch.float32)
-    peers = torch.randn(5, 2, 64)
-    expected = peers[0].clone()
-    for peer in peers[1:]:
-        expected += peer
-    assert wire_format.decode_sum(wire_format.encode(peers), out=torch.empty(2, 64)).equal(expected)

@@ -36,7 +36,9 @@ SPARE = {
     "on_stream: stream.wait_stream(current), called from _finish": (
         "what it adds to was written on the stream, or before the backward pass"
     ),
-    "on_stream: current.wait_stream(stream), called from _begin_forward_pass": "the root is gathered next, on the same stream",
+    "on_stream: current.wait_stream(stream), called from _begin_forward_pass": (
+        "the root is gathered next, on the same stream"
+    ),
     "on_stream: stream.wait_stream(current), called from load_state_dict": "the host has read whether all have a state",
 }
 
