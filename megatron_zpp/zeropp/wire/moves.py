@@ -30,8 +30,8 @@ from .reference import block_values
 
 CHUNK = 16384  # codes
 HEADER_BYTES = 12  # uint16 m1, m2; uint8 k of gaps, of gaps between the m2, of sizes, and 0; uint32 bytes
-# A block's scale is kept while its largest value is between these parts of what its codes can say; if not, it is made so
-# that the largest value is at FRESH.
+# A block keeps its scale while its largest value is between KEPT_FROM and 1 times what its codes can say. A new scale
+# puts the largest value at FRESH.
 KEPT_FROM, FRESH = 0.6, 0.9
 
 
