@@ -19,7 +19,11 @@ ALIGNED = ["-fsanitize=alignment", "-fsanitize-undefined-trap-on-error"]  # vect
 def cuda_on_cpu(tmp_path_factory):
     """The operators with the CUDA kernels, compiled for the CPU; see cuda_on_cpu/cuda_runtime.h."""
     library = tmp_path_factory.mktemp("cuda_on_cpu") / "kernels.so"
-    sources = [ROOT / "csrc" / "operators.cpp", HERE / "cuda_on_cpu" / "kernels.cpp"]
+    sources = [
+        ROOT / "csrc" / "operators.cpp",
+        ROOT / "csrc" / "cpu" / "moves.cpp",
+        HERE / "cuda_on_cpu" / "kernels.cpp",
+    ]
     includes = [f"-I{path}" for path in [HERE / "cuda_on_cpu", *cpp_extension.include_paths()]]
     flags = ["-std=c++20", "-O1", "-ffp-contract=off", "-fno-math-errno", "-fPIC", "-shared", "-Wno-unknown-pragmas"]
     flags += [*ALIGNED, "-U_FORTIFY_SOURCE"]  # whose longjmp takes another stack for a mistake
