@@ -12,7 +12,6 @@ sources, made on the first run.
 from __future__ import annotations
 
 import argparse
-import itertools
 import math
 import os
 import platform
@@ -199,11 +198,8 @@ def bytes_per_parameter(log: RunLog, flags: str, real_nodes: int | None = None) 
     # The last interval has no step that sends weights in full. Islands send in some steps of all.
     nodes = real_nodes or _last_number("--emulate-nodes", flags)
     megabytes = log.lines[-1][BETWEEN] / nodes
-    if "--zeropp-weight-moves" in flags:  # of which there are fewer and fewer; the first line is of one step
-        steps = [
-            after - before for before, after in itertools.pairwise([0, *(line["iteration"] for line in log.lines)])
-        ]
-        megabytes = statistics.fmean([line[BETWEEN] for line in log.lines], steps) / nodes
+    if "--zeropp-weight-moves" in flags:  # of which there are fewer and fewer
+        megabytes = log.mean(BETWEEN) / nodes
     if BETWEEN_ISLANDS in log.lines[-1]:
         megabytes += statistics.fmean(line[BETWEEN_ISLANDS] for line in log.lines) / _last_number("--islands", flags)
     return megabytes * 1e6 / log.num_parameters

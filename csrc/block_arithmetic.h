@@ -90,8 +90,9 @@ ZEROPP_INLINE uint32_t magnitude_of(float value) { return bits_of(value) & 0x7ff
 ZEROPP_INLINE bool is_finite(float value) { return magnitude_of(value) < 0x7f800000u; }
 
 // Short scales, bf16, are rounded up: then no value is beyond the largest code.
-ZEROPP_INLINE float scale_of(uint32_t largest_magnitude, int qmax, bool is_short) {
-  float scale = float_of(largest_magnitude) / float(qmax);
+// per_largest: the level that the largest value takes, qmax or less.
+ZEROPP_INLINE float scale_of(uint32_t largest_magnitude, float per_largest, bool is_short) {
+  float scale = float_of(largest_magnitude) / per_largest;
   if (is_short) scale = float_of((bits_of(scale) + 0xffffu) & 0xffff0000u);
   return largest_magnitude < 0x7f800000u && is_finite(scale) ? scale : float_of(0x7fc00000u);
 }

@@ -22,7 +22,8 @@ namespace zeropp::cpu {
 namespace {
 
 constexpr int64_t kChunk = 16384, kHeaderBytes = 12;
-constexpr float kKeptFrom = 0.6f, kFresh = 0.9f;
+constexpr float kKeptFrom = 0.6f;
+constexpr double kFresh = 0.9;
 
 // A run of codes in a wire buffer: those of a quantized segment, or unquantized values of 16 bits.
 struct Run {
@@ -33,6 +34,12 @@ struct Run {
   int64_t block_size;
   int64_t block;     // index of its first block
 };
+
+float read_scale(const uint8_t* at, int scale_bytes) {
+  uint32_t bits = 0;
+  memcpy(reinterpret_cast<uint8_t*>(&bits) + 4 - scale_bytes, at, scale_bytes);
+  return float_of(bits);
+}
 
 struct Layout {
   explicit Layout(const Format& format) : bits(format.bits), scale_bytes(format.scale_bytes) {
@@ -60,10 +67,7 @@ struct Layout {
   int64_t num_chunks() const { return (num_codes + kChunk - 1) / kChunk; }
 
   float scale_at(const uint8_t* wire, const Run& run, int64_t block) const {
-    const uint8_t* at = wire + run.scales + block * scale_bytes;
-    uint32_t bits = 0;
-    memcpy(scale_bytes == 4 ? reinterpret_cast<uint8_t*>(&bits) : reinterpret_cast<uint8_t*>(&bits) + 2, at, scale_bytes);
-    return float_of(bits);
+    return read_scale(wire + run.scales + block * scale_bytes, scale_bytes);
   }
 
   // Calls run_part(run, begin, end) for the codes [begin, end) of each run that are in a chunk.
@@ -369,7 +373,7 @@ void requantize_segment(const Format& format, const Segment& s, const void* valu
                         uint8_t* wire) {
   const int64_t size = s.block_size, blocks = (s.stop - s.start + size - 1) / size;
   const int qmax = qmax_of(format.bits);
-  const float per_largest = float(double(0.9) * qmax);
+  const float per_largest = float(kFresh * qmax);
   at::parallel_for(0, blocks, 64, [&](int64_t begin, int64_t end) {
     std::vector<float> block(size);
     std::vector<int8_t> codes(size);
@@ -378,14 +382,9 @@ void requantize_segment(const Format& format, const Segment& s, const void* valu
       read_values(values, type, first, count, block.data());
       std::fill(block.begin() + count, block.end(), 0.f);
       const uint32_t largest = largest_of(block.data(), size);
-      float scale = float_of(largest) / per_largest;
-      if (format.scale_bytes == 2) scale = float_of((bits_of(scale) + 0xffffu) & 0xffff0000u);
-      if (!is_finite(scale)) scale = float_of(0x7fc00000u);
+      float scale = scale_of(largest, per_largest, format.scale_bytes == 2);
       if (old != nullptr) {
-        uint32_t bits = 0;
-        memcpy(reinterpret_cast<uint8_t*>(&bits) + 4 - format.scale_bytes, old + s.scales + b * format.scale_bytes,
-               format.scale_bytes);
-        const float kept = float_of(bits), reach = kept * float(qmax), magnitude = float_of(largest);
+        const float kept = read_scale(old + s.scales + b * format.scale_bytes, format.scale_bytes), reach = kept * float(qmax), magnitude = float_of(largest);
         if (magnitude <= reach && magnitude >= kKeptFrom * reach) scale = kept;
       }
       if (scale > 0) quantize_block(block.data(), size, scale, float(qmax), codes.data());

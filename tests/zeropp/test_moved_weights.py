@@ -6,13 +6,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from megatron_zpp.zeropp import ZeroPPConfig, apply_zeropp
+from megatron_zpp.zeropp import ZeroPPConfig
 from megatron_zpp.zeropp.wire.format import WireFormat
 from megatron_zpp.zeropp.wire.layout import ParameterShard
 from megatron_zpp.zeropp.wire.moves import encode_moves, requantize
 from tests.ranks import run_ranks
+from tests.zeropp.training_on_ranks import shard, step
 
 LOSSLESS = ZeroPPConfig(hpz_partition_size=2, weight_moves=True)
 INT6 = ZeroPPConfig(
@@ -24,17 +25,15 @@ def model_and_optimizer(config):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(48, 80), nn.GELU(), nn.LayerNorm(80), nn.Linear(80, 48))
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    for module in (model[0], model):
-        fully_shard(module, mp_policy=policy)
-    zeropp = apply_zeropp(model, config)
+    zeropp = shard(model, config, [model[0]], mp_policy=policy)
     return model, zeropp, torch.optim.AdamW(model.parameters(), lr=3e-3)
 
 
 def losses_and_bytes(config, steps):
     model, zeropp, optimizer = model_and_optimizer(config)
     losses, sent = [], []
-    for step in range(steps):
-        inputs = torch.randn(8, 48, generator=torch.Generator().manual_seed(10 * step + dist.get_rank()))
+    for i in range(steps):
+        inputs = torch.randn(8, 48, generator=torch.Generator().manual_seed(10 * i + dist.get_rank()))
         loss = (model(inputs) - inputs).square().mean()
         loss.backward()
         optimizer.step()
@@ -54,12 +53,10 @@ def test_moved_bits_train_as_fsdp2_does_to_the_bit(steps):
 
 
 def weights_of_every_rank(config, change):
-    """The weights that each rank computes with after ``change``, and what one row of codes makes of its own shard."""
+    """The weights that each rank computes with after ``change``, and the fp32 masters that they are of."""
     model, zeropp, optimizer = model_and_optimizer(config)
-    for step in range(3):
-        model(torch.randn(4, 48, generator=torch.Generator().manual_seed(step))).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    for i in range(3):
+        step(model, optimizer, torch.randn(4, 48, generator=torch.Generator().manual_seed(i)))
     change(model, optimizer)
     model(torch.ones(1, 48))
     seen = []

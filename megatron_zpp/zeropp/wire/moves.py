@@ -25,7 +25,7 @@ from torch import Tensor
 
 from . import kernels
 from .layout import Segment, WireLayout
-from .quantization import as_sent, pack_bits, unpack_bits
+from .quantization import absmax_scales, as_sent, pack_bits, quantize_by, unpack_bits
 from .reference import block_values
 
 CHUNK = 16384  # codes
@@ -48,15 +48,12 @@ def requantize(format: WireLayout, values: Tensor, old: Tensor | None) -> Tensor
         assert format.code is not None
         blocks = block_values(segment, values).float()  # [..., blocks, B]
         largest, qmax = blocks.abs().amax(dim=-1), format.code.qmax
-        scales = largest / largest.new_full((), FRESH * qmax)
-        if format.code.scale_dtype == torch.bfloat16:  # up, so that no value is beyond the largest code
-            scales = (scales.view(torch.int32) + 0xFFFF).bitwise_and_(-0x10000).view(torch.float32)
-        scales = as_sent(torch.where(scales.isfinite(), scales, torch.nan), format.code)
+        scales = as_sent(absmax_scales(largest, format.code, FRESH * qmax), format.code)
         if old is not None:
             kept = _scales(format, segment, old)
             reach = kept.float() * qmax
             scales = torch.where((largest <= reach) & (largest >= KEPT_FROM * reach), kept, scales)
-        codes = (blocks / scales.float().unsqueeze(-1)).round_().nan_to_num_(0.0).clamp_(-qmax, qmax).to(torch.int8)
+        codes = quantize_by(blocks, scales.float(), format.code)
         wire[..., segment.codes] = pack_bits(codes, format.code.bits).flatten(-2)
         wire[..., segment.scales] = scales.view(torch.uint8)
     for segment in format.unquantized:

@@ -77,14 +77,24 @@ def quantize_blocks(
     absmax = values.abs().amax(dim=-1)
     if code.is_mean:
         return _quantize_by_mean(values, absmax, code, uniform, sizes)
-    scales = absmax / absmax.new_full((), code.qmax)  # by a tensor: CUDA divides by a number through its reciprocal
+    scales = absmax_scales(absmax, code, code.qmax)
+    return quantize_by(values, scales, code, uniform), as_sent(scales, code)
+
+
+def absmax_scales(absmax: Tensor, code: Code, level: float) -> Tensor:
+    """Return the fp32 scales with which the largest values ``absmax`` of blocks are at this level, qmax or less."""
+    scales = absmax / absmax.new_full((), level)  # by a tensor: CUDA divides by a number through its reciprocal
     if code.scale_dtype == torch.bfloat16:  # up, so that no value is beyond the largest code
         scales = (scales.view(torch.int32) + 0xFFFF).bitwise_and_(-0x10000).view(torch.float32)
-    scales = torch.where(scales.isfinite(), scales, torch.nan)
+    return torch.where(scales.isfinite(), scales, torch.nan)
+
+
+def quantize_by(values: Tensor, scales: Tensor, code: Code, uniform: Tensor | None = None) -> Tensor:
+    """Round fp32 blocks [..., B] to codes int8 [..., B] of fp32 ``scales`` [...], with code absmax."""
     # 0 / 0 and NaN become code 0; the scale tells the two apart. Denormal scales are inexact, hence the clamp.
     steps = values / scales.unsqueeze(-1)  # and in place from here on: fresh memory is what costs on a CPU
     steps = steps.round_() if uniform is None else steps.add_(uniform).floor_()
-    return steps.nan_to_num_(0.0).clamp_(-code.qmax, code.qmax).to(torch.int8), as_sent(scales, code)
+    return steps.nan_to_num_(0.0).clamp_(-code.qmax, code.qmax).to(torch.int8)
 
 
 def _quantize_by_mean(
