@@ -88,7 +88,13 @@ def _comparable(zeropp_layout: dict[str, Any] | None) -> Any:
         return zeropp_layout
     config = dataclasses.asdict(ZeroPPConfig()) | config
     # None of these changes what the saved state means.
-    stateless = {"seed", "gradient_bits_warmup", "weight_difference_bits_warmup"}
+    stateless = {"seed", "gradient_bits_warmup"}
+    # Settings that are gone, where they were left out.
+    stateless |= {
+        name
+        for name, value in config.items()
+        if name.startswith("weight_difference") and not config["weight_difference_bits"]
+    }
     config = {name: value for name, value in config.items() if name not in stateless}
     if isinstance(loco := config["loco"], dict):
         config["loco"] = {name: value for name, value in loco.items() if name != "exact_undo"}

@@ -57,9 +57,9 @@ def _train(argv: list[str]) -> tuple[str, Metrics]:
 
 
 EVERYTHING = (
-    "--zero-hpz-partition-size 2 --zero-quantized-weights --zeropp-weight-difference-bits 4 "
+    "--zero-hpz-partition-size 2 --zero-quantized-weights --zeropp-weight-moves "
     "--zero-quantized-gradients --zeropp-gradient-rounding stochastic --zeropp-loco --zeropp-loco-hops both "
-    "--zeropp-gradient-bits-warmup 2:8 --zeropp-weight-difference-bits-warmup 4:8"
+    "--zeropp-gradient-bits-warmup 2:8"
 )
 
 
@@ -114,7 +114,7 @@ def test_state_from_before_a_setting_came_is_taken_over(data, tmp_path):
 
     def as_earlier(meta: dict) -> None:
         config = meta["zeropp"]["config"]
-        for name in ("gradient_bits_warmup", "weight_difference_bits_warmup", "scale_dtype"):
+        for name in ("gradient_bits_warmup", "weight_moves", "scale_dtype"):
             del config[name]
         del config["loco"]["exact_undo"]
         config["seed"] = 0  # whatever --seed was

@@ -24,7 +24,7 @@ from tests.training.small_run import SHAPE, Metrics, flags, start, write_text
 
 ZEROPP = (
     "--zero-quantized-weights --zero-quantized-gradients --zero-hpz-partition-size 2 --zeropp-loco "
-    "--zeropp-weight-difference-bits 4"
+    "--zeropp-weight-moves"
 )
 GIVEN = "tests.families.toy:TOY"
 

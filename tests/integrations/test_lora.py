@@ -9,7 +9,7 @@ from tests.training.small_run import torchrun
 pytestmark = pytest.mark.integrations
 
 
-@pytest.mark.parametrize("words", ["--weight-bits 4", "--weight-bits 8 --difference-bits 4"])
+@pytest.mark.parametrize("words", ["--weight-bits 4", "--weight-bits 8 --moves"])
 def test_little_more_than_the_adapters_crosses_nodes(words):
     process = torchrun(4, words.split(), script="examples/library/lora.py")
     out, err = process.communicate(timeout=240)

@@ -54,7 +54,7 @@ SIGMOID = (
 )
 QUANTIZED = (
     "--bf16 --zero-quantized-weights --zero-quantized-gradients --zero-hpz-partition-size 2 --zeropp-loco "
-    "--zeropp-weight-difference-bits 4"
+    "--zeropp-weight-moves"
 )
 LOSSES = ("load balancing loss", "router z-loss")
 

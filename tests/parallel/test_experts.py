@@ -25,7 +25,7 @@ CAPACITY = "--moe-expert-capacity-factor 1.0"
 UNQUANTIZED = "--zero-quantized-gradients --zeropp-gradient-bits 0 --zeropp-gradient-intra-bits 0"
 QUANTIZED = (
     "--bf16 --zero-quantized-weights --zero-quantized-gradients --zero-hpz-partition-size 2 --zeropp-loco "
-    "--zeropp-weight-difference-bits 4"
+    "--zeropp-weight-moves"
 )
 ON_ONE = {"": "", "recomputed": "--recompute-granularity full", "emulated": "--emulate-ranks 4 --emulate-nodes 2"}
 ON_FOUR = {

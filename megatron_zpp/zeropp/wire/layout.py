@@ -140,6 +140,16 @@ class WireLayout:
         return table
 
 
+@dataclass(frozen=True)
+class KeptScales:
+    """Blocks keep the scales that they have in the buffers ``wire``, uint8 [..., nbytes], while they fit (moves.py).
+
+    None: none has one yet.
+    """
+
+    wire: Tensor | None
+
+
 @dataclass
 class Compensation:
     """LoCo's part of an encoding: the error e that is added to the values, and where the new one goes.
@@ -181,8 +191,3 @@ def encoded_addend(format: WireLayout, wires: Tensor | None) -> Compensation:
     It is LoCo's compensation by an error that is left as it is.
     """
     return Compensation(format, error=wires, new_error=None, beta=0.0, decay=1.0)
-
-
-def can_be_addend(format: WireLayout) -> bool:
-    """Whether the operators of csrc/ add it so: in the forms that LoCo's errors have."""
-    return format.code is None or (format.bits == 8 and format.code.scale_dtype == torch.float32)
