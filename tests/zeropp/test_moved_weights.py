@@ -13,6 +13,7 @@ from megatron_zpp.zeropp.wire.format import WireFormat
 from megatron_zpp.zeropp.wire.layout import KeptScales, ParameterShard
 from megatron_zpp.zeropp.wire.moves import encode_moves
 from tests.ranks import run_ranks
+from tests.training.small_run import ROOT, flags, torchrun, train_each, write_text
 from tests.zeropp.training_on_ranks import shard, step
 
 LOSSLESS = ZeroPPConfig(hpz_partition_size=2, weight_moves=True)
@@ -119,3 +120,34 @@ def test_a_jump_takes_no_more_than_the_codes_in_full():
 def test_what_moves_cannot_be_is_refused(settings):
     with pytest.raises(ValueError, match="weight_moves"):
         ZeroPPConfig(**dict(quantized_weights=True, hpz_partition_size=2, weight_moves=True) | settings)
+
+
+KILLED = """
+import os, signal
+if os.environ.get("RANK") == "1":
+    from megatron_zpp.zeropp.gather import all_gather
+    receive, calls = all_gather.HierarchicalAllGather._receive, [0]
+    def killed(self, shard):
+        calls[0] += self._sent.are_moves
+        if calls[0] == 12:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return receive(self, shard)
+    all_gather.HierarchicalAllGather._receive = killed
+"""
+
+
+@pytest.mark.long
+def test_a_rank_that_is_killed_between_encoding_and_applying_leaves_nobody_behind(tmp_path):
+    """The others end too; a run that goes on from the last checkpoint has the losses of one that was not killed."""
+    data = write_text(tmp_path / "data")
+    zeropp = "--zero-quantized-weights --zero-hpz-partition-size 2 --zeropp-weight-moves --global-batch-size 4"
+    save = f"--save {tmp_path / 'run'} --save-interval 2 --no-async-save"
+    length = "--train-iters 8"
+    expected = run_ranks(4, train_each, {"": flags(data, zeropp, length=length)})[0][""]["lm loss"]
+    (tmp_path / "sitecustomize.py").write_text(KILLED)
+    process = torchrun(4, flags(data, zeropp, save, length=length), warm=False, PYTHONPATH=f"{tmp_path}:{ROOT}")
+    _, err = process.communicate(timeout=240)
+    assert process.returncode == 1 and "exitcode  : -9" in err, err[-3000:]
+    resumed = flags(data, zeropp, f"--load {tmp_path / 'run'}", length=length)
+    losses = run_ranks(4, train_each, {"": resumed})[0][""]["lm loss"]
+    assert 0 < len(losses) < 8 and losses == expected[-len(losses) :]
