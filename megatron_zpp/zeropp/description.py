@@ -165,7 +165,7 @@ def warn(config: ZeroPPConfig, units: Sequence[Unit], layouts: Sequence[RankLayo
 
 
 def _has_unquantized_matrix(config: ZeroPPConfig, unit: Unit) -> bool:
-    """Whether a rank's shard of some matrix is too small for the blocks that would quantize it."""
+    """Return whether a rank's shard of some matrix is too small for the blocks that would quantize it."""
     block_sizes = []
     if config.quantized_weights:
         block_sizes.append(config.weight_block_size)

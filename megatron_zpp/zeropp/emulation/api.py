@@ -182,7 +182,7 @@ class EmulatedZeroPP(ZeroPPInterface):
             reduce_scatter.drop_sent()
 
     def quantization_errors(self) -> dict[str, float]:
-        """What the emulated ranks sampled since the last call."""
+        """Return what the emulated ranks sampled since the last call."""
         return self.shared.monitor.take({})
 
     def matrix_blocks(

@@ -58,7 +58,7 @@ class EmulatedAllGather:
         self._arrived = True
 
     def _look(self) -> bool:
-        """Whether some rank's shard is another than that which went between nodes, where nothing says so."""
+        """Return whether some rank's shard has changed since it was sent, although nothing says so."""
         if not self._checksums[0]:
             return False
         for layout in self.layouts:
@@ -87,7 +87,7 @@ class EmulatedAllGather:
         self.unit.receive(arrived, part)
 
     def _gather_between_nodes(self, shards: Tensor, part: UnitPart) -> Tensor:
-        """A part of all ranks' shards [W, L] as it arrives on other nodes, [W, l]."""
+        """Return a part of all ranks' shards [W, L] as it arrives on other nodes, [W, l]."""
         if self._has_secondary:
             for shard, of_parts in zip(shards, self._checksums, strict=True):
                 if part.is_whole:
@@ -105,7 +105,7 @@ class EmulatedAllGather:
         return format.decode(wires, out=shards)
 
     def _move(self, shards: Tensor, part: UnitPart) -> Tensor:
-        """A part of all ranks' shards [W, l] as its codes, kept in ``rows``, say it."""
+        """Return a part of all ranks' shards [W, l] as its codes say it, which ``rows`` keeps."""
         format, num_nodes = self.formats.weights(part, shards.dtype), self.layouts[0].num_nodes
         old = self.encoder.copies_of(part, self.rows, shards.dtype) if self.rows is not None else None
         wires = format.encode(shards, kept=KeptScales(old))  # [W, nbytes]
@@ -122,7 +122,7 @@ class EmulatedAllGather:
         return format.decode(wires, out=torch.empty_like(shards))
 
     def is_gathered(self, rank: int) -> bool:
-        """Whether the rank's next forward pass gathers; FSDP2 does not when the last one has left the weights whole."""
+        """Return whether the rank's next forward pass gathers: not if the last one left the weights gathered."""
         return not self._unsharded[rank]
 
     def count(self, rank: int, trained: bool, is_last_micro_batch: bool) -> None:
@@ -242,7 +242,7 @@ class EmulatedReduceScatter:
             self._used = set()
 
     def _add_quantized(self, rank: int, gradients: Tensor) -> Tensor | None:
-        """The sums over all ranks fp32 [W, L], when all have sent their last gradients [W, L]."""
+        """Return the sums over all ranks fp32 [W, L], when all have sent their last gradients [W, L]."""
         layout = self.layouts[rank]
         num_nodes, ranks_per_node = layout.num_nodes, layout.ranks_per_node
         own = self.hops[rank].begin(self.unit.trainable, gradients.view(num_nodes, ranks_per_node, -1))  # [P, N, L]
@@ -296,7 +296,7 @@ class EmulatedReduceScatter:
 
 
 def divisors(reduce_dtype: torch.dtype, world_size: int) -> tuple[float | None, float | None]:
-    """What FSDP2 divides gradients by before and after it adds them up; None, None: the sum is averaged at once."""
+    """Return what FSDP2 divides gradients by before and after it adds them up; None, None: it averages the sum at once."""
     if reduce_dtype in (torch.float32, torch.bfloat16):
         return None, None
     before = 1.0  # about the root of the number of ranks, so that fp16 neither overflows nor underflows

@@ -219,7 +219,7 @@ class Unit:
         return tuple(part for part in self.parts if not gathered_again.issuperset(part.indices))
 
     def keeps_copies(self, changed: set[int]) -> bool:
-        """Whether these changes are at most an optimizer step away from what was gathered.
+        """Return whether these changes are at most an optimizer step away from what was gathered.
 
         Most codes of what a program writes by itself have moved.
         """

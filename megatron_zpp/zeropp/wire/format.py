@@ -21,7 +21,7 @@ def wire_format(
     scaling: str | None = None,
     scale_dtype: torch.dtype = torch.float32,
 ) -> WireFormat:
-    """The WireFormat of these arguments, made once."""
+    """Return the WireFormat of these arguments, made once."""
     return WireFormat(parameters, bits, block_size, dtype, scaling, scale_dtype)
 
 
@@ -112,7 +112,7 @@ class WireFormat(WireLayout):
         return torch.empty(*rows, self.nbytes, dtype=torch.uint8, device=device)
 
     def _has_kernels(self, device: torch.device, dtype: torch.dtype, addend: Tensor | None = None) -> bool:
-        """Whether the operators take wires of this format together with numbers in ``dtype`` and an addend."""
+        """Return whether the operators take wires of this format together with numbers in ``dtype`` and an addend."""
         types = kernels.TYPES
         takes = self.is_compiled and dtype in types and (addend is None or addend.dtype in types)
         return takes and kernels.why_not_on(device) is None

@@ -82,7 +82,7 @@ def _chunks(codes: Tensor) -> Sequence[Tensor]:
 
 
 def _encode_chunk(moved: Tensor) -> tuple[Tensor, Tensor]:
-    """The header and the bytes of a chunk of moves int32 [up to CHUNK]."""
+    """Return the header and the bytes of a chunk of moves int32 [up to CHUNK]."""
     positions = moved.nonzero().flatten()
     sizes = moved[positions].abs() - 1
     further = sizes.nonzero().flatten()
@@ -112,7 +112,7 @@ def _gaps(positions: Tensor) -> Tensor:
 
 
 def _rice_parameter(values: Tensor) -> int:
-    """The best k for a geometric distribution of the same mean, to a few percent (Kiely 2004)."""
+    """Return the best k for a geometric distribution of the same mean, to a few percent (Kiely 2004)."""
     middle = (2 * int(values.sum()) + len(values)) * 77 // (160 * max(1, len(values)))
     return max(0, middle.bit_length() - 1)
 
@@ -126,7 +126,7 @@ def _rice(values: Tensor, k: int) -> Tensor:
 
 
 def _unrice(body: Tensor, count: int, k: int) -> tuple[Tensor, Tensor]:
-    """``count`` values, and the bytes after them."""
+    """Return ``count`` values, and the bytes after them."""
     if count == 0:
         return torch.zeros(0, dtype=torch.int64, device=body.device), body
     ends = _unpack(body).nonzero().flatten()[:count]
@@ -160,7 +160,7 @@ def _all_scales(format: WireLayout, wire: Tensor) -> Tensor:
 
 
 def _changed_scales(format: WireLayout, old: Tensor, new: Tensor) -> tuple[Tensor, Tensor]:
-    """Whether each block's scale changed, bool [blocks], and the new ones."""
+    """Return whether each block's scale changed, bool [blocks], and the new ones."""
     before, scales = _all_scales(format, old), _all_scales(format, new)
     as_bits = torch.int32 if scales.itemsize == 4 else torch.int16  # NaN equals itself
     return before.view(as_bits) != scales.view(as_bits), scales
@@ -172,7 +172,7 @@ def _raw(format: WireLayout, wire: Tensor) -> list[Tensor]:
 
 
 def _codes(format: WireLayout, wire: Tensor) -> Tensor:
-    """All codes in a wire buffer uint8 [nbytes], and unquantized values of 16 bits as integers: int32 [n]."""
+    """Return all codes in a wire buffer uint8 [nbytes], and unquantized values of 16 bits as integers: int32 [n]."""
     parts = [torch.zeros(0, dtype=torch.int32, device=wire.device)]
     for segment in format.quantized:
         assert format.code is not None
@@ -185,7 +185,7 @@ def _codes(format: WireLayout, wire: Tensor) -> Tensor:
 
 
 def _predicted(format: WireLayout, wire: Tensor, scales: Tensor) -> Tensor:
-    """The codes in a wire buffer as codes of other scales, one for each block: int32 [n]."""
+    """Predict the codes in a wire buffer as codes of other scales, one for each block: int32 [n]."""
     codes, start, block = _codes(format, wire), 0, 0
     for segment in format.quantized:
         assert format.code is not None

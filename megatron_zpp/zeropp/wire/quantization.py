@@ -139,14 +139,14 @@ def dequantize_blocks(codes: Tensor, scales: Tensor, code: Code) -> Tensor:
 
 
 def count_largest(codes: Tensor, scales: Tensor, code: Code) -> Tensor:
-    """The number of codes int8 [..., B] that stand for one of the two outermost levels of their block."""
+    """Count the codes int8 [..., B] that stand for one of the two outermost levels of their block."""
     has_half_steps = scales > 0 if code.is_mean else torch.zeros_like(scales, dtype=torch.bool)
     lowest = torch.where(has_half_steps, -code.qmax - 1, -code.qmax)
     return ((codes == code.qmax) | (codes == lowest.unsqueeze(-1))).sum()
 
 
 def mix_seed(*parts: int | str) -> int:
-    """One 32-bit seed from whatever tells one draw from another."""
+    """Mix one 32-bit seed from whatever tells one draw from another."""
     return zlib.crc32(repr(parts).encode())
 
 
@@ -213,7 +213,7 @@ def _as_words(values: Tensor, bits: int) -> Tensor:
 
 
 def _word(bits: int) -> tuple[int, int]:
-    """The smallest run of whole bytes that holds whole codes: (codes, bytes)."""
+    """Return the smallest run of whole bytes that holds whole codes: (codes, bytes)."""
     total = math.lcm(bits, 8)
     return total // bits, total // 8
 

@@ -120,13 +120,13 @@ def _read(format: WireLayout, wire: Tensor, out: Tensor) -> Tensor:
 
 
 def codes_and_scales(format: WireLayout, segment: Segment, wire: Tensor) -> tuple[Tensor, Tensor]:
-    """A segment's codes int8 [..., num_blocks, block_size] and scales [..., num_blocks], of a buffer [..., nbytes]."""
+    """Read a segment's codes int8 [..., num_blocks, block_size] and scales [..., num_blocks] in a buffer [..., nbytes]."""
     assert format.code is not None
     packed = wire[..., segment.codes].unflatten(-1, (segment.num_blocks, -1))
     return unpack_bits(packed, format.code.bits), wire[..., segment.scales].view(format.code.scale_dtype)
 
 
 def block_values(segment: Segment, values: Tensor, padding: float = 0) -> Tensor:
-    """A segment of values [..., L] as blocks [..., num_blocks, block_size], the last one padded."""
+    """Cut a segment of values [..., L] into blocks [..., num_blocks, block_size], the last one padded."""
     padded = F.pad(values[..., segment.start : segment.stop], (0, segment.padding), value=padding)
     return padded.unflatten(-1, (segment.num_blocks, segment.block_size))
