@@ -296,7 +296,7 @@ class EmulatedReduceScatter:
 
 
 def divisors(reduce_dtype: torch.dtype, world_size: int) -> tuple[float | None, float | None]:
-    """Return what FSDP2 divides gradients by before and after it adds them up; None, None: it averages the sum at once."""
+    """Return what FSDP2 divides gradients by before and after it adds them up; None, None: it averages at once."""
     if reduce_dtype in (torch.float32, torch.bfloat16):
         return None, None
     before = 1.0  # about the root of the number of ranks, so that fp16 neither overflows nor underflows

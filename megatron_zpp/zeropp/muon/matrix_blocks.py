@@ -93,7 +93,7 @@ class MatrixPlan:
         return rows.stop - rows.start, self.shapes[matrix][1]
 
     def flatten(self, shards: Sequence[Tensor]) -> Tensor:
-        """Join this rank's rows of all matrices, given in the order of the shapes: [L], padded, in the order of owners."""
+        """Join this rank's rows of all matrices, which are in the order of the shapes: [L], padded, by owners."""
         flat = shards[0].new_zeros(sum(self.numels))
         for part, i in zip(flat.split([self.numels[i] for i in self.order]), self.order, strict=True):
             part[: shards[i].numel()] = shards[i].reshape(-1)
@@ -141,7 +141,7 @@ class MatrixBlocks:
     def gather(
         self, shards: Sequence[Tensor], shapes: Sequence[torch.Size], wire: MomentumWire | None = None
     ) -> GatheredRows | None:
-        """Gather the rows of all nodes for ``orthogonalized``; None if there is one node. wire: instead of the usual one."""
+        """Gather the rows of all nodes for ``orthogonalized``; None: there is one node. wire: replaces the usual one."""
         if self.topology.num_nodes == 1:
             return None
         plan = MatrixPlan(shapes, self.topology)
@@ -164,7 +164,7 @@ class MatrixBlocks:
         gathered: GatheredRows | None = None,
         is_stale: bool = False,
     ) -> list[Tensor]:
-        """Orthogonalize matrices of ``shapes``, whose rows of this rank are ``shards``; return its rows of the results, fp32.
+        """Orthogonalize matrices of ``shapes``; return this rank's rows of the results, fp32, as ``shards`` are its rows.
 
         gathered: what whole matrices are made of; None: each node's block by itself. is_stale: it came in an earlier
         step, and this node puts the rows of now into it.
@@ -209,7 +209,7 @@ class MatrixBlocks:
 
 
 def _owners(shapes: Sequence[torch.Size], ranks: int) -> list[int]:
-    """Assign each matrix to the local rank that orthogonalizes it: most work first, to the rank with the least so far."""
+    """Assign each matrix to a local rank that orthogonalizes it: most work first, to the rank with least so far."""
     work, owners = [0] * ranks, [0] * len(shapes)
     cost = [math.prod(shape) * min(shape) for shape in shapes]
     for i in sorted(range(len(shapes)), key=lambda i: -cost[i]):

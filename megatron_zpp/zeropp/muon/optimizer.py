@@ -184,7 +184,7 @@ class Muon(torch.optim.AdamW):
         self._gathered.clear()
 
     def _update_of(self, matrix: Tensor) -> Tensor:
-        """Move this rank's rows of the momentum by the gradient, and return them; with Nesterov's, those of the next one."""
+        """Move this rank's rows of the momentum by the gradient; return them, or with Nesterov's those of the next."""
         assert matrix.grad is not None
         state = self.state[matrix]
         if not state:

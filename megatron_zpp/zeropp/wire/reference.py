@@ -120,7 +120,7 @@ def _read(format: WireLayout, wire: Tensor, out: Tensor) -> Tensor:
 
 
 def codes_and_scales(format: WireLayout, segment: Segment, wire: Tensor) -> tuple[Tensor, Tensor]:
-    """Read a segment's codes int8 [..., num_blocks, block_size] and scales [..., num_blocks] in a buffer [..., nbytes]."""
+    """Read a segment's codes int8 [..., num_blocks, block_size] and scales [..., num_blocks] in [..., nbytes]."""
     assert format.code is not None
     packed = wire[..., segment.codes].unflatten(-1, (segment.num_blocks, -1))
     return unpack_bits(packed, format.code.bits), wire[..., segment.scales].view(format.code.scale_dtype)
