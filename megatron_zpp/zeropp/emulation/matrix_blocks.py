@@ -22,7 +22,7 @@ class EmulatedMatrixBlocks:
     def gather(
         self, shards: Sequence[Tensor], shapes: Sequence[torch.Size], wire: MomentumWire | None = None
     ) -> list[Tensor] | None:
-        """Do ``MatrixBlocks.gather``. Shards are whole here; returns matrices as they arrive on other nodes, in bf16."""
+        """Do ``MatrixBlocks.gather``. Shards are whole here; returns matrices as they arrive elsewhere, in bf16."""
         if self.layouts[0].num_nodes == 1:
             return None
         plan = MatrixPlan(shapes, self.layouts[0])

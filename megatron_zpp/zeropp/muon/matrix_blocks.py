@@ -141,7 +141,7 @@ class MatrixBlocks:
     def gather(
         self, shards: Sequence[Tensor], shapes: Sequence[torch.Size], wire: MomentumWire | None = None
     ) -> GatheredRows | None:
-        """Gather the rows of all nodes for ``orthogonalized``; None: there is one node. wire: replaces the usual one."""
+        """Gather the rows of all nodes for ``orthogonalized``; None: there is one node. wire: not the usual one."""
         if self.topology.num_nodes == 1:
             return None
         plan = MatrixPlan(shapes, self.topology)
@@ -164,7 +164,7 @@ class MatrixBlocks:
         gathered: GatheredRows | None = None,
         is_stale: bool = False,
     ) -> list[Tensor]:
-        """Orthogonalize matrices of ``shapes``; return this rank's rows of the results, fp32, as ``shards`` are its rows.
+        """Orthogonalize matrices of ``shapes``; return this rank's rows of the results, fp32, like ``shards``.
 
         gathered: what whole matrices are made of; None: each node's block by itself. is_stale: it came in an earlier
         step, and this node puts the rows of now into it.
