@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megatron_zpp.islands import IslandConfig
-from megatron_zpp.islands.agreed import AgreedParameters
+from megatron_zpp.islands.outer_state import OuterState
 from tests.islands.test_diloco import ADAMW, train
 from tests.ranks import run_ranks
 from tests.zeropp.order.fake_cuda import fake_cuda
@@ -37,11 +37,11 @@ def _devices(offload: bool) -> tuple[set[str], set[str]]:
     with fake_cuda():
         shard, whole = torch.ones(4, 8, device="cuda"), torch.nn.Parameter(torch.ones(3, device="cuda"))
         parameters = {"shard": DTensor.from_local(shard, mesh, [Shard(0)], run_check=False), "whole": whole}
-        agreed = AgreedParameters(parameters, IslandConfig(offload=offload))
-        differences = agreed.differences(parameters)
-        agreed.step(differences)
-        agreed.merge_into(parameters)
-        state = agreed.state_dict()
+        outer = OuterState(parameters, IslandConfig(offload=offload))
+        differences = outer.differences(parameters)
+        outer.step(differences)
+        outer.merge_into(parameters)
+        state = outer.state_dict()
         assert [*state] == ["agreed.shard", "agreed.whole", "momentum.shard", "momentum.whole"]
         assert isinstance(state["agreed.shard"], DTensor) and state["agreed.shard"].shape == (16, 8)
         at_rest = {str((x.to_local() if isinstance(x, DTensor) else x).device) for x in state.values()}

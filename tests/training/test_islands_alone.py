@@ -13,7 +13,7 @@ import pytest
 import torch.distributed as dist
 
 from megatron_zpp.checkpoint import read_meta
-from megatron_zpp.training import pretrain
+from megatron_zpp.islands import OuterSync
 from megatron_zpp.training.nonfinite import NotFiniteError
 from megatron_zpp.training.pretrain import train
 from megatron_zpp.training.saving import Checkpoints
@@ -197,7 +197,7 @@ def _stop_amid_a_save(argv: list[str]) -> tuple[int, int]:
 
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()):
         patch.setattr(Checkpoints, "save", save_and_ask)
-        patch.setattr(pretrain, "leave_others", left.append)
+        patch.setattr(OuterSync, "leave", left.append)
         train(run, time.monotonic())
     return run.counters.iteration, len(left)
 
