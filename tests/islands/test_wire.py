@@ -80,24 +80,27 @@ def exchange(config: IslandConfig) -> tuple[list[list[Tensor]], list[int]]:
     return found, sent
 
 
-def exchange_each(num_islands: int, **wires: dict) -> dict[str, list]:
-    configs = {name: IslandConfig(1, "sgd", 1.0, 0.0, **{"block_size": BLOCK, **wire}) for name, wire in wires.items()}
+def exchange_each(num_islands: int, wires: dict) -> dict:
+    """Return what ``exchange`` returns on each rank, for each wire by its name."""
+    configs = {name: IslandConfig(1, "sgd", 1.0, 0.0, **{"block_size": BLOCK} | wire) for name, wire in wires.items()}
     return run_in_turn(num_islands, {name: partial(exchange, config) for name, config in configs.items()})
+
+
+LOCO, CLASSIC = {"loco": True}, {"loco": True, "loco_beta": 0.0}
+WIRES = {  # by bits and LoCo's beta
+    (8, None): {"bits": 8},
+    (4, None): {"bits": 4},
+    (4, 0.8): {"bits": 4} | LOCO,
+    (4, 0.0): {"bits": 4} | CLASSIC,
+    (None, None): {"dtype": "bf16"},
+    (None, 0.8): {"dtype": "bf16"} | LOCO,
+}
 
 
 @pytest.mark.parametrize("num_islands", [2, 3])
 def test_it_arrives_as_blocks_say(num_islands):
-    loco, classic = {"loco": True}, {"loco": True, "loco_beta": 0.0}
-    wires = {
-        "8": ((8, None), {"bits": 8}),
-        "4": ((4, None), {"bits": 4}),
-        "4 loco": ((4, 0.8), {"bits": 4} | loco),
-        "4 classic": ((4, 0.0), {"bits": 4} | classic),
-        "bf16": ((None, None), {"dtype": "bf16"}),
-        "bf16 loco": ((None, 0.8), {"dtype": "bf16"} | loco),
-    }
-    for name, ranks in exchange_each(num_islands, **{name: wire for name, (_, wire) in wires.items()}).items():
-        bits, beta = wires[name][0]
+    parts = [math.ceil(math.prod(shape) / num_islands) for shape in SHAPES]
+    for (bits, beta), ranks in exchange_each(num_islands, WIRES).items():
         expected = synchronized(num_islands, bits, beta)
         for found, sent in ranks:
             for mine, its, first in zip(found, expected, ranks[0][0], strict=True):
@@ -106,7 +109,6 @@ def test_it_arrives_as_blocks_say(num_islands):
                     # LoCo keeps its errors in few bits, and now and then that makes another code.
                     is_close = torch.isclose(x, y, rtol=1e-5, atol=1e-5 if beta is None else 0.02)
                     assert is_close.float().mean() >= (1.0 if beta is None else 0.98)
-            parts = [math.ceil(math.prod(shape) / num_islands) for shape in SHAPES]
             assert sent == [2 * (num_islands - 1) * bytes_of(parts, bits)] * ROUNDS
 
 
@@ -124,16 +126,13 @@ def bytes_of(parts: list[int], bits: int | None) -> int:
 
 def test_errors_return_what_two_bits_lose():
     """All that arrived comes closer to what was to be sent. Without errors it drifts away."""
-    corrected = {"bits": 2, "loco": True, "loco_beta": 0.0}
-    found = {
-        name: ranks[0][0][-1]
-        for name, ranks in exchange_each(2, exact={}, lossy={"bits": 2}, corrected=corrected).items()
-    }
-    lossy, corrected = (
-        sum((x - y).square().sum() for x, y in zip(found[name], found["exact"], strict=True)).sqrt()
-        for name in ("lossy", "corrected")
-    )
-    assert corrected < 0.6 * lossy
+    wires = {"exact": {}, "lossy": {"bits": 2}, "corrected": {"bits": 2} | CLASSIC}
+    exact, lossy, corrected = (ranks[0][0][-1] for ranks in exchange_each(2, wires).values())
+
+    def error(found: list[Tensor]) -> Tensor:
+        return sum((x - y).square().sum() for x, y in zip(found, exact, strict=True)).sqrt()
+
+    assert error(corrected) < 0.6 * error(lossy)
 
 
 def _refuse() -> list[str]:
@@ -194,12 +193,11 @@ def test_layers_go_round():
 class _Counted:
     """A fragment whose parameters are the number of the step that they are of."""
 
-    def __init__(self, steps: list[int]) -> None:
-        self._steps, self.outer, self.sent, self.has_turned, self.on_mean = steps, 0, 0, False, False
-        self.is_in_flight = False
+    is_in_flight = on_mean = has_turned = False
+    own = outer = 0
 
     def start(self) -> None:
-        self.sent, self.is_in_flight, self.has_turned = len(self._steps), True, False
+        self.sent, self.is_in_flight, self.has_turned = self.own, True, False
 
     def start_second_hop(self) -> None:
         assert self.is_in_flight and not self.has_turned
@@ -214,10 +212,11 @@ class _Counted:
 def test_all_that_was_trained_is_synchronized_whenever_training_ends(interval, fragments, delay):
     was_left_out = False
     for end in range(1, 3 * interval + 1):
-        islands, steps = OuterSync(IslandConfig(interval, fragments=fragments, sync_delay=delay)), list[int]()
-        islands._fragments = [_Counted(steps) for _ in range(fragments)]
+        islands = OuterSync(IslandConfig(interval, fragments=fragments, sync_delay=delay))
+        islands._fragments = [_Counted() for _ in range(fragments)]
         for step in range(1, end + 1):
-            steps.append(step)
+            for fragment in islands._fragments:
+                fragment.own = step
             islands.count_step()
         left_out = any(fragment.outer < end for fragment in islands._fragments)
         islands.has_synchronized = False
