@@ -12,10 +12,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megatron_zpp.islands import IslandConfig, apply_islands
+from megatron_zpp.islands.outer_state import OuterState
 from megatron_zpp.zeropp import ZeroPPConfig, apply_zeropp
-from tests.ranks import run_in_turn
+from tests.ranks import run_in_turn, run_ranks
+from tests.zeropp.order.fake_cuda import fake_cuda
 
 BATCH = 6  # samples of an island in a step
 STEPS = 8
@@ -165,3 +169,37 @@ def test_it_is_diloco(num_islands, sharded):
             for mine, its, start in zip(found, cases[name][1].parameters(), build_model().parameters(), strict=True):
                 torch.testing.assert_close(mine, its.detach(), rtol=1e-5, atol=2e-6, msg=name)
                 assert not torch.allclose(mine, start, atol=1e-3), name  # training has moved every parameter
+
+
+@pytest.mark.parametrize("momentum", [0.9, 0.0])
+def test_offload_changes_no_number(momentum):
+    settings = {"sync_interval": 3, "outer_momentum": momentum, "bits": 4, "loco": True, "block_size": 16}
+    settings |= {"fragments": 2, "sync_delay": 1, "merge_alpha": 0.5}
+    configs = {offload: IslandConfig(**settings, offload=offload) for offload in (False, True)}
+    runs = run_in_turn(4, {offload: partial(train, 2, config, True) for offload, config in configs.items()})
+    for kept, offloaded in zip(runs[False], runs[True], strict=True):
+        assert all(mine.equal(its) for mine, its in zip(offloaded, kept, strict=True))
+
+
+def _devices(offload: bool) -> tuple[set[str], set[str]]:
+    """Return the devices of the state after an outer step, and of the differences. Fake tensors have devices alone."""
+    dist.destroy_process_group()
+    dist.init_process_group("fake", rank=0, world_size=4, store=FakeStore())
+    mesh = init_device_mesh("cuda", (4,))
+    with fake_cuda():
+        shard, whole = torch.ones(4, 8, device="cuda"), torch.nn.Parameter(torch.ones(3, device="cuda"))
+        parameters = {"shard": DTensor.from_local(shard, mesh, [Shard(0)], run_check=False), "whole": whole}
+        outer = OuterState(parameters, IslandConfig(offload=offload))
+        differences = outer.differences(parameters)
+        outer.step(differences)
+        outer.merge_into(parameters)
+        state = outer.state_dict()
+        assert [*state] == ["agreed.shard", "agreed.whole", "momentum.shard", "momentum.whole"]
+        assert isinstance(state["agreed.shard"], DTensor) and state["agreed.shard"].shape == (16, 8)
+        at_rest = {str((x.to_local() if isinstance(x, DTensor) else x).device) for x in state.values()}
+        return at_rest, {str(difference.device) for difference in differences}
+
+
+@pytest.mark.parametrize("offload, at_rest", [(False, {"cuda:0"}), (True, {"cpu"})])
+def test_beside_a_gpu_it_waits_in_host_memory(offload, at_rest):
+    assert run_ranks(1, _devices, offload) == [(at_rest, {"cuda:0"})]
