@@ -4,9 +4,9 @@
     .venv/bin/python benchmarks/between_islands.py table         # what was measured, as Markdown
 
 Two network namespaces of two ranks each stand for the two clusters, joined by a link of 20 Mbit/s. Islands synchronize
-every 100 steps: at once, or as two fragments that are in flight for 20 steps. Measured are two whole intervals after
-the first. Results are appended to ``benchmarks/results/between_islands.jsonl``, one line a run with its command; what is
-there already is not run again. Bytes are read from the namespaces' interfaces; every rank runs the real trainer.
+every 100 steps: at once, or as two fragments that are in flight for 20 steps. Two whole intervals are measured after
+the first. Results are appended to ``benchmarks/results/between_islands.jsonl``, one line a run with its command; what
+is there already is not run again. Bytes are read from the namespaces' interfaces; every rank runs the real trainer.
 """
 
 from __future__ import annotations

@@ -257,18 +257,12 @@ def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description="Form quorums of the elastic islands that are there.")
     parser.add_argument("--secret-file", required=True, help="file with the secret that all islands share")
     parser.add_argument("--bind", default=DEFAULT_ADDRESS, metavar="HOST:PORT", help="listen there (%(default)s)")
-    parser.add_argument(
-        "--min-islands",
-        type=int,
-        default=1,
-        help="fewer do not synchronize; more than half keep two sites from parting",
-    )
-    parser.add_argument(
-        "--heartbeat-timeout", type=float, default=5.0, help="seconds of silence after which an island is gone"
-    )
-    parser.add_argument(
-        "--join-timeout", type=float, default=60.0, help="seconds that those who ask wait for those who train"
-    )
+    for name, default, help in (
+        ("--min-islands", 1, "fewer do not synchronize; more than half keep two sites from parting"),
+        ("--heartbeat-timeout", 5.0, "seconds of silence after which an island is gone"),
+        ("--join-timeout", 60.0, "seconds that those who ask wait for those who train"),
+    ):
+        parser.add_argument(name, type=type(default), default=default, help=help)
     parser.add_argument("--status", action="store_true", help="print which islands the one at --bind knows, and exit")
     return parser
 

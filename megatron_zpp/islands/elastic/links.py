@@ -53,24 +53,18 @@ class Links:
         try:
             for island, address in addresses.items():
                 if island < self._island:
-                    channel = connect(address, self._secret, deadline)
-                    self._channels[island] = channel
-                    hello = {"quorum": quorum, "island": self._island, "to": address}
-                    channel.send_message(hello, deadline)
-            for island in addresses:
-                if island > self._island:
-                    key = quorum, island
-                    with self._has_arrived:
-                        if not self._has_arrived.wait_for(lambda: key in self._arrived, deadline - time.monotonic()):  # noqa: B023
-                            raise BrokenOffError(f"island {island} did not connect in {self._timeout:g} seconds")
-                        self._channels[island] = self._arrived.pop(key)
+                    self._channels[island] = channel = connect(address, self._secret, deadline)
+                    channel.send_message({"quorum": quorum, "island": self._island, "to": address}, deadline)
+            for island in (island for island in addresses if island > self._island):
+                key = quorum, island
+                with self._has_arrived:
+                    if not self._has_arrived.wait_for(lambda: key in self._arrived, deadline - time.monotonic()):  # noqa: B023
+                        raise TimeoutError(f"it did not connect in {self._timeout:g} seconds")
+                    self._channels[island] = self._arrived.pop(key)
         except (OSError, WrongSecretError) as error:
             self.close()
             host, port = addresses[island]
             raise BrokenOffError(f"island {island} at {host}:{port}: {error}") from error
-        except BrokenOffError:
-            self.close()
-            raise
 
     def exchange(self, sent: Mapping[int, Sequence[Tensor]], received: Mapping[int, Sequence[Tensor]]) -> None:
         """Send and receive tensors, by island, all at once.
