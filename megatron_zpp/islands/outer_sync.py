@@ -82,7 +82,7 @@ class OuterSync:
     ) -> None:
         """traffic: what the ranks of this process send to other islands. optimizer: count its steps.
 
-        model, zeropps: these are told when parameters are replaced.
+        model, zeropps: drop their copies of parameters that are replaced.
         """
         self.config, self.num_islands = config or IslandConfig(), num_islands
         self._fragments, self.traffic = fragments, traffic or Traffic()

@@ -77,7 +77,7 @@ class Job:
         """Return the island's training losses by iteration."""
         return {int(step): float(loss) for step, loss in self.find(r"iteration +(\d+)/.* \| lm loss: (\S+) \|")}
 
-    def of_all(self) -> dict[int, tuple[int, str]]:
+    def losses_of_all(self) -> dict[int, tuple[int, str]]:
         """Return how many synchronized, and the loss over all, by iteration."""
         pattern = r"synchronized at iteration (\d+) \| islands there: (\d+) \| lm loss of all islands: (\S+) \|"
         return {int(step): (int(there), loss) for step, there, loss in self.find(pattern)}
@@ -189,9 +189,11 @@ def test_islands_that_stay_train_as_those_of_one_job(tmp_path):
     for number, island in enumerate(islands):
         (files,) = find_runs([events / f"island_{number}"]).values()
         points = read_run(str(number), files).metrics["lm loss of all islands"]
-        assert points == pytest.approx({step: float(loss) for step, (_, loss) in island.of_all().items()}, rel=1e-6)
-        assert sorted(island.of_all()) == [3, 6, 9, 12]
-        for iteration, (there, loss) in island.of_all().items():
+        assert points == pytest.approx(
+            {step: float(loss) for step, (_, loss) in island.losses_of_all().items()}, rel=1e-6
+        )
+        assert sorted(island.losses_of_all()) == [3, 6, 9, 12]
+        for iteration, (there, loss) in island.losses_of_all().items():
             expected = sum(one.losses()[step] for step in range(iteration - 2, iteration + 1)) / 3
             assert there == 2 and float(loss) == pytest.approx(expected, rel=1e-6)
     for folder in (tmp_path / "jobs", again):
@@ -236,9 +238,9 @@ def endless(more: str) -> list[str]:
 
 def assert_synchronized(one: Job, other: Job, at_least: int) -> None:
     """Check for the same islands, losses and evaluated parameters, wherever both were there."""
-    both = one.of_all().keys() & other.of_all().keys()
+    both = one.losses_of_all().keys() & other.losses_of_all().keys()
     assert len(both) >= at_least
-    assert {step: one.of_all()[step] for step in both} == {step: other.of_all()[step] for step in both}
+    assert {step: one.losses_of_all()[step] for step in both} == {step: other.losses_of_all()[step] for step in both}
     for where in one.evaluations().keys() & other.evaluations().keys():
         assert one.evaluations()[where] == other.evaluations()[where]
 
@@ -263,7 +265,7 @@ def test_a_killed_island_returns(tmp_path):
     ((begins,),) = returns.find(r"trains from iteration (\d+) on")
     begins, killed_at = int(begins), max(leaves.losses())
     assert re.search(rf"loaded checkpoint {save}/island_1/iter_\d+ at iteration", returns.out[0])
-    assert {there for there, _ in first.of_all().values()} >= {2, 3}
+    assert {there for there, _ in first.losses_of_all().values()} >= {2, 3}
     assert_synchronized(first, third, at_least=6)
     assert_synchronized(first, returns, at_least=3)
     assert begins > killed_at and begins % 3 == 0
@@ -286,7 +288,7 @@ def test_a_stopped_island_wakes_and_one_that_is_asked_to_end_leaves(tmp_path):
         stops.wait_for("was behind with its step")
         stops.wait_for("islands synchronized at", times=len(stops.find("islands synchronized at")) + 4)
         stop(stops)
-        ended = max(stops.of_all())
+        ended = max(stops.losses_of_all())
         stays.wait_for(rf"synchronized at iteration {ended + 9} \| islands there: 1")
         stop(stays)
         steps = [cluster.steps_of(number, 2) for number in range(2)]

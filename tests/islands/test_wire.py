@@ -103,8 +103,8 @@ def test_it_arrives_as_blocks_say(num_islands):
     for (bits, beta), ranks in exchange_each(num_islands, WIRES).items():
         expected = synchronized(num_islands, bits, beta)
         for found, sent in ranks:
-            for mine, its, first in zip(found, expected, ranks[0][0], strict=True):
-                for x, y, z in zip(mine, its, first, strict=True):
+            for round in zip(found, expected, ranks[0][0], strict=True):
+                for x, y, z in zip(*round, strict=True):
                     assert torch.equal(x, z)  # the same in all islands
                     # LoCo keeps its errors in few bits, and now and then that makes another code.
                     is_close = torch.isclose(x, y, rtol=1e-5, atol=1e-5 if beta is None else 0.02)

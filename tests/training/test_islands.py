@@ -114,9 +114,9 @@ def test_the_outer_model_goes_to_other_numbers_of_islands(data, tmp_path):
     losses = run_ranks(
         4, _validation, {"saved": saved} | {name: flags(data, common, more) for name, more in to.items()}
     )
-    for of_rank in losses:
-        for name, loss in of_rank.items():
-            assert loss == pytest.approx(of_rank["saved"], rel=1e-6), name
+    for rank in losses:
+        for name, loss in rank.items():
+            assert loss == pytest.approx(rank["saved"], rel=1e-6), name
 
 
 @pytest.mark.long

@@ -145,7 +145,7 @@ class ElasticIslands(OuterSync):
         return {key: local_data(tensor) for key, tensor in self.outer_state().items()}
 
     def _take_over(self, steps: int, state: Mapping[str, Tensor]) -> None:
-        """Continue at the step and outer state of the others, who are about to synchronize."""
+        """Continue at the step and outer state of the others, which are about to synchronize."""
         self.steps = steps
         for key, tensor in self._local_outer_state().items():
             tensor.copy_(state[key])

@@ -138,7 +138,7 @@ class Lighthouse:
             del self._members[island]
 
     def _form(self, now: float) -> None:
-        """Form a quorum of all that ask, if everyone who is there does, or if most have for long enough."""
+        """Form a quorum of all that ask, if all islands that are there ask, or if most have for long enough."""
         self._forget(now)
         asks = {i: member.ask for i, member in sorted(self._members.items()) if member.ask is not None}
         if len(asks) < max(1, self._min_islands):
@@ -147,7 +147,7 @@ class Lighthouse:
             waited = now - min(self._members[island].asked_at for island in asks)
             if waited < self._join_timeout or 2 * len(asks) <= len(self._members):
                 return
-        # A new lighthouse first hears who is there. Otherwise the first to ask would synchronize alone.
+        # A new lighthouse first waits for heartbeats of all. Otherwise the first to ask would synchronize alone.
         is_complete = len(asks) == max(ask.num_islands for ask in asks.values())
         if now - self._started < self._heartbeat_timeout and not is_complete:
             return
@@ -260,7 +260,7 @@ def build_parser() -> argparse.ArgumentParser:
     for name, default, help in (
         ("--min-islands", 1, "fewer do not synchronize; more than half keep two sites from parting"),
         ("--heartbeat-timeout", 5.0, "seconds of silence after which an island is gone"),
-        ("--join-timeout", 60.0, "seconds that those who ask wait for those who train"),
+        ("--join-timeout", 60.0, "seconds that islands which ask wait for those that train"),
     ):
         parser.add_argument(name, type=type(default), default=default, help=help)
     parser.add_argument("--status", action="store_true", help="print which islands the one at --bind knows, and exit")

@@ -116,7 +116,7 @@ class Quorum:
 
         def exchange_and_wait() -> T:
             result = exchange()
-            # Otherwise one would go on with what another, which lost a third, does not have.
+            # Otherwise one would continue with a result that another, which lost a third, does not have.
             self._links.barrier(self._others)
             return result
 
@@ -165,25 +165,25 @@ class Quorum:
     def _ask(self, renew: bool, deadline: float) -> dict[str, Any]:
         """Ask the lighthouse for the next quorum, on the first rank for all. Raises its errors on all."""
         self._num_asks += 1
-        answer: list[Any] = [None, None]
+        answer: list[Any] = [None]
         if self._client is not None:
             island, num_islands = self._membership.island, self._membership.num_islands
             fit = self._fingerprint, list(self._addresses)
             ask = Ask(self._num_asks, island, num_islands, renew, *self._version, self._has_taken, self._steps(), *fit)
             try:
-                answer = [self._client.ask(ask, deadline), None]
+                answer = [self._client.ask(ask, deadline)]
             except (ValueError, TimeoutError) as error:
-                answer = [None, error]
+                answer = [error]
         dist.broadcast_object_list(answer, 0, group=self._ranks)
-        quorum, refusal = answer
-        if isinstance(refusal, TimeoutError):
+        (quorum,) = answer
+        if isinstance(quorum, TimeoutError):
             raise RuntimeError(
                 f"island {self._membership.island} found no others to synchronize with, or no lighthouse, in "
-                f"{self._membership.patience:g} seconds: {refusal}. Is the lighthouse running at "
+                f"{self._membership.patience:g} seconds: {quorum}. Is the lighthouse running at "
                 f"{self._membership.lighthouse}, and do the others ask the same one?"
             )
-        if refusal is not None:
-            raise refusal
+        if isinstance(quorum, ValueError):
+            raise quorum
         return quorum
 
     def _misfit(self) -> str | None:
