@@ -296,6 +296,6 @@ def _resume_state(run: Run, meta: dict[str, Any]) -> None:
 
 
 def _goes_on_from_agreement(run: Run, meta: dict[str, Any]) -> bool:
-    """Whether the islands stand where they agreed last: what one has not agreed on that may leave is not saved."""
+    """Whether the islands resume from their last synchronization, because elastic islands save no later steps."""
     could_leave = bool(meta["settings"].get("islands_may_leave", False))
     return run.settings.distributed.islands_may_leave and could_leave and not run.settings.checkpoint.no_load_optim

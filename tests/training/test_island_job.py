@@ -1,4 +1,4 @@
-"""Which folder an island that may leave loads from."""
+"""Which folder an elastic island loads from."""
 
 from __future__ import annotations
 
