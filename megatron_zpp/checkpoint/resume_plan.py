@@ -51,7 +51,7 @@ def plan_resume(
 
     islands = trained.islands
     could_leave = meta["settings"].get("islands_may_leave", False)
-    may_leave = islands is not None and islands.may_leave
+    may_leave = islands is not None and islands.is_elastic
     same_islands = could_leave if may_leave else islands is not None and there["island"] == islands.num_islands
     islands_go_on = same_islands and trains
     if islands is not None and not islands_go_on and trains:

@@ -1,6 +1,6 @@
 """Save the tensors of a run and load them again, on the same ranks or on others.
 
-model.NAME                     parameters, fp32; of islands what they last agreed on
+model.NAME                     parameters, fp32; of islands the outer parameters
 optimizer.NAME.KEY             the optimizer's state of a parameter; of islands the first one's
 rng.RANK.DEVICE                random states
 zeropp.RANK.…/KEY              LoCo's errors, scales of elements, copies of weights that are sent as differences, noise
@@ -30,7 +30,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
-from megatron_zpp.islands import IslandsInterface
+from megatron_zpp.islands import OuterSync
 from megatron_zpp.parallel.distributed import errors_on_all_ranks
 
 from .files import CheckpointError
@@ -56,7 +56,7 @@ def checkpoint_state(trained: Trained, save_rng: bool) -> dict[str, Tensor]:
         state |= _joined({"zeropp.": zeropp.state_dict()})
     if islands is not None:
         state |= _joined({"model.": _model_state(trained.models[0])})  # what is not trained, they have alike
-        state |= _agreed_tensors(islands) | _joined({"islands.": islands.state_dict()})
+        state |= _outer_tensors(islands) | _joined({"islands.": islands.state_dict()})
     return state
 
 
@@ -117,7 +117,7 @@ def load_checkpoint(
         if plan.zeropp:
             zeropp_state = _tensors_to_fill(saved, "zeropp", local_ranks)
         if plan.islands and islands is not None:
-            for name, tensor in _agreed_tensors(islands).items():
+            for name, tensor in _outer_tensors(islands).items():
                 if name in saved or name.startswith("model."):  # or there was no momentum when it was saved
                     state[name] = tensor
         if plan.island_wires:
@@ -145,7 +145,7 @@ def load_checkpoint(
         if plan.islands:
             islands.load_state_dict(islands_state)
         else:
-            islands.begin_anew()
+            islands.restart()
     return list(plan.notes)
 
 
@@ -175,11 +175,11 @@ def _model_state(model: nn.Module) -> dict[str, Any]:
     return get_model_state_dict(model)
 
 
-def _agreed_tensors(islands: IslandsInterface) -> dict[str, Tensor]:
-    """What islands agreed on under the names of a model, and the outer optimizer's momentum."""
+def _outer_tensors(islands: OuterSync) -> dict[str, Tensor]:
+    """Return the outer parameters under the names of a model, and the outer momentum."""
     names = {"agreed": "model", "momentum": "islands.momentum"}
     found = {}
-    for key, tensor in islands.agreed_state().items():
+    for key, tensor in islands.outer_state().items():
         kind, _, name = key.partition(".")
         found[f"{names[kind]}.{name}"] = tensor
     return found

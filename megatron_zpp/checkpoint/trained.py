@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from megatron_zpp.islands import IslandsInterface
+from megatron_zpp.islands import OuterSync
 from megatron_zpp.zeropp import Ranks, ZeroPPInterface, ranks_of
 
 
@@ -20,13 +20,13 @@ class Trained:
     models: Sequence[nn.Module]
     optimizers: Sequence[torch.optim.Optimizer]  # of each; empty: they are not to be saved, or loaded
     zeropps: Sequence[ZeroPPInterface]  # of each; empty at ZeRO stage 0
-    islands: IslandsInterface | None = None
+    islands: OuterSync | None = None
     first_island: int = 0  # the first model's
 
     @property
     def is_one_of_several(self) -> bool:
         """Whether the checkpoint has models of other islands, too: not where each is a job with a folder of its own."""
-        return self.islands is not None and not self.islands.may_leave
+        return self.islands is not None and not self.islands.is_elastic
 
     @property
     def ranks(self) -> list[Ranks]:
@@ -40,7 +40,7 @@ class Trained:
     def named_models(self) -> Iterator[tuple[str, nn.Module]]:
         """Yield each model with the prefix of its tensors' names."""
         for island, model in enumerate(self.models, self.first_island):
-            # What an island that may leave has not agreed on is lost: it begins again with the others.
+            # An elastic island saves the outer parameters alone: it starts again with the others.
             yield f"island{island}.model." if self.is_one_of_several else "model.", model
 
     def named_optimizers(self) -> Iterator[tuple[str, nn.Module, torch.optim.Optimizer]]:

@@ -30,7 +30,7 @@ def evaluate(
 ) -> float | None:
     """Mean loss per token over ``num_micro_batches`` of every data-parallel rank; the model ends in training mode.
 
-    Islands evaluate the parameters that they last agreed on, each on its part of the data. Auxiliary losses are left
+    Islands evaluate their outer parameters, each on its part of the data. Auxiliary losses are left
     out. ``stop`` is asked before each batch, and must answer alike on all ranks: True ends the evaluation without a
     result, None.
     """
@@ -41,7 +41,7 @@ def evaluate(
     at_once = run.mesh.pp_size
     with (
         progress("evaluating", num_micro_batches) as advance,
-        run.islands.agreed_parameters(),
+        run.islands.outer_parameters(),
         _training_traffic_alone(run),
         run.token_traffic.evaluating(),
     ):

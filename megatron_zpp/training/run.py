@@ -6,7 +6,7 @@ import dataclasses
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -17,7 +17,8 @@ from megatron_zpp.checkpoint.meta import Counters
 from megatron_zpp.data.build import Datasets
 from megatron_zpp.data.loader import Batch
 from megatron_zpp.families import Architecture
-from megatron_zpp.islands import IslandsInterface, LeavingInterface
+from megatron_zpp.islands import OuterSync
+from megatron_zpp.islands.elastic import ElasticIslands
 from megatron_zpp.metrics.writers import MetricWriters
 from megatron_zpp.models.transformer import Transformer
 from megatron_zpp.optim.batch_size import BatchSchedule
@@ -78,7 +79,7 @@ class Run:
     device: torch.device
     mesh: Mesh
     states: list[TrainState]  # of this process: one, but for one of each island that it emulates
-    islands: IslandsInterface  # NoIslands, which do nothing, in an ordinary run
+    islands: OuterSync  # of no islands in an ordinary run
     loss: Loss
     token_traffic: Traffic  # of tokens that are sent to experts
     schedule: Schedule | None  # None with --skip-train
@@ -183,9 +184,9 @@ class Run:
         return self.settings.distributed.islands > 1
 
     @property
-    def leaving(self) -> LeavingInterface | None:
+    def elastic(self) -> ElasticIslands | None:
         """The islands, where this one is a job of its own."""
-        return cast(LeavingInterface, self.islands) if self.settings.distributed.islands_may_leave else None
+        return self.islands if isinstance(self.islands, ElasticIslands) else None
 
     @property
     def samples_of_evaluation(self) -> int:

@@ -22,7 +22,7 @@ from megatron_zpp.checkpoint.resume import (
 )
 from megatron_zpp.data.build import Datasets
 from megatron_zpp.families import Architecture, padded_vocab_size
-from megatron_zpp.islands import IslandsInterface, NoIslands, apply_islands, emulate_islands
+from megatron_zpp.islands import OuterSync, apply_islands, emulate_islands
 from megatron_zpp.metrics.program import describe_program
 from megatron_zpp.metrics.writers import MetricWriters
 from megatron_zpp.optim.batch_size import BatchSchedule
@@ -36,7 +36,7 @@ from megatron_zpp.parallel.tensor import dropout_seed
 from megatron_zpp.settings.groups import TrainingSettings
 from megatron_zpp.settings.resolved import ResolvedSettings
 from megatron_zpp.training.data import build_data, check_same_data_on_all_ranks
-from megatron_zpp.training.islands import build_leaving_islands, prepare_island
+from megatron_zpp.training.islands import build_elastic_islands, prepare_island
 from megatron_zpp.training.loss import LanguageModelLoss, LossSoFar
 from megatron_zpp.training.model import build_model_on_ranks
 from megatron_zpp.training.run import Run, TrainState
@@ -211,13 +211,13 @@ def _build_islands(
     mesh: Mesh,
     datasets: Datasets,
     loss_since_agreement: LossSoFar,
-) -> IslandsInterface:
-    """The agreements of this process's islands; ``train_step`` counts their steps."""
+) -> OuterSync:
+    """Build the islands that this process trains; ``train_step`` counts their steps."""
     first = states[0]
     if settings.distributed.islands_may_leave:
-        return build_leaving_islands(first.model, first.zeropp, settings, mesh, datasets, loss_since_agreement)
+        return build_elastic_islands(first.model, first.zeropp, settings, mesh, datasets, loss_since_agreement)
     if mesh.num_islands == 1:
-        return NoIslands()
+        return OuterSync()
     if mesh.island.size() > 1:
         return apply_islands(first.model, None, settings.island, mesh.island, first.zeropp)
     models = [state.model for state in states]
@@ -296,6 +296,6 @@ def _resume_state(run: Run, meta: dict[str, Any]) -> None:
 
 
 def _goes_on_from_agreement(run: Run, meta: dict[str, Any]) -> bool:
-    """Whether the islands stand where they agreed last: what one has not agreed on that may leave is not saved."""
+    """Whether the islands resume from their last synchronization, because elastic islands save no later steps."""
     could_leave = bool(meta["settings"].get("islands_may_leave", False))
     return run.settings.distributed.islands_may_leave and could_leave and not run.settings.checkpoint.no_load_optim

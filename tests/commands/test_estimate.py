@@ -329,9 +329,9 @@ def test_bytes_between_islands_are_those_of_a_run(tmp_path):
         assert interval * planned(argv).sent_between_islands == pytest.approx(sent, rel=0.02), wire
 
 
-def test_what_islands_agreed_on_is_where_the_run_keeps_it():
+def test_outer_state_is_where_the_run_keeps_it():
     islands = "--global-batch-size 64 --train-iters 10 --islands 2"
-    name = "what islands agreed on, and the outer momentum, fp32"
+    name = "the islands' outer parameters and momentum, fp32"
     kept, offloaded = base_estimate(islands).largest, base_estimate(f"{islands} --island-offload").largest
     of_rank = 2 * sum(4 * part.numel for unit in kept.exchanges for part in unit.unit.shards)
     assert kept.states[name] == offloaded.host[name] == of_rank
