@@ -1,17 +1,16 @@
-"""Is the order of the training data the one that a run has followed so far?"""
+"""Checks that a resumed run continues the order of its training data."""
 
 from __future__ import annotations
 
 from typing import Any
 
-Order = dict[str, Any]  # of GPTDataset.order or BlendedDataset.order, also after a trip through JSON
+Order = dict[str, Any]  # GPTDataset.order or BlendedDataset.order, possibly read from JSON
 
 
 def check_order(saved: Order, order: Order, other_data: bool = False) -> None:
-    """Raise ValueError where going on in ``order`` would read samples again, or leave some out, unasked.
+    """Raise ValueError if continuing in ``order`` would repeat samples or leave some out.
 
-    other_data: data, weights or seed may be others than before; an epoch more of the same data may not, unless the
-    new order is a stable one.
+    other_data: data, weights or seed may differ, but not the number of epochs, unless the new order is stable.
     """
     if saved == order:
         return
@@ -46,5 +45,5 @@ def _data(order: Order) -> Order:
 
 
 def _shuffles(order: Order) -> tuple[Any, Any]:
-    """What is shuffled together. A single epoch is in the same order in a stable order, which any number continues."""
+    """Return what is shuffled together. A stable order begins like an order of one epoch."""
     return 1 if order.get("epochs") == "any" else order.get("epochs"), order.get("separate_last_epoch")

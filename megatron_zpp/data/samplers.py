@@ -1,100 +1,63 @@
-"""Which samples a data-parallel rank reads, in which order (``--dataloader-type`` single and cyclic)."""
+"""Which samples a data-parallel rank reads, in which order (``--dataloader-type`` single and cyclic).
+
+Each function yields one rank's micro-batches as lists of sample numbers, from ``consumed_samples`` on. A block is the
+``micro_batch_size * num_ranks`` samples that all ranks read at a time.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import functools
+import itertools
+from collections.abc import Iterator
 
 import torch
-from torch.utils.data import Sampler
 
 
-class MicroBatchSampler(Sampler[list[int]]):
-    """Micro-batches of one data-parallel rank, as lists of sample numbers, in the dataset's order.
+def single_order(
+    total_samples: int, consumed_samples: int, micro_batch_size: int, rank: int, num_ranks: int
+) -> Iterator[list[int]]:
+    """Read the dataset once, in its order: rank r takes the r-th part of each block. An incomplete block is dropped.
 
-    From ``consumed_samples`` on, blocks of ``micro_batch_size * data_parallel_size`` consecutive samples; rank r takes
-    the r-th part of each. So global batch k holds the samples k * G to (k + 1) * G whatever the number of ranks,
-    the micro-batch size and the accumulation are, and a run resumes from the number of consumed samples
-    alone. A block that is not full is dropped.
+    Global batch k holds samples k * G to (k + 1) * G for any number of ranks, micro-batch size and accumulation, so a
+    run resumes from the number of consumed samples alone.
     """
-
-    def __init__(
-        self,
-        total_samples: int,
-        consumed_samples: int,
-        micro_batch_size: int,
-        data_parallel_rank: int,
-        data_parallel_size: int,
-    ) -> None:
-        if micro_batch_size < 1 or not 0 <= data_parallel_rank < data_parallel_size:
-            raise ValueError(
-                f"micro-batch size {micro_batch_size} must be positive, "
-                f"rank {data_parallel_rank} below {data_parallel_size}"
-            )
-        self.total_samples = total_samples
-        self.consumed_samples = consumed_samples
-        self.micro_batch_size = micro_batch_size
-        self.rank, self.ranks = data_parallel_rank, data_parallel_size
-        self.block = micro_batch_size * data_parallel_size
-
-    def __iter__(self) -> Iterator[list[int]]:
-        offset = self.micro_batch_size * self.rank
-        for first in range(self.consumed_samples, self.total_samples - self.block + 1, self.block):
-            yield list(range(first + offset, first + offset + self.micro_batch_size))
+    block = micro_batch_size * num_ranks
+    for first in range(consumed_samples, total_samples - block + 1, block):
+        yield list(range(first + micro_batch_size * rank, first + micro_batch_size * (rank + 1)))
 
 
-class CyclicSampler(MicroBatchSampler):
-    """Micro-batches that go round and round the dataset, each epoch in a random order of its own; without end.
+def cyclic_order(
+    total_samples: int, consumed_samples: int, micro_batch_size: int, rank: int, num_ranks: int
+) -> Iterator[list[int]]:
+    """Read the dataset without end, each epoch in another random order.
 
     As in Megatron the epoch's number seeds ``torch.randperm``, and rank r takes every n-th sample of a block. Unlike
-    Megatron's, an epoch holds every sample whatever the micro-batch size and the number of ranks are; a block may span
-    two epochs. Where the dataset is a multiple of the block both are the same.
+    Megatron's, an epoch holds every sample for any layout; a block may span two epochs. Where the dataset is a multiple
+    of the block both are the same.
     """
-
-    def __iter__(self) -> Iterator[list[int]]:
-        if self.total_samples == 0:
-            return
-        epoch, order = -1, torch.empty(0, dtype=torch.int64)
-        position = self.consumed_samples + self.rank
-        while True:
-            micro_batch = []
-            for _ in range(self.micro_batch_size):
-                if position // self.total_samples != epoch:
-                    epoch = position // self.total_samples
-                    order = _permutation(self.total_samples, epoch)
-                micro_batch.append(int(order[position % self.total_samples]))
-                position += self.ranks
-            yield micro_batch
+    permutation = functools.lru_cache(maxsize=1)(functools.partial(_permutation, total_samples))
+    positions = itertools.count(consumed_samples + rank, num_ranks)
+    while total_samples:
+        places = (divmod(position, total_samples) for position in itertools.islice(positions, micro_batch_size))
+        yield [int(permutation(epoch)[place]) for epoch, place in places]
 
 
-class ShardedCyclicSampler(MicroBatchSampler):
-    """As ``CyclicSampler``, but each rank keeps to its own contiguous part of the dataset (``--data-sharding``).
+def sharded_cyclic_order(
+    total_samples: int, consumed_samples: int, micro_batch_size: int, rank: int, num_ranks: int
+) -> Iterator[list[int]]:
+    """As ``cyclic_order``, but each rank keeps to its own contiguous part of the dataset (``--data-sharding``).
 
     Megatron's rule to the bit, for those who need a rank's data in one place: batches depend on the number of ranks,
     and samples that fill no block are never read.
     """
-
-    def __iter__(self) -> Iterator[list[int]]:
-        bucket = self.total_samples // self.block * self.micro_batch_size  # samples of one rank
-        if bucket == 0:
-            return
-        epoch, consumed = divmod(self.consumed_samples, bucket * self.ranks)
-        first = consumed // self.ranks
-        while True:
-            order = _permutation(bucket, epoch)
-            for start in range(first, bucket - self.micro_batch_size + 1, self.micro_batch_size):
-                yield (order[start : start + self.micro_batch_size] + self.rank * bucket).tolist()
-            epoch, first = epoch + 1, 0
-
-
-class InTurn(Sampler[list[int]]):
-    """A micro-batch of each of several ranks in turn, for one process that computes for all of them."""
-
-    def __init__(self, samplers: Sequence[MicroBatchSampler]) -> None:
-        self.samplers = samplers
-
-    def __iter__(self) -> Iterator[list[int]]:
-        for of_each_rank in zip(*self.samplers, strict=True):
-            yield from of_each_rank
+    per_rank = total_samples // (micro_batch_size * num_ranks) * micro_batch_size
+    epoch, consumed = divmod(consumed_samples, max(1, per_rank * num_ranks))
+    first = consumed // num_ranks
+    while per_rank:
+        order = _permutation(per_rank, epoch) + rank * per_rank
+        for start in range(first, per_rank - micro_batch_size + 1, micro_batch_size):
+            yield order[start : start + micro_batch_size].tolist()
+        epoch, first = epoch + 1, 0
 
 
 def _permutation(size: int, epoch: int) -> torch.Tensor:

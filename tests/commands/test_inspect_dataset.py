@@ -82,7 +82,7 @@ def test_description(tmp_path):
         ([A + "x"], "error: no dataset at"),
         ([], "give a PREFIX to describe, or --digest"),
         ([A, "--digest"], "give a PREFIX to describe, or --digest"),
-        (["--digest", "--data-path", A], "--digest needs --seq-length"),
+        (["--digest", "--data-path", A], "--digest requires --seq-length"),
         (["--digest", "--data-path", A, "--seq-length", 99999], "error: the train split of"),
         (["--digest", "--data-path", "1", A, "2", B, "--seq-length", 9], "error: a blend by weights has no epochs"),
     ],

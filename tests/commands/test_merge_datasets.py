@@ -61,7 +61,7 @@ def test_what_does_not_fit_is_named(tmp_path):
     write(tmp_path / "a", 1)
     write(tmp_path / "b", 2, "<i4")
     for inputs, output, message in [
-        ([tmp_path / "a", tmp_path / "b"], "all", "are of different tokenizers"),
+        ([tmp_path / "a", tmp_path / "b"], "all", "are from different tokenizers"),
         ([tmp_path / "a", tmp_path / "c"], "all", "c.idx does not exist"),
         ([tmp_path / "a", tmp_path / "b"], "b", "is one of the datasets to merge"),
         ([tmp_path], "b", "is one of the datasets to merge"),

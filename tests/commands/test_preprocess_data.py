@@ -209,7 +209,7 @@ def test_another_job_does_not_go_on_with_what_it_finds(tmp_path):
     assert f"error: {tmp_path}/in.jsonl:901: " in process.stderr
     process = preprocess_again(tmp_path)
     assert process.returncode == 1
-    assert "out.unfinished.json is of an unfinished job with another append_eod: " in process.stderr
+    assert "out.unfinished.json is from an unfinished job with another append_eod: " in process.stderr
     process = preprocess_again(tmp_path, "--append-eod", "--skip-bad-lines")  # goes on
     assert "going on after" in process.stderr
     assert process.stdout.startswith("1,500 documents, ")
@@ -256,7 +256,7 @@ def test_sentences_become_sequences(tmp_path):
     assert process.returncode == 0, process.stderr
     assert documents(tmp_path / "out_text_sentence") == [["Dr. A came.\n", "He saw B. And"]]
     process = preprocess(tmp_path, lines, "--keep-newlines")
-    assert process.returncode == 2 and "--keep-newlines needs --split-sentences" in process.stderr
+    assert process.returncode == 2 and "--keep-newlines requires --split-sentences" in process.stderr
 
 
 def test_two_runs_of_one_output_are_refused(tmp_path):

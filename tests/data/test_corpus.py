@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from megatron_zpp.data.indexed_dataset import IndexedDataset
 from megatron_zpp.data.text import corpus
-from megatron_zpp.data.text.corpus import Position, Reading, find_files, read_blocks, records, texts_of
+from megatron_zpp.data.text.corpus import Position, Reading, extract_texts, find_files, read_blocks, records
 from megatron_zpp.data.text.preprocessing import Job, preprocess
 from megatron_zpp.data.text.tokenizers import ByteTokenizer
 
@@ -93,7 +93,7 @@ def read(path: Path, **reading) -> list[str]:
     found = []
     for block in read_blocks(find_files([str(path)]), how):
         found += [f"too long at {block.start.line}"] if block.too_long else []
-        found += [text for _, record in records(block) for text in texts_of(record, block.format, how)["text"]]
+        found += [text for _, record in records(block) for text in extract_texts(record, block.format, how)["text"]]
     return found
 
 
@@ -163,7 +163,7 @@ def test_what_is_missing_is_named(tmp_path):
     with pytest.raises(FileNotFoundError, match="does not exist"):
         find_files([str(tmp_path / "*.nothing")])
     os.mkfifo(tmp_path / "pipe.jsonl")
-    with pytest.raises(ValueError, match=r"pipe\.jsonl is no regular file"):
+    with pytest.raises(ValueError, match=r"pipe\.jsonl is not a regular file"):
         find_files([str(tmp_path / "pipe.jsonl")])
     (tmp_path / "empty").mkdir()
     with pytest.raises(FileNotFoundError, match="holds no file of"):

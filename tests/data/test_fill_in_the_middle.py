@@ -115,9 +115,7 @@ def test_tokens_are_found_or_refused():
     assert find_token(NullTokenizer(50), "49", "--fim-prefix-token") == 49
     for tokenizer in (ByteTokenizer(), NullTokenizer(50)):
         for name in ("<fim_prefix>", "999", str(tokenizer.vocab_size), ""):
-            with pytest.raises(ValueError, match=f"--fim-data needs --fim-prefix-token, and '{name}' is no token"):
+            with pytest.raises(ValueError, match=f"--fim-data requires --fim-prefix-token, and '{name}' is not"):
                 find_token(tokenizer, name, "--fim-prefix-token")
     with pytest.raises(ValueError, match="must be three tokens"):
         FillInTheMiddle(1, 1, 2)
-    with pytest.raises(ValueError, match="--fim-spm-rate must be between 0 and 1"):
-        FillInTheMiddle(1, 2, 3, spm_rate=1.5)

@@ -154,5 +154,5 @@ def test_less_than_one_sample_says_so(tmp_path, stable_order):
 
 @pytest.mark.parametrize("name", ["eod_mask_loss", "reset_position_ids", "reset_attention_mask"])
 def test_masks_without_tokenizer_say_so(name):
-    with pytest.raises(ValueError, match=f"--{name.replace('_', '-')} needs a tokenizer"):
+    with pytest.raises(ValueError, match=f"--{name.replace('_', '-')} requires a tokenizer"):
         SampleOptions(seq_length=8, seed=1, **{name: True})

@@ -2,12 +2,11 @@
 
 from itertools import islice
 
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_zpp.data.samplers import CyclicSampler, InTurn, MicroBatchSampler, ShardedCyclicSampler
+from megatron_zpp.data.samplers import cyclic_order, sharded_cyclic_order, single_order
 
 
 def flat(micro_batches):
@@ -23,7 +22,7 @@ def flat(micro_batches):
     total=st.integers(0, 200),
 )
 def test_global_batches_are_consecutive_samples(micro_batch_size, ranks, accumulation, consumed, total):
-    per_rank = [list(MicroBatchSampler(total, consumed, micro_batch_size, rank, ranks)) for rank in range(ranks)]
+    per_rank = [list(single_order(total, consumed, micro_batch_size, rank, ranks)) for rank in range(ranks)]
     global_batch_size = micro_batch_size * ranks * accumulation
     num_steps = len(per_rank[0]) // accumulation
     assert num_steps == max(0, total - consumed) // (micro_batch_size * ranks) // accumulation
@@ -34,7 +33,7 @@ def test_global_batches_are_consecutive_samples(micro_batch_size, ranks, accumul
 
 
 def test_each_rank_takes_its_contiguous_part():
-    assert list(MicroBatchSampler(17, 1, 2, 1, 3)) == [[3, 4], [9, 10]]
+    assert list(single_order(17, 1, 2, 1, 3)) == [[3, 4], [9, 10]]
 
 
 def permutation(size, epoch):
@@ -52,33 +51,18 @@ def permutation(size, epoch):
 def test_cyclic_order_is_one_permutation_after_the_other(micro_batch_size, ranks, consumed, total):
     endless = flat(permutation(total, epoch) for epoch in range(8 + 90 // total + 400 // total))
     block = micro_batch_size * ranks
-    samplers = [CyclicSampler(total, consumed, micro_batch_size, rank, ranks) for rank in range(ranks)]
+    samplers = [cyclic_order(total, consumed, micro_batch_size, rank, ranks) for rank in range(ranks)]
     for number, parts in enumerate(zip(*(islice(sampler, 5) for sampler in samplers), strict=True)):
         expected = endless[consumed + number * block : consumed + (number + 1) * block]
-        assert [part for part in parts] == [expected[rank::ranks] for rank in range(ranks)]
+        assert list(parts) == [expected[rank::ranks] for rank in range(ranks)]
 
 
 def test_sharded_cyclic_order_keeps_ranks_to_their_part():
     """Megatron's rule with --data-sharding: 23 samples, 2 ranks of 3: 3 blocks, buckets of 9, and 5 never read."""
     orders = [permutation(9, epoch) for epoch in range(3)]
     for rank in range(2):
-        batches = list(islice(ShardedCyclicSampler(23, 0, 3, rank, 2), 7))
+        batches = list(islice(sharded_cyclic_order(23, 0, 3, rank, 2), 7))
         assert flat(batches) == [9 * rank + i for i in orders[0] + orders[1] + orders[2][:3]]
-        resumed = ShardedCyclicSampler(23, 18 + 6, 3, rank, 2)  # one block into the second epoch
+        resumed = sharded_cyclic_order(23, 18 + 6, 3, rank, 2)  # one block into the second epoch
         assert list(islice(resumed, 3)) == batches[4:7]
-    assert list(ShardedCyclicSampler(5, 0, 3, 0, 2)) == []
-    assert list(CyclicSampler(0, 0, 3, 0, 2)) == []
-
-
-def test_impossible_ranks_are_refused():
-    with pytest.raises(ValueError, match="rank 3 below 3"):
-        MicroBatchSampler(10, 0, 1, 3, 3)
-    with pytest.raises(ValueError, match="rank -1 below 3"):
-        MicroBatchSampler(10, 0, 1, -1, 3)
-    with pytest.raises(ValueError, match="micro-batch size 0 must be positive"):
-        MicroBatchSampler(10, 0, 0, 0, 1)
-
-
-def test_ranks_in_turn():
-    samplers = [MicroBatchSampler(9, 1, 2, rank, 2) for rank in range(2)]
-    assert list(InTurn(samplers)) == [[1, 2], [3, 4], [5, 6], [7, 8]]
+    assert [*sharded_cyclic_order(5, 0, 3, 0, 2), *cyclic_order(0, 0, 3, 0, 2)] == []

@@ -387,7 +387,7 @@ def test_null_tokenizer_reads_ids():
     with pytest.raises(ValueError, match="not all below --vocab-size 100"):
         tokenizer.tokenize("3 100")
     for text in ("3 four", "3 -1", "3.0"):
-        with pytest.raises(ValueError, match=f"'{text.split()[-1]}' is no id"):
+        with pytest.raises(ValueError, match=f"'{text.split()[-1]}' is not an id"):
             tokenizer.tokenize(text)
 
 
@@ -406,8 +406,8 @@ def test_hf_without_a_known_end_says_what_to_do(hf_file):
     ("arguments", "error", "message"),
     [
         ({"tokenizer_type": "WordTokenizer"}, ValueError, "known: SentencePieceTokenizer, "),
-        ({"tokenizer_type": "NullTokenizer"}, ValueError, "needs --vocab-size"),
-        ({"tokenizer_type": "SentencePieceTokenizer"}, ValueError, "needs --tokenizer-model"),
+        ({"tokenizer_type": "NullTokenizer"}, ValueError, "requires --vocab-size"),
+        ({"tokenizer_type": "SentencePieceTokenizer"}, ValueError, "requires --tokenizer-model"),
         (
             {"tokenizer_type": "SentencePieceTokenizer", "tokenizer_model": "no.model"},
             FileNotFoundError,
@@ -415,7 +415,7 @@ def test_hf_without_a_known_end_says_what_to_do(hf_file):
         ),
         ({"tokenizer_type": "SentencePieceTokenizer", "tokenizer_model": __file__}, ValueError, "not a SentencePiece"),
         ({"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": __file__}, ValueError, "not a tokenizer.json"),
-        ({"tokenizer_type": "GPT2BPETokenizer", "vocab_file": __file__}, ValueError, "needs --merge-file"),
+        ({"tokenizer_type": "GPT2BPETokenizer", "vocab_file": __file__}, ValueError, "requires --merge-file"),
         ({"tokenizer_type": "TikTokenizer", "tokenizer_model": __file__}, ValueError, "not a tiktoken file"),
         (
             {"tokenizer_type": "GPT2BPETokenizer", "vocab_file": __file__, "merge_file": __file__},

@@ -14,10 +14,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from megatron_zpp.commands.common import report_errors
+from megatron_zpp.commands.common import add_tokenizer_flags, given_tokenizer, report_errors
 from megatron_zpp.convert.hf.checkpoint import save_imported, settings_of_import
 from megatron_zpp.convert.hf.files import new_folder
-from megatron_zpp.convert.hf.tokenizer import SETTINGS, add_tokenizer_flags, build, given_tokenizer
+from megatron_zpp.convert.hf.tokenizer import SETTINGS, build
 from megatron_zpp.convert.megatron.checkpoint import open_checkpoint, parameter_reader
 from megatron_zpp.convert.megatron.config import Args, architecture_of, config_of, counters_of, longest, size
 from megatron_zpp.data.text.tokenizers import TOKENIZER_TYPES

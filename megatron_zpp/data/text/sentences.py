@@ -1,18 +1,18 @@
-"""Splits a text into sentences by rules that need no model and no language: the same sentences on every machine."""
+"""Splits a text into sentences by rules, without a model: the same sentences on every machine."""
 
 from __future__ import annotations
 
 import re
 
-# Where a sentence may end, and the blanks after it: at . ! ? and what closes quotes or brackets, if blanks follow; at
-# their like in Chinese and Japanese; and at an empty line.
+# Where a sentence may end, and the blanks after it: at . ! ? and closing quotes or brackets, if blanks follow; at the
+# Chinese and Japanese signs; and at an empty line.
 _END = re.compile(
     r"""[.!?\u2026]+["'\u2019\u201d\u00bb)\]]*(?P<after>\s+)"""
     r"""|[\u3002\uff01\uff1f]+[\u201d\u2019\u300d\u300f\uff09]*\s*"""
     r"""|[^\S\n]*\n[^\S\n]*\n\s*"""
 )
 _OPENING = "\"'\u2018\u201c\u00ab([\u00bf\u00a1"
-# Words whose full stop ends no sentence; nor do those of initials, and of words with a stop inside, as e.g.
+# Words whose full stop ends no sentence, like that of an initial or of a word with a stop inside, such as e.g.
 _ABBREVIATIONS = re.compile(
     "mr|mrs|ms|dr|prof|rev|gen|col|lt|sgt|capt|gov|sen|rep|st|jr|sr|vs|inc|ltd|corp|dept|univ|vol|fig|eqs?|pp|eds?|al|"
     "approx|jan|feb|mar|apr|jun|jul|aug|sept?|oct|nov|dec",
@@ -21,7 +21,7 @@ _ABBREVIATIONS = re.compile(
 
 
 def split_sentences(text: str, keep_blanks: bool = False) -> list[str]:
-    """Split a text into its sentences, in order. ``keep_blanks``: each with the blanks that follow it."""
+    """Split a text into its sentences; with ``keep_blanks`` each keeps the blanks that follow it."""
     sentences, start = [], 0
     for end in _END.finditer(text):
         if end["after"] is None or _ends_sentence(text, start, end):
