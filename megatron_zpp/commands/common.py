@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from megatron_zpp.data.text.tokenizers import TOKENIZER_TYPES, TokenizerFlags
+from megatron_zpp.data.text.tokenizers import TOKENIZER_FLAGS, TOKENIZER_TYPES
 from megatron_zpp.settings.flags import number
 
 if TYPE_CHECKING:
@@ -64,5 +64,5 @@ def add_tokenizer_flags(parser: argparse.ArgumentParser, title: str, required: b
 
 def given_tokenizer(args: argparse.Namespace) -> dict[str, Any]:
     """Return the flags of ``add_tokenizer_flags`` that were given, as arguments of ``build_tokenizer``."""
-    given = {name: getattr(args, name) for name in TokenizerFlags.__annotations__}
+    given = {name: getattr(args, name) for name in TOKENIZER_FLAGS}
     return {name: value for name, value in given.items() if value is not None}

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,7 +15,7 @@ from numpy.typing import NDArray
 from torch.utils.data import Dataset
 
 from megatron_zpp.data.gpt_dataset import GPTDataset
-from megatron_zpp.data.index_cache import Progress, cached_arrays, no_progress
+from megatron_zpp.data.index_cache import IndexCache
 from megatron_zpp.data.indices import Advance, Arrays
 
 SURPLUS = 0.005  # Megatron builds this much more of each dataset than its share
@@ -40,8 +39,7 @@ class BlendedDataset(Dataset):
         size: int | None,
         *,
         name: str,
-        cache_folder: Path,
-        progress: Progress = no_progress,
+        cache: IndexCache,
     ) -> None:
         if len(datasets) > np.iinfo(np.int16).max:
             raise ValueError(f"the {name} blend has {len(datasets)} datasets, more than Megatron's index can number")
@@ -62,7 +60,7 @@ class BlendedDataset(Dataset):
             return dict(zip(("dataset_index", "dataset_sample_index"), blend, strict=True))
 
         key = {"indices": ["BlendedDataset", 2], "weights": self.weights, "size": size, "lengths": lengths}
-        arrays = cached_arrays(cache_folder, f"blend-{name}", key, build, progress, rows=size)
+        arrays = cache.arrays(datasets[0].indexed.prefix, f"blend-{name}", key, build, size)
         self.dataset_index = arrays["dataset_index"]
         self.dataset_sample_index = arrays["dataset_sample_index"]
         taken = np.bincount(self.dataset_index, minlength=len(lengths)).tolist()

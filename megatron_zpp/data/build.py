@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 from torch.utils.data import Dataset
 
 from megatron_zpp.data.blended_dataset import SURPLUS, BlendedDataset, normalize, shares
-from megatron_zpp.data.gpt_dataset import GPTDataset, SampleOptions, cache_folder
-from megatron_zpp.data.index_cache import Progress, cached_arrays, no_progress
+from megatron_zpp.data.gpt_dataset import GPTDataset, SampleOptions
+from megatron_zpp.data.index_cache import IndexCache, Progress, no_progress
 from megatron_zpp.data.indexed_dataset import IndexedDataset
 from megatron_zpp.data.text.sources import SPLIT_NAMES, Edges, Source, read_sources, split_sequences
 
@@ -73,23 +73,18 @@ def build_datasets(
     sources = read_sources(**paths)
     if sources[0] is None and num_samples[0]:
         raise ValueError("no training data: give the train split a share in --split, or --train-data-path")
+    cache = IndexCache(cache_path, progress)
     files: dict[str, IndexedDataset] = {}
 
     def build_one(name: str, prefix: str, edges: Edges, size: int | None) -> GPTDataset:
         if prefix not in files:
             files[prefix] = IndexedDataset(prefix, mmap_tokens)
             if vocab_size is not None:
-                check_vocabulary(files[prefix], vocab_size, cache_path, progress)
+                check_vocabulary(files[prefix], vocab_size, cache)
             check_end_of_document(files[prefix], options)
+        sequences, keep_last = split_sequences(len(files[prefix]), edges), keep_last_valid and name == "valid"
         return GPTDataset(
-            files[prefix],
-            split_sequences(len(files[prefix]), edges),
-            options,
-            num_samples=size,
-            name=name,
-            keep_last=keep_last_valid and name == "valid",
-            cache_path=cache_path,
-            progress=progress,
+            files[prefix], sequences, options, num_samples=size, name=name, keep_last=keep_last, cache=cache
         )
 
     def build_split(name: str, source: Source | None, size: int | None) -> GPTDataset | BlendedDataset | None:
@@ -108,8 +103,7 @@ def build_datasets(
             targets, to_build = shares(weights, size, surplus)
             blend_size = sum(targets)
         parts = [build_one(name, prefix, edges, count) for prefix, count in zip(prefixes, to_build, strict=True)]
-        folder = cache_folder(prefixes[0], cache_path)
-        blend = BlendedDataset(parts, weights, blend_size, name=name, cache_folder=folder, progress=progress)
+        blend = BlendedDataset(parts, weights, blend_size, name=name, cache=cache)
         if size is not None and len(blend) < size:
             raise ValueError(
                 f"prefixes without weights are read once each: {len(blend)} samples in the {name} split, "
@@ -120,21 +114,19 @@ def build_datasets(
     return Datasets(*map(build_split, SPLIT_NAMES, sources, num_samples))
 
 
-def check_vocabulary(indexed: IndexedDataset, vocab_size: int, cache_path: str | None, progress: Progress) -> None:
+def check_vocabulary(indexed: IndexedDataset, vocab_size: int, cache: IndexCache) -> None:
     """Raise ValueError if ``indexed`` holds ids beyond ``vocab_size``. The result of a scan is cached."""
     if indexed.dtype.kind == "f":
         raise ValueError(f"{indexed.token_path} holds {indexed.dtype} numbers, not token ids")
     if indexed.dtype.kind == "u" and np.iinfo(indexed.dtype).max < vocab_size:
         return
     status = indexed.token_path.stat()
-    key = {**indexed.fingerprint, "bin_bytes": status.st_size, "bin_mtime_ns": status.st_mtime_ns}
-    smallest, largest = cached_arrays(
-        cache_folder(indexed.prefix, cache_path),
+    smallest, largest = cache.arrays(
+        indexed.prefix,
         f"{Path(indexed.prefix).name}-token-range",
-        key,
+        {**indexed.fingerprint, "bin_bytes": status.st_size, "bin_mtime_ns": status.st_mtime_ns},
         lambda advance: {"range": np.array(indexed.token_range(advance))},
-        progress,
-        rows=indexed.num_tokens,
+        indexed.num_tokens,
     )["range"]
     if smallest < 0 or largest >= vocab_size:
         raise ValueError(

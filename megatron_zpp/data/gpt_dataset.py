@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch.utils.data import Dataset
 
 from megatron_zpp.data.fill_in_the_middle import FillInTheMiddle
-from megatron_zpp.data.index_cache import Progress, cached_arrays, no_progress
+from megatron_zpp.data.index_cache import IndexCache
 from megatron_zpp.data.indexed_dataset import IndexedDataset
 from megatron_zpp.data.indices import Advance, Arrays, count_epochs, megatron_order, samples_in, stable_order
 
@@ -57,8 +57,7 @@ class GPTDataset(Dataset):
         num_samples: int | None,
         name: str = "train",
         keep_last: bool = False,
-        cache_path: str | None = None,
-        progress: Progress = no_progress,
+        cache: IndexCache,
     ) -> None:
         self.indexed, self.options, self.sequences = indexed, options, sequences
         num_tokens = int(indexed.sequence_lengths[sequences.start : sequences.stop].sum(dtype=np.int64))
@@ -98,14 +97,8 @@ class GPTDataset(Dataset):
             "seq_length": seq_length,
             "seed": seed,
         }
-        arrays = cached_arrays(
-            cache_folder(indexed.prefix, cache_path),
-            f"{Path(indexed.prefix).name}-{name}",
-            key,
-            build,
-            progress,
-            rows=self.epochs * (len(sequences) + 2 * samples_per_epoch),
-        )
+        rows = self.epochs * (len(sequences) + 2 * samples_per_epoch)
+        arrays = cache.arrays(indexed.prefix, f"{Path(indexed.prefix).name}-{name}", key, build, rows)
         self.document_index = arrays["document_index"]
         self.sample_index = arrays["sample_index"]
         self.shuffle_index = arrays["shuffle_index"]
@@ -147,8 +140,3 @@ class GPTDataset(Dataset):
             "epochs": "any" if self.options.stable_order else self.epochs,
             "separate_last_epoch": self.separate_last_epoch,
         }
-
-
-def cache_folder(prefix: str, cache_path: str | None) -> Path:
-    """Return the folder of a dataset's cached indices: ``--data-cache-path``, or one beside the data."""
-    return Path(cache_path) if cache_path else Path(prefix).parent / "index_cache"

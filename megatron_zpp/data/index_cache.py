@@ -1,7 +1,7 @@
 """Keeps index arrays on disk, so that a node builds them once and its ranks share them by memory mapping.
 
-No file system needs to be shared: every rank calls ``cached_arrays`` by itself, and gets the same arrays wherever it
-runs. Ranks that see the same folder wait for the one that builds.
+No file system needs to be shared: every rank loads or builds by itself, and gets the same arrays wherever it runs.
+Ranks that see the same folder wait for the one that builds.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import tempfile
 import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -32,45 +33,46 @@ def no_progress(description: str, rows: int) -> AbstractContextManager[Advance]:
     return nullcontext(lambda done: None)
 
 
-def cached_arrays(
-    folder: Path,
-    name: str,
-    key: dict[str, Any],
-    build: Callable[[Advance], Arrays],
-    progress: Progress = no_progress,
-    rows: int = 1,
-) -> Arrays:
-    """Load the arrays of ``build(advance)`` from ``folder/name-DIGEST/``, or build and save them there.
+@dataclass(frozen=True)
+class IndexCache:
+    path: str | None = None  # folder of the entries; None: one beside the data
+    progress: Progress = no_progress
 
-    ``key`` must hold everything that the result depends on (JSON-serializable). A damaged entry is built again, after
-    a warning. If the folder can't be written, the arrays stay in memory, after a warning. ``build`` calls ``advance``
-    with the number of rows done, of ``rows`` in total.
-    """
-    digest = hashlib.sha256(json.dumps(key, indent=2, sort_keys=True).encode()).hexdigest()
-    entry = folder / f"{name}-{digest[:16]}"
-    arrays = _load(entry, key)
-    if arrays is not None:
-        return arrays
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with open_lock(folder / ".lock") as lock:
-            with contextlib.suppress(OSError):  # a file system without locks: ranks build side by side, equal results
-                fcntl.flock(lock, fcntl.LOCK_EX)
-            arrays = _load(entry, key)  # built by another rank while this one waited
-            if arrays is not None:
-                return arrays
-            if entry.exists():
-                warnings.warn(f"{entry} is damaged: it is built again", stacklevel=2)
-            arrays = _build(name, build, progress, rows)
-            _save(entry, key, arrays)
-            return _load(entry, key) or arrays  # without locks, another node may be replacing the entry
-    except OSError as error:
-        warnings.warn(
-            f"can't cache {name} in {folder} ({error}), so it is kept in memory; "
-            f"--data-cache-path chooses another folder",
-            stacklevel=2,
-        )
-        return _build(name, build, progress, rows) if arrays is None else arrays
+    def arrays(
+        self, prefix: str, name: str, key: dict[str, Any], build: Callable[[Advance], Arrays], rows: int
+    ) -> Arrays:
+        """Load the arrays of ``build(advance)`` for the data at ``prefix``, or build and save them.
+
+        ``key`` must hold everything that the result depends on (JSON-serializable). A damaged entry is built again,
+        after a warning. If the folder can't be written, the arrays stay in memory, after a warning. ``build`` calls
+        ``advance`` with the number of rows done, of ``rows`` in total.
+        """
+        digest = hashlib.sha256(json.dumps(key, indent=2, sort_keys=True).encode()).hexdigest()
+        folder = Path(self.path) if self.path else Path(prefix).parent / "index_cache"
+        entry = folder / f"{name}-{digest[:16]}"
+        arrays = _load(entry, key)
+        if arrays is not None:
+            return arrays
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            with open_lock(folder / ".lock") as lock:
+                with contextlib.suppress(OSError):  # without locks, ranks build side by side with equal results
+                    fcntl.flock(lock, fcntl.LOCK_EX)
+                arrays = _load(entry, key)  # built by another rank while this one waited
+                if arrays is not None:
+                    return arrays
+                if entry.exists():
+                    warnings.warn(f"{entry} is damaged: it is built again", stacklevel=2)
+                arrays = _build(name, build, self.progress, rows)
+                _save(entry, key, arrays)
+                return _load(entry, key) or arrays  # without locks, another node may be replacing the entry
+        except OSError as error:
+            warnings.warn(
+                f"can't cache {name} in {folder} ({error}), so it is kept in memory; "
+                f"--data-cache-path chooses another folder",
+                stacklevel=2,
+            )
+            return _build(name, build, self.progress, rows) if arrays is None else arrays
 
 
 def _build(name: str, build: Callable[[Advance], Arrays], progress: Progress, rows: int) -> Arrays:

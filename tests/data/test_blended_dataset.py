@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from megatron_zpp.data import blended_dataset
 from megatron_zpp.data.blended_dataset import BlendedDataset, exhaustive_blend, normalize, shares, weighted_blend
 from megatron_zpp.data.gpt_dataset import GPTDataset, SampleOptions
+from megatron_zpp.data.index_cache import IndexCache
 from megatron_zpp.data.indexed_dataset import IndexedDataset
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -61,13 +62,14 @@ def test_shares_round_up_twice():
     assert shares([0.5, 0.5], 100, surplus=0.1) == ([50, 50], [56, 56])  # 50 * 1.1 is a little more than 55
 
 
-def test_a_blend_of_more_datasets_than_its_index_can_number_is_refused(tmp_path):
+def test_a_blend_of_more_datasets_than_its_index_can_number_is_refused():
     with pytest.raises(ValueError, match="the train blend has 32768 datasets, more than"):
-        BlendedDataset([None] * 32_768, None, None, name="train", cache_folder=tmp_path)
+        BlendedDataset([None] * 32_768, None, None, name="train", cache=IndexCache())
 
 
 def test_blend_that_takes_more_than_there_is_says_so(tmp_path):
     options = SampleOptions(seq_length=128, seed=1)
-    part = GPTDataset(IndexedDataset(GOLDEN / "a"), range(200), options, num_samples=None, cache_path=str(tmp_path))
+    cache = IndexCache(str(tmp_path))
+    part = GPTDataset(IndexedDataset(GOLDEN / "a"), range(200), options, num_samples=None, cache=cache)
     with pytest.raises(ValueError, match=r"takes 300 samples of .*a, which holds 257"):
-        BlendedDataset([part], [1.0], 300, name="train", cache_folder=tmp_path)
+        BlendedDataset([part], [1.0], 300, name="train", cache=cache)

@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_zpp.data.gpt_dataset import GPTDataset, SampleOptions, cache_folder
+from megatron_zpp.data.gpt_dataset import GPTDataset, SampleOptions
+from megatron_zpp.data.index_cache import IndexCache
 from megatron_zpp.data.indexed_dataset import IndexedDataset, IndexedDatasetWriter
 
 A = Path(__file__).parent / "golden" / "a"
@@ -22,7 +23,7 @@ def dataset_of(tmp_path, prefix=A, sequences=None, num_samples=None, name="train
         num_samples=num_samples,
         name=name,
         keep_last=keep_last,
-        cache_path=str(tmp_path / "cache"),
+        cache=IndexCache(str(tmp_path / "cache")),
     )
 
 
@@ -129,11 +130,6 @@ def test_the_cache_knows_all_that_the_order_depends_on(tmp_path):
         for name in ("document_index", "sample_index", "shuffle_index"):
             assert np.array_equal(getattr(cached, name), getattr(fresh, name)), variant
         assert cached.order == fresh.order
-
-
-def test_the_cache_lies_beside_the_data_or_where_it_is_told(tmp_path):
-    assert cache_folder("folder/x", None) == Path("folder/index_cache")
-    assert cache_folder("folder/x", "else") == Path("else")
 
 
 def test_an_empty_split_says_so(tmp_path):

@@ -12,7 +12,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron_zpp.data.index_cache import cached_arrays
+from megatron_zpp.data.index_cache import IndexCache, no_progress
+
+
+def cached_arrays(folder, name, key, build, progress=no_progress, rows=1):
+    return IndexCache(str(folder), progress).arrays("data/x", name, key, build, rows)
 
 
 def build_and_count(folder: Path, advance) -> dict[str, np.ndarray]:

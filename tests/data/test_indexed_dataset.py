@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from megatron_zpp.data import indexed_dataset
 from megatron_zpp.data.gpt_dataset import GPTDataset, SampleOptions
+from megatron_zpp.data.index_cache import IndexCache
 from megatron_zpp.data.indexed_dataset import DTYPES, IndexedDataset, IndexedDatasetWriter, best_dtype
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -219,7 +220,7 @@ def test_files_that_are_cut_while_they_are_read_are_named(tmp_path, mmap_tokens)
     write(tmp_path / "x", [[range(18_000)]], "<i4")
     options = SampleOptions(seq_length=8999, seed=1)
     dataset = IndexedDataset(tmp_path / "x", mmap_tokens)
-    samples = GPTDataset(dataset, range(1), options, num_samples=None, cache_path=str(tmp_path))
+    samples = GPTDataset(dataset, range(1), options, num_samples=None, cache=IndexCache(str(tmp_path)))
     last = next(i for i in range(2) if samples[i][0] == 8999)
     os.truncate(tmp_path / "x.bin", 50_000)
     for read in (dataset.token_range, lambda: samples[last]):

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_zpp.data.samplers import cyclic_order, sharded_cyclic_order, single_order
+from megatron_zpp.data.loader import cyclic_order, sharded_cyclic_order, single_order
 
 
 def flat(micro_batches):

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_zpp.data.text.sentences import split_sentences
+from megatron_zpp.data.text.corpus import split_sentences
 
 SENTENCES = [
     "Dr. J. Smith met Mrs. Jones, e.g. at 3.14 p.m. on Jan. 5.",

@@ -96,10 +96,12 @@ def digests(args: argparse.Namespace) -> dict[str, Any]:
         found: dict[str, Any] = {"seed": args.seed, "seq_len": args.seq_length, "datasets": files}
         for name, dataset in zip(SPLIT_NAMES, datasets, strict=True):
             if isinstance(dataset, BlendedDataset):
-                found[f"blend_{name}"] = digest_blend(dataset)
+                found[f"blend_{name}"], parts = digest_dataset(dataset), dataset.datasets
             elif isinstance(dataset, GPTDataset):
-                found.setdefault("gpt", {})[name] = digest_dataset(dataset)
-            for part in getattr(dataset, "datasets", [dataset]) if dataset is not None else []:
+                found.setdefault("gpt", {})[name], parts = digest_dataset(dataset), [dataset]
+            else:
+                continue
+            for part in parts:
                 files[part.indexed.prefix] = {
                     "documents": part.indexed.num_documents,
                     "tokens": part.indexed.num_tokens,
@@ -108,21 +110,13 @@ def digests(args: argparse.Namespace) -> dict[str, Any]:
         return found
 
 
-def digest_dataset(dataset: GPTDataset) -> dict[str, Any]:
-    names = ("document_index", "sample_index", "shuffle_index")
-    indices = {name: digest_array(getattr(dataset, name)) for name in names}
-    return {"length": len(dataset), **indices, **digest_samples(dataset)}
-
-
-def digest_blend(blend: BlendedDataset) -> dict[str, Any]:
-    return {
-        "length": len(blend),
-        "dataset_index": digest_array(blend.dataset_index),
-        "dataset_sample_index": digest_array(blend.dataset_sample_index),
-        "first_12_datasets": blend.dataset_index[:12].tolist(),
-        **digest_samples(blend),
-        "parts": [digest_dataset(part) for part in blend.datasets],
-    }
+def digest_dataset(dataset: GPTDataset | BlendedDataset) -> dict[str, Any]:
+    names = [name for name in vars(dataset) if name.endswith("_index")]
+    found: dict[str, Any] = {"length": len(dataset)} | {name: digest_array(getattr(dataset, name)) for name in names}
+    if isinstance(dataset, BlendedDataset):
+        found["first_12_datasets"] = dataset.dataset_index[:12].tolist()
+        found["parts"] = [digest_dataset(part) for part in dataset.datasets]
+    return found | digest_samples(dataset)
 
 
 def digest_samples(dataset: GPTDataset | BlendedDataset) -> dict[str, Any]:

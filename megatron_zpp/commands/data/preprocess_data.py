@@ -18,7 +18,6 @@ import contextlib
 import signal
 import sys
 import time
-from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress
@@ -140,12 +139,11 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
 
 def run(args: argparse.Namespace) -> None:
     sentences = ("blanks" if args.keep_newlines else "alone") if args.split_sentences else None
-    tokenizer: Any = given_tokenizer(args)
     max_document_bytes = int(args.max_document_megabytes * 2**20)
     job = Job(
         inputs=tuple(args.input),
         output_prefix=args.output_prefix,
-        tokenizer=tokenizer,
+        tokenizer=given_tokenizer(args),
         input_format=args.input_format,
         reading=Reading(tuple(args.json_keys), args.text_documents, max_document_bytes, sentences),
         append_eod=args.append_eod,

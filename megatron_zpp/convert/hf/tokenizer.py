@@ -9,12 +9,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from megatron_zpp.data.text.tokenizers import Tokenizer, TokenizerFlags, build_tokenizer, huggingface_path
+from megatron_zpp.data.text.tokenizers import TOKENIZER_FLAGS, Tokenizer, build_tokenizer, huggingface_path
 from megatron_zpp.files import read_bounded
 
 from .files import write_json
 
-SETTINGS = tuple(TokenizerFlags.__annotations__)
 FILES = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
     *("chat_template.jinja", "tokenizer.model", "vocab.json", "merges.txt"),
@@ -28,7 +27,7 @@ _TEXTS = (
 
 def build(settings: Mapping[str, Any]) -> Tokenizer:
     """The tokenizer that settings describe."""
-    return build_tokenizer(**{name: settings.get(name) for name in SETTINGS})  # type: ignore[arg-type]
+    return build_tokenizer(**{name: settings.get(name) for name in TOKENIZER_FLAGS})
 
 
 def write_tokenizer(settings: dict[str, Any], tokenizer: Tokenizer, folder: Path) -> dict[str, int]:

@@ -13,21 +13,21 @@ from collections.abc import Generator, Iterable
 from concurrent.futures import FIRST_COMPLETED, Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from megatron_zpp.data.indexed_dataset import best_dtype
 from megatron_zpp.data.text.corpus import BLOCK_BYTES, Block, Reading, extract_texts, records, too_long
-from megatron_zpp.data.text.tokenizers import Ids, TokenizerFlags, build_tokenizer
+from megatron_zpp.data.text.tokenizers import Ids, build_tokenizer
 
 BLOCKS_AHEAD = 4  # blocks in flight per worker
 LARGE_BLOCK = 4 * BLOCK_BYTES
 
 
-@dataclass(frozen=True)
-class Column:
-    """The documents of one key."""
+class Column(NamedTuple):
+    """The documents of one key, as ``IndexedDatasetWriter.add_documents`` takes them."""
 
     tokens: NDArray
     sequence_lengths: NDArray[np.int64]  # [sequences]
@@ -45,7 +45,7 @@ class EncodedBlock:
 class Encoder:
     """Tokenizes blocks; each worker has one."""
 
-    def __init__(self, tokenizer: TokenizerFlags, reading: Reading, append_eod: bool) -> None:
+    def __init__(self, tokenizer: dict[str, Any], reading: Reading, append_eod: bool) -> None:
         self.tokenizer, self.reading, self.append_eod = build_tokenizer(**tokenizer), reading, append_eod
         self.dtype = best_dtype(self.tokenizer.vocab_size)
 
@@ -98,7 +98,7 @@ class Encoder:
 
 
 def encode_blocks(
-    blocks: Iterable[Block], tokenizer: TokenizerFlags, reading: Reading, append_eod: bool, workers: int, ordered: bool
+    blocks: Iterable[Block], tokenizer: dict[str, Any], reading: Reading, append_eod: bool, workers: int, ordered: bool
 ) -> Generator[tuple[Block, EncodedBlock]]:
     """Yield every block with its tokens; without ``ordered``, as soon as each is ready.
 
@@ -155,13 +155,13 @@ def _check_alive(pool: Executor) -> None:
 _encoder: Encoder  # of a worker: a tokenizer is too large to be sent with each block
 
 
-def _start_thread(tokenizer: TokenizerFlags, reading: Reading, append_eod: bool) -> None:
+def _start_thread(tokenizer: dict[str, Any], reading: Reading, append_eod: bool) -> None:
     global _encoder
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # a worker is one thread
     _encoder = Encoder(tokenizer, reading, append_eod)
 
 
-def _start_process(tokenizer: TokenizerFlags, reading: Reading, append_eod: bool) -> None:
+def _start_process(tokenizer: dict[str, Any], reading: Reading, append_eod: bool) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which ends its workers
     threading.Thread(target=_end_with_parent, daemon=True).start()
     _start_thread(tokenizer, reading, append_eod)

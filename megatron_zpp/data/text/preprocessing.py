@@ -18,12 +18,12 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from megatron_zpp.data.indexed_dataset import IndexedDatasetWriter, best_dtype, finish_finalizing
 from megatron_zpp.data.text.corpus import Block, CorpusFile, Position, Reading, find_files, read_blocks
 from megatron_zpp.data.text.encoding import EncodedBlock, encode_blocks
-from megatron_zpp.data.text.tokenizers import TokenizerFlags, build_tokenizer, huggingface_path
+from megatron_zpp.data.text.tokenizers import build_tokenizer, huggingface_path
 from megatron_zpp.files import open_lock, read_json_object
 
 PRINTED_BAD_RECORDS = 10  # the others are only in the file
@@ -33,7 +33,7 @@ PRINTED_BAD_RECORDS = 10  # the others are only in the file
 class Job:
     inputs: tuple[str, ...]
     output_prefix: str
-    tokenizer: TokenizerFlags
+    tokenizer: dict[str, Any]  # arguments of build_tokenizer
     input_format: str | None = None  # None: by suffix
     reading: Reading = field(default_factory=Reading)
     append_eod: bool = False
@@ -96,8 +96,14 @@ def preprocess(job: Job, report: Callable[[State, int], None], note: Callable[[s
             if not (state.complete and finish_finalizing(job.prefix(key)))
         }
         if not state.complete:
-            with _Output(job, identity, state, writers, note) as output:
-                _write_tokens(output, files, report)
+            with open(job.bad_file, "a", encoding="utf-8") as bad_file:
+                bad_file.seek(bad_file.truncate(state.bad_file_bytes))
+                output = _Output(job, identity, state, writers, bad_file, note)
+                try:
+                    _write_tokens(output, files, report)
+                except BaseException:
+                    output.stop()
+                    raise
         for writer in writers.values():
             writer.finalize()
         job.state_file.unlink()
@@ -127,78 +133,54 @@ def _write_tokens(output: _Output, files: list[CorpusFile], report: Callable[[St
     output.save()
 
 
+@dataclass
 class _Output:
     """A job's unfinished files, and the state that records their progress."""
 
-    def __init__(
-        self,
-        job: Job,
-        identity: dict[str, Any],
-        state: State,
-        writers: dict[str, IndexedDatasetWriter],
-        note: Callable[[str], None],
-    ) -> None:
-        self.job, self.identity, self.state, self.writers, self.note = job, identity, state, writers, note
-        self._numbers: dict[Position, int] = {}  # of the blocks in flight
-        self._ends: dict[int, Position] = {}
-        self._is_whole = True  # no block is half written
-        self._bad_file = open(job.bad_file, "a", encoding="utf-8")  # noqa: SIM115 - closed by __exit__
-        self._bad_file.truncate(state.bad_file_bytes)
-        self._bad_file.seek(0, os.SEEK_END)
-
-    def __enter__(self) -> _Output:
-        return self
-
-    def __exit__(self, error_type: type[BaseException] | None, *_: object) -> None:
-        """After an error, leave what a later run can continue; as after a kill, it cuts off a half written block."""
-        with self._bad_file:
-            if error_type is None:
-                return
-            with contextlib.suppress(OSError):  # the disk may be full
-                if self._is_whole and self.state.documents:
-                    self.save()
-            is_kept = self.state.documents and self.job.state_file.exists()
-            for writer in self.writers.values():
-                with contextlib.suppress(OSError):
-                    writer.close() if is_kept else writer.abort()
-            if not is_kept:
-                self.job.state_file.unlink(missing_ok=True)
-                self.job.bad_file.unlink(missing_ok=True)
+    job: Job
+    identity: dict[str, Any]
+    state: State
+    writers: dict[str, IndexedDatasetWriter]
+    bad_file: TextIO
+    note: Callable[[str], None]
+    numbers: dict[Position, int] = field(default_factory=dict)  # of the blocks in flight
+    ends: dict[int, Position] = field(default_factory=dict)
+    is_whole: bool = True  # no block is half written
 
     def unwritten(self, blocks: Iterable[Block]) -> Iterator[Block]:
         """Yield those of the blocks from the state's position on that are not written yet."""
         for number, block in enumerate(blocks, self.state.block):
-            self._ends[number] = block.end
+            self.ends[number] = block.end
             if number not in self.state.done:
-                self._numbers[block.start] = number
+                self.numbers[block.start] = number
                 yield block
 
     def write(self, block: Block, encoded: EncodedBlock) -> None:
         """Append a block's documents, and record that in the state."""
-        self._is_whole, state = False, self.state
+        self.is_whole, state = False, self.state
         for record in encoded.bad_records[: max(0, PRINTED_BAD_RECORDS - state.bad)]:
             self.note(f"skipped {record}")
-        self._bad_file.write("".join(f"{record}\n" for record in encoded.bad_records))
+        self.bad_file.write("".join(f"{record}\n" for record in encoded.bad_records))
         for key, column in encoded.columns.items():
-            self.writers[key].add_documents(column.tokens, column.sequence_lengths, column.sequences_per_document)
+            self.writers[key].add_documents(*column)
         state.documents += encoded.num_documents
         state.num_bytes += block.num_bytes
         state.disk_bytes += block.disk_bytes
         state.bad += len(encoded.bad_records)
         state.eods_in_text += encoded.num_eods
-        state.done.add(self._numbers.pop(block.start))
+        state.done.add(self.numbers.pop(block.start))
         while state.block in state.done:
             state.done.remove(state.block)
-            state.position = self._ends.pop(state.block)
+            state.position = self.ends.pop(state.block)
             state.block += 1
-        self._is_whole = True
+        self.is_whole = True
 
     def save(self) -> None:
         """Bring the files to the disk, and then, atomically, the state that describes them."""
-        self._bad_file.flush()
-        os.fsync(self._bad_file.fileno())
+        self.bad_file.flush()
+        os.fsync(self.bad_file.fileno())
         state = self.state
-        state.bad_file_bytes = self._bad_file.tell()
+        state.bad_file_bytes = self.bad_file.tell()
         state.written = {key: writer.sync() for key, writer in self.writers.items()}
         new = Path(f"{self.job.state_file}.new")
         with open(new, "w", encoding="utf-8") as file:
@@ -207,6 +189,19 @@ class _Output:
             file.flush()
             os.fsync(file.fileno())
         os.replace(new, self.job.state_file)
+
+    def stop(self) -> None:
+        """After an error, leave what a later run can continue; as after a kill, it cuts off a half written block."""
+        with contextlib.suppress(OSError):  # the disk may be full
+            if self.is_whole and self.state.documents:
+                self.save()
+        is_kept = self.state.documents and self.job.state_file.exists()
+        for writer in self.writers.values():
+            with contextlib.suppress(OSError):
+                writer.close() if is_kept else writer.abort()
+        if not is_kept:
+            self.job.state_file.unlink(missing_ok=True)
+            self.job.bad_file.unlink(missing_ok=True)
 
 
 def _identity(job: Job, files: list[CorpusFile]) -> dict[str, Any]:

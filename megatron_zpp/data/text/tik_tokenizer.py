@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import binascii
 import json
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -53,13 +52,8 @@ TIKTOKEN_FILES = {
 }
 
 
-@dataclass(frozen=True)
-class TiktokenVocabulary:
-    ids: dict[bytes, int]  # without special tokens
-    eod: int
-    eod_name: str
-    size: int  # with all special ids
-    pattern: str | None = None  # a name of TIKTOKEN_PATTERNS; None: not known
+# Ids by token, without special ones; end of document, its name; number of ids, with special ones; pattern, if known.
+Vocabulary = tuple[dict[bytes, int], int, str, int, str | None]
 
 
 class TikTokenizer:
@@ -80,25 +74,25 @@ class TikTokenizer:
     ) -> None:
         tiktoken = load_package("tiktoken", "TikTokenizer", "data")
         if file.suffix == ".json":
-            found = _read_json_vocabulary(file, vocab_size or 2**17, num_special_tokens)
+            vocabulary = _read_json_vocabulary(file, vocab_size or 2**17, num_special_tokens)
         else:
-            found = _read_tiktoken(file)
-        self._pattern = pattern or found.pattern
+            vocabulary = _read_tiktoken(file)
+        ids, self.eod, eod_name, self.vocab_size, known_pattern = vocabulary
+        self._pattern = pattern or known_pattern
         if self._pattern is None:
             raise ValueError(
                 f"{file} is none of the published files; how does it cut texts into words? give --tiktoken-pattern, "
                 f"{', '.join(TIKTOKEN_PATTERNS)} or a regular expression"
             )
-        self.eod, self.vocab_size = found.eod, found.size
-        self._known = {*found.ids.values(), self.eod}
-        self._num_bytes = np.zeros(max(found.ids.values()) + 1, np.int64)  # of each id
-        self._num_bytes[list(found.ids.values())] = list(map(len, found.ids))
+        self._known = {*ids.values(), self.eod}
+        self._num_bytes = np.zeros(max(ids.values()) + 1, np.int64)  # of each id
+        self._num_bytes[list(ids.values())] = list(map(len, ids))
         try:
             self._encoding = tiktoken.Encoding(
                 file.name,
                 pat_str=TIKTOKEN_PATTERNS.get(self._pattern, self._pattern),
-                mergeable_ranks=found.ids,
-                special_tokens={found.eod_name: found.eod},
+                mergeable_ranks=ids,
+                special_tokens={eod_name: self.eod},
             )
         except ValueError as error:
             raise ValueError(f"--tiktoken-pattern {self._pattern}: {error}") from error
@@ -129,7 +123,7 @@ class TikTokenizer:
         return self._encoding.decode([i for i in ids if i in self._known])  # other special ids have no text
 
 
-def _read_tiktoken(file: Path) -> TiktokenVocabulary:
+def _read_tiktoken(file: Path) -> Vocabulary:
     """Read a line per token: its bytes in base64, and its id. In an unknown file, the id after the last is the eod."""
     try:
         lines = [line.split() for line in file.read_bytes().splitlines() if line]
@@ -142,10 +136,10 @@ def _read_tiktoken(file: Path) -> TiktokenVocabulary:
     pattern, eod, size = TIKTOKEN_FILES.get(len(ids), (None, after, after + 1))
     if eod in ids.values() or size < after:
         raise ValueError(f"{file} has as many tokens as a published file, but other ids")
-    return TiktokenVocabulary(ids, eod, "<|endoftext|>", size, pattern)
+    return ids, eod, "<|endoftext|>", size, pattern
 
 
-def _read_json_vocabulary(file: Path, size: int, num_special: int | None) -> TiktokenVocabulary:
+def _read_json_vocabulary(file: Path, size: int, num_special: int | None) -> Vocabulary:
     """Read Megatron's list of {"rank": 0, 1, ..., "token_bytes": base64, "token_str"} and take the first entries.
 
     ``num_special`` special ids come first (<unk>, <s>, </s>, and unused ones), then the tokens up to ``size``.
@@ -172,4 +166,4 @@ def _read_json_vocabulary(file: Path, size: int, num_special: int | None) -> Tik
             f"{wanted:,}: give --vocab-size {len(set(tokens)) + num_special}"
         )
     ids = {token: rank + num_special for rank, token in enumerate(tokens)}
-    return TiktokenVocabulary(ids, 2, "</s>", size)
+    return ids, 2, "</s>", size, None

@@ -5,11 +5,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import unicodedata
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Protocol, Required, TypedDict
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -36,16 +37,11 @@ MODEL = re.compile(r"[\w.-]+(/[\w.-]+)?")  # a model's name at Hugging Face
 Ids = Sequence[int] | NDArray
 
 
-class TokenizerFlags(TypedDict, total=False):
-    """The arguments of ``build_tokenizer``."""
-
-    tokenizer_type: Required[str]
-    tokenizer_model: str | None
-    vocab_file: str | None
-    merge_file: str | None
-    vocab_size: int | None
-    tiktoken_pattern: str | None
-    tiktoken_num_special_tokens: int | None
+# The arguments of ``build_tokenizer``.
+TOKENIZER_FLAGS = (
+    *("tokenizer_type", "tokenizer_model", "vocab_file", "merge_file", "vocab_size"),
+    *("tiktoken_pattern", "tiktoken_num_special_tokens"),
+)
 
 
 class Tokenizer(Protocol):
@@ -291,11 +287,10 @@ def huggingface_path(value: str | None) -> Path:
     """
     if value is None or value.endswith(".json") or Path(value).exists() or not MODEL.fullmatch(value):
         return _existing_path("HuggingFaceTokenizer", "--tokenizer-model", value)
-    try:
+    found = None
+    with contextlib.suppress(ImportError):
         from huggingface_hub import try_to_load_from_cache
-    except ImportError:
-        found = None
-    else:
+
         found = try_to_load_from_cache(value, "tokenizer.json")
     if not isinstance(found, str):
         raise FileNotFoundError(
