@@ -18,7 +18,7 @@ from functools import cached_property
 from pathlib import Path
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, DTypeLike, NDArray
 
 from megatron_zpp.data.indices import Advance
 from megatron_zpp.files import regular_file
@@ -184,10 +184,7 @@ class IndexedDatasetWriter:
     """
 
     def __init__(
-        self,
-        prefix: str | os.PathLike[str],
-        dtype: np.dtype | type | str,
-        resume_from: tuple[int, int, int] | None = None,
+        self, prefix: str | os.PathLike[str], dtype: DTypeLike, resume_from: tuple[int, int, int] | None = None
     ) -> None:
         self.prefix = os.fspath(prefix)
         self.dtype = np.dtype(dtype).newbyteorder("<")
@@ -215,12 +212,7 @@ class IndexedDatasetWriter:
         tokens = np.concatenate(arrays) if arrays else np.empty(0, self.dtype)
         self.add_documents(tokens, [len(array) for array in arrays], [len(arrays)])
 
-    def add_documents(
-        self,
-        tokens: NDArray,
-        sequence_lengths: Sequence[int] | NDArray,
-        sequences_per_document: Sequence[int] | NDArray,
-    ) -> None:
+    def add_documents(self, tokens: NDArray, sequence_lengths: ArrayLike, sequences_per_document: ArrayLike) -> None:
         """Add many documents at once. Raises ValueError if an id does not fit the dtype."""
         lengths = np.asarray(sequence_lengths, dtype=np.int64)
         counts = np.asarray(sequences_per_document, dtype=np.int64)

@@ -13,7 +13,6 @@ from typing import NamedTuple
 from megatron_zpp.data.blended_dataset import normalize
 from megatron_zpp.files import read_json_object, read_text
 
-DEFAULT_SPLIT = "969, 30, 1"
 SPLIT_NAMES = ("train", "valid", "test")
 
 Edges = tuple[float, float]  # start and end of a split, as shares of a file's sequences
@@ -36,7 +35,7 @@ def read_sources(
     test_data_path: Sequence[str] | None = None,
     per_split_data_args_path: str | None = None,
     split: str | None = None,
-) -> tuple[Source | None, Source | None, Source | None]:
+) -> list[Source | None]:
     """Return the train, validation and test source; None for a split without data.
 
     Each path is a list of prefixes, or of weight prefix pairs; ``data_args_path`` is a file with what ``data_path``
@@ -60,17 +59,13 @@ def read_sources(
         if not data_path:
             raise ValueError(f"--data-args-path {data_args_path} is empty")
     if data_path:
-        prefixes, weights = parse_blend(data_path)
-        train, valid, test = (
-            Source(prefixes, weights, edges) if edges else None for edges in split_edges(split or DEFAULT_SPLIT)
-        )
-        return train, valid, test
+        blend = parse_blend(data_path)
+        return [Source(*blend, edges) if edges else None for edges in split_edges(split or "969, 30, 1")]
     if split is not None:
         raise ValueError(f"--split divides --data-path; it has no meaning with {given[0]}: leave it out")
     if per_split_data_args_path:
         per_split = read_per_split(per_split_data_args_path)
-    train, valid, test = (Source(*parse_blend(paths), (0.0, 1.0)) if paths else None for paths in per_split)
-    return train, valid, test
+    return [Source(*parse_blend(paths), (0.0, 1.0)) if paths else None for paths in per_split]
 
 
 def read_per_split(path: str) -> list[Sequence[str] | None]:
@@ -99,8 +94,7 @@ def parse_blend(paths: Sequence[str]) -> tuple[list[str], list[float] | None]:
         if sum(weights) == math.inf:
             raise ValueError("the weights of a blend are too large to add up")
         return list(paths[1::2]), weights
-    misplaced = [path for path in paths if _is_number(path) and not Path(f"{path}.idx").exists()]
-    if misplaced:
+    if misplaced := [path for path in paths if _is_number(path) and not Path(f"{path}.idx").exists()]:
         raise ValueError(f"{misplaced[0]} is not a dataset; a blend is `weight prefix weight prefix ...`, in pairs")
     return list(paths), None
 

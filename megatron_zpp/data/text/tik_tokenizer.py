@@ -19,28 +19,23 @@ ALL_KINDS = (
 )
 
 # How published vocabularies split a text into words before they merge bytes; their files do not say.
-_GPT2_WORDS = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"
-_CL100K_WORDS = (
-    r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,3}+"
-    r"| ?[^\s\p{L}\p{N}]++[\r\n]*+|\s++$|\s*[\r\n]|\s+(?!\S)|\s"
-)
-_O200K_WORDS = (
-    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
-    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
-    r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-_MEGATRON_V1_WORDS = r"[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]++[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+"
-_MEGATRON_V2_WORDS = (
-    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
-    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
-    r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
 TIKTOKEN_PATTERNS = {  # v1 and v2 are Megatron-LM's names
-    "gpt2": _GPT2_WORDS,
-    "cl100k_base": _CL100K_WORDS,
-    "o200k_base": _O200K_WORDS,
-    "v1": _MEGATRON_V1_WORDS,
-    "v2": _MEGATRON_V2_WORDS,
+    "gpt2": r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s",
+    "cl100k_base": (
+        r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,3}+"
+        r"| ?[^\s\p{L}\p{N}]++[\r\n]*+|\s++$|\s*[\r\n]|\s+(?!\S)|\s"
+    ),
+    "o200k_base": (
+        r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+        r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+        r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+    ),
+    "v1": r"[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]++[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+",
+    "v2": (
+        r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
+        r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
+        r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+    ),
 }
 # Number of tokens of a published file -> pattern, end of document, number of ids with all special ones.
 TIKTOKEN_FILES = {
@@ -65,18 +60,10 @@ class TikTokenizer:
     ``tokenize`` raises ValueError for a text of which ``pattern`` leaves something out.
     """
 
-    def __init__(
-        self,
-        file: Path,
-        pattern: str | None = None,
-        vocab_size: int | None = None,
-        num_special_tokens: int | None = None,
-    ) -> None:
+    def __init__(self, file: Path, pattern: str | None, vocab_size: int | None, num_special_tokens: int | None) -> None:
         tiktoken = load_package("tiktoken", "TikTokenizer", "data")
-        if file.suffix == ".json":
-            vocabulary = _read_json_vocabulary(file, vocab_size or 2**17, num_special_tokens)
-        else:
-            vocabulary = _read_tiktoken(file)
+        is_json = file.suffix == ".json"
+        vocabulary = _read_json_vocabulary(file, vocab_size, num_special_tokens) if is_json else _read_tiktoken(file)
         ids, self.eod, eod_name, self.vocab_size, known_pattern = vocabulary
         self._pattern = pattern or known_pattern
         if self._pattern is None:
@@ -139,13 +126,13 @@ def _read_tiktoken(file: Path) -> Vocabulary:
     return ids, eod, "<|endoftext|>", size, pattern
 
 
-def _read_json_vocabulary(file: Path, size: int, num_special: int | None) -> Vocabulary:
+def _read_json_vocabulary(file: Path, size: int | None, num_special: int | None) -> Vocabulary:
     """Read Megatron's list of {"rank": 0, 1, ..., "token_bytes": base64, "token_str"} and take the first entries.
 
     ``num_special`` special ids come first (<unk>, <s>, </s>, and unused ones), then the tokens up to ``size``.
     ``</s>`` ends a document.
     """
-    num_special = 1000 if num_special is None else num_special
+    size, num_special = size or 2**17, 1000 if num_special is None else num_special  # Megatron's defaults
     wanted = size - num_special
     try:
         entries = json.loads(file.read_bytes())[: max(0, wanted)]
