@@ -1,7 +1,5 @@
 """Samples: every token once, errors, what the cache belongs to."""
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -9,9 +7,8 @@ from hypothesis import strategies as st
 
 from megatron_zpp.data.gpt_dataset import GPTDataset, SampleOptions
 from megatron_zpp.data.index_cache import IndexCache
-from megatron_zpp.data.indexed_dataset import IndexedDataset, IndexedDatasetWriter
-
-A = Path(__file__).parent / "golden" / "a"
+from megatron_zpp.data.indexed_dataset import IndexedDataset
+from tests.data.small_data import A, B, write
 
 
 def dataset_of(tmp_path, prefix=A, sequences=None, num_samples=None, name="train", keep_last=False, **options):
@@ -27,13 +24,10 @@ def dataset_of(tmp_path, prefix=A, sequences=None, num_samples=None, name="train
     )
 
 
-def write(prefix, lengths):
+def write_lengths(prefix, lengths):
     """Documents whose ids are all different."""
-    first = 0
-    with IndexedDatasetWriter(prefix, "<i4") as writer:
-        for length in lengths:
-            writer.add_document([np.arange(first, first + length)] if length else [])
-            first += length
+    ids = np.split(np.arange(sum(lengths)), np.cumsum(lengths)[:-1])
+    write(prefix, [[part] if len(part) else [] for part in ids], "<i4")
 
 
 @settings(max_examples=40, deadline=None)
@@ -47,10 +41,9 @@ def write(prefix, lengths):
 def test_one_epoch_serves_every_token_once(tmp_path_factory, lengths, seq_length, seed, stable_order, keep_last):
     """As inputs: each once, but for those behind the last whole sample, which only ``keep_last`` serves."""
     folder = tmp_path_factory.mktemp("data")
-    write(folder / "x", lengths)
-    dataset = dataset_of(
-        folder, folder / "x", seq_length=seq_length, seed=seed, stable_order=stable_order, keep_last=keep_last
-    )
+    write_lengths(folder / "x", lengths)
+    options = {"seq_length": seq_length, "seed": seed, "stable_order": stable_order, "keep_last": keep_last}
+    dataset = dataset_of(folder, folder / "x", **options)
     samples = [dataset[i] for i in range(len(dataset))]
     inputs = np.concatenate([sample[:-1] for sample in samples])
     labels = np.concatenate([sample[1:] for sample in samples])
@@ -69,10 +62,9 @@ def test_items_are_new_arrays(tmp_path):
     dataset[3][:] = 0
     assert dataset[3].dtype == np.int64
     assert np.array_equal(dataset[3], before)
-    with pytest.raises(IndexError):
-        dataset[len(dataset)]
-    with pytest.raises(IndexError):
-        dataset[-1]
+    for number in (len(dataset), -1):
+        with pytest.raises(IndexError):
+            dataset[number]
 
 
 def test_a_longer_run_keeps_the_order_within_the_same_epochs(tmp_path):
@@ -92,38 +84,18 @@ def test_a_stable_order_has_the_samples_of_any_run(tmp_path):
     assert dataset_of(tmp_path, num_samples=257).order != dataset_of(tmp_path, num_samples=258).order
 
 
-def test_nodes_without_a_common_file_system_build_the_same(tmp_path):
-    orders = []
-    for node in ("one", "two"):
-        (tmp_path / node).mkdir()
-        for suffix in (".bin", ".idx"):
-            (tmp_path / node / f"a{suffix}").write_bytes(A.with_suffix(suffix).read_bytes())
-        dataset = dataset_of(tmp_path / node, tmp_path / node / "a", num_samples=600)
-        orders.append((dataset.order, dataset.shuffle_index.tobytes(), dataset.sample_index.tobytes()))
-    assert orders[0] == orders[1]
-
-
 def test_rewritten_data_is_not_served_by_the_old_index(tmp_path):
-    write(tmp_path / "x", [50, 30])
+    write_lengths(tmp_path / "x", [50, 30])
     assert len(dataset_of(tmp_path, tmp_path / "x", seq_length=8).document_index) == 2
-    write(tmp_path / "x", [20, 30, 30])  # as many tokens
+    write_lengths(tmp_path / "x", [20, 30, 30])  # as many tokens
     assert len(dataset_of(tmp_path, tmp_path / "x", seq_length=8).document_index) == 3
 
 
 def test_the_cache_knows_all_that_the_order_depends_on(tmp_path):
     variants = [
-        {},
-        {"seed": 1},
-        {"seq_length": 64},
-        {"sequences": range(1, 200)},
-        {"sequences": range(199)},
-        {"num_samples": 500},
-        {"num_samples": 550},
-        {"num_samples": 300},
-        {"num_samples": 500, "stable_order": True},
-        {"stable_order": True},
-        {"keep_last": True},
-        {"prefix": A.with_name("b")},
+        *({}, {"seed": 1}, {"seq_length": 64}, {"sequences": range(1, 200)}, {"sequences": range(199)}),
+        *({"num_samples": 500}, {"num_samples": 550}, {"num_samples": 300}, {"keep_last": True}, {"prefix": B}),
+        *({"num_samples": 500, "stable_order": True}, {"stable_order": True}),
     ]
     for number, variant in enumerate(variants):
         cached, fresh = dataset_of(tmp_path, **variant), dataset_of(tmp_path / str(number), **variant)
