@@ -31,12 +31,6 @@ class SampleOptions:
     reset_attention_mask: bool = False  # tokens attend to their document alone
     fill_in_the_middle: FillInTheMiddle | None = None
 
-    def __post_init__(self) -> None:
-        for name in ("eod_mask_loss", "reset_position_ids", "reset_attention_mask", "fill_in_the_middle"):
-            if getattr(self, name) and self.eod is None:
-                flag = "--fim-data" if name == "fill_in_the_middle" else "--" + name.replace("_", "-")
-                raise ValueError(f"{flag} requires a tokenizer: give --tokenizer-type, or leave the flag out")
-
 
 class GPTDataset(Dataset):
     """Samples of ``options.seq_length`` tokens from the sequences ``sequences`` of ``indexed``.
@@ -112,15 +106,11 @@ class GPTDataset(Dataset):
         self.indexed.check_not_cut()  # once a sample: a file's size costs as much to ask for as a document to read
         k = int(self.shuffle_index[index])
         (first_row, first_offset), (last_row, last_offset) = self.sample_index[k : k + 2].tolist()
-        if first_row == last_row:
-            sequence = int(self.document_index[first_row])
-            ids = self.indexed.get(sequence, first_offset, last_offset + 1 - first_offset).astype(np.int64)
-        else:
-            sequence_numbers = self.document_index[first_row : last_row + 1].tolist()
-            parts = [self.indexed.get(sequence_numbers[0], first_offset)]
-            parts += [self.indexed.get(sequence) for sequence in sequence_numbers[1:-1]]
-            parts.append(self.indexed.get(sequence_numbers[-1], 0, last_offset + 1))
-            ids = np.concatenate(parts, dtype=np.int64, casting="unsafe")
+        sequence_numbers = self.document_index[first_row : last_row + 1].tolist()
+        offsets = [first_offset] + [0] * (last_row - first_row)
+        lengths = [None] * (last_row - first_row) + [last_offset + 1 - offsets[-1]]
+        parts = list(map(self.indexed.get, sequence_numbers, offsets, lengths))
+        ids = np.concatenate(parts, dtype=np.int64, casting="unsafe")
         if self.options.fill_in_the_middle is not None:
             assert self.options.eod is not None
             # Seeded with the sample's number, so that neither worker nor resume matters.

@@ -118,9 +118,3 @@ def test_less_than_one_sample_says_so(tmp_path, stable_order):
             dataset_of(tmp_path, seq_length=40_000, stable_order=True, num_samples=3)
     else:
         assert len(dataset_of(tmp_path, seq_length=40_000, num_samples=3)) == 3  # samples may span epochs
-
-
-@pytest.mark.parametrize("name", ["eod_mask_loss", "reset_position_ids", "reset_attention_mask"])
-def test_masks_without_tokenizer_say_so(name):
-    with pytest.raises(ValueError, match=f"--{name.replace('_', '-')} requires a tokenizer"):
-        SampleOptions(seq_length=8, seed=1, **{name: True})

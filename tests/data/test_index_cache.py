@@ -96,7 +96,7 @@ def pipe(entry):
         lambda entry: (shutil.rmtree(entry), entry.write_text("a file")),
     ],
 )
-def test_a_damaged_entry_is_built_anew_with_a_note(tmp_path, damage):
+def test_a_damaged_entry_is_built_again_with_a_warning(tmp_path, damage):
     built = []
 
     def build(advance):

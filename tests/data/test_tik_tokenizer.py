@@ -159,9 +159,3 @@ def test_a_text_of_which_a_pattern_loses_some_is_refused(tmp_path):
 def test_the_sample_has_all_kinds_of_characters():
     kinds = {unicodedata.category(chr(i)) for i in range(sys.maxunicode + 1)} - {"Cs"}
     assert {unicodedata.category(character) for character in ALL_KINDS} == kinds
-
-
-def test_missing_tiktoken_names_the_extra(monkeypatch, tmp_path):
-    monkeypatch.setitem(sys.modules, "tiktoken", None)
-    with pytest.raises(ImportError, match=r"pip install tiktoken, or megatron_zpp's extra data"):
-        build_tokenizer("TikTokenizer", write_ranks(tmp_path / "a", BYTES), tiktoken_pattern="gpt2")

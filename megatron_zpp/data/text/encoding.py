@@ -142,13 +142,13 @@ def encode_blocks(
         pool.shutdown(cancel_futures=True)
 
 
-def _check_alive(pool: Executor) -> None:
+def _check_alive(pool: Any) -> None:
     """Raise BrokenProcessPool if a worker died: in the middle of an answer, the pool would await the rest forever."""
-    processes = list((getattr(pool, "_processes", None) or {}).values())
-    if isinstance(pool, ProcessPoolExecutor) and any(process.exitcode is not None for process in processes):
+    processes = [*(getattr(pool, "_processes", None) or {}).values()]
+    if any(process.exitcode is not None for process in processes):
         for process in processes:
             process.kill()
-        pool._result_queue._writer.close()  # type: ignore[attr-defined]
+        pool._result_queue._writer.close()
         raise BrokenProcessPool
 
 
