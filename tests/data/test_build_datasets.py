@@ -22,13 +22,6 @@ def build(tmp_path):
     return build
 
 
-def test_splits_do_not_overlap(build):
-    splits = build(data_path=[A], split="90,8,2")
-    documents = [set(split.document_index.tolist()) for split in splits]
-    assert [len(part) for part in documents] == [180, 16, 4]
-    assert set.union(*documents) == set(range(200))
-
-
 def test_nothing_is_built_of_what_is_not_asked_for(build):
     assert build(data_path=[A], split="90,10", num_samples=(100, 5, 1)).test is None
     assert build(data_path=[A], num_samples=(100, 0, 0))[1:] == (None, None)

@@ -1,7 +1,5 @@
 """The rules of Megatron's sample order and blends written out slowly, and what a stable order promises."""
 
-from collections import Counter
-
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -12,7 +10,7 @@ from megatron_zpp.data.blended_dataset import BlendedDataset, exhaustive_blend, 
 from megatron_zpp.data.gpt_dataset import GPTDataset, SampleOptions
 from megatron_zpp.data.index_cache import IndexCache
 from megatron_zpp.data.indexed_dataset import IndexedDataset
-from megatron_zpp.data.indices import build_sample_index, count_epochs, megatron_order, samples_in, stable_order
+from megatron_zpp.data.indices import build_sample_index, count_epochs, samples_in
 from tests.data.small_data import A
 
 
@@ -49,67 +47,6 @@ def test_epochs_are_just_enough(tokens, num_samples, seq_length):
     assert epochs * tokens >= num_samples * seq_length + 1
     assert epochs == 1 or (epochs - 1) * tokens < num_samples * seq_length + 1
     assert not (epochs == 1 and separate)
-
-
-@settings(max_examples=60, deadline=None)
-@given(
-    lengths=st.lists(st.integers(1, 30), min_size=2, max_size=20),
-    num_samples=st.integers(1, 60),
-    seq_length=st.integers(1, 20),
-)
-def test_shuffle_index_permutes_and_keeps_a_separate_last_epoch_last(lengths, num_samples, seq_length):
-    epochs, separate = count_epochs(sum(lengths), num_samples, seq_length)
-    arrays = megatron_order(np.array(lengths, "i4"), range(len(lengths)), epochs, separate, seq_length, seed=3)
-    shuffle, total = arrays["shuffle_index"], len(arrays["sample_index"]) - 1
-    assert sorted(shuffle) == list(range(total))
-    assert total >= num_samples
-    counts = Counter(arrays["document_index"].tolist())
-    assert counts == {d: epochs for d in range(len(lengths))}
-    if separate:
-        first_part = ((epochs - 1) * sum(lengths) - 1) // seq_length
-        assert sorted(shuffle[:first_part]) == list(range(first_part))
-        assert sorted(arrays["document_index"][-len(lengths) :].tolist()) == list(range(len(lengths)))
-
-
-def spelled_out(lengths, arrays, seq_length):
-    """Each sample as (document, offset) of its tokens, in the order in which samples are served."""
-    samples = []
-    for k in arrays["shuffle_index"].tolist():
-        (row, offset), (last_row, last_offset) = arrays["sample_index"][k : k + 2].tolist()
-        sample = []
-        while (row, offset) <= (last_row, last_offset):
-            document = int(arrays["document_index"][row])
-            if offset < lengths[document]:
-                sample.append((document, offset))
-                offset += 1
-            else:
-                row, offset = row + 1, 0
-        samples.append(sample)
-    return samples
-
-
-@settings(max_examples=60, deadline=None)
-@given(
-    lengths=st.lists(st.integers(0, 30), min_size=1, max_size=12).filter(lambda lengths: sum(lengths) > 20),
-    epochs=st.integers(1, 4),
-    seq_length=st.integers(1, 20),
-)
-def test_a_stable_order_only_grows_and_serves_each_token_once_an_epoch(lengths, epochs, seq_length):
-    epochs_differ = stable_order(np.full(50, 9, dtype=np.int32), range(50), 3, 4, seed=5)["document_index"]
-    assert len({tuple(epoch) for epoch in epochs_differ.reshape(3, 50).tolist()}) == 3
-    array, sequences = np.array(lengths, dtype=np.int32), range(len(lengths))
-    order = spelled_out(lengths, stable_order(array, sequences, epochs, seq_length, seed=5), seq_length)
-    longer = spelled_out(lengths, stable_order(array, sequences, epochs + 1, seq_length, seed=5), seq_length)
-    assert longer[: len(order)] == order
-    megatrons = spelled_out(lengths, megatron_order(array, sequences, 1, False, seq_length, seed=5), seq_length)
-    assert order[: len(megatrons)] == megatrons  # the first epoch
-    per_epoch = len(order) // epochs
-    assert per_epoch == (sum(lengths) - 1) // seq_length
-    for epoch in range(epochs):
-        samples = order[epoch * per_epoch : (epoch + 1) * per_epoch]
-        assert all(len(sample) == seq_length + 1 for sample in samples)
-        inputs = [token for sample in samples for token in sample[:-1]]
-        assert len(set(inputs)) == len(inputs) == per_epoch * seq_length
 
 
 # Blends
