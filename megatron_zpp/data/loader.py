@@ -64,9 +64,7 @@ def build_loader(
         collate_fn=_identity,
         # The loader draws a seed for its workers: a separate generator leaves dropout's alone.
         generator=torch.Generator(),
-        worker_init_fn=functools.partial(
-            _start_worker, parent=os.getpid() if multiprocessing.get_start_method() == "fork" else None
-        ),
+        worker_init_fn=_start_worker,
     )
 
     def batches() -> Iterator[Batch]:
@@ -136,15 +134,16 @@ def make_batch(ids: NDArray[np.int64], options: SampleOptions) -> Batch:
     return batch
 
 
-def _start_worker(worker: int, parent: int | None) -> None:
-    """Ignore signals to the whole job, but end with the rank. parent: the rank's process id, if it forks workers.
+def _start_worker(worker: int) -> None:
+    """Ignore signals to the whole job, but end with the rank.
 
     Ctrl-C may ask ranks to save and exit; a rank reads until then and ends its workers, unless it is killed.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if parent is not None and os.getppid() != parent:  # it died before this call
-            os._exit(1)
+        parent = multiprocessing.parent_process()
+        if multiprocessing.get_start_method() == "fork" and parent is not None and os.getppid() != parent.pid:
+            os._exit(1)  # it died before this call
     for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
 
@@ -185,7 +184,7 @@ def cyclic_order(
 def sharded_cyclic_order(
     total_samples: int, consumed_samples: int, micro_batch_size: int, rank: int, num_ranks: int
 ) -> Iterator[list[int]]:
-    """As ``cyclic_order``, but each rank keeps to its own contiguous part of the dataset (``--data-sharding``).
+    """As ``cyclic_order``, but each rank reads one contiguous part of the dataset (``--data-sharding``).
 
     Megatron's rule to the bit, for those who need a rank's data in one place: batches depend on the number of ranks,
     and samples that fill no block are never read.

@@ -19,8 +19,8 @@ def check_order(saved: Order, order: Order, other_data: bool = False) -> None:
         if other_data:
             return
         raise ValueError(
-            "the training data is blended otherwise than before the checkpoint: give the same weights, or "
-            "--override-data to go on with these"
+            "the weights of the training data's blend differ from the checkpoint's: give the same weights, or "
+            "--override-data to continue with these"
         )
     for number, (old, new) in enumerate(zip(before, now, strict=True), start=1):
         name = f"dataset {number} of the blend" if len(now) > 1 else "the training data"
@@ -28,15 +28,15 @@ def check_order(saved: Order, order: Order, other_data: bool = False) -> None:
             if other_data:
                 continue
             raise ValueError(
-                f"{name} is not what it was before the checkpoint: its .idx file, --split, --seq-length or --seed "
-                f"differ ({old} there, {new} here). Give what was given before, or --override-data to go on with this"
+                f"{name} is not the checkpoint's: its .idx file, --split, --seq-length or --seed differ ({old} there, "
+                f"{new} here). Give the same, or --override-data to continue with this"
             )
         if _shuffles(old) != _shuffles(new) and not (other_data and new["epochs"] == "any"):
             raise ValueError(
                 f"the run's new length takes {new['epochs']} epochs of {name}, not {old.get('epochs')}, or another "
-                "part of the last. Megatron shuffles across epochs, so the order would be another and data read "
-                "already would come again. Keep the length of the run, or give --data-order-stable: that goes on where "
-                "the first epoch ends, or with --override-data too in an order of its own from here on"
+                "part of the last. Megatron shuffles across epochs, so the order would change and repeat data that was "
+                "read. Keep the length of the run, or give --data-order-stable: it continues where the first epoch "
+                "ends, or, with --override-data too, in a new order from here on"
             )
 
 

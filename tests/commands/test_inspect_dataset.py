@@ -23,8 +23,8 @@ def digest(*words):
 def test_digests_are_those_of_golden_json():
     found = digest("--data-path", A, "--split", "90,8,2", "--num-samples", "400,20,3")
     assert found["gpt"] == {name: EXPECTED["gpt"][f"split_90_8_2_{name}"] for name in ("train", "valid", "test")}
-    of_a = found["datasets"][A]
-    assert all(of_a[name] == EXPECTED["datasets"]["a"][name] for name in ("documents", "tokens", "idx_sha256"))
+    described = found["datasets"][A]
+    assert all(described[name] == EXPECTED["datasets"]["a"][name] for name in ("documents", "tokens", "idx_sha256"))
     one_epoch = digest("--train-data-path", A)
     assert one_epoch["gpt"] == {"train": EXPECTED["gpt"]["one_epoch_no_target"]}
     assert (one_epoch["seed"], one_epoch["seq_len"]) == (EXPECTED["seed"], EXPECTED["seq_len"])

@@ -112,7 +112,7 @@ def is_running(pid):
 
 
 def start_and_signal(words, folder, sent, documents):
-    """Starts the tool and sends the signal when the saved state counts so many documents; returns its exit status."""
+    """Starts the tool and sends the signal when the saved state counts that many documents; returns its exit status."""
     (folder / "in.jsonl").write_text("\n".join(LINES) + "\n")
     process = subprocess.Popen(words, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     state = folder / "out.unfinished.json"

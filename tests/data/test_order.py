@@ -46,7 +46,7 @@ def test_another_number_of_epochs_is_refused(order, before, after):
 
 
 def test_other_data_is_refused_unless_asked_for(order):
-    with pytest.raises(ValueError, match="the training data is not what it was"):
+    with pytest.raises(ValueError, match="the training data is not the checkpoint's"):
         check_order(order(100), order(50, (B,)))
     with pytest.raises(ValueError, match="--seed differ"):
         check_order(order(100), order(100, seed=1))

@@ -30,13 +30,13 @@ def test_published_tik_tokenizer_are_known_by_their_size(tmp_path, size):
     pattern, eod, vocab_size = TIKTOKEN_FILES[size]
     assert (tokenizer.eod, tokenizer.vocab_size) == (eod, vocab_size)
     text = "it's 12345 größe\n\n  Über-all"
-    own = tiktoken.Encoding(
-        "own",
+    reference = tiktoken.Encoding(
+        "reference",
         pat_str=TIKTOKEN_PATTERNS[pattern],
         mergeable_ranks=dict(zip(tokens, range(size), strict=True)),
         special_tokens={},
     )
-    assert tokenizer.tokenize(text) == own.encode(text)
+    assert tokenizer.tokenize(text) == reference.encode(text)
     assert tokenizer.detokenize([*tokenizer.tokenize(text), vocab_size - 1]).startswith(text)
 
 
@@ -95,16 +95,20 @@ def test_megatrons_json_vocabulary(tmp_path, num_special):
     given = {} if num_special == 1000 else {"tiktoken_num_special_tokens": num_special}
     size = num_special + len(tokens) - 1
     tokenizer = build_tokenizer("TikTokenizer", file, vocab_size=size, tiktoken_pattern="v2", **given)
-    own = tiktoken.Encoding(
-        "own",
+    reference = tiktoken.Encoding(
+        "reference",
         pat_str=TIKTOKEN_PATTERNS["v2"],
         mergeable_ranks={token: num_special + rank for rank, token in enumerate(tokens[:-1])},
         special_tokens={"<unk>": 0, "<s>": 1, "</s>": 2},
     )
-    assert tokenizer.tokenize("the cat") == own.encode_ordinary("the cat") == [num_special + i for i in (257, 258, 259)]
+    assert (
+        tokenizer.tokenize("the cat")
+        == reference.encode_ordinary("the cat")
+        == [num_special + i for i in (257, 258, 259)]
+    )
     assert (tokenizer.eod, tokenizer.vocab_size) == (2, size)
     for text in TEXTS:
-        assert tokenizer.tokenize(text) == own.encode_ordinary(text)
+        assert tokenizer.tokenize(text) == reference.encode_ordinary(text)
         assert tokenizer.detokenize([*tokenizer.tokenize(text), 2]) == text + "</s>"
 
 

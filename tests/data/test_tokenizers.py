@@ -1,4 +1,4 @@
-"""Every tokenizer gives texts back, ends documents with an id of its own, and names what it misses."""
+"""Every tokenizer gives texts back, ends documents with a separate id, and names what it misses."""
 
 import io
 import json

@@ -27,7 +27,7 @@ _TEXTS = (
 
 def build(settings: Mapping[str, Any]) -> Tokenizer:
     """The tokenizer that settings describe."""
-    return build_tokenizer(**{name: settings.get(name) for name in TOKENIZER_FLAGS})
+    return build_tokenizer(**{name: settings.get(name) for name in TOKENIZER_FLAGS})  # type: ignore[arg-type]
 
 
 def write_tokenizer(settings: dict[str, Any], tokenizer: Tokenizer, folder: Path) -> dict[str, int]:

@@ -57,7 +57,7 @@ class TikTokenizer:
     Neither says how texts are split into words. Published .tiktoken files are known by their size; for another one,
     ``pattern`` is a name of ``TIKTOKEN_PATTERNS`` or a regular expression. Special tokens inside a text are text.
 
-    ``tokenize`` raises ValueError for a text of which ``pattern`` leaves something out.
+    ``tokenize`` raises ValueError if ``pattern`` leaves out a part of the text.
     """
 
     def __init__(self, file: Path, pattern: str | None, vocab_size: int | None, num_special_tokens: int | None) -> None:

@@ -167,7 +167,7 @@ class HuggingFaceTokenizer(_LibraryTokenizer):
         library = load_package("tokenizers", "HuggingFaceTokenizer", "hf")
         try:
             super().__init__(library.Tokenizer.from_file(str(file)))
-        except Exception as error:  # the library raises a bare Exception for whatever it can't read
+        except Exception as error:  # the library raises a bare Exception for anything it can't read
             raise ValueError(f"{file} is not a tokenizer.json: {error}") from error
         self.file = file
         config_file = file.parent / "tokenizer_config.json"
