@@ -38,7 +38,7 @@ def given_architecture(args: argparse.Namespace) -> Architecture | None:
 def add_number(parser: argparse._ActionsContainer, flag: str, default: float, help: str, **bounds: float) -> None:
     """Add a flag for a number within ``bounds``."""
     read = number(type(default), **bounds)
-    parser.add_argument(flag, type=read, default=default, metavar="N", help=f"{help}; default {default:,}")
+    parser.add_argument(flag, type=read, default=default, metavar="N", help=f"{help}; default {default:,g}")
 
 
 def add_tokenizer_flags(parser: argparse.ArgumentParser, title: str, required: bool = False) -> None:

@@ -105,13 +105,13 @@ def encode_blocks(
     No more is read than keeps the workers busy. Documents of some megabytes are tokenized almost alone, since
     tokenizers need up to two hundred times a document's size. Raises RuntimeError if a worker died.
     """
-    encoder = (tokenizer, reading, append_eod)
+    start: Any = {"initializer": _start, "initargs": (workers > 1, tokenizer, reading, append_eod)}
     pool: Executor
     if workers == 1:  # a thread, which tokenizes while this one reads and writes
-        pool = ThreadPoolExecutor(1, initializer=_start_thread, initargs=encoder)
+        pool = ThreadPoolExecutor(1, **start)
     else:
         # "spawn": the progress display runs a thread, and a process with threads must not fork.
-        pool = ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), _start_process, encoder)
+        pool = ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), **start)
     in_flight: dict[Future[EncodedBlock], Block] = {}  # in the order of the corpus
     size = 0
 
@@ -155,16 +155,13 @@ def _check_alive(pool: Any) -> None:
 _encoder: Encoder  # of a worker: a tokenizer is too large to be sent with each block
 
 
-def _start_thread(tokenizer: dict[str, Any], reading: Reading, append_eod: bool) -> None:
+def _start(is_process: bool, *encoder: Any) -> None:
     global _encoder
+    if is_process:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which ends its workers
+        threading.Thread(target=_end_with_parent, daemon=True).start()
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # a worker is one thread
-    _encoder = Encoder(tokenizer, reading, append_eod)
-
-
-def _start_process(tokenizer: dict[str, Any], reading: Reading, append_eod: bool) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which ends its workers
-    threading.Thread(target=_end_with_parent, daemon=True).start()
-    _start_thread(tokenizer, reading, append_eod)
+    _encoder = Encoder(*encoder)
 
 
 def _end_with_parent() -> None:
