@@ -202,7 +202,7 @@ class IndexedDatasetWriter:
                 os.replace(f"{self.prefix}.bin", paths[0])  # killed during finalize
             for path, size in zip(paths, sizes, strict=True):
                 if not path.is_file() or path.stat().st_size < size:
-                    raise ValueError(f"{path} is missing or too short to go on from: give --restart to start over")
+                    raise ValueError(f"{path} is missing or too short to continue: give --restart to start over")
                 os.truncate(path, size)  # what was written after the last sync
         self._files = [open(path, "ab" if resume_from else "wb") for path in paths]  # noqa: SIM115
 

@@ -134,7 +134,7 @@ def test_a_job_that_is_killed_goes_on_and_its_workers_end(tmp_path, undisturbed,
     status = start_and_signal(words, tmp_path, sent, random.Random(seed).randrange(len(LINES) - 300))
     assert status == (-sent if sent == signal.SIGKILL else 128 + sent)
     assert not any(name.endswith((".bin", ".idx")) for name in bytes_of(tmp_path))
-    assert "going on after" in run(words).stderr
+    assert "continuing after" in run(words).stderr
     assert bytes_of(tmp_path) == undisturbed
 
 
@@ -168,10 +168,10 @@ def test_another_job_does_not_go_on_with_what_it_finds(tmp_path):
     process = preprocess(tmp_path, None, status=1)
     assert "out.unfinished.json is from an unfinished job with another append_eod: " in process.stderr
     process = preprocess(tmp_path, None, "--append-eod", "--skip-bad-lines")  # goes on
-    assert "going on after" in process.stderr
+    assert "continuing after" in process.stderr
     assert process.stdout.startswith("1,500 documents, ")
     process = preprocess(tmp_path, None, "--restart", "--skip-bad-lines")
-    assert "going on after" not in process.stderr
+    assert "continuing after" not in process.stderr
     assert "1 bad lines skipped" in process.stdout
 
 

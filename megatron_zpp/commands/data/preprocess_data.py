@@ -175,7 +175,7 @@ def main() -> int:
     try:
         return report_errors(lambda: run(args), (ValueError, OSError, ImportError, RuntimeError))
     except KeyboardInterrupt:
-        print("interrupted; the same command goes on from here", file=sys.stderr)
+        print("interrupted; give the same command again to continue", file=sys.stderr)
         return 130
 
 

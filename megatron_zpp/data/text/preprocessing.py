@@ -87,7 +87,7 @@ def preprocess(job: Job, report: Callable[[State, int], None], note: Callable[[s
     with _lock(job.output_prefix):
         state = State() if job.restart else _load(job, identity)
         if state.written:
-            note(f"going on after {state.documents:,} documents that an earlier run left")
+            note(f"continuing after {state.documents:,} documents of an earlier run")
         else:
             job.state_file.unlink(missing_ok=True)
         writers = {
@@ -119,7 +119,7 @@ def _write_tokens(output: _Output, files: list[CorpusFile], report: Callable[[St
     blocks = output.unwritten(read_blocks(files, job.reading, state.position))
     for block, encoded in encode_blocks(blocks, job.tokenizer, job.reading, job.append_eod, job.workers, job.ordered):
         if encoded.bad_records and not job.skip_bad:
-            raise ValueError(f"{encoded.bad_records[0]} (--skip-bad-lines leaves such lines out)")
+            raise ValueError(f"{encoded.bad_records[0]} (--skip-bad-lines skips such lines)")
         output.write(block, encoded)
         report(state, total)
         if time.monotonic() - saved_at >= job.save_seconds:

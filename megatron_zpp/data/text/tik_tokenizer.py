@@ -68,7 +68,7 @@ class TikTokenizer:
         self._pattern = pattern or known_pattern
         if self._pattern is None:
             raise ValueError(
-                f"{file} is none of the published files; how does it cut texts into words? give --tiktoken-pattern, "
+                f"{file} is none of the published files; how does it split texts into words? give --tiktoken-pattern, "
                 f"{', '.join(TIKTOKEN_PATTERNS)} or a regular expression"
             )
         self._known = {*ids.values(), self.eod}
