@@ -20,15 +20,8 @@ from megatron_zpp.data.text.tik_tokenizer import ALL_KINDS, TikTokenizer
 from megatron_zpp.files import read_json_object
 
 TOKENIZER_TYPES = (
-    "SentencePieceTokenizer",
-    "GPTSentencePieceTokenizer",
-    "Llama2Tokenizer",
-    "HuggingFaceTokenizer",
-    "HFTokenizer",
-    "GPT2BPETokenizer",
-    "TikTokenizer",
-    "ByteTokenizer",
-    "NullTokenizer",
+    *("SentencePieceTokenizer", "GPTSentencePieceTokenizer", "Llama2Tokenizer", "HuggingFaceTokenizer", "HFTokenizer"),
+    *("GPT2BPETokenizer", "TikTokenizer", "ByteTokenizer", "NullTokenizer"),
 )
 # End-of-document tokens of published tokenizer.json files without a tokenizer_config.json.
 KNOWN_EOD_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|end|>", "[EOS]", "<|eot_id|>")
