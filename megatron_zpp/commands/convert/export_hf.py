@@ -23,13 +23,13 @@ from torch import Tensor
 from megatron_zpp.checkpoint import CheckpointError, find_checkpoint, problems, read_meta
 from megatron_zpp.checkpoint.meta import saved_model
 from megatron_zpp.checkpoint.tokenizer import settings_with_tokenizer
-from megatron_zpp.commands.common import given_architecture, report_errors
+from megatron_zpp.commands.common import add_tokenizer_flags, given_architecture, given_tokenizer, report_errors
 from megatron_zpp.convert.hf import files
 from megatron_zpp.convert.hf.checkpoint import parameter_reader
 from megatron_zpp.convert.hf.compare import compare
 from megatron_zpp.convert.hf.files import generation_settings
 from megatron_zpp.convert.hf.mapping import in_memory, their_shapes
-from megatron_zpp.convert.hf.tokenizer import add_tokenizer_flags, build, given_tokenizer, write_tokenizer
+from megatron_zpp.convert.hf.tokenizer import build, write_tokenizer
 from megatron_zpp.data.text.tokenizers import Tokenizer
 from megatron_zpp.families import Architecture
 from megatron_zpp.metrics.progress import progress

@@ -19,9 +19,9 @@ from megatron_zpp.commands.common import report_errors
 from megatron_zpp.commands.convert.export_hf import DTYPES, checkpoint_to_export, export_parser
 from megatron_zpp.convert.hf.checkpoint import parameter_reader
 from megatron_zpp.convert.hf.files import new_folder
-from megatron_zpp.convert.hf.tokenizer import SETTINGS
 from megatron_zpp.convert.megatron.config import args_of
 from megatron_zpp.convert.megatron.export import write_torch_dist
+from megatron_zpp.data.text.tokenizers import TOKENIZER_FLAGS
 from megatron_zpp.metrics.progress import progress
 from megatron_zpp.models.decoder import DecoderConfig
 
@@ -37,7 +37,7 @@ def export(args: argparse.Namespace) -> str:
     flags.make_vocab_size_divisible_by = settings["make_vocab_size_divisible_by"]
     flags.params_dtype = DTYPES[args.dtype]
     flags.bf16, flags.fp16 = args.dtype == "bfloat16", args.dtype == "float16"
-    vars(flags).update({name: settings.get(name) for name in SETTINGS if name != "tiktoken_pattern"})
+    vars(flags).update({name: settings.get(name) for name in TOKENIZER_FLAGS if name != "tiktoken_pattern"})
 
     def read(name: str) -> Tensor:
         tensor = saved(name).to(DTYPES[args.dtype])

@@ -18,12 +18,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from megatron_zpp.commands.common import given_architecture, report_errors
+from megatron_zpp.commands.common import add_tokenizer_flags, given_architecture, given_tokenizer, report_errors
 from megatron_zpp.convert.hf import files
 from megatron_zpp.convert.hf.checkpoint import parameter_reader, save_imported, settings_of_import
 from megatron_zpp.convert.hf.compare import compare
 from megatron_zpp.convert.hf.mapping import from_hf_config, in_memory, their_shapes
-from megatron_zpp.convert.hf.tokenizer import add_tokenizer_flags, build, find_tokenizer, given_tokenizer
+from megatron_zpp.convert.hf.tokenizer import build, find_tokenizer
 from megatron_zpp.families import ARCHITECTURES, Architecture
 from megatron_zpp.metrics.progress import progress
 

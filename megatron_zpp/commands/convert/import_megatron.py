@@ -14,13 +14,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from megatron_zpp.commands.common import report_errors
+from megatron_zpp.commands.common import add_tokenizer_flags, given_tokenizer, report_errors
 from megatron_zpp.convert.hf.checkpoint import save_imported, settings_of_import
 from megatron_zpp.convert.hf.files import new_folder
-from megatron_zpp.convert.hf.tokenizer import SETTINGS, add_tokenizer_flags, build, given_tokenizer
+from megatron_zpp.convert.hf.tokenizer import build
 from megatron_zpp.convert.megatron.checkpoint import open_checkpoint, parameter_reader
 from megatron_zpp.convert.megatron.config import Args, architecture_of, config_of, counters_of, longest, size
-from megatron_zpp.data.text.tokenizers import TOKENIZER_TYPES
+from megatron_zpp.data.text.tokenizers import TOKENIZER_FLAGS, TOKENIZER_TYPES
 from megatron_zpp.families import padded_vocab_size
 from megatron_zpp.metrics.progress import progress
 from megatron_zpp.settings.flags import number
@@ -63,7 +63,7 @@ def import_(args: argparse.Namespace) -> str:
 
 def their_tokenizer(args: Args) -> dict[str, Any]:
     """The tokenizer that the run had, by field name, if it is here. Raises ValueError."""
-    found = {name: args[name] for name in SETTINGS if args.get(name) is not None}
+    found = {name: args[name] for name in TOKENIZER_FLAGS if args.get(name) is not None}
     files = [str(found[name]) for name in ("tokenizer_model", "vocab_file", "merge_file") if name in found]
     if files or found.get("tokenizer_type") not in TOKENIZER_TYPES:
         why = (

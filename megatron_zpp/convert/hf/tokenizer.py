@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import random
 import shutil
@@ -10,19 +9,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from megatron_zpp.data.text.tokenizers import (
-    TOKENIZER_TYPES,
-    Tokenizer,
-    TokenizerFlags,
-    build_tokenizer,
-    huggingface_path,
-)
+from megatron_zpp.data.text.tokenizers import TOKENIZER_FLAGS, Tokenizer, build_tokenizer, huggingface_path
 from megatron_zpp.files import read_bounded
-from megatron_zpp.settings.flags import number
 
 from .files import write_json
 
-SETTINGS = tuple(TokenizerFlags.__annotations__)
 FILES = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
     *("chat_template.jinja", "tokenizer.model", "vocab.json", "merges.txt"),
@@ -34,29 +25,9 @@ _TEXTS = (
 )
 
 
-def add_tokenizer_flags(parser: argparse.ArgumentParser, title: str) -> None:
-    """The trainer's flags of the same names."""
-    group = parser.add_argument_group(title)
-    group.add_argument("--tokenizer-type", choices=TOKENIZER_TYPES, metavar="NAME", help=", ".join(TOKENIZER_TYPES))
-    group.add_argument("--tokenizer-model", metavar="PATH", help="SentencePiece model, or tokenizer.json or its folder")
-    group.add_argument("--vocab-file", metavar="FILE", help="vocab.json of GPT2BPETokenizer")
-    group.add_argument("--merge-file", metavar="FILE", help="merges.txt of GPT2BPETokenizer")
-    group.add_argument("--vocab-size", type=number(int, at_least=1), metavar="N", help="of NullTokenizer")
-    group.add_argument(
-        "--tiktoken-pattern", metavar="NAME", help="how a .tiktoken file that is not published cuts words"
-    )
-    group.add_argument("--tiktoken-num-special-tokens", type=number(int, at_least=3), metavar="N", help="default 1000")
-
-
-def given_tokenizer(args: argparse.Namespace) -> dict[str, Any]:
-    """Those of the flags of ``add_tokenizer_flags`` that were given, by field name."""
-    given = {name: getattr(args, name) for name in SETTINGS}
-    return {name: value for name, value in given.items() if value is not None}
-
-
 def build(settings: Mapping[str, Any]) -> Tokenizer:
     """The tokenizer that settings describe."""
-    return build_tokenizer(**{name: settings.get(name) for name in SETTINGS})  # type: ignore[arg-type]
+    return build_tokenizer(**{name: settings.get(name) for name in TOKENIZER_FLAGS})  # type: ignore[arg-type]
 
 
 def write_tokenizer(settings: dict[str, Any], tokenizer: Tokenizer, folder: Path) -> dict[str, int]:
