@@ -1,4 +1,4 @@
-"""A checkpoint's files: opened only where they are regular ones, and on the disk when writing returns."""
+"""Read and write a checkpoint's files: regular files only, and on the disk when writing returns."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ import zlib
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
 
-PIECE = 4 * 2**20  # bytes that one CRC-32 is of
+BLOCK_BYTES = 4 * 2**20  # that one CRC-32 covers
 _MODES = {"rb": os.O_RDONLY, "wb": os.O_WRONLY | os.O_CREAT, "r+b": os.O_RDWR | os.O_CREAT}
 _KINDS = {stat.S_IFLNK: "a symbolic link", stat.S_IFDIR: "a folder", stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket"}
 
 
 class CheckpointError(ValueError):
-    """A checkpoint that is not one, is damaged, or belongs to another model. One line that says what to do."""
+    """A checkpoint is missing, damaged, or of another model. The message is one line that says what to do."""
 
 
 def open_regular(path: Path, mode: Literal["rb", "wb", "r+b"] = "rb") -> BinaryIO:
-    """Open a regular file; "wb" and "r+b" make one that is absent.
+    """Open a regular file; "wb" and "r+b" create a missing one.
 
-    A link would lead out of the folder, and opening a pipe, or reading a device, may never end. Raises CheckpointError
-    for these, and OSError as ``open`` does.
+    Refuses links, which lead out of the folder, and pipes and devices, which may never end. Raises CheckpointError for
+    these, and OSError as ``open`` does.
     """
     with contextlib.suppress(FileNotFoundError):
         _check_regular(path, os.lstat(path), mode)
-    # What has become a link or a pipe since then is refused as well, and does not block.
+    # Also refuses what became a link or a pipe since then, without blocking.
     descriptor = os.open(path, _MODES[mode] | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
     try:
         _check_regular(path, os.fstat(descriptor), mode)
@@ -54,7 +54,6 @@ def read_regular(path: Path) -> bytes:
 
 
 def parse_json(text: bytes) -> Any:
-    """Parse JSON. Raises ValueError."""
     try:
         return json.loads(text)
     except RecursionError:
@@ -66,7 +65,7 @@ def digest(content: bytes) -> str:
 
 
 class Sums:
-    """Digests of a file as it is written: SHA-256 of the whole, CRC-32 of each piece."""
+    """Digests of a file as it is written: SHA-256 of the whole, CRC-32 of each block."""
 
     def __init__(self) -> None:
         self.bytes = 0
@@ -78,34 +77,32 @@ class Sums:
         self._sha256.update(content)
         rest = memoryview(content).cast("B")
         while rest:
-            done = self.bytes % PIECE
-            if done == 0:
+            room = BLOCK_BYTES - self.bytes % BLOCK_BYTES
+            if room == BLOCK_BYTES:
                 self._crc32.append(0)
-            part, rest = rest[: PIECE - done], rest[PIECE - done :]
-            self._crc32[-1] = zlib.crc32(part, self._crc32[-1])
-            self.bytes += len(part)
+            self._crc32[-1] = zlib.crc32(rest[:room], self._crc32[-1])
+            self.bytes += len(rest[:room])
+            rest = rest[room:]
 
     def entry(self) -> dict[str, Any]:
-        """Return the file's entry in meta.json. crc32: 8 hexadecimal digits of each piece."""
+        """Return the file's entry in meta.json; "crc32" has 8 hexadecimal digits per block."""
         crc32 = "".join(f"{value:08x}" for value in self._crc32)
-        return {"bytes": self.bytes, "sha256": self._sha256.hexdigest(), "piece_bytes": PIECE, "crc32": crc32}
+        return {"bytes": self.bytes, "sha256": self._sha256.hexdigest(), "piece_bytes": BLOCK_BYTES, "crc32": crc32}
 
 
 def write_durably(path: Path, content: bytes) -> None:
-    """Write a file, and return when it is on the disk."""
     with open_regular(path, "wb") as file:
         file.write(content)
         sync_file(file)
 
 
 def sync_file(file: BinaryIO) -> None:
-    """Return when what was written is on the disk."""
     file.flush()
     os.fsync(file.fileno())
 
 
 def sync_folder(folder: Path) -> None:
-    """Return when renames and new names in ``folder`` are on the disk."""
+    """Put renames and new names in ``folder`` on the disk."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -114,7 +111,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def make_folder(folder: Path) -> None:
-    """Make a folder and those that it is in, and return when their names are on the disk."""
+    """Create a folder and its parents, and put their names on the disk."""
     if not folder.is_dir():
         make_folder(folder.parent)
         folder.mkdir(exist_ok=True)

@@ -1,15 +1,17 @@
-"""index.json: where the parts of each tensor of a checkpoint lie. Everything that is read is checked before use."""
+"""Write and read index.json, which locates the shards of each tensor. Checks everything that it reads."""
 
 from __future__ import annotations
 
 import math
-import reprlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from reprlib import repr as short
 from typing import Any
 
 import torch
+from torch.distributed._shard.metadata import ShardMetadata
+from torch.distributed._shard.sharding_spec._internals import validate_non_overlapping_shards_metadata
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
@@ -40,7 +42,7 @@ DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 @dataclass(frozen=True)
 class Place:
-    """Where a part of a tensor lies: bytes [begin, end) of a file, counted from its start."""
+    """Bytes [begin, end) of a file, where one shard is stored."""
 
     file: str
     begin: int
@@ -48,10 +50,9 @@ class Place:
 
 
 def build_index(tensors: Mapping[str, Any], places: Mapping[MetadataIndex, Place]) -> dict[str, Any]:
-    """Return the content of index.json. tensors: their ``TensorStorageMetadata``, by name."""
+    """Return the content of index.json. tensors: ``TensorStorageMetadata`` by name."""
     entries = {}
     for name, tensor in tensors.items():
-        assert isinstance(tensor, TensorStorageMetadata)
         chunks = []
         for chunk in tensor.chunks:
             place = places[MetadataIndex(name, chunk.offsets)]
@@ -62,7 +63,7 @@ def build_index(tensors: Mapping[str, Any], places: Mapping[MetadataIndex, Place
 
 
 def read_index(checkpoint: Path, meta: Mapping[str, Any]) -> tuple[Metadata, dict[MetadataIndex, Place]]:
-    """Shapes, dtypes and places of all tensors. ``meta``: of ``read_meta``. Raises CheckpointError."""
+    """Return shapes, dtypes and places of all tensors. ``meta``: from ``read_meta``. Raises CheckpointError."""
     try:
         with open_in(checkpoint, INDEX) as file:
             text = file.read()
@@ -74,50 +75,55 @@ def read_index(checkpoint: Path, meta: Mapping[str, Any]) -> tuple[Metadata, dic
 
 
 def _parse_index(index: Any, files: Mapping[str, Any]) -> tuple[Metadata, dict[MetadataIndex, Place]]:
-    """Raise ValueError unless the parts of every tensor make up the whole of it, and no two share bytes of a file."""
+    """Raise ValueError unless the shards of every tensor cover it exactly, and no two share bytes of a file."""
     tensors: dict[str, Any] = {}
     places: dict[MetadataIndex, Place] = {}
     for name, entry in _values(_values(index, "the index", "tensors")[0], "tensors").items():
-        dtype_name, shape, parts = _values(entry, name, "dtype", "shape", "chunks")
+        dtype_name, shape, shards = _values(entry, name, "dtype", "shape", "chunks")
         dtype = _DTYPES.get(dtype_name) if isinstance(dtype_name, str) else None
         if dtype is None:
-            raise ValueError(f"{name} is of the dtype {reprlib.repr(dtype_name)}, which is not known")
-        if not isinstance(parts, list):
+            raise ValueError(f"{name} is of the dtype {short(dtype_name)}, which is not known")
+        if not isinstance(shards, list):
             raise ValueError(f"the chunks of {name} are no list")
         size = _sizes(shape)
         chunks = []
-        for part in parts:
-            chunk, place = _parse_part(name, part, size, dtype, files)
-            # Ranks that hold nothing of a tensor write parts without elements.
+        for shard in shards:
+            chunk, place = _parse_shard(name, shard, size, dtype, files)
+            # Ranks that hold nothing of a tensor write shards without elements.
             if math.prod(chunk.sizes) or not math.prod(size):
                 chunks.append(chunk)
                 places[MetadataIndex(name, chunk.offsets)] = place
         if sum(math.prod(chunk.sizes) for chunk in chunks) != math.prod(size) or not chunks:
-            raise ValueError(f"parts of {name} are missing, or there are too many")
-        if math.prod(size) and _overlap(chunks):
-            raise ValueError(f"parts of {name} overlap")
+            raise ValueError(f"shards of {name} are missing, or there are too many")
+        if math.prod(size):
+            try:
+                validate_non_overlapping_shards_metadata(
+                    [ShardMetadata(list(chunk.offsets), list(chunk.sizes)) for chunk in chunks]
+                )
+            except ValueError:
+                raise ValueError(f"shards of {name} overlap") from None
         tensors[name] = TensorStorageMetadata(TensorProperties(dtype), size, chunks)
     _check_bytes(places)
     return Metadata(tensors), places
 
 
-def _parse_part(
-    name: str, part: Any, size: torch.Size, dtype: torch.dtype, files: Mapping[str, Any]
+def _parse_shard(
+    name: str, shard: Any, size: torch.Size, dtype: torch.dtype, files: Mapping[str, Any]
 ) -> tuple[ChunkStorageMetadata, Place]:
-    *lists, file = _values(part, f"a part of {name}", "offsets", "shape", "bytes", "file")
+    *lists, file = _values(shard, f"a shard of {name}", "offsets", "shape", "bytes", "file")
     offsets, sizes, span = (_sizes(values) for values in lists)
-    inside = len(offsets) == len(sizes) == len(size) and all(
+    is_inside = len(offsets) == len(sizes) == len(size) and all(
         start + length <= total for start, length, total in zip(offsets, sizes, size, strict=True)
     )
-    if not inside or len(span) != 2 or span[1] - span[0] != math.prod(sizes) * dtype.itemsize:
-        raise ValueError(f"a part of {name} is not of its size")
+    if not is_inside or len(span) != 2 or span[1] - span[0] != math.prod(sizes) * dtype.itemsize:
+        raise ValueError(f"a shard of {name} is not of its size")
     if not is_plain_name(file) or file not in files or span[1] > files[file]["bytes"]:
-        raise ValueError(f"a part of {name} is not in a file of this checkpoint")
+        raise ValueError(f"a shard of {name} is not in a file of this checkpoint")
     return ChunkStorageMetadata(offsets, sizes), Place(file, *span)
 
 
 def _values(entry: Any, name: str, *keys: str) -> Any:
-    """The values of ``keys``; without keys the object itself. Raises ValueError where they are not there."""
+    """Return the values of ``keys``, or the object itself without keys. Raises ValueError if they are missing."""
     if not isinstance(entry, dict):
         raise ValueError(f"{name} is no JSON object")
     missing = [key for key in keys if key not in entry]
@@ -128,36 +134,14 @@ def _values(entry: Any, name: str, *keys: str) -> Any:
 
 def _sizes(values: Any) -> torch.Size:
     if not isinstance(values, list) or any(type(value) is not int or value < 0 for value in values):
-        raise ValueError(f"{reprlib.repr(values)} is no shape")
+        raise ValueError(f"{short(values)} is no shape")
     if math.prod(max(1, value) for value in values) >= 2**60:  # more than torch can count
-        raise ValueError(f"{reprlib.repr(values)} is no shape: it is too large")
+        raise ValueError(f"{short(values)} is no shape: it is too large")
     return torch.Size(values)
 
 
-def _overlap(chunks: list[ChunkStorageMetadata]) -> bool:
-    """Whether two parts of a tensor, none of them empty, share an element."""
-    dims = range(len(chunks[0].offsets))
-    if not dims:
-        return len(chunks) > 1
-    # A sweep along the dimension that is cut most: a part is compared only with those that reach beyond its begin.
-    along = max(dims, key=lambda dim: len({chunk.offsets[dim] for chunk in chunks}))
-    reaching: list[ChunkStorageMetadata] = []
-    for chunk in sorted(chunks, key=lambda chunk: chunk.offsets[along]):
-        begin = chunk.offsets[along]
-        reaching = [other for other in reaching if other.offsets[along] + other.sizes[along] > begin]
-        for other in reaching:
-            if all(
-                chunk.offsets[dim] < other.offsets[dim] + other.sizes[dim]
-                and other.offsets[dim] < chunk.offsets[dim] + chunk.sizes[dim]
-                for dim in dims
-            ):
-                return True
-        reaching.append(chunk)
-    return False
-
-
 def _check_bytes(places: Mapping[MetadataIndex, Place]) -> None:
-    """Raise ValueError where two parts, of one tensor or of two, share bytes of a file."""
+    """Raise ValueError if two shards, of one tensor or of two, share bytes of a file."""
     last, last_name = Place("", 0, 0), ""
     for index, place in sorted(places.items(), key=lambda item: (item[1].file, item[1].begin, item[1].end)):
         if place.file == last.file and place.begin < last.end and place.begin < place.end:

@@ -1,4 +1,4 @@
-"""Choose the checkpoint that ``--load`` resumes from, and check that its settings and data are still the same."""
+"""Choose the checkpoint that ``--load`` resumes from, and check that settings and data are still the same."""
 
 from __future__ import annotations
 
@@ -11,29 +11,22 @@ from typing import Any
 
 import torch.distributed as dist
 
-from megatron_zpp.checkpoint import (
-    CheckpointError,
-    find_checkpoint,
-    latest_good,
-    nonfinite,
-    problems_on_all_ranks,
-    read_meta,
-)
-from megatron_zpp.checkpoint.folder import complete_checkpoints, refuse_foreign
-from megatron_zpp.checkpoint.meta import REMEDY
 from megatron_zpp.data.build import Datasets
 from megatron_zpp.data.order import check_order
 from megatron_zpp.metrics.progress import progress
 from megatron_zpp.parallel.distributed import errors_on_all_ranks, print_once
 from megatron_zpp.settings.groups import CheckpointSettings, Settings
 
+from .files import CheckpointError
+from .folder import complete_checkpoints, find_checkpoint, refuse_foreign
+from .meta import REMEDY, nonfinite, read_meta
+from .verify import latest_good, problems_on_all_ranks
+
 
 def check_not_overwritten(settings: CheckpointSettings) -> None:
-    """Raise CheckpointError where this run would save over the checkpoints of another one."""
+    """Raise CheckpointError if this run would save over the checkpoints of another one."""
     save, load = settings.save, settings.load
-    if save is None or settings.overwrite_save:
-        return
-    if load is not None and os.path.realpath(load) == os.path.realpath(save):
+    if save is None or settings.overwrite_save or (load and os.path.realpath(load) == os.path.realpath(save)):
         return
     if there := complete_checkpoints(save):
         raise CheckpointError(
@@ -60,7 +53,7 @@ def checkpoint_to_load(settings: CheckpointSettings) -> Path | None:
     else:
         found: list[Path | None] = [None]
         with errors_on_all_ranks():
-            if dist.get_rank() == 0:  # alone: ranks that look at different moments may see different ones
+            if dist.get_rank() == 0:  # alone, as in latest_good
                 found = [find_checkpoint(settings.load, settings.ckpt_step)]
         dist.broadcast_object_list(found)
         checkpoint = found[0]
@@ -80,21 +73,17 @@ def checkpoint_to_load(settings: CheckpointSettings) -> Path | None:
 
 
 _BATCH_SETTINGS = ("global_batch_size", "rampup_batch_size", "decrease_batch_size_if_needed")
-# On what is read in which order; of data_order_stable and the surplus, check_order knows where they have some.
-_WITHOUT_INFLUENCE = (
-    "num_workers",
-    "data_cache_path",
-    "no_mmap_bin_files",
-    "pad_last_valid_sample",
-    "data_order_stable",
-    "mid_level_dataset_surplus",
-)
+# These do not change which data are read in which order, except the last two, which check_order checks.
+_WITHOUT_INFLUENCE = {
+    *("num_workers", "data_cache_path", "no_mmap_bin_files", "pad_last_valid_sample"),
+    *("data_order_stable", "mid_level_dataset_surplus"),
+}
 
 
 def check_same_batches_and_data(settings: Settings, meta: Mapping[str, Any]) -> None:
-    """Raise CheckpointError where going on would read other data, or in other batches, than the run did so far."""
+    """Raise CheckpointError if the run would read other data, or other batches, than before."""
     data_settings = [field.name for field in dataclasses.fields(settings.data) if field.name not in _WITHOUT_INFLUENCE]
-    if not settings.data.fim_data:  # no other setting of it has an effect then
+    if not settings.data.fim_data:  # then no other fim_* setting has an effect
         data_settings = [name for name in data_settings if name == "fim_data" or not name.startswith("fim_")]
     data_settings += ["seq_length", "seed", "tokenizer_type"]
     if not settings.checkpoint.override_batch_size:
@@ -108,7 +97,7 @@ def _check_same(what: str, names: Iterable[str], settings: Settings, meta: Mappi
     differing = []
     for name in names:
         here, there = ours[name], saved.get(name, ours[name])
-        if name.endswith("_path"):  # the files may have moved to another folder
+        if name.endswith("_path"):  # files may have moved to another folder
             here, there = (_file_names(value) for value in (here, there))
         if here != there:
             differing.append(f"{name} {there} there, {here} here")

@@ -1,7 +1,8 @@
-"""Saves checkpoints while training goes on."""
+"""Save checkpoints while training goes on."""
 
 from __future__ import annotations
 
+import functools
 import shutil
 import sys
 import time
@@ -24,16 +25,16 @@ from .trained import Trained
 class _Pending:
     iteration: int
     begun: float  # monotonic seconds
-    stopped: float  # seconds that training waited, so far
+    stopped: float  # seconds that training waited so far
     future: Future[Any]
     writer: CheckpointWriter
     finished: float | None = None
 
 
 class CheckpointSaver:
-    """Saves in one folder, in the background (``asynchronous``) or at once. All its methods are collective.
+    """Saves in one folder, in the background (``asynchronous``) or at once. All methods are collective.
 
-    A save that fails is reported, cleaned up, and otherwise changes nothing: the one before it stays the latest.
+    A failed save is reported and cleaned up; the checkpoint before it stays the latest.
     """
 
     def __init__(
@@ -45,65 +46,51 @@ class CheckpointSaver:
         timeout_minutes: float = 10.0,
         lock: FolderLock | None = None,
     ) -> None:
-        """lock: on rank 0, what holds the folder for this job."""
+        """lock: the job's lock on the folder, on rank 0."""
         self._lock = lock
         self.folder, self.asynchronous = folder, asynchronous
         self.keep_last, self.retain_interval = keep_last, retain_interval
         self.saved_iteration: int | None = None  # the last one that is on the disk
         self.failures = 0
-        self.seconds_stopped = 0.0  # that training waited for saves, in all
+        self.seconds_stopped = 0.0  # total time that training waited for saves
         self._pending: _Pending | None = None
-        # A group of its own: its collectives run in another thread than training's, and on the CPU.
+        # A separate group, because its collectives run in another thread than training's, and on the CPU.
         self._group = dist.new_group(backend="gloo", timeout=timedelta(minutes=timeout_minutes))
 
-    def save(
-        self,
-        iteration: int,
-        trained: Trained,
-        meta: dict[str, Any],
-        save_rng: bool = True,
-    ) -> None:
-        """Begin to save; training may go on when this returns. Waits for the save before, if that is not done."""
+    def save(self, iteration: int, trained: Trained, meta: dict[str, Any], save_rng: bool = True) -> None:
+        """Wait for the save before, then begin to save; training may go on when this returns."""
         begun = time.monotonic()
         self.wait()
         meta = meta | describe_state(trained, save_rng)
         meta |= {"iteration": iteration, "torch": str(torch.__version__), "saved_at": _now()}
-        writer = CheckpointWriter(
-            self.folder,
-            iteration,
-            meta,
-            self._lock,
-            after=lambda: retain(self.folder, self.keep_last, self.retain_interval),
-        )
-        arguments: dict[str, Any] = dict(
-            storage_writer=writer,
-            planner=dcp.DefaultSavePlanner(flatten_state_dict=False),
-            process_group=self._group,
-        )
+        delete_old = functools.partial(retain, self.folder, self.keep_last, self.retain_interval)
+        writer = CheckpointWriter(self.folder, iteration, meta, self._lock, after=delete_old)
+        planner = dcp.DefaultSavePlanner(flatten_state_dict=False)
+        arguments: dict[str, Any] = dict(storage_writer=writer, planner=planner, process_group=self._group)
         state = checkpoint_state(trained, save_rng)
         if self.asynchronous:
             future = dcp.async_save(state, **arguments)  # returns when it has copied the state
             assert isinstance(future, Future)
-            pending = self._pending = _Pending(iteration, begun, time.monotonic() - begun, future, writer)
-            future.add_done_callback(lambda _: setattr(pending, "finished", time.monotonic()))
-            self._print(f"saving checkpoint of iteration {iteration} to {self.folder} while training goes on")
         else:
             future = Future()
             try:
                 future.set_result(dcp.save(state, **arguments))
             except dcp.api.CheckpointException as error:
                 future.set_exception(error)
-            stopped = time.monotonic() - begun
-            self._pending = _Pending(iteration, begun, stopped, future, writer, finished=time.monotonic())
+        pending = self._pending = _Pending(iteration, begun, time.monotonic() - begun, future, writer)
+        future.add_done_callback(lambda _: setattr(pending, "finished", time.monotonic()))
+        if self.asynchronous:
+            self._print(f"saving checkpoint of iteration {iteration} to {self.folder} while training goes on")
+        else:
             self._settle()
 
     def poll(self) -> None:
-        """Report a save that has come to its end meanwhile; call it at every step."""
+        """Report a save that has finished; call it at every step."""
         if self._pending is not None and self._pending.future.done():
             self._settle()
 
     def wait(self) -> None:
-        """Return when nothing is being saved any more."""
+        """Wait for a save in progress, and report it."""
         if self._pending is not None:
             begun = time.monotonic()
             self._pending.future.exception()  # waits

@@ -1,4 +1,4 @@
-"""Writes a checkpoint for Megatron-LM, in its format torch_dist: weights, flags and counters.
+"""Write a checkpoint for Megatron-LM, in its format torch_dist: weights, flags and counters.
 
     python tools/export_megatron.py --load runs/quickstart/zeropp --output runs/megatron
 
@@ -9,7 +9,6 @@ for the model.
 from __future__ import annotations
 
 import argparse
-import sys
 
 from torch import Tensor
 
@@ -27,7 +26,7 @@ from megatron_zpp.models.decoder import DecoderConfig
 
 
 def export(args: argparse.Namespace) -> str:
-    """Write the folder; returns what to tell the user. Raises ValueError or OSError on a mistake."""
+    """Write the folder; return a message for the user. Raises ValueError or OSError on a mistake."""
     checkpoint, meta = checkpoint_to_export(args.load, args.ckpt_step)
     _, config = saved_model(meta)
     assert isinstance(config, DecoderConfig)
@@ -64,7 +63,3 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
 def main() -> int:
     args = parse_arguments()
     return report_errors(lambda: print(export(args)))
-
-
-if __name__ == "__main__":
-    sys.exit(main())

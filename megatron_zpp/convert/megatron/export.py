@@ -1,6 +1,6 @@
-"""Writes Megatron-LM's `torch_dist` format, as `torch_dist` reads it: weights, flags and counters, one layer in memory.
+"""Write Megatron-LM's `torch_dist` format: weights, flags and counters, one layer in memory.
 
-Parts are of one layer each, so that Megatron's ranks read what they need. The index is a pickle of torch's own classes.
+Shards have one layer each, so that Megatron's ranks read what they need. The index is a pickle of torch's classes.
 """
 
 from __future__ import annotations
@@ -27,24 +27,23 @@ from torch.distributed.checkpoint.metadata import (
 from megatron_zpp.checkpoint.meta import Counters
 from megatron_zpp.models.decoder import DecoderConfig
 
-from .names import layer_of
 from .torch_dist import COMMON, FORMAT, METADATA
-from .weights import weights
+from .weights import layer_of, weights
 
 _FILE = "__0_0.distcp"
-# Megatron-LM keeps these norms under the names that Transformer Engine's fused layers have.
+# Megatron-LM stores these norms under the names of Transformer Engine's fused layers.
 _FUSED = {
     "input_layernorm.": "self_attention.linear_qkv.layer_norm_",
     "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
 }
-# Linear layers ask for what Transformer Engine keeps in them; without it that is nothing.
+# Linear layers look for state of Transformer Engine; without it, it is None.
 _WITH_EXTRA_STATE = ("self_attention.linear_qkv", "self_attention.linear_proj", "mlp.linear_fc1", "mlp.linear_fc2")
 
 
 def write_torch_dist(
     folder: Path, config: DecoderConfig, args: argparse.Namespace, counters: Counters, read: Callable[[str], Tensor]
 ) -> None:
-    """Fill a folder as Megatron's ``--save`` does. read: one of our parameters, by its name, in the dtype to write."""
+    """Fill a folder as Megatron's ``--save`` does. read: returns our parameter by name, in the dtype to write."""
     (folder / "latest_checkpointed_iteration.txt").write_text(f"{counters.iteration}\n")
     checkpoint = folder / f"iter_{counters.iteration:07d}"
     checkpoint.mkdir()
@@ -59,9 +58,12 @@ def write_torch_dist(
 
         for weight in weights(config):
             tensor = weight.join(*map(read, weight.ours)).contiguous()
-            name, layer = stored_name(weight.theirs), layer_of(weight.theirs)
+            name, layer = weight.theirs, layer_of(weight.theirs)
             size, offset = tensor.shape, torch.Size([0] * tensor.dim())
             if layer is not None:  # all layers are one tensor
+                name = name.replace(f".{layer}.", ".", 1)
+                for local, fused in _FUSED.items():
+                    name = name.replace(local, fused)
                 tensor, size = tensor.unsqueeze(0), torch.Size([config.num_layers, *tensor.shape])
                 offset = torch.Size([layer, *offset])
             properties = TensorProperties(dtype=tensor.dtype)
@@ -74,32 +76,17 @@ def write_torch_dist(
                 entries[name] = BytesStorageMetadata()
                 write(MetadataIndex(name), [None])
     (checkpoint / METADATA).write_bytes(pickle.dumps(Metadata(entries, storage_data=places)))
-    torch.save(common_state(args, counters), checkpoint / COMMON)
-    versions = {"sharded_backend_version": 1, "common_backend": "torch", "common_backend_version": 1}
-    (checkpoint / FORMAT).write_text(json.dumps({"sharded_backend": "torch_dist"} | versions))
-
-
-def stored_name(name: str) -> str:
-    """What a tensor of ``weights`` is called in the files."""
-    layer = layer_of(name)
-    if layer is None:
-        return name
-    _, _, part = name.partition(f".layers.{layer}.")
-    for local, fused in _FUSED.items():
-        part = part.replace(local, fused)
-    return f"decoder.layers.{part}"
-
-
-def common_state(args: argparse.Namespace, counters: Counters) -> dict[str, Any]:
-    """What Megatron's trainer keeps beside tensors. Its scheduler counts samples."""
     progress = {
         "iteration": counters.iteration,
         "consumed_train_samples": counters.consumed_train_samples,
         "consumed_valid_samples": counters.consumed_valid_samples,
     }
-    return {
+    common = {
         "args": argparse.Namespace(**vars(args), **progress),
         "checkpoint_version": 3.0,
         "iteration": counters.iteration,
         "num_floating_point_operations_so_far": 0.0,
     }
+    torch.save(common, checkpoint / COMMON)
+    versions = {"sharded_backend_version": 1, "common_backend": "torch", "common_backend_version": 1}
+    (checkpoint / FORMAT).write_text(json.dumps({"sharded_backend": "torch_dist"} | versions))

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from megatron_zpp.convert.hf.compare import compare, streamed_logits, transformers_model
-from megatron_zpp.convert.hf.mapping import in_memory
+from megatron_zpp.convert.hf.files import in_memory
 from tests.convert.hf.small_models import CONFIGS, POSITIONS, build, build_empty, mapping_of, to_hf_config
 
 YARN = to_hf_config(CONFIGS["llama-yarn"])["rope_scaling"]

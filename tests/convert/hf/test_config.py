@@ -6,7 +6,7 @@ import pytest
 from transformers import AutoConfig
 
 from megatron_zpp.arguments.parse import parse_settings
-from megatron_zpp.convert.hf.mapping import from_hf_config
+from megatron_zpp.convert.hf.files import from_hf_config
 from megatron_zpp.families import ARCHITECTURES, GPT, LLAMA, Architecture
 from megatron_zpp.models.decoder import DecoderConfig
 from megatron_zpp.models.moe import MoEConfig

@@ -5,7 +5,7 @@ import torch
 from safetensors import safe_open
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from megatron_zpp.convert.hf.mapping import their_shapes
+from megatron_zpp.convert.hf.files import their_shapes
 from tests.convert.hf.small_models import CONFIGS, build, build_empty, mapping_of, to_hf_config
 from tests.families.find import architecture_of
 
