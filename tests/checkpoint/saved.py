@@ -46,6 +46,10 @@ def save(folder: Path, iteration: int, value: float = 1.0, **more: Any) -> Path:
     return save_tensors(str(folder), SHAPES, tensors.__getitem__, meta_of(iteration, **more), iteration)
 
 
+def iterations(folder: Path) -> list[int]:
+    return sorted(int(path.name.removeprefix("iter_")) for path in folder.glob("iter_*"))
+
+
 def rewrite(checkpoint: Path, name: str, change: Callable[[Any], Any]) -> None:
     """Change meta.json or index.json, with correct digests: ``change`` returns the new value, or alters it."""
     value = json.loads((checkpoint / name).read_text())

@@ -25,15 +25,11 @@ from megatron_zpp.commands.convert import export_hf
 from megatron_zpp.commands.inspect_checkpoint import main as inspect
 from megatron_zpp.families import GPT
 from megatron_zpp.training.pretrain import NotFiniteError, train
-from tests.checkpoint.saved import meta_of, rewrite, save
+from tests.checkpoint.saved import iterations, meta_of, rewrite, save
 from tests.ranks import run_ranks
 from tests.training.small_run import NO_DROPOUT, call_pretrain, flags, start, write_text
 
 NAN = math.nan
-
-
-def _iterations(folder: Path) -> list[int]:
-    return sorted(int(path.name.removeprefix("iter_")) for path in folder.glob("iter_*"))
 
 
 # NaN and Inf
@@ -54,7 +50,7 @@ def test_retention_takes_no_finite_checkpoint_for_one_that_is_not(tmp_path, valu
     for iteration, value in enumerate(values, start=1):
         save(tmp_path, iteration, value)
         retain(tmp_path, keep_last, interval)
-    assert _iterations(tmp_path) == kept
+    assert iterations(tmp_path) == kept
 
 
 def test_retention_deletes_nothing_that_the_disk_does_not_give_now(tmp_path, monkeypatch):
@@ -68,7 +64,7 @@ def test_retention_deletes_nothing_that_the_disk_does_not_give_now(tmp_path, mon
 
     monkeypatch.setattr(meta, "read_regular", read)  # no file system here fails in this way when asked to
     retain(tmp_path, 1, None)
-    assert _iterations(tmp_path) == [1, 3]
+    assert iterations(tmp_path) == [1, 3]
 
 
 def test_of_earlier_versions_nothing_is_known_and_they_count_as_finite(tmp_path, capsys):
@@ -76,7 +72,7 @@ def test_of_earlier_versions_nothing_is_known_and_they_count_as_finite(tmp_path,
         rewrite(save(tmp_path, iteration), "meta.json", lambda meta: meta.__delitem__("nonfinite"))
     save(tmp_path, 3, NAN)
     retain(tmp_path, 1, None)
-    assert _iterations(tmp_path) == [2, 3]
+    assert iterations(tmp_path) == [2, 3]
     assert inspect(["list", str(tmp_path)]) == 0
     newest, older = capsys.readouterr().out.splitlines()
     assert "NaN or Inf in model.first, model.second" in newest and "not recorded whether finite" in older
@@ -141,7 +137,7 @@ def test_a_run_that_diverges_keeps_a_checkpoint_to_go_on_from(tmp_path, spoil):
     save = f"--save {folder} --save-interval 1 --save-keep-last 1 --max-nonfinite-steps 3"
     out = run_ranks(2, _diverge, flags(data, NO_DROPOUT, common, save), spoil)[0]
     finite = 3 if spoil == "loss" else 2
-    assert _iterations(folder) == [finite, 6]
+    assert iterations(folder) == [finite, 6]
     names = read_meta(folder / "iter_0000006")["nonfinite"]
     wanted = {"parameter": "model.layers.1.mlp.linear_fc1.weight", "optimizer": "optimizer.", "loss": "the loss"}[spoil]
     assert any(name.startswith(wanted) for name in names)
