@@ -68,10 +68,8 @@ def find_checkpoint(folder: str, iteration: int | None = None) -> Path | None:
         return None
     if not root.is_dir():
         raise CheckpointError(f"{folder} is a file, not a folder of checkpoints: give --load what was given to --save")
-    if iteration is None:
-        iteration = _latest_iteration(root)
-        if iteration is None:
-            return None
+    if iteration is None and (iteration := _latest_iteration(root)) is None:
+        return None
     checkpoint = checkpoint_path(root, iteration)
     if not is_complete(checkpoint):
         refuse_foreign(root)
@@ -102,8 +100,7 @@ def _latest_iteration(root: Path) -> int | None:
     """
     tracker = root / LATEST
     if not os.path.lexists(tracker):
-        complete = complete_checkpoints(root)
-        if complete:
+        if complete := complete_checkpoints(root):
             return iteration_of(complete[-1])
         refuse_foreign(root)
         return None

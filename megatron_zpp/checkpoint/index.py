@@ -62,8 +62,8 @@ def build_index(tensors: Mapping[str, Any], places: Mapping[MetadataIndex, Place
     return {"tensors": entries}
 
 
-def read_index(checkpoint: Path, meta: Mapping[str, Any]) -> tuple[Metadata, dict[MetadataIndex, Place]]:
-    """Return shapes, dtypes and places of all tensors. ``meta``: from ``read_meta``. Raises CheckpointError."""
+def read_index(checkpoint: Path, meta: Mapping[str, Any]) -> Metadata:
+    """Return shapes, dtypes and ``Place``s of all tensors. ``meta``: from ``read_meta``. Raises CheckpointError."""
     try:
         with open_in(checkpoint, INDEX) as file:
             text = file.read()
@@ -74,7 +74,7 @@ def read_index(checkpoint: Path, meta: Mapping[str, Any]) -> tuple[Metadata, dic
         raise CheckpointError(f"{checkpoint / INDEX} is damaged ({error}): {REMEDY}") from error
 
 
-def _parse_index(index: Any, files: Mapping[str, Any]) -> tuple[Metadata, dict[MetadataIndex, Place]]:
+def _parse_index(index: Any, files: Mapping[str, Any]) -> Metadata:
     """Raise ValueError unless the shards of every tensor cover it exactly, and no two share bytes of a file."""
     tensors: dict[str, Any] = {}
     places: dict[MetadataIndex, Place] = {}
@@ -104,7 +104,7 @@ def _parse_index(index: Any, files: Mapping[str, Any]) -> tuple[Metadata, dict[M
                 raise ValueError(f"shards of {name} overlap") from None
         tensors[name] = TensorStorageMetadata(TensorProperties(dtype), size, chunks)
     _check_bytes(places)
-    return Metadata(tensors), places
+    return Metadata(tensors, storage_data=places)
 
 
 def _parse_shard(

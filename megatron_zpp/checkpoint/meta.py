@@ -29,11 +29,12 @@ _REQUIRED: _Kinds = {
     (bool,): "has_optimizer has_rng",
     (dict,): "settings model_config counters loss_scaler files",
     (dict, NoneType): "zeropp schedule",
+    (list,): "nonfinite",
 }
-_OPTIONAL: _Kinds = {  # missing from earlier versions, or imports; two of the lists have a value per island
+_OPTIONAL: _Kinds = {  # missing from imports; both lists have a value per island
     (int,): "tokens",
     (str,): "saved_at torch",
-    (list,): "optimizers_have_stepped loss_scalers nonfinite",
+    (list,): "optimizers_have_stepped loss_scalers",
     (dict,): "layout",
     (dict, NoneType): "data_order",
     (int, float, NoneType): "loss",
@@ -77,8 +78,8 @@ def is_plain_name(name: Any) -> bool:
 
 
 def nonfinite(checkpoint: Path, meta: Mapping[str, Any]) -> str | None:
-    """Describe the NaN or Inf that a checkpoint records; None if it records none."""
-    names = ", ".join(meta.get("nonfinite", []))
+    """Describe the NaN or Inf in a checkpoint; None if there is none."""
+    names = ", ".join(meta["nonfinite"])
     return f"{checkpoint} is not finite: it was saved with NaN or Inf in {names}" if names else None
 
 
@@ -109,7 +110,7 @@ def _check_meta(meta: Any) -> None:
     datasets = (meta.get("data_order") or {}).get("datasets", [])
     if type(datasets) is not list or any(type(order) is not dict for order in datasets):
         raise ValueError(f"data_order.datasets is {short(datasets)}")
-    if any(type(name) is not str for name in meta.get("nonfinite", [])):
+    if any(type(name) is not str for name in meta["nonfinite"]):
         raise ValueError(f"nonfinite is {short(meta['nonfinite'])}")
     for name, entry in meta["files"].items():
         _check_file(name, entry)
@@ -121,7 +122,7 @@ def _check_file(name: str, entry: Any) -> None:
     _check_kinds(f"files.{name}.", entry, {(int,): "bytes", (str,): "sha256"})
     if entry["bytes"] < 0:
         raise ValueError(f"files.{name}.bytes is {short(entry['bytes'])}")
-    if "crc32" in entry:  # missing from earlier versions, and for index.json
+    if "crc32" in entry:  # only files of tensors
         _check_kinds(f"files.{name}.", entry, {(int,): "piece_bytes", (str,): "crc32"})
         size, crc32 = entry["piece_bytes"], entry["crc32"]
         has_all = 1 <= size < 2**31 and len(crc32) == 8 * -(-entry["bytes"] // size)
@@ -173,14 +174,14 @@ class Counters:
     @classmethod
     def from_meta(cls, meta: Mapping[str, Any]) -> Counters:
         """Read a checkpoint's counters. Raises CheckpointError if they are damaged, or of another version."""
-        saved, later = meta["counters"], {"average_loss", "cut_tokens"}  # earlier versions had none
-        names = {field.name for field in dataclasses.fields(cls)}
-        wrong = sorted((saved.keys() | later) ^ names)
-        wrong += [name for name in sorted(names - later - {*wrong}) if type(saved[name]) is not int]
-        if wrong or saved["iteration"] != meta["iteration"]:
+        saved, types = meta["counters"], {field.name: type(field.default) for field in dataclasses.fields(cls)}
+        wrong = sorted(saved.keys() ^ types.keys()) or [name for name in types if type(saved[name]) is not types[name]]
+        if not wrong and saved["iteration"] != meta["iteration"]:
+            wrong = ["iteration"]
+        if wrong:
+            names = short(", ".join(wrong))
             raise CheckpointError(
-                "the checkpoint's counters are damaged, or of another version of megatron_zpp: "
-                f"{short(', '.join(wrong or ['iteration']))}"
+                f"the checkpoint's counters are damaged, or of another version of megatron_zpp: {names}"
             )
         return cls(**saved)
 

@@ -23,7 +23,6 @@ from .trained import Trained
 
 @dataclass
 class _Pending:
-    iteration: int
     begun: float  # monotonic seconds
     stopped: float  # seconds that training waited so far
     future: Future[Any]
@@ -40,35 +39,31 @@ class CheckpointSaver:
     def __init__(
         self,
         folder: str,
-        asynchronous: bool = True,
-        keep_last: int | None = None,
-        retain_interval: int | None = None,
-        timeout_minutes: float = 10.0,
-        lock: FolderLock | None = None,
+        asynchronous: bool,
+        keep_last: int | None,
+        retain_interval: int | None,
+        timeout_minutes: float,
+        lock: FolderLock | None,
     ) -> None:
-        """lock: the job's lock on the folder, on rank 0."""
-        self._lock = lock
-        self.folder, self.asynchronous = folder, asynchronous
-        self.keep_last, self.retain_interval = keep_last, retain_interval
+        """keep_last, retain_interval: of ``retain``. lock: the job's lock on the folder, on rank 0."""
+        self.folder, self._asynchronous, self._lock = folder, asynchronous, lock
         self.saved_iteration: int | None = None  # the last one that is on the disk
-        self.failures = 0
-        self.seconds_stopped = 0.0  # total time that training waited for saves
+        self._delete_old = functools.partial(retain, folder, keep_last, retain_interval)
         self._pending: _Pending | None = None
         # A separate group, because its collectives run in another thread than training's, and on the CPU.
         self._group = dist.new_group(backend="gloo", timeout=timedelta(minutes=timeout_minutes))
 
-    def save(self, iteration: int, trained: Trained, meta: dict[str, Any], save_rng: bool = True) -> None:
+    def save(self, iteration: int, trained: Trained, meta: dict[str, Any], save_rng: bool) -> None:
         """Wait for the save before, then begin to save; training may go on when this returns."""
         begun = time.monotonic()
         self.wait()
         meta = meta | describe_state(trained, save_rng)
         meta |= {"iteration": iteration, "torch": str(torch.__version__), "saved_at": _now()}
-        delete_old = functools.partial(retain, self.folder, self.keep_last, self.retain_interval)
-        writer = CheckpointWriter(self.folder, iteration, meta, self._lock, after=delete_old)
+        writer = CheckpointWriter(self.folder, iteration, meta, self._lock, self._delete_old)
         planner = dcp.DefaultSavePlanner(flatten_state_dict=False)
         arguments: dict[str, Any] = dict(storage_writer=writer, planner=planner, process_group=self._group)
         state = checkpoint_state(trained, save_rng)
-        if self.asynchronous:
+        if self._asynchronous:
             future = dcp.async_save(state, **arguments)  # returns when it has copied the state
             assert isinstance(future, Future)
         else:
@@ -77,9 +72,9 @@ class CheckpointSaver:
                 future.set_result(dcp.save(state, **arguments))
             except dcp.api.CheckpointException as error:
                 future.set_exception(error)
-        pending = self._pending = _Pending(iteration, begun, time.monotonic() - begun, future, writer)
+        pending = self._pending = _Pending(begun, time.monotonic() - begun, future, writer)
         future.add_done_callback(lambda _: setattr(pending, "finished", time.monotonic()))
-        if self.asynchronous:
+        if self._asynchronous:
             self._print(f"saving checkpoint of iteration {iteration} to {self.folder} while training goes on")
         else:
             self._settle()
@@ -100,27 +95,24 @@ class CheckpointSaver:
     def _settle(self) -> None:
         pending, self._pending = self._pending, None
         assert pending is not None
-        self.seconds_stopped += pending.stopped
-        error = pending.future.exception()
+        error, iteration = pending.future.exception(), pending.writer.iteration
         if error is None:
-            self.saved_iteration = pending.iteration
+            self.saved_iteration = iteration
             written = (pending.finished or time.monotonic()) - pending.begun
             self._print(
-                f"successfully saved checkpoint from iteration {pending.iteration:7d} to {self.folder} "
+                f"successfully saved checkpoint from iteration {iteration:7d} to {self.folder} "
                 f"(written in {written:.2f} s, training stopped for {pending.stopped:.2f} s)"
             )
             if pending.writer.nonfinite:
                 self._print(f"note: this checkpoint holds NaN or Inf in {', '.join(pending.writer.nonfinite)}")
-            return
-        if not isinstance(error, dcp.api.CheckpointException):
+        elif not isinstance(error, dcp.api.CheckpointException):
             raise error
-        self.failures += 1
-        if dist.get_rank() == 0:
-            incomplete = checkpoint_path(self.folder, pending.iteration)
+        elif dist.get_rank() == 0:
+            incomplete = checkpoint_path(self.folder, iteration)
             shutil.rmtree(incomplete.with_name(incomplete.name + INCOMPLETE), ignore_errors=True)  # makes room
             cause = " ".join(root_cause(error).split())
             print(
-                f"ERROR: the checkpoint of iteration {pending.iteration} was NOT SAVED: {cause}. Training goes on; the "
+                f"ERROR: the checkpoint of iteration {iteration} was NOT SAVED: {cause}. Training goes on; the "
                 f"latest checkpoint in {self.folder} stays what it was. Make room, or make it writable",
                 file=sys.stderr,
                 flush=True,

@@ -43,18 +43,20 @@ from .trained import Trained, plan_resume, zeropp_layout
 def checkpoint_state(trained: Trained, save_rng: bool) -> dict[str, Tensor]:
     """Return this rank's tensors by name; with emulated ranks those of all."""
     islands = trained.islands
-    state = _joined({prefix: get_model_state_dict(model) for prefix, model in trained.named_models()})
+    state = _prefixed({prefix: get_model_state_dict(model) for prefix, model in trained.named_models()})
     # For an optimizer without a step (fp16 skips the first ones) torch would make a step of zeros, which counts.
     for prefix, model, optimizer in trained.named_optimizers():
         if optimizer.state:
-            state |= _joined({prefix: _optimizer_tensors(get_optimizer_state_dict(model, optimizer))})
+            state |= _prefixed({prefix: _optimizer_tensors(get_optimizer_state_dict(model, optimizer))})
     for ranks in trained.ranks if save_rng else ():
-        state |= _joined({"rng.": ranks.random_states.state_dict()})
+        state |= _prefixed({"rng.": ranks.random_states.state_dict()})
     for zeropp in trained.zeropps:
-        state |= _joined({"zeropp.": zeropp.state_dict()})
+        state |= _prefixed({"zeropp.": zeropp.state_dict()})
     if islands is not None:
-        state |= _joined({"model.": get_model_state_dict(trained.models[0])})  # what is not trained is the same in all
-        state |= _agreed_tensors(islands) | _joined({"islands.": islands.state_dict()})
+        state |= _prefixed(
+            {"model.": get_model_state_dict(trained.models[0])}
+        )  # what is not trained is the same in all
+        state |= _agreed_tensors(islands) | _prefixed({"islands.": islands.state_dict()})
     return state
 
 
@@ -100,16 +102,16 @@ def load_checkpoint(
     }
     seeded = trained.ranks if plan.random_states else []
     random_states = [ranks.random_states.state_dict() for ranks in seeded]
-    state = _joined(models) | _joined({prefix: _optimizer_tensors(local) for prefix, local in optimizers.items()})
+    state = _prefixed(models) | _prefixed({prefix: _optimizer_tensors(local) for prefix, local in optimizers.items()})
     for local in random_states:
-        state |= _joined({"rng.": local})
+        state |= _prefixed({"rng.": local})
 
     zeropp_state, islands_state = dict[str, Tensor](), dict[str, Tensor]()
     island_ranks = _ranks_in(islands.state_dict()) if islands is not None and plan.island_wires else set()
     with errors_on_all_ranks():
         if trained.optimizers and not meta["has_optimizer"]:
             raise CheckpointError(f"{checkpoint} was saved without its optimizer: load it with --no-load-optim")
-        metadata, places = read_index(checkpoint, meta)
+        metadata = read_index(checkpoint, meta)
         saved = metadata.state_dict_metadata
         if plan.zeropp:
             zeropp_state = _tensors_to_fill(saved, "zeropp", local_ranks)
@@ -119,9 +121,9 @@ def load_checkpoint(
                     state[name] = tensor
         if plan.island_wires:
             islands_state = _tensors_to_fill(saved, "islands", island_ranks)
-        state |= _joined({"zeropp.": zeropp_state, "islands.": islands_state})
+        state |= _prefixed({"zeropp.": zeropp_state, "islands.": islands_state})
         _check_shapes(checkpoint, state, saved)
-    _read(CheckpointReader(checkpoint, metadata, places), state)
+    _read(CheckpointReader(checkpoint, metadata), state)
 
     for prefix, model in loaded.named_models():
         set_model_state_dict(model, models[prefix])
@@ -147,11 +149,10 @@ def load_checkpoint(
 
 
 def _read(reader: CheckpointReader, state: dict[str, Any]) -> None:
-    """Fill the tensors of ``state``; collective. Raises FailedTogether."""
+    """Fill the tensors of ``state``. Raises FailedTogether. Collective."""
     failure = None
     try:
-        planner = dcp.DefaultLoadPlanner(flatten_state_dict=False)
-        dcp.load(state, storage_reader=reader, planner=planner)
+        dcp.load(state, storage_reader=reader, planner=dcp.DefaultLoadPlanner(flatten_state_dict=False))
     except dcp.api.CheckpointException as error:  # on all ranks
         failure = root_cause(error)
     with errors_on_all_ranks():
@@ -159,26 +160,21 @@ def _read(reader: CheckpointReader, state: dict[str, Any]) -> None:
             raise CheckpointError(f"{reader.checkpoint} cannot be loaded ({failure}): {REMEDY}")
 
 
-def root_cause(error: BaseException) -> str:
+def root_cause(error: dcp.api.CheckpointException) -> str:
     """Describe the first rank's error, which DCP wraps with all ranks' tracebacks."""
-    if isinstance(error, dcp.api.CheckpointException):
-        rank = min(error.failures)
-        cause, _ = error.failures[rank]
-        return f"rank {rank}: {type(cause).__name__}: {cause}"
-    return f"{type(error).__name__}: {error}"
+    rank = min(error.failures)
+    cause, _ = error.failures[rank]
+    return f"rank {rank}: {type(cause).__name__}: {cause}"
 
 
 def _agreed_tensors(islands: IslandsInterface) -> dict[str, Tensor]:
     """Return what islands agreed on, by the model's names, and the outer optimizer's momentum."""
-    names = {"agreed": "model", "momentum": "islands.momentum"}
-    found = {}
-    for key, tensor in islands.agreed_state().items():
-        kind, _, name = key.partition(".")
-        found[f"{names[kind]}.{name}"] = tensor
-    return found
+    prefixes = {"agreed": "model.", "momentum": "islands.momentum."}
+    state = {tuple(key.split(".", 1)): tensor for key, tensor in islands.agreed_state().items()}
+    return {prefixes[kind] + name: tensor for (kind, name), tensor in state.items()}
 
 
-def _joined(named: Mapping[str, Mapping[str, Any]]) -> dict[str, Tensor]:
+def _prefixed(named: Mapping[str, Mapping[str, Any]]) -> dict[str, Tensor]:
     return {prefix + name: tensor for prefix, tensors in named.items() for name, tensor in tensors.items()}
 
 

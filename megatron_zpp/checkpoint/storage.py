@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed._shard._utils import narrow_tensor_by_index
-from torch.distributed.checkpoint import StorageReader, StorageWriter
+from torch.distributed.checkpoint import FileSystemReader, StorageWriter
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
@@ -103,12 +103,7 @@ class CheckpointWriter(StorageWriter):
     path: Path
 
     def __init__(
-        self,
-        folder: str,
-        iteration: int,
-        meta: dict[str, Any],
-        lock: FolderLock | None = None,
-        after: Callable[[], None] = lambda: None,
+        self, folder: str, iteration: int, meta: dict[str, Any], lock: FolderLock | None, after: Callable[[], None]
     ) -> None:
         """meta, lock, after: used on rank 0. meta: meta.json without files. after: called on completion."""
         self.lock = lock
@@ -188,38 +183,28 @@ def read_shard(file: Any, place: Place, dtype: torch.dtype, sizes: torch.Size) -
     return torch.frombuffer(content, dtype=dtype).view(sizes) if content else torch.empty(sizes, dtype=dtype)
 
 
-class CheckpointReader(StorageReader):
-    """Reads a checkpoint into tensors with any sharding."""
+class CheckpointReader(FileSystemReader):
+    """Reads a checkpoint into tensors with any sharding. Overrides all that reads files: nothing is unpickled."""
 
-    def __init__(self, checkpoint: Path, metadata: Metadata, places: Mapping[MetadataIndex, Place]) -> None:
-        self.checkpoint, self.metadata, self.places = checkpoint, metadata, places
-
-    def reset(self, *args: Any, **kwargs: Any) -> None:
-        pass
+    def __init__(self, checkpoint: Path, metadata: Metadata) -> None:
+        """metadata: from ``read_index``."""
+        super().__init__(checkpoint)
+        self.checkpoint, self.metadata = checkpoint, metadata
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         return self.metadata
 
-    def set_up_storage_reader(self, *args: Any, **kwargs: Any) -> None:
-        pass
-
-    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        return plan
-
-    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        return plans
-
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         by_file: dict[str, list[Any]] = {}
         for item in plan.items:
-            by_file.setdefault(self.places[item.storage_index].file, []).append(item)
+            by_file.setdefault(self.storage_data[item.storage_index].file, []).append(item)
         for name, items in by_file.items():
             with open_in(self.checkpoint, name) as file:
                 for item in items:
                     tensor = self.metadata.state_dict_metadata[item.storage_index.fqn]
                     assert isinstance(tensor, TensorStorageMetadata)
                     sizes = next(c.sizes for c in tensor.chunks if c.offsets == item.storage_index.offset)
-                    shard = read_shard(file, self.places[item.storage_index], tensor.properties.dtype, sizes)
+                    shard = read_shard(file, self.storage_data[item.storage_index], tensor.properties.dtype, sizes)
                     target = planner.resolve_tensor(item).detach()
                     target.copy_(narrow_tensor_by_index(shard, item.storage_offsets, item.lengths))
                     planner.commit_tensor(item, target)
@@ -227,29 +212,25 @@ class CheckpointReader(StorageReader):
         done.set_result(None)
         return done
 
-    @classmethod
-    def validate_checkpoint_id(cls, *args: Any, **kwargs: Any) -> bool:
-        return True
-
 
 def iterate_tensors(checkpoint: Path, meta: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Tensor]]:
     """Yield the whole tensors whose names begin with ``prefix``, without it, ordered by name.
 
     Needs no process group, and memory for one tensor. Raises CheckpointError.
     """
-    metadata, places = read_index(checkpoint, meta)
+    metadata = read_index(checkpoint, meta)
     for name in sorted(metadata.state_dict_metadata):
         if name.startswith(prefix):
-            yield name.removeprefix(prefix), read_tensor(checkpoint, metadata, places, name)
+            yield name.removeprefix(prefix), read_tensor(checkpoint, metadata, name)
 
 
-def read_tensor(checkpoint: Path, metadata: Metadata, places: Mapping[MetadataIndex, Place], name: str) -> Tensor:
-    """Read one whole tensor. metadata, places: from ``read_index``. Raises CheckpointError or OSError."""
+def read_tensor(checkpoint: Path, metadata: Metadata, name: str) -> Tensor:
+    """Read one whole tensor. metadata: from ``read_index``. Raises CheckpointError or OSError."""
     tensor = metadata.state_dict_metadata[name]
     assert isinstance(tensor, TensorStorageMetadata)
     whole = torch.empty(tensor.size, dtype=tensor.properties.dtype)
     for chunk in tensor.chunks:
-        place = places[MetadataIndex(name, chunk.offsets)]
+        place = metadata.storage_data[MetadataIndex(name, chunk.offsets)]
         with open_in(checkpoint, place.file) as file:
             shard = read_shard(file, place, whole.dtype, chunk.sizes)
         narrow_tensor_by_index(whole, chunk.offsets, chunk.sizes).copy_(shard)

@@ -58,7 +58,7 @@ def _problem(checkpoint: Path, name: str, entry: dict[str, Any], digests: str, d
             size = os.fstat(file.fileno()).st_size
             if size != entry["bytes"]:
                 return f"{path} has {size} bytes instead of {entry['bytes']}"
-            # index.json, and files of earlier versions, have no CRC-32 and are read whole.
+            # Only files of tensors have CRC-32.
             if digests == "all" or (digests == "sample" and "crc32" not in entry):
                 if hashlib.file_digest(file, "sha256").hexdigest() != entry["sha256"]:
                     return f"{path} is not what was written: its SHA-256 differs"

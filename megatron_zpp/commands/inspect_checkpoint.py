@@ -60,9 +60,7 @@ def _summary(path: Path) -> str:
         f"{meta.get('tokens', 0):,} tokens" + ("" if loss is None else f", loss {loss:.4f}"),
         f"saved {meta.get('saved_at', 'at an unknown time')} by torch {meta.get('torch', '?')}",
     ]
-    if "nonfinite" not in meta:
-        parts.append("not recorded whether finite")
-    elif meta["nonfinite"]:
+    if meta["nonfinite"]:
         parts.append(f"NaN or Inf in {', '.join(meta['nonfinite'])}")
     left_out = [
         name for name, key in {"optimizer": "has_optimizer", "random states": "has_rng"}.items() if not meta[key]
@@ -97,10 +95,10 @@ def diff(first: str, second: str) -> int:
         print(line)
     indices = [read_index(path, meta) for path, meta in zip(paths, metas, strict=True)]
     num_tensors = 0
-    for name in sorted(indices[0][0].state_dict_metadata.keys() | indices[1][0].state_dict_metadata.keys()):
+    for name in sorted(indices[0].state_dict_metadata.keys() | indices[1].state_dict_metadata.keys()):
         tensors = [
-            read_tensor(path, metadata, places, name) if name in metadata.state_dict_metadata else None
-            for path, (metadata, places) in zip(paths, indices, strict=True)
+            read_tensor(path, index, name) if name in index.state_dict_metadata else None
+            for path, index in zip(paths, indices, strict=True)
         ]
         if (difference := _difference(*tensors)) is not None:
             num_tensors += 1

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import io
 import json
+import operator
 import os
 import random
 import shutil
@@ -45,12 +47,8 @@ from tests.training.small_run import flags, train_each, write_text
 
 
 @pytest.fixture(scope="module")
-def data(tmp_path_factory) -> str:
-    return write_text(tmp_path_factory.mktemp("data"))
-
-
-@pytest.fixture(scope="module")
-def argv(data) -> list[str]:
+def argv(tmp_path_factory) -> list[str]:
+    data = write_text(tmp_path_factory.mktemp("data"))
     return flags(data, "--num-layers 1 --zero-quantized-gradients --zeropp-loco --zeropp-ranks-per-node 1 --fp16")
 
 
@@ -58,8 +56,7 @@ def argv(data) -> list[str]:
 def real(argv, tmp_path_factory) -> Path:
     """A checkpoint of a run on 2 ranks."""
     folder = tmp_path_factory.mktemp("real")
-    save = f"--save {folder} --save-interval 1 --exit-interval 1".split()
-    run_ranks(2, train_each, {"": [*argv, *save]})
+    run_ranks(2, train_each, {"": [*argv, *f"--save {folder} --save-interval 1 --exit-interval 1".split()]})
     return folder / "iter_0000001"
 
 
@@ -69,10 +66,11 @@ DEEP: Any = []
 for _ in range(400):
     DEEP = [DEEP]
 VALUES = (None, True, -1, 0, 1.5, float("nan"), float("inf"), 2**63, 10**300, "", "../x", [], {}, [1, "x"], DEEP)
+DELETED, COPIED = object(), object()
 
 
 def places_in(value: Any, at: tuple = ()) -> Iterator[tuple]:
-    """The way to every value in a JSON object."""
+    """Yield the path to every value in a JSON object."""
     children = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     for key, child in children:
         yield (*at, key)
@@ -80,26 +78,22 @@ def places_in(value: Any, at: tuple = ()) -> Iterator[tuple]:
 
 
 def mutated(value: Any, at: tuple) -> Iterator[Any]:
-    """The object with one value replaced, left out, or given a companion."""
-
-    def change(how) -> Any:
+    """Yield the object with one value replaced, left out, or given a companion."""
+    for other in (*VALUES, DELETED, COPIED):
         whole = copy.deepcopy(value)
-        parent = whole
-        for key in at[:-1]:
-            parent = parent[key]
-        how(parent, at[-1])
-        return whole
-
-    for other in VALUES:
-        yield change(lambda parent, key, other=other: parent.__setitem__(key, other))
-    yield change(lambda parent, key: parent.__delitem__(key))
-    yield change(
-        lambda parent, key: parent.update({"more": parent[key]}) if isinstance(parent, dict) else parent.append(0)
-    )
+        *path, key = at
+        parent = functools.reduce(operator.getitem, path, whole)
+        if other is DELETED:
+            del parent[key]
+        elif other is COPIED and isinstance(parent, list):
+            parent.append(0)
+        else:
+            parent["more" if other is COPIED else key] = parent[key] if other is COPIED else other
+        yield whole
 
 
 def use(checkpoint: Path, settings: Settings, saved: dict[str, Any]) -> None:
-    """What a run and the tools do with meta.json. saved: as the run wrote it."""
+    """Do what a run and the tools do with meta.json. saved: as the run wrote it."""
     with contextlib.redirect_stdout(io.StringIO()):
         list_checkpoints(str(checkpoint.parent))
     meta = read_meta(checkpoint)
@@ -117,9 +111,9 @@ def use(checkpoint: Path, settings: Settings, saved: dict[str, Any]) -> None:
 
 
 def load(checkpoint: Path, expected: dict[str, torch.Tensor]) -> None:
-    """The tensors that index.json says where to find are those that were saved."""
+    """Check that the tensors that index.json locates are those that were saved."""
     meta = read_meta(checkpoint)
-    _check_shapes(checkpoint, expected, read_index(checkpoint, meta)[0].state_dict_metadata)
+    _check_shapes(checkpoint, expected, read_index(checkpoint, meta).state_dict_metadata)
     for name, tensor in iterate_tensors(checkpoint, meta):
         assert name not in expected or torch.equal(tensor, expected[name]), name
 
@@ -137,28 +131,25 @@ def is_refused(step: Callable[[], None]) -> bool:
 @pytest.mark.parametrize("name", ["meta.json", "index.json"])
 def test_every_value_that_is_another_is_refused_or_does_no_harm(real, argv, tmp_path, name):
     checkpoint = shutil.copytree(real.parent, tmp_path / "copy") / real.name
-    settings = parse_settings(GPT, argv, 2, note=lambda text: None)
     content, meta = json.loads((real / name).read_text()), read_meta(real)
     draw = random.Random(0)
     if name == "index.json":
         expected = dict(iterate_tensors(real, meta))
         kept = [draw.choice([key for key in expected if key.startswith(kind)]) for kind in ("model.", "zeropp.")]
         places = [at for at in places_in(content) if len(at) < 2 or at[1] in kept]
-        step = lambda: load(checkpoint, expected)  # noqa: E731
+        step = functools.partial(load, checkpoint, expected)
     else:
         kept = {*draw.sample(sorted(content["settings"]), 5), "architecture", "seq_length", "data_path"}
         places = [at for at in places_in(content) if at[0] != "settings" or len(at) < 2 or at[1] in kept]
         groups = [at for at in places if len(at) == 1]
         places = groups + draw.sample([at for at in places if len(at) > 1], 50)  # another 50 with another seed
-        step = lambda: use(checkpoint, settings, meta)  # noqa: E731
+        step = functools.partial(use, checkpoint, parse_settings(GPT, argv, 2, note=lambda text: None), meta)
     assert not is_refused(step)
-    refused = total = 0
-    for at in places:
-        for changed in mutated(content, at):
-            rewrite(checkpoint, name, lambda _, changed=changed: changed)
-            refused += is_refused(step)
-            total += 1
-    assert refused > total // 2
+    refused = []
+    for changed in (changed for at in places for changed in mutated(content, at)):
+        rewrite(checkpoint, name, lambda _, changed=changed: changed)
+        refused.append(is_refused(step))
+    assert sum(refused) > len(refused) // 2
 
 
 NO_METADATA = (b"", b"null", b"[]", b"3", b"{", b"\xff", b'{"tensors": []}', b"1" * 9999)
@@ -230,10 +221,7 @@ SPECIAL = {
     "a socket": lambda path: socket.socket(socket.AF_UNIX).bind(str(path)),
     "a folder": os.mkdir,
     "a device": lambda path: os.mknod(path, 0o600 | 0o020000, os.makedev(1, 5)),  # /dev/zero, which has no end
-    "a symbolic link": lambda path: (
-        shutil.move(path.with_name(path.name + ".there"), path.parent.parent / "there")
-        and path.symlink_to(path.parent.parent / "there")
-    ),
+    "a symbolic link": lambda path: path.symlink_to(path.with_name(path.name + ".there").resolve()),
 }
 
 
@@ -263,14 +251,13 @@ def test_what_is_written_follows_no_link(tmp_path):
     victim.write_text("precious")
     links = {"symbolic": os.symlink, "hard": os.link}
     for kind, link in links.items():
-        root = tmp_path / kind
-        root.mkdir()
-        for name in ("lock", "latest_checkpointed_iteration.txt.incomplete"):
-            link(victim, root / name)
+        (tmp_path / kind).mkdir()
+        link(victim, tmp_path / kind / "lock")
+        link(victim, tmp_path / kind / "name")
         with pytest.raises(CheckpointError, match=r"lock is (a symbolic link|a file that has another name)"):
-            FolderLock(str(root))
-        with pytest.raises(CheckpointError, match=r"incomplete is (a symbolic link|a file that has another name)"):
-            write_durably(root / "latest_checkpointed_iteration.txt.incomplete", b"1")
+            FolderLock(str(tmp_path / kind))
+        with pytest.raises(CheckpointError, match=r"name is (a symbolic link|a file that has another name)"):
+            write_durably(tmp_path / kind / "name", b"1")
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(CheckpointError, match="is a pipe"):
         open_regular(tmp_path / "pipe", "wb")

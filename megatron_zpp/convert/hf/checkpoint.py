@@ -23,13 +23,13 @@ from megatron_zpp.settings.groups import Settings
 
 def parameter_reader(checkpoint: Path, meta: Mapping[str, Any]) -> Callable[[str], Tensor]:
     """Return a function that reads one whole parameter by name, or raises CheckpointError."""
-    metadata, places = read_index(checkpoint, meta)
+    metadata = read_index(checkpoint, meta)
 
     def read(name: str) -> Tensor:
         if f"model.{name}" not in metadata.state_dict_metadata:
             raise CheckpointError(f"{checkpoint} is damaged: it lacks the parameter {name}")
         try:
-            return read_tensor(checkpoint, metadata, places, f"model.{name}")
+            return read_tensor(checkpoint, metadata, f"model.{name}")
         except (OSError, CheckpointError) as error:
             raise CheckpointError(f"{checkpoint} is damaged: {name} cannot be read ({error})") from error
 
