@@ -84,7 +84,7 @@ def _parse_index(index: Any, files: Mapping[str, Any]) -> Metadata:
         if dtype is None:
             raise ValueError(f"{name} is of the dtype {short(dtype_name)}, which is not known")
         if not isinstance(shards, list):
-            raise ValueError(f"the chunks of {name} are no list")
+            raise ValueError(f"the chunks of {name} are not a list")
         size = _sizes(shape)
         chunks = []
         for shard in shards:
@@ -125,7 +125,7 @@ def _parse_shard(
 def _values(entry: Any, name: str, *keys: str) -> Any:
     """Return the values of ``keys``, or the object itself without keys. Raises ValueError if they are missing."""
     if not isinstance(entry, dict):
-        raise ValueError(f"{name} is no JSON object")
+        raise ValueError(f"{name} is not a JSON object")
     missing = [key for key in keys if key not in entry]
     if missing:
         raise ValueError(f"{name} has no {', '.join(missing)}")
@@ -134,9 +134,9 @@ def _values(entry: Any, name: str, *keys: str) -> Any:
 
 def _sizes(values: Any) -> torch.Size:
     if not isinstance(values, list) or any(type(value) is not int or value < 0 for value in values):
-        raise ValueError(f"{short(values)} is no shape")
+        raise ValueError(f"{short(values)} is not a shape")
     if math.prod(max(1, value) for value in values) >= 2**60:  # more than torch can count
-        raise ValueError(f"{short(values)} is no shape: it is too large")
+        raise ValueError(f"{short(values)} is too large for a shape")
     return torch.Size(values)
 
 

@@ -132,7 +132,7 @@ def _check_file(name: str, entry: Any) -> None:
 
 def _check_kinds(where: str, values: Any, kinds: _Kinds, optional: bool = False) -> None:
     if not isinstance(values, dict):
-        raise ValueError(f"{where.removesuffix('.') or 'the whole of it'} is no JSON object")
+        raise ValueError(f"{where.removesuffix('.') or 'the whole of it'} is not a JSON object")
     allowed = {name: types for types, names in kinds.items() for name in names.split()}
     if not optional and (missing := allowed.keys() - values.keys()):
         raise ValueError(f"it lacks {', '.join(where + key for key in sorted(missing))}")
@@ -211,8 +211,8 @@ def saved_model(meta: Mapping[str, Any], given: Architecture | None = None) -> t
             architecture = find_architecture(name)
         except ValueError as error:
             raise CheckpointError(
-                f"the checkpoint is of the architecture {name}, which is none of ours ({error}): if it is yours, say "
-                "where its record is with --architecture package.module:NAME"
+                f"the checkpoint is of the architecture {name}, which is not one of ours ({error}): if it is yours, "
+                "say where its record is with --architecture package.module:NAME"
             ) from error
     try:
         if architecture in ARCHITECTURES:  # only other architectures know their valid values

@@ -48,7 +48,7 @@ def settings_with_tokenizer(checkpoint: Path, meta: Mapping[str, Any]) -> dict[s
     for name in _NAMES:
         if os.path.lexists(checkpoint / name):
             if name not in meta["files"]:
-                raise CheckpointError(f"{checkpoint / name} is no file of the checkpoint: remove it")
+                raise CheckpointError(f"{checkpoint / name} is not a file of the checkpoint: remove it")
             open_in(checkpoint, name).close()
     kept = {name: str(checkpoint / name) for name in _NAMES if name in meta["files"]}
     model = kept.get("tokenizer.model") or kept.get("tokenizer.tiktoken") or kept.get("tokenizer.json")

@@ -31,7 +31,7 @@ def list_checkpoints(folder: str) -> int:
     """Print one line for each checkpoint, newest first."""
     root = Path(folder)
     if not root.is_dir():
-        raise CheckpointError(f"{folder} is no folder: {GIVE}")
+        raise CheckpointError(f"{folder} is not a folder: {GIVE}")
     latest = None
     try:
         latest = find_checkpoint(folder)

@@ -4,21 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import io
-import json
 import math
 import resource
 import shutil
 import time
 from pathlib import Path
-from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from safetensors import safe_open
 
-from megatron_zpp.checkpoint import CheckpointError, iterate_parameters, iterate_tensors, read_meta
-from megatron_zpp.models.decoder import Decoder
+from megatron_zpp.checkpoint import CheckpointError, iterate_tensors, read_meta
 from megatron_zpp.parallel.distributed import FailedTogether
 from megatron_zpp.training.pretrain import train
 from tests.checkpoint.saved import iterations, rewrite
@@ -45,7 +41,12 @@ def checkpoint(data, tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def uninterrupted(data) -> Metrics:
-    return run_ranks(1, train_each, {"": flags(data, NO_DROPOUT)})[0][""]
+    return _metrics(1, flags(data, NO_DROPOUT))
+
+
+def _metrics(world_size: int, argv: list[str]) -> Metrics:
+    """Train; return the first rank's metrics."""
+    return run_ranks(world_size, train_each, {"": argv})[0][""]
 
 
 def _train(argv: list[str]) -> tuple[str, Metrics]:
@@ -97,16 +98,14 @@ def test_resumes_on_other_ranks_and_stages(data, checkpoint, uninterrupted, worl
 def test_bits_warm_up_by_the_steps_of_the_run_on_other_ranks_too(data, checkpoint):
     bits = "--zeropp-gradient-bits 2 --zeropp-gradient-bits-warmup 6:8"
     load = f"--load {checkpoint} --zero-stage 2 --zero-quantized-gradients --zeropp-ranks-per-node 1"
-    argv = flags(data, NO_DROPOUT, load, bits)
-    metrics = run_ranks(2, train_each, {"": argv})[0][""]
-    sent = metrics["comm/bytes-between-nodes"]
+    sent = _metrics(2, flags(data, NO_DROPOUT, load, bits))["comm/bytes-between-nodes"]
     assert len(sent) == 4 and sent[0] == sent[1] > sent[2] == sent[3]
 
 
 def test_state_from_before_a_setting_came_is_taken_over(data, tmp_path):
     more = f"{LOCO} --zeropp-gradient-bits 2"
     save = f"--save {tmp_path} --save-interval 4 --exit-interval 4"
-    expected = run_ranks(2, train_each, {"": flags(data, more)})[0][""]["lm loss"]
+    expected = _metrics(2, flags(data, more))["lm loss"]
     run_ranks(2, train_each, {"": flags(data, more, save)})
 
     def as_earlier(meta: dict) -> None:
@@ -123,32 +122,16 @@ def test_state_from_before_a_setting_came_is_taken_over(data, tmp_path):
     assert "LoCo's errors, scales of elements and weight copies start over" in out
 
 
-def _train_with_ends_in_the_root(argv: list[str]) -> None:
-    with patch.object(Decoder, "end_units", lambda model: []):
-        train_each({"": argv})
-
-
-def test_state_of_a_model_with_other_units_starts_over(data, tmp_path):
-    """Before they had units of their own, an untied model's embeddings and output layer were in the root's."""
-    more = f"{LOCO} --untie-embeddings-and-output-weights"
-    save = f"--save {tmp_path} --save-interval 4 --exit-interval 4"
-    run_ranks(2, _train_with_ends_in_the_root, flags(data, more, save))
-    out, metrics = run_ranks(2, _train, flags(data, more, f"--load {tmp_path}"))[0]
-    assert "the state of ZeRO++ is left out: it was saved with another model" in out
-    assert len(metrics["lm loss"]) == 4
-
-
 @pytest.mark.long
 def test_other_numbers_of_ranks_one_after_the_other(data, tmp_path):
     """4, 2, 8 and 3 ranks: the same data in the same order, and the same losses."""
     common = ("--global-batch-size 24 --eval-iters 0 --lr 1e-3 --zeropp-ranks-per-node 1", NO_DROPOUT)
     length = "--train-iters 35"
-    expected = run_ranks(2, train_each, {"": flags(data, *common, length=length)})[0][""]["lm loss"]
+    expected = _metrics(2, flags(data, *common, length=length))["lm loss"]
     losses = []
     for world_size, until in ((4, 5), (2, 10), (8, 15), (3, 35)):
         save = f"--save {tmp_path} --load {tmp_path} --save-interval 100 --exit-interval {until}"
-        argv = flags(data, *common, save, length=length)
-        losses += run_ranks(world_size, train_each, {"": argv})[0][""]["lm loss"]
+        losses += _metrics(world_size, flags(data, *common, save, length=length))["lm loss"]
     assert losses == pytest.approx(expected, rel=1e-5)
 
 
@@ -173,8 +156,8 @@ def test_trains_as_many_samples_whatever_the_batch_size_was(data, tmp_path):
     save = f"--save {tmp_path} --load {tmp_path} --save-interval 4 --override-batch-size"
     parts = [f"{save} --exit-interval 4", f"{save} --global-batch-size 4"]
     first, second = (flags(data, NO_DROPOUT, part, length="--train-samples 64") for part in parts)
-    assert run_ranks(1, train_each, {"": first})[0][""]["batch-size"] == [8] * 4
-    assert run_ranks(1, train_each, {"": second})[0][""]["batch-size"] == [4] * 8  # 32 samples were left
+    assert _metrics(1, first)["batch-size"] == [8] * 4
+    assert _metrics(1, second)["batch-size"] == [4] * 8  # 32 samples were left
 
 
 BATCH, DATA, PLAN = "--override-batch-size", "--override-data", "-opt_param-scheduler"
@@ -355,25 +338,14 @@ def test_a_failed_save_is_loud_and_training_goes_on(data, tmp_path, mode):
     assert iterations(tmp_path) == [6, 8]  # what was there
 
 
-def test_nothing_is_pickled(checkpoint):
-    """Every file is JSON, text or safetensors, as the safetensors package reads it."""
+def test_nothing_is_pickled_and_pytorchs_own_loader_reads_every_tensor(checkpoint):
+    """Four ranks' shards become whole tensors, without our reader, index or meta.json."""
     folder = checkpoint / "iter_0000004"
     meta = read_meta(folder)
     assert meta["tokens"] == 4 * 8 * 32 and meta["loss"] > 0
-    assert {path.name for path in folder.iterdir()} == {*meta["files"], "meta.json", "complete"}
-    json.loads((folder / "index.json").read_text())
-    rows = 0
-    for rank in range(4):
-        with safe_open(folder / f"rank_{rank:05d}.safetensors", framework="pt") as file:
-            rows += file.get_tensor("model.layers.0.mlp.linear_fc1.weight").shape[0]
-    whole = dict(iterate_parameters(folder, meta))["layers.0.mlp.linear_fc1.weight"]
-    assert whole.shape == (rows, 32)
-
-
-def test_pytorchs_own_loader_reads_every_tensor(checkpoint):
-    """Four ranks' parts as whole tensors; without our reader, index or meta.json."""
-    folder = checkpoint / "iter_0000004"
-    expected = dict(iterate_tensors(folder, read_meta(folder)))
+    ranks = {f"rank_{rank:05d}.safetensors" for rank in range(4)}
+    assert {path.name for path in folder.iterdir()} == {*ranks, "index.json", "meta.json", "complete"}
+    expected = dict(iterate_tensors(folder, meta))
     loaded = {name: torch.full_like(tensor, 77) for name, tensor in expected.items()}
     dcp.load(loaded, storage_reader=dcp.HuggingFaceStorageReader(str(folder)))
     assert {name.partition(".")[0] for name in loaded} == {"model", "optimizer", "rng"}

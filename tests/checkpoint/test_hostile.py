@@ -193,7 +193,7 @@ def test_a_tensor_in_shards_loads(tmp_path):
         (lambda a, b, _: b.update(offsets=[1, 0]), "shards of model.first overlap"),
         (lambda a, b, _: b.update(shape=[1, 3], bytes=[a["bytes"][1], a["bytes"][1] + 12]), "missing"),
         (lambda a, b, _: b.update(offsets=[3, 0]), "a shard of model.first is not of its size"),
-        (lambda a, b, _: b.update(offsets=[-1, 0]), "is no shape"),
+        (lambda a, b, _: b.update(offsets=[-1, 0]), "is not a shape"),
         (lambda a, b, _: b.update(bytes=a["bytes"]), "model.first and model.first share bytes"),
         (lambda a, b, _: b.update(offsets=[2]), "a shard of model.first is not of its size"),
         (lambda a, b, _: b.update(shape=[0, 3], bytes=[0, 0]), "missing"),

@@ -155,7 +155,7 @@ def read_config(folder: Path, model_types: Sequence[str]) -> dict[str, Any]:
 
     path = folder / "config.json"
     if not path.is_file():
-        raise ValueError(f"{folder} is no model of transformers: it has no config.json")
+        raise ValueError(f"{folder} is not a model of transformers: it has no config.json")
     written = read_object(path)
     if written.get("model_type") not in model_types:  # others may not even be known to transformers
         return written
@@ -240,7 +240,7 @@ def read_object(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(read_bounded(path))
         if not isinstance(content, dict):
-            raise ValueError("it holds no JSON object")
+            raise ValueError("it does not hold a JSON object")
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is damaged: {error}") from error
     return content

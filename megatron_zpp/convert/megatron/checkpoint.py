@@ -68,7 +68,7 @@ def parameter_reader(
     theirs = {weight.theirs for weight in table}
     wrong = [f"it lacks {_some(missing)}"] if (missing := sorted(theirs - saved.names)) else []
     if unknown := sorted(saved.names - theirs):
-        wrong.append(f"it has {_some(unknown)}, for which our model has no place")
+        wrong.append(f"it has {_some(unknown)}, which our model does not have")
     if wrong:
         raise CheckpointError(f"{saved.path} is not the model of its flags: {'; '.join(wrong)}")
     weight_of = {name: (weight, part) for weight in table for part, name in enumerate(weight.ours)}

@@ -43,7 +43,7 @@ def args_in(state: Any, path: str) -> Args:
     """Return the run's flags. Raises CheckpointError."""
     args = state.get("args") if isinstance(state, dict) else None
     if not isinstance(args, argparse.Namespace):
-        raise CheckpointError(f"{path} does not hold the flags of its run (args): it is none of Megatron's trainer")
+        raise CheckpointError(f"{path} does not hold the flags of its run (args): Megatron's trainer did not save it")
     return vars(args)
 
 

@@ -87,7 +87,7 @@ _CLASSES: dict[str, Any] = {
 def load_file(path: Path) -> Any:
     """Read a file of torch.save; tensors stay in it until they are used. Raises CheckpointError."""
     if not path.is_file():
-        raise CheckpointError(f"{path} is missing, or no regular file")
+        raise CheckpointError(f"{path} is missing, or not a regular file")
     return load(path, path, mmap=zipfile.is_zipfile(path))
 
 
@@ -105,7 +105,7 @@ def load(source: Path | BinaryIO, path: Path, mmap: bool = False) -> Any:
 def load_metadata(path: Path) -> Any:
     """Read the index of torch.distributed.checkpoint, its objects as ``StandIn``s. Raises CheckpointError."""
     if not path.is_file():
-        raise CheckpointError(f"{path} is missing, or no regular file")
+        raise CheckpointError(f"{path} is missing, or not a regular file")
     try:
         with open(path, "rb") as file:
             return _MetadataUnpickler(file).load()
@@ -131,7 +131,7 @@ def _refusal(path: Path, reason: str) -> CheckpointError:
     if name is None:
         return CheckpointError(f"{path} is damaged, or is not what torch.save writes ({_first_line(reason)})")
     return CheckpointError(
-        f"{path} is not read: unpickling it would call {name[1]}, which is none of what Megatron and DeepSpeed save"
+        f"{path} is not read: unpickling it would call {name[1]}, which Megatron and DeepSpeed do not save"
     )
 
 

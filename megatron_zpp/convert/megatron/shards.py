@@ -165,7 +165,7 @@ def _merge(weight: Weight, shards: Sequence[Tensor], path: str) -> Tensor:
         return torch.cat([half[0] for half in halves] + [half[1] for half in halves])
     except (RuntimeError, IndexError) as error:
         shapes = ", ".join(str(list(shard.shape)) for shard in shards)
-        raise CheckpointError(f"{path}: what ranks have of {weight.theirs} makes up no tensor: {shapes}") from error
+        raise CheckpointError(f"{path}: shards of {weight.theirs} do not make up a tensor: {shapes}") from error
 
 
 def _sort_by_head(shard: Tensor, version: float, config: DecoderConfig, ranks: int) -> Tensor:
@@ -202,7 +202,7 @@ def open_universal(folder: Path) -> Saved:
     def read(name: str, moment: str) -> Tensor:
         file = names[name] / f"{moment or 'fp32'}.pt"
         if not isinstance(tensor := param(file), Tensor):
-            raise CheckpointError(f"{file} is damaged: it holds no tensor")
+            raise CheckpointError(f"{file} is damaged: it does not hold a tensor")
         return tensor
 
     def steps(name: str) -> int | None:
@@ -211,7 +211,7 @@ def open_universal(folder: Path) -> Saved:
             return None
         value = param(file)
         if not isinstance(value, int | float | Tensor) or (isinstance(value, Tensor) and value.numel() != 1):
-            raise CheckpointError(f"{file} is damaged: it holds no number")
+            raise CheckpointError(f"{file} is damaged: it does not hold a number")
         return int(value)
 
     return Saved(str(folder), KINDS["universal"][0], args, state, frozenset(names), read, has_moments, steps)

@@ -107,7 +107,7 @@ def _parse(metadata: Any, path: Path) -> list[_Stored]:
                 offsets, sizes = _sizes(chunk.offsets), _sizes(chunk.sizes)
                 info = where[name, offsets]
                 if not is_plain_name(info.relative_path):
-                    raise ValueError(f"{short(info.relative_path)} is no file of the checkpoint")
+                    raise ValueError(f"{short(info.relative_path)} is not a file of the checkpoint")
                 if getattr(info, "transform_descriptors", None):
                     raise ValueError(f"{name} is compressed ({info.transform_descriptors})")
                 shards.append(_Shard(offsets, sizes, info.relative_path, *_sizes((info.offset, info.length))))
@@ -123,7 +123,7 @@ def _parse(metadata: Any, path: Path) -> list[_Stored]:
 
 def _sizes(values: Any) -> tuple[int, ...]:
     if not isinstance(values, tuple | list) or any(type(n) is not int or not 0 <= n < 2**60 for n in values):
-        raise ValueError(f"{short(values)} is no shape")
+        raise ValueError(f"{short(values)} is not a shape")
     return tuple(values)
 
 
