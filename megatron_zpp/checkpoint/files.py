@@ -5,13 +5,34 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import math
 import os
 import stat
 import zlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
 
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+
 BLOCK_BYTES = 4 * 2**20  # that one CRC-32 covers
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
 _MODES = {"rb": os.O_RDONLY, "wb": os.O_WRONLY | os.O_CREAT, "r+b": os.O_RDWR | os.O_CREAT}
 _KINDS = {stat.S_IFLNK: "a symbolic link", stat.S_IFDIR: "a folder", stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket"}
 
@@ -116,3 +137,64 @@ def make_folder(folder: Path) -> None:
         make_folder(folder.parent)
         folder.mkdir(exist_ok=True)
         sync_folder(folder.parent)
+
+
+@dataclass(frozen=True)
+class TensorFile:
+    """A safetensors file that is on the disk."""
+
+    places: dict[str, _StorageInfo]  # by tensor name
+    entry: dict[str, Any]  # for meta.json
+    nonfinite: list[str]  # tensors that hold NaN or Inf
+
+
+def write_safetensors(
+    path: Path,
+    tensors: Iterable[tuple[str, torch.dtype, tuple[int, ...]]],
+    read: Callable[[str], Tensor],
+    offsets: Mapping[str, Sequence[int]] | None = None,
+) -> TensorFile:
+    """Write tensors one by one.
+
+    tensors: name, dtype and shape of each, in any order. read: returns a tensor by name; called once for each.
+    offsets: of each shard in its tensor, for DCP's HuggingFaceStorageReader; our reader uses the index.
+    """
+    tensors = sorted(tensors, key=lambda tensor: -tensor[1].itemsize)  # aligns all of them
+    names = {dtype: name for name, dtype in DTYPES.items()}
+    header: dict[str, Any] = {}
+    end = 0
+    for name, dtype, shape in tensors:
+        begin, end = end, end + math.prod(shape) * dtype.itemsize
+        header[name] = {"dtype": names[dtype], "shape": list(shape), "data_offsets": [begin, end]}
+    more = {}
+    if offsets is not None:
+        sharding = {name: {"saved_offsets": list(begin)} for name, begin in offsets.items()}
+        more["__metadata__"] = {"DCP_SHARDING_INFO": json.dumps(sharding, separators=(",", ":"))}
+    text = json.dumps(more | header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    prefix = len(text).to_bytes(8, "little") + text
+    sums, nonfinite = Sums(), []
+    sums.update(prefix)
+    with open_regular(path, "wb") as file:
+        file.write(prefix)
+        for name, dtype, shape in tensors:
+            tensor = read(name).detach().cpu().contiguous()
+            if tensor.dtype != dtype or tuple(tensor.shape) != tuple(shape):
+                raise ValueError(f"{name} was planned as {dtype} {shape}, but is {tensor.dtype} {tuple(tensor.shape)}")
+            if not _is_finite(tensor):
+                nonfinite.append(name)
+            content: Any = tensor.flatten().view(torch.uint8).numpy() if tensor.numel() else b""
+            sums.update(content)
+            file.write(content)
+        sync_file(file)
+    spans = {name: tensor["data_offsets"] for name, tensor in header.items()}
+    places = {name: _StorageInfo(path.name, len(prefix) + begin, end - begin) for name, (begin, end) in spans.items()}
+    return TensorFile(places, sums.entry(), nonfinite)
+
+
+def _is_finite(tensor: Tensor) -> bool:
+    if not tensor.is_floating_point() or not tensor.numel():
+        return True
+    # One pass without a copy; NaN comes through. Few operators support 8-bit floats.
+    low, high = (tensor if tensor.itemsize > 1 else tensor.float()).aminmax()
+    return math.isfinite(low) and math.isfinite(high)

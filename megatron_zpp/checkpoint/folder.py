@@ -293,12 +293,8 @@ class FolderLock:
 
     def renew(self) -> None:
         """Lock the folder again if it was moved and recreated. Raises CheckpointError if another job has the lock."""
-        held = os.fstat(self._file.fileno())
-        try:
-            there = os.stat(Path(self._folder) / LOCK)
-        except FileNotFoundError:
-            there = None
-        if there is None or (there.st_dev, there.st_ino) != (held.st_dev, held.st_ino):
+        path = Path(self._folder) / LOCK
+        if not path.exists() or not os.path.samestat(path.stat(), os.fstat(self._file.fileno())):
             lost, self._file = self._file, FolderLock(self._folder, patience_seconds=0.0)._file
             lost.close()
             print(f"note: {self._folder} was moved, and made again: checkpoints are saved in the new one", flush=True)

@@ -34,9 +34,8 @@ from megatron_zpp.islands import IslandsInterface
 from megatron_zpp.parallel.distributed import errors_on_all_ranks
 
 from .files import CheckpointError
-from .index import read_index
 from .meta import REMEDY
-from .storage import CheckpointReader, iterate_tensors
+from .storage import CheckpointReader, iterate_tensors, read_index
 from .trained import Trained, plan_resume, zeropp_layout
 
 

@@ -1,23 +1,26 @@
 """Store torch.distributed.checkpoint's tensors as safetensors with a JSON index, without any pickle.
 
 DCP's writers pickle their index, and its safetensors writer holds a rank's shards twice in memory. Its
-HuggingFaceStorageReader opens what is written here.
+HuggingFaceStorageReader opens what is written here. index.json locates the shards of each tensor; everything in it is
+checked before use.
 """
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import chain
 from pathlib import Path
+from reprlib import repr as short
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed._shard._utils import narrow_tensor_by_index
+from torch.distributed._shard.metadata import ShardMetadata
+from torch.distributed._shard.sharding_spec._internals import validate_non_overlapping_shards_metadata
 from torch.distributed.checkpoint import FileSystemReader, StorageWriter
+from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
@@ -29,72 +32,117 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, SavePlan
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from .files import CheckpointError, Sums, open_regular, sync_file
+from .files import DTYPES, CheckpointError, digest, parse_json, write_safetensors
 from .folder import FolderLock, begin, finish
-from .index import DTYPE_NAMES, Place, build_index, read_index
-from .meta import open_in
+from .meta import INDEX, REMEDY, is_plain_name, open_in
 from .tokenizer import copy_tokenizer
 
 MAX_NAMES = 20  # of tensors with NaN or Inf, in meta.json
 
 
-@dataclass(frozen=True)
-class TensorFile:
-    """A safetensors file that is on the disk."""
-
-    places: dict[str, Place]  # by tensor name
-    entry: dict[str, Any]  # for meta.json
-    nonfinite: list[str]  # tensors that hold NaN or Inf
-
-
-def write_safetensors(
-    path: Path,
-    tensors: Iterable[tuple[str, torch.dtype, tuple[int, ...]]],
-    read: Callable[[str], Tensor],
-    offsets: Mapping[str, Sequence[int]] | None = None,
-) -> TensorFile:
-    """Write tensors one by one.
-
-    tensors: name, dtype and shape of each, in any order. read: returns a tensor by name; called once for each.
-    offsets: of each shard in its tensor, for DCP's HuggingFaceStorageReader; our reader uses the index.
-    """
-    tensors = sorted(tensors, key=lambda tensor: -tensor[1].itemsize)  # aligns all of them
-    header: dict[str, Any] = {}
-    end = 0
-    for name, dtype, shape in tensors:
-        begin, end = end, end + math.prod(shape) * dtype.itemsize
-        header[name] = {"dtype": DTYPE_NAMES[dtype], "shape": list(shape), "data_offsets": [begin, end]}
-    more = {}
-    if offsets is not None:
-        sharding = {name: {"saved_offsets": list(begin)} for name, begin in offsets.items()}
-        more["__metadata__"] = {"DCP_SHARDING_INFO": json.dumps(sharding, separators=(",", ":"))}
-    text = json.dumps(more | header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    prefix = len(text).to_bytes(8, "little") + text
-    sums, nonfinite = Sums(), []
-    sums.update(prefix)
-    with open_regular(path, "wb") as file:
-        file.write(prefix)
-        for name, dtype, shape in tensors:
-            tensor = read(name).detach().cpu().contiguous()
-            if tensor.dtype != dtype or tuple(tensor.shape) != tuple(shape):
-                raise ValueError(f"{name} was planned as {dtype} {shape}, but is {tensor.dtype} {tuple(tensor.shape)}")
-            if not _is_finite(tensor):
-                nonfinite.append(name)
-            content: Any = tensor.flatten().view(torch.uint8).numpy() if tensor.numel() else b""
-            sums.update(content)
-            file.write(content)
-        sync_file(file)
-    places = {name: Place(path.name, *(len(prefix) + at for at in header[name]["data_offsets"])) for name in header}
-    return TensorFile(places, sums.entry(), nonfinite)
+def build_index(tensors: Mapping[str, Any], places: Mapping[MetadataIndex, _StorageInfo]) -> dict[str, Any]:
+    """Return the content of index.json. tensors: ``TensorStorageMetadata`` by name."""
+    names = {dtype: name for name, dtype in DTYPES.items()}
+    entries = {}
+    for name, tensor in tensors.items():
+        chunks = []
+        for chunk in tensor.chunks:
+            place = places[MetadataIndex(name, chunk.offsets)]
+            at = {"offsets": list(chunk.offsets), "shape": list(chunk.sizes)}
+            span = [place.offset, place.offset + place.length]
+            chunks.append(at | {"file": place.relative_path, "bytes": span})
+        entries[name] = {"dtype": names[tensor.properties.dtype], "shape": list(tensor.size), "chunks": chunks}
+    return {"tensors": entries}
 
 
-def _is_finite(tensor: Tensor) -> bool:
-    if not tensor.is_floating_point() or not tensor.numel():
-        return True
-    # One pass without a copy; NaN comes through. Few operators support 8-bit floats.
-    low, high = (tensor if tensor.itemsize > 1 else tensor.float()).aminmax()
-    return math.isfinite(low) and math.isfinite(high)
+def read_index(checkpoint: Path, meta: Mapping[str, Any]) -> Metadata:
+    """Return shapes, dtypes and places of all tensors. ``meta``: from ``read_meta``. Raises CheckpointError."""
+    try:
+        with open_in(checkpoint, INDEX) as file:
+            text = file.read()
+        if digest(text) != meta["files"].get(INDEX, {}).get("sha256"):
+            raise ValueError("its digest is not the one in meta.json")
+        return _parse_index(parse_json(text), meta["files"])
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{checkpoint / INDEX} is damaged ({error}): {REMEDY}") from error
+
+
+def _parse_index(index: Any, files: Mapping[str, Any]) -> Metadata:
+    """Raise ValueError unless the shards of every tensor cover it exactly, and no two share bytes of a file."""
+    tensors: dict[str, Any] = {}
+    places: dict[MetadataIndex, _StorageInfo] = {}
+    for name, entry in _values(_values(index, "the index", "tensors")[0], "tensors").items():
+        dtype_name, shape, shards = _values(entry, name, "dtype", "shape", "chunks")
+        dtype = DTYPES.get(dtype_name) if isinstance(dtype_name, str) else None
+        if dtype is None:
+            raise ValueError(f"{name} is of the dtype {short(dtype_name)}, which is not known")
+        if not isinstance(shards, list):
+            raise ValueError(f"the chunks of {name} are not a list")
+        size = _sizes(shape)
+        chunks = []
+        for shard in shards:
+            chunk, place = _parse_shard(name, shard, size, dtype, files)
+            # Ranks that hold nothing of a tensor write shards without elements.
+            if math.prod(chunk.sizes) or not math.prod(size):
+                chunks.append(chunk)
+                places[MetadataIndex(name, chunk.offsets)] = place
+        if sum(math.prod(chunk.sizes) for chunk in chunks) != math.prod(size) or not chunks:
+            raise ValueError(f"shards of {name} are missing, or there are too many")
+        if math.prod(size):
+            try:
+                validate_non_overlapping_shards_metadata(
+                    [ShardMetadata(list(chunk.offsets), list(chunk.sizes)) for chunk in chunks]
+                )
+            except ValueError:
+                raise ValueError(f"shards of {name} overlap") from None
+        tensors[name] = TensorStorageMetadata(TensorProperties(dtype), size, chunks)
+    _check_bytes(places)
+    return Metadata(tensors, storage_data=places)
+
+
+def _parse_shard(
+    name: str, shard: Any, size: torch.Size, dtype: torch.dtype, files: Mapping[str, Any]
+) -> tuple[ChunkStorageMetadata, _StorageInfo]:
+    *lists, file = _values(shard, f"a shard of {name}", "offsets", "shape", "bytes", "file")
+    offsets, sizes, span = (_sizes(values) for values in lists)
+    is_inside = len(offsets) == len(sizes) == len(size) and all(
+        start + length <= total for start, length, total in zip(offsets, sizes, size, strict=True)
+    )
+    if not is_inside or len(span) != 2 or span[1] - span[0] != math.prod(sizes) * dtype.itemsize:
+        raise ValueError(f"a shard of {name} is not of its size")
+    if not is_plain_name(file) or file not in files or span[1] > files[file]["bytes"]:
+        raise ValueError(f"a shard of {name} is not in a file of this checkpoint")
+    return ChunkStorageMetadata(offsets, sizes), _StorageInfo(file, span[0], span[1] - span[0])
+
+
+def _values(entry: Any, name: str, *keys: str) -> Any:
+    """Return the values of ``keys``, or the object itself without keys. Raises ValueError if they are missing."""
+    if not isinstance(entry, dict):
+        raise ValueError(f"{name} is not a JSON object")
+    missing = [key for key in keys if key not in entry]
+    if missing:
+        raise ValueError(f"{name} has no {', '.join(missing)}")
+    return [entry[key] for key in keys] if keys else entry
+
+
+def _sizes(values: Any) -> torch.Size:
+    if not isinstance(values, list) or any(type(value) is not int or value < 0 for value in values):
+        raise ValueError(f"{short(values)} is not a shape")
+    if math.prod(max(1, value) for value in values) >= 2**60:  # more than torch can count
+        raise ValueError(f"{short(values)} is too large for a shape")
+    return torch.Size(values)
+
+
+def _check_bytes(places: Mapping[MetadataIndex, _StorageInfo]) -> None:
+    """Raise ValueError if two shards, of one tensor or of two, share bytes of a file."""
+    last_file, last_end, last_name = "", 0, ""
+    for index, place in sorted(places.items(), key=lambda item: (item[1].relative_path, item[1].offset)):
+        if place.relative_path != last_file:
+            last_file, last_end = place.relative_path, 0
+        if place.length and place.offset < last_end:
+            raise ValueError(f"{last_name} and {index.fqn} share bytes of {last_file}")
+        if place.length:
+            last_end, last_name = place.offset + place.length, index.fqn
 
 
 class CheckpointWriter(StorageWriter):
@@ -141,7 +189,7 @@ class CheckpointWriter(StorageWriter):
             )
             for name, place in file.places.items():
                 written = (place, file.entry, name not in file.nonfinite)  # the entry is one object: pickled once
-                results.append(WriteResult(items[name].index, place.end - place.begin, written))
+                results.append(WriteResult(items[name].index, place.length, written))
         done: Future[list[WriteResult]] = Future()
         done.set_result(results)
         return done
@@ -151,7 +199,7 @@ class CheckpointWriter(StorageWriter):
         for result in chain.from_iterable(results):
             place, entry, is_finite = result.storage_data
             places[result.index] = place
-            files[place.file] = entry
+            files[place.relative_path] = entry
             if not is_finite:
                 nonfinite.add(result.index.fqn)
         self.nonfinite = _nonfinite_names(self.meta, nonfinite)
@@ -171,15 +219,11 @@ def _nonfinite_names(meta: Mapping[str, Any], tensors: Iterable[str]) -> list[st
     return names if len(names) <= MAX_NAMES else [*names[:MAX_NAMES], f"{len(names) - MAX_NAMES} more"]
 
 
-# Reading
-
-
-def read_shard(file: Any, place: Place, dtype: torch.dtype, sizes: torch.Size) -> Tensor:
-    """Read one shard of a tensor from an open file."""
-    content = bytearray(place.end - place.begin)
-    file.seek(place.begin)
+def _read_shard(file: Any, place: _StorageInfo, dtype: torch.dtype, sizes: torch.Size) -> Tensor:
+    content = bytearray(place.length)
+    file.seek(place.offset)
     if file.readinto(content) != len(content):
-        raise CheckpointError(f"{place.file} is damaged: it is cut short")
+        raise CheckpointError(f"{place.relative_path} is damaged: it is cut short")
     return torch.frombuffer(content, dtype=dtype).view(sizes) if content else torch.empty(sizes, dtype=dtype)
 
 
@@ -197,14 +241,14 @@ class CheckpointReader(FileSystemReader):
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         by_file: dict[str, list[Any]] = {}
         for item in plan.items:
-            by_file.setdefault(self.storage_data[item.storage_index].file, []).append(item)
+            by_file.setdefault(self.storage_data[item.storage_index].relative_path, []).append(item)
         for name, items in by_file.items():
             with open_in(self.checkpoint, name) as file:
                 for item in items:
                     tensor = self.metadata.state_dict_metadata[item.storage_index.fqn]
                     assert isinstance(tensor, TensorStorageMetadata)
                     sizes = next(c.sizes for c in tensor.chunks if c.offsets == item.storage_index.offset)
-                    shard = read_shard(file, self.storage_data[item.storage_index], tensor.properties.dtype, sizes)
+                    shard = _read_shard(file, self.storage_data[item.storage_index], tensor.properties.dtype, sizes)
                     target = planner.resolve_tensor(item).detach()
                     target.copy_(narrow_tensor_by_index(shard, item.storage_offsets, item.lengths))
                     planner.commit_tensor(item, target)
@@ -231,8 +275,8 @@ def read_tensor(checkpoint: Path, metadata: Metadata, name: str) -> Tensor:
     whole = torch.empty(tensor.size, dtype=tensor.properties.dtype)
     for chunk in tensor.chunks:
         place = metadata.storage_data[MetadataIndex(name, chunk.offsets)]
-        with open_in(checkpoint, place.file) as file:
-            shard = read_shard(file, place, whole.dtype, chunk.sizes)
+        with open_in(checkpoint, place.relative_path) as file:
+            shard = _read_shard(file, place, whole.dtype, chunk.sizes)
         narrow_tensor_by_index(whole, chunk.offsets, chunk.sizes).copy_(shard)
     return whole
 

@@ -16,8 +16,8 @@ from megatron_zpp.zeropp.fsdp.topology import gather_objects
 
 from .files import CheckpointError
 from .folder import candidates
-from .index import read_index
 from .meta import nonfinite, open_in, read_meta
+from .storage import read_index
 
 SAMPLE_RATIO = 8  # --verify-checkpoint sample reads 1/8 of a file's blocks
 

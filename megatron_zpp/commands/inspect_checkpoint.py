@@ -18,8 +18,7 @@ import torch
 from torch import Tensor
 
 from megatron_zpp.checkpoint import CheckpointError, candidates, find_checkpoint, is_complete, problems, read_meta
-from megatron_zpp.checkpoint.index import read_index
-from megatron_zpp.checkpoint.storage import read_tensor
+from megatron_zpp.checkpoint.storage import read_index, read_tensor
 from megatron_zpp.commands.common import report_errors
 from megatron_zpp.settings.flags import number
 

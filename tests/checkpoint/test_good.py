@@ -16,9 +16,8 @@ import torch.distributed as dist
 
 from megatron_zpp.arguments.parse import parse_settings
 from megatron_zpp.checkpoint import CheckpointError, find_checkpoint, meta, problems, read_meta, save_tensors
-from megatron_zpp.checkpoint.files import BLOCK_BYTES
+from megatron_zpp.checkpoint.files import BLOCK_BYTES, write_safetensors
 from megatron_zpp.checkpoint.folder import retain
-from megatron_zpp.checkpoint.storage import write_safetensors
 from megatron_zpp.checkpoint.verify import sampled_blocks
 from megatron_zpp.commands import generate_text
 from megatron_zpp.commands.convert import export_hf

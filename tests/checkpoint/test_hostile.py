@@ -31,10 +31,10 @@ from megatron_zpp.checkpoint import (
 )
 from megatron_zpp.checkpoint.files import open_regular, write_durably
 from megatron_zpp.checkpoint.folder import retain
-from megatron_zpp.checkpoint.index import read_index
 from megatron_zpp.checkpoint.meta import Counters, check_architecture, saved_model
 from megatron_zpp.checkpoint.resume import check_same_batches_and_data
 from megatron_zpp.checkpoint.state import _check_shapes
+from megatron_zpp.checkpoint.storage import read_index
 from megatron_zpp.commands.inspect_checkpoint import list_checkpoints
 from megatron_zpp.data.order import check_order
 from megatron_zpp.families import GPT

@@ -20,7 +20,7 @@ from megatron_zpp.convert.hf.checkpoint import parameter_reader
 from megatron_zpp.convert.hf.files import new_folder
 from megatron_zpp.convert.hf.tokenizer import SETTINGS
 from megatron_zpp.convert.megatron.config import args_of
-from megatron_zpp.convert.megatron.export import write_torch_dist
+from megatron_zpp.convert.megatron.torch_dist import write_torch_dist
 from megatron_zpp.metrics.progress import progress
 from megatron_zpp.models.decoder import DecoderConfig
 

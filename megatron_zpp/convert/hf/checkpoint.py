@@ -11,9 +11,8 @@ from torch import Tensor
 
 from megatron_zpp.arguments.parse import parse_settings
 from megatron_zpp.checkpoint import CheckpointError, read_meta, save_tensors
-from megatron_zpp.checkpoint.index import read_index
 from megatron_zpp.checkpoint.meta import Counters
-from megatron_zpp.checkpoint.storage import read_tensor
+from megatron_zpp.checkpoint.storage import read_index, read_tensor
 from megatron_zpp.data.text.tokenizers import Tokenizer
 from megatron_zpp.families import Architecture
 from megatron_zpp.models.transformer import TransformerConfig

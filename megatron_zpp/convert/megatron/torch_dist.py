@@ -1,4 +1,4 @@
-"""Read Megatron-LM's `torch_dist` format: tensors by torch.distributed.checkpoint, whole on any ranks.
+"""Read and write Megatron-LM's `torch_dist` format: tensors by torch.distributed.checkpoint, whole on any ranks.
 
     iter_0000100/metadata.json           names the format
     iter_0000100/common.pt               flags, counters, and all else that is no tensor
@@ -7,102 +7,104 @@
 
 Layers of one shape are stacked as a tensor [layers, …], under a name without layer number. The optimizer's state of a
 tensor has its name behind a prefix, if it is stored whole: with --dist-ckpt-optim-fully-reshardable, or without a
-distributed optimizer.
+distributed optimizer. What is written has shards of one layer, so that Megatron's ranks read what they need.
 """
 
 from __future__ import annotations
 
+import argparse
 import io
+import json
 import math
+import pickle
 import re
-from dataclasses import dataclass
+from collections.abc import Callable
 from pathlib import Path
 from reprlib import repr as short
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 
 from megatron_zpp.checkpoint import CheckpointError
 from megatron_zpp.checkpoint.folder import KINDS
-from megatron_zpp.checkpoint.meta import is_plain_name
+from megatron_zpp.checkpoint.meta import Counters, is_plain_name
+from megatron_zpp.models.decoder import DecoderConfig
 
 from .config import MOMENTS, Saved, args_in
 from .pickles import load, load_file, load_metadata
-from .weights import canonical, rename_layer
+from .weights import canonical, layer_of, rename_layer, weights
 
 COMMON, METADATA, FORMAT = "common.pt", ".metadata", "metadata.json"
 _OPTIMIZER = re.compile(r"^(?:chained_[0-9]+\.)?optimizer\.(?:[\w.]*\.)?state\.(exp_avg_sq|exp_avg|fp32_param|param)\.")
 _OTHER = re.compile(r"^(?:chained_[0-9]+\.)?(optimizer|rng_state|rerun_state_machine)(\.|/|$)")
 
 
-@dataclass(frozen=True)
-class _Shard:
-    offsets: tuple[int, ...]
-    shape: tuple[int, ...]
-    file: str
-    begin: int
-    length: int
-
-
-@dataclass(frozen=True)
-class _Stored:
-    """A tensor in the files."""
-
-    name: str
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    shards: list[_Shard]
-
-
-_Place = tuple[_Stored, int | None]  # a tensor of the model: a stored one, or a layer of it
+_Place = tuple[str, int | None]  # a stored tensor, or a layer of it
 
 
 def open_torch_dist(folder: Path) -> Saved:
     """Open a checkpoint of the format torch_dist. Raises CheckpointError."""
     common = load_file(folder / COMMON)
     args = args_in(common, str(folder / COMMON))
-    weights: dict[str, _Place] = {}
-    states: dict[str, dict[str, _Place]] = {kind: {} for kind in (*MOMENTS, "fp32_param", "param")}
-    for tensor in _parse(load_metadata(folder / METADATA), folder / METADATA):
-        found = _OPTIMIZER.match(tensor.name)
-        if found is None and _OTHER.match(tensor.name):
-            continue
-        target = weights if found is None else states[found[1]]
-        target.update(_places(tensor.name[found.end() if found else 0 :], tensor, args.get("num_layers")))
+    index = _read_index(folder / METADATA)
+    stored: dict[str, Any] = index.state_dict_metadata
+    states: dict[str, dict[str, _Place]] = {kind: {} for kind in ("", *MOMENTS, "fp32_param", "param")}
+    for name, tensor in stored.items():
+        found = _OPTIMIZER.match(name)
+        if found or not _OTHER.match(name):
+            key, kind = (name[found.end() :], found[1]) if found else (name, "")
+            states[kind] |= _places(name, key, tensor.size, args.get("num_layers"))
+    names = frozenset(states[""])
     masters = states["fp32_param"] or states["param"]  # fp32 copies of 16-bit weights
+
+    def shape(place: _Place) -> torch.Size:
+        name, layer = place
+        return stored[name].size if layer is None else stored[name].size[1:]
+
     has_moments = all(
-        name in states[moment] and _shape(states[moment][name]) == _shape(place)
-        for name, place in weights.items()
+        name in states[moment] and shape(states[moment][name]) == shape(place)
+        for name, place in states[""].items()
         for moment in MOMENTS
     )
-    has_masters = has_moments and masters.keys() >= weights.keys()
+    if has_moments and masters.keys() >= names:
+        states[""] = masters
 
     def read(name: str, moment: str) -> Tensor:
-        places = states[moment] if moment else masters if has_masters else weights
-        return _read(folder, *places[name])
+        return _read(folder, index, *states[moment][name])
 
     step = _find_step(common.get("optimizer"))
-    names, kind = frozenset(weights), KINDS["torch_dist"][0]
+    kind = KINDS["torch_dist"][0]
     return Saved(str(folder), kind, args, common, names, read, has_moments, steps=lambda name: step)
 
 
-def _parse(metadata: Any, path: Path) -> list[_Stored]:
+def _read_index(path: Path) -> Metadata:
     """Raise CheckpointError unless every tensor has a shape, a dtype, and shards with a place in a file."""
+    metadata = load_metadata(path)
+    tensors: dict[str, Any] = {}
+    places = {}
     try:
         where = {
             (index.fqn, tuple(index.offset)): info
             for index, info in metadata.storage_data.items()
             if getattr(index, "offset", None) is not None
         }
-        tensors = []
         for name, entry in metadata.state_dict_metadata.items():
             if not hasattr(entry, "chunks"):
                 continue  # an object, such as random states
             dtype, shape = entry.properties.args[0], _sizes(entry.size)
             if not isinstance(dtype, torch.dtype):
                 raise ValueError(f"{name} has no dtype")
-            shards = []
+            chunks = []
             for chunk in entry.chunks:
                 offsets, sizes = _sizes(chunk.offsets), _sizes(chunk.sizes)
                 info = where[name, offsets]
@@ -110,62 +112,62 @@ def _parse(metadata: Any, path: Path) -> list[_Stored]:
                     raise ValueError(f"{short(info.relative_path)} is not a file of the checkpoint")
                 if getattr(info, "transform_descriptors", None):
                     raise ValueError(f"{name} is compressed ({info.transform_descriptors})")
-                shards.append(_Shard(offsets, sizes, info.relative_path, *_sizes((info.offset, info.length))))
                 if len(offsets) != len(shape) or any(o + s > t for o, s, t in zip(offsets, sizes, shape, strict=True)):
                     raise ValueError(f"a shard of {name} lies outside of it")
-            if sum(math.prod(shard.shape) for shard in shards) != math.prod(shape):
+                chunks.append(ChunkStorageMetadata(offsets, sizes))
+                info = _StorageInfo(info.relative_path, *_sizes((info.offset, info.length)))
+                places[MetadataIndex(str(name), offsets)] = info
+            if sum(math.prod(chunk.sizes) for chunk in chunks) != math.prod(shape):
                 raise ValueError(f"shards of {name} are missing, or there are too many")
-            tensors.append(_Stored(str(name), dtype, shape, shards))
+            tensors[str(name)] = TensorStorageMetadata(TensorProperties(dtype), shape, chunks)
     except (AttributeError, KeyError, TypeError, ValueError, IndexError) as error:
         raise CheckpointError(f"{path} is damaged ({type(error).__name__}: {error})") from error
-    return tensors
+    return Metadata(tensors, storage_data=places)
 
 
-def _sizes(values: Any) -> tuple[int, ...]:
+def _sizes(values: Any) -> torch.Size:
     if not isinstance(values, tuple | list) or any(type(n) is not int or not 0 <= n < 2**60 for n in values):
         raise ValueError(f"{short(values)} is not a shape")
-    return tuple(values)
+    return torch.Size(values)
 
 
-def _places(key: str, tensor: _Stored, layers: Any) -> dict[str, _Place]:
+def _places(name: str, key: str, shape: torch.Size, layers: Any) -> dict[str, _Place]:
     """Return places by canonical name: of a stored tensor, or of its layers. key: name without optimizer's prefix."""
     new = canonical(key)
     if new is None:
         return {}
     if not re.match(r"decoder\.layers\.(?![0-9]+\.)", new):
-        return {new: (tensor, None)}
-    if not tensor.shape or tensor.shape[0] != layers:
-        shape = list(tensor.shape)
-        raise CheckpointError(f"{tensor.name} is {shape}: it should have num_layers = {layers} layers")
+        return {new: (name, None)}
+    if not shape or shape[0] != layers:
+        raise CheckpointError(f"{name} is {list(shape)}: it should have num_layers = {layers} layers")
     numbered = new.replace("decoder.layers.", "decoder.layers.0.", 1)
-    return {rename_layer(numbered, layer): (tensor, layer) for layer in range(tensor.shape[0])}
+    return {rename_layer(numbered, layer): (name, layer) for layer in range(shape[0])}
 
 
-def _shape(place: _Place) -> tuple[int, ...]:
-    tensor, layer = place
-    return tensor.shape if layer is None else tensor.shape[1:]
-
-
-def _read(folder: Path, tensor: _Stored, layer: int | None) -> Tensor:
+def _read(folder: Path, index: Metadata, name: str, layer: int | None) -> Tensor:
     """Read a whole tensor, or one layer of it. Raises CheckpointError."""
-    shards = [s for s in tensor.shards if layer is None or 0 <= layer - s.offsets[0] < s.shape[0]]
-    for shard in shards:  # before allocating memory
-        path = folder / shard.file
+    tensor = index.state_dict_metadata[name]
+    assert isinstance(tensor, TensorStorageMetadata)
+    dtype = tensor.properties.dtype
+    chunks = [c for c in tensor.chunks if layer is None or 0 <= layer - c.offsets[0] < c.sizes[0]]
+    shards = [(chunk, index.storage_data[MetadataIndex(name, chunk.offsets)]) for chunk in chunks]
+    for chunk, info in shards:  # before allocating memory
+        path = folder / info.relative_path
         if not path.is_file():
-            raise CheckpointError(f"{folder} is not complete: {shard.file} is missing, with shards of {tensor.name}")
-        num_bytes = math.prod(shard.shape) * tensor.dtype.itemsize
-        if shard.length < num_bytes or path.stat().st_size < shard.begin + shard.length:
+            raise CheckpointError(f"{folder} is not complete: {path.name} is missing, with shards of {name}")
+        num_bytes = math.prod(chunk.sizes) * dtype.itemsize
+        if info.length < num_bytes or path.stat().st_size < info.offset + info.length:
             raise CheckpointError(f"{path} is damaged: it is cut short")
-    whole = torch.empty(tensor.shape if layer is None else (1, *tensor.shape[1:]), dtype=tensor.dtype)
-    for shard in shards:
-        offsets, path = shard.offsets, folder / shard.file
+    whole = torch.empty(tensor.size if layer is None else (1, *tensor.size[1:]), dtype=dtype)
+    for chunk, info in shards:
+        path = folder / info.relative_path
         with open(path, "rb") as file:
-            file.seek(shard.begin)
-            content = file.read(shard.length)
+            file.seek(info.offset)
+            content = file.read(info.length)
         values = load(io.BytesIO(content), path)
-        if not isinstance(values, Tensor) or values.dtype != tensor.dtype or values.numel() != math.prod(shard.shape):
-            raise CheckpointError(f"{path} is damaged: a shard of {tensor.name} is not what {METADATA} says")
-        values = values.view(shard.shape)
+        if not isinstance(values, Tensor) or values.dtype != dtype or values.numel() != math.prod(chunk.sizes):
+            raise CheckpointError(f"{path} is damaged: a shard of {name} is not what {METADATA} says")
+        offsets, values = tuple(chunk.offsets), values.view(chunk.sizes)
         if layer is not None:
             row = layer - offsets[0]
             offsets, values = (0, *offsets[1:]), values[row : row + 1]
@@ -186,3 +188,67 @@ def _find_step(optimizer: Any) -> int | None:
         elif isinstance(value, list | tuple):
             waiting += value
     return None
+
+
+# Writing
+
+_FILE = "__0_0.distcp"
+# Megatron-LM stores these norms under the names of Transformer Engine's fused layers.
+_FUSED = {
+    "input_layernorm.": "self_attention.linear_qkv.layer_norm_",
+    "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
+}
+# Linear layers look for state of Transformer Engine; without it, it is None.
+_WITH_EXTRA_STATE = ("self_attention.linear_qkv", "self_attention.linear_proj", "mlp.linear_fc1", "mlp.linear_fc2")
+
+
+def write_torch_dist(
+    folder: Path, config: DecoderConfig, args: argparse.Namespace, counters: Counters, read: Callable[[str], Tensor]
+) -> None:
+    """Fill a folder as Megatron's ``--save`` does. read: returns our parameter by name, in the dtype to write."""
+    (folder / "latest_checkpointed_iteration.txt").write_text(f"{counters.iteration}\n")
+    checkpoint = folder / f"iter_{counters.iteration:07d}"
+    checkpoint.mkdir()
+    entries: dict[str, Any] = {}
+    places: dict[MetadataIndex, _StorageInfo] = {}
+    with open(checkpoint / _FILE, "wb") as file:
+
+        def write(index: MetadataIndex, value: Any) -> None:
+            begin = file.tell()
+            torch.save(value, file)
+            places[index] = _StorageInfo(_FILE, begin, file.tell() - begin)
+
+        for weight in weights(config):
+            tensor = weight.join(*map(read, weight.ours)).contiguous()
+            name, layer = weight.theirs, layer_of(weight.theirs)
+            size, offset = tensor.shape, torch.Size([0] * tensor.dim())
+            if layer is not None:  # all layers are one tensor
+                name = name.replace(f".{layer}.", ".", 1)
+                for local, fused in _FUSED.items():
+                    name = name.replace(local, fused)
+                tensor, size = tensor.unsqueeze(0), torch.Size([config.num_layers, *tensor.shape])
+                offset = torch.Size([layer, *offset])
+            properties = TensorProperties(dtype=tensor.dtype)
+            entry = entries.setdefault(name, TensorStorageMetadata(properties, size, []))
+            entry.chunks.append(ChunkStorageMetadata(offset, tensor.shape))
+            write(MetadataIndex(name, offset, len(entry.chunks) - 1), tensor)
+        for layer in range(config.num_layers):
+            for module in _WITH_EXTRA_STATE:
+                name = f"decoder.layers.{module}._extra_state/shard_{layer}_{config.num_layers}"
+                entries[name] = BytesStorageMetadata()
+                write(MetadataIndex(name), [None])
+    (checkpoint / METADATA).write_bytes(pickle.dumps(Metadata(entries, storage_data=places)))
+    progress = {
+        "iteration": counters.iteration,
+        "consumed_train_samples": counters.consumed_train_samples,
+        "consumed_valid_samples": counters.consumed_valid_samples,
+    }
+    common = {
+        "args": argparse.Namespace(**vars(args), **progress),
+        "checkpoint_version": 3.0,
+        "iteration": counters.iteration,
+        "num_floating_point_operations_so_far": 0.0,
+    }
+    torch.save(common, checkpoint / COMMON)
+    versions = {"sharded_backend_version": 1, "common_backend": "torch", "common_backend_version": 1}
+    (checkpoint / FORMAT).write_text(json.dumps({"sharded_backend": "torch_dist"} | versions))
