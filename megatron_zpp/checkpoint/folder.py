@@ -81,10 +81,7 @@ def find_checkpoint(folder: str, iteration: int | None = None) -> Path | None:
 
 
 def candidates(folder: str) -> list[Path]:
-    """List what a run may resume from, damaged ones too, newest first, up to the one that the text file names.
-
-    Newer ones are left over from a run that went back to an earlier iteration.
-    """
+    """List what a run may resume from, damaged ones too, newest first, up to the one that the text file names."""
     try:
         latest = _latest_iteration(Path(folder))
     except (CheckpointError, OSError):
@@ -94,12 +91,9 @@ def candidates(folder: str) -> list[Path]:
 
 
 def _latest_iteration(root: Path) -> int | None:
-    """Read the text file; None before the first save. Raises CheckpointError.
-
-    Without the text file return the newest one: a job may die in its first save after the rename.
-    """
+    """Read the text file, or without it find the newest; None before the first save. Raises CheckpointError."""
     tracker = root / LATEST
-    if not os.path.lexists(tracker):
+    if not os.path.lexists(tracker):  # a job may die in its first save after the rename
         if complete := complete_checkpoints(root):
             return iteration_of(complete[-1])
         refuse_foreign(root)
@@ -184,10 +178,7 @@ def _remove(folder: Path) -> None:
 
 
 def finish(incomplete: Path, index: Mapping[str, Any], meta: dict[str, Any], files: dict[str, dict[str, Any]]) -> Path:
-    """Complete a checkpoint whose tensors are on the disk, and name it the latest. Returns its folder.
-
-    files: ``Sums.entry`` of every other file, by name.
-    """
+    """Complete a checkpoint, and name it the latest; return its folder. files: ``Sums.entry`` of its files by name."""
     root, final = incomplete.parent, incomplete.with_name(incomplete.name.removesuffix(INCOMPLETE))
     _wait_for_files(incomplete, files)
     text = json.dumps(index, separators=(",", ":")).encode()

@@ -71,19 +71,12 @@ def describe_state(trained: Trained, save_rng: bool) -> dict[str, Any]:
 
 
 def iterate_parameters(checkpoint: Path, meta: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
-    """Yield name and whole fp32 tensor of each saved parameter, one at a time; a tied one once.
-
-    meta: from ``read_meta``. Needs no process group and no model. Raises CheckpointError.
-    """
+    """Yield name and whole fp32 tensor of each parameter, one at a time; a tied one once. Raises CheckpointError."""
     return iterate_tensors(checkpoint, meta, "model.")
 
 
 def load_checkpoint(
-    checkpoint: Path,
-    meta: Mapping[str, Any],
-    trained: Trained,
-    layout: Mapping[str, int | str],
-    load_rng: bool = True,
+    checkpoint: Path, meta: Mapping[str, Any], trained: Trained, layout: Mapping[str, int | str], load_rng: bool = True
 ) -> list[str]:
     """Load tensors in place; return notes on what was not loaded, and why. Collective.
 

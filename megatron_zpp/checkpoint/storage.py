@@ -258,10 +258,7 @@ class CheckpointReader(FileSystemReader):
 
 
 def iterate_tensors(checkpoint: Path, meta: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Tensor]]:
-    """Yield the whole tensors whose names begin with ``prefix``, without it, ordered by name.
-
-    Needs no process group, and memory for one tensor. Raises CheckpointError.
-    """
+    """Yield whole tensors whose names begin with ``prefix``, without it, one at a time. Raises CheckpointError."""
     metadata = read_index(checkpoint, meta)
     for name in sorted(metadata.state_dict_metadata):
         if name.startswith(prefix):

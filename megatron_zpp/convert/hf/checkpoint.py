@@ -38,10 +38,7 @@ def parameter_reader(checkpoint: Path, meta: Mapping[str, Any]) -> Callable[[str
 def settings_of_import(
     architecture: Architecture, config: TransformerConfig, flags: list[str], positions: int, tokenizer: Tokenizer
 ) -> Settings:
-    """Build the settings that an imported checkpoint keeps, from the flags of its model and tokenizer.
-
-    Raises ValueError if they cannot be trained with.
-    """
+    """Build the settings that an imported checkpoint keeps. flags: of its model and tokenizer. Raises ValueError."""
     if tokenizer.vocab_size > config.vocab_size:
         raise ValueError(
             f"the tokenizer has {tokenizer.vocab_size} ids, but the model only {config.vocab_size}: give the "

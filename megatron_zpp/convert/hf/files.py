@@ -38,10 +38,7 @@ def require_packages() -> None:
 
 @contextmanager
 def new_folder(path: Path, flag: str) -> Iterator[Path]:
-    """Yield a folder to fill, which becomes ``path`` on success and is removed on failure.
-
-    flag: the option that named ``path``. Raises ValueError if ``path`` is in use.
-    """
+    """Yield a folder that becomes ``path`` on success. flag: the option for ``path``. Raises ValueError if in use."""
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
         raise ValueError(f"{flag} {path} exists already: give a new folder, or remove that one")
     partial = path.with_name(path.name + ".incomplete")
@@ -126,10 +123,7 @@ def write_weights(
     read: Callable[[str], Tensor],
     max_file_size: str,
 ) -> list[str]:
-    """Write every tensor of ``shapes``; return the names of the files. read: returns a tensor by name.
-
-    max_file_size: such as "2GB"; one file is in memory at a time.
-    """
+    """Write the tensors of ``shapes``, each file of ``max_file_size`` (such as "2GB") in memory; return file names."""
     from huggingface_hub import split_torch_state_dict_into_shards
     from safetensors.torch import save_file
 

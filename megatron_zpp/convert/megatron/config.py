@@ -94,10 +94,7 @@ _DEEPSPEED_POSITIONS = {1: "rope", 2: "learned_absolute", 3: "alibi"}  # members
 
 
 def config_of(args: Args, vocab_size: int) -> DecoderConfig:
-    """Build the config of the model that these flags trained, with its vocabulary padded to ``vocab_size``.
-
-    Raises CheckpointError that names every flag whose value our model does not support.
-    """
+    """Build the config that these flags describe. Raises CheckpointError that names every unsupported flag."""
     wrong = [
         f"{name} is {_plain(args[name])!r}"
         for name, values in _OURS.items()

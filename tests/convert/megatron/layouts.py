@@ -6,6 +6,7 @@ Shares nothing with the code under test, and goes the other way: replaces names 
 from __future__ import annotations
 
 import argparse
+import functools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -42,23 +43,13 @@ SAME_NAMES = (
 
 
 def args_of(config: DecoderConfig, tp: int = 1, pp: int = 1, **more: Any) -> argparse.Namespace:
-    values = {name: getattr(config, name) for name in SAME_NAMES} | dict(
-        group_query_attention=config.num_query_groups != config.num_attention_heads,
-        seq_length=32,
-        max_position_embeddings=32,
-        rotary_base=int(config.rotary_base),
-        rotary_percent=1.0,
-        untie_embeddings_and_output_weights=not config.tie_embeddings,
-        init_method_std=0.02,
-        tokenizer_type="NullTokenizer",
-        vocab_size=IDS - 1,
-        make_vocab_size_divisible_by=8,
-        tensor_model_parallel_size=tp,
-        pipeline_model_parallel_size=pp,
-        consumed_train_samples=40,
-        consumed_valid_samples=16,
-    )
-    return argparse.Namespace(**(values | more))
+    values = {name: getattr(config, name) for name in SAME_NAMES}
+    values |= dict(group_query_attention=config.num_query_groups != config.num_attention_heads, init_method_std=0.02)
+    values |= dict(seq_length=32, max_position_embeddings=32, rotary_base=int(config.rotary_base), rotary_percent=1.0)
+    values |= dict(untie_embeddings_and_output_weights=not config.tie_embeddings, make_vocab_size_divisible_by=8)
+    values |= dict(tokenizer_type="NullTokenizer", vocab_size=IDS - 1)
+    values |= dict(tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp)
+    return argparse.Namespace(**(values | dict(consumed_train_samples=40, consumed_valid_samples=16) | more))
 
 
 def common(args: argparse.Namespace, version: float = 3.0) -> dict[str, Any]:
@@ -219,22 +210,14 @@ def write_legacy(
     (folder / "latest_checkpointed_iteration.txt").write_text("5")
 
 
-def write_deepspeed(folder: Path, ours: State, config: DecoderConfig) -> None:
-    """Two tensor-parallel ranks, no pipeline."""
+def write_deepspeed(folder: Path, ours: State, config: DecoderConfig, has_pipeline: bool = False) -> None:
+    """Two tensor-parallel ranks; with a PipelineModule they save module by module."""
     args = args_of(config, tp=2)
     for t, rank in enumerate(two_ranks(ours)):
-        state = common(args) | {"module": legacy(rank), "ds_version": "0.16.4", "optimizer": None}
-        save(folder / f"global_step5/mp_rank_{t:02d}_model_states.pt", state)
-    (folder / "latest").write_text("global_step5")
-
-
-def write_deepspeed_pipeline(folder: Path, ours: State, config: DecoderConfig) -> None:
-    """Two tensor-parallel ranks of a PipelineModule, which saves module by module."""
-    args = args_of(config, tp=2)
-    for t, rank in enumerate(two_ranks(ours)):
-        save(folder / f"global_step5/mp_rank_{t:02d}_model_states.pt", common(args) | {"module": None})
-        for number, module in pipeline_modules(rank).items():
-            save(folder / f"global_step5/layer_{number}-model_{t:02d}-model_states.pt", module)
+        module = {"module": None if has_pipeline else legacy(rank)}
+        save(folder / f"global_step5/mp_rank_{t:02d}_model_states.pt", common(args) | module)
+        for number, tensors in pipeline_modules(rank).items() if has_pipeline else ():
+            save(folder / f"global_step5/layer_{number}-model_{t:02d}-model_states.pt", tensors)
     (folder / "latest").write_text("global_step5")
 
 
@@ -256,6 +239,6 @@ FORMATS: dict[str, Callable[..., None]] = {
     "torch": write_torch,
     "legacy": write_legacy,
     "deepspeed": write_deepspeed,
-    "deepspeed-pipeline": write_deepspeed_pipeline,
+    "deepspeed-pipeline": functools.partial(write_deepspeed, has_pipeline=True),
     "universal": write_universal,
 }
