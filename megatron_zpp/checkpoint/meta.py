@@ -136,8 +136,8 @@ def _check_kinds(where: str, values: Any, kinds: _Kinds, optional: bool = False)
     allowed = {name: types for types, names in kinds.items() for name in names.split()}
     if not optional and (missing := allowed.keys() - values.keys()):
         raise ValueError(f"it lacks {', '.join(where + key for key in sorted(missing))}")
-    for key in allowed.keys() & values.keys():
-        if type(values[key]) not in allowed[key]:  # a bool is no number
+    for key, types in allowed.items():
+        if key in values and type(values[key]) not in types:  # a bool is not a number
             raise ValueError(f"{where}{key} is {short(values[key])}")
 
 

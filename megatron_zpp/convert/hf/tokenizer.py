@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import random
 import shutil
@@ -11,9 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from megatron_zpp.data.text import tokenizers as ours
-from megatron_zpp.data.text.tokenizers import TOKENIZER_TYPES, Tokenizer, TokenizerFlags
+from megatron_zpp.data.text.tokenizers import Tokenizer, TokenizerFlags
 from megatron_zpp.files import read_bounded
-from megatron_zpp.settings.flags import number
+from megatron_zpp.settings.flags import iterate_flags, number
+from megatron_zpp.settings.job import TokenizerSettings
 
 from .files import write_json
 
@@ -32,13 +34,9 @@ _TEXTS = (
 def add_tokenizer_flags(parser: argparse.ArgumentParser, title: str) -> None:
     """Add the trainer's flags of the same names."""
     group = parser.add_argument_group(title)
-    group.add_argument("--tokenizer-type", choices=TOKENIZER_TYPES, metavar="NAME", help=", ".join(TOKENIZER_TYPES))
-    group.add_argument("--tokenizer-model", metavar="PATH", help="SentencePiece model, or tokenizer.json or its folder")
-    group.add_argument("--vocab-file", metavar="FILE", help="vocab.json of GPT2BPETokenizer")
-    group.add_argument("--merge-file", metavar="FILE", help="merges.txt of GPT2BPETokenizer")
-    group.add_argument("--vocab-size", type=number(int, at_least=1), metavar="N", help="of NullTokenizer")
-    group.add_argument("--tiktoken-pattern", metavar="NAME", help="how an unpublished .tiktoken file splits words")
-    group.add_argument("--tiktoken-num-special-tokens", type=number(int, at_least=3), metavar="N", help="default 1000")
+    for flag in iterate_flags(TokenizerSettings):
+        read = number(int, **dataclasses.asdict(flag.bounds)) if flag.value_type is int else str
+        group.add_argument(flag.name, type=read, choices=flag.choices, metavar=flag.metavar, help=flag.help)
 
 
 def given_tokenizer(args: argparse.Namespace) -> dict[str, Any]:
