@@ -88,30 +88,25 @@ def _check_meta(meta: Any) -> None:
     _check_kinds("", meta, _REQUIRED)
     _check_kinds("", meta, _OPTIONAL, optional=True)
     _check_depth(meta)
-    for key in ("iteration", "world_size", "tokens"):
-        if not 0 <= meta.get(key, 0) < 2**63:
-            raise ValueError(f"{key} is {short(meta[key])}")
-    if not _is_finite(meta.get("loss") or 0):
-        raise ValueError(f"loss is {short(meta['loss'])}")
     _check_kinds("settings.", meta["settings"], _SETTINGS)
-    parts = {f"model_config.{key}": part for key, part in meta["model_config"].items() if isinstance(part, dict)}
-    groups = {"settings": meta["settings"], "schedule": meta["schedule"] or {}, **parts}
-    for group, values in groups.items():
-        for key, value in values.items():
-            if isinstance(value, dict):
-                raise ValueError(f"{group}.{key} is {short(value)}")
-    for key, value in meta["counters"].items():
-        if type(value) not in (int, float) or not _is_finite(value) or value < 0:
-            raise ValueError(f"the counter {key} is {short(value)}")
+    parts = {f"model_config.{key}.": part for key, part in meta["model_config"].items() if isinstance(part, dict)}
+    groups = {"settings.": meta["settings"], "schedule.": meta["schedule"] or {}, **parts}
+    counters, datasets = meta["counters"], (meta.get("data_order") or {}).get("datasets", [])
+    wrong = {key: meta[key] for key in ("iteration", "world_size", "tokens") if not 0 <= meta.get(key, 0) < 2**63}
+    wrong |= {group + key: x for group, values in groups.items() for key, x in values.items() if isinstance(x, dict)}
+    wrong |= {f"the counter {key}": x for key, x in counters.items() if not (_is_finite(x) and x >= 0)}
     for scaler in (meta["loss_scaler"], *meta.get("loss_scalers", [])):
         _check_kinds("loss_scaler.", scaler, _LOSS_SCALER)
         if not (_is_finite(scaler["scale"]) and scaler["scale"] > 0):
-            raise ValueError(f"loss_scaler.scale is {short(scaler['scale'])}")
-    datasets = (meta.get("data_order") or {}).get("datasets", [])
+            wrong["loss_scaler.scale"] = scaler["scale"]
+    if not _is_finite(meta.get("loss") or 0):
+        wrong["loss"] = meta["loss"]
     if type(datasets) is not list or any(type(order) is not dict for order in datasets):
-        raise ValueError(f"data_order.datasets is {short(datasets)}")
+        wrong["data_order.datasets"] = datasets
     if any(type(name) is not str for name in meta["nonfinite"]):
-        raise ValueError(f"nonfinite is {short(meta['nonfinite'])}")
+        wrong["nonfinite"] = meta["nonfinite"]
+    if wrong:
+        raise ValueError("; ".join(f"{name} is {short(value)}" for name, value in list(wrong.items())[:3]))
     for name, entry in meta["files"].items():
         _check_file(name, entry)
 
@@ -154,8 +149,8 @@ def _check_depth(meta: Any) -> None:
         raise ValueError("its values are nested too deeply")
 
 
-def _is_finite(value: int | float) -> bool:
-    return abs(value) < 2**63 if isinstance(value, int) else math.isfinite(value)
+def _is_finite(value: Any) -> bool:
+    return abs(value) < 2**63 if type(value) is int else type(value) is float and math.isfinite(value)
 
 
 @dataclass
@@ -202,11 +197,12 @@ def saved_model(meta: Mapping[str, Any], given: Architecture | None = None) -> t
 
     given: the user's architecture; without it the checkpoint's must be one of ours.
     """
-    name = meta["settings"].get("architecture")
-    if given is not None:
-        check_architecture(meta, given)
-        architecture = given
-    else:
+    name = meta["settings"]["architecture"]
+    if given is not None and name != given.name:
+        use = f"use the program or --architecture of {name}"
+        raise CheckpointError(f"the checkpoint is of the architecture {name}, not {given.name}: {use}")
+    architecture = given
+    if architecture is None:
         try:
             architecture = find_architecture(name)
         except ValueError as error:
@@ -238,13 +234,3 @@ def check_config(values: Mapping[str, Any], config_class: type, within: str = ""
         fits = type(value) in kinds or (float in kinds and type(value) is int)
         if not fits or (is_number and not (0 if float in kinds else 1) <= value <= largest):
             raise ValueError(f"{within}{name} is {short(value)}")
-
-
-def check_architecture(meta: Mapping[str, Any], architecture: Architecture) -> None:
-    """Raise CheckpointError unless the checkpoint is of ``architecture``."""
-    name = meta["settings"].get("architecture")
-    if name != architecture.name:
-        raise CheckpointError(
-            f"the checkpoint is of the architecture {name}, not {architecture.name}: use the program or --architecture "
-            f"of {name}"
-        )

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import shutil
 import sys
 import time
 from concurrent.futures import Future
-from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import Any
 
@@ -16,12 +16,12 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 from .folder import INCOMPLETE, FolderLock, checkpoint_path, retain
-from .state import checkpoint_state, describe_state, root_cause
+from .state import checkpoint_state, root_cause
 from .storage import CheckpointWriter
-from .trained import Trained
+from .trained import Trained, zeropp_layout
 
 
-@dataclass
+@dataclasses.dataclass
 class _Pending:
     begun: float  # monotonic seconds
     stopped: float  # seconds that training waited so far
@@ -57,8 +57,10 @@ class CheckpointSaver:
         """Wait for the save before, then begin to save; training may go on when this returns."""
         begun = time.monotonic()
         self.wait()
-        meta = meta | describe_state(trained, save_rng)
-        meta |= {"iteration": iteration, "torch": str(torch.__version__), "saved_at": _now()}
+        meta = meta | {"iteration": iteration, "torch": str(torch.__version__), "saved_at": _now()}
+        meta |= {"world_size": trained.world_size, "has_optimizer": bool(trained.optimizers), "has_rng": save_rng}
+        meta["zeropp"] = zeropp_layout(trained.zeropps)
+        meta["islands"] = None if trained.islands is None else dataclasses.asdict(trained.islands.config)
         writer = CheckpointWriter(self.folder, iteration, meta, self._lock, self._delete_old)
         planner = dcp.DefaultSavePlanner(flatten_state_dict=False)
         arguments: dict[str, Any] = dict(storage_writer=writer, planner=planner, process_group=self._group)

@@ -14,7 +14,6 @@ islands.RANK.KEY               steps, LoCo's errors between islands, transfers b
 from __future__ import annotations
 
 import copy
-import dataclasses
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -36,7 +35,7 @@ from megatron_zpp.parallel.distributed import errors_on_all_ranks
 from .files import CheckpointError
 from .meta import REMEDY
 from .storage import CheckpointReader, iterate_tensors, read_index
-from .trained import Trained, plan_resume, zeropp_layout
+from .trained import Trained, plan_resume
 
 
 def checkpoint_state(trained: Trained, save_rng: bool) -> dict[str, Tensor]:
@@ -57,17 +56,6 @@ def checkpoint_state(trained: Trained, save_rng: bool) -> dict[str, Tensor]:
         )  # what is not trained is the same in all
         state |= _agreed_tensors(islands) | _prefixed({"islands.": islands.state_dict()})
     return state
-
-
-def describe_state(trained: Trained, save_rng: bool) -> dict[str, Any]:
-    """Return what meta.json says about the tensors."""
-    return {
-        "world_size": trained.world_size,
-        "has_optimizer": bool(trained.optimizers),
-        "has_rng": save_rng,
-        "zeropp": zeropp_layout(trained.zeropps),
-        "islands": None if trained.islands is None else dataclasses.asdict(trained.islands.config),
-    }
 
 
 def iterate_parameters(checkpoint: Path, meta: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
