@@ -96,40 +96,27 @@ def test_one_block_is_in_memory_at_a_time():
 
 
 @pytest.mark.parametrize(
-    ("name", "change"),
+    ("name", "weight", "config"),
     [
-        ("gpt", {"transformer.h.1.attn.c_attn.weight": lambda x: x.roll(8, dims=1)}),  # the next head's
-        ("gpt", {"transformer.h.0.ln_1.bias": torch.zeros_like}),
-        ("llama-grouped", {"model.layers.1.self_attn.k_proj.weight": lambda x: x.flip(0)}),
-        ("llama", {"model.layers.0.mlp.up_proj.weight": lambda x: x + 1e-2}),
-        ("qwen2", {"model.layers.1.self_attn.k_proj.bias": torch.zeros_like}),
-        ("qwen3", {"model.layers.0.self_attn.q_norm.weight": torch.ones_like}),
+        ("gpt", {"transformer.h.1.attn.c_attn.weight": lambda x: x.roll(8, dims=1)}, {}),  # the next head's
+        ("gpt", {"transformer.h.0.ln_1.bias": torch.zeros_like}, {}),
+        ("llama-grouped", {"model.layers.1.self_attn.k_proj.weight": lambda x: x.flip(0)}, {}),
+        ("llama", {"model.layers.0.mlp.up_proj.weight": lambda x: x + 1e-2}, {}),
+        ("qwen2", {"model.layers.1.self_attn.k_proj.bias": torch.zeros_like}, {}),
+        ("qwen3", {"model.layers.0.self_attn.q_norm.weight": torch.ones_like}, {}),
+        ("llama-grouped", {}, {"rope_theta": 10000.0}),
+        ("llama-grouped", {}, {"rope_scaling": None}),
+        ("llama-grouped", {}, {"rms_norm_eps": 1e-2}),
+        ("mistral", {}, {"sliding_window": 5}),  # ours is 5 tokens and the token itself
+        ("mistral", {}, {"sliding_window": None}),
+        ("qwen2-window", {}, {"max_window_layers": 1}),
+        ("llama-yarn", {}, {"rope_scaling": YARN | {"beta_slow": 1.0}}),
+        ("llama-yarn", {}, {"rope_scaling": YARN | {"attention_factor": 1.0}}),
     ],
 )
-def test_a_wrong_weight_is_noticed(name, change):
-    config = CONFIGS[name]
-    parameters = dict(build(config).named_parameters())
-    tensors = {name: change.get(name, lambda x: x)(x.detach()) for name, x in split(config, parameters).items()}
+def test_a_wrong_weight_or_configuration_is_noticed(name, weight, config):
+    ours, hf_config = CONFIGS[name], to_hf_config(CONFIGS[name]) | config
+    parameters = dict(build(ours).named_parameters())
+    tensors = {key: weight.get(key, lambda x: x)(x.detach()) for key, x in split(ours, parameters).items()}
     with pytest.raises(ValueError, match="transformers' logits differ from ours"):
-        compare(build_empty(config), parameters.__getitem__, to_hf_config(config), tensors.__getitem__, POSITIONS)
-
-
-@pytest.mark.parametrize(
-    ("name", "change"),
-    [
-        ("llama-grouped", {"rope_theta": 10000.0}),
-        ("llama-grouped", {"rope_scaling": None}),
-        ("llama-grouped", {"rms_norm_eps": 1e-2}),
-        ("mistral", {"sliding_window": 5}),  # ours is 5 tokens and the token itself
-        ("mistral", {"sliding_window": None}),
-        ("qwen2-window", {"max_window_layers": 1}),
-        ("llama-yarn", {"rope_scaling": YARN | {"beta_slow": 1.0}}),
-        ("llama-yarn", {"rope_scaling": YARN | {"attention_factor": 1.0}}),
-    ],
-)
-def test_a_wrong_configuration_is_noticed(name, change):
-    config = CONFIGS[name]
-    parameters = dict(build(config).named_parameters())
-    tensors, hf_config = split(config, parameters), to_hf_config(config)
-    with pytest.raises(ValueError, match="transformers' logits differ from ours"):
-        compare(build_empty(config), parameters.__getitem__, hf_config | change, tensors.__getitem__, POSITIONS)
+        compare(build_empty(ours), parameters.__getitem__, hf_config, tensors.__getitem__, POSITIONS)
