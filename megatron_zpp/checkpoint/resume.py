@@ -6,6 +6,7 @@ import dataclasses
 import json
 import os
 from collections.abc import Iterable, Mapping
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +17,12 @@ from megatron_zpp.data.order import check_order
 from megatron_zpp.metrics.progress import progress
 from megatron_zpp.parallel.distributed import errors_on_all_ranks, print_once
 from megatron_zpp.settings.groups import CheckpointSettings, Settings
+from megatron_zpp.zeropp.fsdp.topology import gather_objects
 
 from .files import CheckpointError
-from .folder import complete_checkpoints, find_checkpoint, refuse_foreign
+from .folder import candidates, complete_checkpoints, find_checkpoint, refuse_foreign
 from .meta import REMEDY, nonfinite, read_meta
-from .verify import latest_good, problems_on_all_ranks
+from .verify import problems
 
 
 def check_not_overwritten(settings: CheckpointSettings) -> None:
@@ -41,7 +43,7 @@ def checkpoint_to_load(settings: CheckpointSettings) -> Path | None:
         return None
     if settings.load_latest_good:
         with progress("verifying checkpoints"):
-            checkpoint, passed_over = latest_good(settings.load, settings.verify_checkpoint)
+            checkpoint, passed_over = _latest_good(settings.load, settings.verify_checkpoint)
         for problem in passed_over:
             print_once(f"note: passed over: {problem}")
         with errors_on_all_ranks():
@@ -53,13 +55,13 @@ def checkpoint_to_load(settings: CheckpointSettings) -> Path | None:
     else:
         found: list[Path | None] = [None]
         with errors_on_all_ranks():
-            if dist.get_rank() == 0:  # alone, as in latest_good
+            if dist.get_rank() == 0:  # alone, as in _latest_good
                 found = [find_checkpoint(settings.load, settings.ckpt_step)]
         dist.broadcast_object_list(found)
         checkpoint = found[0]
         if checkpoint is not None:
             with progress("verifying the checkpoint"):
-                wrong = problems_on_all_ranks(checkpoint, settings.verify_checkpoint)
+                wrong = _problems_on_all_ranks(checkpoint, settings.verify_checkpoint)
             with errors_on_all_ranks():
                 if wrong:
                     raise CheckpointError(f"{checkpoint} is damaged ({'; '.join(wrong)}): {REMEDY}")
@@ -70,6 +72,32 @@ def checkpoint_to_load(settings: CheckpointSettings) -> Path | None:
         if checkpoint is None and settings.exit_on_missing_checkpoint:
             raise CheckpointError(f"{settings.load} holds no checkpoint (--exit-on-missing-checkpoint)")
     return checkpoint
+
+
+def _problems_on_all_ranks(checkpoint: Path, digests: str, finite: bool = False) -> list[str]:
+    """Run ``problems`` with the files shared among all ranks. Every rank returns the same. Collective."""
+    mine = problems(checkpoint, digests, dist.get_rank(), dist.get_world_size(), finite)
+    return list(dict.fromkeys(chain.from_iterable(gather_objects(mine))))
+
+
+def _latest_good(folder: str, digests: str) -> tuple[Path | None, list[str]]:
+    """Find the newest checkpoint without damage, NaN or Inf, and list the problems of newer ones. Collective."""
+    found: list[Any] = [None]
+    if dist.get_rank() == 0:  # alone: ranks that look at different moments may see different folders
+        try:
+            found = [candidates(folder) if Path(folder).is_dir() else []]
+        except OSError as error:
+            found = [error]
+    dist.broadcast_object_list(found)
+    if isinstance(found[0], OSError):
+        raise CheckpointError(f"{folder} cannot be read ({found[0]})")
+    passed_over: list[str] = []
+    for checkpoint in found[0]:
+        wrong = _problems_on_all_ranks(checkpoint, digests, finite=True)
+        if not wrong:
+            return checkpoint, passed_over
+        passed_over += wrong
+    return None, passed_over
 
 
 _BATCH_SETTINGS = ("global_batch_size", "rampup_batch_size", "decrease_batch_size_if_needed")

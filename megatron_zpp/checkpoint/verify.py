@@ -6,16 +6,10 @@ import hashlib
 import os
 import random
 import zlib
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
-
-from megatron_zpp.zeropp.fsdp.topology import gather_objects
-
 from .files import CheckpointError
-from .folder import candidates
 from .meta import nonfinite, open_in, read_meta
 from .storage import read_index
 
@@ -79,29 +73,3 @@ def _problem(checkpoint: Path, name: str, entry: dict[str, Any], digests: str, d
 def sampled_blocks(count: int, draw: random.Random) -> list[int]:
     """Draw the numbers of the blocks to read, in order, for a file of ``count`` blocks."""
     return sorted(draw.sample(range(count), -(-count // SAMPLE_RATIO)))
-
-
-def problems_on_all_ranks(checkpoint: Path, digests: str, finite: bool = False) -> list[str]:
-    """Run ``problems`` with the files shared among all ranks. Every rank returns the same. Collective."""
-    mine = problems(checkpoint, digests, dist.get_rank(), dist.get_world_size(), finite)
-    return list(dict.fromkeys(chain.from_iterable(gather_objects(mine))))
-
-
-def latest_good(folder: str, digests: str) -> tuple[Path | None, list[str]]:
-    """Find the newest checkpoint without damage, NaN or Inf, and list the problems of newer ones. Collective."""
-    found: list[Any] = [None]
-    if dist.get_rank() == 0:  # alone: ranks that look at different moments may see different folders
-        try:
-            found = [candidates(folder) if Path(folder).is_dir() else []]
-        except OSError as error:
-            found = [error]
-    dist.broadcast_object_list(found)
-    if isinstance(found[0], OSError):
-        raise CheckpointError(f"{folder} cannot be read ({found[0]})")
-    passed_over: list[str] = []
-    for checkpoint in found[0]:
-        wrong = problems_on_all_ranks(checkpoint, digests, finite=True)
-        if not wrong:
-            return checkpoint, passed_over
-        passed_over += wrong
-    return None, passed_over
