@@ -1,7 +1,7 @@
 """Read a DeepSpeed JSON file into settings: ``read_deepspeed_config``.
 
-The file sets what it names and nothing else: DeepSpeed's own defaults for absent keys do not apply. Which keys there
-are, and what becomes of each, is in ``deepspeed_keys.py``; this file walks through it.
+The file sets what it names and nothing else: DeepSpeed's own defaults for absent keys do not apply. ``deepspeed_keys``
+has the keys and what becomes of each; this module walks through the file.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatron_zpp.arguments.deepspeed_keys import TOP, ByType, Key, NotNeeded, Off, Only, Section, Sets
+from megatron_zpp.arguments.deepspeed_keys import TOP, ByType, Key, MustEqual, NotNeeded, Off, Section, Sets
 from megatron_zpp.files import read_bounded
 from megatron_zpp.settings.checks import Mistakes, SettingsError
 from megatron_zpp.settings.groups import all_flags
@@ -35,25 +35,11 @@ class DeepSpeedConfig:
 
 
 def read_deepspeed_config(path: str) -> DeepSpeedConfig:
-    """The settings that a DeepSpeed JSON file states. "auto" and null leave a setting to the flags.
+    """Read the settings that a DeepSpeed JSON file states. "auto" and null leave a setting to the flags.
 
     Raises SettingsError: no such file, no JSON; or every unknown or misspelt key, value of the wrong kind or out of
     bounds, and key that cannot be honoured, each named by its path in the file.
     """
-    reader = _Reader(path)
-    content = _load(path)
-    with reader.mistakes.collected():
-        reader.section(content, TOP, "")
-    for put_together in (reader.scale_cosine_ratios, reader.add_up_cycle, reader.join_tensorboard_dir):
-        with reader.mistakes.collected():
-            put_together()
-    reader.mistakes.report()
-    config = DeepSpeedConfig(path, reader.values, reader.origins, reader.values.pop("accumulation_steps", None))
-    config.notes = [f"{', '.join(keys)} of {path} not needed: {why}" for why, keys in reader.not_needed.items()]
-    return config
-
-
-def _load(path: str) -> dict[str, Any]:
     try:
         content = json.loads(read_bounded(path), object_pairs_hook=_without_duplicates)
     except OSError as error:
@@ -62,7 +48,16 @@ def _load(path: str) -> dict[str, Any]:
         raise SettingsError(f"--deepspeed_config {path} is not valid JSON: {error}") from error
     if not isinstance(content, dict):
         raise SettingsError(f"--deepspeed_config {path} must hold one JSON object, {{...}}")
-    return content
+    reader = _Reader(path)
+    for read in (lambda: reader.section(content, TOP, ""), reader.scale_cosine_ratios):
+        with reader.mistakes.collected():
+            read()
+    reader.add_up_cycle()
+    reader.join_tensorboard_dir()
+    reader.mistakes.report()
+    notes = [f"{', '.join(keys)} of {path} not needed: {why}" for why, keys in reader.not_needed.items()]
+    accumulation_steps = reader.values.pop("accumulation_steps", None)
+    return DeepSpeedConfig(path, reader.values, reader.origins, accumulation_steps, notes)
 
 
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -94,15 +89,15 @@ class _Reader:
             if name not in section.keys
         ]
         self.mistakes.messages += map(str, missing + unknown)
-        is_off = section.switch is not None and content.get(section.switch) is False
-        if is_off:
+        if section.switch is not None and content.get(section.switch) is False:
             content = {section.switch: False}
         else:
-            content = {**section.defaults, **content}
+            stated = {name: value for name, value in content.items() if value is not None and value != "auto"}
+            content = {**section.defaults, **stated}
             if section.turns_on is not None:
                 self.set(section.turns_on, True, prefix[:-1], content)
         for name, value in content.items():
-            if name in section.keys and value is not None and value != "auto":
+            if name in section.keys:
                 with self.mistakes.collected():
                     self.key(f"{prefix}{name}", value, section.keys[name])
 
@@ -113,13 +108,15 @@ class _Reader:
             case ByType():
                 self.by_type(value, key, f"{name}.")
             case Sets(settings, convert):
-                for setting, converted in zip(settings, self.converted(name, value, convert), strict=True):
-                    self.set(setting, converted, name, value)
-            case Only(values, otherwise):
+                converted = self.converted(name, value, convert)
+                each = converted if isinstance(converted, tuple) else (converted,) * len(settings)
+                for setting, one in zip(settings, each, strict=True):
+                    self.set(setting, one, name, value)
+            case MustEqual(values, otherwise):
                 if (type(value) is bool, value) not in [(type(allowed) is bool, allowed) for allowed in values]:
                     raise self.error(name, f"cannot be {json.dumps(value)}: {otherwise}")
-            case Off(otherwise, switch, anywhere):
-                if not isinstance(value, dict) or any(_switches(value, switch, anywhere)):
+            case Off(otherwise, anywhere):
+                if not isinstance(value, dict) or _is_on(value, anywhere):
                     raise self.error(name, f"cannot be honoured: {otherwise}")
             case NotNeeded(because):
                 self.not_needed.setdefault(because, []).append(name)
@@ -129,7 +126,8 @@ class _Reader:
         if not isinstance(kind, str) or kind not in key.types:
             raise self.error(f"{prefix}type", f"must be one of {', '.join(key.types)}, not {json.dumps(kind)}")
         value, params = key.types[kind]
-        self.section(content, Section({"type": Only((kind,), ""), "params": params}, required=("params",)), prefix)
+        keys: dict[str, Key] = {"type": MustEqual((kind,), ""), "params": params}
+        self.section(content, Section(keys, required=("params",)), prefix)
         self.set(key.setting, value, f"{prefix}type", kind)
 
     def scale_cosine_ratios(self) -> None:
@@ -144,9 +142,9 @@ class _Reader:
     def add_up_cycle(self) -> None:
         """OneCycle's two parts: the warm-up, which our decay includes, and the way back, by default as long."""
         if self.values.get("lr_decay_style") == "linear" and "cycle_max_lr" in self.origins.get("lr", ""):
-            first = self.values["lr_warmup_iters"]
+            first, origin = self.values.get("lr_warmup_iters", 0), self.origins.get("lr_warmup_iters", "")
             self.values["lr_decay_iters"] = first + self.values.pop("cycle_second_step_size", first)
-            self.origins["lr_decay_iters"] = self.origins.pop("cycle_second_step_size", self.origins["lr_warmup_iters"])
+            self.origins["lr_decay_iters"] = self.origins.pop("cycle_second_step_size", origin)
 
     def join_tensorboard_dir(self) -> None:
         if "output_path" in self.values:
@@ -162,30 +160,27 @@ class _Reader:
 
     def set(self, setting: str, value: Any, name: str, written: Any) -> None:
         """Two keys may state one setting (a learning rate), but not differently."""
-        origin = f"{name} {json.dumps(written)}"
         flag = all_flags().get(setting)  # some keys set no flag
         if flag is not None and value is not None:
             self.converted(name, written, lambda _: flag.check(value))
         if setting in self.values and self.values[setting] != value:
             raise self.error(name, f"{json.dumps(written)} contradicts {self.origins[setting]}; make them equal")
-        self.values[setting], self.origins[setting] = value, origin
+        self.values[setting], self.origins[setting] = value, f"{name} {json.dumps(written)}"
 
     def error(self, name: str, message: str) -> SettingsError:
         return SettingsError(f"{name} in {self.path} {message}")
 
 
-def _switches(content: dict[str, Any], switch: str, anywhere: bool) -> Iterator[bool]:
-    """Whether the switch of a section is on, and with ``anywhere`` those of the sections in it."""
-    yield content.get(switch) not in (None, False, "none")
-    for value in content.values():
-        if anywhere and isinstance(value, dict):
-            yield from _switches(value, switch, anywhere)
+def _is_on(content: dict[str, Any], anywhere: bool) -> bool:
+    """Whether a section is enabled; with ``anywhere``, whether it or one within is."""
+    inner = [value for value in content.values() if anywhere and isinstance(value, dict)]
+    return content.get("enabled") not in (None, False, "none") or any(_is_on(section, anywhere) for section in inner)
 
 
 def _nearest(name: str, section: Section, prefix: str) -> str:
-    """What the unknown key may have meant: one of its section, or one that belongs elsewhere."""
+    """Say what the unknown key may have meant: one of its section, or one that belongs elsewhere."""
     nearest = difflib.get_close_matches(name, section.keys, n=1)
-    elsewhere = [path for path in key_paths(TOP) if path.rpartition(".")[2] == name]
+    elsewhere = [path for path in _key_paths(TOP) if path.rpartition(".")[2] == name]
     if elsewhere:
         return f"it belongs to {elsewhere[0]}"
     if nearest:
@@ -193,9 +188,9 @@ def _nearest(name: str, section: Section, prefix: str) -> str:
     return f"known here: {', '.join(section.keys)}"
 
 
-def key_paths(section: Section, prefix: str = "") -> Iterator[str]:
-    """All keys, as dotted paths, in order."""
+def _key_paths(section: Section, prefix: str = "") -> Iterator[str]:
+    """Yield all keys, as dotted paths, in order."""
     for name, key in section.keys.items():
         yield f"{prefix}{name}"
         if isinstance(key, Section):
-            yield from key_paths(key, f"{prefix}{name}.")
+            yield from _key_paths(key, f"{prefix}{name}.")

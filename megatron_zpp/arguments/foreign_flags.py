@@ -1,48 +1,37 @@
 """Flags of Megatron-LM, Megatron-DeepSpeed and their launchers that are no settings here, from ``foreign_flags.toml``.
 
-A flag is added there. What is here reads the table, and knows how Megatron-DeepSpeed's scripts describe experts.
+Add a flag there. This module reads the table, and knows how Megatron-DeepSpeed's scripts describe experts.
 """
 
 from __future__ import annotations
 
 import tomllib
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
-from operator import attrgetter
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from megatron_zpp.settings.checks import SettingsError
-from megatron_zpp.settings.groups import Settings
 
 
 @dataclass(frozen=True)
 class NotNeeded:
-    """Why a flag needs no setting; for a flag with a value, the values of which that is true."""
+    """Why a flag needs no setting, and for which values that is true."""
 
     because: str
-    accepted: tuple[str, ...] | None = None  # None: the flag is a switch; ANY: whatever its value is
-    only_if: Mapping[str, Any] | None = None  # settings, as "zero.zero_stage", with what they must be
-    unless: Mapping[str, Any] | None = None  # or must not be
-
-    def holds(self, settings: Settings) -> bool:
-        """Whether the reason is true for a run with these settings."""
-        same = {path: attrgetter(path)(settings) == value for path, value in {**(self.only_if or {})}.items()}
-        other = {path: attrgetter(path)(settings) != value for path, value in {**(self.unless or {})}.items()}
-        return all(same.values()) and all(other.values())
+    accepted: tuple[str, ...] | None = None  # None: the flag is a switch; ANY: all values
+    only_if: Mapping[str, list[Any]] = field(default_factory=dict)  # {setting: values for which it is true}
 
 
 ANY: tuple[str, ...] = ()
 _TABLE = tomllib.loads(Path(__file__).with_name("foreign_flags.toml").read_text(encoding="utf-8"))
 TRANSLATED: dict[str, str | dict[str, str]] = _TABLE["translated"]
-REFUSED: dict[str, str] = {flag: row["instead"] for row in _TABLE["refused"] for flag in row["flags"]}
+REFUSED: dict[str, str] = {flag: instead for instead, flags in _TABLE["refused"].items() for flag in flags}
 NOT_NEEDED: dict[str, NotNeeded] = {}
-for _row in _TABLE["not_needed"]:
-    _accepted: dict[str, tuple[str, ...] | None] = dict.fromkeys(_row.get("switches", ()))
-    _accepted |= dict.fromkeys(_row.get("any_value", ()), ANY)
-    _accepted |= {flag: tuple(values) for flag, values in _row.get("values", {}).items()}
-    for _flag, _values in _accepted.items():
-        NOT_NEEDED[_flag] = NotNeeded(_row["because"], _values, _row.get("only_if"), _row.get("unless"))
+for _because, _flags in _TABLE["not_needed"].items():
+    for _flag, _, _values in (flag.partition(" ") for flag in _flags):
+        _accepted = {"": None, "*": ANY}.get(_values, tuple(_values.split("|")))
+        NOT_NEEDED[_flag] = NotNeeded(_because, _accepted, _TABLE["only_if"].get(_flag, {}))
 
 
 def translate(name: str, words: list[str]) -> str:

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_zpp.arguments.deepspeed_keys import TOP, ByType, Key, NotNeeded, Off, Only, Section, Sets
+from megatron_zpp.arguments.deepspeed_keys import TOP, ByType, Key, MustEqual, NotNeeded, Off, Section, Sets
 from megatron_zpp.arguments.foreign_flags import EXPERTS, NOT_NEEDED, OF_EXPERTS, REFUSED, TRANSLATED
 from megatron_zpp.arguments.help import tier
 from megatron_zpp.families import ARCHITECTURES
@@ -103,7 +103,7 @@ def _effect(key: Key) -> str:
     match key:
         case Sets(settings):
             return f"sets {_flags(*settings)}"
-        case Only(values, otherwise):
+        case MustEqual(values, otherwise):
             return f"only {' or '.join(map(_json, values))}: {otherwise}"
         case Off(otherwise):
             return f"must be off: {otherwise}"

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron_zpp.families import Architecture, BlockActivations, HuggingFaceMapping, Weight
-from megatron_zpp.families.decoder_only import check_shape
+from megatron_zpp.families.decoder_only import require_shape
 from megatron_zpp.families.huggingface import require_sizes, require_values, same, same_weight_and_bias
 from megatron_zpp.models.layers import SelfAttention, document_attention, linear_cross_entropy, output_logits
 from megatron_zpp.models.rotary import frequencies, rotary_table
@@ -88,15 +88,13 @@ class Toy(Transformer):
 
 
 def resolve(model: ModelSettings, seq_length: int) -> ModelSettings:
-    check_shape(model)
-    assert model.hidden_size and model.num_attention_heads
-    require(model.hidden_size % (2 * model.num_attention_heads) == 0, "--hidden-size needs an even number a head")
+    _, hidden, heads = require_shape(model)
+    require(hidden % (2 * heads) == 0, "--hidden-size needs an even number a head")
     return dataclasses.replace(model, max_position_embeddings=model.max_position_embeddings or seq_length)
 
 
 def build_config(model: ModelSettings, vocab_size: int) -> ToyConfig:
-    assert model.num_layers and model.hidden_size and model.num_attention_heads
-    return ToyConfig(model.num_layers, model.hidden_size, model.num_attention_heads, vocab_size, model.init_method_std)
+    return ToyConfig(*require_shape(model), vocab_size, model.init_method_std)
 
 
 def flops_per_token(config: ToyConfig, seq_length: int) -> float:
