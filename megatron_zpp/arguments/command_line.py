@@ -15,9 +15,9 @@ from megatron_zpp.arguments.foreign_flags import (
     TRANSLATED,
     WITHOUT_EXPERTS,
     NotNeeded,
+    deepspeed_expert_defaults,
     describes_experts,
     translate,
-    unsaid_of_experts,
 )
 from megatron_zpp.settings.checks import Mistakes, SettingsError
 from megatron_zpp.settings.flags import Flag
@@ -89,7 +89,7 @@ def read_command_line(
     line.translated = dict(translated.values())
     for typed, meaning in line.translated.items():
         _take_translated(line, typed, meaning, mistakes)
-    unsaid = unsaid_of_experts([name for name, _ in words_of], line.given) if has_experts else ""
+    unsaid = deepspeed_expert_defaults([name for name, _ in words_of], line.given) if has_experts else ""
     if unsaid:
         line.translated["what Megatron-DeepSpeed's experts leave unsaid"] = unsaid
         _take_translated(line, "", unsaid, mistakes)

@@ -50,25 +50,17 @@ def translate(name: str, words: list[str]) -> str:
 
 # Megatron-DeepSpeed's scripts describe a dense model by all of these and one expert.
 EXPERTS = "--num-experts"
-OF_EXPERTS = (
-    "--create-moe-param-group",
-    "--topk",
-    "--expert-interval",
-    "--mlp-type",
-    "--expert-model-parallel-size",
-    "--expert-tensor-parallel-size",
+EXPERT_FLAGS = (
+    *("--create-moe-param-group", "--topk", "--expert-interval", "--mlp-type"),
+    *("--expert-model-parallel-size", "--expert-tensor-parallel-size"),
 )
 WITHOUT_EXPERTS = NotNeeded("there is one MLP, and so no experts", ANY)
 NO_SUCH_EXPERTS = "experts do not have this here; leave it out"
-# Flags of experts that Megatron-DeepSpeed alone has, and what it does where a script with one of them says no more.
-DEEPSPEEDS_EXPERTS = (
-    "--moe-expert-parallel-size",
-    "--moe-loss-coeff",
-    "--moe-train-capacity-factor",
-    "--expert-interval",
-    "--topk",
-)
-_UNSAID = {
+# Expert flags that only Megatron-DeepSpeed has, and its defaults for scripts with one of them.
+_DEEPSPEED_EXPERT_FLAGS = {
+    *("--moe-expert-parallel-size", "--moe-loss-coeff", "--moe-train-capacity-factor", "--expert-interval", "--topk"),
+}
+_DEEPSPEED_DEFAULTS = {
     "moe_router_topk": "--moe-router-topk 1",
     "moe_layer_freq": translate("--expert-interval", ["2"]),
     "moe_aux_loss_coeff": "--moe-aux-loss-coeff 0.1",
@@ -79,17 +71,17 @@ _UNSAID = {
 
 
 def describes_experts(flag: str) -> bool:
-    return flag in (EXPERTS, *OF_EXPERTS) or flag.startswith("--moe-")
+    return flag in (EXPERTS, *EXPERT_FLAGS) or flag.startswith("--moe-")
 
 
-def unsaid_of_experts(typed: Collection[str], given: Mapping[str, Any]) -> str:
-    """Return the flags for what a script of Megatron-DeepSpeed leaves to its defaults; "" for other scripts.
+def deepspeed_expert_defaults(typed: Collection[str], given: Mapping[str, Any]) -> str:
+    """Return flags for Megatron-DeepSpeed's defaults of settings not given; "" for other scripts.
 
     typed: flags of the command line. given: settings that they have set.
     """
-    if not set(DEEPSPEEDS_EXPERTS) & set(typed):
+    if _DEEPSPEED_EXPERT_FLAGS.isdisjoint(typed):
         return ""
-    unsaid = [words for setting, words in _UNSAID.items() if setting not in given]
+    unsaid = [words for setting, words in _DEEPSPEED_DEFAULTS.items() if setting not in given]
     if given.get("moe_router_topk", 1) == 1:  # the weight of a single expert is its score among all
         unsaid += ["--moe-router-pre-softmax"]
     return " ".join(unsaid)

@@ -24,7 +24,7 @@ from megatron_zpp.parallel.distributed import is_first_rank
 from megatron_zpp.settings.checks import Mistakes, SettingsError, flag_of, flags_in, require
 from megatron_zpp.settings.flags import group_from
 from megatron_zpp.settings.groups import Settings, all_flags, iterate_groups
-from megatron_zpp.settings.resolved import ResolvedSettings
+from megatron_zpp.settings.resolved import ResolvedSettings, as_resolved
 from megatron_zpp.zeropp.config import ZeroPPConfig
 
 __all__ = ["SettingsError", "parse_settings"]
@@ -92,7 +92,7 @@ def parse_settings(
     mistakes.report()
     for text in [*config.notes, *notes, *line.notes()]:
         note(text)
-    return ResolvedSettings.of(settings)
+    return as_resolved(settings)
 
 
 def _choose_between(given: dict[str, Any], config: DeepSpeedConfig) -> list[str]:
