@@ -58,10 +58,8 @@ def _check_leaving_islands(settings: Settings) -> None:
     ranks, config, training, checkpoint = settings.distributed, settings.island, settings.training, settings.checkpoint
     number = ranks.island_number
     require(number is not None, f"which island is this job? give --island-number, from 0 to {ranks.islands - 1}")
-    require(
-        number is None or number < ranks.islands,
-        f"--island-number {number} must be below --islands {ranks.islands}: they count from 0",
-    )
+    below = f"--island-number {number} must be below --islands {ranks.islands}: they count from 0"
+    require(number is None or number < ranks.islands, below)
     require(
         ranks.island_lighthouse is not None and ranks.island_secret_file is not None,
         "how do islands find and trust each other? start megatron-zpp lighthouse, and give --island-lighthouse "
@@ -74,7 +72,7 @@ def _check_leaving_islands(settings: Settings) -> None:
     )
     require(
         not training.skip_train,
-        "--skip-train needs no other island: leave --islands-may-leave and --islands out, and --load the folder of one",
+        "--skip-train needs no other island: leave --islands out, and --load one's folder",
     )
     require(
         not checkpoint.override_batch_size,

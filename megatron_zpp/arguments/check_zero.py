@@ -18,10 +18,7 @@ def check_zero(zero: ZeroSettings, zeropp: ZeroPPConfig, fsdp_size: int, distrib
     ranks = distributed.emulate_ranks
     if ranks is not None:
         per_node = ranks // distributed.emulate_nodes
-        require(
-            not zeropp.check_agreement,
-            "--zeropp-check-agreement compares real ranks, and emulated ones are one process: leave it out",
-        )
+        require(not zeropp.check_agreement, "--zeropp-check-agreement does not compare emulated ranks: leave it out")
         require(
             hpz_size in (1, per_node) and ranks_per_node in (None, per_node),
             f"--emulate-ranks {ranks} on --emulate-nodes {distributed.emulate_nodes} are {per_node} a node: "

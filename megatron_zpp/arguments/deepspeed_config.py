@@ -24,59 +24,30 @@ class DeepSpeedConfig:
     """What a file says.
 
     values: {setting: value}. origins: for each, the file's key and value, such as "zero_optimization.stage 3".
-    accumulation_steps: micro-batches per optimizer step. notes: one line per reason why keys were not needed.
+    accumulation_steps: micro-batches per optimizer step. not_needed: {reason: keys that change nothing}.
     """
 
     path: str = ""
     values: dict[str, Any] = field(default_factory=dict)
     origins: dict[str, str] = field(default_factory=dict)
     accumulation_steps: int | None = None
-    notes: list[str] = field(default_factory=list)
+    not_needed: dict[str, list[str]] = field(default_factory=dict)
+    mistakes: Mistakes = field(default_factory=Mistakes)
 
+    def notes(self) -> list[str]:
+        """Return one line per reason why keys were not needed."""
+        return [f"{', '.join(keys)} of {self.path} not needed: {why}" for why, keys in self.not_needed.items()]
 
-def read_deepspeed_config(path: str) -> DeepSpeedConfig:
-    """Read the settings that a DeepSpeed JSON file states. "auto" and null leave a setting to the flags.
-
-    Raises SettingsError: no such file, no JSON; or every unknown or misspelt key, value of the wrong kind or out of
-    bounds, and key that cannot be honoured, each named by its path in the file.
-    """
-    try:
-        content = json.loads(read_bounded(path), object_pairs_hook=_without_duplicates)
-    except OSError as error:
-        raise SettingsError(f"--deepspeed_config {path}: {error.strerror}; give the path of a JSON file") from error
-    except (ValueError, RecursionError) as error:  # JSONDecodeError and UnicodeDecodeError are ValueErrors
-        raise SettingsError(f"--deepspeed_config {path} is not valid JSON: {error}") from error
-    if not isinstance(content, dict):
-        raise SettingsError(f"--deepspeed_config {path} must hold one JSON object, {{...}}")
-    reader = _Reader(path)
-    for read in (lambda: reader.section(content, TOP, ""), reader.scale_cosine_ratios):
-        with reader.mistakes.collected():
-            read()
-    reader.add_up_cycle()
-    reader.join_tensorboard_dir()
-    reader.mistakes.report()
-    notes = [f"{', '.join(keys)} of {path} not needed: {why}" for why, keys in reader.not_needed.items()]
-    accumulation_steps = reader.values.pop("accumulation_steps", None)
-    return DeepSpeedConfig(path, reader.values, reader.origins, accumulation_steps, notes)
-
-
-def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    result = dict(pairs)
-    if len(result) < len(pairs):
-        names = [name for name, _ in pairs]
-        raise ValueError(f"the key {next(name for name in names if names.count(name) > 1)} is there twice")
-    return result
-
-
-class _Reader:
-    """Collects settings while walking through one file."""
-
-    def __init__(self, path: str) -> None:
-        self.path = path
-        self.values: dict[str, Any] = {}
-        self.origins: dict[str, str] = {}
-        self.not_needed: dict[str, list[str]] = {}  # reason -> keys
-        self.mistakes = Mistakes()
+    def read(self, content: dict[str, Any]) -> None:
+        """Read the file's object. Raises SettingsError with all mistakes."""
+        with self.mistakes.collected():
+            self.section(content, TOP, "")
+        with self.mistakes.collected():
+            self.scale_cosine_ratios()
+        self.add_up_cycle()
+        self.join_tensorboard_dir()
+        self.mistakes.report()
+        self.accumulation_steps = self.values.pop("accumulation_steps", None)
 
     def section(self, content: Any, section: Section, prefix: str) -> None:
         """Read one object; ``prefix`` is its path with a trailing dot, "" for the whole file."""
@@ -169,6 +140,33 @@ class _Reader:
 
     def error(self, name: str, message: str) -> SettingsError:
         return SettingsError(f"{name} in {self.path} {message}")
+
+
+def read_deepspeed_config(path: str) -> DeepSpeedConfig:
+    """Read the settings that a DeepSpeed JSON file states. "auto" and null leave a setting to the flags.
+
+    Raises SettingsError: no such file, no JSON; or every unknown or misspelt key, value of the wrong kind or out of
+    bounds, and key that cannot be honoured, each named by its path in the file.
+    """
+    try:
+        content = json.loads(read_bounded(path), object_pairs_hook=_without_duplicates)
+    except OSError as error:
+        raise SettingsError(f"--deepspeed_config {path}: {error.strerror}; give the path of a JSON file") from error
+    except (ValueError, RecursionError) as error:  # JSONDecodeError and UnicodeDecodeError are ValueErrors
+        raise SettingsError(f"--deepspeed_config {path} is not valid JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise SettingsError(f"--deepspeed_config {path} must hold one JSON object, {{...}}")
+    config = DeepSpeedConfig(path)
+    config.read(content)
+    return config
+
+
+def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    result = dict(pairs)
+    if len(result) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"the key {next(name for name in names if names.count(name) > 1)} is there twice")
+    return result
 
 
 def _is_on(content: dict[str, Any], anywhere: bool) -> bool:

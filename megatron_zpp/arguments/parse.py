@@ -90,7 +90,7 @@ def parse_settings(
     for i, message in enumerate(mistakes.messages[checked_from:], checked_from):
         mistakes.messages[i] += _where_from(message, config)
     mistakes.report()
-    for text in [*config.notes, *notes, *line.notes()]:
+    for text in [*config.notes(), *notes, *line.notes()]:
         note(text)
     return as_resolved(settings)
 

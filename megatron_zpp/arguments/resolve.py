@@ -117,14 +117,11 @@ def resolve(
 
 
 def _resolve_training(training: TrainingSettings, dp_size: int, accumulation_steps: int | None) -> TrainingSettings:
-    require(
-        accumulation_steps is None or accumulation_steps >= 1,
-        f"gradient_accumulation_steps must be at least 1, got {accumulation_steps}",
-    )
-    require(
-        accumulation_steps is None or training.rampup_batch_size is None,
-        f"gradient_accumulation_steps {accumulation_steps} fixes what --rampup-batch-size changes; leave one out",
-    )
+    if accumulation_steps is not None:
+        given = f"gradient_accumulation_steps {accumulation_steps}"
+        require(accumulation_steps >= 1, f"{given} must be at least 1")
+        ramps = training.rampup_batch_size is not None
+        require(not ramps, f"{given} fixes what --rampup-batch-size changes; leave one out")
     micro, total = training.micro_batch_size, training.global_batch_size
     if micro is None and total is not None and accumulation_steps is not None:
         micro, rest = divmod(total, accumulation_steps * dp_size)
@@ -195,7 +192,6 @@ def _sums_gradients_in_fp32(settings: Settings) -> bool:
 
 def _resolve_precision(precision: PrecisionSettings, sums_in_fp32: bool) -> PrecisionSettings:
     require(not (precision.fp16 and precision.bf16), "--fp16 and --bf16 exclude each other; give one")
-    require(precision.bf16 or not precision.grad_reduce_in_bf16, "--grad-reduce-in-bf16 needs --bf16")
     require(
         not (precision.grad_reduce_in_bf16 and precision.accumulate_allreduce_grads_in_fp32),
         "--grad-reduce-in-bf16 and --accumulate-allreduce-grads-in-fp32 exclude each other; give one",
@@ -221,10 +217,8 @@ def _resolve_activation(activation: ActivationSettings, num_layers: int) -> Acti
         "--checkpoint-activations": "full" if activation.checkpoint_activations else None,
     }
     asked = {flag: granularity for flag, granularity in asked.items() if granularity is not None}
-    require(
-        len(set(asked.values())) <= 1,
-        f"{' and '.join(f'{flag} (= {granularity})' for flag, granularity in asked.items())} differ; give one",
-    )
+    pairs = " and ".join(f"{flag} (= {granularity})" for flag, granularity in asked.items())
+    require(len(set(asked.values())) <= 1, f"{pairs} differ; give one")
     granularity = next(iter(asked.values()), None)
     method, layers = activation.recompute_method, activation.recompute_num_layers
     if granularity != "full":
@@ -273,9 +267,6 @@ def _resolve_tokenizer(tokenizer: TokenizerSettings, data: DataSettings) -> Toke
 def _check_checkpoint(checkpoint: CheckpointSettings, schedule: ScheduleSettings) -> None:
     has_interval = checkpoint.save_interval is not None
     require(checkpoint.save is None or has_interval, "how often to save? --save needs --save-interval")
-    needs_load = ("ckpt_step", "exit_on_missing_checkpoint", "finetune", "no_load_optim", "no_load_rng")
-    for name in (*needs_load, "load_latest_good", "override_batch_size", "override_data"):
-        require(not getattr(checkpoint, name) or checkpoint.load is not None, f"{flag_of(name)} needs --load")
     require(
         not (checkpoint.load_latest_good and checkpoint.ckpt_step is not None),
         "--load-latest-good and --ckpt-step both say which checkpoint to load; give one",
@@ -295,7 +286,8 @@ def check_needed(values: Mapping[str, Any], given: Collection[str]) -> None:
     A ZeRO++ setting without its switch would leave the collectives unquantized unnoticed, and a head layout without
     its switch would train another network. values: from flags, DeepSpeed's file and preset; all others are off.
     """
-    needs = {flag.name: flag.needs for flag in all_flags().values() if flag.needs and flag.setting in given}
+    on = {setting for setting in given if values[setting] is not False}
+    needs = {flag.name: flag.needs for flag in all_flags().values() if flag.needs and flag.setting in on}
     alone = [f"{name} needs {flag_of(needed)}" for name, needed in needs.items() if not values.get(needed)]
     if alone:
         raise SettingsError(*alone)

@@ -40,14 +40,9 @@ def check_parallel(distributed: DistributedSettings, zero_stage: int, seq_length
         "--emulate-ranks has all islands in one process, which none may leave: leave it or --islands-may-leave out",
     )
     require(world_size == 1, f"--emulate-ranks {ranks} needs one process, this run has {world_size}: start it alone")
-    require(
-        ranks % nodes == 0,
-        f"--emulate-nodes {nodes} does not divide --emulate-ranks {ranks}; choose one of {list_divisors(ranks)}",
-    )
-    require(
-        zero_stage in (2, 3),
-        f"--emulate-ranks emulates --zero-stage 2 and 3, got {zero_stage}: below 2 each rank keeps its own gradients",
-    )
+    uneven = f"--emulate-nodes {nodes} does not divide --emulate-ranks {ranks}; choose one of {list_divisors(ranks)}"
+    require(ranks % nodes == 0, uneven)
+    require(zero_stage in (2, 3), f"--emulate-ranks emulates --zero-stage 2 and 3, got {zero_stage}: give 2 or 3")
 
 
 def cannot_tell_stragglers(distributed: DistributedSettings, zero: ZeroSettings, world_size: int) -> str | None:
@@ -168,10 +163,7 @@ def check_tensor_parallel(
     model: completed. The vocabulary waits for the tokenizer: ``check_vocabulary``.
     """
     size = distributed.tensor_model_parallel_size
-    require(
-        size == 1 or not compiles,
-        f"--compile is not supported with --tensor-model-parallel-size {size} yet: leave one of them out",
-    )
+    require(size == 1 or not compiles, f"--compile does not support --tensor-model-parallel-size {size}: leave one out")
     split = {flag_of(name): getattr(model, name) for name in ("num_attention_heads", "num_query_groups")}
     split["--ffn-hidden-size"] = model.ffn_hidden_size
     if distributed.sequence_parallel:

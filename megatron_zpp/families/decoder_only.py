@@ -101,10 +101,8 @@ def resolve(model: ModelSettings, seq_length: int, defaults: Mapping[str, Any]) 
     too_long = f"--seq-length {seq_length} is longer than --max-position-embeddings {length}; raise the latter"
     require(seq_length <= length, too_long)
     tie, untie = model.tie_embeddings_and_output_weights, model.untie_embeddings_and_output_weights
-    require(
-        not (tie and untie),
-        "--tie-embeddings-and-output-weights and --untie-embeddings-and-output-weights exclude each other; give one",
-    )
+    both = "--tie-embeddings-and-output-weights and --untie-embeddings-and-output-weights"
+    require(not (tie and untie), f"{both} exclude each other; give one")
     tied = tie or (defaults["tie_embeddings"] and not untie)
     swiglu = model.swiglu or defaults["swiglu"]
     dropouts = {name: getattr(model, name) for name in ("attention_dropout", "hidden_dropout")}

@@ -12,6 +12,7 @@ _folder = partial(flag, None, metavar="DIR")
 _file = partial(flag, None, metavar="FILE")
 _prefixes = partial(flag, None, nargs="+", metavar="PREFIX")
 _size = partial(flag, 1, at_least=1)  # of a group of ranks
+_loading = partial(flag, needs="load")
 _profile = partial(flag, needs="profile")
 _leaving = partial(flag, needs="islands_may_leave")
 
@@ -25,10 +26,7 @@ class ZeroSettings:
     )
     cpu_offload: bool = flag(False, "keep parameters, gradients and optimizer state in host memory, and step there")
     zeropp_monitor_interval: int | None = flag(
-        None,
-        "optimizer steps between samples of quantization errors, for the log",
-        aliases=("--zero-monitor-interval",),
-        at_least=1,
+        None, "log quantization errors every k-th optimizer step", aliases=("--zero-monitor-interval",), at_least=1
     )
     deepspeed_config: str | None = _file(
         "DeepSpeed JSON file with batch sizes, ZeRO, precision, optimizer and schedule", name="--deepspeed_config"
@@ -49,9 +47,7 @@ class DataSettings:
     data_cache_path: str | None = _folder("folder of the index cache; default beside the data")
     no_mmap_bin_files: bool = flag(False, "read tokens from the file instead of mapping it into memory")
     data_order_stable: bool = flag(False, "shuffle each epoch alone, so that the order is that of any longer run")
-    mid_level_dataset_surplus: float = flag(
-        0.005, "fraction of a blend's dataset to index beyond its share", at_least=0, at_most=1
-    )
+    mid_level_dataset_surplus: float = flag(0.005, "fraction to index beyond a dataset's share", at_least=0, at_most=1)
     dataloader_type: str = flag("single", "read samples once, or in a cycle", choices=("single", "cyclic"))
     data_sharding: bool = flag(False, "with --dataloader-type cyclic: each rank reads its own part of the data")
     pad_last_valid_sample: bool = flag(False, "validate on the last, incomplete sample too, padded without loss")
@@ -118,19 +114,19 @@ class CheckpointSettings:
         None, "latest (finite) checkpoints to keep; default all, or 2 with --save-retain-interval", at_least=1
     )
     load: str | None = _folder("folder to resume from; an empty or absent one starts from scratch")
-    ckpt_step: int | None = flag(None, "iteration to load; default the latest", at_least=0)
-    exit_on_missing_checkpoint: bool = flag(False, "fail when --load holds no checkpoint")
+    ckpt_step: int | None = _loading(None, "iteration to load; default the latest", at_least=0)
+    exit_on_missing_checkpoint: bool = _loading(False, "fail when --load holds no checkpoint")
     verify_checkpoint: str = flag(
         "all", "look for damage before loading: in whole files, samples or sizes", choices=("all", "sample", "none")
     )
-    load_latest_good: bool = flag(False, "load the newest checkpoint without damage, NaN or Inf")
-    override_batch_size: bool = flag(False, "on resume take the batch size from the flags")
-    override_data: bool = flag(False, "on resume take data, their order, the seed and --seq-length from the flags")
-    finetune: bool = flag(False, "load only the parameters and start at iteration 0")
+    load_latest_good: bool = _loading(False, "load the newest checkpoint without damage, NaN or Inf")
+    override_batch_size: bool = _loading(False, "on resume take the batch size from the flags")
+    override_data: bool = _loading(False, "on resume take data, their order, the seed and --seq-length from the flags")
+    finetune: bool = _loading(False, "load only the parameters and start at iteration 0")
     no_save_optim: bool = flag(False, "leave the optimizer out of checkpoints")
     no_save_rng: bool = flag(False, "leave random states out of checkpoints")
-    no_load_optim: bool = flag(False, "do not load the optimizer")
-    no_load_rng: bool = flag(False, "do not load random states")
+    no_load_optim: bool = _loading(False, "do not load the optimizer")
+    no_load_rng: bool = _loading(False, "do not load random states")
 
 
 @dataclass(frozen=True)
@@ -168,34 +164,27 @@ class DistributedSettings:
     """Ranks."""
 
     distributed_backend: str | None = flag(None, "default nccl on GPUs, gloo on CPUs", choices=("nccl", "gloo"))
-    distributed_timeout_minutes: float = flag(
-        10.0, "time after which a stuck collective ends the run", at_least=0.01, at_most=525_600
-    )
+    distributed_timeout_minutes: float = flag(10.0, "limit for a stuck collective", at_least=0.01, at_most=525_600)
     islands: int = _size(
-        "clusters that train by themselves and average parameters every --island-sync-interval steps (DiLoCo)",
-        at_most=2**16,
+        "clusters that train alone and average parameters every --island-sync-interval steps (DiLoCo)", at_most=2**16
     )
     islands_may_leave: bool = flag(
-        False, "run each island as its own job, which may die and return; --islands counts those at the start"
+        False, "run islands as jobs that may die and return; --islands is the number at start"
     )
     island_number: int | None = _leaving(None, "which island this job is, from 0 on; the same on return", at_least=0)
     island_lighthouse: str | None = _leaving(
         None, "address where the islands' lighthouse listens (megatron-zpp lighthouse)", metavar="HOST:PORT"
     )
-    island_secret_file: str | None = _file(
-        "file with the secret that islands and lighthouse share", needs="islands_may_leave"
-    )
+    island_secret_file: str | None = _file("file with the secret of islands and lighthouse", needs="islands_may_leave")
     island_bind: str | None = _leaving(
-        None,
-        "address on which ranks listen for other islands; default the one that reaches the lighthouse",
-        metavar="ADDRESS",
+        None, "address on which ranks listen for others; default that of the lighthouse's route", metavar="ADDRESS"
     )
     island_timeout_seconds: float = _leaving(
         Membership.timeout, "limit for one exchange; a slower one restarts without the missing", above=0, at_most=86_400
     )
     island_patience_seconds: float = _leaving(
         Membership.patience,
-        "wait for other islands before giving up; more than the time between two exchanges",
+        "longest wait for others; more than between two exchanges",
         above=0,
         at_most=31_536_000,
     )
@@ -217,12 +206,8 @@ class DistributedSettings:
     num_layers_per_virtual_pipeline_stage: int | None = flag(
         None, "layers of one stage, if a pipeline rank has several; default one stage a rank", at_least=1
     )
-    decoder_first_pipeline_num_layers: int | None = flag(
-        None, "layers of the first pipeline rank; default its share", at_least=1
-    )
-    decoder_last_pipeline_num_layers: int | None = flag(
-        None, "layers of the last pipeline rank; default its share", at_least=1
-    )
+    decoder_first_pipeline_num_layers: int | None = flag(None, "first rank's layers; default its share", at_least=1)
+    decoder_last_pipeline_num_layers: int | None = flag(None, "last rank's layers; default its share", at_least=1)
     context_parallel_size: int = _size("ranks that share each sequence; twice this must divide its length")
     expert_model_parallel_size: int = _size("ranks among which a layer's experts are divided; tokens are sent to them")
     moe_token_bits: int | None = flag(

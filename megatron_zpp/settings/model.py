@@ -36,33 +36,21 @@ class ModelSettings:
     rope_scaling_factor: float = flag(8.0, "factor by which --use-rope-scaling divides frequencies", above=0)
     yarn_rotary_scaling_factor: float | None = flag(None, "YaRN: factor that extends the context", at_least=1)
     yarn_original_max_position_embeddings: int | None = flag(None, "YaRN: context before extension", at_least=1)
-    yarn_beta_fast: float = flag(
-        32.0, "YaRN's beta_fast: channels that rotate more often within the original context stay unscaled", above=0
-    )
-    yarn_beta_slow: float = flag(
-        1.0, "YaRN's beta_slow: channels that rotate no more often than this are stretched", above=0
-    )
-    window_size: str | None = flag(
-        None, "attend to LEFT tokens before, and RIGHT = 0 after; default all", metavar="LEFT,RIGHT"
-    )
+    yarn_beta_fast: float = flag(32.0, "YaRN beta_fast: channels that rotate more often stay unscaled", above=0)
+    yarn_beta_slow: float = flag(1.0, "YaRN beta_slow: channels that rotate no more often are stretched", above=0)
+    window_size: str | None = flag(None, "tokens before and after (0) to attend to; default all", metavar="LEFT,RIGHT")
     make_vocab_size_divisible_by: int = flag(128, "pad the vocabulary up to a multiple of this", at_least=1)
     normalization: str | None = flag(
-        None,
-        "norms before the sublayers; default: the architecture's",
-        choices=("LayerNorm", "RMSNorm", "layernorm", "rmsnorm"),
+        None, "norms; default: the architecture's", choices=("LayerNorm", "RMSNorm", "layernorm", "rmsnorm")
     )
     norm_epsilon: float = flag(1e-5, "epsilon of LayerNorm and RMSNorm", at_least=1e-37)
     apply_layernorm_1p: bool = flag(False, "norms multiply by 1 + weight")
     qk_layernorm: bool = flag(False, "normalize each head's queries and keys")
     swiglu: bool = flag(False, "SwiGLU in the MLP instead of GELU; always with pretrain_llama.py")
-    no_bias_gelu_fusion: bool = flag(
-        False, "exact GELU (erf), as Megatron's without its fused kernel; default its tanh approximation"
-    )
+    no_bias_gelu_fusion: bool = flag(False, "exact GELU (erf), as Megatron unfused; default the tanh approximation")
     disable_bias_linear: bool = flag(False, "linear layers without bias; always with pretrain_llama.py")
     add_qkv_bias: bool = flag(False, "with --disable-bias-linear: biases for queries, keys and values all the same")
-    num_experts: int | None = flag(
-        None, "experts per layer, in place of the MLP (mixture of experts)", at_least=2, at_most=1024
-    )
+    num_experts: int | None = flag(None, "experts per layer, instead of an MLP (MoE)", at_least=2, at_most=1024)
     moe_layer_freq: int = _expert(1, "put experts in every k-th block", at_least=1)
     moe_first_layer: int = _expert(1, "first block with experts, counted from 1", at_least=1)
     moe_experts_per_layer: str | None = _expert(None, "experts of each block that has some, as 32,32,64")
@@ -76,18 +64,12 @@ class ModelSettings:
         None, "width of the shared expert, which sees all tokens; default: there is none", at_least=1
     )
     moe_router_topk: int = _expert(2, "experts per token", at_least=1)
-    moe_router_score_function: str = _expert(
-        "softmax", "function from router logits to scores", choices=("softmax", "sigmoid")
-    )
-    moe_router_enable_expert_bias: bool = _expert(
-        False, "with sigmoid: balance experts by score biases that follow their load"
-    )
+    moe_router_score_function: str = _expert("softmax", "scores from router logits", choices=("softmax", "sigmoid"))
+    moe_router_enable_expert_bias: bool = _expert(False, "with sigmoid: balance experts by biases that follow load")
     moe_router_bias_update_rate: float = flag(
         1e-3, "change of a score bias per step", needs="moe_router_enable_expert_bias", above=0
     )
-    moe_router_pre_softmax: bool = _expert(
-        False, "softmax over all experts, so that the weights of a token's experts do not sum to 1"
-    )
+    moe_router_pre_softmax: bool = _expert(False, "softmax over all experts, so that a token's weights do not sum to 1")
     moe_router_topk_scaling_factor: float = _expert(1.0, "multiply the weights of a token's experts", above=0)
     moe_router_load_balancing_type: str = _expert("aux_loss", "how to balance experts", choices=("aux_loss", "none"))
     moe_aux_loss_coeff: float = _expert(0.0, "coefficient of the balancing loss, as 0.01", at_least=0)
@@ -102,16 +84,12 @@ class ModelSettings:
         1, "tokens that an expert always takes", needs="moe_expert_capacity_factor", at_least=1, at_most=2**31
     )
     init_method_std: float = flag(0.02, "standard deviation of the initial weights", above=0)
-    attention_dropout: float | None = flag(
-        None, "dropout of attention weights; default: the architecture's", at_least=0, below=1
-    )
+    attention_dropout: float | None = flag(None, "attention dropout; default: the architecture's", at_least=0, below=1)
     hidden_dropout: float | None = flag(
         None, "dropout of embeddings and residuals; default: the architecture's", at_least=0, below=1
     )
     untie_embeddings_and_output_weights: bool = flag(False, "separate output layer; default: the architecture's")
-    tie_embeddings_and_output_weights: bool = flag(
-        False, "use the embeddings as output layer; default: the architecture's"
-    )
+    tie_embeddings_and_output_weights: bool = flag(False, "embeddings as output layer; default: the architecture's")
 
 
 @dataclass(frozen=True)
@@ -123,9 +101,7 @@ class PrecisionSettings:
     accumulate_allreduce_grads_in_fp32: bool = flag(
         False, "reduce gradients in fp32; default with --bf16, unless --zero-quantized-gradients quantizes both hops"
     )
-    grad_reduce_in_bf16: bool = flag(
-        False, "reduce gradients in bfloat16; quantized ones are handed over in it and added up in fp32"
-    )
+    grad_reduce_in_bf16: bool = flag(False, "reduce gradients in bfloat16 (quantized ones sum in fp32)", needs="bf16")
     loss_scale: float | None = flag(None, "fixed loss scale of --fp16; default dynamic", above=0)
     initial_loss_scale: float = flag(2.0**32, "first dynamic loss scale", above=0)
     min_loss_scale: float = flag(1.0, "smallest dynamic loss scale", above=0)

@@ -17,9 +17,7 @@ _fraction = partial(flag, at_least=0, below=1)
 class TrainingSettings:
     """Batches, length of the run, evaluation."""
 
-    micro_batch_size: int | None = flag(
-        None, "samples per data-parallel rank and forward pass", at_least=1, at_most=2**24
-    )
+    micro_batch_size: int | None = flag(None, "samples per rank and forward pass", at_least=1, at_most=2**24)
     global_batch_size: int | None = flag(
         None, "samples per optimizer step; default micro-batch size * ranks", at_least=1, at_most=2**24
     )
@@ -44,9 +42,7 @@ class TrainingSettings:
     curriculum_max_length: int | None = _curriculum(None, "last length of samples; default --seq-length")
     curriculum_iters: int | None = _curriculum(None, "optimizer steps over which samples grow")
     curriculum_length_step: int = _curriculum(8, "lengths of growing samples are multiples of this")
-    seed: int = flag(
-        1234, "seed of initialisation, data order, dropout and stochastic rounding", at_least=0, at_most=2**32 - 1
-    )
+    seed: int = flag(1234, "seed of weights, data order, dropout, stochastic rounding", at_least=0, at_most=2**32 - 1)
     eval_iters: int = flag(100, "batches per evaluation", at_least=0)
     eval_interval: int | None = flag(None, "optimizer steps between evaluations; default none but the last", at_least=1)
     skip_train: bool = flag(False, "only evaluate")
@@ -57,9 +53,7 @@ class TrainingSettings:
     exit_interval: int | None = flag(None, "save and exit at iterations divisible by this", at_least=1)
     exit_duration_in_mins: float | None = flag(None, "save and exit after this many minutes", at_least=0)
     exit_signal_handler: bool = flag(False, "save and exit on SIGTERM, SIGUSR1 or Ctrl-C")
-    calculate_per_token_loss: bool = flag(
-        False, "average the loss over all tokens of the global batch, not per micro-batch first"
-    )
+    calculate_per_token_loss: bool = flag(False, "average the loss over tokens of the batch, not micro-batches first")
     no_check_for_nan_in_loss_and_grad: bool = flag(False, "never stop because of NaN or Inf, whose steps are skipped")
     max_nonfinite_steps: int | None = flag(
         None, "save and stop after N steps in a row with NaN or Inf; default 10, or 50 with a dynamic scale", at_least=1
@@ -75,9 +69,7 @@ class TrainingSettings:
 class OptimizerSettings:
     """Optimizer and regularization."""
 
-    optimizer: str = flag(
-        "adam", "adam: AdamW, as in Megatron; muon: AdamW except for matrices", choices=("adam", "sgd", "muon")
-    )
+    optimizer: str = flag("adam", "adam is AdamW; muon is AdamW except for matrices", choices=("adam", "sgd", "muon"))
     lr: float | None = _non_negative(None, "peak learning rate")
     min_lr: float = _non_negative(0.0, "learning rate at the end of the decay")
     decoupled_lr: float | None = _non_negative(None, "peak learning rate of embeddings and output layer; default --lr")
@@ -103,18 +95,14 @@ class OptimizerSettings:
         "Muon's update for R rows, C columns: times sqrt(max(R, C)), sqrt(max(1, R/C)) or sqrt(R/C)",
         choices=("spectral", "shape_scaling", "unit_rms_norm"),
     )
-    muon_extra_scale_factor: float = flag(
-        1.0, "multiply Muon's update; 0.2 with spectral makes it as large as AdamW's", above=0
-    )
+    muon_extra_scale_factor: float = flag(1.0, "scale Muon's update; 0.2 with spectral is as large as AdamW's", above=0)
     muon_period: int = flag(
         1, "orthogonalize whole matrices every k-th step, each node's rows alone in between; 0 = never", at_least=0
     )
     muon_momentum_bits: int | None = flag(
         None, "bits of the momentum that crosses nodes for whole matrices; default 16, lossless", at_least=1
     )
-    muon_stale_rows: bool = flag(
-        False, "between Muon's whole steps, complete each node's rows by those that the others sent last"
-    )
+    muon_stale_rows: bool = flag(False, "between whole steps, complete each node's rows by those sent last")
     use_apex: bool = flag(False, "NVIDIA Apex's fused optimizer, where it is installed")
 
 
