@@ -76,8 +76,8 @@ def _check_leaving_islands(settings: Settings) -> None:
     )
     require(
         not checkpoint.override_batch_size,
-        "--override-batch-size: islands tell by their steps alone which samples are read, so all steps must have the "
-        "batch size of the flags; leave it or --islands-may-leave out",
+        "--override-batch-size: islands know by their steps which samples were read, so the batch size must stay; "
+        "leave it or --islands-may-leave out",
     )
     intervals = {"--save-interval": checkpoint.save_interval, "--exit-interval": training.exit_interval}
     for flag, interval in intervals.items():

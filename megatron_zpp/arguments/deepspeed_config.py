@@ -21,7 +21,7 @@ from megatron_zpp.settings.groups import all_flags
 
 @dataclass
 class DeepSpeedConfig:
-    """What a file says.
+    """Settings that a DeepSpeed file states.
 
     values: {setting: value}. origins: for each, the file's key and value, such as "zero_optimization.stage 3".
     accumulation_steps: micro-batches per optimizer step. not_needed: {reason: keys that change nothing}.
@@ -102,7 +102,7 @@ class DeepSpeedConfig:
         self.set(key.setting, value, f"{prefix}type", kind)
 
     def scale_cosine_ratios(self) -> None:
-        """WarmupCosineLR states its least learning rates as parts of the optimizer's."""
+        """Multiply WarmupCosineLR's smallest learning rates, which are fractions of the optimizer's."""
         for ratio, setting in (("warmup_min_ratio", "lr_warmup_init"), ("cos_min_ratio", "min_lr")):
             if ratio in self.values:
                 if "lr" not in self.values:
@@ -111,7 +111,7 @@ class DeepSpeedConfig:
                 self.origins[setting] = self.origins.pop(ratio)
 
     def add_up_cycle(self) -> None:
-        """OneCycle's two parts: the warm-up, which our decay includes, and the way back, by default as long."""
+        """Add OneCycle's two parts: our decay includes the warm-up; the second part is as long by default."""
         if self.values.get("lr_decay_style") == "linear" and "cycle_max_lr" in self.origins.get("lr", ""):
             first, origin = self.values.get("lr_warmup_iters", 0), self.origins.get("lr_warmup_iters", "")
             self.values["lr_decay_iters"] = first + self.values.pop("cycle_second_step_size", first)
@@ -130,7 +130,7 @@ class DeepSpeedConfig:
             raise self.error(name, f"{error}, not {json.dumps(value)}") from error
 
     def set(self, setting: str, value: Any, name: str, written: Any) -> None:
-        """Two keys may state one setting (a learning rate), but not differently."""
+        """Set a setting; two keys may state the same one (a learning rate), but not differently."""
         flag = all_flags().get(setting)  # some keys set no flag
         if flag is not None and value is not None:
             self.converted(name, written, lambda _: flag.check(value))
@@ -170,13 +170,13 @@ def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _is_on(content: dict[str, Any], anywhere: bool) -> bool:
-    """Whether a section is enabled; with ``anywhere``, whether it or one within is."""
+    """Return whether a section is enabled; with ``anywhere``, whether it or one within is."""
     inner = [value for value in content.values() if anywhere and isinstance(value, dict)]
     return content.get("enabled") not in (None, False, "none") or any(_is_on(section, anywhere) for section in inner)
 
 
 def _nearest(name: str, section: Section, prefix: str) -> str:
-    """Say what the unknown key may have meant: one of its section, or one that belongs elsewhere."""
+    """Suggest a key in place of an unknown one: one of its section, or its own section."""
     nearest = difflib.get_close_matches(name, section.keys, n=1)
     elsewhere = [path for path in _key_paths(TOP) if path.rpartition(".")[2] == name]
     if elsewhere:

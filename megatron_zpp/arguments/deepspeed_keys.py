@@ -88,7 +88,7 @@ def number(value: Any) -> float:
 
 
 def whole_number(value: Any) -> int:
-    """5, and 1e6 too: JSON files write large sizes so."""
+    """Read a whole number, written as 5 or 1e6."""
     if number(value) != int(number(value)):
         raise ValueError("must be a whole number")
     return int(value)

@@ -26,7 +26,7 @@ All flags of PROGRAMS. This page is generated; after a change of the settings, r
 A value comes from the flag, else from the DeepSpeed file of `--deepspeed_config`, else from `--preset`, else from the
 default below. A file that contradicts a flag is refused. Flags that are not on this page are refused too, with the
 nearest name. One start reports all mistakes, each in a line of its own, and ends with status 2. In tables, `-` means
-that nothing is set; whole numbers are at most 2147483647 where nothing else is said, and no number may be NaN or
+that nothing is set; whole numbers are at most 2147483647 unless a flag has its own limit, and no number may be NaN or
 infinite.
 
 Flags without a mark are stable: their names and meanings stay. One that is renamed works under its former name for at

@@ -183,7 +183,7 @@ def _check_curriculum(settings: Settings) -> None:
 
 
 def _sums_gradients_in_fp32(settings: Settings) -> bool:
-    """Whether all sums of gradients are in fp32, whatever their dtype: true of qgZ that quantizes both hops."""
+    """Return whether gradients of any dtype are summed in fp32, as by qgZ that quantizes both hops."""
     zero, zeropp = settings.zero, settings.zeropp
     quantized = zeropp.quantized_gradients and None not in (zeropp.gradient_bits, zeropp.gradient_intra_bits)
     # Where micro-batches are reduced together, FSDP2 adds them up first.

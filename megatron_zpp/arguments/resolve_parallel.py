@@ -179,7 +179,7 @@ def check_tensor_parallel(
 
 
 def check_expert_parallel(settings: Settings, fsdp_size: int) -> None:
-    """Raise SettingsError unless experts can be divided among the ranks, ``fsdp_size`` of which shard a model."""
+    """Raise SettingsError unless experts can be divided among ranks; ``fsdp_size`` ranks shard a model."""
     distributed, experts, flag = settings.distributed, settings.model.num_experts, "--expert-model-parallel-size"
     size, tp_size = distributed.expert_model_parallel_size, distributed.tensor_model_parallel_size
     given, bits = f"{flag} {size}", distributed.moe_token_bits

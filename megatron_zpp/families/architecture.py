@@ -73,7 +73,7 @@ class Architecture:
 
     @property
     def script(self) -> str:
-        """Name the program that trains this architecture."""
+        """Return the name of its training program."""
         return f"pretrain_{self.name}.py"
 
     def build_model(self, settings: ModelSettings, vocab_size: int) -> Transformer:

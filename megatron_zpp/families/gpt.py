@@ -105,7 +105,7 @@ def weights(config: DecoderConfig) -> Iterator[Weight]:
 
 
 def _transposed(ours: str, theirs: str) -> Iterator[Weight]:
-    """GPT-2's Conv1D, which is a Linear whose weight is [in, out]."""
+    """Pair a Linear with GPT-2's Conv1D, whose weight is [in, out]."""
     yield Weight(f"{ours}.weight", (f"{theirs}.weight",), lambda x: (x.t(),), lambda x: x.t())
     yield same(f"{ours}.bias", f"{theirs}.bias")
 

@@ -1,4 +1,4 @@
-"""Settings of what is around training: ZeRO, data, checkpoints, logs, ranks."""
+"""Settings of ZeRO, data, checkpoints, logs and ranks."""
 
 from __future__ import annotations
 

@@ -201,7 +201,7 @@ TRUST = "--island-lighthouse localhost:29510 --island-secret-file island.secret"
         ("--island-fragments 2", "leave parameters on their way"),
         ("--island-sync-delay 1", "leave parameters on their way"),
         ("--skip-train", "--skip-train needs no other island"),
-        ("--load x --override-batch-size", "--override-batch-size: islands tell by their steps"),
+        ("--load x --override-batch-size", "--override-batch-size: islands know by their steps"),
         ("--save x --save-interval 4", "--save-interval 4 must be a multiple of --island-sync-interval 3"),
         ("--exit-interval 5", "--exit-interval 5 must be a multiple of --island-sync-interval 3"),
         ("--global-batch-size 6", "6 is not divisible by micro-batch size 1 . data-parallel size 4 = 4; use 4 or 8"),
