@@ -72,15 +72,8 @@ class TokenizerSettings:
         None,
         "kind of tokenizer; default GPT2BPETokenizer with --vocab-file",
         choices=(
-            "SentencePieceTokenizer",
-            "GPTSentencePieceTokenizer",
-            "Llama2Tokenizer",
-            "HuggingFaceTokenizer",
-            "HFTokenizer",
-            "GPT2BPETokenizer",
-            "TikTokenizer",
-            "ByteTokenizer",
-            "NullTokenizer",
+            *("SentencePieceTokenizer", "GPTSentencePieceTokenizer", "Llama2Tokenizer", "HuggingFaceTokenizer"),
+            *("HFTokenizer", "GPT2BPETokenizer", "TikTokenizer", "ByteTokenizer", "NullTokenizer"),
         ),
     )
     tokenizer_model: str | None = flag(

@@ -196,26 +196,6 @@ def test_loco_keeps_a_second_error_where_finite_steps_are_undone(words, exact):
     assert settings.zeropp.loco.exact_undo == exact
 
 
-def test_megatron_llama_script_with_its_usual_flags():
-    settings, notes = parse(
-        "--use-mcore-models --num-layers 32 --hidden-size 4096 --ffn-hidden-size 14336 --num-attention-heads 32 "
-        "--group-query-attention --num-query-groups 8 --seq-length 8192 --max-position-embeddings 8192 "
-        "--position-embedding-type rope --rotary-base 500000 --normalization RMSNorm --swiglu --disable-bias-linear "
-        "--untie-embeddings-and-output-weights --attention-dropout 0 --hidden-dropout 0 --bf16 --micro-batch-size 1 "
-        "--global-batch-size 128 --train-samples 10000 --lr 1e-4 --min-lr 1e-5 --lr-decay-style cosine "
-        "--lr-warmup-fraction .01 --use-distributed-optimizer --overlap-grad-reduce --attention-backend auto "
-        "--data-path p --split 99,1,0 --tokenizer-type HuggingFaceTokenizer --tokenizer-model t "
-        "--ckpt-fully-parallel-load",
-        "llama",
-        64,
-    )
-    assert settings.model.num_query_groups == 8
-    assert [note.split()[0] for note in notes] == [
-        "--use-mcore-models", "--use-distributed-optimizer", "--overlap-grad-reduce", "--attention-backend",
-        "--ckpt-fully-parallel-load",
-    ]  # fmt: skip
-
-
 def test_flags_of_a_deepspeed_launcher_and_of_logging_change_nothing():
     settings, notes = parse(
         SMALL + "--local_rank=3 --log-batch-size-to-tensorboard --log-optimizer-states-to-tensorboard --DDP-impl local "

@@ -7,23 +7,18 @@ import pytest
 from megatron_zpp.arguments.deepspeed_config import read_deepspeed_config
 from megatron_zpp.arguments.deepspeed_keys import TOP
 from megatron_zpp.arguments.parse import SettingsError
-from megatron_zpp.zeropp import LoCoConfig, ZeroPPConfig
+from megatron_zpp.zeropp import ZeroPPConfig
 from tests.arguments.parsing import SHAPE, assert_words, mistakes
 from tests.arguments.parsing import parse as parse_command
 
 # The file of DeepSpeed's ZeRO++ tutorial, whose command line is test_tutorial's.
 TUTORIAL = {
     "zero_optimization": {
-        "stage": 3,
-        "reduce_bucket_size": 10000000,
-        "reduce_scatter": True,
-        "zero_quantized_weights": True,
-        "zero_hpz_partition_size": 16,
-        "zero_quantized_gradients": True,
-        "contiguous_gradients": True,
+        "stage": 3, "reduce_bucket_size": 10000000, "reduce_scatter": True, "zero_quantized_weights": True,
+        "zero_hpz_partition_size": 16, "zero_quantized_gradients": True, "contiguous_gradients": True,
         "overlap_comm": True,
     }
-}
+}  # fmt: skip
 MODEL = f"{SHAPE} --micro-batch-size 1 --train-iters 60 "
 SIZES = f"{SHAPE} --train-iters 1 --lr 1 "
 RUN = f"{SHAPE} --micro-batch-size 2 --train-iters 100 --lr 1e-3 "
@@ -120,25 +115,55 @@ def test_everything_is_read(write):
     assert {name: flat[name] for name in expected} == expected
 
 
-def test_loco_defaults(write):
-    config = {"zero_optimization": {"zero_quantized_gradients": True, "zeropp_loco_param": {}}}
-    assert parse(RUN, write(config)).zeropp.loco == LoCoConfig(beta=0.8, reset_interval=1024, exact_undo=False)
+ADAM = {"type": "Adam", "params": {"lr": 1e-3}}
+CYCLE = {"cycle_min_lr": 1e-4, "cycle_max_lr": 1e-3, "cycle_first_step_size": 20}
+RUNNING_CYCLE = CYCLE | {"cycle_momentum": False, "decay_lr_rate": 0}
+CURRICULUM = {
+    "enabled": True,
+    "curriculum_type": "seqlen",
+    "min_difficulty": 8,
+    "max_difficulty": 32,
+    "schedule_type": "fixed_linear",
+    "schedule_config": {"total_curriculum_step": 10, "difficulty_step": 8},
+}
+WARMUP = {"warmup_num_steps": 5, "warmup_max_lr": 2e-3}
+COSINE = {"warmup_type": "linear", "warmup_num_steps": 5, "total_num_steps": 50, "warmup_min_ratio": 0.01,
+          "cos_min_ratio": 0.1}  # fmt: skip
 
 
-def test_cosine_and_constant_schedules(write):
-    params = {"warmup_type": "linear", "warmup_num_steps": 5}
-    cosine = params | {"total_num_steps": 50, "warmup_min_ratio": 0.01, "cos_min_ratio": 0.1}
-    optimizer = {"type": "Adam", "params": {"lr": 1e-3}}
-    # The scheduler comes first: the order of keys must not matter.
-    path = write({"scheduler": {"type": "WarmupCosineLR", "params": cosine}, "optimizer": optimizer})
-    settings = parse(MODEL, path)
-    assert settings.schedule.lr_decay_style == "cosine"
-    assert settings.schedule.lr_warmup_init == pytest.approx(1e-5) and settings.optimizer.min_lr == pytest.approx(1e-4)
+def scheduler(kind, params):
+    return {"scheduler": {"type": kind, "params": params}}
 
-    constant = {"type": "WarmupLR", "params": params | {"warmup_max_lr": 2e-3}}
-    settings = parse(MODEL, write({"scheduler": constant}))
-    assert (settings.schedule.lr_decay_style, settings.schedule.lr_warmup_iters) == ("constant", 5)
-    assert settings.optimizer.lr == 2e-3
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        ({"zero_optimization": {"zero_quantized_gradients": True, "zeropp_loco_param": {}}},
+         dict(zeropp_loco=True, zeropp_loco_beta=0.8, zeropp_loco_reset_interval=1024)),
+        # The scheduler comes first: the order of keys must not matter.
+        (scheduler("WarmupCosineLR", COSINE) | {"optimizer": ADAM},
+         dict(lr_decay_style="cosine", lr_warmup_init=pytest.approx(1e-5), min_lr=pytest.approx(1e-4))),
+        (scheduler("WarmupLR", WARMUP | {"warmup_type": "linear"}),
+         dict(lr_decay_style="constant", lr_warmup_iters=5, lr=2e-3, lr_warmup_style="linear")),
+        (scheduler("WarmupLR", WARMUP), dict(lr_warmup_style="log")),
+        (scheduler("WarmupLR", WARMUP | {"warmup_type": "log"}), dict(lr_warmup_style="log")),
+        (scheduler("OneCycle", RUNNING_CYCLE),
+         dict(lr_decay_style="linear", lr_warmup_iters=20, lr_decay_iters=40, lr_warmup_init=1e-4, min_lr=1e-4,
+              lr=1e-3)),
+        (scheduler("OneCycle", RUNNING_CYCLE | {"cycle_second_step_size": 5}), dict(lr_decay_iters=25)),
+        ({"communication_data_type": "bf16", "bf16": {"enabled": True}},
+         dict(grad_reduce_in_bf16=True, accumulate_allreduce_grads_in_fp32=False)),
+        ({"communication_data_type": "fp32"},
+         dict(grad_reduce_in_bf16=False, accumulate_allreduce_grads_in_fp32=True)),
+        ({"curriculum_learning": CURRICULUM},
+         dict(curriculum_min_length=8, curriculum_max_length=32, curriculum_iters=10, curriculum_length_step=8)),
+        ({"curriculum_learning": CURRICULUM | {"enabled": False}}, dict(curriculum_min_length=None)),
+    ],
+)  # fmt: skip
+def test_what_a_file_sets(write, config, expected):
+    lr = {} if "scheduler" in config else {"optimizer": ADAM}
+    settings = parse(MODEL, write(lr | config)).as_flat_dict()
+    assert {name: settings[name] for name in expected} == expected
 
 
 @pytest.mark.parametrize(
@@ -192,11 +217,6 @@ def test_a_flag_that_contradicts_the_file(write, config, flags, words):
 
 
 FP16 = {"enabled": True}
-CYCLE = {"cycle_min_lr": 1e-4, "cycle_max_lr": 1e-3, "cycle_first_step_size": 20}
-CURRICULUM = {
-    "enabled": True, "curriculum_type": "seqlen", "min_difficulty": 8, "max_difficulty": 32,
-    "schedule_type": "fixed_linear", "schedule_config": {"total_curriculum_step": 10, "difficulty_step": 8},
-}  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -328,27 +348,6 @@ def test_auto_and_null_leave_it_to_the_flags(write):
     assert read_deepspeed_config(write(config)).values == {}
 
 
-def test_communication_data_type(write):
-    settings = parse(RUN + "--bf16", write({"communication_data_type": "bf16"}))
-    assert settings.precision.grad_reduce_in_bf16 and not settings.precision.accumulate_allreduce_grads_in_fp32
-
-
-def test_a_warm_up_is_logarithmic_unless_the_file_says_linear(write):
-    params = {"warmup_num_steps": 5, "warmup_max_lr": 2e-3}
-    for said, style in ({}, "log"), ({"warmup_type": "log"}, "log"), ({"warmup_type": "linear"}, "linear"):
-        path = write({"scheduler": {"type": "WarmupLR", "params": params | said}})
-        assert parse(MODEL, path).schedule.lr_warmup_style == style
-
-
-def test_one_cycle_goes_up_and_down(write):
-    for second, end in ({}, 40), ({"cycle_second_step_size": 5}, 25):
-        params = CYCLE | second | {"cycle_momentum": False, "decay_lr_rate": 0}
-        settings = parse(MODEL, write({"scheduler": {"type": "OneCycle", "params": params}}))
-        schedule, optimizer = settings.schedule, settings.optimizer
-        assert (schedule.lr_decay_style, schedule.lr_warmup_iters, schedule.lr_decay_iters) == ("linear", 20, end)
-        assert (schedule.lr_warmup_init, optimizer.min_lr, optimizer.lr) == (1e-4, 1e-4, 1e-3)
-
-
 def test_monitors_are_those_that_exist_here(write):
     config = {
         "tensorboard": {"enabled": True, "output_path": "out", "job_name": "job"},
@@ -368,14 +367,6 @@ def test_monitors_are_those_that_exist_here(write):
     settings, notes = parse_with_notes(f"{RUN} --tensorboard-dir mine", write(config))
     assert settings.logging.tensorboard_dir == "mine"
     assert any("has no effect beside --tensorboard-dir mine" in note for note in notes)
-
-
-def test_samples_that_grow(write):
-    training = parse(RUN, write({"curriculum_learning": CURRICULUM})).training
-    assert (training.curriculum_min_length, training.curriculum_max_length) == (8, 32)
-    assert (training.curriculum_iters, training.curriculum_length_step) == (10, 8)
-    off = CURRICULUM | {"enabled": False}
-    assert parse(RUN, write({"curriculum_learning": off})).training.curriculum_min_length is None
 
 
 def test_sections_whose_parts_are_off_are_off(write):

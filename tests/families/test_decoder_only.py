@@ -91,7 +91,7 @@ def test_experts_come_through_flags_and_checkpoints():
 
 @pytest.mark.parametrize(("config_class", "flags"), [(DecoderConfig, FLAGS), (MoEConfig, EXPERT_FLAGS)])
 def test_flags_have_the_defaults_of_their_fields(config_class, flags):
-    # ``flags_of`` leaves out what is the default. None is completed by ``resolve``.
+    # ``flags_for`` leaves out what is the default. None is completed by ``resolve``.
     fields = {field.name: field.default for field in dataclasses.fields(config_class)}
     defaults = {name: getattr(ModelSettings(), flag) for name, flag in flags.items()}
     assert {name: value for name, value in defaults.items() if value not in (None, fields[name])} == {}
