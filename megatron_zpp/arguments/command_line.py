@@ -1,4 +1,4 @@
-"""The words of the trainer's command line, and what they give."""
+"""Read the words of the trainer's command line."""
 
 from __future__ import annotations
 
@@ -15,23 +15,21 @@ from megatron_zpp.arguments.foreign_flags import (
     TRANSLATED,
     WITHOUT_EXPERTS,
     NotNeeded,
+    deepspeed_expert_defaults,
     describes_experts,
     translate,
-    unsaid_of_experts,
 )
 from megatron_zpp.settings.checks import Mistakes, SettingsError
 from megatron_zpp.settings.flags import Flag
 from megatron_zpp.settings.groups import flags_by_name
 
-NEAR = 0.8  # of difflib: below it, the nearest name is another thing
-
 
 @dataclass
 class CommandLine:
-    """What the words of a command line say.
+    """A command line's settings and foreign flags.
 
     given: {setting: value}. not_needed: the flags of ``foreign_flags`` that change nothing. translated: those of
-    ``TRANSLATED`` with their value, and what they are here.
+    ``TRANSLATED`` as typed, and what they are here.
     """
 
     given: dict[str, Any] = field(default_factory=dict)
@@ -39,29 +37,25 @@ class CommandLine:
     translated: dict[str, str] = field(default_factory=dict)
 
     def notes(self) -> list[str]:
-        """A line for each reason why flags need no setting, and for each flag that has another name here."""
+        """Return a line for each flag with another name here, and for each reason why flags need no setting."""
+        notes = [f"{typed} is {meaning or 'the only kind'} here" for typed, meaning in self.translated.items()]
         flags: dict[str, list[str]] = {}
         for name, flag in self.not_needed.items():
             flags.setdefault(flag.because, []).append(name)
-        return [
-            *(f"{typed} is {meaning or 'the only kind'} here" for typed, meaning in self.translated.items()),
-            *(
-                f"{', '.join(names)} {'is' if len(names) == 1 else 'are'} accepted but "
-                f"{'needs' if len(names) == 1 else 'need'} no setting: {because}"
-                for because, names in flags.items()
-            ),
-        ]
+        for because, names in flags.items():
+            verbs = ("is", "needs") if len(names) == 1 else ("are", "need")
+            notes.append(f"{', '.join(names)} {verbs[0]} accepted but {verbs[1]} no setting: {because}")
+        return notes
 
 
 def read_command_line(
     argv: Iterable[str], mistakes: Mistakes, presets: Mapping[str, Mapping[str, Any]] = {}
 ) -> CommandLine:
-    """Of a flag that is given twice, the last one holds. What is wrong with a flag goes to ``mistakes``.
+    """Read the command line; of a flag given twice, the last one counts. Errors go to ``mistakes``.
 
     presets: settings of models that ``--preset`` may name.
     """
-    line, words_of = CommandLine(), _split(argv)
-    flags = flags_by_name()
+    line, words_of, flags = CommandLine(), _split(argv), flags_by_name()
     has_experts = any(
         (name == EXPERTS and set(words) != {"1"})
         or (name == "--preset" and any("num_experts" in presets.get(word, {}) for word in words))
@@ -74,7 +68,8 @@ def read_command_line(
             if describes_experts(name) and not has_experts:
                 line.not_needed[name] = WITHOUT_EXPERTS
             elif name == EXPERTS and len(words) > 1:  # Megatron-DeepSpeed's, of each block with experts
-                line.given |= _experts_per_layer(flags[name], words)
+                numbers = [_value(flags[name], [word]) for word in words]
+                line.given |= {"num_experts": max(numbers), "moe_experts_per_layer": ",".join(map(str, numbers))}
             elif name in flags:
                 line.given[flags[name].setting] = _value(flags[name], words)
             elif name in TRANSLATED:
@@ -94,7 +89,7 @@ def read_command_line(
     line.translated = dict(translated.values())
     for typed, meaning in line.translated.items():
         _take_translated(line, typed, meaning, mistakes)
-    unsaid = unsaid_of_experts([name for name, _ in words_of], line.given) if has_experts else ""
+    unsaid = deepspeed_expert_defaults([name for name, _ in words_of], line.given) if has_experts else ""
     if unsaid:
         line.translated["what Megatron-DeepSpeed's experts leave unsaid"] = unsaid
         _take_translated(line, "", unsaid, mistakes)
@@ -102,7 +97,7 @@ def read_command_line(
 
 
 def _take_translated(line: CommandLine, typed: str, meaning: str, mistakes: Mistakes) -> None:
-    """Set what ``typed`` means here."""
+    """Set what the words ``typed`` mean here."""
     flags = flags_by_name()
     for name, words in _split(meaning.split()):
         with mistakes.collected():
@@ -112,7 +107,7 @@ def _take_translated(line: CommandLine, typed: str, meaning: str, mistakes: Mist
 
 
 def _split(argv: Iterable[str]) -> list[tuple[str, list[str]]]:
-    """Each flag and the words behind it, "--flag=word" among them; "" is the flag of words that stand before any."""
+    """Pair each flag with the words after it or its "=word"; "" stands for words before any flag."""
     found: list[tuple[str, list[str]]] = [("", [])]
     for word in argv:
         name, equals, value = word.partition("=")
@@ -130,11 +125,6 @@ def _value(flag: Flag, words: list[str]) -> Any:
         raise SettingsError(f"{flag.name} {error}") from None
 
 
-def _experts_per_layer(flag: Flag, words: list[str]) -> dict[str, Any]:
-    numbers = [_value(flag, [word]) for word in words]
-    return {flag.setting: max(numbers), "moe_experts_per_layer": ",".join(map(str, numbers))}
-
-
 def _check_not_needed(name: str, words: list[str]) -> None:
     flag, value = NOT_NEEDED[name], " ".join(words)
     if flag.accepted is None and words:
@@ -147,5 +137,5 @@ def _unknown(name: str, words: list[str]) -> str:
     if not name:
         return f"{' '.join(words)} belongs to no flag; see --help"
     known = [*flags_by_name(), *NOT_NEEDED, *TRANSLATED]
-    nearest = difflib.get_close_matches(name.replace("_", "-"), known, n=1, cutoff=NEAR)
+    nearest = difflib.get_close_matches(name.replace("_", "-"), known, n=1, cutoff=0.8)
     return f"unknown flag {name}; " + (f"did you mean {nearest[0]}?" if nearest else "see --help")

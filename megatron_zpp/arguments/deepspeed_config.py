@@ -1,7 +1,7 @@
 """Read a DeepSpeed JSON file into settings: ``read_deepspeed_config``.
 
-The file sets what it names and nothing else: DeepSpeed's own defaults for absent keys do not apply. Which keys there
-are, and what becomes of each, is in ``deepspeed_keys.py``; this file walks through it.
+The file sets what it names and nothing else: DeepSpeed's own defaults for absent keys do not apply. ``deepspeed_keys``
+has the keys and what becomes of each; this module walks through the file.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatron_zpp.arguments.deepspeed_keys import TOP, ByType, Key, NotNeeded, Off, Only, Section, Sets
+from megatron_zpp.arguments.deepspeed_keys import TOP, ByType, Key, MustEqual, NotNeeded, Off, Section, Sets
 from megatron_zpp.files import read_bounded
 from megatron_zpp.settings.checks import Mistakes, SettingsError
 from megatron_zpp.settings.groups import all_flags
@@ -21,67 +21,33 @@ from megatron_zpp.settings.groups import all_flags
 
 @dataclass
 class DeepSpeedConfig:
-    """What a file says.
+    """Settings that a DeepSpeed file states.
 
     values: {setting: value}. origins: for each, the file's key and value, such as "zero_optimization.stage 3".
-    accumulation_steps: micro-batches per optimizer step. notes: one line per reason why keys were not needed.
+    accumulation_steps: micro-batches per optimizer step. not_needed: {reason: keys that change nothing}.
     """
 
     path: str = ""
     values: dict[str, Any] = field(default_factory=dict)
     origins: dict[str, str] = field(default_factory=dict)
     accumulation_steps: int | None = None
-    notes: list[str] = field(default_factory=list)
+    not_needed: dict[str, list[str]] = field(default_factory=dict)
+    mistakes: Mistakes = field(default_factory=Mistakes)
 
+    def notes(self) -> list[str]:
+        """Return one line per reason why keys were not needed."""
+        return [f"{', '.join(keys)} of {self.path} not needed: {why}" for why, keys in self.not_needed.items()]
 
-def read_deepspeed_config(path: str) -> DeepSpeedConfig:
-    """The settings that a DeepSpeed JSON file states. "auto" and null leave a setting to the flags.
-
-    Raises SettingsError: no such file, no JSON; or every unknown or misspelt key, value of the wrong kind or out of
-    bounds, and key that cannot be honoured, each named by its path in the file.
-    """
-    reader = _Reader(path)
-    content = _load(path)
-    with reader.mistakes.collected():
-        reader.section(content, TOP, "")
-    for put_together in (reader.scale_cosine_ratios, reader.add_up_cycle, reader.join_tensorboard_dir):
-        with reader.mistakes.collected():
-            put_together()
-    reader.mistakes.report()
-    config = DeepSpeedConfig(path, reader.values, reader.origins, reader.values.pop("accumulation_steps", None))
-    config.notes = [f"{', '.join(keys)} of {path} not needed: {why}" for why, keys in reader.not_needed.items()]
-    return config
-
-
-def _load(path: str) -> dict[str, Any]:
-    try:
-        content = json.loads(read_bounded(path), object_pairs_hook=_without_duplicates)
-    except OSError as error:
-        raise SettingsError(f"--deepspeed_config {path}: {error.strerror}; give the path of a JSON file") from error
-    except (ValueError, RecursionError) as error:  # JSONDecodeError and UnicodeDecodeError are ValueErrors
-        raise SettingsError(f"--deepspeed_config {path} is not valid JSON: {error}") from error
-    if not isinstance(content, dict):
-        raise SettingsError(f"--deepspeed_config {path} must hold one JSON object, {{...}}")
-    return content
-
-
-def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    result = dict(pairs)
-    if len(result) < len(pairs):
-        names = [name for name, _ in pairs]
-        raise ValueError(f"the key {next(name for name in names if names.count(name) > 1)} is there twice")
-    return result
-
-
-class _Reader:
-    """Collects settings while walking through one file."""
-
-    def __init__(self, path: str) -> None:
-        self.path = path
-        self.values: dict[str, Any] = {}
-        self.origins: dict[str, str] = {}
-        self.not_needed: dict[str, list[str]] = {}  # reason -> keys
-        self.mistakes = Mistakes()
+    def read(self, content: dict[str, Any]) -> None:
+        """Read the file's object. Raises SettingsError with all mistakes."""
+        with self.mistakes.collected():
+            self.section(content, TOP, "")
+        with self.mistakes.collected():
+            self.scale_cosine_ratios()
+        self.add_up_cycle()
+        self.join_tensorboard_dir()
+        self.mistakes.report()
+        self.accumulation_steps = self.values.pop("accumulation_steps", None)
 
     def section(self, content: Any, section: Section, prefix: str) -> None:
         """Read one object; ``prefix`` is its path with a trailing dot, "" for the whole file."""
@@ -94,15 +60,15 @@ class _Reader:
             if name not in section.keys
         ]
         self.mistakes.messages += map(str, missing + unknown)
-        is_off = section.switch is not None and content.get(section.switch) is False
-        if is_off:
+        if section.switch is not None and content.get(section.switch) is False:
             content = {section.switch: False}
         else:
-            content = {**section.defaults, **content}
+            stated = {name: value for name, value in content.items() if value is not None and value != "auto"}
+            content = {**section.defaults, **stated}
             if section.turns_on is not None:
                 self.set(section.turns_on, True, prefix[:-1], content)
         for name, value in content.items():
-            if name in section.keys and value is not None and value != "auto":
+            if name in section.keys:
                 with self.mistakes.collected():
                     self.key(f"{prefix}{name}", value, section.keys[name])
 
@@ -113,13 +79,15 @@ class _Reader:
             case ByType():
                 self.by_type(value, key, f"{name}.")
             case Sets(settings, convert):
-                for setting, converted in zip(settings, self.converted(name, value, convert), strict=True):
-                    self.set(setting, converted, name, value)
-            case Only(values, otherwise):
+                converted = self.converted(name, value, convert)
+                each = converted if isinstance(converted, tuple) else (converted,) * len(settings)
+                for setting, one in zip(settings, each, strict=True):
+                    self.set(setting, one, name, value)
+            case MustEqual(values, otherwise):
                 if (type(value) is bool, value) not in [(type(allowed) is bool, allowed) for allowed in values]:
                     raise self.error(name, f"cannot be {json.dumps(value)}: {otherwise}")
-            case Off(otherwise, switch, anywhere):
-                if not isinstance(value, dict) or any(_switches(value, switch, anywhere)):
+            case Off(otherwise, anywhere):
+                if not isinstance(value, dict) or _is_on(value, anywhere):
                     raise self.error(name, f"cannot be honoured: {otherwise}")
             case NotNeeded(because):
                 self.not_needed.setdefault(because, []).append(name)
@@ -129,11 +97,12 @@ class _Reader:
         if not isinstance(kind, str) or kind not in key.types:
             raise self.error(f"{prefix}type", f"must be one of {', '.join(key.types)}, not {json.dumps(kind)}")
         value, params = key.types[kind]
-        self.section(content, Section({"type": Only((kind,), ""), "params": params}, required=("params",)), prefix)
+        keys: dict[str, Key] = {"type": MustEqual((kind,), ""), "params": params}
+        self.section(content, Section(keys, required=("params",)), prefix)
         self.set(key.setting, value, f"{prefix}type", kind)
 
     def scale_cosine_ratios(self) -> None:
-        """WarmupCosineLR states its least learning rates as parts of the optimizer's."""
+        """Multiply WarmupCosineLR's smallest learning rates, which are fractions of the optimizer's."""
         for ratio, setting in (("warmup_min_ratio", "lr_warmup_init"), ("cos_min_ratio", "min_lr")):
             if ratio in self.values:
                 if "lr" not in self.values:
@@ -142,11 +111,11 @@ class _Reader:
                 self.origins[setting] = self.origins.pop(ratio)
 
     def add_up_cycle(self) -> None:
-        """OneCycle's two parts: the warm-up, which our decay includes, and the way back, by default as long."""
+        """Add OneCycle's two parts: our decay includes the warm-up; the second part is as long by default."""
         if self.values.get("lr_decay_style") == "linear" and "cycle_max_lr" in self.origins.get("lr", ""):
-            first = self.values["lr_warmup_iters"]
+            first, origin = self.values.get("lr_warmup_iters", 0), self.origins.get("lr_warmup_iters", "")
             self.values["lr_decay_iters"] = first + self.values.pop("cycle_second_step_size", first)
-            self.origins["lr_decay_iters"] = self.origins.pop("cycle_second_step_size", self.origins["lr_warmup_iters"])
+            self.origins["lr_decay_iters"] = self.origins.pop("cycle_second_step_size", origin)
 
     def join_tensorboard_dir(self) -> None:
         if "output_path" in self.values:
@@ -161,31 +130,55 @@ class _Reader:
             raise self.error(name, f"{error}, not {json.dumps(value)}") from error
 
     def set(self, setting: str, value: Any, name: str, written: Any) -> None:
-        """Two keys may state one setting (a learning rate), but not differently."""
-        origin = f"{name} {json.dumps(written)}"
+        """Set a setting; two keys may state the same one (a learning rate), but not differently."""
         flag = all_flags().get(setting)  # some keys set no flag
         if flag is not None and value is not None:
             self.converted(name, written, lambda _: flag.check(value))
         if setting in self.values and self.values[setting] != value:
             raise self.error(name, f"{json.dumps(written)} contradicts {self.origins[setting]}; make them equal")
-        self.values[setting], self.origins[setting] = value, origin
+        self.values[setting], self.origins[setting] = value, f"{name} {json.dumps(written)}"
 
     def error(self, name: str, message: str) -> SettingsError:
         return SettingsError(f"{name} in {self.path} {message}")
 
 
-def _switches(content: dict[str, Any], switch: str, anywhere: bool) -> Iterator[bool]:
-    """Whether the switch of a section is on, and with ``anywhere`` those of the sections in it."""
-    yield content.get(switch) not in (None, False, "none")
-    for value in content.values():
-        if anywhere and isinstance(value, dict):
-            yield from _switches(value, switch, anywhere)
+def read_deepspeed_config(path: str) -> DeepSpeedConfig:
+    """Read the settings that a DeepSpeed JSON file states. "auto" and null leave a setting to the flags.
+
+    Raises SettingsError: no such file, no JSON; or every unknown or misspelt key, value of the wrong kind or out of
+    bounds, and key that cannot be honoured, each named by its path in the file.
+    """
+    try:
+        content = json.loads(read_bounded(path), object_pairs_hook=_without_duplicates)
+    except OSError as error:
+        raise SettingsError(f"--deepspeed_config {path}: {error.strerror}; give the path of a JSON file") from error
+    except (ValueError, RecursionError) as error:  # JSONDecodeError and UnicodeDecodeError are ValueErrors
+        raise SettingsError(f"--deepspeed_config {path} is not valid JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise SettingsError(f"--deepspeed_config {path} must hold one JSON object, {{...}}")
+    config = DeepSpeedConfig(path)
+    config.read(content)
+    return config
+
+
+def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    result = dict(pairs)
+    if len(result) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"the key {next(name for name in names if names.count(name) > 1)} is there twice")
+    return result
+
+
+def _is_on(content: dict[str, Any], anywhere: bool) -> bool:
+    """Return whether a section is enabled; with ``anywhere``, whether it or one within is."""
+    inner = [value for value in content.values() if anywhere and isinstance(value, dict)]
+    return content.get("enabled") not in (None, False, "none") or any(_is_on(section, anywhere) for section in inner)
 
 
 def _nearest(name: str, section: Section, prefix: str) -> str:
-    """What the unknown key may have meant: one of its section, or one that belongs elsewhere."""
+    """Suggest a key in place of an unknown one: one of its section, or its own section."""
     nearest = difflib.get_close_matches(name, section.keys, n=1)
-    elsewhere = [path for path in key_paths(TOP) if path.rpartition(".")[2] == name]
+    elsewhere = [path for path in _key_paths(TOP) if path.rpartition(".")[2] == name]
     if elsewhere:
         return f"it belongs to {elsewhere[0]}"
     if nearest:
@@ -193,9 +186,9 @@ def _nearest(name: str, section: Section, prefix: str) -> str:
     return f"known here: {', '.join(section.keys)}"
 
 
-def key_paths(section: Section, prefix: str = "") -> Iterator[str]:
-    """All keys, as dotted paths, in order."""
+def _key_paths(section: Section, prefix: str = "") -> Iterator[str]:
+    """Yield all keys, as dotted paths, in order."""
     for name, key in section.keys.items():
         yield f"{prefix}{name}"
         if isinstance(key, Section):
-            yield from key_paths(key, f"{prefix}{name}.")
+            yield from _key_paths(key, f"{prefix}{name}.")

@@ -1,7 +1,7 @@
-"""Every key of a DeepSpeed JSON file that we know, and what becomes of it, from ``deepspeed_keys.toml``.
+"""Every known key of a DeepSpeed JSON file, and what becomes of it, from ``deepspeed_keys.toml``.
 
-A key sets settings, holds a section, must have a value that changes nothing here, or is not needed. Whatever else a
-file holds is an error, since a misspelt key would otherwise train something other than what was asked for.
+A key sets settings, holds a section, must have a value that changes nothing here, or is not needed. All other keys are
+errors, since a misspelt key would otherwise train something other than what was asked for.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from megatron_zpp.optim.optimizer import OPTIMIZERS
 
 @dataclass(frozen=True)
 class Sets:
-    """The key sets these settings; ``convert`` raises ValueError on what it cannot read."""
+    """The key sets these settings. ``convert`` returns a value for each, or one for all; it may raise ValueError."""
 
     settings: tuple[str, ...]
-    convert: Callable[[Any], tuple[Any, ...]]
+    convert: Callable[[Any], Any]
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class ByType:
 
 
 @dataclass(frozen=True)
-class Only:
+class MustEqual:
     """The key has no setting here: these values are what happens anyway, all others are refused."""
 
     values: tuple[Any, ...]
@@ -57,10 +57,9 @@ class Only:
 
 @dataclass(frozen=True)
 class Off:
-    """A section of a feature that we do not have: accepted while its ``switch`` is off, or all that are in it."""
+    """A feature that we do not have: accepted while "enabled" is false in its section, or in all sections within."""
 
     otherwise: str
-    switch: str = "enabled"
     anywhere: bool = False
 
 
@@ -71,10 +70,7 @@ class NotNeeded:
     because: str
 
 
-Key = Sets | Section | ByType | Only | Off | NotNeeded
-
-
-# Values
+Key = Sets | Section | ByType | MustEqual | Off | NotNeeded
 
 
 def boolean(value: Any) -> bool:
@@ -92,14 +88,10 @@ def number(value: Any) -> float:
 
 
 def whole_number(value: Any) -> int:
-    """5, and 1e6 too: JSON files write large sizes so."""
+    """Read a whole number, written as 5 or 1e6."""
     if number(value) != int(number(value)):
         raise ValueError("must be a whole number")
     return int(value)
-
-
-def _loss_scale(value: Any) -> float | None:
-    return number(value) or None  # DeepSpeed's 0 means dynamic
 
 
 def _power_of_two(value: Any) -> float:
@@ -108,84 +100,73 @@ def _power_of_two(value: Any) -> float:
     return 2.0 ** int(value)
 
 
-def _warmup_style(value: Any) -> str:
-    if value not in ("linear", "log"):
-        raise ValueError("must be linear or log")
-    return str(value)
-
-
-def _offload_device(value: Any) -> bool:
-    if value not in ("none", "cpu"):
-        raise ValueError("must be none or cpu")
-    return bool(value == "cpu")
-
-
 def _pair(value: Any) -> tuple[float, float]:
     if not isinstance(value, list) or len(value) != 2:
         raise ValueError("must be a list of two numbers")
     return number(value[0]), number(value[1])
 
 
-def _optimizer(value: Any) -> str:
-    names = {name: optimizer for optimizer, kind in OPTIMIZERS.items() for name in kind.deepspeed_names}
-    for name, optimizer in names.items():
-        if str(value).lower() == name.lower():
-            return optimizer
-    raise ValueError(f"must be one of {', '.join(names)}")
+def _one_of(values: dict[str, Any], ignore_case: bool = False) -> Callable[[Any], Any]:
+    def convert(value: Any) -> Any:
+        for name, converted in values.items():
+            if value == name or (ignore_case and str(value).lower() == name.lower()):
+                return converted
+        raise ValueError(f"must be one of {', '.join(values)}")
 
-
-def _reduce_in(value: Any) -> tuple[bool, bool]:
-    if value not in ("fp32", "bf16", "bfp16"):
-        raise ValueError("must be fp32 or bf16")
-    return value == "fp32", value != "fp32"
+    return convert
 
 
 KINDS: dict[str, Callable[[Any], Any]] = {
     "bool": boolean,
     "hpz": lambda value: whole_number(value) or 1,  # DeepSpeed's 0 is off, like 1
     "int": whole_number,
-    "loss_scale": _loss_scale,
+    "loss_scale": lambda value: number(value) or None,  # DeepSpeed's 0 means dynamic
     "number": number,
-    "number_twice": lambda value: (number(value), number(value)),
-    "offload_device": _offload_device,  # FSDP2 offloads parameters and optimizer state alike: two sections must agree
-    "optimizer": _optimizer,
+    # FSDP2 offloads parameters and optimizer state alike: two sections must agree.
+    "offload_device": _one_of({"none": False, "cpu": True}),
+    "optimizer": _one_of(
+        {name: optimizer for optimizer, kind in OPTIMIZERS.items() for name in kind.deepspeed_names}, ignore_case=True
+    ),
     "pair": _pair,
     "power_of_two": _power_of_two,
-    "reduce_in": _reduce_in,
+    "reduce_in": _one_of({"fp32": (True, False), "bf16": (False, True), "bfp16": (False, True)}),
     "text": str,
-    "warmup_style": _warmup_style,
 }
 _TABLE = tomllib.loads(Path(__file__).with_name("deepspeed_keys.toml").read_text(encoding="utf-8"))
 
 
-def _key(row: Any) -> Key:
-    """One row of the table."""
-    reasons = _TABLE["reasons"]
+def _reason(text: str) -> str:
+    return str(_TABLE["reasons"].get(text, text))
+
+
+def _key(row: dict[str, Any]) -> Key:
+    """Read one row of the table."""
     match row:
-        case str():
-            return NotNeeded(reasons.get(row, row))
         case {"sets": settings, "as": kind}:
-            names = tuple(settings.split())
-            return Sets(names, KINDS[kind] if len(names) > 1 else lambda value: (KINDS[kind](value),))
+            return Sets(tuple(settings.split()), KINDS[kind])
         case {"only": values, "otherwise": otherwise}:
-            return Only(tuple(values), reasons.get(otherwise, otherwise))
+            return MustEqual(tuple(values), _reason(otherwise))
         case {"off": otherwise}:
-            return Off(reasons.get(otherwise, otherwise), anywhere=row.get("anywhere", False))
+            return Off(_reason(otherwise), anywhere=row.get("anywhere", False))
         case {"same_as": path}:
             found = _TABLE["top"]
             for name in path.split("."):
                 found = found[name]
             return _section(found)
-        case {"@by_type": setting}:
-            types = {kind: params for kind, params in row.items() if kind != "@by_type"}
+        case {"@by_type": setting, **types}:
             return ByType(setting, {kind: (params["@value"], _section(params)) for kind, params in types.items()})
         case _:
             return _section(row)
 
 
 def _section(rows: dict[str, Any]) -> Section:
+    keys: dict[str, Key] = {name: _key(row) for name, row in rows.items() if not name.startswith("@")}
+    for reason, names in rows.get("@off", {}).items():
+        keys |= dict.fromkeys(names, Off(_reason(reason)))
+    for reason, names in rows.get("@not_needed", {}).items():
+        keys |= dict.fromkeys(names, NotNeeded(_reason(reason)))
     return Section(
-        {name: _key(row) for name, row in rows.items() if not name.startswith("@")},
+        keys,
         required=tuple(rows.get("@required", ())),
         switch=rows.get("@switch"),
         turns_on=rows.get("@turns_on"),

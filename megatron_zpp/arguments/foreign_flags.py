@@ -1,48 +1,37 @@
 """Flags of Megatron-LM, Megatron-DeepSpeed and their launchers that are no settings here, from ``foreign_flags.toml``.
 
-A flag is added there. What is here reads the table, and knows how Megatron-DeepSpeed's scripts describe experts.
+Add a flag there. This module reads the table, and knows how Megatron-DeepSpeed's scripts describe experts.
 """
 
 from __future__ import annotations
 
 import tomllib
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
-from operator import attrgetter
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from megatron_zpp.settings.checks import SettingsError
-from megatron_zpp.settings.groups import Settings
 
 
 @dataclass(frozen=True)
 class NotNeeded:
-    """Why a flag needs no setting; for a flag with a value, the values of which that is true."""
+    """Why a flag needs no setting, and for which values that is true."""
 
     because: str
-    accepted: tuple[str, ...] | None = None  # None: the flag is a switch; ANY: whatever its value is
-    only_if: Mapping[str, Any] | None = None  # settings, as "zero.zero_stage", with what they must be
-    unless: Mapping[str, Any] | None = None  # or must not be
-
-    def holds(self, settings: Settings) -> bool:
-        """Whether the reason is true for a run with these settings."""
-        same = {path: attrgetter(path)(settings) == value for path, value in {**(self.only_if or {})}.items()}
-        other = {path: attrgetter(path)(settings) != value for path, value in {**(self.unless or {})}.items()}
-        return all(same.values()) and all(other.values())
+    accepted: tuple[str, ...] | None = None  # None: the flag is a switch; ANY: all values
+    only_if: Mapping[str, list[Any]] = field(default_factory=dict)  # {setting: values for which it is true}
 
 
 ANY: tuple[str, ...] = ()
 _TABLE = tomllib.loads(Path(__file__).with_name("foreign_flags.toml").read_text(encoding="utf-8"))
 TRANSLATED: dict[str, str | dict[str, str]] = _TABLE["translated"]
-REFUSED: dict[str, str] = {flag: row["instead"] for row in _TABLE["refused"] for flag in row["flags"]}
+REFUSED: dict[str, str] = {flag: instead for instead, flags in _TABLE["refused"].items() for flag in flags}
 NOT_NEEDED: dict[str, NotNeeded] = {}
-for _row in _TABLE["not_needed"]:
-    _accepted: dict[str, tuple[str, ...] | None] = dict.fromkeys(_row.get("switches", ()))
-    _accepted |= dict.fromkeys(_row.get("any_value", ()), ANY)
-    _accepted |= {flag: tuple(values) for flag, values in _row.get("values", {}).items()}
-    for _flag, _values in _accepted.items():
-        NOT_NEEDED[_flag] = NotNeeded(_row["because"], _values, _row.get("only_if"), _row.get("unless"))
+for _because, _flags in _TABLE["not_needed"].items():
+    for _flag, _, _values in (flag.partition(" ") for flag in _flags):
+        _accepted = {"": None, "*": ANY}.get(_values, tuple(_values.split("|")))
+        NOT_NEEDED[_flag] = NotNeeded(_because, _accepted, _TABLE["only_if"].get(_flag, {}))
 
 
 def translate(name: str, words: list[str]) -> str:
@@ -61,25 +50,17 @@ def translate(name: str, words: list[str]) -> str:
 
 # Megatron-DeepSpeed's scripts describe a dense model by all of these and one expert.
 EXPERTS = "--num-experts"
-OF_EXPERTS = (
-    "--create-moe-param-group",
-    "--topk",
-    "--expert-interval",
-    "--mlp-type",
-    "--expert-model-parallel-size",
-    "--expert-tensor-parallel-size",
+EXPERT_FLAGS = (
+    *("--create-moe-param-group", "--topk", "--expert-interval", "--mlp-type"),
+    *("--expert-model-parallel-size", "--expert-tensor-parallel-size"),
 )
 WITHOUT_EXPERTS = NotNeeded("there is one MLP, and so no experts", ANY)
 NO_SUCH_EXPERTS = "experts do not have this here; leave it out"
-# Flags of experts that Megatron-DeepSpeed alone has, and what it does where a script with one of them says no more.
-DEEPSPEEDS_EXPERTS = (
-    "--moe-expert-parallel-size",
-    "--moe-loss-coeff",
-    "--moe-train-capacity-factor",
-    "--expert-interval",
-    "--topk",
-)
-_UNSAID = {
+# Expert flags that only Megatron-DeepSpeed has, and its defaults for scripts with one of them.
+_DEEPSPEED_EXPERT_FLAGS = {
+    *("--moe-expert-parallel-size", "--moe-loss-coeff", "--moe-train-capacity-factor", "--expert-interval", "--topk"),
+}
+_DEEPSPEED_DEFAULTS = {
     "moe_router_topk": "--moe-router-topk 1",
     "moe_layer_freq": translate("--expert-interval", ["2"]),
     "moe_aux_loss_coeff": "--moe-aux-loss-coeff 0.1",
@@ -90,17 +71,17 @@ _UNSAID = {
 
 
 def describes_experts(flag: str) -> bool:
-    return flag in (EXPERTS, *OF_EXPERTS) or flag.startswith("--moe-")
+    return flag in (EXPERTS, *EXPERT_FLAGS) or flag.startswith("--moe-")
 
 
-def unsaid_of_experts(typed: Collection[str], given: Mapping[str, Any]) -> str:
-    """Return the flags for what a script of Megatron-DeepSpeed leaves to its defaults; "" for other scripts.
+def deepspeed_expert_defaults(typed: Collection[str], given: Mapping[str, Any]) -> str:
+    """Return flags for Megatron-DeepSpeed's defaults of settings not given; "" for other scripts.
 
     typed: flags of the command line. given: settings that they have set.
     """
-    if not set(DEEPSPEEDS_EXPERTS) & set(typed):
+    if _DEEPSPEED_EXPERT_FLAGS.isdisjoint(typed):
         return ""
-    unsaid = [words for setting, words in _UNSAID.items() if setting not in given]
+    unsaid = [words for setting, words in _DEEPSPEED_DEFAULTS.items() if setting not in given]
     if given.get("moe_router_topk", 1) == 1:  # the weight of a single expert is its score among all
         unsaid += ["--moe-router-pre-softmax"]
     return " ".join(unsaid)

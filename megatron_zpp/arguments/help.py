@@ -1,17 +1,17 @@
 """The trainer's --help: the flags that most runs need, one group of flags, or all.
 
-A flag has a tier. "stable": those of --help and what published scripts use. "experimental": those of ``EXPERIMENTAL``,
-which the next version may change. "advanced": the rest, which tune what works without them.
+Flags have three tiers: "stable", those of --help and of published scripts; "experimental", those of ``EXPERIMENTAL``,
+which the next version may change; "advanced", the rest, which tune what works without them.
 """
 
 from __future__ import annotations
 
 import argparse
 import difflib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 
 from megatron_zpp.families import ARCHITECTURES, Architecture
-from megatron_zpp.settings.checks import SettingsError
+from megatron_zpp.settings.checks import require
 from megatron_zpp.settings.flags import Flag, group_title, iterate_flags
 from megatron_zpp.settings.groups import flags_by_name, iterate_groups
 
@@ -25,9 +25,9 @@ FIRST = {  # group of --help: its flags
     "--tensorboard-dir --wandb-project",
 }
 EXPERIMENTAL = (  # beginnings of names
-    *("--island", "--muon-", "--zeropp-hadamard", "--zeropp-gradient-element-scales", "--zeropp-scale-dtype"),
-    *("--zeropp-gradient-bits-warmup", "--zeropp-weight-moves", "--zeropp-offload", "--moe-token-bits"),
-    *("--zeropp-weight-rounding", "--zeropp-gradient-rounding", "--emulate-"),
+    *("--island", "--muon-", "--emulate-", "--moe-token-bits", "--zeropp-hadamard", "--zeropp-offload"),
+    *("--zeropp-gradient-element-scales", "--zeropp-scale-dtype", "--zeropp-gradient-bits-warmup"),
+    *("--zeropp-weight-moves", "--zeropp-weight-rounding", "--zeropp-gradient-rounding"),
 )
 EXAMPLES = """\
 examples:
@@ -53,10 +53,9 @@ def help_text(architecture: Architecture, words: Sequence[str] = ("--help",)) ->
 
     Raises SettingsError for a group that does not exist.
     """
-    # A trainer from outside of this package is no command of ours.
+    # A trainer from outside this package is no command of ours.
     trainer = f"-m megatron_zpp pretrain-{architecture.name}" if architecture in ARCHITECTURES else "%(prog)s"
-    groups = {name: list(iterate_flags(group)) for name, group in iterate_groups()}
-    titles = {name: group_title(group) for name, group in iterate_groups()}
+    groups = dict(iterate_groups())
     is_short = "--help-all" not in words and (len(words) == 1 or words[1].startswith("-"))
     preset = min(architecture.presets, default="NAME")
     examples = EXAMPLES.format(program="%(prog)s", preset=preset, groups=", ".join(groups))
@@ -67,19 +66,19 @@ def help_text(architecture: Architecture, words: Sequence[str] = ("--help",)) ->
         epilog=examples if is_short else None,
         add_help=False,
     )
+    shown = {group_title(group): list(iterate_flags(group)) for group in groups.values()}
     if is_short:
-        shown: Iterable[tuple[str, Iterable[Flag]]] = _first_flags()
-    elif "--help-all" in words:
-        shown = [(titles[name], flags) for name, flags in groups.items()]
-    else:
-        if words[1] not in groups:
-            nearest = difflib.get_close_matches(words[1], groups, n=1)
-            hint = f"did you mean {nearest[0]}?" if nearest else f"groups are {', '.join(groups)}"
-            raise SettingsError(f"--help {words[1]} is no group of flags; {hint}")
-        shown = [(titles[words[1]], groups[words[1]])]
-    for title, flags in shown:
+        flags = flags_by_name()
+        shown = {title: [flags[name] for name in names.split()] for title, names in FIRST.items()}
+    elif "--help-all" not in words:
+        nearest = difflib.get_close_matches(words[1], groups, n=1)
+        hint = f"did you mean {nearest[0]}?" if nearest else f"groups are {', '.join(groups)}"
+        require(words[1] in groups, f"--help {words[1]} is no group of flags; {hint}")
+        title = group_title(groups[words[1]])
+        shown = {title: shown[title]}
+    for title, section_flags in shown.items():
         section = parser.add_argument_group(title)
-        for flag in flags:
+        for flag in section_flags:
             if flag.value_type is bool:
                 section.add_argument(flag.name, action="store_true", help=_help(flag))
             else:
@@ -88,12 +87,6 @@ def help_text(architecture: Architecture, words: Sequence[str] = ("--help",)) ->
                     metavar = f"{{{','.join(flag.choices)}}}"
                 section.add_argument(flag.name, nargs=flag.nargs, metavar=metavar, help=_help(flag))
     return parser.format_help()
-
-
-def _first_flags() -> Iterator[tuple[str, list[Flag]]]:
-    flags = flags_by_name()
-    for title, names in FIRST.items():
-        yield title, [flags[name] for name in names.split()]
 
 
 def _help(flag: Flag) -> str:

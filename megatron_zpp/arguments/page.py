@@ -1,6 +1,6 @@
-"""The reference page docs/arguments.md, made from the settings themselves.
+"""Write the reference page docs/arguments.md from the settings.
 
-Write it again after a change: ``python -m megatron_zpp.arguments.page docs/arguments.md``
+Run it after a change: ``python -m megatron_zpp.arguments.page docs/arguments.md``
 """
 
 from __future__ import annotations
@@ -8,10 +8,9 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
-from megatron_zpp.arguments.deepspeed_keys import TOP, ByType, Key, NotNeeded, Off, Only, Section, Sets
-from megatron_zpp.arguments.foreign_flags import EXPERTS, NOT_NEEDED, OF_EXPERTS, REFUSED, TRANSLATED
+from megatron_zpp.arguments.deepspeed_keys import TOP, ByType, Key, MustEqual, NotNeeded, Off, Section, Sets
+from megatron_zpp.arguments.foreign_flags import EXPERT_FLAGS, EXPERTS, NOT_NEEDED, REFUSED, TRANSLATED
 from megatron_zpp.arguments.help import tier
 from megatron_zpp.families import ARCHITECTURES
 from megatron_zpp.settings.checks import flag_of
@@ -27,7 +26,7 @@ All flags of PROGRAMS. This page is generated; after a change of the settings, r
 A value comes from the flag, else from the DeepSpeed file of `--deepspeed_config`, else from `--preset`, else from the
 default below. A file that contradicts a flag is refused. Flags that are not on this page are refused too, with the
 nearest name. One start reports all mistakes, each in a line of its own, and ends with status 2. In tables, `-` means
-that nothing is set; whole numbers are at most 2147483647 where nothing else is said, and no number may be NaN or
+that nothing is set; whole numbers are at most 2147483647 unless a flag has its own limit, and no number may be NaN or
 infinite.
 
 Flags without a mark are stable: their names and meanings stay. One that is renamed works under its former name for at
@@ -38,40 +37,39 @@ shows the flags that most runs need, `--help GROUP` a section of this page, `--h
 
 
 def render_reference() -> str:
-    """The page as Markdown."""
+    """Render the page as Markdown."""
     programs = " and ".join(f"`{architecture.script}`" for architecture in ARCHITECTURES)
     parts = [_INTRODUCTION.replace("PROGRAMS", programs)]
     for _, group in iterate_groups():
-        parts.append(f"## {group_title(group)}\n")
         rows = [(f"`{flag.name}`", _default(flag), _meaning(flag)) for flag in iterate_flags(group)]
-        parts.append(_table(("flag", "default", "meaning"), rows))
+        parts += [f"## {group_title(group)}\n", _table(("flag", "default", "meaning"), rows)]
     parts.append("## Flags of Megatron-LM and Megatron-DeepSpeed that need no setting\n")
-    of_experts = ", ".join(f"`{flag}`" for flag in (*OF_EXPERTS, "--moe-..."))
+    names = ", ".join(f"`{flag}`" for flag in (*EXPERT_FLAGS, "--moe-..."))
     parts.append(
         "They are accepted, with one note: what they ask for is so anyway, or changes neither the model nor its "
-        f"training. So are {of_experts} without `{EXPERTS}`, or with 1 of them; with more, all are refused.\n"
+        f"training. So are {names} without `{EXPERTS}`, or with 1 of them; with more, all are refused.\n"
     )
     accepted = [
         (f"`{name}`" + (f" {' or '.join(foreign.accepted)}" if foreign.accepted else ""), foreign.because)
         for name, foreign in NOT_NEEDED.items()
     ]
-    parts.append(_table(("flag", "because"), accepted))
-    parts.append("## Flags of Megatron-LM and Megatron-DeepSpeed that have another name here\n")
-    translated = [
-        row
-        for name, meaning in TRANSLATED.items()
-        for row in (
-            [(f"`{name} {value}`", f"`{written}`") for value, written in meaning.items()]
-            if isinstance(meaning, dict)
-            else [(f"`{name}{' X' if '{' in meaning else ''}`", f"`{meaning.format('X')}`")]
-        )
+    translated = []
+    for name, meaning in TRANSLATED.items():
+        if isinstance(meaning, dict):
+            translated += [(f"`{name} {value}`", f"`{written}`") for value, written in meaning.items()]
+        else:
+            translated.append((f"`{name}{' X' if '{' in meaning else ''}`", f"`{meaning.format('X')}`"))
+    refused = [(f"`{name}`", instead) for name, instead in REFUSED.items()]
+    parts += [
+        _table(("flag", "because"), accepted),
+        "## Flags of Megatron-LM and Megatron-DeepSpeed that have another name here\n",
+        _table(("flag", "is"), translated),
+        "## Flags of Megatron-LM and Megatron-DeepSpeed that are refused\n",
+        _table(("flag", "what to do"), refused),
+        "## Keys of the DeepSpeed file\n",
+        "The file sets what it names and nothing else; `null` and `auto` leave a setting to the flags.\n",
+        _table(("key", "effect"), list(_keys(TOP, ""))),
     ]
-    parts.append(_table(("flag", "is"), translated))
-    parts.append("## Flags of Megatron-LM and Megatron-DeepSpeed that are refused\n")
-    parts.append(_table(("flag", "what to do"), [(f"`{name}`", instead) for name, instead in REFUSED.items()]))
-    parts.append("## Keys of the DeepSpeed file\n")
-    parts.append("The file sets what it names and nothing else; `null` and `auto` leave a setting to the flags.\n")
-    parts.append(_table(("key", "effect"), list(_keys(TOP, ""))))
     return "\n".join(parts)
 
 
@@ -103,8 +101,10 @@ def _effect(key: Key) -> str:
     match key:
         case Sets(settings):
             return f"sets {_flags(*settings)}"
-        case Only(values, otherwise):
-            return f"only {' or '.join(map(_json, values))}: {otherwise}"
+        case MustEqual(values, otherwise):
+            # As in JSON, but for quotes.
+            allowed = [str(value).lower() if isinstance(value, bool) else str(value) for value in values]
+            return f"only {' or '.join(allowed)}: {otherwise}"
         case Off(otherwise):
             return f"must be off: {otherwise}"
         case NotNeeded(because):
@@ -112,7 +112,7 @@ def _effect(key: Key) -> str:
     raise TypeError(f"{key} has keys of its own")
 
 
-# What DeepSpeed keys set that is no flag itself.
+# Meanings of settings of DeepSpeed keys that are no flags.
 _NO_FLAG = {
     "accumulation_steps": "micro-batches per optimizer step, and so a batch size that is not given",
     "warmup_min_ratio": "`--lr-warmup-init` as a part of the learning rate",
@@ -125,10 +125,6 @@ _NO_FLAG = {
 
 def _flags(*settings: str) -> str:
     return ", ".join(_NO_FLAG.get(setting) or f"`{flag_of(setting)}`" for setting in settings)
-
-
-def _json(value: Any) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def _table(header: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:

@@ -17,21 +17,21 @@ from megatron_zpp.arguments.command_line import read_command_line
 from megatron_zpp.arguments.deepspeed_config import DeepSpeedConfig, read_deepspeed_config
 from megatron_zpp.arguments.foreign_flags import NotNeeded
 from megatron_zpp.arguments.help import help_text
-from megatron_zpp.arguments.resolve import OF_DYNAMIC_SCALES, check_needed, resolve
+from megatron_zpp.arguments.resolve import DYNAMIC_SCALE_SETTINGS, check_needed, resolve
 from megatron_zpp.arguments.resolve_parallel import num_jobs
 from megatron_zpp.families import ARCHITECTURES, Architecture
 from megatron_zpp.parallel.distributed import is_first_rank
 from megatron_zpp.settings.checks import Mistakes, SettingsError, flag_of, flags_in, require
 from megatron_zpp.settings.flags import group_from
 from megatron_zpp.settings.groups import Settings, all_flags, iterate_groups
-from megatron_zpp.settings.resolved import ResolvedSettings
+from megatron_zpp.settings.resolved import ResolvedSettings, as_resolved
 from megatron_zpp.zeropp.config import ZeroPPConfig
 
 __all__ = ["SettingsError", "parse_settings"]
 
 
 def note_on_first_rank(text: str) -> None:
-    """Print a note for the user to stderr, once per run: on the rank that torchrun calls 0, or without torchrun."""
+    """Print a note to stderr, once per run: on torchrun's rank 0, or without torchrun."""
     if is_first_rank():
         print(f"note: {text}", file=sys.stderr, flush=True)
 
@@ -41,14 +41,14 @@ def parse_settings(
     argv: Sequence[str] | None = None,
     world_size: int = 1,
     note: Callable[[str], None] = note_on_first_rank,
-    of_all_jobs: bool = False,
+    counts_all_jobs: bool = False,
 ) -> ResolvedSettings:
-    """All settings of a run, complete and checked.
+    """Read, complete and check all settings of a run.
 
     architecture: the kind of model that the program trains. argv: default ``sys.argv[1:]``. world_size: ranks of
-    the run, unless --dry-run-world-size says another number. note: receives one line for each flag or key that was
-    accepted but changes nothing. of_all_jobs: world_size counts those of all islands, also where
-    each is a job of its own (--islands-may-leave); else those of one job.
+    the run, unless --dry-run-world-size gives another number. note: receives one line for each flag or key that was
+    accepted but changes nothing. counts_all_jobs: world_size counts the ranks of all islands, even where each is a job
+    of its own (--islands-may-leave).
 
     Raises SettingsError with one line for each mistake, which says what to do. ``--help``, ``--help GROUP``
     and ``--help-all`` print and raise SystemExit(0).
@@ -68,7 +68,7 @@ def parse_settings(
     if "deepspeed_config" in given:
         try:
             config = read_deepspeed_config(given["deepspeed_config"])
-        except SettingsError as error:  # without its settings, others would seem to be missing
+        except SettingsError as error:  # without its settings, others would seem missing
             raise SettingsError(*mistakes.messages, *error.messages) from error
     notes = _choose_between(given, config)
     with mistakes.collected():
@@ -82,31 +82,24 @@ def parse_settings(
         check_needed(values, chosen)
     settings = _into_groups(architecture.name, values, mistakes)
     with mistakes.collected_unless_named():
-        world_size *= 1 if of_all_jobs else num_jobs(settings.distributed)
+        world_size *= 1 if counts_all_jobs else num_jobs(settings.distributed)
         settings, without_effect = resolve(architecture, settings, chosen, world_size, config.accumulation_steps)
         notes += without_effect
     with mistakes.collected_unless_named():
-        _check_what_holds(line.not_needed, settings)
+        _check_not_needed(line.not_needed, settings)
     for i, message in enumerate(mistakes.messages[checked_from:], checked_from):
         mistakes.messages[i] += _where_from(message, config)
     mistakes.report()
-    for text in [*config.notes, *notes, *line.notes()]:
+    for text in [*config.notes(), *notes, *line.notes()]:
         note(text)
-    return ResolvedSettings.of(settings)
-
-
-# Values
-
-
-# Where DeepSpeed writes its own points, and Megatron others, beside each other.
-_OF_MONITORS = ("tensorboard_dir", "wandb_project", "wandb_entity")
+    return as_resolved(settings)
 
 
 def _choose_between(given: dict[str, Any], config: DeepSpeedConfig) -> list[str]:
-    """Drop what a flag or the file says in vain with Megatron-DeepSpeed, whose scripts hold both; a note for each.
+    """Drop values of flags or file that have no effect in Megatron-DeepSpeed, whose scripts hold both. Return notes.
 
-    There the file's sections fp16 and bf16 say what computes and scales the loss, monitors write to places of their
-    own, and --global-batch-size changes the file's batch size before the first step.
+    There the file's sections fp16 and bf16 choose the precision and scale the loss, the file's monitors and Megatron's
+    write to places of their own, and --global-batch-size changes the file's batch size before the first step.
     """
     notes, fixed, batch = list[str](), given.get("loss_scale"), given.get("global_batch_size")
     if batch is not None and config.values.get("global_batch_size", batch) != batch:
@@ -114,7 +107,7 @@ def _choose_between(given: dict[str, Any], config: DeepSpeedConfig) -> list[str]
         written = config.origins.pop("global_batch_size")
         notes.append(f"{written} of {config.path} has no effect beside --global-batch-size {batch}")
         config.accumulation_steps = None  # follows from the batch sizes
-    dynamic = [config.origins[name] for name in ("loss_scale", *OF_DYNAMIC_SCALES) if name in config.values]
+    dynamic = [config.origins[name] for name in ("loss_scale", *DYNAMIC_SCALE_SETTINGS) if name in config.values]
     if fixed is not None and dynamic and config.values.get("loss_scale") is None:
         del given["loss_scale"]
         notes.append(f"--loss-scale {fixed:g} has no effect: {dynamic[0]} of {config.path} asks for a dynamic one")
@@ -123,7 +116,7 @@ def _choose_between(given: dict[str, Any], config: DeepSpeedConfig) -> list[str]
             del given[precision]
             config.values.pop(precision, None)
             notes.append(f"--{precision} has no effect: {config.origins[other]} of {config.path} computes otherwise")
-    for name in _OF_MONITORS:
+    for name in ("tensorboard_dir", "wandb_project", "wandb_entity"):
         if name in given and name in config.values:
             written = f"{config.origins.pop(name)} of {config.path}"
             if config.values.pop(name) != given[name]:
@@ -132,15 +125,15 @@ def _choose_between(given: dict[str, Any], config: DeepSpeedConfig) -> list[str]
 
 
 def _check_agreement(given: dict[str, Any], config: DeepSpeedConfig) -> None:
-    """A value stated both by a flag and in the DeepSpeed file must be the same one, and so the kind of loss scale."""
-    typed = {name: _as_typed(flag_of(name), value) for name, value in given.items()}
+    """Check that flags and DeepSpeed file state equal values, and the same kind of loss scale."""
+    typed = {name: flag_of(name) + ("" if value is True else f" {value}") for name, value in given.items()}
     written = {name: f"{origin} of {config.path}" for name, origin in config.origins.items()}
     mistakes = [
         f"{typed[name]} contradicts {written[name]}; make them equal or leave one out"
         for name in given
         if name in config.values and given[name] != config.values[name]
     ]
-    dynamic = [typed[name] for name in OF_DYNAMIC_SCALES if name in typed and name not in written]
+    dynamic = [typed[name] for name in DYNAMIC_SCALE_SETTINGS if name in typed and name not in written]
     if config.values.get("loss_scale") is not None and "loss_scale" not in typed and dynamic:
         mistakes.append(
             f"{written['loss_scale']} is a fixed loss scale, and {', '.join(dynamic)} is of a dynamic one; leave "
@@ -150,30 +143,27 @@ def _check_agreement(given: dict[str, Any], config: DeepSpeedConfig) -> None:
         raise SettingsError(*mistakes)
 
 
-def _check_what_holds(not_needed: Mapping[str, NotNeeded], settings: Settings) -> None:
-    """Refuse a flag that needs no setting where what it asks for is not so."""
+def _check_not_needed(not_needed: Mapping[str, NotNeeded], settings: Settings) -> None:
+    """Refuse a flag that asks for something else than this run does."""
+    values = settings.as_flat_dict()
     for name, flag in not_needed.items():
-        holds = flag.holds(settings)
+        holds = all(values[setting] in allowed for setting, allowed in flag.only_if.items())
         require(holds, f"{name} does not hold for this run: {flag.because}")
 
 
 def _where_from(message: str, config: DeepSpeedConfig) -> str:
-    """For an error that names flags: which of them were not typed, but stand in the DeepSpeed file."""
+    """List the DeepSpeed file's keys that set flags named in an error message."""
     named = flags_in(message)
     keys = [config.origins[name] for name, flag in all_flags().items() if name in config.origins and flag.name in named]
     return f" ({', '.join(keys)} in {config.path})" if keys else ""
 
 
-def _as_typed(flag: str, value: Any) -> str:
-    return flag if value is True else f"{flag} {value}"
-
-
 def _preset(architecture: Architecture, given: dict[str, Any]) -> dict[str, Any]:
-    """The settings of a published model, by field name."""
+    """Return the settings of a published model, by field name."""
     name = given["preset"]
-    other = next((other for other in ARCHITECTURES if name in other.presets), architecture)
-    if name not in architecture.presets and other is not architecture:
-        raise SettingsError(f"--preset {name} is for {other.script}")
+    for other in ARCHITECTURES:
+        is_other = name in other.presets and name not in architecture.presets
+        require(not is_other, f"--preset {name} is for {other.script}")
     preset = architecture.preset(name)
     if "untie_embeddings_and_output_weights" in given:  # overrides its opposite
         preset.pop("tie_embeddings_and_output_weights", None)
@@ -181,7 +171,6 @@ def _preset(architecture: Architecture, given: dict[str, Any]) -> dict[str, Any]
 
 
 def _into_groups(architecture: str, values: dict[str, Any], mistakes: Mistakes) -> Settings:
-    """Settings from a flat {setting: value}."""
     unknown = values.keys() - all_flags().keys()
     assert not unknown, f"no setting is called {', '.join(unknown)}"
     groups: dict[str, Any] = {}
@@ -196,6 +185,6 @@ def _into_groups(architecture: str, values: dict[str, Any], mistakes: Mistakes) 
 
 
 def _with_flags(message: str, group: type[Any]) -> str:
-    """A message of a config with its flags in place of its fields' names."""
+    """Write flags in place of a config's field names."""
     flags = {field.name: field.metadata["name"] for field in dataclasses.fields(group) if field.metadata}
     return re.sub(r"\w+", lambda word: flags.get(word[0], word[0]), message)

@@ -11,8 +11,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 from megatron_zpp.arguments.check_islands import check_islands
-from megatron_zpp.arguments.check_muon import check_muon
-from megatron_zpp.arguments.check_zero import check_zero
+from megatron_zpp.arguments.check_zero import check_muon, check_zero
 from megatron_zpp.arguments.resolve_parallel import (
     cannot_tell_stragglers,
     check_expert_parallel,
@@ -40,7 +39,6 @@ from megatron_zpp.settings.groups import (
     all_flags,
 )
 from megatron_zpp.settings.resolved import ResolvedTraining
-from megatron_zpp.zeropp.config import ZeroPPConfig
 
 
 def resolve(
@@ -50,21 +48,23 @@ def resolve(
     world_size: int,
     accumulation_steps: int | None = None,
 ) -> tuple[Settings, list[str]]:
-    """Completed settings, and one note for each given setting that has no effect in this run.
+    """Complete the settings, and note each given setting that has no effect in this run.
 
     given: names of the fields that the user set. world_size: ranks of all jobs. accumulation_steps: micro-batches per
-    optimizer step, where a DeepSpeed file says so. Raises SettingsError with all that is wrong, as far as it can be
-    told: what is computed from wrong settings is not looked at.
+    optimizer step, where a DeepSpeed file says so. Raises SettingsError with all mistakes, but for those that wrong
+    settings may cause.
     """
     mistakes, distributed, training = Mistakes(), settings.distributed, settings.training
+    seq_length = training.seq_length or 0
     with mistakes.collected():
         architecture.check_parallel(distributed)
     with mistakes.collected():
         check_parallel(distributed, settings.zero.zero_stage, training.seq_length, world_size)
     with mistakes.collected():
-        require(training.seq_length is not None, "how long is a sample? give --seq-length")
-        model = architecture.resolve(settings.model, training.seq_length or 0)
-        activation = _resolve_activation(settings.activation, model.num_layers)
+        require(seq_length, "how long is a sample? give --seq-length")
+        model = architecture.resolve(settings.model, seq_length)
+        num_layers = model.num_layers or 0
+        activation = _resolve_activation(settings.activation, num_layers)
     with mistakes.collected():
         precision = _resolve_precision(settings.precision, _sums_gradients_in_fp32(settings))
     with mistakes.collected():
@@ -75,25 +75,23 @@ def resolve(
         _check_checkpoint(settings.checkpoint, settings.schedule)
     mistakes.report()
 
-    dp_size = data_parallel_size(distributed, world_size)
+    dp_size, zeropp = data_parallel_size(distributed, world_size), settings.zeropp
+    # In other runs a NaN or Inf undoes a step, which is rare, and LoCo then starts again.
+    undoes_steps = precision.fp16 or training.loss_spike_factor is not None
+    loco = None if zeropp.loco is None else dataclasses.replace(zeropp.loco, exact_undo=undoes_steps)
+    zeropp = dataclasses.replace(zeropp, seed=training.seed, loco=loco)
     settings = dataclasses.replace(
-        settings,
-        model=model,
-        activation=activation,
-        precision=precision,
-        tokenizer=tokenizer,
-        zeropp=_resolve_zeropp(settings.zeropp, training, precision),
+        settings, model=model, activation=activation, precision=precision, tokenizer=tokenizer, zeropp=zeropp
     )
-    assert training.seq_length
     with mistakes.collected():
-        check_pipeline(settings)
+        check_pipeline(settings, num_layers)
     with mistakes.collected():
         settings = dataclasses.replace(settings, training=_resolve_training(training, dp_size, accumulation_steps))
         settings = _resolve_length(settings, dp_size)
     with mistakes.collected():
         _check_curriculum(settings)
     with mistakes.collected():
-        check_tensor_parallel(distributed, model, training.seq_length, activation.compile)
+        check_tensor_parallel(distributed, model, seq_length, activation.compile)
     with mistakes.collected():
         check_islands(settings, set(given))
     fsdp_size = dp_size // distributed.islands * distributed.context_parallel_size
@@ -119,14 +117,11 @@ def resolve(
 
 
 def _resolve_training(training: TrainingSettings, dp_size: int, accumulation_steps: int | None) -> TrainingSettings:
-    require(
-        accumulation_steps is None or accumulation_steps >= 1,
-        f"gradient_accumulation_steps must be at least 1, got {accumulation_steps}",
-    )
-    require(
-        accumulation_steps is None or training.rampup_batch_size is None,
-        f"gradient_accumulation_steps {accumulation_steps} fixes what --rampup-batch-size changes; leave one out",
-    )
+    if accumulation_steps is not None:
+        given = f"gradient_accumulation_steps {accumulation_steps}"
+        require(accumulation_steps >= 1, f"{given} must be at least 1")
+        ramps = training.rampup_batch_size is not None
+        require(not ramps, f"{given} fixes what --rampup-batch-size changes; leave one out")
     micro, total = training.micro_batch_size, training.global_batch_size
     if micro is None and total is not None and accumulation_steps is not None:
         micro, rest = divmod(total, accumulation_steps * dp_size)
@@ -139,8 +134,7 @@ def _resolve_training(training: TrainingSettings, dp_size: int, accumulation_ste
         raise SettingsError("how many samples per rank and forward pass? give --micro-batch-size")
     training = dataclasses.replace(training, micro_batch_size=micro)
     expected = micro * (accumulation_steps or 1) * dp_size
-    if total is None:
-        total = expected
+    total = expected if total is None else total
     require(
         accumulation_steps is None or total == expected,
         f"global batch size {total} is not micro-batch size {micro} * {accumulation_steps} accumulation steps * "
@@ -150,7 +144,7 @@ def _resolve_training(training: TrainingSettings, dp_size: int, accumulation_ste
 
 
 def _resolve_length(settings: Settings, dp_size: int) -> Settings:
-    """End the run by its tokens, and build what the trainer will build: it refuses what it cannot do."""
+    """End the run by its tokens. Builds the schedules that the trainer will build, which refuse what cannot work."""
     training = ResolvedTraining(**vars(settings.training))
     try:
         batches = BatchSchedule.from_settings(training, dp_size)
@@ -164,7 +158,7 @@ def _resolve_length(settings: Settings, dp_size: int) -> Settings:
 
 
 def _check_curriculum(settings: Settings) -> None:
-    """Samples that are cut must still be divisible among ranks, and be one document each."""
+    """Check that cut samples can still be divided among ranks, and are one document each."""
     try:
         curriculum = Curriculum.from_settings(ResolvedTraining(**vars(settings.training)))
     except ValueError as error:
@@ -185,32 +179,19 @@ def _check_curriculum(settings: Settings) -> None:
     )
 
 
-# ZeRO++
-
-
-def _resolve_zeropp(config: ZeroPPConfig, training: TrainingSettings, precision: PrecisionSettings) -> ZeroPPConfig:
-    loco = config.loco
-    if loco is not None:
-        # In other runs a NaN or Inf undoes a step, which is rare, and LoCo then starts again.
-        undoes_steps = precision.fp16 or training.loss_spike_factor is not None
-        loco = dataclasses.replace(loco, exact_undo=undoes_steps)
-    return dataclasses.replace(config, seed=training.seed, loco=loco)
-
-
 # Precision and memory
 
 
 def _sums_gradients_in_fp32(settings: Settings) -> bool:
-    """Whether all that adds up gradients does it in fp32, whatever it is handed: qgZ on both hops, and no other."""
+    """Return whether gradients of any dtype are summed in fp32, as by qgZ that quantizes both hops."""
     zero, zeropp = settings.zero, settings.zeropp
     quantized = zeropp.quantized_gradients and None not in (zeropp.gradient_bits, zeropp.gradient_intra_bits)
-    # Where micro-batches are reduced together, FSDP2 adds them up before.
+    # Where micro-batches are reduced together, FSDP2 adds them up first.
     return quantized and zero.zero_stage >= 2 and settings.distributed.pipeline_schedule not in SPLITS_BACKWARD
 
 
 def _resolve_precision(precision: PrecisionSettings, sums_in_fp32: bool) -> PrecisionSettings:
     require(not (precision.fp16 and precision.bf16), "--fp16 and --bf16 exclude each other; give one")
-    require(precision.bf16 or not precision.grad_reduce_in_bf16, "--grad-reduce-in-bf16 needs --bf16")
     require(
         not (precision.grad_reduce_in_bf16 and precision.accumulate_allreduce_grads_in_fp32),
         "--grad-reduce-in-bf16 and --accumulate-allreduce-grads-in-fp32 exclude each other; give one",
@@ -220,8 +201,8 @@ def _resolve_precision(precision: PrecisionSettings, sums_in_fp32: bool) -> Prec
         not precision.fp16 or precision.loss_scale is not None or first >= smallest,
         f"--initial-loss-scale {first:g} is below --min-loss-scale {smallest:g}; raise the former or lower the latter",
     )
-    # Megatron's rule: bf16 has too few digits to sum gradients in, so it is fp32 unless asked otherwise. Autograd's are
-    # bf16, and half the memory, where they are only handed over.
+    # Megatron's rule: bf16 has too few digits to sum gradients in, so sums are fp32 unless asked otherwise. Where sums
+    # are fp32 anyway, autograd's gradients stay bf16, in half the memory.
     in_fp32 = precision.accumulate_allreduce_grads_in_fp32
     if precision.bf16 and not in_fp32 and not precision.grad_reduce_in_bf16:
         in_fp32 = not sums_in_fp32
@@ -229,17 +210,15 @@ def _resolve_precision(precision: PrecisionSettings, sums_in_fp32: bool) -> Prec
     return dataclasses.replace(precision, accumulate_allreduce_grads_in_fp32=in_fp32)
 
 
-def _resolve_activation(activation: ActivationSettings, num_layers: int | None) -> ActivationSettings:
+def _resolve_activation(activation: ActivationSettings, num_layers: int) -> ActivationSettings:
     asked = {
         "--recompute-granularity": activation.recompute_granularity,
         "--recompute-activations": "selective" if activation.recompute_activations else None,
         "--checkpoint-activations": "full" if activation.checkpoint_activations else None,
     }
     asked = {flag: granularity for flag, granularity in asked.items() if granularity is not None}
-    require(
-        len(set(asked.values())) <= 1,
-        f"{' and '.join(f'{flag} (= {granularity})' for flag, granularity in asked.items())} differ; give one",
-    )
+    pairs = " and ".join(f"{flag} (= {granularity})" for flag, granularity in asked.items())
+    require(len(set(asked.values())) <= 1, f"{pairs} differ; give one")
     granularity = next(iter(asked.values()), None)
     method, layers = activation.recompute_method, activation.recompute_num_layers
     if granularity != "full":
@@ -247,11 +226,8 @@ def _resolve_activation(activation: ActivationSettings, num_layers: int | None) 
             require(getattr(activation, name) is None, f"{flag_of(name)} needs --recompute-granularity full")
     else:
         method, layers = method or "uniform", 1 if layers is None else layers
-        assert num_layers
-        require(
-            1 <= layers <= num_layers,
-            f"--recompute-num-layers {layers} must be between 1 and --num-layers {num_layers}",
-        )
+        message = f"--recompute-num-layers {layers} must be between 1 and --num-layers {num_layers}"
+        require(1 <= layers <= num_layers, message)
     return dataclasses.replace(
         activation, recompute_granularity=granularity, recompute_method=method, recompute_num_layers=layers
     )
@@ -262,18 +238,16 @@ def _resolve_activation(activation: ActivationSettings, num_layers: int | None) 
 
 def _check_data(data: DataSettings) -> None:
     per_split = [name for name in ("train_data_path", "valid_data_path", "test_data_path") if getattr(data, name)]
-    whole = [name for name in ("data_path", "data_args_path") if getattr(data, name)]
-    others = [name for name in ("mock_data", "per_split_data_args_path") if getattr(data, name)]
-    sources = [flag_of(name) for name in (*whole, *others, *per_split[:1])]
-    require(len(sources) > 0, "what to train on? give --data-path PREFIX, --train-data-path PREFIX or --mock-data")
-    require(len(sources) == 1, f"{' and '.join(sources)} both say where the data is; give one")
+    sources = ("data_path", "data_args_path", "mock_data", "per_split_data_args_path", *per_split[:1])
+    given = [flag_of(name) for name in sources if getattr(data, name)]
+    require(given, "what to train on? give --data-path PREFIX, --train-data-path PREFIX or --mock-data")
+    require(len(given) == 1, f"{' and '.join(given)} both say where the data is; give one")
     require(
         not (per_split or data.per_split_data_args_path) or data.split is None,
-        f"--split divides --data-path; it has no meaning with {sources[0]}: leave it out",
+        f"--split divides --data-path; it has no meaning with {given[0]}: leave it out",
     )
-    require(
-        data.dataloader_type == "cyclic" or not data.data_sharding, "--data-sharding needs --dataloader-type cyclic"
-    )
+    is_cyclic = data.dataloader_type == "cyclic"
+    require(is_cyclic or not data.data_sharding, "--data-sharding needs --dataloader-type cyclic")
 
 
 def _resolve_tokenizer(tokenizer: TokenizerSettings, data: DataSettings) -> TokenizerSettings:
@@ -283,22 +257,16 @@ def _resolve_tokenizer(tokenizer: TokenizerSettings, data: DataSettings) -> Toke
         return dataclasses.replace(tokenizer, tokenizer_type="GPT2BPETokenizer")
     if data.mock_data and tokenizer.vocab_size is not None:
         return dataclasses.replace(tokenizer, tokenizer_type="NullTokenizer")
+    require(not data.mock_data, "which vocabulary? give --vocab-size with --mock-data")
     raise SettingsError(
-        "which vocabulary? give --vocab-size with --mock-data"
-        if data.mock_data
-        else "which tokenizer was the data made with? give --tokenizer-type and its files, or --vocab-file and "
-        "--merge-file of GPT2BPETokenizer"
+        "which tokenizer was the data made with? give --tokenizer-type and its files, or --vocab-file and --merge-file "
+        "of GPT2BPETokenizer"
     )
 
 
 def _check_checkpoint(checkpoint: CheckpointSettings, schedule: ScheduleSettings) -> None:
-    require(
-        checkpoint.save is None or checkpoint.save_interval is not None,
-        "how often to save? --save needs --save-interval",
-    )
-    needs_load = ("ckpt_step", "exit_on_missing_checkpoint", "finetune", "no_load_optim", "no_load_rng")
-    for name in (*needs_load, "load_latest_good", "override_batch_size", "override_data"):
-        require(not getattr(checkpoint, name) or checkpoint.load is not None, f"{flag_of(name)} needs --load")
+    has_interval = checkpoint.save_interval is not None
+    require(checkpoint.save is None or has_interval, "how often to save? --save needs --save-interval")
     require(
         not (checkpoint.load_latest_good and checkpoint.ckpt_step is not None),
         "--load-latest-good and --ckpt-step both say which checkpoint to load; give one",
@@ -309,56 +277,45 @@ def _check_checkpoint(checkpoint: CheckpointSettings, schedule: ScheduleSettings
     )
 
 
-# Settings that mean something only beside another one
+# Settings that have no effect without another one
 
 
 def check_needed(values: Mapping[str, Any], given: Collection[str]) -> None:
     """Raise SettingsError for given flags without the ones they need.
 
     A ZeRO++ setting without its switch would leave the collectives unquantized unnoticed, and a head layout without
-    its switch would train another network. values: what flags, DeepSpeed's file and preset say, the rest being off.
+    its switch would train another network. values: from flags, DeepSpeed's file and preset; all others are off.
     """
-    alone = [
-        f"{flag.name} needs {flag_of(flag.needs)}"
-        for flag in all_flags().values()
-        if flag.needs is not None and flag.setting in given and not values.get(flag.needs)
-    ]
+    on = {setting for setting in given if values[setting] is not False}
+    needs = {flag.name: flag.needs for flag in all_flags().values() if flag.needs and flag.setting in on}
+    alone = [f"{name} needs {flag_of(needed)}" for name, needed in needs.items() if not values.get(needed)]
     if alone:
         raise SettingsError(*alone)
 
 
-OF_DYNAMIC_SCALES = ("initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis")
+DYNAMIC_SCALE_SETTINGS = ("initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis")
 
-# Left-overs of a script, which do no harm: a note.
+# Left-overs of a script, which do no harm: a note for each.
 _NO_EFFECT_WITHOUT = {
-    "rope_scaling_factor": "use_rope_scaling",
-    "fim_rate": "fim_data",
-    "fim_spm_rate": "fim_data",
-    "fim_prefix_token": "fim_data",
-    "fim_middle_token": "fim_data",
-    "fim_suffix_token": "fim_data",
-    "loss_scale": "fp16",
-    **dict.fromkeys(OF_DYNAMIC_SCALES, "fp16"),
-    "manual_gc_interval": "manual_gc",
-    "emulate_nodes": "emulate_ranks",
-    "save_interval": "save",
-    "no_save_optim": "save",
-    "no_save_rng": "save",
-    "no_async_save": "save",
-    "save_retain_interval": "save",
-    "save_keep_last": "save",
-    "verify_checkpoint": "load",
-    "wandb_exp_name": "wandb_project",
-    "wandb_entity": "wandb_project",
-    "wandb_save_dir": "wandb_project",
+    "use_rope_scaling": ("rope_scaling_factor",),
+    "fim_data": ("fim_rate", "fim_spm_rate", "fim_prefix_token", "fim_middle_token", "fim_suffix_token"),
+    "fp16": ("loss_scale", *DYNAMIC_SCALE_SETTINGS),
+    "manual_gc": ("manual_gc_interval",),
+    "emulate_ranks": ("emulate_nodes",),
+    "save": (
+        *("save_interval", "save_retain_interval", "save_keep_last", "no_save_optim", "no_save_rng", "no_async_save"),
+    ),
+    "load": ("verify_checkpoint",),
+    "wandb_project": ("wandb_exp_name", "wandb_entity", "wandb_save_dir"),
 }
 
 
 def _notes(settings: Settings, given: set[str]) -> Iterator[str]:
     values = settings.as_flat_dict()
-    for name, needed in _NO_EFFECT_WITHOUT.items():
-        if name in given and not values[needed]:
-            yield f"{flag_of(name)} has no effect without {flag_of(needed)}"
+    for needed, names in _NO_EFFECT_WITHOUT.items():
+        for name in names:
+            if name in given and not values[needed]:
+                yield f"{flag_of(name)} has no effect without {flag_of(needed)}"
     interval, steps = settings.island.sync_interval, settings.training.train_iters
     if settings.distributed.islands_may_leave and steps is not None and steps % interval:
         yield (
@@ -368,10 +325,10 @@ def _notes(settings: Settings, given: set[str]) -> Iterator[str]:
     if settings.distributed.sequence_parallel and settings.distributed.tensor_model_parallel_size == 1:
         yield "--sequence-parallel has no effect without --tensor-model-parallel-size"
     if settings.precision.fp16 and settings.precision.loss_scale is not None:
-        for name in OF_DYNAMIC_SCALES:
+        for name in DYNAMIC_SCALE_SETTINGS:
             if name in given:
                 yield f"{flag_of(name)} has no effect with a fixed --loss-scale"
     tokenizer = settings.tokenizer
-    of_json = tokenizer.tokenizer_type == "TikTokenizer" and (tokenizer.tokenizer_model or "").endswith(".json")
-    if "vocab_size" in given and tokenizer.tokenizer_type != "NullTokenizer" and not of_json:
+    has_json = tokenizer.tokenizer_type == "TikTokenizer" and (tokenizer.tokenizer_model or "").endswith(".json")
+    if "vocab_size" in given and tokenizer.tokenizer_type != "NullTokenizer" and not has_json:
         yield f"--vocab-size has no effect: {tokenizer.tokenizer_type} knows its own"

@@ -9,30 +9,29 @@ from megatron_zpp.optim.batch_size import BatchSchedule
 from megatron_zpp.parallel.mesh import MODEL_PARALLEL_SETTINGS, ranks_per_model_copy
 from megatron_zpp.parallel.pipeline import SPLITS_BACKWARD, check_micro_batches
 from megatron_zpp.parallel.stages import Placement, place_stages
-from megatron_zpp.settings.checks import SettingsError, divisors, flag_of, require
+from megatron_zpp.settings.checks import SettingsError, divisors, flag_of, list_divisors, require, require_divides
 from megatron_zpp.settings.groups import DistributedSettings, ModelSettings, Settings, ZeroSettings
 
 
 def check_parallel(distributed: DistributedSettings, zero_stage: int, seq_length: int | None, world_size: int) -> None:
     """Raise SettingsError unless the parallel sizes divide the ranks, and fit together."""
-    product, of_job = ranks_per_model_copy(distributed), world_size // num_jobs(distributed)
+    product, job_size = ranks_per_model_copy(distributed), world_size // num_jobs(distributed)
     sizes = " * ".join(f"{flag_of(name)} {getattr(distributed, name)}" for name in MODEL_PARALLEL_SETTINGS)
     require(
-        of_job % product == 0,
-        f"{sizes} = {product} does not divide the {of_job} rank(s) of this run; choose sizes whose product is one "
-        f"of {', '.join(map(str, divisors(of_job)))}",
+        job_size % product == 0,
+        f"{sizes} = {product} does not divide the {job_size} rank(s) of this run; choose sizes whose product is one "
+        f"of {list_divisors(job_size)}",
     )
-    dp_size, islands = data_parallel_size(distributed, world_size), distributed.islands
-    require(
-        dp_size % islands == 0,
-        f"--islands {islands} does not divide the {dp_size} data-parallel rank(s); choose one of "
-        f"{', '.join(map(str, divisors(dp_size)))}",
-    )
-    _check_context_parallel(distributed.context_parallel_size, seq_length)
-    _check_emulation(distributed, zero_stage, world_size)
-
-
-def _check_emulation(distributed: DistributedSettings, zero_stage: int, world_size: int) -> None:
+    dp_size, cp_size = data_parallel_size(distributed, world_size), distributed.context_parallel_size
+    require_divides("--islands", distributed.islands, dp_size, "data-parallel rank(s)")
+    if cp_size > 1 and seq_length is not None:
+        fitting = [size for size in divisors(seq_length) if seq_length % (2 * size) == 0] or [1]
+        require(
+            seq_length % (2 * cp_size) == 0,
+            f"--seq-length {seq_length} is not a multiple of 2 * --context-parallel-size {cp_size}: each rank takes "
+            f"two of 2 * {cp_size} chunks of a sequence; choose another length, or a --context-parallel-size of "
+            f"{', '.join(map(str, fitting))}",
+        )
     ranks, nodes = distributed.emulate_ranks, distributed.emulate_nodes
     if ranks is None:
         return
@@ -41,88 +40,58 @@ def _check_emulation(distributed: DistributedSettings, zero_stage: int, world_si
         "--emulate-ranks has all islands in one process, which none may leave: leave it or --islands-may-leave out",
     )
     require(world_size == 1, f"--emulate-ranks {ranks} needs one process, this run has {world_size}: start it alone")
-    require(
-        ranks % nodes == 0,
-        f"--emulate-nodes {nodes} does not divide --emulate-ranks {ranks}; choose one of "
-        f"{', '.join(map(str, divisors(ranks)))}",
-    )
-    require(
-        zero_stage in (2, 3),
-        f"--emulate-ranks emulates --zero-stage 2 and 3, got {zero_stage}: below 2 each rank keeps its own gradients",
-    )
+    uneven = f"--emulate-nodes {nodes} does not divide --emulate-ranks {ranks}; choose one of {list_divisors(ranks)}"
+    require(ranks % nodes == 0, uneven)
+    require(zero_stage in (2, 3), f"--emulate-ranks emulates --zero-stage 2 and 3, got {zero_stage}: give 2 or 3")
 
 
 def cannot_tell_stragglers(distributed: DistributedSettings, zero: ZeroSettings, world_size: int) -> str | None:
-    """Why --log-straggler would tell nothing; None where it does."""
+    """Return why --log-straggler would report nothing, or None where it works."""
     if world_size == 1:
         return "there is one rank"
-    others = {
-        **{setting: getattr(distributed, setting) for setting in MODEL_PARALLEL_SETTINGS},
-        "expert_model_parallel_size": distributed.expert_model_parallel_size,
-        "islands": distributed.islands,
-        "num_distributed_optimizer_instances": distributed.num_distributed_optimizer_instances,
-    }
-    given = [f"{flag_of(name)} {size}" for name, size in others.items() if size > 1]
+    others = ("expert_model_parallel_size", "islands", "num_distributed_optimizer_instances")
+    sizes = {name: getattr(distributed, name) for name in (*MODEL_PARALLEL_SETTINGS, *others)}
+    given = [f"{flag_of(name)} {size}" for name, size in sizes.items() if size > 1]
     given += ["--zero-stage 0"] if zero.zero_stage == 0 else []
     return f"how long ranks wait for each other is not known with {' and '.join(given)}" if given else None
 
 
 def num_jobs(distributed: DistributedSettings) -> int:
-    """How many jobs a run is: one of each island, if they may leave."""
+    """Return how many jobs a run is: one per island if islands may leave."""
     return distributed.islands if distributed.islands_may_leave else 1
 
 
 def data_parallel_size(distributed: DistributedSettings, world_size: int) -> int:
-    """The number of data-parallel ranks, real or emulated."""
+    """Return the number of data-parallel ranks, real or emulated."""
     return (distributed.emulate_ranks or 1) * world_size // ranks_per_model_copy(distributed)
 
 
-def _check_context_parallel(size: int, seq_length: int | None) -> None:
-    if size == 1 or seq_length is None:
-        return
-    fitting = [divisor for divisor in divisors(seq_length) if seq_length % (2 * divisor) == 0] or [1]
-    require(
-        seq_length % (2 * size) == 0,
-        f"--seq-length {seq_length} is not a multiple of 2 * --context-parallel-size {size}: each rank takes two "
-        f"of 2 * {size} chunks of a sequence; choose another length, or a --context-parallel-size of "
-        f"{', '.join(map(str, fitting))}",
-    )
+_UNEVEN = ("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers")
+_PIPELINE_ONLY = ("pipeline_schedule", "num_layers_per_virtual_pipeline_stage", *_UNEVEN)
 
 
-_PIPELINE_ONLY = (
-    "pipeline_schedule",
-    "num_layers_per_virtual_pipeline_stage",
-    "decoder_first_pipeline_num_layers",
-    "decoder_last_pipeline_num_layers",
-)
-
-
-def check_pipeline(settings: Settings) -> None:
+def check_pipeline(settings: Settings, num_layers: int) -> None:
     """Raise SettingsError unless layers can be split into stages as asked, and the schedule has what it needs."""
-    ranks = settings.distributed
-    if ranks.pipeline_model_parallel_size == 1:
+    ranks, activation = settings.distributed, settings.activation
+    num_ranks, per_stage = ranks.pipeline_model_parallel_size, ranks.num_layers_per_virtual_pipeline_stage
+    if num_ranks == 1:
         for name in _PIPELINE_ONLY:
             require(getattr(ranks, name) is None, f"{flag_of(name)} needs --pipeline-model-parallel-size above 1")
         return
-    is_virtual = ranks.num_layers_per_virtual_pipeline_stage is not None
-    schedule = _schedule_or_default(ranks)
-    virtual = "--num-layers-per-virtual-pipeline-stage"
-    for name in _PIPELINE_ONLY[2:]:
+    schedule, virtual = _schedule_or_default(ranks), "--num-layers-per-virtual-pipeline-stage"
+    for name in _UNEVEN:
         require(
-            not is_virtual or getattr(ranks, name) is None,
+            per_stage is None or getattr(ranks, name) is None,
             f"{flag_of(name)} and {virtual} exclude each other: virtual stages are equal; give one",
         )
     require(
-        not is_virtual or schedule not in ("gpipe", "1f1b"),
+        per_stage is None or schedule not in ("gpipe", "1f1b"),
         f"--pipeline-schedule {schedule} has one stage on each rank; leave {virtual} out, or use interleaved",
     )
     require(
-        is_virtual or schedule not in ("interleaved", "zbv"),
+        per_stage is not None or schedule not in ("interleaved", "zbv"),
         f"--pipeline-schedule {schedule} has several stages on each rank: say how many layers each has by {virtual}",
     )
-    assert settings.model.num_layers
-    num_layers, num_ranks = settings.model.num_layers, ranks.pipeline_model_parallel_size
-    per_stage = ranks.num_layers_per_virtual_pipeline_stage
     require(
         schedule != "zbv" or num_layers == 2 * num_ranks * (per_stage or 0),
         f"--pipeline-schedule zbv has two stages on each rank: {virtual} must be --num-layers {num_layers} / (2 * "
@@ -137,12 +106,11 @@ def check_pipeline(settings: Settings) -> None:
             f"{num_layers} is divisible by {', '.join(map(str, sizes)) or 'nothing'}, and "
             "--decoder-first-pipeline-num-layers and --decoder-last-pipeline-num-layers make stages uneven"
         ) from error
-    activation = settings.activation
-    smallest = min(len(layers) for layers in placement.layers)
+    recomputed, smallest = activation.recompute_num_layers, min(len(layers) for layers in placement.layers)
     require(
-        activation.recompute_num_layers is None or activation.recompute_num_layers <= smallest,
-        f"--recompute-num-layers {activation.recompute_num_layers} counts layers of one stage, and the smallest stage "
-        f"has {smallest}; give at most {smallest}",
+        recomputed is None or recomputed <= smallest,
+        f"--recompute-num-layers {recomputed} counts layers of one stage, and the smallest stage has {smallest}; give "
+        f"at most {smallest}",
     )
     require(
         not (activation.compile and schedule in SPLITS_BACKWARD),
@@ -156,7 +124,7 @@ def check_pipeline(settings: Settings) -> None:
 
 
 def placement_of(ranks: DistributedSettings, num_layers: int) -> Placement:
-    """The stages that the settings ask for. Raises ValueError where layers do not divide."""
+    """Place the stages that the settings ask for. Raises ValueError where layers do not divide."""
     return place_stages(
         num_layers,
         ranks.pipeline_model_parallel_size,
@@ -195,15 +163,9 @@ def check_tensor_parallel(
     model: completed. The vocabulary waits for the tokenizer: ``check_vocabulary``.
     """
     size = distributed.tensor_model_parallel_size
-    require(
-        size == 1 or not compiles,
-        f"--compile is not supported with --tensor-model-parallel-size {size} yet: leave one of them out",
-    )
-    split = {
-        "--num-attention-heads": model.num_attention_heads,
-        "--num-query-groups": model.num_query_groups,
-        "--ffn-hidden-size": model.ffn_hidden_size,
-    }
+    require(size == 1 or not compiles, f"--compile does not support --tensor-model-parallel-size {size}: leave one out")
+    split = {flag_of(name): getattr(model, name) for name in ("num_attention_heads", "num_query_groups")}
+    split["--ffn-hidden-size"] = model.ffn_hidden_size
     if distributed.sequence_parallel:
         shared = " / --context-parallel-size" if distributed.context_parallel_size > 1 else ""
         split[f"--seq-length{shared} (split by --sequence-parallel)"] = seq_length // distributed.context_parallel_size
@@ -212,35 +174,26 @@ def check_tensor_parallel(
     require(
         not uneven,
         f"--tensor-model-parallel-size {size} does not divide {', '.join(uneven)}; choose one of "
-        f"{', '.join(map(str, divisors(math.gcd(*numbers.values()))))}",
+        f"{list_divisors(math.gcd(*numbers.values()))}",
     )
 
 
-TOKEN_BITS = (4, 6, 8)
-
-
 def check_expert_parallel(settings: Settings, fsdp_size: int) -> None:
-    """Raise SettingsError unless experts can be divided among the ranks, ``fsdp_size`` of which shard a model."""
-    distributed, experts = settings.distributed, settings.model.num_experts
+    """Raise SettingsError unless experts can be divided among ranks; ``fsdp_size`` ranks shard a model."""
+    distributed, experts, flag = settings.distributed, settings.model.num_experts, "--expert-model-parallel-size"
     size, tp_size = distributed.expert_model_parallel_size, distributed.tensor_model_parallel_size
-    given, bits = f"--expert-model-parallel-size {size}", distributed.moe_token_bits
-    require(bits is None or size > 1, f"--moe-token-bits {bits} needs an --expert-model-parallel-size above 1")
-    require(bits is None or bits in TOKEN_BITS, f"--moe-token-bits must be one of {TOKEN_BITS}, got {bits}")
+    given, bits = f"{flag} {size}", distributed.moe_token_bits
+    require(bits is None or size > 1, f"--moe-token-bits {bits} needs an {flag} above 1")
+    require(bits in (None, 4, 6, 8), f"--moe-token-bits must be one of (4, 6, 8), got {bits}")
     if size > 1:
-        require(
-            fsdp_size % size == 0,
-            f"{given} does not divide the {fsdp_size} rank(s) that have different samples or parts of them; choose one "
-            f"of {', '.join(map(str, divisors(fsdp_size)))}",
-        )
+        require_divides(flag, size, fsdp_size, "rank(s) that have different samples or parts of them")
         require(
             distributed.num_distributed_optimizer_instances == 1,
             f"{given} does not work with --num-distributed-optimizer-instances (HSDP): leave one out",
         )
         require(distributed.emulate_ranks is None, f"{given} cannot be emulated; leave --emulate-ranks or it out")
-        require(
-            not settings.activation.compile,
-            f"--compile does not see tokens sent to experts: leave it or {given} out",
-        )
+        compiles = settings.activation.compile
+        require(not compiles, f"--compile does not see tokens sent to experts: leave it or {given} out")
         per_node = settings.zeropp.stated_ranks_per_node or 1
         require(
             per_node == 1 or per_node % size == 0 or size % per_node == 0,
@@ -252,9 +205,8 @@ def check_expert_parallel(settings: Settings, fsdp_size: int) -> None:
         experts = next(iter(uneven), experts)
         require(
             not uneven,
-            f"--num-experts {experts} cannot be divided evenly among --expert-model-parallel-size {size} * "
-            f"--tensor-model-parallel-size {tp_size} = {parts} rank(s); choose sizes whose product is one of "
-            f"{', '.join(map(str, divisors(experts)))}",
+            f"--num-experts {experts} cannot be divided evenly among {given} * --tensor-model-parallel-size {tp_size} "
+            f"= {parts} rank(s); choose sizes whose product is one of {list_divisors(experts)}",
         )
 
 
@@ -268,5 +220,5 @@ def check_vocabulary(distributed: DistributedSettings, padded_size: int, multipl
         padded_size % size == 0,
         f"--tensor-model-parallel-size {size} does not divide the vocabulary of {padded_size}, padded to a multiple of "
         f"{multiple}; give --make-vocab-size-divisible-by {math.lcm(multiple, size)}, or a size that is one of "
-        f"{', '.join(map(str, divisors(padded_size)))}",
+        f"{list_divisors(padded_size)}",
     )

@@ -120,7 +120,7 @@ def run(args: argparse.Namespace) -> tuple[ResolvedSettings, RunTime]:
     """Estimate the run. Raises SettingsError or ValueError on a mistake."""
     architecture = given_architecture(args) or PROGRAMS[args.program]
     world_size = args.nodes * args.ranks_per_node
-    settings = parse_settings(architecture, args.flags, world_size, note=lambda text: None, of_all_jobs=True)
+    settings = parse_settings(architecture, args.flags, world_size, note=lambda text: None, counts_all_jobs=True)
     peak = settings.logging.peak_tflops or peak_tflops(args.gpu)
     if peak is None:
         raise ValueError(f"the peak of --gpu {args.gpu} is not known; give the trainer's --peak-tflops")

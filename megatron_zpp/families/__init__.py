@@ -34,9 +34,9 @@ def find_architecture(name: str) -> Architecture:
 
 
 def load_architecture(text: str) -> Architecture:
-    """What a user gives to ``--architecture``: one of ours by name, or ``package.module:NAME``, which is imported.
+    """Return the value of ``--architecture``: one of ours by name, or ``package.module:NAME``, which is imported.
 
-    Never call it with what stands in a file: importing runs code. Raises ValueError.
+    Never call it with text from a file: importing runs code. Raises ValueError.
     """
     module_name, colon, name = text.partition(":")
     if not colon:

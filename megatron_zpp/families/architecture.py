@@ -1,4 +1,4 @@
-"""The record of one model: all that the rest of the program must know about it."""
+"""Architecture: the record of one kind of model, with all that the rest of the program needs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from megatron_zpp.families.huggingface import HuggingFaceMapping
 from megatron_zpp.models.init import initial_std
 from megatron_zpp.models.transformer import Transformer, TransformerConfig
 from megatron_zpp.parallel.stages import StageModules
-from megatron_zpp.settings.checks import SettingsError, require
+from megatron_zpp.settings.checks import require
 from megatron_zpp.settings.groups import DistributedSettings, ModelSettings
 
 # Functions of a record take its own config class; what calls them knows a TransformerConfig.
@@ -23,17 +23,17 @@ Config = Any
 
 @dataclass(frozen=True)
 class BlockActivations:
-    """What autograd keeps of one block, in bytes per token, with fused attention."""
+    """Bytes per token that autograd keeps of one block, with fused attention."""
 
     everything: int
     linear_layers: int  # with --recompute-granularity selective
     input: int  # with --recompute-granularity full
-    keys_and_values: int = 0  # of everything, what context-parallel ranks gather
+    keys_and_values: int = 0  # the part that context-parallel ranks gather
 
     def per_tensor_parallel_rank(self, ranks: int, sequence_parallel: bool) -> BlockActivations:
-        """Return what one of ``ranks`` keeps. Without sequence parallelism all keep what lies between linear layers.
+        """Return what one of ``ranks`` keeps. Without sequence parallelism, all keep the tensors between linear layers:
 
-        That is about four vectors of the hidden size: what comes into the block's two halves, and into linear layers.
+        about four vectors of the hidden size, the inputs of the block's halves and of linear layers.
         """
         if ranks == 1:
             return self
@@ -48,20 +48,18 @@ class BlockActivations:
 
 @dataclass(frozen=True)
 class Architecture:
-    """One kind of model. Where an optional part is None, the program refuses what needs it."""
+    """One kind of model. Where an optional part is None, the program refuses features that need it."""
 
     name: str  # in checkpoints and logs
     title: str  # in help and messages
     config_class: type[Config]  # a frozen dataclass: a TransformerConfig
     module: Callable[[Config], Transformer]
-    # Of flags and a --seq-length: fills in every flag that has a default. Raises SettingsError for what this model does
-    # not have.
+    # (flags, --seq-length) -> flags with every default filled in. Raises SettingsError for unsupported ones.
     resolve: Callable[[ModelSettings, int], ModelSettings]
-    build_config: Callable[[ModelSettings, int], Config]  # of completed flags and the padded size of the vocabulary
-    flops_per_token: Callable[[Config, int], float]  # of a forward and backward pass at a --seq-length
-    initial_std: Callable[[str, Config], float] = initial_std  # of a weight, by its name; see ``models.init``
-    # Of the fields that a checkpoint keeps, those of earlier versions too; default config_class.
-    saved_config: Callable[..., Config] | None = None
+    build_config: Callable[[ModelSettings, int], Config]  # from completed flags and padded vocabulary size
+    flops_per_token: Callable[[Config, int], float]  # forward and backward pass, at a --seq-length
+    initial_std: Callable[[str, Config], float] = initial_std  # by a weight's name; see ``models.init``
+    saved_config: Callable[..., Config] | None = None  # from a checkpoint's fields; default config_class
     # Published shapes by name: fields of ModelSettings, and ``seq_length`` of TrainingSettings; flags override them.
     presets: Mapping[str, Mapping[str, object]] = field(default_factory=dict)
 
@@ -75,11 +73,11 @@ class Architecture:
 
     @property
     def script(self) -> str:
-        """The program that trains it."""
+        """Return the name of its training program."""
         return f"pretrain_{self.name}.py"
 
     def build_model(self, settings: ModelSettings, vocab_size: int) -> Transformer:
-        """The model without storage, its vocabulary padded: call ``to_empty`` and ``init_weights`` on it.
+        """Build the model without storage, its vocabulary padded: call ``to_empty`` and ``init_weights`` on it.
 
         settings: completed. vocab_size: the tokenizer's.
         """
@@ -87,34 +85,32 @@ class Architecture:
         return self.build_empty(self.build_config(settings, padded))
 
     def build_empty(self, config: TransformerConfig) -> Transformer:
-        """The model on the meta device."""
+        """Build the model on the meta device."""
         with torch.device("meta"):
             return self.module(config)
 
     def num_parameters(self, config: TransformerConfig) -> int:
-        """Parameters of the model, tied ones counted once."""
+        """Count the model's parameters, tied ones once."""
         return sum(parameter.numel() for parameter in self.build_empty(config).parameters())
 
     def preset(self, name: str) -> dict[str, Any]:
-        """Settings of a published model, by field name. Raises SettingsError."""
-        require(
-            name in self.presets, f"--preset {name} does not exist; choose from {', '.join(self.presets) or 'none'}"
-        )
+        """Return the settings of a published model, by field name. Raises SettingsError."""
+        names = ", ".join(self.presets) or "none"
+        require(name in self.presets, f"--preset {name} does not exist; choose from {names}")
         return dict(self.presets[name])
 
     def check_parallel(self, distributed: DistributedSettings) -> None:
         """Raise SettingsError for a kind of parallelism that this model has no description for."""
-        described = {
-            "--tensor-model-parallel-size": (distributed.tensor_model_parallel_size, self.tensor_parallel_plan),
-            "--pipeline-model-parallel-size": (distributed.pipeline_model_parallel_size, self.stages),
-            "--context-parallel-size": (distributed.context_parallel_size, self.apply_context_parallel),
-        }
-        for flag, (size, description) in described.items():
-            if size > 1 and description is None:
-                raise SettingsError(f"{flag} {size}: the architecture {self.name} does not support it; leave it out")
+        for flag, size, description in (
+            ("--tensor-model-parallel-size", distributed.tensor_model_parallel_size, self.tensor_parallel_plan),
+            ("--pipeline-model-parallel-size", distributed.pipeline_model_parallel_size, self.stages),
+            ("--context-parallel-size", distributed.context_parallel_size, self.apply_context_parallel),
+        ):
+            unsupported = f"{flag} {size}: the architecture {self.name} does not support it; leave it out"
+            require(size == 1 or description is not None, unsupported)
 
     def huggingface_model(self, config: Config) -> HuggingFaceMapping:
-        """The model of transformers that ``config`` is. Raises ValueError that says why it is none."""
+        """Find the model of transformers that equals ``config``. Raises ValueError with reasons if none does."""
         if not self.huggingface:
             raise ValueError(f"the architecture {self.name} has no mapping to a model of Hugging Face transformers")
         reasons = []
@@ -128,5 +124,5 @@ class Architecture:
 
 
 def padded_vocab_size(vocab_size: int, multiple: int) -> int:
-    """``vocab_size`` up to the next multiple: even sizes are faster."""
+    """Round ``vocab_size`` up to a multiple: even sizes are faster."""
     return -(-vocab_size // multiple) * multiple

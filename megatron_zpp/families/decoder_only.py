@@ -1,4 +1,4 @@
-"""The records of decoders: their flags, arithmetic, memory and stages. GPT and Llama differ in defaults alone."""
+"""Records of decoders: flags, FLOPs, memory and stages. GPT and Llama differ only in defaults."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from megatron_zpp.settings.groups import ModelSettings, all_flags
 
 MEGATRON_DEFAULTS = {field.name: field.default for field in dataclasses.fields(DecoderConfig)}
 
-# The flag of each field of ``DecoderConfig`` that is a flag's value: the field's name unless it is renamed here. Flags
-# have Megatron's names, so both the trainer's settings and a Megatron checkpoint are read and written by this list.
+# {field of DecoderConfig: its flag}, for fields that hold a flag's value. Flags have Megatron's names, so the trainer's
+# settings and Megatron's checkpoints are both read and written by this table.
 _RENAMED = {
     "layernorm_1p": "apply_layernorm_1p",
     "yarn_scaling_factor": "yarn_rotary_scaling_factor",
     "yarn_original_context": "yarn_original_max_position_embeddings",
 }
-# Fields that are computed from flags instead: see ``build_config`` and ``flags_of``, and ``convert.megatron.config``.
+# Fields computed from flags: see ``build_config``, ``flags_for`` and ``convert.megatron.config``.
 _COMPUTED = (
     *("vocab_size", "max_position_embeddings", "num_query_groups", "exact_gelu", "add_bias_linear", "window_size"),
     *("rope_scaling_factor", "tie_embeddings", "moe"),
 )
 FLAGS = {name: _RENAMED.get(name, name) for name in MEGATRON_DEFAULTS if name not in _COMPUTED}
-_RENAMED_OF_EXPERTS = {
+_RENAMED_EXPERT_FLAGS = {
     "num_experts": "num_experts",
     "score_function": "moe_router_score_function",
     "router_pre_softmax": "moe_router_pre_softmax",
@@ -40,7 +40,7 @@ _RENAMED_OF_EXPERTS = {
     "shared_expert_size": "moe_shared_expert_intermediate_size",
 }
 EXPERT_FLAGS = {  # the same of ``MoEConfig``
-    field.name: _RENAMED_OF_EXPERTS.get(field.name, f"moe_{field.name}")
+    field.name: _RENAMED_EXPERT_FLAGS.get(field.name, f"moe_{field.name}")
     for field in dataclasses.fields(MoEConfig)
     if field.name != "bias_update_rate"
 }
@@ -53,7 +53,7 @@ def decoder(
     presets: Mapping[str, Mapping[str, object]],
     huggingface: tuple[HuggingFaceMapping, ...],
 ) -> Architecture:
-    """A record. defaults: fields of the config whose default is not Megatron's, which ``DecoderConfig`` has."""
+    """Build a record. defaults: fields of the config whose default differs from Megatron's in ``DecoderConfig``."""
     defaults = MEGATRON_DEFAULTS | dict(defaults)
     return Architecture(
         name=name,
@@ -70,50 +70,46 @@ def decoder(
         apply_context_parallel=apply_context_parallel,
         activations=activations,
         huggingface=huggingface,
-        flags=partial(flags_of, defaults=defaults),
+        flags=partial(flags_for, defaults=defaults),
     )
 
 
 # From flags to a config, and back
 
 
-def check_shape(model: ModelSettings) -> None:
-    """Raise SettingsError unless layers, width and heads are given."""
-    shape = ("num_layers", "hidden_size", "num_attention_heads")
-    missing = [flag_of(name) for name in shape if getattr(model, name) is None]
+def require_shape(model: ModelSettings) -> tuple[int, int, int]:
+    """Return number of layers, hidden size and number of heads. Raises SettingsError unless all are given."""
+    shape = {name: getattr(model, name) for name in ("num_layers", "hidden_size", "num_attention_heads")}
+    missing = [flag_of(name) for name, size in shape.items() if size is None]
     require(not missing, f"how large is the model? give {', '.join(missing)}, or a model with --preset")
+    layers, hidden, heads = shape.values()
+    return layers, hidden, heads
 
 
 def resolve(model: ModelSettings, seq_length: int, defaults: Mapping[str, Any]) -> ModelSettings:
     """Complete the flags. Raises SettingsError where they do not fit together."""
-    check_shape(model)
-    assert model.hidden_size and model.num_attention_heads
-    hidden, heads = model.hidden_size, model.num_attention_heads
+    layers, hidden, heads = require_shape(model)
     require(
         model.kv_channels is not None or hidden % heads == 0,
         f"--hidden-size {hidden} is not divisible by --num-attention-heads {heads}; change one or give --kv-channels",
     )
     # Megatron's default of --num-query-groups is 1; without --group-query-attention every head has its own group.
     groups = (model.num_query_groups or 1) if model.group_query_attention else heads
-    require(
-        heads % groups == 0,
-        f"--num-attention-heads {heads} is not divisible by --num-query-groups {groups}; change one",
-    )
+    uneven = f"--num-attention-heads {heads} is not divisible by --num-query-groups {groups}; change one"
+    require(heads % groups == 0, uneven)
     length = model.max_position_embeddings or seq_length
-    require(
-        seq_length <= length,
-        f"--seq-length {seq_length} is longer than --max-position-embeddings {length}; raise the latter",
-    )
+    too_long = f"--seq-length {seq_length} is longer than --max-position-embeddings {length}; raise the latter"
+    require(seq_length <= length, too_long)
     tie, untie = model.tie_embeddings_and_output_weights, model.untie_embeddings_and_output_weights
-    require(
-        not (tie and untie),
-        "--tie-embeddings-and-output-weights and --untie-embeddings-and-output-weights exclude each other; give one",
-    )
+    both = "--tie-embeddings-and-output-weights and --untie-embeddings-and-output-weights"
+    require(not (tie and untie), f"{both} exclude each other; give one")
     tied = tie or (defaults["tie_embeddings"] and not untie)
     swiglu = model.swiglu or defaults["swiglu"]
+    dropouts = {name: getattr(model, name) for name in ("attention_dropout", "hidden_dropout")}
+    ffn_size = model.ffn_hidden_size or default_ffn_size(hidden, swiglu)
     model = dataclasses.replace(
         model,
-        ffn_hidden_size=model.ffn_hidden_size or default_ffn_size(hidden, swiglu),
+        ffn_hidden_size=ffn_size,
         kv_channels=model.kv_channels or hidden // heads,
         num_query_groups=groups,
         max_position_embeddings=length,
@@ -121,8 +117,7 @@ def resolve(model: ModelSettings, seq_length: int, defaults: Mapping[str, Any]) 
         swiglu=swiglu,
         disable_bias_linear=model.disable_bias_linear or not defaults["add_bias_linear"],
         position_embedding_type=model.position_embedding_type or defaults["position_embedding_type"],
-        attention_dropout=_first(model.attention_dropout, defaults["attention_dropout"]),
-        hidden_dropout=_first(model.hidden_dropout, defaults["hidden_dropout"]),
+        **{name: defaults[name] if given is None else given for name, given in dropouts.items()},
         untie_embeddings_and_output_weights=not tied,
         tie_embeddings_and_output_weights=tied,
     )
@@ -130,21 +125,17 @@ def resolve(model: ModelSettings, seq_length: int, defaults: Mapping[str, Any]) 
         model.disable_bias_linear or not model.add_qkv_bias,
         "--add-qkv-bias adds nothing: all linear layers have biases; give --disable-bias-linear too, or leave it out",
     )
-    _check_positions(model)
+    _check_positions(model, model.kv_channels or 0)
     _window(model)
     if model.num_experts is not None:
         shared = model.moe_shared_expert_intermediate_size
         model = dataclasses.replace(
             model,
-            moe_ffn_hidden_size=model.moe_ffn_hidden_size or model.ffn_hidden_size,
-            moe_shared_expert_intermediate_size=shared or (model.ffn_hidden_size if model.moe_residual else None),
+            moe_ffn_hidden_size=model.moe_ffn_hidden_size or ffn_size,
+            moe_shared_expert_intermediate_size=shared or (ffn_size if model.moe_residual else None),
         )
-        _check_experts(model)
+        _check_experts(model, model.num_experts or 0, layers)
     return model
-
-
-def _first(given: float | None, default: float) -> float:
-    return default if given is None else given
 
 
 NORMALIZATIONS = {"layernorm": "LayerNorm", "rmsnorm": "RMSNorm"}  # Megatron-DeepSpeed's names and Megatron-LM's
@@ -152,7 +143,7 @@ _ROTARY = ("rotary_base", "rotary_percent", "use_rope_scaling")
 _YARN = ("yarn_rotary_scaling_factor", "yarn_original_max_position_embeddings", "yarn_beta_fast", "yarn_beta_slow")
 
 
-def _check_positions(model: ModelSettings) -> None:
+def _check_positions(model: ModelSettings, head_dim: int) -> None:
     """Raise SettingsError for flags of another kind of positions than the model's."""
     kind = model.position_embedding_type
     for names, kinds in (_ROTARY, ("rope", "yarn")), (_YARN, ("yarn",)):
@@ -163,8 +154,7 @@ def _check_positions(model: ModelSettings) -> None:
             )
     if kind not in ("rope", "yarn"):
         return
-    assert model.kv_channels
-    rotated = int(model.kv_channels * model.rotary_percent)
+    rotated = int(head_dim * model.rotary_percent)
     require(
         rotated % 2 == 0 and rotated > 0,
         f"rotary embeddings need an even number of channels per head, got {rotated}; change --hidden-size, "
@@ -181,37 +171,39 @@ def _check_positions(model: ModelSettings) -> None:
         )
 
 
-def _check_experts(model: ModelSettings) -> None:
+def _check_experts(model: ModelSettings, experts: int, layers: int) -> None:
     """Raise SettingsError for experts that do not fit."""
-    assert model.num_experts and model.num_layers
-    per_layer = model.moe_experts_per_layer
-    blocks = range(model.moe_first_layer - 1, model.num_layers, model.moe_layer_freq)
-    numbers = [str(model.num_experts)] if per_layer is None else per_layer.split(",")
+    for flag, layer in ("--moe-layer-freq", model.moe_layer_freq), ("--moe-first-layer", model.moe_first_layer):
+        require(layer <= layers, f"{flag} {layer} is more than --num-layers {layers}; give at most that")
+    per_layer, top_k = model.moe_experts_per_layer, model.moe_router_topk
+    blocks = range(model.moe_first_layer - 1, layers, model.moe_layer_freq)
+    numbers = [str(experts)] if per_layer is None else per_layer.split(",")
     require(
-        all(number.isdecimal() and 1 <= int(number) <= model.num_experts for number in numbers),
-        f"--moe-experts-per-layer {per_layer} must be numbers from 1 to --num-experts {model.num_experts}, as 32,32,64",
+        all(number.isdecimal() and 1 <= int(number) <= experts for number in numbers),
+        f"--moe-experts-per-layer {per_layer} must be numbers from 1 to --num-experts {experts}, as 32,32,64",
     )
     require(
         per_layer is None or len(numbers) == len(blocks),
-        f"--moe-experts-per-layer {per_layer} has {len(numbers)} numbers, and {len(blocks)} of --num-layers "
-        f"{model.num_layers} have experts: give one for each",
+        f"--moe-experts-per-layer {per_layer} has {len(numbers)} numbers, and {len(blocks)} of --num-layers {layers} "
+        "have experts: give one for each",
     )
     require(
-        model.moe_router_topk <= min(map(int, numbers)),
-        f"--moe-router-topk {model.moe_router_topk} is more than --num-experts {model.num_experts}, or than one of "
-        f"--moe-experts-per-layer {per_layer or model.num_experts}",
+        top_k <= min(map(int, numbers)),
+        f"--moe-router-topk {top_k} is more than --num-experts {experts}, or than one of --moe-experts-per-layer "
+        f"{per_layer or experts}",
     )
+    is_sigmoid = model.moe_router_score_function == "sigmoid"
     require(
-        model.moe_router_topk > 1 or model.moe_router_pre_softmax or model.moe_router_score_function == "sigmoid",
+        top_k > 1 or model.moe_router_pre_softmax or is_sigmoid,
         "--moe-router-topk 1 weighs the only expert by 1, whatever the router says, so that it learns nothing from the "
         "loss: give --moe-router-pre-softmax too",
     )
     require(
-        not (model.moe_router_pre_softmax and model.moe_router_score_function == "sigmoid"),
+        not (model.moe_router_pre_softmax and is_sigmoid),
         "--moe-router-pre-softmax requires softmax; leave it out with --moe-router-score-function sigmoid",
     )
     require(
-        not (model.moe_router_enable_expert_bias and model.moe_router_score_function == "softmax"),
+        is_sigmoid or not model.moe_router_enable_expert_bias,
         "--moe-router-enable-expert-bias needs --moe-router-score-function sigmoid: give it too",
     )
     require(
@@ -219,18 +211,10 @@ def _check_experts(model: ModelSettings) -> None:
         f"--moe-aux-loss-coeff {model.moe_aux_loss_coeff:g} and --moe-router-load-balancing-type none exclude each "
         "other; give one",
     )
-    require(
-        model.moe_layer_freq <= model.num_layers,
-        f"--moe-layer-freq {model.moe_layer_freq} is more than --num-layers {model.num_layers}; give at most that",
-    )
-    require(
-        model.moe_first_layer <= model.num_layers,
-        f"--moe-first-layer {model.moe_first_layer} is more than --num-layers {model.num_layers}; give at most that",
-    )
 
 
 def _window(model: ModelSettings) -> int | None:
-    """Return how many tokens before it a token attends to; None for all. Raises SettingsError."""
+    """Return how many earlier tokens a token attends to; None for all. Raises SettingsError."""
     if model.window_size is None:
         return None
     left, _, right = model.window_size.strip("()").replace(" ", "").partition(",")
@@ -242,18 +226,15 @@ def _window(model: ModelSettings) -> int | None:
     return int(left)
 
 
-def _experts(model: ModelSettings) -> MoEConfig | None:
-    if model.num_experts is None:
-        return None
-    bias_update_rate = model.moe_router_bias_update_rate if model.moe_router_enable_expert_bias else None
-    values: dict[str, Any] = {name: getattr(model, flag) for name, flag in EXPERT_FLAGS.items()}
-    return MoEConfig(**values, bias_update_rate=bias_update_rate)
-
-
 def build_config(model: ModelSettings, vocab_size: int) -> DecoderConfig:
     """Build the config of flags that ``resolve`` completed."""
     has_learned_positions = model.position_embedding_type == "learned_absolute"
     values: dict[str, Any] = {name: getattr(model, flag) for name, flag in FLAGS.items()}
+    moe = None
+    if model.num_experts is not None:
+        bias_update_rate = model.moe_router_bias_update_rate if model.moe_router_enable_expert_bias else None
+        experts: dict[str, Any] = {name: getattr(model, flag) for name, flag in EXPERT_FLAGS.items()}
+        moe = MoEConfig(**experts, bias_update_rate=bias_update_rate)
     return DecoderConfig(
         **values,
         vocab_size=vocab_size,
@@ -264,14 +245,14 @@ def build_config(model: ModelSettings, vocab_size: int) -> DecoderConfig:
         window_size=_window(model),
         rope_scaling_factor=model.rope_scaling_factor if model.use_rope_scaling else None,
         tie_embeddings=model.tie_embeddings_and_output_weights,
-        moe=_experts(model),
+        moe=moe,
     )
 
 
 def saved_config(defaults: Mapping[str, Any], **fields: Any) -> DecoderConfig:
-    """A config of the fields that a checkpoint keeps, with every width filled in.
+    """Build a config from a checkpoint's fields, with every width filled in.
 
-    Earlier versions had a class for GPT and one for Llama: what these had none of is what they were, ``defaults``.
+    Earlier versions had a class for GPT and one for Llama, without fields that were always at their ``defaults``.
     """
     if isinstance(experts := fields.get("moe"), Mapping):
         fields["moe"] = MoEConfig(**experts)
@@ -281,8 +262,8 @@ def saved_config(defaults: Mapping[str, Any], **fields: Any) -> DecoderConfig:
     )
 
 
-def flags_of(config: DecoderConfig, positions: int, defaults: Mapping[str, Any]) -> list[str]:
-    """Return the trainer's flags that become ``config``. positions: the longest sequence."""
+def flags_for(config: DecoderConfig, positions: int, defaults: Mapping[str, Any]) -> list[str]:
+    """Return the trainer's flags for ``config``. positions: the longest sequence."""
     config = saved_config(defaults, **vars(config))
     words = ["--max-position-embeddings", str(positions)]
     words += ["--make-vocab-size-divisible-by", str(config.vocab_size)]  # pads any tokenizer's ids to this
@@ -306,13 +287,12 @@ def flags_of(config: DecoderConfig, positions: int, defaults: Mapping[str, Any])
             value = getattr(config.moe, field.name)
             if field.name in EXPERT_FLAGS and value != field.default:
                 words += _words(EXPERT_FLAGS[field.name], value)
-        if config.moe.bias_update_rate is not None:
-            words += ["--moe-router-enable-expert-bias", "--moe-router-bias-update-rate"]
-            words += [str(config.moe.bias_update_rate)]
+        if (rate := config.moe.bias_update_rate) is not None:
+            words += ["--moe-router-enable-expert-bias", *_words("moe_router_bias_update_rate", rate)]
     return words
 
 
-# Written even where they are the default, so that a model's shape can be read off its flags.
+# Written even at their defaults, so that the flags show a model's shape.
 _ALWAYS_WRITTEN = ("norm_epsilon", "attention_dropout", "hidden_dropout", "init_method_std")
 
 
@@ -324,19 +304,16 @@ def _words(flag: str, value: object) -> list[str]:
 
 
 def flops_per_token(config: DecoderConfig, seq_length: int) -> float:
-    """Floating-point operations per token of one forward and backward pass, by Megatron-LM's convention.
+    """Count floating-point operations per token of one forward and backward pass, by Megatron-LM's convention.
 
     Each weight of a linear layer costs 6 (a multiplication and an addition, once forward and twice backward), the
-    output layer with its padded vocabulary included. Attention is counted as causal: a token attends to half of the
-    sequence, or with a window to what of it is within. Embedding look-ups, norms and activation recomputation count
-    nothing.
+    output layer with its padded vocabulary included. Attention is causal: a token attends to half of the sequence, or
+    of its window. Embedding look-ups, norms and activation recomputation count nothing.
     """
-    hidden = config.hidden_size
-    queries = config.num_attention_heads * config.head_dim
+    hidden, queries = config.hidden_size, config.num_attention_heads * config.head_dim
     keys = config.num_groups * config.head_dim
-
     attention_weights = hidden * (queries + 2 * keys) + queries * hidden
-    # Of a mixture of experts a token meets the router, the experts that it goes to, and the shared one.
+    # In a mixture of experts, a token passes the router, its experts and the shared one.
     widths, router = [config.ffn_size] * config.num_layers, 0
     if (moe := config.moe) is not None:
         for layer in config.layers_with_experts:
@@ -354,15 +331,15 @@ def flops_per_token(config: DecoderConfig, seq_length: int) -> float:
 
 
 def activations(config: DecoderConfig, itemsize: int) -> BlockActivations:
-    """What autograd keeps of a block; ``itemsize``: bytes of an element. GPT with dropout: 34 S B H in 16 bit."""
+    """Count what autograd keeps of a block; ``itemsize``: bytes of an element. GPT with dropout: 34 S B H in 16 bit."""
     hidden, queries = config.hidden_size, config.num_attention_heads * config.head_dim
     keys, ffn = config.num_groups * config.head_dim, config.ffn_size
     attention = 2 * queries + 2 * keys  # q, k, v, result
     before_norms = queries + keys if config.qk_layernorm else 0
-    # Vectors of the MLP's width: what linear layers from hidden_size make, and all that is kept. GELU keeps what fc1
-    # makes, and fc2 what GELU makes. SwiGLU keeps gate and up, what SiLU makes of the gate, and the product.
+    # Vectors of the MLP's width: outputs of linear layers, and all that is kept. GELU keeps its input, fc2 its own.
+    # SwiGLU keeps gate, up, SiLU of the gate, and the product.
     outputs, kept = (2, 4) if config.swiglu else (1, 2)
-    if (moe := config.moe) is not None:  # the largest blocks: of each of a token's experts the same, input and output
+    if (moe := config.moe) is not None:  # the largest blocks: per expert of a token, and its input and output
         ffn = moe.router_topk * moe.ffn_hidden_size + (moe.shared_expert_size or 0)
         before_norms += 2 * moe.router_topk * hidden
     masks = 2 * hidden if config.hidden_dropout > 0 else 0  # a byte each

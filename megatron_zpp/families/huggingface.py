@@ -1,6 +1,6 @@
-"""What a record says of a model's counterpart in Hugging Face transformers. Needs torch alone.
+"""A model's counterpart in Hugging Face transformers. Needs torch alone.
 
-Weights are only moved, never rounded: there and back gives the same bits. ``megatron_zpp.convert.hf`` does the work.
+Weights are moved, never rounded: a round trip gives the same bits. ``megatron_zpp.convert.hf`` converts.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Weight:
-    """A parameter of ours, and the tensors that hold its numbers in transformers' model."""
+    """A parameter of ours, and the tensors with its numbers in transformers' model."""
 
     ours: str
     theirs: tuple[str, ...]
@@ -24,7 +24,7 @@ class Weight:
 
 
 def same(ours: str, theirs: str) -> Weight:
-    """A parameter that both models lay out alike."""
+    """Pair a parameter that both models lay out alike."""
     return Weight(ours, (theirs,), lambda x: (x,), lambda x: x)
 
 
@@ -47,15 +47,14 @@ class HuggingFaceMapping:
     """A model as one of transformers. ``Any`` is the record's config class."""
 
     model_type: str  # transformers' name of it
-    # config.json, tokens and dtype left out, of a config and the number of positions. Raises ValueError for a model
-    # that transformers' cannot express.
+    # (config, positions) -> config.json without tokens and dtype. Raises ValueError for models unknown there.
     to_config: Callable[[Any, int], dict[str, Any]]
-    # Our config, with every width filled in, and the number of positions, of config.json with all its defaults. Raises
+    # config.json with all its defaults -> our config, every width filled in, and the number of positions. Raises
     # ValueError that names each key whose value our model cannot express.
     from_config: Callable[[Mapping[str, Any]], tuple[Any, int]]
-    weights: Callable[[Any], Iterator[Weight]]  # every parameter of the model, each of either side's tensors once
+    weights: Callable[[Any], Iterator[Weight]]  # every parameter, each side's tensors once
     in_memory: Callable[[Any], Iterator[InMemory]] = lambda config: iter(())
-    # Of ours: a row is a token, so that rows beyond the tokenizer's may be left out.
+    # Our parameters with a row per token: rows beyond the tokenizer's may be left out.
     with_vocabulary: tuple[str, ...] = ("word_embeddings.weight", "output_layer.weight")
 
 

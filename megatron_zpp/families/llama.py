@@ -6,8 +6,6 @@ small models of Llama 3.2 tie theirs to the embeddings; ``--use-rope-scaling`` i
 
 from __future__ import annotations
 
-from typing import Any
-
 from megatron_zpp.families.decoder_only import decoder
 from megatron_zpp.families.llama_huggingface import LLAMA_FAMILIES
 
@@ -26,24 +24,16 @@ def _shape(
     layers: int, hidden: int, heads: int, ffn: int, seq_length: int, groups: int | None = None, **others: object
 ) -> dict[str, object]:
     """Return the settings of a published shape; groups: key/value heads, None one per query head."""
-    grouped: dict[str, Any] = {} if groups is None else dict(group_query_attention=True, num_query_groups=groups)
-    shape: dict[str, object] = dict(
-        num_layers=layers,
-        hidden_size=hidden,
-        num_attention_heads=heads,
-        ffn_hidden_size=ffn,
-        seq_length=seq_length,
-        norm_epsilon=1e-5,
-        **grouped,
-    )
-    return shape | others
+    grouped = {} if groups is None else dict(group_query_attention=True, num_query_groups=groups)
+    shape = dict(num_layers=layers, hidden_size=hidden, num_attention_heads=heads, ffn_hidden_size=ffn)
+    return {**shape, "seq_length": seq_length, "norm_epsilon": 1e-5, **grouped, **others}
 
 
 QWEN3: dict[str, object] = dict(kv_channels=128, qk_layernorm=True, rotary_base=1000000, norm_epsilon=1e-6)
 
 PRESETS: dict[str, dict[str, object]] = {
-    # LoCo (arXiv 2407.04480) trains a "LLAMA2-0.8B". Its exact shape is not known to us; this one, of 24 layers in the
-    # proportions of Llama 2, has 0.78 billion parameters with a vocabulary of 32,000.
+    # LoCo (arXiv 2407.04480) trains a "LLAMA2-0.8B" whose exact shape we do not know. This one, of 24 layers in Llama
+    # 2's proportions, has 0.78 billion parameters with a vocabulary of 32,000.
     "llama-0.8b": _shape(24, 1536, 12, 4096, 4096),
     # Llama 2 (Touvron et al., arXiv 2307.09288), 7B and 13B.
     "llama-7b": _shape(32, 4096, 32, 11008, 4096),

@@ -1,8 +1,8 @@
-"""Llama and its relatives as models of transformers; ``FAMILIES`` says in what they differ."""
+"""Llama and its relatives as models of transformers; ``FAMILIES`` lists their differences."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -33,48 +33,34 @@ KEYS = {
     "initializer_range": "init_method_std",
     "tie_word_embeddings": "tie_embeddings",
 }
-# Fields of our config that theirs say, or that only training needs.
+# Fields of our config that config.json has, or that only training needs.
 WRITTEN = (
     *KEYS.values(),
     *("ffn_hidden_size", "num_query_groups", "kv_channels", "hidden_dropout", "rotary_base", "rope_scaling_factor"),
     *("yarn_scaling_factor", "yarn_original_context", "yarn_beta_fast", "yarn_beta_slow"),
 )
-WRITTEN_OF_EXPERTS = ("num_experts", "ffn_hidden_size", "router_topk", "aux_loss_coeff", "z_loss_coeff", "min_capacity")
-# What all of them have: fields of our config, and the values that they may have.
-OURS: dict[str, tuple[Any, ...]] = {
-    "normalization": ("RMSNorm",),
-    "swiglu": (True,),
-    "add_bias_linear": (False,),
-    "position_embedding_type": ("rope", "yarn"),
-}
-# What Llama 3.1's scaling of rotary frequencies has beside its factor: constants in ``models.rotary``.
+WRITTEN_MOE = ("num_experts", "ffn_hidden_size", "router_topk", "aux_loss_coeff", "z_loss_coeff", "min_capacity")
+# Fields of our config with one or two values in all families.
+REQUIRED: dict[str, tuple[Any, ...]] = dict(
+    normalization=("RMSNorm",), swiglu=(True,), add_bias_linear=(False,), position_embedding_type=("rope", "yarn")
+)
+# Llama 3.1's scaling of rotary frequencies beside its factor: constants in ``models.rotary``.
 LLAMA3_SCALING = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 
 
-@dataclass(frozen=True)
-class Window:
-    """How a sliding window is written in config.json, where it counts the token itself too."""
-
-    write: Callable[[DecoderConfig], dict[str, Any]]
-    read: Callable[[Mapping[str, Any]], int | None]
-
-
-def _write_window(config: DecoderConfig) -> dict[str, Any]:
-    return {"sliding_window": None if config.window_size is None else config.window_size + 1}
+def _write_window(config: DecoderConfig, is_qwen: bool) -> dict[str, Any]:
+    """Write a sliding window as in config.json, where it counts the token itself too."""
+    size = None if config.window_size is None else config.window_size + 1
+    first = config.num_layers if size is None else 0  # layer with a window
+    qwen = {"use_sliding_window": size is not None, "max_window_layers": first}
+    return {"sliding_window": size, **(qwen if is_qwen else {})}
 
 
-def _read_window(hf: Mapping[str, Any]) -> int | None:
-    return None if hf["sliding_window"] is None else hf["sliding_window"] - 1
-
-
-def _write_window_of_qwen(config: DecoderConfig) -> dict[str, Any]:
-    has_window = config.window_size is not None
-    layers = 0 if has_window else config.num_layers  # which come before those that have it
-    return _write_window(config) | {"use_sliding_window": has_window, "max_window_layers": layers}
-
-
-def _read_window_of_qwen(hf: Mapping[str, Any]) -> int | None:
-    if not hf["use_sliding_window"] or hf["sliding_window"] is None:
+def _read_window(hf: Mapping[str, Any], is_qwen: bool) -> int | None:
+    size = None if hf["sliding_window"] is None else hf["sliding_window"] - 1
+    if not is_qwen:
+        return size
+    if size is None or not hf["use_sliding_window"]:
         return None
     first, layers = hf["max_window_layers"], hf["num_hidden_layers"]
     kinds = hf.get("layer_types") or ["full_attention" if i < first else "sliding_attention" for i in range(layers)]
@@ -83,15 +69,15 @@ def _read_window_of_qwen(hf: Mapping[str, Any]) -> int | None:
             "layer_types has both full_attention and sliding_attention, or max_window_layers "
             f"{first} is between 0 and num_hidden_layers {layers}: our window is the same in all layers"
         )
-    return _read_window(hf) if kinds[0] == "sliding_attention" else None
+    return size if kinds[0] == "sliding_attention" else None
 
 
 @dataclass(frozen=True)
 class Experts:
-    """How a mixture of experts is written, in config.json and among the tensors of a layer."""
+    """A mixture of experts in config.json and among the tensors of a layer."""
 
-    number: str  # keys: how many there are,
-    width: str  # and how wide one is
+    number: str  # the key with the number of experts
+    width: str  # the key with the width of one
     module: str
     projections: tuple[str, str, str]  # gate, up and down
     pre_softmax: str | None = None  # the key that is false where scores are softmax over all experts; None: never
@@ -101,13 +87,13 @@ class Experts:
             self.number: moe.num_experts,
             self.width: moe.ffn_hidden_size,
             "num_experts_per_tok": moe.router_topk,
-            # Theirs is a mean over layers, and counts each of a token's choices whole.
+            # There it is a mean over layers, and counts each of a token's choices whole.
             "router_aux_loss_coef": moe.aux_loss_coeff * num_layers / moe.router_topk,
         }
         return values if self.pre_softmax is None else values | {self.pre_softmax: not moe.router_pre_softmax}
 
     def read(self, hf: Mapping[str, Any]) -> MoEConfig:
-        # Version 5 calls the number so in every family.
+        # Version 5's key in every family.
         number = "num_local_experts" if "num_local_experts" in hf else self.number
         require_sizes(hf, number, self.width, "num_experts_per_tok")
         return MoEConfig(
@@ -119,95 +105,59 @@ class Experts:
         )
 
     def weights(self, ours: str, theirs: str, moe: MoEConfig) -> Iterator[Weight]:
-        """Of one layer's experts, which we have one below the other."""
+        """Pair one layer's experts, whose rows we concatenate."""
 
-        def apart(x: Tensor) -> tuple[Tensor, ...]:
+        def split(x: Tensor) -> tuple[Tensor, ...]:
             return x.unflatten(0, (moe.num_experts, -1)).unbind(0)
-
-        def one_below_the_other(*experts: Tensor) -> Tensor:
-            return torch.cat(experts)
 
         yield same(f"{ours}.router.weight", f"{theirs}.gate.weight")
         for layer, name in zip(("fc1_gate", "fc1_up", "fc2"), self._tensors(theirs, moe), strict=True):
-            yield Weight(f"{ours}.experts.linear_{layer}.weight", name, apart, one_below_the_other)
+            yield Weight(f"{ours}.experts.linear_{layer}.weight", name, split, lambda *experts: torch.cat(experts))
 
     def in_memory(self, layer: str, moe: MoEConfig) -> Iterator[InMemory]:
-        """What version 5 makes of a layer's tensors: experts [E, out, in], gate and up one below the other."""
+        """Yield version 5's parameters of a layer: experts [E, out, in], with gate and up concatenated."""
 
         def gates_and_ups(*experts: Tensor) -> Tensor:
             gates, ups = experts[: moe.num_experts], experts[moe.num_experts :]
             return torch.stack([torch.cat(pair) for pair in zip(gates, ups, strict=True)])
 
-        def stack(*experts: Tensor) -> Tensor:
-            return torch.stack(experts)
-
         theirs = f"{layer}.{self.module}"
         gates, ups, downs = self._tensors(theirs, moe)
         yield InMemory(f"{layer}.mlp.gate.weight", (f"{theirs}.gate.weight",), lambda x: x)
         yield InMemory(f"{layer}.mlp.experts.gate_up_proj", gates + ups, gates_and_ups)
-        yield InMemory(f"{layer}.mlp.experts.down_proj", downs, stack)
+        yield InMemory(f"{layer}.mlp.experts.down_proj", downs, lambda *experts: torch.stack(experts))
 
     def _tensors(self, theirs: str, moe: MoEConfig) -> list[tuple[str, ...]]:
-        """Names of all gates, ups and downs."""
+        """List the names of all gates, ups and downs."""
         experts = range(moe.num_experts)
         return [tuple(f"{theirs}.experts.{i}.{name}.weight" for i in experts) for name in self.projections]
 
 
 @dataclass(frozen=True)
 class Family:
-    """In what one of transformers' models differs from the others here."""
+    """How one of transformers' models differs from the others here."""
 
     model_type: str
     class_name: str
     add_qkv_bias: bool = False
     qk_layernorm: bool = False
-    window: Window | None = None
-    has_head_dim: bool = True  # else heads are of hidden_size / num_attention_heads channels
+    has_window: bool = False
+    is_qwen: bool = False  # has Qwen's keys of a window
+    has_head_dim: bool = True  # else heads have hidden_size / num_attention_heads channels
     experts: Experts | None = None
     always: Mapping[str, Any] = field(default_factory=dict)  # further keys of config.json, and their only value
 
-    @property
-    def ours(self) -> dict[str, tuple[Any, ...]]:
-        """Fields of our config, and the values that they may have."""
-        return OURS | {"add_qkv_bias": (self.add_qkv_bias,), "qk_layernorm": (self.qk_layernorm,)}
 
-    @property
-    def written(self) -> tuple[str, ...]:
-        """Fields of our config that config.json says."""
-        own = {"moe": self.experts is not None, "window_size": self.window is not None}
-        return (*WRITTEN, *(name for name, is_said in own.items() if is_said))
-
-    def require_experts(self, config: DecoderConfig) -> None:
-        """Raise ValueError that names what of our mixture of experts this family does not have."""
-        if self.experts is None:
-            return
-        if config.moe is None:
-            raise ValueError(f"{self.model_type} does not have layers without experts")
-        written = WRITTEN_OF_EXPERTS + (("router_pre_softmax",) if self.experts.pre_softmax is not None else ())
-        require_fields(config.moe, self.model_type, {}, written)
-
-
+_NO_BIAS = {"attention_bias": False}
 FAMILIES = (
-    Family("llama", "LlamaForCausalLM", always={"attention_bias": False, "mlp_bias": False}),
-    Family("mistral", "MistralForCausalLM", window=Window(_write_window, _read_window)),
-    Family(
-        "qwen2",
-        "Qwen2ForCausalLM",
-        add_qkv_bias=True,
-        window=Window(_write_window_of_qwen, _read_window_of_qwen),
-        has_head_dim=False,
-    ),
-    Family(
-        "qwen3",
-        "Qwen3ForCausalLM",
-        qk_layernorm=True,
-        window=Window(_write_window_of_qwen, _read_window_of_qwen),
-        always={"attention_bias": False},
-    ),
+    Family("llama", "LlamaForCausalLM", always=_NO_BIAS | {"mlp_bias": False}),
+    Family("mistral", "MistralForCausalLM", has_window=True),
+    Family("qwen2", "Qwen2ForCausalLM", add_qkv_bias=True, has_window=True, is_qwen=True, has_head_dim=False),
+    Family("qwen3", "Qwen3ForCausalLM", qk_layernorm=True, has_window=True, is_qwen=True, always=_NO_BIAS),
     Family(
         "mixtral",
         "MixtralForCausalLM",
-        window=Window(_write_window, _read_window),
+        has_window=True,
         experts=Experts("num_local_experts", "intermediate_size", "block_sparse_moe", ("w1", "w3", "w2")),
         always={"router_jitter_noise": 0.0},
     ),
@@ -218,14 +168,22 @@ FAMILIES = (
         experts=Experts(
             "num_experts", "moe_intermediate_size", "mlp", ("gate_proj", "up_proj", "down_proj"), "norm_topk_prob"
         ),
-        always={"attention_bias": False, "decoder_sparse_step": 1, "mlp_only_layers": [], "use_sliding_window": False},
+        always=_NO_BIAS | {"decoder_sparse_step": 1, "mlp_only_layers": [], "use_sliding_window": False},
     ),
 )
 
 
 def to_config(family: Family, config: DecoderConfig, positions: int) -> dict[str, Any]:
-    require_fields(config, family.model_type, family.ours, family.written)
-    family.require_experts(config)
+    required = REQUIRED | {"add_qkv_bias": (family.add_qkv_bias,), "qk_layernorm": (family.qk_layernorm,)}
+    written = [*WRITTEN, *(["moe"] if family.experts else []), *(["window_size"] if family.has_window else [])]
+    require_fields(config, family.model_type, required, written)
+    experts: dict[str, Any] = {}
+    if family.experts is not None:
+        if config.moe is None:
+            raise ValueError(f"{family.model_type} does not have layers without experts")
+        written = [*WRITTEN_MOE, *(["router_pre_softmax"] if family.experts.pre_softmax else [])]
+        require_fields(config.moe, family.model_type, {}, written)
+        experts = family.experts.write(config.moe, config.num_layers)
     hidden, heads = config.hidden_size, config.num_attention_heads
     if hidden % heads or not (family.has_head_dim or config.head_dim == hidden // heads):
         raise ValueError(
@@ -245,8 +203,8 @@ def to_config(family: Family, config: DecoderConfig, positions: int) -> dict[str
         # Two keys that every version reads; version 5 would write them as one, rope_parameters.
         "rope_theta": float(config.rotary_base),
         "rope_scaling": _scaling(config),
-        **({} if family.window is None else family.window.write(config)),
-        **({} if family.experts is None or config.moe is None else family.experts.write(config.moe, config.num_layers)),
+        **(_write_window(config, family.is_qwen) if family.has_window else {}),
+        **experts,
         **family.always,
     }
 
@@ -282,7 +240,7 @@ def from_config(family: Family, hf: Mapping[str, Any]) -> tuple[DecoderConfig, i
         swiglu=True,
         add_bias_linear=False,
         add_qkv_bias=family.add_qkv_bias,
-        window_size=None if family.window is None else family.window.read(hf),
+        window_size=_read_window(hf, family.is_qwen) if family.has_window else None,
         hidden_dropout=0.0,
         moe=None if family.experts is None else family.experts.read(hf),
         **_rotary(hf),
@@ -291,8 +249,8 @@ def from_config(family: Family, hf: Mapping[str, Any]) -> tuple[DecoderConfig, i
 
 
 def _rotary(hf: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of our config that are about positions."""
-    # Version 5 keeps all that is about rotary embeddings in rope_parameters; before it there were two keys.
+    """Read our config's fields of positions."""
+    # Version 5 keeps rotary embeddings in rope_parameters; earlier ones have two keys.
     rope = dict(hf.get("rope_parameters") or hf.get("rope_scaling") or {})
     rope.setdefault("rope_theta", hf.get("rope_theta"))
     kind = rope["rope_type"] = rope.get("rope_type", rope.get("type", "default"))
@@ -330,7 +288,7 @@ def weights(family: Family, config: DecoderConfig) -> Iterator[Weight]:
     groups, head_dim = config.num_groups, config.head_dim
     queries = config.num_attention_heads // groups  # per group
 
-    # We have the rows of one group's queries, key and value after the other.
+    # We concatenate the rows of one group's queries, key and value.
     def split_qkv(x: Tensor) -> tuple[Tensor, ...]:
         parts = x.unflatten(0, (groups, queries + 2, head_dim)).split([queries, 1, 1], dim=1)
         return tuple(part.flatten(0, 2) for part in parts)

@@ -149,7 +149,7 @@ def predict_logged(run: RunHistory, cluster: Cluster) -> Prediction:
         raise ValueError(f"--cluster has {cluster.nodes} x {cluster.gpus_per_node} GPUs, but {run.name} had {ranks}")
     architecture, vocabulary = find_architecture(run.settings["architecture"]), int(run.settings["padded_vocab_size"])
     flags = shlex.split(run.settings["command"])[1:]
-    settings = parse_settings(architecture, flags, cluster.world_size, note=lambda _: None, of_all_jobs=True)
+    settings = parse_settings(architecture, flags, cluster.world_size, note=lambda _: None, counts_all_jobs=True)
     return predict(architecture, settings, cluster, estimate_on(architecture, settings, vocabulary, cluster))
 
 

@@ -1,1 +1,1 @@
-"""Every setting of a run, as plain records: what the rest of the package reads."""
+"""Settings of a run, as plain records."""

@@ -1,4 +1,4 @@
-"""The error of a user who asked for something that cannot be, and the checks that raise it."""
+"""SettingsError, which lists a user's mistakes, and the checks that raise it."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ class SettingsError(ValueError):
 
 
 class Mistakes:
-    """Collects SettingsErrors, so that a user hears of all mistakes at once."""
+    """Collects SettingsErrors, so that one start reports all mistakes."""
 
     def __init__(self) -> None:
         self.messages: list[str] = []
 
     @contextmanager
     def collected(self) -> Iterator[None]:
-        """What a SettingsError that is raised inside says is kept, and the program goes on behind."""
+        """Keep the messages of a SettingsError raised inside, and go on after the block."""
         try:
             yield
         except SettingsError as error:
@@ -37,34 +37,46 @@ class Mistakes:
 
     @contextmanager
     def collected_unless_named(self) -> Iterator[None]:
-        """The same, but for what names a flag that was wrong before: it may be no more than a consequence."""
+        """Do the same, but drop messages that name a flag of an earlier one: they may be consequences."""
         wrong, later = flags_in(" ".join(self.messages)), Mistakes()
         with later.collected():
             yield
         self.messages += [message for message in later.messages if not wrong & flags_in(message)]
 
     def report(self) -> None:
-        """Raise one SettingsError with all that was collected, each once."""
+        """Raise one SettingsError with all messages, each once."""
         if self.messages:
             raise SettingsError(*dict.fromkeys(self.messages))
 
 
-def require(condition: bool, message: str) -> None:
+def require(condition: object, message: str) -> None:
     """Raise SettingsError unless ``condition`` holds."""
     if not condition:
         raise SettingsError(message)
 
 
+def require_divides(flag: str, size: int, number: int, what: str) -> None:
+    """Raise SettingsError that lists the divisors unless ``size`` divides ``number``, the count of ``what``."""
+    require(
+        number % size == 0, f"{flag} {size} does not divide the {number} {what}; choose one of {list_divisors(number)}"
+    )
+
+
 def flags_in(message: str) -> set[str]:
-    """The flags that a message names."""
+    """Find the flags that a message names."""
     return set(re.findall(r"--[\w-]+", message))
 
 
 def flag_of(setting: str) -> str:
-    """The flag that sets ``setting``: "--num-layers" for num_layers."""
+    """Return the flag that sets ``setting``: "--num-layers" for num_layers."""
     return all_flags()[setting].name
 
 
 def divisors(number: int) -> list[int]:
     small = [divisor for divisor in range(1, math.isqrt(number) + 1) if number % divisor == 0]
     return sorted({*small, *(number // divisor for divisor in small)})
+
+
+def list_divisors(number: int) -> str:
+    """Format the divisors for a message: "1, 2, 4"."""
+    return ", ".join(map(str, divisors(number)))

@@ -1,7 +1,7 @@
-"""A dataclass field is a command-line flag: how a field says so, and what a program reads off a class of such fields.
+"""Dataclass fields that are command-line flags: how to declare them, and how to read groups of them.
 
-A setting's name is its flag's, ``zeropp_weight_bits`` for ``--zeropp-weight-bits``, whatever the field is called:
-DeepSpeed's keys, checkpoints and logs know settings by that name, which is unique over all groups.
+A setting is named after its flag, ``zeropp_weight_bits`` for ``--zeropp-weight-bits``, whatever its field is called.
+DeepSpeed's keys, checkpoints and logs use these names, which are unique over all groups.
 """
 
 from __future__ import annotations
@@ -17,32 +17,21 @@ from typing import Any, TypeVar
 
 from megatron_zpp.bounds import Bounds
 
-# Where a flag does not say otherwise: what 32-bit integers hold, and what fp32 holds.
+# Default upper bounds: what 32-bit integers and fp32 hold.
 _LARGEST: dict[type, float] = {int: 2**31 - 1, float: 3.4e38}
 
 Group = TypeVar("Group")
 
 
-def flag(
-    default: Any,
-    help: str,
-    *,
-    name: str | None = None,
-    aliases: tuple[str, ...] = (),
-    choices: tuple[str, ...] | None = None,
-    nargs: int | str | None = None,
-    metavar: str | tuple[str, ...] | None = None,
-    needs: str | None = None,
-    **bounds: float,
-) -> Any:
-    """A dataclass field that is also a command-line flag. A ``bool`` field becomes a switch.
+def flag(default: Any, help: str, **options: Any) -> Any:
+    """Make a dataclass field that is also a command-line flag. A ``bool`` field becomes a switch.
 
-    name: default from the field's, "--num-layers" for num_layers. aliases: names that it had before, which scripts,
-    saved settings and DeepSpeed's file may go on using. needs: the field without which giving this flag is
-    an error. bounds: of ``Bounds``, for a number, or for each of several.
+    options: of ``Flag``, and bounds of ``Bounds`` for a number, or for each of several. name: default the field's,
+    "--num-layers" for num_layers. needs: the field without which giving this flag is an error.
     """
-    metadata = dict(help=help, name=name, aliases=aliases, choices=choices, nargs=nargs, metavar=metavar, needs=needs)
-    return dataclasses.field(default=default, metadata={**metadata, "bounds": Bounds(**bounds)})
+    names = ("name", "aliases", "choices", "nargs", "metavar", "needs")
+    metadata = {name: options.pop(name) for name in names if name in options}
+    return dataclasses.field(default=default, metadata={**metadata, "help": help, "bounds": Bounds(**options)})
 
 
 @dataclass(frozen=True)
@@ -54,7 +43,7 @@ class Flag:
     value_type: type  # int for "int | None" and for each value of "tuple[int, ...]"; a bool is a switch
     default: Any
     help: str
-    aliases: tuple[str, ...] = ()
+    aliases: tuple[str, ...] = ()  # former names, which scripts, saved settings and DeepSpeed's file may use
     choices: tuple[str, ...] | None = None
     nargs: int | str | None = None
     metavar: str | tuple[str, ...] | None = None
@@ -63,7 +52,7 @@ class Flag:
     bounds: Bounds = dataclasses.field(default_factory=Bounds)
 
     def read(self, words: Sequence[str]) -> Any:
-        """The value that words on the command line say. Raises ValueError with what it must be and what it is."""
+        """Convert the words after the flag to its value. Raises ValueError with what it must be and what it is."""
         if self.value_type is bool:
             expected = 0
         elif isinstance(self.nargs, int):
@@ -88,7 +77,7 @@ class Flag:
                 Bounds(at_most=_LARGEST[self.value_type]).check(value)
 
     def read_one(self, word: str) -> Any:
-        """The value that one word says. Raises ValueError with what it must be and what it is."""
+        """Convert one word. Raises ValueError with what it must be and what it is."""
         try:
             try:
                 value = self.value_type(word)
@@ -101,7 +90,7 @@ class Flag:
 
 
 def number(value_type: type, **bounds: float) -> Callable[[str], Any]:
-    """The ``type`` that makes a number within ``Bounds`` of a tool's argparse flag."""
+    """Make the ``type`` of a tool's argparse flag: a number within ``Bounds``."""
     flag = Flag("", "", value_type, None, "", bounds=Bounds(**bounds))
 
     def read(word: str) -> Any:
@@ -114,17 +103,17 @@ def number(value_type: type, **bounds: float) -> Callable[[str], Any]:
 
 
 def setting_of(flag_name: str) -> str:
-    """The setting's name: zeropp_weight_bits for --zeropp-weight-bits."""
+    """Return the setting's name: zeropp_weight_bits for --zeropp-weight-bits."""
     return flag_name.removeprefix("--").replace("-", "_")
 
 
 def group_title(group: type[Any]) -> str:
-    """What a group is called in --help and on the page of flags: its docstring's first sentence."""
+    """Return a group's title in --help and on the page of flags: its docstring's first sentence."""
     return (group.__doc__ or "").partition(".")[0]
 
 
 def iterate_flags(group: type[Any]) -> Iterator[Flag]:
-    """The flags of a group, in order.
+    """Yield the flags of a group, in order.
 
     A field that holds another group or None, such as ZeroPPConfig.loco, is a switch, followed by that group's flags,
     which all need the switch.
@@ -136,20 +125,18 @@ def iterate_flags(group: type[Any]) -> Iterator[Flag]:
 
 
 def flat_values(group: Any) -> dict[str, Any]:
-    """{setting: value} of a group. Of an inner group that is None, the switch is False and the rest its defaults."""
+    """Return {setting: value} of a group. If an inner group is None, its switch is False and the rest its defaults."""
     values: dict[str, Any] = {}
     for name, flag, inner in _flag_fields(type(group)):
         value = getattr(group, name)
-        if inner is None:
-            values[flag.setting] = value
-        else:
-            values[flag.setting] = value is not None
+        values[flag.setting] = value if inner is None else value is not None
+        if inner is not None:
             values |= flat_values(inner() if value is None else value)
     return values
 
 
 def group_from(group: type[Group], values: Mapping[str, Any]) -> Group:
-    """The inverse of ``flat_values``: takes the group's settings out of all of a run's; the rest are its defaults."""
+    """Build a group from a run's settings, the inverse of ``flat_values``; missing ones get their defaults."""
     chosen: dict[str, Any] = {}
     for name, flag, inner in _flag_fields(group):
         if flag.setting not in values:
@@ -166,7 +153,7 @@ def group_from(group: type[Group], values: Mapping[str, Any]) -> Group:
 
 
 def _flag_fields(group: type[Any]) -> list[tuple[str, Flag, type[Any] | None]]:
-    """The name of each field that is a flag, the flag, and the inner group that the field holds."""
+    """Return name, flag and inner group, if it holds one, of each field that is a flag."""
     return _read_fields(group)  # type: ignore[arg-type]  # mypy takes a class for not hashable
 
 
@@ -175,16 +162,15 @@ def _read_fields(group: type[Any]) -> list[tuple[str, Flag, type[Any] | None]]:
     found = []
     hints = typing.get_type_hints(group)
     fields = {field.name: field for field in dataclasses.fields(group) if field.metadata}
-    names = {name: field.metadata["name"] or "--" + name.replace("_", "-") for name, field in fields.items()}
-    settings = {name: setting_of(flag_name) for name, flag_name in names.items()}
+    names = {name: field.metadata.get("name") or "--" + name.replace("_", "-") for name, field in fields.items()}
     for name, field in fields.items():
         value_type, default = _value_type(hints[name]), field.default
         inner = value_type if dataclasses.is_dataclass(value_type) else None
         if inner is not None:
             value_type, default = bool, default is not None
-        needs = field.metadata["needs"]
-        metadata = dict(field.metadata) | {"name": names[name], "needs": settings[needs] if needs else None}
-        found.append((name, Flag(settings[name], value_type=value_type, default=default, **metadata), inner))
+        needs = field.metadata.get("needs")
+        options = {**field.metadata, "name": names[name], "needs": setting_of(names[needs]) if needs else None}
+        found.append((name, Flag(setting_of(names[name]), value_type=value_type, default=default, **options), inner))
     return found
 
 

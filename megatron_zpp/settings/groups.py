@@ -1,9 +1,9 @@
-"""Every setting of a run, once: its name, type, default, meaning and command-line flag.
+"""All settings of a run: name, type, default, meaning and command-line flag.
 
 Each dataclass is one group of flags in ``--help``; the field ``num_layers`` is the flag ``--num-layers`` unless
-``flag(..., name=...)`` says otherwise. Names and defaults are Megatron-LM's wherever it has the setting. The flags of
+``flag(..., name=...)`` names another. Names and defaults are Megatron-LM's wherever it has the setting. The flags of
 ZeRO++ and LoCo are the fields of ``ZeroPPConfig``, those of islands of ``IslandConfig``. ``arguments.parse_settings``
-fills, checks and freezes them; everything downstream takes the group it needs.
+fills, checks and freezes them.
 
 Bounds refuse what no run survives: products of larger sizes overflow 64 bits, smaller epsilons are 0 in fp32.
 """
@@ -52,7 +52,7 @@ class Settings:
     distributed: DistributedSettings = DistributedSettings()
 
     def as_flat_dict(self) -> dict[str, Any]:
-        """Every setting by its name, for logs, wandb's config and checkpoints' metadata."""
+        """Return every setting by its name, for logs, wandb's config and checkpoints' metadata."""
         flat: dict[str, Any] = {"architecture": self.architecture}
         for attribute, _ in iterate_groups():
             flat |= flat_values(getattr(self, attribute))
@@ -60,7 +60,7 @@ class Settings:
 
 
 def iterate_groups() -> Iterator[tuple[str, type[Any]]]:
-    """Each group's attribute of Settings and its dataclass, in order."""
+    """Yield each group's attribute of Settings and its dataclass, in order."""
     for attribute, group in typing.get_type_hints(Settings).items():
         if isinstance(group, type) and is_dataclass(group):
             yield attribute, group
@@ -68,17 +68,17 @@ def iterate_groups() -> Iterator[tuple[str, type[Any]]]:
 
 @functools.cache
 def all_flags() -> dict[str, Flag]:
-    """{setting: flag} of all groups."""
+    """Return {setting: flag} of all groups."""
     return {flag.setting: flag for _, group in iterate_groups() for flag in iterate_flags(group)}
 
 
 @functools.cache
 def flags_by_name() -> dict[str, Flag]:
-    """{name or alias: flag} of all groups."""
+    """Return {name or alias: flag} of all groups."""
     return {name: flag for flag in all_flags().values() for name in (flag.name, *flag.aliases)}
 
 
 def with_current_names(saved: dict[str, Any]) -> dict[str, Any]:
-    """Saved settings {setting: value}, those of former names under their present ones."""
+    """Rename saved settings {setting: value} from former names to current ones."""
     now = {setting_of(name): flag.setting for name, flag in flags_by_name().items()}
     return {now.get(setting, setting): value for setting, value in saved.items()}

@@ -30,14 +30,10 @@ class ResolvedSettings(Settings):
     training: ResolvedTraining
     tokenizer: ResolvedTokenizer
 
-    @classmethod
-    def of(cls, settings: Settings) -> ResolvedSettings:
-        """Take settings that were checked and completed."""
-        groups: dict[str, Any] = {name: getattr(settings, name) for name, _ in iterate_groups()}
-        for name, resolved in (
-            ("model", ResolvedModel),
-            ("training", ResolvedTraining),
-            ("tokenizer", ResolvedTokenizer),
-        ):
-            groups[name] = resolved(**vars(groups[name]))
-        return cls(architecture=settings.architecture, **groups)
+
+def as_resolved(settings: Settings) -> ResolvedSettings:
+    """Take settings that were checked and completed."""
+    groups: dict[str, Any] = {name: getattr(settings, name) for name, _ in iterate_groups()}
+    resolved = {"model": ResolvedModel, "training": ResolvedTraining, "tokenizer": ResolvedTokenizer}
+    groups |= {name: group(**vars(groups[name])) for name, group in resolved.items()}
+    return ResolvedSettings(settings.architecture, **groups)

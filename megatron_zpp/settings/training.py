@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 from megatron_zpp.settings.flags import flag
+
+_curriculum = partial(flag, needs="curriculum_min_length", at_least=1)
+_count = partial(flag, at_most=2**53)  # of samples or tokens
+_non_negative = partial(flag, at_least=0)
+_fraction = partial(flag, at_least=0, below=1)
 
 
 @dataclass(frozen=True)
 class TrainingSettings:
     """Batches, length of the run, evaluation."""
 
-    micro_batch_size: int | None = flag(
-        None, "samples per data-parallel rank and forward pass", at_least=1, at_most=2**24
-    )
+    micro_batch_size: int | None = flag(None, "samples per rank and forward pass", at_least=1, at_most=2**24)
     global_batch_size: int | None = flag(
         None, "samples per optimizer step; default micro-batch size * ranks", at_least=1, at_most=2**24
     )
     rampup_batch_size: tuple[int, ...] | None = flag(
         None,
-        "batch-size ramp-up: start size, increment, samples over which to ramp",
+        "start size, increment, samples over which the batch size grows",
         nargs=3,
         metavar=("START", "INCREMENT", "SAMPLES"),
         at_least=1,
@@ -29,59 +33,33 @@ class TrainingSettings:
     train_iters: int | None = flag(None, "optimizer steps to train", at_least=1)
     train_samples: int | None = flag(None, "samples to train, instead of --train-iters", at_least=1, at_most=2**53)
     train_tokens: int | None = flag(
-        None,
-        "tokens to train, at most; ends the run before --train-iters or --train-samples",
-        at_least=1,
-        at_most=2**53,
+        None, "most tokens to train; may end the run before --train-iters or --train-samples", at_least=1, at_most=2**53
     )
     seq_length: int | None = flag(None, "tokens per sample", at_least=1, at_most=2**27)
     curriculum_min_length: int | None = flag(
-        None,
-        "first length of samples, which grow to full length by --curriculum-iters; default full length from the start",
-        at_least=1,
+        None, "first length of samples, which grow for --curriculum-iters; default full length", at_least=1
     )
-    curriculum_max_length: int | None = flag(
-        None,
-        "tokens of samples after --curriculum-iters; default --seq-length",
-        at_least=1,
-        needs="curriculum_min_length",
-    )
-    curriculum_iters: int | None = flag(
-        None, "optimizer steps over which samples grow", at_least=1, needs="curriculum_min_length"
-    )
-    curriculum_length_step: int = flag(
-        8, "lengths of growing samples are multiples of this", at_least=1, needs="curriculum_min_length"
-    )
-    seed: int = flag(
-        1234, "seed of initialisation, data order, dropout and stochastic rounding", at_least=0, at_most=2**32 - 1
-    )
+    curriculum_max_length: int | None = _curriculum(None, "last length of samples; default --seq-length")
+    curriculum_iters: int | None = _curriculum(None, "optimizer steps over which samples grow")
+    curriculum_length_step: int = _curriculum(8, "lengths of growing samples are multiples of this")
+    seed: int = flag(1234, "seed of weights, data order, dropout, stochastic rounding", at_least=0, at_most=2**32 - 1)
     eval_iters: int = flag(100, "batches per evaluation", at_least=0)
     eval_interval: int | None = flag(None, "optimizer steps between evaluations; default none but the last", at_least=1)
     skip_train: bool = flag(False, "only evaluate")
-    dry_run: bool = flag(False, "say what this command asks for and what it needs, and leave without starting it")
+    dry_run: bool = flag(False, "print what this command asks for and what it needs, and exit without starting it")
     dry_run_world_size: int | None = flag(
-        None,
-        "ranks that --dry-run is about; default those that the launcher started",
-        needs="dry_run",
-        at_least=1,
-        at_most=2**20,
+        None, "ranks for --dry-run; default those that the launcher started", needs="dry_run", at_least=1, at_most=2**20
     )
     exit_interval: int | None = flag(None, "save and exit at iterations divisible by this", at_least=1)
     exit_duration_in_mins: float | None = flag(None, "save and exit after this many minutes", at_least=0)
     exit_signal_handler: bool = flag(False, "save and exit on SIGTERM, SIGUSR1 or Ctrl-C")
-    calculate_per_token_loss: bool = flag(
-        False, "average the loss over all tokens of the global batch, not per micro-batch first"
-    )
+    calculate_per_token_loss: bool = flag(False, "average the loss over tokens of the batch, not micro-batches first")
     no_check_for_nan_in_loss_and_grad: bool = flag(False, "never stop because of NaN or Inf, whose steps are skipped")
     max_nonfinite_steps: int | None = flag(
-        None,
-        "save and stop after N steps in a row with NaN or Inf; default 10, or 50 while a loss scale adapts",
-        at_least=1,
+        None, "save and stop after N steps in a row with NaN or Inf; default 10, or 50 with a dynamic scale", at_least=1
     )
     loss_spike_factor: float | None = flag(
-        None,
-        "skip a step whose loss is more than this multiple of the average of the last 50 or so steps, as 2",
-        above=1,
+        None, "skip a step whose loss is above this multiple of the average of about 50 steps, as 2", above=1
     )
     manual_gc: bool = flag(False, "collect Python garbage only every --manual-gc-interval steps")
     manual_gc_interval: int = flag(0, "see --manual-gc; 0 = never", at_least=0)
@@ -91,33 +69,25 @@ class TrainingSettings:
 class OptimizerSettings:
     """Optimizer and regularization."""
 
-    optimizer: str = flag(
-        "adam",
-        "adam is AdamW, as in Megatron; muon: Muon for the layers' matrices, AdamW for the rest",
-        choices=("adam", "sgd", "muon"),
+    optimizer: str = flag("adam", "adam is AdamW; muon is AdamW except for matrices", choices=("adam", "sgd", "muon"))
+    lr: float | None = _non_negative(None, "peak learning rate")
+    min_lr: float = _non_negative(0.0, "learning rate at the end of the decay")
+    decoupled_lr: float | None = _non_negative(None, "peak learning rate of embeddings and output layer; default --lr")
+    decoupled_min_lr: float | None = _non_negative(
+        None, "their learning rate at the end of the decay; default --min-lr", needs="decoupled_lr"
     )
-    lr: float | None = flag(None, "peak learning rate", at_least=0)
-    min_lr: float = flag(0.0, "learning rate at the end of the decay", at_least=0)
-    decoupled_lr: float | None = flag(
-        None, "peak learning rate of word embeddings and output layer; default --lr", at_least=0
-    )
-    decoupled_min_lr: float | None = flag(
-        None, "their learning rate at the end of the decay; default --min-lr", at_least=0, needs="decoupled_lr"
-    )
-    weight_decay: float = flag(0.01, "decoupled weight decay; not applied to biases and 1-D parameters", at_least=0)
-    start_weight_decay: float | None = flag(
-        None, "weight decay at the start, with --weight-decay-incr-style", at_least=0
-    )
-    end_weight_decay: float | None = flag(None, "weight decay at the end, with --weight-decay-incr-style", at_least=0)
+    weight_decay: float = _non_negative(0.01, "decoupled weight decay; not applied to biases and 1-D parameters")
+    start_weight_decay: float | None = _non_negative(None, "weight decay at the start, with --weight-decay-incr-style")
+    end_weight_decay: float | None = _non_negative(None, "weight decay at the end, with --weight-decay-incr-style")
     weight_decay_incr_style: str = flag(
         "constant", "how weight decay moves from start to end", choices=("constant", "linear", "cosine")
     )
-    clip_grad: float = flag(1.0, "clip the global gradient norm to this; 0 = off", at_least=0)
-    adam_beta1: float = flag(0.9, "Adam's first-moment decay", at_least=0, below=1)
-    adam_beta2: float = flag(0.999, "Adam's second-moment decay", at_least=0, below=1)
+    clip_grad: float = _non_negative(1.0, "clip the global gradient norm to this; 0 = off")
+    adam_beta1: float = _fraction(0.9, "Adam's first-moment decay")
+    adam_beta2: float = _fraction(0.999, "Adam's second-moment decay")
     adam_eps: float = flag(1e-8, "Adam's epsilon", at_least=1e-37)
-    sgd_momentum: float = flag(0.9, "SGD's momentum", at_least=0, below=1)
-    muon_momentum: float = flag(0.95, "Muon's momentum", at_least=0, below=1)
+    sgd_momentum: float = _fraction(0.9, "SGD's momentum")
+    muon_momentum: float = _fraction(0.95, "Muon's momentum")
     muon_use_nesterov: bool = flag(False, "Nesterov's momentum for Muon")
     muon_num_ns_steps: int = flag(5, "Newton-Schulz steps that orthogonalize Muon's momentum", at_least=1, below=100)
     muon_scale_mode: str = flag(
@@ -125,21 +95,14 @@ class OptimizerSettings:
         "Muon's update for R rows, C columns: times sqrt(max(R, C)), sqrt(max(1, R/C)) or sqrt(R/C)",
         choices=("spectral", "shape_scaling", "unit_rms_norm"),
     )
-    muon_extra_scale_factor: float = flag(
-        1.0, "multiply Muon's update; 0.2 with spectral makes it as large as AdamW's", above=0
-    )
+    muon_extra_scale_factor: float = flag(1.0, "scale Muon's update; 0.2 with spectral is as large as AdamW's", above=0)
     muon_period: int = flag(
-        1,
-        "Muon orthogonalizes whole matrices every k-th step, the rows of each node by themselves in between; "
-        "1 = always whole, 0 = never",
-        at_least=0,
+        1, "orthogonalize whole matrices every k-th step, each node's rows alone in between; 0 = never", at_least=0
     )
     muon_momentum_bits: int | None = flag(
-        None, "bits of the momentum that crosses nodes for whole matrices; default 16, which lose nothing", at_least=1
+        None, "bits of the momentum that crosses nodes for whole matrices; default 16, lossless", at_least=1
     )
-    muon_stale_rows: bool = flag(
-        False, "between Muon's whole steps, complete each node's rows by those that the others sent last"
-    )
+    muon_stale_rows: bool = flag(False, "between whole steps, complete each node's rows by those sent last")
     use_apex: bool = flag(False, "NVIDIA Apex's fused optimizer, where it is installed")
 
 
@@ -151,25 +114,21 @@ class ScheduleSettings:
         "linear", "shape of the decay", choices=("constant", "linear", "cosine", "inverse-square-root", "WSD")
     )
     lr_decay_iters: int | None = flag(None, "steps over which to decay; default the length of the run", at_least=1)
-    lr_decay_samples: int | None = flag(None, "samples over which to decay", at_least=1, at_most=2**53)
-    lr_decay_tokens: int | None = flag(None, "tokens over which to decay", at_least=1, at_most=2**53)
-    lr_warmup_style: str = flag(
-        "linear", "shape of the warm-up; log is the default of DeepSpeed's schedulers", choices=("linear", "log")
-    )
-    lr_warmup_tokens: int = flag(0, "tokens of linear warm-up", at_least=0, at_most=2**53)
+    lr_decay_samples: int | None = _count(None, "samples over which to decay", at_least=1)
+    lr_decay_tokens: int | None = _count(None, "tokens over which to decay", at_least=1)
+    lr_warmup_style: str = flag("linear", "shape of the warm-up; log: DeepSpeed's", choices=("linear", "log"))
+    lr_warmup_tokens: int = _count(0, "tokens of linear warm-up", at_least=0)
     lr_warmup_iters: int = flag(0, "steps of linear warm-up", at_least=0)
-    lr_warmup_samples: int = flag(0, "samples of linear warm-up", at_least=0, at_most=2**53)
-    lr_warmup_fraction: float | None = flag(None, "warm-up as a fraction of the decay length", at_least=0, below=1)
-    lr_warmup_init: float = flag(0.0, "learning rate at the start of the warm-up", at_least=0)
+    lr_warmup_samples: int = _count(0, "samples of linear warm-up", at_least=0)
+    lr_warmup_fraction: float | None = _fraction(None, "warm-up as a fraction of the decay length")
+    lr_warmup_init: float = _non_negative(0.0, "learning rate at the start of the warm-up")
     lr_wsd_decay_style: str = flag(
         "exponential", "shape of WSD's final decay", choices=("exponential", "linear", "cosine", "minus_sqrt")
     )
     lr_wsd_decay_iters: int | None = flag(None, "steps of WSD's final decay", at_least=1)
-    lr_wsd_decay_samples: int | None = flag(None, "samples of WSD's final decay", at_least=1, at_most=2**53)
+    lr_wsd_decay_samples: int | None = _count(None, "samples of WSD's final decay", at_least=1)
     override_opt_param_scheduler: bool = flag(
-        False,
-        "on resume take the schedule from the flags, though the checkpoint's differs",
-        name="--override-opt_param-scheduler",
+        False, "on resume take the schedule from the flags", name="--override-opt_param-scheduler"
     )
     use_checkpoint_opt_param_scheduler: bool = flag(
         False, "on resume take the schedule from the checkpoint", name="--use-checkpoint-opt_param-scheduler"

@@ -18,26 +18,19 @@ NEEDED = {
     **{flag.setting: EXPERTS for flag in all_flags().values() if flag.needs == "num_experts"},
     "expert_model_parallel_size": EXPERTS,
     "moe_token_bits": f"{EXPERTS} --expert-model-parallel-size 2",
-    "moe_eval_capacity_factor": f"{EXPERTS} --moe-expert-capacity-factor 1",
-    "moe_min_capacity": f"{EXPERTS} --moe-expert-capacity-factor 1",
     "moe_router_bias_update_rate": f"{EXPERTS} --moe-router-score-function sigmoid --moe-router-enable-expert-bias",
     "curriculum_min_length": "--curriculum-iters 2",
     "curriculum_max_length": "--curriculum-min-length 8 --curriculum-iters 2",
     "curriculum_iters": "--curriculum-min-length 8",
     "curriculum_length_step": "--curriculum-min-length 8 --curriculum-iters 2",
-    "num_query_groups": "--group-query-attention",
     "rope_scaling_factor": "--use-rope-scaling",
     "loss_scale": "--fp16",
-    "initial_loss_scale": "--fp16",
-    "min_loss_scale": "--fp16",
-    "loss_scale_window": "--fp16",
-    "hysteresis": "--fp16",
+    **dict.fromkeys(("initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis"), "--fp16"),
     "manual_gc_interval": "--manual-gc",
     "save_interval": "--save {folder}",
     "save": "--save-interval 2",
     "save_retain_interval": "--save {folder} --save-interval 1",
     "save_keep_last": "--save {folder} --save-interval 1",
-    "ckpt_step": "--load {folder}",
     "fim_rate": "--fim-data",
     "fim_spm_rate": "--fim-data",
     "tensorboard_log_interval": "--tensorboard-dir {folder}",
@@ -69,14 +62,18 @@ NEEDED = {
 }
 
 
+def words_needed(flag: Flag) -> str:
+    """Return the flags that make ``flag`` meaningful, of ``NEEDED`` or those that it needs."""
+    if flag.needs is None or flag.setting in NEEDED:
+        return NEEDED.get(flag.setting, "")
+    switch = all_flags()[flag.needs]
+    return f"{words_needed(switch)} {switch.name}{'' if switch.value_type is bool else ' 2'}"
+
+
 def cases(folder: str) -> Iterator[tuple[Flag, str, list[str]]]:
     """Each flag, a word, and the command line of the two. Switches get the word they do not take."""
     for flag in all_flags().values():
-        needed = NEEDED.get(flag.setting, "").format(folder=folder).split()
-        if flag.needs is not None and flag.setting not in NEEDED:
-            switch = all_flags()[flag.needs]
-            needed = [switch.name] if switch.value_type is bool else [switch.name, "2"]
-            needed += [all_flags()[switch.needs].name] if switch.needs else []
+        needed = words_needed(flag).format(folder=folder).split()
         for word in WORDS:
             count = flag.nargs if isinstance(flag.nargs, int) else 1
             yield flag, word, [*needed, flag.name, *[word] * count]

@@ -8,37 +8,28 @@ import shlex
 
 import pytest
 
-from megatron_zpp.arguments.parse import SettingsError, parse_settings
+from megatron_zpp.arguments.parse import SettingsError
 from megatron_zpp.bounds import Bounds
 from megatron_zpp.families import GPT, LLAMA
 from megatron_zpp.settings.flags import iterate_flags
-from megatron_zpp.settings.groups import ModelSettings, Settings, all_flags
+from megatron_zpp.settings.groups import ModelSettings, all_flags
 from tests.arguments.fuzzing import cases
+from tests.arguments.parsing import mistakes, parse
 
-LENGTH = ["--train-iters", "2"]
-SMALL = shlex.split(
+SMALL = (
     "--num-layers 1 --hidden-size 16 --num-attention-heads 2 --seq-length 8 --micro-batch-size 1 --lr 1e-3 "
     "--mock-data --vocab-size 100 --num-workers 0"
 )
-
-
-def parse(argv: list[str], architecture=GPT, world_size: int = 1) -> Settings:
-    return parse_settings(architecture, argv, world_size, note=lambda text: None)
-
-
-def mistakes(argv: list[str], world_size: int = 1) -> list[str]:
-    with pytest.raises(SettingsError) as error:
-        parse(argv, world_size=world_size)
-    return list(error.value.messages)
+RUN = f"{SMALL} --train-iters 2"
 
 
 def test_every_flag_with_every_word(tmp_path):
     refused = accepted = 0
     for flag, word, argv in cases(str(tmp_path)):
-        length = [] if "--train-samples" in argv else LENGTH
+        command = SMALL if "--train-samples" in argv else RUN
         architecture = LLAMA if flag.setting in ("num_query_groups", "rope_scaling_factor") else GPT
         try:
-            settings = parse([*SMALL, *length, *argv], architecture)
+            settings, _ = parse(f"{command} {shlex.join(argv)}", architecture, 1)
         except SettingsError as error:
             refused += 1
             assert len(set(error.messages)) == len(error.messages), argv
@@ -86,7 +77,7 @@ def test_the_largest_model_that_is_accepted_has_sizes_that_64_bits_hold():
 
 def test_one_start_reports_all_mistakes():
     argv = "--seed x --zero_stage 3 --bf16 yes --log-interval 0 --lr nan --save= --warmup 1 --adam-beta1 1"
-    assert mistakes([*SMALL, *LENGTH, *argv.split(), "--fp16", "--finetune", "--zeropp-loco"]) == [
+    assert mistakes(f"{RUN} {argv} --fp16 --finetune --zeropp-loco", GPT, 1) == [
         "--seed must be a whole number, got x",
         "unknown flag --zero_stage; did you mean --zero-stage?",
         "--bf16 takes no value, got yes",
@@ -102,23 +93,24 @@ def test_one_start_reports_all_mistakes():
 
 @pytest.mark.parametrize("word", ["nan", "inf", "-inf", "1e999"])
 def test_the_surplus_of_a_blend_is_finite(word):
-    assert mistakes([*SMALL, *LENGTH, "--mid-level-dataset-surplus", word]) == [
+    assert mistakes(f"{RUN} --mid-level-dataset-surplus {word}", GPT, 1) == [
         f"--mid-level-dataset-surplus must be a finite number, got {word}"
     ]
 
 
 def test_a_consequence_is_no_mistake_of_its_own():
+    words = RUN.split()
     for flag in ("--num-layers", "--seq-length", "--train-iters", "--micro-batch-size", "--preset"):
-        argv = [*SMALL, *LENGTH]
+        argv = [*words]
         if flag in argv:
             argv[argv.index(flag) + 1] = "0"
         else:
             argv = [*argv[6:], flag, "x"]
-        (message,) = mistakes(argv)
+        (message,) = mistakes(" ".join(argv), GPT, 1)
         assert flag in message
 
 
 def test_what_contradicts_at_a_time():
-    assert len(mistakes([*SMALL, *LENGTH, *shlex.split("--fp16 --bf16 --data-path x --save y --tie-embed x")])) == 4
-    said = mistakes([*SMALL, *LENGTH, *shlex.split("--global-batch-size 3 --zero-hpz-partition-size 3")], world_size=2)
+    assert len(mistakes(f"{RUN} --fp16 --bf16 --data-path x --save y --tie-embed x", GPT, 1)) == 4
+    said = mistakes(f"{RUN} --global-batch-size 3 --zero-hpz-partition-size 3", GPT, 2)
     assert len(said) == 2 and "--zero-hpz-partition-size 3" in said[1]

@@ -1,32 +1,191 @@
-"""What is refused at once: sizes beyond memory, files that never end, and routers that learn nothing."""
+"""What is refused, and in which words: flags that do not fit together, sizes beyond memory, files that never end."""
 
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 
 import pytest
 
-from megatron_zpp.arguments.parse import SettingsError, parse_settings
 from megatron_zpp.convert.hf.files import WeightFiles, from_hf_config
-from megatron_zpp.families import ARCHITECTURES, GPT, LLAMA
+from megatron_zpp.families import ARCHITECTURES
 from megatron_zpp.files import LARGEST_TEXT, read_bounded
 from megatron_zpp.planning.cluster import read_cluster
+from tests.arguments.parsing import BYTES, MOCK, SMALL, YARN, assert_words, parse, refusal
 from tests.convert.hf.small_models import CONFIGS, to_hf_config
-from tests.training.small_run import flags
+
+
+@pytest.mark.parametrize(
+    ("extra", "words"),
+    [
+        # flags
+        ("--micro-batchsize 1", "--micro-batchsize did you mean --micro-batch-size?"),
+        ("--zero_stage 3", "--zero_stage did you mean --zero-stage?"),
+        ("--zero-quantised-weights", "did you mean --zero-quantized-weights?"),
+        ("--use-flash-attention", "did you mean --use-flash-attn"),
+        ("--xyzzy", "--xyzzy --help"),
+        ("--no-position-embedding", "--no-position-embedding does not hold --position-embedding-type"),
+        ("--num-layer 3", "--num-layer did you mean --num-layers?"),  # no abbreviations
+        ("--batch-size 1", "--batch-size --micro-batch-size"),
+        ("--warmup 1", "--lr-warmup-fraction"),
+        ("--model-parallel-size=1", "--tensor-model-parallel-size"),
+        ("--kd --load-teacher x --num-layers-teacher 3", "--kd, --load-teacher, --num-layers-teacher distillation"),
+        ("--load-studnt x", "unknown flag --load-studnt see --help"),  # and no flag that is only a little like it
+        ("--layernorm-epsilon 0", "--norm-epsilon"),
+        ("--layernorm-epsilon", "--layernorm-epsilon takes one value"),
+        ("--enable-zbh1-pipeline 1", "--enable-zbh1-pipeline takes no value"),
+        ("--data-parallel-sharding-strategy some", "no_shard, optim, optim_grads, optim_grads_params some"),
+        ("--layernorm-epsilon 1e-3 --norm-epsilon 1e-4", "--layernorm-epsilon 1e-3 --norm-epsilon otherwise"),
+        ("--dataloader-type external", "external single cyclic"),
+        ("--use-distributed-optimizer --zero-stage 0", "--use-distributed-optimizer --zero-stage 1"),
+        ("--optimizer lion", "--optimizer lion adam sgd"),
+        ("--seed x", "--seed x"),
+        ("--rampup-batch-size 1 2", "--rampup-batch-size 3"),
+        ("stray", "stray"),
+        # batches, tokens, growing samples
+        ("--global-batch-size 12", "12 2 4 8"),
+        ("--micro-batch-size 0", "--micro-batch-size 1 0"),
+        ("--global-batch-size 32 --rampup-batch-size 8 7 100", "--rampup-batch-size 7"),
+        ("--train-samples 80", "--train-iters --train-samples"),
+        ("--curriculum-min-length 8", "--curriculum-iters"),
+        ("--curriculum-iters 3", "--curriculum-iters needs --curriculum-min-length"),
+        ("--curriculum-min-length 4 --curriculum-iters 3", "--curriculum-length-step 8"),
+        ("--curriculum-min-length 8 --curriculum-iters 3 --context-parallel-size 2 --curriculum-length-step 2",
+         "--curriculum-length-step 2 4"),
+        ("--curriculum-min-length 8 --curriculum-iters 3 --reset-attention-mask", "--reset-attention-mask"),
+        ("--lr-decay-tokens 64 --lr-decay-iters 4", "--lr-decay-tokens --lr-decay-iters"),
+        ("--lr-warmup-tokens 64 --lr-warmup-iters 4", "--lr-warmup-tokens --lr-warmup-iters"),
+        # network
+        ("--num-attention-heads 3", "--hidden-size 64 --num-attention-heads 3"),
+        ("--max-position-embeddings 16", "--seq-length 32 --max-position-embeddings 16"),
+        ("--hidden-dropout 1.5", "--hidden-dropout 1.5"),
+        ("--preset gpt-9t", "--preset gpt-9t gpt-125m"),
+        ("--preset llama-8b", "pretrain_llama.py"),
+        ("--tensor-model-parallel-size 3", "--tensor-model-parallel-size 1, 2, 4"),
+        ("--tensor-model-parallel-size 4 --num-attention-heads 2", "--num-attention-heads 1, 2"),
+        ("--tensor-model-parallel-size 4 --ffn-hidden-size 6", "--ffn-hidden-size 1, 2"),
+        ("--tensor-model-parallel-size 4 --sequence-parallel --seq-length 34", "--seq-length 1, 2"),
+        ("--tensor-model-parallel-size 2 --compile", "--compile --tensor-model-parallel-size"),
+        ("--pipeline-model-parallel-size 4 --global-batch-size 2 --pipeline-schedule 1f1b",
+         "--pipeline-schedule 1f1b needs"),
+        ("--disable-bias-linear --num-experts 8 --moe-router-topk 2 --topk 1",
+         "--topk 1 is --moe-router-topk says otherwise"),
+        ("--num-experts 8 --moe-min-capacity 4", "--moe-min-capacity needs --moe-expert-capacity-factor"),
+        ("--num-layers 4 --num-experts 4 8 8", "--moe-experts-per-layer 4,8,8 has 3 numbers, and 4 of --num-layers 4"),
+        ("--num-experts 4 --moe-experts-per-layer 4,x", "must be numbers from 1 to --num-experts 4, as 32,32,64"),
+        ("--num-experts 4 --mlp-type standart", "--mlp-type must be one of standard, residual, got standart"),
+        # optimizer, schedule, precision, recomputation
+        ("--min-lr 1", "--min-lr --lr"),
+        ("--lr-warmup-samples 5", "--lr-warmup-samples --lr-warmup-iters"),
+        ("--lr-warmup-iters 10", "warm-up decay"),
+        ("--lr-decay-style WSD", "--lr-wsd-decay-iters"),
+        ("--start-weight-decay 0.1", "--start-weight-decay --weight-decay-incr-style"),
+        ("--adam-beta1 1", "--adam-beta1 1"),
+        ("--fp16 --bf16", "--fp16 --bf16"),
+        ("--grad-reduce-in-bf16", "--grad-reduce-in-bf16 --bf16"),
+        ("--bf16 --grad-reduce-in-bf16 --accumulate-allreduce-grads-in-fp32", "--grad-reduce-in-bf16 exclude"),
+        ("--checkpoint-activations --recompute-activations", "--checkpoint-activations --recompute-activations"),
+        ("--recompute-num-layers 2", "--recompute-num-layers --recompute-granularity full"),
+        ("--checkpoint-activations --recompute-num-layers 5", "--recompute-num-layers 5 4"),
+        ("--optimizer muon --tensor-model-parallel-size 2", "muon leave --tensor-model-parallel-size out"),
+        ("--optimizer muon --num-experts 2 --disable-bias-linear", "muon leave --num-experts out"),
+        ("--optimizer muon --cpu-offload", "muon leave --cpu-offload out"),
+        ("--optimizer muon --zero-stage 0", "--optimizer muon needs --zero-stage 1, 2 or 3"),
+        ("--optimizer muon --use-apex", "muon leave --use-apex out"),
+        ("--optimizer muon --muon-stale-rows", "give a --muon-period above 1"),
+        ("--optimizer muon --muon-momentum-bits 7", "--muon-momentum-bits must be one of 1, 2, 3, 4"),
+        # ZeRO++
+        ("--zero-stage 4", "--zero-stage 4"),
+        ("--zero-hpz-partition-size 3", "--zero-hpz-partition-size 3 4 1, 2, 4"),
+        ("--zeropp-ranks-per-node 8", "--zeropp-ranks-per-node 8 4"),
+        ("--zero-stage 0 --zero-quantized-weights", "--zero-quantized-weights --zero-stage 1"),
+        ("--zero-stage 1 --zero-hpz-partition-size 2", "--zero-hpz-partition-size --zero-stage 3"),
+        ("--zeropp-loco", "--zeropp-loco --zero-quantized-gradients"),
+        ("--zeropp-gradient-bits 4", "--zeropp-gradient-bits --zero-quantized-gradients"),
+        ("--zero-quantized-weights --zeropp-weight-bits 7", "--zeropp-weight-bits 7"),
+        ("--zero-quantized-gradients --zeropp-loco --zeropp-loco-beta 1", "beta 1"),
+        ("--zero-hpz-partition-size 2 --zeropp-ranks-per-node 4",
+         "--zero-hpz-partition-size 2 --zeropp-ranks-per-node 4"),
+        ("--cpu-offload --zero-stage 0", "--cpu-offload moves the shards of real ranks at --zero-stage 1, 2 or 3"),
+        ("--cpu-offload --use-apex", "--use-apex steps on the GPU, --cpu-offload on the host"),
+        # HSDP
+        ("--num-distributed-optimizer-instances 3", "--num-distributed-optimizer-instances 3 4 1, 2, 4"),
+        ("--num-distributed-optimizer-instances 2 --zero-stage 0", "instances 2 --zero-stage 0 none"),
+        ("--num-distributed-optimizer-instances 2 --zero-quantized-weights", "HSDP --zero-quantized-weights"),
+        ("--num-distributed-optimizer-instances 2 --zero-hpz-partition-size 2", "HSDP --zero-hpz-partition-size"),
+        ("--num-distributed-optimizer-instances 2 --zero-quantized-gradients", "HSDP --zero-quantized-gradients"),
+        # data, checkpoints
+        ("--data-path x", "--data-path --mock-data"),
+        ("--save out", "--save --save-interval"),
+        ("--finetune", "--finetune --load"),
+        ("--save out --save-interval 0", "--save-interval 1 0"),
+    ],
+)  # fmt: skip
+def test_refused(extra, words):
+    assert_words(refusal(SMALL + extra), words)
+
+
+@pytest.mark.parametrize(
+    ("left_out", "instead", "words"),
+    [
+        ("--num-layers 4", "", "--num-layers --preset"),
+        ("--micro-batch-size 2", "", "--micro-batch-size"),
+        ("--seq-length 32", "", "--seq-length"),
+        ("--lr 1e-3", "", "--lr"),
+        ("--train-iters 10", "", "--train-iters --train-samples"),
+        ("--mock-data", BYTES, "--data-path --mock-data"),
+        ("--vocab-size 100", "", "--vocab-size --mock-data"),
+        (MOCK, "--data-path p", "--tokenizer-type --vocab-file and --merge-file"),
+        (MOCK, f"--split 9,1,0 --train-data-path x {BYTES}",
+         "--split divides --data-path; it has no meaning with --train-data-path: leave it out"),
+    ],
+)  # fmt: skip
+def test_missing(left_out, instead, words):
+    assert_words(refusal(SMALL.replace(left_out, instead)), words)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "flags", "message"),
+    [
+        ("llama", "--num-query-groups 2", "--num-query-groups needs --group-query-attention"),
+        ("llama", "--group-query-attention --num-query-groups 3", "--num-attention-heads 4 .*--num-query-groups 3"),
+        ("llama", "--kv-channels 15", "even .*15"),
+        ("llama", "--tie-embeddings-and-output-weights --untie-embeddings-and-output-weights", "--tie-.*--untie-.*one"),
+        ("gpt", "--add-qkv-bias", "--add-qkv-bias adds nothing"),
+        ("gpt", "--rotary-base 500000", "--rotary-base is of --position-embedding-type rope or yarn, "),
+        ("gpt", "--use-rope-scaling", "--use-rope-scaling is of --position-embedding-type rope or yarn"),
+        ("llama", "--position-embedding-type none --rotary-percent 0.5", "--rotary-percent is of --position"),
+        ("llama", "--yarn-rotary-scaling-factor 4", "--yarn-rotary-scaling-factor is of --position-embedding-type y"),
+        ("llama", "--rotary-percent 0.2", "even number of channels per head, got 3; .*--rotary-percent"),
+        ("llama", "--rotary-percent 0.01", "even number of channels per head, got 0"),
+        ("llama", "--position-embedding-type yarn", "yarn needs --yarn-rotary-scaling-factor"),
+        ("llama", f"{YARN} --use-rope-scaling", "--use-rope-scaling and --position-embedding-type yarn exclude"),
+        ("llama", f"{YARN} --rotary-base 1", "yarn needs a --rotary-base above 1"),
+        ("llama", f"{YARN} --yarn-beta-slow 40", "--yarn-beta-fast 32 must be above --yarn-beta-slow 40"),
+        ("llama", "--window-size 4096", "--window-size 4096 must be LEFT,0"),
+        ("llama", "--window-size 16,16", "--window-size 16,16 must be LEFT,0"),
+        ("gpt", "--window-size 0,0", "--window-size 0,0 must be LEFT,0"),
+    ],
+)  # fmt: skip
+def test_descriptions_of_a_network_that_make_no_sense_are_refused(architecture, flags, message):
+    assert re.search(message, refusal(SMALL + flags, architecture))
+
+
+def test_emulated_ranks_are_not_offloaded():
+    message = refusal(f"{SMALL} --cpu-offload --emulate-ranks 2", "gpt", 1)
+    assert "--cpu-offload moves the shards of real ranks" in message
 
 
 def test_a_router_of_one_expert_learns_from_scores_of_all():
-    argv = flags("nowhere", "--num-experts 4 --moe-router-topk 1")
-    with pytest.raises(SettingsError, match="learns nothing from the loss: give --moe-router-pre-softmax too"):
-        parse_settings(LLAMA, argv, note=lambda text: None)
+    flags = f"{SMALL} --num-experts 4 --moe-router-topk 1"
+    assert "learns nothing from the loss: give --moe-router-pre-softmax too" in refusal(flags, "llama")
     for more in ("--moe-router-pre-softmax", "--moe-router-score-function sigmoid"):
-        parse_settings(LLAMA, [*argv, *more.split()], note=lambda text: None)
+        parse(f"{flags} {more}", "llama")
 
 
 def test_sizes_are_checked_before_memory_is_asked_for():
-    with pytest.raises(SettingsError, match="--seq-length must be at most"):
-        parse_settings(GPT, flags("nowhere", "--seq-length 4000000000"), note=lambda text: None)
+    assert "--seq-length must be at most" in refusal(f"{SMALL} --seq-length 4000000000")
     with pytest.raises(ValueError, match="num_layers is 1000000000"):
         from_hf_config(to_hf_config(CONFIGS["llama"]) | {"num_hidden_layers": 10**9}, ARCHITECTURES)
 
@@ -41,8 +200,7 @@ def test_files_that_never_end_are_not_read(tmp_path):
                 read(path)
         with pytest.raises(ValueError, match="the limit is"):
             read(tmp_path / "large")
-    with pytest.raises(SettingsError, match="is no regular file"):
-        parse_settings(GPT, flags("nowhere", "--deepspeed_config /dev/zero"), note=lambda text: None)
+    assert "is no regular file" in refusal(f"{SMALL} --deepspeed_config /dev/zero")
     (tmp_path / "pipe").rename(tmp_path / "model.safetensors")
     with pytest.raises(ValueError, match="is no regular file"):
         WeightFiles(tmp_path)

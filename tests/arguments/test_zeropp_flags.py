@@ -11,37 +11,21 @@ from megatron_zpp.settings.groups import all_flags
 from megatron_zpp.zeropp import LoCoConfig, ZeroPPConfig
 from tests.conftest import ROOT
 
-FLAGS = {  # name: type of a value, default, choices
-    "--zero-quantized-weights": (bool, False, None),
-    "--zero-hpz-partition-size": (int, 1, None),
-    "--zero-quantized-gradients": (bool, False, None),
-    "--zeropp-ranks-per-node": (int, None, None),
-    "--zeropp-weight-bits": (int, 8, None),
-    "--zeropp-weight-intra-bits": (int, None, None),
-    "--zeropp-weight-block-size": (int, 256, None),
-    "--zeropp-gradient-bits": (int, 4, None),
-    "--zeropp-gradient-intra-bits": (int, 8, None),
-    "--zeropp-gradient-block-size": (int, 128, None),
-    "--zeropp-weight-rounding": (str, "nearest", ("nearest", "stochastic")),
-    "--zeropp-gradient-rounding": (str, "nearest", ("nearest", "stochastic")),
-    "--zeropp-gradient-sum-dtype": (str, "fp32", ("fp32", "bf16", "int8")),
-    "--zeropp-offload-gradient-sums": (bool, False, None),
-    "--zeropp-secondary-dtype": (str, "16bit", ("16bit", "int8")),
-    "--zeropp-weight-scaling": (str, "absmax", ("absmax", "mean")),
-    "--zeropp-weight-intra-scaling": (str, "absmax", ("absmax", "mean")),
-    "--zeropp-gradient-scaling": (str, None, ("absmax", "mean")),
-    "--zeropp-gradient-intra-scaling": (str, None, ("absmax", "mean")),
-    "--zeropp-scale-dtype": (str, "fp32", ("fp32", "bf16")),
-    "--zeropp-gradient-bits-warmup": (str, None, None),
-    "--zeropp-hadamard": (bool, False, None),
-    "--zeropp-check-agreement": (bool, False, None),
-    "--zeropp-loco": (bool, False, None),
-    "--zeropp-loco-beta": (float, 0.8, None),
-    "--zeropp-loco-reset-interval": (int, 1024, None),
-    "--zeropp-loco-reset": (str, "hard", ("hard", "decay")),
-    "--zeropp-loco-hops": (str, "inter", ("inter", "both")),
-    "--zeropp-loco-error-dtype": (str, "int8", ("int8", "bf16", "fp32")),
-}
+FLAGS = """
+zero-quantized-weights bool False; zero-hpz-partition-size int 1; zero-quantized-gradients bool False
+zeropp-ranks-per-node int None; zeropp-weight-bits int 8; zeropp-weight-intra-bits int None
+zeropp-weight-block-size int 256; zeropp-gradient-bits int 4; zeropp-gradient-intra-bits int 8
+zeropp-gradient-block-size int 128; zeropp-weight-rounding str nearest nearest,stochastic
+zeropp-gradient-rounding str nearest nearest,stochastic; zeropp-gradient-sum-dtype str fp32 fp32,bf16,int8
+zeropp-offload-gradient-sums bool False; zeropp-secondary-dtype str 16bit 16bit,int8
+zeropp-weight-scaling str absmax absmax,mean; zeropp-weight-intra-scaling str absmax absmax,mean
+zeropp-gradient-scaling str None absmax,mean
+zeropp-gradient-intra-scaling str None absmax,mean; zeropp-scale-dtype str fp32 fp32,bf16
+zeropp-gradient-bits-warmup str None; zeropp-hadamard bool False
+zeropp-check-agreement bool False; zeropp-loco bool False; zeropp-loco-beta float 0.8
+zeropp-loco-reset-interval int 1024; zeropp-loco-reset str hard hard,decay; zeropp-loco-hops str inter inter,both
+zeropp-loco-error-dtype str int8 int8,bf16,fp32
+""".replace("\n", ";")  # name, type of a value, default, choices
 ZERO_MEANS_NONE = {
     "zeropp_weight_intra_bits", "zeropp_weight_block_size", "zeropp_gradient_bits", "zeropp_gradient_intra_bits",
     "zeropp_gradient_block_size", "zeropp_loco_reset_interval",
@@ -61,24 +45,21 @@ NEEDS = {
         "zeropp_loco_beta", "zeropp_loco_reset_interval", "zeropp_loco_reset", "zeropp_loco_hops",
         "zeropp_loco_error_dtype",
     },
-    "group_query_attention": {"num_query_groups"},
 }  # fmt: skip
 
 
-def test_names_types_defaults_and_choices_are_those_that_scripts_rely_on():
+def test_names_types_defaults_choices_and_needs_are_those_that_scripts_rely_on():
     flags = {flag.name: flag for flag in iterate_flags(ZeroPPConfig)}
-    for name, expected in FLAGS.items():
-        flag = flags[name]
-        assert (flag.value_type, flag.default, flag.choices) == expected, name
-        assert flag.setting == name[2:].replace("-", "_")
+    needs = {setting: needed for needed, settings in NEEDS.items() for setting in settings}
+    rows = [row.split() for row in FLAGS.split(";") if row]
+    for name, *expected in rows:
+        flag = flags[f"--{name}"]
+        found = [flag.value_type.__name__, str(flag.default), *([",".join(flag.choices)] if flag.choices else [])]
+        assert found == expected, name
+        assert flag.setting == name.replace("-", "_")
         assert flag.zero_is_none == (flag.setting in ZERO_MEANS_NONE), name
-
-
-def test_what_needs_what():
-    expected = {setting: needed for needed, settings in NEEDS.items() for setting in settings}
-    for name in FLAGS.keys() | {"--num-query-groups"}:
-        flag = next(flag for flag in all_flags().values() if flag.name == name)
-        assert flag.needs == expected.get(flag.setting), name
+        assert flag.needs == needs.get(flag.setting), name
+    assert len(rows) == 33 and all_flags()["num_query_groups"].needs == "group_query_attention"
 
 
 def test_every_field_is_a_flag_but_those_that_the_trainer_sets():

@@ -34,6 +34,7 @@ class WithAuxiliary(Decoder):
 ARCHITECTURE = dataclasses.replace(GPT, module=WithAuxiliary)
 # One rank computes the whole batch at once; all others must come to the same.
 ALONE = "--micro-batch-size 8"
+KEYS = ("lm loss", "square", "cube", "grad-norm", "lm loss validation")
 LAYOUTS = {
     1: {
         "micro-batches": "--micro-batch-size 2",
@@ -67,15 +68,8 @@ def first_step(argv: list[str]) -> tuple[float, float, float]:
         run, _ = start(argv, ARCHITECTURE)
     parameters = {name: p.full_tensor().detach().requires_grad_() for name, p in run.model.named_parameters()}
     assert run.datasets.train is not None
-    loader = build_loader(
-        run.datasets.train,
-        consumed_samples=0,
-        micro_batch_size=8,
-        dp_rank=0,
-        dp_size=1,
-        num_workers=0,
-        device=torch.device("cpu"),
-    )
+    sizes = dict(consumed_samples=0, micro_batch_size=8, dp_rank=0, dp_size=1, num_workers=0)
+    loader = build_loader(run.datasets.train, **sizes, device=torch.device("cpu"))
     batch = next(loader)
     model = WithAuxiliary(run.model.config)
     losses = torch.func.functional_call(model, parameters, (batch["tokens"], batch["labels"])).losses
@@ -106,7 +100,7 @@ def test_the_step_adds_them(data, alone):
 def test_every_layout_comes_to_the_same(data, alone, ranks):
     argvs = {name: flags(data, NO_DROPOUT, more, length="--train-iters 2") for name, more in LAYOUTS[ranks].items()}
     for name, metrics in run_ranks(ranks, train_each, argvs)[-1].items():
-        for key in ("lm loss", "square", "cube", "grad-norm", "lm loss validation"):
+        for key in KEYS:
             tolerance = 1e-2 if name == "loss scale" else 1e-5
             assert metrics[key] == pytest.approx(alone[key], rel=tolerance), f"{name}, {key}"
 
@@ -114,13 +108,13 @@ def test_every_layout_comes_to_the_same(data, alone, ranks):
 @pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble"])
 def test_a_pipeline_adds_those_of_its_last_stage(data, schedule):
     virtual = "--num-layers-per-virtual-pipeline-stage 1" if schedule == "zero-bubble" else ""
-    pipeline = f"--pipeline-model-parallel-size 2 --pipeline-schedule {schedule} {virtual} --micro-batch-size 2"
-    runs = {"": flags(data, NO_DROPOUT, pipeline, "--num-layers 4", length="--train-iters 4")}
-    alone = {"": flags(data, NO_DROPOUT, "--micro-batch-size 2 --num-layers 4", length="--train-iters 4")}
-    expected = run_ranks(1, train_each, alone)[0][""]
-    metrics = run_ranks(2, train_each, runs)[-1][""]
-    for key in ("lm loss", "square", "cube", "grad-norm", "lm loss validation"):
-        assert metrics[key] == pytest.approx(expected[key], rel=1e-5), key
+    pipeline = f"--pipeline-model-parallel-size 2 --pipeline-schedule {schedule} {virtual}"
+    results = []
+    for ranks, more in (1, ""), (2, pipeline):
+        run = flags(data, NO_DROPOUT, more, "--micro-batch-size 2 --num-layers 4", length="--train-iters 4")
+        results.append(run_ranks(ranks, train_each, {"": run})[-1][""])
+    for key in KEYS:
+        assert results[1][key] == pytest.approx(results[0][key], rel=1e-5), key
 
 
 def test_a_pipeline_refuses_them_per_token(data):

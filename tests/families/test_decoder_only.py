@@ -7,7 +7,6 @@ import json
 
 import pytest
 
-from megatron_zpp.arguments.parse import parse_settings
 from megatron_zpp.checkpoint import CheckpointError
 from megatron_zpp.checkpoint.meta import saved_model
 from megatron_zpp.convert.megatron import config as megatron_config
@@ -16,8 +15,8 @@ from megatron_zpp.families import find_architecture
 from megatron_zpp.families.decoder_only import EXPERT_FLAGS, FLAGS
 from megatron_zpp.models.decoder import DecoderConfig
 from megatron_zpp.models.moe import MoEConfig
-from megatron_zpp.settings.checks import SettingsError
 from megatron_zpp.settings.groups import ModelSettings
+from tests.arguments.parsing import assert_words, parse, refusal
 
 # model_config of meta.json as GPTConfig and LlamaConfig were written, before one class took their place.
 EARLIER = {
@@ -36,21 +35,12 @@ EARLIER = {
 EXPECTED = {
     "gpt": DecoderConfig(4, 64, 4, 512, 64, ffn_hidden_size=256, num_query_groups=4, kv_channels=16),
     "llama": DecoderConfig(
-        *(4, 64, 4, 512),
-        ffn_hidden_size=128,
-        num_query_groups=2,
-        kv_channels=16,
-        normalization="RMSNorm",
-        swiglu=True,
-        add_bias_linear=False,
-        position_embedding_type="rope",
-        rotary_base=500000,
-        rope_scaling_factor=8.0,
-        attention_dropout=0.0,
-        hidden_dropout=0.0,
-        tie_embeddings=False,
+        *(4, 64, 4, 512), ffn_hidden_size=128, num_query_groups=2, kv_channels=16, normalization="RMSNorm", swiglu=True,
+        add_bias_linear=False, position_embedding_type="rope", rotary_base=500000, rope_scaling_factor=8.0,
+        attention_dropout=0.0, hidden_dropout=0.0, tie_embeddings=False,
     ),
-}
+}  # fmt: skip
+LLAMA = find_architecture("llama")
 
 
 def meta(name: str, config: dict) -> dict:
@@ -78,34 +68,30 @@ EXPERTS = (
     "--moe-aux-loss-coeff 0.01 --moe-z-loss-coeff 0.001 --moe-expert-capacity-factor 1.5 "
     "--moe-shared-expert-intermediate-size 48 --moe-router-topk-scaling-factor 2.5"
 )
-RUN = "--num-layers 5 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --micro-batch-size 1 --train-iters 1"
+RUN = (
+    "--num-layers 5 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --micro-batch-size 1 --train-iters 1 "
+    "--lr 1 --mock-data --vocab-size 9 "
+)
 
 
 def config_of(argv: str) -> DecoderConfig:
-    llama = find_architecture("llama")
-    settings = parse_settings(llama, f"{RUN} --lr 1 --mock-data --vocab-size 9 {argv}".split(), note=lambda text: None)
-    return llama.build_config(settings.model, 512)
+    return LLAMA.build_config(parse(RUN + argv, LLAMA, 1)[0].model, 512)
 
 
 def test_experts_come_through_flags_and_checkpoints():
-    llama, config = find_architecture("llama"), config_of(EXPERTS)
+    config = config_of(EXPERTS)
     assert config.moe == MoEConfig(
-        *(8, 96, 3),
-        router_pre_softmax=True,
-        topk_scaling_factor=2.5,
-        aux_loss_coeff=0.01,
-        z_loss_coeff=0.001,
-        expert_capacity_factor=1.5,
-        shared_expert_size=48,
-    )
-    assert llama.flags is not None
-    assert config_of(" ".join(llama.flags(config, 32))) == dataclasses.replace(config)
-    assert saved_model(meta("llama", json.loads(json.dumps(dataclasses.asdict(config))))) == (llama, config)
+        *(8, 96, 3), router_pre_softmax=True, topk_scaling_factor=2.5, aux_loss_coeff=0.01, z_loss_coeff=0.001,
+        expert_capacity_factor=1.5, shared_expert_size=48,
+    )  # fmt: skip
+    assert LLAMA.flags is not None
+    assert config_of(" ".join(LLAMA.flags(config, 32))) == config
+    assert saved_model(meta("llama", json.loads(json.dumps(dataclasses.asdict(config))))) == (LLAMA, config)
 
 
 @pytest.mark.parametrize(("config_class", "flags"), [(DecoderConfig, FLAGS), (MoEConfig, EXPERT_FLAGS)])
 def test_flags_have_the_defaults_of_their_fields(config_class, flags):
-    # ``flags_of`` leaves out what is the default. None is completed by ``resolve``.
+    # ``flags_for`` leaves out what is the default. None is completed by ``resolve``.
     fields = {field.name: field.default for field in dataclasses.fields(config_class)}
     defaults = {name: getattr(ModelSettings(), flag) for name, flag in flags.items()}
     assert {name: value for name, value in defaults.items() if value not in (None, fields[name])} == {}
@@ -120,73 +106,41 @@ def test_megatron_is_not_given_a_field_that_it_has_no_flag_for(monkeypatch):
 
 
 def test_operations_of_experts_by_hand():
-    llama, config = find_architecture("llama"), config_of(EXPERTS)
+    config = config_of(EXPERTS)
     dense = dataclasses.replace(config, moe=None)
     # 3 of 5 blocks: in place of a SwiGLU the router, 3 experts and the shared one.
     more = 3 * (64 * 8 + 3 * 64 * (3 * 96 + 48 - dense.ffn_size))
-    assert llama.flops_per_token(config, 32) - llama.flops_per_token(dense, 32) == 6 * more
+    assert LLAMA.flops_per_token(config, 32) - LLAMA.flops_per_token(dense, 32) == 6 * more
     all_experts = 3 * (64 * 8 + 3 * 64 * (8 * 96 + 48 - dense.ffn_size))
-    assert llama.num_parameters(config) - llama.num_parameters(dense) == all_experts
+    assert LLAMA.num_parameters(config) - LLAMA.num_parameters(dense) == all_experts
 
 
 @pytest.mark.parametrize(
-    ("argv", "message"),
+    ("world_size", "flags", "words"),
     [
-        ("--num-experts 2 --moe-router-topk 3", "--moe-router-topk 3 is more than --num-experts 2"),
-        ("--num-experts 4 --moe-layer-freq 6", "--moe-layer-freq 6 is more than --num-layers 5; give at most that"),
-        (
-            "--num-experts 4 --moe-router-pre-softmax --moe-router-score-function sigmoid",
-            "--moe-router-pre-softmax requires softmax",
-        ),
-        (
-            "--num-experts 4 --moe-aux-loss-coeff 0.1 --moe-router-load-balancing-type none",
-            "exclude each other; give one",
-        ),
-    ],
-)
-def test_experts_that_do_not_fit_are_refused(argv, message):
-    with pytest.raises(SettingsError, match=message):
-        config_of(argv)
-
-
-@pytest.mark.parametrize(
-    ("world_size", "flags", "message"),
-    [
-        (3, "--num-experts 4 --expert-model-parallel-size 2", r"does not divide the 3 rank\(s\) .* choose one of 1, 3"),
-        (3, "--num-experts 4 --expert-model-parallel-size 3", r"choose sizes whose product is one of 1, 2, 4"),
-        (
-            4,
-            "--num-experts 2 --expert-model-parallel-size 2 --tensor-model-parallel-size 2",
-            r"--num-experts 2 cannot be divided evenly among .* = 4 rank\(s\)",
-        ),
-        (
-            4,
-            "--num-experts 4 --expert-model-parallel-size 2 --num-distributed-optimizer-instances 2",
-            r"does not work with --num-distributed-optimizer-instances \(HSDP\)",
-        ),
-        (2, "--num-experts 4 --expert-model-parallel-size 2 --moe-token-bits 5", r"must be one of \(4, 6, 8\), got 5"),
+        (1, "--num-experts 2 --moe-router-topk 3", "--moe-router-topk 3 more than --num-experts 2"),
+        (1, "--num-experts 4 --moe-layer-freq 6", "--moe-layer-freq 6 more than --num-layers 5; give at most that"),
+        (1, "--num-experts 4 --moe-router-pre-softmax --moe-router-score-function sigmoid",
+         "--moe-router-pre-softmax requires softmax"),
+        (1, "--num-experts 4 --moe-aux-loss-coeff 0.1 --moe-router-load-balancing-type none", "exclude each other"),
+        (3, "--num-experts 4 --expert-model-parallel-size 2", "does not divide the 3 rank(s) choose one of 1, 3"),
+        (3, "--num-experts 4 --expert-model-parallel-size 3", "choose sizes whose product is one of 1, 2, 4"),
+        (4, "--num-experts 2 --expert-model-parallel-size 2 --tensor-model-parallel-size 2",
+         "--num-experts 2 cannot be divided evenly among = 4 rank(s)"),
+        (4, "--num-experts 4 --expert-model-parallel-size 2 --num-distributed-optimizer-instances 2",
+         "does not work with --num-distributed-optimizer-instances (HSDP)"),
+        (2, "--num-experts 4 --expert-model-parallel-size 2 --moe-token-bits 5", "must be one of (4, 6, 8), got 5"),
         (2, "--num-experts 4 --expert-model-parallel-size 1 --moe-token-bits 8", "-size above 1"),
-        (
-            2,
-            "--num-experts 4 --expert-model-parallel-size 2 --compile",
-            "--compile does not see tokens sent to experts",
-        ),
-        (
-            12,
-            "--num-experts 4 --expert-model-parallel-size 4 --zeropp-ranks-per-node 6",
-            "--expert-model-parallel-size 4 and nodes of 6 data-parallel ranks",
-        ),
+        (2, "--num-experts 4 --expert-model-parallel-size 2 --compile", "--compile does not see tokens"),
+        (12, "--num-experts 4 --expert-model-parallel-size 4 --zeropp-ranks-per-node 6",
+         "--expert-model-parallel-size 4 and nodes of 6 data-parallel ranks"),
     ],
-)
-def test_expert_parallelism_that_cannot_be_is_refused(world_size, flags, message):
-    argv = f"{RUN} --lr 1 --mock-data --vocab-size 9 --make-vocab-size-divisible-by 2 {flags}".split()
-    with pytest.raises(SettingsError, match=message):
-        parse_settings(find_architecture("llama"), argv, world_size, note=lambda text: None)
+)  # fmt: skip
+def test_experts_that_do_not_fit_are_refused(world_size, flags, words):
+    assert_words(refusal(f"{RUN} --make-vocab-size-divisible-by 2 {flags}", LLAMA, world_size), words)
 
 
 def test_flags_of_experts_change_a_preset_that_has_them():
-    llama, argv = find_architecture("llama"), "--micro-batch-size 1 --seq-length 8 --train-iters 1 --lr 1 --mock-data"
-    flags = "--preset mixtral-8x7b --moe-aux-loss-coeff 0.25 --expert-model-parallel-size 2 --vocab-size 9"
-    settings = parse_settings(llama, f"{argv} {flags}".split(), 2, note=lambda text: None)
-    assert settings.model.moe_aux_loss_coeff == 0.25
-    assert settings.distributed.expert_model_parallel_size == 2
+    flags = "--preset mixtral-8x7b --moe-aux-loss-coeff 0.25 --expert-model-parallel-size 2 --vocab-size 9 --mock-data"
+    settings, _ = parse(f"{flags} --micro-batch-size 1 --seq-length 8 --train-iters 1 --lr 1", LLAMA, 2)
+    assert settings.model.moe_aux_loss_coeff == 0.25 and settings.distributed.expert_model_parallel_size == 2

@@ -13,11 +13,11 @@ import pytest
 import torch
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
-from megatron_zpp.arguments.parse import SettingsError, parse_settings
 from megatron_zpp.commands import estimate, generate_text, inspect_checkpoint, suggest_settings
 from megatron_zpp.commands.convert import export_hf, import_hf
 from megatron_zpp.families import find_architecture, load_architecture
 from megatron_zpp.training.pretrain import train
+from tests.arguments.parsing import SMALL, mistakes, parse, refusal
 from tests.families.toy import BARE, TOY, Toy, ToyConfig
 from tests.ranks import run_ranks
 from tests.training.small_run import SHAPE, Metrics, flags, start, write_text
@@ -26,7 +26,7 @@ ZEROPP = (
     "--zero-quantized-weights --zero-quantized-gradients --zero-hpz-partition-size 2 --zeropp-loco "
     "--zeropp-weight-moves"
 )
-GIVEN = "tests.families.toy:TOY"
+GIVEN, BARE_GIVEN = "tests.families.toy:TOY", "tests.families.toy:BARE"
 
 
 def train_toy(argv: list[str]) -> tuple[Metrics, str, str]:
@@ -86,11 +86,11 @@ def test_it_resumes_to_the_bit(trained):
 
 def test_a_checkpoint_of_another_architecture_is_refused(trained):
     argv = flags(f"{trained[0]}/text", f"--load {trained[0]}/run")
-    (message,) = run_ranks(1, refusal, argv)
+    (message,) = run_ranks(1, refused_start, argv)
     assert "is of the architecture toy, not gpt" in message and message.count("\n") == 1
 
 
-def refusal(argv: list[str]) -> str:
+def refused_start(argv: list[str]) -> str:
     with contextlib.redirect_stderr(io.StringIO()) as err, contextlib.redirect_stdout(io.StringIO()):
         with contextlib.suppress(Exception):
             start(argv, "gpt")
@@ -99,17 +99,15 @@ def refusal(argv: list[str]) -> str:
 
 @pytest.mark.parametrize("kind", ["tensor-model-parallel", "pipeline-model-parallel", "context-parallel"])
 def test_parallelism_that_it_does_not_describe_is_refused(kind):
-    with pytest.raises(SettingsError, match=f"--{kind}-size 2: the architecture toy does not support it"):
-        parse_settings(TOY, flags("data", f"--{kind}-size 2"), 2)
+    message = refusal(f"{SMALL} --{kind}-size 2", TOY, 2)
+    assert f"--{kind}-size 2: the architecture toy does not support it" in message
 
 
-def test_presets_are_the_records(trained):
+def test_presets_are_the_records():
     rest = "--micro-batch-size 1 --train-iters 1 --lr 1 --mock-data --vocab-size 9"
-    assert parse_settings(TOY, f"--preset toy-1 {rest}".split()).model.hidden_size == 16
-    with pytest.raises(SettingsError, match=r"--preset gpt-125m is for pretrain_gpt\.py"):
-        parse_settings(TOY, f"--preset gpt-125m {rest}".split())
-    with pytest.raises(SettingsError, match="--preset toy-1 does not exist; choose from gpt-125m"):
-        parse_settings(find_architecture("gpt"), f"--preset toy-1 {rest}".split())
+    assert parse(f"--preset toy-1 {rest}", TOY)[0].model.hidden_size == 16
+    assert "--preset gpt-125m is for pretrain_gpt.py" in mistakes(f"--preset gpt-125m {rest}", TOY)
+    assert mistakes(f"--preset toy-1 {rest}")[0].startswith("--preset toy-1 does not exist; choose from gpt-125m")
 
 
 ESTIMATED = f"--ranks-per-node 4 --vocabulary 257 pretrain_toy.py {SHAPE} --mock-data --vocab-size 256"
@@ -125,7 +123,7 @@ def test_it_is_estimated():
     with pytest.raises(SystemExit):  # nobody says what pretrain_toy.py trains
         estimate.parse_arguments(ESTIMATED)
     with pytest.raises(ValueError, match="the architecture toy does not say what memory its activations take"):
-        estimate.run(estimate.parse_arguments(["--architecture", "tests.families.toy:BARE", *ESTIMATED]))
+        estimate.run(estimate.parse_arguments(["--architecture", BARE_GIVEN, *ESTIMATED]))
 
 
 @pytest.fixture
@@ -162,12 +160,9 @@ def test_it_is_exported_imported_and_sampled(call, trained, tmp_path):
         code, _, err = call(tool, "--load", run, *argv, "--architecture", "llama")
         assert code == 1 and "is of the architecture toy, not llama" in err
     code, _, err = call(import_hf, "--input", tmp_path / "hf", "--save", tmp_path / "other")
-    assert (
-        code == 1
-        and "model_type is gpt_neox; gpt2, llama, mistral, qwen2, qwen3, mixtral and qwen3_moe can be imported" in err
-    )
-    bare = "tests.families.toy:BARE"
-    code, _, err = call(export_hf, "--load", run, "--output", tmp_path / "again", "--architecture", bare)
+    known = "gpt2, llama, mistral, qwen2, qwen3, mixtral and qwen3_moe"
+    assert code == 1 and f"model_type is gpt_neox; {known} can be imported" in err
+    code, _, err = call(export_hf, "--load", run, "--output", tmp_path / "again", "--architecture", BARE_GIVEN)
     assert code == 1 and "the architecture toy has no mapping to a model of Hugging Face transformers" in err
 
 
@@ -194,5 +189,5 @@ def test_what_is_no_architecture_is_refused(text, message):
 
 def test_a_given_architecture_is_found():
     assert load_architecture(GIVEN) is TOY
-    assert load_architecture("tests.families.toy:BARE") is BARE
+    assert load_architecture(BARE_GIVEN) is BARE
     assert load_architecture("llama") is find_architecture("llama")

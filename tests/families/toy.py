@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron_zpp.families import Architecture, BlockActivations, HuggingFaceMapping, Weight
-from megatron_zpp.families.decoder_only import check_shape
+from megatron_zpp.families.decoder_only import require_shape
 from megatron_zpp.families.huggingface import require_sizes, require_values, same, same_weight_and_bias
 from megatron_zpp.models.layers import SelfAttention, document_attention, linear_cross_entropy, output_logits
 from megatron_zpp.models.rotary import frequencies, rotary_table
@@ -67,13 +67,7 @@ class Toy(Transformer):
         self.output_layer = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.document_attention = document_attention
 
-    def forward(
-        self,
-        tokens: Tensor,
-        labels: Tensor | None = None,
-        position_ids: Tensor | None = None,
-        cu_seqlens: Tensor | None = None,
-    ) -> Tensor | ModelOutput:
+    def forward(self, tokens: Tensor, labels: Any = None, position_ids: Any = None, cu_seqlens: Any = None) -> Any:
         x = self.word_embeddings(tokens)
         frequency = frequencies(self.config.head_dim, 10000, tokens.device)
         cos, sin = rotary_table(frequency, tokens.shape[1], position_ids)
@@ -88,15 +82,13 @@ class Toy(Transformer):
 
 
 def resolve(model: ModelSettings, seq_length: int) -> ModelSettings:
-    check_shape(model)
-    assert model.hidden_size and model.num_attention_heads
-    require(model.hidden_size % (2 * model.num_attention_heads) == 0, "--hidden-size needs an even number a head")
+    _, hidden, heads = require_shape(model)
+    require(hidden % (2 * heads) == 0, "--hidden-size needs an even number a head")
     return dataclasses.replace(model, max_position_embeddings=model.max_position_embeddings or seq_length)
 
 
 def build_config(model: ModelSettings, vocab_size: int) -> ToyConfig:
-    assert model.num_layers and model.hidden_size and model.num_attention_heads
-    return ToyConfig(model.num_layers, model.hidden_size, model.num_attention_heads, vocab_size, model.init_method_std)
+    return ToyConfig(*require_shape(model), vocab_size, model.init_method_std)
 
 
 def flops_per_token(config: ToyConfig, seq_length: int) -> float:
@@ -115,29 +107,22 @@ def activations(config: ToyConfig, itemsize: int) -> BlockActivations:
 
 def to_hf_config(config: ToyConfig, positions: int) -> dict[str, Any]:
     return {
-        "architectures": ["GPTNeoXForCausalLM"],
-        "model_type": "gpt_neox",
-        "vocab_size": config.vocab_size,
-        "hidden_size": config.hidden_size,
-        "num_hidden_layers": config.num_layers,
-        "num_attention_heads": config.num_attention_heads,
-        "intermediate_size": config.ffn_size,
-        "hidden_act": "relu",
-        "max_position_embeddings": positions,
-        "initializer_range": config.init_method_std,
-        "layer_norm_eps": 1e-5,
-        "use_parallel_residual": True,
-        "rotary_pct": 1.0,
+        "architectures": ["GPTNeoXForCausalLM"], "model_type": "gpt_neox", "vocab_size": config.vocab_size,
+        "hidden_size": config.hidden_size, "num_hidden_layers": config.num_layers,
+        "num_attention_heads": config.num_attention_heads, "intermediate_size": config.ffn_size, "hidden_act": "relu",
+        "max_position_embeddings": positions, "initializer_range": config.init_method_std, "layer_norm_eps": 1e-5,
+        "use_parallel_residual": True, "rotary_pct": 1.0, "tie_word_embeddings": False,
         "rope_parameters": {"rope_theta": 10000.0, "partial_rotary_factor": 1.0, "rope_type": "default"},
-        "tie_word_embeddings": False,
-    }
+    }  # fmt: skip
 
 
 def from_hf_config(hf: Mapping[str, Any]) -> tuple[ToyConfig, int]:
-    require_sizes(hf, "num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size")
+    sizes = ("num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size")
+    require_sizes(hf, *sizes)
     require_values(hf, {"hidden_act": ("relu",), "use_parallel_residual": (True,)})
-    sizes = (hf[key] for key in ("num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size"))
-    return ToyConfig(*sizes, init_method_std=hf["initializer_range"]), hf["max_position_embeddings"]
+    return ToyConfig(*(hf[key] for key in sizes), init_method_std=hf["initializer_range"]), hf[
+        "max_position_embeddings"
+    ]
 
 
 def weights(config: ToyConfig) -> Iterator[Weight]:
@@ -165,17 +150,11 @@ def flags(config: ToyConfig, positions: int) -> list[str]:
 
 
 TOY = Architecture(
-    name="toy",
-    title="toy",
-    config_class=ToyConfig,
-    module=Toy,
-    resolve=resolve,
-    build_config=build_config,
-    flops_per_token=flops_per_token,
+    "toy", "toy", ToyConfig, Toy, resolve, build_config, flops_per_token,
     initial_std=lambda name, config: 2 * config.init_method_std if "output_layer" in name else config.init_method_std,
     presets={"toy-1": dict(num_layers=1, hidden_size=16, num_attention_heads=2, seq_length=16)},
     activations=activations,
     huggingface=(HuggingFaceMapping("gpt_neox", to_hf_config, from_hf_config, weights),),
     flags=flags,
-)
+)  # fmt: skip
 BARE = dataclasses.replace(TOY, activations=None, huggingface=())  # what is optional left out

@@ -24,7 +24,7 @@ SITES = parse_cluster("2x2x8xH100@400@10")
 
 def predicted(flags: str, cluster: Cluster = SITES) -> Prediction:
     settings = parse_settings(
-        LLAMA, f"{MODEL} {flags}".split(), cluster.world_size, note=lambda _: None, of_all_jobs=True
+        LLAMA, f"{MODEL} {flags}".split(), cluster.world_size, note=lambda _: None, counts_all_jobs=True
     )
     return predict(LLAMA, settings, cluster, estimate_on(LLAMA, settings, VOCABULARY, cluster))
 

@@ -108,7 +108,7 @@ def make_plan(
 
 
 def _parse(architecture: Architecture, words: Sequence[str], cluster: Cluster) -> ResolvedSettings:
-    return parse_settings(architecture, words, cluster.world_size, note=lambda _: None, of_all_jobs=True)
+    return parse_settings(architecture, words, cluster.world_size, note=lambda _: None, counts_all_jobs=True)
 
 
 def _candidates(architecture: Architecture, words: Sequence[str], cluster: Cluster) -> Iterator[Candidate]:
