@@ -2,15 +2,13 @@
 
     python tools/generate_text.py --load runs/quickstart/zeropp --prompt "def " --num-tokens 100
 
-The checkpoint names its model and tokenizer; any number of ranks may have saved it. The model computes in fp32, on the
-GPU if there is one. Use it to see what a model has learned, not to serve it.
+Shows what a model has learned; it is no server. The model computes in fp32, on the GPU if there is one.
 """
 
 from __future__ import annotations
 
 import argparse
 import itertools
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -23,7 +21,7 @@ from megatron_zpp.checkpoint.tokenizer import settings_with_tokenizer
 from megatron_zpp.commands.common import given_architecture, report_errors
 from megatron_zpp.convert.hf.files import generation_settings
 from megatron_zpp.data.text.chat_template import apply_chat_template, read_chat_template
-from megatron_zpp.data.text.tokenizers import HuggingFaceTokenizer, Tokenizer, build_tokenizer, huggingface_path
+from megatron_zpp.data.text.tokenizers import HuggingFaceTokenizer, build_tokenizer, huggingface_path
 from megatron_zpp.families import Architecture
 from megatron_zpp.files import read_text
 from megatron_zpp.models.generate import Drawing, generate
@@ -40,7 +38,7 @@ def load_model(
 ) -> Transformer:
     """Load the checkpoint's model on one device, in fp32 and in evaluation mode. Raises CheckpointError.
 
-    given: the checkpoint's architecture, where it is none of ours.
+    given: the checkpoint's architecture, if it is not built in.
     """
     wrong = problems(checkpoint)
     if wrong:
@@ -55,43 +53,20 @@ def load_model(
     return model.eval()
 
 
-def as_chat(prompts: list[str], settings: dict[str, Any], tokenizer: Tokenizer) -> list[str]:
-    """Format each prompt as a user's message, up to where the answer begins. Raises ValueError."""
-    if not isinstance(tokenizer, HuggingFaceTokenizer):  # others read special tokens as text
-        raise ValueError(
-            f"--chat: {settings['tokenizer_type']} has no chat template; HuggingFaceTokenizer may have one"
-        )
-    template, tokens = read_chat_template(huggingface_path(settings["tokenizer_model"]))
-    return [apply_chat_template(template, tokens, [{"role": "user", "content": text}]) for text in prompts]
-
-
 def stream(written: Iterator[list[int | None]], text: list[int], decode: Callable[[list[int]], str]) -> Iterator[str]:
-    """Yield what to print of one text: its beginning, then what is added, character by character."""
+    """Yield one text in pieces: its beginning, then each added character."""
     shown = ""
     for ids in itertools.chain([[]], written):
         text += [i for i in ids if i is not None]
         so_far = decode(text)
-        if not so_far.endswith("\ufffd"):  # the first bytes of a character, whose others are still to come
+        if not so_far.endswith("\ufffd"):  # an incomplete character
             yield so_far[len(shown) :]
             shown = so_far
     yield decode(text)[len(shown) :]
 
 
-def collect(
-    written: Iterator[list[int | None]], texts: list[list[int]], decode: Callable[[list[int]], str]
-) -> Iterator[str]:
-    """Yield several texts when all are written, each below a line with its number."""
-    for ids in written:
-        for text, i in zip(texts, ids, strict=True):
-            text += [] if i is None else [i]
-    yield "\n".join(f"== {number}\n{decode(text)}" for number, text in enumerate(texts, start=1))
-
-
 def run(args: argparse.Namespace, given: Architecture | None = None) -> Iterator[str]:
-    """Yield what to print, piece by piece. Raises ValueError or OSError on a user's mistake.
-
-    given: the checkpoint's architecture, where it is none of ours.
-    """
+    """Yield the output in pieces. Raises ValueError or OSError on a user's mistake."""
     checkpoint = find_checkpoint(args.load, args.ckpt_step)
     if checkpoint is None:
         raise CheckpointError(f"{args.load} holds no checkpoint: give --load what was given to --save in training")
@@ -99,13 +74,18 @@ def run(args: argparse.Namespace, given: Architecture | None = None) -> Iterator
     files = {name: getattr(args, name) for name in TOKENIZER_FILES}
     settings = settings_with_tokenizer(checkpoint, meta) | {name: path for name, path in files.items() if path}
     tokenizer = build_tokenizer(*(settings[name] for name in TOKENIZER_SETTINGS))
-    # A text ends with the end of a document, and with what the model's generation_config.json names.
+    # A text ends with the end of a document, and with the end tokens of the model's generation_config.json.
     eos = generation_settings(settings, {"eos_token_id": tokenizer.eod})[1]["eos_token_id"]
     ends = {tokenizer.eod, *(eos if isinstance(eos, list) else [eos])}
     texts = [*args.prompt, *(read_text(args.prompt_file).splitlines() if args.prompt_file else [])] or [""]
     if args.chat:
-        texts = as_chat(texts, settings, tokenizer)
-    # A document without a beginning begins where the one before it ended.
+        if not isinstance(tokenizer, HuggingFaceTokenizer):  # others read special tokens as text
+            raise ValueError(
+                f"--chat: {settings['tokenizer_type']} has no chat template; HuggingFaceTokenizer may have one"
+            )
+        template, tokens = read_chat_template(huggingface_path(settings["tokenizer_model"]))
+        texts = [apply_chat_template(template, tokens, [{"role": "user", "content": text}]) for text in texts]
+    # A new document follows the end of one.
     prompts = [tokenizer.tokenize(text) or [tokenizer.eod] for text in texts]
     device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     written = generate(
@@ -126,7 +106,11 @@ def run(args: argparse.Namespace, given: Architecture | None = None) -> Iterator
     if len(prompts) == 1:
         yield from stream(written, list(beginnings[0]), decode)
     else:
-        yield from collect(written, [list(ids) for ids in beginnings], decode)
+        written_texts = [list(ids) for ids in beginnings]
+        for ids in written:
+            for text, i in zip(written_texts, ids, strict=True):
+                text += [] if i is None else [i]
+        yield "\n".join(f"== {number}\n{decode(text)}" for number, text in enumerate(written_texts, start=1))
 
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
@@ -148,7 +132,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add("--device", type=device, metavar="NAME", help="such as cpu or cuda:1; default the GPU, if there is one")
     uncached = "read the whole text again for each token; slow, for any model"
     add("--no-kv-cache", action="store_true", help=uncached)
-    add("--architecture", metavar="MODULE:NAME", help="the checkpoint's, where it is none of ours")
+    add("--architecture", metavar="MODULE:NAME", help="the checkpoint's, if it is not built in")
     add = parser.add_argument_group("tokenizer, if its files have moved since training").add_argument
     add("--tokenizer-model", metavar="PATH", help="SentencePiece model, or tokenizer.json or its folder")
     add("--vocab-file", metavar="FILE", help="vocab.json of GPT2BPETokenizer")
@@ -179,7 +163,3 @@ def main() -> int:
         print()
 
     return report_errors(write)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,16 +1,14 @@
-"""Measures a cluster for tools/plan.py: arithmetic, kernels, and links within and between nodes.
+"""Measure a cluster for tools/plan.py: arithmetic, kernels, and links within and between nodes.
 
     torchrun --nnodes 8 --nproc-per-node 8 tools/measure_cluster.py --output cluster.yaml
 
-Takes a minute or less. Every rank measures at once, over NCCL on GPUs and gloo elsewhere. Give the width and tokens
-of what is to be planned if they are far from the defaults. To plan for another number of nodes, edit the file.
+Takes a minute or less. To plan for another number of nodes, edit the file.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
-import sys
 from datetime import date
 from pathlib import Path
 
@@ -18,9 +16,9 @@ import torch
 import torch.distributed as dist
 
 from megatron_zpp.commands.common import report_errors
-from megatron_zpp.parallel.distributed import init_distributed, wait_for_all_ranks
+from megatron_zpp.parallel.distributed import init_distributed, print_once, wait_for_all_ranks
 from megatron_zpp.planning.cluster import write_cluster
-from megatron_zpp.planning.measure import Sizes, measure_cluster
+from megatron_zpp.planning.measure import Options, measure_cluster
 from megatron_zpp.settings.flags import number
 
 
@@ -41,17 +39,11 @@ def run(args: argparse.Namespace) -> None:
         raise ValueError("measure_cluster needs its ranks: start it under torchrun, on all nodes")
     device = init_distributed(None, 10)
     usual = 4096 if device.type == "cuda" else 512
-    sizes = Sizes(args.hidden_size or usual, args.tokens or usual)
-    is_first = dist.get_rank() == 0
-
-    def say(text: str) -> None:
-        if is_first:
-            print(text, flush=True)
-
-    cluster = measure_cluster(device, args.ranks_per_node, sizes, say)
-    if is_first:
+    options = Options(device, args.hidden_size or usual, args.tokens or usual)
+    cluster = measure_cluster(args.ranks_per_node, options, print_once)
+    if dist.get_rank() == 0:
         comment = f"Measured on {date.today()} with torch {torch.__version__} over {dist.get_backend()}: hidden size "
-        write_cluster(args.output, cluster, f"{comment}{sizes.hidden_size}, {sizes.tokens} tokens.")
+        write_cluster(args.output, cluster, f"{comment}{options.hidden_size}, {options.tokens} tokens.")
         print(f"written: {args.output}", flush=True)
     wait_for_all_ranks(device)
     dist.destroy_process_group()
@@ -60,7 +52,3 @@ def run(args: argparse.Namespace) -> None:
 def main() -> int:
     args = parse_arguments()
     return report_errors(lambda: run(args))
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,4 +1,4 @@
-"""Seconds of everything in a step: arithmetic, collectives and the kernels around them, by the rates of a cluster."""
+"""Seconds of everything in a step, by a cluster's rates: arithmetic, collectives and the kernels around them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megatron_zpp.parallel.stages import idle_micro_batches
 from megatron_zpp.planning.cluster import Cluster
 from megatron_zpp.planning.needs.estimate import Estimate, RankEstimate
 from megatron_zpp.planning.needs.planned_units import pipeline_placement
-from megatron_zpp.planning.needs.rank_groups import RankGrid, RankGroup
+from megatron_zpp.planning.needs.rank_groups import RankGroup
 from megatron_zpp.planning.needs.traffic import (
     Exchange,
     UnitExchanges,
@@ -28,8 +28,7 @@ from megatron_zpp.planning.step import BETWEEN, WITHIN, StepShape, Transfer, Uni
 from megatron_zpp.settings.resolved import ResolvedSettings
 
 FP32 = 4  # bytes
-# Read and written by a pass: in 16 bit from or to the matrix product, in fp32 for the softmax and what follows.
-LOGIT_BYTES = 16
+LOGIT_BYTES = 16  # a pass reads and writes in 16 bit at the matrix product, in fp32 from the softmax on
 
 
 @dataclass(frozen=True)
@@ -40,25 +39,22 @@ class Arithmetic:
     head: float
 
 
-def step_shapes(
-    architecture: Architecture, settings: ResolvedSettings, needs: Estimate, cluster: Cluster
-) -> list[StepShape]:
+def step_shapes(needs: Estimate, cluster: Cluster) -> list[StepShape]:
     """Describe the step of the run that ``needs`` counts, for a rank of each pipeline stage."""
-    model = needs.planned.whole
-    forward, backward = arithmetic(architecture, settings, cluster, model)
-    # From a pipeline rank to the next one.
+    settings, model = needs.settings, needs.planned.whole
+    forward, backward = arithmetic(needs.architecture, settings, cluster, model)
     two_ranks = RankGroup(2, 1) if needs.grid.pipeline.nodes > 1 else RankGroup(1, 2)
     hidden = make_transfer(Exchange(two_ranks, hidden_state_bytes(settings, model), is_straight=True), cluster)
     placement, schedule = pipeline_placement(settings.distributed, model), settings.distributed.pipeline_schedule
     shapes = []
     for number, rank in enumerate(needs.ranks):
         *ends, root = (_unit_times(settings, unit, cluster) for unit in rank.exchanges if unit.unit.layer is None)
-        layers, n = [], rank.num_layers
+        layers = []
         collectives = {
-            has_experts: layer_collectives(architecture, settings, needs.grid, cluster, model, n, has_experts)
+            has_experts: layer_collectives(needs, cluster, rank.num_layers, has_experts)
             for has_experts in {unit.unit.has_experts for unit in rank.exchanges}
         }
-        for layer in range(n):  # a unit, and its experts where they are one of their own
+        for layer in range(rank.num_layers):  # one unit, or two if its experts have their own
             exchanges = [unit for unit in rank.exchanges if unit.unit.layer == layer]
             units = [_unit_times(settings, unit, cluster) for unit in exchanges]
             share = 1 / len(units)
@@ -89,17 +85,17 @@ def step_shapes(
 def arithmetic(
     architecture: Architecture, settings: ResolvedSettings, cluster: Cluster, model: Transformer
 ) -> tuple[Arithmetic, Arithmetic]:
-    """Return the forward and the backward pass on one rank, the latter with what it computes again.
+    """Return the times of the forward pass and of the backward pass, recomputation included, on one rank.
 
-    Matrix products and attention take their operations, and what is between them its bytes. The backward pass has twice
-    the products, and 2.5 times the operations of attention, which computes scores again (FlashAttention).
+    The time of matrix products and attention follows from their FLOPs, that of the rest from its bytes. The backward
+    pass has twice the products and 2.5 times the attention, which computes scores again (FlashAttention).
     """
     config, training, activation = model.config, settings.training, settings.activation
     distributed, placement = settings.distributed, pipeline_placement(settings.distributed, model)
     tensor_parallel, num_layers = distributed.tensor_model_parallel_size, len(model.layers)
     tokens = training.micro_batch_size * training.seq_length / distributed.context_parallel_size
     head = 2 * config.hidden_size * config.vocab_size
-    products = architecture.flops_per_token(config, 0) / 3 - head  # where nothing is attended to
+    products = architecture.flops_per_token(config, 0) / 3 - head  # without attention
     attended = (architecture.flops_per_token(config, training.seq_length) / 3 - head - products) / num_layers
     products = tokens * products / num_layers / tensor_parallel / cluster.flops_per_second
     attended = tokens * attended / tensor_parallel / (cluster.peak_tflops * 1e12 * cluster.attention_efficiency)
@@ -114,7 +110,7 @@ def arithmetic(
     logits = tokens * LOGIT_BYTES * config.vocab_size / tensor_parallel / cluster.layer_bytes_per_second
     head_products = tokens * head / tensor_parallel / cluster.flops_per_second
     host = 1e-6 * cluster.layer_microseconds
-    # What is kept was written once and read once. The backward pass reads it, and writes and reads its gradient.
+    # The forward pass writes and reads what is kept. The backward pass reads it, and writes and reads its gradient.
     forward = Arithmetic(_with_host(products + attended + 2 * kept, host / 3, cluster), head_products + logits)
     layers_per_stage = num_layers // (placement.num_stages if placement is not None else 1)
     again = recomputed_blocks(activation, layers_per_stage) / layers_per_stage * forward.layer + 2 * recomputed
@@ -123,12 +119,12 @@ def arithmetic(
 
 
 def _with_host(seconds: float, host: float, cluster: Cluster) -> float:
-    """Add what the program itself takes. A GPU computes while its host issues what is next."""
+    """Add the program's own time. A GPU computes while its host issues what is next."""
     return max(seconds, host) if cluster.overlaps else seconds + host
 
 
 def _optimizer_seconds(settings: ResolvedSettings, rank: RankEstimate, cluster: Cluster) -> float:
-    """The norm reads gradients; clipping and the step read and write them, parameters and the optimizer's state."""
+    # The norm reads gradients. Clipping and the step read and write them, parameters and the optimizer's state.
     state_tensors = OPTIMIZERS[settings.optimizer.optimizer].state_tensors
     moved = sum(
         part.numel * (1 + 2 * (2 + state_tensors(settings.optimizer, unit.unit.is_hidden_matrix(part))))
@@ -149,7 +145,7 @@ def _unit_times(settings: ResolvedSettings, exchanges: UnitExchanges, cluster: C
         encoded = weights * numel + between.nbytes
         weights_between = transfer(between, encoded=encoded, decoded=nodes * encoded)
         in_low_bits = config.weight_intra_bits is not None or unit.formats(config).keeps_wires
-        # Each wire of the node's ranks is read, and every element of the unit written.
+        # Read each wire of the node's ranks, write every element of the unit.
         decoded = per_node * exchanges.gather.nbytes + weights * unit.gathered_numel if in_low_bits else 0
         gather = transfer(exchanges.gather, decoded=decoded)
     else:
@@ -161,17 +157,14 @@ def _unit_times(settings: ResolvedSettings, exchanges: UnitExchanges, cluster: C
     if exchanges.reduce is not None and not config.quantized_gradients:
         reduce = transfer(exchanges.reduce)
     elif exchanges.reduce is not None:
-        # Each rank sends a piece of N shards to each of its node's, adds up as many that it gets, and keeps their sum.
+        # Each rank sends a piece of N shards to each rank of its node, and adds up those that it receives.
         encoded = gradients * unit.gathered_numel + per_node * exchanges.reduce.nbytes
         decoded = per_node * exchanges.reduce.nbytes + 2 * FP32 * nodes * numel
         reduce = transfer(exchanges.reduce, encoded=encoded, decoded=decoded)
     if exchanges.gradients_between is not None:
         wires = nodes * exchanges.gradients_between.nbytes
-        gradients_between = transfer(
-            exchanges.gradients_between,
-            encoded=FP32 * nodes * numel + wires,
-            decoded=wires + 2 * FP32 * numel,
-        )
+        encoded, decoded = FP32 * nodes * numel + wires, wires + 2 * FP32 * numel
+        gradients_between = transfer(exchanges.gradients_between, encoded=encoded, decoded=decoded)
     return UnitTimes(
         gather=gather,
         stays_gathered=unit.layer is None or effective_zero_stage(settings) < 3,
@@ -183,54 +176,43 @@ def _unit_times(settings: ResolvedSettings, exchanges: UnitExchanges, cluster: C
 
 
 def make_transfer(exchange: Exchange, cluster: Cluster, encoded: int = 0, decoded: int = 0) -> Transfer:
-    """Return a collective's times. encoded, decoded: bytes that the kernels read and write."""
+    """Return a collective's times. encoded, decoded: bytes that the kernels before and after it read and write."""
     link = BETWEEN if exchange.group.nodes > 1 else WITHIN
     rate = 1e9 * cluster.kernel_gbytes
     return Transfer(link, cluster.exchange_seconds(exchange), encoded / rate, decoded / rate)
 
 
-Transfers = tuple[Transfer, ...]
-
-
 def layer_collectives(
-    architecture: Architecture,
-    settings: ResolvedSettings,
-    grid: RankGrid,
-    cluster: Cluster,
-    model: Transformer,
-    num_layers: int,
-    has_experts: bool,
-) -> tuple[Transfers, Transfers]:
-    """Return what the arithmetic of one of a rank's layers waits for, in the forward and in the backward pass.
+    needs: Estimate, cluster: Cluster, num_layers: int, has_experts: bool
+) -> tuple[tuple[Transfer, ...], tuple[Transfer, ...]]:
+    """Return the collectives that one layer's arithmetic waits for, in the forward and in the backward pass.
 
-    These are the collectives of tensor, context and expert parallelism. The backward pass has those of what is computed
-    again, a mean over the layers.
+    These are of tensor, context and expert parallelism. The backward pass has a mean layer's recomputed ones, too.
     """
+    settings, grid, model = needs.settings, needs.grid, needs.planned.whole
     training, distributed, config = settings.training, settings.distributed, model.config
     weights, _ = wire_dtypes(settings)
     tensor, context = grid.tensor_parallel, grid.context_parallel
     tokens = training.micro_batch_size * training.seq_length // context.size
-    # Bytes of the rows that a rank has experts run for its samples, as they are computed.
-    row_bytes = (
-        round(weights.itemsize * config.hidden_size * (expert_rows(settings) / tensor.size)) if has_experts else 0
-    )
+    row_bytes = 0  # rows that experts compute for a rank's samples
+    if has_experts:
+        row_bytes = round(weights.itemsize * config.hidden_size * (expert_rows(settings) / tensor.size))
     parts: list[Transfer] = []
     if tensor.size > 1:
-        # Hidden states are summed up after attention and after the MLP. Sequence parallelism makes of each all-reduce a
-        # gather before and a reduce-scatter after, with as many bytes.
+        # All-reduces after attention and the MLP; with sequence parallelism, gathers and reduce-scatters.
         piece = weights.itemsize * tokens * config.hidden_size // tensor.size
         all_reduce = make_transfer(Exchange(tensor, piece, passes=2), cluster)
         parts.append(all_reduce)
         if has_experts:
-            # Every rank has all tokens and runs those of its experts. The results are gathered, and so are gradients.
+            # Every rank has all tokens and runs those of its experts; results and gradients are gathered.
             parts.append(make_transfer(Exchange(tensor, row_bytes, is_straight=True), cluster))
             if distributed.sequence_parallel:
                 parts.append(make_transfer(Exchange(tensor, piece), cluster))
         if not has_experts or settings.model.moe_shared_expert_intermediate_size:
             parts.append(all_reduce)
-    if context.size > 1 and architecture.activations is not None:
-        # Keys and values are gathered, and their gradients summed up and scattered.
-        width = architecture.activations(config, weights.itemsize).keys_and_values
+    if context.size > 1 and needs.architecture.activations is not None:
+        # Keys and values are gathered, and their gradients are reduce-scattered.
+        width = needs.architecture.activations(config, weights.itemsize).keys_and_values
         parts.append(make_transfer(Exchange(context, tokens * width // tensor.size), cluster))
     to_experts: list[Transfer] = []
     exchange = expert_all_to_all(settings, grid, model) if has_experts else None
@@ -239,9 +221,8 @@ def layer_collectives(
         if distributed.moe_token_bits is not None:
             quantized = row_bytes + exchange.group.size * exchange.nbytes
         to_experts = 2 * [make_transfer(exchange, cluster, encoded=quantized, decoded=quantized)]
-    activation = settings.activation
-    again = _scale(parts, recomputed_blocks(activation, num_layers) / num_layers)
-    sent_again = _scale(to_experts, resent_share(activation, num_layers))
+    again = _scale(parts, recomputed_blocks(settings.activation, num_layers) / num_layers)
+    sent_again = _scale(to_experts, resent_share(settings.activation, num_layers))
     return (*parts, *to_experts), (*parts, *again, *to_experts, *sent_again)
 
 

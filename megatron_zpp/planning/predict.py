@@ -1,4 +1,4 @@
-"""What a run would do on a cluster: memory, bytes, and the parts of a step's time."""
+"""Predict a run on a cluster: memory, bytes, and the parts of a step's time."""
 
 from __future__ import annotations
 
@@ -13,14 +13,13 @@ from megatron_zpp.metrics.tensorboard_reader import RunHistory
 from megatron_zpp.planning.cluster import Cluster
 from megatron_zpp.planning.costs import step_shapes
 from megatron_zpp.planning.needs.estimate import Estimate, estimate
-from megatron_zpp.planning.needs.planned_units import PlannedModel
 from megatron_zpp.planning.needs.rank_groups import RankGrid
 from megatron_zpp.planning.needs.traffic import island_piece_bytes
 from megatron_zpp.planning.step import StepTime, simulate
 from megatron_zpp.settings.resolved import ResolvedSettings
 
-# Bytes that kernels read and write to synchronize islands, for each element of a rank's shard: differences, both hops,
-# the outer step and the merge are about 13 passes over fp32.
+# Bytes that kernels move to synchronize islands, for each element of a shard: differences, both hops, the outer step
+# and the merge are about 13 passes over fp32.
 SYNC_BYTES = 13 * 4
 
 
@@ -28,7 +27,6 @@ SYNC_BYTES = 13 * 4
 class Prediction:
     """One run on one cluster."""
 
-    settings: ResolvedSettings
     cluster: Cluster
     needs: Estimate
     time: StepTime
@@ -40,7 +38,7 @@ class Prediction:
 
     @property
     def mfu(self) -> float:
-        """Model FLOPs utilization as the log counts it, without recomputation."""
+        """Model FLOPs utilization as in the log, without recomputation."""
         peak = self.cluster.world_size * self.cluster.peak_tflops * 1e12
         return self.tokens_per_second * self.needs.flops_per_token / peak
 
@@ -51,28 +49,22 @@ class Prediction:
         return dollars / 3600 / self.tokens_per_second * 1e6
 
 
-def estimate_on(
-    architecture: Architecture,
-    settings: ResolvedSettings,
-    vocabulary: int,
-    cluster: Cluster,
-    planned: PlannedModel | None = None,
-) -> Estimate:
+def estimate_on(cluster: Cluster, architecture: Architecture, settings: ResolvedSettings, vocabulary: int) -> Estimate:
     """Count memory and bytes, as ``estimate`` does. Raises ValueError for what is not estimated."""
     grid = RankGrid(cluster.nodes, cluster.gpus_per_node, settings.distributed)
-    return estimate(architecture, settings, vocabulary, grid, cluster.ring_passes, planned)
+    return estimate(architecture, settings, vocabulary, grid, cluster.ring_passes)
 
 
-def predict(architecture: Architecture, settings: ResolvedSettings, cluster: Cluster, needs: Estimate) -> Prediction:
+def predict(cluster: Cluster, needs: Estimate) -> Prediction:
     """Predict the run that ``needs`` counts. A pipeline is as fast as its slowest stage.
 
     Raises ValueError if islands are not whole nodes of a site.
     """
-    shapes = set(step_shapes(architecture, settings, needs, island_cluster(settings, cluster)))
+    shapes = set(step_shapes(needs, island_cluster(needs.settings, cluster)))
     slowest = max(map(simulate, shapes), key=lambda time: time.seconds)
-    if settings.distributed.islands > 1:
-        slowest = _with_island_syncs(slowest, settings, cluster, needs)
-    return Prediction(settings, cluster, needs, slowest)
+    if needs.settings.distributed.islands > 1:
+        slowest = _with_island_syncs(slowest, cluster, needs)
+    return Prediction(cluster, needs, slowest)
 
 
 def island_cluster(settings: ResolvedSettings, cluster: Cluster) -> Cluster:
@@ -88,15 +80,24 @@ def island_cluster(settings: ResolvedSettings, cluster: Cluster) -> Cluster:
     return dataclasses.replace(cluster, nodes=cluster.nodes // islands, sites=1)
 
 
-def _with_island_syncs(time: StepTime, settings: ResolvedSettings, cluster: Cluster, needs: Estimate) -> StepTime:
+def _with_island_syncs(time: StepTime, cluster: Cluster, needs: Estimate) -> StepTime:
     """Add to the time of a step within an island its share of an interval's synchronization."""
-    config = settings.island
-    hop = _hop_seconds(settings, cluster, needs)
+    config, islands = needs.settings.island, needs.settings.distributed.islands
+    # Seconds of one of the two hops for the whole model, the mean of both. All ranks of an island send at once: each to
+    # the same rank of every other island, and then around the ring.
+    pieces = island_piece_bytes(needs.settings, needs.planned)  # of a rank of each stage
+    hop = cluster.gpus_per_node * (islands - 1) * max(pieces) * 8e-9 / cluster.between_gbits
+    microseconds = cluster.between_microseconds
+    if cluster.sites > 1:
+        to_other_sites = islands - islands / cluster.sites
+        leaving_site = cluster.world_size / cluster.sites / len(pieces) * to_other_sites * sum(pieces)
+        hop, microseconds = max(hop, leaving_site * 8e-9 / cluster.site_gbits), cluster.site_microseconds
+    hop += config.fragments * islands / 2 * microseconds * 1e-6
     fragment_hop = hop / config.fragments
-    # A fragment turns to its second hop halfway. Training waits if a hop takes longer than its steps.
+    # A fragment's second hop begins halfway through the delay. Training waits if a hop takes longer than its steps.
     steps_per_hop = ((config.sync_delay + 1) // 2, config.sync_delay // 2)
     waited = config.fragments * sum(max(0.0, fragment_hop - steps * time.seconds) for steps in steps_per_hop)
-    # However they overlap, links carry all fragments once in an interval.
+    # Links carry all fragments once in an interval, however they overlap.
     waited = max(waited, 2 * hop - config.sync_interval * time.seconds)
     shard = max(sum(exchanges.unit.numel for exchanges in rank.exchanges) for rank in needs.ranks)
     kernels = SYNC_BYTES * shard / (1e9 * cluster.kernel_gbytes)
@@ -107,36 +108,29 @@ def _with_island_syncs(time: StepTime, settings: ResolvedSettings, cluster: Clus
     )
 
 
-def _hop_seconds(settings: ResolvedSettings, cluster: Cluster, needs: Estimate) -> float:
-    """Return how long one of a synchronization's two hops takes for the whole model, the mean of both.
-
-    All ranks of an island send at once: each to the same rank of every other island, and then around the ring.
-    """
-    islands = settings.distributed.islands
-    pieces = island_piece_bytes(settings, needs.planned)  # of a rank of each stage
-    seconds = cluster.gpus_per_node * (islands - 1) * max(pieces) * 8e-9 / cluster.between_gbits
-    microseconds = cluster.between_microseconds
-    if cluster.sites > 1:
-        to_other_sites = islands - islands / cluster.sites
-        leaving_site = cluster.world_size / cluster.sites / len(pieces) * to_other_sites * sum(pieces)
-        seconds, microseconds = max(seconds, leaving_site * 8e-9 / cluster.site_gbits), cluster.site_microseconds
-    latency = settings.island.fragments * (1 + (islands - 1)) / 2 * microseconds
-    return seconds + latency * 1e-6
-
-
-PARTS = ("a step", "waiting for links between nodes", "waiting for links within nodes", "the rest")
-
-
 def compare_with_log(run: RunHistory, cluster: Cluster) -> dict[str, tuple[float, float]]:
-    """Return the seconds of a step and of its parts, predicted and measured.
+    """Return the seconds of a step and of its parts, predicted and measured: medians over log lines but the first.
 
     Raises ValueError if the cluster is not the run's, or its log lacks the command or waits.
     """
     time = predict_logged(run, cluster).time
-    pairs = zip((time.seconds, time.exposed_between, time.exposed_within), _measured_seconds(run), strict=True)
-    step, between, within = pairs
-    rest = step[0] - between[0] - within[0], step[1] - between[1] - within[1]
-    return dict(zip(PARTS, (step, between, within, rest), strict=True))
+    metrics, length = run.metrics, int(run.settings["seq_length"])
+    rates, batches = metrics.get("tokens-per-second", {}), metrics.get("batch-size", {})
+    columns = [
+        {i: batches[i] * length / rate for i, rate in rates.items() if i in batches},
+        *(metrics.get(f"comm/seconds-waited-{link}-nodes", {}) for link in ("between", "within")),
+    ]
+    if not all(columns):
+        raise ValueError(f"{run.name} did not log how long its ranks waited for links")
+    measured = [statistics.median([*column.values()][1:] or [*column.values()]) for column in columns]
+    predicted = time.seconds, time.exposed_between, time.exposed_within
+    step, between, within = zip(predicted, measured, strict=True)
+    return {
+        "a step": step,
+        "waiting for links between nodes": between,
+        "waiting for links within nodes": within,
+        "the rest": (step[0] - between[0] - within[0], step[1] - between[1] - within[1]),
+    }
 
 
 def predict_logged(run: RunHistory, cluster: Cluster) -> Prediction:
@@ -150,20 +144,4 @@ def predict_logged(run: RunHistory, cluster: Cluster) -> Prediction:
     architecture, vocabulary = find_architecture(run.settings["architecture"]), int(run.settings["padded_vocab_size"])
     flags = shlex.split(run.settings["command"])[1:]
     settings = parse_settings(architecture, flags, cluster.world_size, note=lambda _: None, of_all_jobs=True)
-    return predict(architecture, settings, cluster, estimate_on(architecture, settings, vocabulary, cluster))
-
-
-def _measured_seconds(run: RunHistory) -> list[float]:
-    """Return the seconds of a step, and those waited for links between and within nodes.
-
-    They are medians over log lines, without the first. Raises ValueError if no waits were logged.
-    """
-    metrics, length = run.metrics, int(run.settings["seq_length"])
-    batches = metrics.get("batch-size", {})
-    columns = [
-        {i: batches[i] * length / rate for i, rate in metrics.get("tokens-per-second", {}).items() if i in batches},
-        *(metrics.get(f"comm/seconds-waited-{link}-nodes", {}) for link in ("between", "within")),
-    ]
-    if not all(columns):
-        raise ValueError(f"{run.name} did not log how long its ranks waited for links")
-    return [statistics.median([*column.values()][1:] or [*column.values()]) for column in columns]
+    return predict(cluster, estimate_on(cluster, architecture, settings, vocabulary))

@@ -76,7 +76,7 @@ CLUSTERS = {  # the others: 2 nodes of 2 ranks
 
 def timed(argv: list[str], *more: str) -> estimate.RunTime:
     cluster = ["--nodes", "2", "--ranks-per-node", "2", "--vocabulary", "257", *more]
-    return estimate.run(estimate.parse_arguments([*cluster, "pretrain_gpt.py", *argv]))[1]
+    return estimate.run(estimate.parse_arguments([*cluster, "pretrain_gpt.py", *argv]))
 
 
 def planned(argv: list[str], *more: str) -> estimate.Estimate:
@@ -288,10 +288,10 @@ def test_activations_that_recomputing_leaves_are_those_of_a_forward_pass(words):
 
     def planned_and_kept(words: str) -> tuple[int, int]:
         argv = shlex.split(f"--vocabulary 257 --ranks-per-node 1 pretrain_gpt.py {shape} {words}")
-        settings, time = estimate.run(estimate.parse_arguments(argv))
-        model = GPT.build_model(settings.model, 257).to_empty(device="cpu").bfloat16()
+        needs = estimate.run(estimate.parse_arguments(argv)).needs
+        model = GPT.build_model(needs.settings.model, 257).to_empty(device="cpu").bfloat16()
         init_weights(model, 1)
-        recompute = settings.activation
+        recompute = needs.settings.activation
         apply_activation_checkpointing(
             model, recompute.recompute_granularity, recompute.recompute_method, recompute.recompute_num_layers
         )
@@ -299,7 +299,7 @@ def test_activations_that_recomputing_leaves_are_those_of_a_forward_pass(words):
         with Results() as results:
             losses = model(tokens, tokens)
         assert losses.requires_grad  # and so holds on to what its backward pass needs
-        return time.needs.largest.working["activations"], results.nbytes()
+        return needs.largest.working["activations"], results.nbytes()
 
     planned, kept = planned_and_kept(words)
     least = f"{words.partition('--recompute')[0]} {RECOMPUTED}"

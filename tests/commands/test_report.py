@@ -26,8 +26,7 @@ from megatron_zpp.commands.report import (
     thinned,
 )
 from megatron_zpp.families import GPT
-from megatron_zpp.metrics.dashboard import DASHBOARD
-from megatron_zpp.metrics.tensorboard_reader import RunHistory, find_runs, read_run
+from megatron_zpp.metrics.tensorboard_reader import DASHBOARD, RunHistory, find_runs, read_run
 from megatron_zpp.metrics.writers import MetricWriters
 from megatron_zpp.planning.cluster import parse_cluster
 from megatron_zpp.planning.predict import predict_logged
@@ -104,9 +103,9 @@ def test_a_run_reads_back_as_it_was_printed(trained, runs):
     assert set(KEYS) <= set(run.metrics)  # every chart of the dashboard has its key from the trainer
     assert list(run.metrics["lm loss"]) == list(range(1, 9))
     assert list(run.metrics["lm loss"].values()) == pytest.approx(printed("lm loss", log), rel=1e-6)
-    assert [tokens for tokens, _ in run.over_tokens("lm loss")] == [8 * 32 * i for i in range(1, 9)]
+    assert [tokens for tokens, _ in run.curve("lm loss", "tokens")] == [8 * 32 * i for i in range(1, 9)]
     sent = [1e6 * value for value in printed("sent between nodes per step (MB)", log)]
-    curve = run.over_bytes_between_nodes("lm loss validation")
+    curve = run.curve("lm loss validation", "bytes sent between nodes")
     assert [nbytes for nbytes, _ in curve] == pytest.approx([sum(sent[:4]), sum(sent)], rel=1e-2)
     errors = list(run.metrics["comm/error/gradients/inter"].values())
     assert errors == pytest.approx(printed("error of gradients/inter", log), abs=1e-4) and len(errors) == 4
@@ -127,7 +126,7 @@ def test_time_stands_still_between_a_stop_and_a_resume(tmp_path):
         writer.close()
     files = sorted(tmp_path.iterdir(), key=lambda path: path.name.endswith("5000.0"))
     run = read_run("run", files)
-    assert run.over_seconds("lm loss") == [(0, 9), (2, 8), (4, 7), (4, 6), (6, 5), (8, 4)]
+    assert run.curve("lm loss", "time") == [(0, 9), (2, 8), (4, 7), (4, 6), (6, 5), (8, 4)]
 
 
 def test_what_a_chart_shows_of_many_points():
@@ -204,8 +203,8 @@ def test_a_resumed_run_is_one_curve(tmp_path):
     ((name, files),) = find_runs([tmp_path]).items()
     run = read_run(name, files)
     assert run.metrics["lm loss"] == {1: 9, 2: 8, 3: 7.5, 4: 6.5, 5: 5.5}
-    assert run.over_tokens("lm loss")[-1] == (5 * 2 * 4, 5.5)
-    assert run.over_bytes_between_nodes("lm loss")[-1] == (50, 5.5)
+    assert run.curve("lm loss", "tokens")[-1] == (5 * 2 * 4, 5.5)
+    assert run.curve("lm loss", "bytes sent between nodes")[-1] == (50, 5.5)
 
 
 def test_a_resumed_run_has_no_validation_loss_of_the_one_that_died(tmp_path):
@@ -224,7 +223,7 @@ def test_an_evaluation_alone_leaves_what_was_trained(tmp_path):
     ((name, files),) = find_runs([tmp_path]).items()
     run = read_run(name, files)
     assert run.metrics["lm loss validation"] == {2: 8.25}
-    assert run.over_tokens("lm loss") == [(2 * 4, 9), (4 * 4, 8)]
+    assert run.curve("lm loss", "tokens") == [(2 * 4, 9), (4 * 4, 8)]
 
 
 def test_bad_input_gets_one_line(tmp_path, capsys):

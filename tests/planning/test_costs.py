@@ -27,7 +27,7 @@ def build(more: str, cluster: Cluster):
 
 def find_shape(more: str, spec: Cluster) -> StepShape:
     settings, _ = build(more, spec)
-    (shape,) = step_shapes(GPT, settings, estimate_on(GPT, settings, V, spec), spec)
+    (shape,) = step_shapes(estimate_on(spec, GPT, settings, V), spec)
     return shape
 
 

@@ -8,13 +8,13 @@ import itertools
 import pytest
 
 from megatron_zpp.arguments.parse import parse_settings
+from megatron_zpp.commands.plan import table
 from megatron_zpp.families import LLAMA
 from megatron_zpp.planning.cluster import LINK_SHARE, Cluster, parse_cluster, read_cluster, write_cluster
 from megatron_zpp.planning.needs.rank_groups import RankGroup
 from megatron_zpp.planning.needs.traffic import Exchange
 from megatron_zpp.planning.predict import Prediction, estimate_on, predict
 from megatron_zpp.planning.search.plan import make_plan
-from megatron_zpp.planning.search.report import table
 
 MODEL = "--preset llama-8b --num-layers 4 --seq-length 2048 --micro-batch-size 1 --lr 1 --train-iters 9 --mock-data"
 MODEL += " --bf16 --vocab-size 31999 --tokenizer-type NullTokenizer --global-batch-size 32"
@@ -26,7 +26,7 @@ def predicted(flags: str, cluster: Cluster = SITES) -> Prediction:
     settings = parse_settings(
         LLAMA, f"{MODEL} {flags}".split(), cluster.world_size, note=lambda _: None, of_all_jobs=True
     )
-    return predict(LLAMA, settings, cluster, estimate_on(LLAMA, settings, VOCABULARY, cluster))
+    return predict(cluster, estimate_on(cluster, LLAMA, settings, VOCABULARY))
 
 
 def test_a_word_may_begin_with_sites(tmp_path):

@@ -9,16 +9,16 @@ import pytest
 import torch
 
 from megatron_zpp.planning.cluster import Cluster, parse_cluster
-from megatron_zpp.planning.measure import Sizes, measure_cluster
+from megatron_zpp.planning.measure import Options, measure_cluster
 from tests.conftest import ROOT
 from tests.ranks import run_ranks
 
-SIZES = Sizes(hidden_size=64, tokens=32, most_bytes=2**16, seconds=0.01)
+OPTIONS = Options(torch.device("cpu"), hidden_size=64, tokens=32, most_bytes=2**16, seconds=0.01)
 
 
 def _measure(ranks_per_node: int) -> tuple[Cluster, list[str]]:
     lines: list[str] = []
-    return measure_cluster(torch.device("cpu"), ranks_per_node, SIZES, lines.append), lines
+    return measure_cluster(ranks_per_node, OPTIONS, lines.append), lines
 
 
 @pytest.mark.parametrize("ranks_per_node", [pytest.param(1, marks=pytest.mark.long), 4])

@@ -10,11 +10,11 @@ import pytest
 
 from megatron_zpp.arguments.parse import parse_settings
 from megatron_zpp.commands import plan as tool
+from megatron_zpp.commands.plan import plot, reasons, suggested, table
 from megatron_zpp.families import GPT, LLAMA
 from megatron_zpp.planning.cluster import parse_cluster
 from megatron_zpp.planning.predict import estimate_on, predict
 from megatron_zpp.planning.search.plan import Outcome, Plan, complete, make_plan
-from megatron_zpp.planning.search.report import plot, reasons, suggested, table
 from megatron_zpp.settings.checks import SettingsError
 
 MODEL = "--preset llama-8b --num-layers 8 --seq-length 2048"  # of eight layers, for speed
@@ -77,7 +77,7 @@ def test_the_command_line_is_what_was_predicted(slow):
         assert added == ["--bf16"] and outcome.flags.startswith("--bf16 ")
         words = [*completed, *outcome.flags.split()[1:]]
         settings = parse_settings(LLAMA, words, cluster.world_size, note=lambda _: None)
-        again = predict(LLAMA, settings, cluster, estimate_on(LLAMA, settings, VOCABULARY, cluster))
+        again = predict(cluster, estimate_on(cluster, LLAMA, settings, VOCABULARY))
         assert (again.needs, again.time) == (outcome.prediction.needs, outcome.prediction.time)
 
 
@@ -95,13 +95,13 @@ def test_flags_settle_what_they_say():
     plan = planned("4x8xH100@10", flags)
     (outcome,) = plan.outcomes
     assert outcome.candidate.wire.name == "as given" and outcome.flags == "--bf16"
-    settings = outcome.prediction.settings
+    settings = outcome.prediction.needs.settings
     assert settings.training.micro_batch_size == 2 and settings.activation.recompute_granularity == "selective"
     assert settings.zeropp.hpz_partition_size == 8
 
 
 def test_larger_micro_batches_are_tried_as_far_as_they_fit(slow):
-    sizes = {o.prediction.settings.training.micro_batch_size for o in data_alone(slow)}
+    sizes = {o.prediction.needs.settings.training.micro_batch_size for o in data_alone(slow)}
     assert sizes <= {1, 2} and slow.outcomes[0].prediction.needs.memory < 0.9 * 80e9  # 64 samples on 32 ranks
 
 

@@ -1,4 +1,4 @@
-"""The FSDP2 units of a run that is not started, as one of its ranks has them."""
+"""The FSDP2 units of a planned run, as one of its ranks has them."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ class PlannedUnit:
     """One FSDP2 unit as each of its ranks has it."""
 
     shards: Shards
-    group: RankGroup  # that shares it
-    layer: int | None  # the layer that it is, or whose experts it is
+    group: RankGroup  # the ranks that share it
+    layer: int | None  # number of the layer, or of its experts' layer
     has_experts: bool = False
 
     @cached_property
@@ -51,11 +51,10 @@ class PlannedUnit:
         return self.group.size * self.numel
 
     def formats(self, config: ZeroPPConfig) -> Formats:
-        """Return the wire formats of the unit's hops."""
         return Formats(config, self.group.nodes)
 
     def is_hidden_matrix(self, shard: ParameterShard) -> bool:
-        """Return whether a parameter of the unit is one that Muon takes."""
+        """Return whether Muon takes this parameter of the unit."""
         return shard.quantizable and self.layer is not None
 
 
@@ -69,15 +68,14 @@ class PlannedModel:
     """A model on the meta device, and what a rank of each pipeline stage has of it."""
 
     whole: Transformer
-    units_per_rank: list[list[PlannedUnit]]  # ordered as ``units_of``, one stage of a rank after the other
+    units_per_rank: list[list[PlannedUnit]]  # as ``units_of`` orders them, one stage of a rank after the other
 
-    @cached_property  # the planner asks for every setting
+    @cached_property  # shared by all settings of a plan
     def parameters(self) -> int:
         return sum(p.numel() for p in self.whole.parameters())
 
     @cached_property
     def active_parameters(self) -> int:
-        """Parameters that one token uses."""
         return active_parameters(self.whole)
 
 
@@ -117,8 +115,7 @@ def count_layers(units: list[PlannedUnit]) -> int:
 def units_of(model: Transformer, has: Callable[[str], bool] = lambda _: True) -> list[list[tuple[str, nn.Parameter]]]:
     """Return the parameters of each FSDP2 unit as the trainer makes them: each layer, then the others, the root last.
 
-    Names are those within the unit, so that equal layers make equal shards. ``has`` says whether a pipeline's stage has
-    the module or parameter of a name.
+    Names are relative to the unit, so that equal layers make equal shards. has: whether the stage has this module.
     """
     modules = {f"layers.{i}": layer for i, layer in enumerate(model.layers)}
     modules |= {name: model.get_submodule(name) for name in model.ends if hasattr(model, name)}
@@ -133,7 +130,7 @@ def plan_units(
     split: Mapping[nn.Parameter, int],
     has: Callable[[str], bool] = lambda _: True,
 ) -> list[PlannedUnit]:
-    """Plan the units of ``units_of``. Expert parallelism makes a layer's experts a unit of their own, of fewer ranks.
+    """Plan the units of ``units_of``. With expert parallelism a layer's experts are another unit, of fewer ranks.
 
     split: the dimension of each parameter that tensor-parallel ranks divide; they divide experts, too.
     """
@@ -163,7 +160,7 @@ def plan_units(
 
 
 def island_pieces(units: list[PlannedUnit], islands: int) -> Shards:
-    """Return one of the ``islands`` pieces of a rank's shards. Where rows do not divide, it is a little too large."""
+    """Return one of the ``islands`` pieces of a rank's shards; a little too large if rows do not divide evenly."""
     return tuple(replace(shard, numel=rows_per_rank(shard.numel, islands)) for unit in units for shard in unit.shards)
 
 

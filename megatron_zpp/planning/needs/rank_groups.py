@@ -19,21 +19,12 @@ class RankGroup:
     def size(self) -> int:
         return self.nodes * self.ranks_per_node
 
-    @property
-    def between_nodes(self) -> RankGroup:
-        """The group's ranks with the same local rank."""
-        return RankGroup(self.nodes, 1)
-
-    @property
-    def within_node(self) -> RankGroup:
-        return RankGroup(1, self.ranks_per_node)
-
 
 @dataclass(frozen=True)
 class RankGrid:
-    """How a run divides the ranks of its nodes. The ranks of each kind of group are ordered as ``parallel.mesh.AXES``.
+    """How a run divides the ranks of its nodes, ordered as ``parallel.mesh.AXES``.
 
-    Properties raise ValueError where nodes would have different numbers of a group's ranks.
+    Properties raise ValueError if nodes would have different numbers of a group's ranks.
     """
 
     nodes: int
@@ -50,26 +41,25 @@ class RankGrid:
 
     @property
     def gradient_averaging(self) -> RankGroup:
-        """The ranks over which gradients are averaged: those with other samples, or other parts of them."""
+        """The ranks over which gradients are averaged: those with other samples, or other parts of samples."""
         copies = self.ranks_per_island // ranks_per_model_copy(self.distributed)
         return self._group(self.distributed.context_parallel_size * copies, self._tensor)
 
     @property
     def sharding(self) -> RankGroup:
         """The ranks that share the shards of one model; HSDP makes several such groups."""
-        return self._group(
-            self.gradient_averaging.size // self.distributed.num_distributed_optimizer_instances, self._tensor
-        )
+        replicas = self.distributed.num_distributed_optimizer_instances
+        return self._group(self.gradient_averaging.size // replicas, self._tensor)
 
     @property
     def replicas(self) -> RankGroup | None:
-        """The ranks that have the same shard, one of each of HSDP's replicas; None if there is one replica."""
+        """The ranks that have the same shard, one of each HSDP replica; None without HSDP."""
         size = self.distributed.num_distributed_optimizer_instances
         return self._group(size, self.sharding.size * self._tensor) if size > 1 else None
 
     @property
     def expert_parallel(self) -> RankGroup:
-        """The ranks that have the experts of a layer together."""
+        """The ranks that divide a layer's experts."""
         return self._group(self.distributed.expert_model_parallel_size, self._tensor)
 
     @property
