@@ -1,10 +1,6 @@
 """Estimate what a training run needs before it starts: memory of each rank, bytes between nodes, days.
 
-    python tools/estimate.py --nodes 8 --ranks-per-node 8 --gpu A100 --vocabulary 50257 \\
-        pretrain_gpt.py --preset gpt-13b --micro-batch-size 2 --global-batch-size 1024 --train-iters 20000 --bf16 ...
-
-Takes the trainer's whole command, starts nothing, and needs neither the data nor a GPU. ``planning/needs/estimate.py``
-counts; assumptions are printed.
+python tools/estimate.py --nodes 8 --ranks-per-node 8 --gpu A100 --vocabulary 50257 pretrain_gpt.py FLAGS
 """
 
 from __future__ import annotations

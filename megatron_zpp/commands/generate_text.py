@@ -1,8 +1,6 @@
-"""Sample text from a checkpoint's model, in one process.
+"""Sample text from a checkpoint's model, in one process and in fp32.
 
-    python tools/generate_text.py --load runs/quickstart/zeropp --prompt "def " --num-tokens 100
-
-Shows what a model has learned; it is no server. The model computes in fp32, on the GPU if there is one.
+python tools/generate_text.py --load runs/quickstart/zeropp --prompt "def " --num-tokens 100
 """
 
 from __future__ import annotations

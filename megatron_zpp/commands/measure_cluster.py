@@ -1,8 +1,6 @@
-"""Measure a cluster for tools/plan.py: arithmetic, kernels, and links within and between nodes.
+"""Measure a cluster for tools/plan.py. To plan for another number of nodes, edit the file that this writes.
 
-    torchrun --nnodes 8 --nproc-per-node 8 tools/measure_cluster.py --output cluster.yaml
-
-Takes a minute or less. To plan for another number of nodes, edit the file.
+torchrun --nnodes 8 --nproc-per-node 8 tools/measure_cluster.py --output cluster.yaml
 """
 
 from __future__ import annotations

@@ -1,11 +1,9 @@
-"""Rank layouts and settings of a run on a cluster by predicted tokens per second.
+"""Rank layouts and settings of a run on a cluster by predicted tokens per second. Starts nothing.
 
-    python tools/plan.py --cluster 64x8xH100@100 --vocabulary 128256 \\
-        pretrain_llama.py --preset llama-8b --global-batch-size 4096
+    python tools/plan.py --cluster 64x8xH100@100 --vocabulary 128256 pretrain_llama.py --preset llama-8b
 
-Starts nothing. Tries what the trainer's command leaves open: how weights and gradients are sent, micro-batches,
-recomputation and layouts. ``--cluster`` is nodes x GPUs of each x their kind @ Gbit/s out of a node, or a file by
-``tools/measure_cluster.py``; ``2x32x8xH100@400@10`` are two sites of 32 nodes each, with a link of 10 Gbit/s.
+``--cluster`` is nodes x GPUs of each x their kind @ Gbit/s out of a node, or a file by ``tools/measure_cluster.py``;
+``2x32x8xH100@400@10`` are two sites of 32 nodes each, with a link of 10 Gbit/s.
 """
 
 from __future__ import annotations
@@ -128,10 +126,7 @@ def table(plan: Plan, rows: int) -> list[str]:
 
 
 def reasons(plan: Plan) -> list[str]:
-    """Say why each of the others is slower than the first, or was refused.
-
-    The reason is the part of the step, for the same samples, that costs most over the fastest.
-    """
+    """Name the part of the step that slows each of the others most, for the same samples, or why it was refused."""
     lines = []
     for outcome in plan.outcomes[1:]:
         time, best = outcome.prediction.time, plan.outcomes[0].prediction.time
@@ -152,10 +147,7 @@ def suggested(plan: Plan) -> Outcome:
 
 
 def plot(plan: Plan, path: Path) -> None:
-    """Draw tokens per second over memory, the risk for the loss as color, and the Pareto front by name.
-
-    Raises ImportError without matplotlib, ValueError if nothing fits.
-    """
+    """Draw tokens/s over memory, the loss as color, and the Pareto front. Raises ImportError or ValueError."""
     if not plan.outcomes:
         raise ValueError("nothing fits, so there is nothing to plot")
     try:

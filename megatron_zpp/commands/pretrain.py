@@ -122,10 +122,7 @@ def describe(run: Run) -> None:
 
 
 def _report_alone_or_together(error: Exception) -> None:
-    """Report an error of this rank, and maybe of all.
-
-    If all have it, rank 0 reports it and torchrun ends the others while they wait here; else they report it themselves.
-    """
+    """Report an error of this rank. If all ranks have it, rank 0 does, and torchrun ends the others while they wait."""
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the trainer's handler would not end the wait
     if is_first_rank():
         report_error(*messages_of(error))

@@ -1,10 +1,7 @@
 """Compare runs on one HTML page with plots and a table, which needs no server and no network.
 
-    python tools/report.py runs/zero3 runs/zeropp --output report.html
-    python tools/report.py --wandb PROJECT
-
-A run is a folder of TensorBoard events (--tensorboard-dir); a folder of such folders stands for all of them.
---wandb saves the same plots as a report of a wandb project, over its runs.
+python tools/report.py runs/zero3 runs/zeropp --output report.html
+python tools/report.py --wandb PROJECT
 """
 
 from __future__ import annotations
@@ -202,10 +199,7 @@ def thinned(curve: Curve, points: int) -> Curve:
 
 
 def save_wandb_report(project: str, entity: str | None) -> str:
-    """Save the same charts as a report of a wandb project and return its address.
-
-    Raises ImportError without wandb_workspaces, ValueError with wandb's message, such as of a missing login.
-    """
+    """Save the same charts as a report of a wandb project. Return its address. Raises ImportError or ValueError."""
     try:
         import wandb_workspaces.reports.v2 as reports
     except ImportError:

@@ -187,10 +187,7 @@ def _warmup_steps(settings: ResolvedSettings, iterations: int) -> int:
 
 
 def train(architecture: str, flags: list[str]) -> RunLog:
-    """Train in another process and return its log. Raises RuntimeError with the run's error if it fails.
-
-    architecture: as for ``load_architecture``.
-    """
+    """Train in another process and return its log. Raises RuntimeError with the run's error if it fails."""
     command = [sys.executable, "-c", TRAINER, architecture, *flags]
     ran = subprocess.run(command, capture_output=True, text=True)
     if ran.returncode != 0:

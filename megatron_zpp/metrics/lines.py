@@ -63,10 +63,7 @@ class TrainingReport:
 
 
 def format_training_line(report: TrainingReport, now: datetime | None = None) -> str:
-    """Format Megatron's training log line, then our fields: scripts that parse Megatron's logs read it unchanged.
-
-    Every field is ``name: value`` and closed by `` |``.
-    """
+    """Format Megatron's training log line, then our fields, all as ``name: value |`` for parsers of Megatron's logs."""
     now = datetime.now() if now is None else now
     shown = []
     for field in dataclasses.fields(report):

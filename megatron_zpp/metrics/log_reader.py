@@ -17,8 +17,7 @@ MODEL = re.compile(r"^\w+ with ([\d,]+) parameters, ZeRO stage")
 
 @dataclass
 class RunLog:
-    """What one log says. ``lines``: the fields of each training line by name, as numbers; where all of a line's steps
-    were skipped, it has no "lm loss"."""
+    """One run's log. ``lines``: numbers of each training line by name, without "lm loss" if all steps were skipped."""
 
     lines: list[dict[str, float]] = field(default_factory=list)
     validation_loss: float = math.nan  # of the evaluation after training
@@ -74,10 +73,7 @@ def read_log(path: Path) -> RunLog:
 
 
 def parse_log(log: str) -> RunLog:
-    """What the text of a log says, however far the run came.
-
-    A run that was stopped and went on from its last checkpoint repeats iterations: the later lines count.
-    """
+    """Parse the text of a log, complete or not. Where a resumed run repeats iterations, the later lines count."""
     run = RunLog()
     for text in log.splitlines():
         line, validation, model = parse_line(text), VALIDATION.search(text), MODEL.search(text)

@@ -68,10 +68,7 @@ class RunHistory:
 
 
 def find_runs(folders: list[Path]) -> dict[str, list[Path]]:
-    """Return the event files, oldest first, of each folder that holds some, as TensorBoard takes them.
-
-    Raises ValueError for a folder that does not exist or holds none.
-    """
+    """Return the event files, oldest first, of each folder that holds some. Raises ValueError if there are none."""
     runs: dict[str, list[Path]] = {}
     for folder in folders:
         if not folder.is_dir():

@@ -41,10 +41,9 @@ PEAK_TFLOPS: tuple[tuple[tuple[str, ...], float], ...] = (
 
 
 def peak_tflops(device_name: str) -> float | None:
-    """Dense 16-bit peak TFLOP/s of the device called ``device_name`` (``torch.cuda.get_device_name()``).
+    """Return the dense 16-bit peak TFLOP/s of a device by its name, as of ``torch.cuda.get_device_name()``.
 
-    None if the device is not in the table, is a CPU, or is a lesser version of one in the table: a MIG slice,
-    a laptop's GPU, GeForce's "D" models.
+    None for unknown devices, CPUs, and lesser versions of known ones: a MIG slice, a laptop's GPU, GeForce's "D".
     """
     words = device_name.upper().replace("-", " ").split()
     if not {"MIG", "LAPTOP", "D"}.isdisjoint(words):

@@ -1,7 +1,6 @@
 """The cluster that a run is planned for: from a word such as 64x8xH100@100, or from a file that measurements filled.
 
-Its nodes may be at several sites with a slower link between them. Where nothing was measured, rates come from data
-sheets and published measurements; ``metrics/throughput.py`` has the peaks.
+Where nothing was measured, rates come from data sheets and published measurements.
 """
 
 from __future__ import annotations

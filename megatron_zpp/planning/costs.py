@@ -43,7 +43,7 @@ def step_shapes(needs: Estimate, cluster: Cluster) -> list[StepShape]:
     """Describe the step of the run that ``needs`` counts, for a rank of each pipeline stage."""
     settings, model = needs.settings, needs.planned.whole
     forward, backward = arithmetic(needs.architecture, settings, cluster, model)
-    two_ranks = RankGroup(2, 1) if needs.grid.pipeline.nodes > 1 else RankGroup(1, 2)
+    two_ranks = RankGroup(2, 1) if needs.grid.group("pipeline").nodes > 1 else RankGroup(1, 2)
     hidden = make_transfer(Exchange(two_ranks, hidden_state_bytes(settings, model), is_straight=True), cluster)
     placement, schedule = pipeline_placement(settings.distributed, model), settings.distributed.pipeline_schedule
     shapes = []
@@ -185,14 +185,11 @@ def make_transfer(exchange: Exchange, cluster: Cluster, encoded: int = 0, decode
 def layer_collectives(
     needs: Estimate, cluster: Cluster, num_layers: int, has_experts: bool
 ) -> tuple[tuple[Transfer, ...], tuple[Transfer, ...]]:
-    """Return the collectives that one layer's arithmetic waits for, in the forward and in the backward pass.
-
-    These are of tensor, context and expert parallelism. The backward pass has a mean layer's recomputed ones, too.
-    """
+    """Return the collectives of one mean layer that each pass waits for: tensor, context and expert parallelism's."""
     settings, grid, model = needs.settings, needs.grid, needs.planned.whole
     training, distributed, config = settings.training, settings.distributed, model.config
     weights, _ = wire_dtypes(settings)
-    tensor, context = grid.tensor_parallel, grid.context_parallel
+    tensor, context = grid.group("tensor"), grid.group("context")
     tokens = training.micro_batch_size * training.seq_length // context.size
     row_bytes = 0  # rows that experts compute for a rank's samples
     if has_experts:

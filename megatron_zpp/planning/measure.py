@@ -165,10 +165,7 @@ def _measure_curves(groups: Mapping[RankGroup, dist.ProcessGroup], options: Opti
 
 
 def _rate_and_latency(curve: Curve, ranks: int) -> tuple[float, float]:
-    """Return the bytes per second that a rank sends at the best size, and the seconds of a hop at the smallest.
-
-    A single rank sends nothing; its rate is that of copies.
-    """
+    """Return a rank's bytes per second at the best size (of copies if it is alone), and the least seconds of a hop."""
     hops, latency = max(1, ranks - 1), min(curve.values())
     rates = (hops * int(nbytes) / (seconds - latency) for nbytes, seconds in curve.items() if seconds > 2 * latency)
     return max(rates, default=hops * max(int(n) / s for n, s in curve.items())), latency / hops
@@ -221,10 +218,7 @@ def _time_small_gpt(cluster: Cluster, options: Options) -> tuple[float, float, C
 
 
 def _with_layers(cluster: Cluster, options: Options) -> Cluster:
-    """Add the program's own time for a layer, and the rate of the work between matrix products.
-
-    A model with nearly no arithmetic measures the first, one as wide as the planned runs' the second.
-    """
+    """Add the program's own time, by a model with nearly no arithmetic, and the rate of work between products."""
     *smallest, _ = _time_small_gpt(cluster, replace(options, hidden_size=HEAD_DIM, tokens=LEAST_TOKENS))
     passes, step = (1e6 * max(0.0, seconds) / LAYERS for seconds in smallest)
     cluster = replace(cluster, layer_microseconds=passes, step_microseconds=step)

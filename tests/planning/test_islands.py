@@ -23,9 +23,8 @@ SITES = parse_cluster("2x2x8xH100@400@10")
 
 
 def predicted(flags: str, cluster: Cluster = SITES) -> Prediction:
-    settings = parse_settings(
-        LLAMA, f"{MODEL} {flags}".split(), cluster.world_size, note=lambda _: None, of_all_jobs=True
-    )
+    argv = f"{MODEL} {flags}".split()
+    settings = parse_settings(LLAMA, argv, cluster.world_size, note=lambda _: None, of_all_jobs=True)
     return predict(cluster, estimate_on(cluster, LLAMA, settings, VOCABULARY))
 
 
@@ -34,9 +33,6 @@ def test_a_word_may_begin_with_sites(tmp_path):
     assert (SITES.between_gbits, SITES.site_gbits) == (400 * LINK_SHARE, 10 * LINK_SHARE)
     write_cluster(tmp_path / "cluster.yaml", SITES)
     assert read_cluster(tmp_path / "cluster.yaml") == SITES
-
-
-def test_sites_have_as_many_nodes():
     with pytest.raises(ValueError, match="4 nodes do not divide among 3 sites"):
         dataclasses.replace(SITES, sites=3)
 
@@ -46,25 +42,19 @@ def test_a_collective_takes_what_leaves_a_site(sites, is_straight, per_node):
     """Every message of every group written down, on a link so slow that nothing else counts."""
     cluster = dataclasses.replace(SITES, nodes=8, sites=sites, site_gbits=1e-3, site_microseconds=0.0)
     nbytes = 1000
-    places = list(itertools.product(range(cluster.nodes), range(8)))  # (node, local rank)
     leaving = [0] * sites
-    for group in range(8 // per_node):
-        ranks = [(node, local) for node, local in places if local // per_node == group]
-        for i, (node, _) in enumerate(ranks):
-            others = ranks if is_straight else [ranks[(i + 1) % len(ranks)]]
-            for other, _ in others:
-                if node // (cluster.nodes // sites) != other // (cluster.nodes // sites):
-                    sent = nbytes if is_straight else (len(ranks) - 1) * nbytes
-                    leaving[node // (cluster.nodes // sites)] += sent
+    for _ in range(8 // per_node):  # groups, all alike
+        homes = [node // (cluster.nodes // sites) for node in range(cluster.nodes) for _ in range(per_node)]
+        for i, home in enumerate(homes):
+            if is_straight:
+                leaving[home] += nbytes * sum(other != home for other in homes)
+            elif homes[(i + 1) % len(homes)] != home:
+                leaving[home] += nbytes * (len(homes) - 1)
     assert len(set(leaving)) == 1
     found = cluster.exchange_seconds(Exchange(RankGroup(cluster.nodes, per_node), nbytes, is_straight=is_straight))
     assert found == pytest.approx(leaving[0] * 8e-9 / cluster.site_gbits, rel=1e-3)
-
-
-def test_within_a_node_sites_do_not_matter():
-    alone = dataclasses.replace(SITES, sites=1)
-    exchange = Exchange(RankGroup(1, 8), 10**6)
-    assert SITES.exchange_seconds(exchange) == alone.exchange_seconds(exchange)
+    exchange = Exchange(RankGroup(1, 8), 10**6)  # within a node
+    assert SITES.exchange_seconds(exchange) == dataclasses.replace(SITES, sites=1).exchange_seconds(exchange)
 
 
 def test_a_step_of_islands_waits_for_the_slow_link_at_synchronizations_alone():
@@ -118,9 +108,9 @@ def test_islands_are_whole_nodes_of_a_site(islands, cluster):
         predicted(f"--islands {islands}", cluster)
 
 
-def test_islands_that_are_jobs_of_their_own_are_planned_as_one_job():
-    of_their_own = "--islands-may-leave --island-number 0 --island-lighthouse localhost:29510 --island-secret-file x"
-    assert predicted(f"--islands 2 {of_their_own}", SITES).time == predicted("--islands 2", SITES).time
+def test_islands_that_are_separate_jobs_are_planned_as_one_job():
+    separate = "--islands-may-leave --island-number 0 --island-lighthouse localhost:29510 --island-secret-file x"
+    assert predicted(f"--islands 2 {separate}").time == predicted("--islands 2").time
 
 
 def test_the_plan_says_what_islands_wait_for():

@@ -134,7 +134,8 @@ def estimate(
         states, host = _rank_states(settings, units, micro_batches)
         working = _working_memory(architecture, settings, planned.whole, units, kept)
         exchanges = {  # equal layers have equal units
-            unit: unit_exchanges(settings, unit, micro_batches, ring_passes, grid.replicas) for unit in set(units)
+            unit: unit_exchanges(settings, unit, micro_batches, ring_passes, grid.group("replicas"))
+            for unit in set(units)
         }
         ranks.append(RankEstimate(states, working, host, [exchanges[unit] for unit in units], count_layers(units)))
     sending = [rank.exchanges for rank in ranks]
@@ -166,7 +167,7 @@ def _check(settings: ResolvedSettings, grid: RankGrid) -> None:
         raise ValueError("the one process of --emulate-ranks is not estimated; leave it out")
     if settings.training.skip_train:
         raise ValueError("with --skip-train there is no training to estimate; leave it out")
-    averaging = grid.gradient_averaging
+    averaging = grid.group("averaging")
     sharing = averaging.ranks_per_node
     if config.hpz_partition_size not in (1, sharing) or config.ranks_per_node not in (None, sharing):
         raise ValueError(

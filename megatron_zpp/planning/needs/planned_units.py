@@ -130,12 +130,12 @@ def plan_units(
     split: Mapping[nn.Parameter, int],
     has: Callable[[str], bool] = lambda _: True,
 ) -> list[PlannedUnit]:
-    """Plan the units of ``units_of``. With expert parallelism a layer's experts are another unit, of fewer ranks.
+    """Plan the units of ``units_of``; with expert parallelism a layer's experts are another unit, of fewer ranks.
 
     split: the dimension of each parameter that tensor-parallel ranks divide; they divide experts, too.
     """
-    tensor_parallel, expert_parallel = grid.tensor_parallel.size, grid.expert_parallel.size
-    num_layers, group = sum(has(f"layers.{i}") for i in range(len(model.layers))), grid.sharding
+    tensor_parallel, expert_parallel = grid.group("tensor").size, grid.group("experts").size
+    num_layers, group = sum(has(f"layers.{i}") for i in range(len(model.layers))), grid.group("sharding")
 
     def part(name: str, parameter: nn.Parameter) -> nn.Parameter:
         """Return the first rank's part, which is the largest."""
@@ -152,8 +152,8 @@ def plan_units(
         if experts and expert_parallel > 1:
             rest = [(name, p) for name, p in unit if ".experts." not in name]
             planned.append(PlannedUnit(shards_of(rest, group.size), group, layer))
-            shards = shards_of(experts, grid.expert_sharding.size)
-            planned.append(PlannedUnit(shards, grid.expert_sharding, layer, has_experts=True))
+            shards = shards_of(experts, grid.group("expert sharding").size)
+            planned.append(PlannedUnit(shards, grid.group("expert sharding"), layer, has_experts=True))
         else:
             planned.append(PlannedUnit(shards_of(unit, group.size), group, layer, has_experts=bool(experts)))
     return planned

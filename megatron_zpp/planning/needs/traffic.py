@@ -30,10 +30,7 @@ from megatron_zpp.zeropp.muon.matrix_blocks import MomentumWire
 
 @dataclass(frozen=True)
 class Exchange:
-    """A collective of one group: a ring over its ranks in order, or pieces that each rank sends straight to all others.
-
-    Bytes are counted as by ``zeropp.collectives.count_flat_ring``.
-    """
+    """A collective of one group: a ring over its ranks, or pieces that each rank sends straight to all others."""
 
     group: RankGroup
     nbytes: int  # of a piece
@@ -80,7 +77,7 @@ class UnitExchanges:
 
 
 def unit_exchanges(
-    settings: ResolvedSettings, unit: PlannedUnit, micro_batches: int, ring_passes: int, replicas: RankGroup | None
+    settings: ResolvedSettings, unit: PlannedUnit, micro_batches: int, ring_passes: int, replicas: RankGroup
 ) -> UnitExchanges:
     """Return what ``apply_zeropp`` and FSDP2 would send for a unit.
 
@@ -107,7 +104,7 @@ def unit_exchanges(
         if group.nodes > 1:
             sum_bytes = formats.gradients_between_nodes(part, gradients).nbytes
             gradients_between = Exchange(between_nodes, sum_bytes, is_straight=True)
-    if replicas is not None:
+    if replicas.size > 1:
         all_reduce = Exchange(replicas, math.ceil(gradients.itemsize * unit.numel / replicas.size), passes=2)
     # Layers are gathered for each forward and backward pass; other units stay gathered between the two.
     gathers = (2 if unit.layer is not None else 1) * micro_batches if stage == 3 else 1
@@ -136,10 +133,7 @@ def step_traffic(
     exchanges: list[list[UnitExchanges]],
     micro_batches: int,
 ) -> tuple[Traffic, Traffic]:
-    """Return what all ranks send between and within nodes, as ``zeropp.fsdp.traffic`` counts it.
-
-    exchanges: of a rank of each pipeline stage.
-    """
+    """Return what all ranks send between and within nodes. exchanges: of a rank of each stage."""
     between, within = {"weights": 0, "gradients": 0}, {"weights": 0, "gradients": 0}
     ranks_per_stage = grid.world_size // len(exchanges)
     for what, sent, runs in (found for rank in exchanges for unit in rank for found in unit.per_step()):
@@ -163,7 +157,7 @@ def step_traffic(
     if placement is not None:  # hidden states to the next stage, and their gradients to the one before
         crossings = sum(one != other for one, other in itertools.pairwise(placement.ranks))
         hidden = 2 * crossings * micro_batches * ranks_per_stage * hidden_state_bytes(settings, planned.whole)
-        (between if grid.pipeline.nodes > 1 else within)["hidden states"] = hidden
+        (between if grid.group("pipeline").nodes > 1 else within)["hidden states"] = hidden
     return between, within
 
 
@@ -205,12 +199,12 @@ def expert_rows(settings: ResolvedSettings) -> float:
 
 def expert_all_to_all(settings: ResolvedSettings, grid: RankGrid, model: Transformer) -> Exchange | None:
     """Return one all-to-all of a layer and micro-batch, to the experts or back; None if tokens stay on their rank."""
-    group = grid.expert_parallel
+    group = grid.group("experts")
     if settings.model.num_experts is None or group.size == 1:
         return None
     weights, _ = wire_dtypes(settings)
     row = token_format(model.config.hidden_size, settings.distributed.moe_token_bits, weights)
-    rows = expert_rows(settings) / grid.tensor_parallel.size / group.size  # each rank sends those of its experts
+    rows = expert_rows(settings) / grid.group("tensor").size / group.size  # each rank sends those of its experts
     return Exchange(group, math.ceil(rows * row.nbytes), is_straight=True)
 
 
