@@ -80,12 +80,10 @@ def _ranks_per_node(settings: ResolvedSettings, world_size: int) -> tuple[int, s
     if launchers is not None:
         require(world_size % int(launchers) == 0, f"LOCAL_WORLD_SIZE {launchers} does not divide {world_size} ranks")
         return int(launchers), "LOCAL_WORLD_SIZE of the launcher"
+    ranks, source = world_size, "one node"
     if world_size % USUAL_RANKS_PER_NODE == 0:
-        return (
-            USUAL_RANKS_PER_NODE,
-            f"{USUAL_RANKS_PER_NODE} a node, unless LOCAL_WORLD_SIZE or --zeropp-ranks-per-node says otherwise",
-        )
-    return world_size, "one node, unless LOCAL_WORLD_SIZE or --zeropp-ranks-per-node says otherwise"
+        ranks, source = USUAL_RANKS_PER_NODE, f"{USUAL_RANKS_PER_NODE} a node"
+    return ranks, f"{source}, unless LOCAL_WORLD_SIZE or --zeropp-ranks-per-node says otherwise"
 
 
 def _needs(architecture: Architecture, settings: ResolvedSettings, grid: RankGrid) -> list[str]:

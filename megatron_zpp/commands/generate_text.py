@@ -34,10 +34,7 @@ TOKENIZER_SETTINGS = ("tokenizer_type", *TOKENIZER_FILES, "vocab_size", *TIKTOKE
 def load_model(
     checkpoint: Path, meta: dict[str, Any], device: torch.device, given: Architecture | None = None
 ) -> Transformer:
-    """Load the checkpoint's model on one device, in fp32 and in evaluation mode. Raises CheckpointError.
-
-    given: the checkpoint's architecture, if it is not built in.
-    """
+    """Load the checkpoint's model, of the ``given`` architecture if it is not built in. Raises CheckpointError."""
     wrong = problems(checkpoint)
     if wrong:
         raise CheckpointError(f"{checkpoint} is damaged: {'; '.join(wrong)}")

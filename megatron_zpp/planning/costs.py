@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import partial
 
 from megatron_zpp.families import Architecture
 from megatron_zpp.models.transformer import Transformer
@@ -14,6 +13,7 @@ from megatron_zpp.planning.needs.estimate import Estimate, RankEstimate
 from megatron_zpp.planning.needs.planned_units import pipeline_placement
 from megatron_zpp.planning.needs.rank_groups import RankGroup
 from megatron_zpp.planning.needs.traffic import (
+    FP32,
     Exchange,
     UnitExchanges,
     effective_zero_stage,
@@ -27,7 +27,6 @@ from megatron_zpp.planning.needs.traffic import (
 from megatron_zpp.planning.step import BETWEEN, WITHIN, StepShape, Transfer, UnitTimes
 from megatron_zpp.settings.resolved import ResolvedSettings
 
-FP32 = 4  # bytes
 LOGIT_BYTES = 16  # a pass reads and writes in 16 bit at the matrix product, in fp32 from the softmax on
 
 
@@ -136,50 +135,24 @@ def _optimizer_seconds(settings: ResolvedSettings, rank: RankEstimate, cluster: 
 
 
 def _unit_times(settings: ResolvedSettings, exchanges: UnitExchanges, cluster: Cluster) -> UnitTimes:
-    config, unit = settings.zeropp, exchanges.unit
-    weights, gradients = (dtype.itemsize for dtype in wire_dtypes(settings))
-    numel, nodes, per_node = unit.numel, unit.group.nodes, unit.group.ranks_per_node
-    transfer = partial(make_transfer, cluster=cluster)
-    between = exchanges.weights_between
-    if between is not None:
-        encoded = weights * numel + between.nbytes
-        weights_between = transfer(between, encoded=encoded, decoded=nodes * encoded)
-        in_low_bits = config.weight_intra_bits is not None or unit.formats(config).keeps_wires
-        # Read each wire of the node's ranks, write every element of the unit.
-        decoded = per_node * exchanges.gather.nbytes + weights * unit.gathered_numel if in_low_bits else 0
-        gather = transfer(exchanges.gather, decoded=decoded)
-    else:
-        weights_between, nbytes = None, exchanges.gather.nbytes
-        encoded = weights * numel + nbytes if config.quantized_weights else 0
-        gather = transfer(exchanges.gather, encoded=encoded, decoded=unit.group.size * encoded)
+    def transfer(exchange: Exchange | None) -> Transfer | None:
+        return make_transfer(exchange, cluster) if exchange is not None else None
 
-    reduce = gradients_between = None
-    if exchanges.reduce is not None and not config.quantized_gradients:
-        reduce = transfer(exchanges.reduce)
-    elif exchanges.reduce is not None:
-        # Each rank sends a piece of N shards to each rank of its node, and adds up those that it receives.
-        encoded = gradients * unit.gathered_numel + per_node * exchanges.reduce.nbytes
-        decoded = per_node * exchanges.reduce.nbytes + 2 * FP32 * nodes * numel
-        reduce = transfer(exchanges.reduce, encoded=encoded, decoded=decoded)
-    if exchanges.gradients_between is not None:
-        wires = nodes * exchanges.gradients_between.nbytes
-        encoded, decoded = FP32 * nodes * numel + wires, wires + 2 * FP32 * numel
-        gradients_between = transfer(exchanges.gradients_between, encoded=encoded, decoded=decoded)
     return UnitTimes(
-        gather=gather,
-        stays_gathered=unit.layer is None or effective_zero_stage(settings) < 3,
-        reduce=reduce,
-        weights_between=weights_between,
-        gradients_between=gradients_between,
-        all_reduce=transfer(exchanges.all_reduce) if exchanges.all_reduce is not None else None,
+        gather=make_transfer(exchanges.gather, cluster),
+        stays_gathered=exchanges.unit.layer is None or effective_zero_stage(settings) < 3,
+        reduce=transfer(exchanges.reduce),
+        weights_between=transfer(exchanges.weights_between),
+        gradients_between=transfer(exchanges.gradients_between),
+        all_reduce=transfer(exchanges.all_reduce),
     )
 
 
-def make_transfer(exchange: Exchange, cluster: Cluster, encoded: int = 0, decoded: int = 0) -> Transfer:
-    """Return a collective's times. encoded, decoded: bytes that the kernels before and after it read and write."""
+def make_transfer(exchange: Exchange, cluster: Cluster) -> Transfer:
+    """Return the times of a collective and of the kernels before and after it."""
     link = BETWEEN if exchange.group.nodes > 1 else WITHIN
     rate = 1e9 * cluster.kernel_gbytes
-    return Transfer(link, cluster.exchange_seconds(exchange), encoded / rate, decoded / rate)
+    return Transfer(link, cluster.exchange_seconds(exchange), exchange.encoded / rate, exchange.decoded / rate)
 
 
 def layer_collectives(
@@ -214,10 +187,10 @@ def layer_collectives(
     to_experts: list[Transfer] = []
     exchange = expert_all_to_all(settings, grid, model) if has_experts else None
     if exchange is not None:  # there and back
-        quantized = 0
         if distributed.moe_token_bits is not None:
             quantized = row_bytes + exchange.group.size * exchange.nbytes
-        to_experts = 2 * [make_transfer(exchange, cluster, encoded=quantized, decoded=quantized)]
+            exchange = replace(exchange, encoded=quantized, decoded=quantized)
+        to_experts = 2 * [make_transfer(exchange, cluster)]
     again = _scale(parts, recomputed_blocks(settings.activation, num_layers) / num_layers)
     sent_again = _scale(to_experts, resent_share(settings.activation, num_layers))
     return (*parts, *to_experts), (*parts, *again, *to_experts, *sent_again)

@@ -27,28 +27,6 @@ class Span:
     waited_for: Span | None  # the last to end of those that it waited for
 
 
-class Timeline:
-    """Streams that run their work in order; work starts when everything that it waits for has ended."""
-
-    def __init__(self) -> None:
-        self._last: dict[str, Span] = {}
-        self.exposed: defaultdict[str, float] = defaultdict(float)  # seconds waited for each stream
-
-    def run(self, stream: str, seconds: float, after: Iterable[Span | None] = (), watched: bool = False) -> Span:
-        """Add work that takes ``seconds`` and waits for ``after``. watched: count the wait in ``exposed``."""
-        before = self._last.get(stream)
-        waits = [span for span in (before, *after) if span is not None]
-        waited_for = max(waits, key=lambda span: span.end, default=None)
-        start = waited_for.end if waited_for is not None else 0.0
-        if watched:  # divide the wait among the streams of the work that led to it
-            since, blamed = before.end if before is not None else 0.0, waited_for
-            while blamed is not None and blamed.end > since:
-                self.exposed[blamed.stream] += blamed.end - max(since, blamed.start)
-                blamed = blamed.waited_for
-        self._last[stream] = span = Span(stream, start, start + seconds, waited_for)
-        return span
-
-
 @dataclass(frozen=True)
 class Transfer:
     """A collective, and the kernels before and after it, in seconds."""
@@ -122,9 +100,12 @@ def simulate(shape: StepShape) -> StepTime:
 
 @dataclass
 class _Step:
+    """Streams that run their work in order."""
+
     shape: StepShape
     micro_batches: int
-    timeline: Timeline = field(default_factory=Timeline)
+    last: dict[str, Span] = field(default_factory=dict)  # of each stream
+    exposed: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))  # seconds waited for streams
     time: StepTime = field(default_factory=StepTime)
     stolen: float = 0.0  # kernels on other streams take their time from the device's arithmetic
     reducing: Span | None = None
@@ -141,10 +122,23 @@ class _Step:
             self.reducing = self.kernel(REDUCE, decode, [arrived])
         self.compute(0.0, [self.reducing])
         self.time.optimizer = self.shape.optimizer
-        self.time.exposed_within = self.timeline.exposed[WITHIN]
-        self.time.exposed_between = self.timeline.exposed[BETWEEN]
-        self.time.compression += self.timeline.exposed[GATHER] + self.timeline.exposed[REDUCE]
+        self.time.exposed_within = self.exposed[WITHIN]
+        self.time.exposed_between = self.exposed[BETWEEN]
+        self.time.compression += self.exposed[GATHER] + self.exposed[REDUCE]
         return self.time
+
+    def add(self, stream: str, seconds: float, after: Iterable[Span | None] = (), watched: bool = False) -> Span:
+        """Run work in a stream when the one before and ``after`` have ended. watched: count the wait in ``exposed``."""
+        before = self.last.get(stream)
+        waited_for = max((span for span in (before, *after) if span), key=lambda span: span.end, default=None)
+        start = waited_for.end if waited_for is not None else 0.0
+        if watched:  # divide the wait among the streams of the work that led to it
+            since, blamed = before.end if before is not None else 0.0, waited_for
+            while blamed is not None and blamed.end > since:
+                self.exposed[blamed.stream] += blamed.end - max(since, blamed.start)
+                blamed = blamed.waited_for
+        self.last[stream] = span = Span(stream, start, start + seconds, waited_for)
+        return span
 
     def forward(self, is_first: bool) -> None:
         units = self.shape.units
@@ -152,7 +146,7 @@ class _Step:
             for number, unit in enumerate(units):  # send all when the forward pass begins
                 if unit.weights_between is not None:
                     encoded = self.kernel(GATHER, unit.weights_between.encode, [])
-                    self.arriving[number] = self.timeline.run(BETWEEN, unit.weights_between.seconds, [encoded])
+                    self.arriving[number] = self.add(BETWEEN, unit.weights_between.seconds, [encoded])
         copied: list[Span] = []
         for number, unit in enumerate(units):
             has_gather = is_first or self.shape.zero_stage == 3
@@ -194,7 +188,7 @@ class _Step:
             ended = self.transfer(REDUCE, unit.reduce, [ended])
         if is_last and unit.gradients_between is not None:
             ended = self.kernel(REDUCE, unit.gradients_between.encode, [ended])
-            sent = self.timeline.run(BETWEEN, unit.gradients_between.seconds, [ended])
+            sent = self.add(BETWEEN, unit.gradients_between.seconds, [ended])
             self.gradients.append((sent, unit.gradients_between.decode))
         if is_last and unit.all_reduce is not None:
             self.all_reducing.append(self.transfer("all-reduce", unit.all_reduce, [ended]))
@@ -211,18 +205,18 @@ class _Step:
             self.time.compute += seconds
             self.time.compression += self.stolen
             seconds, self.stolen = seconds + self.stolen, 0.0
-        return self.timeline.run(COMPUTE, seconds, after, watched=True)
+        return self.add(COMPUTE, seconds, after, watched=True)
 
     def kernel(self, stream: str, seconds: float, after: Sequence[Span | None]) -> Span:
         """Run encoding or decoding."""
         if not self.shape.overlaps or stream == COMPUTE:
             self.time.compression += seconds
-            return self.timeline.run(COMPUTE, seconds, after, watched=True)
+            return self.add(COMPUTE, seconds, after, watched=True)
         self.stolen += seconds
-        return self.timeline.run(stream, seconds, after)
+        return self.add(stream, seconds, after)
 
     def transfer(self, stream: str, transfer: Transfer, after: Sequence[Span | None]) -> Span:
         """Run a collective. Its stream waits for it; without overlap the device does."""
         encoded = self.kernel(stream, transfer.encode, after)
-        sent = self.timeline.run(transfer.link, transfer.seconds, [encoded])
+        sent = self.add(transfer.link, transfer.seconds, [encoded])
         return self.kernel(stream, transfer.decode, [sent])

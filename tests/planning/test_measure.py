@@ -8,8 +8,9 @@ import sys
 import pytest
 import torch
 
+from megatron_zpp.commands import measure_cluster as tool
+from megatron_zpp.commands.measure_cluster import Options, measure_cluster
 from megatron_zpp.planning.cluster import Cluster, parse_cluster
-from megatron_zpp.planning.measure import Options, measure_cluster
 from tests.conftest import ROOT
 from tests.ranks import run_ranks
 
@@ -49,8 +50,6 @@ def test_the_tool_writes_a_file_that_plans_take(tmp_path):
 
 
 def test_without_ranks_it_says_how_to_start(monkeypatch, capsys):
-    from megatron_zpp.commands import measure_cluster as tool
-
     monkeypatch.delenv("RANK", raising=False)
     monkeypatch.setattr("sys.argv", ["measure_cluster.py", "--output", "x"])
     assert tool.main() == 1

@@ -46,7 +46,7 @@ def test_a_gather_waits_for_the_copy_of_the_unit_before_the_last():
     one = _Step(step(layer(gather=1.0, reduce=0.0, forward=10.0, backward=0.0), layers=4), 1)
     one.forward(is_first=True)
     # The fourth gather waits until the second layer was copied out, when the first one has computed: 1 + 10.
-    assert one.timeline._last[BETWEEN].start == 11.0
+    assert one.last[BETWEEN].start == 11.0
 
 
 def test_weights_and_gradients_cross_nodes_beside_arithmetic_once_per_step():
@@ -100,7 +100,7 @@ def many_shapes():
 def test_parts_add_up_and_many_micro_batches_continue_the_steady_state(shape):
     one = _Step(shape, 11)
     found = one.run()
-    assert found.seconds - found.optimizer == pytest.approx(one.timeline._last["compute"].end)
+    assert found.seconds - found.optimizer == pytest.approx(one.last["compute"].end)
     assert simulate(dataclasses.replace(shape, micro_batches=11)).seconds == pytest.approx(found.seconds, rel=0.01)
 
 

@@ -27,6 +27,8 @@ from megatron_zpp.settings.groups import ActivationSettings
 from megatron_zpp.settings.resolved import ResolvedSettings
 from megatron_zpp.zeropp.muon.matrix_blocks import MomentumWire
 
+FP32 = 4  # bytes
+
 
 @dataclass(frozen=True)
 class Exchange:
@@ -36,6 +38,8 @@ class Exchange:
     nbytes: int  # of a piece
     passes: int = 1  # 2: an all-reduce, which is a reduce-scatter and a gather
     is_straight: bool = False  # no ring
+    encoded: int = 0  # bytes that kernels read and write before it
+    decoded: int = 0  # after it
 
     @property
     def sent(self) -> int:
@@ -85,27 +89,41 @@ def unit_exchanges(
     """
     config, stage = settings.zeropp, effective_zero_stage(settings)
     weights, gradients = wire_dtypes(settings)
-    group, part, formats = unit.group, unit.part, unit.formats(config)
-    between_nodes, within_node = RankGroup(group.nodes, 1), RankGroup(1, group.ranks_per_node)
+    group, part, formats, numel = unit.group, unit.part, unit.formats(config), unit.numel
+    nodes, per_node = group.nodes, group.ranks_per_node
+    between_nodes, within_node = RankGroup(nodes, 1), RankGroup(1, per_node)
     weights_between = reduce = gradients_between = all_reduce = None
-    gather = Exchange(group, weights.itemsize * part.numel)
+    gather = Exchange(group, weights.itemsize * numel)
     if formats.has_secondary_partition:
-        weights_between = Exchange(between_nodes, formats.bytes_between_nodes(part, weights))
+        nbytes = formats.bytes_between_nodes(part, weights)
+        encoded = weights.itemsize * numel + nbytes
+        weights_between = Exchange(between_nodes, nbytes, encoded=encoded, decoded=nodes * encoded)
         wire = formats.weights_within_node(part, weights)
-        gather = Exchange(within_node, group.nodes * (wire.nbytes if wire is not None else gather.nbytes))
+        nbytes = nodes * (wire.nbytes if wire is not None else gather.nbytes)
+        decoded = 0
+        if config.weight_intra_bits is not None or formats.keeps_wires:
+            # Read each wire of the node's ranks, write every element of the unit.
+            decoded = per_node * nbytes + weights.itemsize * unit.gathered_numel
+        gather = Exchange(within_node, nbytes, decoded=decoded)
     elif config.quantized_weights:
-        gather = Exchange(group, formats.weights(part, weights).nbytes)
+        nbytes = formats.weights(part, weights).nbytes
+        encoded = weights.itemsize * numel + nbytes
+        gather = Exchange(group, nbytes, encoded=encoded, decoded=group.size * encoded)
     if not config.quantized_gradients:
-        reduce = Exchange(group, gradients.itemsize * part.numel, ring_passes)
+        reduce = Exchange(group, gradients.itemsize * numel, ring_passes)
     else:
-        if group.ranks_per_node > 1:
-            pieces = group.nodes * formats.gradients_within_node(part, gradients).nbytes
-            reduce = Exchange(within_node, pieces, is_straight=True)
-        if group.nodes > 1:
-            sum_bytes = formats.gradients_between_nodes(part, gradients).nbytes
-            gradients_between = Exchange(between_nodes, sum_bytes, is_straight=True)
+        if per_node > 1:
+            # Each rank sends a piece of N shards to each rank of its node, and adds up those that it receives.
+            nbytes = nodes * formats.gradients_within_node(part, gradients).nbytes
+            encoded = gradients.itemsize * unit.gathered_numel + per_node * nbytes
+            decoded = per_node * nbytes + 2 * FP32 * nodes * numel
+            reduce = Exchange(within_node, nbytes, is_straight=True, encoded=encoded, decoded=decoded)
+        if nodes > 1:
+            nbytes = formats.gradients_between_nodes(part, gradients).nbytes
+            encoded, decoded = FP32 * nodes * numel + nodes * nbytes, nodes * nbytes + 2 * FP32 * numel
+            gradients_between = Exchange(between_nodes, nbytes, is_straight=True, encoded=encoded, decoded=decoded)
     if replicas.size > 1:
-        all_reduce = Exchange(replicas, math.ceil(gradients.itemsize * unit.numel / replicas.size), passes=2)
+        all_reduce = Exchange(replicas, math.ceil(gradients.itemsize * numel / replicas.size), passes=2)
     # Layers are gathered for each forward and backward pass; other units stay gathered between the two.
     gathers = (2 if unit.layer is not None else 1) * micro_batches if stage == 3 else 1
     reductions = micro_batches if stage >= 2 else 1
