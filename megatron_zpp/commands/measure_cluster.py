@@ -43,9 +43,9 @@ from megatron_zpp.planning.cluster import (
     curve_name,
     write_cluster,
 )
-from megatron_zpp.planning.costs import arithmetic
 from megatron_zpp.planning.needs.rank_groups import RankGroup
 from megatron_zpp.planning.needs.traffic import Exchange
+from megatron_zpp.planning.predict import arithmetic
 from megatron_zpp.settings.flags import number
 from megatron_zpp.zeropp.fsdp.collectives import all_gather, reduce_scatter
 from megatron_zpp.zeropp.fsdp.topology import build_topology
@@ -89,7 +89,7 @@ def run(args: argparse.Namespace) -> None:
     device = init_distributed(None, 10)
     usual = 4096 if device.type == "cuda" else 512
     options = Options(device, args.hidden_size or usual, args.tokens or usual)
-    cluster = measure_cluster(args.ranks_per_node, options, print_once)
+    cluster = measure_cluster(args.ranks_per_node, options)
     if dist.get_rank() == 0:
         comment = f"Measured on {date.today()} with torch {torch.__version__} over {dist.get_backend()}: hidden size "
         write_cluster(args.output, cluster, f"{comment}{options.hidden_size}, {options.tokens} tokens.")
@@ -103,27 +103,24 @@ def main() -> int:
     return report_errors(lambda: run(args))
 
 
-def measure_cluster(ranks_per_node: int | None, options: Options, say: Callable[[str], None]) -> Cluster:
-    """Measure the cluster. Collective over all ranks, which all return the same.
-
-    ranks_per_node: None = as they run. say: called with each result, on every rank.
-    """
+def measure_cluster(ranks_per_node: int | None, options: Options) -> Cluster:
+    """Measure and print each rate. Collective; returns the same on all ranks. ranks_per_node: None = as they run."""
     world, device = dist.group.WORLD, options.device
     assert world is not None
     topology = build_topology(world, ranks_per_node)
     products, attended, kernels = _measure_rates(options)
-    say(f"matrix products: {products / 1e12:.4g} TFLOP/s")
-    say(f"attention: {attended / 1e12:.4g} TFLOP/s")
-    say(f"encoding and decoding: {kernels / 1e9:.4g} GB/s")
+    print_once(f"matrix products: {products / 1e12:.4g} TFLOP/s")
+    print_once(f"attention: {attended / 1e12:.4g} TFLOP/s")
+    print_once(f"encoding and decoding: {kernels / 1e9:.4g} GB/s")
     nodes, ranks_per_node = topology.num_nodes, topology.ranks_per_node
     one_node, same_local_rank = RankGroup(1, ranks_per_node), RankGroup(nodes, 1)
     groups = {one_node: topology.intra_group, same_local_rank: topology.inter_group}
     curves = _measure_curves(groups | {RankGroup(nodes, ranks_per_node): world}, options)
     within, within_latency = _rate_and_latency(curves[curve_name(GATHER, one_node)], ranks_per_node)
     between, between_latency = _rate_and_latency(curves[curve_name(GATHER, same_local_rank)], nodes)
-    say(f"within a node: {within / 1e9:.4g} GB/s a rank, {within_latency * 1e6:.4g} microseconds a hop")
+    print_once(f"within a node: {within / 1e9:.4g} GB/s a rank, {within_latency * 1e6:.4g} microseconds a hop")
     gbits = 8e-9 * between * ranks_per_node  # all local ranks sent at once
-    say(f"between nodes: {gbits:.4g} Gbit/s out of a node, {between_latency * 1e6:.4g} microseconds a hop")
+    print_once(f"between nodes: {gbits:.4g} Gbit/s out of a node, {between_latency * 1e6:.4g} microseconds a hop")
     if device.type == "cuda":
         name, memory = torch.cuda.get_device_name(device), float(torch.cuda.get_device_properties(device).total_memory)
     else:
@@ -149,11 +146,11 @@ def measure_cluster(ranks_per_node: int | None, options: Options, say: Callable[
     )
     if not cluster.overlaps:
         cluster = replace(cluster, entry_microseconds=1e6 * _entry_seconds(cluster, options))
-        say(f"ranks wait for each other at a collective for {cluster.entry_microseconds:.4g} microseconds")
+        print_once(f"ranks wait for each other at a collective for {cluster.entry_microseconds:.4g} microseconds")
     cluster = _with_layers(cluster, options)
-    say(f"between matrix products: {cluster.layer_gbytes:.4g} GB/s")
+    print_once(f"between matrix products: {cluster.layer_gbytes:.4g} GB/s")
     passes, step = cluster.layer_microseconds, cluster.step_microseconds
-    say(f"the program itself takes {passes:.4g} microseconds for a layer's passes, and {step:.4g} for its step")
+    print_once(f"the program itself takes {passes:.4g} microseconds for a layer's passes, and {step:.4g} for its step")
     return cluster
 
 
@@ -177,7 +174,7 @@ def _measure_rates(options: Options) -> tuple[float, float, float]:
     quantization_seconds = _median_seconds(lambda: format.decode(format.encode(values), out=decoded), options)
     return (
         3 * 2 * tokens * width * 4 * width / mlp_seconds,
-        # 2 products of half the scores; 2.5 times backward, as ``costs.arithmetic`` counts
+        # 2 products of half the scores; 2.5 times backward, as ``predict.arithmetic`` counts
         3.5 * 2 * heads * HEAD_DIM * tokens * tokens / attention_seconds,
         2 * (values.nbytes + format.nbytes) / quantization_seconds,
     )
@@ -213,7 +210,7 @@ def _rate_and_latency(curve: Curve, ranks: int) -> tuple[float, float]:
 
 
 def _time_small_gpt(cluster: Cluster, options: Options) -> tuple[float, float, Callable[[float], float]]:
-    """Time a model whose arithmetic ``costs.arithmetic`` predicts. Collective.
+    """Time a model whose arithmetic ``predict.arithmetic`` predicts. Collective.
 
     Return the seconds of both passes without collectives, those of clipping and the optimizer's step, and a prediction
     for the passes by ``layer_gbytes``. Where collectives do not overlap, the model runs under FSDP2, whose copies take

@@ -133,8 +133,8 @@ def reasons(plan: Plan) -> list[str]:
         slower, why = time.seconds / best.seconds, "as fast"
         if slower >= 1.005:
             worst = max(PARTS, key=lambda part: getattr(time, part) - getattr(best, part))
-            waits, seconds, of_best = PARTS[worst][1], getattr(time, worst), getattr(best, worst)
-            why = f"{slower:.2f} x the time: {waits} {seconds:.3g} s, the fastest {of_best:.3g} s"
+            waits, seconds, least = PARTS[worst][1], getattr(time, worst), getattr(best, worst)
+            why = f"{slower:.2f} x the time: {waits} {seconds:.3g} s, the fastest {least:.3g} s"
         lines.append(f"{outcome.candidate.name}: {why}")
     return lines + [f"{refused.candidate.name}: {refused.reason}" for refused in plan.refused]
 

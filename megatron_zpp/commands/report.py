@@ -227,7 +227,7 @@ def main(argv: list[str] | None = None) -> int:
     cluster = "file of tools/measure_cluster.py, or such as 2x8xH100@400: also show the planner's prediction"
     add("--cluster", metavar="FILE", help=cluster)
     add("--wandb", metavar="PROJECT", help="save the plots as a report of this wandb project instead")
-    add("--wandb-entity", metavar="NAME", help="the project's owner; default your own")
+    add("--wandb-entity", metavar="NAME", help="the project's owner; default: your account")
     args = parser.parse_args(argv)
     if bool(args.runs) == (args.wandb is not None):
         parser.error("give either folders of runs, or --wandb PROJECT")

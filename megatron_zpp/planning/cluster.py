@@ -6,6 +6,7 @@ Where nothing was measured, rates come from data sheets and published measuremen
 from __future__ import annotations
 
 import bisect
+import contextlib
 import dataclasses
 import json
 import math
@@ -23,38 +24,27 @@ from megatron_zpp.planning.needs.traffic import Exchange
 WORD = re.compile(r"(?:(?P<sites>\d+)x)?(\d+)x(\d+)x([A-Za-z][\w-]*)@([\d.]+)(?(sites)@([\d.]+))")
 
 
-@dataclass(frozen=True)
-class Gpu:
-    """One kind of GPU, by its maker's data sheet."""
-
-    memory_gb: float
-    memory_gbytes: float  # GB/s of its memory
-    link_gbytes: float  # GB/s to the other GPUs of its node in one direction: NVLink or the like, else PCIe
-    # Share of the peak that attention reaches. FlashAttention-2's authors say 50 to 73 % on an A100 (arXiv 2307.08691),
-    # and 35 % on an H100 (arXiv 2407.08608); for others the lower one is assumed.
-    attention_efficiency: float = 0.35
-    # Share of the peak that a model's matrix products reach, as ``benchmarks/planner.py published`` fits it to
-    # published measurements. V100's is of ten rows of one shared cluster; where there are none, it is the default.
-    efficiency: float = 0.5
-
-
-# By the name that users give; the plain name is the SXM one.
+# By the name that users give (the plain one is the SXM version), by data sheets: GB of memory; its GB/s; GB/s to the
+# other GPUs of a node in one direction (NVLink or the like, else PCIe). Then shares of the peak: matrix products of a
+# model, as ``benchmarks/planner.py published`` fits them to published measurements (V100's are ten rows of one shared
+# cluster; 0.5 where there are none), and attention. FlashAttention-2's authors say 50 to 73 % on an A100 (arXiv
+# 2307.08691), and 35 % on an H100 (arXiv 2407.08608), which is assumed for the others.
 GPUS = {
-    "T4": Gpu(16, 320, 16),
-    "V100": Gpu(32, 900, 150, efficiency=0.23),
-    "A10G": Gpu(24, 600, 32),
-    "L4": Gpu(24, 300, 32),
-    "L40S": Gpu(48, 864, 32),
-    "A100-40GB": Gpu(40, 1555, 300, 0.5, 0.65),
-    "A100": Gpu(80, 2039, 300, 0.5, 0.62),
-    "A800": Gpu(80, 2039, 200, 0.5),
-    "H100": Gpu(80, 3350, 450, efficiency=0.49),
-    "H100-PCIe": Gpu(80, 2000, 64),
-    "H800": Gpu(80, 3350, 200),
-    "H200": Gpu(141, 4800, 450),
-    "GH200": Gpu(96, 4000, 450),
-    "B200": Gpu(180, 8000, 900),
-    "MI300X": Gpu(192, 5300, 448),
+    "T4": (16, 320, 16, 0.5, 0.35),
+    "V100": (32, 900, 150, 0.23, 0.35),
+    "A10G": (24, 600, 32, 0.5, 0.35),
+    "L4": (24, 300, 32, 0.5, 0.35),
+    "L40S": (48, 864, 32, 0.5, 0.35),
+    "A100-40GB": (40, 1555, 300, 0.65, 0.5),
+    "A100": (80, 2039, 300, 0.62, 0.5),
+    "A800": (80, 2039, 200, 0.5, 0.5),
+    "H100": (80, 3350, 450, 0.49, 0.35),
+    "H100-PCIe": (80, 2000, 64, 0.5, 0.35),
+    "H800": (80, 3350, 200, 0.5, 0.35),
+    "H200": (141, 4800, 450, 0.5, 0.35),
+    "GH200": (96, 4000, 450, 0.5, 0.35),
+    "B200": (180, 8000, 900, 0.5, 0.35),
+    "MI300X": (192, 5300, 448, 0.5, 0.35),
 }
 
 # Share of a link's nominal rate that collectives reach with large messages. Voltage Park measured 323.5 GB/s of
@@ -86,21 +76,6 @@ def curve_seconds(curve: Curve, nbytes: int) -> float:
     above = bisect.bisect_left(sizes, nbytes)
     share = math.log(nbytes / sizes[above - 1]) / math.log(sizes[above] / sizes[above - 1])
     return seconds[above - 1] ** (1 - share) * seconds[above] ** share
-
-
-def _check_curves(curves: Any) -> None:
-    """Raise ValueError unless these are curves by name."""
-    try:
-        is_right = all(
-            curve and all(int(size) > 0 < seconds < math.inf for size, seconds in curve.items())
-            for curve in curves.values()
-        )
-    except (AttributeError, TypeError, ValueError):
-        is_right = False
-    if not is_right:
-        raise ValueError(
-            'collective_seconds is not as {"all-gather 2x8": {"4096": 0.0001}}: seconds by kind and ranks, and by bytes'
-        )
 
 
 def _field(help: str, default: Any = dataclasses.MISSING, **more: Any) -> Any:
@@ -152,10 +127,16 @@ class Cluster:
             raise ValueError(f"{self.nodes} nodes do not divide among {self.sites} sites: give each as many")
         if self.sites > 1 and self.site_gbits == 0:
             raise ValueError(f"site_gbits is 0: say what leaves each of the {self.sites} sites")
-        _check_curves(self.collective_seconds)
         for name in ("efficiency", "attention_efficiency"):
             if getattr(self, name) > 1:
                 raise ValueError(f"{name} is {getattr(self, name)}: give a share of the peak, such as 0.5")
+        with contextlib.suppress(AttributeError, TypeError, ValueError):
+            curves = self.collective_seconds.values()
+            if all(c and all(int(size) > 0 < seconds < math.inf for size, seconds in c.items()) for c in curves):
+                return
+        raise ValueError(
+            'collective_seconds is not as {"all-gather 2x8": {"4096": 0.0001}}: seconds by kind and ranks, and by bytes'
+        )
 
     @property
     def world_size(self) -> int:
@@ -238,17 +219,17 @@ def default_cluster(nodes: int, gpus_per_node: int, kind: str, gbits: float) -> 
         raise ValueError(
             f"the GPU {kind} is not known: give one of {', '.join(GPUS)}, or a cluster file by tools/measure_cluster.py"
         )
-    gpu = GPUS[name]
+    memory_gb, memory_gbytes, link_gbytes, efficiency, attention_efficiency = GPUS[name]
     return Cluster(
         nodes,
         gpus_per_node,
         name,
         peak_tflops=peak,
-        efficiency=gpu.efficiency,
-        attention_efficiency=gpu.attention_efficiency,
-        memory_gb=gpu.memory_gb,
-        kernel_gbytes=MEMORY_SHARE * gpu.memory_gbytes,
-        within_gbytes=LINK_SHARE * gpu.link_gbytes,
+        efficiency=efficiency,
+        attention_efficiency=attention_efficiency,
+        memory_gb=memory_gb,
+        kernel_gbytes=MEMORY_SHARE * memory_gbytes,
+        within_gbytes=LINK_SHARE * link_gbytes,
         between_gbits=LINK_SHARE * gbits,
     )
 

@@ -142,7 +142,7 @@ def estimate(
     between_nodes, within_nodes = step_traffic(settings, planned, grid, sending, micro_batches)
     # A rank sends one piece to each other island, and then one around the ring.
     pieces = island_piece_bytes(settings, planned)
-    of_islands = grid.world_size // len(pieces) * 2 * (distributed.islands - 1) * sum(pieces)
+    island_bytes = grid.world_size // len(pieces) * 2 * (distributed.islands - 1) * sum(pieces)
     return Estimate(
         architecture,
         settings,
@@ -154,7 +154,7 @@ def estimate(
         ranks=ranks,
         sent_between_nodes=between_nodes,
         sent_within_nodes=within_nodes,
-        sent_between_islands=of_islands / settings.island.sync_interval,
+        sent_between_islands=island_bytes / settings.island.sync_interval,
     )
 
 
