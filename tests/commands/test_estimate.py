@@ -318,7 +318,7 @@ def test_bytes_between_islands_are_those_of_a_run(tmp_path):
         assert interval * timed(argv).needs.sent_between_islands == pytest.approx(sent, rel=0.02), wire
 
 
-def test_what_islands_agreed_on_is_where_the_run_keeps_it():
+def test_agreed_weights_of_islands_may_be_in_host_memory():
     islands = "--global-batch-size 64 --train-iters 10 --islands 2"
     name = "what islands agreed on, and the outer momentum, fp32"
     kept, offloaded = base_time(islands).needs.largest, base_time(f"{islands} --island-offload").needs.largest
@@ -340,7 +340,7 @@ def test_steps_tokens_and_time():
     assert ramp.tokens == (2 * 32 + 1 * 48 + 7 * 64) * 2048
 
 
-def test_it_prints_what_it_counts(capsys, monkeypatch):
+def test_output(capsys, monkeypatch):
     words = "--nodes 2 --gpu H100 --vocabulary 32000 pretrain_llama.py --preset llama-0.8b --micro-batch-size 1 --bf16"
     words += " --lr 1 --train-iters 9 --mock-data --vocab-size 32000"
     monkeypatch.setattr("sys.argv", ["estimate.py", *words.split()])
@@ -361,7 +361,7 @@ def test_it_prints_what_it_counts(capsys, monkeypatch):
         ("", "--gpu Z80", "--peak-tflops"),
     ],
 )
-def test_what_it_refuses(words, more, message):
+def test_refusals(words, more, message):
     with pytest.raises(ValueError, match=message):
         base_time(f"--train-iters 1 {words}", *more.split())
 

@@ -52,7 +52,7 @@ def sample(monkeypatch, capsys, checkpoint):
     return run
 
 
-def test_greedy_continues_what_was_learned(sample):
+def test_greedy_continues_the_alphabet(sample):
     found = sample("--prompt abcdefgh --num-tokens 40 --temperature 0")
     assert found == (0, (ALPHABET * 3)[:48], "")  # beyond the model's 32 positions too
 

@@ -120,7 +120,7 @@ def test_time_stands_still_between_a_stop_and_a_resume(tmp_path):
     assert run.curve("lm loss", "time") == [(0, 9), (2, 8), (4, 7), (4, 6), (6, 5), (8, 4)]
 
 
-def test_what_a_chart_shows_of_many_points():
+def test_smoothing_and_thinning():
     curve = [(float(i), float(i % 2)) for i in range(1000)]
     smooth = smoothed(curve)
     assert [x for x, _ in smooth] == [x for x, _ in curve]
@@ -201,7 +201,7 @@ def test_a_resumed_run_is_one_curve(tmp_path):
     assert run.metrics["lm loss validation"] == {2: 8.5} and summary(run)["validation loss (last)"] == "8.5000"
 
 
-def test_an_evaluation_alone_leaves_what_was_trained(tmp_path):
+def test_an_evaluation_alone_keeps_the_training(tmp_path):
     run = read_parts(tmp_path, ({1: 9, 2: 8}, {2: 8.5}), ({}, {2: 8.25}))  # as --skip-train does
     assert run.metrics["lm loss validation"] == {2: 8.25}
     assert run.curve("lm loss", "tokens") == [(2 * 4, 9), (4 * 4, 8)]
@@ -227,7 +227,7 @@ SHAPE = "--num-layers 4 --hidden-size 2048 --num-attention-heads 16 --seq-length
 TRAINED = "--train-iters 10 --lr 1e-3 --mock-data --vocab-size 1000 --global-batch-size 8"
 
 
-def test_predictions_stand_beside_what_was_measured(tmp_path, capsys):
+def test_predictions_beside_measurements(tmp_path, capsys):
     """The prediction is the one that tools/plan.py ranks; what was measured is computed here by hand."""
     pytest.importorskip("matplotlib")
     settings = {"seq_length": 2048, "architecture": "gpt", "padded_vocab_size": 1024, "world_size": 4}

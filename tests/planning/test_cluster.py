@@ -34,7 +34,7 @@ def test_a_word_is_nodes_gpus_kind_and_gigabits():
         ("0x2x8xH100@400@10", "nodes is 0"),
     ],
 )
-def test_what_is_no_cluster(word, said):
+def test_words_that_are_no_cluster(word, said):
     with pytest.raises(ValueError, match=re.escape(said)):
         parse_cluster(word)
 

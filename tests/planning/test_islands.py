@@ -38,7 +38,7 @@ def test_a_word_may_begin_with_sites(tmp_path):
 
 
 @pytest.mark.parametrize("sites, is_straight, per_node", [*itertools.product((2, 4), (False, True), (1, 2, 8))])
-def test_a_collective_takes_what_leaves_a_site(sites, is_straight, per_node):
+def test_seconds_of_collectives_between_sites(sites, is_straight, per_node):
     """Every message of every group written down, on a link so slow that nothing else counts."""
     cluster = dataclasses.replace(SITES, nodes=8, sites=sites, site_gbits=1e-3, site_microseconds=0.0)
     nbytes = 1000
@@ -83,7 +83,7 @@ def test_a_step_of_islands_waits_for_the_slow_link_at_synchronizations_alone():
         (4, 2, 3, 10.0 - 4.0),  # the link has no more time
     ],
 )
-def test_what_is_beside_training_is_not_waited_for(interval, fragments, delay, waited):
+def test_training_waits_only_for_hops_longer_than_the_delay(interval, fragments, delay, waited):
     """A hop of the whole model takes as long as five steps, on the link of one rank of each node."""
     flags = f"--islands 2 --island-sync-interval {interval} --island-fragments {fragments} --island-sync-delay {delay}"
     cluster = dataclasses.replace(SITES, site_microseconds=0.0, kernel_gbytes=1e9)
@@ -113,7 +113,7 @@ def test_islands_that_are_separate_jobs_are_planned_as_one_job():
     assert predicted(f"--islands 2 {separate}").time == predicted("--islands 2").time
 
 
-def test_the_plan_says_what_islands_wait_for():
+def test_the_plan_shows_waits_for_islands():
     flags = f"{MODEL} --recompute-activations --tensor-model-parallel-size 1 --islands 2".split()
     plan = make_plan(LLAMA, flags, VOCABULARY, SITES)
     assert "islands" in table(plan, 3)[0].split()

@@ -25,7 +25,7 @@ def _measure(ranks_per_node: int) -> tuple[Cluster, list[str]]:
 
 
 @pytest.mark.parametrize("ranks_per_node", [pytest.param(1, marks=pytest.mark.long), 4])
-def test_ranks_find_the_same(ranks_per_node):
+def test_ranks_return_the_same(ranks_per_node):
     (cluster, lines), *others = run_ranks(4, _measure, ranks_per_node)
     assert all(other == (cluster, []) for other in others)
     assert (cluster.nodes, cluster.gpus_per_node) == (4 // ranks_per_node, ranks_per_node)

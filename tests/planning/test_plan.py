@@ -62,7 +62,7 @@ def test_a_pipeline_idles_and_tensor_parallelism_waits_within_the_node(slow):
     assert times["TP8"].exposed_within > times["TP2"].exposed_within > times["data"].exposed_within
 
 
-def test_over_fast_links_what_rounds_nothing_is_suggested():
+def test_plain_zero_3_is_suggested_over_fast_links():
     assert {o.candidate.wire.name for o in data_alone(planned("1x8xH100@10"))} == {"ZeRO-3"}  # the only one on one node
     plan = planned("4x8xH100@3200", "--global-batch-size 512")
     assert suggested(plan).candidate.wire.name == "ZeRO-3"
@@ -70,7 +70,7 @@ def test_over_fast_links_what_rounds_nothing_is_suggested():
     assert suggested(plan).prediction.time.seconds <= 1.02 * fastest
 
 
-def test_the_command_line_is_what_was_predicted(slow):
+def test_the_command_line_repeats_the_prediction(slow):
     cluster = slow.cluster
     for outcome in slow.outcomes:
         completed, added = complete([*MODEL.split(), "--global-batch-size", "64"], cluster, VOCABULARY)
@@ -81,7 +81,7 @@ def test_the_command_line_is_what_was_predicted(slow):
         assert (again.needs, again.time) == (outcome.prediction.needs, outcome.prediction.time)
 
 
-def test_what_does_not_fit_says_what_it_needs():
+def test_refusals_name_the_memory_needed():
     plan = planned("2x2xT4@100", "--global-batch-size 4", usable=0.25)
     assert not plan.outcomes
     assert all(re.fullmatch(r"needs \d+ GB of a GPU's 4 that can be used", r.reason) for r in plan.refused)
@@ -89,7 +89,7 @@ def test_what_does_not_fit_says_what_it_needs():
     assert more.outcomes and len(reasons(more)) == len(more.outcomes) - 1 + len(more.refused)
 
 
-def test_flags_settle_what_they_say():
+def test_given_flags_are_kept():
     flags = "--global-batch-size 64 --micro-batch-size 2 --recompute-activations --zero-hpz-partition-size 8 "
     flags += "--tensor-model-parallel-size 1"
     plan = planned("4x8xH100@10", flags)

@@ -47,7 +47,7 @@ def test_products_and_attention():
     assert backward.head == pytest.approx(2 * forward.head)
 
 
-def test_what_the_program_itself_takes():
+def test_overhead_of_the_program():
     spec = cluster()
     plain_shape, plain, _ = find("", spec)
     host = dict(layer_microseconds=9e6, step_microseconds=5e6)
@@ -60,7 +60,7 @@ def test_what_the_program_itself_takes():
         assert shape.optimizer == pytest.approx(5 * LAYERS + computes * plain_shape.optimizer)
 
 
-def test_what_is_computed_again():
+def test_recomputation():
     spec = cluster(kernel_gbytes=1.0)
     full = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
     nothing, selective, everything = (find(more, spec)[1] for more in ("", "--recompute-activations", full))
@@ -113,7 +113,7 @@ def test_few_bits_of_tokens_are_quantized_before_each_way_and_after_it():
     assert there.encode * 1000 == pytest.approx(S * B * 2 * (2 * H + H + 4), rel=0.1)  # int8, and a scale in fp32
 
 
-def test_tensor_parallel_ranks_gather_what_experts_make():
+def test_tensor_parallel_ranks_gather_results_of_experts():
     spec = cluster(within_gbytes=1e-9, within_microseconds=0)  # a byte a second
     shape = find("--num-experts 4 --tensor-model-parallel-size 2", spec)[0]
     (summed, made) = next(unit.in_forward for unit in shape.units if unit.in_forward)
