@@ -11,8 +11,8 @@ from megatron_zpp.families import Architecture, padded_vocab_size
 from megatron_zpp.optim.optimizer import state_numel
 from megatron_zpp.parallel.distributed import is_first_rank, ranks_of_environment
 from megatron_zpp.parallel.mesh import MODEL_PARALLEL_SETTINGS, ranks_per_model_copy
+from megatron_zpp.planning.needs.division import RankGrid
 from megatron_zpp.planning.needs.estimate import estimate, memory_and_traffic
-from megatron_zpp.planning.needs.rank_groups import RankGrid
 from megatron_zpp.settings.checks import flag_of, require
 from megatron_zpp.settings.groups import Settings, all_flags
 from megatron_zpp.settings.resolved import ResolvedSettings

@@ -13,8 +13,8 @@ from megatron_zpp.arguments.parse import parse_settings
 from megatron_zpp.commands.common import given_architecture, report_errors
 from megatron_zpp.families import ARCHITECTURES
 from megatron_zpp.metrics.throughput import peak_tflops
+from megatron_zpp.planning.needs.division import RankGrid
 from megatron_zpp.planning.needs.estimate import Estimate, estimate, memory_and_traffic
-from megatron_zpp.planning.needs.rank_groups import RankGrid
 from megatron_zpp.settings.flags import number
 
 PROGRAMS = {f"pretrain-{architecture.name}": architecture for architecture in ARCHITECTURES}

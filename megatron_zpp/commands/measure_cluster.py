@@ -43,7 +43,7 @@ from megatron_zpp.planning.cluster import (
     curve_name,
     write_cluster,
 )
-from megatron_zpp.planning.needs.rank_groups import RankGroup
+from megatron_zpp.planning.needs.division import RankGroup
 from megatron_zpp.planning.needs.traffic import Exchange
 from megatron_zpp.planning.predict import arithmetic
 from megatron_zpp.settings.flags import number

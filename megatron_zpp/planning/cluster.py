@@ -18,7 +18,7 @@ from typing import Any
 
 from megatron_zpp.files import read_bounded
 from megatron_zpp.metrics.throughput import peak_tflops
-from megatron_zpp.planning.needs.rank_groups import RankGroup
+from megatron_zpp.planning.needs.division import RankGroup
 from megatron_zpp.planning.needs.traffic import Exchange
 
 WORD = re.compile(r"(?:(?P<sites>\d+)x)?(\d+)x(\d+)x([A-Za-z][\w-]*)@([\d.]+)(?(sites)@([\d.]+))")

@@ -13,9 +13,8 @@ from megatron_zpp.models.transformer import Transformer
 from megatron_zpp.optim.optimizer import OPTIMIZERS
 from megatron_zpp.parallel.stages import idle_micro_batches
 from megatron_zpp.planning.cluster import Cluster
+from megatron_zpp.planning.needs.division import RankGrid, RankGroup, pipeline_placement
 from megatron_zpp.planning.needs.estimate import Estimate, RankEstimate, estimate
-from megatron_zpp.planning.needs.planned_units import pipeline_placement
-from megatron_zpp.planning.needs.rank_groups import RankGrid, RankGroup
 from megatron_zpp.planning.needs.traffic import (
     FP32,
     Exchange,

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from megatron_zpp.planning.cluster import GPUS, LINK_SHARE, parse_cluster, write_cluster
-from megatron_zpp.planning.needs.rank_groups import RankGroup
+from megatron_zpp.planning.needs.division import RankGroup
 from megatron_zpp.planning.needs.traffic import Exchange
 
 

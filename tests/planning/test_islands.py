@@ -11,7 +11,7 @@ from megatron_zpp.arguments.parse import parse_settings
 from megatron_zpp.commands.plan import table
 from megatron_zpp.families import LLAMA
 from megatron_zpp.planning.cluster import LINK_SHARE, Cluster, parse_cluster, read_cluster, write_cluster
-from megatron_zpp.planning.needs.rank_groups import RankGroup
+from megatron_zpp.planning.needs.division import RankGroup
 from megatron_zpp.planning.needs.traffic import Exchange
 from megatron_zpp.planning.predict import Prediction, estimate_on, predict
 from megatron_zpp.planning.search.plan import make_plan

@@ -14,16 +14,16 @@ from megatron_zpp.models.transformer import Transformer
 from megatron_zpp.optim.batch_size import BatchSchedule
 from megatron_zpp.optim.optimizer import OPTIMIZERS
 from megatron_zpp.parallel.stages import micro_batches_kept
-from megatron_zpp.planning.needs.planned_units import (
+from megatron_zpp.planning.needs.division import (
     PlannedModel,
     PlannedUnit,
+    RankGrid,
     count_layers,
     hidden_matrices,
     island_pieces,
     pipeline_placement,
     plan_model,
 )
-from megatron_zpp.planning.needs.rank_groups import RankGrid
 from megatron_zpp.planning.needs.traffic import (
     UnitExchanges,
     effective_zero_stage,

@@ -14,15 +14,16 @@ from megatron_zpp.models.transformer import Transformer
 from megatron_zpp.parallel.experts import token_format
 from megatron_zpp.parallel.pipeline import sharding_stage
 from megatron_zpp.parallel.sharding import mixed_precision
-from megatron_zpp.planning.needs.planned_units import (
+from megatron_zpp.planning.needs.division import (
     PlannedModel,
     PlannedUnit,
+    RankGrid,
+    RankGroup,
     count_layers,
     hidden_matrices,
     island_pieces,
     pipeline_placement,
 )
-from megatron_zpp.planning.needs.rank_groups import RankGrid, RankGroup
 from megatron_zpp.settings.groups import ActivationSettings
 from megatron_zpp.settings.resolved import ResolvedSettings
 from megatron_zpp.zeropp.muon.matrix_blocks import MomentumWire

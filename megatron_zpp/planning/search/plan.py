@@ -9,9 +9,8 @@ from dataclasses import dataclass
 from megatron_zpp.arguments.parse import parse_settings
 from megatron_zpp.families import Architecture
 from megatron_zpp.planning.cluster import Cluster
+from megatron_zpp.planning.needs.division import PlannedModel, RankGrid, plan_model
 from megatron_zpp.planning.needs.estimate import Estimate, estimate
-from megatron_zpp.planning.needs.planned_units import PlannedModel, plan_model
-from megatron_zpp.planning.needs.rank_groups import RankGrid
 from megatron_zpp.planning.predict import Prediction, island_cluster, predict
 from megatron_zpp.planning.search.candidates import (
     MICRO_BATCH_SIZES,

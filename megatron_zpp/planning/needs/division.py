@@ -1,4 +1,4 @@
-"""The FSDP2 units of a planned run, as one of its ranks has them."""
+"""How a planned run divides its ranks into groups, and its model into FSDP2 units."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache, partial
+from typing import Literal
 
 from torch import nn
 
@@ -13,17 +14,75 @@ from megatron_zpp.arguments.resolve_parallel import placement_of
 from megatron_zpp.families import Architecture
 from megatron_zpp.models.moe import active_parameters
 from megatron_zpp.models.transformer import Transformer
+from megatron_zpp.parallel.mesh import ranks_per_model_copy
 from megatron_zpp.parallel.plans import split_dimensions
 from megatron_zpp.parallel.stages import Placement, stage_has
-from megatron_zpp.planning.needs.rank_groups import RankGrid, RankGroup
 from megatron_zpp.settings.groups import DistributedSettings
 from megatron_zpp.zeropp.config import ZeroPPConfig
 from megatron_zpp.zeropp.fsdp.formats import Formats
 from megatron_zpp.zeropp.fsdp.unit import UnitPart
 from megatron_zpp.zeropp.wire.layout import ParameterShard, rows_per_rank
 
+Kind = Literal["tensor", "context", "pipeline", "averaging", "sharding", "replicas", "experts", "expert sharding"]
 Shards = tuple[ParameterShard, ...]
 _whole = lru_cache(maxsize=4096)(UnitPart.whole)  # equal layers share their formats
+
+
+@dataclass(frozen=True)
+class RankGroup:
+    """Ranks that share something: ``ranks_per_node`` on each of ``nodes``."""
+
+    nodes: int
+    ranks_per_node: int
+
+    @property
+    def size(self) -> int:
+        return self.nodes * self.ranks_per_node
+
+
+@dataclass(frozen=True)
+class RankGrid:
+    """How a run divides the ranks of its nodes, ordered as ``parallel.mesh.AXES``."""
+
+    nodes: int
+    ranks_per_node: int
+    distributed: DistributedSettings
+
+    @property
+    def world_size(self) -> int:
+        return self.nodes * self.ranks_per_node
+
+    def group(self, kind: Kind) -> RankGroup:
+        """Return the shape of groups of this kind. Raises ValueError if nodes would have different parts of them."""
+        distributed, ranks = self.distributed, self.world_size // self.distributed.islands
+        tensor, context = distributed.tensor_model_parallel_size, distributed.context_parallel_size
+        pipeline, experts = distributed.pipeline_model_parallel_size, distributed.expert_model_parallel_size
+        replicas = distributed.num_distributed_optimizer_instances
+        averaging = context * (ranks // ranks_per_model_copy(distributed))
+        sharding = averaging // replicas
+        size, stride = {
+            "tensor": (tensor, 1),
+            "context": (context, tensor),
+            "pipeline": (pipeline, ranks // pipeline),  # one rank of each stage
+            "averaging": (averaging, tensor),  # average gradients: have other samples, or other parts of samples
+            "sharding": (sharding, tensor),  # share one model's shards; HSDP makes several such groups
+            "replicas": (replicas, sharding * tensor),  # have the same shard, one of each HSDP replica
+            "experts": (experts, tensor),  # divide a layer's experts
+            "expert sharding": (sharding // experts, experts * tensor),  # those of "sharding" with the same experts
+        }[kind]
+        span, per_node = size * stride, self.ranks_per_node
+        if size == 1:
+            return RankGroup(1, 1)
+        if per_node % span == 0:
+            return RankGroup(1, size)
+        if stride % per_node == 0:
+            return RankGroup(size, 1)
+        if span % per_node == 0 and per_node % stride == 0:
+            return RankGroup(span // per_node, per_node // stride)
+        raise ValueError(
+            f"groups of {size} ranks, each {stride} after the one before, do not lie alike on nodes of {per_node}: "
+            "choose parallel sizes that divide a node's ranks, or are multiples of them"
+        )
 
 
 @dataclass(frozen=True)
@@ -149,13 +208,13 @@ def plan_units(
         layer = i if i < num_layers else None
         unit = [(name, part(name, p)) for name, p in parameters]
         experts = [(name, p) for name, p in unit if ".experts." in name]
+        parts = [(unit, group, bool(experts))]
         if experts and expert_parallel > 1:
             rest = [(name, p) for name, p in unit if ".experts." not in name]
-            planned.append(PlannedUnit(shards_of(rest, group.size), group, layer))
-            shards = shards_of(experts, grid.group("expert sharding").size)
-            planned.append(PlannedUnit(shards, grid.group("expert sharding"), layer, has_experts=True))
-        else:
-            planned.append(PlannedUnit(shards_of(unit, group.size), group, layer, has_experts=bool(experts)))
+            parts = [(rest, group, False), (experts, grid.group("expert sharding"), True)]
+        planned += [
+            PlannedUnit(shards_of(some, ranks.size), ranks, layer, is_expert) for some, ranks, is_expert in parts
+        ]
     return planned
 
 
