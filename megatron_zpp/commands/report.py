@@ -96,19 +96,6 @@ def charts(runs: list[RunHistory]) -> dict[str, dict[tuple[str, str], dict[str, 
     return groups
 
 
-def prediction_rows(runs: list[RunHistory], cluster: Cluster) -> dict[str, list[str]]:
-    """Format what the planner predicts of each run, and what was measured. Raises ValueError."""
-    from megatron_zpp.planning.predict import compare_with_log  # needs torch, which pages do not
-
-    compared = [compare_with_log(run, cluster) for run in runs]
-    return {
-        f"ms for {part}": [
-            "{:,.1f}, {:,.1f}".format(*(1000 * seconds for seconds in parts[part])) for parts in compared
-        ]
-        for part in compared[0]
-    }
-
-
 def write_html(runs: list[RunHistory], path: Path, cluster: Cluster | None = None) -> None:
     """Write the page. Raises ImportError without matplotlib, ValueError if ``cluster`` is not the runs'."""
     try:
@@ -120,12 +107,15 @@ def write_html(runs: list[RunHistory], path: Path, cluster: Cluster | None = Non
     matplotlib.use("Agg")
     summaries = [summary(run) for run in runs]
     rows = {name: [per_run[name] for per_run in summaries] for name in summaries[0]}
-    parts = [
-        _table({name: cells for name, cells in rows.items() if any(cells)}, runs),
-        *(["<h2>Predicted, measured</h2>", _table(prediction_rows(runs, cluster), runs)] if cluster else []),
-        "<h2>Settings that differ</h2>",
-        _table(differing_settings(runs), runs),
-    ]
+    parts = [_table({name: cells for name, cells in rows.items() if any(cells)}, runs)]
+    if cluster is not None:
+        from megatron_zpp.planning.predict import compare_with_log  # needs torch, which pages do not
+
+        compared = [compare_with_log(run, cluster) for run in runs]
+        seconds = {f"ms for {part}": [each[part] for each in compared] for part in compared[0]}
+        cells = {name: [f"{1000 * a:,.1f}, {1000 * b:,.1f}" for a, b in pairs] for name, pairs in seconds.items()}
+        parts += ["<h2>Predicted, measured</h2>", _table(cells, runs)]
+    parts += ["<h2>Settings that differ</h2>", _table(differing_settings(runs), runs)]
     colors = {run.name: f"C{i}" for i, run in enumerate(runs)}
     for group, entries in charts(runs).items():
         parts.append(f"<h2>{group}</h2>")

@@ -170,7 +170,15 @@ class Cluster:
         if group.nodes > 1:
             groups = self.gpus_per_node / group.ranks_per_node  # they share a node's links
             node_seconds = groups * exchange.sent_between_nodes / group.nodes * 8e-9 / self.between_gbits
-            links = max(links, node_seconds, exchange.sent * self._seconds_per_byte_between_sites(exchange))
+            links = max(links, node_seconds)
+            if self.sites > 1:
+                leaving = (
+                    self.world_size / group.size
+                )  # rings; each leaves a site once, with all bytes that a rank sends
+                if exchange.is_straight:
+                    per_site = group.size / self.sites
+                    leaving = leaving * per_site * (group.size - per_site) / (group.size - 1)
+                links = max(links, exchange.sent * (leaving * 8e-9 / self.site_gbits))
         hops_between, hops_within = group.nodes - 1, group.size - group.nodes
         if exchange.is_straight:  # all at once
             hops_between, hops_within = min(hops_between, 1), min(hops_within, 1)
@@ -178,16 +186,6 @@ class Cluster:
         if group.nodes > 1 and self.sites > 1:
             latency += (1 if exchange.is_straight else self.sites - 1) * self.site_microseconds
         return entry + max(measured, links + exchange.passes * latency * 1e-6)
-
-    def _seconds_per_byte_between_sites(self, exchange: Exchange) -> float:
-        """Return the time on the links between sites for each byte that a rank sends, in a group of all sites."""
-        if self.sites == 1:
-            return 0.0
-        size = exchange.group.size
-        leaving = self.world_size / size  # groups; a ring leaves each site once, with all bytes that a rank sends
-        if exchange.is_straight:
-            leaving *= (size / self.sites) * (size - size / self.sites) / (size - 1)
-        return leaving * 8e-9 / self.site_gbits
 
 
 def parse_cluster(word: str) -> Cluster:

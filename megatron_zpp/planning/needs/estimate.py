@@ -34,7 +34,6 @@ from megatron_zpp.planning.needs.traffic import (
     wire_dtypes,
 )
 from megatron_zpp.settings.resolved import ResolvedSettings
-from megatron_zpp.zeropp.config import LoCoConfig, ZeroPPConfig
 from megatron_zpp.zeropp.muon.matrix_blocks import MomentumWire
 from megatron_zpp.zeropp.reduce.loco import ERROR_FORMATS
 from megatron_zpp.zeropp.wire.format import wire_format
@@ -220,9 +219,16 @@ def _rank_states(
             for unit in units
             if unit.group.size > 1
         )
-    if config.loco is not None and (errors := sum(_loco_error_bytes(config, config.loco, unit) for unit in units)):
-        undo = ", and those before the step" if config.loco.exact_undo else ""
-        states[f"LoCo's errors, {config.loco.error_dtype}{undo}"] = (2 if undo else 1) * errors
+    if (loco := config.loco) is not None:
+        bits, kept_in = ERROR_FORMATS[loco.error_dtype]
+        errors = 0
+        for unit in units:  # in all pieces that a rank makes, the one that it keeps included
+            num_pieces = unit.group.nodes if unit.group.nodes > 1 else 0
+            num_pieces += unit.group.size if loco.hops == "both" and unit.group.ranks_per_node > 1 else 0
+            errors += num_pieces * unit.part.format(bits, config.gradient_block_size, kept_in).nbytes
+        if errors:
+            undo = ", and those before the step" if loco.exact_undo else ""
+            states[f"LoCo's errors, {loco.error_dtype}{undo}"] = (2 if undo else 1) * errors
     if config.gradient_element_scales and between:
         sent = [unit.formats(config).gradients_between_nodes(unit.part, gradients).nbytes for unit in between]
         states["elements' scales, int8, and what was sent last"] = sum(  # to and from nodes
@@ -238,15 +244,6 @@ def _rank_states(
     if zero_stage == 1 and micro_batches > 1:
         states["gradients of earlier micro-batches, whole"] = gradients.itemsize * whole
     return states, host
-
-
-def _loco_error_bytes(config: ZeroPPConfig, loco: LoCoConfig, unit: PlannedUnit) -> int:
-    """Return the bytes of LoCo's errors in all pieces that a rank makes, the one that it keeps included."""
-    pieces = unit.group.nodes if unit.group.nodes > 1 else 0
-    if loco.hops == "both" and unit.group.ranks_per_node > 1:
-        pieces += unit.group.size
-    bits, dtype = ERROR_FORMATS[loco.error_dtype]
-    return pieces * unit.part.format(bits, config.gradient_block_size, dtype).nbytes
 
 
 def _working_memory(

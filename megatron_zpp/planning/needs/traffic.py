@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -71,14 +70,6 @@ class UnitExchanges:
     reduce: Exchange | None
     gradients_between: Exchange | None  # qgZ's, once per step
     all_reduce: Exchange | None  # of HSDP's replicas, once per step
-
-    def per_step(self) -> Iterator[tuple[str, Exchange | None, int]]:
-        """Yield what each collective sends, the collective, and how often it runs in a step."""
-        yield "weights", self.weights_between, 1
-        yield "weights", self.gather, self.gathers
-        yield "gradients", self.reduce, self.reductions
-        yield "gradients", self.gradients_between, 1
-        yield "gradients", self.all_reduce, 1
 
 
 def unit_exchanges(
@@ -155,11 +146,18 @@ def step_traffic(
     """Return what all ranks send between and within nodes. exchanges: of a rank of each stage."""
     between, within = {"weights": 0, "gradients": 0}, {"weights": 0, "gradients": 0}
     ranks_per_stage = grid.world_size // len(exchanges)
-    for what, sent, runs in (found for rank in exchanges for unit in rank for found in unit.per_step()):
-        if sent is not None:
-            runs *= ranks_per_stage // sent.group.size
-            between[what] += runs * sent.sent_between_nodes
-            within[what] += runs * sent.sent_within_nodes
+    for unit in itertools.chain(*exchanges):
+        for what, sent, runs in (
+            ("weights", unit.weights_between, 1),
+            ("weights", unit.gather, unit.gathers),
+            ("gradients", unit.reduce, unit.reductions),
+            ("gradients", unit.gradients_between, 1),
+            ("gradients", unit.all_reduce, 1),
+        ):
+            if sent is not None:
+                runs *= ranks_per_stage // sent.group.size
+                between[what] += runs * sent.sent_between_nodes
+                within[what] += runs * sent.sent_within_nodes
     if settings.optimizer.optimizer == "muon":
         momentum = [_muon_traffic(settings, units, ranks_per_stage) for units in planned.units_per_rank]
         between["momentum"], within["momentum"] = map(sum, zip(*momentum, strict=True))
