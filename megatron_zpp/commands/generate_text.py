@@ -111,12 +111,12 @@ def run(args: argparse.Namespace, given: Architecture | None = None) -> Iterator
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Sample text from a checkpoint.", allow_abbrev=False)
     add, natural, share = parser.add_argument, number(int, at_least=0), number(float, above=0, at_most=1)
-    add("--load", required=True, metavar="DIR", help="what was given to --save in training")
+    add("--load", required=True, metavar="DIR", help="folder given to --save in training")
     add("--ckpt-step", type=natural, metavar="N", help="iteration to load; default the latest")
-    text = "text to continue; repeat it for several at once; default a new document"
+    text = "text to continue; repeat for several at once; default a new document"
     add("--prompt", action="append", default=[], metavar="TEXT", help=text)
-    add("--prompt-file", type=Path, metavar="FILE", help="texts to continue, one a line")
-    add("--chat", action="store_true", help="prompts are a user's messages, by the tokenizer's chat template")
+    add("--prompt-file", type=Path, metavar="FILE", help="texts to continue, one per line")
+    add("--chat", action="store_true", help="format prompts as a user's messages, by the tokenizer's chat template")
     tokens = number(int, at_least=1)
     add("--num-tokens", type=tokens, default=100, metavar="N", help="tokens to add; default 100")
     add("--temperature", type=temperature, default=1.0, metavar="X", help="0 = likeliest token; default 1")
@@ -125,7 +125,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add("--top-p", type=share, default=1.0, metavar="X", help=top_p)
     add("--seed", type=natural, default=1234, metavar="N", help="seed of the drawing; default 1234")
     add("--device", type=device, metavar="NAME", help="such as cpu or cuda:1; default the GPU, if there is one")
-    uncached = "read the whole text again for each token; slow, for any model"
+    uncached = "process the whole text again for each token: slow, but works with any model"
     add("--no-kv-cache", action="store_true", help=uncached)
     add("--architecture", metavar="MODULE:NAME", help="the checkpoint's, if it is not built in")
     add = parser.add_argument_group("tokenizer, if its files have moved since training").add_argument

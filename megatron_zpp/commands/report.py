@@ -212,7 +212,7 @@ def save_wandb_report(project: str, entity: str | None) -> str:
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Compare training runs on one page.", allow_abbrev=False)
     add = parser.add_argument
-    add("runs", nargs="*", type=Path, metavar="RUN_DIR", help="what was given to --tensorboard-dir")
+    add("runs", nargs="*", type=Path, metavar="RUN_DIR", help="folder given to --tensorboard-dir")
     add("--output", type=Path, default=Path("report.html"), help="page to write; default report.html")
     cluster = "file of tools/measure_cluster.py, or such as 2x8xH100@400: also show the planner's prediction"
     add("--cluster", metavar="FILE", help=cluster)

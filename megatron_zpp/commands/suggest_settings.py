@@ -83,13 +83,19 @@ def main() -> int:
     )
     add, ranks, count = parser.add_argument, number(int, at_least=1, at_most=4096), number(int, at_least=1)
     names = ", ".join(architecture.name for architecture in ARCHITECTURES)
-    add("architecture", help=f"{names}, or yours as package.module:NAME")
+    add("architecture", help=f"{names}, or your own as package.module:NAME")
     add("--emulate-ranks", type=ranks, default=8, metavar="W", help="GPUs of the cluster; default 8")
     add("--emulate-nodes", type=count, default=2, metavar="N", help="nodes of the cluster; default 2")
     add("--iterations", type=count, default=400, metavar="K", help="steps of each setting; default 400")
     rate = number(float, above=0)
-    add("--link-gbps", type=rate, metavar="R", help="a node's link, for seconds instead of bytes alone")
-    add("--try", action="append", dest="tried", metavar="FLAGS", help="a setting, instead of ours")
+    add("--link-gbps", type=rate, metavar="R", help="Gbit/s out of a node, to show seconds too")
+    add(
+        "--try",
+        action="append",
+        dest="tried",
+        metavar="FLAGS",
+        help="flags to try instead of the built-in settings; repeatable",
+    )
     words = sys.argv[1:]
     separator = words.index("--") if "--" in words else len(words)
     args, flags = parser.parse_args(words[:separator]), words[separator + 1 :]

@@ -105,15 +105,12 @@ def test_a_layer_waits_for_tokens_that_are_sent_to_experts(more, transfers, agai
         assert in_backward == pytest.approx((2 + again) * leaving / 1000, rel=1e-4)
 
 
-def test_few_bits_of_tokens_are_quantized_before_each_way_and_after_it():
-    spec = cluster(kernel_gbytes=1e-6)
-    shape = find("--num-experts 4 --expert-model-parallel-size 4 --moe-token-bits 8", spec)[0]
+def test_transfers_of_experts():
+    """Few bits of tokens are quantized before each way and after it; tensor-parallel ranks gather results."""
+    shape = find("--num-experts 4 --expert-model-parallel-size 4 --moe-token-bits 8", cluster(kernel_gbytes=1e-6))[0]
     (there, back) = next(unit.in_forward for unit in shape.units if unit.in_forward)
     assert there == back and there.encode == there.decode
     assert there.encode * 1000 == pytest.approx(S * B * 2 * (2 * H + H + 4), rel=0.1)  # int8, and a scale in fp32
-
-
-def test_tensor_parallel_ranks_gather_results_of_experts():
     spec = cluster(within_gbytes=1e-9, within_microseconds=0)  # a byte a second
     shape = find("--num-experts 4 --tensor-model-parallel-size 2", spec)[0]
     (summed, made) = next(unit.in_forward for unit in shape.units if unit.in_forward)
