@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -40,6 +40,7 @@ class Exchange:
     is_straight: bool = False  # no ring
     encoded: int = 0  # bytes that kernels read and write before it
     decoded: int = 0  # after it
+    per_step: int = 1  # how often it runs in a step
 
     @property
     def sent(self) -> int:
@@ -63,13 +64,11 @@ class UnitExchanges:
     """The collectives of one unit in a step of many equal ones."""
 
     unit: PlannedUnit
-    gathers: int  # per step
-    reductions: int  # per step
-    weights_between: Exchange | None  # hpZ's, once per step
+    weights_between: Exchange | None  # hpZ's
     gather: Exchange
     reduce: Exchange | None
-    gradients_between: Exchange | None  # qgZ's, once per step
-    all_reduce: Exchange | None  # of HSDP's replicas, once per step
+    gradients_between: Exchange | None  # qgZ's
+    all_reduce: Exchange | None  # of HSDP's replicas
 
 
 def unit_exchanges(
@@ -116,10 +115,11 @@ def unit_exchanges(
             gradients_between = Exchange(between_nodes, nbytes, is_straight=True, encoded=encoded, decoded=decoded)
     if replicas.size > 1:
         all_reduce = Exchange(replicas, math.ceil(gradients.itemsize * numel / replicas.size), passes=2)
-    # Layers are gathered for each forward and backward pass; other units stay gathered between the two.
-    gathers = (2 if unit.layer is not None else 1) * micro_batches if stage == 3 else 1
-    reductions = micro_batches if stage >= 2 else 1
-    return UnitExchanges(unit, gathers, reductions, weights_between, gather, reduce, gradients_between, all_reduce)
+    if stage == 3:  # layers are gathered for each pass; other units stay gathered between the two
+        gather = replace(gather, per_step=(2 if unit.layer is not None else 1) * micro_batches)
+    if stage >= 2 and reduce is not None:
+        reduce = replace(reduce, per_step=micro_batches)
+    return UnitExchanges(unit, weights_between, gather, reduce, gradients_between, all_reduce)
 
 
 def effective_zero_stage(settings: ResolvedSettings) -> int:
@@ -147,15 +147,10 @@ def step_traffic(
     between, within = {"weights": 0, "gradients": 0}, {"weights": 0, "gradients": 0}
     ranks_per_stage = grid.world_size // len(exchanges)
     for unit in itertools.chain(*exchanges):
-        for what, sent, runs in (
-            ("weights", unit.weights_between, 1),
-            ("weights", unit.gather, unit.gathers),
-            ("gradients", unit.reduce, unit.reductions),
-            ("gradients", unit.gradients_between, 1),
-            ("gradients", unit.all_reduce, 1),
-        ):
+        weights, gradients = (unit.weights_between, unit.gather), (unit.reduce, unit.gradients_between, unit.all_reduce)
+        for what, sent in (*(("weights", sent) for sent in weights), *(("gradients", sent) for sent in gradients)):
             if sent is not None:
-                runs *= ranks_per_stage // sent.group.size
+                runs = sent.per_step * (ranks_per_stage // sent.group.size)
                 between[what] += runs * sent.sent_between_nodes
                 within[what] += runs * sent.sent_within_nodes
     if settings.optimizer.optimizer == "muon":
