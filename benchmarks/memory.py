@@ -51,7 +51,7 @@ def main() -> None:
 
 
 def memory(command: str) -> str:
-    found = estimate.run(estimate.parse_arguments(shlex.split(command)))[1].needs
+    found = estimate.run(estimate.parse_arguments(shlex.split(command))).needs
     of_host = found.largest.host
     host = f" ({sum(of_host.values()) / 1e9:.1f})" if of_host else ""
     return f"{found.memory / 1e9:.1f}{host}"

@@ -18,10 +18,10 @@ import planner_box
 import planner_islands
 import planner_published
 
+from megatron_zpp.commands.plan import suggested
 from megatron_zpp.families import LLAMA
 from megatron_zpp.planning.cluster import default_cluster
 from megatron_zpp.planning.search.plan import Outcome, make_plan
-from megatron_zpp.planning.search.report import suggested
 
 LLAMA_70B = (
     "--num-layers 80 --hidden-size 8192 --ffn-hidden-size 28672 --num-attention-heads 64 --group-query-attention "

@@ -81,8 +81,7 @@ def predicted_seconds(row: dict[str, Any]) -> float:
     gbits = min(measured.between_gbits, row["mbit"] / 1000 / HEADERS)
     cluster = dataclasses.replace(measured, between_gbits=gbits)
     settings = parse_settings(GPT, row["flags"].split(), cluster.world_size, note=lambda _: None)
-    needs = estimate_on(GPT, settings, VOCABULARY, cluster)
-    return predict(GPT, settings, cluster, needs).time.seconds
+    return predict(cluster, estimate_on(cluster, GPT, settings, VOCABULARY)).time.seconds
 
 
 def compare() -> None:

@@ -52,7 +52,7 @@ class Published:
     def predicted(self, efficiency: float) -> float:
         """Tokens per second and GPU."""
         cluster = dataclasses.replace(self.cluster, efficiency=efficiency)
-        return predict(self.architecture, self.settings, cluster, self.needs).tokens_per_second / cluster.world_size
+        return predict(cluster, self.needs).tokens_per_second / cluster.world_size
 
     def ratio(self, efficiency: float) -> float:
         return self.predicted(efficiency) / self.row["tokens_s_gpu"]
@@ -112,7 +112,7 @@ def read_row(row: dict[str, Any]) -> Published:
     vocabulary = row["vocab"] or 50257
     words, _ = complete(shlex.split(flags), cluster, vocabulary)
     settings = parse_settings(architecture, words, cluster.world_size, note=lambda _: None)
-    needs = estimate_on(architecture, settings, vocabulary, cluster)
+    needs = estimate_on(cluster, architecture, settings, vocabulary)
     return Published(row, gpu, architecture, settings, cluster, needs)
 
 

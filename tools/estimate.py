@@ -1,8 +1,6 @@
 """`megatron-zpp estimate`, for a checkout that is not installed as a command."""
 
-import sys
-
 from megatron_zpp.commands.estimate import main
 
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(main())

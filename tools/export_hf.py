@@ -1,8 +1,6 @@
 """`megatron-zpp export-hf`, for a checkout that is not installed as a command."""
 
-import sys
-
 from megatron_zpp.commands.convert.export_hf import main
 
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(main())

@@ -1,8 +1,6 @@
 """`megatron-zpp inspect-checkpoint`, for a checkout that is not installed as a command."""
 
-import sys
-
 from megatron_zpp.commands.inspect_checkpoint import main
 
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(main())

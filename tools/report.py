@@ -1,8 +1,6 @@
 """`megatron-zpp report`, for a checkout that is not installed as a command."""
 
-import sys
-
 from megatron_zpp.commands.report import main
 
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(main())

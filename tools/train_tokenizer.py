@@ -1,8 +1,6 @@
 """`megatron-zpp train-tokenizer`, for a checkout that is not installed as a command."""
 
-import sys
-
 from megatron_zpp.commands.data.train_tokenizer import main
 
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(main())

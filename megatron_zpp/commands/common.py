@@ -1,4 +1,4 @@
-"""Helpers of the commands. Imports torch only for a command that needs a model."""
+"""Helpers for commands. Imports torch only for a command that needs a model."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ def report_errors(
     kinds: tuple[type[Exception], ...] = (ValueError, OSError, ImportError),
     status: int = 1,
 ) -> int:
-    """Run ``program`` and return its exit status. An error of ``kinds`` is printed in one line and gives ``status``."""
+    """Run ``program`` and return its exit status. Print an error of ``kinds`` in one line and return ``status``."""
     try:
         return program() or 0
     except kinds as error:
-        for text in getattr(error, "messages", (error,)):  # a SettingsError may stand for several
+        for text in getattr(error, "messages", (error,)):  # a SettingsError may have several
             print(f"error: {text}", file=sys.stderr)
         return status
 
 
 def given_architecture(args: argparse.Namespace) -> Architecture | None:
-    """Load what ``--architecture`` names; None without it. Raises ValueError."""
+    """Load the architecture that ``--architecture`` names; None without the flag. Raises ValueError."""
     from megatron_zpp.families import load_architecture
 
     return load_architecture(args.architecture) if args.architecture else None

@@ -1,4 +1,4 @@
-"""--dry-run: what a command asks for and what that needs, from one process that starts nothing."""
+"""--dry-run: print a command's settings and what they need, from one process that starts nothing."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from megatron_zpp.families import Architecture, padded_vocab_size
 from megatron_zpp.optim.optimizer import state_numel
 from megatron_zpp.parallel.distributed import is_first_rank, ranks_of_environment
 from megatron_zpp.parallel.mesh import MODEL_PARALLEL_SETTINGS, ranks_per_model_copy
+from megatron_zpp.planning.needs.division import RankGrid
 from megatron_zpp.planning.needs.estimate import estimate, memory_and_traffic
-from megatron_zpp.planning.needs.rank_groups import RankGrid
 from megatron_zpp.settings.checks import flag_of, require
 from megatron_zpp.settings.groups import Settings, all_flags
 from megatron_zpp.settings.resolved import ResolvedSettings
 from megatron_zpp.training.data import find_tokenizer
 
-USUAL_NODE = 8  # GPUs
+USUAL_RANKS_PER_NODE = 8
 
 
 def dry_run(architecture: Architecture) -> None:
-    """Print what a start would do, on the launcher's first rank. Raises ValueError for what it would refuse."""
+    """Print what a run would do, on the launcher's first rank. Raises ValueError for what a run would refuse."""
     launched = ranks_of_environment()
     if not is_first_rank():
         return
@@ -32,23 +32,18 @@ def dry_run(architecture: Architecture) -> None:
     ranks_per_node, source = _ranks_per_node(settings, world_size)
     nodes = num_jobs(settings.distributed) * world_size // ranks_per_node
     grid = RankGrid(nodes, ranks_per_node, settings.distributed)
-    lines = [
-        *_ranks(settings, grid, source),
-        "",
-        "settings that are not their defaults, derived ones among them",
-        *(f"  {typed}" for typed in not_defaults(settings)),
-        "",
-        *(f"note: {note}" for note in notes),
-        *([""] if notes else []),
-        *_needs(architecture, settings, grid),
-        "",
-        "nothing was started: leave --dry-run out to train",
+    parts = [
+        _ranks(settings, grid, source),
+        ["settings that are not their defaults, derived ones among them", *(f"  {flag}" for flag in _given(settings))],
+        [f"note: {note}" for note in notes],
+        _needs(architecture, settings, grid),
+        ["nothing was started: leave --dry-run out to train"],
     ]
-    print("\n".join(lines), flush=True)
+    print("\n\n".join("\n".join(lines) for lines in parts if lines), flush=True)
 
 
-def not_defaults(settings: ResolvedSettings) -> Iterator[str]:
-    """Yield each flag whose value is not its default, as one would type it."""
+def _given(settings: ResolvedSettings) -> Iterator[str]:
+    """Yield each flag whose value is not its default, as a user would type it."""
     values, defaults = settings.as_flat_dict(), Settings(settings.architecture).as_flat_dict()
     for name, flag in all_flags().items():
         value = values[name]
@@ -75,9 +70,9 @@ def _ranks(settings: ResolvedSettings, grid: RankGrid, source: str) -> list[str]
 
 
 def _ranks_per_node(settings: ResolvedSettings, world_size: int) -> tuple[int, str]:
-    """Return the ranks of each node, and what decides them."""
+    """Return the ranks of each node, and where the number comes from."""
     config, launchers = settings.zeropp, os.environ.get("LOCAL_WORLD_SIZE")
-    if ranks_per_model_copy(settings.distributed) == 1:  # else what these count is the data-parallel ranks of a node
+    if ranks_per_model_copy(settings.distributed) == 1:  # else these count only a node's data-parallel ranks
         if config.ranks_per_node is not None:
             return config.ranks_per_node, "--zeropp-ranks-per-node"
         if config.hpz_partition_size > 1:
@@ -85,9 +80,10 @@ def _ranks_per_node(settings: ResolvedSettings, world_size: int) -> tuple[int, s
     if launchers is not None:
         require(world_size % int(launchers) == 0, f"LOCAL_WORLD_SIZE {launchers} does not divide {world_size} ranks")
         return int(launchers), "LOCAL_WORLD_SIZE of the launcher"
-    if world_size % USUAL_NODE == 0:
-        return USUAL_NODE, f"{USUAL_NODE} a node, unless LOCAL_WORLD_SIZE or --zeropp-ranks-per-node says otherwise"
-    return world_size, "one node, unless LOCAL_WORLD_SIZE or --zeropp-ranks-per-node says otherwise"
+    ranks, source = world_size, "one node"
+    if world_size % USUAL_RANKS_PER_NODE == 0:
+        ranks, source = USUAL_RANKS_PER_NODE, f"{USUAL_RANKS_PER_NODE} a node"
+    return ranks, f"{source}, unless LOCAL_WORLD_SIZE or --zeropp-ranks-per-node says otherwise"
 
 
 def _needs(architecture: Architecture, settings: ResolvedSettings, grid: RankGrid) -> list[str]:

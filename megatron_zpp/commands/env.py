@@ -1,7 +1,4 @@
-"""``megatron-zpp env``, or ``python -m megatron_zpp.commands.env``: what a bug report needs.
-
-What was built, versions, devices, network, paths taken.
-"""
+"""``megatron-zpp env``, or ``python -m megatron_zpp.commands.env``: print what a bug report needs."""
 
 from __future__ import annotations
 
@@ -21,8 +18,8 @@ _PACKAGES = ("megatron_zpp", "numpy", "sentencepiece", "tokenizers", "transforme
 _VARIABLES = ("CUDA_", "GLOO_", "MASTER_", "NCCL_", "OMP_", "PYTORCH_", "TORCH_", "ZEROPP_")
 
 
-def report() -> dict[str, str]:
-    """Collect facts by name, in the order in which to read them."""
+def main() -> None:
+    argparse.ArgumentParser(description="Print what a bug report needs.", allow_abbrev=False).parse_args()
     facts = {
         "python": f"{platform.python_version()} ({sys.executable})",
         "platform": f"{platform.platform()}, {os.cpu_count()} CPUs, {torch.backends.cpu.get_cpu_capability()}",
@@ -35,9 +32,8 @@ def report() -> dict[str, str]:
         except importlib.metadata.PackageNotFoundError:
             facts[package] = "not installed"
     for i in range(torch.cuda.device_count()):
-        device = torch.cuda.get_device_properties(i)
-        memory = f"{device.total_memory / 2**30:.0f} GiB"
-        facts[f"GPU {i}"] = f"{device.name}, {memory}, sm_{device.major}{device.minor}"
+        gpu = torch.cuda.get_device_properties(i)
+        facts[f"GPU {i}"] = f"{gpu.name}, {gpu.total_memory / 2**30:.0f} GiB, sm_{gpu.major}{gpu.minor}"
     if torch.cuda.device_count() == 0:
         facts["GPU"] = "none"
     backends = {"nccl": dist.is_nccl_available(), "gloo": dist.is_gloo_available(), "mpi": dist.is_mpi_available()}
@@ -47,23 +43,11 @@ def report() -> dict[str, str]:
     facts["host"] = socket.gethostname()
     facts["interfaces"] = ", ".join(name for _, name in socket.if_nameindex())
     for device_type in ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]:
-        facts |= _paths(torch.device(device_type))
-    for name in sorted(os.environ):
-        if name.startswith(_VARIABLES):
-            facts[name] = os.environ[name]
-    return facts
-
-
-def _paths(device: torch.device) -> dict[str, str]:
-    """Say which code each operator of megatron_zpp.zeropp runs for tensors on ``device``."""
-    reason = kernels.why_not_on(device)
-    path = f"plain torch: {reason}" if reason else f"compiled ({kernels.LIBRARY}), plain torch for other types"
-    return {f"{operator} on {device}": path for operator in kernels.OPERATORS}
-
-
-def main() -> None:
-    argparse.ArgumentParser(description="What a bug report needs.", allow_abbrev=False).parse_args()
-    facts = report()
+        device = torch.device(device_type)
+        reason = kernels.why_not_on(device)
+        path = f"plain torch: {reason}" if reason else f"compiled ({kernels.LIBRARY}), plain torch for other types"
+        facts |= {f"{operator} on {device}": path for operator in kernels.OPERATORS}
+    facts |= {name: value for name, value in sorted(os.environ.items()) if name.startswith(_VARIABLES)}
     width = max(map(len, facts))
     for name, fact in facts.items():
         print(f"{name:{width}}  {fact}")

@@ -1,16 +1,11 @@
-"""What a training run needs, before it is started: memory of each rank, bytes between nodes, days.
+"""Estimate what a training run needs before it starts: memory of each rank, bytes between nodes, days.
 
-    python tools/estimate.py --nodes 8 --ranks-per-node 8 --gpu A100 --vocabulary 50257 \\
-        pretrain_gpt.py --preset gpt-13b --micro-batch-size 2 --global-batch-size 1024 --train-iters 20000 --bf16 ...
-
-Takes the whole command of the trainer as it will be typed after torchrun, starts nothing, and needs neither the data
-nor a GPU. ``planning/needs/estimate.py`` counts; what it assumes is printed with it.
+python tools/estimate.py --nodes 8 --ranks-per-node 8 --gpu A100 --vocabulary 50257 pretrain_gpt.py FLAGS
 """
 
 from __future__ import annotations
 
 import argparse
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,22 +13,21 @@ from megatron_zpp.arguments.parse import parse_settings
 from megatron_zpp.commands.common import given_architecture, report_errors
 from megatron_zpp.families import ARCHITECTURES
 from megatron_zpp.metrics.throughput import peak_tflops
+from megatron_zpp.planning.needs.division import RankGrid
 from megatron_zpp.planning.needs.estimate import Estimate, estimate, memory_and_traffic
-from megatron_zpp.planning.needs.rank_groups import RankGrid
 from megatron_zpp.settings.flags import number
-from megatron_zpp.settings.resolved import ResolvedSettings
 
 PROGRAMS = {f"pretrain-{architecture.name}": architecture for architecture in ARCHITECTURES}
 
 
 @dataclass(frozen=True)
 class RunTime:
-    """How long a run takes at assumed rates."""
+    """The time of a run at assumed rates."""
 
     needs: Estimate
     peak_tflops: float  # dense, of one device, in 16 bit
-    mfu: float  # share of it that the model's arithmetic reaches
-    link_gbps: float  # Gbit/s that leave a node, all its links together
+    mfu: float  # share of the peak that the model's arithmetic reaches
+    link_gbps: float  # out of a node, all its links together
 
     @property
     def compute_seconds(self) -> float:
@@ -43,11 +37,11 @@ class RunTime:
 
     @property
     def network_seconds(self) -> float:
-        """Seconds per step in which a node's bytes leave it."""
+        """Seconds per step on a node's links."""
         return self.needs.sent_per_node * 8 / (self.link_gbps * 1e9)
 
     def duration(self) -> str:
-        """Format the run's time: from all communication hidden behind computing, or the other way round, to none."""
+        """Format the run's time: from complete overlap of communication and computing to none."""
         least = self.needs.steps * max(self.compute_seconds, self.network_seconds)
         most = self.needs.steps * (self.compute_seconds + self.network_seconds)
         unit, seconds = next((u for u in (("days", 86400), ("hours", 3600)) if most >= u[1]), ("minutes", 60))
@@ -55,7 +49,7 @@ class RunTime:
         return f"{' to '.join(numbers)} {unit}"
 
     def brief(self) -> str:
-        """Format everything in one line, which the comments of the scripts in examples/ repeat."""
+        """Format everything in one line; the scripts in examples/ quote it."""
         return (
             f"{_short(self.needs.memory / 1e9)} GB a GPU; a node sends {_short(self.needs.sent_per_node / 1e9)} GB per "
             f"step in {_short(self.network_seconds)} s, computing takes {_short(self.compute_seconds)} s; "
@@ -64,15 +58,15 @@ class RunTime:
 
 
 def _short(number: float) -> str:
-    """Format two digits, or all before the point: 0.028, 3.1, 48, 603."""
+    """Format two digits, or the whole part: 0.028, 3.1, 48, 603."""
     return f"{number:.2g}" if number < 10 else f"{number:.0f}"
 
 
-def report(settings: ResolvedSettings, time: RunTime, gpu: str) -> str:
+def report(time: RunTime, gpu: str) -> str:
     """Format the whole estimate as text."""
     needs = time.needs
     lines = [
-        f"{settings.architecture} on {needs.grid.nodes} x {needs.grid.ranks_per_node} {gpu}",
+        f"{needs.architecture.name} on {needs.grid.nodes} x {needs.grid.ranks_per_node} {gpu}",
         needs.length,
         *memory_and_traffic(needs),
         "",
@@ -87,19 +81,18 @@ def report(settings: ResolvedSettings, time: RunTime, gpu: str) -> str:
 
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description="Estimate memory, traffic and time of a training run.", allow_abbrev=False
-    )
+    about = "Estimate memory, traffic and time of a training run."
+    parser = argparse.ArgumentParser(description=about, allow_abbrev=False)
     add, ranks = parser.add_argument, number(int, at_least=1, at_most=2**16)
-    add("--nodes", type=ranks, default=1, metavar="N", help="default 1")
+    add("--nodes", type=ranks, default=1, metavar="N", help="number of nodes; default 1")
     add("--ranks-per-node", type=ranks, default=8, metavar="P", help="GPUs of each node; default 8")
-    add("--gpu", default="A100", metavar="NAME", help="kind of GPU, for its peak; default A100")
+    add("--gpu", default="A100", metavar="NAME", help="kind of GPU; default A100")
     share, rate = number(float, above=0, at_most=1), number(float, above=0)
-    add("--mfu", type=share, default=0.4, metavar="X", help="share of the peak reached; default 0.4")
+    add("--mfu", type=share, default=0.4, metavar="X", help="share of the peak that the run reaches; default 0.4")
     add("--link-gbps", type=rate, default=100, metavar="X", help="Gbit/s out of a node; default 100")
     vocabulary = number(int, at_least=1)
     add("--vocabulary", type=vocabulary, required=True, metavar="N", help="size of the tokenizer's vocabulary")
-    add("--architecture", metavar="MODULE:NAME", help="what the trainer trains, where it is none of ours")
+    add("--architecture", metavar="MODULE:NAME", help="what the trainer trains, if it is not built in")
     add("program", metavar="|".join(PROGRAMS), help="the trainer, and its flags")
     add("flags", nargs=argparse.REMAINDER, metavar="FLAGS", help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
@@ -112,11 +105,11 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def program_name(word: str) -> str:
-    """Name a trainer as ``PROGRAMS`` does: pretrain_gpt.py is the same as pretrain-gpt."""
+    """Return the name in ``PROGRAMS``: pretrain_gpt.py is the same as pretrain-gpt."""
     return Path(word).stem.replace("_", "-")
 
 
-def run(args: argparse.Namespace) -> tuple[ResolvedSettings, RunTime]:
+def run(args: argparse.Namespace) -> RunTime:
     """Estimate the run. Raises SettingsError or ValueError on a mistake."""
     architecture = given_architecture(args) or PROGRAMS[args.program]
     world_size = args.nodes * args.ranks_per_node
@@ -125,14 +118,9 @@ def run(args: argparse.Namespace) -> tuple[ResolvedSettings, RunTime]:
     if peak is None:
         raise ValueError(f"the peak of --gpu {args.gpu} is not known; give the trainer's --peak-tflops")
     grid = RankGrid(args.nodes, args.ranks_per_node, settings.distributed)
-    needs = estimate(architecture, settings, args.vocabulary, grid)
-    return settings, RunTime(needs, peak, args.mfu, args.link_gbps)
+    return RunTime(estimate(architecture, settings, args.vocabulary, grid), peak, args.mfu, args.link_gbps)
 
 
 def main() -> int:
     args = parse_arguments()
-    return report_errors(lambda: print(report(*run(args), args.gpu)), (ValueError, OSError))
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    return report_errors(lambda: print(report(run(args), args.gpu)), (ValueError, OSError))

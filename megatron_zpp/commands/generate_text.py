@@ -1,16 +1,12 @@
-"""Sample text from a checkpoint's model, in one process.
+"""Sample text from a checkpoint's model, in one process and in fp32.
 
-    python tools/generate_text.py --load runs/quickstart/zeropp --prompt "def " --num-tokens 100
-
-The checkpoint names its model and tokenizer; any number of ranks may have saved it. The model computes in fp32, on the
-GPU if there is one. Use it to see what a model has learned, not to serve it.
+python tools/generate_text.py --load runs/quickstart/zeropp --prompt "def " --num-tokens 100
 """
 
 from __future__ import annotations
 
 import argparse
 import itertools
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -22,7 +18,7 @@ from megatron_zpp.checkpoint.meta import saved_model
 from megatron_zpp.checkpoint.tokenizer import settings_with_tokenizer
 from megatron_zpp.commands.common import given_architecture, report_errors
 from megatron_zpp.convert.hf.files import generation_settings
-from megatron_zpp.data.text.tokenizers import HuggingFaceTokenizer, Tokenizer, build_tokenizer
+from megatron_zpp.data.text.tokenizers import HuggingFaceTokenizer, build_tokenizer
 from megatron_zpp.families import Architecture
 from megatron_zpp.files import read_text
 from megatron_zpp.models.generate import Drawing, generate
@@ -37,10 +33,7 @@ TOKENIZER_SETTINGS = ("tokenizer_type", *TOKENIZER_FILES, "vocab_size", *TIKTOKE
 def load_model(
     checkpoint: Path, meta: dict[str, Any], device: torch.device, given: Architecture | None = None
 ) -> Transformer:
-    """Load the checkpoint's model on one device, in fp32 and in evaluation mode. Raises CheckpointError.
-
-    given: the checkpoint's architecture, where it is none of ours.
-    """
+    """Load the checkpoint's model, of the ``given`` architecture if it is not built in. Raises CheckpointError."""
     wrong = problems(checkpoint)
     if wrong:
         raise CheckpointError(f"{checkpoint} is damaged: {'; '.join(wrong)}")
@@ -54,42 +47,20 @@ def load_model(
     return model.eval()
 
 
-def as_chat(prompts: list[str], settings: dict[str, Any], tokenizer: Tokenizer) -> list[str]:
-    """Format each prompt as a user's message, up to where the answer begins. Raises ValueError."""
-    if not isinstance(tokenizer, HuggingFaceTokenizer):  # others read special tokens as text
-        raise ValueError(
-            f"--chat: {settings['tokenizer_type']} has no chat template; HuggingFaceTokenizer may have one"
-        )
-    return tokenizer.apply_chat_template(prompts)
-
-
 def stream(written: Iterator[list[int | None]], text: list[int], decode: Callable[[list[int]], str]) -> Iterator[str]:
-    """Yield what to print of one text: its beginning, then what is added, character by character."""
+    """Yield one text in pieces: its beginning, then each added character."""
     shown = ""
     for ids in itertools.chain([[]], written):
         text += [i for i in ids if i is not None]
         so_far = decode(text)
-        if not so_far.endswith("\ufffd"):  # the first bytes of a character, whose others are still to come
+        if not so_far.endswith("\ufffd"):  # an incomplete character
             yield so_far[len(shown) :]
             shown = so_far
     yield decode(text)[len(shown) :]
 
 
-def collect(
-    written: Iterator[list[int | None]], texts: list[list[int]], decode: Callable[[list[int]], str]
-) -> Iterator[str]:
-    """Yield several texts when all are written, each below a line with its number."""
-    for ids in written:
-        for text, i in zip(texts, ids, strict=True):
-            text += [] if i is None else [i]
-    yield "\n".join(f"== {number}\n{decode(text)}" for number, text in enumerate(texts, start=1))
-
-
 def run(args: argparse.Namespace, given: Architecture | None = None) -> Iterator[str]:
-    """Yield what to print, piece by piece. Raises ValueError or OSError on a user's mistake.
-
-    given: the checkpoint's architecture, where it is none of ours.
-    """
+    """Yield the output in pieces. Raises ValueError or OSError on a user's mistake."""
     checkpoint = find_checkpoint(args.load, args.ckpt_step)
     if checkpoint is None:
         raise CheckpointError(f"{args.load} holds no checkpoint: give --load what was given to --save in training")
@@ -97,13 +68,17 @@ def run(args: argparse.Namespace, given: Architecture | None = None) -> Iterator
     files = {name: getattr(args, name) for name in TOKENIZER_FILES}
     settings = settings_with_tokenizer(checkpoint, meta) | {name: path for name, path in files.items() if path}
     tokenizer = build_tokenizer(*(settings[name] for name in TOKENIZER_SETTINGS))
-    # A text ends with the end of a document, and with what the model's generation_config.json names.
+    # A text ends with the end of a document, and with the end tokens of the model's generation_config.json.
     eos = generation_settings(settings, {"eos_token_id": tokenizer.eod})[1]["eos_token_id"]
     ends = {tokenizer.eod, *(eos if isinstance(eos, list) else [eos])}
     texts = [*args.prompt, *(read_text(args.prompt_file).splitlines() if args.prompt_file else [])] or [""]
     if args.chat:
-        texts = as_chat(texts, settings, tokenizer)
-    # A document without a beginning begins where the one before it ended.
+        if not isinstance(tokenizer, HuggingFaceTokenizer):  # others read special tokens as text
+            raise ValueError(
+                f"--chat: {settings['tokenizer_type']} has no chat template; HuggingFaceTokenizer may have one"
+            )
+        texts = tokenizer.apply_chat_template(texts)
+    # A new document follows the end of one.
     prompts = [tokenizer.tokenize(text) or [tokenizer.eod] for text in texts]
     device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     written = generate(
@@ -124,18 +99,22 @@ def run(args: argparse.Namespace, given: Architecture | None = None) -> Iterator
     if len(prompts) == 1:
         yield from stream(written, list(beginnings[0]), decode)
     else:
-        yield from collect(written, [list(ids) for ids in beginnings], decode)
+        written_texts = [list(ids) for ids in beginnings]
+        for ids in written:
+            for text, i in zip(written_texts, ids, strict=True):
+                text += [] if i is None else [i]
+        yield "\n".join(f"== {number}\n{decode(text)}" for number, text in enumerate(written_texts, start=1))
 
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Sample text from a checkpoint.", allow_abbrev=False)
     add, natural, share = parser.add_argument, number(int, at_least=0), number(float, above=0, at_most=1)
-    add("--load", required=True, metavar="DIR", help="what was given to --save in training")
+    add("--load", required=True, metavar="DIR", help="folder given to --save in training")
     add("--ckpt-step", type=natural, metavar="N", help="iteration to load; default the latest")
-    text = "text to continue; repeat it for several at once; default a new document"
+    text = "text to continue; repeat for several at once; default a new document"
     add("--prompt", action="append", default=[], metavar="TEXT", help=text)
-    add("--prompt-file", type=Path, metavar="FILE", help="texts to continue, one a line")
-    add("--chat", action="store_true", help="prompts are a user's messages, by the tokenizer's chat template")
+    add("--prompt-file", type=Path, metavar="FILE", help="texts to continue, one per line")
+    add("--chat", action="store_true", help="format prompts as a user's messages, by the tokenizer's chat template")
     tokens = number(int, at_least=1)
     add("--num-tokens", type=tokens, default=100, metavar="N", help="tokens to add; default 100")
     add("--temperature", type=temperature, default=1.0, metavar="X", help="0 = likeliest token; default 1")
@@ -144,9 +123,9 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add("--top-p", type=share, default=1.0, metavar="X", help=top_p)
     add("--seed", type=natural, default=1234, metavar="N", help="seed of the drawing; default 1234")
     add("--device", type=device, metavar="NAME", help="such as cpu or cuda:1; default the GPU, if there is one")
-    uncached = "read the whole text again for each token; slow, for any model"
+    uncached = "process the whole text again for each token: slow, but works with any model"
     add("--no-kv-cache", action="store_true", help=uncached)
-    add("--architecture", metavar="MODULE:NAME", help="the checkpoint's, where it is none of ours")
+    add("--architecture", metavar="MODULE:NAME", help="the checkpoint's, if it is not built in")
     add = parser.add_argument_group("tokenizer, if its files have moved since training").add_argument
     add("--tokenizer-model", metavar="PATH", help="SentencePiece model, or tokenizer.json or its folder")
     add("--vocab-file", metavar="FILE", help="vocab.json of GPT2BPETokenizer")
@@ -177,7 +156,3 @@ def main() -> int:
         print()
 
     return report_errors(write)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,22 +1,16 @@
-"""What a run would do on a cluster, with which settings: layouts and settings ranked by tokens per second.
+"""Rank layouts and settings of a run on a cluster by predicted tokens per second. Starts nothing.
 
-    python tools/plan.py --cluster 64x8xH100@100 --vocabulary 128256 \\
-        pretrain_llama.py --preset llama-8b --global-batch-size 4096
+    python tools/plan.py --cluster 64x8xH100@100 --vocabulary 128256 pretrain_llama.py --preset llama-8b
 
-Takes the decided part of the trainer's command, and starts nothing. What the command leaves open is tried: how weights
-and gradients are sent, micro-batches, recomputation and layouts. ``--huggingface DIR`` takes the model from a
-config.json; the other flags then follow ``--``.
-
-``--cluster`` is nodes x GPUs of each x their kind @ Gbit/s out of a node, by data sheets, or a file that
-``tools/measure_cluster.py`` wrote. ``2x32x8xH100@400@10`` are two sites of 32 nodes each, whose link has 10 Gbit/s;
-with ``--islands 2`` among the trainer's flags each is an island.
+``--cluster`` is nodes x GPUs of each x their kind @ Gbit/s out of a node, or a file by ``tools/measure_cluster.py``;
+``2x32x8xH100@400@10`` are two sites of 32 nodes each, with a link of 10 Gbit/s.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
-import sys
+import math
 from pathlib import Path
 
 from megatron_zpp.commands.common import report_errors
@@ -25,9 +19,19 @@ from megatron_zpp.convert.hf import files
 from megatron_zpp.families import ARCHITECTURES, Architecture
 from megatron_zpp.planning.cluster import parse_cluster
 from megatron_zpp.planning.needs.estimate import memory_and_traffic
-from megatron_zpp.planning.search.plan import USABLE, Plan, make_plan
-from megatron_zpp.planning.search.report import command, plot, reasons, suggested, table
+from megatron_zpp.planning.search.plan import USABLE, Outcome, Plan, make_plan
 from megatron_zpp.settings.flags import number
+
+PARTS = {  # fields of StepTime: heading, and verb phrase
+    "compute": ("compute", "computes"),
+    "exposed_between": ("between nodes", "waits for links between nodes for"),
+    "exposed_within": ("within", "waits for links within nodes for"),
+    "compression": ("encoding", "encodes and decodes for"),
+    "optimizer": ("optimizer", "runs the optimizer for"),
+    "bubble": ("bubble", "waits for other stages for"),
+    "exposed_islands": ("islands", "waits for other islands for"),
+}
+NEAR = 1.02  # times the fastest step: predictions are not that exact
 
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
@@ -88,10 +92,88 @@ def report(plan: Plan, program: str, flags: list[str], rows: int, commands: int)
     needs = best.prediction.needs
     lines += [f"{needs.tokens / needs.steps:,.0f} tokens in a step", "", *table(plan, rows), "", *reasons(plan)]
     lines += ["", f"suggested: {best.candidate.name}", "", *memory_and_traffic(needs)]
+    torchrun = f"torchrun --nnodes {cluster.nodes} --nproc-per-node {cluster.gpus_per_node} {program}"
     for outcome in [best, *plan.outcomes][:commands]:
         lines += ["", f"{outcome.candidate.name}, on each node, with your data, tokenizer and rendezvous:"]
-        lines += [f"  {command(plan, outcome, program, flags)}"]
+        lines += [f"  {torchrun} {' '.join(flags)} {outcome.flags}"]
     return lines
+
+
+def table(plan: Plan, rows: int) -> list[str]:
+    """Format the ``rows`` fastest candidates, one line each."""
+    has_price = plan.cluster.dollars_per_gpu_hour > 0
+    has_islands = any(outcome.prediction.needs.settings.distributed.islands > 1 for outcome in plan.outcomes)
+    parts = [part for part in PARTS if part != "exposed_islands" or has_islands]
+    lines = [["", "wire", "layout", "batch", "recomputed", "GB", "step, s", *(PARTS[part][0] for part in parts)]]
+    lines[0] += ["tokens/s", "MFU", *(["$/M tokens"] if has_price else []), "loss, %"]
+    for row, outcome in enumerate(plan.outcomes[:rows], 1):
+        found, loss = outcome.prediction, outcome.candidate.wire.loss
+        cells = [str(row), outcome.candidate.wire.name, outcome.candidate.layout.name]
+        cells += [f"{found.needs.micro_batches} x {found.needs.settings.training.micro_batch_size}", outcome.recompute]
+        cells += [f"{found.needs.memory / 1e9:.1f}", f"{found.time.seconds:.3f}"]
+        cells += [f"{getattr(found.time, part):.3f}" for part in parts]
+        cells += [f"{found.tokens_per_second:,.0f}", f"{found.mfu:.1%}"]
+        cells += [f"{found.dollars_per_million_tokens:.3f}"] if has_price else []
+        lines.append([*cells, f"{loss[0]:+.2f} ± {loss[1]:.2f}" if loss is not None else ""])
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    pads = [str.ljust if i in (1, 2, 4) else str.rjust for i in range(len(widths))]  # words left, numbers right
+    return [
+        "  ".join(pad(cell, width) for pad, cell, width in zip(pads, line, widths, strict=True)).rstrip()
+        for line in lines
+    ]
+
+
+def reasons(plan: Plan) -> list[str]:
+    """Name the part of the step that slows each of the others most, for the same samples, or why it was refused."""
+    lines = []
+    for outcome in plan.outcomes[1:]:
+        time, best = outcome.prediction.time, plan.outcomes[0].prediction.time
+        slower, why = time.seconds / best.seconds, "as fast"
+        if slower >= 1.005:
+            worst = max(PARTS, key=lambda part: getattr(time, part) - getattr(best, part))
+            waits, seconds, least = PARTS[worst][1], getattr(time, worst), getattr(best, worst)
+            why = f"{slower:.2f} x the time: {waits} {seconds:.3g} s, the fastest {least:.3g} s"
+        lines.append(f"{outcome.candidate.name}: {why}")
+    return lines + [f"{refused.candidate.name}: {refused.reason}" for refused in plan.refused]
+
+
+def suggested(plan: Plan) -> Outcome:
+    """Return the candidate that rounds least among those within ``NEAR`` of the fastest."""
+    fastest = plan.outcomes[0].prediction.time.seconds
+    near = [outcome for outcome in plan.outcomes if outcome.prediction.time.seconds <= NEAR * fastest]
+    return min(near, key=lambda outcome: outcome.candidate.wire.rank)
+
+
+def plot(plan: Plan, path: Path) -> None:
+    """Draw tokens/s over memory, the loss as color, and the Pareto front. Raises ImportError or ValueError."""
+    if not plan.outcomes:
+        raise ValueError("nothing fits, so there is nothing to plot")
+    try:
+        import matplotlib
+    except ImportError as error:
+        raise ImportError("plots need the package matplotlib: pip install matplotlib, or the extra plot") from error
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    memories = [outcome.prediction.needs.memory / 1e9 for outcome in plan.outcomes]
+    rates = [outcome.prediction.tokens_per_second / 1e6 for outcome in plan.outcomes]
+    colors = [outcome.candidate.wire.risk for outcome in plan.outcomes]
+    figure, axes = pyplot.subplots(figsize=(10, 4.8), layout="constrained")
+    # The Pareto front: nothing with as little memory is faster. plan.outcomes are ordered by their rates.
+    front = [i for i, memory in enumerate(memories) if memory < min([*memories[:i], math.inf])]
+    axes.step([memories[i] for i in front], [rates[i] for i in front], "0.6", linewidth=1, where="pre")
+    drawn = axes.scatter(memories, rates, c=colors, cmap="viridis_r", vmin=0.0, zorder=3)
+    figure.colorbar(drawn, label="loss over an fp32 wire, %: mean + spread of E5")
+    for i in front:
+        at = memories[i], rates[i]
+        axes.annotate(str(i + 1), at, textcoords="offset points", xytext=(-6, 5), ha="right", fontsize=9)
+        axes.plot([], [], " ", label=f"{i + 1}  {plan.outcomes[i].candidate.name}")
+    figure.legend(loc="outside right upper", handlelength=0, fontsize=8, title="fastest for their memory")
+    axes.set(xlabel="memory of a GPU, GB (estimate)", ylabel="million tokens per second (predicted)")
+    axes.set(xlim=(0, 1.08 * max(memories)), ylim=(0, 1.12 * max(rates)))
+    axes.grid(alpha=0.3)
+    figure.savefig(path, dpi=110)
+    pyplot.close(figure)
 
 
 def run(args: argparse.Namespace) -> None:
@@ -110,7 +192,3 @@ def run(args: argparse.Namespace) -> None:
 def main() -> int:
     args = parse_arguments()
     return report_errors(lambda: run(args))
-
-
-if __name__ == "__main__":
-    sys.exit(main())

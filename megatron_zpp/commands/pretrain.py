@@ -29,6 +29,7 @@ from megatron_zpp.parallel.distributed import (
 )
 from megatron_zpp.parallel.stop import end_at_once_on_ctrl_c
 from megatron_zpp.settings.groups import DistributedSettings
+from megatron_zpp.settings.resolved import ResolvedSettings
 from megatron_zpp.training.nonfinite import NotFiniteError
 from megatron_zpp.training.pretrain import train
 from megatron_zpp.training.run import Run
@@ -40,7 +41,7 @@ EXIT_NOT_FINITE = 3
 
 
 def main(architecture: Architecture) -> NoReturn:
-    """``pretrain`` as a program."""
+    """Run ``pretrain`` as a program."""
     keep_streams()
     try:
         pretrain(architecture)
@@ -50,24 +51,24 @@ def main(architecture: Architecture) -> NoReturn:
 
 
 def pretrain(architecture: Architecture) -> None:
-    """Run what the command line says; ends the process with a status unless all went well."""
+    """Train as the command line says. End the process with a status unless all goes well."""
     start = time.monotonic()
     try:
         if "--dry-run" in sys.argv[1:]:
             dry_run(architecture)
             return
-        settings, mistake, ranks = None, None, DistributedSettings()
+        parsed: ResolvedSettings | SettingsError
         try:
-            settings = parse_settings(architecture, world_size=ranks_of_environment())
-            ranks = settings.distributed
+            parsed = parse_settings(architecture, world_size=ranks_of_environment())
+            ranks = parsed.distributed
         except SettingsError as error:
-            mistake = error
+            parsed, ranks = error, DistributedSettings()
         # The ranks meet to report a mistake too: torchrun ends them all when the first one leaves.
         device = init_distributed(ranks.distributed_backend, ranks.distributed_timeout_minutes)
         with errors_on_all_ranks():
-            if mistake is not None:
-                raise mistake
-        assert settings is not None
+            if isinstance(parsed, SettingsError):
+                raise parsed
+            settings = parsed
         if settings.training.exit_signal_handler:
             end_at_once_on_ctrl_c()
         run = build_run(architecture, settings, device)
@@ -91,7 +92,7 @@ def pretrain(architecture: Architecture) -> None:
             dist.destroy_process_group()
 
 
-# A plain Megatron script has no --zero-stage, and would keep all of these whole on each data-parallel rank.
+# For users of plain Megatron scripts, which shard nothing over data-parallel ranks, and have no --zero-stage.
 _SHARDED = (
     "data-parallel ranks shard nothing, as Megatron without --use-distributed-optimizer",
     "data-parallel ranks shard optimizer state, as Megatron with --use-distributed-optimizer",
@@ -101,13 +102,12 @@ _SHARDED = (
 
 
 def describe(run: Run) -> None:
-    """Print it, on rank 0."""
+    """Print the model, the ranks, and how both are divided, on rank 0."""
     zeropp, world_size = run.zeropp, run.world_size
     ranks = ("emulated rank" if run.mesh.emulated_ranks > 1 else "rank") + ("s" if world_size > 1 else "")
     print_once(
         f"{run.architecture.name} with {run.architecture.num_parameters(run.model.config):,} parameters, ZeRO stage "
-        f"{run.settings.zero.zero_stage} on {world_size} {ranks} ({run.device.type}, torch "
-        f"{torch.__version__})"
+        f"{run.settings.zero.zero_stage} on {world_size} {ranks} ({run.device.type}, torch {torch.__version__})"
     )
     if world_size > 1:
         print_once(_SHARDED[run.settings.zero.zero_stage])
@@ -122,11 +122,8 @@ def describe(run: Run) -> None:
 
 
 def _report_alone_or_together(error: Exception) -> None:
-    """Report an error that this rank met, and maybe all of them.
-
-    If all did, rank 0 speaks and torchrun ends the others while they wait here; else the wait is over and they speak.
-    """
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # remembered only, it would not end the wait
+    """Report an error of this rank. If all ranks have it, rank 0 does, and torchrun ends the others while they wait."""
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the trainer's handler would not end the wait
     if is_first_rank():
         report_error(*messages_of(error))
     else:

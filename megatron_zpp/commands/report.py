@@ -1,10 +1,7 @@
-"""Compare runs at a glance: one HTML page with plots and a table, which needs no server and no network.
+"""Compare runs on one HTML page with plots and a table, which needs no server and no network.
 
-    python tools/report.py runs/zero3 runs/zeropp --output report.html
-    python tools/report.py --wandb PROJECT
-
-A run is a folder that holds TensorBoard events (--tensorboard-dir); a folder of such folders stands for all of them.
---wandb saves the same plots as a report of a wandb project, over its runs.
+python tools/report.py runs/zero3 runs/zeropp --output report.html
+python tools/report.py --wandb PROJECT
 """
 
 from __future__ import annotations
@@ -12,29 +9,28 @@ from __future__ import annotations
 import argparse
 import html
 import io
+import itertools
 import os
 import re
 import statistics
-import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from megatron_zpp.commands.common import report_errors
-from megatron_zpp.metrics.dashboard import DASHBOARD
 from megatron_zpp.metrics.lines import format_duration
-from megatron_zpp.metrics.tensorboard_reader import RunHistory, find_runs, read_run
+from megatron_zpp.metrics.tensorboard_reader import AXES, DASHBOARD, Curve, RunHistory, find_runs, read_run
 
 if TYPE_CHECKING:
     from megatron_zpp.planning.cluster import Cluster
 
-Curve = list[tuple[float, float]]
 SMOOTHED_OVER = 40  # points of a training loss
 MOST_POINTS = 300  # of all curves of a chart
 BETWEEN, WITHIN = "comm/bytes-between-nodes", "comm/bytes-within-nodes"
-# Which folder a run wrote to says nothing about it.
-PLACES = {"command", "save", "load", "data_cache_path", "profile_dir"}
-PLACES |= {"tensorboard_dir", "wandb_exp_name", "wandb_save_dir"}
+PLACES = {  # settings that say where a run wrote, not what it did
+    *("command", "save", "load", "data_cache_path", "profile_dir"),
+    *("tensorboard_dir", "wandb_exp_name", "wandb_save_dir"),
+}
 PAGE = """<!DOCTYPE html>
 <html lang="en"><head><meta charset="utf-8"><title>{title}</title>
 <meta name="viewport" content="width=device-width"><style>
@@ -51,39 +47,35 @@ svg {{ max-width: 100%; height: auto; font-family: sans-serif; }}
 
 
 def summary(run: RunHistory) -> dict[str, str]:
-    """Return a run's last figures, formatted."""
-    losses = [*run.metrics["lm loss"].values()]
-    rates = _values(run, "tokens-per-second")
+    """Format a run's last figures."""
+
+    def values(key: str) -> list[float]:
+        return [*run.metrics.get(key, {}).values()]
+
+    def mean(points: list[float], template: str) -> str:
+        return template.format(statistics.fmean(points)) if points else ""
+
+    def megabytes_per_step(key: str) -> str:
+        sent = run.bytes_so_far(key)
+        return f"{sent[max(sent)] / max(sent) / 1e6:.3f}" if sent else ""
+
+    losses, rates = values("lm loss"), values("tokens-per-second")
     rows = {
         "iterations": f"{max(run.metrics['lm loss']):,}",
-        "tokens": f"{max((tokens for tokens, _ in run.over_tokens('lm loss')), default=0):,.0f}",
-        "training loss (mean of the last tenth of its points)": _mean(losses[-max(1, len(losses) // 10) :], "{:.4f}"),
-        "validation loss (last)": _mean(_values(run, "lm loss validation")[-1:], "{:.4f}"),
-        # The first point's step warms everything up.
+        "tokens": f"{max((tokens for tokens, _ in run.curve('lm loss', 'tokens')), default=0):,.0f}",
+        "training loss (mean of the last tenth of its points)": mean(losses[-max(1, len(losses) // 10) :], "{:.4f}"),
+        "validation loss (last)": mean(values("lm loss validation")[-1:], "{:.4f}"),
+        # The first point includes warming up.
         "tokens per second (median)": f"{statistics.median(rates[1:] or rates):,.0f}" if rates else "",
-        "MB between nodes per step (mean)": _megabytes_per_step(run, BETWEEN),
-        "MB within nodes per step (mean)": _megabytes_per_step(run, WITHIN),
+        "MB between nodes per step (mean)": megabytes_per_step(BETWEEN),
+        "MB within nodes per step (mean)": megabytes_per_step(WITHIN),
     }
     for chart, key in DASHBOARD["Quantization error"].items():
-        values = _values(run, key)
         if key.startswith("comm/nonfinite"):
-            rows[f"{chart} (sum)"] = f"{sum(values):,.0f}" if values else ""
+            rows[f"{chart} (sum)"] = f"{sum(values(key)):,.0f}" if values(key) else ""
         else:
-            rows[f"{chart} (mean)"] = _mean(values, "{:.4g}")
+            rows[f"{chart} (mean)"] = mean(values(key), "{:.4g}")
     return rows
-
-
-def _values(run: RunHistory, key: str) -> list[float]:
-    return [*run.metrics.get(key, {}).values()]
-
-
-def _mean(values: list[float], template: str) -> str:
-    return template.format(statistics.fmean(values)) if values else ""
-
-
-def _megabytes_per_step(run: RunHistory, key: str) -> str:
-    sent = run.bytes_so_far(key)
-    return f"{sent[max(sent)] / max(sent) / 1e6:.3f}" if sent else ""
 
 
 def differing_settings(runs: list[RunHistory]) -> dict[str, list[str]]:
@@ -94,35 +86,14 @@ def differing_settings(runs: list[RunHistory]) -> dict[str, list[str]]:
 
 
 def charts(runs: list[RunHistory]) -> dict[str, dict[tuple[str, str], dict[str, Curve]]]:
-    """Return curves by group, by what is drawn and over what, and by run. Charts without any point are left out."""
+    """Return curves by group, by chart and axis, and by run. Leave out charts without any point."""
     groups: dict[str, dict[tuple[str, str], dict[str, Curve]]] = {}
     for group, entries in DASHBOARD.items():
-        axes: dict[str, Callable[[RunHistory, str], Curve]] = {
-            "iteration": lambda run, key: [(float(i), value) for i, value in run.metrics.get(key, {}).items()]
-        }
-        if group == "Loss":
-            axes |= {
-                "tokens": RunHistory.over_tokens,
-                "time": RunHistory.over_seconds,
-                "bytes sent between nodes": RunHistory.over_bytes_between_nodes,
-            }
-        for chart, key in entries.items():
-            for axis, read_curve in axes.items():
-                curves = {run.name: curve for run in runs if (curve := read_curve(run, key))}
-                if curves:
-                    groups.setdefault(group, {})[chart, axis] = curves
+        for (chart, key), axis in itertools.product(entries.items(), AXES if group == "Loss" else AXES[:1]):
+            curves = {run.name: curve for run in runs if (curve := run.curve(key, axis))}
+            if curves:
+                groups.setdefault(group, {})[chart, axis] = curves
     return groups
-
-
-def prediction_rows(runs: list[RunHistory], cluster: Cluster) -> dict[str, list[str]]:
-    """Return what the planner predicts of each run, and what was measured. Raises ValueError."""
-    from megatron_zpp.planning.predict import PARTS, compare_with_log  # needs torch, which pages do not
-
-    compared = [compare_with_log(run, cluster) for run in runs]
-    return {
-        f"ms for {part}": [f"{1000 * parts[part][0]:,.1f}, {1000 * parts[part][1]:,.1f}" for parts in compared]
-        for part in PARTS
-    }
 
 
 def write_html(runs: list[RunHistory], path: Path, cluster: Cluster | None = None) -> None:
@@ -136,12 +107,15 @@ def write_html(runs: list[RunHistory], path: Path, cluster: Cluster | None = Non
     matplotlib.use("Agg")
     summaries = [summary(run) for run in runs]
     rows = {name: [per_run[name] for per_run in summaries] for name in summaries[0]}
-    parts = [
-        _table({name: cells for name, cells in rows.items() if any(cells)}, runs),
-        *(["<h2>Predicted, measured</h2>", _table(prediction_rows(runs, cluster), runs)] if cluster else []),
-        "<h2>Settings that differ</h2>",
-        _table(differing_settings(runs), runs),
-    ]
+    parts = [_table({name: cells for name, cells in rows.items() if any(cells)}, runs)]
+    if cluster is not None:
+        from megatron_zpp.planning.predict import compare_with_log  # needs torch, which pages do not
+
+        compared = [compare_with_log(run, cluster) for run in runs]
+        seconds = {f"ms for {part}": [each[part] for each in compared] for part in compared[0]}
+        cells = {name: [f"{1000 * a:,.1f}, {1000 * b:,.1f}" for a, b in pairs] for name, pairs in seconds.items()}
+        parts += ["<h2>Predicted, measured</h2>", _table(cells, runs)]
+    parts += ["<h2>Settings that differ</h2>", _table(differing_settings(runs), runs)]
     colors = {run.name: f"C{i}" for i, run in enumerate(runs)}
     for group, entries in charts(runs).items():
         parts.append(f"<h2>{group}</h2>")
@@ -160,11 +134,11 @@ def _table(rows: Mapping[str, list[str]], runs: list[RunHistory]) -> str:
 
 
 def _plot(chart: str, axis: str, curves: dict[str, Curve], colors: dict[str, str]) -> str:
-    """Draw one chart, as a part of the page."""
+    """Draw one chart as SVG."""
     from matplotlib import pyplot, rc_context
     from matplotlib.ticker import EngFormatter, FuncFormatter
 
-    with rc_context({"svg.fonttype": "none"}):  # text stays text, which is smaller than its outlines
+    with rc_context({"svg.fonttype": "none"}):  # text is smaller than its outlines
         figure, axes = pyplot.subplots(figsize=(6, 3.6), layout="constrained")
         points = max(10, MOST_POINTS // len(curves))
         for name, curve in curves.items():
@@ -191,10 +165,10 @@ def _plot(chart: str, axis: str, curves: dict[str, Curve], colors: dict[str, str
 
 
 def compact(drawing: str) -> str:
-    """Make Matplotlib's SVG a part of a page, without the half that a browser does not need."""
+    """Remove the half of Matplotlib's SVG that a page does not need."""
     drawing = drawing[drawing.index("<svg") :]
     drawing = re.sub(r"<metadata>.*?</metadata>", "", drawing, flags=re.DOTALL)
-    # Keep tenths of a point. Between tags are numbers to read.
+    # Keep tenths of a point, in tags only: between them are axis labels.
     drawing = re.sub(r"<[^>]*>", lambda tag: re.sub(r"(?<=\d\.\d)\d+", "", tag[0]), drawing)
     drawing = re.sub(r'font-family: [^;"]*;', "", drawing)
     drawing = re.sub(r'<g id="[^"]*"', "<g", drawing)
@@ -202,20 +176,20 @@ def compact(drawing: str) -> str:
 
 
 def smoothed(curve: Curve) -> Curve:
-    """Average over a window of a twentieth of the points, half of them before each and half after."""
+    """Average over a window of a twentieth of the points around each."""
     half = max(1, len(curve) // 40)
     values = [value for _, value in curve]
     return [(x, statistics.fmean(values[max(0, i - half) : i + half + 1])) for i, (x, _) in enumerate(curve)]
 
 
 def thinned(curve: Curve, points: int) -> Curve:
-    """Keep at most ``points`` points, the last one among them."""
+    """Keep at most ``points`` points, including the last one."""
     every = -(-len(curve) // points)
     return curve[(len(curve) - 1) % every :: every]
 
 
-def wandb_report(project: str, entity: str | None) -> Any:
-    """Build the same charts as an unsaved report of a wandb project. Raises ImportError without wandb_workspaces."""
+def save_wandb_report(project: str, entity: str | None) -> str:
+    """Save the same charts as a report of a wandb project. Return its address. Raises ImportError or ValueError."""
     try:
         import wandb_workspaces.reports.v2 as reports
     except ImportError:
@@ -227,51 +201,42 @@ def wandb_report(project: str, entity: str | None) -> Any:
         if group == "Loss":
             panels.append(reports.LinePlot(title="training loss over samples", x="samples vs steps", y=["lm loss"]))
         blocks += [reports.H2(group), reports.PanelGrid(runsets=[reports.Runset(**place)], panels=panels)]
-    return reports.Report(**place, title="megatron_zpp", blocks=blocks)
-
-
-def save_wandb_report(project: str, entity: str | None) -> str:
-    """Return the address of a saved report. Raises ValueError with what wandb says, such as a missing login."""
-    report = wandb_report(project, entity)
+    report = reports.Report(**place, title="megatron_zpp", blocks=blocks)
     try:
         report.save()
     except Exception as error:  # wandb raises bare ones
         raise ValueError(f"wandb: {error}") from None
-    return report.url
+    return str(report.url)
 
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Compare training runs on one page.", allow_abbrev=False)
     add = parser.add_argument
-    add("runs", nargs="*", type=Path, metavar="RUN_DIR", help="what was given to --tensorboard-dir")
+    add("runs", nargs="*", type=Path, metavar="RUN_DIR", help="folder given to --tensorboard-dir")
     add("--output", type=Path, default=Path("report.html"), help="page to write; default report.html")
     cluster = "file of tools/measure_cluster.py, or such as 2x8xH100@400: also show the planner's prediction"
     add("--cluster", metavar="FILE", help=cluster)
     add("--wandb", metavar="PROJECT", help="save the plots as a report of this wandb project instead")
-    add("--wandb-entity", metavar="NAME", help="the project's owner; default your own")
+    add("--wandb-entity", metavar="NAME", help="the project's owner; default: your account")
     args = parser.parse_args(argv)
     if bool(args.runs) == (args.wandb is not None):
         parser.error("give either folders of runs, or --wandb PROJECT")
     if args.cluster and args.wandb:
         parser.error("--cluster adds to the page of folders of runs; leave it or --wandb out")
-    return report_errors(lambda: run(args))
 
+    def run() -> None:
+        if args.wandb is not None:
+            print(f"report: {save_wandb_report(args.wandb, args.wandb_entity)}")
+            return
+        found = find_runs(args.runs)
+        common = os.path.commonpath([os.path.dirname(os.path.abspath(folder)) for folder in found])
+        runs = [read_run(os.path.relpath(folder, common), files) for folder, files in found.items()]
+        cluster = None
+        if args.cluster:
+            from megatron_zpp.planning.cluster import parse_cluster  # needs torch, too
 
-def run(args: argparse.Namespace) -> None:
-    if args.wandb is not None:
-        print(f"report: {save_wandb_report(args.wandb, args.wandb_entity)}")
-        return
-    found = find_runs(args.runs)
-    common = os.path.commonpath([os.path.dirname(os.path.abspath(folder)) for folder in found])
-    runs = [read_run(os.path.relpath(folder, common), files) for folder, files in found.items()]
-    cluster = None
-    if args.cluster:
-        from megatron_zpp.planning.cluster import parse_cluster  # needs torch, too
+            cluster = parse_cluster(args.cluster)
+        write_html(runs, args.output, cluster)
+        print(f"{len(runs)} run{'s' if len(runs) > 1 else ''}: {args.output}")
 
-        cluster = parse_cluster(args.cluster)
-    write_html(runs, args.output, cluster)
-    print(f"{len(runs)} run{'s' if len(runs) > 1 else ''}: {args.output}")
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    return report_errors(run)

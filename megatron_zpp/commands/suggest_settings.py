@@ -1,16 +1,10 @@
-"""Suggest how to send weights and gradients.
-
-Trains your model on your data for a few hundred steps with each of some settings, emulated in one process, and ranks
-them by loss against bytes.
+"""Suggest how to send weights and gradients: rank settings by loss against bytes, on your model and data.
 
     python tools/suggest_settings.py gpt --emulate-ranks 16 --emulate-nodes 4 --link-gbps 25 -- \\
         --num-layers 12 --hidden-size 768 ... --data-path PREFIX
 
-Try your own settings with ``--try "--zero-quantized-weights --zeropp-weight-bits 6"``, as often as you like.
-
-After ``--`` come the flags of the architecture's training program as you would give them on the cluster, without those
-of ZeRO++. All settings see the same data in the same order. The first one, plain ZeRO-3, is trained again on the same
-data with initial weights that are 0.1 % larger: what differs between the two is noise.
+Each setting trains for a few hundred steps, emulated in one process, on the same data in the same order. The first one,
+plain ZeRO-3, trains again with initial weights that are 0.1 % larger: the difference between the two is noise.
 """
 
 from __future__ import annotations
@@ -89,33 +83,36 @@ def main() -> int:
     )
     add, ranks, count = parser.add_argument, number(int, at_least=1, at_most=4096), number(int, at_least=1)
     names = ", ".join(architecture.name for architecture in ARCHITECTURES)
-    add("architecture", help=f"{names}, or yours as package.module:NAME")
+    add("architecture", help=f"{names}, or your own as package.module:NAME")
     add("--emulate-ranks", type=ranks, default=8, metavar="W", help="GPUs of the cluster; default 8")
     add("--emulate-nodes", type=count, default=2, metavar="N", help="nodes of the cluster; default 2")
     add("--iterations", type=count, default=400, metavar="K", help="steps of each setting; default 400")
     rate = number(float, above=0)
-    add("--link-gbps", type=rate, metavar="R", help="a node's link, for seconds instead of bytes alone")
-    add("--try", action="append", dest="tried", metavar="FLAGS", help="a setting, instead of ours")
+    add("--link-gbps", type=rate, metavar="R", help="Gbit/s out of a node, to show seconds too")
+    add(
+        "--try",
+        action="append",
+        dest="tried",
+        metavar="FLAGS",
+        help="flags to try instead of the built-in settings; repeatable",
+    )
     words = sys.argv[1:]
     separator = words.index("--") if "--" in words else len(words)
     args, flags = parser.parse_args(words[:separator]), words[separator + 1 :]
     if not flags:
         parser.error("give the flags of the run after --")
-    return report_errors(lambda: run(args, flags), (ValueError, RuntimeError))
 
+    def run() -> None:
+        outcomes, noise = measure(args, flags)
+        print(table(outcomes, noise, args.link_gbps))
+        best, limit = suggest(outcomes, noise), 100 * _allowed_loss(outcomes, noise)
+        print(f"\nSuggested: {best.name}, the fewest bytes of those that lose at most {limit:.2f} %:\n  {best.flags}")
 
-def run(args: argparse.Namespace, flags: list[str]) -> None:
-    outcomes, noise = measure(args, flags)
-    print(table(outcomes, noise, args.link_gbps))
-    best, limit = suggest(outcomes, noise), 100 * allowed_loss(outcomes, noise)
-    print(f"\nSuggested: {best.name}, the fewest bytes of those that lose at most {limit:.2f} %:\n  {best.flags}")
+    return report_errors(run, (ValueError, RuntimeError))
 
 
 def measure(args: argparse.Namespace, flags: list[str]) -> tuple[list[Outcome], float | None]:
-    """Train every setting. Return the outcomes, and what slightly larger initial weights do to the first one's loss.
-
-    That noise is None with --finetune, whose initial weights are the checkpoint's.
-    """
+    """Train every setting. Return the outcomes, and the noise; None with --finetune, whose weights are given."""
     ranks, nodes = args.emulate_ranks, args.emulate_nodes
     if args.iterations < 20:
         raise ValueError(f"--iterations {args.iterations} is too short to tell settings apart: give 20 or more")
@@ -123,29 +120,29 @@ def measure(args: argparse.Namespace, flags: list[str]) -> tuple[list[Outcome], 
         raise ValueError(
             f"--emulate-ranks {ranks} on --emulate-nodes {nodes}: give 2 nodes or more that divide the ranks"
         )
-    common = ["--emulate-ranks", str(ranks), "--emulate-nodes", str(nodes)]
-    common += f"--train-iters {args.iterations} --log-interval 1 --eval-iters 0 --zero-stage 3".split()
+    flags = [*flags, *f"--emulate-ranks {ranks} --emulate-nodes {nodes} --train-iters {args.iterations}".split()]
+    flags += ["--log-interval", "1", "--eval-iters", "0", "--zero-stage", "3"]
     per_node = ranks // nodes
     settings = {setting: setting for setting in args.tried} if args.tried else SETTINGS
     if per_node == 1 and not args.tried:  # differences need hpZ, which needs ranks that share a node
         settings = {name: setting for name, setting in settings.items() if "-weight-difference" not in setting}
     all_flags = {CONTROL: f"--zeropp-ranks-per-node {per_node}"}
     all_flags |= {name: f"--zero-hpz-partition-size {per_node} {setting}" for name, setting in settings.items()}
-    # A mistake comes to light before anything is trained.
+    # Find mistakes before anything is trained.
     architecture = load_architecture(args.architecture)
-    plain = parse_settings(architecture, [*flags, *common], note=lambda _: None)
-    check_plain(plain)
-    steps = str(warmup_steps(plain, args.iterations) or args.iterations // 10)
+    plain = parse_settings(architecture, flags, note=lambda _: None)
+    _check_plain(plain)
+    steps = str(_warmup_steps(plain, args.iterations) or args.iterations // 10)
     all_flags = {name: setting.replace("{warmup}", steps) for name, setting in all_flags.items()}
     for setting in all_flags.values():
-        parse_settings(architecture, [*flags, *common, *setting.split()], note=lambda _: None)
+        parse_settings(architecture, [*flags, *setting.split()], note=lambda _: None)
     outcomes, noise, again = [], None, not plain.checkpoint.finetune
     with Progress(console=Console(stderr=True)) as bar:
         task = bar.add_task("training", total=len(all_flags) + again)
         for name, setting in all_flags.items():
             try:
-                log = train(args.architecture, [*flags, *common, *setting.split()])
-                outcome = Outcome(name, setting, final_loss(log), log.lines[-1][BETWEEN] * 1e6 / nodes)
+                log = train(args.architecture, [*flags, *setting.split()])
+                outcome = Outcome(name, setting, _final_loss(log), log.lines[-1][BETWEEN] * 1e6 / nodes)
             except RuntimeError as error:
                 if name == CONTROL:
                     raise
@@ -154,14 +151,14 @@ def measure(args: argparse.Namespace, flags: list[str]) -> tuple[list[Outcome], 
             bar.advance(task)
         if again:
             larger_weights = ["--init-method-std", str(plain.model.init_method_std * 1.001)]
-            log = train(args.architecture, [*flags, *common, *all_flags[CONTROL].split(), *larger_weights])
-            noise = abs(final_loss(log) - outcomes[0].loss)
+            log = train(args.architecture, [*flags, *all_flags[CONTROL].split(), *larger_weights])
+            noise = abs(_final_loss(log) - outcomes[0].loss)
             bar.advance(task)
     return outcomes, noise
 
 
-def check_plain(settings: ResolvedSettings) -> None:
-    """Raise ValueError unless the run to which all settings are added is plain, and starts from scratch."""
+def _check_plain(settings: ResolvedSettings) -> None:
+    """Raise ValueError unless the run without settings is plain, and starts from scratch."""
     checkpoint, logging = settings.checkpoint, settings.logging
     continues = checkpoint.load and not checkpoint.finetune
     if checkpoint.save or logging.tensorboard_dir or logging.wandb_project or continues:
@@ -182,7 +179,7 @@ def check_plain(settings: ResolvedSettings) -> None:
         )
 
 
-def warmup_steps(settings: ResolvedSettings, iterations: int) -> int:
+def _warmup_steps(settings: ResolvedSettings, iterations: int) -> int:
     """Return the steps of the learning rate's warm-up. Raises ValueError if they are over a quarter of the run."""
     batches = BatchSchedule.from_settings(settings.training, data_parallel_size(settings.distributed, world_size=1))
     schedule = Schedule.from_settings(settings.optimizer, settings.schedule, settings.training, batches)
@@ -196,10 +193,7 @@ def warmup_steps(settings: ResolvedSettings, iterations: int) -> int:
 
 
 def train(architecture: str, flags: list[str]) -> RunLog:
-    """Train in another process and read its log. Raises RuntimeError with what the run said if it fails.
-
-    architecture: as ``load_architecture`` takes it.
-    """
+    """Train in another process and return its log. Raises RuntimeError with the run's error if it fails."""
     command = [sys.executable, "-c", TRAINER, architecture, *flags]
     ran = subprocess.run(command, capture_output=True, text=True)
     if ran.returncode != 0:
@@ -208,7 +202,7 @@ def train(architecture: str, flags: list[str]) -> RunLog:
     return parse_log(ran.stdout)
 
 
-def final_loss(log: RunLog) -> float:
+def _final_loss(log: RunLog) -> float:
     """Average the training loss over the last quarter of a run; all settings see the same samples."""
     losses = [line["lm loss"] for line in log.lines if "lm loss" in line]
     return statistics.mean(losses[-max(1, len(losses) // 4) :])
@@ -216,20 +210,19 @@ def final_loss(log: RunLog) -> float:
 
 def table(outcomes: list[Outcome], noise: float | None, link_gbps: float | None) -> str:
     """Format the settings, most bytes first."""
-    control = outcomes[0]
-    header = f"{'setting':50}{'loss':>9}{'over ZeRO-3':>13}{'MB a node sends':>17}"
-    lines = [header + (f"{'s per step':>12}" if link_gbps else "")]
+    control, seconds = outcomes[0], f"{'s per step':>12}" if link_gbps else ""
+    lines = [f"{'setting':50}{'loss':>9}{'over ZeRO-3':>13}{'MB a node sends':>17}{seconds}"]
     trained = [outcome for outcome in outcomes if outcome.failure is None]
     for outcome in sorted(trained, key=lambda outcome: -outcome.bytes_per_step):
         change = 100 * (outcome.loss / control.loss - 1)
         line = f"{outcome.name:50}{outcome.loss:9.4f}{change:+12.2f}%{outcome.bytes_per_step / 1e6:17.2f}"
         lines.append(line + (f"{outcome.bytes_per_step * 8 / (link_gbps * 1e9):12.4f}" if link_gbps else ""))
     lines += [f"{outcome.name:50} failed: {outcome.failure}" for outcome in outcomes if outcome.failure is not None]
-    if noise is None:
-        lines.append("Noise: not measured, as the checkpoint's weights are the initial ones.")
-    else:
+    said = "not measured, as the checkpoint's weights are the initial ones."
+    if noise is not None:
         change = 100 * noise / control.loss
-        lines.append(f"Noise: initial weights that are 0.1 % larger move the first one's loss by {change:.2f} %.")
+        said = f"initial weights that are 0.1 % larger move the first one's loss by {change:.2f} %."
+    lines.append(f"Noise: {said}")
     if not torch.cuda.is_available():
         lines.append(
             f"{CONTROL}'s bytes are gloo's, which sends gradients twice; over NCCL they are about 3/4 of that."
@@ -237,17 +230,13 @@ def table(outcomes: list[Outcome], noise: float | None, link_gbps: float | None)
     return "\n".join(lines)
 
 
-def allowed_loss(outcomes: list[Outcome], noise: float | None) -> float:
-    """Return what a setting may lose, as a share of the first one's loss: the noise, at least 0.25 %."""
+def _allowed_loss(outcomes: list[Outcome], noise: float | None) -> float:
+    """Return the loss that a setting may add, as a share of the first one's: the noise, at least 0.25 %."""
     return max((noise or 0.0) / outcomes[0].loss, 0.0025)
 
 
 def suggest(outcomes: list[Outcome], noise: float | None) -> Outcome:
-    """Choose the fewest bytes among the settings that lose no more than what is allowed."""
-    limit = outcomes[0].loss * (1 + allowed_loss(outcomes, noise))
+    """Choose the fewest bytes among the settings that add no more loss than allowed."""
+    limit = outcomes[0].loss * (1 + _allowed_loss(outcomes, noise))
     good = [outcome for outcome in outcomes if math.isfinite(outcome.loss) and outcome.loss <= limit]
     return min(good or outcomes[:1], key=lambda outcome: outcome.bytes_per_step)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

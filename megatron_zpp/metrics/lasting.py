@@ -1,4 +1,4 @@
-"""Logs, TensorBoard and profiles may fail, on a full disk or a closed pipe, without ending a run."""
+"""Failing writes of logs, TensorBoard and profiles, on a full disk or a closed pipe, do not end a run."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ RETRY_SECONDS = 60.0
 class Attempts:
     """Attempts to write to one place. The first failure is a warning; the next attempt is made a minute later.
 
-    retries: whether the caller makes a next attempt, which the warning then promises.
+    retries: whether the caller makes a next attempt, which the warning then announces.
     """
 
     def __init__(self, place: str, retries: bool = True) -> None:
@@ -23,7 +23,7 @@ class Attempts:
         self._has_failed, self._next = False, 0.0
 
     def __call__(self, work: Callable[[], object], kinds: type[Exception] = Exception) -> bool:
-        """Do ``work``; return whether it was done. Other packages raise what they like, so every Exception counts."""
+        """Do ``work`` and return whether it succeeded. Other packages raise anything, so every Exception counts."""
         if time.monotonic() < self._next:
             return False
         try:
@@ -41,7 +41,7 @@ class Attempts:
 
 
 class LastingStream:
-    """stdout or stderr, whose failures are one warning on the other one. What cannot be written is lost."""
+    """stdout or stderr, which loses what it cannot write. The first failure is a warning on the other one."""
 
     def __init__(self, stream: Any, descriptor: int) -> None:
         self._stream, self._descriptor, self._has_failed = stream, descriptor, False
@@ -60,22 +60,19 @@ class LastingStream:
         try:
             work()
         except (OSError, ValueError) as error:  # ValueError: closed
-            if self._has_failed:
-                return
-            self._has_failed = True
-            name = ("stdin", "stdout", "stderr")[self._descriptor]
-            with suppress(OSError):  # not on Linux
-                name += f" ({os.readlink(f'/proc/self/fd/{self._descriptor}')})"
-            other = sys.stderr if self._descriptor == 1 else sys.stdout
-            print(f"warning: {name} cannot be written ({error}): training goes on without it", file=other, flush=True)
+            if not self._has_failed:
+                self._has_failed = True
+                name, other = ("stdout", sys.stderr) if self._descriptor == 1 else ("stderr", sys.stdout)
+                with suppress(OSError):  # not on Linux
+                    name += f" ({os.readlink(f'/proc/self/fd/{self._descriptor}')})"
+                warning = f"warning: {name} cannot be written ({error}): training goes on without it"
+                print(warning, file=other, flush=True)
 
 
 def keep_streams() -> None:
     """Let no failing write to stdout or stderr end this program."""
     for descriptor, name in ((1, "stdout"), (2, "stderr")):
-        if (
-            getattr(sys, name) is None
-        ):  # closed when the program began; the next file that is opened would take its place
+        if getattr(sys, name) is None:  # closed at the start: the next file that is opened would take its place
             try:
                 os.fstat(descriptor)
             except OSError:

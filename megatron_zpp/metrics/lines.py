@@ -2,92 +2,87 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import datetime
+from typing import Any
 
-HOPS = ("weights", "gradients/intra", "gradients/inter")  # whose quantization errors the line shows
+HOPS = ("weights", "gradients/intra", "gradients/inter")  # the log line shows their quantization errors
 
 
-@dataclass(frozen=True)
+def _field(text: str, key: str | None = None, factor: float = 1, default: Any = dataclasses.MISSING) -> Any:
+    """Declare a field: its text in the log line, which shows value * factor, and its TensorBoard and wandb key."""
+    return dataclasses.field(default=default, metadata={"text": text, "key": key, "factor": factor})
+
+
+def _megabytes(links: str, key: str) -> Any:
+    return _field(f"{links} per step (MB): {{:.3f}}", f"comm/{key}", 1e-6, None)
+
+
+def _milliseconds(links: str) -> Any:
+    return _field(f"waited {links} nodes per step (ms): {{:.1f}}", f"comm/seconds-waited-{links}-nodes", 1000, None)
+
+
+@dataclass(frozen=True, kw_only=True)
 class TrainingReport:
-    """The state of training after an iteration. None: not measured, left out."""
+    """The state of training after an iteration, in the order of the log line, which leaves out what is None."""
 
-    iteration: int
     train_iters: int
-    consumed_samples: int
-    learning_rate: float  # of the next step, as in Megatron
-    global_batch_size: int
-    losses: Mapping[str, float]  # by name, such as "lm loss"; the line's are means over the interval's steps that count
-    loss_scale: float
-    grad_norm: float | None = None
-    num_zeros: int | None = None
-    params_norm: float | None = None
-    skipped_samples: int = 0
-    skipped_iterations: int = 0
-    nan_iterations: int = 0
-    seconds_per_iteration: float | None = None
-    tflops_per_device: float | None = None  # with --log-throughput
-    tokens_per_second: float | None = None  # of all ranks
-    mfu: float | None = None  # 0 to 1
+    iteration: int = _field("iteration {:8d}/{report.train_iters:8d}")
+    consumed_samples: int = _field("consumed samples: {:12d}")
+    seconds_per_iteration: float | None = _field(
+        "elapsed time per iteration (ms): {:.1f}", "iteration-time", 1000, None
+    )
+    tflops_per_device: float | None = _field("throughput per GPU (TFLOP/s/GPU): {:.1f}", "throughput", default=None)
+    learning_rate: float = _field("learning rate: {:.6E}", "learning-rate")  # of the next step, as in Megatron
+    global_batch_size: int = _field("global batch size: {:5d}", "batch-size")
+    losses: Mapping[str, float]  # by name, such as "lm loss"; in the line, means over the interval's counted steps
+    loss_scale: float = _field("loss scale: {:.1f}", "loss-scale")
+    grad_norm: float | None = _field("grad norm: {:.3f}", "grad-norm", default=None)
+    num_zeros: int | None = _field("num zeros: {}", "num-zeros", default=None)
+    params_norm: float | None = _field("params norm: {:.3f}", "params-norm", default=None)
+    skipped_iterations: int = _field("number of skipped iterations: {:3d}", default=0)
+    nan_iterations: int = _field("number of nan iterations: {:3d}", default=0)
+    # Megatron's fields end here.
+    island: int | None = _field("island: {}", default=None)  # whose job's line this is, if each island is a job
+    islands_there: int | None = _field("islands there: {}", default=None)  # at the last agreement
+    tokens_per_second: float | None = _field("tokens per second: {:.0f}", "tokens-per-second", default=None)
+    mfu: float | None = _field("MFU: {:.2%}", "mfu", default=None)  # 0 to 1
     eta_seconds: float | None = None
-    bytes_between_nodes: float | None = None  # sent per step, all ranks
-    bytes_within_nodes: float | None = None
-    bytes_between_islands: float | None = None
-    island: int | None = None  # whose job's line this is, where each island is a job of its own
-    islands_there: int | None = None  # that agreed with it last
-    token_bytes_between_nodes: float | None = None  # of tokens that are sent to experts, beside those
-    token_bytes_within_nodes: float | None = None
-    waited_between_nodes: float | None = None  # seconds per step that a rank waited for these links, mean over ranks
-    waited_within_nodes: float | None = None
-    quantization_errors: Mapping[str, float] = field(default_factory=dict)  # of ZeroPP.quantization_errors
+    # Bytes that all ranks send in a step, and seconds that a rank waits, a mean over ranks.
+    bytes_between_nodes: float | None = _megabytes("sent between nodes", "bytes-between-nodes")
+    bytes_within_nodes: float | None = _megabytes("sent within nodes", "bytes-within-nodes")
+    bytes_between_islands: float | None = _megabytes("sent between islands", "bytes-between-islands")
+    token_bytes_between_nodes: float | None = _megabytes("tokens sent between nodes", "token-bytes-between-nodes")
+    token_bytes_within_nodes: float | None = _megabytes("tokens sent within nodes", "token-bytes-within-nodes")
+    waited_between_nodes: float | None = _milliseconds("between")
+    waited_within_nodes: float | None = _milliseconds("within")
+    quantization_errors: Mapping[str, float] = dataclasses.field(default_factory=dict)  # ZeroPP.quantization_errors
 
 
 def format_training_line(report: TrainingReport, now: datetime | None = None) -> str:
-    """Megatron's training log line, then fields of our own: scripts that parse Megatron's logs read it unchanged.
-
-    Every field is ``name: value`` and closed by `` |``. Fields that are None are left out.
-    """
+    """Format Megatron's training log line, then our fields, all as ``name: value |`` for parsers of Megatron's logs."""
     now = datetime.now() if now is None else now
-    r = report
-    fields: list[str | None] = [
-        f"iteration {r.iteration:8d}/{r.train_iters:8d}",
-        f"consumed samples: {r.consumed_samples:12d}",
-        f"skipped samples: {r.skipped_samples:12d}" if r.skipped_samples > 0 else None,
-        _field("elapsed time per iteration (ms): {:.1f}", r.seconds_per_iteration, factor=1000),
-        _field("throughput per GPU (TFLOP/s/GPU): {:.1f}", r.tflops_per_device),
-        f"learning rate: {r.learning_rate:.6E}",
-        f"global batch size: {r.global_batch_size:5d}",
-        *(f"{name}: {loss:.6E}" for name, loss in r.losses.items()),
-        f"loss scale: {r.loss_scale:.1f}",
-        _field("grad norm: {:.3f}", r.grad_norm),
-        _field("num zeros: {}", r.num_zeros),
-        _field("params norm: {:.3f}", r.params_norm),
-        f"number of skipped iterations: {r.skipped_iterations:3d}",
-        f"number of nan iterations: {r.nan_iterations:3d}",
-        # Ours from here on.
-        _field("island: {}", r.island),
-        _field("islands there: {}", r.islands_there),
-        _field("tokens per second: {:.0f}", r.tokens_per_second),
-        _field("MFU: {:.2%}", r.mfu),
-        None if r.eta_seconds is None else f"ETA: {format_duration(r.eta_seconds)}",
-        _field("sent between nodes per step (MB): {:.3f}", r.bytes_between_nodes, factor=1e-6),
-        _field("sent within nodes per step (MB): {:.3f}", r.bytes_within_nodes, factor=1e-6),
-        _field("sent between islands per step (MB): {:.3f}", r.bytes_between_islands, factor=1e-6),
-        _field("tokens sent between nodes per step (MB): {:.3f}", r.token_bytes_between_nodes, factor=1e-6),
-        _field("tokens sent within nodes per step (MB): {:.3f}", r.token_bytes_within_nodes, factor=1e-6),
-        _field("waited between nodes per step (ms): {:.1f}", r.waited_between_nodes, factor=1000),
-        _field("waited within nodes per step (ms): {:.1f}", r.waited_within_nodes, factor=1000),
-        *(_field(f"error of {hop}: {{:.4f}}", r.quantization_errors.get(f"error/{hop}")) for hop in HOPS),
-    ]
-    return f" [{now:%Y-%m-%d %H:%M:%S.%f}] " + " ".join(f"{field} |" for field in fields if field is not None)
+    shown = []
+    for field in dataclasses.fields(report):
+        value = getattr(report, field.name)
+        if field.name == "losses":
+            shown += [f"{name}: {loss:.6E}" for name, loss in value.items()]
+        elif field.name == "quantization_errors":
+            shown += [f"error of {hop}: {value[key]:.4f}" for hop in HOPS if (key := f"error/{hop}") in value]
+        elif field.name == "eta_seconds" and value is not None:
+            shown.append(f"ETA: {format_duration(value)}")
+        elif field.metadata and value is not None:
+            shown.append(field.metadata["text"].format(value * field.metadata["factor"], report=report))
+    return f" [{now:%Y-%m-%d %H:%M:%S.%f}] " + " ".join(f"{text} |" for text in shown)
 
 
 def format_validation_lines(iteration: int, losses: Mapping[str, float], data_set: str | None = None) -> list[str]:
-    """Megatron's three lines of an evaluation: a rule, loss and perplexity, a rule.
+    """Format Megatron's three lines of an evaluation: a rule, loss and perplexity, a rule.
 
-    ``data_set``: ``"validation"`` or ``"test"`` for the evaluations after training; None during it.
+    data_set: ``"validation"`` or ``"test"`` for the evaluations after training; None during it.
     """
     where = f"iteration {iteration}" + (f" on {data_set} set" if data_set else "")
     line = f" validation loss at {where} | " + "".join(
@@ -98,18 +93,12 @@ def format_validation_lines(iteration: int, losses: Mapping[str, float], data_se
 
 
 def perplexity(loss: float) -> float:
-    """exp(loss), capped at exp(20) as in Megatron; NaN stays NaN."""
+    """Return exp(loss), capped at exp(20) as in Megatron; NaN stays NaN."""
     return math.exp(loss if math.isnan(loss) else min(20.0, loss))
 
 
-def _field(template: str, value: float | None, factor: float = 1) -> str | None:
-    if value is None:
-        return None
-    return template.format(value if factor == 1 else value * factor)
-
-
 def format_duration(seconds: float) -> str:
-    """``1:02:03``, with days in front where there are any: ``2d 01:02:03``."""
+    """Format as ``1:02:03``, from a day on as ``2d 01:02:03``."""
     minutes, second = divmod(round(seconds), 60)
     hours, minute = divmod(minutes, 60)
     days, hour = divmod(hours, 24)

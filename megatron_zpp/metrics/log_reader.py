@@ -1,4 +1,4 @@
-"""Reads back what a run printed; metrics/lines.py writes it."""
+"""Read back the log of a run, which metrics/lines.py formats."""
 
 from __future__ import annotations
 
@@ -17,20 +17,19 @@ MODEL = re.compile(r"^\w+ with ([\d,]+) parameters, ZeRO stage")
 
 @dataclass
 class RunLog:
-    """What one log says. ``lines``: the fields of each training line by name, as numbers; where all of a line's steps
-    were skipped, it has no "lm loss"."""
+    """One run's log. ``lines``: numbers of each training line by name, without "lm loss" if all steps were skipped."""
 
     lines: list[dict[str, float]] = field(default_factory=list)
-    validation_loss: float = math.nan  # of the evaluation after training
+    validation_loss: float = math.nan  # after training
     num_parameters: int = 0
 
     def mean(self, name: str) -> float:
-        """A field's mean over the run, each line weighted by the steps that it stands for."""
+        """Average a field over the run's steps."""
         steps = np.diff([0.0, *(line["iteration"] for line in self.lines)])
         return float(np.average([line[name] for line in self.lines], weights=steps))
 
     def tokens_per_second(self) -> float:
-        """Of the whole run but the first line, whose step warms everything up."""
+        """Average the rate over the time of all lines but the first, which includes warming up."""
         lines = self.lines[1:] or self.lines
         steps = np.diff([line["iteration"] for line in self.lines]) if len(self.lines) > 1 else np.ones(1)
         seconds = np.array([line["elapsed time per iteration (ms)"] for line in lines]) / 1000 * steps
@@ -38,7 +37,7 @@ class RunLog:
 
 
 def parse_line(line: str) -> dict[str, float] | None:
-    """The fields of a training line by name, as far as they are numbers; None if the line is another."""
+    """Return the numbers of a training line by name; None for other lines."""
     start = re.search(r"iteration +(\d+)/ *(\d+) \|", line)
     if start is None:
         return None
@@ -49,7 +48,7 @@ def parse_line(line: str) -> dict[str, float] | None:
 
 
 def shorten(text: str) -> str | None:
-    """A training line as a terminal shows it, in about 100 characters; None if the text is another line."""
+    """Shorten a training line to about 100 characters, for a terminal; return None for other lines."""
     line = parse_line(text)
     if line is None:
         return None
@@ -66,7 +65,7 @@ def shorten(text: str) -> str | None:
 
 
 def read_log(path: Path) -> RunLog:
-    """Raises ValueError if the log is not one of a run that came to its end."""
+    """Parse the log of a finished run. Raises ValueError for others."""
     run = parse_log(path.read_text(encoding="utf-8", errors="replace"))
     if not run.lines or math.isnan(run.validation_loss):
         raise ValueError(f"{path} has no training lines, or no validation loss at its end: did the run finish?")
@@ -74,10 +73,7 @@ def read_log(path: Path) -> RunLog:
 
 
 def parse_log(log: str) -> RunLog:
-    """What the text of a log says, however far the run came.
-
-    A run that was stopped and went on from its last checkpoint repeats iterations: the later lines count.
-    """
+    """Parse the text of a log, complete or not. Where a resumed run repeats iterations, the later lines count."""
     run = RunLog()
     for text in log.splitlines():
         line, validation, model = parse_line(text), VALIDATION.search(text), MODEL.search(text)

@@ -16,10 +16,10 @@ import torch.distributed as dist
 def progress(
     description: str, total: int | None = None, *, any_rank: bool = False, line_every: float | None = None
 ) -> Iterator[Callable[[int], None]]:
-    """A progress bar on stderr around a long step; yields ``advance(count)``.
+    """Show a progress bar on stderr around a long step, or a spinner without ``total``; yield ``advance(count)``.
 
-    Only rank 0 shows it (or with ``any_rank`` whoever gets here), and only where stderr is a terminal: logs stay free
-    of it, but for a line every ``line_every`` seconds. Without ``total``, a spinner with the elapsed time.
+    Only rank 0 shows it, or any rank with ``any_rank``, and only on a terminal. Elsewhere ``line_every`` prints a line
+    every that many seconds.
     """
     rank = dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", "0"))
     shown = rank == 0 or any_rank

@@ -1,12 +1,40 @@
-"""Reads back what runs wrote with --tensorboard-dir."""
+"""Read back what runs wrote with --tensorboard-dir; the charts of TensorBoard, wandb reports and tools/report.py."""
 
 from __future__ import annotations
 
 import itertools
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 
 Points = dict[int, float]  # value by iteration, in order
+Curve = list[tuple[float, float]]
+DASHBOARD = {  # group: chart: key
+    "Loss": {
+        "training loss": "lm loss",
+        "validation loss": "lm loss validation",
+    },
+    "Throughput": {
+        "tokens per second": "tokens-per-second",
+        "model FLOPs utilization": "mfu",
+        "TFLOP/s per GPU": "throughput",
+    },
+    "Communication": {
+        "bytes between nodes per step": "comm/bytes-between-nodes",
+        "bytes within nodes per step": "comm/bytes-within-nodes",
+        "seconds waited for links between nodes, per step": "comm/seconds-waited-between-nodes",
+        "seconds waited for links within nodes, per step": "comm/seconds-waited-within-nodes",
+    },
+    "Quantization error": {
+        "relative error of weights": "comm/error/weights",
+        "relative error of gradients within nodes": "comm/error/gradients/intra",
+        "relative error of gradients between nodes": "comm/error/gradients/inter",
+        "LoCo's error over gradients, between nodes": "comm/error-state/gradients/inter",
+        "share of largest codes, gradients between nodes": "comm/largest-codes/gradients/inter",
+        "blocks with NaN or Inf, gradients between nodes": "comm/nonfinite-blocks/gradients/inter",
+    },
+}
+AXES = ("iteration", "tokens", "time", "bytes sent between nodes")
 
 
 @dataclass
@@ -19,23 +47,19 @@ class RunHistory:
     samples: Points = field(default_factory=dict)  # consumed by each iteration that has a loss
     seconds: Points = field(default_factory=dict)  # since the first loss, without the time between a stop and a resume
 
-    def over_tokens(self, key: str) -> list[tuple[float, float]]:
-        """(tokens so far, value) of a key."""
-        length = int(self.settings.get("seq_length", 0))
-        points = self.metrics.get(key, {}) if length else {}
-        return [(self.samples[i] * length, value) for i, value in points.items() if i in self.samples]
-
-    def over_seconds(self, key: str) -> list[tuple[float, float]]:
-        """(seconds so far, value) of a key."""
-        return [(self.seconds[i], value) for i, value in self.metrics.get(key, {}).items() if i in self.seconds]
-
-    def over_bytes_between_nodes(self, key: str) -> list[tuple[float, float]]:
-        """(bytes sent between nodes so far, value) of a key, where bytes were written."""
-        sent = self.bytes_so_far("comm/bytes-between-nodes")
-        return [(sent[i], value) for i, value in self.metrics.get(key, {}).items() if i in sent]
+    def curve(self, key: str, axis: str) -> Curve:
+        """Return (place on one of ``AXES``, value) of each point of a key that has a place there."""
+        points, length = self.metrics.get(key, {}), int(self.settings.get("seq_length", 0))
+        places = {
+            "iteration": {i: float(i) for i in points},
+            "tokens": {i: samples * length for i, samples in self.samples.items() if length},
+            "time": self.seconds,
+            "bytes sent between nodes": self.bytes_so_far("comm/bytes-between-nodes"),
+        }[axis]
+        return [(places[i], value) for i, value in points.items() if i in places]
 
     def bytes_so_far(self, key: str) -> Points:
-        """The sum of a key of bytes per step: those at an iteration are of every step since the iteration before."""
+        """Sum up a key of bytes per step, whose points are means over the steps since the point before."""
         total, last, sent = 0.0, 0, {}
         for iteration, nbytes in self.metrics.get(key, {}).items():
             total += nbytes * (iteration - last)
@@ -44,10 +68,7 @@ class RunHistory:
 
 
 def find_runs(folders: list[Path]) -> dict[str, list[Path]]:
-    """The event files of each run, oldest first: of every folder that holds some, as TensorBoard takes them.
-
-    Raises ValueError for a folder that is not there, or has none in it.
-    """
+    """Return the event files, oldest first, of each folder that holds some. Raises ValueError if there are none."""
     runs: dict[str, list[Path]] = {}
     for folder in folders:
         if not folder.is_dir():
@@ -61,9 +82,9 @@ def find_runs(folders: list[Path]) -> dict[str, list[Path]]:
 
 
 def read_run(name: str, files: list[Path]) -> RunHistory:
-    """Put together what the event files of one run hold, oldest first; one written after a resume replaces the rest.
+    """Join the event files of one run, oldest first; a file written after a resume replaces the later iterations.
 
-    Raises ValueError where nothing was trained, ImportError without the package tensorboard.
+    Raises ValueError if nothing was trained, ImportError without the package tensorboard.
     """
     try:
         from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -84,15 +105,14 @@ def read_run(name: str, files: list[Path]) -> RunHistory:
         first = min((points[0].step for points in scalars.values()), default=None)
         if first is None:
             continue
-        if "lm loss" in scalars:  # one that only evaluated leaves what was trained as it is
-            # Written pairwise; the last of a killed run may be alone.
+        if "lm loss" in scalars:  # an evaluation alone leaves the training's points as they are
+            losses = scalars["lm loss"]
             samples = events.Scalars("lm loss vs samples") if "lm loss vs samples" in tags["scalars"] else []
-            pairs = zip(scalars["lm loss"], samples, strict=False)
+            pairs = zip(losses, samples, strict=False)  # the last loss of a killed run may be alone
             _replace_from(first, run.samples, {loss.step: over_samples.step for loss, over_samples in pairs})
             before = max((seconds for i, seconds in run.seconds.items() if i < first), default=0.0)
-            begun = scalars["lm loss"][0].wall_time - before
-            seconds = {point.step: point.wall_time - begun for point in scalars["lm loss"]}
-            _replace_from(first, run.seconds, seconds)
+            begun = losses[0].wall_time - before
+            _replace_from(first, run.seconds, {point.step: point.wall_time - begun for point in losses})
             scalars = {key: scalars.get(key, []) for key in run.metrics | scalars}
         for key, points in scalars.items():
             _replace_from(first, run.metrics.setdefault(key, {}), {point.step: point.value for point in points})
@@ -105,3 +125,11 @@ def _replace_from(first: int, points: Points, new: Points) -> None:
     for iteration in [iteration for iteration in points if iteration >= first]:
         del points[iteration]
     points.update(new)
+
+
+def tensorboard_layout() -> dict[str, dict[str, list[object]]]:
+    """Return ``DASHBOARD`` for SummaryWriter.add_custom_scalars."""
+    return {  # TensorBoard matches tags from their start, hence ``$``
+        group: {chart: ["Multiline", [f"{re.escape(key)}$"]] for chart, key in charts.items()}
+        for group, charts in DASHBOARD.items()
+    }

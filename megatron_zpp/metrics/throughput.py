@@ -7,66 +7,62 @@ import time
 import torch
 
 # Peak dense (no structured sparsity) tensor-core TFLOP/s in bf16, or fp16 where the device has no bf16, with fp32
-# accumulation, from the makers' data sheets. One entry matches a device whose name contains all its words; the first
-# match counts, so variants stand before the plain name (whose data sheet is the SXM one).
-PEAK_TFLOPS: tuple[tuple[tuple[str, ...], float], ...] = (
-    (("V100", "PCIE"), 112.0),
-    (("V100S",), 130.0),
-    (("V100",), 125.0),
-    (("T4",), 65.0),
-    (("A100",), 312.0),
-    (("A800",), 312.0),
-    (("A40",), 149.7),
-    (("A30",), 165.0),
-    (("A10G",), 70.0),
-    (("A10",), 125.0),
-    (("RTX", "A6000"), 154.8),
-    (("RTX", "3090"), 71.0),
-    (("RTX", "4090"), 165.2),
-    (("L40S",), 362.0),
-    (("L40",), 181.0),
-    (("L4",), 121.0),
-    (("H100", "PCIE"), 756.0),
-    (("H100", "NVL"), 835.0),
-    (("H100",), 989.0),
-    (("H800", "PCIE"), 756.0),
-    (("H800",), 989.0),
-    (("H200", "NVL"), 835.0),
-    (("H200",), 989.0),
-    (("GH200",), 989.0),
-    (("B200",), 2250.0),
-    (("GB200",), 2500.0),
-    (("MI300X",), 1307.0),
-)
+# accumulation, from the makers' data sheets; the plain name is the SXM version. An entry matches a device whose name
+# contains all its words. The first match counts.
+PEAK_TFLOPS = {
+    "V100 PCIE": 112.0,
+    "V100S": 130.0,
+    "V100": 125.0,
+    "T4": 65.0,
+    "A100": 312.0,
+    "A800": 312.0,
+    "A40": 149.7,
+    "A30": 165.0,
+    "A10G": 70.0,
+    "A10": 125.0,
+    "RTX A6000": 154.8,
+    "RTX 3090": 71.0,
+    "RTX 4090": 165.2,
+    "L40S": 362.0,
+    "L40": 181.0,
+    "L4": 121.0,
+    "H100 PCIE": 756.0,
+    "H100 NVL": 835.0,
+    "H100": 989.0,
+    "H800 PCIE": 756.0,
+    "H800": 989.0,
+    "H200 NVL": 835.0,
+    "H200": 989.0,
+    "GH200": 989.0,
+    "B200": 2250.0,
+    "GB200": 2500.0,
+    "MI300X": 1307.0,
+}
 
 
 def peak_tflops(device_name: str) -> float | None:
-    """Dense 16-bit peak TFLOP/s of the device called ``device_name`` (``torch.cuda.get_device_name()``).
+    """Return the dense 16-bit peak TFLOP/s of a device by its name, as of ``torch.cuda.get_device_name()``.
 
-    None if the device is not in the table, is a CPU, or is a lesser version of one in the table: a MIG slice,
-    a laptop's GPU, GeForce's "D" models.
+    None for unknown devices, CPUs, and lesser versions of known ones: a MIG slice, a laptop's GPU, GeForce's "D".
     """
     words = device_name.upper().replace("-", " ").split()
     if not {"MIG", "LAPTOP", "D"}.isdisjoint(words):
         return None
-    for required, tflops in PEAK_TFLOPS:
-        if all(word in words for word in required):
-            return tflops
-    return None
+    return next((tflops for name, tflops in PEAK_TFLOPS.items() if {*name.split()} <= {*words}), None)
 
 
 def model_tflops(tokens_per_second: float, flops_per_token: float) -> float:
-    """TFLOP/s that the model's arithmetic amounts to; recomputation is not counted."""
+    """Return the TFLOP/s of the model's arithmetic, without recomputation."""
     return tokens_per_second * flops_per_token / 1e12
 
 
 def mfu(tokens_per_second_per_device: float, flops_per_token: float, peak: float | None) -> float | None:
-    """Model FLOPs utilization, 0 to 1: the model's FLOP/s of one device over its peak TFLOP/s. None without a peak."""
+    """Return the model FLOPs utilization of one device, 0 to 1; None without its peak in TFLOP/s."""
     return None if peak is None else model_tflops(tokens_per_second_per_device, flops_per_token) / peak
 
 
 def describe_mfu(device_name: str, peak: float | None, *, given: bool = False) -> str:
-    """The line that says, once per run, by which convention MFU is computed. ``given``: by ``--peak-tflops``."""
+    """Format the convention of MFU, for the log's first lines. given: ``peak`` is from ``--peak-tflops``."""
     if peak is None:
         return f"MFU: not shown, the peak of {device_name} is not known; give --peak-tflops"
     source = "--peak-tflops" if given else f"{device_name}, dense 16-bit"
@@ -77,23 +73,22 @@ def describe_mfu(device_name: str, peak: float | None, *, given: bool = False) -
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait for what a GPU has to do; elsewhere all is done at once."""
+    """Wait for a GPU's queued work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 class IntervalTimer:
-    """Wall time between two points of the training loop, with the device's queued work included."""
+    """Wall time between two points of the training loop, including the device's queued work."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._start = self._now()
 
     def restart(self) -> float:
-        """Seconds since the last ``restart`` (or the start); begins the next interval."""
-        now = self._now()
-        elapsed, self._start = now - self._start, now
-        return elapsed
+        """Begin the next interval. Return the seconds of this one."""
+        begin, self._start = self._start, self._now()
+        return self._start - begin
 
     def _now(self) -> float:
         synchronize(self._device)

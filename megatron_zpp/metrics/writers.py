@@ -1,61 +1,48 @@
-"""TensorBoard and wandb points under Megatron's keys."""
+"""TensorBoard and wandb points under Megatron's keys, and what both keep about the program."""
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import os
+import platform
+import shlex
+import subprocess
+import sys
 from collections.abc import Mapping
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from megatron_zpp.metrics.dashboard import tensorboard_layout
 from megatron_zpp.metrics.lasting import Attempts
 from megatron_zpp.metrics.lines import TrainingReport, perplexity
+from megatron_zpp.metrics.tensorboard_reader import tensorboard_layout
 from megatron_zpp.settings.groups import LoggingSettings
+
+TIMERS = ("iteration-time", "throughput", "mfu")  # written with --log-timers-to-tensorboard
+# Megatron draws these over iterations only; every other key over consumed samples too ("KEY vs samples").
+OVER_ITERATIONS_ONLY = (*TIMERS, "tokens-per-second", "mem-", "comm/")  # beginnings of keys
 
 
 def training_metrics(report: TrainingReport, settings: LoggingSettings) -> dict[str, float]:
-    """``report`` under Megatron's TensorBoard and wandb keys, with what ``settings`` asks for."""
-    r = report
-    metrics: dict[str, float | None] = {
-        "learning-rate": r.learning_rate,
-        "batch-size": r.global_batch_size,
-        **r.losses,
-        "loss-scale": r.loss_scale,
-        "grad-norm": r.grad_norm,
-        "num-zeros": r.num_zeros,
-        "params-norm": r.params_norm,
-        "skipped-train-samples": r.skipped_samples if r.skipped_samples > 0 else None,
-        "tokens-per-second": r.tokens_per_second,
-        "comm/bytes-between-nodes": r.bytes_between_nodes,
-        "comm/bytes-within-nodes": r.bytes_within_nodes,
-        "comm/bytes-between-islands": r.bytes_between_islands,
-        "comm/token-bytes-between-nodes": r.token_bytes_between_nodes,
-        "comm/token-bytes-within-nodes": r.token_bytes_within_nodes,
-        "comm/seconds-waited-between-nodes": r.waited_between_nodes,
-        "comm/seconds-waited-within-nodes": r.waited_within_nodes,
-        **{f"comm/{name}": value for name, value in r.quantization_errors.items()},
+    """Return the values of ``report`` that ``settings`` asks for, by Megatron's TensorBoard and wandb keys."""
+    errors = {f"comm/{name}": value for name, value in report.quantization_errors.items()}
+    keys = {field.name: field.metadata.get("key") for field in dataclasses.fields(report)}
+    values = {key: getattr(report, name) for name, key in keys.items() if key is not None}
+    return {**report.losses, **errors} | {
+        key: value
+        for key, value in values.items()
+        if value is not None and (key not in TIMERS or settings.log_timers_to_tensorboard)
     }
-    if settings.log_timers_to_tensorboard:
-        metrics |= {
-            "iteration-time": r.seconds_per_iteration,
-            "throughput": r.tflops_per_device,
-            "mfu": r.mfu,
-        }
-    return {key: value for key, value in metrics.items() if value is not None}
 
 
 def validation_metrics(losses: Mapping[str, float], settings: LoggingSettings) -> dict[str, float]:
-    """Validation losses under Megatron's keys; perplexities with ``--log-validation-ppl-to-tensorboard``."""
+    """Return validation losses by Megatron's keys, and perplexities with ``--log-validation-ppl-to-tensorboard``."""
     metrics = {f"{name} validation": loss for name, loss in losses.items()}
     if settings.log_validation_ppl_to_tensorboard:
         metrics |= {f"{name} validation ppl": perplexity(loss) for name, loss in losses.items()}
     return metrics
-
-
-# Megatron draws these over iterations only; every other key over consumed samples too ("KEY vs samples").
-_OVER_ITERATIONS_ONLY = ("iteration-time", "throughput", "tokens-per-second", "mfu", "skipped-train-samples")
-_OVER_ITERATIONS_ONLY_PREFIXES = ("mem-", "comm/")
 
 
 class MetricWriters:
@@ -88,22 +75,23 @@ class MetricWriters:
         self._wandb: Any = None
         self._to_tensorboard: Attempts | None = None
         self._to_wandb: Attempts | None = None
-        if settings.tensorboard_dir is not None:
-            _require("tensorboard", "--tensorboard-dir")
-        if settings.wandb_project is not None:
-            _require("wandb", "--wandb-project")
-        if not is_writer:
-            return
-        self._run_config, self._settings = run_config, settings
-        if settings.tensorboard_dir is not None:
+        self._run_config, self._settings, self._resumes = run_config, settings, resumes
+        self._wandb_folder = settings.wandb_save_dir or (os.path.join(save, "wandb") if save else None)
+        wanted = {"tensorboard": settings.tensorboard_dir, "wandb": settings.wandb_project}
+        for package, flag in (("tensorboard", "--tensorboard-dir"), ("wandb", "--wandb-project")):
+            spec = importlib.util.find_spec(package)
+            # A folder of that name, such as wandb's ./wandb, has no origin.
+            if wanted[package] is not None and (spec is None or spec.origin is None):
+                raise ValueError(
+                    f"{flag} needs the package {package}: pip install {package}, or megatron_zpp's extra {package}"
+                )
+        if is_writer and settings.tensorboard_dir is not None:
             self._to_tensorboard = Attempts(f"TensorBoard's events in {settings.tensorboard_dir}")
             if not self._to_tensorboard(self._open_tensorboard):
                 self._tensorboard = None
-        if settings.wandb_project is not None:
-            self._wandb_folder = settings.wandb_save_dir or (os.path.join(save, "wandb") if save else None)
-            self._resumes_wandb = resumes
+        if is_writer and settings.wandb_project is not None:
             self._to_wandb = Attempts(f"wandb's run in {self._wandb_folder or 'its own folder'}")
-            self._to_wandb(self._open_wandb, OSError)  # a full disk; wandb's own errors, as of a login, end the run
+            self._to_wandb(self._open_wandb, OSError)  # a full disk; other errors, such as a failed login, end the run
 
     def _open_wandb(self) -> None:
         import wandb
@@ -112,7 +100,7 @@ class MetricWriters:
         if folder is not None:
             os.makedirs(folder, exist_ok=True)  # wandb falls back to a temporary folder otherwise
             id_of_last = Path(folder) / "run_id"
-            if run_id is None and self._resumes_wandb and id_of_last.exists():
+            if run_id is None and self._resumes and id_of_last.exists():
                 run_id = id_of_last.read_text().strip()
         self._wandb = wandb.init(
             project=settings.wandb_project,
@@ -121,14 +109,13 @@ class MetricWriters:
             dir=folder,
             config=dict(self._run_config),
             id=run_id,
-            resume="allow",  # goes on with the run of that id, if there is one
+            resume="allow",  # continue the run of that id, if there is one
         )
         if folder is not None:
             id_of_last.write_text(f"{self._wandb.id}\n")
 
     def _open_tensorboard(self) -> None:
-        # Imported here: it costs seconds, and most ranks write nothing.
-        from torch.utils.tensorboard import SummaryWriter
+        from torch.utils.tensorboard import SummaryWriter  # takes seconds, and most ranks write nothing
 
         settings = self._settings
         self._tensorboard = SummaryWriter(settings.tensorboard_dir, max_queue=settings.tensorboard_queue_size)
@@ -144,11 +131,11 @@ class MetricWriters:
                 self._open_tensorboard()
             for key, value in metrics.items():
                 self._tensorboard.add_scalar(key, value, iteration)
-                if key not in _OVER_ITERATIONS_ONLY and not key.startswith(_OVER_ITERATIONS_ONLY_PREFIXES):
+                if not key.startswith(OVER_ITERATIONS_ONLY):
                     self._tensorboard.add_scalar(f"{key} vs samples", value, consumed_samples)
 
         if self._to_tensorboard is not None and not self._to_tensorboard(to_tensorboard):
-            self._tensorboard = None  # its thread has ended: another one begins a file of its own
+            self._tensorboard = None  # its thread has ended; a new one begins another file
 
         def to_wandb() -> None:
             if self._wandb is None:
@@ -166,11 +153,14 @@ class MetricWriters:
             self._to_wandb(self._wandb.finish)
 
 
-def _require(package: str, flag: str) -> None:
-    # A mere folder of that name, such as wandb's own ./wandb, is found too, but has no origin. An extra of ours has the
-    # package's name.
-    spec = importlib.util.find_spec(package)
-    if spec is None or spec.origin is None:
-        raise ValueError(
-            f"{flag} needs the package {package}: pip install {package}, or megatron_zpp's extra {package}"
-        )
+def describe_program(folder: Path = Path(__file__).parent) -> dict[str, str]:
+    """Return the command, the checkout's commit, if any, with -dirty if files were changed, and versions."""
+    described = {"command": shlex.join(sys.argv), "python_version": platform.python_version()}
+    git = ["git", "-C", str(folder), "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty"]
+    with suppress(OSError, subprocess.SubprocessError):  # no git, or no checkout
+        ran = subprocess.run(git, capture_output=True, text=True, timeout=10, check=True)
+        described["commit"] = ran.stdout.strip()
+    for package in ("megatron_zpp", "torch"):
+        with suppress(PackageNotFoundError):  # a checkout that is not installed
+            described[f"{package}_version"] = version(package)
+    return described

@@ -1,12 +1,12 @@
 """The cluster that a run is planned for: from a word such as 64x8xH100@100, or from a file that measurements filled.
 
-Its nodes may be at several sites, whose link is slower than those between the nodes of one. GPUs and links that nobody
-has measured are described by data sheets and published measurements; ``metrics/throughput.py`` has the peaks.
+Where nothing was measured, rates come from data sheets and published measurements.
 """
 
 from __future__ import annotations
 
 import bisect
+import contextlib
 import dataclasses
 import json
 import math
@@ -18,55 +18,43 @@ from typing import Any
 
 from megatron_zpp.files import read_bounded
 from megatron_zpp.metrics.throughput import peak_tflops
-from megatron_zpp.planning.needs.rank_groups import RankGroup
+from megatron_zpp.planning.needs.division import RankGroup
 from megatron_zpp.planning.needs.traffic import Exchange
 
 WORD = re.compile(r"(?:(?P<sites>\d+)x)?(\d+)x(\d+)x([A-Za-z][\w-]*)@([\d.]+)(?(sites)@([\d.]+))")
 
 
-@dataclass(frozen=True)
-class Gpu:
-    """One kind of GPU, by its maker's data sheet."""
-
-    memory_gb: float
-    memory_gbytes: float  # GB/s of its memory
-    link_gbytes: float  # GB/s to the other GPUs of its node in one direction: NVLink or the like, else PCIe
-    # Of the peak, that attention reaches. FlashAttention-2's authors say 50 to 73 % on an A100 (arXiv 2307.08691), and
-    # 35 % on an H100 (arXiv 2407.08608); of others the lower one is assumed.
-    attention_efficiency: float = 0.35
-    # Of the peak, that matrix products of a model reach, as ``benchmarks/planner.py published`` fits it to published
-    # measurements. V100's is of ten rows of one shared cluster. Others get the plain default.
-    efficiency: float = 0.5
-
-
-# By the name that users give; the plain name is the SXM one.
+# By the name that users give (the plain one is the SXM version), by data sheets: GB of memory; its GB/s; GB/s to the
+# other GPUs of a node in one direction (NVLink or the like, else PCIe). Then shares of the peak: matrix products of a
+# model, as ``benchmarks/planner.py published`` fits them to published measurements (V100's are ten rows of one shared
+# cluster; 0.5 where there are none), and attention. FlashAttention-2's authors say 50 to 73 % on an A100 (arXiv
+# 2307.08691), and 35 % on an H100 (arXiv 2407.08608), which is assumed for the others.
 GPUS = {
-    "T4": Gpu(16, 320, 16),
-    "V100": Gpu(32, 900, 150, efficiency=0.23),
-    "A10G": Gpu(24, 600, 32),
-    "L4": Gpu(24, 300, 32),
-    "L40S": Gpu(48, 864, 32),
-    "A100-40GB": Gpu(40, 1555, 300, 0.5, 0.65),
-    "A100": Gpu(80, 2039, 300, 0.5, 0.62),
-    "A800": Gpu(80, 2039, 200, 0.5),
-    "H100": Gpu(80, 3350, 450, efficiency=0.49),
-    "H100-PCIe": Gpu(80, 2000, 64),
-    "H800": Gpu(80, 3350, 200),
-    "H200": Gpu(141, 4800, 450),
-    "GH200": Gpu(96, 4000, 450),
-    "B200": Gpu(180, 8000, 900),
-    "MI300X": Gpu(192, 5300, 448),
+    "T4": (16, 320, 16, 0.5, 0.35),
+    "V100": (32, 900, 150, 0.23, 0.35),
+    "A10G": (24, 600, 32, 0.5, 0.35),
+    "L4": (24, 300, 32, 0.5, 0.35),
+    "L40S": (48, 864, 32, 0.5, 0.35),
+    "A100-40GB": (40, 1555, 300, 0.65, 0.5),
+    "A100": (80, 2039, 300, 0.62, 0.5),
+    "A800": (80, 2039, 200, 0.5, 0.5),
+    "H100": (80, 3350, 450, 0.49, 0.35),
+    "H100-PCIe": (80, 2000, 64, 0.5, 0.35),
+    "H800": (80, 3350, 200, 0.5, 0.35),
+    "H200": (141, 4800, 450, 0.5, 0.35),
+    "GH200": (96, 4000, 450, 0.5, 0.35),
+    "B200": (180, 8000, 900, 0.5, 0.35),
+    "MI300X": (192, 5300, 448, 0.5, 0.35),
 }
 
-# The share of a link's nominal rate that collectives reach with large messages. Voltage Park measured 323.5 GB/s of
+# Share of a link's nominal rate that collectives reach with large messages. Voltage Park measured 323.5 GB/s of
 # 8 x 400 Gbit/s with NCCL's all-gather on 4 nodes of 8 H100 (0.81); DeepSpeed 660 of a DGX-2's 800 Gbit/s (0.83).
 LINK_SHARE = 0.8
 # Microseconds that each hop of a ring adds. NCCL's all-reduce of 1 MiB on 8 B200 takes 51, 14 hops
 # (stas00/ml-engineering, network/README.md); between nodes the same page's figures make 29 over EFA, and InfiniBand
-# takes a few. Of such measurements a ring's formula explains the order of magnitude, no more.
+# takes a few. A ring's formula explains such measurements only to an order of magnitude.
 LATENCY_WITHIN, LATENCY_BETWEEN = 3.6, 10.0
-# The share of the memory's bandwidth that kernels reach: norms, quantization, the optimizer. An assumption.
-MEMORY_SHARE = 0.7
+MEMORY_SHARE = 0.7  # assumed share of the memory's bandwidth that kernels reach: norms, quantization, the optimizer
 
 GATHER, REDUCTION, STRAIGHT = "all-gather", "reduction", "all-to-all"  # a reduction that takes two passes
 
@@ -78,7 +66,7 @@ def curve_name(kind: str, group: RankGroup) -> str:
 
 
 def curve_seconds(curve: Curve, nbytes: int) -> float:
-    """Interpolate by a power law; below the least measured size its time stays, above the largest its rate."""
+    """Interpolate by a power law; keep the time below the least measured size, and the rate above the largest."""
     points = sorted((int(size), seconds) for size, seconds in curve.items())
     sizes, seconds = zip(*points, strict=True)
     if nbytes <= sizes[0]:
@@ -90,23 +78,8 @@ def curve_seconds(curve: Curve, nbytes: int) -> float:
     return seconds[above - 1] ** (1 - share) * seconds[above] ** share
 
 
-def _check_curves(curves: Any) -> None:
-    """Raise ValueError where a cluster file has something else."""
-    try:
-        is_right = all(
-            curve and all(int(size) > 0 < seconds < math.inf for size, seconds in curve.items())
-            for curve in curves.values()
-        )
-    except (AttributeError, TypeError, ValueError):
-        is_right = False
-    if not is_right:
-        raise ValueError(
-            'collective_seconds is not as {"all-gather 2x8": {"4096": 0.0001}}: seconds by kind and ranks, and by bytes'
-        )
-
-
-def _field(help: str, default: Any = dataclasses.MISSING) -> Any:
-    return dataclasses.field(default=default, metadata={"help": help})
+def _field(help: str, default: Any = dataclasses.MISSING, **more: Any) -> Any:
+    return dataclasses.field(default=default, metadata={"help": help}, **more)
 
 
 MAY_BE_ZERO = ("layer_gbytes", "site_gbits", "dollars_per_gpu_hour")
@@ -114,7 +87,7 @@ MAY_BE_ZERO = ("layer_gbytes", "site_gbits", "dollars_per_gpu_hour")
 
 @dataclass(frozen=True)
 class Cluster:
-    """Nodes, GPUs and links, at the rates that they reach. Its fields are the lines of a cluster file."""
+    """Nodes, GPUs and links, at the rates that they reach. The fields are the lines of a cluster file."""
 
     nodes: int = _field("number of nodes")
     gpus_per_node: int = _field("GPUs, or ranks, of each")
@@ -128,9 +101,7 @@ class Cluster:
     between_gbits: float = _field("Gbit/s that leave a node, all its links together, as collectives reach them")
     within_microseconds: float = _field("microseconds that a hop within a node adds", LATENCY_WITHIN)
     between_microseconds: float = _field("microseconds that a hop between nodes adds", LATENCY_BETWEEN)
-    overlaps: bool = _field(
-        "collectives run beside arithmetic, as with NCCL; gloo's wait, but those between nodes", True
-    )
+    overlaps: bool = _field("collectives run beside arithmetic, as with NCCL; gloo's only between nodes", True)
     ring_passes: int = _field("2 where a reduce-scatter is an all-reduce, as gloo's", 1)
     entry_microseconds: float = _field("microseconds that ranks wait for each other at every collective", 0.0)
     layer_microseconds: float = _field("microseconds that the program itself takes for both passes of a layer", 0.0)
@@ -140,9 +111,8 @@ class Cluster:
     site_gbits: float = _field("of several sites: Gbit/s that leave one, all its links together", 0.0)
     site_microseconds: float = _field("microseconds that a hop between sites adds", LATENCY_BETWEEN)
     dollars_per_gpu_hour: float = _field("price, for cost per token; 0: not known", 0.0)
-    collective_seconds: Mapping[str, Curve] = dataclasses.field(
-        default_factory=dict,
-        metadata={"help": "measured by kind, nodes x ranks, and bytes of a piece; links may be slower"},
+    collective_seconds: Mapping[str, Curve] = _field(
+        "measured by kind, nodes x ranks, and bytes of a piece; links may be slower", default_factory=dict
     )
 
     def __post_init__(self) -> None:
@@ -157,10 +127,16 @@ class Cluster:
             raise ValueError(f"{self.nodes} nodes do not divide among {self.sites} sites: give each as many")
         if self.sites > 1 and self.site_gbits == 0:
             raise ValueError(f"site_gbits is 0: say what leaves each of the {self.sites} sites")
-        _check_curves(self.collective_seconds)
         for name in ("efficiency", "attention_efficiency"):
             if getattr(self, name) > 1:
                 raise ValueError(f"{name} is {getattr(self, name)}: give a share of the peak, such as 0.5")
+        with contextlib.suppress(AttributeError, TypeError, ValueError):
+            curves = self.collective_seconds.values()
+            if all(c and all(int(size) > 0 < seconds < math.inf for size, seconds in c.items()) for c in curves):
+                return
+        raise ValueError(
+            'collective_seconds is not as {"all-gather 2x8": {"4096": 0.0001}}: seconds by kind and ranks, and by bytes'
+        )
 
     @property
     def world_size(self) -> int:
@@ -177,9 +153,9 @@ class Cluster:
         return self.peak_tflops * 1e12 * self.efficiency
 
     def exchange_seconds(self, exchange: Exchange) -> float:
-        """Return how long a collective takes if only it and the equal groups of its nodes use their links.
+        """Return how long a collective takes if only it and the equal groups of its nodes use the links.
 
-        If its kind was measured on such ranks, it takes as long as then, or as long as the links between nodes take.
+        If its kind was measured on such ranks, take that time, or that of the links between nodes if it is longer.
         """
         group = exchange.group
         if group.size == 1 or exchange.nbytes == 0:
@@ -192,9 +168,17 @@ class Cluster:
             return entry + measured
         links = exchange.sent * 1e-9 / self.within_gbytes if group.ranks_per_node > 1 and curve is None else 0.0
         if group.nodes > 1:
-            groups = self.gpus_per_node / group.ranks_per_node  # that share a node's links
+            groups = self.gpus_per_node / group.ranks_per_node  # they share a node's links
             node_seconds = groups * exchange.sent_between_nodes / group.nodes * 8e-9 / self.between_gbits
-            links = max(links, node_seconds, exchange.sent * self._seconds_per_byte_between_sites(exchange))
+            links = max(links, node_seconds)
+            if self.sites > 1:
+                leaving = (
+                    self.world_size / group.size
+                )  # rings; each leaves a site once, with all bytes that a rank sends
+                if exchange.is_straight:
+                    per_site = group.size / self.sites
+                    leaving = leaving * per_site * (group.size - per_site) / (group.size - 1)
+                links = max(links, exchange.sent * (leaving * 8e-9 / self.site_gbits))
         hops_between, hops_within = group.nodes - 1, group.size - group.nodes
         if exchange.is_straight:  # all at once
             hops_between, hops_within = min(hops_between, 1), min(hops_within, 1)
@@ -202,20 +186,6 @@ class Cluster:
         if group.nodes > 1 and self.sites > 1:
             latency += (1 if exchange.is_straight else self.sites - 1) * self.site_microseconds
         return entry + max(measured, links + exchange.passes * latency * 1e-6)
-
-    def _seconds_per_byte_between_sites(self, exchange: Exchange) -> float:
-        """Return the time on the links between sites for each byte that a rank sends, in a group of all sites.
-
-        A ring leaves each site once. Of what is sent straight to all others, most leaves.
-        """
-        if self.sites == 1:
-            return 0.0
-        size = exchange.group.size
-        groups = self.world_size / size
-        leaving = groups  # rings, each with all the bytes that a rank sends
-        if exchange.is_straight:
-            leaving = groups * (size / self.sites) * (size - size / self.sites) / (size - 1)
-        return leaving * 8e-9 / self.site_gbits
 
 
 def parse_cluster(word: str) -> Cluster:
@@ -233,9 +203,9 @@ def parse_cluster(word: str) -> Cluster:
             "Gbit/s out of one last"
         )
     sites, nodes, gpus, kind, gbits, site_gbits = match.groups()
+    cluster = default_cluster(int(sites or 1) * int(nodes), int(gpus), kind, float(gbits))
     if sites is None:
-        return default_cluster(int(nodes), int(gpus), kind, float(gbits))
-    cluster = default_cluster(int(sites) * int(nodes), int(gpus), kind, float(gbits))
+        return cluster
     return dataclasses.replace(cluster, sites=int(sites), site_gbits=LINK_SHARE * float(site_gbits))
 
 
@@ -247,17 +217,17 @@ def default_cluster(nodes: int, gpus_per_node: int, kind: str, gbits: float) -> 
         raise ValueError(
             f"the GPU {kind} is not known: give one of {', '.join(GPUS)}, or a cluster file by tools/measure_cluster.py"
         )
-    gpu = GPUS[name]
+    memory_gb, memory_gbytes, link_gbytes, efficiency, attention_efficiency = GPUS[name]
     return Cluster(
         nodes,
         gpus_per_node,
         name,
         peak_tflops=peak,
-        efficiency=gpu.efficiency,
-        attention_efficiency=gpu.attention_efficiency,
-        memory_gb=gpu.memory_gb,
-        kernel_gbytes=MEMORY_SHARE * gpu.memory_gbytes,
-        within_gbytes=LINK_SHARE * gpu.link_gbytes,
+        efficiency=efficiency,
+        attention_efficiency=attention_efficiency,
+        memory_gb=memory_gb,
+        kernel_gbytes=MEMORY_SHARE * memory_gbytes,
+        within_gbytes=LINK_SHARE * link_gbytes,
         between_gbits=LINK_SHARE * gbits,
     )
 
@@ -267,14 +237,13 @@ def write_cluster(path: Path, cluster: Cluster, comments: str = "") -> None:
     lines = [f"# {line}" for line in comments.splitlines()]
     for field in dataclasses.fields(cluster):
         value = getattr(cluster, field.name)
-        # JSON is YAML too; of text it would be in quotes.
-        typed = value if isinstance(value, str) else json.dumps(value)
+        typed = value if isinstance(value, str) else json.dumps(value)  # JSON is YAML, but quotes text
         lines.append(f"{field.name}: {typed}  # {field.metadata['help']}")
     path.write_text("\n".join(lines) + "\n")
 
 
 def read_cluster(path: Path) -> Cluster:
-    """Read what ``write_cluster`` wrote, or somebody by hand. Raises ValueError that names the line."""
+    """Read a file by ``write_cluster`` or by hand. Raises ValueError that names the line."""
     types: dict[Any, Callable[[str], Any]] = {
         "int": int,
         "float": float,

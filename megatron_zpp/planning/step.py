@@ -1,7 +1,7 @@
-"""One optimizer step on a timeline: what FSDP2 and ZeRO++ start when, and what waits for what.
+"""One optimizer step on a timeline: when FSDP2 and ZeRO++ start what, and what waits for what.
 
 The device computes on one stream, in order. Gathers and reductions have a stream each, and links carry one collective
-after the other. Comments name what is followed: FSDP2's hooks (torch/distributed/fsdp/_fully_shard), and
+after the other. Comments name the methods that this follows: FSDP2's hooks (torch/distributed/fsdp/_fully_shard), and
 ``zeropp/gather/all_gather.py`` and ``reduce_scatter.py``.
 """
 
@@ -14,7 +14,7 @@ from itertools import zip_longest
 
 WITHIN, BETWEEN = "within nodes", "between nodes"  # the links
 COMPUTE, GATHER, REDUCE = "compute", "gather", "reduce"  # the streams of a device
-SIMULATED = 4  # micro-batches; from the third on each takes as long as the one before
+SIMULATED = 4  # micro-batches; from the third on, all take equally long
 
 
 @dataclass(frozen=True, eq=False)
@@ -24,35 +24,7 @@ class Span:
     stream: str
     start: float  # seconds
     end: float
-    waited_for: Span | None  # what ended last of all that it had to wait for
-
-
-class Timeline:
-    """Streams that run their work in order; work starts when all that it waits for has ended."""
-
-    def __init__(self) -> None:
-        self._last: dict[str, Span] = {}
-        self.exposed: defaultdict[str, float] = defaultdict(float)  # seconds waited for each stream
-
-    def run(self, stream: str, seconds: float, after: Iterable[Span | None] = (), watched: bool = False) -> Span:
-        """Add work that takes ``seconds`` and waits for ``after``.
-
-        watched: count what this stream waits for in ``exposed``, by the streams that it waits for.
-        """
-        before = self._last.get(stream)
-        waits = [span for span in (before, *after) if span is not None]
-        waited_for = max(waits, key=lambda span: span.end, default=None)
-        start = waited_for.end if waited_for is not None else 0.0
-        if watched:
-            self._blame(waited_for, before.end if before is not None else 0.0)
-        self._last[stream] = span = Span(stream, start, start + seconds, waited_for)
-        return span
-
-    def _blame(self, span: Span | None, since: float) -> None:
-        """Divide the time from ``since`` to the end of ``span`` among the streams of the work that led to it."""
-        while span is not None and span.end > since:
-            self.exposed[span.stream] += span.end - max(since, span.start)
-            span = span.waited_for
+    waited_for: Span | None  # the last to end of those that it waited for
 
 
 @dataclass(frozen=True)
@@ -70,13 +42,13 @@ class UnitTimes:
     """One FSDP2 unit in one micro-batch, in seconds."""
 
     gather: Transfer
-    stays_gathered: bool  # from its forward to its backward pass
+    stays_gathered: bool  # between its forward and its backward pass
     reduce: Transfer | None = None
     weights_between: Transfer | None = None  # hpZ's, once per step
-    gradients_between: Transfer | None = None  # qgZ's, with the last micro-batch; its encode sums the node's up
+    gradients_between: Transfer | None = None  # qgZ's, with the last micro-batch; encoding includes the node's sum
     all_reduce: Transfer | None = None  # of HSDP's replicas, with the last micro-batch
     forward: float = 0.0
-    backward: float = 0.0  # with what is computed again
+    backward: float = 0.0  # with recomputation
     # Collectives that its arithmetic waits for: of tensor, context and expert parallelism.
     in_forward: tuple[Transfer, ...] = ()
     in_backward: tuple[Transfer, ...] = ()
@@ -84,7 +56,7 @@ class UnitTimes:
 
 @dataclass(frozen=True)
 class StepShape:
-    """What a step consists of."""
+    """The work of one step."""
 
     units: tuple[UnitTimes, ...]  # in the order of the forward pass
     micro_batches: int
@@ -92,13 +64,13 @@ class StepShape:
     head_forward: float  # the output layer and the loss, after the last unit
     head_backward: float
     optimizer: float
-    overlaps: bool = True  # False: as with gloo, a collective is waited for at once, but for ZeRO++'s between nodes
-    idle_micro_batches: float = 0.0  # of a pipeline: a stage idles for as long as this many take
+    overlaps: bool = True  # False, as with gloo: wait for collectives at once, except ZeRO++'s between nodes
+    idle_micro_batches: float = 0.0  # a pipeline stage idles for the time of this many
 
 
 @dataclass
 class StepTime:
-    """Seconds of a step, by what the device did or waited for."""
+    """Seconds of a step, by the device's work or wait."""
 
     compute: float = 0.0  # forward and backward passes
     compression: float = 0.0  # encoding and decoding
@@ -128,44 +100,58 @@ def simulate(shape: StepShape) -> StepTime:
 
 @dataclass
 class _Step:
+    """Streams that run their work in order."""
+
     shape: StepShape
     micro_batches: int
-    timeline: Timeline = field(default_factory=Timeline)
+    last: dict[str, Span] = field(default_factory=dict)  # of each stream
+    exposed: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))  # seconds waited for streams
     time: StepTime = field(default_factory=StepTime)
     stolen: float = 0.0  # kernels on other streams take their time from the device's arithmetic
     reducing: Span | None = None
     all_reducing: list[Span] = field(default_factory=list)
     arriving: dict[int, Span] = field(default_factory=dict)  # weights between nodes, by unit
-    gradients: list[tuple[Span, float]] = field(default_factory=list)  # between nodes, with seconds to decode
+    gradients: list[tuple[Span, float]] = field(default_factory=list)  # between nodes; seconds to decode
 
     def run(self) -> StepTime:
         for number in range(self.micro_batches):
             self.forward(is_first=number == 0)
             self.backward(is_last=number == self.micro_batches - 1)
         self.compute(0.0, [self.reducing, *self.all_reducing])  # finalize_backward
-        for arrived, decode in self.gradients:  # call_after_backward, in the order in which they left
+        for arrived, decode in self.gradients:  # call_after_backward, in the order of sending
             self.reducing = self.kernel(REDUCE, decode, [arrived])
         self.compute(0.0, [self.reducing])
         self.time.optimizer = self.shape.optimizer
-        self.time.exposed_within = self.timeline.exposed[WITHIN]
-        self.time.exposed_between = self.timeline.exposed[BETWEEN]
-        self.time.compression += self.timeline.exposed[GATHER] + self.timeline.exposed[REDUCE]
+        self.time.exposed_within = self.exposed[WITHIN]
+        self.time.exposed_between = self.exposed[BETWEEN]
+        self.time.compression += self.exposed[GATHER] + self.exposed[REDUCE]
         return self.time
+
+    def add(self, stream: str, seconds: float, after: Iterable[Span | None] = (), watched: bool = False) -> Span:
+        """Run work in a stream when the one before and ``after`` have ended. watched: count the wait in ``exposed``."""
+        before = self.last.get(stream)
+        waited_for = max((span for span in (before, *after) if span), key=lambda span: span.end, default=None)
+        start = waited_for.end if waited_for is not None else 0.0
+        if watched:  # divide the wait among the streams of the work that led to it
+            since, blamed = before.end if before is not None else 0.0, waited_for
+            while blamed is not None and blamed.end > since:
+                self.exposed[blamed.stream] += blamed.end - max(since, blamed.start)
+                blamed = blamed.waited_for
+        self.last[stream] = span = Span(stream, start, start + seconds, waited_for)
+        return span
 
     def forward(self, is_first: bool) -> None:
         units = self.shape.units
         if is_first:
-            for number, unit in enumerate(units):  # send, as a forward pass begins
+            for number, unit in enumerate(units):  # send all when the forward pass begins
                 if unit.weights_between is not None:
                     encoded = self.kernel(GATHER, unit.weights_between.encode, [])
-                    sent = self.timeline.run(BETWEEN, unit.weights_between.seconds, [encoded])
-                    self.arriving[number] = sent
+                    self.arriving[number] = self.add(BETWEEN, unit.weights_between.seconds, [encoded])
         copied: list[Span] = []
         for number, unit in enumerate(units):
-            gathered = None
-            if is_first or self.shape.zero_stage == 3:
-                # A gather begins when the unit before the last one was copied out (wait_for_unshard).
-                gathered = self.gather(number, copied[-2:-1])
+            has_gather = is_first or self.shape.zero_stage == 3
+            # A gather begins when the unit before the last one was copied out (wait_for_unshard).
+            gathered = self.gather(number, copied[-2:-1]) if has_gather else None
             copied.append(self.compute(0.0, [gathered]))
             self.work(unit.forward, unit.in_forward)
         self.compute(self.shape.head_forward)
@@ -202,7 +188,7 @@ class _Step:
             ended = self.transfer(REDUCE, unit.reduce, [ended])
         if is_last and unit.gradients_between is not None:
             ended = self.kernel(REDUCE, unit.gradients_between.encode, [ended])
-            sent = self.timeline.run(BETWEEN, unit.gradients_between.seconds, [ended])
+            sent = self.add(BETWEEN, unit.gradients_between.seconds, [ended])
             self.gradients.append((sent, unit.gradients_between.decode))
         if is_last and unit.all_reduce is not None:
             self.all_reducing.append(self.transfer("all-reduce", unit.all_reduce, [ended]))
@@ -219,21 +205,18 @@ class _Step:
             self.time.compute += seconds
             self.time.compression += self.stolen
             seconds, self.stolen = seconds + self.stolen, 0.0
-        return self.timeline.run(COMPUTE, seconds, after, watched=True)
+        return self.add(COMPUTE, seconds, after, watched=True)
 
     def kernel(self, stream: str, seconds: float, after: Sequence[Span | None]) -> Span:
         """Run encoding or decoding."""
         if not self.shape.overlaps or stream == COMPUTE:
             self.time.compression += seconds
-            return self.timeline.run(COMPUTE, seconds, after, watched=True)
+            return self.add(COMPUTE, seconds, after, watched=True)
         self.stolen += seconds
-        return self.timeline.run(stream, seconds, after)
+        return self.add(stream, seconds, after)
 
     def transfer(self, stream: str, transfer: Transfer, after: Sequence[Span | None]) -> Span:
-        """Run a collective whose stream waits for it; without overlap the device does."""
-        if not self.shape.overlaps or stream == COMPUTE:
-            sent = self.timeline.run(transfer.link, transfer.seconds, [self.kernel(COMPUTE, transfer.encode, after)])
-            return self.kernel(COMPUTE, transfer.decode, [sent])
+        """Run a collective. Its stream waits for it; without overlap the device does."""
         encoded = self.kernel(stream, transfer.encode, after)
-        sent = self.timeline.run(transfer.link, transfer.seconds, [encoded])
+        sent = self.add(transfer.link, transfer.seconds, [encoded])
         return self.kernel(stream, transfer.decode, [sent])

@@ -23,8 +23,7 @@ from megatron_zpp.checkpoint.resume import (
 from megatron_zpp.data.build import Datasets
 from megatron_zpp.families import Architecture, padded_vocab_size
 from megatron_zpp.islands import OuterSync, apply_islands, emulate_islands
-from megatron_zpp.metrics.program import describe_program
-from megatron_zpp.metrics.writers import MetricWriters
+from megatron_zpp.metrics.writers import MetricWriters, describe_program
 from megatron_zpp.optim.batch_size import BatchSchedule
 from megatron_zpp.optim.curriculum import Curriculum
 from megatron_zpp.optim.loss_scaler import LossScaler

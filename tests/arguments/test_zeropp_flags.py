@@ -59,7 +59,7 @@ def test_names_types_defaults_choices_and_needs_are_those_that_scripts_rely_on()
         assert flag.setting == name.replace("-", "_")
         assert flag.zero_is_none == (flag.setting in ZERO_MEANS_NONE), name
         assert flag.needs == needs.get(flag.setting), name
-    assert len(rows) == 33 and all_flags()["num_query_groups"].needs == "group_query_attention"
+    assert len(rows) == 29 and all_flags()["num_query_groups"].needs == "group_query_attention"
 
 
 def test_every_field_is_a_flag_but_those_that_the_trainer_sets():

@@ -40,11 +40,11 @@ def checkpoint(tmp_path_factory) -> Path:
 
 
 @pytest.fixture
-def sample(monkeypatch, capsys):
+def sample(monkeypatch, capsys, checkpoint):
     """Run the program: exit code, stdout and stderr."""
 
-    def run(*argv: str) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["generate_text.py", *argv])
+    def run(words: str, load: str | Path = checkpoint) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["generate_text.py", "--load", str(load), *words.split()])
         code = generate_text.main()
         out, err = capsys.readouterr()
         return code, out.removesuffix("\n"), err
@@ -52,20 +52,16 @@ def sample(monkeypatch, capsys):
     return run
 
 
-def test_greedy_continues_what_was_learned(checkpoint, sample):
-    code, text, err = sample(
-        "--load", str(checkpoint), "--prompt", "abcdefgh", "--num-tokens", "40", "--temperature", "0"
-    )
-    assert (code, err) == (0, "")
-    assert text == (ALPHABET * 3)[:48]  # beyond the model's 32 positions too
+def test_greedy_continues_the_alphabet(sample):
+    found = sample("--prompt abcdefgh --num-tokens 40 --temperature 0")
+    assert found == (0, (ALPHABET * 3)[:48], "")  # beyond the model's 32 positions too
 
 
-def test_seed_decides_the_text_and_one_candidate_is_greedy(checkpoint, sample):
-    base = ["--load", str(checkpoint), "--prompt", "p", "--num-tokens", "20"]
-    texts = [sample(*base, "--temperature", "9", "--seed", seed)[1] for seed in ("1", "1", "2")]
+def test_seed_decides_the_text_and_one_candidate_is_greedy(sample):
+    base = "--prompt p --num-tokens 20 --temperature"
+    texts = [sample(f"{base} 9 --seed {seed}")[1] for seed in (1, 1, 2)]
     assert texts[0] == texts[1] != texts[2]
-    only = sample(*base, "--temperature", "9", "--top-k", "1")[1]
-    assert only == sample(*base, "--temperature", "0")[1]
+    assert sample(f"{base} 9 --top-k 1")[1] == sample(f"{base} 0")[1]
 
 
 def test_text_is_printed_as_it_is_written():
@@ -82,25 +78,21 @@ def test_a_text_that_ends_within_a_character_is_shown():
     assert "".join(pieces) == "\ufffd"
 
 
-def test_several_texts_at_once(checkpoint, sample, tmp_path):
+def test_several_texts_at_once(sample, tmp_path):
     file = tmp_path / "prompts.txt"
     file.write_text("ijk\n")
-    code, text, err = sample(
-        *("--load", str(checkpoint), "--num-tokens", "5", "--temperature", "0"),
-        *("--prompt", "abcdefgh", "--prompt", "cd", "--prompt-file", str(file)),
-    )
-    assert (code, err) == (0, "")
-    assert text == "== 1\nabcdefghijklm\n== 2\ncdefghi\n== 3\nijklmnop"
+    found = sample(f"--num-tokens 5 --temperature 0 --prompt abcdefgh --prompt cd --prompt-file {file}")
+    assert found == (0, "== 1\nabcdefghijklm\n== 2\ncdefghi\n== 3\nijklmnop", "")
 
 
-def test_the_cache_changes_no_word(checkpoint, sample):
-    base = ["--load", str(checkpoint), "--prompt", "p", "--num-tokens", "50", "--temperature", "1.2", "--top-p", "0.95"]
-    assert sample(*base) == sample(*base, "--no-kv-cache")
+def test_the_cache_changes_no_word(sample):
+    base = "--prompt p --num-tokens 50 --temperature 1.2 --top-p 0.95"
+    assert sample(base) == sample(f"{base} --no-kv-cache")
 
 
 def test_a_chat_is_asked_by_its_template(checkpoint, sample, tmp_path):
     """The template writes the alphabet around the message, and one of the end tokens ends the answer."""
-    code, _, err = sample("--load", str(checkpoint), "--chat")
+    code, _, err = sample("--chat")
     assert code == 1 and err == "error: --chat: ByteTokenizer has no chat template; HuggingFaceTokenizer may have one\n"
 
     hf = tmp_path / "hf"
@@ -110,25 +102,19 @@ def test_a_chat_is_asked_by_its_template(checkpoint, sample, tmp_path):
     )
     (hf / "generation_config.json").write_text(json.dumps({"eos_token_id": [ord("m"), 256]}))
     import_hf.import_(import_hf.parse_arguments(["--input", str(hf), "--save", str(tmp_path / "run")]), ARCHITECTURES)
-    argv = ["--load", str(tmp_path / "run"), "--chat", "--prompt", "cdef", "--temperature", "0"]
-    code, text, err = sample(*argv)
-    assert (code, text, err) == (0, "ijkl", "")
+    assert sample("--chat --prompt cdef --temperature 0", tmp_path / "run") == (0, "ijkl", "")
 
 
-@pytest.mark.parametrize(
-    ("argv", "message"),
-    [
-        (["--load", "nowhere"], "nowhere holds no checkpoint"),
-        (["--load", "damaged"], "rank_00000.safetensors has 1000 bytes instead of"),
-        (["--load", "checkpoint", "--ckpt-step", "5"], "iter_0000005 is not a complete checkpoint"),
-    ],
-)
-def test_errors_are_one_line(checkpoint, tmp_path, monkeypatch, sample, argv, message):
-    monkeypatch.chdir(tmp_path)
-    shutil.copytree(checkpoint, "checkpoint")
-    shutil.copytree(checkpoint, "damaged")
-    for file in Path("damaged").glob("iter_*/*.safetensors"):
+def test_errors_are_one_line(checkpoint, tmp_path, sample):
+    damaged = tmp_path / "damaged"
+    shutil.copytree(checkpoint, damaged)
+    for file in damaged.glob("iter_*/*.safetensors"):
         file.write_bytes(file.read_bytes()[:1000])
-    code, out, err = sample(*argv)
-    assert (code, out) == (1, "")
-    assert err.startswith("error: ") and err.count("\n") == 1 and message in err
+    for load, words, message in (
+        ("nowhere", "", "nowhere holds no checkpoint"),
+        (damaged, "", "rank_00000.safetensors has 1000 bytes instead of"),
+        (checkpoint, "--ckpt-step 5", "iter_0000005 is not a complete checkpoint"),
+    ):
+        code, out, err = sample(words, load)
+        assert (code, out) == (1, "")
+        assert err.startswith("error: ") and err.count("\n") == 1 and message in err

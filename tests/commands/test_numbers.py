@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import sys
 
 import pytest
@@ -43,22 +44,21 @@ NONSENSE = {"-1", "nan", "inf", "", "9" * 30, "1e400", "ünï🙂"}
 def test_no_word_for_a_number_is_a_traceback(monkeypatch, capsys, tmp_path, tool):
     monkeypatch.chdir(tmp_path)
     common, flags = TOOLS[tool]
-    for flag in flags.split():
-        for word in {*WORDS, *NONSENSE}:
-            given = [f"{flag}={word}"]
-            argv = [*common.split(), *given] if tool not in (estimate, plan) else [*given, *common.split()]
-            try:
-                if hasattr(tool, "parse_arguments"):
-                    tool.parse_arguments(argv)
-                else:
-                    monkeypatch.setattr(sys, "argv", ["tool", *argv])
-                    assert tool.main() != 0  # there is no such file
-            except SystemExit as stop:
-                assert stop.code == 2
-                said = capsys.readouterr().err
-                assert "error: " in said and (flag in said or tool is suggest_settings), (flag, word, said)
+    for flag, word in itertools.product(flags.split(), {*WORDS, *NONSENSE}):
+        given = [f"{flag}={word}"]
+        argv = [*common.split(), *given] if tool not in (estimate, plan) else [*given, *common.split()]
+        try:
+            if hasattr(tool, "parse_arguments"):
+                tool.parse_arguments(argv)
             else:
-                assert word not in NONSENSE - {"9" * 30}, (flag, word)
+                monkeypatch.setattr(sys, "argv", ["tool", *argv])
+                assert tool.main() != 0  # there is no such file
+        except SystemExit as stop:
+            assert stop.code == 2
+            said = capsys.readouterr().err
+            assert "error: " in said and (flag in said or tool is suggest_settings), (flag, word, said)
+        else:
+            assert word not in NONSENSE - {"9" * 30}, (flag, word)
 
 
 @pytest.mark.parametrize(("word", "said"), [("1e-300", "1e-30"), ("nan", "finite"), ("-0.5", "at least 0")])

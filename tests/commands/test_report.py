@@ -14,20 +14,10 @@ import torch
 import torch.distributed as dist
 
 from megatron_zpp.arguments.parse import parse_settings
-from megatron_zpp.commands.report import (
-    BETWEEN,
-    WITHIN,
-    _plot,
-    charts,
-    differing_settings,
-    main,
-    smoothed,
-    summary,
-    thinned,
-)
+from megatron_zpp.commands import report
+from megatron_zpp.commands.report import BETWEEN, WITHIN, charts, main, smoothed, summary, thinned
 from megatron_zpp.families import GPT
-from megatron_zpp.metrics.dashboard import DASHBOARD
-from megatron_zpp.metrics.tensorboard_reader import RunHistory, find_runs, read_run
+from megatron_zpp.metrics.tensorboard_reader import DASHBOARD, RunHistory, find_runs, read_run
 from megatron_zpp.metrics.writers import MetricWriters
 from megatron_zpp.planning.cluster import parse_cluster
 from megatron_zpp.planning.predict import predict_logged
@@ -43,26 +33,28 @@ SHOWN = "--log-throughput --log-timers-to-tensorboard --peak-tflops 1 --eval-int
 KEYS = [key for of_group in DASHBOARD.values() for key in of_group.values()]
 
 
-def _train_and_write(*argvs):
-    """What the trainer prints of each command line, on this rank; it writes what it is asked to."""
-    outputs = []
-    for argv in argvs:
+def _train_and_write(runs: dict[str, list[str]]) -> dict[str, str]:
+    """Train each run with its writers; return its output on this rank."""
+    outputs = {}
+    for name, argv in runs.items():
         settings = parse_settings(GPT, argv, dist.get_world_size(), note=lambda text: None)
         with contextlib.redirect_stdout(io.StringIO()) as out:
             run = build_run(GPT, settings, torch.device("cpu"))
             train(run, time.monotonic())
             run.writers.close()
-        outputs.append(out.getvalue())
+        outputs[name] = out.getvalue()
     return outputs
 
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    """A folder of two runs, ``loco`` and ``coarse``, and what the trainer printed of each."""
+    """A folder of two runs, ``loco`` and ``coarse``, and the output of each."""
     data, folder = write_text(tmp_path_factory.mktemp("data")), tmp_path_factory.mktemp("runs")
     runs = {"loco": "--zeropp-loco", "coarse": "--zeropp-gradient-bits 2"}
-    argvs = [flags(data, ZEROPP, SHOWN, more, f"--tensorboard-dir {folder / name}") for name, more in runs.items()]
-    return folder, dict(zip(runs, run_ranks(4, _train_and_write, *argvs)[-1], strict=True))
+    argvs = {
+        name: flags(data, ZEROPP, SHOWN, more, f"--tensorboard-dir {folder / name}") for name, more in runs.items()
+    }
+    return folder, run_ranks(4, _train_and_write, argvs)[-1]
 
 
 @pytest.fixture(scope="module")
@@ -104,16 +96,14 @@ def test_a_run_reads_back_as_it_was_printed(trained, runs):
     assert set(KEYS) <= set(run.metrics)  # every chart of the dashboard has its key from the trainer
     assert list(run.metrics["lm loss"]) == list(range(1, 9))
     assert list(run.metrics["lm loss"].values()) == pytest.approx(printed("lm loss", log), rel=1e-6)
-    assert [tokens for tokens, _ in run.over_tokens("lm loss")] == [8 * 32 * i for i in range(1, 9)]
+    assert [tokens for tokens, _ in run.curve("lm loss", "tokens")] == [8 * 32 * i for i in range(1, 9)]
     sent = [1e6 * value for value in printed("sent between nodes per step (MB)", log)]
-    curve = run.over_bytes_between_nodes("lm loss validation")
+    curve = run.curve("lm loss validation", "bytes sent between nodes")
     assert [nbytes for nbytes, _ in curve] == pytest.approx([sum(sent[:4]), sum(sent)], rel=1e-2)
     errors = list(run.metrics["comm/error/gradients/inter"].values())
     assert errors == pytest.approx(printed("error of gradients/inter", log), abs=1e-4) and len(errors) == 4
-    assert (
-        run.metrics["comm/error/gradients/inter/layers.0"].keys()
-        == run.metrics["comm/error-state/gradients/inter"].keys()
-    )
+    error_states = run.metrics["comm/error-state/gradients/inter"]
+    assert run.metrics["comm/error/gradients/inter/layers.0"].keys() == error_states.keys()
 
 
 def test_time_stands_still_between_a_stop_and_a_resume(tmp_path):
@@ -127,10 +117,10 @@ def test_time_stands_still_between_a_stop_and_a_resume(tmp_path):
         writer.close()
     files = sorted(tmp_path.iterdir(), key=lambda path: path.name.endswith("5000.0"))
     run = read_run("run", files)
-    assert run.over_seconds("lm loss") == [(0, 9), (2, 8), (4, 7), (4, 6), (6, 5), (8, 4)]
+    assert run.curve("lm loss", "time") == [(0, 9), (2, 8), (4, 7), (4, 6), (6, 5), (8, 4)]
 
 
-def test_what_a_chart_shows_of_many_points():
+def test_smoothing_and_thinning():
     curve = [(float(i), float(i % 2)) for i in range(1000)]
     smooth = smoothed(curve)
     assert [x for x, _ in smooth] == [x for x, _ in curve]
@@ -143,7 +133,7 @@ def test_what_a_chart_shows_of_many_points():
 
 def test_numbers_on_axes_keep_their_digits():
     pytest.importorskip("matplotlib")
-    drawing = _plot("training loss", "iteration", {"run": [(0.0, 7.6052), (1.0, 7.6091)]}, {"run": "C0"})
+    drawing = report._plot("training loss", "iteration", {"run": [(0.0, 7.6052), (1.0, 7.6091)]}, {"run": "C0"})
     labels = re.findall(r">(7\.\d+)</text>", drawing)
     assert len({*labels}) == len(labels) >= 4 and all(7.604 <= float(label) <= 7.61 for label in labels)
     assert not re.search(r' d="[^"]*\d\.\d\d', drawing)  # of lines, tenths of a point are enough
@@ -156,7 +146,7 @@ def test_coarse_gradients_show(runs):
     error = "relative error of gradients between nodes (mean)"
     assert float(summary(runs["coarse"])[error]) > 3 * float(summary(runs["loco"])[error])
     assert summary(runs["coarse"])["LoCo's error over gradients, between nodes (mean)"] == ""
-    assert set(differing_settings(list(runs.values()))) == {"zeropp_loco", "zeropp_gradient_bits"}
+    assert set(report.differing_settings(list(runs.values()))) == {"zeropp_loco", "zeropp_gradient_bits"}
 
 
 def test_tensorboard_has_the_dashboard(trained):
@@ -187,44 +177,34 @@ def test_megabytes_are_means_over_steps_not_points():
     assert summary(run)["MB between nodes per step (mean)"] == ""
 
 
-def write(folder: Path, points: dict[int, float], number: int, validation: dict[int, float] | None = None) -> None:
-    writers = MetricWriters(LoggingSettings(tensorboard_dir=str(folder)), {"seq_length": 4}, is_writer=True)
-    for iteration, loss in points.items():
-        writers.write({"lm loss": loss, "comm/bytes-between-nodes": 10.0}, iteration, 2 * iteration)
-    for iteration, loss in (validation or {}).items():
-        writers.write({"lm loss validation": loss}, iteration, 2 * iteration)
-    writers.close()
-    (new,) = (path for path in folder.iterdir() if not path.name.startswith("0"))
-    new.rename(folder / f"0{number}.{new.name}")  # files are told apart by the second in which they were begun
+def read_parts(folder: Path, *parts: tuple[dict[int, float], dict[int, float]]) -> RunHistory:
+    """Write the training and validation losses of each part of a run, and read them back."""
+    for number, (training, validation) in enumerate(parts):
+        writers = MetricWriters(LoggingSettings(tensorboard_dir=str(folder)), {"seq_length": 4}, is_writer=True)
+        for iteration, loss in training.items():
+            writers.write({"lm loss": loss, "comm/bytes-between-nodes": 10.0}, iteration, 2 * iteration)
+        for iteration, loss in validation.items():
+            writers.write({"lm loss validation": loss}, iteration, 2 * iteration)
+        writers.close()
+        (new,) = (path for path in folder.iterdir() if not path.name.startswith("0"))
+        new.rename(folder / f"0{number}.{new.name}")  # files are told apart by the second in which they were begun
+    ((name, files),) = find_runs([folder]).items()
+    return read_run(name, files)
 
 
 def test_a_resumed_run_is_one_curve(tmp_path):
-    write(tmp_path, {1: 9, 2: 8, 3: 7, 4: 6, 6: 5}, 1)  # died after 6, the last checkpoint was of 2
-    write(tmp_path, {3: 7.5, 4: 6.5, 5: 5.5}, 2)
-    ((name, files),) = find_runs([tmp_path]).items()
-    run = read_run(name, files)
+    """The first part died after 6; the last checkpoint was of 2."""
+    run = read_parts(tmp_path, ({1: 9, 2: 8, 3: 7, 4: 6, 6: 5}, {2: 8.5, 4: 6.5}), ({3: 7.5, 4: 6.5, 5: 5.5}, {}))
     assert run.metrics["lm loss"] == {1: 9, 2: 8, 3: 7.5, 4: 6.5, 5: 5.5}
-    assert run.over_tokens("lm loss")[-1] == (5 * 2 * 4, 5.5)
-    assert run.over_bytes_between_nodes("lm loss")[-1] == (50, 5.5)
+    assert run.curve("lm loss", "tokens")[-1] == (5 * 2 * 4, 5.5)
+    assert run.curve("lm loss", "bytes sent between nodes")[-1] == (50, 5.5)
+    assert run.metrics["lm loss validation"] == {2: 8.5} and summary(run)["validation loss (last)"] == "8.5000"
 
 
-def test_a_resumed_run_has_no_validation_loss_of_the_one_that_died(tmp_path):
-    write(tmp_path, {1: 9, 2: 8, 3: 7, 4: 6}, 1, validation={2: 8.5, 4: 6.5})
-    write(tmp_path, {3: 7.5}, 2)
-    ((name, files),) = find_runs([tmp_path]).items()
-    run = read_run(name, files)
-    assert run.metrics["lm loss validation"] == {2: 8.5}
-    assert run.metrics["lm loss"] == {1: 9, 2: 8, 3: 7.5}
-    assert summary(run)["validation loss (last)"] == "8.5000"
-
-
-def test_an_evaluation_alone_leaves_what_was_trained(tmp_path):
-    write(tmp_path, {1: 9, 2: 8}, 1, validation={2: 8.5})
-    write(tmp_path, {}, 2, validation={2: 8.25})  # as --skip-train does
-    ((name, files),) = find_runs([tmp_path]).items()
-    run = read_run(name, files)
+def test_an_evaluation_alone_keeps_the_training(tmp_path):
+    run = read_parts(tmp_path, ({1: 9, 2: 8}, {2: 8.5}), ({}, {2: 8.25}))  # as --skip-train does
     assert run.metrics["lm loss validation"] == {2: 8.25}
-    assert run.over_tokens("lm loss") == [(2 * 4, 9), (4 * 4, 8)]
+    assert run.curve("lm loss", "tokens") == [(2 * 4, 9), (4 * 4, 8)]
 
 
 def test_bad_input_gets_one_line(tmp_path, capsys):
@@ -247,7 +227,7 @@ SHAPE = "--num-layers 4 --hidden-size 2048 --num-attention-heads 16 --seq-length
 TRAINED = "--train-iters 10 --lr 1e-3 --mock-data --vocab-size 1000 --global-batch-size 8"
 
 
-def test_predictions_stand_beside_what_was_measured(tmp_path, capsys):
+def test_predictions_beside_measurements(tmp_path, capsys):
     """The prediction is the one that tools/plan.py ranks; what was measured is computed here by hand."""
     pytest.importorskip("matplotlib")
     settings = {"seq_length": 2048, "architecture": "gpt", "padded_vocab_size": 1024, "world_size": 4}

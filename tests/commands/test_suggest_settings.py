@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import re
 import subprocess
+from typing import Any
 
 import pytest
 
@@ -21,34 +22,20 @@ RUN = f"{SHAPE} --micro-batch-size 1 --lr 3e-3 --num-workers 0 --tokenizer-type 
 
 
 def call(*words: str) -> subprocess.CompletedProcess:
-    command = [
-        str(programs() / "python"),
-        str(ROOT / "tools/suggest_settings.py"),
-        "gpt",
-        "--emulate-ranks",
-        "4",
-        *words,
-    ]
-    return subprocess.run(command, capture_output=True, text=True)
+    command = [str(programs() / "python"), str(ROOT / "tools/suggest_settings.py"), "gpt", "--emulate-ranks", "4"]
+    return subprocess.run([*command, *words], capture_output=True, text=True)
 
 
 @pytest.mark.long
 def test_settings_are_trained_and_ranked_by_bytes(tmp_path):
-    tries = [
-        "--zero-quantized-gradients --zeropp-gradient-bits 2",
-        "--zero-quantized-gradients --zeropp-gradient-bits 8",
-    ]
-    words = [word for setting in tries for word in ("--try", setting)]
-    result = call(
-        "--iterations", "20", "--link-gbps", "10", *words, "--", *RUN.split(), "--data-path", write_text(tmp_path)
-    )
+    tries = [f"--zero-quantized-gradients --zeropp-gradient-bits {bits}" for bits in (2, 8)]
+    words = ["--iterations", "20", "--link-gbps", "10", *(word for setting in tries for word in ("--try", setting))]
+    result = call(*words, "--", *RUN.split(), "--data-path", write_text(tmp_path))
     assert result.returncode == 0, result.stderr
     rows = [line for line in result.stdout.splitlines() if re.search(r"\d+\.\d+ +[-+]\d+\.\d\d%", line)]
     assert [row.split("  ")[0] for row in rows] == ["ZeRO-3", tries[1], tries[0]]
-    losses, megabytes, seconds = zip(
-        *(map(float, re.search(r"([\d.]+) +[-+][\d.]+% +([\d.]+) +([\d.]+)$", row).groups()) for row in rows),
-        strict=True,
-    )
+    numbers = [re.search(r"([\d.]+) +[-+][\d.]+% +([\d.]+) +([\d.]+)$", row).groups() for row in rows]
+    losses, megabytes, seconds = zip(*(map(float, row) for row in numbers), strict=True)
     assert losses[2] > losses[1]  # 2 bits lose more than 8
     assert megabytes[0] > 2 * megabytes[1]
     assert seconds[0] == pytest.approx(megabytes[0] * 8e6 / 10e9, abs=1e-4)
@@ -68,14 +55,15 @@ def trained(monkeypatch) -> list[list[str]]:
     return runs
 
 
-ARGS = argparse.Namespace(
-    architecture="gpt", emulate_ranks=4, emulate_nodes=2, iterations=20, tried=["--zero-quantized-gradients"]
-)
+def measured(given: str = "", **more: Any) -> tuple[list[Outcome], float | None]:
+    shape = dict(architecture="gpt", emulate_ranks=4, emulate_nodes=2, iterations=20)
+    args = argparse.Namespace(**(shape | dict(tried=["--zero-quantized-gradients"]) | more))
+    return measure(args, [*RUN.split(), "--mock-data", *given.split()])
 
 
 @pytest.mark.parametrize(("given", "std"), [("", 0.02), ("--init-method-std 0.01", 0.01)])
 def test_noise_is_the_first_setting_again_on_the_same_data_with_larger_weights(trained, given, std):
-    outcomes, noise = measure(ARGS, [*RUN.split(), "--mock-data", *given.split()])
+    outcomes, noise = measured(given)
     assert len(trained) == 3 and noise == 3 - 1
     first, again = (parse_settings(GPT, flags, note=lambda _: None).as_flat_dict() for flags in trained[::2])
     assert again.pop("init_method_std") == pytest.approx(1.001 * std) and first.pop("init_method_std") == std
@@ -84,7 +72,7 @@ def test_noise_is_the_first_setting_again_on_the_same_data_with_larger_weights(t
 
 
 def test_finetuning_has_no_initial_weights_to_change(trained):
-    outcomes, noise = measure(ARGS, [*RUN.split(), "--mock-data", "--load", "checkpoints", "--finetune"])
+    outcomes, noise = measured("--load checkpoints --finetune")
     assert len(trained) == 2 and noise is None
     assert "Noise: not measured" in table(outcomes, noise, None)
     assert suggest(outcomes, noise) == outcomes[0]
@@ -97,14 +85,13 @@ def test_a_setting_that_fails_leaves_the_others(monkeypatch):
         return RunLog([{"lm loss": 4.0, BETWEEN: 1.0}])
 
     monkeypatch.setattr(suggest_settings, "train", train)
-    outcomes, noise = measure(ARGS, [*RUN.split(), "--mock-data"])
+    outcomes, noise = measured()
     assert suggest(outcomes, noise).name == "ZeRO-3"
     assert re.search(r"--zero-quantized-gradients +failed: NaN in 10 steps", table(outcomes, noise, None))
 
 
 def test_without_ranks_that_share_a_node_nothing_of_ours_needs_hpz(trained):
-    alone = argparse.Namespace(**{**vars(ARGS), "emulate_nodes": 4, "tried": None})
-    outcomes, _ = measure(alone, [*RUN.split(), "--mock-data"])
+    outcomes, _ = measured(emulate_nodes=4, tried=None)
     assert len(outcomes) > 3 and not any("difference" in outcome.name for outcome in outcomes)
 
 
@@ -119,50 +106,42 @@ def test_without_ranks_that_share_a_node_nothing_of_ours_needs_hpz(trained):
     ],
 )
 def test_bits_warm_up_with_the_learning_rate(trained, given, steps):
-    ours = argparse.Namespace(**{**vars(ARGS), "tried": None})
-    outcomes, _ = measure(ours, [*RUN.split(), "--mock-data", *given.split()])
+    outcomes, _ = measured(given, tried=None)
     warm = [outcome.flags for outcome in outcomes if "warm-up" in outcome.name]
     assert len(warm) == 1 and warm[0].endswith(f"--zeropp-gradient-bits-warmup {steps}:4")
 
 
-def outcome(name: str, loss: float, nbytes: float) -> Outcome:
-    return Outcome(name, "", loss, nbytes)
-
-
 def test_the_fewest_bytes_within_the_noise_are_suggested():
-    outcomes = [outcome("zero3", 4.0, 100), outcome("a", 4.005, 30), outcome("b", 4.03, 20), outcome("c", 9.9, 10)]
+    losses = {"zero3": (4.0, 100), "a": (4.005, 30), "b": (4.03, 20), "c": (9.9, 10), "nan": (float("nan"), 1)}
+    outcomes = [Outcome(name, "", loss, nbytes) for name, (loss, nbytes) in losses.items()]
     assert suggest(outcomes, noise=0.0).name == "a"  # within 0.25 %
     assert suggest(outcomes, noise=0.05).name == "b"
-    assert suggest([outcomes[0], outcome("nan", float("nan"), 1)], noise=1.0).name == "zero3"
+    assert suggest([outcomes[0], outcomes[-1]], noise=1.0).name == "zero3"
+
+
+SCRATCH = "every setting starts from scratch: leave --save,"
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("words", "given", "message"),
     [
-        (["--", "--num-layers", "2"], "--seq-length"),
-        (["--emulate-nodes", "3", "--", *RUN.split(), "--mock-data"], "give 2 nodes or more that divide the ranks"),
-        (["--iterations", "3", "--", *RUN.split(), "--mock-data"], "too short"),
-        ([], "after --"),
+        ("", None, "after --"),
+        ("", "--num-layers 2", "--seq-length"),
+        ("--emulate-nodes 3", f"{RUN} --mock-data", "give 2 nodes or more that divide the ranks"),
+        ("--iterations 3", f"{RUN} --mock-data", "too short"),
         (
-            ["--", *RUN.split(), "--mock-data", "--zero-quantized-gradients", "--zeropp-loco"],
+            "",
+            f"{RUN} --mock-data --zero-quantized-gradients --zeropp-loco",
             "error: --zero-quantized-gradients, --zeropp-loco would be in every setting",
         ),
-        (["--", *RUN.split(), "--mock-data", "--lr-warmup-iters", "200"], "warms up over 200 of --iterations 400"),
-        (["--", *RUN.split(), "--mock-data", "--lr-warmup-tokens", "38400"], "warms up over 300 of --iterations 400"),
-        *(
-            (
-                ["--", *RUN.split(), "--mock-data", *more.split()],
-                "every setting starts from scratch: leave --save,",
-            )
-            for more in (
-                "--save checkpoints --save-interval 10",
-                "--load checkpoints",
-                "--tensorboard-dir events",
-                "--wandb-project project",
-            )
-        ),
+        ("", f"{RUN} --mock-data --lr-warmup-iters 200", "warms up over 200 of --iterations 400"),
+        ("", f"{RUN} --mock-data --lr-warmup-tokens 38400", "warms up over 300 of --iterations 400"),
+        ("", f"{RUN} --mock-data --save checkpoints --save-interval 10", SCRATCH),
+        ("", f"{RUN} --mock-data --load checkpoints", SCRATCH),
+        ("", f"{RUN} --mock-data --tensorboard-dir events", SCRATCH),
+        ("", f"{RUN} --mock-data --wandb-project project", SCRATCH),
     ],
 )
-def test_mistakes_come_to_light_before_anything_is_trained(words, message):
-    result = call(*words)
+def test_mistakes_come_to_light_before_anything_is_trained(words, given, message):
+    result = call(*words.split(), *(["--", *given.split()] if given else []))
     assert result.returncode in (1, 2) and message in result.stderr

@@ -69,7 +69,7 @@ def plan(words: list[str], nodes: int, ranks_per_node: int, gpu: str, vocabulary
     _, architecture, flags = trainer_of(words)
     where = f"--nodes {nodes} --ranks-per-node {ranks_per_node} --gpu {gpu} --vocabulary {vocabulary}"
     program = f"pretrain_{architecture}.py"
-    return estimate.run(estimate.parse_arguments([*where.split(), program, *flags]))[1]
+    return estimate.run(estimate.parse_arguments([*where.split(), program, *flags]))
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.stem)

@@ -115,7 +115,7 @@ ESTIMATED = f"{ESTIMATED} --micro-batch-size 2 --train-iters 10 --lr 1 --bf16".s
 
 
 def test_it_is_estimated():
-    found = estimate.run(estimate.parse_arguments(["--architecture", GIVEN, *ESTIMATED]))[1].needs
+    found = estimate.run(estimate.parse_arguments(["--architecture", GIVEN, *ESTIMATED])).needs
     config = ToyConfig(2, 32, 4, vocab_size=288)
     assert found.parameters == TOY.num_parameters(config)
     assert found.largest.working["activations"] == 2 * 32 * 2 * 11 * 2 * 32  # B S, blocks, 11 H of 2 bytes

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from megatron_zpp.planning.cluster import GPUS, LINK_SHARE, parse_cluster, write_cluster
-from megatron_zpp.planning.needs.rank_groups import RankGroup
+from megatron_zpp.planning.needs.division import RankGroup
 from megatron_zpp.planning.needs.traffic import Exchange
 
 
@@ -18,11 +18,7 @@ def test_a_word_is_nodes_gpus_kind_and_gigabits():
     assert (cluster.nodes, cluster.gpus_per_node, cluster.gpu, cluster.world_size) == (64, 8, "H100", 512)
     assert (cluster.peak_tflops, cluster.memory_gb, cluster.between_gbits) == (989.0, 80, 100 * LINK_SHARE)
     assert parse_cluster("1x1xa100-40gb@3.5").gpu == "A100-40GB"
-
-
-@pytest.mark.parametrize("gpu", GPUS)
-def test_every_gpu_of_the_table_has_a_peak(gpu):
-    assert parse_cluster(f"2x4x{gpu}@10").peak_tflops > 0
+    assert all(parse_cluster(f"2x4x{gpu}@10").peak_tflops > 0 for gpu in GPUS)
 
 
 @pytest.mark.parametrize(
@@ -38,20 +34,15 @@ def test_every_gpu_of_the_table_has_a_peak(gpu):
         ("0x2x8xH100@400@10", "nodes is 0"),
     ],
 )
-def test_what_is_no_cluster(word, said):
+def test_words_that_are_no_cluster(word, said):
     with pytest.raises(ValueError, match=re.escape(said)):
         parse_cluster(word)
 
 
 def test_a_file_keeps_every_field(tmp_path):
     curves = {"all-gather 3x2": {"4096": 1e-3, "65536": 2.5e-3}}
-    cluster = dataclasses.replace(
-        parse_cluster("3x2xL40S@12.5"),
-        overlaps=False,
-        ring_passes=2,
-        dollars_per_gpu_hour=1.5,
-        collective_seconds=curves,
-    )
+    more = dict(overlaps=False, ring_passes=2, dollars_per_gpu_hour=1.5, collective_seconds=curves)
+    cluster = dataclasses.replace(parse_cluster("3x2xL40S@12.5"), **more)
     write_cluster(tmp_path / "cluster.yaml", cluster, "measured today\nby me")
     assert parse_cluster(str(tmp_path / "cluster.yaml")) == cluster
     yaml = pytest.importorskip("yaml")  # it is YAML for others, too
@@ -80,13 +71,8 @@ def test_a_damaged_file_names_the_line(tmp_path, change, said):
 
 
 def test_seconds_of_collectives():
-    cluster = dataclasses.replace(
-        parse_cluster("4x8xH100@100"),
-        within_gbytes=100,
-        between_gbits=80,
-        within_microseconds=1,
-        between_microseconds=10,
-    )
+    rates = dict(within_gbytes=100, between_gbits=80, within_microseconds=1, between_microseconds=10)
+    cluster = dataclasses.replace(parse_cluster("4x8xH100@100"), **rates)
     # A ring over all 32 ranks: one of a node's 8 ranks sends 31 pieces of 1 MB over its 10 GB/s.
     flat = Exchange(RankGroup(4, 8), 10**6)
     assert cluster.exchange_seconds(flat) == pytest.approx(31e6 / 10e9 + 3e-5 + 28e-6)
@@ -106,14 +92,9 @@ def test_seconds_of_collectives():
 
 def test_collectives_that_were_measured_take_as_long_as_then():
     curve = {"1000": 2e-3, "100000": 8e-3}  # bytes of a piece
-    cluster = dataclasses.replace(
-        parse_cluster("2x2xH100@100"),
-        within_gbytes=1,
-        between_gbits=8,
-        between_microseconds=0,
-        entry_microseconds=500,
-        collective_seconds={"all-gather 2x2": curve, "all-to-all 1x2": curve, "reduction 1x2": {"10": 9e-3}},
-    )
+    measured = {"all-gather 2x2": curve, "all-to-all 1x2": curve, "reduction 1x2": {"10": 9e-3}}
+    rates = dict(within_gbytes=1, between_gbits=8, between_microseconds=0, entry_microseconds=500)
+    cluster = dataclasses.replace(parse_cluster("2x2xH100@100"), **rates, collective_seconds=measured)
 
     def milliseconds(group: RankGroup, nbytes: int, **more: Any) -> float:
         return 1e3 * cluster.exchange_seconds(Exchange(group, nbytes, **more)) - 0.5

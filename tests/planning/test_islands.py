@@ -8,13 +8,13 @@ import itertools
 import pytest
 
 from megatron_zpp.arguments.parse import parse_settings
+from megatron_zpp.commands.plan import table
 from megatron_zpp.families import LLAMA
 from megatron_zpp.planning.cluster import LINK_SHARE, Cluster, parse_cluster, read_cluster, write_cluster
-from megatron_zpp.planning.needs.rank_groups import RankGroup
+from megatron_zpp.planning.needs.division import RankGroup
 from megatron_zpp.planning.needs.traffic import Exchange
 from megatron_zpp.planning.predict import Prediction, estimate_on, predict
 from megatron_zpp.planning.search.plan import make_plan
-from megatron_zpp.planning.search.report import table
 
 MODEL = "--preset llama-8b --num-layers 4 --seq-length 2048 --micro-batch-size 1 --lr 1 --train-iters 9 --mock-data"
 MODEL += " --bf16 --vocab-size 31999 --tokenizer-type NullTokenizer --global-batch-size 32"
@@ -23,10 +23,9 @@ SITES = parse_cluster("2x2x8xH100@400@10")
 
 
 def predicted(flags: str, cluster: Cluster = SITES) -> Prediction:
-    settings = parse_settings(
-        LLAMA, f"{MODEL} {flags}".split(), cluster.world_size, note=lambda _: None, counts_all_jobs=True
-    )
-    return predict(LLAMA, settings, cluster, estimate_on(LLAMA, settings, VOCABULARY, cluster))
+    argv = f"{MODEL} {flags}".split()
+    settings = parse_settings(LLAMA, argv, cluster.world_size, note=lambda _: None, counts_all_jobs=True)
+    return predict(cluster, estimate_on(cluster, LLAMA, settings, VOCABULARY))
 
 
 def test_a_word_may_begin_with_sites(tmp_path):
@@ -34,37 +33,28 @@ def test_a_word_may_begin_with_sites(tmp_path):
     assert (SITES.between_gbits, SITES.site_gbits) == (400 * LINK_SHARE, 10 * LINK_SHARE)
     write_cluster(tmp_path / "cluster.yaml", SITES)
     assert read_cluster(tmp_path / "cluster.yaml") == SITES
-
-
-def test_sites_have_as_many_nodes():
     with pytest.raises(ValueError, match="4 nodes do not divide among 3 sites"):
         dataclasses.replace(SITES, sites=3)
 
 
 @pytest.mark.parametrize("sites, is_straight, per_node", [*itertools.product((2, 4), (False, True), (1, 2, 8))])
-def test_a_collective_takes_what_leaves_a_site(sites, is_straight, per_node):
+def test_seconds_of_collectives_between_sites(sites, is_straight, per_node):
     """Every message of every group written down, on a link so slow that nothing else counts."""
     cluster = dataclasses.replace(SITES, nodes=8, sites=sites, site_gbits=1e-3, site_microseconds=0.0)
     nbytes = 1000
-    places = list(itertools.product(range(cluster.nodes), range(8)))  # (node, local rank)
     leaving = [0] * sites
-    for group in range(8 // per_node):
-        ranks = [(node, local) for node, local in places if local // per_node == group]
-        for i, (node, _) in enumerate(ranks):
-            others = ranks if is_straight else [ranks[(i + 1) % len(ranks)]]
-            for other, _ in others:
-                if node // (cluster.nodes // sites) != other // (cluster.nodes // sites):
-                    sent = nbytes if is_straight else (len(ranks) - 1) * nbytes
-                    leaving[node // (cluster.nodes // sites)] += sent
+    for _ in range(8 // per_node):  # groups, all alike
+        homes = [node // (cluster.nodes // sites) for node in range(cluster.nodes) for _ in range(per_node)]
+        for i, home in enumerate(homes):
+            if is_straight:
+                leaving[home] += nbytes * sum(other != home for other in homes)
+            elif homes[(i + 1) % len(homes)] != home:
+                leaving[home] += nbytes * (len(homes) - 1)
     assert len(set(leaving)) == 1
     found = cluster.exchange_seconds(Exchange(RankGroup(cluster.nodes, per_node), nbytes, is_straight=is_straight))
     assert found == pytest.approx(leaving[0] * 8e-9 / cluster.site_gbits, rel=1e-3)
-
-
-def test_within_a_node_sites_do_not_matter():
-    alone = dataclasses.replace(SITES, sites=1)
-    exchange = Exchange(RankGroup(1, 8), 10**6)
-    assert SITES.exchange_seconds(exchange) == alone.exchange_seconds(exchange)
+    exchange = Exchange(RankGroup(1, 8), 10**6)  # within a node
+    assert SITES.exchange_seconds(exchange) == dataclasses.replace(SITES, sites=1).exchange_seconds(exchange)
 
 
 def test_a_step_of_islands_waits_for_the_slow_link_at_synchronizations_alone():
@@ -93,7 +83,7 @@ def test_a_step_of_islands_waits_for_the_slow_link_at_synchronizations_alone():
         (4, 2, 3, 10.0 - 4.0),  # the link has no more time
     ],
 )
-def test_what_is_beside_training_is_not_waited_for(interval, fragments, delay, waited):
+def test_training_waits_only_for_hops_longer_than_the_delay(interval, fragments, delay, waited):
     """A hop of the whole model takes as long as five steps, on the link of one rank of each node."""
     flags = f"--islands 2 --island-sync-interval {interval} --island-fragments {fragments} --island-sync-delay {delay}"
     cluster = dataclasses.replace(SITES, site_microseconds=0.0, kernel_gbytes=1e9)
@@ -118,12 +108,12 @@ def test_islands_are_whole_nodes_of_a_site(islands, cluster):
         predicted(f"--islands {islands}", cluster)
 
 
-def test_islands_that_are_jobs_of_their_own_are_planned_as_one_job():
-    of_their_own = "--islands-may-leave --island-number 0 --island-lighthouse localhost:29510 --island-secret-file x"
-    assert predicted(f"--islands 2 {of_their_own}", SITES).time == predicted("--islands 2", SITES).time
+def test_islands_that_are_separate_jobs_are_planned_as_one_job():
+    separate = "--islands-may-leave --island-number 0 --island-lighthouse localhost:29510 --island-secret-file x"
+    assert predicted(f"--islands 2 {separate}").time == predicted("--islands 2").time
 
 
-def test_the_plan_says_what_islands_wait_for():
+def test_the_plan_shows_waits_for_islands():
     flags = f"{MODEL} --recompute-activations --tensor-model-parallel-size 1 --islands 2".split()
     plan = make_plan(LLAMA, flags, VOCABULARY, SITES)
     assert "islands" in table(plan, 3)[0].split()

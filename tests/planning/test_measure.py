@@ -2,29 +2,32 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import subprocess
 import sys
 
 import pytest
 import torch
 
+from megatron_zpp.commands import measure_cluster as tool
+from megatron_zpp.commands.measure_cluster import Options, measure_cluster
 from megatron_zpp.planning.cluster import Cluster, parse_cluster
-from megatron_zpp.planning.measure import Sizes, measure_cluster
 from tests.conftest import ROOT
 from tests.ranks import run_ranks
 
-SIZES = Sizes(hidden_size=64, tokens=32, most_bytes=2**16, seconds=0.01)
+OPTIONS = Options(torch.device("cpu"), hidden_size=64, tokens=32, most_bytes=2**16, seconds=0.01)
 
 
 def _measure(ranks_per_node: int) -> tuple[Cluster, list[str]]:
-    lines: list[str] = []
-    return measure_cluster(torch.device("cpu"), ranks_per_node, SIZES, lines.append), lines
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        return measure_cluster(ranks_per_node, OPTIONS), out.getvalue().splitlines()
 
 
 @pytest.mark.parametrize("ranks_per_node", [pytest.param(1, marks=pytest.mark.long), 4])
-def test_ranks_find_the_same(ranks_per_node):
+def test_ranks_return_the_same(ranks_per_node):
     (cluster, lines), *others = run_ranks(4, _measure, ranks_per_node)
-    assert all(other == (cluster, lines) for other in others)
+    assert all(other == (cluster, []) for other in others)
     assert (cluster.nodes, cluster.gpus_per_node) == (4 // ranks_per_node, ranks_per_node)
     assert (cluster.overlaps, cluster.ring_passes) == (False, 2)  # gloo
     assert max(cluster.efficiency, cluster.attention_efficiency) == 1  # of the faster one, as a CPU's peak is unknown
@@ -49,8 +52,6 @@ def test_the_tool_writes_a_file_that_plans_take(tmp_path):
 
 
 def test_without_ranks_it_says_how_to_start(monkeypatch, capsys):
-    from megatron_zpp.commands import measure_cluster as tool
-
     monkeypatch.delenv("RANK", raising=False)
     monkeypatch.setattr("sys.argv", ["measure_cluster.py", "--output", "x"])
     assert tool.main() == 1

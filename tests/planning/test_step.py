@@ -42,30 +42,16 @@ def test_gathers_and_reductions_hide_behind_arithmetic(gather, overlaps, seconds
 
 
 def test_a_gather_waits_for_the_copy_of_the_unit_before_the_last():
-    """FSDP2 holds two gathered buffers: with computing twice as long as gathering, the link must fall idle."""
-    shape = step(layer(gather=1.0, reduce=0.0, forward=10.0, backward=0.0), layers=4)
-    one = _Step(shape, 1)
+    """FSDP2 holds two gathered buffers: when computing takes longer than gathering, the link must fall idle."""
+    one = _Step(step(layer(gather=1.0, reduce=0.0, forward=10.0, backward=0.0), layers=4), 1)
     one.forward(is_first=True)
-    starts = []
-    span = one.timeline._last[BETWEEN]
-    while span is not None:
-        if span.stream == BETWEEN:
-            starts.append(span.start)
-        span = span.waited_for
     # The fourth gather waits until the second layer was copied out, when the first one has computed: 1 + 10.
-    assert starts[0] == 11.0
+    assert one.last[BETWEEN].start == 11.0
 
 
 def test_weights_and_gradients_cross_nodes_beside_arithmetic_once_per_step():
-    unit = UnitTimes(
-        Transfer(WITHIN, 0.0),
-        stays_gathered=False,
-        reduce=Transfer(WITHIN, 0.0),
-        weights_between=Transfer(BETWEEN, 1.0),
-        gradients_between=Transfer(BETWEEN, 3.0),
-        forward=2.0,
-        backward=4.0,
-    )
+    between = dict(weights_between=Transfer(BETWEEN, 1.0), gradients_between=Transfer(BETWEEN, 3.0))
+    unit = UnitTimes(NOTHING, stays_gathered=False, reduce=NOTHING, **between, forward=2.0, backward=4.0)
     for micro_batches in (1, 3):
         found = simulate(step(unit, micro_batches=micro_batches))
         # The first unit's weights, and the last one's gradients.
@@ -79,15 +65,12 @@ def test_weights_and_gradients_cross_nodes_beside_arithmetic_once_per_step():
 
 
 def test_stages_of_zero():
-    def units(stays: bool) -> StepShape:
+    # 3: two gathers and a reduction each time; 2: gathers once per step; 1: and one reduction.
+    for zero_stage, collectives in {3: 3 * 3 * (2 + 1), 2: 3 + 3 * 3, 1: 3 + 3}.items():
         unit = layer(gather=1.0, reduce=1.0, forward=0.5, backward=0.5)
-        return step(dataclasses.replace(unit, stays_gathered=stays), micro_batches=3, overlaps=False)
-
-    arithmetic = 3 * 3 * 1.0
-    assert simulate(units(False)).seconds == arithmetic + 3 * 3 * (2 + 1)  # 3: two gathers and a reduction each time
-    two = dataclasses.replace(units(True), zero_stage=2)
-    assert simulate(two).seconds == arithmetic + 3 + 3 * 3  # 2: gathers once per step
-    assert simulate(dataclasses.replace(two, zero_stage=1)).seconds == arithmetic + 3 + 3  # 1: and one reduction
+        unit = dataclasses.replace(unit, stays_gathered=zero_stage < 3)
+        shape = step(unit, micro_batches=3, overlaps=False, zero_stage=zero_stage)
+        assert simulate(shape).seconds == 3 * 3 * 1.0 + collectives
 
 
 def test_replicas_add_up_once_per_step():
@@ -114,16 +97,11 @@ def many_shapes():
 
 
 @pytest.mark.parametrize("shape", [*many_shapes()])
-def test_parts_add_up_to_the_time_of_the_device(shape):
-    one = _Step(shape, 3)
+def test_parts_add_up_and_many_micro_batches_continue_the_steady_state(shape):
+    one = _Step(shape, 11)
     found = one.run()
-    assert found.seconds - found.optimizer == pytest.approx(one.timeline._last["compute"].end)
-
-
-@pytest.mark.parametrize("shape", [*many_shapes()])
-def test_many_micro_batches_continue_the_steady_state(shape):
-    whole = _Step(shape, 11).run()
-    assert simulate(dataclasses.replace(shape, micro_batches=11)).seconds == pytest.approx(whole.seconds, rel=0.01)
+    assert found.seconds - found.optimizer == pytest.approx(one.last["compute"].end)
+    assert simulate(dataclasses.replace(shape, micro_batches=11)).seconds == pytest.approx(found.seconds, rel=0.01)
 
 
 def test_a_pipeline_idles_for_some_micro_batches():

@@ -47,7 +47,7 @@ def test_512_ranks_need_what_the_estimate_says(dry_run, tmp_path):
     assert (status, err) == (0, "")
     assert "gpt, ZeRO stage 3, 512 rank(s) on 32 node(s) (LOCAL_WORLD_SIZE of the launcher)" in out
     cluster = "--nodes 32 --ranks-per-node 16 --vocabulary 1000 pretrain_gpt.py"
-    _, time = estimate.run(estimate.parse_arguments([*cluster.split(), *words.split()]))
+    time = estimate.run(estimate.parse_arguments([*cluster.split(), *words.split()]))
     found = time.needs
     assert f"{found.memory / 1e9:9.3g}  in all" in out
     assert f"{found.sent_between_nodes['gradients'] / 32 / 1e9:9.3g}  gradients" in out
@@ -68,7 +68,7 @@ def test_islands_that_may_leave_need_what_those_of_one_job_need(dry_run):
     assert [line for line in out.splitlines() if line not in map(str.rstrip, typed)] == of_one_job.splitlines()
     cluster = "--nodes 32 --ranks-per-node 16 --vocabulary 1000 pretrain_gpt.py"
     one_job, jobs = (
-        estimate.run(estimate.parse_arguments([*cluster.split(), *words.split(), *more.split()]))[1].needs
+        estimate.run(estimate.parse_arguments([*cluster.split(), *words.split(), *more.split()])).needs
         for more in ("", who)
     )
     assert jobs.memory == one_job.memory and jobs.sent_between_islands == one_job.sent_between_islands > 0

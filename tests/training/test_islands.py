@@ -176,7 +176,7 @@ TRUST = "--island-lighthouse localhost:29510 --island-secret-file island.secret"
         (ELASTIC, 2, "--island-fragments 2", "keep parameters in flight"),
         (ELASTIC, 2, "--island-sync-delay 1", "keep parameters in flight"),
         (ELASTIC, 2, "--skip-train", "--skip-train needs no other island"),
-        (ELASTIC, 2, "--load x --override-batch-size", "--override-batch-size: islands tell by their steps"),
+        (ELASTIC, 2, "--load x --override-batch-size", "--override-batch-size: islands know by their steps"),
         (ELASTIC, 2, "--save x --save-interval 4", "--save-interval 4 must be a multiple of --island-sync-interval 3"),
         (ELASTIC, 2, "--exit-interval 5", "--exit-interval 5 must be a multiple of --island-sync-interval 3"),
         (ELASTIC, 2, "--global-batch-size 6", "data-parallel size 4 = 4; use 4 or 8"),

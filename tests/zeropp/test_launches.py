@@ -26,7 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from megatron_zpp.arguments.parse import parse_settings
 from megatron_zpp.families import ARCHITECTURES, padded_vocab_size
 from megatron_zpp.models.transformer import Transformer
-from megatron_zpp.planning.needs.planned_units import shards_of, units_of
+from megatron_zpp.planning.needs.division import shards_of, units_of
 from megatron_zpp.zeropp import LoCoConfig, ZeroPPConfig, apply_zeropp
 from megatron_zpp.zeropp.wire import kernels
 from megatron_zpp.zeropp.wire.format import wire_format

@@ -1,7 +1,6 @@
 """What a training run needs, counted before it starts: memory of each rank, bytes between nodes.
 
-Parameters, states and bytes are counted from the model's own shards and the collectives' own wire formats; activations
-are estimates.
+States and bytes are counted from the model's own shards and the collectives' wire formats; activations are estimates.
 """
 
 from __future__ import annotations
@@ -11,13 +10,35 @@ from dataclasses import dataclass, field
 from megatron_zpp.arguments.check_zero import check_replicas_on_nodes
 from megatron_zpp.arguments.resolve_parallel import data_parallel_size
 from megatron_zpp.families import Architecture
+from megatron_zpp.models.transformer import Transformer
 from megatron_zpp.optim.batch_size import BatchSchedule
+from megatron_zpp.optim.optimizer import OPTIMIZERS
 from megatron_zpp.parallel.stages import micro_batches_kept
-from megatron_zpp.planning.needs.planned_units import PlannedModel, count_layers, pipeline_placement, plan_model
-from megatron_zpp.planning.needs.rank_groups import RankGrid
-from megatron_zpp.planning.needs.rank_memory import rank_states, working_memory
-from megatron_zpp.planning.needs.traffic import UnitExchanges, island_traffic, step_traffic, unit_exchanges
+from megatron_zpp.planning.needs.division import (
+    PlannedModel,
+    PlannedUnit,
+    RankGrid,
+    count_layers,
+    hidden_matrices,
+    island_pieces,
+    pipeline_placement,
+    plan_model,
+)
+from megatron_zpp.planning.needs.traffic import (
+    UnitExchanges,
+    effective_zero_stage,
+    island_piece_bytes,
+    recomputed_blocks,
+    step_traffic,
+    unit_exchanges,
+    wire_dtypes,
+)
 from megatron_zpp.settings.resolved import ResolvedSettings
+from megatron_zpp.zeropp.muon.matrix_blocks import MomentumWire
+from megatron_zpp.zeropp.reduce.loco import ERROR_FORMATS
+from megatron_zpp.zeropp.wire.format import wire_format
+
+SUM_BYTES = {"fp32": 4, "bf16": 2}  # of an element of a gradient sum
 
 
 @dataclass(frozen=True)
@@ -26,7 +47,7 @@ class RankEstimate:
 
     states: dict[str, int]
     working: dict[str, int]
-    host: dict[str, int]  # states that are kept in the host's memory instead of the device's
+    host: dict[str, int]  # states that host memory keeps instead of the device
     exchanges: list[UnitExchanges]
     num_layers: int
 
@@ -39,18 +60,25 @@ class RankEstimate:
 class Estimate:
     """Memory of each rank and traffic of all nodes per optimizer step, in bytes."""
 
+    architecture: Architecture = field(compare=False, repr=False)
+    settings: ResolvedSettings = field(compare=False, repr=False)
     grid: RankGrid
     planned: PlannedModel = field(compare=False, repr=False)
-    parameters: int
-    active_parameters: int  # used by one token
     tokens: int
     steps: int
     micro_batches: int  # per rank and step
-    flops_per_token: float
     ranks: list[RankEstimate]  # one of each pipeline stage
     sent_between_nodes: dict[str, int]
     sent_within_nodes: dict[str, int]
     sent_between_islands: float  # a mean over the steps of an interval
+
+    @property
+    def parameters(self) -> int:
+        return self.planned.parameters
+
+    @property
+    def flops_per_token(self) -> float:
+        return self.architecture.flops_per_token(self.planned.whole.config, self.settings.training.seq_length)
 
     @property
     def largest(self) -> RankEstimate:
@@ -82,8 +110,7 @@ def estimate(
 ) -> Estimate:
     """Count what the run needs. Raises ValueError for what is not estimated: --zero-stage 0, evaluation alone.
 
-    ring_passes: of an unquantized reduce-scatter; None: those of the settings' backend. planned: the model on ``grid``,
-    if it is there already.
+    ring_passes: of an unquantized reduce-scatter; None: the backend's. planned: the model on ``grid``; None: plan it.
     """
     training, distributed = settings.training, settings.distributed
     _check(settings, grid)
@@ -103,33 +130,35 @@ def estimate(
         kept = 1.0
         if schedule is not None and placement is not None:
             kept = micro_batches_kept(schedule, placement, pipeline_rank, micro_batches)
-        states, host = rank_states(settings, units, micro_batches)
-        working = working_memory(architecture, settings, planned.whole, units, kept)
-        # Layers are alike.
-        exchanges = {
-            unit: unit_exchanges(settings, unit, micro_batches, ring_passes, grid.replicas) for unit in set(units)
+        states, host = _rank_states(settings, units, micro_batches)
+        working = _working_memory(architecture, settings, planned.whole, units, kept)
+        exchanges = {  # equal layers have equal units
+            unit: unit_exchanges(settings, unit, micro_batches, ring_passes, grid.group("replicas"))
+            for unit in set(units)
         }
         ranks.append(RankEstimate(states, working, host, [exchanges[unit] for unit in units], count_layers(units)))
     sending = [rank.exchanges for rank in ranks]
     between_nodes, within_nodes = step_traffic(settings, planned, grid, sending, micro_batches)
+    # A rank sends one piece to each other island, and then one around the ring.
+    pieces = island_piece_bytes(settings, planned)
+    island_bytes = grid.world_size // len(pieces) * 2 * (distributed.islands - 1) * sum(pieces)
     return Estimate(
-        grid=grid,
-        planned=planned,
-        parameters=planned.parameters,
-        active_parameters=planned.active_parameters,
+        architecture,
+        settings,
+        grid,
+        planned,
         tokens=samples * training.seq_length,
         steps=steps,
         micro_batches=micro_batches,
-        flops_per_token=architecture.flops_per_token(planned.whole.config, training.seq_length),
         ranks=ranks,
         sent_between_nodes=between_nodes,
         sent_within_nodes=within_nodes,
-        sent_between_islands=island_traffic(settings, planned, grid),
+        sent_between_islands=island_bytes / settings.island.sync_interval,
     )
 
 
 def _check(settings: ResolvedSettings, grid: RankGrid) -> None:
-    """Raise ValueError for what is not estimated, or cannot be on these nodes."""
+    """Raise ValueError for what is not estimated, or does not fit these nodes."""
     config, distributed = settings.zeropp, settings.distributed
     if settings.zero.zero_stage == 0:
         raise ValueError("--zero-stage 0 shards nothing and is not estimated; give 1, 2 or 3")
@@ -137,7 +166,7 @@ def _check(settings: ResolvedSettings, grid: RankGrid) -> None:
         raise ValueError("the one process of --emulate-ranks is not estimated; leave it out")
     if settings.training.skip_train:
         raise ValueError("with --skip-train there is no training to estimate; leave it out")
-    averaging = grid.gradient_averaging
+    averaging = grid.group("averaging")
     sharing = averaging.ranks_per_node
     if config.hpz_partition_size not in (1, sharing) or config.ranks_per_node not in (None, sharing):
         raise ValueError(
@@ -148,13 +177,113 @@ def _check(settings: ResolvedSettings, grid: RankGrid) -> None:
         check_replicas_on_nodes(distributed.num_distributed_optimizer_instances, averaging.size, sharing)
 
 
+def _rank_states(
+    settings: ResolvedSettings, units: list[PlannedUnit], micro_batches: int
+) -> tuple[dict[str, int], dict[str, int]]:
+    """Return the bytes that a rank keeps from step to step, gradients included: on the device, and in host memory."""
+    config, islands = settings.zeropp, settings.distributed.islands
+    shard, whole = sum(unit.numel for unit in units), sum(unit.gathered_numel for unit in units)
+    zero_stage = effective_zero_stage(settings)
+    between = [unit for unit in units if unit.group.nodes > 1]
+    weights, gradients = wire_dtypes(settings)
+    state_tensors = OPTIMIZERS[settings.optimizer.optimizer].state_tensors
+    optimizer_state = sum(
+        state_tensors(settings.optimizer, unit.is_hidden_matrix(part)) * part.numel
+        for unit in units
+        for part in unit.shards
+    )
+    states: dict[str, int] = {}
+    host: dict[str, int] = {}
+    beside_parameters = host if settings.zero.cpu_offload else states
+    beside_parameters["parameters, fp32"] = 4 * shard
+    beside_parameters["gradients, fp32"] = 4 * shard
+    beside_parameters[f"{settings.optimizer.optimizer}'s state, fp32"] = 4 * optimizer_state
+    if islands > 1:
+        copies = 2 if settings.island.outer_momentum > 0 else 1
+        where = host if settings.island.offload else beside_parameters
+        where["the islands' outer parameters and momentum, fp32"] = copies * 4 * shard
+        if (feedback := settings.island.feedback) is not None:
+            pieces, (bits, kept_in) = island_pieces(units, islands), ERROR_FORMATS[feedback.error_dtype]
+            error = wire_format(pieces, bits, settings.island.block_size, kept_in)
+            states[f"LoCo's errors between islands, {feedback.error_dtype}"] = (islands + 1) * error.nbytes
+    if config.hpz_partition_size > 1 and between:
+        states[f"hpZ's secondary partition, {config.hpz_secondary_dtype}"] = sum(
+            unit.group.nodes * unit.formats(config).secondary_bytes(unit.part, weights) for unit in between
+        )
+    if config.quantized_gradients and micro_batches > 1:
+        dtype = config.gradient_sum_dtype
+        where = host if config.offload_gradient_sums else states
+        where[f"gradients of earlier micro-batches, summed within the node, {dtype}"] = sum(
+            unit.group.nodes
+            * (unit.formats(config).node_sum(unit.part).nbytes if dtype == "int8" else SUM_BYTES[dtype] * unit.numel)
+            for unit in units
+            if unit.group.size > 1
+        )
+    if (loco := config.loco) is not None:
+        bits, kept_in = ERROR_FORMATS[loco.error_dtype]
+        errors = 0
+        for unit in units:  # in all pieces that a rank makes, the one that it keeps included
+            num_pieces = unit.group.nodes if unit.group.nodes > 1 else 0
+            num_pieces += unit.group.size if loco.hops == "both" and unit.group.ranks_per_node > 1 else 0
+            errors += num_pieces * unit.part.format(bits, config.gradient_block_size, kept_in).nbytes
+        if errors:
+            undo = ", and those before the step" if loco.exact_undo else ""
+            states[f"LoCo's errors, {loco.error_dtype}{undo}"] = (2 if undo else 1) * errors
+    if config.gradient_element_scales and between:
+        sent = [unit.formats(config).gradients_between_nodes(unit.part, gradients).nbytes for unit in between]
+        states["elements' scales, int8, and what was sent last"] = sum(  # to and from nodes
+            2 * unit.group.nodes * (unit.numel + nbytes) for unit, nbytes in zip(between, sent, strict=True)
+        )
+    if settings.optimizer.muon_stale_rows and between:
+        nodes = units[0].group.nodes  # of all units: Muon takes no experts
+        rows = MomentumWire(settings.optimizer.muon_momentum_bits).format(hidden_matrices(units))
+        # This rank's rows in bf16, for checkpoints, and those of its local rank on all nodes as they were sent.
+        states["matrices' rows as they were sent last"] = 2 * rows.numel + nodes * rows.nbytes
+    if zero_stage < 3:
+        states["all parameters, gathered"] = weights.itemsize * whole
+    if zero_stage == 1 and micro_batches > 1:
+        states["gradients of earlier micro-batches, whole"] = gradients.itemsize * whole
+    return states, host
+
+
+def _working_memory(
+    architecture: Architecture, settings: ResolvedSettings, model: Transformer, units: list[PlannedUnit], kept: float
+) -> dict[str, int]:
+    """Estimate what is allocated within a step only. kept: micro-batches whose activations are kept at once."""
+    if architecture.activations is None:
+        raise ValueError(f"the architecture {architecture.name} does not say what memory its activations take")
+    weights, gradients = (dtype.itemsize for dtype in wire_dtypes(settings))
+    activation, distributed, num_layers = settings.activation, settings.distributed, count_layers(units)
+    layer = max(sum(unit.gathered_numel for unit in units if unit.layer == i) for i in range(num_layers))
+    others = [unit.gathered_numel for unit in units if unit.layer is None]
+    gathered = 0  # below stage 3, states include all parameters
+    if effective_zero_stage(settings) == 3:
+        gathered = weights * (sum(others) + 2 * layer)  # others stay gathered, beside this layer and the next
+    block = architecture.activations(model.config, weights).per_tensor_parallel_rank(
+        distributed.tensor_model_parallel_size, distributed.sequence_parallel
+    )
+    if activation.recompute_granularity is None:
+        bytes_kept, recomputed = num_layers * block.everything, 0
+    elif activation.recompute_granularity == "selective":
+        bytes_kept, recomputed = num_layers * block.linear_layers, block.everything
+    else:
+        again = recomputed_blocks(activation, num_layers)
+        bytes_kept, recomputed = again * block.input + (num_layers - again) * block.everything, block.everything
+    tokens = settings.training.micro_batch_size * settings.training.seq_length // distributed.context_parallel_size
+    return {
+        "gathered weights, gradients on their way": gathered + (weights + gradients) * (max(others) + layer),
+        "activations": round(tokens * (kept * bytes_kept + recomputed)),
+    }
+
+
 def memory_and_traffic(needs: Estimate) -> list[str]:
     """Format the model's size, what a rank keeps and what a node sends."""
     rank, nodes, islands = needs.largest, needs.grid.nodes, needs.grid.distributed.islands
     which = f" of pipeline rank {needs.ranks.index(rank)}, the largest" if len(needs.ranks) > 1 else ""
     working = {f"{name} (about)": nbytes for name, nbytes in rank.working.items()}
-    active = "" if needs.active_parameters == needs.parameters else f", {needs.active_parameters:,} of them for a token"
-    lines = [f"{needs.parameters:,} parameters{active}", ""]
+    active = needs.planned.active_parameters
+    used = "" if active == needs.parameters else f", {active:,} of them for a token"
+    lines = [f"{needs.parameters:,} parameters{used}", ""]
     lines += _gigabytes(f"memory of a GPU{which}, GB", rank.states | working | {"in all": needs.memory})
     if rank.host:
         lines += ["", *_gigabytes("host memory for each GPU, GB", rank.host)]

@@ -1,11 +1,10 @@
-"""Every collective of a run that is not started, in bytes of the wire formats, and what they send in a step."""
+"""The collectives of a planned run in bytes of the wire formats, and what they send in a step."""
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -14,31 +13,34 @@ from megatron_zpp.models.transformer import Transformer
 from megatron_zpp.parallel.experts import token_format
 from megatron_zpp.parallel.pipeline import sharding_stage
 from megatron_zpp.parallel.sharding import mixed_precision
-from megatron_zpp.planning.needs.planned_units import (
+from megatron_zpp.planning.needs.division import (
     PlannedModel,
     PlannedUnit,
+    RankGrid,
+    RankGroup,
     count_layers,
     hidden_matrices,
     island_pieces,
     pipeline_placement,
 )
-from megatron_zpp.planning.needs.rank_groups import RankGrid, RankGroup
 from megatron_zpp.settings.groups import ActivationSettings
 from megatron_zpp.settings.resolved import ResolvedSettings
 from megatron_zpp.zeropp.muon.matrix_blocks import MomentumWire
 
+FP32 = 4  # bytes
+
 
 @dataclass(frozen=True)
 class Exchange:
-    """A collective of one group: a ring over its ranks in order, or pieces that each rank sends straight to all others.
-
-    Bytes are the same, and counted as ``zeropp.collectives.count_flat_ring`` does.
-    """
+    """A collective of one group: a ring over its ranks, or pieces that each rank sends straight to all others."""
 
     group: RankGroup
     nbytes: int  # of a piece
     passes: int = 1  # 2: an all-reduce, which is a reduce-scatter and a gather
     is_straight: bool = False  # no ring
+    encoded: int = 0  # bytes that kernels read and write before it
+    decoded: int = 0  # after it
+    per_step: int = 1  # how often it runs in a step
 
     @property
     def sent(self) -> int:
@@ -47,7 +49,7 @@ class Exchange:
 
     @property
     def sent_between_nodes(self) -> int:
-        """Bytes that all ranks of the group send; in a ring only a node's last rank sends to another node."""
+        """Bytes that all ranks of the group send to other nodes; in a ring only a node's last rank does."""
         if self.is_straight:
             return self.group.size * (self.group.size - self.group.ranks_per_node) * self.nbytes
         return self.group.nodes * self.sent if self.group.nodes > 1 else 0
@@ -62,72 +64,76 @@ class UnitExchanges:
     """The collectives of one unit in a step of many equal ones."""
 
     unit: PlannedUnit
-    gathers: int  # per step
-    reductions: int  # per step
-    weights_between: Exchange | None  # hpZ's, once per step
+    weights_between: Exchange | None  # hpZ's
     gather: Exchange
     reduce: Exchange | None
-    gradients_between: Exchange | None  # qgZ's, once per step
-    all_reduce: Exchange | None  # of HSDP's replicas, once per step
-
-    def per_step(self) -> Iterator[tuple[str, Exchange | None, int]]:
-        """Yield what each collective sends, the collective, and how often it runs in a step."""
-        yield "weights", self.weights_between, 1
-        yield "weights", self.gather, self.gathers
-        yield "gradients", self.reduce, self.reductions
-        yield "gradients", self.gradients_between, 1
-        yield "gradients", self.all_reduce, 1
+    gradients_between: Exchange | None  # qgZ's
+    all_reduce: Exchange | None  # of HSDP's replicas
 
 
 def unit_exchanges(
-    settings: ResolvedSettings, unit: PlannedUnit, micro_batches: int, ring_passes: int, replicas: RankGroup | None
+    settings: ResolvedSettings, unit: PlannedUnit, micro_batches: int, ring_passes: int, replicas: RankGroup
 ) -> UnitExchanges:
     """Return what ``apply_zeropp`` and FSDP2 would send for a unit.
 
-    ring_passes: of an unquantized reduce-scatter; gloo's is an all-reduce, 2. replicas: the ranks with the same shard.
+    ring_passes: of an unquantized reduce-scatter; 2 with gloo, whose is an all-reduce.
     """
     config, stage = settings.zeropp, effective_zero_stage(settings)
     weights, gradients = wire_dtypes(settings)
-    group, part, formats = unit.group, unit.part, unit.formats(config)
-    weights_between = reduce = gradients_between = None
-    gather = Exchange(group, weights.itemsize * part.numel)
+    group, part, formats, numel = unit.group, unit.part, unit.formats(config), unit.numel
+    nodes, per_node = group.nodes, group.ranks_per_node
+    between_nodes, within_node = RankGroup(nodes, 1), RankGroup(1, per_node)
+    weights_between = reduce = gradients_between = all_reduce = None
+    gather = Exchange(group, weights.itemsize * numel)
     if formats.has_secondary_partition:
-        weights_between = Exchange(group.between_nodes, formats.bytes_between_nodes(part, weights))
-        within_node = formats.weights_within_node(part, weights)
-        passed_on = within_node.nbytes if within_node is not None else gather.nbytes
-        gather = Exchange(group.within_node, group.nodes * passed_on)
+        nbytes = formats.bytes_between_nodes(part, weights)
+        encoded = weights.itemsize * numel + nbytes
+        weights_between = Exchange(between_nodes, nbytes, encoded=encoded, decoded=nodes * encoded)
+        wire = formats.weights_within_node(part, weights)
+        nbytes = nodes * (wire.nbytes if wire is not None else gather.nbytes)
+        decoded = 0
+        if config.weight_intra_bits is not None or formats.keeps_wires:
+            # Read each wire of the node's ranks, write every element of the unit.
+            decoded = per_node * nbytes + weights.itemsize * unit.gathered_numel
+        gather = Exchange(within_node, nbytes, decoded=decoded)
     elif config.quantized_weights:
-        gather = Exchange(group, formats.weights(part, weights).nbytes)
+        nbytes = formats.weights(part, weights).nbytes
+        encoded = weights.itemsize * numel + nbytes
+        gather = Exchange(group, nbytes, encoded=encoded, decoded=group.size * encoded)
     if not config.quantized_gradients:
-        reduce = Exchange(group, gradients.itemsize * part.numel, ring_passes)
+        reduce = Exchange(group, gradients.itemsize * numel, ring_passes)
     else:
-        if group.ranks_per_node > 1:
-            pieces = group.nodes * formats.gradients_within_node(part, gradients).nbytes
-            reduce = Exchange(group.within_node, pieces, is_straight=True)
-        if group.nodes > 1:
-            sum_bytes = formats.gradients_between_nodes(part, gradients).nbytes
-            gradients_between = Exchange(group.between_nodes, sum_bytes, is_straight=True)
-    all_reduce = None
-    if replicas is not None:
-        all_reduce = Exchange(replicas, math.ceil(gradients.itemsize * unit.numel / replicas.size), passes=2)
-    # Layers are gathered for each forward and backward pass, the others stay gathered between the two.
-    gathers = (2 if unit.layer is not None else 1) * micro_batches if stage == 3 else 1
-    reductions = micro_batches if stage >= 2 else 1
-    return UnitExchanges(unit, gathers, reductions, weights_between, gather, reduce, gradients_between, all_reduce)
+        if per_node > 1:
+            # Each rank sends a piece of N shards to each rank of its node, and adds up those that it receives.
+            nbytes = nodes * formats.gradients_within_node(part, gradients).nbytes
+            encoded = gradients.itemsize * unit.gathered_numel + per_node * nbytes
+            decoded = per_node * nbytes + 2 * FP32 * nodes * numel
+            reduce = Exchange(within_node, nbytes, is_straight=True, encoded=encoded, decoded=decoded)
+        if nodes > 1:
+            nbytes = formats.gradients_between_nodes(part, gradients).nbytes
+            encoded, decoded = FP32 * nodes * numel + nodes * nbytes, nodes * nbytes + 2 * FP32 * numel
+            gradients_between = Exchange(between_nodes, nbytes, is_straight=True, encoded=encoded, decoded=decoded)
+    if replicas.size > 1:
+        all_reduce = Exchange(replicas, math.ceil(gradients.itemsize * numel / replicas.size), passes=2)
+    if stage == 3:  # layers are gathered for each pass; other units stay gathered between the two
+        gather = replace(gather, per_step=(2 if unit.layer is not None else 1) * micro_batches)
+    if stage >= 2 and reduce is not None:
+        reduce = replace(reduce, per_step=micro_batches)
+    return UnitExchanges(unit, weights_between, gather, reduce, gradients_between, all_reduce)
 
 
 def effective_zero_stage(settings: ResolvedSettings) -> int:
-    """Return the ZeRO stage that the pipeline's schedule makes of ``--zero-stage``."""
+    """Return the ZeRO stage that ``--zero-stage`` becomes under the pipeline's schedule."""
     return sharding_stage(settings.zero.zero_stage, settings.distributed.pipeline_schedule)
 
 
 def wire_dtypes(settings: ResolvedSettings) -> tuple[torch.dtype, torch.dtype]:
-    """Return the dtype in which weights are sent and compute, and the one of unquantized gradients on the wire."""
+    """Return the dtypes of weights, in computing and on the wire, and of unquantized gradients on the wire."""
     policy = mixed_precision(settings.precision)
     return policy.param_dtype or torch.float32, policy.reduce_dtype or torch.float32
 
 
-Traffic = dict[str, int]  # bytes that all ranks send in one step, by what they send
+Traffic = dict[str, int]  # bytes per step, by what is sent
 
 
 def step_traffic(
@@ -137,27 +143,33 @@ def step_traffic(
     exchanges: list[list[UnitExchanges]],
     micro_batches: int,
 ) -> tuple[Traffic, Traffic]:
-    """Return what is sent between and within nodes, as ``zeropp.fsdp.traffic`` counts it.
-
-    exchanges: of a rank of each pipeline stage.
-    """
+    """Return what all ranks send between and within nodes. exchanges: of a rank of each stage."""
     between, within = {"weights": 0, "gradients": 0}, {"weights": 0, "gradients": 0}
     ranks_per_stage = grid.world_size // len(exchanges)
-    for what, exchange, times in (found for rank in exchanges for unit in rank for found in unit.per_step()):
-        if exchange is not None:
-            runs = ranks_per_stage // exchange.group.size * times
-            between[what] += runs * exchange.sent_between_nodes
-            within[what] += runs * exchange.sent_within_nodes
+    for unit in itertools.chain(*exchanges):
+        weights, gradients = (unit.weights_between, unit.gather), (unit.reduce, unit.gradients_between, unit.all_reduce)
+        for what, sent in (*(("weights", sent) for sent in weights), *(("gradients", sent) for sent in gradients)):
+            if sent is not None:
+                runs = sent.per_step * (ranks_per_stage // sent.group.size)
+                between[what] += runs * sent.sent_between_nodes
+                within[what] += runs * sent.sent_within_nodes
     if settings.optimizer.optimizer == "muon":
-        sent = [_muon_traffic(settings, units, ranks_per_stage) for units in planned.units_per_rank]
-        between["momentum"], within["momentum"] = map(sum, zip(*sent, strict=True))
-    if grid.expert_parallel.size > 1:
-        between["tokens"], within["tokens"] = _token_traffic(settings, grid, planned, micro_batches)
+        momentum = [_muon_traffic(settings, units, ranks_per_stage) for units in planned.units_per_rank]
+        between["momentum"], within["momentum"] = map(sum, zip(*momentum, strict=True))
+    exchange = expert_all_to_all(settings, grid, planned.whole)
+    if exchange is not None:  # to experts and back, in both passes
+        times = sum(
+            2 * (2 + resent_share(settings.activation, count_layers(units))) * sum(unit.has_experts for unit in units)
+            for units in planned.units_per_rank
+        )
+        times *= micro_batches * ranks_per_stage / exchange.group.size
+        between["tokens"] = round(times * exchange.sent_between_nodes)
+        within["tokens"] = round(times * exchange.sent_within_nodes)
     placement = pipeline_placement(settings.distributed, planned.whole)
     if placement is not None:  # hidden states to the next stage, and their gradients to the one before
         crossings = sum(one != other for one, other in itertools.pairwise(placement.ranks))
         hidden = 2 * crossings * micro_batches * ranks_per_stage * hidden_state_bytes(settings, planned.whole)
-        (between if grid.pipeline.nodes > 1 else within)["hidden states"] = hidden
+        (between if grid.group("pipeline").nodes > 1 else within)["hidden states"] = hidden
     return between, within
 
 
@@ -165,8 +177,8 @@ def _muon_traffic(settings: ResolvedSettings, units: list[PlannedUnit], ranks: i
     """Return the bytes that all ranks of a stage send between and within nodes, a mean over Muon's period."""
     optimizer, nodes, per_node = settings.optimizer, units[0].group.nodes, units[0].group.ranks_per_node
     wire = MomentumWire(optimizer.muon_momentum_bits).format(hidden_matrices(units))
-    whole = 1 / optimizer.muon_period if optimizer.muon_period else 0.0  # share of the steps that take whole matrices
-    # Rows go to the owners, those of all nodes where matrices are whole, and a node's come back.
+    whole = 1 / optimizer.muon_period if optimizer.muon_period else 0.0  # share of the steps with whole matrices
+    # Rows go to the owners, from all nodes if matrices are whole, and a node's rows come back.
     from_others = 1.0 if optimizer.muon_stale_rows else whole
     to_and_from_owners = (1 + from_others * (nodes - 1) + 1) * (per_node - 1) * torch.bfloat16.itemsize * wire.numel
     return round(ranks * whole * (nodes - 1) * wire.nbytes), round(ranks // per_node * to_and_from_owners)
@@ -181,24 +193,13 @@ def hidden_state_bytes(settings: ResolvedSettings, model: Transformer) -> int:
     return weights.itemsize * training.micro_batch_size * length * model.config.hidden_size
 
 
-def island_traffic(settings: ResolvedSettings, planned: PlannedModel, grid: RankGrid) -> float:
-    """Return the bytes that all ranks send between islands in one step, a mean over an interval.
-
-    A rank sends one piece to each other island, and then one around the ring.
-    """
-    wires, islands = island_piece_bytes(settings, planned), settings.distributed.islands
-    ranks_per_stage = grid.world_size // len(wires)
-    return ranks_per_stage * 2 * (islands - 1) * sum(wires) / settings.island.sync_interval
-
-
 def island_piece_bytes(settings: ResolvedSettings, planned: PlannedModel) -> list[int]:
     """Return the bytes of a piece of the whole model, as a rank of each stage sends it to another island."""
     config, islands = settings.island, settings.distributed.islands
     return [island_format(config, island_pieces(units, islands)).nbytes for units in planned.units_per_rank]
 
 
-# Tokens of divided experts. Routers are assumed to spread tokens evenly; what ``parallel.experts`` counts depends on
-# the data.
+# Tokens of divided experts, as if routers spread them evenly: what ``parallel.experts`` counts depends on the data.
 
 
 def expert_rows(settings: ResolvedSettings) -> float:
@@ -209,21 +210,18 @@ def expert_rows(settings: ResolvedSettings) -> float:
 
 
 def expert_all_to_all(settings: ResolvedSettings, grid: RankGrid, model: Transformer) -> Exchange | None:
-    """Return one all-to-all of a layer and micro-batch, to the experts or back; None if tokens stay on their rank.
-
-    Tensor-parallel ranks have the same tokens; each sends those of its experts.
-    """
-    group = grid.expert_parallel
+    """Return one all-to-all of a layer and micro-batch, to the experts or back; None if tokens stay on their rank."""
+    group = grid.group("experts")
     if settings.model.num_experts is None or group.size == 1:
         return None
     weights, _ = wire_dtypes(settings)
     row = token_format(model.config.hidden_size, settings.distributed.moe_token_bits, weights)
-    rows = expert_rows(settings) / grid.tensor_parallel.size / group.size
+    rows = expert_rows(settings) / grid.group("tensor").size / group.size  # each rank sends those of its experts
     return Exchange(group, math.ceil(rows * row.nbytes), is_straight=True)
 
 
 def recomputed_blocks(activation: ActivationSettings, num_blocks: int) -> int:
-    """Return of how many blocks the backward pass computes the whole forward pass again."""
+    """Return the number of blocks whose forward pass the backward pass repeats."""
     if activation.recompute_granularity != "full":
         return 0
     k = activation.recompute_num_layers or 1
@@ -233,21 +231,5 @@ def recomputed_blocks(activation: ActivationSettings, num_blocks: int) -> int:
 def resent_share(activation: ActivationSettings, num_layers: int) -> float:
     """Return the share of layers whose tokens the backward pass sends again, because it computes experts again."""
     if activation.recompute_granularity == "selective":
-        return 1.0  # it keeps the results of linear layers, but not of experts
+        return 1.0  # results of linear layers are kept, those of experts are not
     return recomputed_blocks(activation, num_layers) / num_layers
-
-
-def _token_traffic(
-    settings: ResolvedSettings, grid: RankGrid, planned: PlannedModel, micro_batches: int
-) -> tuple[int, int]:
-    """Return the bytes of tokens sent to experts and back, in both passes, between and within nodes."""
-    exchange = expert_all_to_all(settings, grid, planned.whole)
-    if exchange is None:
-        return 0, 0
-    stages = planned.units_per_rank
-    times = sum(
-        2 * (2 + resent_share(settings.activation, count_layers(units))) * sum(unit.has_experts for unit in units)
-        for units in stages
-    )
-    times *= micro_batches * grid.world_size / len(stages) / exchange.group.size  # groups of ranks of a stage
-    return round(times * exchange.sent_between_nodes), round(times * exchange.sent_within_nodes)

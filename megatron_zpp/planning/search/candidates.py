@@ -1,11 +1,10 @@
 """What a planner tries: how weights and gradients are sent, how ranks are divided, micro-batches, recomputation.
 
-Each is a piece of the trainer's command line, so that the trainer's own checks say what cannot be, and why.
+Each is a piece of the trainer's command line, so that the trainer's checks refuse what is impossible, and say why.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -26,7 +25,7 @@ TWO_BIT_DIFFERENCES = (
 TWO_BITS = "--zeropp-gradient-bits 2"
 WARMUP = "--zeropp-gradient-bits-warmup {warmup}:4"
 ELEMENT_SCALES = "--zeropp-gradient-element-scales"
-INT8_STATE = "--zeropp-gradient-sum-dtype int8 --zeropp-secondary-dtype int8"  # costs no loss that shows: E6
+INT8_STATE = "--zeropp-gradient-sum-dtype int8 --zeropp-secondary-dtype int8"  # no measurable loss: E6
 ALL_FLAGS = f"{QUANTIZED} {HPZ} {LOCO}"
 RECOMPUTE_ALL = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 
@@ -37,18 +36,18 @@ class WirePreset:
 
     name: str
     flags: str
-    # Percent over a wire of fp32, and the spread over three seeds: the nearest recipe of docs/experiments.md, E5, on a
-    # GPT of 1.3 million parameters. None: nothing is rounded below 16 bits.
+    # Percent over an fp32 wire and spread over three seeds, of the nearest recipe of docs/experiments.md, E5, on a GPT
+    # of 1.3 million parameters. None: nothing is rounded below 16 bits.
     loss: tuple[float, float] | None = None
 
     @property
     def rank(self) -> int:
-        """The place among all presets, of which later ones round more; 0 for what the user gave."""
+        """The place among all presets, which round more and more; 0 for what the user gave."""
         return WIRE_PRESETS.index(self) if self in WIRE_PRESETS else 0
 
     @property
     def risk(self) -> float:
-        """The loss that one may have to expect, in percent: the mean and its spread together."""
+        """The loss to expect at worst, in percent: mean plus spread."""
         return sum(self.loss) if self.loss is not None else 0.0
 
 
@@ -66,12 +65,12 @@ WIRE_PRESETS = (  # from what rounds nothing to what rounds most
 RECOMPUTATIONS = {"": "nothing", "--recompute-activations": "selective", RECOMPUTE_ALL: "all"}
 MICRO_BATCH_SIZES = (1, 2, 4, 8, 16, 32)
 SIZES = (1, 2, 4, 8)  # of tensor and context parallelism and of pipelines
-SHORTEST_PART = 8192  # tokens of a sequence that a context-parallel rank has
+SHORTEST_PART = 8192  # tokens of a sequence that a context-parallel rank has at least
 
 
 @dataclass(frozen=True)
 class Layout:
-    """The parallel sizes. Tensor parallelism divides sequences, too, between linear layers."""
+    """The parallel sizes. Tensor parallelism also divides sequences between linear layers."""
 
     tensor: int = 1
     context: int = 1
@@ -80,23 +79,18 @@ class Layout:
 
     @property
     def name(self) -> str:
-        return " ".join(f"{kind}{size}" for size, kind, _ in self._axes() if size > 1) or "data"
+        sizes = {"TP": self.tensor, "CP": self.context, "PP": self.pipeline, "EP": self.experts}
+        return " ".join(f"{kind}{size}" for kind, size in sizes.items() if size > 1) or "data"
 
     @property
     def flags(self) -> str:
-        words = [f"{flag} {size}" for size, _, flag in self._axes() if size > 1]
+        kinds = {"tensor-model": self.tensor, "context": self.context, "pipeline-model": self.pipeline}
+        kinds["expert-model"] = self.experts
+        words = [f"--{kind}-parallel-size {size}" for kind, size in kinds.items() if size > 1]
         return " ".join([*words, *(["--sequence-parallel"] if self.tensor > 1 else [])])
 
-    def _axes(self) -> tuple[tuple[int, str, str], ...]:
-        return (
-            (self.tensor, "TP", "--tensor-model-parallel-size"),
-            (self.context, "CP", "--context-parallel-size"),
-            (self.pipeline, "PP", "--pipeline-model-parallel-size"),
-            (self.experts, "EP", "--expert-model-parallel-size"),
-        )
 
-
-# A flag with one of these prefixes settles a question: then only what the user says is tried.
+# A flag with one of these prefixes settles a question: then only the user's answer is tried.
 SETTLES = {
     "wire": ("--zero-", "--zeropp", "--hpz", "--num-distributed-optimizer-instances", "--cpu-offload"),
     "layout": ("--tensor-model", "--pipeline-model", "--context-parallel", "--expert-model"),
@@ -116,8 +110,8 @@ def wire_presets(
     if is_settled("wire", flags):
         yield WirePreset("as given", ""), ""
         return
-    nodes = max(1, cluster.nodes // layout.pipeline)  # of a pipeline's stage
-    ranks = cluster.gpus_per_node // layout.tensor  # of a node that share parameters
+    nodes = max(1, cluster.nodes // layout.pipeline)  # of a pipeline stage
+    ranks = cluster.gpus_per_node // layout.tensor  # that share parameters in a node
     places = {"P": ranks, "N": nodes, "warmup": max(1, steps // 10)}
     for preset in WIRE_PRESETS:
         has_levels = nodes > 1 and (ranks > 1 or "{P}" not in preset.flags)
@@ -126,10 +120,9 @@ def wire_presets(
 
 
 def layouts(cluster: Cluster, model: ResolvedModel, seq_length: int, flags: Sequence[str]) -> Iterator[Layout]:
-    """Yield layouts that keep a layer's collectives inside of a node, and whole nodes in a pipeline's stage.
+    """Yield layouts that keep a layer's collectives within a node, and give a pipeline stage whole nodes.
 
-    Sequences are divided where they are long. Experts are divided within nodes or over whole ones, beside tensor
-    parallelism or beside a pipeline.
+    Only long sequences are divided. Experts are divided within or over whole nodes, if a tensor or pipeline size is 1.
     """
     if is_settled("layout", flags):
         yield Layout()
@@ -140,16 +133,10 @@ def layouts(cluster: Cluster, model: ResolvedModel, seq_length: int, flags: Sequ
         divides = groups % tensor == 0 and model.num_layers % pipeline == 0 and (model.num_experts or 0) % tensor == 0
         is_long = context == 1 or seq_length // context >= SHORTEST_PART
         if fits and divides and is_long:
-            layout = Layout(tensor, context, pipeline)
-            yield layout
+            yield Layout(tensor, context, pipeline)
             if model.num_experts and context == 1 and 1 in (tensor, pipeline):
-                yield from _with_experts_divided(cluster, model.num_experts, layout)
-
-
-def _with_experts_divided(cluster: Cluster, num_experts: int, layout: Layout) -> Iterator[Layout]:
-    """Divide experts among ranks of one node, or all ranks of several nodes, that have the same part of layers."""
-    per_node = cluster.gpus_per_node // layout.tensor
-    ranks = per_node * cluster.nodes // layout.pipeline
-    for experts in divisors(num_experts // layout.tensor)[1:]:
-        if ranks % experts == 0 and (per_node % experts == 0 or experts % per_node == 0):
-            yield dataclasses.replace(layout, experts=experts)
+                per_node = cluster.gpus_per_node // tensor  # ranks with the same part of layers
+                for experts in divisors(model.num_experts // tensor)[1:]:
+                    lies_evenly = per_node % experts == 0 or experts % per_node == 0
+                    if lies_evenly and per_node * cluster.nodes // pipeline % experts == 0:
+                        yield Layout(tensor, context, pipeline, experts)

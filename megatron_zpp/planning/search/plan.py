@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from megatron_zpp.arguments.parse import parse_settings
 from megatron_zpp.families import Architecture
 from megatron_zpp.planning.cluster import Cluster
-from megatron_zpp.planning.needs.planned_units import PlannedModel, plan_model
-from megatron_zpp.planning.needs.rank_groups import RankGrid
-from megatron_zpp.planning.predict import Prediction, estimate_on, island_cluster, predict
+from megatron_zpp.planning.needs.division import PlannedModel, RankGrid, plan_model
+from megatron_zpp.planning.needs.estimate import Estimate, estimate
+from megatron_zpp.planning.predict import Prediction, island_cluster, predict
 from megatron_zpp.planning.search.candidates import (
     MICRO_BATCH_SIZES,
     RECOMPUTATIONS,
@@ -24,9 +24,9 @@ from megatron_zpp.planning.search.candidates import (
 from megatron_zpp.settings.checks import SettingsError
 from megatron_zpp.settings.resolved import ResolvedSettings
 
-USABLE = 0.9  # of a GPU's memory: the rest is CUDA's, NCCL's and lost between blocks
+USABLE = 0.9  # share of a GPU's memory; CUDA and NCCL take the rest, or it is lost between blocks
 
-# What the trainer asks for but no plan depends on; each with the flags that already give it.
+# Flags that the trainer requires but no plan depends on, each with those that replace it.
 FILLED_IN = (
     (("--train-iters", "--train-samples", "--train-tokens"), "--train-iters 1000"),
     (("--lr",), "--lr 1e-4"),
@@ -41,7 +41,7 @@ class Candidate:
 
     wire: WirePreset
     layout: Layout
-    flags: str  # beside the user's
+    flags: str  # added to the user's
 
     @property
     def name(self) -> str:
@@ -55,7 +55,7 @@ class Outcome:
     candidate: Candidate
     recompute: str
     prediction: Prediction
-    flags: str  # all that the user's command lacks
+    flags: str  # all that the user's command still needs
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class Plan:
 
 
 def complete(flags: Sequence[str], cluster: Cluster, vocabulary: int) -> tuple[list[str], list[str]]:
-    """Add what a plan needs to the flags. Return all flags, and the added ones that the user's command needs, too."""
+    """Add the flags that a plan needs. Return all flags, and the added ones that the user's command needs, too."""
     added = [] if {"--bf16", "--fp16"} & set(flags) else ["--bf16"]
     if "--global-batch-size" not in flags:
         added += ["--global-batch-size", str(cluster.world_size)]
@@ -87,19 +87,36 @@ def complete(flags: Sequence[str], cluster: Cluster, vocabulary: int) -> tuple[l
 def make_plan(
     architecture: Architecture, flags: Sequence[str], vocabulary: int, cluster: Cluster, usable: float = USABLE
 ) -> Plan:
-    """Predict all candidates. Raises ValueError, or SettingsError, for flags of which no candidate can be made.
+    """Predict all candidates. Raises ValueError, or SettingsError if the flags leave no candidate.
 
     usable: share of a GPU's memory that tensors may take.
     """
     words, added = complete(flags, cluster, vocabulary)
     plan = Plan(cluster, [], [])
-    models: dict[RankGrid, PlannedModel] = {}  # a model is divided once for all that divide it alike
-    for candidate in _candidates(architecture, words, cluster):
-        found = _predict_fastest(architecture, words, vocabulary, cluster, usable, models, candidate)
-        if isinstance(found, Refused):
-            plan.refused.append(found)
-        else:
-            plan.outcomes.append(dataclasses.replace(found, flags=" ".join([*added, *found.flags.split()])))
+    models: dict[RankGrid, PlannedModel] = {}  # planned once for all settings that divide it alike
+
+    def parse(typed: str) -> ResolvedSettings:
+        given = [*words, *typed.split()]
+        return parse_settings(architecture, given, cluster.world_size, note=lambda _: None, counts_all_jobs=True)
+
+    def count(typed: str) -> Estimate:
+        settings = parse(typed)
+        grid = RankGrid(cluster.nodes, cluster.gpus_per_node, settings.distributed)
+        if grid not in models:
+            whole = next((planned.whole for planned in models.values()), None)
+            models[grid] = plan_model(architecture, whole or architecture.build_model(settings.model, vocabulary), grid)
+        return estimate(architecture, settings, vocabulary, grid, cluster.ring_passes, models[grid])
+
+    settings = parse("" if "--micro-batch-size" in words else "--micro-batch-size 1")
+    island = island_cluster(settings, cluster)
+    for layout in layouts(island, settings.model, settings.training.seq_length, words):
+        for preset, typed in wire_presets(island, layout, words, settings.training.train_iters or 1000):
+            candidate = Candidate(preset, layout, f"{typed} {layout.flags}".strip())
+            found = _predict_fastest(candidate, count, words, cluster, usable * cluster.memory_gb * 1e9)
+            if isinstance(found, Refused):
+                plan.refused.append(found)
+            else:
+                plan.outcomes.append(dataclasses.replace(found, flags=" ".join([*added, *found.flags.split()])))
     errors = [refusal.error for refusal in plan.refused if isinstance(refusal.error, SettingsError)]
     if errors and len(errors) == len(plan.refused) and not plan.outcomes:
         raise errors[0]
@@ -107,52 +124,26 @@ def make_plan(
     return plan
 
 
-def _parse(architecture: Architecture, words: Sequence[str], cluster: Cluster) -> ResolvedSettings:
-    return parse_settings(architecture, words, cluster.world_size, note=lambda _: None, counts_all_jobs=True)
-
-
-def _candidates(architecture: Architecture, words: Sequence[str], cluster: Cluster) -> Iterator[Candidate]:
-    first = words if "--micro-batch-size" in words else [*words, "--micro-batch-size", "1"]
-    settings = _parse(architecture, first, cluster)
-    island = island_cluster(settings, cluster)
-    for layout in layouts(island, settings.model, settings.training.seq_length, words):
-        for preset, typed in wire_presets(island, layout, words, settings.training.train_iters or 1000):
-            yield Candidate(preset, layout, f"{typed} {layout.flags}".strip())
-
-
 def _predict_fastest(
-    architecture: Architecture,
-    words: Sequence[str],
-    vocabulary: int,
-    cluster: Cluster,
-    usable: float,
-    models: dict[RankGrid, PlannedModel],
-    candidate: Candidate,
+    candidate: Candidate, count: Callable[[str], Estimate], words: list[str], cluster: Cluster, usable_bytes: float
 ) -> Outcome | Refused:
     """Choose the fastest micro-batch size, and the least recomputation that fits."""
     best: Outcome | None = None
     least: int | None = None  # bytes
     first_error: ValueError | None = None
-    usable_bytes = usable * cluster.memory_gb * 1e9
     sizes = [""] if is_settled("micro-batch", words) else [f"--micro-batch-size {n}" for n in MICRO_BATCH_SIZES]
     recomputations = {"": "as given"} if is_settled("recompute", words) else RECOMPUTATIONS
     for size in sizes:
         for recompute, name in recomputations.items():
             typed = f"{candidate.flags} {size} {recompute}".strip()
             try:
-                settings = _parse(architecture, [*words, *typed.split()], cluster)
-                grid = RankGrid(cluster.nodes, cluster.gpus_per_node, settings.distributed)
-                if grid not in models:
-                    whole = next((planned.whole for planned in models.values()), None)
-                    whole = whole or architecture.build_model(settings.model, vocabulary)
-                    models[grid] = plan_model(architecture, whole, grid)
-                needs = estimate_on(architecture, settings, vocabulary, cluster, models[grid])
+                needs = count(typed)
             except ValueError as error:
                 first_error = first_error or error
                 continue
             least = needs.memory if least is None else min(least, needs.memory)
             if needs.memory <= usable_bytes:
-                prediction = predict(architecture, settings, cluster, needs)
+                prediction = predict(cluster, needs)
                 if best is None or prediction.time.seconds < best.prediction.time.seconds:
                     best = Outcome(candidate, name, prediction, typed)
                 break

@@ -1,4 +1,4 @@
-"""The FSDP2 units of a run that is not started, as one of its ranks has them."""
+"""How a planned run divides its ranks into groups, and its model into FSDP2 units."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache, partial
+from typing import Literal
 
 from torch import nn
 
@@ -13,17 +14,75 @@ from megatron_zpp.arguments.resolve_parallel import placement_of
 from megatron_zpp.families import Architecture
 from megatron_zpp.models.moe import active_parameters
 from megatron_zpp.models.transformer import Transformer
+from megatron_zpp.parallel.mesh import ranks_per_model_copy
 from megatron_zpp.parallel.plans import split_dimensions
 from megatron_zpp.parallel.stages import Placement, stage_has
-from megatron_zpp.planning.needs.rank_groups import RankGrid, RankGroup
 from megatron_zpp.settings.groups import DistributedSettings
 from megatron_zpp.zeropp.config import ZeroPPConfig
 from megatron_zpp.zeropp.fsdp.formats import Formats
 from megatron_zpp.zeropp.fsdp.unit import UnitPart
 from megatron_zpp.zeropp.wire.layout import ParameterShard, rows_per_rank
 
+Kind = Literal["tensor", "context", "pipeline", "averaging", "sharding", "replicas", "experts", "expert sharding"]
 Shards = tuple[ParameterShard, ...]
 _whole = lru_cache(maxsize=4096)(UnitPart.whole)  # equal layers share their formats
+
+
+@dataclass(frozen=True)
+class RankGroup:
+    """Ranks that share something: ``ranks_per_node`` on each of ``nodes``."""
+
+    nodes: int
+    ranks_per_node: int
+
+    @property
+    def size(self) -> int:
+        return self.nodes * self.ranks_per_node
+
+
+@dataclass(frozen=True)
+class RankGrid:
+    """How a run divides the ranks of its nodes, ordered as ``parallel.mesh.AXES``."""
+
+    nodes: int
+    ranks_per_node: int
+    distributed: DistributedSettings
+
+    @property
+    def world_size(self) -> int:
+        return self.nodes * self.ranks_per_node
+
+    def group(self, kind: Kind) -> RankGroup:
+        """Return the shape of groups of this kind. Raises ValueError if nodes would have different parts of them."""
+        distributed, ranks = self.distributed, self.world_size // self.distributed.islands
+        tensor, context = distributed.tensor_model_parallel_size, distributed.context_parallel_size
+        pipeline, experts = distributed.pipeline_model_parallel_size, distributed.expert_model_parallel_size
+        replicas = distributed.num_distributed_optimizer_instances
+        averaging = context * (ranks // ranks_per_model_copy(distributed))
+        sharding = averaging // replicas
+        size, stride = {
+            "tensor": (tensor, 1),
+            "context": (context, tensor),
+            "pipeline": (pipeline, ranks // pipeline),  # one rank of each stage
+            "averaging": (averaging, tensor),  # average gradients: have other samples, or other parts of samples
+            "sharding": (sharding, tensor),  # share one model's shards; HSDP makes several such groups
+            "replicas": (replicas, sharding * tensor),  # have the same shard, one of each HSDP replica
+            "experts": (experts, tensor),  # divide a layer's experts
+            "expert sharding": (sharding // experts, experts * tensor),  # those of "sharding" with the same experts
+        }[kind]
+        span, per_node = size * stride, self.ranks_per_node
+        if size == 1:
+            return RankGroup(1, 1)
+        if per_node % span == 0:
+            return RankGroup(1, size)
+        if stride % per_node == 0:
+            return RankGroup(size, 1)
+        if span % per_node == 0 and per_node % stride == 0:
+            return RankGroup(span // per_node, per_node // stride)
+        raise ValueError(
+            f"groups of {size} ranks, each {stride} after the one before, do not lie alike on nodes of {per_node}: "
+            "choose parallel sizes that divide a node's ranks, or are multiples of them"
+        )
 
 
 @dataclass(frozen=True)
@@ -31,8 +90,8 @@ class PlannedUnit:
     """One FSDP2 unit as each of its ranks has it."""
 
     shards: Shards
-    group: RankGroup  # that shares it
-    layer: int | None  # the layer that it is, or whose experts it is
+    group: RankGroup  # the ranks that share it
+    layer: int | None  # number of the layer, or of its experts' layer
     has_experts: bool = False
 
     @cached_property
@@ -51,11 +110,10 @@ class PlannedUnit:
         return self.group.size * self.numel
 
     def formats(self, config: ZeroPPConfig) -> Formats:
-        """Return the wire formats of the unit's hops."""
         return Formats(config, self.group.nodes)
 
     def is_hidden_matrix(self, shard: ParameterShard) -> bool:
-        """Return whether a parameter of the unit is one that Muon takes."""
+        """Return whether Muon takes this parameter of the unit."""
         return shard.quantizable and self.layer is not None
 
 
@@ -69,15 +127,14 @@ class PlannedModel:
     """A model on the meta device, and what a rank of each pipeline stage has of it."""
 
     whole: Transformer
-    units_per_rank: list[list[PlannedUnit]]  # ordered as ``units_of``, one stage of a rank after the other
+    units_per_rank: list[list[PlannedUnit]]  # as ``units_of`` orders them, one stage of a rank after the other
 
-    @cached_property  # the planner asks for every setting
+    @cached_property  # shared by all settings of a plan
     def parameters(self) -> int:
         return sum(p.numel() for p in self.whole.parameters())
 
     @cached_property
     def active_parameters(self) -> int:
-        """Parameters that one token uses."""
         return active_parameters(self.whole)
 
 
@@ -117,8 +174,7 @@ def count_layers(units: list[PlannedUnit]) -> int:
 def units_of(model: Transformer, has: Callable[[str], bool] = lambda _: True) -> list[list[tuple[str, nn.Parameter]]]:
     """Return the parameters of each FSDP2 unit as the trainer makes them: each layer, then the others, the root last.
 
-    Names are those within the unit, so that equal layers make equal shards. ``has`` says whether a pipeline's stage has
-    the module or parameter of a name.
+    Names are relative to the unit, so that equal layers make equal shards. has: whether the stage has this module.
     """
     modules = {f"layers.{i}": layer for i, layer in enumerate(model.layers)}
     modules |= {name: model.get_submodule(name) for name in model.ends if hasattr(model, name)}
@@ -133,12 +189,12 @@ def plan_units(
     split: Mapping[nn.Parameter, int],
     has: Callable[[str], bool] = lambda _: True,
 ) -> list[PlannedUnit]:
-    """Plan the units of ``units_of``. Expert parallelism makes a layer's experts a unit of their own, of fewer ranks.
+    """Plan the units of ``units_of``; with expert parallelism a layer's experts are another unit, of fewer ranks.
 
     split: the dimension of each parameter that tensor-parallel ranks divide; they divide experts, too.
     """
-    tensor_parallel, expert_parallel = grid.tensor_parallel.size, grid.expert_parallel.size
-    num_layers, group = sum(has(f"layers.{i}") for i in range(len(model.layers))), grid.sharding
+    tensor_parallel, expert_parallel = grid.group("tensor").size, grid.group("experts").size
+    num_layers, group = sum(has(f"layers.{i}") for i in range(len(model.layers))), grid.group("sharding")
 
     def part(name: str, parameter: nn.Parameter) -> nn.Parameter:
         """Return the first rank's part, which is the largest."""
@@ -152,18 +208,18 @@ def plan_units(
         layer = i if i < num_layers else None
         unit = [(name, part(name, p)) for name, p in parameters]
         experts = [(name, p) for name, p in unit if ".experts." in name]
+        parts = [(unit, group, bool(experts))]
         if experts and expert_parallel > 1:
             rest = [(name, p) for name, p in unit if ".experts." not in name]
-            planned.append(PlannedUnit(shards_of(rest, group.size), group, layer))
-            shards = shards_of(experts, grid.expert_sharding.size)
-            planned.append(PlannedUnit(shards, grid.expert_sharding, layer, has_experts=True))
-        else:
-            planned.append(PlannedUnit(shards_of(unit, group.size), group, layer, has_experts=bool(experts)))
+            parts = [(rest, group, False), (experts, grid.group("expert sharding"), True)]
+        planned += [
+            PlannedUnit(shards_of(some, ranks.size), ranks, layer, is_expert) for some, ranks, is_expert in parts
+        ]
     return planned
 
 
 def island_pieces(units: list[PlannedUnit], islands: int) -> Shards:
-    """Return one of the ``islands`` pieces of a rank's shards. Where rows do not divide, it is a little too large."""
+    """Return one of the ``islands`` pieces of a rank's shards; a little too large if rows do not divide evenly."""
     return tuple(replace(shard, numel=rows_per_rank(shard.numel, islands)) for unit in units for shard in unit.shards)
 
 

@@ -8,9 +8,9 @@ import pytest
 
 from megatron_zpp.arguments.parse import parse_settings
 from megatron_zpp.families import GPT
+from megatron_zpp.models.transformer import Transformer
 from megatron_zpp.planning.cluster import Cluster, parse_cluster
-from megatron_zpp.planning.costs import Arithmetic, arithmetic, step_shapes
-from megatron_zpp.planning.predict import estimate_on
+from megatron_zpp.planning.predict import Arithmetic, arithmetic, estimate_on, step_shapes
 from megatron_zpp.planning.step import StepShape
 
 H, S, B, V, LAYERS = 64, 128, 2, 512, 3
@@ -20,20 +20,13 @@ FLAGS = (
 )
 
 
-def build(more: str, cluster: Cluster):
-    settings = parse_settings(GPT, f"{FLAGS} {more}".split(), cluster.world_size, note=lambda _: None)
-    return settings, GPT.build_model(settings.model, V)
-
-
-def find_shape(more: str, spec: Cluster) -> StepShape:
-    settings, _ = build(more, spec)
-    (shape,) = step_shapes(GPT, settings, estimate_on(GPT, settings, V, spec), spec)
-    return shape
-
-
-def find_passes(more: str, spec: Cluster) -> tuple[Arithmetic, Arithmetic]:
-    settings, model = build(more, spec)
-    return arithmetic(GPT, settings, spec, model)
+def find(more: str, spec: Cluster) -> tuple[StepShape, tuple[Arithmetic, Arithmetic], Transformer]:
+    """Return the shape of the step, the times of both passes, and the model."""
+    settings = parse_settings(GPT, f"{FLAGS} {more}".split(), spec.world_size, note=lambda _: None)
+    needs = estimate_on(spec, GPT, settings, V)
+    (shape,) = step_shapes(needs, spec)
+    model = needs.planned.whole
+    return shape, arithmetic(GPT, settings, spec, model), model
 
 
 def cluster(**more: float) -> Cluster:
@@ -44,7 +37,7 @@ def cluster(**more: float) -> Cluster:
 
 def test_products_and_attention():
     spec = cluster()
-    forward, backward = find_passes("", spec)
+    _, (forward, backward), _ = find("", spec)
     tokens = B * S
     products = 2 * tokens * (4 * H * H + 8 * H * H) / 0.5e12  # attention's four matrices, the MLP's two
     attended = 2 * 2 * tokens * H * S / 2 / 0.25e12  # scores and values, each half masked
@@ -54,31 +47,23 @@ def test_products_and_attention():
     assert backward.head == pytest.approx(2 * forward.head)
 
 
-def test_what_the_program_itself_takes():
+def test_overhead_of_the_program():
     spec = cluster()
-    plain, plain_shape = find_passes("", spec), find_shape("", spec)
+    plain_shape, plain, _ = find("", spec)
     host = dict(layer_microseconds=9e6, step_microseconds=5e6)
     # A CPU computes when the program is done with a layer; a GPU meanwhile, and that is nothing beside 9 seconds.
     for overlaps, computes in ((False, 1), (True, 0)):
-        slow = cluster(**host, overlaps=overlaps)
-        passes = find_passes("", slow)
-        assert [each.layer for each in passes] == pytest.approx(
-            [seconds + computes * each.layer for seconds, each in zip((3, 6), plain, strict=True)]
-        )
+        shape, passes, _ = find("", cluster(**host, overlaps=overlaps))
+        expected = [seconds + computes * each.layer for seconds, each in zip((3, 6), plain, strict=True)]
+        assert [each.layer for each in passes] == pytest.approx(expected)
         assert [each.head for each in passes] == [each.head for each in plain]
-        assert find_shape("", slow).optimizer == pytest.approx(5 * LAYERS + computes * plain_shape.optimizer)
+        assert shape.optimizer == pytest.approx(5 * LAYERS + computes * plain_shape.optimizer)
 
 
-def test_what_is_computed_again():
+def test_recomputation():
     spec = cluster(kernel_gbytes=1.0)
-    nothing, selective, everything = (
-        find_passes(more, spec)
-        for more in (
-            "",
-            "--recompute-activations",
-            "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
-        )
-    )
+    full = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+    nothing, selective, everything = (find(more, spec)[1] for more in ("", "--recompute-activations", full))
     assert nothing[0] == selective[0] == everything[0]
     assert everything[1].layer == pytest.approx(nothing[1].layer + nothing[0].layer)
     assert nothing[1].layer < selective[1].layer < everything[1].layer
@@ -87,12 +72,12 @@ def test_what_is_computed_again():
 def test_all_arithmetic_of_the_model_is_in_the_step():
     spec = cluster(kernel_gbytes=1.0)
     for more in ("", "--untie-embeddings-and-output-weights", "--num-experts 4 --expert-model-parallel-size 2"):
-        shape, (forward, backward) = find_shape(more, spec), find_passes(more, spec)
+        shape, (forward, backward), model = find(more, spec)
         assert sum(unit.forward for unit in shape.units) == pytest.approx(LAYERS * forward.layer)
         assert sum(unit.backward for unit in shape.units) == pytest.approx(LAYERS * backward.layer)
         # The root is gathered first; its ends stand around the layers, and stay gathered as it does.
         stays = [unit.stays_gathered for unit in shape.units]
-        ends = len(build(more, spec)[1].end_units())
+        ends = len(model.end_units())
         inner = stays[1 + (ends + 1) // 2 : len(stays) - ends // 2]
         assert stays[0] and not any(inner) and stays.count(True) == 1 + ends
 
@@ -108,7 +93,7 @@ def test_all_arithmetic_of_the_model_is_in_the_step():
 )
 def test_a_layer_waits_for_tokens_that_are_sent_to_experts(more, transfers, again):
     spec = cluster(within_gbytes=1e-6, between_gbits=8e-6, kernel_gbytes=1e12)  # 1000 bytes a second
-    shape = find_shape(f"--num-experts 4 --expert-model-parallel-size 4 {more}", spec)
+    shape = find(f"--num-experts 4 --expert-model-parallel-size 4 {more}", spec)[0]
     # Of the rows [S * B tokens, each to 2 experts] a quarter goes to each of 4 ranks, half of all to the other node.
     leaving = 2 * (S * B * 2 * H * 2) / 2  # bytes out of a node, of its two ranks in 16 bit
     waits = [unit for unit in shape.units if unit.in_forward]
@@ -120,17 +105,14 @@ def test_a_layer_waits_for_tokens_that_are_sent_to_experts(more, transfers, agai
         assert in_backward == pytest.approx((2 + again) * leaving / 1000, rel=1e-4)
 
 
-def test_few_bits_of_tokens_are_quantized_before_each_way_and_after_it():
-    spec = cluster(kernel_gbytes=1e-6)
-    shape = find_shape("--num-experts 4 --expert-model-parallel-size 4 --moe-token-bits 8", spec)
+def test_transfers_of_experts():
+    """Few bits of tokens are quantized before each way and after it; tensor-parallel ranks gather results."""
+    shape = find("--num-experts 4 --expert-model-parallel-size 4 --moe-token-bits 8", cluster(kernel_gbytes=1e-6))[0]
     (there, back) = next(unit.in_forward for unit in shape.units if unit.in_forward)
     assert there == back and there.encode == there.decode
     assert there.encode * 1000 == pytest.approx(S * B * 2 * (2 * H + H + 4), rel=0.1)  # int8, and a scale in fp32
-
-
-def test_tensor_parallel_ranks_gather_what_experts_make():
     spec = cluster(within_gbytes=1e-9, within_microseconds=0)  # a byte a second
-    shape = find_shape("--num-experts 4 --tensor-model-parallel-size 2", spec)
+    shape = find("--num-experts 4 --tensor-model-parallel-size 2", spec)[0]
     (summed, made) = next(unit.in_forward for unit in shape.units if unit.in_forward)
     assert summed.seconds == pytest.approx(2 * S * B * H)  # attention's all-reduce of 2 passes over half the bytes
     assert made.seconds == pytest.approx(S * B * 2 * H)  # half of 2 rows a token, in 16 bit
@@ -139,7 +121,7 @@ def test_tensor_parallel_ranks_gather_what_experts_make():
 def test_quantizing_touches_its_bytes_and_nothing_else_does():
     spec = cluster(kernel_gbytes=1.0)
     low_bits = "--zero-quantized-weights --zero-quantized-gradients --zero-hpz-partition-size 2"
-    plain, quantized = (find_shape(more, spec) for more in ("--zeropp-ranks-per-node 2", low_bits))
+    plain, quantized = (find(more, spec)[0] for more in ("--zeropp-ranks-per-node 2", low_bits))
     unit = plain.units[1]
     assert (unit.gather.encode, unit.gather.decode, unit.reduce.encode) == (0, 0, 0) and unit.gradients_between is None
     unit = quantized.units[1]
