@@ -47,7 +47,7 @@ OURS: dict[str, tuple[Any, ...]] = {
     "add_bias_linear": (False,),
     "position_embedding_type": ("rope", "yarn"),
 }
-# What Llama 3.1's scaling of rotary frequencies has beside its factor: constants in ``models.rotary``.
+# What Llama 3.1's scaling of rotary frequencies has beside its factor: constants in ``models.layers``.
 LLAMA3_SCALING = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 
 

@@ -5,14 +5,23 @@ from __future__ import annotations
 import dataclasses
 import math
 import reprlib
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
+
+import torch
 
 from megatron_zpp.optim.batch_size import BatchSchedule
 from megatron_zpp.settings.groups import OptimizerSettings, ScheduleSettings
 from megatron_zpp.settings.resolved import ResolvedTraining
 
-_STYLES = ("constant", "linear", "cosine", "inverse-square-root", "WSD", "exponential", "minus_sqrt")
+_DECAYS: dict[str, Callable[[float], float]] = {  # from 1 at the begin of a decay (0) to 0 at its end (1)
+    "linear": lambda ratio: 1 - ratio,
+    "cosine": lambda ratio: 0.5 * (1 + math.cos(math.pi * ratio)),
+    "exponential": lambda ratio: 2 * 0.5**ratio - 1,
+    "minus_sqrt": lambda ratio: 1 - math.sqrt(ratio),
+}
+_STYLES = (*_DECAYS, "constant", "inverse-square-root", "WSD")
 
 
 @dataclass(frozen=True)
@@ -46,8 +55,7 @@ class Schedule:
         training: ResolvedTraining,
         batch: BatchSchedule,
     ) -> Schedule:
-        """Settle lengths in samples: given in iterations, they are what ``batch`` consumes in these iterations; given
-        in tokens, they are that number of tokens / ``--seq-length`` samples.
+        """Convert lengths to samples: iterations to what ``batch`` consumes in them, tokens by ``--seq-length``.
 
         Raises:
             ValueError: lengths in the wrong unit (``--train-iters`` goes with ``--lr-*-iters``, ``--train-samples``
@@ -144,7 +152,7 @@ class Schedule:
             return self.end_weight_decay
         progress = samples / self.weight_decay_samples
         if self.weight_decay_style == "cosine":
-            progress = _cosine_decay(1 - progress)
+            progress = _DECAYS["cosine"](1 - progress)
         return self.start_weight_decay + progress * (self.end_weight_decay - self.start_weight_decay)
 
     def state_dict(self) -> dict[str, Any]:
@@ -162,7 +170,7 @@ class Schedule:
         for field in fields:
             value = state.get(field.name, 0)
             if field.type == "str":
-                is_wrong = value not in _STYLES
+                is_wrong = value not in (_DECAYS if field.name == "wsd_decay_style" else _STYLES)
             else:
                 is_wrong = type(value) not in (int, float) or not 0 <= value < 2**63
             if is_wrong:
@@ -198,15 +206,7 @@ class Schedule:
             # decay > warmup holds (see _check), so the length is positive.
             ratio = (samples - self.warmup_samples) / (self.decay_samples - self.warmup_samples)
             style = self.decay_style
-        if style == "linear":
-            return 1 - ratio
-        if style == "cosine":
-            return _cosine_decay(ratio)
-        if style == "exponential":
-            return 2 * 0.5**ratio - 1
-        if style == "minus_sqrt":
-            return 1 - math.sqrt(ratio)
-        raise ValueError(f"unknown decay style {style!r}")
+        return _DECAYS[style](ratio)
 
     def _check(self) -> None:
         if self.max_lr < 0 or not 0 <= self.min_lr <= self.max_lr:
@@ -232,12 +232,11 @@ class Schedule:
 def resume_schedule(
     from_flags: Schedule, saved: dict[str, Any], *, override: bool = False, use_checkpoint: bool = False
 ) -> Schedule:
-    """The schedule with which to continue from a checkpoint that holds ``saved`` (a ``Schedule.state_dict``).
-
-    Only values that some step depends on are compared: a constant schedule has no length.
+    """Choose the schedule with which to continue from a checkpoint that holds ``saved`` (a ``Schedule.state_dict``).
 
     ``override``: the flags win (``--override-opt_param-scheduler``). ``use_checkpoint``: the checkpoint wins
-    (``--use-checkpoint-opt_param-scheduler``). With neither they must agree, as in Megatron.
+    (``--use-checkpoint-opt_param-scheduler``). With neither they must agree, as in Megatron, in all values that some
+    step depends on: a constant schedule has no length.
 
     Raises:
         ValueError: they differ and neither was asked for, or both were.
@@ -271,9 +270,13 @@ def resume_schedule(
     return from_flags
 
 
-def _cosine_decay(ratio: float) -> float:
-    """From 1 at ``ratio`` 0 to 0 at 1 along half a cosine."""
-    return 0.5 * (1 + math.cos(math.pi * ratio))
+def set_lr_and_weight_decay(
+    optimizer: torch.optim.Optimizer, lr: float, weight_decay: float, decoupled_lr: float | None = None
+) -> None:
+    """Set this step's values. Groups built without weight decay stay without."""
+    for group in optimizer.param_groups:
+        group["lr"] = decoupled_lr if group.get("decoupled") else lr
+        group["weight_decay"] = weight_decay if group["decays"] else 0.0
 
 
 def _check_units(schedule: ScheduleSettings, training: ResolvedTraining) -> None:

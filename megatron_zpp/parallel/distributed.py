@@ -1,4 +1,4 @@
-"""Starting and ending the process group, and errors that all ranks report together."""
+"""Start and end the process group, report errors from all ranks together, and agree on signals to stop."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 from megatron_zpp.zeropp.fsdp import fsdp_unit
 from megatron_zpp.zeropp.fsdp.topology import gather_objects
 
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 SECONDS_TO_LEAVE = 4.0
 SECONDS_FOR_THE_CAUSE = 3.0  # that ranks which lost a peer wait, so that torchrun sees first who died
 
@@ -230,3 +231,32 @@ def collective_of(error: BaseException) -> str | None:
         elif collective is None and "megatron_zpp" in file:
             caller = f"{name} ({os.path.basename(file)}:{line})"
     return f"{collective} of {caller}" if collective else None
+
+
+class StopSignals:
+    """Whether a signal asked this rank to save and stop.
+
+    A signal reaches one rank, or each at another moment. So no rank acts alone: all agree at points that all pass.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.are_caught = self.is_asked = False
+
+    def catch(self) -> None:
+        """Remember signals from now on. Before this call they end the process."""
+        if not self.are_caught:
+            self.are_caught = True
+            for number in STOP_SIGNALS:
+                signal.signal(number, self._remember)
+
+    def _remember(self, number: int, frame: object) -> None:
+        self.is_asked = True
+
+    def agree(self) -> bool:
+        """Return whether any rank was asked. Collective, and free where no rank catches signals."""
+        if not self.are_caught:
+            return False
+        asked = torch.tensor(float(self.is_asked), device=self.device)
+        dist.all_reduce(asked)
+        return asked.item() > 0

@@ -19,7 +19,7 @@ from torch.distributed.tensor.parallel import (
 
 from megatron_zpp.models.decoder import DecoderConfig
 from megatron_zpp.parallel.experts import GatherTokens
-from megatron_zpp.parallel.tensor import Replicated, ShardedRows, norm_style
+from megatron_zpp.parallel.tensor import Replicated, ShardedRows
 
 Plan = dict[str, ParallelStyle]
 
@@ -31,7 +31,7 @@ def decoder_plan(config: DecoderConfig, sequence_parallel: bool) -> Plan:
     """
     # How the tensor-parallel ranks hold activations [B, S, H] between linear layers.
     between: Placement = Shard(1) if sequence_parallel else Replicate()
-    norm = norm_style(sequence_parallel)
+    norm = SequenceParallel() if sequence_parallel else Replicated()  # the output is a DTensor
     plan: Plan = {
         "word_embeddings": RowwiseParallel(input_layouts=Replicate(), output_layouts=between),
         "layers.*.input_norm": norm,

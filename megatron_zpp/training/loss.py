@@ -123,16 +123,10 @@ def mean_loss(loss_sum: float, count: float) -> float:
 
 @dataclass
 class LossSoFar:
-    """This island's loss since the last agreement, which tells it to the others."""
+    """This island's loss since the last agreement, which sends it to the others."""
 
     loss_sum: float = 0.0
     num_tokens: float = 0.0
-
-    def add(self, loss_sum: float, num_tokens: float, counts: bool) -> None:
-        """Add a step's, if it counts."""
-        if counts:
-            self.loss_sum += loss_sum
-            self.num_tokens += num_tokens
 
     def local_stats(self) -> tuple[float, float]:
         return self.loss_sum, self.num_tokens

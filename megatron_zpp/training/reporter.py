@@ -1,4 +1,4 @@
-"""Turns steps into log lines and TensorBoard / wandb points."""
+"""Turn steps into log lines and TensorBoard / wandb points."""
 
 from __future__ import annotations
 
@@ -47,9 +47,9 @@ class Reporter:
         self.waited = [0.0, 0.0]  # seconds, for links within nodes and between nodes
 
     def step(self, results: Sequence[StepResult], num_samples: int) -> None:
-        """Take one step in; print and write what is due. Call it on every rank, after the counters moved.
+        """Add one step; print and write what is due. Call it on every rank, after the counters moved.
 
-        results: of the steps since islands last met; none where they do not meet behind this step.
+        results: of the steps since islands last exchanged them; none if they did not after this step.
         """
         run, logging = self.run, self.run.settings.logging
         self.is_first_step = False
@@ -94,13 +94,9 @@ class Reporter:
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Leave an evaluation or a saving out of the times of training."""
-        self._count_time()
+        self.seconds += self.timer.restart()
         yield
         self._resume()
-
-    def _count_time(self) -> None:
-        """Count the time so far to training."""
-        self.seconds += self.timer.restart()
 
     def _resume(self) -> None:
         if self.run.zeropp is not None and self.run.zeropp.waits is not None:
@@ -111,25 +107,24 @@ class Reporter:
 
     def _interval_report(self, result: StepResult) -> TrainingReport:
         run, logging, counters = self.run, self.run.settings.logging, self.run.counters
-        self._count_time()
+        self.seconds += self.timer.restart()
         seconds = self.seconds / self.num_steps
         tokens_per_second = self.num_tokens / self.seconds
         per_device, flops_per_token = tokens_per_second / dist.get_world_size(), self.flops / self.num_tokens
         counts = [*self.sent.of_levels(), *self.sent_for_tokens.of_levels()]
-        of_ranks = torch.tensor([*counts, *self.waited], dtype=torch.float64, device=run.device)
-        dist.all_reduce(of_ranks)
-        *sent, waited_within, waited_between = (of_ranks / self.num_steps).tolist()
+        totals = torch.tensor([*counts, *self.waited], dtype=torch.float64, device=run.device)
+        dist.all_reduce(totals)
+        *sent, waited_within, waited_between = (totals / self.num_steps).tolist()
         within_nodes, between_nodes, between_islands, tokens_within_nodes, tokens_between_nodes, _ = sent
         waits = run.zeropp is not None and run.zeropp.waits is not None and dist.get_world_size() > 1
-        tokens_travel = run.mesh.ep_size > 1
-        means = {name: sum(losses) / len(losses) for name, losses in self.losses.items()}
+        sends_tokens = run.mesh.ep_size > 1
         return TrainingReport(
             iteration=counters.iteration,
             train_iters=run.train_iters,
             consumed_samples=counters.consumed_train_samples,
             learning_rate=result.at.learning_rate,
             global_batch_size=result.at.num_samples,
-            losses=means,
+            losses={name: sum(losses) / len(losses) for name, losses in self.losses.items()},
             loss_scale=result.at.loss_scale,
             grad_norm=result.grad_norm if math.isfinite(result.grad_norm) else None,
             num_zeros=result.num_zeros,
@@ -146,8 +141,8 @@ class Reporter:
             bytes_between_islands=between_islands if run.has_islands else None,
             island=run.mesh.job if run.leaving is not None else None,
             islands_there=run.leaving.num_islands if run.leaving is not None else None,
-            token_bytes_between_nodes=tokens_between_nodes if tokens_travel else None,
-            token_bytes_within_nodes=tokens_within_nodes if tokens_travel else None,
+            token_bytes_between_nodes=tokens_between_nodes if sends_tokens else None,
+            token_bytes_within_nodes=tokens_within_nodes if sends_tokens else None,
             waited_between_nodes=waited_between / dist.get_world_size() if waits else None,
             waited_within_nodes=waited_within / dist.get_world_size() if waits else None,
             # Of the last island, whose last rank writes the log.
@@ -155,7 +150,7 @@ class Reporter:
         )
 
     def _write_point(self, result: StepResult, interval: TrainingReport | None) -> None:
-        """TensorBoard's and wandb's values are the step's own, not the interval's means; the rest is the interval's."""
+        """Write the step's values to TensorBoard and wandb, and the interval's for what a step does not have."""
         run, logging, at = self.run, self.run.settings.logging, result.at
         point = TrainingReport(
             iteration=at.iteration,
@@ -182,10 +177,10 @@ class Reporter:
         run.writers.write(metrics, at.iteration, at.consumed_samples)
 
     def _params_norm(self) -> float:
-        """Of islands the mean."""
+        """Return the norm of the parameters, the mean over islands. Collective."""
         run = self.run
-        norms = [
-            torch.tensor(params_norm([*state.model.parameters()], state.ranks, run.copies), device=run.device)
-            for state in run.states
-        ]
-        return run.add_over_islands(norms).item() / run.mesh.num_islands
+        norms = [params_norm([*state.model.parameters()], state.ranks, run.copies) for state in run.states]
+        total = torch.tensor(norms, device=run.device).sum(dim=0)
+        if run.mesh.island.size() > 1:
+            dist.all_reduce(total, group=run.mesh.island.get_group())
+        return total.item() / run.mesh.num_islands

@@ -36,7 +36,7 @@ from megatron_zpp.checkpoint.state import _check_shapes
 from megatron_zpp.commands.inspect_checkpoint import list_checkpoints
 from megatron_zpp.data.order import check_order
 from megatron_zpp.families import GPT
-from megatron_zpp.optim.loss_scaler import LossScaler
+from megatron_zpp.optim.gradients import LossScaler
 from megatron_zpp.optim.schedule import Schedule, resume_schedule
 from megatron_zpp.settings.groups import Settings
 from tests.checkpoint.saved import replace, rewrite, save

@@ -15,11 +15,15 @@ from megatron_zpp.models.layers import (
     LayerNorm1p,
     RMSNorm1p,
     SelfAttention,
+    apply_rotary,
     document_attention,
+    frequencies,
     head_size,
     linear_cross_entropy,
+    rotary_table,
+    scaled_as_llama3,
+    scaled_as_yarn,
 )
-from megatron_zpp.models.rotary import apply_rotary, frequencies, rotary_table, scaled_as_llama3, scaled_as_yarn
 
 CPU = torch.device("cpu")
 

@@ -54,7 +54,6 @@ def test_counts_equal_stepping_through_the_run(
 
 def test_rounding_down_on_request() -> None:
     batch = BatchSchedule(100, 4, 8, decrease_if_needed=True)
-    assert batch.requested_batch_size(0) == 100
     assert batch.global_batch_size(0) == 96
     assert batch.num_micro_batches(0) == 3
     assert batch.samples_after(5) == 5 * 96

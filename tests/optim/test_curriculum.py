@@ -4,8 +4,7 @@ import math
 
 import pytest
 
-from megatron_zpp.optim.batch_size import BatchSchedule
-from megatron_zpp.optim.curriculum import Curriculum, end_after_tokens
+from megatron_zpp.optim.batch_size import BatchSchedule, Curriculum, end_after_tokens
 from megatron_zpp.settings.groups import TrainingSettings
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from megatron_zpp.optim.loss_scaler import LossScaler
+from megatron_zpp.optim.gradients import LossScaler
 from megatron_zpp.settings.groups import PrecisionSettings
 
 

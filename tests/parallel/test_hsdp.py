@@ -15,7 +15,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy, fully_sh
 
 from megatron_zpp.models.decoder import Decoder
 from megatron_zpp.models.init import init_weights
-from megatron_zpp.parallel.mesh import build_mesh
+from megatron_zpp.parallel.mesh import Mesh
 from megatron_zpp.parallel.sharding import prepare_backward, shard_model
 from megatron_zpp.zeropp import ZeroPPConfig, apply_zeropp
 from tests.models.configs import gpt_config
@@ -52,7 +52,7 @@ NUM_MICRO_BATCHES, NUM_STEPS = 3, 2
 
 
 def _ours(model: Decoder) -> None:
-    shard_model(model, build_mesh("cpu", replicas=2), 3, POLICY, OffloadPolicy())
+    shard_model(model, Mesh("cpu", replicas=2), 3, POLICY, OffloadPolicy())
     apply_zeropp(model, ZeroPPConfig(ranks_per_node=2))
 
 
@@ -118,7 +118,7 @@ def _traffic(layouts: list[Layout]) -> list[Sent]:
     for replicas, ranks_per_node, stage in layouts:
         with torch.device("meta"):
             model = Decoder(CONFIG)
-        shard_model(model, build_mesh("cpu", replicas=replicas), stage, POLICY, OffloadPolicy())
+        shard_model(model, Mesh("cpu", replicas=replicas), stage, POLICY, OffloadPolicy())
         zeropp = apply_zeropp(model, ZeroPPConfig(ranks_per_node=ranks_per_node))
         model.to_empty(device="cpu")
         init_weights(model, seed=1)

@@ -11,7 +11,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 
 from megatron_zpp.models.decoder import Decoder
 from megatron_zpp.models.init import init_weights
-from megatron_zpp.parallel.mesh import build_mesh
+from megatron_zpp.parallel.mesh import Mesh
 from megatron_zpp.parallel.sharding import prepare_backward, shard_model
 from megatron_zpp.zeropp import ZeroPPConfig, apply_zeropp
 from tests.models.configs import gpt_config
@@ -22,7 +22,7 @@ def _sharded_gpt(stage: int, tie_embeddings: bool = True) -> Decoder:
     shape = gpt_config(2, 16, 2, 32, 8, attention_dropout=0.0, hidden_dropout=0.0, tie_embeddings=tie_embeddings)
     with torch.device("meta"):
         model = Decoder(shape)
-    mesh = build_mesh("cpu", replicas=dist.get_world_size() if stage == 0 else 1)
+    mesh = Mesh("cpu", replicas=dist.get_world_size() if stage == 0 else 1)
     shard_model(model, mesh, stage, MixedPrecisionPolicy(), OffloadPolicy())
     model.to_empty(device="cpu")
     init_weights(model, seed=1)

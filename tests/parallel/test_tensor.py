@@ -20,7 +20,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from megatron_zpp.models import init, layers
 from megatron_zpp.models.decoder import DecoderConfig
 from megatron_zpp.parallel.distributed import FailedTogether
-from megatron_zpp.parallel.mesh import build_mesh
+from megatron_zpp.parallel.mesh import Mesh
 from megatron_zpp.parallel.sharding import shard_model
 from megatron_zpp.parallel.tensor import apply_tensor_parallelism, dropout_seed
 from megatron_zpp.training.pretrain import train
@@ -182,7 +182,7 @@ def initial_weights(config: DecoderConfig, tp_size: int) -> dict[str, Tensor]:
     init.BLOCK_ELEMENTS = 500
     architecture = architecture_of(config)
     model = architecture.build_empty(config)
-    mesh = build_mesh("cpu", {"tp": tp_size})
+    mesh = Mesh("cpu", {"tp": tp_size})
     if tp_size > 1:
         plan = architecture.tensor_parallel_plan(config, False)
         apply_tensor_parallelism(model, mesh, plan, sequence_parallel=False)

@@ -32,7 +32,7 @@ def data(tmp_path_factory) -> str:
 MEETS_AN_ERROR = """
 from megatron_zpp.families import GPT
 from megatron_zpp.commands import pretrain
-from megatron_zpp.parallel.stop import StopSignals
+from megatron_zpp.parallel.distributed import StopSignals
 
 def train(run, start):
     StopSignals(run.device).catch()  # as --exit-signal-handler does: torchrun's SIGTERM must end a rank still

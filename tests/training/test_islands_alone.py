@@ -16,7 +16,7 @@ from megatron_zpp.checkpoint import read_meta
 from megatron_zpp.training import pretrain
 from megatron_zpp.training.nonfinite import NotFiniteError
 from megatron_zpp.training.pretrain import train
-from megatron_zpp.training.saving import Checkpoints
+from megatron_zpp.training.run import Checkpoints
 from tests.ranks import run_ranks
 from tests.training.small_run import NO_DROPOUT, flags, start, train_each, write_text
 

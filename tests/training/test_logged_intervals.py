@@ -15,7 +15,7 @@ from megatron_zpp.metrics.log_reader import parse_line
 from megatron_zpp.metrics.throughput import IntervalTimer
 from megatron_zpp.training.data import batches_of
 from megatron_zpp.training.pretrain import train
-from megatron_zpp.training.saving import Checkpoints
+from megatron_zpp.training.run import Checkpoints
 from megatron_zpp.training.step import train_step
 from tests.ranks import run_ranks
 from tests.training.small_run import flags, start, write_text

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from megatron_zpp.checkpoint import read_meta
 from megatron_zpp.checkpoint.folder import complete_checkpoints, iteration_of
-from megatron_zpp.parallel.stop import STOP_SIGNALS
+from megatron_zpp.parallel.distributed import STOP_SIGNALS
 from megatron_zpp.training.pretrain import train
 from tests.ranks import run_ranks
 from tests.training.small_run import flags, start, torchrun, wait_for_iteration, write_text

@@ -17,7 +17,7 @@ from megatron_zpp.checkpoint.storage import read_tensor
 from megatron_zpp.data.text.tokenizers import Tokenizer
 from megatron_zpp.families import Architecture
 from megatron_zpp.models.transformer import TransformerConfig
-from megatron_zpp.optim.loss_scaler import LossScaler
+from megatron_zpp.optim.gradients import LossScaler
 from megatron_zpp.settings.groups import Settings
 
 
