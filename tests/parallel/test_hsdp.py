@@ -19,17 +19,12 @@ from megatron_zpp.parallel.mesh import Mesh
 from megatron_zpp.parallel.sharding import prepare_backward, shard_model
 from megatron_zpp.zeropp import ZeroPPConfig, apply_zeropp
 from tests.models.configs import gpt_config
-from tests.parallel.layouts import EPS, TIMEOUT, assert_same, results_on
+from tests.parallel.layouts import EPS, TIMEOUT
 from tests.ranks import run_ranks
-from tests.training.small_run import NO_DROPOUT, flags, train_each, write_text
+from tests.training.small_run import NO_DROPOUT, flags, train_each
 
 REPLICAS = "--num-distributed-optimizer-instances"
 HSDP = f"{REPLICAS} 2 --zeropp-ranks-per-node 2"
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory) -> str:
-    return write_text(tmp_path_factory.mktemp("data"))
 
 
 def test_it_trains_like_zero_3_at_every_stage(data):
@@ -174,33 +169,3 @@ def test_checkpoints_go_to_zero_3_and_back(data, tmp_path):
             assert begun[way][key] + ended[way][key] == pytest.approx(begun[""][key], rel=1e-5), (way, key)
     hsdp, zero_3 = (_size(tmp_path / folder / "iter_0000004") for folder in ("to", "fr"))
     assert hsdp == pytest.approx(zero_3, rel=0.1)  # each shard is written once; ZeRO-3 has more of them, with headers
-
-
-TP, PP, CP = (f"--{kind}-parallel-size 2" for kind in ("tensor-model", "pipeline-model", "context"))
-
-
-@pytest.mark.long
-def test_plain_data_parallelism_beside_other_kinds(data):
-    common = f"--num-layers 4 {NO_DROPOUT} {EPS} --train-iters 3 --log-params-norm"
-    layouts = {"tp": f"{TP} --sequence-parallel", "pp": PP, "cp": CP}
-    runs = {name: ("gpt", flags(data, common, more, "--zero-stage 0")) for name, more in layouts.items()}
-    expected = results_on(1, {"": ("gpt", flags(data, common))})[""]
-    for name, result in results_on(4, runs).items():
-        assert_same(result, expected, name)
-
-
-@pytest.mark.long
-def test_beside_other_kinds_of_parallelism(data):
-    common = f"--num-layers 4 {NO_DROPOUT} {EPS} --train-iters 3 --log-params-norm"
-    layouts = {
-        "tp": f"{TP} --sequence-parallel",
-        "cp": CP,
-        "pp": f"{PP} --zero-stage 2",
-        "pp, zero-bubble": f"{PP} --pipeline-schedule zero-bubble",
-        "tp, pp": f"{TP} {PP}",
-        "tp, cp": f"{TP} {CP}",
-    }
-    runs = {name: ("gpt", flags(data, common, more, f"{REPLICAS} 2")) for name, more in layouts.items()}
-    expected = results_on(1, {"": ("gpt", flags(data, common))})[""]
-    for name, result in results_on(8, runs).items():
-        assert_same(result, expected, name)

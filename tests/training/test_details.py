@@ -4,23 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import io
-import time
+from types import SimpleNamespace
 from unittest.mock import patch
 
 import pytest
 import torch
 
 from megatron_zpp.checkpoint.meta import Counters
+from megatron_zpp.optim.batch_size import BatchSchedule
 from megatron_zpp.parallel.sharding import mixed_precision
-from megatron_zpp.settings.groups import PrecisionSettings, TrainingSettings
+from megatron_zpp.settings.groups import DistributedSettings, PrecisionSettings, TrainingSettings
 from megatron_zpp.training.data import batches_of
 from megatron_zpp.training.evaluate import evaluate
-from megatron_zpp.training.pretrain import train
-from megatron_zpp.training.setup import _evaluations_to_come
-from megatron_zpp.training.step import train_step
+from megatron_zpp.training.setup import _plan_length
 from tests.ranks import run_ranks
-from tests.training.small_run import flags, start, write_text
+from tests.training.small_run import flags, start, take_step, train_quietly
 
 
 @pytest.mark.parametrize(
@@ -33,7 +31,7 @@ from tests.training.small_run import flags, start, write_text
         ({"fp16": True, "accumulate_allreduce_grads_in_fp32": True}, torch.float16, torch.float32),
     ],
 )
-def test_what_computes_and_what_travels(flags_, compute, reduce):
+def test_dtypes_of_computing_and_reducing(flags_, compute, reduce):
     policy = mixed_precision(PrecisionSettings(**flags_))
     assert (policy.param_dtype, policy.reduce_dtype) == (compute, reduce)
 
@@ -43,8 +41,11 @@ def test_what_computes_and_what_travels(flags_, compute, reduce):
     [(None, 0, 1), (4, 0, 3), (4, 3, 3), (4, 4, 2), (4, 9, 1), (4, 12, 1), (10, 0, 2), (11, 0, 1)],
 )
 def test_evaluations_to_come(interval, iteration, evaluations):
-    training = TrainingSettings(eval_interval=interval)
-    assert _evaluations_to_come(training, Counters(iteration=iteration), train_iters=10) == evaluations
+    training = TrainingSettings(eval_interval=interval, train_iters=10, eval_iters=1, micro_batch_size=1)
+    settings = SimpleNamespace(training=training, distributed=DistributedSettings())
+    mesh = SimpleNamespace(num_jobs=1, dp_size_of_job=1)
+    *_, (_, valid_samples, _) = _plan_length(settings, BatchSchedule(1, 1, 1), Counters(iteration=iteration), mesh)
+    assert valid_samples == evaluations
 
 
 def _train_and_evaluate(argvs: dict[str, list[str]]):
@@ -59,8 +60,7 @@ def _train_and_evaluate(argvs: dict[str, list[str]]):
                 collections.append(info["generation"])
 
         gc.callbacks.append(count)
-        with contextlib.redirect_stdout(io.StringIO()):
-            train(run, time.monotonic())
+        train_quietly(run)
         gc.callbacks.remove(count)
         assert gc.isenabled() == ("--manual-gc" not in argv)
         gc.enable()
@@ -69,8 +69,7 @@ def _train_and_evaluate(argvs: dict[str, list[str]]):
     return results
 
 
-def test_evaluation_is_without_dropout_and_leaves_training_alone(tmp_path):
-    data = write_text(tmp_path)
+def test_evaluation_is_without_dropout_and_leaves_training_alone(data):
     argvs = {
         name: flags(data, f"--global-batch-size 2 --hidden-dropout 0.3 {more}", length="--train-iters 4")
         for name, more in {
@@ -111,11 +110,11 @@ def _host_waits(argv):
         stack.enter_context(patch.object(run.optimizer, "step", end))
         for name in ("item", "tolist", "__bool__", "__float__", "__int__"):
             stack.enter_context(patch.object(torch.Tensor, name, counted(name)))
-        train_step(run, batches_of(run, "train", 0), 2, stop=False)
+        take_step(run)
     return seen
 
 
 @pytest.mark.parametrize("more", ["", "--calculate-per-token-loss --log-num-zeros-in-grad"])
-def test_the_host_waits_once_between_the_last_backward_pass_and_the_optimizer(tmp_path, more):
-    argv = flags(write_text(tmp_path), "--global-batch-size 4", more)
+def test_the_host_waits_once_between_the_last_backward_pass_and_the_optimizer(data, more):
+    argv = flags(data, "--global-batch-size 4", more)
     assert run_ranks(2, _host_waits, argv) == [["tolist"]] * 2

@@ -1,34 +1,22 @@
 """Profiles of a run's steps, and the time that its log says was waited for links."""
 
-import contextlib
 import gzip
-import io
 import json
-import time
 from collections import Counter
 
 import pytest
 
-from megatron_zpp.metrics.log_reader import parse_line
-from megatron_zpp.training.pretrain import train
 from tests.ranks import run_ranks
-from tests.training.small_run import call_pretrain, flags, start, write_text
+from tests.training.small_run import call_pretrain, flags, log_lines, start, train_quietly
 
 TWO_NODES = "--zero-quantized-weights --zero-quantized-gradients --zeropp-ranks-per-node 1 --log-interval 2"
 PROFILED = "--profile --use-pytorch-profiler --profile-step-start 2"
 
 
-@pytest.fixture(scope="module")
-def data(tmp_path_factory) -> str:
-    return write_text(tmp_path_factory.mktemp("data"))
-
-
 def logged(argv: list[str]):
     """The lines and the points of a run."""
     run, metrics = start(argv)
-    with contextlib.redirect_stdout(io.StringIO()) as out:
-        train(run, time.monotonic())
-    return [line for text in out.getvalue().splitlines() if (line := parse_line(text)) is not None], metrics
+    return log_lines(train_quietly(run)), metrics
 
 
 def test_profiled_steps_have_a_trace_with_names(data, tmp_path):
