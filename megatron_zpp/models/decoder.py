@@ -122,7 +122,7 @@ class DecoderConfig:
 
     @property
     def experts_of_layers(self) -> list[int]:
-        """How many experts each of ``layers_with_experts`` has."""
+        """The number of experts in each of ``layers_with_experts``."""
         if self.moe is None:
             return []
         if self.moe_experts_per_layer is None:

@@ -23,7 +23,7 @@ from .transformer import Transformer
 
 @dataclass(frozen=True)
 class Drawing:
-    """How the next id is drawn from a model's logits: temperature first, then top-k, then top-p."""
+    """Sampling of the next id from a model's logits: temperature first, then top-k, then top-p."""
 
     temperature: float = 1.0  # 0 takes the likeliest
     top_k: int = 0  # draw from the k likeliest; 0 = all
@@ -112,7 +112,7 @@ def read_again(model: Transformer, context_length: int) -> Callable[[list[list[i
 
 
 def draw(logits: Tensor, drawing: Drawing, generator: torch.Generator) -> int:
-    """One id from ``logits`` [V]."""
+    """Draw one id from ``logits`` [V]."""
     if drawing.temperature == 0:
         return int(logits.argmax())
     values, candidates = logits.float().topk(min(drawing.top_k or len(logits), len(logits)))  # the likeliest first

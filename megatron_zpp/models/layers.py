@@ -131,7 +131,7 @@ def attention(
 def document_attention(
     cu_seqlens: Tensor | None, tokens: Tensor, dtype: torch.dtype, dropout: bool, window: int | None = None
 ) -> Tensor | None:
-    """What ``SelfAttention`` takes as ``documents``, made once for all layers; None where attention is only causal.
+    """Make the ``documents`` of ``SelfAttention``, once for all layers; None if attention is only causal.
 
     ``cu_seqlens`` int32 [D + 1] says where the documents of the flattened batch ``tokens`` [B, S] begin; None where
     each row is one. It is itself what PyTorch's kernel for variable lengths takes, on GPUs in 16 bit and without
@@ -154,12 +154,12 @@ def document_attention(
 
 
 def whole_rows(batch: int, length: int, device: torch.device) -> Tensor:
-    """The ``cu_seqlens`` of a batch whose rows are one document each."""
+    """Return the ``cu_seqlens`` of a batch whose rows are one document each."""
     return torch.arange(0, (batch + 1) * length, length, device=device, dtype=torch.int32)
 
 
 def takes_variable_lengths(device: torch.device, dtype: torch.dtype, dropout: bool) -> bool:
-    """Whether PyTorch's kernel for variable lengths can be used."""
+    """Return whether PyTorch's kernel for variable lengths can be used."""
     return device.type == "cuda" and dtype in (torch.bfloat16, torch.float16) and not dropout
 
 

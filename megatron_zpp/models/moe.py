@@ -55,7 +55,7 @@ class MoEConfig:
 
 
 class Routing(NamedTuple):
-    """Where tokens go."""
+    """The experts of each token."""
 
     experts: Tensor  # int64 [T, k]
     weights: Tensor  # fp32 [T, k]: of what the experts make
@@ -64,7 +64,7 @@ class Routing(NamedTuple):
 
 
 class Routed(NamedTuple):
-    """What one layer did with a micro-batch."""
+    """A layer's losses and statistics of a micro-batch."""
 
     balancing_loss: Tensor  # coefficients included
     z_loss: Tensor

@@ -154,21 +154,21 @@ def _checked_ramp(rampup: Sequence[int], global_batch_size: int) -> tuple[int, i
 
 @dataclass(frozen=True)
 class Curriculum:
-    """From ``first`` to ``last`` tokens a sample along a straight line over ``iters`` optimizer steps."""
+    """Sample lengths that grow linearly from ``first`` to ``last`` tokens over ``iters`` optimizer steps."""
 
     first: int
     last: int
     iters: int
-    step: int  # of which lengths are multiples
+    step: int  # lengths are multiples of this
 
     @classmethod
     def from_settings(cls, training: ResolvedTraining) -> Curriculum | None:
-        """None without a curriculum. Raises ValueError for one that cannot be."""
+        """Return None without a curriculum. Raises ValueError for an impossible one."""
         first, last, iters = training.curriculum_min_length, training.curriculum_max_length, training.curriculum_iters
         if first is None:
             return None
         if iters is None:
-            raise ValueError("over how many steps do samples grow? --curriculum-min-length needs --curriculum-iters")
+            raise ValueError("--curriculum-min-length requires --curriculum-iters, the steps over which samples grow")
         last = min(last or training.seq_length, training.seq_length)
         if not training.curriculum_length_step <= first <= last:
             raise ValueError(
@@ -184,7 +184,7 @@ class Curriculum:
 
 
 def end_after_tokens(training: ResolvedTraining, batches: BatchSchedule) -> ResolvedTraining:
-    """``training`` ended by the optimizer step that reaches ``train_tokens``, where it would not end before."""
+    """End ``training`` with the optimizer step that reaches ``train_tokens``, unless it ends before."""
     tokens, seq_length = training.train_tokens, training.seq_length
     if tokens is None:
         return training

@@ -24,8 +24,7 @@ PIECE = 2**20
 
 
 def scale_gradients(parameters: Sequence[Tensor], factor: float | Tensor) -> None:
-    """Multiply every gradient by ``factor``, a number or a scalar, in place: undoes a loss scale, or averages over
-    tokens."""
+    """Multiply every gradient by ``factor``, a number or a scalar, in place."""
     gradients = [local_part(parameter.grad) for parameter in parameters if parameter.grad is not None]
     if gradients and (isinstance(factor, Tensor) or factor != 1.0):
         if isinstance(factor, Tensor):
@@ -44,11 +43,8 @@ def clip_gradients(
         The norm before clipping, over all parameters and shards, an fp32 scalar, the same on every rank; 0 if there are
         none. Inf or NaN if any gradient is; the gradients are then left alone, and the caller must not step.
     """
-    norm = (
-        _over_all_ranks(_sum_of_squares, _gradients(parameters, copies), ranks, _default_device(parameters))
-        .sqrt()
-        .float()
-    )
+    gradients = _gradients(parameters, copies)
+    norm = _over_all_ranks(_sum_of_squares, gradients, ranks, _default_device(parameters)).sqrt().float()
     if max_norm > 0:
         factor = max_norm / (torch.where(norm.isfinite(), norm, 0.0) + 1e-6)  # as torch.nn.utils.clip_grad_norm_
         scale_gradients(parameters, factor.clamp(max=1.0))
@@ -68,7 +64,7 @@ def count_zeros(parameters: Sequence[Tensor], ranks: Ranks, copies: Sequence[Ten
 
 
 def _default_device(parameters: Sequence[Tensor]) -> torch.device:
-    """Where this rank's number goes to be gathered: to its GPU for NCCL, else to the parameters, if it has any."""
+    """Return the device on which numbers are gathered: the GPU for NCCL, else the parameters' if there are any."""
     if dist.is_initialized() and dist.get_backend() == "nccl":
         return torch.device("cuda", torch.cuda.current_device())  # the parameters may be in host memory
     return parameters[0].device if parameters else torch.device("cpu")
@@ -77,14 +73,13 @@ def _default_device(parameters: Sequence[Tensor]) -> torch.device:
 def _over_all_ranks(
     measure: Callable[[Sequence[Tensor]], Tensor], tensors: Sequence[Tensor], ranks: Ranks, device: torch.device
 ) -> Tensor:
-    """The sum over all ranks of what ``measure`` makes of the shards that a rank counts, an fp64 scalar."""
-    of_tensors = [ranks.shards_of(tensor) for tensor in tensors]
-    of_ranks = torch.zeros(len(ranks), dtype=torch.float64, device=device)
+    """Sum ``measure`` of the shards that a rank counts over all ranks, an fp64 scalar."""
+    shards_of_tensors = [ranks.shards_of(tensor) for tensor in tensors]
+    per_rank = torch.zeros(len(ranks), dtype=torch.float64, device=device)
     for r in range(len(ranks)):
-        shards = [shards[r] for shards in of_tensors if shards[r].numel() > 0]
-        if shards:
-            of_ranks[r] = measure(shards)
-    return ranks.gather(of_ranks).sum()
+        if shards := [shards[r] for shards in shards_of_tensors if shards[r].numel() > 0]:
+            per_rank[r] = measure(shards)
+    return ranks.gather(per_rank).sum()
 
 
 def _sum_of_squares(shards: Sequence[Tensor]) -> Tensor:
@@ -168,7 +163,7 @@ class LossScaler:
             self.scale *= 2
 
     def state_dict(self) -> dict[str, float]:
-        """What a checkpoint must keep so that a resumed run scales the same."""
+        """Return what a checkpoint must keep so that a resumed run scales the same."""
         return dict(scale=self.scale, clean_steps=self._clean_steps, tolerance=self._tolerance)
 
     def load_state_dict(self, state: dict[str, float]) -> None:

@@ -108,12 +108,12 @@ _DECOUPLED = ("word_embeddings", "output_layer")  # the modules whose weights --
 
 
 def is_hidden_matrix(name: str, parameter: Tensor) -> bool:
-    """Whether a parameter of a ``Transformer`` is a matrix of one of its layers, as Muon takes."""
+    """Return whether a parameter of a ``Transformer`` is a matrix of one of its layers, which Muon takes."""
     return parameter.ndim == 2 and "layers" in name.split(".")
 
 
 def state_numel(parameters: Iterable[tuple[str, Tensor]], settings: OptimizerSettings) -> int:
-    """Elements, in fp32, of the optimizer's state for what this rank has of these parameters."""
+    """Count the fp32 elements of the optimizer's state for this rank's parts of these parameters."""
     tensors = OPTIMIZERS[settings.optimizer].state_tensors
     return sum(tensors(settings, is_hidden_matrix(name, p)) * local_part(p).numel() for name, p in parameters)
 

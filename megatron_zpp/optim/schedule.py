@@ -114,7 +114,7 @@ class Schedule:
         return result
 
     def decoupled_lr(self, optimizer: OptimizerSettings, samples: float) -> float | None:
-        """As ``lr``, of word embeddings and output layer; None where they have that of the rest.
+        """Return the learning rate of word embeddings and output layer; None if it is that of the rest.
 
         Raises ValueError for bounds in an impossible order.
         """
@@ -182,7 +182,7 @@ class Schedule:
         return schedule
 
     def unused(self) -> set[str]:
-        """The values on which no learning rate and no weight decay depends."""
+        """Return the values that no learning rate and no weight decay depends on."""
         unused = set()
         if self.decay_style == "constant":
             unused |= {"min_lr", "decay_samples"}
@@ -195,7 +195,7 @@ class Schedule:
         return unused
 
     def _decay_coefficient(self, samples: float) -> float:
-        """Where between ``min_lr`` (0) and ``max_lr`` (1) the decay stands, for warmup <= samples <= decay."""
+        """Return the decay between 1, at ``max_lr``, and 0, at ``min_lr``, for warmup <= samples <= decay."""
         if self.decay_style == "WSD":
             anneal_start = self.decay_samples - self.wsd_decay_samples
             if samples <= anneal_start:

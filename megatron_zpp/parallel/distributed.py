@@ -79,11 +79,11 @@ def init_distributed(backend: str | None, timeout_minutes: float) -> torch.devic
 
 
 def fresh_store(timeout: timedelta) -> tuple[dist.Store, int, int]:
-    """torchrun's key-value store, this rank, and the number of ranks; RANK and its kin must be set. Collective.
+    """Return torchrun's key-value store, this rank, and the number of ranks; RANK etc. must be set. Collective.
 
     torchrun keeps one store for all its restarts (pytorch issue 135712), in which ranks would find the addresses of
-    their dead predecessors and wait for them. So rank 0 draws a prefix, which is agreed upon when it has answered to a
-    number that each other rank drew: an answer of an earlier start names other numbers.
+    their dead predecessors. So rank 0 draws a prefix, which holds once rank 0 has answered with a number that each
+    other rank drew: an answer of an earlier start names other numbers.
     """
     store, rank, world_size = next(dist.rendezvous("env://", timeout=timeout))
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
@@ -116,7 +116,7 @@ def wait_for_all_ranks(device: torch.device) -> None:
 
 
 def ranks_of_environment() -> int:
-    """WORLD_SIZE, 1 without it. Raises ValueError unless what torchrun sets are numbers, and fit together."""
+    """Return WORLD_SIZE, or 1. Raises ValueError unless torchrun's variables are numbers that fit together."""
     world_size = _environment_number("WORLD_SIZE", 1, 2**31 - 1, default=1)
     _environment_number("RANK", 0, world_size - 1)
     _environment_number("LOCAL_RANK", 0, world_size - 1)
@@ -158,12 +158,12 @@ def errors_on_all_ranks() -> Iterator[None]:
 
 
 def messages_of(error: Exception) -> tuple[str, ...]:
-    """What an error says: one text, or where it stands for several mistakes, each one's."""
+    """Return the texts of an error, which may stand for several mistakes."""
     return getattr(error, "messages", (str(error),))
 
 
 def is_first_rank() -> bool:
-    """Whether the launcher calls this process rank 0, or there is no launcher; also before ranks have met."""
+    """Return whether this process is rank 0 by the environment; works before ranks have met."""
     return os.environ.get("RANK", "0") == "0"
 
 
@@ -218,7 +218,7 @@ def die(error: BaseException) -> NoReturn:
 
 
 def collective_of(error: BaseException) -> str | None:
-    """Where an error came from: "the all-gather of layers.3", or another collective and who called it; else None."""
+    """Name the collective that failed, as "the all-gather of layers.3", or another one and its caller; else None."""
     caller = collective = None
     for frame, line in traceback.walk_tb(error.__traceback__):
         name, file = frame.f_code.co_name, frame.f_code.co_filename

@@ -1,4 +1,4 @@
-"""How tensor parallelism shards each module of a model: plans for ``parallelize_module``.
+"""Plans for ``parallelize_module``: how tensor parallelism shards each module of a model.
 
 A plan names modules by their paths, ``*`` for every layer. ``megatron_zpp.parallel.tensor`` applies it.
 """
@@ -75,7 +75,7 @@ def _mlp_plan(mlp: str, swiglu: bool, between: Placement) -> Plan:
 
 
 def split_dimensions(model: nn.Module, plan: Plan) -> dict[nn.Parameter, int]:
-    """Along which dimension tensor-parallel ranks divide a parameter, for those that they do not hold whole."""
+    """Return the dimension along which tensor-parallel ranks divide each parameter that they do not hold whole."""
     found: dict[nn.Parameter, int] = {}
     for name, module in model.named_modules():
         style = plan.get(name) or plan.get(re.sub(r"^layers\.\d+", "layers.*", name))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,7 +17,7 @@ from megatron_zpp.metrics.writers import validation_metrics
 from megatron_zpp.models.transformer import as_model_output
 from megatron_zpp.parallel.distributed import StopSignals, print_once
 from megatron_zpp.training.data import batches_of
-from megatron_zpp.training.loss import Loss, count_once, mean_loss
+from megatron_zpp.training.loss import LOSS_NAME, Target, count_once, mean_loss, split_batch
 from megatron_zpp.training.nonfinite import NotFiniteError
 from megatron_zpp.training.run import Run, TrainState
 
@@ -51,8 +50,8 @@ def evaluate(
             for state in run.states:
                 for as_rank in state.ranks:
                     with as_rank:
-                        read = [run.loss.split(next(batches)) for _ in range(count)]
-                        totals += _sum_and_count(run.loss, state, read)
+                        read = [split_batch(next(batches), run.mesh, run.device) for _ in range(count)]
+                        totals += _sum_and_count(state, read)
             advance(count)
     dist.all_reduce(count_once(run.mesh, totals))
     _set_training(run, True)
@@ -65,16 +64,16 @@ def _set_training(run: Run, mode: bool) -> None:
         (state.model if state.pipeline is None else state.pipeline).train(mode)
 
 
-def _sum_and_count(loss: Loss, state: TrainState, micro_batches: Sequence[tuple[Batch, Any]]) -> Tensor:
+def _sum_and_count(state: TrainState, micro_batches: Sequence[tuple[Batch, Target]]) -> Tensor:
     """Return the summed loss of micro-batches and their count, fp64 [2]; zeros if another stage has the losses."""
     inputs, targets = zip(*micro_batches, strict=True)
     if state.pipeline is not None:
         losses_of_batches = state.pipeline.forward(inputs)  # none but on the last stage
     else:
         losses_of_batches = [as_model_output(state.model(**batch)).losses for batch in inputs]
-    totals = torch.zeros(2, dtype=torch.float64, device=loss.count(targets[0]).device)
+    totals = torch.zeros(2, dtype=torch.float64, device=targets[0].num_tokens.device)
     for losses, target in zip(losses_of_batches, targets, strict=False):
-        totals += torch.stack([loss.sum(losses, target), loss.count(target)])
+        totals += torch.stack([target.sum(losses), target.num_tokens])
     return totals
 
 
@@ -89,7 +88,7 @@ def validate(run: Run, batches: Iterator[Batch] | None, signals: StopSignals, da
     # Cut short or not, later evaluations keep their samples.
     run.counters.consumed_valid_samples += run.samples_of_evaluation
     if loss is not None:
-        metrics = validation_metrics({run.loss.name: loss}, run.settings.logging)
+        metrics = validation_metrics({LOSS_NAME: loss}, run.settings.logging)
         run.writers.write(metrics, run.counters.iteration, run.counters.consumed_train_samples)
         if data_set is not None:
             _check_finite(run, loss, data_set)
@@ -110,7 +109,7 @@ def _evaluate_and_print(run: Run, batches: Iterator[Batch], signals: StopSignals
     if loss is None:
         print_once(f"note: the evaluation {where} was cut short: a signal asked to stop")
     elif dist.get_rank() == dist.get_world_size() - 1:
-        print(*format_validation_lines(iteration, {run.loss.name: loss}, data_set), sep="\n", flush=True)
+        print(*format_validation_lines(iteration, {LOSS_NAME: loss}, data_set), sep="\n", flush=True)
     return loss
 
 

@@ -61,7 +61,7 @@ class Reporter:
         for result in results:
             self.skipped += result.skipped
             self.nan += result.nan
-            for name, loss in result.losses(run.loss.name).items() if result.has_moved else ():
+            for name, loss in result.losses().items() if result.has_moved else ():
                 self.losses.setdefault(name, []).append(loss)
         for zeropp in run.zeropps:
             self.sent.add(*zeropp.traffic.take().of_levels())
@@ -158,7 +158,7 @@ class Reporter:
             consumed_samples=at.consumed_samples,
             learning_rate=at.learning_rate,
             global_batch_size=at.num_samples,
-            losses=result.losses(run.loss.name),
+            losses=result.losses(),
             loss_scale=at.loss_scale,
             grad_norm=result.grad_norm,
             num_zeros=result.num_zeros,

@@ -28,7 +28,7 @@ from megatron_zpp.parallel.mesh import Mesh
 from megatron_zpp.parallel.pipeline import Pipeline
 from megatron_zpp.parallel.sharding import prepare_backward
 from megatron_zpp.settings.resolved import ResolvedSettings
-from megatron_zpp.training.loss import Loss, LossSoFar, mean_loss
+from megatron_zpp.training.loss import LossSoFar, mean_loss
 from megatron_zpp.zeropp import Ranks, Traffic, ZeroPPInterface
 from megatron_zpp.zeropp.fsdp.topology import gather_objects
 
@@ -78,7 +78,6 @@ class Run:
     mesh: Mesh
     states: list[TrainState]  # of this process: one, or one of each island that it emulates
     islands: IslandsInterface  # NoIslands, which do nothing, in an ordinary run
-    loss: Loss
     token_traffic: Traffic  # of tokens that are sent to experts
     schedule: Schedule | None  # None with --skip-train
     batches: BatchSchedule
@@ -187,7 +186,7 @@ class Run:
 
 @dataclass(frozen=True)
 class IslandStep:
-    """What one optimizer step did in an island; the same on each of its ranks."""
+    """The statistics of one optimizer step in an island; the same on each of its ranks."""
 
     loss_sum: float  # over the island's tokens
     num_tokens: float
@@ -201,7 +200,7 @@ class IslandStep:
 
     @property
     def skipped(self) -> bool:
-        """Whether the parameters did not move."""
+        """Whether the parameters stayed as they were."""
         return self.nonfinite or self.spiked
 
     @property

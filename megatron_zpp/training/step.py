@@ -12,7 +12,7 @@ from torch import Tensor
 from megatron_zpp.data.loader import Batch
 from megatron_zpp.models.transformer import ModelOutput, as_model_output
 from megatron_zpp.optim.gradients import clip_gradients, count_zeros, scale_gradients
-from megatron_zpp.training.loss import LossTotals, mean_loss
+from megatron_zpp.training.loss import LossTotals, mean_loss, split_batch
 from megatron_zpp.training.run import IslandStep, Run, TrainState
 
 
@@ -100,11 +100,11 @@ def accumulate_gradients(
     Returns this rank's summed loss, its count, and A auxiliary losses and observations, fp64 [2 + A], to be summed over
     all ranks of the island; the names of these A; and the micro-batches that it read.
     """
-    loss, per_token = run.loss, run.settings.training.calculate_per_token_loss
-    totals = LossTotals(loss, run.mesh, run.device, num_micro_batches, state.scaler.scale, per_token=per_token)
+    per_token = run.settings.training.calculate_per_token_loss
+    totals = LossTotals(run.mesh, run.device, num_micro_batches, state.scaler.scale, per_token=per_token)
     if state.pipeline is not None:
         read = [next(batches) for _ in range(num_micro_batches)]
-        micro_batches = [loss.split(batch) for batch in read]
+        micro_batches = [split_batch(batch, run.mesh, run.device) for batch in read]
 
         def add_of_stage(output: ModelOutput) -> Tensor | float:
             if output.auxiliary and per_token:  # a stage does not know whose tokens it has
@@ -116,14 +116,14 @@ def accumulate_gradients(
 
         state.pipeline.forward_backward(micro_batches, totals.add, add_of_stage)
         names = state.pipeline.names_of_all_stages(totals.names)
-        return totals.of_rank(names), names, read
+        return totals.local_totals(names), names, read
     read = []
     for i in range(num_micro_batches):
         state.set_is_last_micro_batch(i == num_micro_batches - 1)
         for as_rank in state.ranks:
             with as_rank:
                 read.append(next(batches))
-                inputs, target = loss.split(read[-1])
+                inputs, target = split_batch(read[-1], run.mesh, run.device)
                 output = as_model_output(state.model(**inputs))
                 (totals.add(output.losses, target) + totals.add_auxiliary(output, target)).backward()
-    return totals.of_rank(totals.names), totals.names, read
+    return totals.local_totals(totals.names), totals.names, read
