@@ -80,8 +80,9 @@ class Mesh:
             # Where every rank has a replica, so has each rank of those with the same experts.
             same = self.fsdp.size() // expert_parallel
             is_replicated = replicas == self.fsdp.size() and same > 1
-            shape = (same, 1, expert_parallel) if is_replicated else (1, same, expert_parallel)
-            experts = self.fsdp._unflatten(0, shape, ("expert_replicate", "expert_fsdp", "ep"))
+            replicas_and_shards = (same, 1) if is_replicated else (1, same)
+            names = ("expert_replicate", "expert_fsdp", "ep")
+            experts = self.fsdp._unflatten(0, (*replicas_and_shards, expert_parallel), names)
             self.ep = experts["ep"]  # the ranks with other samples, and the other experts of this rank's layers
             # The mesh that fully_shard gets for this rank's experts.
             self.expert_sharding = experts[("expert_replicate", "expert_fsdp") if is_replicated else "expert_fsdp"]

@@ -1,4 +1,4 @@
-"""Context parallelism: attention over ranks is plain attention, checkpoints move, ZeRO++ sends the same bytes."""
+"""Context parallelism: attention over ranks is plain attention, ZeRO++ sends the same bytes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from megatron_zpp.parallel.context import ContextParallel, apply_context_paralle
 from tests.models.configs import llama_config
 from tests.models.test_documents import varlen_by_formula
 from tests.ranks import run_in_turn, run_ranks
-from tests.training.small_run import NO_DROPOUT, err_after_a_kill, flags, start, torchrun, train_each
+from tests.training.small_run import NO_DROPOUT, flags, start, train_each
 
 CU_SEQLENS = torch.tensor([0, 5, 6, 16, 32, 33, 41, 48], dtype=torch.int32)  # of 3 rows of 16
 
@@ -139,19 +139,6 @@ def test_keys_are_gathered_again_where_activations_are_recomputed():
 # Training
 
 
-@pytest.mark.long
-def test_checkpoints_move_between_layouts(data, tmp_path):
-    """(dp 4) to (cp 2, dp 2), and back: the next 4 losses."""
-    common = f"{NO_DROPOUT} --eval-iters 0 --micro-batch-size 1"
-    uninterrupted = run_ranks(4, train_each, {"": flags(data, common, length="--train-iters 12")})[0][""]["lm loss"]
-    losses = []
-    for size, until in ((1, 4), (2, 8), (1, 12)):
-        save = f"--save {tmp_path} --load {tmp_path} --save-interval 100 --exit-interval {until}"
-        argv = flags(data, common, save, f"--context-parallel-size {size}", length="--train-iters 12")
-        losses += run_ranks(4, train_each, {"": argv})[0][""]["lm loss"]
-    assert losses == pytest.approx(uninterrupted, rel=1e-5)
-
-
 ALL_FLAGS = (
     "--zero-quantized-weights --zero-hpz-partition-size 4 --zero-quantized-gradients --zeropp-loco "
     "--global-batch-size 8 --eval-iters 0"
@@ -183,8 +170,3 @@ def _seed(argv: list[str]) -> int:
 
 def test_every_rank_draws_its_own_dropout(data):
     assert len(set(run_ranks(4, _seed, flags(data, "--context-parallel-size 2")))) == 4
-
-
-def test_a_killed_rank_ends_the_job_and_is_named(data):
-    argv = flags(data, "--context-parallel-size 2 --global-batch-size 2", length="--train-iters 100000")
-    err_after_a_kill(torchrun(4, argv), 1)

@@ -1,15 +1,19 @@
-"""Every layout of ranks trains as one rank does: losses, norms and parameters at the end."""
+"""Every layout of ranks trains as one rank does; checkpoints move between them."""
 
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 
 import pytest
+import torch
 
 from megatron_zpp.arguments.parse import SettingsError, parse_settings
+from megatron_zpp.checkpoint import find_checkpoint, iterate_parameters, read_meta
 from megatron_zpp.families import GPT
-from tests.parallel.layouts import EPS, assert_trains_as_one_rank
-from tests.training.small_run import NO_DROPOUT, flags
+from tests.parallel.layouts import EPS, assert_same, assert_trains_as_one_rank, results_on
+from tests.training.small_run import NO_DROPOUT, ROOT, flags
 
 TP, PP, CP = (f"--{kind}-parallel-size 2" for kind in ("tensor-model", "pipeline-model", "context"))
 TP4, PP4 = TP.replace("2", "4"), PP.replace("2", "4")
@@ -174,6 +178,75 @@ def test_norms_and_zeros_are_those_of_one_rank(data):
     common = f"{NO_DROPOUT} {EPS} --log-params-norm --log-num-zeros-in-grad --train-iters 1"
     one = assert_trains_as_one_rank(data, "gpt", common, {2: layouts}, changing=(UNTIED,), also=("num-zeros",))
     assert one[""][0]["grad-norm"][0] > 1.0 and one[UNTIED][0]["num-zeros"][0] > 1000 > one[""][0]["num-zeros"][0]
+
+
+EXPERTS = (
+    f"--num-layers 4 --num-experts 4 --moe-ffn-hidden-size 40 --micro-batch-size 2 {EPS} --lr-decay-style constant "
+    "--moe-router-score-function sigmoid --moe-router-enable-expert-bias --moe-router-bias-update-rate 0.05"
+)
+EP, EP4 = "--expert-model-parallel-size 2", "--expert-model-parallel-size 4"
+SAVED = f"{NO_DROPOUT} {EPS} --train-iters 8 --save-interval 2 --no-async-save"
+MOVES = {  # architecture, flags of all runs, and of each run its own, and of which run and step the checkpoint is
+    "contexts": ("gpt", SAVED, {"cp 2": (CP, "whole", 4), "dp 4": ("", "cp 2", 6)}),
+    "replicas": (
+        *("gpt", SAVED),
+        {"hsdp": (f"{REPLICAS} --zeropp-ranks-per-node 2", "whole", 4), "dp 4": ("", "hsdp", 6)},
+    ),
+    "tensors": (
+        *("llama", f"{SAVED} --global-batch-size 4 {EIGHT_HEADS} {POSITIONS}"),
+        {"tp 4": (TP4, "whole", 4), "sp": (SP, "whole", 4), "sp to tp 4": (TP4, "sp", 6), "dp 4": ("", "sp", 6)},
+    ),
+    "pipelines": (
+        *("gpt", f"{SAVED} --num-layers 4"),
+        {
+            "pp 4": (PP4, "whole", 4),
+            "virtual": (f"{PP} {VIRTUAL}", "whole", 4),
+            "virtual to pp 2": (f"{PP} --zero-stage 1", "virtual", 6),
+            "virtual to dp 4": ("", "virtual", 6),
+            "virtual to pp 2 * tp 2": (f"{PP} {TP}", "virtual", 6),
+        },
+    ),
+    "experts": (
+        *("llama", f"{SAVED} {EXPERTS} --override-data"),
+        {
+            "ep 2": (EP, "whole", 4),
+            "ep 2 to ep 4": (EP4, "ep 2", 6),
+            "ep 2 to tp 2, ep 2": (f"{EP} {TP}", "ep 2", 6),
+            "ep 2 to pp 2, ep 2": (f"{EP} {PP}", "ep 2", 6),
+        },
+    ),
+}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("case", MOVES)
+def test_checkpoints_move_between_layouts(data, tmp_path, case):
+    architecture, common, moves = MOVES[case]
+    runs = {"whole": (architecture, flags(data, common, f"--save {tmp_path / 'whole'}"))}
+    for name, (more, source, step) in moves.items():
+        to, of = (tmp_path / folder.replace(" ", "_") for folder in (name, source))
+        words = f"--save {to} --load {of} --ckpt-step {step}"
+        runs[name] = architecture, flags(data, common, more, words)
+    results = results_on(4, runs)
+    whole = results.pop("whole")
+    biases = [value for name, value in whole[1].items() if name.endswith("expert_bias")]
+    assert len(biases) == (4 if case == "experts" else 0) and all(bias.any() for bias in biases)
+    saved = find_checkpoint(str(tmp_path / "whole"), 8)
+    parameters = dict(iterate_parameters(saved, read_meta(saved)))
+    for name, result in results.items():
+        assert len(result[0]["lm loss"]) == 8 - moves[name][2], name
+        assert_same(result, whole, name)
+        other = find_checkpoint(str(tmp_path / name.replace(" ", "_")), 8)  # the tools read it as any other
+        torch.testing.assert_close(dict(iterate_parameters(other, read_meta(other))), parameters, rtol=0, atol=1e-5)
+        if case in ("contexts", "replicas"):  # each shard is written once
+            size, expected = (sum(file.stat().st_size for file in of.rglob("*.safetensors")) for of in (other, saved))
+            assert size == pytest.approx(expected, rel=0.1)
+    if case == "tensors":
+        assert "random states start over: 4 ranks saved, 4 load, divided otherwise" in results["tp 4"][2]
+    if case == "pipelines":
+        command = f"tools/export_hf.py --load {tmp_path / 'virtual'} --output {tmp_path / 'hf'}"
+        subprocess.run([sys.executable, *command.split()], cwd=ROOT, check=True)
+        assert (tmp_path / "hf" / "model.safetensors").exists()
 
 
 SIX, EIGHT = f"--num-layers 6 {PP4}", f"--num-layers 8 {PP4}"

@@ -1,21 +1,17 @@
-"""Pipeline parallelism through the trainer: schedules, ZeRO++ inside of stages, checkpoints, faults."""
+"""Pipeline parallelism through the trainer: schedules, ZeRO++ inside of stages, faults."""
 
 from __future__ import annotations
 
-import gc
-import subprocess
-import sys
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from megatron_zpp.checkpoint import find_checkpoint, iterate_parameters, read_meta
 from megatron_zpp.parallel.stages import place_stages
-from tests.parallel.layouts import TIMEOUT, assert_same, results_on
+from tests.parallel.layouts import assert_same, results_on
 from tests.ranks import run_ranks
-from tests.training.small_run import NO_DROPOUT, ROOT, err_after_a_kill, flags, start, torchrun, train_quietly
+from tests.training.small_run import NO_DROPOUT, err_after_a_kill, flags, start, torchrun, train_quietly
 
 FOUR_LAYERS = f"--num-layers 4 --train-iters 5 --eval-interval 3 --log-params-norm {NO_DROPOUT}"
 TP2 = "--tensor-model-parallel-size 2"
@@ -72,64 +68,6 @@ def test_weights_and_gradients_cross_nodes_once_per_step(data):
     sent = [of["all flags"]["comm/bytes-within-nodes"][-1] - hidden * (of is results) for of in (results, expected)]
     assert sent[0] == sent[1]
     assert results["plain"]["lm loss"] == pytest.approx(expected["plain"]["lm loss"], rel=1e-5)
-
-
-# Checkpoints
-
-
-def _save_and_go_on(steps: list[tuple[str, list[str]]]) -> dict[str, list[float]]:
-    """For ``run_ranks``: the losses of one run after the other, each of which may load what one before it saved."""
-    losses = {}
-    for name, argv in steps:
-        run, metrics = start(argv)
-        train_quietly(run)
-        losses[name] = metrics["lm loss"]
-        if run.lock is not None:
-            run.lock.release()
-        del run
-        gc.collect()
-    return losses
-
-
-@pytest.mark.long
-def test_checkpoints_load_under_other_layouts(data, tmp_path):
-    common = f"--num-layers 4 --eval-iters 0 --save-interval 5 {NO_DROPOUT}"
-
-    def argv(layout: str, save: str | None = None, load: str | None = None, step: int = 5, length: int = 15):
-        words = f"--save {tmp_path / save}" if save else ""
-        words += f" --load {tmp_path / load} --ckpt-step {step}" if load else ""
-        return flags(data, common, layout, words, length=f"--train-iters {length}")
-
-    losses = run_ranks(
-        4,
-        _save_and_go_on,
-        [
-            ("dp 4", argv("", save="dp")),
-            ("dp 4 -> pp 4", argv(PP4, load="dp")),
-            ("dp 4 -> pp 2, virtual", argv(f"{PP2} {VIRTUAL}", load="dp", save="virtual")),
-            ("pp 2, virtual -> pp 2", argv(f"{PP2} --zero-stage 1", load="virtual", step=10)),
-            ("pp 2, virtual -> dp 4", argv("", load="virtual", step=10)),
-            ("pp 2, virtual -> pp 2 * tp 2", argv(f"{PP2} {TP2}", load="virtual", step=10)),
-        ],
-        timeout=TIMEOUT,
-    )[-1]
-    expected = losses.pop("dp 4")
-    for name, of_run in losses.items():
-        assert of_run == pytest.approx(expected[-len(of_run) :], rel=1e-5), name
-        assert len(of_run) == (5 if name.startswith("pp") else 10)
-
-    # The tools read it as any other.
-    saved = find_checkpoint(str(tmp_path / "virtual"), 15)
-    assert saved is not None
-    ours = dict(iterate_parameters(saved, read_meta(saved)))
-    theirs = find_checkpoint(str(tmp_path / "dp"), 15)
-    assert theirs is not None
-    for name, value in iterate_parameters(theirs, read_meta(theirs)):
-        torch.testing.assert_close(ours.pop(name), value, rtol=0, atol=1e-5)
-    assert not ours
-    command = f"tools/export_hf.py --load {tmp_path / 'virtual'} --output {tmp_path / 'hf'}"
-    subprocess.run([sys.executable, *command.split()], cwd=ROOT, check=True)
-    assert (tmp_path / "hf" / "model.safetensors").exists()
 
 
 # Faults

@@ -1,4 +1,4 @@
-"""Tensor and sequence parallelism: random numbers, the loss, initial weights, checkpoints, ZeRO++."""
+"""Tensor and sequence parallelism: random numbers, the loss, initial weights, ZeRO++."""
 
 from __future__ import annotations
 
@@ -24,50 +24,8 @@ from megatron_zpp.parallel.sharding import shard_model
 from megatron_zpp.parallel.tensor import apply_tensor_parallelism, dropout_seed
 from tests.families.find import architecture_of
 from tests.models.configs import gpt_config, llama_config
-from tests.parallel.layouts import EPS, Result, assert_same, results_on
 from tests.ranks import run_in_turn, run_ranks
 from tests.training.small_run import NO_DROPOUT, flags, start, train_quietly
-
-LENGTH = f"--train-iters 8 {EPS} --global-batch-size 4 --micro-batch-size 2"
-OURS = [
-    ("gpt", ""),
-    (
-        "llama",
-        "--group-query-attention --num-query-groups 4 --num-attention-heads 8 --ffn-hidden-size 64 "
-        "--reset-attention-mask --reset-position-ids",
-    ),
-]
-
-
-def train_on(world_size: int, architecture: str, data: str, *common: str, **runs: str) -> dict[str, Result]:
-    argvs = {name: (architecture, flags(data, NO_DROPOUT, *common, more, length=LENGTH)) for name, more in runs.items()}
-    return results_on(world_size, argvs)
-
-
-TP = "--tensor-model-parallel-size"
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("architecture, shape", OURS)
-def test_checkpoints_load_under_any_layout(data, tmp_path, architecture, shape):
-    """From data-parallel ranks to tensor-parallel ones, between those, and back: the same losses after each."""
-    plain, split = tmp_path / "plain", tmp_path / "split"
-    expected = train_on(1, architecture, data, shape, alone="")["alone"]
-    half = "--save-interval 100 --exit-interval 4"
-    train_on(4, architecture, data, shape, saves=f"--micro-batch-size 1 --save {plain} {half}")
-    more = train_on(
-        4,
-        architecture,
-        data,
-        shape,
-        of_four=f"{TP} 4 --load {plain}",
-        saves=f"{TP} 2 --sequence-parallel --load {plain} --save {split} --save-interval 2",
-        of_two=f"{TP} 4 --load {split} --ckpt-step 6",
-        data_parallel=f"--micro-batch-size 1 --load {split} --ckpt-step 6",
-    )
-    for name, result in more.items():
-        assert_same(result, expected, name)
-    assert "random states start over: 4 ranks saved, 4 load, divided otherwise" in more["of_four"][2]
 
 
 def train_and_look(argv: list[str]) -> dict[str, Any]:

@@ -1,11 +1,14 @@
-"""Log lines, as published tools read Megatron's; a line of several steps against lines of single ones; the monitor."""
+"""Log lines, as published tools read Megatron's, and of several steps against single ones; profiles; the monitor."""
 
 from __future__ import annotations
 
+import gzip
 import io
+import json
 import math
 import re
 import time
+from collections import Counter
 from unittest.mock import patch
 
 import pytest
@@ -13,7 +16,7 @@ import pytest
 from megatron_zpp.metrics.throughput import IntervalTimer
 from megatron_zpp.training.run import Checkpoints
 from tests.ranks import run_ranks
-from tests.training.small_run import flags, log_lines, start, take_step, train_quietly
+from tests.training.small_run import call_pretrain, flags, log_lines, start, take_step, train_quietly
 
 STEPS, SEQ_LENGTH, RANKS = 10, 32, 2
 NAN, SPIKE = 5, 7  # steps
@@ -216,3 +219,54 @@ def test_a_line_of_several_steps_leaves_the_skipped_ones_out(data):
     line = next(line for line in text.splitlines() if " 4/ " in line and "lm loss" in line)
     assert float(re.search(OF_STEPS_THAT_COUNT["lm loss"], line)[1]) == float(f"{metrics['lm loss'][3]:.6E}")
     assert re.search(ALWAYS["skipped"], line)[1] == re.search(ALWAYS["nan"], line)[1] == "2"
+
+
+TWO_NODES = "--zero-quantized-weights --zero-quantized-gradients --zeropp-ranks-per-node 1 --log-interval 2"
+PROFILED = "--profile --use-pytorch-profiler --profile-step-start 2"
+
+
+def logged(argv: list[str]):
+    """The lines and the points of a run."""
+    run, metrics = start(argv)
+    return log_lines(train_quietly(run)), metrics
+
+
+def test_profiled_steps_have_a_trace_with_names(data, tmp_path):
+    argv = flags(
+        data, f"{TWO_NODES} {PROFILED} --profile-step-end 4 --profile-ranks 1 --profile-dir {tmp_path}/traces",
+        length="--train-iters 6",
+    )  # fmt: skip
+    lines, metrics = run_ranks(2, logged, argv)[1]
+    (trace,) = (tmp_path / "traces").iterdir()
+    assert trace.name == "rank00001.trace.json.gz"
+    events = json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]
+    names = Counter(event["name"] for event in events if " nodes: " in event["name"])
+    assert {name for name in names if "layers.0" in name} == {
+        "gather between nodes: layers.0",
+        "reduce between nodes: layers.0",
+        "reduce within nodes: layers.0",
+    }
+    assert names["reduce between nodes: layers.0"] == 2  # steps 3 and 4
+    for link in ("between", "within"):
+        waited = [line[f"waited {link} nodes per step (ms)"] for line in lines]
+        points = metrics[f"comm/seconds-waited-{link}-nodes"]
+        assert [1000 * seconds for seconds in points] == pytest.approx(waited, abs=0.051) and len(waited) == 4
+    assert min(metrics["comm/seconds-waited-between-nodes"]) > 0
+
+
+def test_a_profile_ends_with_the_run(data, tmp_path):
+    run_ranks(1, logged, flags(data, f"{PROFILED} --save {tmp_path}/run --save-interval 3", length="--train-iters 3"))
+    trace = tmp_path / "run" / "profile" / "rank00000.trace.json.gz"
+    assert json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]
+
+
+def test_what_cannot_be_recorded_is_refused(data):
+    argvs = [
+        flags(data, PROFILED, length="--train-iters 3"),
+        flags(data, "--profile --record-memory-history --profile-dir x", length="--train-iters 3"),
+        flags(data, "--profile", length="--train-iters 3"),
+    ]
+    (_, _, nowhere), (_, _, history), (code, out, err) = run_ranks(1, call_pretrain, *argvs)[0]
+    assert nowhere.startswith("error: --profile needs a place for its files: give --profile-dir")
+    assert history.startswith("error: --record-memory-history needs a GPU")
+    assert code == 0 and "note: --profile alone is for Nsight Systems" in out + err
