@@ -58,9 +58,12 @@ def params_norm(parameters: Sequence[Tensor], ranks: Ranks, copies: Sequence[Ten
 
 
 def count_zeros(parameters: Sequence[Tensor], ranks: Ranks, copies: Sequence[Tensor] = ()) -> Tensor:
-    """Number of gradient elements that are exactly zero, an fp64 scalar; arguments as in ``clip_gradients``.
-    Collective."""
-    return _over_all_ranks(_num_zeros, _gradients(parameters, copies), ranks, _default_device(parameters))
+    """Count the gradient elements that are zero, an fp64 scalar; arguments as in ``clip_gradients``. Collective."""
+
+    def num_zeros(shards: Sequence[Tensor]) -> Tensor:
+        return torch.stack([(shard == 0).sum() for shard in shards]).sum()
+
+    return _over_all_ranks(num_zeros, _gradients(parameters, copies), ranks, _default_device(parameters))
 
 
 def _default_device(parameters: Sequence[Tensor]) -> torch.device:
@@ -85,10 +88,6 @@ def _over_all_ranks(
 def _sum_of_squares(shards: Sequence[Tensor]) -> Tensor:
     pieces = [piece for shard in shards for piece in shard.reshape(-1).split(PIECE)]
     return torch.stack(torch._foreach_norm(pieces, 2.0, torch.float64)).square().sum()
-
-
-def _num_zeros(shards: Sequence[Tensor]) -> Tensor:
-    return torch.stack([(shard == 0).sum() for shard in shards]).sum()
 
 
 def _gradients(parameters: Sequence[Tensor], copies: Sequence[Tensor]) -> list[Tensor]:

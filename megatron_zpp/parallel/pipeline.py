@@ -104,7 +104,11 @@ class Pipeline:
         self._loss = self._auxiliary = None
         if self._tied is not None:
             self._add_up_tied_gradients(self._tied)
-        self._count_hidden(len(micro_batches))
+        # Each stage sends hidden states to the next one, and gradients of the same size to the one before.
+        for number in self.stages:
+            for neighbour in (number - 1, number + 1):
+                if 0 <= neighbour <= self.last:
+                    self._count(neighbour, len(micro_batches) * self.hidden.nbytes)
 
     def _resize(self, length: int) -> None:
         """Set the number of tokens that each sequence of a micro-batch has on this rank."""
@@ -118,29 +122,24 @@ class Pipeline:
     def _run_schedule(self, micro_batches: Sequence[tuple[Inputs, Any]]) -> None:
         self._resize(micro_batches[0][0]["tokens"].shape[1])
         if self._built is None or self._built._n_microbatches != len(micro_batches):
-            self._built = self._build_schedule(len(micro_batches))
-        for stage in self._stages_of(self._built):
+            stages = [self._stage(number, module) for number, module in self.stages.items()]
+            self._built = SCHEDULES[self.schedule](
+                stages[0] if self.schedule in _ONE_STAGE else stages,
+                n_microbatches=len(micro_batches),
+                loss_fn=lambda losses, target: self._loss(losses, target),  # type: ignore[misc]
+                scale_grads=False,
+            )
+        for stage in [self._built._stage] if self.schedule in _ONE_STAGE else self._built._stages:
             stage.has_backward = True
             stage.clear_runtime_states()
-        # All forward passes are of one step.
-        self.zeropp.set_is_last_micro_batch(len(micro_batches) == 1)
-        if self.schedule in SPLITS_BACKWARD:  # gradients stay whole, and are reduced once
-            self.zeropp.set_is_last_micro_batch(True)
+        # All forward passes are of one step. If backward passes are split, gradients stay whole, and are reduced once.
+        self.zeropp.set_is_last_micro_batch(len(micro_batches) == 1 or self.schedule in SPLITS_BACKWARD)
         # Not step(), which splits one batch into pieces: offsets of documents cannot be split.
         self._built._step_microbatches(
             [(inputs["tokens"],) if 0 in self.stages else () for inputs, _ in micro_batches],
             [{name: tensor for name, tensor in inputs.items() if name != "tokens"} for inputs, _ in micro_batches],
             [target for _, target in micro_batches],
             return_outputs=False,
-        )
-
-    def _build_schedule(self, num_micro_batches: int) -> Any:
-        stages = [self._stage(number, module) for number, module in self.stages.items()]
-        return SCHEDULES[self.schedule](
-            stages[0] if self.schedule in _ONE_STAGE else stages,
-            n_microbatches=num_micro_batches,
-            loss_fn=lambda losses, target: self._loss(losses, target),  # type: ignore[misc]
-            scale_grads=False,
         )
 
     def _add_auxiliary_losses(self, stage: nn.Module, inputs: Any, output: Tensor | ModelOutput) -> Tensor:
@@ -157,9 +156,6 @@ class Pipeline:
             names_per_rank = gather_objects(list(names), self.group)
             self._names = list(dict.fromkeys(name for names in names_per_rank for name in names))
         return self._names
-
-    def _stages_of(self, schedule: Any) -> list[PipelineStage]:
-        return [schedule._stage] if self.schedule in _ONE_STAGE else schedule._stages
 
     def _stage(self, number: int, module: nn.Module) -> PipelineStage:
         losses = torch.empty(self.tokens.shape, device="meta")
@@ -197,13 +193,6 @@ class Pipeline:
             wait_for_neighbour(work)
         mine.add_(theirs)
         self._count(other, mine.nbytes)
-
-    def _count_hidden(self, num_micro_batches: int) -> None:
-        """Count what stages send: hidden states to the next, and gradients of the same size to the one before."""
-        for number in self.stages:
-            for neighbour in (number - 1, number + 1):
-                if 0 <= neighbour <= self.last:
-                    self._count(neighbour, num_micro_batches * self.hidden.nbytes)
 
     def _count(self, to_stage: int, nbytes: int) -> None:
         rank = self.placement.ranks[to_stage]

@@ -14,7 +14,6 @@ from megatron_zpp.data.loader import Batch, build_loader
 from megatron_zpp.data.text.tokenizers import Tokenizer, build_tokenizer
 from megatron_zpp.metrics.progress import progress
 from megatron_zpp.parallel.distributed import errors_on_all_ranks
-from megatron_zpp.settings.groups import DataSettings
 from megatron_zpp.settings.resolved import ResolvedSettings, ResolvedTokenizer
 from megatron_zpp.training.run import Run
 from megatron_zpp.zeropp.fsdp.topology import gather_objects
@@ -27,6 +26,11 @@ def build_data(settings: ResolvedSettings, num_samples: tuple[int, int, int]) ->
     """
     training, data = settings.training, settings.data
     tokenizer = find_tokenizer(settings.tokenizer)
+    fill_in_the_middle = None
+    if data.fim_data:
+        parts = ("prefix", "middle", "suffix")
+        tokens = [find_token(tokenizer, getattr(data, f"fim_{part}_token"), f"--fim-{part}-token") for part in parts]
+        fill_in_the_middle = FillInTheMiddle(*tokens, data.fim_rate, data.fim_spm_rate)
     options = SampleOptions(
         seq_length=training.seq_length,
         seed=training.seed,
@@ -35,7 +39,7 @@ def build_data(settings: ResolvedSettings, num_samples: tuple[int, int, int]) ->
         eod_mask_loss=data.eod_mask_loss,
         reset_position_ids=data.reset_position_ids,
         reset_attention_mask=data.reset_attention_mask,
-        fill_in_the_middle=_fill_in_the_middle(data, tokenizer) if data.fim_data else None,
+        fill_in_the_middle=fill_in_the_middle,
     )
     datasets = build_datasets(
         options,
@@ -61,13 +65,6 @@ def build_data(settings: ResolvedSettings, num_samples: tuple[int, int, int]) ->
 
 def find_tokenizer(names: ResolvedTokenizer) -> Tokenizer:
     return build_tokenizer(**dataclasses.asdict(names))
-
-
-def _fill_in_the_middle(data: DataSettings, tokenizer: Tokenizer) -> FillInTheMiddle:
-    prefix = find_token(tokenizer, data.fim_prefix_token, "--fim-prefix-token")
-    middle = find_token(tokenizer, data.fim_middle_token, "--fim-middle-token")
-    suffix = find_token(tokenizer, data.fim_suffix_token, "--fim-suffix-token")
-    return FillInTheMiddle(prefix, middle, suffix, data.fim_rate, data.fim_spm_rate)
 
 
 def check_same_data_on_all_ranks(datasets: Datasets) -> None:

@@ -59,8 +59,9 @@ class StepProfile:
             Attempts(f"the profile in {getattr(self, 'trace', 'memory')}", retries=False)(self._recording.close)
 
     def _begin(self) -> None:
-        if self.keeps_memory:
-            self._recording.callback(self._write_memory)
+        if self.keeps_memory:  # callbacks run in reverse
+            self._recording.callback(torch.cuda.memory._record_memory_history, enabled=None)
+            self._recording.callback(lambda: torch.cuda.memory._dump_snapshot(str(self.memory)))
         if self.waits is not None:
             self.waits.are_named = True
             self._recording.callback(setattr, self.waits, "are_named", False)
@@ -73,7 +74,3 @@ class StepProfile:
             torch.cuda.profiler.start()  # of nsys --capture-range cudaProfilerApi
             self._recording.callback(torch.cuda.profiler.stop)
             self._recording.enter_context(torch.autograd.profiler.emit_nvtx(record_shapes=True))
-
-    def _write_memory(self) -> None:
-        torch.cuda.memory._dump_snapshot(str(self.memory))
-        torch.cuda.memory._record_memory_history(enabled=None)

@@ -44,7 +44,7 @@ def build_run(architecture: Architecture, settings: ResolvedSettings, device: to
     """Build, on all ranks together, and load the checkpoint of ``--load`` if there is one."""
     if settings.distributed.islands_may_leave:
         settings = prepare_island(settings)
-    training, save = settings.training, settings.checkpoint.save
+    training, save, world_size = settings.training, settings.checkpoint.save, dist.get_world_size()
     mesh = _build_mesh(settings, device)
     batches = BatchSchedule.from_settings(training, mesh.dp_size)
     with errors_on_all_ranks():
@@ -98,7 +98,12 @@ def build_run(architecture: Architecture, settings: ResolvedSettings, device: to
         counters=counters,
         lock=lock,
     )
-    _seed_dropout(run)
+    # From here on only dropout draws random numbers; ranks of other jobs draw others.
+    seed, sequence_parallel, first_rank = training.seed, settings.distributed.sequence_parallel, mesh.job * world_size
+    for state in states:
+        state.ranks.random_states.seed(
+            lambda rank: dropout_seed(seed, first_rank + rank, mesh.tp_size, sequence_parallel)
+        )
     if checkpoint is not None and meta is not None:
         _load(run, checkpoint, meta)
     elif settings.checkpoint.load is not None:
@@ -200,15 +205,6 @@ def _build_islands(
         return apply_islands(first.model, None, settings.island, mesh.island, first.zeropp)
     models = [state.model for state in states]
     return emulate_islands(models, [], settings.island, [t.zeropp for t in states if t.zeropp is not None])
-
-
-def _seed_dropout(run: Run) -> None:
-    ranks_before = run.mesh.job * dist.get_world_size()  # those of other jobs draw other numbers
-    seed, sequence_parallel = run.settings.training.seed, run.settings.distributed.sequence_parallel
-    for state in run.states:
-        state.ranks.random_states.seed(
-            lambda rank: dropout_seed(seed, ranks_before + rank, run.mesh.tp_size, sequence_parallel)
-        )
 
 
 def _load(run: Run, checkpoint: Path, meta: dict[str, Any]) -> None:
