@@ -65,22 +65,20 @@ class Schedule:
             raise ValueError("--lr is required: the peak learning rate")
         _check_units(schedule, training)
 
+        warmup_samples: float
         if training.train_iters is not None:
             run_samples = batch.samples_after(training.train_iters)
-            decay_samples = run_samples
-            if schedule.lr_decay_iters is not None:
-                decay_samples = batch.samples_after(schedule.lr_decay_iters)
-            warmup_samples: float = batch.samples_after(schedule.lr_warmup_iters)
+            decay_iters = schedule.lr_decay_iters
+            decay_samples = run_samples if decay_iters is None else batch.samples_after(decay_iters)
+            warmup_samples = batch.samples_after(schedule.lr_warmup_iters)
             # The final decay is counted backwards from the end, where the batch has its full size.
-            wsd_iters = schedule.lr_wsd_decay_iters
             full_batch = batch.global_batch_size(run_samples)
-            wsd_decay_samples = None if wsd_iters is None else wsd_iters * full_batch
+            wsd_decay_samples = schedule.lr_wsd_decay_iters and schedule.lr_wsd_decay_iters * full_batch
         else:
             assert training.train_samples is not None  # by _check_units
             run_samples = training.train_samples
             decay_samples = run_samples if schedule.lr_decay_samples is None else schedule.lr_decay_samples
-            warmup_samples = schedule.lr_warmup_samples
-            wsd_decay_samples = schedule.lr_wsd_decay_samples
+            warmup_samples, wsd_decay_samples = schedule.lr_warmup_samples, schedule.lr_wsd_decay_samples
         if schedule.lr_decay_tokens is not None:
             decay_samples = math.ceil(schedule.lr_decay_tokens / training.seq_length)
         if schedule.lr_warmup_tokens:
@@ -131,11 +129,11 @@ class Schedule:
     def lr(self, samples: float) -> float:
         """Learning rate of the step that follows ``samples`` trained samples."""
         if self.warmup_samples > 0 and samples <= self.warmup_samples:
-            if self.warmup_log_steps:
-                steps = samples / self.warmup_samples * self.warmup_log_steps
-                progress = min(1.0, math.log(1 + steps) / math.log(self.warmup_log_steps))
-                return self.warmup_init_lr + (self.max_lr - self.warmup_init_lr) * progress
-            return self.warmup_init_lr + (self.max_lr - self.warmup_init_lr) * samples / self.warmup_samples
+            rise = self.max_lr - self.warmup_init_lr
+            if not self.warmup_log_steps:
+                return self.warmup_init_lr + rise * samples / self.warmup_samples
+            steps = samples / self.warmup_samples * self.warmup_log_steps
+            return self.warmup_init_lr + rise * min(1.0, math.log(1 + steps) / math.log(self.warmup_log_steps))
         if self.decay_style == "constant":
             return self.max_lr
         if samples > self.decay_samples:
@@ -144,7 +142,14 @@ class Schedule:
             # Continuous with the end of the warm-up; max(..., 1) keeps it finite without one.
             ratio = max(self.warmup_samples, 1) / max(samples, 1)
             return max(self.min_lr, self.max_lr * math.sqrt(ratio))
-        return self.min_lr + self._decay_coefficient(samples) * (self.max_lr - self.min_lr)
+        begin, style = self.warmup_samples, self.decay_style
+        if style == "WSD":
+            begin, style = self.decay_samples - self.wsd_decay_samples, self.wsd_decay_style
+            if samples <= begin:
+                return self.min_lr + (self.max_lr - self.min_lr)
+        # The decay is longer than the warm-up (see _check), so the length is positive.
+        coefficient = _DECAYS[style]((samples - begin) / (self.decay_samples - begin))
+        return self.min_lr + coefficient * (self.max_lr - self.min_lr)
 
     def weight_decay(self, samples: int) -> float:
         """Weight decay of the step that follows ``samples`` trained samples."""
@@ -193,20 +198,6 @@ class Schedule:
         if self.weight_decay_style == "constant":
             unused |= {"start_weight_decay", "weight_decay_samples"}
         return unused
-
-    def _decay_coefficient(self, samples: float) -> float:
-        """Return the decay between 1, at ``max_lr``, and 0, at ``min_lr``, for warmup <= samples <= decay."""
-        if self.decay_style == "WSD":
-            anneal_start = self.decay_samples - self.wsd_decay_samples
-            if samples <= anneal_start:
-                return 1.0
-            ratio = (samples - anneal_start) / self.wsd_decay_samples
-            style = self.wsd_decay_style
-        else:
-            # decay > warmup holds (see _check), so the length is positive.
-            ratio = (samples - self.warmup_samples) / (self.decay_samples - self.warmup_samples)
-            style = self.decay_style
-        return _DECAYS[style](ratio)
 
     def _check(self) -> None:
         if self.max_lr < 0 or not 0 <= self.min_lr <= self.max_lr:
