@@ -100,65 +100,33 @@ def _without(parameters: Sequence[Tensor], copies: Sequence[Tensor]) -> list[Ten
 
 
 class LossScaler:
-    """A fixed or dynamic loss scale, by Megatron's rules.
+    """The loss scale by Megatron's rules: dynamic for ``--fp16``, fixed with ``--loss-scale``; 1 for bf16 and fp32.
 
-    The dynamic scale doubles after ``window`` clean steps in a row. Each overflow uses up one of ``hysteresis``
-    tolerated ones; when they are used up, this and every further overflow halves the scale, down to ``min_scale``.
-    Tolerance comes back only when the scale grows.
+    The dynamic scale doubles after ``loss_scale_window`` clean steps in a row. Each overflow uses up one of
+    ``hysteresis`` tolerated ones; when they are used up, this and every further overflow halves the scale, down to
+    ``min_loss_scale``. Tolerance comes back only when the scale grows.
     """
 
-    def __init__(
-        self,
-        scale: float,
-        *,
-        dynamic: bool = False,
-        window: int = 1000,
-        hysteresis: int = 2,
-        min_scale: float = 1.0,
-    ) -> None:
-        if scale <= 0 or min_scale <= 0:
-            raise ValueError(f"loss scales must be positive: scale {scale}, --min-loss-scale {min_scale}")
-        if dynamic and scale < min_scale:
-            raise ValueError(f"--initial-loss-scale {scale} is below --min-loss-scale {min_scale}: raise it")
-        if dynamic and (window < 1 or hysteresis < 1):
-            raise ValueError(f"--loss-scale-window {window} and --hysteresis {hysteresis} must be at least 1")
-        self.scale = float(scale)
-        self._dynamic = dynamic
-        self._window = window
-        self._hysteresis = hysteresis
-        self._min_scale = min_scale
-        self._clean_steps = 0
-        self._tolerance = hysteresis
-
-    @classmethod
-    def from_settings(cls, precision: PrecisionSettings) -> LossScaler:
-        """Dynamic for ``--fp16``, fixed with ``--loss-scale`` too; 1.0 for bf16 and fp32, which need none."""
-        if not precision.fp16:
-            return cls(1.0)
-        if precision.loss_scale is not None:
-            return cls(precision.loss_scale)
-        return cls(
-            precision.initial_loss_scale,
-            dynamic=True,
-            window=precision.loss_scale_window,
-            hysteresis=precision.hysteresis,
-            min_scale=precision.min_loss_scale,
-        )
+    def __init__(self, precision: PrecisionSettings) -> None:
+        self.is_dynamic = precision.fp16 and precision.loss_scale is None
+        self.scale = float(precision.loss_scale or 1.0) if precision.fp16 else 1.0
+        if self.is_dynamic:
+            self.scale, least = float(precision.initial_loss_scale), precision.min_loss_scale
+            if self.scale < least:
+                raise ValueError(f"--initial-loss-scale {self.scale} is below --min-loss-scale {least}: raise it")
+        self._precision, self._clean_steps, self._tolerance = precision, 0, precision.hysteresis
 
     def update(self, overflow: bool) -> None:
         """Call once per step; ``overflow``: a gradient was Inf or NaN, on any rank (all ranks must agree)."""
-        if not self._dynamic:
+        if not self.is_dynamic:
             return
+        self._clean_steps = 0 if overflow else self._clean_steps + 1
         if overflow:
-            self._clean_steps = 0
             self._tolerance -= 1
             if self._tolerance <= 0:
-                self.scale = max(self.scale / 2, self._min_scale)
-            return
-        self._clean_steps += 1
-        if self._clean_steps == self._window:
-            self._clean_steps = 0
-            self._tolerance = self._hysteresis
+                self.scale = max(self.scale / 2, self._precision.min_loss_scale)
+        elif self._clean_steps == self._precision.loss_scale_window:
+            self._clean_steps, self._tolerance = 0, self._precision.hysteresis
             self.scale *= 2
 
     def state_dict(self) -> dict[str, float]:
@@ -167,8 +135,6 @@ class LossScaler:
 
     def load_state_dict(self, state: dict[str, float]) -> None:
         """Continue from ``state_dict``. A fixed scale stays what the settings say."""
-        if not self._dynamic:
-            return
-        self.scale = float(state["scale"])
-        self._clean_steps = int(state["clean_steps"])
-        self._tolerance = int(state["tolerance"])
+        if self.is_dynamic:
+            self.scale = float(state["scale"])
+            self._clean_steps, self._tolerance = int(state["clean_steps"]), int(state["tolerance"])

@@ -38,11 +38,9 @@ class NonfiniteSteps:
     """
 
     def __init__(self, run: Run, state: TrainState) -> None:
-        precision, training = run.settings.precision, run.settings.training
-        self.run, self.state = run, state
-        self.scale_adapts = precision.fp16 and precision.loss_scale is None  # which overflows to adapt
+        self.run, self.state, training = run, state, run.settings.training
         # fp16's first loss scale, 2^32, may take 30 halvings to come down.
-        self.limit = training.max_nonfinite_steps or (50 if self.scale_adapts else 10)
+        self.limit = training.max_nonfinite_steps or (50 if state.scaler.is_dynamic else 10)
         self.is_checked = not training.no_check_for_nan_in_loss_and_grad
         self.steps = self.in_a_row = 0  # of this process; the last steps that were not finite
         self.last: IslandStep | None = None
@@ -55,7 +53,7 @@ class NonfiniteSteps:
         self.in_a_row = self.in_a_row + 1 if step.nonfinite else 0
         if not step.nonfinite or not self.is_checked:
             return False
-        if self.in_a_row == (self.limit if self.scale_adapts else 1):
+        if self.in_a_row == (self.limit if self.state.scaler.is_dynamic else 1):
             self.where = self._locate(step)
             if dist.get_rank(self.run.mesh.ranks_of_island) == 0:
                 print(
@@ -94,7 +92,7 @@ class NonfiniteSteps:
                 "with --ckpt-step"
             )
         scale, least = self.state.scaler.scale, run.settings.precision.min_loss_scale
-        if self.scale_adapts and math.isfinite(last.loss) and least < scale < math.inf:
+        if self.state.scaler.is_dynamic and math.isfinite(last.loss) and least < scale < math.inf:
             # Overflows are no end: the scale comes down, as it would in a longer run.
             if run.counters.scheduled_samples == 0 and iteration == run.train_iters:
                 print_once(

@@ -184,7 +184,7 @@ def _build_state(builder: ModelBuilder, emulated_island: int) -> TrainState:
         optimizer = build_optimizer(model, settings.optimizer, zeropp)
     ranks = ranks_of(zeropp) if group is None else OwnRank(gathers_over=group)
     ranks.step_by_shards(optimizer)
-    scaler = LossScaler.from_settings(settings.precision)
+    scaler = LossScaler(settings.precision)
     return TrainState(model, builder.pipeline, optimizer, ranks, scaler, zeropp, settings.zero.zero_stage)
 
 

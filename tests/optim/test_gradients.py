@@ -196,15 +196,13 @@ def test_a_rank_without_parameters_has_the_same_results():
 
 
 def dynamic(**changes: float) -> LossScaler:
-    return LossScaler(**{"scale": 1024.0, "dynamic": True, "window": 3, "hysteresis": 2, **changes})
+    settings = dict(initial_loss_scale=1024.0, loss_scale_window=3, hysteresis=2) | changes
+    return LossScaler(PrecisionSettings(fp16=True, **settings))
 
 
 def scales(scaler: LossScaler, overflows: str) -> list[float]:
     """The scale after each step; ``x`` is an overflow, ``.`` a clean step."""
     return [(scaler.update(step == "x"), scaler.scale)[1] for step in overflows]
-
-
-FP16 = PrecisionSettings(fp16=True, initial_loss_scale=8.0, loss_scale_window=1, hysteresis=1, min_loss_scale=4.0)
 
 
 @pytest.mark.parametrize(
@@ -215,11 +213,11 @@ FP16 = PrecisionSettings(fp16=True, initial_loss_scale=8.0, loss_scale_window=1,
         (dynamic(), "xxx", [1024, 512, 256]),  # the first overflow is tolerated
         (dynamic(), "x..x", [1024, 1024, 1024, 512]),  # clean steps alone do not refill the tolerance
         (dynamic(), "x...x", [1024, 1024, 1024, 2048, 2048]),  # growth does
-        (dynamic(scale=4.0, hysteresis=1, min_scale=2.0), "xxx", [2, 2, 2]),
-        (LossScaler.from_settings(FP16), ".xxx", [16, 8, 4, 4]),
-        (LossScaler.from_settings(PrecisionSettings(fp16=True)), ".", [2.0**32]),
-        (LossScaler.from_settings(PrecisionSettings(fp16=True, loss_scale=128.0)), "xx...", [128] * 5),
-        (LossScaler.from_settings(PrecisionSettings(bf16=True)), "xx", [1.0, 1.0]),
+        (dynamic(initial_loss_scale=4.0, hysteresis=1, min_loss_scale=2.0), "xxx", [2, 2, 2]),
+        (dynamic(initial_loss_scale=8.0, loss_scale_window=1, hysteresis=1, min_loss_scale=4.0), ".xxx", [16, 8, 4, 4]),
+        (LossScaler(PrecisionSettings(fp16=True)), ".", [2.0**32]),
+        (LossScaler(PrecisionSettings(fp16=True, loss_scale=128.0)), "xx...", [128] * 5),
+        (LossScaler(PrecisionSettings(bf16=True)), "xx", [1.0, 1.0]),
     ],
 )
 def test_loss_scales(scaler, overflows, expected):
@@ -232,12 +230,11 @@ def test_a_resumed_loss_scale_continues_in_the_middle_of_a_window():
     start = scales(first, "x..x.")
     second.load_state_dict(first.state_dict())
     assert start + scales(second, ".....") == expected
-    fixed = LossScaler.from_settings(PrecisionSettings(fp16=True, loss_scale=128.0))
+    fixed = LossScaler(PrecisionSettings(fp16=True, loss_scale=128.0))
     fixed.load_state_dict(first.state_dict())
     assert fixed.scale == 128
 
 
-@pytest.mark.parametrize("bad", [dict(scale=0.5), dict(window=0), dict(hysteresis=0), dict(scale=-1.0)])
-def test_impossible_loss_scales_are_refused(bad):
-    with pytest.raises(ValueError):
-        dynamic(**bad)
+def test_a_loss_scale_below_its_minimum_is_refused():
+    with pytest.raises(ValueError, match=r"--initial-loss-scale 0\.5 is below --min-loss-scale 1"):
+        dynamic(initial_loss_scale=0.5)

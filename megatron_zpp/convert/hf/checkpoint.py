@@ -76,7 +76,7 @@ def save_imported(
         "model_config": dataclasses.asdict(config),
         "counters": dataclasses.asdict(counters),
         "schedule": None,
-        "loss_scaler": LossScaler.from_settings(settings.precision).state_dict(),
+        "loss_scaler": LossScaler(settings.precision).state_dict(),
     }
     model = architecture.build_empty(config)
     parts = [(name, tuple(parameter.shape)) for name, parameter in model.named_parameters()]
