@@ -45,20 +45,6 @@ def test_attention_equals_the_formula_on_megatrons_packed_rows():
     torch.testing.assert_close(attention(x), expected)
 
 
-def test_grouped_queries_equal_repeated_keys_and_values():
-    torch.manual_seed(0)
-    dim = 8
-    grouped = SelfAttention(32, 4, 2, dim, bias=False, dropout=0.0)
-    full = SelfAttention(32, 4, 4, dim, bias=False, dropout=0.0)
-    q0, q1, k0, v0, q2, q3, k1, v1 = grouped.linear_qkv.weight.detach().split(dim)
-    rows = torch.cat([q0, k0, v0, q1, k0, v0, q2, k1, v1, q3, k1, v1])
-    full.linear_qkv.weight = torch.nn.Parameter(rows)
-    full.linear_proj = grouped.linear_proj
-    x = torch.randn(2, 6, 32)
-    table = rotary_table(frequencies(dim, 10000, CPU), 6)
-    torch.testing.assert_close(grouped(x, *table), full(x, *table))
-
-
 def test_attention_dropout_only_in_training():
     torch.manual_seed(0)
     attention = SelfAttention(32, 4, 4, 8, bias=False, dropout=0.5)

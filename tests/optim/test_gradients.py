@@ -171,15 +171,6 @@ def test_a_norm_is_added_up_in_fp64():
     assert clip_gradients([parameter], 0.0, OwnRank()).item() == expected
 
 
-def test_without_parameters_there_is_nothing_to_measure():
-    assert (
-        clip_gradients([], 1.0, OwnRank()).item()
-        == params_norm([], OwnRank())
-        == count_zeros([], OwnRank()).item()
-        == 0
-    )
-
-
 def measure_where_only_rank_0_has_parameters():
     parameter = nn.Parameter(torch.tensor([3.0, 4.0]))
     parameter.grad = torch.tensor([0.0, 2.0])
