@@ -43,8 +43,7 @@ def clip_gradients(
         The norm before clipping, over all parameters and shards, an fp32 scalar, the same on every rank; 0 if there are
         none. Inf or NaN if any gradient is; the gradients are then left alone, and the caller must not step.
     """
-    gradients = _gradients(parameters, copies)
-    norm = _over_all_ranks(_sum_of_squares, gradients, ranks, _default_device(parameters)).sqrt().float()
+    norm = sum_over_all_ranks(_sum_of_squares, parameters, ranks, copies).sqrt().float()
     if max_norm > 0:
         factor = max_norm / (torch.where(norm.isfinite(), norm, 0.0) + 1e-6)  # as torch.nn.utils.clip_grad_norm_
         scale_gradients(parameters, factor.clamp(max=1.0))
@@ -53,8 +52,8 @@ def clip_gradients(
 
 def params_norm(parameters: Sequence[Tensor], ranks: Ranks, copies: Sequence[Tensor] = ()) -> float:
     """Global L2 norm of the parameters, fp32; arguments as in ``clip_gradients``. Collective."""
-    counted = [parameter.detach() for parameter in _without(parameters, copies)]
-    return _over_all_ranks(_sum_of_squares, counted, ranks, _default_device(parameters)).sqrt().float().item()
+    squares = sum_over_all_ranks(_sum_of_squares, parameters, ranks, copies, of_gradients=False)
+    return squares.sqrt().float().item()
 
 
 def count_zeros(parameters: Sequence[Tensor], ranks: Ranks, copies: Sequence[Tensor] = ()) -> Tensor:
@@ -63,21 +62,24 @@ def count_zeros(parameters: Sequence[Tensor], ranks: Ranks, copies: Sequence[Ten
     def num_zeros(shards: Sequence[Tensor]) -> Tensor:
         return torch.stack([(shard == 0).sum() for shard in shards]).sum()
 
-    return _over_all_ranks(num_zeros, _gradients(parameters, copies), ranks, _default_device(parameters))
+    return sum_over_all_ranks(num_zeros, parameters, ranks, copies)
 
 
-def _default_device(parameters: Sequence[Tensor]) -> torch.device:
-    """Return the device on which numbers are gathered: the GPU for NCCL, else the parameters' if there are any."""
-    if dist.is_initialized() and dist.get_backend() == "nccl":
-        return torch.device("cuda", torch.cuda.current_device())  # the parameters may be in host memory
-    return parameters[0].device if parameters else torch.device("cpu")
-
-
-def _over_all_ranks(
-    measure: Callable[[Sequence[Tensor]], Tensor], tensors: Sequence[Tensor], ranks: Ranks, device: torch.device
+def sum_over_all_ranks(
+    measure: Callable[[Sequence[Tensor]], Tensor],
+    parameters: Sequence[Tensor],
+    ranks: Ranks,
+    copies: Sequence[Tensor] = (),
+    of_gradients: bool = True,
 ) -> Tensor:
-    """Sum ``measure`` of the shards that a rank counts over all ranks, an fp64 scalar."""
-    shards_of_tensors = [ranks.shards_of(tensor) for tensor in tensors]
+    """Sum ``measure`` of the shards that each rank counts, of gradients or parameters, over all ranks: fp64 scalar."""
+    left_out = {id(parameter) for parameter in copies}
+    tensors = [p.grad if of_gradients else p.detach() for p in parameters if id(p) not in left_out]
+    shards_of_tensors = [ranks.shards_of(tensor) for tensor in tensors if tensor is not None]
+    # Numbers are gathered on the GPU for NCCL, as parameters may be in host memory; else where the parameters are.
+    device = parameters[0].device if parameters else torch.device("cpu")
+    if dist.is_initialized() and dist.get_backend() == "nccl":
+        device = torch.device("cuda", torch.cuda.current_device())
     per_rank = torch.zeros(len(ranks), dtype=torch.float64, device=device)
     for r in range(len(ranks)):
         if shards := [shards[r] for shards in shards_of_tensors if shards[r].numel() > 0]:
@@ -88,15 +90,6 @@ def _over_all_ranks(
 def _sum_of_squares(shards: Sequence[Tensor]) -> Tensor:
     pieces = [piece for shard in shards for piece in shard.reshape(-1).split(PIECE)]
     return torch.stack(torch._foreach_norm(pieces, 2.0, torch.float64)).square().sum()
-
-
-def _gradients(parameters: Sequence[Tensor], copies: Sequence[Tensor]) -> list[Tensor]:
-    return [parameter.grad for parameter in _without(parameters, copies) if parameter.grad is not None]
-
-
-def _without(parameters: Sequence[Tensor], copies: Sequence[Tensor]) -> list[Tensor]:
-    left_out = {id(parameter) for parameter in copies}
-    return [parameter for parameter in parameters if id(parameter) not in left_out]
 
 
 class LossScaler:

@@ -117,24 +117,21 @@ def wait_for_all_ranks(device: torch.device) -> None:
 
 def ranks_of_environment() -> int:
     """Return WORLD_SIZE, or 1. Raises ValueError unless torchrun's variables are numbers that fit together."""
-    world_size = _environment_number("WORLD_SIZE", 1, 2**31 - 1, default=1)
-    _environment_number("RANK", 0, world_size - 1)
-    _environment_number("LOCAL_RANK", 0, world_size - 1)
-    _environment_number("LOCAL_WORLD_SIZE", 1, world_size)
-    _environment_number("MASTER_PORT", 1, 65535)
+    world_size = 1
+    for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT"):
+        if (text := os.environ.get(name)) is None:
+            continue
+        smallest = 0 if name in ("RANK", "LOCAL_RANK") else 1
+        limits = {"WORLD_SIZE": 2**31 - 1, "MASTER_PORT": 65535, "LOCAL_WORLD_SIZE": world_size}
+        largest = limits.get(name, world_size - 1)
+        if not (text.isascii() and text.isdigit() and len(text) <= 10 and smallest <= int(text) <= largest):
+            raise ValueError(
+                f"{name} in the environment must be a whole number from {smallest} to {largest}, is {text!r}: start "
+                "the ranks with torchrun, or unset it for a single one"
+            )
+        if name == "WORLD_SIZE":
+            world_size = int(text)
     return world_size
-
-
-def _environment_number(name: str, smallest: int, largest: int, default: int = 0) -> int:
-    text = os.environ.get(name)
-    if text is None:
-        return default
-    if not (text.isascii() and text.isdigit() and len(text) <= 10 and smallest <= int(text) <= largest):
-        raise ValueError(
-            f"{name} in the environment must be a whole number from {smallest} to {largest}, is {text!r}: start the "
-            "ranks with torchrun, or unset it for a single one"
-        )
-    return int(text)
 
 
 @contextmanager

@@ -12,11 +12,11 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 
 from megatron_zpp.optim.gradients import (
     LossScaler,
-    _over_all_ranks,
     _sum_of_squares,
     clip_gradients,
     count_zeros,
     params_norm,
+    sum_over_all_ranks,
 )
 from megatron_zpp.settings.groups import PrecisionSettings
 from megatron_zpp.zeropp import OwnRank, ZeroPPConfig, emulate_zeropp
@@ -65,9 +65,8 @@ def set_gradients(model: nn.Module) -> None:
 def measure(model, ranks):
     """Shards, partial sums' total in fp64, and what the trainer asks for, of one process's ranks."""
     parameters = list(model.parameters())
-    gradients = [parameter.grad for parameter in parameters]
     measured = (
-        _over_all_ranks(_sum_of_squares, gradients, ranks, torch.device("cpu")).item(),
+        sum_over_all_ranks(_sum_of_squares, parameters, ranks).item(),
         params_norm(parameters, ranks),
         count_zeros(parameters, ranks).item(),
         clip_gradients(parameters, 1.0, ranks).item(),
