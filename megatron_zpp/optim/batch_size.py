@@ -26,7 +26,7 @@ class BatchSchedule:
             The run then trains on the smaller batch.
 
     Raises:
-        ValueError: a size is not positive, a batch size of the run is not a multiple of
+        ValueError: a batch size of the run is not a multiple of
             ``micro_batch_size * data_parallel_size``, or the ramp does not end at ``global_batch_size``.
     """
 
@@ -38,13 +38,6 @@ class BatchSchedule:
         rampup: Sequence[int] | None = None,
         decrease_if_needed: bool = False,
     ) -> None:
-        for name, value in (
-            ("--global-batch-size", global_batch_size),
-            ("--micro-batch-size", micro_batch_size),
-            ("data-parallel size", data_parallel_size),
-        ):
-            if value < 1:
-                raise ValueError(f"{name} must be at least 1, not {value}")
         self._final_size = global_batch_size
         self._micro_batch_size = micro_batch_size
         self._data_parallel_size = data_parallel_size

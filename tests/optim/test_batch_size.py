@@ -73,7 +73,6 @@ def test_rounding_down_on_request() -> None:
         (dict(global_batch_size=64, rampup=(96, 32, 300)), "starts at 96"),
         (dict(global_batch_size=64, rampup=(32, 0, 300)), "at least 1"),
         (dict(global_batch_size=64, rampup=(32, 32)), "START INCREMENT SAMPLES"),
-        (dict(global_batch_size=0), "--global-batch-size must be at least 1"),
     ],
 )
 def test_impossible_sizes_are_refused_at_once(arguments: dict, message: str) -> None:
