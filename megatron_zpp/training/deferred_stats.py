@@ -90,15 +90,9 @@ class DeferredStats:
                 print_once(f"note: the loss at iteration {result.at.iteration} spiked to {result.loss:g}: step skipped")
         return results
 
-    def why_too_many(self) -> str | None:
-        """Return the message of the first island with too many steps of NaN or Inf. Collective."""
-        return self._first([nonfinite.too_many for nonfinite in self._nonfinite])
-
-    def why_nothing(self) -> str | None:
-        """Return why the run came to nothing in some island; None if it did not. Collective."""
-        return self._first([nonfinite.at_end() for nonfinite in self._nonfinite])
-
-    def _first(self, per_state: list[str | None]) -> str | None:
+    def why(self, at_end: bool = False) -> str | None:
+        """Return why some island had too many steps of NaN or Inf, or ``at_end`` came to nothing. Collective."""
+        per_state = [nonfinite.at_end() if at_end else nonfinite.too_many for nonfinite in self._nonfinite]
         return next((problem for problem in self._run.of_all_islands(per_state) if problem is not None), None)
 
     def _exchange(self, rows: list[list[list[float]]]) -> list[list[list[float]]]:

@@ -49,7 +49,7 @@ class LossTotals:
     ) -> None:
         self._mesh, self._per_token, self._num_micro_batches, self._scale = mesh, per_token, num_micro_batches, scale
         self._sum_and_count = torch.zeros(2, dtype=torch.float64, device=device)
-        self._auxiliary: dict[str, Tensor] = {}
+        self.auxiliary: dict[str, Tensor] = {}  # losses and observations so far, by name
 
     def add(self, losses: Tensor, target: Target) -> Tensor:
         """Add a micro-batch's losses [B, S / cp]; return its part of the step's loss, times the loss scale."""
@@ -65,19 +65,14 @@ class LossTotals:
         # context-parallel group count the same tokens.
         weight = target.num_tokens / self._mesh.cp_size if self._per_token else 1 / self._num_micro_batches
         for name, value in (*output.auxiliary.items(), *output.observed.items()):
-            so_far = self._auxiliary.setdefault(name, self._sum_and_count.new_zeros(()))
+            so_far = self.auxiliary.setdefault(name, self._sum_and_count.new_zeros(()))
             so_far += value.detach() * weight
         return sum(output.auxiliary.values()) * weight * self._scale
-
-    @property
-    def names(self) -> list[str]:
-        """The auxiliary losses and observations so far."""
-        return list(self._auxiliary)
 
     def local_totals(self, names: Sequence[str]) -> Tensor:
         """Return sum, count and the auxiliary values of these names, fp64 [2 + A], to be added up over all ranks."""
         zero = self._sum_and_count.new_zeros(())
-        totals = torch.stack([*self._sum_and_count, *(self._auxiliary.get(name, zero) for name in names)])
+        totals = torch.stack([*self._sum_and_count, *(self.auxiliary.get(name, zero) for name in names)])
         return count_once(self._mesh, totals)
 
 

@@ -99,11 +99,11 @@ def _train_steps(
         if ends:
             step_profile.end()
             if too_many_nonfinite:
-                raise NotFiniteError(f"{stats.why_too_many()}. {checkpoints.describe()}")
+                raise NotFiniteError(f"{stats.why()}. {checkpoints.describe()}")
             if not due.end:
                 print_once(f"exiting program at iteration {iteration}, {checkpoints.describe()}")
             checkpoints.check_last()
-            if problem := stats.why_nothing():
+            if problem := stats.why(at_end=True):
                 raise NotFiniteError(f"{problem}. {checkpoints.describe()}")
             return due.end
     return True

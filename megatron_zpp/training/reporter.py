@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import sys
 from collections.abc import Iterator, Sequence
@@ -106,7 +107,7 @@ class Reporter:
         self.timer.restart()
 
     def _interval_report(self, result: StepResult) -> TrainingReport:
-        run, logging, counters = self.run, self.run.settings.logging, self.run.counters
+        run, logging = self.run, self.run.settings.logging
         self.seconds += self.timer.restart()
         seconds = self.seconds / self.num_steps
         tokens_per_second = self.num_tokens / self.seconds
@@ -118,16 +119,10 @@ class Reporter:
         within_nodes, between_nodes, between_islands, tokens_within_nodes, tokens_between_nodes, _ = sent
         waits = run.zeropp is not None and run.zeropp.waits is not None and dist.get_world_size() > 1
         sends_tokens = run.mesh.ep_size > 1
-        return TrainingReport(
-            iteration=counters.iteration,
-            train_iters=run.train_iters,
-            consumed_samples=counters.consumed_train_samples,
-            learning_rate=result.at.learning_rate,
-            global_batch_size=result.at.num_samples,
+        return dataclasses.replace(
+            self._step_report(result),
             losses={name: sum(losses) / len(losses) for name, losses in self.losses.items()},
-            loss_scale=result.at.loss_scale,
             grad_norm=result.grad_norm if math.isfinite(result.grad_norm) else None,
-            num_zeros=result.num_zeros,
             params_norm=self._params_norm() if logging.log_params_norm else None,
             skipped_iterations=self.skipped,
             nan_iterations=self.nan,
@@ -135,7 +130,7 @@ class Reporter:
             tflops_per_device=model_tflops(per_device, flops_per_token) if logging.log_throughput else None,
             tokens_per_second=tokens_per_second,
             mfu=mfu(per_device, flops_per_token, self.peak),
-            eta_seconds=seconds * (run.train_iters - counters.iteration),
+            eta_seconds=seconds * (run.train_iters - result.at.iteration),
             bytes_between_nodes=between_nodes if run.zeropp is not None else None,
             bytes_within_nodes=within_nodes if run.zeropp is not None else None,
             bytes_between_islands=between_islands if run.has_islands else None,
@@ -149,21 +144,23 @@ class Reporter:
             quantization_errors=[zeropp.quantization_errors() for zeropp in run.zeropps][-1] if run.zeropps else {},
         )
 
-    def _write_point(self, result: StepResult, interval: TrainingReport | None) -> None:
-        """Write the step's values to TensorBoard and wandb, and the interval's for what a step does not have."""
-        run, logging, at = self.run, self.run.settings.logging, result.at
-        point = TrainingReport(
-            iteration=at.iteration,
-            train_iters=run.train_iters,
-            consumed_samples=at.consumed_samples,
-            learning_rate=at.learning_rate,
-            global_batch_size=at.num_samples,
+    def _step_report(self, result: StepResult) -> TrainingReport:
+        return TrainingReport(
+            iteration=result.at.iteration,
+            train_iters=self.run.train_iters,
+            consumed_samples=result.at.consumed_samples,
+            learning_rate=result.at.learning_rate,
+            global_batch_size=result.at.num_samples,
             losses=result.losses(),
-            loss_scale=at.loss_scale,
+            loss_scale=result.at.loss_scale,
             grad_norm=result.grad_norm,
             num_zeros=result.num_zeros,
         )
-        metrics = training_metrics(point, logging)
+
+    def _write_point(self, result: StepResult, interval: TrainingReport | None) -> None:
+        """Write the step's values to TensorBoard and wandb, and the interval's for what a step does not have."""
+        run, logging, at = self.run, self.run.settings.logging, result.at
+        metrics = training_metrics(self._step_report(result), logging)
         if interval is not None:
             metrics = training_metrics(interval, logging) | metrics
         if logging.log_world_size_to_tensorboard:

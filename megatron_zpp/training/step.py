@@ -115,7 +115,7 @@ def accumulate_gradients(
             return totals.add_auxiliary(output, micro_batches[0][1])
 
         state.pipeline.forward_backward(micro_batches, totals.add, add_of_stage)
-        names = state.pipeline.names_of_all_stages(totals.names)
+        names = state.pipeline.names_of_all_stages(list(totals.auxiliary))
         return totals.local_totals(names), names, read
     read = []
     for i in range(num_micro_batches):
@@ -126,4 +126,5 @@ def accumulate_gradients(
                 inputs, target = split_batch(read[-1], run.mesh, run.device)
                 output = as_model_output(state.model(**inputs))
                 (totals.add(output.losses, target) + totals.add_auxiliary(output, target)).backward()
-    return totals.local_totals(totals.names), totals.names, read
+    names = list(totals.auxiliary)
+    return totals.local_totals(names), names, read
