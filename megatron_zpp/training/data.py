@@ -28,9 +28,11 @@ def build_data(settings: ResolvedSettings, num_samples: tuple[int, int, int]) ->
     tokenizer = find_tokenizer(settings.tokenizer)
     fill_in_the_middle = None
     if data.fim_data:
-        parts = ("prefix", "middle", "suffix")
-        tokens = [find_token(tokenizer, getattr(data, f"fim_{part}_token"), f"--fim-{part}-token") for part in parts]
-        fill_in_the_middle = FillInTheMiddle(*tokens, data.fim_rate, data.fim_spm_rate)
+        prefix, middle, suffix = (
+            find_token(tokenizer, getattr(data, f"fim_{part}_token"), f"--fim-{part}-token")
+            for part in ("prefix", "middle", "suffix")
+        )
+        fill_in_the_middle = FillInTheMiddle(prefix, middle, suffix, data.fim_rate, data.fim_spm_rate)
     options = SampleOptions(
         seq_length=training.seq_length,
         seed=training.seed,
