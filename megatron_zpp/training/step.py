@@ -69,6 +69,7 @@ def _step(run: Run, state: TrainState, batches: Iterator[Batch], num_micro_batch
     (loss_sum, num_tokens, *auxiliary_sums, stops), (grad_norm, *zeros) = values[: len(totals)], values[len(totals) :]
     loss = mean_loss(loss_sum, num_tokens)
     is_finite = math.isfinite(grad_norm) and math.isfinite(loss)
+    spike_factor = run.settings.training.loss_spike_factor
     # As their gradients: FSDP2 averages over ranks.
     auxiliary_factor = 1 / max(1.0, num_tokens) if per_token else 1 / run.mesh.fsdp_size
     step = IslandStep(
@@ -78,7 +79,7 @@ def _step(run: Run, state: TrainState, batches: Iterator[Batch], num_micro_batch
         grad_norm=grad_norm,
         num_zeros=round(zeros[0]) if zeros else None,
         nonfinite=not is_finite,
-        spiked=is_finite and run.counters.is_loss_spike(loss, run.settings.training.loss_spike_factor),
+        spiked=is_finite and spike_factor is not None and run.counters.is_loss_spike(loss, spike_factor),
         stop=stops > 0,
         micro_batches=micro_batches,
     )
