@@ -39,11 +39,11 @@ class StepResult:
     num_zeros: int | None
     auxiliary: dict[str, float]  # auxiliary losses and what else a model shows: means over micro-batches and ranks
     has_moved: bool  # the parameters of some island
-    skipped: bool  # some island skipped the step, for NaN or Inf, or
-    spiked: bool  # because its loss was far above that of the steps before
-    nan: bool  # some island's loss had NaN or Inf
-    stop: bool  # some rank wants to save and exit
-    too_many: bool  # some island had NaN or Inf in too many steps in a row: the run ends
+    is_skipped: bool  # some island skipped the step, for NaN or Inf, or
+    has_spiked: bool  # because its loss was far above that of the steps before
+    has_nan: bool  # some island's loss had NaN or Inf
+    should_stop: bool  # some rank wants to save and exit
+    has_too_many_nonfinite: bool  # some island had NaN or Inf in too many steps in a row: the run ends
 
     def losses(self) -> dict[str, float]:
         """Return all losses by their names in the log."""
@@ -83,10 +83,10 @@ class DeferredStats:
         ]
         self._kept = []
         for result in results:
-            counters.skipped_iterations += result.skipped
-            counters.nan_iterations += result.nan
+            counters.skipped_iterations += result.is_skipped
+            counters.nan_iterations += result.has_nan
             run.last_loss = result.loss
-            if result.spiked:
+            if result.has_spiked:
                 print_once(f"note: the loss at iteration {result.at.iteration} spiked to {result.loss:g}: step skipped")
         return results
 
@@ -108,7 +108,7 @@ class DeferredStats:
 
 def _as_row(step: IslandStep, too_many: bool) -> list[float]:
     zeros = float(step.num_zeros or 0)
-    flags = [float(flag) for flag in (step.nonfinite, step.spiked, step.stop, too_many)]
+    flags = [float(flag) for flag in (step.is_nonfinite, step.has_spiked, step.should_stop, too_many)]
     return [step.loss_sum, step.num_tokens, step.grad_norm, zeros, *flags, *step.auxiliary.values()]
 
 
@@ -127,9 +127,9 @@ def _result(at: StepInfo, rows: list[list[float]], names: list[str], has_zeros: 
         num_zeros=round(num_zeros) if has_zeros else None,
         auxiliary={name: value / count for name, value in zip(names, auxiliary, strict=True)},
         has_moved=bool(taken),
-        skipped=len(taken) < len(rows),
-        spiked=any(spiked),
-        nan=not all(map(math.isfinite, losses)),
-        stop=any(stop),
-        too_many=any(too_many),
+        is_skipped=len(taken) < len(rows),
+        has_spiked=any(spiked),
+        has_nan=not all(map(math.isfinite, losses)),
+        should_stop=any(stop),
+        has_too_many_nonfinite=any(too_many),
     )

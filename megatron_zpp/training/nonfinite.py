@@ -50,8 +50,8 @@ class NonfiniteSteps:
     def step(self, step: IslandStep) -> bool:
         """Count a step; return whether too many in a row were not finite."""
         self.steps, self.last = self.steps + 1, step
-        self.in_a_row = self.in_a_row + 1 if step.nonfinite else 0
-        if not step.nonfinite or not self.is_checked:
+        self.in_a_row = self.in_a_row + 1 if step.is_nonfinite else 0
+        if not step.is_nonfinite or not self.is_checked:
             return False
         if self.in_a_row == (self.limit if self.state.scaler.is_dynamic else 1):
             self.where = self._locate(step)

@@ -58,7 +58,7 @@ def _train_steps(
             steps = train_step(run, batches.train, num_micro_batches, stop=signals.is_asked or is_over)
         if training.exit_signal_handler:
             signals.catch()  # not earlier: a signal ends a rank at once, whatever it waits for before its first step
-        batch_size = run.count_step(skipped=steps[0].skipped)
+        batch_size = run.count_step(skipped=steps[0].is_skipped)
         if counters.iteration == run.train_iters:
             run.islands.conclude()  # evaluations and checkpoints have the last steps in them
         if catch_up(run):  # an island that fell behind goes on with the others
@@ -74,13 +74,13 @@ def _train_steps(
 
         # Evaluate.
         due = what_is_due(settings, iteration, run.train_iters)
-        is_asked_to_stop = any(result.stop for result in results)
+        is_asked_to_stop = any(result.should_stop for result in results)
         if due.evaluate:
             with reporter.paused():
                 is_asked_to_stop |= not validate(run, batches.valid, signals)
 
         # Save.
-        too_many_nonfinite = any(result.too_many for result in results)
+        too_many_nonfinite = any(result.has_too_many_nonfinite for result in results)
         ends = due.end or due.exit or is_asked_to_stop or too_many_nonfinite
         if ends:
             leave_others(run)

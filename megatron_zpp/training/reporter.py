@@ -60,8 +60,8 @@ class Reporter:
         self.num_tokens += num_samples * length
         self.flops += num_samples * length * run.architecture.flops_per_token(run.model.config, length)
         for result in results:
-            self.skipped += result.skipped
-            self.nan += result.nan
+            self.skipped += result.is_skipped
+            self.nan += result.has_nan
             for name, loss in result.losses().items() if result.has_moved else ():
                 self.losses.setdefault(name, []).append(loss)
         for zeropp in run.zeropps:

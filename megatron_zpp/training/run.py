@@ -193,15 +193,15 @@ class IslandStep:
     auxiliary: dict[str, float]  # auxiliary losses and what else a model shows: means over micro-batches and ranks
     grad_norm: float  # before clipping
     num_zeros: int | None
-    nonfinite: bool  # loss or gradients have NaN or Inf
-    spiked: bool  # the loss was far above that of the steps before
-    stop: bool  # some rank wants to save and exit
+    is_nonfinite: bool  # loss or gradients have NaN or Inf
+    has_spiked: bool  # the loss was far above that of the steps before
+    should_stop: bool  # some rank wants to save and exit
     micro_batches: list[Batch] = field(repr=False)  # this rank's, or in turn those of all that it emulates
 
     @property
-    def skipped(self) -> bool:
+    def is_skipped(self) -> bool:
         """Whether the parameters stayed as they were."""
-        return self.nonfinite or self.spiked
+        return self.is_nonfinite or self.has_spiked
 
     @property
     def loss(self) -> float:

@@ -27,7 +27,7 @@ def train_step(run: Run, batches: Iterator[Batch], num_micro_batches: int, stop:
         batches = ({name: tensor[:, :length].contiguous() for name, tensor in batch.items()} for batch in batches)
     per_state = zip(run.states, _divide_batches(batches, run.states, num_micro_batches), strict=True)
     steps = [_step(run, state, micro_batches, num_micro_batches, stop) for state, micro_batches in per_state]
-    if not steps[0].skipped:
+    if not steps[0].is_skipped:
         run.loss_since_agreement.loss_sum += steps[0].loss_sum
         run.loss_since_agreement.num_tokens += steps[0].num_tokens
     run.islands.count_step()  # skipped or not: islands synchronize at the same steps
@@ -78,18 +78,18 @@ def _step(run: Run, state: TrainState, batches: Iterator[Batch], num_micro_batch
         auxiliary={name: value * auxiliary_factor for name, value in zip(names, auxiliary_sums, strict=True)},
         grad_norm=grad_norm,
         num_zeros=round(zeros[0]) if zeros else None,
-        nonfinite=not is_finite,
-        spiked=is_finite and spike_factor is not None and run.counters.is_loss_spike(loss, spike_factor),
-        stop=stops > 0,
+        is_nonfinite=not is_finite,
+        has_spiked=is_finite and spike_factor is not None and run.counters.is_loss_spike(loss, spike_factor),
+        should_stop=stops > 0,
         micro_batches=micro_batches,
     )
 
     # Move the parameters.
-    if not step.skipped:
+    if not step.is_skipped:
         run.set_learning_rate(state.optimizer)
         state.optimizer.step()
     state.optimizer.zero_grad()
-    state.finish_step(step.nonfinite, step.skipped, run.mesh.fsdp.get_group())
+    state.finish_step(step.is_nonfinite, step.is_skipped, run.mesh.fsdp.get_group())
     return step
 
 

@@ -214,7 +214,7 @@ def _parameters_after_two_steps(argv: list[str], overflow_between: bool) -> list
     def step(batch: int, overflow: bool = False) -> None:
         change = (lambda batch: batch | {"loss_mask": batch["loss_mask"] * torch.inf}) if overflow else None
         result = take_step(run, batch * BATCH, BATCH // dist.get_world_size(), change)
-        assert result.skipped == overflow
+        assert result.is_skipped == overflow
 
     step(0)
     if overflow_between:

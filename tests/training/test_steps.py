@@ -102,7 +102,7 @@ def _state(argv: list[str], spikes: bool) -> dict:
         scaled = run.model.register_forward_hook(lambda model, inputs, losses: losses * factor)
         result = take_step(run, batch * BATCH, BATCH // dist.get_world_size())
         scaled.remove()
-        assert result.spiked == result.skipped == (factor != 1)
+        assert result.has_spiked == result.is_skipped == (factor != 1)
         return result.loss
 
     first = step(0)
